@@ -1,0 +1,60 @@
+"""Every error a user can see, each with its exit code and, in its message, the next thing to type.
+
+    DcpbenchError            1  something failed that is not the user's input
+    ├── UsageError           2  options or input that cannot work
+    │   ├── LayoutError      2  degrees that do not divide, or a layout the model cannot take
+    │   ├── ModelError       2  a config.json or checkpoint that cannot be read as an MLA model
+    │   ├── OutputError      2  an output folder that must not be overwritten
+    │   └── RecordsError     2  a record file that cannot be read
+    ├── CapacityError        3  more GPUs or memory needed than there are
+    ├── WorkerError          4  a rank failed, hung or was killed
+    └── MissingPackageError  5  an optional package that this option needs
+
+Exit code 130 stands for Ctrl-C, as in any shell.
+"""
+
+
+class DcpbenchError(Exception):
+    """Base of all errors that end a command with a sentence instead of a traceback."""
+
+    exit_code = 1
+
+
+class UsageError(DcpbenchError):
+    """Options or input that cannot work; the message says what would."""
+
+    exit_code = 2
+
+
+class LayoutError(UsageError):
+    """Degrees that do not divide each other or the model; the message lists valid ones."""
+
+
+class ModelError(UsageError):
+    """A model name, config.json or checkpoint that cannot be used."""
+
+
+class OutputError(UsageError):
+    """An output folder that already holds records; the message names --resume and --force."""
+
+
+class RecordsError(UsageError):
+    """A record file that is missing, empty or not ours."""
+
+
+class CapacityError(DcpbenchError):
+    """More GPUs or more memory needed than there are; the message says how much is missing."""
+
+    exit_code = 3
+
+
+class WorkerError(DcpbenchError):
+    """A torchrun job failed or hung; the message names the log to read."""
+
+    exit_code = 4
+
+
+class MissingPackageError(DcpbenchError):
+    """An optional package is missing; the message says how to install it."""
+
+    exit_code = 5

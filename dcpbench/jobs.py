@@ -1,0 +1,135 @@
+"""What the launcher hands to a torchrun job and what comes back while it runs: plain files of JSON. No torch.
+
+    job-TAG.json          Job, written by launch.py, read by every rank
+    progress-TAG.jsonl    Progress, one line an event, written by rank 0
+    rank-R.pid            process id of a rank, for the watchdog
+    stacks-R.txt          Python stacks of a rank, written on SIGUSR1
+    error-R.json          Failure, written by a rank that raised
+    records.jsonl         finished points (kind `sweep`)
+    checks.jsonl          Check, one line each (kind `verify`)
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from dcpbench.errors import DcpbenchError
+from dcpbench.records import Point
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """How points are measured; the same for all points of a job."""
+
+    kv_memory_bytes: int | None = None
+    """--kv-memory: size of the KV pool per GPU; None = see docs/methodology.md."""
+    seconds: float = 10.0
+    """--seconds: time limit of one point's measurement; past it the record says `noisy`."""
+    precision: float = 0.01
+    """Stop when the 95 % interval of the median is within ± this share of it."""
+    profile: bool = True
+    """Whether the separate profiled pass (phases, host syncs) runs."""
+    seed: int = 0
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything one torchrun job does. All points have the same tp, the world size."""
+
+    kind: str
+    """`sweep` or `verify`."""
+    tag: str
+    folder: str
+    """Absolute path of the run's folder."""
+    device: str
+    """`cuda` or `cpu`."""
+    points: list[Point]
+    settings: Settings
+    command: str = ""
+    prompts: list[list[int]] = []
+    """Kind `verify` with a checkpoint: token ids, one list per request."""
+    new_tokens: int = 8
+
+    def path(self) -> Path:
+        """Where the job file lies."""
+        return Path(self.folder) / f"job-{self.tag}.json"
+
+    def progress_path(self) -> Path:
+        """Where rank 0 writes Progress lines."""
+        return Path(self.folder) / f"progress-{self.tag}.jsonl"
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a running job."""
+
+    stage: str
+    """`start`, `build`, `capture`, `warm-up`, `measure`, `profile`, `check`, `done` (point recorded), `end` (job)."""
+    key: str = ""
+    """Point.key() of the point at work."""
+    index: int = 0
+    of: int = 0
+    note: str = ""
+    """Last numbers, for the progress line."""
+    at: float = 0.0
+    """Unix time."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's exception."""
+
+    rank: int
+    key: str
+    kind: str
+    message: str
+    traceback: str
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One comparison made by `dcpbench verify`."""
+
+    name: str
+    """`attention` (merged output against fp64), `logits`, `tokens`."""
+    layout: str
+    backend: str
+    exchange: str
+    dtype: str
+    error: float
+    """Relative error ‖x − ref‖ / ‖ref‖; for `logits` the largest absolute difference; for `tokens` the mismatches."""
+    limit: float
+    ok: bool
+    detail: str = ""
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True):
+    """What `python -m dcpbench.worker --probe` found, so that torch-free rooms can ask about the machine."""
+
+    device: str
+    """`cuda` or `cpu`."""
+    count: int
+    """GPUs; 0 without CUDA."""
+    name: str
+    memory_bytes: int | None = None
+    l2_bytes: int | None = None
+    capability: str | None = None
+    packages: dict[str, str | None] = {}
+    """Package -> version, None where it cannot be imported."""
+    problems: list[str] = []
+    """What is missing for what, in sentences."""
+
+
+def read_job(path: Path) -> Job:
+    """Read a job file."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Job)
+    except (OSError, msgspec.DecodeError) as e:
+        raise DcpbenchError(f"cannot read the job file {path}: {e}") from e
+
+
+def tell(job: Job, stage: str, point: Point | None = None, *, index: int = 0, note: str = "") -> None:
+    """Append one Progress line (rank 0 only)."""
+    event = Progress(
+        stage=stage, key=point.key() if point else "", index=index, of=len(job.points), note=note, at=time.time()
+    )
+    with job.progress_path().open("ab") as f:
+        f.write(msgspec.json.encode(event) + b"\n")

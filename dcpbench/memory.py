@@ -1,0 +1,158 @@
+"""What a layout costs in GPU memory: weights, KV cache, and how many distinct layers' weights fit. No torch.
+
+All formulas count the tensors that engine/weights.py makes; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+from dcpbench.errors import CapacityError
+
+if TYPE_CHECKING:
+    from dcpbench.layout import Layout
+    from dcpbench.shapes import ModelShape
+
+GIB = 1 << 30
+RESERVE_BYTES = 8 * GIB
+"""Held back on a GPU for the CUDA context, NCCL, workspaces, graphs and activations."""
+CACHE_FACTOR = 4
+"""Weights must cycle through this many times the L2 cache between two uses (docs/methodology.md)."""
+PAGES_OF_PADDING = 1
+HEADROOM_TOKENS = 1
+"""A decode step writes one token beyond the context."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How one GPU's memory is divided for a layout. All sizes are bytes per GPU."""
+
+    kv_bytes: int
+    """The KV pool, every layer real."""
+    weight_bytes: int
+    """Weights held in memory."""
+    full_weight_bytes: int
+    """Weights if every layer were held."""
+    dense_held: int
+    moe_held: int
+    """Distinct dense and MoE layers held; the others reuse them in turn."""
+    layers: int
+
+    @property
+    def layers_held(self) -> int:
+        """Distinct layers' weights in memory."""
+        return self.dense_held + self.moe_held
+
+
+def attention_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int:
+    """Attention weights of one layer on one rank, with its two layer norms."""
+    heads = shape.heads // layout.attn_tp
+    q_width = heads * (shape.nope + shape.rope)
+    q = shape.hidden * q_width if shape.q_lora is None else shape.q_lora * (shape.hidden + q_width + 1)
+    kv = shape.hidden * shape.kv_width + shape.latent + heads * shape.latent * (shape.nope + shape.value)
+    return (q + kv + heads * shape.value * shape.hidden + 2 * shape.hidden) * itemsize
+
+
+def moe_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int:
+    """Router (fp32), this rank's experts and its slice of the shared expert, of one layer."""
+    router = (shape.experts * shape.hidden + shape.experts) * 4
+    experts = shape.experts // layout.tp * 3 * shape.hidden * shape.moe_inter
+    return router + (experts + shared_elements(shape, layout)) * itemsize
+
+
+def shared_elements(shape: ModelShape, layout: Layout) -> int:
+    """Elements of this rank's slice of the shared expert of one layer."""
+    return 3 * shape.hidden * shape.shared_experts * shape.moe_inter // layout.tp
+
+
+def dense_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int:
+    """This rank's slice of one dense MLP."""
+    return 3 * shape.hidden * shape.dense_inter // layout.tp * itemsize
+
+
+def vocab_rows(shape: ModelShape, layout: Layout) -> int:
+    """Vocabulary rows per rank of an attention replica; the last rank's are padded."""
+    return math.ceil(shape.vocab / layout.attn_tp)
+
+
+def outer_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int:
+    """Embedding, LM head (both split over an attention replica) and the final norm."""
+    return (2 * vocab_rows(shape, layout) + 1) * shape.hidden * itemsize
+
+
+def weight_bytes(shape: ModelShape, layout: Layout, itemsize: int, dense: int, moe: int) -> int:
+    """Weights on one rank when `dense` + `moe` distinct layers are held."""
+    attention = (dense + moe) * attention_bytes(shape, layout, itemsize)
+    mlp = dense * dense_bytes(shape, layout, itemsize) + moe * moe_bytes(shape, layout, itemsize)
+    return outer_bytes(shape, layout, itemsize) + attention + mlp
+
+
+def pages_for(tokens: int, layout: Layout, page_size: int) -> int:
+    """Virtual pages (page_size × dcp tokens each) that one request of `tokens` tokens takes."""
+    return math.ceil(tokens / (page_size * layout.dcp))
+
+
+def kv_pages_needed(layout: Layout, concurrency: int, context: int, page_size: int) -> int:
+    """Pages in each rank's pool for `concurrency` requests over the layout, with the padding page."""
+    per_replica = math.ceil(concurrency / layout.dp)
+    return per_replica * pages_for(context + HEADROOM_TOKENS, layout, page_size) + PAGES_OF_PADDING
+
+
+def page_bytes(shape: ModelShape, page_size: int, itemsize: int) -> int:
+    """One physical page of one rank, all layers."""
+    return page_size * shape.kv_bytes_per_token(itemsize)
+
+
+def least_layers(shape: ModelShape, layout: Layout, itemsize: int, l2_bytes: int) -> tuple[int, int]:
+    """Fewest distinct (dense, MoE) layers so that weights cycle through CACHE_FACTOR × L2 between two uses.
+
+    Counts only what every step surely reads (attention and shared expert), not the experts that routing picks.
+    """
+    moe_layers = shape.layers - shape.first_dense
+    dense = min(1, shape.first_dense)
+    if moe_layers == 0:
+        return shape.first_dense, 0
+    sure = attention_bytes(shape, layout, itemsize) + shared_elements(shape, layout) * itemsize
+    return dense, min(max(math.ceil(CACHE_FACTOR * l2_bytes / sure), 1), moe_layers)
+
+
+def plan(
+    shape: ModelShape, layout: Layout, *, itemsize: int, kv_pages: int, page_size: int, total_bytes: int, l2_bytes: int
+) -> Plan:
+    """Divide `total_bytes` of one GPU between a KV pool of `kv_pages` pages and as many distinct layers as fit.
+
+    Raises CapacityError, saying how much is missing, when the KV pool and the fewest layers do not fit together.
+    """
+    kv = kv_pages * page_bytes(shape, page_size, itemsize)
+    room = total_bytes - RESERVE_BYTES - kv
+    dense, moe = least_layers(shape, layout, itemsize, l2_bytes)
+    need = weight_bytes(shape, layout, itemsize, dense, moe)
+    if need > room:
+        raise CapacityError(
+            f"{layout}: the KV cache needs {kv / GIB:.1f} GiB per GPU and the fewest weights {need / GIB:.1f} GiB, "
+            f"{(need - room) / GIB:.1f} GiB more than the {(total_bytes - RESERVE_BYTES) / GIB:.1f} GiB available"
+        )
+    moe_layers = shape.layers - shape.first_dense
+    while dense < shape.first_dense and weight_bytes(shape, layout, itemsize, dense + 1, moe) <= room:
+        dense += 1
+    while moe < moe_layers and weight_bytes(shape, layout, itemsize, dense, moe + 1) <= room:
+        moe += 1
+    return Plan(
+        kv_bytes=kv,
+        weight_bytes=weight_bytes(shape, layout, itemsize, dense, moe),
+        full_weight_bytes=weight_bytes(shape, layout, itemsize, shape.first_dense, moe_layers),
+        dense_held=dense,
+        moe_held=moe,
+        layers=shape.layers,
+    )
+
+
+def most_kv_pages(
+    shape: ModelShape, layout: Layout, *, itemsize: int, page_size: int, total_bytes: int, l2_bytes: int
+) -> int:
+    """Largest KV pool, in pages, beside the fewest weights that may be held."""
+    dense, moe = least_layers(shape, layout, itemsize, l2_bytes)
+    room = total_bytes - RESERVE_BYTES - weight_bytes(shape, layout, itemsize, dense, moe)
+    return max(room // page_bytes(shape, page_size, itemsize), 0)

@@ -1,0 +1,280 @@
+"""The record that one point leaves on disk: one JSON object per line of `records.jsonl`. No torch.
+
+Units are part of each name (`_us`, `_ms`, `_bytes`, `_tok_s`). Absent measurements are null, never 0.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import OutputError, RecordsError
+from dcpbench.layout import Layout
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SCHEMA_VERSION = 1
+RECORDS_FILE = "records.jsonl"
+ASIDE_FILE = "records.truncated.txt"
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """One layout × workload × load, as asked for."""
+
+    model: str
+    tp: int
+    dp: int = 1
+    dcp: int = 1
+    workload: str = "decode"
+    concurrency: int
+    """Requests in flight over the whole layout."""
+    context: int
+    """Tokens already in the KV cache of each request."""
+    exchange: str = "none"
+    """`ag_rs`; `none` where dcp is 1 and nothing is exchanged."""
+    backend: str
+    dtype: str
+    page_size: int = 1
+    interleave: int = 1
+    weights: str = "synthetic"
+    """`synthetic`, or the folder of a checkpoint."""
+    repeat: int = 0
+    """Which pass over the whole sweep this is, from 0."""
+
+    @property
+    def layout(self) -> Layout:
+        """The point's layout. Raises LayoutError where degrees do not nest."""
+        return Layout(tp=self.tp, dp=self.dp, dcp=self.dcp)
+
+    def key(self) -> str:
+        """Everything that makes this point itself; `--resume` and comparisons match on it."""
+        return "/".join(f"{name}={getattr(self, name)}" for name in self.__struct_fields__)
+
+    def same_but_repeat(self) -> str:
+        """Key without the repeat, equal for all measurements of the same thing."""
+        return msgspec.structs.replace(self, repeat=0).key()
+
+
+class Interval(msgspec.Struct, frozen=True, kw_only=True):
+    """A median with its 95 % confidence interval (order statistics, stats.median_interval)."""
+
+    median: float
+    low: float
+    high: float
+    samples: int
+
+
+class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
+    """p50 to p99; null where there are too few samples (stats.percentile)."""
+
+    p50: float | None = None
+    p90: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+    samples: int = 0
+
+
+class Metrics(msgspec.Struct, frozen=True, kw_only=True):
+    """What the workload measured; definitions in metrics.py."""
+
+    step_ms: Interval
+    """Slowest rank's time from graph launch to the step's end."""
+    itl_ms: Percentiles
+    """Gap between two tokens of a request: one step. Samples are steps."""
+    output_tok_s: Interval
+    output_tok_s_per_gpu: float
+    tok_s_per_user: float
+    ttft_ms: Percentiles | None = None
+    """Null for `decode`: nothing is prefilled."""
+    step_samples_ms: list[float] = []
+    """Every step sample, in order, so that others can compute their own statistics."""
+
+
+class Phases(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a step's time goes, from a separate profiled pass on rank 0; never mixed with `step_ms`."""
+
+    step_us: float
+    """Mean span of the profiled steps, first kernel start to last kernel end."""
+    phase_us: dict[str, float]
+    """GPU time by range name (measure.PHASES); sums with `idle_us` to `step_us`."""
+    idle_us: float
+    """No kernel running."""
+    idle_fraction: float
+    kernels: int
+    """Kernels in one step."""
+    steps: int
+
+
+class Kv(msgspec.Struct, frozen=True, kw_only=True):
+    """KV cache of the point."""
+
+    pool_bytes_per_gpu: int
+    bytes_per_token_per_gpu: float
+    """Averaged over the ranks of a layout: one full row set divided by dcp."""
+    capacity_tokens: int
+    """Tokens that the layout's pools hold, all replicas together, each token counted once."""
+    capacity_requests: int
+    """Requests of this point's context that fit at once."""
+    bounded_by: str
+    """`weights` (what all weights leave), `kv_memory` (--kv-memory) or `sweep` (sized for the largest point, because
+    not all weights fit and a capacity beside them would be fiction)."""
+    fragmentation: float
+    """Share of allocated rows that hold no token (page and stripe rounding)."""
+
+
+class Honesty(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader must know before believing the numbers."""
+
+    weights: str
+    layers: int
+    layers_held: int
+    """Distinct layers in memory; fewer than `layers` means that they were cycled through."""
+    full_weights_bytes_per_gpu: int
+    kv: str = "synthetic"
+    """What the KV cache held: `synthetic` random rows."""
+    attention_error: float | None = None
+    """‖o − o_fp64‖ / ‖o_fp64‖ of this point's merged attention output, worst rank."""
+    experts_hit: float | None = None
+    """Mean share of all experts that a layer's tokens were routed to."""
+    graph_batch: int | None = None
+    """Rows per replica in the captured graph; more than the requests means padding rows on slot 0."""
+    cuda_graph: bool = False
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """State of the GPUs while the point was measured (NVML); worst over ranks."""
+
+    sm_clock_mhz_min: int | None = None
+    sm_clock_mhz_max: int | None = None
+    power_w_max: float | None = None
+    temperature_c_max: int | None = None
+    throttle_reasons: list[str] = []
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the record was taken."""
+
+    device: str
+    """`NVIDIA H200`, or `CPU`."""
+    device_count: int
+    device_memory_bytes: int | None = None
+    l2_bytes: int | None = None
+    driver: str | None = None
+    cuda: str | None = None
+    torch: str = ""
+    triton: str | None = None
+    nccl: str | None = None
+    flashinfer: str | None = None
+    python: str = ""
+    dcpbench: str = ""
+    git_commit: str | None = None
+    host_hash: str = ""
+    """First 12 hex digits of SHA-256 of the host name."""
+    command: str = ""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of records.jsonl."""
+
+    schema_version: int = SCHEMA_VERSION
+    point: Point
+    outcome: str
+    """`ok`, `failed`, `hung`, `rejected`."""
+    reason: str | None = None
+    """Why the outcome is not `ok`, with the next thing to try."""
+    detail: dict[str, str] = {}
+    """For failures: exit code, last log lines, stacks."""
+    marks: list[str] = []
+    """`noisy`, `throttled`, `cpu` (functional run, not a performance number), `l2_warm`, `baseline`."""
+    metrics: Metrics | None = None
+    phases: Phases | None = None
+    host_syncs_per_step: float | None = None
+    """Host-blocking CUDA calls inside one step, from the profiled pass."""
+    allocations_per_step: float | None = None
+    """Caching-allocator allocations inside one step."""
+    host_plan_us: float | None = None
+    """Host time to plan one step (allocation, index building, backend plan); outside the step, not in `step_ms`."""
+    kv: Kv | None = None
+    memory_peak_bytes: int | None = None
+    honesty: Honesty | None = None
+    gpu: Gpu | None = None
+    environment: Environment | None = None
+    started_at: str = ""
+    """UTC, ISO 8601."""
+    seconds: float = 0.0
+    """Wall time the point took, set-up included."""
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Record)
+
+
+class RecordFile:
+    """Append-only `records.jsonl` of one run; each line is on disk before `append` returns."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / RECORDS_FILE
+
+    def append(self, record: Record) -> None:
+        """Write one record, flushed and synced."""
+        with self.path.open("ab") as f:
+            f.write(_encoder.encode(record) + b"\n")
+            f.flush()
+            os.fsync(f.fileno())
+
+
+def read_records(folder: Path) -> list[Record]:
+    """All records of a run folder, or of a records.jsonl given directly.
+
+    A last line cut short by a crash is moved to `records.truncated.txt` beside the file, never lost, and the rest is
+    used. Raises RecordsError for a missing file and for damage anywhere else.
+    """
+    path = folder / RECORDS_FILE if folder.is_dir() else folder
+    if not path.is_file():
+        raise RecordsError(f"{path} does not exist; run `dcpbench sweep -o {folder}` first, or name another folder.")
+    lines = path.read_bytes().splitlines(keepends=True)
+    records = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            records.append(_decode(line))
+        except msgspec.DecodeError as e:
+            if number == len(lines) and not line.endswith(b"\n"):
+                _set_aside(path, line)
+                break
+            raise RecordsError(f"{path}, line {number}: {e}. Not written by this version of dcpbench.") from e
+    return records
+
+
+def _decode(line: bytes) -> Record:
+    record = _decoder.decode(line)
+    if record.schema_version != SCHEMA_VERSION:
+        raise msgspec.ValidationError(
+            f"schema_version {record.schema_version}, while this dcpbench reads {SCHEMA_VERSION}"
+        )
+    return record
+
+
+def _set_aside(path: Path, line: bytes) -> None:
+    with (path.parent / ASIDE_FILE).open("ab") as f:
+        f.write(line + b"\n")
+    size = path.stat().st_size - len(line)
+    with path.open("rb+") as f:
+        f.truncate(size)
+
+
+def prepare_folder(folder: Path, *, resume: bool, force: bool) -> None:
+    """Make the output folder; OutputError when it holds records and neither flag says what to do with them."""
+    path = folder / RECORDS_FILE
+    if path.exists() and path.stat().st_size and not (resume or force):
+        raise OutputError(
+            f"{folder} already holds records; add --resume to measure only what is missing, "
+            "--force to start over, or give another folder with -o."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    if force:
+        path.unlink(missing_ok=True)
