@@ -1,0 +1,164 @@
+"""Which pages of the KV cache belong to which request, in virtual locations that are the same on all DCP ranks.
+
+With N = dcp, a virtual page is `page_size · N` consecutive locations: one physical page on each of the N ranks, of the
+same number. A request's token t lies in its page number `t // (page_size · N)` at offset `t % (page_size · N)`, so every
+request starts at a multiple of `page_size · N` and
+
+    token_idx % N == loc % N        and, with stripes,        owner(token_idx) == owner(loc)
+
+Therefore a rank's page table is the list of virtual pages itself, and its j-th local token lies in physical row
+`pages[j // page_size] · page_size + j % page_size`. Nothing has to be filtered or masked to find a rank's share.
+
+Page 0 is padding: the locations that unused rows of a decode graph write to (request_pool.py). It is never handed out.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dcpbench.errors import CapacityError
+
+PADDING_PAGE = 0
+_INT32_LIMIT = 1 << 31
+
+
+class OutOfKvError(CapacityError):
+    """Not enough free pages. Raised before anything changes, so the caller may free something and try again."""
+
+
+class Allocation:
+    """The pages of one request; made and changed by DcpAllocator only."""
+
+    def __init__(self, pages: np.ndarray, tokens: int, virtual_page: int) -> None:
+        self._buffer = pages
+        self._count = len(pages)
+        self._virtual_page = virtual_page
+        self.tokens = tokens
+        """Tokens stored; the last page may have room for more."""
+
+    @property
+    def pages(self) -> np.ndarray:
+        """Virtual page numbers in token order, int32 [pages]; a view, valid until the next `extend`."""
+        return self._buffer[: self._count]
+
+    def locs(self, start: int, stop: int) -> np.ndarray:
+        """Virtual locations of tokens `start … stop - 1`, int32 [stop - start]."""
+        if not 0 <= start <= stop <= self.tokens:
+            raise ValueError(f"tokens {start}…{stop - 1} asked of a request of {self.tokens} tokens")
+        tokens = np.arange(start, stop, dtype=np.int32)
+        locs: np.ndarray = self._buffer[tokens // self._virtual_page] * self._virtual_page + tokens % self._virtual_page
+        return locs
+
+    def _append(self, pages: np.ndarray) -> None:
+        """Add pages, doubling the buffer so that growing token by token stays linear."""
+        count = self._count + len(pages)
+        if count > len(self._buffer):
+            grown = np.empty(max(count, 2 * len(self._buffer)), dtype=np.int32)
+            grown[: self._count] = self.pages
+            self._buffer = grown
+        self._buffer[self._count : count] = pages
+        self._count = count
+
+    def _clear(self) -> None:
+        self._count = self.tokens = 0
+
+
+class DcpAllocator:
+    """Hands out virtual pages 1 … pages-1. Exhaustion raises OutOfKvError, misuse ValueError.
+
+    Deterministic: ranks that make the same calls get the same pages without talking to each other.
+    """
+
+    def __init__(self, pages: int, page_size: int, dcp: int, interleave: int = 1) -> None:
+        if pages < 2:  # noqa: PLR2004 - the padding page and one to use
+            raise ValueError(f"a KV pool of {pages} pages leaves none beside the padding page")
+        if page_size < 1 or dcp < 1 or interleave < 1:
+            raise ValueError(f"page size {page_size}, dcp {dcp} and interleave {interleave} must be positive")
+        if page_size % interleave:
+            raise ValueError(f"a stripe of {interleave} tokens does not divide a page of {page_size}")
+        if pages * page_size * dcp > _INT32_LIMIT:
+            raise ValueError(f"{pages} pages of {page_size} rows on {dcp} ranks do not fit 32-bit locations")
+        self.pages = pages
+        self.page_size = page_size
+        self.dcp = dcp
+        self.interleave = interleave
+        self.virtual_page = page_size * dcp
+        """Tokens that one virtual page holds."""
+        self.clear()
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that can still be handed out."""
+        return self._free_count
+
+    @property
+    def used_pages(self) -> int:
+        """Pages that requests hold; the padding page is neither free nor used."""
+        return self.pages - 1 - self._free_count
+
+    @property
+    def tokens(self) -> int:
+        """Tokens stored by all requests."""
+        return self._tokens
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that a request of `tokens` tokens takes."""
+        return -(-tokens // self.virtual_page)
+
+    def fragmentation(self) -> float:
+        """Share of the allocated rows (of all ranks together) that holds no token; 0 when nothing is allocated."""
+        rows = self.used_pages * self.virtual_page
+        return 1 - self._tokens / rows if rows else 0.0
+
+    def alloc(self, tokens: int) -> Allocation:
+        """Room for a new request of `tokens` tokens."""
+        if tokens < 1:
+            raise ValueError(f"a request of {tokens} tokens needs no memory")
+        allocation = Allocation(self._take(self.pages_for(tokens)), tokens, self.virtual_page)
+        self._live.add(allocation)
+        self._tokens += tokens
+        return allocation
+
+    def extend(self, allocation: Allocation, tokens: int) -> None:
+        """`tokens` more tokens for a request: first what its last page has left, then new pages."""
+        self._check(allocation)
+        if tokens < 0:
+            raise ValueError(f"a request cannot grow by {tokens} tokens")
+        more = self.pages_for(allocation.tokens + tokens) - len(allocation.pages)
+        if more:
+            allocation._append(self._take(more))
+        allocation.tokens += tokens
+        self._tokens += tokens
+
+    def free(self, allocation: Allocation) -> None:
+        """Take a request's pages back. Raises ValueError for one that is not live, be it freed twice or not ours."""
+        self._check(allocation)
+        self._live.remove(allocation)
+        count = len(allocation.pages)
+        self._free[self._free_count : self._free_count + count] = allocation.pages[::-1]
+        self._free_count += count
+        self._tokens -= allocation.tokens
+        allocation._clear()
+
+    def clear(self) -> None:
+        """Take everything back; live allocations become invalid."""
+        for allocation in getattr(self, "_live", ()):
+            allocation._clear()
+        self._live: set[Allocation] = set()
+        self._free = np.arange(self.pages - 1, PADDING_PAGE, -1, dtype=np.int32)
+        """Stack of free pages, its top at `_free_count - 1`; an array, as there may be millions of pages."""
+        self._free_count = self.pages - 1
+        self._tokens = 0
+
+    def _take(self, count: int) -> np.ndarray:
+        if count > self._free_count:
+            raise OutOfKvError(
+                f"{count} KV pages of {self.virtual_page} tokens are needed and {self._free_count} are free; "
+                "lower --concurrency or --context, or give more with --kv-memory"
+            )
+        self._free_count -= count
+        return self._free[self._free_count : self._free_count + count][::-1].copy()
+
+    def _check(self, allocation: Allocation) -> None:
+        if allocation not in self._live:
+            raise ValueError("this allocation is not live here; it was freed, or comes from another pool")

@@ -1,0 +1,51 @@
+"""The KV cache of one rank: the rows it owns, of every layer, in one tensor."""
+
+from __future__ import annotations
+
+import torch
+
+from dcpbench.engine.allocator import PADDING_PAGE
+from dcpbench.errors import CapacityError
+from dcpbench.memory import GIB
+
+
+class KvPool:
+    """`data` [layers, pages, page_size, width]: latent ‖ rope key of the tokens that this rank stores.
+
+    Page numbers are those of DcpAllocator (a virtual page is one physical page on each rank). A layer is contiguous,
+    so that kernels see plain [pages, page_size, width] or, as rows, [pages · page_size, width].
+    """
+
+    def __init__(
+        self, layers: int, pages: int, page_size: int, width: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        """Zeroed. Raises CapacityError when the device has not that much memory left."""
+        need = layers * pages * page_size * width * dtype.itemsize
+        try:
+            self.data = torch.zeros((layers, pages, page_size, width), dtype=dtype, device=device)
+        except torch.OutOfMemoryError as e:
+            raise CapacityError(
+                f"a KV pool of {need / GIB:.1f} GiB does not fit on {device}; "
+                "lower --concurrency or --context, or give --kv-memory"
+            ) from e
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the pool, all layers, padding page included."""
+        return self.data.nbytes
+
+    def layer(self, index: int) -> torch.Tensor:
+        """[pages, page_size, width] of one layer; a view."""
+        return self.data[index]
+
+    def rows(self, index: int) -> torch.Tensor:
+        """[pages · page_size, width] of one layer; a view, indexed by `layout.row(loc)`."""
+        return self.data[index].view(-1, self.data.shape[-1])
+
+    def fill_random(self, generator: torch.Generator, scale: float) -> None:
+        """Fill every page but the padding page with normal numbers of standard deviation `scale`.
+
+        Layer by layer and in place, as a second copy of the pool would not fit. `generator` is of the pool's device.
+        """
+        for layer in self.data:
+            layer[PADDING_PAGE + 1 :].normal_(0.0, scale, generator=generator)
