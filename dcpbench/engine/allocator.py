@@ -1,8 +1,8 @@
 """Which pages of the KV cache belong to which request, in virtual locations that are the same on all DCP ranks.
 
 With N = dcp, a virtual page is `page_size · N` consecutive locations: one physical page on each of the N ranks, of the
-same number. A request's token t lies in its page number `t // (page_size · N)` at offset `t % (page_size · N)`, so every
-request starts at a multiple of `page_size · N` and
+same number. A request's token t lies in its page number `t // (page_size · N)` at offset `t % (page_size · N)`, so
+every request starts at a multiple of `page_size · N` and
 
     token_idx % N == loc % N        and, with stripes,        owner(token_idx) == owner(loc)
 
@@ -49,8 +49,8 @@ class Allocation:
         locs: np.ndarray = self._buffer[tokens // self._virtual_page] * self._virtual_page + tokens % self._virtual_page
         return locs
 
-    def _append(self, pages: np.ndarray) -> None:
-        """Add pages, doubling the buffer so that growing token by token stays linear."""
+    def append(self, pages: np.ndarray) -> None:
+        """For DcpAllocator: add pages, doubling the buffer so that growing token by token stays linear."""
         count = self._count + len(pages)
         if count > len(self._buffer):
             grown = np.empty(max(count, 2 * len(self._buffer)), dtype=np.int32)
@@ -59,7 +59,8 @@ class Allocation:
         self._buffer[self._count : count] = pages
         self._count = count
 
-    def _clear(self) -> None:
+    def clear_pages(self) -> None:
+        """For DcpAllocator: forget everything."""
         self._count = self.tokens = 0
 
 
@@ -126,7 +127,7 @@ class DcpAllocator:
             raise ValueError(f"a request cannot grow by {tokens} tokens")
         more = self.pages_for(allocation.tokens + tokens) - len(allocation.pages)
         if more:
-            allocation._append(self._take(more))
+            allocation.append(self._take(more))
         allocation.tokens += tokens
         self._tokens += tokens
 
@@ -138,12 +139,12 @@ class DcpAllocator:
         self._free[self._free_count : self._free_count + count] = allocation.pages[::-1]
         self._free_count += count
         self._tokens -= allocation.tokens
-        allocation._clear()
+        allocation.clear_pages()
 
     def clear(self) -> None:
         """Take everything back; live allocations become invalid."""
         for allocation in getattr(self, "_live", ()):
-            allocation._clear()
+            allocation.clear_pages()
         self._live: set[Allocation] = set()
         self._free = np.arange(self.pages - 1, PADDING_PAGE, -1, dtype=np.int32)
         """Stack of free pages, its top at `_free_count - 1`; an array, as there may be millions of pages."""

@@ -67,7 +67,7 @@ class RequestPool:
     Exhaustion raises OutOfSlotsError, misuse (double free, unknown slot, row too long) ValueError.
     """
 
-    def __init__(self, size: int, max_context: int, device: torch.device | str, padding: bool = True) -> None:  # noqa: FBT001, FBT002 - reads as a sentence by keyword
+    def __init__(self, size: int, max_context: int, device: torch.device | str, padding: bool = True) -> None:
         """`padding=False` hands out slots 0…size-1 as pools did before the convention.
 
         It exists only so that a test can show the corruption that the padding row prevents.
@@ -79,7 +79,7 @@ class RequestPool:
         self.host = np.zeros((size + first, max_context), dtype=np.int32)
         """The same table on the host, to plan from without asking the device."""
         self.table = torch.zeros((size + first, max_context), dtype=torch.int32, device=device)
-        """int32 [size + 1, max_context] on the device; the same tensor for life, as captured graphs hold its address."""
+        """int32 [size + 1, max_context] on the device; one tensor for life, as captured graphs hold its address."""
 
     @property
     def available(self) -> int:

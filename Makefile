@@ -1,0 +1,43 @@
+# Each target does its own set-up; `make` alone lists them.
+PYTHON ?= python3
+VENV ?= .venv
+RUNS ?= runs
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help sweep test lint types format clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+sweep: $(STAMP) ## Measure --tp 8 --dcp 8 and its dcp 1 baseline on this machine, write a report
+	@folder="$(RUNS)/tp8-dcp8-$$(date -u +%Y%m%dT%H%M%SZ)"; \
+	$(BIN)/dcpbench sweep --tp 8 --dcp 8 --output "$$folder" $(ARGS) && echo "Report: $$folder/report.html"
+
+test: $(STAMP) ## Run the whole test suite on two processes
+	$(BIN)/pytest -n 2 $(ARGS)
+
+lint: $(STAMP) ## Check style, formatting and the directions of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(STAMP) ## Check types of the torch-free rooms
+	$(BIN)/mypy
+
+format: $(STAMP) ## Rewrite the sources as `make lint` wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove the virtual environment and all caches; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "$(PYTHON) cannot make virtual environments; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
+	@touch $@
