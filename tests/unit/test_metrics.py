@@ -1,0 +1,156 @@
+"""metrics.py: every formula with its arithmetic worked out."""
+
+import math
+
+import pytest
+
+from dcpbench import metrics
+from dcpbench.errors import UsageError
+from dcpbench.metrics import RequestTimes, Slo, decode_metrics
+
+ONE = RequestTimes(1.0, (1.5, 1.6, 1.8))
+"""t0 = 1.0, t1 = 1.5, tn = 1.8, n = 3."""
+
+
+def test_ttft_includes_the_queue() -> None:
+    """t1 - t0 = 1.5 - 1.0 s = 500 ms."""
+    assert metrics.ttft_ms(ONE) == pytest.approx(500)
+
+
+def test_itl_is_one_gap_per_token_after_the_first() -> None:
+    """1.6 - 1.5 = 100 ms, 1.8 - 1.6 = 200 ms."""
+    assert metrics.itl_ms(ONE) == pytest.approx([100, 200])
+
+
+def test_tpot_is_the_mean_gap_and_is_absent_for_a_single_token() -> None:
+    """(1.8 - 1.5) / (3 - 1) = 150 ms; n = 1 has no gap."""
+    assert metrics.tpot_ms(ONE) == pytest.approx(150)
+    assert metrics.tpot_ms(RequestTimes(0.0, (1.0,))) is None
+    assert metrics.itl_ms(RequestTimes(0.0, (1.0,))) == []
+
+
+def test_e2el_runs_from_submission_to_the_last_token() -> None:
+    """1.8 - 1.0 = 800 ms."""
+    assert metrics.e2el_ms(ONE) == pytest.approx(800)
+
+
+def test_output_throughput_counts_ramp_and_drain() -> None:
+    """3 + 1 tokens between 0.0 s (first submission) and 2.0 s (last token) = 2 tok/s."""
+    assert metrics.output_tok_s([ONE, RequestTimes(0.0, (2.0,))]) == pytest.approx(2)
+
+
+def ramp() -> list[RequestTimes]:
+    """Two requests in flight from 1 s to 3 s, one before and after: tokens at 1, 2, 3 and at 2, 3, 4."""
+    return [RequestTimes(0.0, (1.0, 2.0, 3.0)), RequestTimes(1.0, (2.0, 3.0, 4.0))]
+
+
+def test_steady_throughput_leaves_out_ramp_and_drain() -> None:
+    """Window 1-3 s; tokens in (1, 3]: 2, 3 and 2, 3 = 4 tokens / 2 s = 2 tok/s, against 6 / 4 s = 1.5 with the ramp."""
+    assert metrics.steady_window(ramp(), 2) == (1.0, 3.0)
+    assert metrics.steady_tok_s(ramp(), 2) == pytest.approx(2)
+    assert metrics.output_tok_s(ramp()) == pytest.approx(1.5)
+
+
+def test_steady_throughput_is_absent_when_the_target_is_never_reached() -> None:
+    """Two requests are 2/3 of a target of 3, below 95 %."""
+    assert metrics.steady_window(ramp(), 3) is None
+    assert metrics.steady_tok_s(ramp(), 3) is None
+
+
+def test_a_request_that_starts_when_another_ends_does_not_break_the_window() -> None:
+    """Closed loop with one request in flight: 0-1 s, then 1-3 s, is one window of 3 s."""
+    assert metrics.steady_window([RequestTimes(0.0, (1.0,)), RequestTimes(1.0, (3.0,))], 1) == (0.0, 3.0)
+
+
+def test_the_longest_of_several_steady_windows_counts() -> None:
+    """0-1 s and 2-5 s with a gap between: the second is longer."""
+    assert metrics.steady_window([RequestTimes(0.0, (1.0,)), RequestTimes(2.0, (5.0,))], 1) == (2.0, 5.0)
+
+
+def test_ninety_five_percent_of_the_target_is_steady() -> None:
+    """19 of 20 requests are exactly 95 %."""
+    requests = [RequestTimes(0.0, (1.0,))] * 19
+    assert metrics.steady_window(requests, 20) == (0.0, 1.0)
+    assert metrics.steady_window(requests[:18], 20) is None
+
+
+def test_throughput_per_gpu_divides_by_tp() -> None:
+    """800 tok/s on tp8 = 100 tok/s/GPU, whatever dcp is."""
+    assert metrics.per_gpu(800, 8) == 100
+
+
+def test_a_user_sees_the_inverse_of_the_median_itl() -> None:
+    """1000 / 20 ms = 50 tok/s."""
+    assert metrics.tok_s_per_user(20) == 50
+
+
+@pytest.mark.parametrize(
+    ("slo", "rate"),
+    [
+        (Slo(), 1.0),
+        (Slo(ttft_ms=600), 0.5),
+        (Slo(tpot_ms=100), 0.5),
+        (Slo(ttft_ms=600, tpot_ms=100), 0.0),
+        (Slo(e2el_ms=2000), 1.0),
+    ],
+)
+def test_goodput_counts_requests_that_meet_every_objective(slo: Slo, rate: float) -> None:
+    """Two requests in 2 s. One: TTFT 500, TPOT 150. The other: TTFT 2000, no TPOT, so it cannot miss that one."""
+    assert metrics.goodput([ONE, RequestTimes(0.0, (2.0,))], slo) == rate
+
+
+def test_an_objective_that_is_met_exactly_is_met() -> None:
+    """TTFT 250 ms against a limit of 250 ms (both exact in binary)."""
+    assert metrics.meets(RequestTimes(0.0, (0.25,)), Slo(ttft_ms=250))
+
+
+@pytest.mark.parametrize("times", [(), (0.5,), (2.0, 1.5), (math.nan,)])
+def test_times_that_cannot_be_are_refused(times: tuple[float, ...]) -> None:
+    """No tokens, a token before submission, tokens out of order, NaN."""
+    with pytest.raises(UsageError):
+        RequestTimes(1.0, times)
+
+
+def test_rates_of_nothing_are_refused() -> None:
+    """No requests, no time, no GPUs, no latency, no concurrency."""
+    for call in (
+        lambda: metrics.output_tok_s([]),
+        lambda: metrics.output_tok_s([RequestTimes(1.0, (1.0,))]),
+        lambda: metrics.per_gpu(1, 0),
+        lambda: metrics.tok_s_per_user(0),
+        lambda: metrics.tok_s_per_user(math.nan),
+        lambda: metrics.steady_window([], 0),
+    ):
+        with pytest.raises(UsageError):
+            call()
+
+
+def test_decode_metrics_follow_from_the_step_time() -> None:
+    """Steps of 19, 20, 21 ms, 32 requests, tp4: 32/0.020 = 1600 tok/s [32/0.021, 32/0.019], 400 per GPU, 50 a user."""
+    m = decode_metrics([21.0, 19.0, 20.0], concurrency=32, tp=4)
+    assert (m.step_ms.low, m.step_ms.median, m.step_ms.high) == (19, 20, 21)
+    assert m.output_tok_s.median == pytest.approx(1600)
+    assert m.output_tok_s.low == pytest.approx(32e3 / 21)
+    assert m.output_tok_s.high == pytest.approx(32e3 / 19)
+    assert m.output_tok_s_per_gpu == pytest.approx(400)
+    assert m.tok_s_per_user == pytest.approx(50)
+    assert m.step_samples_ms == [21.0, 19.0, 20.0]
+    assert m.ttft_ms is None
+
+
+def test_decode_itl_samples_are_steps_not_tokens() -> None:
+    """63 steps of 128 requests are 8,064 tokens but 63 samples: one too few for p90."""
+    m = decode_metrics([10.0] * 63, concurrency=128, tp=8)
+    assert m.itl_ms.samples == 63
+    assert m.itl_ms.p50 == 10
+    assert m.itl_ms.p90 is None
+    assert decode_metrics([10.0] * 64, concurrency=128, tp=8).itl_ms.p90 == 10
+
+
+@pytest.mark.parametrize(
+    ("samples", "concurrency", "tp"), [([], 1, 1), ([0.0], 1, 1), ([math.nan], 1, 1), ([1.0], 0, 1)]
+)
+def test_decode_metrics_refuse_what_was_not_measured(samples: list[float], concurrency: int, tp: int) -> None:
+    """No samples, a step that took no time, NaN, no requests."""
+    with pytest.raises(UsageError):
+        decode_metrics(samples, concurrency, tp)
