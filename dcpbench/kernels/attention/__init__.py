@@ -1,0 +1,79 @@
+"""Paged MLA decode attention over one rank's KV rows, with log-sum-exp, behind one small protocol."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Protocol
+
+from dcpbench.errors import MissingPackageError, UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+BACKENDS = ("reference", "triton", "flashinfer")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shards:
+    """What one rank attends to in one step, as host-side integers: no tensor has to be read back to plan."""
+
+    pages: list[np.ndarray]
+    """Per request, the page ids of its rows in this rank's pool, in token order, int32; at least ceil(length/page)."""
+    lengths: list[int]
+    """Per request, how many rows this rank holds; 0 for an empty shard."""
+
+
+class Backend(Protocol):
+    """One attention kernel. `plan` may synchronise the host and runs outside the graph; `run` is captured."""
+
+    name: str
+
+    def plan(self, shards: Shards) -> None:
+        """Fill the index buffers in place for the next `run`s. len(shards.lengths) is the padded batch size B."""
+
+    def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend to one layer's rows `kv` [pages, page_size, Q].
+
+        Returns o_BHR in q's dtype and lse_BH in fp32, natural logarithm; lse = -inf and any finite o where a request
+        has no rows here.
+        """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Sizes that a backend is built for."""
+
+    batch: int
+    heads: int
+    """H: query heads of the whole DCP group."""
+    latent: int
+    rope: int
+    page_size: int
+    max_pages: int
+    """Most pages of one request in one rank's pool."""
+    scale: float
+    dtype: torch.dtype
+    device: torch.device
+
+
+def make_backend(name: str, spec: AttentionSpec) -> Backend:
+    """The backend called `name`. Raises MissingPackageError or UsageError where it cannot run."""
+    if name == "reference":
+        from dcpbench.kernels.attention.reference import ReferenceBackend
+
+        return ReferenceBackend(spec)
+    if name == "triton":
+        from dcpbench.kernels.attention.triton_mla import TritonBackend
+
+        return TritonBackend(spec)
+    if name == "flashinfer":
+        try:
+            from dcpbench.kernels.attention.flashinfer_mla import FlashInferBackend
+        except ImportError as e:
+            raise MissingPackageError(
+                f"--backend flashinfer needs FlashInfer ({e}); install it with pip install 'dcpbench[flashinfer]', "
+                "or use --backend triton."
+            ) from e
+        return FlashInferBackend(spec)
+    raise UsageError(f"--backend {name} does not exist; choose one of {', '.join(BACKENDS)}.")

@@ -1,0 +1,84 @@
+"""FlashInfer's paged MLA decode (fa3 on Hopper, fa2 elsewhere). Its log2 LSE becomes natural log here, once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+from dcpbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from dcpbench.kernels.attention import AttentionSpec, Shards
+
+WORKSPACE_BYTES = 128 << 20
+"""FlashInfer's recommended size for split-KV partials."""
+_workspaces: dict[torch.device, torch.Tensor] = {}
+
+
+def _workspace(device: torch.device) -> torch.Tensor:
+    # One per device, never freed: a workspace freed under a captured graph is an illegal access (vLLM #45487).
+    if device not in _workspaces:
+        _workspaces[device] = torch.empty(WORKSPACE_BYTES, dtype=torch.int8, device=device)
+    return _workspaces[device]
+
+
+class FlashInferBackend:
+    """BatchMLAPagedAttentionWrapper in CUDA-graph mode. `plan` takes host tensors; it copies and may synchronise."""
+
+    name = "flashinfer"
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        if (spec.latent, spec.rope) != (512, 64) or spec.dtype not in (torch.bfloat16, torch.float16):
+            raise UsageError(
+                f"--backend flashinfer takes latent 512, rope 64 in bf16 or fp16, not {spec.latent}, {spec.rope} in "
+                f"{str(spec.dtype).removeprefix('torch.')}; use --backend triton."
+            )
+        self.spec = spec
+        ints = {"dtype": torch.int32, "device": spec.device}
+        self.wrapper = BatchMLAPagedAttentionWrapper(
+            _workspace(spec.device),
+            use_cuda_graph=True,
+            qo_indptr=torch.zeros(spec.batch + 1, **ints),
+            kv_indptr=torch.zeros(spec.batch + 1, **ints),
+            kv_indices=torch.zeros(spec.batch * spec.max_pages, **ints),
+            kv_len_arr=torch.zeros(spec.batch, **ints),
+            backend="auto",
+        )
+
+    def plan(self, shards: Shards) -> None:
+        """See Backend."""
+        spec = self.spec
+        used = [-(-length // spec.page_size) for length in shards.lengths]
+        pages = np.concatenate([p[:n] for p, n in zip(shards.pages, used, strict=True)]).astype(np.int32)
+        indptr = torch.zeros(spec.batch + 1, dtype=torch.int32)
+        indptr[1:] = torch.cumsum(torch.tensor(used, dtype=torch.int32), 0)
+        self.wrapper.plan(
+            torch.arange(spec.batch + 1, dtype=torch.int32),
+            indptr,
+            torch.from_numpy(pages),
+            torch.tensor(shards.lengths, dtype=torch.int32),
+            spec.heads,
+            spec.latent,
+            spec.rope,
+            spec.page_size,
+            False,
+            spec.scale,
+            spec.dtype,
+            spec.dtype,
+        )
+
+    def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Backend."""
+        latent = self.spec.latent
+        o_BHR, lse_BH = self.wrapper.run(
+            q_BHQ[..., :latent],
+            q_BHQ[..., latent:],
+            kv[..., :latent],
+            kv[..., latent:],
+            return_lse=True,
+            return_lse_base_on_e=True,
+        )
+        return o_BHR, lse_BH

@@ -1,0 +1,52 @@
+"""MLA decode attention, slow and obvious: the truth that every backend is compared with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from dcpbench.kernels.attention import AttentionSpec, Shards
+
+
+def mla_decode(
+    q_HQ: torch.Tensor, rows_KQ: torch.Tensor, latent: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One request's heads over its KV rows, computed in q's dtype.
+
+    score = q·k·scale over all Q columns, value = the first `latent` columns (DeepSeek-V2, arXiv 2405.04434, absorbed
+    form). Returns o_HR and lse_H (natural log); zeros and -inf where K = 0.
+    """
+    if rows_KQ.shape[0] == 0:
+        return q_HQ.new_zeros(q_HQ.shape[0], latent), q_HQ.new_full((q_HQ.shape[0],), float("-inf"))
+    scores_HK = q_HQ @ rows_KQ.T * scale
+    return torch.softmax(scores_HK, dim=-1) @ rows_KQ[:, :latent], torch.logsumexp(scores_HK, dim=-1)
+
+
+class ReferenceBackend:
+    """Loops over requests; computes in fp32 (fp64 for fp64 input). For CPU runs and comparisons, not for timing."""
+
+    name = "reference"
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+        self.shards: list[tuple[torch.Tensor, int]] = []
+
+    def plan(self, shards: Shards) -> None:
+        """See Backend."""
+        self.shards = [
+            (torch.as_tensor(pages, dtype=torch.int64).to(self.spec.device), length)
+            for pages, length in zip(shards.pages, shards.lengths, strict=True)
+        ]
+
+    def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Backend."""
+        wide = torch.promote_types(q_BHQ.dtype, torch.float32)
+        o_BHR = q_BHQ.new_empty(*q_BHQ.shape[:2], self.spec.latent)
+        lse_BH = torch.empty(q_BHQ.shape[:2], dtype=torch.float32, device=q_BHQ.device)
+        for b, (pages, length) in enumerate(self.shards):
+            rows_KQ = kv[pages].flatten(0, 1)[:length].to(wide)
+            o_HR, lse_BH[b] = mla_decode(q_BHQ[b].to(wide), rows_KQ, self.spec.latent, self.spec.scale)
+            o_BHR[b] = o_HR
+        return o_BHR, lse_BH

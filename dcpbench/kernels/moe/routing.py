@@ -1,0 +1,74 @@
+"""Routing in one Triton kernel: one program a token, top-k by repeated argmax in registers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from dcpbench.kernels.moe import Routing
+
+
+@triton.jit
+def _route_kernel(
+    logits, bias, weights, ids, experts, scale,
+    SIGMOID: tl.constexpr, GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    TOP_K: tl.constexpr, NORMALISE: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, BLOCK)
+    live = e < experts
+    x = tl.load(logits + t * experts + e, mask=live, other=float("-inf"))
+    if SIGMOID:
+        score = tl.sigmoid(x)
+        choice = score + tl.load(bias + e, mask=live, other=0.0)
+    else:
+        power = tl.exp(x - tl.max(x, 0))
+        score = power / tl.sum(power, 0)
+        choice = score
+    choice = tl.where(live, choice, float("-inf"))
+
+    if GROUPS > 1:
+        size = experts // GROUPS
+        g = tl.arange(0, GROUP_BLOCK)
+        group_score = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
+        for i in tl.static_range(GROUPS):
+            mine = tl.where(e // size == i, choice, float("-inf"))
+            best = tl.max(mine, 0)
+            if SIGMOID:
+                best += tl.max(tl.where(e == tl.argmax(mine, 0), float("-inf"), mine), 0)
+            group_score = tl.where(g == i, best, group_score)
+        kept = tl.zeros([BLOCK], tl.int32)
+        for _ in tl.static_range(TOP_GROUPS):
+            winner = tl.argmax(group_score, 0)
+            kept = tl.where(e // size == winner, 1, kept)
+            group_score = tl.where(g == winner, float("-inf"), group_score)
+        choice = tl.where(kept == 1, choice, float("-inf"))
+
+    slot = tl.arange(0, SLOTS)
+    picked = tl.zeros([SLOTS], tl.float32)
+    for k in tl.static_range(TOP_K):
+        winner = tl.argmax(choice, 0)
+        picked = tl.where(slot == k, tl.sum(tl.where(e == winner, score, 0.0), 0), picked)
+        tl.store(ids + t * TOP_K + k, winner.to(tl.int32))
+        choice = tl.where(e == winner, float("-inf"), choice)
+    if NORMALISE:
+        picked = picked / (tl.sum(picked, 0) + 1e-20)
+    tl.store(weights + t * TOP_K + slot, picked * scale, mask=slot < TOP_K)
+
+
+def route(logits_TE: torch.Tensor, bias_E: torch.Tensor, rule: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    """See kernels.moe.route."""
+    tokens, experts = logits_TE.shape
+    weights_Tk = torch.empty(tokens, rule.top_k, dtype=torch.float32, device=logits_TE.device)
+    ids_Tk = torch.empty(tokens, rule.top_k, dtype=torch.int32, device=logits_TE.device)
+    _route_kernel[(tokens,)](
+        logits_TE, bias_E, weights_Tk, ids_Tk, experts, rule.scale,
+        SIGMOID=rule.sigmoid, GROUPS=rule.groups, GROUP_BLOCK=triton.next_power_of_2(rule.groups),
+        TOP_GROUPS=rule.top_groups, TOP_K=rule.top_k, NORMALISE=rule.normalise,
+        SLOTS=triton.next_power_of_2(rule.top_k), BLOCK=triton.next_power_of_2(experts), num_warps=1,
+    )  # fmt: skip
+    return weights_Tk, ids_Tk

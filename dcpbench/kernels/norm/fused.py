@@ -1,0 +1,45 @@
+"""RMSNorm in one Triton kernel, one program a row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _norm_kernel(x, residual, weight, out, x_stride, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    b = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    inside = d < width
+    value = tl.load(x + b * x_stride + d, mask=inside, other=0.0)
+    if ADD:
+        value = (value.to(tl.float32) + tl.load(residual + b * width + d, mask=inside, other=0.0).to(tl.float32)).to(
+            x.dtype.element_ty
+        )
+        tl.store(residual + b * width + d, value, mask=inside)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    normed = (wide * scale).to(x.dtype.element_ty) * tl.load(weight + d, mask=inside, other=0.0)
+    tl.store(out + b * width + d, normed, mask=inside)
+
+
+def rms_norm(x_BD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """See kernels.norm.rms_norm."""
+    return _launch(x_BD, None, weight_D, eps)
+
+
+def add_rms_norm(x_BD: torch.Tensor, residual_BD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """See kernels.norm.add_rms_norm."""
+    return _launch(x_BD, residual_BD, weight_D, eps)
+
+
+def _launch(x_BD: torch.Tensor, residual_BD: torch.Tensor | None, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    batch, width = x_BD.shape
+    out_BD = torch.empty(batch, width, dtype=x_BD.dtype, device=x_BD.device)
+    block = triton.next_power_of_2(width)
+    _norm_kernel[(batch,)](
+        x_BD, residual_BD, weight_D, out_BD, x_BD.stride(0), width, eps,
+        ADD=residual_BD is not None, BLOCK=block, num_warps=max(1, min(16, block // 512)),
+    )  # fmt: skip
+    return out_BD
