@@ -208,18 +208,27 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Wall time the point took, set-up included."""
 
 
+class _Version(msgspec.Struct):
+    schema_version: int
+
+
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)
+_version_decoder = msgspec.json.Decoder(_Version)
 
 
 class RecordFile:
-    """Append-only `records.jsonl` of one run; each line is on disk before `append` returns."""
+    """Append-only `records.jsonl` of one run; each line is on disk before `append` returns. One writer at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / RECORDS_FILE
 
     def append(self, record: Record) -> None:
-        """Write one record, flushed and synced."""
+        """Write one record, flushed and synced.
+
+        A last line that a crash cut short goes to `records.truncated.txt` first, never lost.
+        """
+        _end_last_line(self.path)
         with self.path.open("ab") as f:
             f.write(_encoder.encode(record) + b"\n")
             f.flush()
@@ -229,52 +238,65 @@ class RecordFile:
 def read_records(folder: Path) -> list[Record]:
     """All records of a run folder, or of a records.jsonl given directly.
 
-    A last line cut short by a crash is moved to `records.truncated.txt` beside the file, never lost, and the rest is
-    used. Raises RecordsError for a missing file and for damage anywhere else.
+    A last line that was cut short is left out: a crash did it, or the line is being written right now. Reading never
+    changes the file; the next `RecordFile.append` puts such a line aside. Raises RecordsError for a missing file, for
+    damage anywhere else and for records of another version.
     """
     path = folder / RECORDS_FILE if folder.is_dir() else folder
     if not path.is_file():
         raise RecordsError(f"{path} does not exist; run `dcpbench sweep -o {folder}` first, or name another folder.")
-    lines = path.read_bytes().splitlines(keepends=True)
+    lines = path.read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             records.append(_decode(line))
-        except msgspec.DecodeError as e:
-            if number == len(lines) and not line.endswith(b"\n"):
-                _set_aside(path, line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            if number == len(lines) and not isinstance(e, msgspec.ValidationError):
                 break
             raise RecordsError(f"{path}, line {number}: {e}. Not written by this version of dcpbench.") from e
     return records
 
 
 def _decode(line: bytes) -> Record:
-    record = _decoder.decode(line)
-    if record.schema_version != SCHEMA_VERSION:
-        raise msgspec.ValidationError(
-            f"schema_version {record.schema_version}, while this dcpbench reads {SCHEMA_VERSION}"
-        )
-    return record
+    version = _version_decoder.decode(line).schema_version
+    if version != SCHEMA_VERSION:
+        raise msgspec.ValidationError(f"schema_version {version}, while this dcpbench reads {SCHEMA_VERSION}")
+    return _decoder.decode(line)
 
 
-def _set_aside(path: Path, line: bytes) -> None:
-    with (path.parent / ASIDE_FILE).open("ab") as f:
-        f.write(line + b"\n")
-    size = path.stat().st_size - len(line)
-    with path.open("rb+") as f:
-        f.truncate(size)
+def _end_last_line(path: Path) -> None:
+    """Make the file end with a newline: complete a whole last line, move half of one to the file aside."""
+    data = path.read_bytes() if path.exists() else b""
+    line = data.rpartition(b"\n")[2]
+    if not line:
+        return
+    try:
+        _decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        with (path.parent / ASIDE_FILE).open("ab") as f:
+            f.write(line + b"\n")
+        os.truncate(path, len(data) - len(line))
+    else:
+        with path.open("ab") as f:
+            f.write(b"\n")
 
 
 def prepare_folder(folder: Path, *, resume: bool, force: bool) -> None:
-    """Make the output folder; OutputError when it holds records and neither flag says what to do with them."""
+    """Make the output folder.
+
+    Raises OutputError when it holds records and neither flag says what to do with them, or cannot be made.
+    """
     path = folder / RECORDS_FILE
-    if path.exists() and path.stat().st_size and not (resume or force):
-        raise OutputError(
-            f"{folder} already holds records; add --resume to measure only what is missing, "
-            "--force to start over, or give another folder with -o."
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    if force:
-        path.unlink(missing_ok=True)
+    try:
+        if path.exists() and path.stat().st_size and not (resume or force):
+            raise OutputError(
+                f"{folder} already holds records; add --resume to measure only what is missing, "
+                "--force to start over, or give another folder with -o."
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        if force:
+            path.unlink(missing_ok=True)
+    except OSError as e:
+        raise OutputError(f"{folder} cannot be used as output folder ({e.strerror}); give another with -o.") from e

@@ -140,16 +140,16 @@ def from_config(config: dict[str, Any], path: Path) -> ModelShape:
             f"give a DeepSeek-V2/V3/R1 or Kimi-K2 configuration, or one of: {', '.join(SHAPES)}."
         )
     try:
-        sigmoid = config.get("scoring_func", "sigmoid" if config.get("model_type") != "deepseek_v2" else "softmax")
-        grouped = sigmoid == "sigmoid" or config.get("topk_method") == "group_limited_greedy"
-        rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        routing = _routing(config)
+        grouped = routing == "sigmoid" or config.get("topk_method") == "group_limited_greedy"
+        rope = _rope(config)
         layers = _positive(config, "num_hidden_layers")
-        return ModelShape(
+        shape = ModelShape(
             name=path.parent.name if path.name == "config.json" else path.stem,
             hidden=_positive(config, "hidden_size"),
             layers=layers,
             heads=_positive(config, "num_attention_heads"),
-            q_lora=config["q_lora_rank"],
+            q_lora=None if config["q_lora_rank"] is None else _positive(config, "q_lora_rank"),
             experts=_positive(config, "n_routed_experts"),
             top_k=_positive(config, "num_experts_per_tok"),
             shared_experts=_positive(config, "n_shared_experts"),
@@ -157,10 +157,10 @@ def from_config(config: dict[str, Any], path: Path) -> ModelShape:
             dense_inter=_positive(config, "intermediate_size"),
             first_dense=min(int(config.get("first_k_dense_replace", 0)), layers),
             vocab=_positive(config, "vocab_size"),
-            routing=sigmoid,
+            routing=routing,
             groups=int(config.get("n_group") or 1) if grouped else 1,
             top_groups=int(config.get("topk_group") or 1) if grouped else 1,
-            normalise=bool(config.get("norm_topk_prob", sigmoid == "sigmoid")) and sigmoid == "sigmoid",
+            normalise=bool(config.get("norm_topk_prob", routing == "sigmoid")) and routing == "sigmoid",
             routed_scale=float(config.get("routed_scaling_factor", 1.0)),
             latent=_positive(config, "kv_lora_rank"),
             rope=_positive(config, "qk_rope_head_dim"),
@@ -172,15 +172,45 @@ def from_config(config: dict[str, Any], path: Path) -> ModelShape:
             yarn=_yarn(rope),
             max_position=_positive(config, "max_position_embeddings"),
         )
+        _check_routing(shape)
     except KeyError as e:
         raise ModelError(f"{path} lacks the field {e}; an MLA model with routed experts needs it.") from e
     except (TypeError, ValueError) as e:
         raise ModelError(f"{path}: {e}.") from e
+    return shape
+
+
+def _routing(config: dict[str, Any]) -> str:
+    default = "softmax" if config.get("model_type") == "deepseek_v2" else "sigmoid"
+    routing = config.get("scoring_func", default)
+    if routing not in ("sigmoid", "softmax"):
+        raise ValueError(f"'scoring_func' is {routing!r}; only 'sigmoid' and 'softmax' are supported")
+    return str(routing)
+
+
+def _check_routing(shape: ModelShape) -> None:
+    """Raise ValueError unless a token can be routed to `top_k` experts within the groups it may choose."""
+    if shape.first_dense < 0:
+        raise ValueError(f"'first_k_dense_replace' is {shape.first_dense}, which is negative")
+    if shape.groups < 1 or shape.experts % shape.groups:
+        raise ValueError(f"'n_group' is {shape.groups}, which does not divide {shape.experts} experts")
+    if not 1 <= shape.top_groups <= shape.groups:
+        raise ValueError(f"'topk_group' is {shape.top_groups} of {shape.groups} groups")
+    reachable = shape.experts // shape.groups * shape.top_groups
+    if shape.top_k > reachable:
+        raise ValueError(f"'num_experts_per_tok' is {shape.top_k}, but a token can reach {reachable} experts")
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"the rope settings are {rope!r}, not an object")  # noqa: TRY004 - input, not a bug
+    return rope
 
 
 def _positive(config: dict[str, Any], field: str) -> int:
     value = config[field]
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"'{field}' is {value!r}, which is not a positive integer")
     return value
 

@@ -1,0 +1,167 @@
+"""Layouts nest or say what would; every token has one owner; row maps are bijections."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcpbench.errors import LayoutError
+from dcpbench.layout import Layout, loc_of, local_length, local_tokens, owner, row, valid_layouts
+from dcpbench.shapes import SHAPES
+
+DCP = st.integers(1, 16)
+STRIPE = st.integers(1, 9)
+TOKENS = st.integers(0, 700)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Any layout whose degrees nest."""
+    dcp, groups, dp = (draw(st.integers(1, 5)) for _ in range(3))
+    return Layout(tp=dcp * groups * dp, dp=dp, dcp=dcp)
+
+
+class TestDegrees:
+    @pytest.mark.parametrize(
+        ("degrees", "says"),
+        [
+            ({"tp": 0}, "--tp 0 is not a positive number"),
+            ({"tp": 8, "dcp": -1}, "--dcp -1 is not a positive number"),
+            ({"tp": 8, "dp": 3}, "--dp 3 does not divide --tp 8; with --tp 8 these do: 1, 2, 4, 8."),
+            ({"tp": 8, "dcp": 3}, "--dcp 3 does not divide --tp 8; these do: 1, 2, 4, 8."),
+            ({"tp": 8, "dp": 4, "dcp": 4}, "--dcp 4 does not divide --tp 8 / --dp 4 = 2; these do: 1, 2."),
+        ],
+        ids=lambda value: str(value) if isinstance(value, dict) else "",
+    )
+    def test_degrees_that_do_not_nest_are_answered_with_those_that_do(self, degrees: dict[str, int], says: str) -> None:
+        with pytest.raises(LayoutError) as caught:
+            Layout(**degrees)
+        assert says in str(caught.value)
+        assert caught.value.exit_code == 2
+
+    @pytest.mark.parametrize(
+        ("layout", "ours", "vllm"),
+        [
+            (Layout(tp=8), "tp8", "dp1·tp8·dcp1"),
+            (Layout(tp=8, dcp=8), "tp8·dcp8", "dp1·tp8·dcp8"),
+            (Layout(tp=8, dp=8), "tp8·dp8", "dp8·tp1·dcp1"),
+            (Layout(tp=16, dp=8, dcp=2), "tp16·dp8·dcp2", "dp8·tp2·dcp2"),
+        ],
+        ids=str,
+    )
+    def test_a_layout_is_named_in_our_words_and_in_vllms(self, layout: Layout, ours: str, vllm: str) -> None:
+        assert str(layout) == ours
+        assert layout.vllm_name() == vllm
+
+
+class TestGroups:
+    def test_groups_of_tp8_dp2_dcp2(self) -> None:
+        """Two replicas of four ranks; each replica holds two KV copies, spread over neighbours."""
+        layout = Layout(tp=8, dp=2, dcp=2)
+        assert layout.attn_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert layout.dcp_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert layout.dp_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+    @given(layouts())
+    def test_each_kind_of_group_has_every_rank_once(self, layout: Layout) -> None:
+        for groups in (layout.attn_groups(), layout.dcp_groups(), layout.dp_groups()):
+            assert sorted(rank for group in groups for rank in group) == list(range(layout.tp))
+
+    @given(layouts())
+    def test_a_dcp_group_lies_in_one_replica_and_has_every_residue_once(self, layout: Layout) -> None:
+        for group in layout.dcp_groups():
+            assert len({layout.dp_rank(rank) for rank in group}) == 1
+            assert [layout.dcp_rank(rank) for rank in group] == list(range(layout.dcp))
+
+    @given(layouts())
+    def test_ranks_of_a_dp_group_hold_the_same_heads_in_different_replicas(self, layout: Layout) -> None:
+        for group in layout.dp_groups():
+            assert len({layout.attn_rank(rank) for rank in group}) == 1
+            assert [layout.dp_rank(rank) for rank in group] == list(range(layout.dp))
+
+    @given(layouts())
+    def test_replica_and_position_in_it_name_a_rank(self, layout: Layout) -> None:
+        for rank in range(layout.tp):
+            assert layout.dp_rank(rank) * layout.attn_tp + layout.attn_rank(rank) == rank
+
+
+class TestOwnership:
+    def test_eleven_tokens_over_four_ranks(self) -> None:
+        """Rank 0 has 0 4 8, rank 1 has 1 5 9, rank 2 has 2 6 10, rank 3 has 3 7."""
+        assert [local_tokens(11, rank, 4) for rank in range(4)] == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7]]
+
+    def test_eleven_tokens_over_two_ranks_in_stripes_of_three(self) -> None:
+        """Stripes 012 345 678 9-10: the first and third are rank 0's, the second and the cut fourth rank 1's."""
+        assert local_tokens(11, 0, 2, 3) == [0, 1, 2, 6, 7, 8]
+        assert local_tokens(11, 1, 2, 3) == [3, 4, 5, 9, 10]
+
+    def test_fewer_tokens_than_ranks_leave_shards_empty(self) -> None:
+        assert [local_length(3, rank, 8) for rank in range(8)] == [1, 1, 1, 0, 0, 0, 0, 0]
+
+    @given(TOKENS, DCP, STRIPE)
+    def test_every_token_has_exactly_one_owner(self, tokens: int, dcp: int, stripe: int) -> None:
+        shards = [local_tokens(tokens, rank, dcp, stripe) for rank in range(dcp)]
+        assert sorted(token for shard in shards for token in shard) == list(range(tokens))
+        for rank, shard in enumerate(shards):
+            assert all(owner(token, dcp, stripe) == rank for token in shard)
+
+    @given(TOKENS, DCP, STRIPE)
+    def test_local_lengths_add_up_and_differ_by_a_stripe_at_most(self, tokens: int, dcp: int, stripe: int) -> None:
+        lengths = [local_length(tokens, rank, dcp, stripe) for rank in range(dcp)]
+        assert sum(lengths) == tokens
+        assert lengths == sorted(lengths, reverse=True)
+        assert lengths[0] - lengths[-1] <= stripe
+
+    @given(TOKENS, DCP)
+    def test_local_length_is_the_published_formula_where_stripes_are_single_tokens(self, tokens: int, dcp: int) -> None:
+        for rank in range(dcp):
+            assert local_length(tokens, rank, dcp) == tokens // dcp + (rank < tokens % dcp)
+
+    @given(st.integers(0, 1 << 40), DCP, STRIPE)
+    def test_owner_and_row_name_a_location(self, loc: int, dcp: int, stripe: int) -> None:
+        assert loc_of(row(loc, dcp, stripe), owner(loc, dcp, stripe), dcp, stripe) == loc
+
+    @given(st.integers(0, 1 << 40), DCP, STRIPE, st.data())
+    def test_every_row_of_every_rank_is_some_location(
+        self, at: int, dcp: int, stripe: int, data: st.DataObject
+    ) -> None:
+        rank = data.draw(st.integers(0, dcp - 1))
+        loc = loc_of(at, rank, dcp, stripe)
+        assert (row(loc, dcp, stripe), owner(loc, dcp, stripe)) == (at, rank)
+
+    @given(st.integers(0, 300), DCP, STRIPE)
+    def test_rows_are_dense_in_token_order(self, tokens: int, dcp: int, stripe: int) -> None:
+        """A rank's tokens fill its rows 0, 1, 2, … without a hole."""
+        for rank in range(dcp):
+            mine = [token for token in range(tokens) if owner(token, dcp, stripe) == rank]
+            assert [row(token, dcp, stripe) for token in mine] == list(range(len(mine)))
+
+
+class TestModels:
+    @pytest.mark.parametrize(
+        ("model", "layout", "says"),
+        [
+            ("deepseek-v2-lite", Layout(tp=32), "16 heads, which tp32 would split over 32 ranks; tp/dp can be 1, 2, 4"),
+            ("deepseek-v3", Layout(tp=3), "128 heads, which tp3 would split over 3 ranks"),
+            ("deepseek-v3", Layout(tp=3, dp=3), "256 experts, which do not divide over --tp 3; --tp can be 1, 2, 4, 8"),
+            ("tiny", Layout(tp=16, dp=2), "8 experts, which do not divide over --tp 16"),
+        ],
+        ids=str,
+    )
+    def test_a_layout_that_the_model_cannot_take_is_answered_with_degrees(
+        self, model: str, layout: Layout, says: str
+    ) -> None:
+        with pytest.raises(LayoutError) as caught:
+            layout.check_model(SHAPES[model])
+        assert says in str(caught.value)
+
+    def test_what_four_gpus_can_run_of_deepseek_v3(self) -> None:
+        assert [str(layout) for layout in valid_layouts(SHAPES["deepseek-v3"], 4)] == [
+            "tp4", "tp4·dcp2", "tp4·dcp4", "tp4·dp2", "tp4·dp2·dcp2", "tp4·dp4",
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize("model", SHAPES)
+    def test_every_valid_layout_passes_the_models_check(self, model: str) -> None:
+        for tp in range(1, 17):
+            for layout in valid_layouts(SHAPES[model], tp):
+                layout.check_model(SHAPES[model])
+                assert layout.tp == tp

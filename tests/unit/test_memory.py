@@ -1,0 +1,143 @@
+"""Memory arithmetic against numbers worked out by hand, and a division of a GPU that never promises too much."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcpbench import memory
+from dcpbench.errors import CapacityError
+from dcpbench.layout import Layout, local_length
+from dcpbench.shapes import SHAPES
+
+V3 = SHAPES["deepseek-v3"]
+H200 = 139 * memory.GIB
+L2 = 60 << 20
+BF16 = 2
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [("deepseek-v2-lite", 15.7), ("deepseek-v2", 235.7), ("deepseek-v3", 671.0), ("kimi-k2", 1026.4)],
+)
+def test_all_weights_are_as_many_as_the_model_cards_say(model: str, billions: float) -> None:
+    """In fp32 every element takes 4 B, the router's as well."""
+    shape = SHAPES[model]
+    elements = memory.weight_bytes(shape, Layout(1), 4, shape.first_dense, shape.layers - shape.first_dense) / 4
+    assert round(elements / 1e9, 1) == billions
+
+
+def test_one_moe_layer_of_v3_on_one_of_eight_ranks() -> None:
+    """32 experts of 3 · 7168 · 2048 = 44,040,192 elements, an eighth of one shared expert, and an fp32 router.
+
+    32 · 44,040,192 · 2 = 2,818,572,288; 44,040,192 / 8 · 2 = 11,010,048; (256 · 7168 + 256) · 4 = 7,341,056.
+    """
+    assert memory.moe_bytes(V3, Layout(8), BF16) == 2_818_572_288 + 11_010_048 + 7_341_056
+
+
+def test_attention_of_v3_on_one_rank() -> None:
+    """Elements: q 1536·(7168 + 128·192 + 1), kv 7168·576 + 512 + 128·512·256, o 128·128·7168, norms 2·7168: 187,121,664."""
+    elements = 48_760_320 + 20_906_496 + 117_440_512 + 14_336
+    assert memory.attention_bytes(V3, Layout(1), BF16) == 2 * elements
+
+
+def test_attention_heads_are_spread_over_a_replica_only() -> None:
+    """tp8·dp8 keeps all heads on each rank, as tp1 does; dcp changes no weight."""
+    assert memory.attention_bytes(V3, Layout(8, dp=8), BF16) == memory.attention_bytes(V3, Layout(1), BF16)
+    assert memory.attention_bytes(V3, Layout(8, dcp=8), BF16) == memory.attention_bytes(V3, Layout(8), BF16)
+
+
+def test_dense_mlp_and_vocabulary_of_v3_on_one_of_eight_ranks() -> None:
+    """3 · 7168 · 18432 / 8 · 2 B = 99,090,432; (2 · 129280 / 8 + 1) · 7168 · 2 B = 463,353,856."""
+    assert memory.dense_bytes(V3, Layout(8), BF16) == 99_090_432
+    assert memory.outer_bytes(V3, Layout(8), BF16) == 463_353_856
+
+
+def test_a_vocabulary_that_does_not_divide_is_padded() -> None:
+    """512 rows over 3 ranks: 171 each."""
+    assert memory.vocab_rows(SHAPES["tiny"], Layout(3)) == 171
+
+
+@pytest.mark.parametrize(
+    ("layout", "concurrency", "context", "page_size", "pages"),
+    [
+        (Layout(8), 48, 4000, 1, 48 * 4001 + 1),
+        (Layout(8, dcp=8), 48, 4000, 1, 48 * 501 + 1),  # 4001 / 8 = 500.1
+        (Layout(8, dcp=8), 48, 4000, 64, 48 * 8 + 1),  # 4001 / 512 = 7.8
+        (Layout(8, dp=8), 48, 4000, 1, 6 * 4001 + 1),
+        (Layout(8, dp=8), 4, 4000, 1, 4001 + 1),  # half of the replicas have nothing to do
+        (Layout(8, dcp=8), 1, 7, 1, 1 + 1),  # the new token is the eighth
+        (Layout(8, dcp=8), 1, 8, 1, 2 + 1),
+    ],
+    ids=str,
+)
+def test_kv_pages_of_a_rank(layout: Layout, concurrency: int, context: int, page_size: int, pages: int) -> None:
+    assert memory.kv_pages_needed(layout, concurrency, context, page_size) == pages
+
+
+@given(st.integers(1, 5000), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 16, 64]))
+def test_pages_of_a_request_hold_its_tokens_and_not_a_page_more(tokens: int, dcp: int, page_size: int) -> None:
+    pages = memory.pages_for(tokens, Layout(8, dcp=dcp), page_size)
+    assert (pages - 1) * page_size < local_length(tokens, 0, dcp) <= pages * page_size
+
+
+def test_a_page_of_v3_counts_all_layers() -> None:
+    """64 rows of 70,272 B."""
+    assert memory.page_bytes(V3, 64, BF16) == 64 * 70_272
+
+
+def test_fewest_layers_outlast_four_times_the_cache() -> None:
+    """tp8: attention 73,302,016 B + shared expert 11,010,048 B a layer; 4 · 62,914,560 B take 2.98 of them."""
+    assert memory.least_layers(V3, Layout(8), BF16, L2) == (1, 3)
+    assert memory.least_layers(SHAPES["tiny"], Layout(1), 4, L2) == (1, 2), "no more than the model has"
+
+
+def divide(layout: Layout, kv_pages: int, total: int, model: str = "deepseek-v3") -> memory.Plan:
+    """A plan in bf16 with pages of one token."""
+    return memory.plan(
+        SHAPES[model], layout, itemsize=BF16, kv_pages=kv_pages, page_size=1, total_bytes=total, l2_bytes=L2
+    )
+
+
+def test_where_everything_fits_every_layer_is_held() -> None:
+    plan = divide(Layout(8), 1000, 400 * memory.GIB)
+    assert (plan.dense_held, plan.moe_held, plan.layers_held) == (3, 58, 61)
+    assert plan.weight_bytes == plan.full_weight_bytes
+    assert plan.kv_bytes == 1000 * 70_272
+
+
+def test_where_not_all_fits_as_many_layers_as_fit_are_held() -> None:
+    """671 GB of weights in 4 · 139 GiB leave some out."""
+    plan = divide(Layout(4), 1000, H200)
+    assert plan.dense_held == 3
+    assert 2 <= plan.moe_held < 58
+    one_more = memory.weight_bytes(V3, Layout(4), BF16, plan.dense_held, plan.moe_held + 1)
+    assert plan.kv_bytes + plan.weight_bytes <= H200 - memory.RESERVE_BYTES < plan.kv_bytes + one_more
+
+
+def test_a_kv_cache_that_cannot_fit_is_told_by_how_much() -> None:
+    """2,000,000 rows of 70,272 B are 130.9 GiB of the 139 − 8 = 131."""
+    with pytest.raises(CapacityError) as caught:
+        divide(Layout(4), 2_000_000, H200)
+    assert caught.value.exit_code == 3
+    kv, weights, missing, room = map(float, re.findall(r"(\d+\.\d) GiB", str(caught.value)))
+    assert str(caught.value).startswith("tp4: the KV cache needs 130.9 GiB per GPU")
+    assert room == 131.0
+    assert kv + weights - room == pytest.approx(missing, abs=0.11)
+
+
+@given(
+    st.sampled_from(["deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2"]),
+    st.sampled_from([Layout(1), Layout(4), Layout(8), Layout(8, dcp=8), Layout(8, dp=8)]),
+    st.integers(9, 1000),
+)
+def test_the_largest_pool_fits_and_one_page_more_does_not(model: str, layout: Layout, gib: int) -> None:
+    shape = SHAPES[model]
+    total = gib * memory.GIB
+    most = memory.most_kv_pages(shape, layout, itemsize=BF16, page_size=1, total_bytes=total, l2_bytes=L2)
+    if most:
+        plan = divide(layout, most, total, model)
+        assert plan.kv_bytes + plan.weight_bytes <= total - memory.RESERVE_BYTES
+    with pytest.raises(CapacityError):
+        divide(layout, most + 1, total, model)

@@ -1,0 +1,388 @@
+"""Pools never lose, share or misplace anything, and row 0 is nobody's."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from dcpbench.engine.allocator import Allocation, DcpAllocator, OutOfKvError
+from dcpbench.engine.kv_pool import KvPool
+from dcpbench.engine.request_pool import DecodeRequestPool, HybridRequestPool, OutOfSlotsError, RequestPool
+from dcpbench.errors import CapacityError
+from dcpbench.layout import local_length, local_tokens, owner, row
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    """Requests come, grow and go at random, in a pool of any geometry; a dict of lists is the model."""
+
+    @initialize(
+        pages=st.integers(2, 24),
+        stripes=st.integers(1, 4),
+        dcp=st.integers(1, 5),
+        interleave=st.sampled_from([1, 2, 3]),
+    )
+    def make(self, pages: int, stripes: int, dcp: int, interleave: int) -> None:
+        """A page holds whole stripes."""
+        self.pool = DcpAllocator(pages, stripes * interleave, dcp, interleave)
+        self.live: dict[Allocation, int] = {}
+        self.dead: list[Allocation] = []
+
+    @rule(tokens=st.integers(1, 60))
+    def alloc(self, tokens: int) -> None:
+        before = self.pool.free_pages
+        try:
+            request = self.pool.alloc(tokens)
+        except OutOfKvError:
+            assert self.pool.pages_for(tokens) > before == self.pool.free_pages
+        else:
+            self.live[request] = tokens
+
+    @precondition(lambda self: self.live)
+    @rule(tokens=st.integers(0, 30), data=st.data())
+    def extend(self, tokens: int, data: st.DataObject) -> None:
+        """What a request had stays where it was; a new page is taken only when the last one is full."""
+        request = data.draw(st.sampled_from(list(self.live)))
+        had = self.live[request]
+        before, free = request.locs(0, had), self.pool.free_pages
+        spare = len(request.pages) * self.pool.virtual_page - had
+        more = -(-max(tokens - spare, 0) // self.pool.virtual_page)
+        try:
+            self.pool.extend(request, tokens)
+        except OutOfKvError:
+            assert more > free == self.pool.free_pages
+            assert request.tokens == had
+        else:
+            self.live[request] += tokens
+            assert self.pool.free_pages == free - more
+        assert np.array_equal(request.locs(0, had), before)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(list(self.live)))
+        del self.live[request]
+        self.pool.free(request)
+        self.dead.append(request)
+
+    @precondition(lambda self: self.dead)
+    @rule(data=st.data())
+    def use_after_free(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.dead))
+        with pytest.raises(ValueError, match="not live"):
+            self.pool.free(request)
+        with pytest.raises(ValueError, match="not live"):
+            self.pool.extend(request, 1)
+
+    @rule()
+    def clear(self) -> None:
+        self.pool.clear()
+        self.dead += self.live
+        self.live = {}
+
+    @invariant()
+    def no_page_is_shared_lost_or_padding(self) -> None:
+        used = [int(page) for request in self.live for page in request.pages]
+        assert len(used) == len(set(used)) == self.pool.used_pages
+        assert all(1 <= page < self.pool.pages for page in used)
+        assert self.pool.used_pages + self.pool.free_pages == self.pool.pages - 1
+
+    @invariant()
+    def a_token_and_its_location_have_the_same_owner(self) -> None:
+        pool = self.pool
+        for request, tokens in self.live.items():
+            locs = request.locs(0, tokens)
+            assert len(locs) == len(set(locs.tolist())) == tokens
+            for token, loc in enumerate(locs.tolist()):
+                assert token % pool.dcp == loc % pool.dcp
+                assert owner(token, pool.dcp, pool.interleave) == owner(loc, pool.dcp, pool.interleave)
+
+    @invariant()
+    def a_ranks_rows_follow_from_the_pages_alone(self) -> None:
+        """Local token j of any rank lies in row pages[j // page_size] · page_size + j % page_size."""
+        pool = self.pool
+        for request, tokens in self.live.items():
+            locs = request.locs(0, tokens).tolist()
+            for rank in range(pool.dcp):
+                mine = local_tokens(tokens, rank, pool.dcp, pool.interleave)
+                assert len(mine) == local_length(tokens, rank, pool.dcp, pool.interleave)
+                rows = [row(locs[token], pool.dcp, pool.interleave) for token in mine]
+                size = pool.page_size
+                assert rows == [request.pages[j // size] * size + j % size for j in range(len(mine))]
+
+    @invariant()
+    def rows_without_a_token_are_counted(self) -> None:
+        tokens = sum(self.live.values())
+        pages = sum(-(-count // self.pool.virtual_page) for count in self.live.values())
+        assert self.pool.tokens == tokens
+        expected = (pages * self.pool.virtual_page - tokens) / (pages * self.pool.virtual_page) if pages else 0.0
+        assert self.pool.fragmentation() == pytest.approx(expected, abs=1e-12)
+
+
+TestAllocatorMachine = AllocatorMachine.TestCase
+TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+class TestAllocator:
+    def test_the_published_example_one_page_further_on(self) -> None:
+        """Page 1, N 4: r1's first four tokens, then r2's three, then two more of r1.
+
+        Without the padding page: r1 0 1 2 3 8 9, r2 4 5 6. With it, all are 4 higher.
+        """
+        pool = DcpAllocator(pages=8, page_size=1, dcp=4)
+        r1 = pool.alloc(4)
+        r2 = pool.alloc(3)
+        pool.extend(r1, 2)
+        assert (r1.locs(0, 6) - 4).tolist() == [0, 1, 2, 3, 8, 9]
+        assert (r2.locs(0, 3) - 4).tolist() == [4, 5, 6]
+        assert pool.fragmentation() == 3 / 12, "one row after r2, two after r1"
+
+    def test_locations_are_32_bit_as_kernels_read_them(self) -> None:
+        request = DcpAllocator(pages=200_000, page_size=1, dcp=8).alloc(128_000)
+        assert request.locs(0, 128_000).dtype == request.pages.dtype == np.int32
+        assert request.locs(127_999, 128_000).tolist() == [8 + 127_999], "a fresh pool is handed out in order"
+
+    def test_a_freed_page_is_the_next_one_handed_out(self) -> None:
+        """What was used last is likeliest to be cached, and ranks stay in step without talking."""
+        pool = DcpAllocator(pages=8, page_size=4, dcp=2)
+        first = pool.alloc(20)
+        pages = first.pages.tolist()
+        pool.free(first)
+        assert pool.alloc(20).pages.tolist() == pages == [1, 2, 3]
+
+    def test_growing_token_by_token_is_the_same_as_at_once(self) -> None:
+        slow, fast = DcpAllocator(64, 4, 2), DcpAllocator(64, 4, 2)
+        grown = slow.alloc(1)
+        for _ in range(99):
+            slow.extend(grown, 1)
+        assert np.array_equal(grown.locs(0, 100), fast.alloc(100).locs(0, 100))
+
+    @pytest.mark.parametrize(
+        ("geometry", "says"),
+        [
+            ((1, 1, 1), "none beside the padding page"),
+            ((8, 0, 1), "must be positive"),
+            ((8, 1, 0), "must be positive"),
+            ((8, 4, 2, 3), "a stripe of 3 tokens does not divide a page of 4"),
+            ((1 << 28, 4, 4), "do not fit 32-bit locations"),
+        ],
+        ids=str,
+    )
+    def test_geometries_that_cannot_work_are_refused(self, geometry: tuple[int, ...], says: str) -> None:
+        with pytest.raises(ValueError, match=says):
+            DcpAllocator(*geometry)
+
+    def test_running_out_says_how_much_is_there_and_changes_nothing(self) -> None:
+        pool = DcpAllocator(pages=4, page_size=2, dcp=2)
+        with pytest.raises(OutOfKvError, match="4 KV pages of 4 tokens are needed and 3 are free"):
+            pool.alloc(13)
+        assert (pool.free_pages, pool.tokens) == (3, 0)
+        assert issubclass(OutOfKvError, CapacityError)
+
+    @pytest.mark.parametrize("span", [(-1, 2), (3, 2), (0, 7)], ids=str)
+    def test_locations_of_tokens_that_are_not_there_are_refused(self, span: tuple[int, int]) -> None:
+        """A page's unused rows belong to the request, but hold nothing."""
+        with pytest.raises(ValueError, match="of a request of 6 tokens"):
+            DcpAllocator(8, 1, 4).alloc(6).locs(*span)
+
+    def test_an_allocation_of_another_pool_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="another pool"):
+            DcpAllocator(8, 1, 4).free(DcpAllocator(8, 1, 4).alloc(3))
+
+    def test_a_request_without_tokens_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="0 tokens"):
+            DcpAllocator(8, 1, 4).alloc(0)
+
+
+class SlotMachine(RuleBasedStateMachine):
+    """All three kinds of request pool, by the same rules."""
+
+    @initialize(kind=st.sampled_from(["plain", "decode", "hybrid"]), size=st.integers(1, 6), extra=st.integers(1, 6))
+    def make(self, kind: str, size: int, extra: int) -> None:
+        """`extra` is the pre-allocated slots, or the number of Mamba states."""
+        self.pool: RequestPool
+        if kind == "plain":
+            self.pool, self.size = RequestPool(size, 16, "cpu"), size
+        elif kind == "decode":
+            self.pool, self.size = DecodeRequestPool(size, extra, 16, "cpu"), size + extra
+        else:
+            self.pool, self.size = HybridRequestPool(size, extra, 16, "cpu"), min(size, extra)
+        self.live: dict[int, list[int]] = {}
+
+    @rule()
+    def alloc(self) -> None:
+        if len(self.live) == self.size:
+            with pytest.raises(OutOfSlotsError):
+                self.pool.alloc()
+        else:
+            slot = self.pool.alloc()
+            assert slot not in self.live
+            self.live[slot] = []
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), start=st.integers(0, 12), locs=st.lists(st.integers(1, 1 << 30), min_size=1, max_size=4))
+    def write(self, data: st.DataObject, start: int, locs: list[int]) -> None:
+        slot = data.draw(st.sampled_from(list(self.live)))
+        self.pool.set_locs(slot, start, np.array(locs))
+        assert self.pool.table[slot, start : start + len(locs)].tolist() == locs
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(list(self.live)))
+        del self.live[slot]
+        self.pool.free(slot)
+        with pytest.raises(ValueError, match=f"request slot {slot} is not in use"):
+            self.pool.free(slot)
+
+    @rule()
+    def clear(self) -> None:
+        self.pool.clear()
+        self.live = {}
+
+    @invariant()
+    def slots_are_all_there_and_padding_is_nobodys(self) -> None:
+        assert self.pool.available == self.size - len(self.live)
+        assert 0 not in self.live
+        assert not self.pool.table[0].any()
+
+    @invariant()
+    def host_and_device_agree(self) -> None:
+        assert self.pool.table.dtype == torch.int32
+        assert np.array_equal(self.pool.host, self.pool.table.numpy())
+
+    @invariant()
+    def states_are_not_shared_and_the_map_has_a_row_for_each_request_slot(self) -> None:
+        if isinstance(self.pool, HybridRequestPool):
+            mapped = self.pool.mamba_map.tolist()
+            assert len(mapped) == len(self.pool.table)
+            states = [mapped[slot] for slot in self.live]
+            assert len(set(states)) == len(states)
+            assert 0 not in states
+            assert sum(map(bool, mapped)) == len(states), "a free slot, and padding, map to the padding state"
+            assert mapped == self.pool.mamba_host.tolist()
+
+
+TestSlotMachine = SlotMachine.TestCase
+TestSlotMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+class TestRequestPools:
+    def test_slots_start_at_one(self) -> None:
+        pool = RequestPool(3, 4, "cpu")
+        assert [pool.alloc() for _ in range(3)] == [1, 2, 3]
+        assert pool.table.shape == (4, 4)
+
+    def test_a_row_that_is_too_long_is_refused_before_anything_is_written(self) -> None:
+        pool = RequestPool(3, 4, "cpu")
+        slot = pool.alloc()
+        with pytest.raises(ValueError, match="do not fit rows of 4 tokens"):
+            pool.set_locs(slot, 2, np.array([1, 2, 3]))
+        assert not pool.table.any()
+
+    def test_nobody_can_write_the_padding_row(self) -> None:
+        with pytest.raises(ValueError, match="slot 0 is not in use"):
+            RequestPool(3, 4, "cpu").set_locs(0, 0, np.array([7]))
+
+    def test_a_hybrid_pool_without_request_slots_left_keeps_its_state(self) -> None:
+        pool = HybridRequestPool(1, 5, 4, "cpu")
+        pool.alloc()
+        with pytest.raises(OutOfSlotsError, match="all 1 request slots are in use"):
+            pool.alloc()
+        assert pool.mamba_slots.available == 4
+
+    def test_a_mamba_map_smaller_than_the_request_pool_would_be_read_out_of_bounds(self) -> None:
+        """Two states, eight request slots: slot 8 must still have a row to look up."""
+        pool = HybridRequestPool(8, 2, 4, "cpu")
+        assert pool.mamba_map.shape == (9,)
+        first = pool.alloc()
+        for _ in range(20):  # freed slots come back first, so take turns
+            second = pool.alloc()
+            pool.free(first)
+            first = second
+        assert pool.mamba_map[first] in (1, 2)
+
+    def test_an_empty_pool_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="a pool of 0 request slots"):
+            RequestPool(0, 4, "cpu")
+
+
+def graph_step(requests: RequestPool, kv: KvPool, slots: list[int], position: int, rows: int) -> None:
+    """What a captured decode step does: each row writes the KV of its request's token, padded rows (slot 0) as well."""
+    padded = torch.tensor(slots + [0] * (rows - len(slots)))
+    locs = requests.table[padded, position].long()
+    values = torch.arange(1.0, rows + 1)[:, None].expand(-1, kv.data.shape[-1])
+    for at, value in zip(locs, values, strict=True):
+        kv.rows(0)[at] = value
+
+
+class TestPaddingRow:
+    """A step of three graph rows, of which one is a request and two are padding."""
+
+    @pytest.fixture
+    def kv(self) -> KvPool:
+        """Eight pages of one row."""
+        return KvPool(layers=1, pages=8, page_size=1, width=2, dtype=torch.float32, device="cpu")
+
+    def start(self, requests: RequestPool, locs: list[int]) -> int:
+        """A request whose tokens lie at `locs`."""
+        slot = requests.alloc()
+        requests.set_locs(slot, 0, np.array(locs))
+        return slot
+
+    def test_with_it_padded_rows_write_where_nobody_reads(self, kv: KvPool) -> None:
+        requests = RequestPool(2, 4, "cpu")
+        first, second = self.start(requests, [1, 2]), self.start(requests, [3, 4])
+        kv.rows(0)[1:] = 9
+        graph_step(requests, kv, [second], position=1, rows=3)
+        assert (first, second) == (1, 2)
+        assert kv.rows(0)[2].tolist() == [9, 9], "the waiting request's token is intact"
+        assert kv.rows(0)[4].tolist() == [1, 1], "the running request's is written"
+        assert kv.rows(0)[0].any(), "padding rows wrote to the padding page"
+
+    def test_without_it_padded_rows_overwrite_a_live_request(self, kv: KvPool) -> None:
+        """Slot 0 belongs to the first request, and padded rows write its token 1."""
+        requests = RequestPool(2, 4, "cpu", padding=False)
+        first, second = self.start(requests, [1, 2]), self.start(requests, [3, 4])
+        kv.rows(0)[1:] = 9
+        graph_step(requests, kv, [second], position=1, rows=3)
+        assert (first, second) == (0, 1)
+        assert kv.rows(0)[2].tolist() == [3, 3], "the corruption: the third graph row's value in the first request"
+
+
+class TestKvPool:
+    def test_a_layer_is_a_contiguous_view(self) -> None:
+        pool = KvPool(layers=3, pages=4, page_size=2, width=5, dtype=torch.bfloat16, device="cpu")
+        assert pool.nbytes == 3 * 4 * 2 * 5 * 2
+        assert pool.layer(1).shape == (4, 2, 5)
+        assert pool.layer(1).is_contiguous()
+        pool.rows(1)[3] = 1
+        assert pool.layer(1)[1, 1].tolist() == [1] * 5
+        assert pool.data.sum() == 5, "and nothing else was touched"
+
+    def test_random_rows_have_the_scale_asked_for_and_padding_stays_zero(self) -> None:
+        """10,240 numbers of deviation 0.5: their mean square is 0.25 ± 0.0035 (one sigma)."""
+        pool = KvPool(layers=2, pages=33, page_size=4, width=40, dtype=torch.float32, device="cpu")
+        pool.fill_random(torch.Generator().manual_seed(0), 0.5)
+        assert not pool.data[:, 0].any()
+        assert pool.data[:, 1:].square().mean().item() == pytest.approx(0.25, abs=0.02)
+        assert not torch.equal(pool.layer(0), pool.layer(1))
+
+    def test_the_same_seed_gives_the_same_rows(self) -> None:
+        pools = [KvPool(2, 4, 2, 5, torch.float32, "cpu") for _ in range(2)]
+        for pool in pools:
+            pool.fill_random(torch.Generator().manual_seed(3), 1.0)
+        assert torch.equal(pools[0].data, pools[1].data)
+
+    @given(st.integers(1, 4), st.integers(2, 6), st.integers(1, 4))
+    def test_rows_are_pages_laid_end_to_end(self, layers: int, pages: int, page_size: int) -> None:
+        pool = KvPool(layers, pages, page_size, 3, torch.float32, "cpu")
+        pool.fill_random(torch.Generator().manual_seed(1), 1.0)
+        assert torch.equal(pool.rows(layers - 1), pool.layer(layers - 1).flatten(0, 1))
+
+    def test_sizes_beyond_32_bits_are_addressed(self) -> None:
+        """61 layers of 100,000 rows of 576 are 3.5e9 numbers; `meta` tensors have strides but no memory."""
+        pool = KvPool(61, 100_000, 1, 576, torch.bfloat16, "meta")
+        assert pool.nbytes == 7_027_200_000
+        assert pool.layer(60).storage_offset() == 60 * 100_000 * 576 > 1 << 31

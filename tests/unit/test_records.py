@@ -1,0 +1,178 @@
+"""Records survive the disk; a line cut short costs that line only; everything else that is wrong is said."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcpbench.errors import LayoutError, OutputError, RecordsError
+from dcpbench.records import (
+    ASIDE_FILE,
+    RECORDS_FILE,
+    SCHEMA_VERSION,
+    Interval,
+    Metrics,
+    Percentiles,
+    Point,
+    Record,
+    RecordFile,
+    prepare_folder,
+    read_records,
+)
+
+POINT = Point(model="tiny", tp=8, dcp=8, concurrency=4, context=128, exchange="ag_rs", backend="triton", dtype="fp32")
+FULL = Record(
+    point=POINT,
+    outcome="ok",
+    marks=["cpu"],
+    metrics=Metrics(
+        step_ms=Interval(median=1.25, low=1.2, high=1.3, samples=40),
+        itl_ms=Percentiles(p50=1.25, samples=40),
+        output_tok_s=Interval(median=3200.0, low=3100.0, high=3300.0, samples=40),
+        output_tok_s_per_gpu=400.0,
+        tok_s_per_user=800.0,
+        step_samples_ms=[1.25, 1.2, 1.3],
+    ),
+)
+FAILED = Record(point=POINT, outcome="failed", reason="rank 3 died (tp8·dcp8)", detail={"exit code": "-9"})
+
+
+def written(folder: Path, *records: Record) -> Path:
+    """The file that these records make."""
+    file = RecordFile(folder)
+    for record in records:
+        file.append(record)
+    return file.path
+
+
+def test_what_is_appended_is_read_back(tmp_path: Path) -> None:
+    path = written(tmp_path, FULL, FAILED)
+    assert read_records(tmp_path) == [FULL, FAILED]
+    assert read_records(path) == [FULL, FAILED], "the file itself may be named, too"
+    assert path.read_bytes().count(b"\n") == 2, "one line each"
+
+
+def test_absent_measurements_are_null_and_never_zero(tmp_path: Path) -> None:
+    line = msgspec.json.decode(written(tmp_path, FAILED).read_bytes())
+    assert line["metrics"] is None
+    assert line["host_syncs_per_step"] is None
+    assert line["schema_version"] == SCHEMA_VERSION
+
+
+def test_blank_lines_are_no_damage(tmp_path: Path) -> None:
+    path = written(tmp_path, FULL)
+    path.write_bytes(b"\n" + path.read_bytes() + b"\n\n")
+    assert read_records(tmp_path) == [FULL]
+
+
+class TestCutShort:
+    @given(cut=st.integers(1, len(msgspec.json.encode(FAILED)) - 1))
+    def test_wherever_the_last_line_is_cut_the_rest_is_used_and_nothing_is_lost(
+        self, cut: int, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        """`·` in the reason takes two bytes, so that some cuts leave half a character."""
+        folder = tmp_path_factory.mktemp("run")
+        path = written(folder, FULL)
+        half = msgspec.json.encode(FAILED)[:cut]
+        with path.open("ab") as f:
+            f.write(half)
+        assert read_records(folder) == [FULL]
+
+        RecordFile(folder).append(FAILED)
+        assert read_records(folder) == [FULL, FAILED]
+        assert (folder / ASIDE_FILE).read_bytes() == half + b"\n"
+
+    def test_reading_changes_nothing_as_the_line_may_be_in_the_writing(self, tmp_path: Path) -> None:
+        path = written(tmp_path, FULL)
+        before = path.read_bytes() + b'{"schema_ver'
+        path.write_bytes(before)
+        read_records(tmp_path)
+        assert path.read_bytes() == before
+        assert not (tmp_path / ASIDE_FILE).exists()
+
+    def test_a_whole_line_without_its_newline_is_kept_in_place(self, tmp_path: Path) -> None:
+        path = written(tmp_path, FULL)
+        path.write_bytes(path.read_bytes().rstrip())
+        assert read_records(tmp_path) == [FULL]
+        RecordFile(tmp_path).append(FAILED)
+        assert read_records(tmp_path) == [FULL, FAILED]
+        assert not (tmp_path / ASIDE_FILE).exists()
+
+    def test_lines_cut_twice_are_both_kept_aside(self, tmp_path: Path) -> None:
+        for _ in range(2):
+            with (tmp_path / RECORDS_FILE).open("ab") as f:
+                f.write(b'{"half')
+            RecordFile(tmp_path).append(FULL)
+        assert (tmp_path / ASIDE_FILE).read_bytes() == b'{"half\n{"half\n'
+        assert read_records(tmp_path) == [FULL, FULL]
+
+
+class TestDamage:
+    @pytest.mark.parametrize("damage", [b'{"half', b"\xff\xfe", b"[]", b"{}", b'{"a": 1}', b"7"], ids=repr)
+    def test_damage_before_the_last_line_is_an_error_with_its_line_number(self, damage: bytes, tmp_path: Path) -> None:
+        path = written(tmp_path, FULL, FULL)
+        first, second, _ = path.read_bytes().split(b"\n")
+        path.write_bytes(b"\n".join([first, damage, second, b""]))
+        with pytest.raises(RecordsError, match=r"records\.jsonl, line 2: "):
+            read_records(tmp_path)
+
+    @pytest.mark.parametrize("end", [b"\n", b""], ids=["newline", "no newline"])
+    def test_another_schema_version_is_named_even_on_the_last_line(self, end: bytes, tmp_path: Path) -> None:
+        path = written(tmp_path, FULL)
+        with path.open("ab") as f:
+            f.write(b'{"schema_version": 99, "point": "of another shape"}' + end)
+        with pytest.raises(RecordsError, match="line 2: schema_version 99, while this dcpbench reads 1"):
+            read_records(tmp_path)
+
+    def test_a_missing_file_is_answered_with_the_command_that_makes_one(self, tmp_path: Path) -> None:
+        with pytest.raises(RecordsError, match="run `dcpbench sweep -o"):
+            read_records(tmp_path)
+        with pytest.raises(RecordsError, match="does not exist"):
+            read_records(tmp_path / "nowhere")
+
+
+class TestPoint:
+    def test_a_key_names_every_field(self) -> None:
+        key = POINT.key()
+        assert all(f"{name}={getattr(POINT, name)}" in key for name in POINT.__struct_fields__)
+
+    def test_repeats_differ_in_key_only(self) -> None:
+        again = msgspec.structs.replace(POINT, repeat=1)
+        assert again.key() != POINT.key()
+        assert again.same_but_repeat() == POINT.same_but_repeat() == POINT.key()
+
+    def test_a_point_knows_its_layout_or_says_why_it_has_none(self) -> None:
+        assert str(POINT.layout) == "tp8·dcp8"
+        with pytest.raises(LayoutError):
+            _ = msgspec.structs.replace(POINT, dcp=3).layout
+
+
+class TestFolder:
+    def test_a_new_folder_is_made_with_its_parents(self, tmp_path: Path) -> None:
+        prepare_folder(tmp_path / "a" / "b", resume=False, force=False)
+        assert (tmp_path / "a" / "b").is_dir()
+
+    def test_records_are_not_overwritten_without_being_asked(self, tmp_path: Path) -> None:
+        written(tmp_path, FULL)
+        with pytest.raises(OutputError, match=r"already holds records; add --resume .* --force"):
+            prepare_folder(tmp_path, resume=False, force=False)
+        assert read_records(tmp_path) == [FULL]
+
+    def test_an_empty_record_file_is_nothing_to_protect(self, tmp_path: Path) -> None:
+        (tmp_path / RECORDS_FILE).touch()
+        prepare_folder(tmp_path, resume=False, force=False)
+
+    def test_resume_keeps_records_and_force_removes_them(self, tmp_path: Path) -> None:
+        written(tmp_path, FULL)
+        prepare_folder(tmp_path, resume=True, force=False)
+        assert read_records(tmp_path) == [FULL]
+        prepare_folder(tmp_path, resume=False, force=True)
+        assert not (tmp_path / RECORDS_FILE).exists()
+
+    @pytest.mark.parametrize("below", [".", "below"])
+    def test_a_file_where_the_folder_should_be_is_our_error(self, below: str, tmp_path: Path) -> None:
+        (tmp_path / "taken").touch()
+        with pytest.raises(OutputError, match=r"cannot be used as output folder .*-o"):
+            prepare_folder(tmp_path / "taken" / below, resume=False, force=False)
