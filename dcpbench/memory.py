@@ -56,8 +56,8 @@ def attention_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int:
 
 
 def moe_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int:
-    """Router (fp32), this rank's experts and its slice of the shared expert, of one layer."""
-    router = (shape.experts * shape.hidden + shape.experts) * 4
+    """Router (its bias in fp32), this rank's experts and its slice of the shared expert, of one layer."""
+    router = shape.experts * shape.hidden * itemsize + shape.experts * 4
     experts = shape.experts // layout.tp * 3 * shape.hidden * shape.moe_inter
     return router + (experts + shared_elements(shape, layout)) * itemsize
 

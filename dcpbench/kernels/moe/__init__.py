@@ -50,6 +50,15 @@ def route(logits_TE: torch.Tensor, bias_E: torch.Tensor, rule: Routing) -> tuple
     return route_reference(logits_TE, bias_E, rule)
 
 
+def router_logits(x_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
+    """x · router.T as fp32 [T, E]: bf16 operands are multiplied as they are and accumulated and kept in fp32."""
+    if x_TD.dtype == torch.float32:
+        return torch.nn.functional.linear(x_TD, router_ED)
+    if x_TD.is_cuda:
+        return torch.mm(x_TD, router_ED.t(), out_dtype=torch.float32)
+    return torch.nn.functional.linear(x_TD.float(), router_ED.float())
+
+
 def experts(
     x_TD: torch.Tensor,
     gate_up: torch.Tensor,

@@ -1,0 +1,169 @@
+"""The decode engine of one rank: pools, requests, padded batches, and steps run eagerly or from a CUDA graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dcpbench import layout as arithmetic
+from dcpbench.engine.allocator import DcpAllocator
+from dcpbench.engine.model import Model, StepInput
+from dcpbench.engine.request_pool import PADDING_SLOT, RequestPool, copy_async
+from dcpbench.errors import UsageError
+from dcpbench.exchange import make_exchange
+from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
+from dcpbench.kernels.rope import softmax_scale
+
+if TYPE_CHECKING:
+    from dcpbench.engine.allocator import Allocation
+    from dcpbench.kernels.attention import Backend
+
+GRAPH_BATCHES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+"""Batch sizes that graphs are captured for; a batch is padded up to the next one."""
+PADDING_LENGTH = 1
+"""A padding row has one token, on slot 0: it attends to and writes the padding page."""
+
+
+def padded_batch(requests: int) -> int:
+    """Rows of the graph that runs `requests` requests. Raises UsageError past the largest."""
+    for size in GRAPH_BATCHES:
+        if requests <= size:
+            return size
+    raise UsageError(f"{requests} requests per replica are more than the largest graph, {GRAPH_BATCHES[-1]}.")
+
+
+@dataclasses.dataclass
+class Request:
+    """One request in flight on this replica."""
+
+    slot: int
+    allocation: Allocation
+    token: int = 0
+    """The token that the next step reads."""
+
+    @property
+    def length(self) -> int:
+        """Tokens with a KV location, the one that the next step writes included."""
+        return self.allocation.tokens
+
+
+class Batch:
+    """Fixed buffers, attention plan and graph of one padded batch size."""
+
+    def __init__(self, size: int, backend: Backend, device: torch.device) -> None:
+        self.size, self.backend = size, backend
+        self.tokens = torch.zeros(size, dtype=torch.int64, device=device)
+        self.slots = torch.zeros(size, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(size, dtype=torch.int64, device=device)
+        self.logits: torch.Tensor | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+
+class DecodeEngine:
+    """Requests of one attention replica, as one of its ranks sees them. Every rank makes the same calls."""
+
+    def __init__(
+        self, model: Model, *, backend: str, exchange: str, max_requests: int, max_context: int, padding: bool = True
+    ) -> None:
+        """`padding=False` exists only to show what the padding slot and page prevent; see RequestPool."""
+        self.model = model
+        self.device = model.kv.data.device
+        self.backend_name = backend
+        self.exchange = make_exchange(exchange, model.groups.dcp)
+        _, pages, self.page_size, _ = model.kv.data.shape
+        self.max_context = max_context
+        self.requests = RequestPool(max_requests, max_context, self.device, padding=padding)
+        self.allocator = DcpAllocator(pages, self.page_size, model.layout.dcp, model.interleave)
+        self.batches: dict[int, Batch] = {}
+
+    def admit(self, tokens: int) -> Request:
+        """A new request with room for `tokens` tokens. Raises CapacityError when slots or pages run out."""
+        allocation = self.allocator.alloc(tokens)
+        slot = self.requests.alloc()
+        self.requests.set_locs(slot, 0, allocation.locs(0, tokens))
+        return Request(slot=slot, allocation=allocation)
+
+    def grow(self, request: Request) -> None:
+        """Room for one more token."""
+        self.allocator.extend(request.allocation, 1)
+        self.requests.set_locs(request.slot, request.length - 1, request.allocation.locs(request.length - 1, request.length))
+
+    def release(self, request: Request) -> None:
+        """End a request."""
+        self.allocator.free(request.allocation)
+        self.requests.free(request.slot)
+
+    def batch(self, requests: int) -> Batch:
+        """The buffers for `requests` requests, made on first use."""
+        size = padded_batch(requests)
+        if size not in self.batches:
+            model, shape = self.model, self.model.shape
+            spec = AttentionSpec(
+                batch=size,
+                heads=model.heads * model.layout.dcp,
+                latent=shape.latent,
+                rope=shape.rope,
+                page_size=self.page_size,
+                max_pages=self.allocator.pages_for(self.max_context),
+                scale=softmax_scale(shape),
+                dtype=model.kv.data.dtype,
+                device=self.device,
+            )
+            self.batches[size] = Batch(size, make_backend(self.backend_name, spec), self.device)
+        return self.batches[size]
+
+    def plan(self, requests: list[Request]) -> Batch:
+        """Prepare the next step from host-side integers only; rows past `requests` are padding."""
+        batch = self.batch(len(requests))
+        padding = batch.size - len(requests)
+        model = self.model
+        lengths = [r.length for r in requests] + [PADDING_LENGTH] * padding
+        slots = [r.slot for r in requests] + [PADDING_SLOT] * padding
+        tokens = [r.token for r in requests] + [0] * padding
+        for values, buffer in ((lengths, batch.positions), (slots, batch.slots), (tokens, batch.tokens)):
+            copy_async(np.asarray(values, dtype=np.int64), buffer)
+        batch.positions -= 1
+        batch.backend.plan(
+            Shards(
+                pages=[r.allocation.pages for r in requests] + [np.zeros(1, dtype=np.int32)] * padding,
+                lengths=[
+                    arithmetic.local_length(n, model.groups.dcp.rank, model.layout.dcp, model.interleave)
+                    for n in lengths
+                ],
+            )
+        )
+        return batch
+
+    def run(self, batch: Batch) -> None:
+        """One eager step: logits, and the next tokens in place of the last ones."""
+        locs = self.requests.table[batch.slots, batch.positions]
+        batch.logits = self.model.step(
+            StepInput(batch.tokens, batch.positions, locs), batch.backend, self.exchange
+        )
+        batch.tokens.copy_(self.model.greedy(batch.logits))
+
+    def capture(self, batch: Batch) -> None:
+        """Capture the step as a CUDA graph, once per batch size.
+
+        Every kernel has run on every rank before: a rank that still loads modules while others wait in a captured
+        collective is a hang (vLLM #46145).
+        """
+        if batch.graph is not None:
+            return
+        for _ in range(2):
+            self.run(batch)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.run(batch)
+        batch.graph = graph
+
+    def step(self, batch: Batch) -> None:
+        """One step as planned: the captured graph where there is one."""
+        if batch.graph is not None:
+            batch.graph.replay()
+        else:
+            self.run(batch)

@@ -1,0 +1,55 @@
+"""Process groups of a layout, made once per set of ranks and shared by all layouts that need them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from dcpbench.exchange.collectives import Group
+
+if TYPE_CHECKING:
+    from dcpbench.layout import Layout
+
+_handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """This rank's four groups."""
+
+    world: Group
+    attn: Group
+    """Ranks that share the heads of this replica."""
+    dcp: Group
+    """Ranks that share the KV cache of this replica's requests."""
+    dp: Group
+    """Ranks with the same heads in the other replicas."""
+
+
+def make_groups(layout: Layout, rank: int) -> Groups:
+    """Collective: every rank calls it with the same layout."""
+    return Groups(
+        world=_group([list(range(layout.tp))], rank),
+        attn=_group(layout.attn_groups(), rank),
+        dcp=_group(layout.dcp_groups(), rank),
+        dp=_group(layout.dp_groups(), rank),
+    )
+
+
+def _group(all_ranks: list[list[int]], rank: int) -> Group:
+    mine = Group(size=1, rank=0, handle=None)
+    for ranks in all_ranks:  # every rank takes part in making every group, in the same order
+        handle = _handle(tuple(ranks))
+        if rank in ranks:
+            mine = Group(size=len(ranks), rank=ranks.index(rank), handle=handle)
+    return mine
+
+
+def _handle(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    if len(ranks) == 1:
+        return None
+    if ranks not in _handles:
+        _handles[ranks] = dist.group.WORLD if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks))
+    return _handles[ranks]

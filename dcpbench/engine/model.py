@@ -1,0 +1,175 @@
+"""One decode step of an MLA + MoE model on one rank: a plain walk through the layers.
+
+Letters as in kernels/__init__.py. With attention DP, B is this replica's requests and T = dp·B all replicas'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import linear
+
+from dcpbench.engine.weights import Moe
+from dcpbench.kernels import moe
+from dcpbench.kernels.kv_write import write_kv
+from dcpbench.kernels.norm import add_rms_norm, rms_norm
+from dcpbench.kernels.rope import rope, rope_table
+from dcpbench.ranges import phase
+
+if TYPE_CHECKING:
+    from dcpbench.engine.groups import Groups
+    from dcpbench.engine.kv_pool import KvPool
+    from dcpbench.engine.weights import Attention, Mlp, Weights
+    from dcpbench.exchange import Exchange
+    from dcpbench.kernels.attention import Backend
+    from dcpbench.layout import Layout
+    from dcpbench.shapes import ModelShape
+
+
+@dataclasses.dataclass(frozen=True)
+class StepInput:
+    """Device tensors of one step, all [B]; fixed buffers under a captured graph."""
+
+    tokens: torch.Tensor
+    """int64"""
+    positions: torch.Tensor
+    """int64: index of the new token in its request."""
+    locs: torch.Tensor
+    """int32: virtual KV location of the new token."""
+
+
+class Model:
+    """Weights, groups and KV pool of one rank, and the step over them."""
+
+    def __init__(
+        self, shape: ModelShape, layout: Layout, groups: Groups, weights: Weights, kv: KvPool,
+        *, interleave: int, max_context: int, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.shape, self.layout, self.groups, self.weights, self.kv = shape, layout, groups, weights, kv
+        self.interleave = interleave
+        self.heads = shape.heads // layout.attn_tp
+        self.routing = moe.Routing.of(shape)
+        self.rope_table = rope_table(shape, max_context, device)
+
+    def step(self, batch: StepInput, backend: Backend, exchange: Exchange) -> torch.Tensor:
+        """Logits of this rank's vocabulary rows, [B, V_local] in the model's dtype."""
+        eps = self.shape.rms_eps
+        residual_BD = self.embed(batch.tokens)
+        x_BD: torch.Tensor | None = None
+        for index in range(self.shape.layers):
+            layer = self.weights.layer(index)
+            x_BD = self.norm(x_BD, residual_BD, layer.attention.input_norm)
+            x_BD = self.attention(x_BD, layer.attention, index, batch, backend, exchange)
+            x_BD = self.norm(x_BD, residual_BD, layer.attention.post_norm)
+            x_BD = self.mlp(x_BD, layer.mlp)
+        assert x_BD is not None
+        with phase("lm_head"):
+            return linear(add_rms_norm(x_BD, residual_BD, self.weights.final_norm, eps), self.weights.lm_head)
+
+    def embed(self, tokens_B: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding; each rank of a replica holds some of the vocabulary."""
+        with phase("embed"):
+            table = self.weights.embed
+            local_B = tokens_B - self.groups.attn.rank * table.shape[0]
+            mine_B = (local_B >= 0) & (local_B < table.shape[0])
+            x_BD = table[local_B.clamp(0, table.shape[0] - 1)] * mine_B.unsqueeze(-1)
+            return self.groups.attn.all_reduce(x_BD)
+
+    def norm(self, x_BD: torch.Tensor | None, residual_BD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+        """Add the last block's output to the residual, if there was one, and normalise."""
+        with phase("norm"):
+            if x_BD is None:
+                return rms_norm(residual_BD, weight_D, self.shape.rms_eps)
+            return add_rms_norm(x_BD, residual_BD, weight_D, self.shape.rms_eps)
+
+    def attention(
+        self, x_BD: torch.Tensor, w: Attention, index: int, batch: StepInput, backend: Backend, exchange: Exchange
+    ) -> torch.Tensor:
+        """MLA in absorbed form: q against latent rows, W_UV and o_proj on what comes back."""
+        with phase("qkv_proj"):
+            q_BhQ, row_BQ = self.project(x_BD, w, batch.positions)
+        with phase("kv_write"):
+            write_kv(
+                self.kv.rows(index), row_BQ, batch.locs,
+                rank=self.groups.dcp.rank, dcp=self.layout.dcp, interleave=self.interleave,
+            )  # fmt: skip
+        q_BHQ = exchange.gather_q(q_BhQ)
+        with phase("attention"):
+            o_BHR, lse_BH = backend.run(q_BHQ, self.kv.layer(index))
+        o_hBR = exchange.merge(o_BHR, lse_BH)
+        with phase("o_proj"):
+            v_BhV = x_BD.new_empty(x_BD.shape[0], self.heads, self.shape.value)
+            torch.bmm(o_hBR, w.w_uv, out=v_BhV.transpose(0, 1))
+            y_BD = linear(v_BhV.flatten(1), w.o)
+        with phase("all_reduce"):
+            return self.groups.attn.all_reduce(y_BD)
+
+    def project(self, x_BD: torch.Tensor, w: Attention, positions_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Absorbed q [B, h, Q] of this rank's heads and the new KV row [B, Q]."""
+        s = self.shape
+        batch = x_BD.shape[0]
+        qkv = linear(x_BD, w.qkv_a)
+        q, kv_BQ = qkv.split((qkv.shape[1] - s.kv_width, s.kv_width), dim=-1)
+        if w.q_norm is not None and w.q_b is not None:
+            q = linear(rms_norm(q, w.q_norm, s.rms_eps), w.q_b)
+        q_nope, q_rope = q.unflatten(-1, (self.heads, s.nope + s.rope)).split((s.nope, s.rope), dim=-1)
+
+        q_BhQ = x_BD.new_empty(batch, self.heads, s.kv_width)
+        torch.bmm(q_nope.transpose(0, 1), w.w_uk, out=q_BhQ[..., : s.latent].transpose(0, 1))
+        rope(q_rope, positions_B, self.rope_table, q_BhQ[..., s.latent :], interleaved=s.rope_interleaved)
+
+        row_BQ = x_BD.new_empty(batch, s.kv_width)
+        row_BQ[:, : s.latent] = rms_norm(kv_BQ[:, : s.latent], w.kv_norm, s.rms_eps)
+        rope(
+            kv_BQ[:, None, s.latent :], positions_B, self.rope_table, row_BQ[:, None, s.latent :],
+            interleaved=s.rope_interleaved,
+        )  # fmt: skip
+        return q_BhQ, row_BQ
+
+    def mlp(self, x_BD: torch.Tensor, w: Mlp | Moe) -> torch.Tensor:
+        """Dense MLP or experts over all tokens of the layout, summed over tp, back to this replica's tokens."""
+        x_TD = x_BD
+        if self.layout.dp > 1:
+            with phase("dp_gather"):
+                x_TD = self.groups.dp.all_gather(x_BD).flatten(0, 1)
+        y_TD = self.experts(x_TD, w) if isinstance(w, Moe) else self.dense(x_TD, w)
+        with phase("all_reduce"):
+            if self.layout.dp == 1:
+                return self.groups.world.all_reduce(y_TD)
+            return self.groups.attn.all_reduce(self.groups.dp.reduce_scatter(y_TD))
+
+    def dense(self, x_TD: torch.Tensor, w: Mlp) -> torch.Tensor:
+        """This rank's slice of a dense MLP."""
+        with phase("dense_mlp"):
+            return linear(moe.silu_mul(linear(x_TD, w.gate_up)), w.down)
+
+    def experts(self, x_TD: torch.Tensor, w: Moe) -> torch.Tensor:
+        """This rank's experts and its slice of the shared expert."""
+        with phase("moe"):
+            shared_TD = linear(moe.silu_mul(linear(x_TD, w.shared.gate_up)), w.shared.down)
+            weights_Tk, ids_Tk = moe.route(moe.router_logits(x_TD, w.router), w.bias, self.routing)
+            return moe.experts(x_TD, w.gate_up, w.down, weights_Tk, ids_Tk, w.first, shared_TD)
+
+    def greedy(self, logits_BV: torch.Tensor) -> torch.Tensor:
+        """Token of the largest logit over the replica's ranks, [B] int64; the smallest id wins a tie."""
+        with phase("lm_head"):
+            rows, attn = logits_BV.shape[1], self.groups.attn
+            best_B, id_B = self.mask_padding(logits_BV).float().max(dim=-1)
+            pair_B2 = torch.stack((best_B, (id_B + attn.rank * rows).float()), dim=-1)
+            pair_NB2 = attn.all_gather(pair_B2)  # ids below 2^24 survive fp32
+            winner_B = pair_NB2[..., 0].argmax(dim=0)
+            return pair_NB2[..., 1].gather(0, winner_B.unsqueeze(0)).squeeze(0).long()
+
+    def mask_padding(self, logits_BV: torch.Tensor) -> torch.Tensor:
+        """Logits with the rows past the vocabulary at -inf (last rank only)."""
+        live = self.shape.vocab - self.groups.attn.rank * logits_BV.shape[1]
+        if live < logits_BV.shape[1]:
+            logits_BV[:, max(live, 0) :] = float("-inf")
+        return logits_BV
+
+    def full_logits(self, logits_BV: torch.Tensor) -> torch.Tensor:
+        """All ranks' logits, [B, vocab]; for comparisons, not part of a timed step."""
+        parts = self.groups.attn.all_gather(logits_BV.contiguous())
+        return parts.transpose(0, 1).flatten(1)[:, : self.shape.vocab]

@@ -1,0 +1,203 @@
+"""Weights of one rank: how each tensor of the published checkpoints is sharded, and which distinct layers are held.
+
+One description serves both sources. A `Source` is asked for parts of tensors by their Hugging Face name and makes them
+(synthetic.py) or reads them (checkpoint.py):
+
+    source.get(name, shape, rows=…, columns=…)      a [rows, columns] part of a 2-D tensor, or a whole 1-D tensor
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from dcpbench import memory
+
+if TYPE_CHECKING:
+    from dcpbench.layout import Layout
+    from dcpbench.shapes import ModelShape
+
+
+class Source(Protocol):
+    """Where weights come from."""
+
+    kind: str
+    """`synthetic`, or the checkpoint's folder."""
+
+    def get(
+        self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None
+    ) -> torch.Tensor:
+        """Part of the tensor `name`, whose whole shape is `shape`, on the device in the model's dtype."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """One layer's attention; h heads of this rank. Linear weights are [out, in]."""
+
+    input_norm: torch.Tensor
+    qkv_a: torch.Tensor
+    """q_a ‖ kv_a, [q_lora + Q, D]; without q-LoRA q ‖ kv_a, [h·(nope + P) + Q, D]."""
+    q_norm: torch.Tensor | None
+    q_b: torch.Tensor | None
+    kv_norm: torch.Tensor
+    w_uk: torch.Tensor
+    """[h, nope, R]: absorbs k's decompression into q."""
+    w_uv: torch.Tensor
+    """[h, R, V]: decompresses the latent output."""
+    o: torch.Tensor
+    post_norm: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Mlp:
+    """A dense MLP or a shared expert, split over its inner width."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Moe:
+    """Router, this rank's experts, and its slice of the shared expert."""
+
+    router: torch.Tensor
+    bias: torch.Tensor
+    gate_up: torch.Tensor
+    """[E_local, 2·I, D]"""
+    down: torch.Tensor
+    """[E_local, D, I]"""
+    first: int
+    """Global id of the first local expert."""
+    shared: Mlp
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One distinct layer."""
+
+    attention: Attention
+    mlp: Mlp | Moe
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """All that one rank holds."""
+
+    embed: torch.Tensor
+    """[vocab rows of this rank, D]; rows past the vocabulary are zero."""
+    lm_head: torch.Tensor
+    final_norm: torch.Tensor
+    dense: list[Layer]
+    moe: list[Layer]
+    first_dense: int
+
+    def layer(self, index: int) -> Layer:
+        """Weights used by layer `index`: its own, or those of the distinct layer of its kind whose turn it is."""
+        if index < self.first_dense:
+            return self.dense[index % len(self.dense)]
+        return self.moe[(index - self.first_dense) % len(self.moe)]
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in _tensors(self))
+
+
+def _tensors(node: object) -> list[torch.Tensor]:
+    if isinstance(node, torch.Tensor):
+        return [node]
+    if isinstance(node, list):
+        return [t for child in node for t in _tensors(child)]
+    if dataclasses.is_dataclass(node):
+        return [t for field in dataclasses.fields(node) for t in _tensors(getattr(node, field.name))]
+    return []
+
+
+def load_weights(source: Source, shape: ModelShape, layout: Layout, rank: int, plan: memory.Plan) -> Weights:
+    """This rank's shard of the layers that `plan` holds: the first ones of each kind."""
+    loader = _Loader(source, shape, layout, rank)
+    return Weights(
+        embed=loader.vocab("model.embed_tokens.weight"),
+        lm_head=loader.vocab("lm_head.weight"),
+        final_norm=source.get("model.norm.weight", (shape.hidden,)),
+        dense=[loader.layer(i) for i in range(plan.dense_held)],
+        moe=[loader.layer(shape.first_dense + i) for i in range(plan.moe_held)],
+        first_dense=shape.first_dense,
+    )
+
+
+class _Loader:
+    def __init__(self, source: Source, shape: ModelShape, layout: Layout, rank: int) -> None:
+        self.source, self.shape, self.layout, self.rank = source, shape, layout, rank
+        self.heads = shape.heads // layout.attn_tp
+        self.first_head = layout.attn_rank(rank) * self.heads
+
+    def vocab(self, name: str) -> torch.Tensor:
+        shape, per_rank = self.shape, memory.vocab_rows(self.shape, self.layout)
+        first = self.layout.attn_rank(self.rank) * per_rank
+        last = min(first + per_rank, shape.vocab)
+        part = self.source.get(name, (shape.vocab, shape.hidden), rows=slice(min(first, last), last))
+        return torch.nn.functional.pad(part, (0, 0, 0, per_rank - part.shape[0])) if part.shape[0] < per_rank else part
+
+    def layer(self, index: int) -> Layer:
+        prefix = f"model.layers.{index}."
+        mlp = self.mlp(prefix + "mlp.", self.shape.dense_inter) if index < self.shape.first_dense else self.moe(prefix)
+        return Layer(attention=self.attention(prefix), mlp=mlp)
+
+    def heads_of(self, name: str, width: int, columns: int) -> torch.Tensor:
+        """This rank's heads' rows of a projection that puts out `width` numbers per head."""
+        rows = slice(self.first_head * width, (self.first_head + self.heads) * width)
+        return self.source.get(name, (self.shape.heads * width, columns), rows=rows)
+
+    def attention(self, prefix: str) -> Attention:
+        s, get, a = self.shape, self.source.get, prefix + "self_attn."
+        kv_a = get(a + "kv_a_proj_with_mqa.weight", (s.kv_width, s.hidden))
+        if s.q_lora is None:
+            q, q_norm, q_b = self.heads_of(a + "q_proj.weight", s.nope + s.rope, s.hidden), None, None
+        else:
+            q = get(a + "q_a_proj.weight", (s.q_lora, s.hidden))
+            q_norm = get(a + "q_a_layernorm.weight", (s.q_lora,))
+            q_b = self.heads_of(a + "q_b_proj.weight", s.nope + s.rope, s.q_lora)
+        kv_b = self.heads_of(a + "kv_b_proj.weight", s.nope + s.value, s.latent)
+        uk, uv = kv_b.unflatten(0, (self.heads, s.nope + s.value)).split((s.nope, s.value), dim=1)
+        inner = slice(self.first_head * s.value, (self.first_head + self.heads) * s.value)
+        return Attention(
+            input_norm=get(prefix + "input_layernorm.weight", (s.hidden,)),
+            qkv_a=torch.cat((q, kv_a)),
+            q_norm=q_norm,
+            q_b=q_b,
+            kv_norm=get(a + "kv_a_layernorm.weight", (s.latent,)),
+            w_uk=uk.contiguous(),
+            w_uv=uv.transpose(1, 2).contiguous(),
+            o=get(a + "o_proj.weight", (s.hidden, s.heads * s.value), columns=inner),
+            post_norm=get(prefix + "post_attention_layernorm.weight", (s.hidden,)),
+        )
+
+    def mlp(self, prefix: str, inner: int) -> Mlp:
+        """A slice of the inner width over all tp ranks."""
+        width, hidden = inner // self.layout.tp, self.shape.hidden
+        mine = slice(self.rank * width, (self.rank + 1) * width)
+        gate = self.source.get(prefix + "gate_proj.weight", (inner, hidden), rows=mine)
+        up = self.source.get(prefix + "up_proj.weight", (inner, hidden), rows=mine)
+        down = self.source.get(prefix + "down_proj.weight", (hidden, inner), columns=mine)
+        return Mlp(gate_up=torch.cat((gate, up)), down=down)
+
+    def moe(self, prefix: str) -> Moe:
+        s, get, m = self.shape, self.source.get, prefix + "mlp."
+        local = s.experts // self.layout.tp
+        first = self.rank * local
+        router = get(m + "gate.weight", (s.experts, s.hidden))
+        gate_up = router.new_empty(local, 2 * s.moe_inter, s.hidden)
+        down = router.new_empty(local, s.hidden, s.moe_inter)
+        for i in range(local):
+            e = f"{m}experts.{first + i}."
+            gate_up[i, : s.moe_inter] = get(e + "gate_proj.weight", (s.moe_inter, s.hidden))
+            gate_up[i, s.moe_inter :] = get(e + "up_proj.weight", (s.moe_inter, s.hidden))
+            down[i] = get(e + "down_proj.weight", (s.hidden, s.moe_inter))
+        if s.routing == "sigmoid":
+            bias = get(m + "gate.e_score_correction_bias", (s.experts,)).float()
+        else:
+            bias = torch.zeros(s.experts, device=router.device)
+        shared = self.mlp(m + "shared_experts.", s.shared_experts * s.moe_inter)
+        return Moe(router=router, bias=bias, gate_up=gate_up, down=down, first=first, shared=shared)

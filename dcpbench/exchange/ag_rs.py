@@ -1,0 +1,39 @@
+"""All-gather q, all-gather lse, scale, reduce-scatter over heads: SGLang's first implementation (#14194).
+
+Received bytes per rank, layer and request, with N ranks and H heads in the group: q (N−1)/N·H·Q·2, lse (N−1)·H·4,
+o (N−1)/N·H·R·4. The partial outputs travel as fp32, as in SGLang: summed in bf16 by the collective they would be rounded
+N − 1 times (docs/methodology.md has the error of both).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dcpbench.kernels.merge import correct
+from dcpbench.ranges import phase
+
+if TYPE_CHECKING:
+    from dcpbench.exchange.collectives import Group
+
+
+class AllGatherReduceScatter:
+    """See the module. `wire` is the dtype in which partial outputs are reduced."""
+
+    def __init__(self, group: Group, wire: torch.dtype = torch.float32) -> None:
+        self.group = group
+        self.wire = wire
+
+    def gather_q(self, q_BhQ: torch.Tensor) -> torch.Tensor:
+        """See Exchange. The gathered [N, B, h, Q] is copied: attention kernels want one stride per head."""
+        with phase("q_gather"):
+            q_NBhQ = self.group.all_gather(q_BhQ)
+            return q_NBhQ.transpose(0, 1).flatten(1, 2).contiguous()
+
+    def merge(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
+        """See Exchange."""
+        with phase("merge"):
+            lse_NBH = self.group.all_gather(lse_BH)
+            share_HBR = correct(o_BHR, lse_NBH, self.group.rank, self.wire)
+            return self.group.reduce_scatter(share_HBR).to(o_BHR.dtype)

@@ -1,0 +1,43 @@
+"""Collectives over a group of ranks, under the names of both torch 2.11 and 2.13; a group of one does nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+
+# torch 2.13 renamed these two and warns about the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Some ranks and this one's place among them. `handle` is None for a group of one."""
+
+    size: int
+    rank: int
+    handle: dist.ProcessGroup | None
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, *x.shape] in rank order; x must be contiguous."""
+        if self.handle is None:
+            return x.unsqueeze(0)
+        out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        _all_gather(out, x, group=self.handle)
+        return out.unflatten(0, (self.size, x.shape[0]))
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, split along the first dimension, which N must divide; x must be contiguous."""
+        if self.handle is None:
+            return x
+        out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        _reduce_scatter(out, x, group=self.handle)
+        return out
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, in place."""
+        if self.handle is not None:
+            dist.all_reduce(x, group=self.handle)
+        return x
