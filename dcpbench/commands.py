@@ -1,0 +1,367 @@
+"""What each command does, once its options are read. No torch; Rich and reports are imported where they are used."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import random
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench import launch
+from dcpbench import sweep as grid
+from dcpbench.errors import UsageError
+from dcpbench.jobs import Check
+from dcpbench.layout import Layout, valid_layouts
+from dcpbench.nodes import split_endpoint
+from dcpbench.records import RecordFile, prepare_folder
+from dcpbench.shapes import load_shape
+from dcpbench.spec import effective, make_spec, read_options
+from dcpbench.torchrun import Machines
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.console import Console
+
+    from dcpbench.jobs import Probe
+    from dcpbench.records import Point, Record
+    from dcpbench.spec import SweepSpec
+
+INTERRUPTED = 130
+SOME_FAILED = 4
+WRONG = 1
+VERIFY_LAYOUTS = (
+    Layout(tp=1),
+    Layout(tp=2),
+    Layout(tp=2, dcp=2),
+    Layout(tp=4, dcp=2),
+    Layout(tp=4, dcp=4),
+    Layout(tp=4, dp=2, dcp=2),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """Options that say how a command runs, not what it measures."""
+
+    output: Path | None = None
+    config: Path | None = None
+    device: str = "auto"
+    timeout: float = 300.0
+    resume: bool = False
+    force: bool = False
+    dry_run: bool = False
+    as_json: bool = False
+    machines: Machines = Machines()  # noqa: RUF009 -- frozen
+
+
+def sweep(given: dict[str, object], run: Run) -> int:
+    """`dcpbench sweep`: returns the exit code."""
+    _check_run(run)
+    from_file = read_options(run.config) if run.config else {}
+    probe = effective(launch.probe(), run.device)
+    spec = make_spec(from_file | {name: value for name, value in given.items() if value is not None}, probe)
+    candidates = grid.expand(spec, probe, run.machines.nnodes)
+    if run.dry_run:
+        _print_plan(candidates, run)
+        grid.check_any(candidates)
+        return 0
+    grid.check_any(candidates)
+    folder = run.output or _new_folder("-".join(spec.model), spec)
+    work = _work(folder, spec, probe, run)
+    if run.machines.node_rank:
+        folder.mkdir(parents=True, exist_ok=True)
+        _say(f"Node {run.machines.node_rank}: works for node 0 at {run.machines.rdzv_endpoint}; the records are there.")
+        with _stoppable(folder):
+            launch.run([], work, run.machines, lambda _: None)
+        return 0
+    points = _prepare(candidates, folder, run)
+    _announce(candidates, points, folder, probe)
+    _run_points(points, work, run)
+    return _finish(candidates, folder, probe, run)
+
+
+def verify(
+    given: dict[str, object], run: Run, *, checkpoint: Path | None, prompts: Path | None, new_tokens: int
+) -> int:
+    """`dcpbench verify`: returns the exit code."""
+    _check_run(run)
+    probe = effective(launch.probe(), run.device)
+    given = {**given, "weights": str(checkpoint) if checkpoint else None, "baseline": False}
+    spec = make_spec(_verify_defaults(given), probe)
+    candidates = grid.expand_layouts(_verify_layouts(spec, given, probe), spec, probe)
+    if run.dry_run:
+        _print_plan(candidates, run)
+    grid.check_any(candidates)
+    if run.dry_run:
+        return 0
+    folder = run.output or _new_folder("verify", spec)
+    prepare_folder(folder, resume=False, force=run.force)
+    (folder / "checks.jsonl").unlink(missing_ok=True)
+    points = [c.point for c in candidates if c.error is None]
+    work = dataclasses.replace(
+        _work(folder, spec, probe, run), kind="verify", new_tokens=new_tokens,
+        prompts=_read_prompts(prompts) if prompts else _random_prompts(spec) if checkpoint else (),
+    )  # fmt: skip
+    _announce(candidates, points, folder, probe, cpu_note=False)
+    _run_points(points, work, run)
+    return _print_checks(points, folder, run)
+
+
+def env(*, as_json: bool) -> int:
+    """`dcpbench env`: what is installed and visible, and what is missing for what."""
+    probe = launch.probe()
+    if as_json:
+        _print_json(msgspec.to_builtins(probe))
+        return 0
+    from dcpbench.terminal import env_table
+
+    console = _console()
+    console.print(env_table(probe))
+    for problem in probe.problems:
+        console.print(f"• {problem}", markup=False, highlight=False, soft_wrap=True)
+    if not probe.problems:
+        console.print("Nothing is missing.")
+    return 0
+
+
+def report(folders: Sequence[Path], output: Path | None) -> int:
+    """`dcpbench report`: write the report of one or several runs."""
+    from dcpbench.reports import write_report
+
+    out = output or (folders[0] if folders[0].is_dir() else folders[0].parent) / "report"
+    _print_paths(write_report(list(folders), out), sys.stdout)
+    return 0
+
+
+def show(folders: Sequence[Path]) -> int:
+    """`dcpbench show`: the table of one or several runs in the terminal."""
+    from dcpbench.reports import terminal_table
+
+    _console().print(terminal_table(list(folders)))
+    return 0
+
+
+def _check_run(run: Run) -> None:
+    m = run.machines
+    if run.resume and run.force:
+        raise UsageError("--resume and --force contradict each other; --resume goes on, --force starts over.")
+    if run.resume and run.output is None:
+        raise UsageError("--resume needs the run to go on with; for example: dcpbench sweep … -o runs/NAME --resume")
+    if run.timeout <= 0:
+        raise UsageError(f"--timeout {run.timeout:g} is not positive; try --timeout 300.")
+    if m.nnodes < 1 or not 0 <= m.node_rank < m.nnodes:
+        raise UsageError(
+            f"--node-rank {m.node_rank} with --nnodes {m.nnodes}: ranks go from 0 to nnodes - 1, one for each machine."
+        )
+    if m.nnodes > 1:
+        split_endpoint(m.rdzv_endpoint)
+
+
+def _prepare(candidates: Sequence[grid.Candidate], folder: Path, run: Run) -> list[Point]:
+    """Make the folder, record the rejected points once, and return those that are still to be measured."""
+    prepare_folder(folder, resume=run.resume, force=run.force)
+    known = launch.last_records(folder)
+    for c in candidates:
+        old = known.get(c.point.key())
+        if c.error is not None and (old is None or old.outcome != "rejected"):
+            RecordFile(folder).append(c.rejected())
+    measured = {key for key, record in known.items() if record.outcome == "ok"}
+    return [c.point for c in candidates if c.error is None and c.point.key() not in measured]
+
+
+def _run_points(points: Sequence[Point], work: launch.Work, run: Run) -> None:
+    from dcpbench.terminal import Watch
+
+    with _stoppable(work.folder), Watch(points, _console(error=True)) as watch:
+        launch.run(points, work, run.machines, watch)
+
+
+@contextlib.contextmanager
+def _stoppable(folder: Path) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the workers first; the records stay valid."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    except KeyboardInterrupt:
+        _say(
+            f"\nInterrupted; the workers have ended and what was measured is in {folder}. To go on, repeat the command "
+            f"with: -o {shlex.quote(str(folder))} --resume"
+        )
+        sys.exit(INTERRUPTED)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _finish(candidates: Sequence[grid.Candidate], folder: Path, probe: Probe, run: Run) -> int:
+    """Write the report, say where it lies, and tell by the exit code whether every point that could run did."""
+    from dcpbench.reports import terminal_table, write_report
+
+    last = launch.last_records(folder)
+    records = [last[c.point.key()] for c in candidates if c.point.key() in last]
+    failed = [r for r in records if r.outcome in ("failed", "hung")]
+    paths = write_report([folder], folder / "report")
+    if run.as_json:
+        _print_json(_summary(records, folder, paths, probe))
+    else:
+        _console().print(terminal_table([folder]))
+    for r in failed:
+        _say(f"{r.outcome}: {grid.point_name(r.point)}: {r.reason}")
+    if probe.device == "cpu":
+        from dcpbench.terminal import CPU_NOTE
+
+        _say(CPU_NOTE)
+    _print_paths(paths, sys.stderr if run.as_json else sys.stdout)
+    return SOME_FAILED if failed else 0
+
+
+def _summary(records: Sequence[Record], folder: Path, paths: Sequence[Path], probe: Probe) -> dict[str, object]:
+    counts = {o: sum(r.outcome == o for r in records) for o in ("ok", "failed", "hung", "rejected")}
+    results = []
+    for r in records:
+        row = {"point": msgspec.to_builtins(r.point), "layout": grid.layout_name(r.point), "outcome": r.outcome}
+        if r.metrics:
+            row |= {
+                "step_ms": r.metrics.step_ms.median,
+                "output_tok_s": r.metrics.output_tok_s.median,
+                "output_tok_s_per_gpu": r.metrics.output_tok_s_per_gpu,
+                "tok_s_per_user": r.metrics.tok_s_per_user,
+            }
+        results.append(row | {"reason": r.reason, "marks": r.marks})
+    return {
+        "folder": str(folder), "device": probe.device, "performance": probe.device != "cpu", **counts,
+        "report": [str(p) for p in paths], "results": results,
+    }  # fmt: skip
+
+
+def _print_plan(candidates: Sequence[grid.Candidate], run: Run) -> None:
+    rows = grid.table(candidates)
+    if run.as_json:
+        _print_json(rows)
+        return
+    from dcpbench.terminal import candidates_table, rejected_lines
+
+    console = _console()
+    if any(r["reason"] is None for r in rows):
+        console.print(candidates_table(rows))
+    for line in rejected_lines(rows):
+        console.print(f"cannot run: {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _announce(
+    candidates: Sequence[grid.Candidate], points: Sequence[Point], folder: Path, probe: Probe, *, cpu_note: bool = True
+) -> None:
+    from dcpbench.terminal import CPU_NOTE, rejected_lines
+
+    if probe.device == "cpu" and cpu_note:
+        _say(CPU_NOTE)
+    for line in rejected_lines(grid.table(candidates)):
+        _say(f"cannot run: {line}")
+    added = sum(c.added for c in candidates if c.error is None)
+    possible = sum(c.error is None for c in candidates)
+    skipped = f", {possible - len(points)} already measured" if possible > len(points) else ""
+    extra = f" ({added} of the grid are baselines; --no-baseline leaves them out)" if added else ""
+    _say(f"{len(points)} points to run{skipped}{extra}. Output: {folder}")
+
+
+def _print_checks(points: Sequence[Point], folder: Path, run: Run) -> int:
+    path = folder / "checks.jsonl"
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    checks = [msgspec.json.decode(line, type=Check) for line in lines if line.strip()]
+    failed = [r for r in launch.last_records(folder).values() if r.outcome in ("failed", "hung")]
+    silent = {str(p.layout) for p in points} - {c.layout for c in checks} - {str(r.point.layout) for r in failed}
+    ok = bool(checks) and all(c.ok for c in checks) and not failed and not silent
+    if run.as_json:
+        broken = [{"point": msgspec.to_builtins(r.point), "reason": r.reason} for r in failed]
+        _print_json({"ok": ok, "checks": msgspec.to_builtins(checks), "failed": broken, "unchecked": sorted(silent)})
+    else:
+        from dcpbench.terminal import checks_table
+
+        _console().print(checks_table(checks))
+    for r in failed:
+        _say(f"{r.outcome}: {grid.point_name(r.point)}: {r.reason}")
+    if silent:
+        _say(f"no check was made for: {', '.join(sorted(silent))}; read {folder / 'logs'}")
+    wrong = sum(not c.ok for c in checks)
+    _say(f"{len(checks) - wrong} checks ok, {wrong} wrong, {len(failed)} points failed. Output: {folder}")
+    return 0 if ok else WRONG
+
+
+def _verify_defaults(given: dict[str, object]) -> dict[str, object]:
+    small = {"concurrency": "4", "context": "37"}
+    return {**given, **{name: given.get(name) or value for name, value in small.items()}}
+
+
+def _verify_layouts(spec: SweepSpec, given: dict[str, object], probe: Probe) -> list[Layout]:
+    """The usual six that these GPUs can hold; once a degree is typed, every valid layout with it."""
+    if not any(given.get(name) for name in ("tp", "dp", "dcp")):
+        return [x for x in VERIFY_LAYOUTS if probe.device == "cpu" or x.tp <= probe.count]
+    shape = load_shape(spec.model[0])
+    dps = spec.dp if given.get("dp") else (None,)
+    tps = spec.tp if given.get("tp") else (max(spec.dp) * max(spec.dcp or (1,)),)
+    found = []
+    for tp, dp, dcp in itertools.product(tps, dps, spec.dcp or (None,)):
+        matching = [x for x in valid_layouts(shape, tp) if dp in (None, x.dp) and dcp in (None, x.dcp)]
+        if not matching:
+            Layout(tp=tp, dp=dp or 1, dcp=dcp or 1).check_model(shape)
+        found += matching
+    return found
+
+
+def _random_prompts(spec: SweepSpec) -> tuple[tuple[int, ...], ...]:
+    """Seeded prompts of uneven lengths, the longest --context, so that some DCP ranks hold nothing of a short one."""
+    rng = random.Random(0)
+    vocab = load_shape(spec.model[0]).vocab
+    count, longest = max(spec.concurrency), max(spec.context)
+    lengths = [max(longest * (i + 1) // count, 1) for i in range(count)]
+    return tuple(tuple(rng.randrange(vocab) for _ in range(n)) for n in lengths)
+
+
+def _read_prompts(path: Path) -> tuple[tuple[int, ...], ...]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=tuple[tuple[int, ...], ...])
+    except (OSError, msgspec.DecodeError) as e:
+        raise UsageError(f"--prompts {path}: {e}. Write lists of token ids, for example [[1, 5, 7], [2]].") from e
+
+
+def _work(folder: Path, spec: SweepSpec, probe: Probe, run: Run) -> launch.Work:
+    return launch.Work(
+        folder=folder.absolute(), settings=spec.settings, device=probe.device, timeout=run.timeout,
+        command=shlex.join(["dcpbench", *sys.argv[1:]]),
+    )  # fmt: skip
+
+
+def _new_folder(name: str, spec: SweepSpec) -> Path:
+    safe = "".join(c if c.isalnum() or c in "-." else "_" for c in name.replace("/", "_").strip("._"))
+    base = Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{safe}-tp{'-'.join(map(str, spec.tp))}"
+    numbered = (base.with_name(f"{base.name}-{n}") for n in range(2, 100))
+    return base if not base.exists() else next(p for p in numbered if not p.exists())
+
+
+def _console(*, error: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=error)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def _print_json(value: object) -> None:
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def _print_paths(paths: Sequence[Path], stream: object) -> None:
+    pages = [p for p in paths if p.suffix == ".html"] or list(paths)
+    print(*(f"Report: {p}" for p in pages), sep="\n", file=stream)  # type: ignore[call-overload]

@@ -1,0 +1,257 @@
+"""One torchrun job per world size, and its watchdog. A point that dies or hangs never ends the sweep. No torch.
+
+    run()          every world size in turn; a dead point is recorded and the job relaunched for the rest
+    torchrun.py    one job on this machine: start, progress, log tails, stacks, kill
+    nodes.py       the same on several machines
+
+Files of a run: jobs.py and torchrun.py list them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import WorkerError
+from dcpbench.jobs import Failure, Job, Probe, Progress, Settings
+from dcpbench.nodes import FAILED, STOP, Ended, Leader, Line, follow
+from dcpbench.records import RECORDS_FILE, Point, Record, RecordFile, read_records
+from dcpbench.torchrun import LOG_LINES, Machines, Running
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+WORKER = "dcpbench.worker"
+COLLECTIVE = re.compile(
+    r"nccl|gloo|process ?group|connection (reset|closed|refused)|broken pipe|timed? ?out|DistBackend", re.IGNORECASE
+)
+"""Errors that a rank raises because another one is gone; the other's error is the cause."""
+POLL_S = 0.1
+GRACE_S = 10.0
+"""How long the remaining ranks may take to end by themselves once one has failed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is the same for every job of one command."""
+
+    folder: Path
+    settings: Settings
+    device: str
+    kind: str = "sweep"
+    command: str = ""
+    prompts: tuple[tuple[int, ...], ...] = ()
+    new_tokens: int = 8
+    timeout: float = 300.0
+    """Seconds without a sign of life after which a job counts as hung."""
+    worker: str = WORKER
+
+
+def probe(worker: str = WORKER) -> Probe:
+    """What the machine has, asked of a process of its own, so that this one never loads torch."""
+    done = subprocess.run([sys.executable, "-m", worker, "--probe"], capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    try:
+        return msgspec.json.decode(lines[-1], type=Probe)
+    except (IndexError, msgspec.DecodeError) as e:
+        last = "\n".join(done.stderr.strip().splitlines()[-LOG_LINES:])
+        raise WorkerError(
+            f"`{sys.executable} -m {worker} --probe` could not describe this machine (exit code {done.returncode}). "
+            f"It wrote:\n{last}"
+        ) from e
+
+
+def run(points: Sequence[Point], work: Work, machines: Machines, watch: Callable[[Progress], None]) -> None:
+    """Run all points, one job per world size; every point leaves a record (kind `verify`: checks, or a failed record).
+
+    `watch` gets each Progress event, and `failed` or `hung` with the reason. Raises WorkerError when a job dies twice
+    before it reaches a point. On nodes other than 0 it serves node 0's jobs until the sweep is over.
+    """
+    if machines.node_rank:
+        _serve(work, machines)
+        return
+    with Leader(machines.rdzv_endpoint, machines.nnodes, work.timeout) as others:
+        for tp in dict.fromkeys(p.tp for p in points):
+            _run_size([p for p in points if p.tp == tp], work, machines, others, watch)
+
+
+def last_records(folder: Path) -> dict[str, Record]:
+    """The last record of each point by its key; a point that failed and was run again has several."""
+    if not (folder / RECORDS_FILE).exists():
+        return {}
+    return {r.point.key(): r for r in read_records(folder)}
+
+
+def blame(failures: Sequence[Failure]) -> Failure | None:
+    """The rank whose error explains the others: the first that is not merely a broken collective."""
+    causes = [f for f in failures if not COLLECTIVE.search(f"{f.kind} {f.message}")]
+    return next(iter(causes or failures), None)
+
+
+def _run_size(
+    points: list[Point], work: Work, machines: Machines, others: Leader, watch: Callable[[Progress], None]
+) -> None:
+    stillborn = 0
+    while points:
+        before = last_records(work.folder)
+        job = _job(points, work)
+        others.start(job)
+        with Running(job, machines, work.worker) as running:
+            end = _follow_job(running, work, others, watch)
+        end.done |= {key for key, record in last_records(work.folder).items() if record != before.get(key)}
+        points = [p for p in points if p.key() not in end.done]
+        if not end.failed:
+            if points:
+                raise WorkerError(f"the job ended without a result for {len(points)} points; read {running.agent_log}")
+            return
+        if not end.started:
+            stillborn += 1
+            if stillborn == 2:  # noqa: PLR2004 -- once may be a port taken in between
+                raise WorkerError(_stillborn(running, end, work))
+            continue
+        if points:
+            stuck = next((p for p in points if p.key() == end.key), points[0])
+            record = _record(stuck, running, end, work)
+            RecordFile(work.folder).append(record)
+            points.remove(stuck)
+            watch(Progress(stage=record.outcome, key=stuck.key(), note=record.reason or "", at=time.time()))
+
+
+@dataclasses.dataclass
+class _End:
+    """How a job went."""
+
+    done: set[str] = dataclasses.field(default_factory=set)
+    key: str = ""
+    """Point at work when it ended."""
+    stage: str = ""
+    started: bool = False
+    """Whether any point was begun."""
+    hung: bool = False
+    code: int = 0
+    failures: list[Failure] = dataclasses.field(default_factory=list)
+    stacks: dict[str, str] = dataclasses.field(default_factory=dict)
+    others: list[Ended] = dataclasses.field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        return self.hung or self.code != 0
+
+    def see(self, event: Progress) -> None:
+        self.stage = event.stage
+        self.started |= bool(event.key)
+        if event.stage == "done":
+            self.done.add(event.key)
+            self.key = ""
+        elif event.key:
+            self.key = event.key
+
+
+def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[Progress], None]) -> _End:
+    """Stay with a job until it has ended on all nodes: by itself, by a failure, or by its silence."""
+    end = _End()
+    alive = time.monotonic()
+    failing_since: float | None = None
+    while True:
+        code = running.poll()
+        for event in running.events():
+            alive = time.monotonic()
+            end.see(event)
+            watch(event)
+        now = time.monotonic()
+        if code is not None:
+            end.code = code
+            break
+        if now - alive > work.timeout:
+            end.hung = True
+            end.stacks = running.stacks()
+            break
+        if failing_since is None and (running.failures() or others.in_trouble()):
+            failing_since = now
+        if failing_since is not None and now - failing_since > GRACE_S:
+            end.code = 1
+            break
+        time.sleep(POLL_S)
+    if end.failed:
+        running.kill()
+    end.others = others.stop()
+    end.failures = [*running.failures(), *(f for o in end.others for f in o.failures)]
+    return end
+
+
+def _serve(work: Work, machines: Machines) -> None:
+    """Another node's sweep: start the jobs that node 0 names and end them when it says so."""
+    line = follow(machines.rdzv_endpoint, work.timeout)
+    while not line.closed:
+        message = line.receive(1.0)
+        if message is None or message == STOP:
+            continue
+        job = msgspec.structs.replace(msgspec.json.decode(message, type=Job), folder=str(work.folder))
+        with Running(job, machines, work.worker) as running:
+            ended = _serve_job(running, line, machines)
+        line.send(msgspec.json.encode(ended))
+
+
+def _serve_job(running: Running, line: Line, machines: Machines) -> Ended:
+    told = False
+    while not line.closed and line.receive(POLL_S) != STOP:
+        if not told and (running.poll() or running.failures()):
+            line.send(FAILED)
+            told = True
+    code = running.wait(GRACE_S) if not line.closed else None
+    running.kill()
+    return Ended(node=machines.node_rank, code=1 if code is None else code, failures=running.failures())
+
+
+def _job(points: list[Point], work: Work) -> Job:
+    tags = (f"tp{points[0].tp}-{n}" for n in itertools.count())
+    tag = next(t for t in tags if not (work.folder / f"job-{t}.json").exists())
+    return Job(
+        kind=work.kind, tag=tag, folder=str(work.folder), device=work.device, points=points, settings=work.settings,
+        command=work.command, prompts=[list(p) for p in work.prompts], new_tokens=work.new_tokens,
+    )  # fmt: skip
+
+
+def _record(point: Point, running: Running, end: _End, work: Work) -> Record:
+    """What is known about a point that did not live to write its own record."""
+    detail = {"log": str(running.logs.relative_to(work.folder)), "stage": end.stage, "log_tail": running.log_tail()}
+    if end.hung:
+        reason = f"no sign of life for {work.timeout:g} s in stage '{end.stage}'; the stacks of all ranks are in detail"
+        detail |= {f"stacks_rank_{rank}": text for rank, text in end.stacks.items()}
+    else:
+        detail["exit_code"] = str(end.code)
+        detail |= {f"error_rank_{f.rank}": f"{f.kind}: {f.message}" for f in end.failures}
+        cause = blame(end.failures)
+        killed = running.killed_ranks()
+        if killed and (cause is None or COLLECTIVE.search(f"{cause.kind} {cause.message}")):
+            reason = f"{killed} (out of memory is the usual cause: lower --concurrency or --context)"
+        elif cause is not None:
+            reason = f"rank {cause.rank}: {cause.kind}: {cause.message}"
+            detail["traceback"] = cause.traceback
+        else:
+            reason = f"a rank ended without an error message, exit code {end.code}"
+    reason += f"; read {running.logs}, then try again with --resume"
+    marks = ["cpu"] if work.device == "cpu" else []
+    return Record(
+        point=point, outcome="hung" if end.hung else "failed", reason=reason, detail=detail, marks=marks,
+        started_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(running.started)),
+        seconds=time.time() - running.started,
+    )  # fmt: skip
+
+
+def _stillborn(running: Running, end: _End, work: Work) -> str:
+    what = f"gave no sign of life for {work.timeout:g} s" if end.hung else f"ended with exit code {end.code}"
+    cause = blame(end.failures)
+    why = f"rank {cause.rank}: {cause.kind}: {cause.message}\n" if cause else ""
+    return (
+        f"the job for --tp {running.job.points[0].tp} {what} before its first point, twice. {why}"
+        f"Logs of every rank: {running.logs}. The last lines:\n{running.log_tail()}"
+    )

@@ -1,0 +1,149 @@
+"""What the commands show in a terminal: progress while points run, and tables."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Self
+
+from rich import box
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from dcpbench.memory import GIB
+from dcpbench.sweep import point_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from rich.console import Console
+
+    from dcpbench import jobs
+    from dcpbench.records import Point
+
+FINISHED = ("done", "failed", "hung")
+CPU_NOTE = "CPU: functional run — these timings say nothing about performance"
+
+
+class Watch:
+    """Follows Progress events: a live bar on a terminal, one plain line for each finished point elsewhere."""
+
+    def __init__(self, points: Sequence[Point], console: Console) -> None:
+        self._names = {p.key(): point_name(p) for p in points}
+        self._console = console
+        self._finished = 0
+        self._began = time.monotonic()
+        self._last = ""
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            self._bar = Progress(
+                BarColumn(30), MofNCompleteColumn(), TextColumn("points"), TimeElapsedColumn(),
+                TextColumn("{task.fields[left]}"), TextColumn("{task.description}"),
+                console=console, transient=True,
+            )  # fmt: skip
+            self._task = self._bar.add_task("starting", total=len(points), left="")
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def __call__(self, event: jobs.Progress) -> None:
+        """Show one event."""
+        name = self._names.get(event.key, "")
+        self._last = event.note or self._last
+        if event.stage in FINISHED and name:
+            self._finished += 1
+            self._line(event, name)
+        if self._bar:
+            now = f"{name} {event.stage}".strip() + (f" · {self._last}" if self._last else "")
+            self._bar.update(self._task, completed=self._finished, description=escape(now), left=self._eta())
+
+    def _line(self, event: jobs.Progress, name: str) -> None:
+        """A finished point stays on the screen, above the bar where there is one."""
+        of = len(self._names)
+        mark = "" if event.stage == "done" else f"{event.stage.upper()}: "
+        note = f"  {mark}{event.note}" if event.note or mark else ""
+        eta = f"  ({self._eta()})" if not self._bar and self._finished < of else ""
+        text = f"[{self._finished}/{of}] {name}{note}{eta}"
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _eta(self) -> str:
+        if not self._finished:
+            return ""
+        left = (time.monotonic() - self._began) / self._finished * (len(self._names) - self._finished)
+        return f"about {left / 60:.0f} min left" if left >= 120 else f"about {left:.0f} s left"  # noqa: PLR2004
+
+
+def candidates_table(rows: Sequence[dict[str, object]]) -> Table:
+    """--dry-run: what would run, with memory per GPU."""
+    table = Table(title="Points, in running order", box=box.SIMPLE, title_justify="left")
+    for name in ("model", "layout", "in vLLM's words", "backend", "exchange"):
+        table.add_column(name)
+    for name in ("requests", "context", "KV pool/GPU", "weights/GPU", "layers held"):
+        table.add_column(name, justify="right")
+    for r in rows:
+        if r["reason"]:
+            continue
+        layout = f"{r['layout']}{' (baseline, added)' if r['added'] else ''}"
+        table.add_row(
+            str(r["model"]), layout, str(r["vllm_layout"]), str(r["backend"]), str(r["exchange"]),
+            str(r["concurrency"]), f"{r['context']:,}", _size(r["kv_pool_bytes"]), _size(r["weights_held_bytes"]),
+            f"{r['layers_held']} of {r['layers']}",
+        )  # fmt: skip
+    return table
+
+
+def rejected_lines(rows: Sequence[dict[str, object]]) -> list[str]:
+    """The points that cannot run, each with its reason; equal reasons together."""
+    reasons: dict[str, list[str]] = {}
+    for r in rows:
+        if r["reason"]:
+            load = f"{r['layout']} {r['concurrency']}×{r['context']}"
+            reasons.setdefault(str(r["reason"]), []).append(load)
+    return [f"{', '.join(dict.fromkeys(loads))}: {reason}" for reason, loads in reasons.items()]
+
+
+def checks_table(checks: Sequence[jobs.Check]) -> Table:
+    """`verify`: every comparison with its error and its limit."""
+    table = Table(title="Checks", box=box.SIMPLE, title_justify="left")
+    for name in ("check", "layout", "backend", "exchange", "dtype"):
+        table.add_column(name)
+    for name in ("error", "limit"):
+        table.add_column(name, justify="right")
+    for name in ("", "detail"):
+        table.add_column(name)
+    for c in checks:
+        verdict = "[green]ok[/]" if c.ok else "[red bold]WRONG[/]"
+        table.add_row(
+            c.name, c.layout, c.backend, c.exchange, c.dtype, f"{c.error:.2g}", f"{c.limit:.2g}", verdict,
+            escape(c.detail),
+        )  # fmt: skip
+    return table
+
+
+def env_table(probe: jobs.Probe) -> Table:
+    """`env`: the device and the packages."""
+    table = Table(box=box.SIMPLE, show_header=False)
+    table.add_row("device", f"{probe.count} × {probe.name}" if probe.count else probe.name)
+    if probe.memory_bytes:
+        table.add_row("memory", f"{_size(probe.memory_bytes)} each" if probe.count else _size(probe.memory_bytes))
+    if probe.l2_bytes:
+        table.add_row("L2 cache", f"{probe.l2_bytes / (1 << 20):.0f} MiB")
+    if probe.capability:
+        table.add_row("compute capability", probe.capability)
+    for name, version in probe.packages.items():
+        table.add_row(name, version or "[yellow]missing[/]")
+    return table
+
+
+def _size(value: object) -> str:
+    size = float(value) if isinstance(value, int | float) else 0.0
+    if size < GIB / 10:
+        return f"{size / (1 << 20):,.1f} MiB"
+    return f"{size / GIB:,.1f} GiB"

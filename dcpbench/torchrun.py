@@ -1,0 +1,194 @@
+"""One torchrun job on this machine: its command line, processes, progress, logs, stacks and its end. No torch.
+
+    FOLDER/job-TAG.json, progress-TAG.jsonl, rank-R.pid, error-R.json, stacks-R.txt    see jobs.py
+    FOLDER/logs/TAG/rank-R.log    everything that rank R printed
+    FOLDER/logs/TAG/agent.log     what torchrun itself printed
+
+The job file names the folder; nothing else of a run is written outside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+
+from dcpbench.jobs import Failure, Job, Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LOG_LINES = 20
+STACKS_WAIT_S = 2.0
+END_WAIT_S = 5.0
+RANK_SHELL = 'exec "$0" -m "$1" "$2" >>"$3/rank-$RANK.log" 2>&1'
+"""Each rank's output in a file whose name is known beforehand; torchrun's own --log-dir makes up random ones."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machines:
+    """The machines of a sweep, as typed; the defaults mean this one alone."""
+
+    nnodes: int = 1
+    node_rank: int = 0
+    rdzv_endpoint: str = ""
+    rdzv_id: str = "dcpbench"
+
+
+class Running:
+    """A started job. Context manager: leaving it ends every process of the job, whatever happened."""
+
+    def __init__(self, job: Job, machines: Machines, worker: str) -> None:
+        self.job = job
+        self.logs = Path(job.folder) / "logs" / job.tag
+        self.agent_log = self.logs / "agent.log"
+        self.started = time.time()
+        here = job.points[0].tp // machines.nnodes
+        self._ranks = range(machines.node_rank * here, (machines.node_rank + 1) * here)
+        self._read = 0
+        self._forget()
+        self.logs.mkdir(parents=True, exist_ok=True)
+        job.path().write_bytes(msgspec.json.encode(job))
+        with self.agent_log.open("ab") as log:
+            self._agent = subprocess.Popen(
+                _command(job, machines, worker, here, self.logs), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=_environment(job, machines), start_new_session=True,
+            )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def poll(self) -> int | None:
+        """Exit code of torchrun once it has ended."""
+        return self._agent.poll()
+
+    def wait(self, seconds: float) -> int | None:
+        """Exit code of torchrun, or None if it is still running after `seconds`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._agent.wait(seconds)
+        return None
+
+    def events(self) -> Iterator[Progress]:
+        """Progress lines written since the last call; a line still being written waits for the next."""
+        path = self.job.progress_path()
+        if not path.exists():
+            return
+        with path.open("rb") as f:
+            f.seek(self._read)
+            for line in f:
+                if not line.endswith(b"\n"):
+                    break
+                self._read += len(line)
+                with contextlib.suppress(msgspec.DecodeError):
+                    yield msgspec.json.decode(line, type=Progress)
+
+    def failures(self) -> list[Failure]:
+        """Exceptions that ranks of this machine have left behind, by rank."""
+        found = []
+        for path in self._files("error-{}.json"):
+            with contextlib.suppress(OSError, msgspec.DecodeError):
+                found.append(msgspec.json.decode(path.read_bytes(), type=Failure))
+        return found
+
+    def killed_ranks(self) -> str:
+        """`rank 2 was killed by signal 9`, from torchrun's summary, or nothing."""
+        text = _read(self.agent_log)
+        found = re.search(r"rank\s*:\s*(\d+) \(local_rank.*?exitcode\s*:\s*-(\d+)", text, re.DOTALL)
+        return f"rank {found[1]} was killed by signal {found[2]}" if found and found[2] != "15" else ""
+
+    def log_tail(self) -> str:
+        """The last lines of the rank that failed, else of rank 0, else of torchrun."""
+        ranks = [*(f.rank for f in self.failures()), *self._ranks]
+        for path in [*(self.logs / f"rank-{r}.log" for r in ranks), self.agent_log]:
+            lines = _read(path).strip().splitlines()
+            if lines:
+                return "\n".join([f"{path.name}:", *lines[-LOG_LINES:]])
+        return ""
+
+    def stacks(self) -> dict[str, str]:
+        """Python stacks of every rank of this machine, by rank; they write them on SIGUSR1."""
+        for pid in self._pids():
+            _signal(pid, signal.SIGUSR1)
+        time.sleep(STACKS_WAIT_S)
+        return {p.stem.partition("-")[2]: _read(p) for p in self._files("stacks-{}.txt")}
+
+    def kill(self) -> None:
+        """End all processes of the job. torchrun ends its ranks on SIGTERM; a rank that ignores it is killed."""
+        if self._agent.poll() is None:
+            self._agent.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._agent.wait(END_WAIT_S)
+        for pid in self._pids():
+            _signal(pid, signal.SIGKILL)
+        if self._agent.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._agent.pid, signal.SIGKILL)
+            self._agent.wait()
+        for path in self._files("rank-{}.pid"):
+            path.unlink(missing_ok=True)
+
+    def _forget(self) -> None:
+        """Remove what an earlier job left: its process ids may belong to others by now."""
+        for name in ("rank-{}.pid", "error-{}.json", "stacks-{}.txt"):
+            for path in self._files(name):
+                path.unlink(missing_ok=True)
+
+    def _files(self, name: str) -> list[Path]:
+        paths = [Path(self.job.folder) / name.format(rank) for rank in self._ranks]
+        return [p for p in paths if p.exists()]
+
+    def _pids(self) -> list[int]:
+        texts = [_read(p).strip() for p in self._files("rank-{}.pid")]
+        return [int(t) for t in texts if t.isdecimal()]
+
+
+def _command(job: Job, machines: Machines, worker: str, here: int, logs: Path) -> list[str]:
+    """Command line of torchrun. The static rendezvous, because only it gives --node-rank's ranks to a node."""
+    endpoint = machines.rdzv_endpoint if machines.nnodes > 1 else f"127.0.0.1:{_free_port()}"
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", str(machines.nnodes), "--nproc-per-node", str(here),
+        "--node-rank", str(machines.node_rank), "--rdzv-backend", "static", "--rdzv-endpoint", endpoint,
+        "--rdzv-id", f"{machines.rdzv_id}-{job.tag}", "--max-restarts", "0", "--no-python",
+        "sh", "-c", RANK_SHELL, sys.executable, worker, str(job.path()), str(logs),
+    ]  # fmt: skip
+
+
+def _environment(job: Job, machines: Machines) -> dict[str, str]:
+    env = dict(os.environ)
+    if job.device == "cpu":
+        env.setdefault("OMP_NUM_THREADS", "1")
+        env["TRITON_INTERPRET"] = "1"
+        if machines.nnodes == 1 and Path("/sys/class/net/lo").exists():
+            env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return env
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
