@@ -1,7 +1,6 @@
 # Each target does its own set-up; `make` alone lists them.
 PYTHON ?= python3
 VENV ?= .venv
-RUNS ?= runs
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -11,9 +10,8 @@ STAMP := $(VENV)/.installed
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-sweep: $(STAMP) ## Measure --tp 8 --dcp 8 and its dcp 1 baseline on this machine, write a report
-	@folder="$(RUNS)/tp8-dcp8-$$(date -u +%Y%m%dT%H%M%SZ)"; \
-	$(BIN)/dcpbench sweep --tp 8 --dcp 8 --output "$$folder" $(ARGS) && echo "Report: $$folder/report.html"
+sweep: $(STAMP) ## Measure --tp 8 --dcp 8 and its dcp 1 baseline on this machine, write a report into runs/
+	$(BIN)/dcpbench sweep --tp 8 --dcp 8 $(ARGS)
 
 test: $(STAMP) ## Run the whole test suite on two processes
 	$(BIN)/pytest -n 2 $(ARGS)

@@ -1,0 +1,155 @@
+"""The house rules that no linter knows: what a wheel holds, what an import costs, what documents promise."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import dcpbench
+from dcpbench import errors
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "dcpbench"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+TORCH_FREE = next(c for c in PROJECT["tool"]["importlinter"]["contracts"] if c["type"] == "forbidden")["source_modules"]
+
+
+def named(path: Path) -> str:
+    """Path below the project, as a test's id."""
+    return str(path.relative_to(ROOT))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Names of the files in a freshly built wheel."""
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return zipfile.ZipFile(next(out.glob("*.whl"))).namelist()
+
+
+class TestWheel:
+    def test_it_installs_one_top_level_name(self, wheel: list[str]) -> None:
+        """A top-level `kernels` would overwrite another project's package of that name."""
+        names = {name.split("/")[0] for name in wheel}
+        assert names == {"dcpbench", f"dcpbench-{dcpbench.__version__}.dist-info"}
+
+    def test_it_holds_every_source_and_template(self, wheel: list[str]) -> None:
+        files = [*SOURCES, *PACKAGE.rglob("*.j2")]
+        assert {named(path) for path in files} <= set(wheel)
+
+    def test_it_holds_nothing_else(self, wheel: list[str]) -> None:
+        kinds = {Path(name).suffix for name in wheel if name.startswith("dcpbench/")}
+        assert kinds <= {".py", ".j2", ".css", ".js", ".json"}
+
+
+def imported_by(module: str, *suspects: str) -> list[str]:
+    """Which of `suspects` a fresh interpreter has loaded after importing `module`."""
+    code = f"import sys, {module}; print(*[name for name in {suspects!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    return done.stdout.split()
+
+
+class TestImports:
+    @pytest.mark.parametrize("module", TORCH_FREE)
+    def test_a_torch_free_room_loads_no_torch(self, module: str) -> None:
+        """import-linter reads our sources; this asks Python, and sees what third parties drag in."""
+        assert imported_by(module, "torch", "triton", "transformers") == []
+
+    def test_the_command_line_is_instant_as_it_loads_nothing_heavy(self) -> None:
+        assert imported_by("dcpbench.cli", "torch", "pandas", "numpy", "matplotlib", "jinja2") == []
+
+    def test_every_torch_free_file_is_type_checked(self) -> None:
+        checked = {
+            path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            for path in PROJECT["tool"]["mypy"]["files"]
+        }
+        assert set(TORCH_FREE) <= checked
+
+    def test_no_module_shadows_a_library_that_it_uses(self) -> None:
+        """`python dcpbench/kernels/…/triton.py` would import itself."""
+        taken = {"torch", "triton", "flashinfer", "numpy", "pandas", "matplotlib", "nvtx", "typer", "rich"}
+        assert not taken & {path.stem for path in SOURCES}
+
+
+class TestSources:
+    @pytest.mark.parametrize("path", [*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))], ids=named)
+    def test_a_file_past_400_lines_has_two_subjects(self, path: Path) -> None:
+        assert len(path.read_text().splitlines()) <= 400
+
+    def test_the_tree_of_errors_is_drawn_as_it_is(self) -> None:
+        """Each line of the drawing is an exception with its exit code, one level deeper than its base."""
+        drawn = re.findall(r"^ {4}([│├└─ ]*)(\w+Error) +(\d)  ", errors.__doc__ or "", re.MULTILINE)
+        found = {
+            name: (value.exit_code, len(value.__mro__))
+            for name, value in vars(errors).items()
+            if isinstance(value, type)
+        }
+        depth = len(errors.DcpbenchError.__mro__)
+        assert {name: (int(code), depth + len(stem) // 4) for stem, name, code in drawn} == found
+
+
+class TestDocuments:
+    @pytest.mark.parametrize("path", DOCUMENTS, ids=named)
+    def test_relative_links_lead_somewhere(self, path: Path) -> None:
+        links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())
+        missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
+        assert missing == []
+
+    def test_architecture_has_a_sentence_for_every_module(self) -> None:
+        """A module is named by its path below dcpbench/, a folder's own `__init__.py` by the folder."""
+        text = (ROOT / "ARCHITECTURE.md").read_text()
+        named_there = set(re.findall(r"`([\w/]+(?:\.py|/))`", text))
+        missing = [
+            below
+            for below in (str(path.relative_to(PACKAGE)) for path in SOURCES if path.name != "__init__.py")
+            if below not in named_there
+            and not any(below.startswith(folder) for folder in named_there if folder[-1] == "/")
+        ]
+        assert missing == []
+
+    def test_architecture_names_no_module_that_is_gone(self) -> None:
+        text = (ROOT / "ARCHITECTURE.md").read_text()
+        gone = [name for name in re.findall(r"`([\w/]+\.py)`", text) if not (PACKAGE / name).exists()]
+        assert gone == []
+
+    def test_the_changelog_knows_this_version(self) -> None:
+        assert f"## {dcpbench.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+    def test_every_pin_has_its_reason_above_it(self) -> None:
+        """A comment, or the pin that shares it."""
+        lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line]
+        pins = [(before, line) for before, line in zip(["", *lines], lines, strict=False) if not line.startswith("#")]
+        assert pins
+        for before, line in pins:
+            assert re.fullmatch(r"[\w-]+==[\w.]+", line), f"{line} is not an exact pin"
+            assert before, f"{line} has no reason"
+
+    def test_torch_is_pinned_above_all(self) -> None:
+        pins = re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+        assert pins[0] == "torch"
+
+
+class TestMake:
+    def test_help_lists_every_target(self) -> None:
+        makefile = (ROOT / "Makefile").read_text()
+        targets = set(re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[1].split())
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+        done = subprocess.run(
+            ["make", "--no-print-directory", "help"],
+            capture_output=True, text=True, check=True, cwd=ROOT, env=environment,
+        )  # fmt: skip
+        assert set(re.findall(r"^  make (\w+) +\S", done.stdout, re.MULTILINE)) == targets
+
+    def test_ci_runs_lint_types_and_tests(self) -> None:
+        script = ROOT / ".ci" / "run"
+        assert os.access(script, os.X_OK)
+        assert "make lint types test" in script.read_text()
