@@ -90,14 +90,28 @@ def check_any(candidates: Sequence[Candidate]) -> None:
     raise type(typed[0].error)("\n".join(reasons[:MOST_REASONS]) + more)  # type: ignore[misc]
 
 
-def kv_pages(point: Point, points: Iterable[Point], settings: Settings, shape: ModelShape) -> int:
+def kv_pages(point: Point, points: Iterable[Point], settings: Settings, shape: ModelShape, probe: Probe) -> int:
     """Pages of each rank's KV pool, the padding page included, for every point that shares an engine with `point`.
 
-    --kv-memory where it was given, else as many as the largest of `points` needs.
+    --kv-memory where it was given; else what a GPU has left beside all weights, where they fit beside the largest of
+    `points`; else as many as that largest one needs. `bounded_by` names the three.
     """
+    page = memory.page_bytes(shape, point.page_size, ITEMSIZE[point.dtype])
     if settings.kv_memory_bytes is not None:
-        return settings.kv_memory_bytes // memory.page_bytes(shape, point.page_size, ITEMSIZE[point.dtype])
-    return max(pages_needed(p) for p in points if same_engine(p, point))
+        return settings.kv_memory_bytes // page
+    need = max(pages_needed(p) for p in points if same_engine(p, point))
+    if probe.device != "cuda" or probe.memory_bytes is None:
+        return need
+    moe = shape.layers - shape.first_dense
+    weights = memory.weight_bytes(shape, point.layout, ITEMSIZE[point.dtype], shape.first_dense, moe)
+    return max(need, (probe.memory_bytes - memory.RESERVE_BYTES - weights) // page)
+
+
+def bounded_by(plan: memory.Plan, settings: Settings, probe: Probe) -> str:
+    """What set the size of the KV pool; see records.Kv."""
+    if settings.kv_memory_bytes is not None:
+        return "kv_memory"
+    return "weights" if probe.device == "cuda" and plan.layers_held == plan.layers else "sweep"
 
 
 def pages_needed(point: Point) -> int:
@@ -220,7 +234,7 @@ def _with_pool(
 ) -> Candidate:
     if found.error is not None:
         return found
-    pages = kv_pages(found.point, (c.point for c in order if c.error is None), spec.settings, shape)
+    pages = kv_pages(found.point, (c.point for c in order if c.error is None), spec.settings, shape, machine.probe)
     return dataclasses.replace(found, plan=memory_plan(found.point, pages, shape, machine.probe))
 
 
@@ -285,7 +299,7 @@ def _check_memory(point: Point, spec: SweepSpec, shape: ModelShape, probe: Probe
     need = pages_needed(point)
     settings = spec.settings
     fixed = settings.kv_memory_bytes is not None
-    pool = kv_pages(point, [point], settings, shape)
+    pool = kv_pages(point, [point], settings, shape, probe)
     try:
         plan = memory_plan(point, pool, shape, probe)
     except CapacityError as e:
@@ -317,7 +331,7 @@ def _what_fits(point: Point, spec: SweepSpec, shape: ModelShape, probe: Probe) -
     """The largest concurrency that fits here, and the smallest larger dcp that takes the point as it is."""
     pool = _most_pages(point, shape, probe)
     if spec.settings.kv_memory_bytes is not None:
-        pool = min(pool, kv_pages(point, [point], spec.settings, shape))
+        pool = min(pool, kv_pages(point, [point], spec.settings, shape, probe))
     one = memory.pages_for(point.context + memory.HEADROOM_TOKENS, point.layout, point.page_size)
     most = max((pool - memory.PAGES_OF_PADDING) // one, 0) * point.dp
     advice = (
@@ -329,7 +343,7 @@ def _what_fits(point: Point, spec: SweepSpec, shape: ModelShape, probe: Probe) -
         if layout.dp != point.dp or layout.dcp <= point.dcp:
             continue
         wider = msgspec.structs.replace(point, dcp=layout.dcp)
-        pages = kv_pages(wider, [wider], spec.settings, shape)
+        pages = kv_pages(wider, [wider], spec.settings, shape, probe)
         try:
             memory_plan(wider, pages, shape, probe)
         except CapacityError:

@@ -97,7 +97,7 @@ class DecodeEngine:
         self.requests.free(request.slot)
 
     def batch(self, requests: int) -> Batch:
-        """The buffers for `requests` requests, made on first use."""
+        """The buffers for a replica with up to `requests` requests, made on first use."""
         size = padded_batch(requests)
         if size not in self.batches:
             model, shape = self.model, self.model.shape
@@ -115,9 +115,12 @@ class DecodeEngine:
             self.batches[size] = Batch(size, make_backend(self.backend_name, spec), self.device)
         return self.batches[size]
 
-    def plan(self, requests: list[Request]) -> Batch:
-        """Prepare the next step from host-side integers only; rows past `requests` are padding."""
-        batch = self.batch(len(requests))
+    def plan(self, requests: list[Request], rows: int | None = None) -> Batch:
+        """Prepare the next step from host-side integers only; rows past `requests` are padding.
+
+        With attention DP all replicas must run equally many rows: `rows` is the most requests that any of them has.
+        """
+        batch = self.batch(rows or len(requests))
         padding = batch.size - len(requests)
         model = self.model
         lengths = [r.length for r in requests] + [PADDING_LENGTH] * padding

@@ -52,6 +52,8 @@ class Model:
         self.heads = shape.heads // layout.attn_tp
         self.routing = moe.Routing.of(shape)
         self.rope_table = rope_table(shape, max_context, device)
+        self.chosen_experts: list[torch.Tensor] | None = None
+        """Set to a list to collect each MoE layer's routing (ids_Tk) during an eager step."""
 
     def step(self, batch: StepInput, backend: Backend, exchange: Exchange) -> torch.Tensor:
         """Logits of this rank's vocabulary rows, [B, V_local] in the model's dtype."""
@@ -150,6 +152,8 @@ class Model:
         with phase("moe"):
             shared_TD = linear(moe.silu_mul(linear(x_TD, w.shared.gate_up)), w.shared.down)
             weights_Tk, ids_Tk = moe.route(moe.router_logits(x_TD, w.router), w.bias, self.routing)
+            if self.chosen_experts is not None:
+                self.chosen_experts.append(ids_Tk)
             return moe.experts(x_TD, w.gate_up, w.down, weights_Tk, ids_Tk, w.first, shared_TD)
 
     def greedy(self, logits_BV: torch.Tensor) -> torch.Tensor:

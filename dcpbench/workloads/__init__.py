@@ -1,0 +1,1 @@
+"""What can be run on a built engine: `decode` measures, `verify` compares."""

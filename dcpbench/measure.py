@@ -1,0 +1,102 @@
+"""Timing of steps: CUDA events between back-to-back graph replays, slowest rank, warm-up and stop rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from dcpbench.stats import StopRule, settled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dcpbench.jobs import Settings
+
+CHUNK_SECONDS = 0.4
+"""Steps are queued in chunks of about this long; ranks talk and the stop rule is asked between chunks."""
+CHUNK_STEPS = (5, 100)
+"""Fewest and most steps of a chunk."""
+WARM_UP_SHARE = 0.5
+"""Warm-up that has not settled after this share of the time limit ends all the same, and the point is `noisy`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Step samples of one point, each the slowest rank's."""
+
+    samples_ms: list[float]
+    noisy: bool
+    """The time limit came before the interval was narrow enough, or before warm-up settled."""
+
+
+class Timer:
+    """Runs steps on this rank, in step with all others."""
+
+    def __init__(self, step: Callable[[], None], device: torch.device) -> None:
+        self.step, self.device = step, device
+
+    def chunk(self, steps: int) -> tuple[list[float], float]:
+        """(samples in ms, elapsed seconds), each the largest over ranks; every rank returns the same numbers."""
+        start = time.perf_counter()
+        mine = self._cuda_chunk(steps) if self.device.type == "cuda" else self._cpu_chunk(steps)
+        numbers = torch.tensor([*mine, time.perf_counter() - start], dtype=torch.float64, device=self.device)
+        if dist.is_initialized():
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        *samples, elapsed = numbers.tolist()
+        return samples, elapsed
+
+    def _cuda_chunk(self, steps: int) -> list[float]:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        self.step()  # not timed: ranks arrive here at different times and wait for each other in its collectives
+        for event in events[:-1]:
+            event.record()
+            self.step()
+        events[-1].record()
+        events[-1].synchronize()
+        return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+
+    def _cpu_chunk(self, steps: int) -> list[float]:
+        if dist.is_initialized():
+            dist.barrier()
+        times = [time.perf_counter()]
+        for _ in range(steps):
+            self.step()
+            times.append(time.perf_counter())
+        return [(b - a) * 1e3 for a, b in zip(times, times[1:], strict=False)]
+
+
+def time_steps(step: Callable[[], None], device: torch.device, settings: Settings) -> Timing:
+    """Warm up until two successive medians agree within 1 %, then measure until the stop rule is met.
+
+    A step that is replayed back to back has no host time in it: its sample is the time from one replay's start on the
+    GPU to the next one's.
+    """
+    timer = Timer(step, device)
+    rule = StopRule(precision=settings.precision, seconds=settings.seconds)
+    samples, elapsed = timer.chunk(CHUNK_STEPS[0])
+    steps = _steps_per_chunk(statistics.median(samples))
+    previous, calm = None, False
+    while not calm and elapsed < settings.seconds * WARM_UP_SHARE:
+        samples, seconds = timer.chunk(steps)
+        elapsed += seconds
+        median = statistics.median(samples)
+        calm, previous = settled(previous, median), median
+    measured: list[float] = []
+    elapsed = 0.0
+    verdict = None
+    while verdict is None:
+        samples, seconds = timer.chunk(steps)
+        measured += samples
+        elapsed += seconds
+        verdict = rule.done(measured, elapsed)
+    return Timing(samples_ms=measured, noisy=verdict != "precise" or not calm)
+
+
+def _steps_per_chunk(median_ms: float) -> int:
+    fewest, most = CHUNK_STEPS
+    return max(fewest, min(most, round(CHUNK_SECONDS * 1e3 / max(median_ms, 1e-3))))

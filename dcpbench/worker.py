@@ -1,0 +1,155 @@
+"""What one rank does: `python -m dcpbench.worker JOBFILE` under torchrun, or `--probe` alone."""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from dcpbench import jobs, memory, sweep
+from dcpbench.environment import environment, probe
+from dcpbench.jobs import Failure, Job
+from dcpbench.records import Point, RecordFile
+from dcpbench.shapes import load_shape
+from dcpbench.workloads import decode, verify
+from dcpbench.workloads.session import Session, build, free_memory
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+"""Longer than the launcher's watchdog, which has the better story to tell about a hang."""
+
+
+class Worker:
+    """This rank's state through the points of a job."""
+
+    def __init__(self, job: Job, rank: int, device: torch.device) -> None:
+        self.job, self.rank, self.device = job, rank, device
+        self.probe = probe()
+        self.environment = environment(device, job.command)
+        self.records = RecordFile(Path(job.folder))
+        self.session: Session | None = None
+        self.point: Point | None = None
+
+    def tell(self, stage: str, note: str = "") -> None:
+        """One progress line, from rank 0."""
+        if self.rank == 0:
+            index = self.job.points.index(self.point) if self.point else 0
+            jobs.tell(self.job, stage, self.point, index=index, note=note)
+
+    def run(self) -> None:
+        """All points of the job, in order."""
+        self.tell("start")
+        for point in self.job.points:
+            self.point = point
+            if self.job.kind == "verify":
+                self.verify(point)
+            else:
+                self.measure(point)
+        self.point = None
+        self.tell("end")
+
+    def measure(self, point: Point) -> None:
+        """One point's record."""
+        started, begin = datetime.datetime.now(datetime.UTC), time.perf_counter()
+        session = self.session_for(point)
+        settings = self.job.settings
+        record = decode.run(
+            session, point, settings, self.environment,
+            l2_bytes=self.probe.l2_bytes or 0, bounded_by=sweep.bounded_by(session.plan, settings, self.probe), tell=self.tell,
+        )  # fmt: skip
+        if self.rank == 0:
+            self.records.append(
+                msgspec.structs.replace(
+                    record,
+                    started_at=started.isoformat(timespec="seconds"),
+                    seconds=round(time.perf_counter() - begin, 3),
+                )
+            )
+            assert record.metrics is not None
+            self.tell("done", note=f"{record.metrics.step_ms.median:.2f} ms/step")
+
+    def session_for(self, point: Point) -> Session:
+        """The engine for a point: the last one where it can be shared, else a new one in its place."""
+        old = self.session
+        if old is not None and sweep.same_engine(old.point, point) and _same_path(old.point, point):
+            return old
+        self.session = old = None
+        free_memory(self.device)
+        self.tell("build")
+        shape = load_shape(point.model)
+        sharing = [p for p in self.job.points if sweep.same_engine(p, point)]
+        pages = sweep.kv_pages(point, sharing, self.job.settings, shape, self.probe)
+        self.session = build(
+            point, shape, sweep.memory_plan(point, pages, shape, self.probe), pages=pages,
+            max_requests=max(-(-p.concurrency // p.dp) for p in sharing),
+            max_context=max(p.context for p in sharing) + memory.HEADROOM_TOKENS,
+            rank=self.rank, device=self.device, seed=self.job.settings.seed,
+        )  # fmt: skip
+        return self.session
+
+    def verify(self, point: Point) -> None:
+        """One point's comparisons."""
+        self.tell("check")
+        shape = load_shape(point.model if point.weights == "synthetic" else point.weights)
+        checks = verify.run(point, shape, self.job, rank=self.rank, device=self.device)
+        free_memory(self.device)
+        if self.rank == 0:
+            with (Path(self.job.folder) / "checks.jsonl").open("ab") as f:
+                f.writelines(msgspec.json.encode(check) + b"\n" for check in checks)
+            self.tell("done", note=f"{sum(c.ok for c in checks)} of {len(checks)} checks agree")
+
+
+def _same_path(a: Point, b: Point) -> bool:
+    return (a.backend, a.exchange) == (b.backend, b.exchange)
+
+
+def main(path: str) -> int:
+    """Run a job as one rank of a torchrun. A rank that fails leaves error-R.json and ends at once."""
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    job = jobs.read_job(Path(path))
+    folder = Path(job.folder)
+    (folder / f"rank-{rank}.pid").write_text(str(os.getpid()))
+    stacks = (folder / f"stacks-{rank}.txt").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    if job.device == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device, timeout=COLLECTIVE_TIMEOUT)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+    worker = None
+    try:
+        worker = Worker(job, rank, device)
+        with torch.inference_mode():
+            worker.run()
+        dist.barrier()
+    except Exception as e:  # noqa: BLE001 - whatever it is, the launcher has to hear of it
+        key = worker.point.key() if worker and worker.point else ""
+        failure = Failure(
+            rank=rank, key=key, kind=type(e).__name__, message=str(e), traceback=traceback.format_exc()
+        )
+        (folder / f"error-{rank}.json").write_bytes(msgspec.json.encode(failure))
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # not sys.exit: tearing down a group whose other ranks wait in a collective would hang
+    if worker is not None:
+        worker.session = None
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--probe"]:
+        print(msgspec.json.encode(probe()).decode())
+    else:
+        sys.exit(main(sys.argv[1]))

@@ -1,0 +1,67 @@
+"""Error of a point's merged attention output against fp64, on the very pool, page tables and exchange that are timed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dcpbench import layout as arithmetic
+from dcpbench.kernels.attention.reference import mla_decode
+from dcpbench.kernels.rope import softmax_scale
+
+if TYPE_CHECKING:
+    from dcpbench.engine.decode import Batch, DecodeEngine, Request
+
+LAYER = 0
+
+
+def attention_error(
+    engine: DecodeEngine, batch: Batch, requests: list[Request], seed: int, *, all_requests: bool = False
+) -> float:
+    """‖o − o₆₄‖ / ‖o₆₄‖ over the first and the last request (or all) and this rank's heads; the largest of all ranks.
+
+    The reference finds a request's rows by the arithmetic of layout.py from its locations, not by the page tables that
+    the backend reads, and takes them from all ranks of the DCP group. Collective; `batch` must be planned for `requests`.
+    """
+    model = engine.model
+    generator = torch.Generator(engine.device).manual_seed(seed + 1 + model.groups.attn.rank)
+    size = (batch.size, model.heads, model.shape.kv_width)
+    q_BhQ = torch.empty(size, dtype=model.kv.data.dtype, device=engine.device).normal_(generator=generator)
+    q_BHQ = engine.exchange.gather_q(q_BhQ)
+    o_hBR = engine.exchange.merge(*batch.backend.run(q_BHQ, model.kv.layer(LAYER)))
+
+    scale = softmax_scale(model.shape)
+    wrong, size_of_truth = 0.0, 0.0
+    last = len(requests) - 1
+    for b in range(len(requests)) if all_requests else sorted({min(0, last), last} - {-1}):
+        rows_KQ = _all_rows(engine, requests[b])
+        truth_hR, _ = mla_decode(q_BhQ[b].double(), rows_KQ, model.shape.latent, scale)
+        wrong += float((o_hBR[:, b].double() - truth_hR).pow(2).sum())
+        size_of_truth += float(truth_hR.pow(2).sum())
+    error = (wrong / size_of_truth) ** 0.5 if size_of_truth else 0.0
+    return _largest(error, engine.device)
+
+
+def _all_rows(engine: DecodeEngine, request: Request) -> torch.Tensor:
+    """The request's KV rows of all ranks, fp64 [S, Q], in any order. Collective over the DCP group."""
+    model = engine.model
+    dcp, rank, interleave = model.layout.dcp, model.groups.dcp.rank, model.interleave
+    locs = request.allocation.locs(0, request.length)
+    mine = locs[arithmetic.owner(locs, dcp, interleave) == rank]
+    most = arithmetic.local_length(request.length, 0, dcp, interleave)
+    rows = np.zeros(most, dtype=np.int64)
+    rows[: len(mine)] = arithmetic.row(mine, dcp, interleave)
+    part = model.kv.rows(LAYER)[torch.from_numpy(rows).to(engine.device)]
+    everyone = model.groups.dcp.all_gather(part)
+    lengths = [arithmetic.local_length(request.length, n, dcp, interleave) for n in range(dcp)]
+    return torch.cat([everyone[n, :length] for n, length in enumerate(lengths)]).double()
+
+
+def _largest(value: float, device: torch.device) -> float:
+    tensor = torch.tensor(value, dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return float(tensor)

@@ -1,0 +1,192 @@
+"""Workload `decode`: `concurrency` requests of a given context, one token each per step, measured in steady state.
+
+Lengths are frozen while steps are timed: every sample is the step that writes and reads token number `context` + 1. The
+plan is made once, its host time is recorded apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from dcpbench import memory, metrics
+from dcpbench.gpu_state import GpuSampler, worst
+from dcpbench.measure import time_steps
+from dcpbench.profiling import profile_cpu_step, profile_step
+from dcpbench.records import Honesty, Kv, Record
+from dcpbench.workloads.attention_error import attention_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dcpbench.engine.decode import Batch, DecodeEngine, Request
+    from dcpbench.jobs import Settings
+    from dcpbench.records import Environment, Gpu, Phases, Point
+    from dcpbench.workloads.session import Session
+
+PLANS = 5
+"""Plans timed for `host_plan_us`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What the separate passes found."""
+
+    phases: Phases | None = None
+    host_syncs: float | None = None
+    allocations: float | None = None
+
+
+def run(
+    session: Session, point: Point, settings: Settings, environment: Environment, *, l2_bytes: int, bounded_by: str,
+    tell: Callable[[str], None],
+) -> Record:  # fmt: skip
+    """Measure one point on a built engine. Collective; every rank returns a record, rank 0's is complete."""
+    engine = session.engine
+    device = engine.device
+    rows = -(-point.concurrency // point.dp)
+    requests = [_admit(engine, session, point, i) for i in range(_share(point, engine.model.groups.dp.rank))]
+    try:
+        batch = engine.plan(requests, rows)
+        plan_us = _plan_time_us(engine, requests, rows)
+        tell("check")
+        error = attention_error(engine, batch, requests, settings.seed)
+        hit = _experts_hit(engine, batch)
+        if device.type == "cuda":
+            tell("capture")
+            engine.capture(batch)
+        tell("measure")
+        with GpuSampler(device) as sampler:
+            timing = time_steps(lambda: engine.step(batch), device, settings)
+        gpu = worst(_gather(sampler.state()))
+        profile = Profile()
+        if settings.profile:
+            tell("profile")
+            profile = _profile(engine, batch)
+        kv = _kv(session, point, bounded_by, engine)
+    finally:
+        for request in requests:
+            engine.release(request)
+    return Record(
+        point=point,
+        outcome="ok",
+        marks=_marks(timing.noisy, gpu, session, device, l2_bytes),
+        metrics=metrics.decode_metrics(timing.samples_ms, point.concurrency, point.tp),
+        phases=profile.phases,
+        host_syncs_per_step=profile.host_syncs,
+        allocations_per_step=profile.allocations,
+        host_plan_us=plan_us,
+        kv=kv,
+        memory_peak_bytes=_memory_peak(device),
+        honesty=Honesty(
+            weights=point.weights,
+            layers=session.plan.layers,
+            layers_held=session.plan.layers_held,
+            full_weights_bytes_per_gpu=session.plan.full_weight_bytes,
+            attention_error=error,
+            experts_hit=hit,
+            graph_batch=batch.size,
+            cuda_graph=batch.graph is not None,
+        ),
+        gpu=gpu,
+        environment=environment,
+    )
+
+
+def _share(point: Point, dp_rank: int) -> int:
+    """Requests of one replica: as even as they divide."""
+    return point.concurrency // point.dp + (dp_rank < point.concurrency % point.dp)
+
+
+def _admit(engine: DecodeEngine, session: Session, point: Point, index: int) -> Request:
+    request = engine.admit(point.context + memory.HEADROOM_TOKENS)
+    # Different tokens on every request and replica, so that they are routed to different experts.
+    request.token = (7919 * (index * point.dp + engine.model.groups.dp.rank) + 17) % session.shape.vocab
+    return request
+
+
+def _plan_time_us(engine: DecodeEngine, requests: list[Request], rows: int) -> float:
+    times = []
+    for _ in range(PLANS):
+        _synchronize(engine.device)
+        start = time.perf_counter()
+        engine.plan(requests, rows)
+        _synchronize(engine.device)
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times)
+
+
+def _experts_hit(engine: DecodeEngine, batch: Batch) -> float:
+    """Mean share of all experts that a layer's tokens reach, in one eager step."""
+    model = engine.model
+    model.chosen_experts = []
+    engine.run(batch)
+    chosen, model.chosen_experts = model.chosen_experts, None
+    if not chosen:
+        return 0.0
+    return statistics.mean(ids.unique().numel() for ids in chosen) / model.shape.experts
+
+
+def _profile(engine: DecodeEngine, batch: Batch) -> Profile:
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    if engine.device.type != "cuda":
+        return Profile(phases=profile_cpu_step(lambda: engine.step(batch), enabled=first))
+    found = profile_step(lambda: engine.run(batch), lambda: engine.step(batch), enabled=first)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    engine.step(batch)
+    torch.cuda.synchronize()
+    allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+    if found is None:
+        return Profile(allocations=allocations)
+    return Profile(phases=found[0], host_syncs=found[1], allocations=allocations)
+
+
+def _kv(session: Session, point: Point, bounded_by: str, engine: DecodeEngine) -> Kv:
+    allocator, pool = engine.allocator, engine.model.kv
+    pages = allocator.pages - memory.PAGES_OF_PADDING
+    one = allocator.pages_for(point.context + memory.HEADROOM_TOKENS)
+    itemsize = pool.data.element_size()
+    return Kv(
+        pool_bytes_per_gpu=pool.nbytes,
+        bytes_per_token_per_gpu=session.shape.kv_bytes_per_token(itemsize) / point.dcp,
+        capacity_tokens=pages * allocator.virtual_page * point.dp,
+        capacity_requests=pages // one * point.dp,
+        bounded_by=bounded_by,
+        fragmentation=allocator.fragmentation(),
+    )
+
+
+def _marks(noisy: bool, gpu: Gpu | None, session: Session, device: torch.device, l2_bytes: int) -> list[str]:
+    marks = {
+        "noisy": noisy,
+        "throttled": gpu is not None and bool(gpu.throttle_reasons),
+        "cpu": device.type == "cpu",
+        "l2_warm": session.plan.weight_bytes < memory.CACHE_FACTOR * l2_bytes,
+    }
+    return [name for name, holds in marks.items() if holds]
+
+
+def _memory_peak(device: torch.device) -> int | None:
+    """Bytes in use on the fullest GPU, with what NCCL, graphs and the context take; None on CPU."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return max(_gather(total - free))
+
+
+def _gather(value):  # noqa: ANN001, ANN202 - any picklable value, a list of all ranks' values
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

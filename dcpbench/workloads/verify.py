@@ -1,0 +1,182 @@
+"""`dcpbench verify`: one layout, backend, exchange and dtype against truth computed in the plainest way.
+
+attention   merged output of requests of many lengths against fp64 over all rows (workloads/attention_error.py)
+kv_write    one step writes each new row on its owner and nothing else, on any rank
+logits      with a checkpoint: logits of every position against `transformers` in fp32, prompts fed token by token
+tokens      the same prompts continued greedily: tokens that differ
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from dcpbench import layout as arithmetic
+from dcpbench import memory
+from dcpbench.jobs import Check
+from dcpbench.workloads import oracle
+from dcpbench.workloads.attention_error import attention_error
+from dcpbench.workloads.session import DTYPES, build
+
+if TYPE_CHECKING:
+    from dcpbench.engine.decode import DecodeEngine, Request
+    from dcpbench.jobs import Job
+    from dcpbench.records import Point
+    from dcpbench.shapes import ModelShape
+
+ATTENTION_LIMIT = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
+"""Relative error of a backend's own rounding, with room for one more rounding by the exchange."""
+LOGITS_LIMIT = {"fp32": 1e-4, "fp16": 5e-2, "bf16": 0.5}
+"""Largest absolute difference; logits of the small checkpoints are of size 1 to 10."""
+STAGGER = 3
+"""Request i starts 3·i steps after the first, so that lengths in a batch differ and rows are padding in between."""
+
+
+def run(point: Point, shape: ModelShape, job: Job, *, rank: int, device: torch.device) -> list[Check]:
+    """All checks of one point. Collective; every rank returns the same list."""
+    point.layout.check_model(shape)
+    checks = _storage_checks(point, shape, job.settings.seed, rank, device)
+    if point.weights != "synthetic":
+        checks += _oracle_checks(point, shape, job, rank, device)
+    return checks
+
+
+def _lengths(dcp: int, interleave: int, longest: int) -> list[int]:
+    """Lengths around every edge: shards empty, uneven and even, one page and several."""
+    stripe = dcp * interleave
+    edges = {1, 2, stripe - 1, stripe, stripe + 1, 3 * stripe + interleave, 7 * stripe, longest}
+    return sorted(n for n in edges if 1 <= n <= longest)
+
+
+def _storage_checks(point: Point, shape: ModelShape, seed: int, rank: int, device: torch.device) -> list[Check]:
+    small = dataclasses.replace(shape, layers=2, first_dense=1)
+    lengths = _lengths(point.dcp, point.interleave, point.context)
+    engine = _engine(msgspec.structs.replace(point, weights="synthetic"), small, lengths, seed, rank, device)
+    requests = [engine.admit(n) for n in lengths]
+    batch = engine.plan(requests)
+    error = attention_error(engine, batch, requests, seed, all_requests=True)
+    wrong = _wrong_writes(engine, requests)
+    lengths_said = f"lengths {', '.join(map(str, lengths))}"
+    limit = ATTENTION_LIMIT[point.dtype]
+    return [
+        _check(point, "attention", error, limit, lengths_said),
+        _check(point, "kv_write", float(wrong), 0.0, "rows that changed and should not have, or the reverse"),
+    ]
+
+
+def _wrong_writes(engine: DecodeEngine, requests: list[Request]) -> int:
+    """Rows of layer 0 that one step changed without being a new token's, plus new tokens' rows that it left alone."""
+    model = engine.model
+    before = model.kv.rows(0).clone()
+    engine.run(engine.plan(requests))
+    changed = (model.kv.rows(0) != before).any(dim=-1)
+    changed[: engine.page_size] = False  # the padding page may change
+    due = torch.zeros_like(changed)
+    for request in requests:
+        loc = int(request.allocation.locs(request.length - 1, request.length)[0])
+        if arithmetic.owner(loc, model.layout.dcp, model.interleave) == model.groups.dcp.rank:
+            due[arithmetic.row(loc, model.layout.dcp, model.interleave)] = True
+    wrong = (changed != due).sum()
+    if dist.is_initialized():
+        dist.all_reduce(wrong)
+    return int(wrong)
+
+
+def _oracle_checks(point: Point, shape: ModelShape, job: Job, rank: int, device: torch.device) -> list[Check]:
+    prompts = [list(p) for p in job.prompts] or oracle.default_prompts(shape.vocab, point.layout, job.settings.seed)
+    longest = max(map(len, prompts)) + job.new_tokens
+    engine = _engine(point, shape, [longest] * len(prompts), job.settings.seed, rank, device)
+    mine = _decode(engine, prompts, job.new_tokens)
+    everyone: list[dict[int, tuple[list[int], torch.Tensor]]] = [mine]
+    if dist.is_initialized():
+        everyone = [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    checks: list[list[Check] | None] = [None]
+    if rank == 0:
+        checks = [_compare(point, everyone, prompts, job.new_tokens)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(checks)
+    assert checks[0] is not None
+    return checks[0]
+
+
+def _compare(
+    point: Point, everyone: list[dict[int, tuple[list[int], torch.Tensor]]], prompts: list[list[int]], new: int
+) -> list[Check]:
+    """Every rank's logits and tokens of its replica's requests against the oracle's."""
+    expected = oracle.greedy(point.weights, prompts, new)
+    worst, wrong, tokens = 0.0, 0, 0
+    for found in everyone:
+        for i, (said, logits) in found.items():
+            pairs = zip(said, expected[i].tokens, strict=True)
+            same = next((k for k, (ours, theirs) in enumerate(pairs) if ours != theirs), new)
+            wrong += new - same
+            tokens += new
+            seen = len(prompts[i]) + same  # logits after a token that differs belong to another text
+            difference = (logits[:seen].float() - expected[i].logits[:seen]).abs().max()
+            worst = max(worst, float(difference))
+    exact = 0.0 if point.dtype == "fp32" else float("inf")
+    return [
+        _check(point, "logits", worst, LOGITS_LIMIT[point.dtype], "largest absolute difference from transformers, fp32"),
+        _check(point, "tokens", float(wrong), exact, f"of {tokens} greedy tokens on all ranks"),
+    ]
+
+
+def _decode(engine: DecodeEngine, prompts: list[list[int]], new: int) -> dict[int, tuple[list[int], torch.Tensor]]:
+    """This replica's requests by index: greedy tokens, and logits [positions, vocab] of prompt and continuation."""
+    dp = engine.model.groups.dp
+    mine = range(dp.rank, len(prompts), dp.size)
+    rows = -(-len(prompts) // dp.size)
+    texts = {i: list(prompts[i]) for i in mine}
+    logits: dict[int, list[torch.Tensor]] = {i: [] for i in mine}
+    live: dict[int, Request] = {}
+    last = max(STAGGER * i + len(p) + new for i, p in enumerate(prompts))
+    for step in range(last):
+        for i in mine:
+            position = step - STAGGER * i
+            if position == 0:
+                live[i] = engine.admit(1)
+            elif i in live and position < len(prompts[i]) + new:
+                engine.grow(live[i])
+            elif i in live:
+                engine.release(live.pop(i))
+            if i in live:
+                live[i].token = texts[i][position]
+        batch = engine.plan(list(live.values()), rows)
+        engine.run(batch)
+        assert batch.logits is not None
+        full = engine.model.full_logits(batch.logits).cpu()
+        for row, i in enumerate(live):
+            logits[i].append(full[row].clone())
+            if len(logits[i]) >= len(texts[i]):
+                texts[i].append(int(batch.tokens[row]))
+    return {i: (texts[i][len(prompts[i]) : len(prompts[i]) + new], torch.stack(logits[i])) for i in mine}
+
+
+def _engine(
+    point: Point, shape: ModelShape, lengths: list[int], seed: int, rank: int, device: torch.device
+) -> DecodeEngine:
+    layout = point.layout
+    pages = sum(memory.pages_for(n, layout, point.page_size) for n in lengths) + memory.PAGES_OF_PADDING
+    moe = shape.layers - shape.first_dense
+    itemsize = DTYPES[point.dtype].itemsize
+    held = memory.weight_bytes(shape, layout, itemsize, shape.first_dense, moe)
+    plan = memory.Plan(
+        kv_bytes=pages * memory.page_bytes(shape, point.page_size, itemsize),
+        weight_bytes=held, full_weight_bytes=held, dense_held=shape.first_dense, moe_held=moe, layers=shape.layers,
+    )  # fmt: skip
+    return build(
+        point, shape, plan, pages=pages, max_requests=len(lengths), max_context=max(lengths),
+        rank=rank, device=device, seed=seed,
+    ).engine  # fmt: skip
+
+
+def _check(point: Point, name: str, error: float, limit: float, detail: str) -> Check:
+    return Check(
+        name=name, layout=str(point.layout), backend=point.backend, exchange=point.exchange, dtype=point.dtype,
+        error=error, limit=limit, ok=error <= limit, detail=detail,
+    )  # fmt: skip
