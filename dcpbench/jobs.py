@@ -1,12 +1,12 @@
 """What the launcher hands to a torchrun job and what comes back while it runs: plain files of JSON. No torch.
 
-    job-TAG.json          Job, written by launch.py, read by every rank
-    progress-TAG.jsonl    Progress, one line an event, written by rank 0
-    rank-R.pid            process id of a rank, for the watchdog
-    stacks-R.txt          Python stacks of a rank, written on SIGUSR1
-    error-R.json          Failure, written by a rank that raised
-    records.jsonl         finished points (kind `sweep`)
-    checks.jsonl          Check, one line each (kind `verify`)
+job-TAG.json          Job, written by launch.py, read by every rank
+progress-TAG.jsonl    Progress, one line an event, written by rank 0
+rank-R.pid            process id of a rank, for the watchdog
+stacks-R.txt          Python stacks of a rank, written on SIGUSR1
+error-R.json          Failure, written by a rank that raised
+records.jsonl         finished points (kind `sweep`)
+checks.jsonl          Check, one line each (kind `verify`)
 """
 
 from __future__ import annotations

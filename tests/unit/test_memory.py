@@ -29,11 +29,11 @@ def test_all_weights_are_as_many_as_the_model_cards_say(model: str, billions: fl
 
 
 def test_one_moe_layer_of_v3_on_one_of_eight_ranks() -> None:
-    """32 experts of 3 · 7168 · 2048 = 44,040,192 elements, an eighth of one shared expert, and an fp32 router.
+    """32 experts of 3 · 7168 · 2048 = 44,040,192 elements, an eighth of one shared expert, a router with fp32 bias.
 
-    32 · 44,040,192 · 2 = 2,818,572,288; 44,040,192 / 8 · 2 = 11,010,048; (256 · 7168 + 256) · 4 = 7,341,056.
+    32 · 44,040,192 · 2 = 2,818,572,288; 44,040,192 / 8 · 2 = 11,010,048; 256 · 7168 · 2 + 256 · 4 = 3,671,040.
     """
-    assert memory.moe_bytes(V3, Layout(8), BF16) == 2_818_572_288 + 11_010_048 + 7_341_056
+    assert memory.moe_bytes(V3, Layout(8), BF16) == 2_818_572_288 + 11_010_048 + 3_671_040
 
 
 def test_attention_of_v3_on_one_rank() -> None:
