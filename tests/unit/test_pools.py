@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dcpbench.engine.allocator import Allocation, DcpAllocator, OutOfKvError
-from dcpbench.engine.kv_pool import KvPool
 from dcpbench.engine.request_pool import DecodeRequestPool, HybridRequestPool, OutOfSlotsError, RequestPool
 from dcpbench.errors import CapacityError
 from dcpbench.layout import local_length, local_tokens, owner, row
@@ -306,83 +305,3 @@ class TestRequestPools:
     def test_an_empty_pool_is_refused(self) -> None:
         with pytest.raises(ValueError, match="a pool of 0 request slots"):
             RequestPool(0, 4, "cpu")
-
-
-def graph_step(requests: RequestPool, kv: KvPool, slots: list[int], position: int, rows: int) -> None:
-    """What a captured decode step does: each row writes the KV of its request's token, padded rows (slot 0) as well."""
-    padded = torch.tensor(slots + [0] * (rows - len(slots)))
-    locs = requests.table[padded, position].long()
-    values = torch.arange(1.0, rows + 1)[:, None].expand(-1, kv.data.shape[-1])
-    for at, value in zip(locs, values, strict=True):
-        kv.rows(0)[at] = value
-
-
-class TestPaddingRow:
-    """A step of three graph rows, of which one is a request and two are padding."""
-
-    @pytest.fixture
-    def kv(self) -> KvPool:
-        """Eight pages of one row."""
-        return KvPool(layers=1, pages=8, page_size=1, width=2, dtype=torch.float32, device="cpu")
-
-    def start(self, requests: RequestPool, locs: list[int]) -> int:
-        """A request whose tokens lie at `locs`."""
-        slot = requests.alloc()
-        requests.set_locs(slot, 0, np.array(locs))
-        return slot
-
-    def test_with_it_padded_rows_write_where_nobody_reads(self, kv: KvPool) -> None:
-        requests = RequestPool(2, 4, "cpu")
-        first, second = self.start(requests, [1, 2]), self.start(requests, [3, 4])
-        kv.rows(0)[1:] = 9
-        graph_step(requests, kv, [second], position=1, rows=3)
-        assert (first, second) == (1, 2)
-        assert kv.rows(0)[2].tolist() == [9, 9], "the waiting request's token is intact"
-        assert kv.rows(0)[4].tolist() == [1, 1], "the running request's is written"
-        assert kv.rows(0)[0].any(), "padding rows wrote to the padding page"
-
-    def test_without_it_padded_rows_overwrite_a_live_request(self, kv: KvPool) -> None:
-        """Slot 0 belongs to the first request, and padded rows write its token 1."""
-        requests = RequestPool(2, 4, "cpu", padding=False)
-        first, second = self.start(requests, [1, 2]), self.start(requests, [3, 4])
-        kv.rows(0)[1:] = 9
-        graph_step(requests, kv, [second], position=1, rows=3)
-        assert (first, second) == (0, 1)
-        assert kv.rows(0)[2].tolist() == [3, 3], "the corruption: the third graph row's value in the first request"
-
-
-class TestKvPool:
-    def test_a_layer_is_a_contiguous_view(self) -> None:
-        pool = KvPool(layers=3, pages=4, page_size=2, width=5, dtype=torch.bfloat16, device="cpu")
-        assert pool.nbytes == 3 * 4 * 2 * 5 * 2
-        assert pool.layer(1).shape == (4, 2, 5)
-        assert pool.layer(1).is_contiguous()
-        pool.rows(1)[3] = 1
-        assert pool.layer(1)[1, 1].tolist() == [1] * 5
-        assert pool.data.sum() == 5, "and nothing else was touched"
-
-    def test_random_rows_have_the_scale_asked_for_and_padding_stays_zero(self) -> None:
-        """10,240 numbers of deviation 0.5: their mean square is 0.25 ± 0.0035 (one sigma)."""
-        pool = KvPool(layers=2, pages=33, page_size=4, width=40, dtype=torch.float32, device="cpu")
-        pool.fill_random(torch.Generator().manual_seed(0), 0.5)
-        assert not pool.data[:, 0].any()
-        assert pool.data[:, 1:].square().mean().item() == pytest.approx(0.25, abs=0.02)
-        assert not torch.equal(pool.layer(0), pool.layer(1))
-
-    def test_the_same_seed_gives_the_same_rows(self) -> None:
-        pools = [KvPool(2, 4, 2, 5, torch.float32, "cpu") for _ in range(2)]
-        for pool in pools:
-            pool.fill_random(torch.Generator().manual_seed(3), 1.0)
-        assert torch.equal(pools[0].data, pools[1].data)
-
-    @given(st.integers(1, 4), st.integers(2, 6), st.integers(1, 4))
-    def test_rows_are_pages_laid_end_to_end(self, layers: int, pages: int, page_size: int) -> None:
-        pool = KvPool(layers, pages, page_size, 3, torch.float32, "cpu")
-        pool.fill_random(torch.Generator().manual_seed(1), 1.0)
-        assert torch.equal(pool.rows(layers - 1), pool.layer(layers - 1).flatten(0, 1))
-
-    def test_sizes_beyond_32_bits_are_addressed(self) -> None:
-        """61 layers of 100,000 rows of 576 are 3.5e9 numbers; `meta` tensors have strides but no memory."""
-        pool = KvPool(61, 100_000, 1, 576, torch.bfloat16, "meta")
-        assert pool.nbytes == 7_027_200_000
-        assert pool.layer(60).storage_offset() == 60 * 100_000 * 576 > 1 << 31
