@@ -1,19 +1,30 @@
-"""What holds for every test: no deadlines, as nothing here measures time; GPU tests only where there is a GPU."""
+"""What holds for every test: no deadlines, as nothing here measures time; GPU tests only where there is a GPU.
+
+Without a GPU, Triton kernels run in its interpreter; that has to be decided before anything imports Triton.
+"""
+
+import os
 
 import pytest
+import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 settings.register_profile("dcpbench", deadline=None, print_blob=True)
 settings.load_profile("dcpbench")
 
 
+@pytest.fixture
+def device() -> torch.device:
+    """The GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` on a machine without CUDA."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
-        return
-    import torch
-
     if not torch.cuda.is_available():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,43 @@
+"""The masked KV write against the reference: owners write, nobody else does."""
+
+import pytest
+import torch
+
+from dcpbench.kernels.kv_write import masked, reference
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("interleave", [1, 2, 4])
+@pytest.mark.parametrize("dcp", [1, 2, 3, 8])
+@pytest.mark.parametrize("width", [48, 576])
+def test_every_rank_stores_its_own_rows_and_touches_no_other(width, dcp, interleave, device):
+    """All locations of 5 stripes on every rank, -1 among them, into a pool of NaN."""
+    locs = torch.arange(-1, 5 * dcp * interleave, dtype=torch.int32, device=device)
+    locs = locs[torch.randperm(len(locs), generator=torch.Generator().manual_seed(dcp)).to(device)]
+    new = torch.randn(len(locs), width, device=device)
+    for rank in range(dcp):
+        pools = [torch.full((8 * interleave, width), NAN, device=device) for _ in range(2)]
+        reference.write_kv(pools[0], new, locs, rank=rank, dcp=dcp, interleave=interleave)
+        masked.write_kv(pools[1], new, locs, rank=rank, dcp=dcp, interleave=interleave)
+        assert torch.equal(pools[0].isnan(), pools[1].isnan())
+        assert torch.equal(pools[0].nan_to_num(), pools[1].nan_to_num())
+        assert int((~pools[1].isnan()).all(dim=1).sum()) == 5 * interleave
+
+
+def test_no_row_at_all_is_no_write(device):
+    """A step whose every location is invalid leaves the pool as it was."""
+    pool = torch.full((4, 48), NAN, device=device)
+    locs = torch.full((6,), -1, dtype=torch.int32, device=device)
+    masked.write_kv(pool, torch.ones(6, 48, device=device), locs, rank=0, dcp=2)
+    assert bool(pool.isnan().all())
+
+
+@pytest.mark.gpu
+def test_addresses_past_two_to_the_31_elements_are_right():
+    """4,000,000 rows of 576: row 3,999,999 starts at element 2,303,999,424, past 2^31 = 2,147,483,648."""
+    pool = torch.zeros(4_000_000, 576, dtype=torch.bfloat16, device="cuda")
+    locs = torch.tensor([3_999_999], dtype=torch.int32, device="cuda")
+    masked.write_kv(pool, torch.ones(1, 576, dtype=torch.bfloat16, device="cuda"), locs, rank=0, dcp=1)
+    assert int(pool[3_999_999].sum()) == 576
+    assert int(pool[:3_999_999].count_nonzero()) == 0

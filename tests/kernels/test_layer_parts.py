@@ -1,0 +1,135 @@
+"""Norm, rope, routing and experts: the fused versions against their references."""
+
+import pytest
+import torch
+
+from dcpbench.kernels.moe import Routing, grouped, reference, routing
+from dcpbench.kernels.norm import fused as norm_fused
+from dcpbench.kernels.norm import reference as norm_reference
+from dcpbench.kernels.rope import fused as rope_fused
+from dcpbench.kernels.rope import reference as rope_reference
+from dcpbench.kernels.rope import rope_table, softmax_scale
+from dcpbench.shapes import SHAPES
+
+
+@pytest.mark.parametrize("width", [24, 512, 7168])
+def test_fused_norm_agrees_on_strided_rows(width, device):
+    """Rows that are a part of wider ones, as the q and kv latents are."""
+    x = torch.randn(3, width + 40, device=device)[:, :width]
+    weight = torch.rand(width, device=device)
+    expected = norm_reference.rms_norm(x, weight, 1e-6)
+    assert torch.allclose(norm_fused.rms_norm(x, weight, 1e-6), expected, atol=2e-6)
+
+
+def test_fused_add_norm_updates_the_residual(device):
+    """Both versions leave residual + x behind."""
+    x, residual, weight = torch.randn(4, 96, device=device), torch.randn(4, 96, device=device), torch.rand(96, device=device)
+    kept = [residual.clone(), residual.clone()]
+    expected = norm_reference.add_rms_norm(x, kept[0], weight, 1e-6)
+    assert torch.allclose(norm_fused.add_rms_norm(x, kept[1], weight, 1e-6), expected, atol=2e-6)
+    assert torch.equal(kept[0], kept[1])
+    assert torch.equal(kept[1], residual + x)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("heads", [1, 3, 40])
+def test_fused_rope_agrees_between_strided_views(heads, interleaved, device):
+    """From the tail of q's columns into the tail of a wider buffer, whose head stays untouched."""
+    table = rope_table(SHAPES["deepseek-v3"], 128, device)
+    x = torch.randn(5, heads, 80, device=device)[..., 16:]
+    positions = torch.tensor([0, 127, 1, 64, 64], device=device)
+    outs = [torch.full((5, heads, 100), 7.0, device=device) for _ in range(2)]
+    rope_reference.rope(x, positions, table, outs[0][..., 36:], interleaved=interleaved)
+    rope_fused.rope(x, positions, table, outs[1][..., 36:], interleaved=interleaved)
+    assert torch.allclose(outs[0], outs[1], atol=1e-6)
+    assert bool((outs[1][..., :36] == 7.0).all())
+
+
+def test_position_zero_is_not_rotated_and_norms_are_kept(device):
+    """Rotation preserves length: table without YaRN's attention factor."""
+    table = rope_table(SHAPES["tiny"], 10, device)
+    x = torch.randn(2, 1, 16, device=device)
+    out = torch.empty_like(x)
+    rope_fused.rope(x, torch.tensor([0, 9], device=device), table, out, interleaved=True)
+    assert torch.allclose(out[0], x[0], atol=1e-6)
+    assert torch.allclose(out[1].norm(), x[1].norm(), atol=1e-5)
+
+
+def test_softmax_scale_of_v3_has_mscale_squared():
+    """(128 + 64)^-0.5 · (0.1·ln 40 + 1)² = 0.07217 · 1.3689² = 0.13523."""
+    assert softmax_scale(SHAPES["deepseek-v3"]) == pytest.approx(0.135234, abs=1e-6)
+
+
+@pytest.mark.parametrize("model", ["deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2", "tiny"])
+def test_fused_routing_chooses_the_same_experts_with_the_same_weights(model, device):
+    """Every published rule: softmax and sigmoid, grouped and not; 160 and 384 experts are no powers of two."""
+    rule, experts = Routing.of(SHAPES[model]), SHAPES[model].experts
+    generator = torch.Generator(device).manual_seed(1)
+    logits = torch.randn(17, experts, generator=generator, device=device)
+    bias = torch.randn(experts, generator=generator, device=device) * 0.1
+    expected_weights, expected_ids = reference.route(logits, bias, rule)
+    weights, ids = routing.route(logits, bias, rule)
+    by_id, expected_by_id = ids.argsort(-1), expected_ids.argsort(-1)
+    assert torch.equal(ids.gather(1, by_id), expected_ids.gather(1, expected_by_id))
+    assert torch.allclose(weights.gather(1, by_id), expected_weights.gather(1, expected_by_id), atol=1e-5)
+
+
+def test_the_bias_chooses_but_does_not_weigh():
+    """Scores of ½ each and a bias that lifts expert 3: it is chosen, with weight ½ of the normalised two."""
+    rule = Routing(top_k=2, sigmoid=True, groups=1, top_groups=1, normalise=True, scale=1.0)
+    bias = torch.tensor([0.1, 0.0, 0.0, 5.0])
+    weights, ids = reference.route(torch.zeros(1, 4), bias, rule)
+    assert ids.tolist() == [[3, 0]]
+    assert weights.tolist() == [[0.5, 0.5]]
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+def test_sorting_by_expert_is_a_stable_permutation(tokens, device):
+    """Places are all different; local experts come first, in order, and `ends` counts them."""
+    ids = torch.randint(0, 8, (tokens, 3), dtype=torch.int32, device=device)
+    place, ends = grouped.sort_by_expert(ids, 2, 4)
+    keys = [e - 2 if 2 <= e < 6 else 4 for e in ids.flatten().tolist()]
+    order = sorted(range(len(keys)), key=lambda i: keys[i])
+    assert place.tolist() == [order.index(i) for i in range(len(keys))]
+    assert ends.tolist() == [sum(k <= e for k in keys) for e in range(4)]
+
+
+def by_loop(x, weight, ends):
+    """The grouped product, one expert at a time, with NaN where it leaves rows undefined."""
+    out = torch.full((x.shape[0], weight.shape[1]), float("nan"), device=x.device)
+    start = 0
+    for e, end in enumerate(ends.tolist()):
+        out[start:end] = x[start:end] @ weight[e].T
+        start = end
+    return out
+
+
+@pytest.mark.parametrize("first", [0, 4, 8])
+def test_grouped_experts_agree_and_ignore_other_ranks_tokens(first, device):
+    """Experts [first, first+4) of 12, 9 tokens with 3 experts each; undefined rows of the product must not leak."""
+    generator = torch.Generator(device).manual_seed(first)
+    x = torch.randn(9, 32, generator=generator, device=device)
+    gate_up = torch.randn(4, 48, 32, generator=generator, device=device) * 0.2
+    down = torch.randn(4, 32, 24, generator=generator, device=device) * 0.2
+    shared = torch.randn(9, 32, generator=generator, device=device)
+    rule = Routing(top_k=3, sigmoid=True, groups=1, top_groups=1, normalise=True, scale=2.0)
+    logits = torch.randn(9, 12, generator=generator, device=device)
+    weights, ids = reference.route(logits, torch.zeros(12, device=device), rule)
+    expected = reference.experts(x, gate_up, down, weights, ids, first, shared)
+    assert torch.allclose(
+        grouped.experts(x, gate_up, down, weights, ids, first, shared, matmul=by_loop), expected, atol=1e-5
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8, 48])
+def test_grouped_experts_on_gpu_agree_in_bf16(tokens):
+    """torch's grouped product itself, 16 experts of which 8 are local, some without tokens."""
+    make = lambda *size: torch.randn(*size, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    x, shared = make(tokens, 512), make(tokens, 512)
+    gate_up, down = make(8, 512, 512) * 0.05, make(8, 512, 256) * 0.05
+    rule = Routing(top_k=4, sigmoid=True, groups=1, top_groups=1, normalise=True, scale=1.0)
+    weights, ids = reference.route(torch.randn(tokens, 16, device="cuda"), torch.zeros(16, device="cuda"), rule)
+    expected = reference.experts(*(t.double() for t in (x, gate_up, down)), weights, ids, 8, shared.double())
+    found = grouped.experts(x, gate_up, down, weights, ids, 8, shared).double()
+    assert (found - expected).norm() / expected.norm() < 1e-2
