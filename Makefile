@@ -21,7 +21,7 @@ lint: $(STAMP) ## Check style, formatting and the directions of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
-types: $(STAMP) ## Check types of the torch-free rooms
+types: $(STAMP) ## Check types, strictly where there is no torch
 	$(BIN)/mypy
 
 format: $(STAMP) ## Rewrite the sources as `make lint` wants them
