@@ -133,9 +133,8 @@ def sweep(
         typer.Option(
             metavar="NAME,…",
             rich_help_panel=LOAD,
-            help="deepseek-v3, deepseek-r1, deepseek-v2, "
-            "deepseek-v2-lite, kimi-k2, tiny, or a folder with a Hugging Face config.json. Default: deepseek-v3; tiny on "
-            "the CPU.",
+            help="deepseek-v3, deepseek-r1, deepseek-v2, deepseek-v2-lite, kimi-k2, tiny, or a folder with a Hugging "
+            "Face config.json. Default: deepseek-v3; tiny on the CPU.",
         ),
     ] = None,
     concurrency: Concurrency = None,

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from dcpbench.records import Point, Record
     from dcpbench.spec import SweepSpec
 
+WORKER = launch.WORKER
+PLAIN_WIDTH = 140
+"""Columns of a table in a file or a pipe."""
 INTERRUPTED = 130
 SOME_FAILED = 4
 WRONG = 1
@@ -68,7 +71,7 @@ def sweep(given: dict[str, object], run: Run) -> int:
     """`dcpbench sweep`: returns the exit code."""
     _check_run(run)
     from_file = read_options(run.config) if run.config else {}
-    probe = effective(launch.probe(), run.device)
+    probe = effective(launch.probe(WORKER), run.device)
     spec = make_spec(from_file | {name: value for name, value in given.items() if value is not None}, probe)
     candidates = grid.expand(spec, probe, run.machines.nnodes)
     if run.dry_run:
@@ -95,7 +98,7 @@ def verify(
 ) -> int:
     """`dcpbench verify`: returns the exit code."""
     _check_run(run)
-    probe = effective(launch.probe(), run.device)
+    probe = effective(launch.probe(WORKER), run.device)
     given = {**given, "weights": str(checkpoint) if checkpoint else None, "baseline": False}
     spec = make_spec(_verify_defaults(given), probe)
     candidates = grid.expand_layouts(_verify_layouts(spec, given, probe), spec, probe)
@@ -119,7 +122,7 @@ def verify(
 
 def env(*, as_json: bool) -> int:
     """`dcpbench env`: what is installed and visible, and what is missing for what."""
-    probe = launch.probe()
+    probe = launch.probe(WORKER)
     if as_json:
         _print_json(msgspec.to_builtins(probe))
         return 0
@@ -336,7 +339,7 @@ def _read_prompts(path: Path) -> tuple[tuple[int, ...], ...]:
 def _work(folder: Path, spec: SweepSpec, probe: Probe, run: Run) -> launch.Work:
     return launch.Work(
         folder=folder.absolute(), settings=spec.settings, device=probe.device, timeout=run.timeout,
-        command=shlex.join(["dcpbench", *sys.argv[1:]]),
+        command=shlex.join(["dcpbench", *sys.argv[1:]]), worker=WORKER,
     )  # fmt: skip
 
 
@@ -350,7 +353,10 @@ def _new_folder(name: str, spec: SweepSpec) -> Path:
 def _console(*, error: bool = False) -> Console:
     from rich.console import Console
 
-    return Console(stderr=error)
+    console = Console(stderr=error)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    return console
 
 
 def _say(text: str) -> None:

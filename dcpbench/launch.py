@@ -9,6 +9,7 @@ Files of a run: jobs.py and torchrun.py list them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import re
@@ -35,7 +36,7 @@ COLLECTIVE = re.compile(
 )
 """Errors that a rank raises because another one is gone; the other's error is the cause."""
 POLL_S = 0.1
-GRACE_S = 10.0
+GRACE_S = 5.0
 """How long the remaining ranks may take to end by themselves once one has failed."""
 
 
@@ -139,7 +140,6 @@ class _End:
     code: int = 0
     failures: list[Failure] = dataclasses.field(default_factory=list)
     stacks: dict[str, str] = dataclasses.field(default_factory=dict)
-    others: list[Ended] = dataclasses.field(default_factory=list)
 
     @property
     def failed(self) -> bool:
@@ -170,34 +170,36 @@ def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[P
         if code is not None:
             end.code = code
             break
-        if now - alive > work.timeout:
-            end.hung = True
-            end.stacks = running.stacks()
-            break
         if failing_since is None and (running.failures() or others.in_trouble()):
             failing_since = now
         if failing_since is not None and now - failing_since > GRACE_S:
             end.code = 1
             break
+        if failing_since is None and now - alive > work.timeout:
+            end.hung = True
+            end.stacks = running.stacks()
+            break
         time.sleep(POLL_S)
     if end.failed:
         running.kill()
-    end.others = others.stop()
-    end.failures = [*running.failures(), *(f for o in end.others for f in o.failures)]
+    end.failures = running.failures()
+    for other in others.stop():
+        end.failures += other.failures
+        end.stacks |= other.stacks
     return end
 
 
 def _serve(work: Work, machines: Machines) -> None:
     """Another node's sweep: start the jobs that node 0 names and end them when it says so."""
-    line = follow(machines.rdzv_endpoint, work.timeout)
-    while not line.closed:
-        message = line.receive(1.0)
-        if message is None or message == STOP:
-            continue
-        job = msgspec.structs.replace(msgspec.json.decode(message, type=Job), folder=str(work.folder))
-        with Running(job, machines, work.worker) as running:
-            ended = _serve_job(running, line, machines)
-        line.send(msgspec.json.encode(ended))
+    with contextlib.closing(follow(machines.rdzv_endpoint, work.timeout)) as line:
+        while not line.closed:
+            message = line.receive(1.0)
+            if message is None or message == STOP:
+                continue
+            job = msgspec.structs.replace(msgspec.json.decode(message, type=Job), folder=str(work.folder))
+            with Running(job, machines, work.worker) as running:
+                ended = _serve_job(running, line, machines)
+            line.send(msgspec.json.encode(ended))
 
 
 def _serve_job(running: Running, line: Line, machines: Machines) -> Ended:
@@ -206,9 +208,10 @@ def _serve_job(running: Running, line: Line, machines: Machines) -> Ended:
         if not told and (running.poll() or running.failures()):
             line.send(FAILED)
             told = True
-    code = running.wait(GRACE_S) if not line.closed else None
+    code = None if line.closed else running.wait(GRACE_S)
+    stacks = running.stacks() if code is None and not line.closed else {}
     running.kill()
-    return Ended(node=machines.node_rank, code=1 if code is None else code, failures=running.failures())
+    return Ended(node=machines.node_rank, code=1 if code is None else code, failures=running.failures(), stacks=stacks)
 
 
 def _job(points: list[Point], work: Work) -> Job:
@@ -238,7 +241,7 @@ def _record(point: Point, running: Running, end: _End, work: Work) -> Record:
             detail["traceback"] = cause.traceback
         else:
             reason = f"a rank ended without an error message, exit code {end.code}"
-    reason += f"; read {running.logs}, then try again with --resume"
+    reason += f"; read {detail['log']} in the run's folder, then try again with --resume"
     marks = ["cpu"] if work.device == "cpu" else []
     return Record(
         point=point, outcome="hung" if end.hung else "failed", reason=reason, detail=detail, marks=marks,

@@ -32,6 +32,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     code: int
     """torchrun's exit code."""
     failures: list[Failure] = []
+    stacks: dict[str, str] = {}
+    """By rank, where the job had to be ended."""
 
 
 class Line:

@@ -129,6 +129,8 @@ def read_options(path: Path) -> dict[str, object]:
                 f"{path}: unknown option '{typed}'; did you mean '{near}'? "
                 f"Known: {', '.join(n.replace('_', '-') for n in PARSERS)}."
             )
+        if value is None:
+            raise UsageError(f"{path}: '{typed}' has no value; give one, or leave the line out.")
         options[name] = value
     return options
 
@@ -184,7 +186,7 @@ def _items(name: str, value: object) -> list[object]:
     items = value if isinstance(value, list | tuple) else [value]
     if not items or "" in items:
         raise UsageError(f"{flag(name)} {value!r} has an empty entry; write a comma list such as {_example(name)}.")
-    return list(dict.fromkeys(items))
+    return list(items)
 
 
 def _example(name: str) -> str:
@@ -192,7 +194,7 @@ def _example(name: str) -> str:
 
 
 def _ints(name: str, value: object) -> tuple[int, ...]:
-    return tuple(_int(name, item) for item in _items(name, value))
+    return tuple(dict.fromkeys(_int(name, item) for item in _items(name, value)))
 
 
 def _int(name: str, value: object) -> int:
@@ -203,7 +205,7 @@ def _int(name: str, value: object) -> int:
 
 
 def _names(name: str, value: object) -> tuple[str, ...]:
-    return tuple(_name(name, item) for item in _items(name, value))
+    return tuple(dict.fromkeys(_name(name, item) for item in _items(name, value)))
 
 
 def _name(name: str, value: object) -> str:

@@ -83,19 +83,21 @@ class Watch:
 def candidates_table(rows: Sequence[dict[str, object]]) -> Table:
     """--dry-run: what would run, with memory per GPU."""
     table = Table(title="Points, in running order", box=box.SIMPLE, title_justify="left")
-    for name in ("model", "layout", "in vLLM's words", "backend", "exchange"):
-        table.add_column(name)
-    for name in ("requests", "context", "KV pool/GPU", "weights/GPU", "layers held"):
-        table.add_column(name, justify="right")
+    for name in ("model", "layout", "in vLLM's words", "attention"):
+        table.add_column(name, no_wrap=True)
+    for name in ("requests × tokens", "KV pool/GPU", "weights/GPU", "layers held"):
+        table.add_column(name, justify="right", no_wrap=True)
     for r in rows:
         if r["reason"]:
             continue
-        layout = f"{r['layout']}{' (baseline, added)' if r['added'] else ''}"
         table.add_row(
-            str(r["model"]), layout, str(r["vllm_layout"]), str(r["backend"]), str(r["exchange"]),
-            str(r["concurrency"]), f"{r['context']:,}", _size(r["kv_pool_bytes"]), _size(r["weights_held_bytes"]),
-            f"{r['layers_held']} of {r['layers']}",
+            str(r["model"]), f"{r['layout']}{' +' if r['added'] else ''}", str(r["vllm_layout"]),
+            _attention(str(r["backend"]), str(r["exchange"])), f"{r['concurrency']} × {r['context']:,}",
+            _size(r["kv_pool_bytes"]), _size(r["weights_held_bytes"]), f"{r['layers_held']} of {r['layers']}",
         )  # fmt: skip
+    if any(r["added"] for r in rows):
+        table.caption = "+ baseline, added by default; --no-baseline leaves it out"
+        table.caption_justify = "left"
     return table
 
 
@@ -112,16 +114,16 @@ def rejected_lines(rows: Sequence[dict[str, object]]) -> list[str]:
 def checks_table(checks: Sequence[jobs.Check]) -> Table:
     """`verify`: every comparison with its error and its limit."""
     table = Table(title="Checks", box=box.SIMPLE, title_justify="left")
-    for name in ("check", "layout", "backend", "exchange", "dtype"):
-        table.add_column(name)
+    for name in ("check", "layout", "attention", "dtype"):
+        table.add_column(name, no_wrap=True)
     for name in ("error", "limit"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for name in ("", "detail"):
         table.add_column(name)
     for c in checks:
         verdict = "[green]ok[/]" if c.ok else "[red bold]WRONG[/]"
         table.add_row(
-            c.name, c.layout, c.backend, c.exchange, c.dtype, f"{c.error:.2g}", f"{c.limit:.2g}", verdict,
+            c.name, c.layout, _attention(c.backend, c.exchange), c.dtype, f"{c.error:.2g}", f"{c.limit:.2g}", verdict,
             escape(c.detail),
         )  # fmt: skip
     return table
@@ -140,6 +142,10 @@ def env_table(probe: jobs.Probe) -> Table:
     for name, version in probe.packages.items():
         table.add_row(name, version or "[yellow]missing[/]")
     return table
+
+
+def _attention(backend: str, exchange: str) -> str:
+    return backend if exchange == "none" else f"{backend} {exchange}"
 
 
 def _size(value: object) -> str:

@@ -105,9 +105,9 @@ class Running:
 
     def killed_ranks(self) -> str:
         """`rank 2 was killed by signal 9`, from torchrun's summary, or nothing."""
-        text = _read(self.agent_log)
-        found = re.search(r"rank\s*:\s*(\d+) \(local_rank.*?exitcode\s*:\s*-(\d+)", text, re.DOTALL)
-        return f"rank {found[1]} was killed by signal {found[2]}" if found and found[2] != "15" else ""
+        ends = re.findall(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\n\s*exitcode\s*:\s*-(\d+)", _read(self.agent_log))
+        ours = str(int(signal.SIGTERM))
+        return next((f"rank {rank} was killed by signal {number}" for rank, number in ends if number != ours), "")
 
     def log_tail(self) -> str:
         """The last lines of the rank that failed, else of rank 0, else of torchrun."""

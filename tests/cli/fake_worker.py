@@ -1,0 +1,118 @@
+"""Stands in for dcpbench.worker without torch: what a rank does is written in its point's context.
+
+Contexts: 13 rank 1 raises · 99 rank 1 kills itself · 66 every rank hangs · 7 it ends before its first point ·
+anything else is measured.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import msgspec
+
+from dcpbench import jobs
+from dcpbench.records import Interval, Metrics, Percentiles, Point, Record, RecordFile
+
+RAISES, HANGS, STILLBORN, KILLED = 13, 66, 7, 99
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def record(point: Point) -> Record:
+    """A measured point; 10 ms a step."""
+    rate = point.concurrency * 100.0
+    metrics = Metrics(
+        step_ms=Interval(median=10.0, low=9.9, high=10.1, samples=100),
+        itl_ms=Percentiles(p50=10.0, p90=10.2, samples=100),
+        output_tok_s=Interval(median=rate, low=rate, high=rate, samples=100),
+        output_tok_s_per_gpu=rate / point.tp,
+        tok_s_per_user=100.0,
+        step_samples_ms=[10.0] * 100,
+    )
+    return Record(point=point, outcome="ok", metrics=metrics, marks=["cpu"])
+
+
+def wait_for(job: jobs.Job, point: Point) -> None:
+    """Another rank reaches a point when rank 0 does; on another node, which cannot see that, at once."""
+    seen = job.progress_path()
+    while int(os.environ["LOCAL_WORLD_SIZE"]) > RANK and f'"measure","key":"{point.key()}' not in _text(seen):
+        time.sleep(0.05)
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def work(job: jobs.Job) -> None:
+    """Run every point as its context says."""
+    if job.points[0].context == STILLBORN:
+        raise RuntimeError("cannot build the groups")
+    if RANK == 0:
+        jobs.tell(job, "start")
+    for index, point in enumerate(job.points):
+        if RANK == 0:
+            jobs.tell(job, "measure", point, index=index)
+        if point.context in (RAISES, KILLED, HANGS):
+            wait_for(job, point)
+            misbehave(point)
+        if RANK == 0 and job.kind == "verify":
+            check(job, point)
+            jobs.tell(job, "done", point, index=index, note="1 check")
+        elif RANK == 0:
+            RecordFile(Path(job.folder)).append(record(point))
+            jobs.tell(job, "done", point, index=index, note="step 10.0 ms")
+    if RANK == 0:
+        jobs.tell(job, "end")
+
+
+def misbehave(point: Point) -> None:
+    """Rank 1 fails; the others stay behind as in a collective."""
+    if RANK == 1 and point.context == RAISES:
+        raise ValueError(f"no such row in {point.model}")
+    if RANK == 1 and point.context == KILLED:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        time.sleep(0.05)
+
+
+def check(job: jobs.Job, point: Point) -> None:
+    """One comparison; layouts with dp > 1 come out wrong."""
+    one = jobs.Check(
+        name="attention", layout=str(point.layout), backend=point.backend, exchange=point.exchange, dtype=point.dtype,
+        error=1e-7 if point.dp == 1 else 0.5, limit=1e-4, ok=point.dp == 1,
+    )  # fmt: skip
+    with (Path(job.folder) / "checks.jsonl").open("ab") as f:
+        f.write(msgspec.json.encode(one) + b"\n")
+
+
+def main() -> None:
+    """As the real worker: `--probe`, or a job file."""
+    if sys.argv[1] == "--probe":
+        sys.stdout.write("a library's greeting\n")
+        probe = jobs.Probe(device="cpu", count=0, name="CPU", packages={"torch": "2.9", "flashinfer": None})
+        sys.stdout.write(msgspec.json.encode(probe).decode() + "\n")
+        return
+    job = jobs.read_job(Path(sys.argv[1]))
+    folder = Path(job.folder)
+    (folder / f"rank-{RANK}.pid").write_text(str(os.getpid()))
+    stacks = (folder / f"stacks-{RANK}.txt").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    sys.stdout.write(f"rank {RANK} of {os.environ['WORLD_SIZE']} at work\n")
+    sys.stdout.flush()
+    try:
+        work(job)
+    except Exception as e:
+        failure = jobs.Failure(
+            rank=RANK, key="", kind=type(e).__name__, message=str(e), traceback=traceback.format_exc()
+        )
+        (folder / f"error-{RANK}.json").write_bytes(msgspec.json.encode(failure))
+        raise
+
+
+if __name__ == "__main__":
+    main()

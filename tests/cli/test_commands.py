@@ -1,0 +1,272 @@
+"""The dcpbench command as a user meets it, with the fake worker in place of the real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dcpbench import __version__, cli, commands
+from dcpbench.jobs import Check, Probe
+from dcpbench.records import read_records
+
+HERE = Path(__file__).parent
+ROOT = Path(cli.__file__).parents[1]
+ENV = os.environ | {"PYTHONPATH": f"{HERE}:{ROOT}", "COLUMNS": "140"}
+GPUS = Probe(
+    device="cuda", count=4, name="NVIDIA H200", memory_bytes=139 << 30, l2_bytes=60 << 20,
+    packages={"flashinfer": "0.6.18"},
+)  # fmt: skip
+CPU = Probe(device="cpu", count=0, name="CPU", packages={"torch": "2.9", "flashinfer": None})
+
+
+def dcpbench(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run the command with the fake worker in `folder`."""
+    command = [sys.executable, str(HERE / "dcpbench_fake.py"), *args]
+    return subprocess.run(command, cwd=folder, env=ENV, capture_output=True, text=True, check=False, timeout=200)
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # noqa: ANN201 -- a function
+    """Run a command in this process on a given machine; what needs no job is quicker so."""
+
+    def run(*args: str, machine: Probe = CPU) -> tuple[int, str, str]:
+        monkeypatch.setattr("dcpbench.launch.probe", lambda _: machine)
+        with pytest.raises(SystemExit) as end:
+            cli.main(list(args))
+        out, err = capsys.readouterr()
+        return int(end.value.code or 0), out, err
+
+    return run
+
+
+@pytest.mark.distributed
+def test_a_sweep_measures_reports_and_goes_on_where_it_failed(tmp_path: Path) -> None:
+    """Context 13 fails: exit 4. Then without a flag nothing is touched, --resume runs only the failed point again."""
+    sweep = [
+        "sweep",
+        "--tp",
+        "2",
+        "--dcp",
+        "2",
+        "--context",
+        "100,13",
+        "--concurrency",
+        "2",
+        "--no-baseline",
+        "-o",
+        "run",
+    ]
+    first = dcpbench(tmp_path, *sweep)
+    assert first.returncode == 4
+    assert "Report: run/report/report.html" in first.stdout
+    assert "CPU: functional run — these timings say nothing about performance" in first.stderr
+    assert "[1/2] tiny tp2·dcp2 reference ag_rs, 2 × 13 tokens  FAILED: rank 1: ValueError" in first.stderr
+    assert "[2/2] tiny tp2·dcp2 reference ag_rs, 2 × 100 tokens  step 10.0 ms" in first.stderr
+    assert [r.outcome for r in read_records(tmp_path / "run")] == ["failed", "ok"]
+
+    again = dcpbench(tmp_path, *sweep)
+    assert again.returncode == 2
+    assert "--resume" in again.stderr
+    assert "--force" in again.stderr
+
+    resumed = dcpbench(tmp_path, *sweep, "--resume", "--json")
+    assert "1 points to run, 1 already measured" in resumed.stderr
+    assert [r.point.context for r in read_records(tmp_path / "run")] == [13, 100, 13]
+    summary = json.loads(resumed.stdout)
+    assert (summary["ok"], summary["failed"], summary["performance"]) == (1, 1, False)
+    assert [r.get("step_ms") for r in summary["results"]] == [None, 10.0]
+
+
+@pytest.mark.distributed
+def test_ctrl_c_ends_the_workers_and_says_how_to_go_on(tmp_path: Path) -> None:
+    """A hanging point is interrupted: exit 130, the finished point stays recorded, no process is left."""
+    command = [sys.executable, str(HERE / "dcpbench_fake.py"), "sweep", "--tp", "2", "--context", "50,66"]
+    command += ["--concurrency", "2", "--no-baseline", "-o", "run"]
+    run = subprocess.Popen(command, cwd=tmp_path, env=ENV, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    folder = tmp_path / "run"
+    deadline = time.monotonic() + 60
+    pids: list[int] = []
+    while not (len(pids) == 2 and (folder / "records.jsonl").exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+        pids = [int(p.read_text()) for p in folder.glob("rank-*.pid") if p.read_text()]
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert "-o" in err
+    assert "--resume" in err
+    assert "Traceback" not in err
+    assert [r.outcome for r in read_records(folder)] == ["ok"]
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.distributed
+def test_verify_ends_with_1_when_a_check_is_wrong(tmp_path: Path) -> None:
+    """The fake is wrong under dp: with --tp 2 these are tp2, tp2·dcp2 (right) and tp2·dp2 (wrong)."""
+    wrong = dcpbench(tmp_path, "verify", "--tp", "2", "--json", "-o", "v")
+    assert wrong.returncode == 1
+    found = json.loads(wrong.stdout)
+    assert [(c["layout"], c["ok"]) for c in found["checks"]] == [
+        ("tp2", True), ("tp2·dcp2", True), ("tp2·dp2", False),
+    ]  # fmt: skip
+    right = dcpbench(tmp_path, "verify", "--tp", "2", "--dp", "1", "-o", "v", "--force")
+    assert right.returncode == 0
+    assert "2 checks ok, 0 wrong, 0 points failed" in right.stderr
+
+
+def test_env_is_read_off_the_last_line_that_the_worker_prints(tmp_path: Path) -> None:
+    """The fake prints a greeting first, as libraries do; --json is nothing but JSON."""
+    found = msgspec.json.decode(dcpbench(tmp_path, "env", "--json").stdout, type=Probe)
+    assert found.packages == {"torch": "2.9", "flashinfer": None}
+
+
+def test_env_shows_what_is_missing_for_what(call) -> None:  # noqa: ANN001
+    """Packages with versions, and the problems as sentences."""
+    machine = msgspec.structs.replace(CPU, problems=["FlashInfer is missing: --backend flashinfer cannot run."])
+    code, out, _ = call("env", machine=machine)
+    assert code == 0
+    assert "flashinfer" in out
+    assert "missing" in out
+    assert "• FlashInfer is missing: --backend flashinfer cannot run." in out
+
+
+def test_a_dry_run_lists_points_memory_and_reasons_and_writes_nothing(call, tmp_path, monkeypatch) -> None:  # noqa: ANN001
+    """4 GPUs: tp4·dcp4 with its baseline, and tp8 rejected with the command to type."""
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = call("sweep", "--tp", "4,8", "--concurrency", "8", "--dry-run", machine=GPUS)
+    assert code == 0
+    assert "tp4·dcp4" in out
+    assert "dp1·tp4·dcp4" in out
+    assert "+ baseline, added by default" in out
+    assert "GiB" in out
+    assert "cannot run: tp8·dcp8 8×4000: --tp 8 needs 8 GPUs and there are 4 (NVIDIA H200)." in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_in_json_is_one_list_on_stdout(call) -> None:  # noqa: ANN001
+    """Bytes and reasons, for scripts."""
+    code, out, _ = call("sweep", "--tp", "4,8", "--concurrency", "8", "--dry-run", "--json", machine=GPUS)
+    rows = json.loads(out)
+    assert code == 0
+    assert [(r["layout"], r["added"], r["reason"] is None) for r in rows] == [
+        ("tp4", True, True), ("tp4·dcp4", False, True), ("tp8·dcp8", False, False),
+    ]  # fmt: skip
+
+
+def test_the_command_line_overrides_the_file(call, tmp_path: Path) -> None:  # noqa: ANN001
+    """The file says tp 2 and context 30; --tp 4 is typed."""
+    path = tmp_path / "sweep.yaml"
+    path.write_text("tp: 2\ncontext: [30]\nno-baseline: true\nconcurrency: 2\n")
+    _, out, _ = call("sweep", "--config", str(path), "--tp", "4", "--dry-run", "--json")
+    assert [(r["tp"], r["context"], r["added"]) for r in json.loads(out)] == [(4, 30, False)]
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (["sweep", "--tp", "8", "--dcp", "8"], 3, "Type instead: dcpbench sweep --model deepseek-v3 --tp 4 --dcp 4"),
+        (["sweep", "--dcp", "3"], 2, "--dcp 3 does not divide --tp 4"),
+        (["sweep", "--model", "gpt-2"], 2, "known models: "),
+        (["sweep", "--tp", "x"], 2, "--tp x: not a whole number"),
+        (["sweep", "--resume"], 2, "--resume needs the run to go on with"),
+        (["sweep", "--resume", "--force", "-o", "x"], 2, "contradict each other"),
+        (["sweep", "--timeout", "0"], 2, "--timeout 0 is not positive"),
+        (["sweep", "--nnodes", "2"], 2, "write HOST:PORT of node 0"),
+        (["sweep", "--nnodes", "2", "--node-rank", "2"], 2, "ranks go from 0 to nnodes - 1"),
+        (["sweep", "--device", "tpu"], 2, "--device tpu is unknown"),
+        (["sweep", "--context", "4000000", "--concurrency", "1"], 2, "--context can be up to 163839"),
+        (["sweep", "--context", "160000", "--concurrency", "9999"], 3, "largest --concurrency that fits is"),
+        (["sweep", "--config", "none.toml"], 2, "cannot be read"),
+        (["verify", "--tp", "4", "--dcp", "3"], 2, "--dcp 3 does not divide --tp 4"),
+        (["verify", "--checkpoint", "none"], 2, "no such folder"),
+    ],
+    ids=lambda x: "_".join(x)[:50] if isinstance(x, list) else "",
+)
+def test_a_mistake_ends_with_one_sentence_and_its_exit_code(call, args: list[str], code: int, words: str) -> None:  # noqa: ANN001
+    """`error: …` on stderr, nothing on stdout, no traceback, the next thing to type."""
+    ended, out, err = call(*args, machine=GPUS)
+    assert ended == code
+    assert err.startswith("error: ")
+    assert words in err
+    assert "Traceback" not in err
+    assert out == ""
+
+
+def test_an_unknown_option_is_a_usage_error_too(call) -> None:  # noqa: ANN001
+    """Typer's own errors use the same exit code."""
+    code, _, err = call("sweep", "--dcpp", "8")
+    assert code == 2
+    assert "--dcp" in err
+
+
+def test_an_unexpected_exception_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug of ours must not look like a mistake of the user's."""
+
+    def broken(_: object) -> Probe:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("dcpbench.launch.probe", broken)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["env"])
+
+
+def test_verify_without_a_layout_takes_the_usual_six_that_the_gpus_can_hold(call) -> None:  # noqa: ANN001
+    """On the CPU all of them; on 2 GPUs those of at most 2 ranks; --dcp 4 alone means tp 4."""
+    layouts = {}
+    for name, args, machine in (
+        ("cpu", [], CPU), ("two", [], msgspec.structs.replace(GPUS, count=2)), ("dcp4", ["--dcp", "4"], CPU),
+    ):  # fmt: skip
+        code, out, _ = call("verify", "--dry-run", "--json", *args, machine=machine)
+        assert code == 0
+        layouts[name] = [r["layout"] for r in json.loads(out)]
+    assert layouts == {
+        "cpu": ["tp1", "tp2", "tp2·dcp2", "tp4·dcp2", "tp4·dcp4", "tp4·dp2·dcp2"],
+        "two": ["tp1", "tp2", "tp2·dcp2"],
+        "dcp4": ["tp4·dcp4"],
+    }
+
+
+def test_a_layout_without_any_check_is_not_a_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Silence is not agreement: one layout of two was checked."""
+    probe = CPU
+    spec = commands.make_spec({"concurrency": "4", "context": "37"}, probe)
+    layouts = [commands.Layout(tp=1), commands.Layout(tp=2)]
+    points = [c.point for c in commands.grid.expand_layouts(layouts, spec, probe)]
+    check = Check(
+        name="attention",
+        layout="tp1",
+        backend="reference",
+        exchange="none",
+        dtype="fp32",
+        error=0.0,
+        limit=1.0,
+        ok=True,
+    )
+    (tmp_path / "checks.jsonl").write_bytes(msgspec.json.encode(check) + b"\n")
+    assert commands._print_checks(points[:1], tmp_path, commands.Run()) == 0
+    assert commands._print_checks(points, tmp_path, commands.Run()) == 1
+    assert "no check was made for: tp2" in capsys.readouterr().err
+
+
+def test_random_prompts_are_uneven_repeatable_and_as_long_as_the_context() -> None:
+    """Context 37, 4 requests: 9, 18, 27 and 37 tokens, below the vocabulary."""
+    spec = commands.make_spec({"concurrency": "4", "context": "37"}, CPU)
+    prompts = commands._random_prompts(spec)
+    assert [len(p) for p in prompts] == [9, 18, 27, 37]
+    assert prompts == commands._random_prompts(spec)
+    assert all(0 <= token < 512 for p in prompts for token in p)
+
+
+def test_version_is_the_packages(call) -> None:  # noqa: ANN001
+    """One line."""
+    assert call("--version")[:2] == (0, f"dcpbench {__version__}\n")

@@ -1,0 +1,103 @@
+"""Real torchrun jobs of the fake worker: points that die, hang or never start, and two nodes on loopback."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from dcpbench import launch
+from dcpbench.errors import WorkerError
+from dcpbench.jobs import Progress, Settings
+from dcpbench.records import Point, Record, read_records
+from dcpbench.torchrun import Machines, _free_port
+
+pytestmark = pytest.mark.distributed
+HERE = str(Path(__file__).parent)
+
+
+@pytest.fixture(autouse=True)
+def _find_the_fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}:{Path(launch.__file__).parents[1]}")
+
+
+def point(tp: int, context: int) -> Point:
+    """The fake does what the context says; see fake_worker.py."""
+    return Point(model="tiny", tp=tp, concurrency=2, context=context, backend="reference", dtype="fp32")
+
+
+def work(folder: Path, timeout: float = 20.0) -> launch.Work:
+    """A sweep on the CPU."""
+    return launch.Work(folder=folder, settings=Settings(), device="cpu", timeout=timeout, worker="fake_worker")
+
+
+def outcomes(records: list[Record]) -> list[tuple[int, int, str]]:
+    """(tp, context, outcome) in file order."""
+    return [(r.point.tp, r.point.context, r.outcome) for r in records]
+
+
+def test_points_that_raise_hang_or_are_killed_leave_records_and_the_others_are_measured(tmp_path: Path) -> None:
+    """13 raises on rank 1, 66 hangs, 99 is killed on rank 1: 100 and 101, before and after them, are measured."""
+    seen: list[Progress] = []
+    points = [point(2, context) for context in (100, 13, 66, 99, 101)]
+    launch.run(points, work(tmp_path, timeout=4), Machines(), seen.append)
+
+    records = read_records(tmp_path)
+    assert outcomes(records) == [
+        (2, 100, "ok"), (2, 13, "failed"), (2, 66, "hung"), (2, 99, "failed"), (2, 101, "ok"),
+    ]  # fmt: skip
+    raised, hung, killed = records[1:4]
+    assert "rank 1: ValueError: no such row in tiny; read logs/tp2-0" in str(raised.reason)
+    assert "misbehave" in raised.detail["traceback"]
+    assert raised.detail["exit_code"] == "1"
+    assert "no sign of life for 4 s in stage 'measure'" in str(hung.reason)
+    assert "misbehave" in hung.detail["stacks_rank_0"]
+    assert "misbehave" in hung.detail["stacks_rank_1"]
+    assert "rank 1 was killed by signal 9 (out of memory" in str(killed.reason)
+    assert [e.stage for e in seen if e.stage in ("done", "failed", "hung")] == [
+        "done",
+        "failed",
+        "hung",
+        "failed",
+        "done",
+    ]
+    assert "rank 0 of 2 at work" in (tmp_path / "logs" / "tp2-0" / "rank-0.log").read_text()
+    assert not list(tmp_path.glob("rank-*.pid"))
+
+
+def test_a_job_that_dies_before_its_first_point_is_tried_once_more_and_then_told(tmp_path: Path) -> None:
+    """Every relaunch would die alike: no loop, no invented record, and the error holds the log's last lines."""
+    with pytest.raises(WorkerError, match=r"(?s)before its first point, twice.*RuntimeError: cannot build the groups"):
+        launch.run([point(1, 7), point(1, 100)], work(tmp_path), Machines(), lambda _: None)
+    assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["tp1-0", "tp1-1"]
+    assert not (tmp_path / "records.jsonl").exists()
+
+
+def test_two_nodes_measure_together_and_node_0_alone_keeps_records(tmp_path: Path) -> None:
+    """Rank 1, which raises, is on node 1: node 0 hears of it, records why, and both go on with tp 2 and tp 4."""
+    endpoint = f"127.0.0.1:{_free_port()}"
+    folders = [tmp_path / "node0", tmp_path / "node1"]
+    errors: list[BaseException] = []
+
+    def node(rank: int) -> None:
+        folders[rank].mkdir()
+        points = [point(2, 13), point(2, 100), point(4, 100)] if rank == 0 else []
+        machines = Machines(nnodes=2, node_rank=rank, rdzv_endpoint=endpoint)
+        try:
+            launch.run(points, work(folders[rank]), machines, lambda _: None)
+        except BaseException as e:  # noqa: BLE001 -- told to the test's own thread
+            errors.append(e)
+
+    threads = [threading.Thread(target=node, args=(rank,)) for rank in (1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert errors == []
+    assert not any(t.is_alive() for t in threads)
+    records = read_records(folders[0])
+    assert outcomes(records) == [(2, 13, "failed"), (2, 100, "ok"), (4, 100, "ok")]
+    assert "rank 1: ValueError" in str(records[0].reason)
+    assert not (folders[1] / "records.jsonl").exists()
+    assert "rank 3 of 4 at work" in (folders[1] / "logs" / "tp4-0" / "rank-3.log").read_text()

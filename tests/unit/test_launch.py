@@ -1,0 +1,225 @@
+"""The launcher's judgement and its files, without starting a job."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from dcpbench import launch, nodes, torchrun
+from dcpbench.errors import UsageError, WorkerError
+from dcpbench.jobs import Failure, Job, Progress, Settings
+from dcpbench.records import Point, Record, RecordFile
+from dcpbench.torchrun import Machines, Running
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def point(tp: int = 2, context: int = 100) -> Point:
+    """A point that differs by what a test needs."""
+    return Point(model="tiny", tp=tp, concurrency=2, context=context, backend="reference", dtype="fp32")
+
+
+def failure(rank: int, kind: str, message: str) -> Failure:
+    """What rank `rank` left behind."""
+    return Failure(rank=rank, key="", kind=kind, message=message, traceback="")
+
+
+def job(folder: Path, device: str = "cpu", points: list[Point] | None = None) -> Job:
+    """A job in `folder`."""
+    return Job(
+        kind="sweep", tag="tp2-0", folder=str(folder), device=device, points=points or [point()], settings=Settings()
+    )
+
+
+class Sleeper(Running):
+    """A Running whose agent never started: its files alone are looked at."""
+
+    def __init__(self, folder: Path) -> None:
+        self.job = job(folder)
+        self.logs = folder / "logs" / "tp2-0"
+        self.logs.mkdir(parents=True)
+        self.agent_log = self.logs / "agent.log"
+        self._ranks, self._read = range(2), 0
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        ("DistBackendError", "NCCL error in: unhandled system error"),
+        ("RuntimeError", "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
+        ("RuntimeError", "Timed out waiting 1800000ms for recv operation to complete"),
+        ("ConnectionResetError", "Connection reset by peer"),
+    ],
+    ids=["nccl", "gloo", "timeout", "reset"],
+)
+def test_the_rank_that_broke_the_collective_is_blamed_not_those_that_noticed(collective: tuple[str, str]) -> None:
+    """Rank 0 reports first, but only that somebody is gone; rank 1 knows why."""
+    cause = failure(1, "OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB")
+    assert launch.blame([failure(0, *collective), cause]) is cause
+
+
+def test_with_collective_errors_only_the_first_is_blamed() -> None:
+    """Better than nothing; and nothing where nobody left an error."""
+    first = failure(0, "RuntimeError", "NCCL error")
+    assert launch.blame([first, failure(1, "RuntimeError", "NCCL error")]) is first
+    assert launch.blame([]) is None
+
+
+def test_the_last_record_of_a_point_counts(tmp_path: Path) -> None:
+    """Failed, then measured with --resume: measured. A folder without records has none."""
+    assert launch.last_records(tmp_path) == {}
+    for outcome in ("failed", "ok"):
+        RecordFile(tmp_path).append(Record(point=point(), outcome=outcome))
+    assert {key: r.outcome for key, r in launch.last_records(tmp_path).items()} == {point().key(): "ok"}
+
+
+def test_a_progress_line_still_being_written_waits_for_its_end(tmp_path: Path) -> None:
+    """The first half of a line is not an event, and is not lost either; a damaged line is passed over."""
+    running = Sleeper(tmp_path)
+    line = msgspec.json.encode(Progress(stage="start")) + b"\n"
+    path = running.job.progress_path()
+    path.write_bytes(line + line[:9])
+    assert [e.stage for e in running.events()] == ["start"]
+    assert list(running.events()) == []
+    path.write_bytes(line + line + b"{not json}\n" + line)
+    assert [e.stage for e in running.events()] == ["start", "start"]
+
+
+def test_a_killed_rank_is_read_from_torchruns_summary_and_those_that_torchrun_ended_are_not(tmp_path: Path) -> None:
+    """Signal 15 to rank 0 came from torchrun, signal 9 to rank 1 from the kernel."""
+    running = Sleeper(tmp_path)
+    assert running.killed_ranks() == ""
+    running.agent_log.write_text(
+        "[1]:\n  host      : h\n  rank      : 0 (local_rank: 0)\n  exitcode  : -15 (pid: 10)  (SIGTERM)\n"
+        "Root Cause:\n[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 11)  (SIGKILL)\n"
+    )
+    assert running.killed_ranks() == "rank 1 was killed by signal 9"
+
+
+def test_the_log_shown_is_that_of_the_rank_that_failed(tmp_path: Path) -> None:
+    """Rank 1 left an error: its last 20 lines, not rank 0's; without logs, torchrun's own."""
+    running = Sleeper(tmp_path)
+    running.agent_log.write_text("no module named dcpbench\n")
+    assert running.log_tail() == "agent.log:\nno module named dcpbench"
+    (running.logs / "rank-0.log").write_text("fine\n")
+    (running.logs / "rank-1.log").write_text("".join(f"line {n}\n" for n in range(30)))
+    assert running.log_tail().startswith("rank-0.log:")
+    (tmp_path / "error-1.json").write_bytes(msgspec.json.encode(failure(1, "ValueError", "x")))
+    assert running.log_tail().splitlines() == ["rank-1.log:", *(f"line {n}" for n in range(10, 30))]
+
+
+def test_a_new_job_forgets_process_ids_and_errors_of_the_last_one(tmp_path: Path) -> None:
+    """A process id left behind may belong to somebody else by now. Files of other nodes' ranks stay."""
+    running = Sleeper(tmp_path)
+    for name in ("rank-0.pid", "error-1.json", "stacks-0.txt", "rank-2.pid"):
+        (tmp_path / name).write_text("1")
+    running._forget()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["logs", "rank-2.pid"]
+
+
+def test_a_job_on_one_machine_meets_on_a_free_local_port(tmp_path: Path) -> None:
+    """Nothing outside the machine is asked, and two sweeps at once do not collide."""
+    command = torchrun._command(job(tmp_path), Machines(), "dcpbench.worker", 2, tmp_path)
+    endpoint = command[command.index("--rdzv-endpoint") + 1]
+    assert endpoint.startswith("127.0.0.1:")
+    assert int(endpoint.partition(":")[2]) > 0
+    assert command[command.index("--nproc-per-node") + 1] == "2"
+
+
+def test_a_job_on_several_machines_passes_on_what_was_typed(tmp_path: Path) -> None:
+    """Ranks follow --node-rank only with the static rendezvous; c10d gives them out as it likes."""
+    machines = Machines(nnodes=2, node_rank=1, rdzv_endpoint="10.0.0.1:29500", rdzv_id="night")
+    command = torchrun._command(job(tmp_path), machines, "dcpbench.worker", 4, tmp_path)
+    pairs = dict(itertools.pairwise(command))
+    assert pairs["--nnodes"] == "2"
+    assert pairs["--node-rank"] == "1"
+    assert pairs["--rdzv-endpoint"] == "10.0.0.1:29500"
+    assert pairs["--rdzv-id"] == "night-tp2-0"
+    assert pairs["--rdzv-backend"] == "static"
+
+
+def test_cpu_ranks_get_one_thread_and_tritons_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 ranks with all cores each would measure the scheduler; a number that the user set stays."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert torchrun._environment(job(tmp_path), Machines())["OMP_NUM_THREADS"] == "1"
+    assert torchrun._environment(job(tmp_path), Machines())["TRITON_INTERPRET"] == "1"
+    assert "TRITON_INTERPRET" not in torchrun._environment(job(tmp_path, "cuda"), Machines())
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert torchrun._environment(job(tmp_path), Machines())["OMP_NUM_THREADS"] == "3"
+
+
+def test_the_probe_of_a_worker_that_cannot_start_says_what_it_wrote() -> None:
+    """A broken torch installation is reported, not a JSON error."""
+    with pytest.raises(WorkerError, match=r"(?s)could not describe this machine.*No module named"):
+        launch.probe("dcpbench.no_such_worker")
+
+
+@pytest.mark.parametrize("endpoint", ["", "host", "host:", ":29500", "host:http", "host:0", "host:70000"])
+def test_an_endpoint_that_is_not_host_and_port_is_a_usage_error(endpoint: str) -> None:
+    """The message shows a valid one."""
+    with pytest.raises(UsageError, match=r"10\.0\.0\.1:29500"):
+        nodes.split_endpoint(endpoint)
+
+
+def test_an_endpoint_may_be_an_ipv6_address() -> None:
+    """Brackets belong to the notation, not to the address."""
+    assert nodes.split_endpoint("[::1]:29500") == ("::1", 29500)
+
+
+def test_lines_between_nodes_survive_being_cut_and_joined() -> None:
+    """TCP keeps no boundaries: half a line waits, two lines come one by one, a closed peer is noticed."""
+    ours, theirs = socket.socketpair()
+    line = nodes.Line(ours)
+    theirs.sendall(b"fir")
+    assert line.receive(0.01) is None
+    theirs.sendall(b"st\nsecond\n")
+    assert line.receive(1) == b"first"
+    assert line.receive(0) == b"second"
+    assert not line.closed
+    theirs.close()
+    assert line.receive(1) is None
+    assert line.closed
+    line.close()
+
+
+def test_node_0_hands_jobs_to_the_others_and_hears_how_they_ended(tmp_path: Path) -> None:
+    """Job, `failed`, `stop`, Ended, and the end of the sweep, over a real socket."""
+    port = torchrun._free_port()
+    got: list[bytes | None] = []
+
+    def other() -> None:
+        line = nodes.follow(f"127.0.0.1:{port}", 10)
+        got.append(line.receive(10))
+        line.send(nodes.FAILED)
+        got.append(line.receive(10))
+        line.send(msgspec.json.encode(nodes.Ended(node=1, code=1, failures=[failure(3, "ValueError", "x")])))
+        got.append(line.receive(10))
+        line.close()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with nodes.Leader(f"127.0.0.1:{port}", 2, 10) as leader:
+        leader.start(job(tmp_path))
+        while not leader.in_trouble():
+            pass
+        (ended,) = leader.stop()
+    thread.join(10)
+    assert [f.rank for f in ended.failures] == [3]
+    assert msgspec.json.decode(got[0] or b"", type=Job) == job(tmp_path)
+    assert got[1:] == [nodes.STOP, None]
+
+
+def test_a_node_that_never_comes_and_a_node_0_that_never_answers_are_named() -> None:
+    """Both sides give up with the command to start and the port to check."""
+    port = torchrun._free_port()
+    with pytest.raises(WorkerError, match="0 of 1 other nodes"):
+        nodes.Leader(f"127.0.0.1:{port}", 2, 0.1)
+    with pytest.raises(WorkerError, match="no answer from node 0"):
+        nodes.follow(f"127.0.0.1:{port}", 0.1)

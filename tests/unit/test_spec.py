@@ -1,0 +1,152 @@
+"""Reading options: comma lists, sizes, TOML and YAML files, and what nonsense gets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dcpbench.errors import CapacityError, DcpbenchError, UsageError
+from dcpbench.jobs import Probe
+from dcpbench.spec import PARSERS, SweepSpec, effective, make_spec, parse_bytes, read_options
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CPU = Probe(device="cpu", count=0, name="CPU")
+GPU = Probe(device="cuda", count=4, name="NVIDIA H200", memory_bytes=139 << 30, l2_bytes=60 << 20)
+
+
+def test_comma_lists_lists_and_numbers_mean_the_same() -> None:
+    """A file's list, a file's number and the command line's string."""
+    assert make_spec({"tp": "4, 8"}, CPU).tp == make_spec({"tp": [4, 8]}, CPU).tp == (4, 8)
+    assert make_spec({"tp": 4}, CPU).tp == make_spec({"tp": "4"}, CPU).tp == (4,)
+
+
+def test_a_value_typed_twice_counts_once() -> None:
+    """--tp 4,4 is one axis value."""
+    assert make_spec({"tp": "4,4,2"}, CPU).tp == (4, 2)
+
+
+def test_a_toml_and_a_yaml_file_with_the_same_options_make_the_same_spec(tmp_path: Path) -> None:
+    """Names are the command line's, with - or _."""
+    toml, yaml = tmp_path / "a.toml", tmp_path / "a.yaml"
+    toml.write_text('tp = [2, 4]\nkv-memory = "1GiB"\nbaseline = false\nmodel = "tiny"\nseconds = 3\n')
+    yaml.write_text("tp: [2, 4]\nkv_memory: 1GiB\nno-baseline: true\nmodel: tiny\nseconds: 3.0\n")
+    spec = make_spec(read_options(toml), CPU)
+    assert spec == make_spec(read_options(yaml), CPU)
+    assert (spec.tp, spec.baseline, spec.settings.kv_memory_bytes, spec.settings.seconds) == ((2, 4), False, 1 << 30, 3)
+
+
+def test_an_unknown_name_in_a_file_names_the_nearest_valid_one(tmp_path: Path) -> None:
+    """A typo must not be ignored: the sweep would measure something else."""
+    path = tmp_path / "a.toml"
+    path.write_text("concurency = [8]\n")
+    with pytest.raises(UsageError, match="unknown option 'concurency'; did you mean 'concurrency'"):
+        read_options(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.toml", "tp = [4"),
+        ("a.toml", "tp = {a = 1}"),
+        ("a.yaml", "tp: [4"),
+        ("a.yaml", "- tp\n- 4\n"),
+        ("a.yaml", ""),
+        ("a.yaml", "tp: true"),
+        ("a.yaml", "tp:"),
+        ("a.yaml", "tp: 4.5"),
+        ("a.yaml", "tp: []"),
+        ("a.yaml", "tp:\n  - [4]\n"),
+        ("a.yaml", "model: 3"),
+        ("a.yaml", "baseline: maybe"),
+        ("a.yaml", "1: 2"),
+        ("a.json", "{}"),
+        ("a.toml", "seconds = 'x'"),
+    ],
+)  # fmt: skip
+def test_nonsense_in_a_file_is_a_usage_error(tmp_path: Path, name: str, text: str) -> None:
+    """Never a traceback of the parser or of Python."""
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(UsageError):
+        make_spec(read_options(path), CPU)
+
+
+def test_a_missing_or_binary_file_is_a_usage_error(tmp_path: Path) -> None:
+    """Both name the file."""
+    (tmp_path / "b.toml").write_bytes(b"\xff\xfe\x00")
+    for name in ("none.toml", "b.toml"):
+        with pytest.raises(UsageError, match=name):
+            read_options(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tp": "four"}, "--tp four: not a whole number"),
+        ({"tp": "0"}, "--tp 0 is not positive"),
+        ({"tp": "-4"}, "--tp -4 is not positive"),
+        ({"tp": "4,,8"}, "empty entry"),
+        ({"tp": ""}, "empty entry"),
+        ({"concurrency": "8;32"}, "--concurrency 8;32: not a whole number"),
+        ({"context": "0"}, "--context 0 is not positive"),
+        ({"exchange": "ag-rs"}, "did you mean ag_rs"),
+        ({"exchange": "none"}, "--exchange none is unknown"),
+        ({"backend": "tritn"}, "did you mean triton"),
+        ({"dtype": "bfloat16"}, "did you mean bf16"),
+        ({"page_size": 64, "interleave": 3}, "--interleave 3 does not divide --page-size 64; these do: 1, 2, 4"),
+        ({"page_size": 0}, "--page-size 0 is not positive"),
+        ({"seconds": -1.0}, "--seconds -1 is not positive"),
+        ({"repeats": 0}, "--repeats 0 is not positive"),
+        ({"kv_memory": "lots"}, "write for example --kv-memory 100GiB"),
+        ({"kv_memory": "0GiB"}, "more than 0 bytes"),
+        ({"weights": "/no/such/folder"}, "no such folder"),
+    ],
+    ids=lambda x: "-".join(f"{k}={v}" for k, v in x.items()) if isinstance(x, dict) else "",
+)
+def test_nonsense_on_the_command_line_says_what_to_type(options: dict[str, object], words: str) -> None:
+    """Each message holds the option and a way out."""
+    with pytest.raises(UsageError) as caught:
+        make_spec(options, CPU)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("100GiB", 100 << 30), ("40GB", 40 * 10**9), ("1.5 MiB", 3 << 19), ("2k", 2000), ("12345", 12345), ("7B", 7)],
+)
+def test_sizes_are_binary_with_i_and_decimal_without(text: str, size: int) -> None:
+    """1 GiB is 2^30 bytes, 1 GB is 10^9."""
+    assert parse_bytes("kv_memory", text) == size
+
+
+def test_a_checkpoint_folder_is_its_own_model(tmp_path: Path) -> None:
+    """--weights FOLDER alone reads FOLDER/config.json; --model beside it wins."""
+    assert make_spec({"weights": str(tmp_path)}, CPU).model == (str(tmp_path),)
+    assert make_spec({"weights": str(tmp_path), "model": "tiny"}, CPU).model == ("tiny",)
+
+
+def test_device_cpu_hides_the_gpus_and_device_cuda_needs_one() -> None:
+    """The defaults follow the device that is used."""
+    assert effective(GPU, "auto") is GPU
+    assert make_spec({}, effective(GPU, "cpu")).model == ("tiny",)
+    with pytest.raises(CapacityError, match="--device cpu"):
+        effective(CPU, "cuda")
+    with pytest.raises(UsageError, match="did you mean cuda"):
+        effective(GPU, "cudaa")
+
+
+def test_every_option_of_a_file_reaches_the_spec_or_its_settings() -> None:
+    """No name is accepted and then ignored."""
+    fields = set(SweepSpec.__dataclass_fields__) | {"kv_memory", "seconds", "profile"}
+    assert set(PARSERS) == fields - {"settings"}
+
+
+def test_a_spec_made_by_hand_is_checked_too() -> None:
+    """Validation lives in the spec, not in the parser."""
+    with pytest.raises(DcpbenchError, match="--tp is empty"):
+        SweepSpec(
+            model=("tiny",), tp=(), concurrency=(1,), context=(1,), backend=("reference",), dtype="fp32", page_size=1
+        )

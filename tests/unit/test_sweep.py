@@ -1,0 +1,272 @@
+"""What a sweep expands to, what it rejects and why."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import pytest
+
+from dcpbench import memory, sweep
+from dcpbench.errors import CapacityError, DcpbenchError, LayoutError, MissingPackageError, UsageError
+from dcpbench.jobs import Probe, Settings
+from dcpbench.layout import Layout
+from dcpbench.shapes import load_shape
+from dcpbench.spec import make_spec
+
+GIB = 1 << 30
+CPU = Probe(device="cpu", count=0, name="CPU")
+H200X4 = Probe(
+    device="cuda", count=4, name="NVIDIA H200", memory_bytes=139 * GIB, l2_bytes=60 << 20,
+    packages={"flashinfer": "0.6.18"},
+)  # fmt: skip
+
+
+def expand(probe: Probe = H200X4, nnodes: int = 1, **options: object) -> list[sweep.Candidate]:
+    """Candidates of options given as on the command line."""
+    return sweep.expand(make_spec(options, probe), probe, nnodes)
+
+
+def reason(candidates: list[sweep.Candidate]) -> str:
+    """The one reason that all rejected candidates share."""
+    (text,) = {str(c.error) for c in candidates if c.error}
+    return text
+
+
+def test_the_default_sweep_on_gpus_measures_full_dcp_and_its_baseline() -> None:
+    """4 GPUs, 3 concurrencies: 3 points of tp4·dcp4 and 3 added ones of tp4."""
+    found = expand()
+    assert [(c.point.dcp, c.point.concurrency, c.added) for c in found] == [
+        (1, 8, True), (1, 32, True), (1, 48, True), (4, 8, False), (4, 32, False), (4, 48, False),
+    ]  # fmt: skip
+    assert {(c.point.model, c.point.backend, c.point.dtype, c.point.page_size, c.point.context) for c in found} == {
+        ("deepseek-v3", "flashinfer", "bf16", 64, 4000)
+    }
+
+
+def test_triton_is_the_default_where_flashinfer_cannot_be_imported() -> None:
+    """A default never names a package that is missing."""
+    probe = msgspec.structs.replace(H200X4, packages={"flashinfer": None})
+    assert {c.point.backend for c in expand(probe)} == {"triton"}
+
+
+def test_a_default_sweep_on_a_laptop_is_tiny_and_runs() -> None:
+    """8 gloo ranks, fp32, the reference kernel, and no rejected point."""
+    found = expand(CPU)
+    assert {(c.point.model, c.point.tp, c.point.dtype, c.point.backend) for c in found} == {
+        ("tiny", 8, "fp32", "reference")
+    }
+    assert all(c.plan is not None and c.plan.layers_held == 3 for c in found)
+
+
+def test_a_baseline_that_was_typed_is_not_added_again() -> None:
+    """--dcp 1,4 holds the baseline already."""
+    found = expand(dcp="1,4", concurrency=8)
+    assert [(c.point.dcp, c.added) for c in found] == [(1, False), (4, False)]
+
+
+def test_no_baseline_leaves_only_what_was_typed() -> None:
+    """The grid alone."""
+    assert [c.point.dcp for c in expand(dcp="4", concurrency=8, baseline=False)] == [4]
+
+
+def test_an_impossible_point_brings_no_baseline() -> None:
+    """tp8 on 4 GPUs: a baseline of tp8 could not run either and would only repeat the reason."""
+    assert [c.added for c in expand(tp="8", concurrency=8)] == [False]
+
+
+def test_points_without_dcp_are_not_repeated_for_every_exchange() -> None:
+    """Nothing is exchanged at dcp 1: the exchange is `none`, and with dcp 4 it is ag_rs."""
+    found = expand(dcp="1,4", concurrency=8, exchange="ag_rs")
+    assert [(c.point.dcp, c.point.exchange) for c in found] == [(1, "none"), (4, "ag_rs")]
+
+
+def test_without_dcp_each_tp_and_dp_gets_the_largest() -> None:
+    """tp/dp: 2/1, 2/2, 4/1, 4/2."""
+    found = expand(tp="2,4", dp="1,2", concurrency=8, baseline=False)
+    assert [(c.point.tp, c.point.dp, c.point.dcp) for c in found] == [(2, 1, 2), (2, 2, 1), (4, 1, 4), (4, 2, 2)]
+
+
+def test_points_that_share_an_engine_are_neighbours() -> None:
+    """Repeat, tp, model, layout, backend, exchange, then load: an engine is left at most once in a repeat."""
+    found = expand(
+        model="kimi-k2,deepseek-v3", tp="2,4", backend="triton,flashinfer", context="4000,100", concurrency="8,1",
+        repeats=2,
+    )  # fmt: skip
+    engines = [(c.point.repeat, c.point.model, c.point.layout) for c in found]
+    changes = sum(a != b for a, b in itertools.pairwise(engines))
+    assert changes == len(set(engines)) - 1
+    assert [c.point.repeat for c in found] == sorted(c.point.repeat for c in found)
+    first = found[0].point
+    assert (first.model, first.concurrency, first.context) == ("kimi-k2", 1, 100)
+
+
+def test_more_ranks_than_gpus_is_an_error_that_names_the_command_to_type() -> None:
+    """All typed points need 8 GPUs: the sweep must not quietly measure something smaller."""
+    with pytest.raises(CapacityError, match=r"needs 8 GPUs and there are 4 .*--model deepseek-v3 --tp 4 --dcp 4"):
+        sweep.check_any(expand(tp="8", dcp="8"))
+
+
+def test_only_the_points_that_need_too_many_gpus_are_rejected() -> None:
+    """--tp 4,8 on 4 GPUs: tp4 runs, tp8 leaves a record that says why it does not."""
+    found = expand(tp="4,8", concurrency=8)
+    sweep.check_any(found)
+    assert [(c.point.tp, c.error is None) for c in found] == [(4, True), (4, True), (8, False)]
+    record = found[-1].rejected()
+    assert record.outcome == "rejected"
+    assert "needs 8 GPUs" in str(record.reason)
+
+
+def test_the_gpus_of_all_nodes_count() -> None:
+    """Two machines with 4 GPUs run tp 8; three cannot share it evenly."""
+    assert all(c.error is None for c in expand(nnodes=2, tp="8", concurrency=8))
+    assert "does not divide over --nnodes 3" in reason(expand(nnodes=3, tp="8", concurrency=8))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dcp": "3"}, "--dcp 3 does not divide --tp 4; these do: 1, 2, 4"),
+        ({"dp": "3"}, "--dp 3 does not divide --tp 4"),
+        ({"context": "163840"}, "--context can be up to 163839"),
+        ({"dtype": "fp32"}, "runs in bf16 and fp16, not fp32"),
+        ({"model": "tiny", "tp": "2"}, "tiny has 32 + 16; use --backend triton"),
+        ({"model": "tiny", "tp": "3", "backend": "triton"}, "tp/dp can be 1, 2, 4, 8"),
+    ],
+    ids=["dcp-3", "dp-3", "context-too-long", "flashinfer-fp32", "flashinfer-tiny", "heads-do-not-divide"],
+)
+def test_a_rejected_point_says_what_would_be_valid(options: dict[str, object], words: str) -> None:
+    """Each reason ends with the next thing to type."""
+    assert words in reason([c for c in expand(concurrency=8, **options) if not c.added])
+
+
+def test_flashinfer_that_was_typed_but_is_missing_is_rejected_with_how_to_install_it() -> None:
+    """What was typed is never replaced silently."""
+    probe = msgspec.structs.replace(H200X4, packages={})
+    with pytest.raises(MissingPackageError, match=r"pip install 'dcpbench\[flashinfer\]'"):
+        sweep.check_any(expand(probe, backend="flashinfer"))
+
+
+def test_flashinfer_needs_a_gpu() -> None:
+    """On the CPU the error names the other backends."""
+    with pytest.raises(UsageError, match="use --backend reference"):
+        sweep.check_any(expand(CPU, backend="flashinfer"))
+
+
+def test_a_full_size_model_on_a_machine_without_gpus_is_an_error_not_a_smaller_model() -> None:
+    """The error gives the command that does run there."""
+    with pytest.raises(CapacityError, match="dcpbench sweep --model tiny --tp 8 --dcp 8"):
+        sweep.check_any(expand(CPU, model="deepseek-v3", tp="8", dcp="8"))
+
+
+def test_a_baseline_alone_does_not_make_a_sweep_valid() -> None:
+    """--dcp 3 is a mistake even though tp4 could run; no baseline hides it."""
+    with pytest.raises(LayoutError, match="these do: 1, 2, 4"):
+        sweep.check_any(expand(dcp="3"))
+
+
+def test_kv_that_cannot_fit_names_the_gap_the_largest_concurrency_and_the_dcp_that_would_do() -> None:
+    """V3, tp4, 128,000 tokens: 2,001 pages of 64 tokens each request, 61·576·2 bytes a token."""
+    found = expand(dcp="1", context=128000, concurrency="1,48", baseline=False)
+    assert found[0].error is None
+    text = str(found[1].error)
+    shape, layout = load_shape("deepseek-v3"), Layout(tp=4)
+    room = memory.most_kv_pages(shape, layout, itemsize=2, page_size=64, total_bytes=139 * GIB, l2_bytes=60 << 20)
+    assert "GiB more than the 131.0 GiB available" in text
+    assert f"largest --concurrency that fits is {(room - 1) // 2001}." in text
+    assert "With --dcp 4 it fits." in text
+
+
+def test_the_concurrency_that_a_rejection_names_does_fit_and_one_more_does_not() -> None:
+    """The advice is exact at its edge."""
+    text = reason(expand(dcp="1", context=128000, concurrency=48, baseline=False))
+    most = int(text.partition("fits is ")[2].partition(".")[0])
+    edge = expand(dcp="1", context=128000, concurrency=f"{most},{most + 1}", baseline=False)
+    assert [c.error is None for c in edge] == [True, False]
+
+
+def test_a_layouts_pool_is_sized_for_its_largest_point_that_fits() -> None:
+    """8 requests of 4,001 tokens on dcp4, page 64: ceil(4001 / 256) = 16 pages each, and the padding page: 129."""
+    spec = make_spec({"concurrency": "1,8"}, H200X4)
+    found = sweep.expand(spec, H200X4)
+    points = [c.point for c in found]
+    shape = load_shape("deepseek-v3")
+    pages = {sweep.kv_pages(p, points, spec.settings, shape, H200X4) for p in points if p.dcp == 4}
+    assert pages == {8 * 16 + 1}
+    assert {c.plan.kv_bytes for c in found if c.plan and c.point.dcp == 4} == {129 * 64 * 61 * 576 * 2}
+
+
+def test_a_rejected_point_does_not_enlarge_the_pool_of_the_others() -> None:
+    """The pool of the point that fits is the same with and without the one that does not."""
+    alone = expand(dcp="1", context=128000, concurrency="1", baseline=False)
+    beside = expand(dcp="1", context=128000, concurrency="1,48", baseline=False)
+    assert alone[0].plan == beside[0].plan
+
+
+def test_where_all_weights_fit_the_pool_is_what_they_leave() -> None:
+    """V2-Lite on one GPU: all 27 layers held, and less than one page of 64·27·576·2 bytes unused."""
+    (found,) = expand(model="deepseek-v2-lite", tp="1", concurrency=1)
+    assert found.plan is not None
+    assert found.plan.layers_held == 27
+    page = 64 * 27 * 576 * 2
+    unused = (H200X4.memory_bytes or 0) - memory.RESERVE_BYTES - found.plan.weight_bytes - found.plan.kv_bytes
+    assert 0 <= unused < page
+    assert sweep.bounded_by(found.plan, Settings(), H200X4) == "weights"
+    assert sweep.bounded_by(found.plan, Settings(kv_memory_bytes=1), H200X4) == "kv_memory"
+    (large,) = expand(model="deepseek-v3", tp="4", dcp="1", concurrency=1)
+    assert large.plan is not None
+    assert sweep.bounded_by(large.plan, Settings(), H200X4) == "sweep", "V3 does not fit whole on 4 GPUs"
+
+
+def test_kv_memory_fixes_the_pool_and_rejects_what_does_not_fit_in_it() -> None:
+    """10 GiB hold 2386 pages of 64·61·576·2 bytes; a request of 4,001 tokens takes 63 of them: 37 requests."""
+    found = expand(dcp="1", kv_memory="10GiB", concurrency="37,38", baseline=False)
+    assert [c.error is None for c in found] == [True, False]
+    assert found[0].plan is not None
+    assert found[0].plan.kv_bytes == 10 * GIB // (64 * 61 * 576 * 2) * (64 * 61 * 576 * 2)
+    assert "largest --concurrency that fits is 37. With --dcp 2 it fits." in str(found[1].error)
+
+
+def test_kv_memory_larger_than_the_gpu_says_how_large_it_can_be() -> None:
+    """The named size is accepted when typed."""
+    text = reason(expand(kv_memory="200GiB", concurrency=8))
+    size = text.partition("--kv-memory can be up to ")[2].partition(" ")[0]
+    assert all(c.error is None for c in expand(kv_memory=size, concurrency=8, baseline=False))
+
+
+def test_kv_pages_ignores_points_of_other_engines() -> None:
+    """A larger load on another layout, model or dtype has its own pool."""
+    shape = load_shape("tiny")
+    small, other = (c.point for c in expand(CPU, concurrency=2, baseline=False, tp="2,4"))
+    large = msgspec.structs.replace(other, concurrency=800)
+    assert sweep.kv_pages(small, [small, large], Settings(), shape, CPU) == sweep.pages_needed(small)
+
+
+def test_more_replicas_than_requests_is_allowed() -> None:
+    """Concurrency 1 on dp 4: three replicas hold padding only."""
+    assert all(c.error is None for c in expand(dp="4", concurrency=1))
+
+
+def test_verify_layouts_bring_no_baseline() -> None:
+    """Exactly the layouts given, each once."""
+    layouts = [Layout(tp=2, dcp=2), Layout(tp=1), Layout(tp=2, dcp=2)]
+    found = sweep.expand_layouts(layouts, make_spec({"concurrency": "4", "context": "37"}, CPU), CPU)
+    assert [c.point.layout for c in found] == [Layout(tp=1), Layout(tp=2, dcp=2)]
+
+
+def test_the_dry_run_table_shows_both_names_memory_and_reasons() -> None:
+    """The tp of vLLM counts one replica: our tp4 dp2 dcp2 is its dp2·tp2·dcp2."""
+    rows = sweep.table(expand(CPU, tp="4", dp="2", dcp="2,3", concurrency=2, baseline=False))
+    assert rows[0]["layout"] == "tp4·dp2·dcp2"
+    assert rows[0]["vllm_layout"] == "dp2·tp2·dcp2"
+    assert rows[0]["layers_held"] == rows[0]["layers"] == 3
+    assert rows[0]["kv_pool_bytes"] == (51 + 1) * 3 * 48 * 4, "ceil(101 / 2) pages of one row, and the padding page"
+    assert rows[1]["kv_pool_bytes"] is None
+    assert "--dcp 3 does not divide" in str(rows[1]["reason"])
+
+
+def test_every_error_of_a_candidate_is_one_of_ours() -> None:
+    """Rejections carry the exit code with which the command ends."""
+    found = expand(tp="4,8", dcp="3,4", context="100,999999", concurrency="8,99999999")
+    assert {type(c.error).exit_code for c in found if c.error} == {2, 3}
+    assert all(isinstance(c.error, DcpbenchError) for c in found if c.error)
