@@ -1,0 +1,46 @@
+"""Reports from record files alone: HTML, Markdown, CSV, figures and the terminal's table.
+
+Nothing heavy is imported before a report is asked for, so that the command line stays quick.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import RenderableType
+
+__all__ = ["terminal_table", "write_report"]
+
+
+def write_report(folders: list[Path], out: Path) -> list[Path]:
+    """Write report.html, report.md, points.csv and figures/ about one or several runs into `out`; paths, page first.
+
+    Files of an earlier report are written over. Raises RecordsError for a folder without records, UsageError for no
+    folder and OutputError where `out` cannot be written.
+    """
+    from dcpbench.errors import OutputError
+    from dcpbench.reports import export, frames, html, markdown, plots, sections
+
+    read = frames.load(folders)
+    title = "dcpbench: " + ", ".join(run.name for run in read.runs)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        pictures = plots.draw_all(read.points, out / "figures")
+        told = sections.report(read, pictures)
+        page, text, table = out / "report.html", out / "report.md", out / "points.csv"
+        page.write_text(html.render(title, told, cpu=read.cpu), encoding="utf-8")
+        text.write_text(markdown.render(title, told, out), encoding="utf-8")
+        export.write_csv(read, table)
+    except OSError as e:
+        raise OutputError(f"cannot write the report into {out}: {e}; give another folder with -o.") from e
+    return [page, text, table, *(path for p in pictures for path in (p.png, p.svg))]
+
+
+def terminal_table(folders: list[Path]) -> RenderableType:
+    """What `rich` prints about one or several runs. Raises as `write_report` does."""
+    from dcpbench.reports import frames, terminal
+
+    return terminal.render(frames.load(folders))

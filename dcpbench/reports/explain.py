@@ -1,0 +1,175 @@
+"""The words around the tables: definitions, what marks mean, why a value is absent, what to know first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dcpbench.reports.tables import missing, number
+from dcpbench.stats import least_samples
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from dcpbench.reports.frames import Frames
+
+METHOD = [
+    " ".join(paragraph.split())
+    for paragraph in f"""
+    Step time: replays of a captured CUDA graph, timed by CUDA events on every rank; a sample is the slowest rank's.
+    On a CPU it is wall time.
+
+    Warm-up lasts until two successive medians agree within 1 %. Measuring stops when the 95 % interval of the median
+    is within the precision asked for, ±1 % by default. A time limit ends both; then the point is marked noisy.
+
+    Intervals are distribution-free: two order statistics of the samples that hold the median with 95 % confidence
+    (exact binomial). Where a point was repeated, the value is the median of the repeats and the interval spans all of
+    theirs.
+
+    Percentiles need {least_samples(90)} samples for p90, {least_samples(95)} for p95 and {least_samples(99)} for p99:
+    then at least two samples lie beyond the true percentile with 99 % probability. With fewer they are not reported.
+
+    ITL (inter-token latency): the gap between two output tokens of a request. In the workload decode every request
+    gets one token a step, so its samples are steps, not tokens.
+
+    TTFT (time to first token): from submission to the first output token, queueing included. The workload decode has
+    none.
+
+    Output throughput: concurrency / step time, in tok/s, of the whole layout. Per GPU: divided by tp; DCP and
+    attention DP add no GPUs.
+
+    tok/s/user: 1000 / median ITL in ms.
+
+    KV tokens per GiB: tokens that the layout's pools hold, each counted once, over the GiB of one GPU's pool. It
+    compares layouts whatever the pools' sizes.
+
+    Phases, idle time, host syncs and allocations come from a separate profiled pass, so that profiling never touches
+    the times.
+
+    A difference counts as clear if the intervals do not overlap and it is more than 2 %, which is as far as repeats
+    may differ.
+    """.strip().split("\n\n")
+]
+
+MARKS = {
+    "noisy": "at the time limit the interval of the median was wider than asked for, or warm-up had not settled.",
+    "throttled": "the GPU lowered its clocks for heat or power while the point was measured.",
+    "cpu": "functional run on a CPU; not a performance number.",
+    "l2_warm": "weights or KV cache are so small that they may stay in the L2 cache, which flatters the time.",
+    "baseline": "added for comparison: the same layout with dcp=1.",
+    "oversubscribed": "more ranks than GPUs or cores shared the machine.",
+}
+
+BOUNDS = {
+    "weights": "weights: the pool takes what the weights leave.",
+    "kv_memory": "kv_memory: the pool has the size given with --kv-memory.",
+    "sweep": (
+        "sweep: not all weights fit, so the pool was sized for the largest point of the sweep. A capacity beside "
+        "weights that are not there would be fiction; compare tokens per GiB instead."
+    ),
+}
+
+
+def commands(frames: Frames) -> list[str]:
+    """The command lines that the records name, each once."""
+    return list(dict.fromkeys(r.environment.command for r in frames.records if r.environment and r.environment.command))
+
+
+def file_notes(frames: Frames) -> list[str]:
+    """What a reader must know about the files themselves."""
+    notes = []
+    for run in frames.runs:
+        if run.truncated:
+            notes.append(
+                f"Run {run.name}: the last line of its record file was cut short; it is kept aside and not counted."
+            )
+        if run.replaced:
+            notes.append(
+                f"Run {run.name}: {run.replaced} older records of points that were measured again are left out."
+            )
+        if not run.records:
+            notes.append(f"Run {run.name} holds no record.")
+    return notes
+
+
+def absent(points: pd.DataFrame) -> list[str]:
+    """Why a dash stands where a value could be."""
+    if points.empty:
+        return []
+    why = [
+        f"p{p} needs {least_samples(p)} steps in one measurement"
+        for p in (90, 95, 99)
+        if (points[f"itl_p{p}_ms"].isna() & points["itl_p50_ms"].notna()).any()
+    ]
+    if points["output_tok_s"].isna().any():
+        why.append("some records hold no metrics, though their point ended well")
+    if points["spread"].isna().any():
+        why.append("a point measured once has no repeats to compare")
+    return [f"A dash means not measured: {'; '.join(why)}."] if why else []
+
+
+def marks(points: pd.DataFrame) -> list[str]:
+    """The marks that occur, and what they mean."""
+    if points.empty:
+        return []
+    found = sorted({mark for marks in points["marks"] for mark in str(marks).split(", ") if mark})
+    return [f"{mark}: {MARKS.get(mark, 'not known to this version of dcpbench.')}" for mark in found]
+
+
+def phases(points: pd.DataFrame) -> list[str]:
+    """How much the GPU idled and the host blocked, and what the profiled pass did not see."""
+    if points.empty:
+        return []
+    said = []
+    if points["cpu"].any():
+        said.append("On a CPU there is no GPU to idle and no host sync; phases are host time by range on one rank.")
+    on_gpu = points[~points["cpu"]]
+    idle, syncs = on_gpu["idle_fraction"].dropna(), on_gpu["host_syncs_per_step"].dropna()
+    if len(idle):
+        said.append(f"The GPU idled {idle.min() * 100:.2g} % to {idle.max() * 100:.2g} % of a profiled step.")
+    if len(syncs):
+        most = syncs.max()
+        said.append(
+            "No step made the host wait for the GPU."
+            if most == 0
+            else f"Up to {number(most, 3)} calls in a step made the host wait for the GPU; see the table."
+        )
+    if points["idle_us"].isna().any():
+        said.append("A dash means that the point had no profiled pass, or that the device has no such number.")
+    return said
+
+
+def bounds(points: pd.DataFrame) -> list[str]:
+    """What bounded the KV pools that occur."""
+    if points.empty:
+        return []
+    found = dict.fromkeys(str(v) for v in points["kv_bounded_by"] if not missing(v))
+    return [BOUNDS.get(name, f"{name}: not known to this version of dcpbench.") for name in found]
+
+
+def honesty(points: pd.DataFrame) -> list[str]:
+    """Weights, layers and correctness, in sentences."""
+    if points.empty:
+        return []
+    said = []
+    kinds = sorted(set(map(str, points["weights"])))
+    if kinds == ["synthetic"]:
+        said.append(
+            "Weights are synthetic: random numbers in the real sizes. Which experts tokens go to follows from them."
+        )
+    else:
+        said.append(f"Weights: {', '.join(kinds)}.")
+    held = points.dropna(subset=["layers", "layers_held"])
+    if len(held) and (held["layers_held"] < held["layers"]).any():
+        said.append(
+            "Not all layers' weights fit into memory. The distinct layers that were held are cycled through, so a step "
+            "does the work of all layers; the KV cache of every layer is real."
+        )
+    error = points["attention_error"].dropna()
+    if len(error):
+        said.append(
+            f"Worst relative error of the merged attention output against fp64: {number(error.max(), 2)} "
+            f"(checked for {len(error)} of {len(points)} points)."
+        )
+    else:
+        said.append("The attention output of these points was not compared with a reference.")
+    return said

@@ -1,0 +1,38 @@
+"""The points as CSV, one row each, with the units in the column names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.reports.frames import Frames
+
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+"""A spreadsheet would run a cell that starts with one of these."""
+
+
+def write_csv(frames: Frames, path: Path) -> None:
+    """Every point that ran, then every point that did not with its outcome and reason. Absent values are empty."""
+    import pandas as pd
+
+    table = frames.points.assign(outcome="ok") if len(frames.points) else frames.points
+    table = (
+        pd.concat([t for t in (table, frames.others.drop(columns="detail")) if len(t)])
+        if _any(frames)
+        else frames.others
+    )
+    table = table.reset_index(drop=True)
+    words = [c for c in table.columns if not pd.api.types.is_numeric_dtype(table[c])]
+    for column in words:
+        table[column] = pd.Series([_inert(v) for v in table[column]], index=table.index, dtype=object)
+    table.to_csv(path, index=False, lineterminator="\n")
+
+
+def _any(frames: Frames) -> bool:
+    return len(frames.points) + len(frames.others) > 0
+
+
+def _inert(value: object) -> object:
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_STARTS) else value

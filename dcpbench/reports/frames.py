@@ -1,0 +1,244 @@
+"""Records as tidy tables: one row per point, its repeats merged; what failed or was rejected kept apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from dcpbench.errors import LayoutError, UsageError
+from dcpbench.records import ASIDE_FILE, RECORDS_FILE, read_records
+from dcpbench.stats import agreement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from dcpbench.records import Interval, Point, Record
+
+GIB = 1 << 30
+VARIANTS = {
+    "workload": "{}",
+    "backend": "{}",
+    "exchange": "{}",
+    "dtype": "{}",
+    "page_size": "page {}",
+    "interleave": "interleave {}",
+    "weights": "weights {}",
+}
+"""What else than the layout may tell two points of one load apart, and how it is printed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One folder of records."""
+
+    name: str
+    records: list[Record]
+    """The last record of each point: a later one replaces what --resume measured again."""
+    replaced: int
+    """Records that a later one of the same point replaced."""
+    truncated: bool
+    """Whether a last line was cut short, and so is not counted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Frames:
+    """Everything a report is made of."""
+
+    runs: list[Run]
+    points: pd.DataFrame
+    """One row per point that ran, repeats merged (see `_point_row`)."""
+    others: pd.DataFrame
+    """Points that did not: run, model, layout, context, concurrency, outcome, reason, detail."""
+
+    @property
+    def records(self) -> list[Record]:
+        """All records of all runs."""
+        return [record for run in self.runs for record in run.records]
+
+    @property
+    def cpu(self) -> bool:
+        """Whether any point was taken on a CPU."""
+        return len(self.points) > 0 and bool(self.points["cpu"].any())
+
+
+def load(folders: Iterable[Path]) -> Frames:
+    """Read and join run folders. Raises RecordsError for a folder without records, UsageError for no folder."""
+    folders = list(dict.fromkeys(folders))
+    if not folders:
+        raise UsageError("no run folder given; name at least one, as in `dcpbench report runs/latest`.")
+    runs = [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+    rows, others = [], []
+    for run in runs:
+        same: dict[str, list[Record]] = {}
+        for record in run.records:
+            if record.outcome == "ok":
+                same.setdefault(record.point.same_but_repeat(), []).append(record)
+            else:
+                others.append(_other_row(run.name, record))
+        rows += [_point_row(run.name, records) for records in same.values()]
+    return Frames(runs=runs, points=_tidy(rows), others=pd.DataFrame(others, columns=list(_OTHER_COLUMNS)))
+
+
+def layout_name(point: Point) -> str:
+    """The layout as printed; for degrees that do not nest, the degrees as they were asked for."""
+    try:
+        return str(point.layout)
+    except LayoutError:
+        return f"tp{point.tp}·dp{point.dp}·dcp{point.dcp}"
+
+
+def spread(intervals: list[Interval]) -> float | None:
+    """Largest relative difference of any two repeats' medians (stats.agreement); None for a single one."""
+    ordered = sorted(intervals, key=lambda interval: interval.median)
+    return agreement(ordered[0], ordered[-1]) if len(ordered) > 1 else None
+
+
+def _read(folder: Path, name: str) -> Run:
+    records = read_records(folder)
+    last = {record.point.key(): record for record in records}
+    path = folder / RECORDS_FILE if folder.is_dir() else folder
+    cut = not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
+    return Run(name, list(last.values()), len(records) - len(last), cut or (path.parent / ASIDE_FILE).exists())
+
+
+def _names(folders: list[Path]) -> list[str]:
+    """Folder names, with as much of their path as tells them apart."""
+    paths = [(folder if folder.is_dir() else folder.parent).resolve() for folder in folders]
+    names = [path.name or str(path) for path in paths]
+    return [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names, strict=True)]
+
+
+_OTHER_COLUMNS = ("run", "model", "layout", "dcp", "context", "concurrency", "repeat", "outcome", "reason", "detail")
+
+
+def _other_row(run: str, record: Record) -> dict[str, Any]:
+    point = record.point
+    return {
+        "run": run,
+        "model": point.model,
+        "layout": layout_name(point),
+        "dcp": point.dcp,
+        "context": point.context,
+        "concurrency": point.concurrency,
+        "repeat": point.repeat,
+        "outcome": record.outcome,
+        "reason": record.reason or "no reason was recorded",
+        "detail": "\n".join(f"{name}: {text}" for name, text in record.detail.items()),
+    }
+
+
+def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
+    """Repeats of one point as one row: medians of medians; intervals are the envelope of the repeats' intervals."""
+    point = records[0].point
+    row: dict[str, Any] = {name: getattr(point, name) for name in point.__struct_fields__ if name != "repeat"}
+    row |= {
+        "run": run,
+        "layout": layout_name(point),
+        "repeats": len(records),
+        "marks": ", ".join(sorted({mark for r in records for mark in r.marks})),
+        "cpu": any("cpu" in r.marks or (r.environment and r.environment.device == "CPU") for r in records),
+        "device": next((r.environment.device for r in records if r.environment), None),
+    }
+    return row | _metric_columns(records) | _kv_columns(records) | _phase_columns(records) | _other_columns(records)
+
+
+def _metric_columns(records: list[Record]) -> dict[str, Any]:
+    measured = [r.metrics for r in records if r.metrics]
+    steps = [m.step_ms for m in measured]
+    row: dict[str, Any] = {"samples": sum(i.samples for i in steps), "spread": spread(steps)}
+    for name, intervals in (("step_ms", steps), ("output_tok_s", [m.output_tok_s for m in measured])):
+        row[name] = _median(i.median for i in intervals)
+        row[f"{name}_low"] = min((i.low for i in intervals), default=None)
+        row[f"{name}_high"] = max((i.high for i in intervals), default=None)
+    for p in ("p50", "p90", "p95", "p99"):
+        row[f"itl_{p}_ms"] = _median(getattr(m.itl_ms, p) for m in measured)
+        row[f"ttft_{p}_ms"] = _median(getattr(m.ttft_ms, p) for m in measured if m.ttft_ms)
+    row["output_tok_s_per_gpu"] = _median(m.output_tok_s_per_gpu for m in measured)
+    row["tok_s_per_user"] = _median(m.tok_s_per_user for m in measured)
+    return row
+
+
+_KV_COLUMNS = (
+    "kv_pool_bytes_per_gpu",
+    "kv_bytes_per_token_per_gpu",
+    "kv_capacity_tokens",
+    "kv_capacity_requests",
+    "kv_bounded_by",
+    "kv_fragmentation",
+    "kv_tokens_per_gib",
+)
+
+
+def _kv_columns(records: list[Record]) -> dict[str, Any]:
+    kv = next((r.kv for r in records if r.kv), None)
+    if kv is None:
+        return dict.fromkeys(_KV_COLUMNS)
+    return {
+        "kv_pool_bytes_per_gpu": kv.pool_bytes_per_gpu,
+        "kv_bytes_per_token_per_gpu": kv.bytes_per_token_per_gpu,
+        "kv_capacity_tokens": kv.capacity_tokens,
+        "kv_capacity_requests": kv.capacity_requests,
+        "kv_bounded_by": kv.bounded_by,
+        "kv_fragmentation": kv.fragmentation,
+        "kv_tokens_per_gib": kv.capacity_tokens / (kv.pool_bytes_per_gpu / GIB) if kv.pool_bytes_per_gpu else None,
+    }
+
+
+def _phase_columns(records: list[Record]) -> dict[str, Any]:
+    profiled = [r.phases for r in records if r.phases]
+    names = dict.fromkeys(name for p in profiled for name in p.phase_us)
+    row: dict[str, Any] = {f"phase_{name}_us": _median(p.phase_us.get(name, 0.0) for p in profiled) for name in names}
+    return row | {
+        "idle_us": _median(p.idle_us for p in profiled),
+        "idle_fraction": _median(p.idle_fraction for p in profiled),
+        "kernels": _median(p.kernels for p in profiled),
+    }
+
+
+def _other_columns(records: list[Record]) -> dict[str, Any]:
+    honesty = next((r.honesty for r in records if r.honesty), None)
+    names = ("layers", "layers_held", "attention_error", "experts_hit", "graph_batch", "cuda_graph")
+    row: dict[str, Any] = {name: getattr(honesty, name, None) for name in names}
+    row["attention_error"] = _worst(max, (r.honesty.attention_error for r in records if r.honesty))
+    states = [r.gpu for r in records if r.gpu]
+    return row | {
+        "host_syncs_per_step": _worst(max, (r.host_syncs_per_step for r in records)),
+        "allocations_per_step": _worst(max, (r.allocations_per_step for r in records)),
+        "host_plan_us": _median(r.host_plan_us for r in records),
+        "memory_peak_bytes": _worst(max, (r.memory_peak_bytes for r in records)),
+        "sm_clock_mhz_min": _worst(min, (g.sm_clock_mhz_min for g in states)),
+        "temperature_c_max": _worst(max, (g.temperature_c_max for g in states)),
+        "throttle_reasons": ", ".join(sorted({reason for g in states for reason in g.throttle_reasons})),
+    }
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [float(v) for v in values if v is not None]
+    return statistics.median(known) if known else None
+
+
+def _worst(pick: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return pick(known) if known else None
+
+
+def _tidy(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """Rows as a table in reading order, with a `variant` that tells apart points of the same layout and load."""
+    if not rows:
+        return pd.DataFrame()
+    table = pd.DataFrame(rows)
+    parts = []
+    for column, form in VARIANTS.items():
+        values = table[column][table[column] != "none"] if column == "exchange" else table[column]
+        if len(set(values)) > 1:
+            parts.append([form.format(v) if v != "none" else "" for v in table[column]])
+    table["variant"] = [", ".join(filter(None, texts)) for texts in zip(*parts, strict=True)] if parts else ""
+    table["label"] = [
+        f"{lay} ({var})" if var else lay for lay, var in zip(table["layout"], table["variant"], strict=True)
+    ]
+    order = ["run", "model", "context", "concurrency", "tp", "dp", "dcp", "variant"]
+    return table.sort_values(order, kind="stable", ignore_index=True)

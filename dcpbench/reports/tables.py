@@ -1,0 +1,316 @@
+"""The tables of a report, as strings ready to print. An absent value is a dash, never 0."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from dcpbench.reports.frames import GIB
+from dcpbench.stats import REPEATS_AGREE_WITHIN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from dcpbench.reports.frames import Frames
+
+ABSENT = "—"
+OUTCOMES = ("ok", "failed", "hung", "rejected")
+FOLD_ABOVE = 24
+"""Tables with more rows than this begin folded where they only support a figure."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table of plain strings."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    text_columns: int = 1
+    """How many leading columns hold words; the others are numbers and go to the right."""
+    fold: bool = False
+
+
+def missing(value: object) -> bool:
+    """Whether a value was not measured."""
+    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
+
+
+def text(value: object) -> str:
+    """A string, or the dash."""
+    return ABSENT if missing(value) or value == "" else str(value)
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number to `digits` significant digits with thousands separated; whole from there on."""
+    if value is None or missing(value):
+        return ABSENT
+    value = float(value)
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    decimals = digits - 1 - math.floor(math.log10(abs(value)))
+    if decimals > digits + 2:
+        return f"{value:.{digits - 1}g}"
+    return f"{value:,.{max(decimals, 0)}f}"
+
+
+def percent(value: float | None) -> str:
+    """A share in percent."""
+    return ABSENT if value is None or missing(value) else f"{value * 100:.2g} %"
+
+
+def gib(value: float | None) -> str:
+    """Bytes in GiB."""
+    return ABSENT if value is None or missing(value) else f"{value / GIB:,.1f}"
+
+
+def with_interval(value: float | None, low: float | None, high: float | None, digits: int = 4) -> str:
+    """A median and its interval."""
+    return ABSENT if missing(value) else f"{number(value, digits)} [{number(low, digits)}–{number(high, digits)}]"
+
+
+def best(found: pd.DataFrame) -> Table:
+    """Best layout per load."""
+    return _table(
+        "Highest throughput of each load",
+        found,
+        [
+            ("best layout", lambda r: r["best"] if r["clear"] else f"{r['best']} (not clearly)"),
+            ("next", lambda r: r["next"]),
+            ("output tok/s [95 %]", lambda r: with_interval(r["tok_s"], r["low"], r["high"])),
+            ("over the next", lambda r: f"{r['lead']:.3f}×"),
+        ],
+        load=True,
+        text_columns=2,
+    )
+
+
+def ratios(found: pd.DataFrame) -> Table:
+    """DCP against its baseline."""
+    return _table(
+        "Throughput with DCP over that of the same layout without it",
+        found,
+        [
+            ("layout", lambda r: r["label"]),
+            ("baseline", lambda r: text(r.get("baseline"))),
+            ("verdict", lambda r: r["verdict"]),
+            ("ratio [widest]", lambda r: with_interval(r.get("ratio"), r.get("low"), r.get("high"), 3)),
+        ],
+        load=True,
+        text_columns=3,
+    )
+
+
+def points(found: pd.DataFrame) -> Table:
+    """Every point's numbers."""
+    return _table(
+        "Medians; 95 % interval in brackets",
+        found,
+        [
+            ("layout", lambda r: r["label"]),
+            ("marks", lambda r: text(r["marks"])),
+            ("output tok/s [95 %]", lambda r: with_interval(*(r[f"output_tok_s{x}"] for x in ("", "_low", "_high")))),
+            ("tok/s/GPU", lambda r: number(r["output_tok_s_per_gpu"])),
+            ("tok/s/user", lambda r: number(r["tok_s_per_user"], 3)),
+            ("ITL p50 ms", lambda r: number(r["itl_p50_ms"])),
+            ("p90", lambda r: number(r["itl_p90_ms"])),
+            ("p95", lambda r: number(r["itl_p95_ms"])),
+            ("p99", lambda r: number(r["itl_p99_ms"])),
+            ("TTFT p50 ms", lambda r: number(r["ttft_p50_ms"])),
+            ("steps", lambda r: f"{r['samples']:,.0f}" if r["samples"] else ABSENT),
+            ("repeats apart", lambda r: percent(r["spread"])),
+        ],
+        load=True,
+        text_columns=2,
+        optional=("marks", "TTFT p50 ms"),
+    )
+
+
+def steps(found: pd.DataFrame) -> Table:
+    """What the profiled pass saw."""
+    return _table(
+        "One step, from the profiled pass",
+        found,
+        [
+            ("layout", lambda r: r["label"]),
+            ("step ms [95 %]", lambda r: with_interval(r["step_ms"], r["step_ms_low"], r["step_ms_high"])),
+            ("GPU idle", lambda r: ABSENT if r["cpu"] else percent(r["idle_fraction"])),
+            ("host syncs", lambda r: number(r["host_syncs_per_step"], 3)),
+            ("allocations", lambda r: number(r["allocations_per_step"], 3)),
+            ("kernels", lambda r: number(r["kernels"] or None)),
+            ("host plan µs", lambda r: number(r["host_plan_us"], 3)),
+        ],
+        load=True,
+        fold=len(found) > FOLD_ABOVE,
+    )
+
+
+def kv(found: pd.DataFrame) -> Table:
+    """KV capacity per layout."""
+    return _table(
+        "KV cache by layout (the point with the largest pool)",
+        found,
+        [
+            ("model", lambda r: r["model"]),
+            ("layout", lambda r: r["layout"]),
+            ("bounded by", lambda r: text(r["kv_bounded_by"])),
+            ("pool GiB per GPU", lambda r: gib(r["kv_pool_bytes_per_gpu"])),
+            ("bytes per token per GPU", lambda r: number(r["kv_bytes_per_token_per_gpu"], 5)),
+            ("tokens per GiB per GPU", lambda r: f"{r['kv_tokens_per_gib']:,.0f}"),
+            ("over tp alone", lambda r: ABSENT if missing(r["kv_ratio"]) else f"{r['kv_ratio']:.2f}×"),
+            ("tokens in all", lambda r: f"{r['kv_capacity_tokens']:,.0f}"),
+            ("unused rows", lambda r: percent(r["kv_fragmentation"])),
+        ],
+        text_columns=3,
+    )
+
+
+def others(found: pd.DataFrame) -> Table:
+    """Failed, hung and rejected points, those with the same reason together."""
+    rows = []
+    for (run, model, layout, outcome, reason), group in found.groupby(
+        ["run", "model", "layout", "outcome", "reason"], sort=False
+    ):
+        loads = sorted({(int(c), int(n)) for c, n in zip(group["context"], group["concurrency"], strict=True)})
+        rows.append(
+            {
+                "run": run, "model": model, "layout": layout, "outcome": outcome, "reason": reason,
+                "loads": ", ".join(f"{c:,} × {n}" for c, n in loads), "detail": _tail(group["detail"].iloc[0]),
+            }
+        )  # fmt: skip
+    columns: list[Column] = [
+        ("model", lambda r: text(r["model"])),
+        ("layout", lambda r: text(r["layout"])),
+        ("outcome", lambda r: text(r["outcome"])),
+        ("context × concurrency", lambda r: text(r["loads"])),
+        ("reason", lambda r: text(r["reason"])),
+        ("detail", lambda r: text(r["detail"])),
+    ]
+    return _table("Failed, hung and rejected points", pd.DataFrame(rows), columns, text_columns=6, optional=("detail",))
+
+
+def repeats(found: pd.DataFrame) -> Table:
+    """Points whose repeats disagree."""
+    apart = found[found["apart"] > REPEATS_AGREE_WITHIN].sort_values("apart", ascending=False) if len(found) else found
+    return _table(
+        f"Points whose repeats differ by more than {REPEATS_AGREE_WITHIN * 100:.0f} %",
+        apart,
+        [
+            ("model", lambda r: r["model"]),
+            ("layout", lambda r: r["layout"]),
+            ("context", lambda r: f"{r['context']:,}"),
+            ("concurrency", lambda r: str(r["concurrency"])),
+            ("step medians ms", lambda r: ", ".join(number(m) for m in r["medians_ms"])),
+            ("apart", lambda r: percent(r["apart"])),
+        ],
+        text_columns=2,
+    )
+
+
+def honesty(found: pd.DataFrame) -> Table:
+    """What stood behind the numbers, per layout."""
+    rows = []
+    for (run, model, label), group in found.groupby(["run", "model", "label"], sort=False) if len(found) else []:
+        rows.append(
+            {
+                "run": run, "model": model, "layout": label, "weights": group["weights"].iloc[0],
+                "held": _range(group["layers_held"], 0), "layers": _range(group["layers"], 0),
+                "hit": _range(group["experts_hit"], 2), "graph": _yes(group["cuda_graph"]),
+                "error": group["attention_error"].max(), "peak": group["memory_peak_bytes"].max(),
+            }
+        )  # fmt: skip
+    return _table(
+        "What stood behind the numbers",
+        pd.DataFrame(rows),
+        [
+            ("model", lambda r: r["model"]),
+            ("layout", lambda r: r["layout"]),
+            ("weights", lambda r: text(r["weights"])),
+            ("CUDA graph", lambda r: r["graph"]),
+            ("layers held", lambda r: ABSENT if r["layers"] == ABSENT else f"{r['held']} of {r['layers']}"),
+            ("experts hit", lambda r: r["hit"]),
+            ("worst attention error", lambda r: number(r["error"], 2)),
+            ("peak GiB per GPU", lambda r: gib(r["peak"])),
+        ],
+        text_columns=4,
+    )
+
+
+def runs(frames: Frames) -> Table:
+    """One row per run."""
+    rows = []
+    for run in frames.runs:
+        outcomes = [r.outcome for r in run.records]
+        env = next((r.environment for r in run.records if r.environment), None)
+        started = min((r.started_at for r in run.records if r.started_at), default=None)
+        hardware = None if env is None else "CPU" if env.device == "CPU" else f"{env.device_count} × {env.device}"
+        versions = [
+            f"{n} {getattr(env, n)}" for n in ("dcpbench", "torch", "cuda", "flashinfer") if getattr(env, n, None)
+        ]
+        counts = [str(outcomes.count(outcome)) for outcome in OUTCOMES]
+        rows.append([run.name, text(hardware), ", ".join(versions) or ABSENT, text(started), *counts])
+    return Table("Runs", ["run", "hardware", "versions", "started (UTC)", *OUTCOMES], rows, text_columns=4)
+
+
+def environment(frames: Frames) -> Table:
+    """Versions and hardware, one column per run that says something different."""
+    columns: dict[str, dict[str, str]] = {}
+    for run in frames.runs:
+        for record in run.records:
+            if (env := record.environment) is not None:
+                values = {f: getattr(env, f) for f in env.__struct_fields__ if f != "command"}
+                for name in ("device_memory_bytes", "l2_bytes"):
+                    values[name] = None if values[name] is None else f"{values[name]:,}"
+                shown = {name.replace("_", " "): text(value) for name, value in values.items()}
+                if shown not in columns.values():
+                    columns[run.name if run.name not in columns else f"{run.name} ({len(columns) + 1})"] = shown
+    names = list(next(iter(columns.values()), {}))
+    rows = [[name, *(column[name] for column in columns.values())] for name in names]
+    return Table("Environment", ["what", *columns], rows, text_columns=1 + len(columns))
+
+
+Column = tuple[str, "Callable[[Any], str]"]
+
+
+def _table(
+    title: str,
+    found: pd.DataFrame,
+    columns: list[Column],
+    *,
+    load: bool = False,
+    text_columns: int = 1,
+    optional: Iterable[str] = (),
+    fold: bool = False,
+) -> Table:
+    """Rows printed by `columns`; the run only where there are several, the load first where it belongs there."""
+    if found.empty:
+        return Table(title, [], [])
+    first: list[Column] = [("run", lambda r: str(r["run"]))] if "run" in found and len(set(found["run"])) > 1 else []
+    if load:
+        first += [
+            ("model", lambda r: str(r["model"])),
+            ("context", lambda r: f"{r['context']:,}"),
+            ("concurrency", lambda r: f"{r['concurrency']:,}"),
+        ]
+    columns = [*first, *columns]
+    rows = [[show(row) for _, show in columns] for _, row in found.iterrows()]
+    keep = [i for i, (name, _) in enumerate(columns) if name not in optional or any(r[i] != ABSENT for r in rows)]
+    words = sum(i < len(first) + text_columns for i in keep)
+    return Table(title, [columns[i][0] for i in keep], [[r[i] for i in keep] for r in rows], words, fold)
+
+
+def _range(values: pd.Series[Any], decimals: int) -> str:
+    low, high = (ABSENT if missing(v) else f"{v:,.{decimals}f}" for v in (values.min(), values.max()))
+    return low if low == high else f"{low}–{high}"
+
+
+def _yes(values: pd.Series[Any]) -> str:
+    known = {bool(v) for v in values if not missing(v)}
+    return ABSENT if not known else "partly" if len(known) > 1 else "yes" if True in known else "no"
+
+
+def _tail(detail: str, most: int = 600) -> str:
+    return detail if len(detail) <= most else "… " + detail[-most:]

@@ -1,0 +1,291 @@
+"""reports/: whole reports written from made-up records, and what a reader or an attacker would look for in them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING
+
+import msgspec
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from dcpbench.errors import OutputError, RecordsError, UsageError
+from dcpbench.layout import Layout
+from dcpbench.reports import terminal_table, write_report
+from tests.unit import record_builder as build
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.records import Record
+
+HOSTILE = "<script>alert(1)</script>\"' onload=x $\\frac{1}{ | `a` \x1b[31m [red]r[/red] \N{RIGHT-TO-LEFT OVERRIDE}"
+
+
+class Page(HTMLParser):
+    """Tags, addresses and visible text of a page."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.alts: list[str] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in {"src", "srcset", "href"}]
+        self.alts += [value or "" for name, value in attrs if name == "alt"]
+        assert not [name for name, _ in attrs if name.startswith("on")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def report(tmp_path: Path, records: list[Record]) -> tuple[Page, Path]:
+    """Write a report about one run; its page and its folder."""
+    out = tmp_path / "report"
+    paths = write_report([build.write(tmp_path / "run", records)], out)
+    assert paths[0] == out / "report.html"
+    assert all(path.is_file() for path in paths)
+    return Page(paths[0].read_text(encoding="utf-8")), out
+
+
+def terminal(folders: list[Path], width: int = 80) -> str:
+    """What a pipe would get."""
+    console = Console(width=width, force_terminal=False)
+    with console.capture() as captured:
+        console.print(terminal_table(folders))
+    return captured.get()
+
+
+def small(**changes: object) -> list[Record]:
+    """tp4 and tp4·dcp4 at two loads."""
+    return [
+        build.ok(build.point(layout, concurrency=load), steps=80, **changes)  # type: ignore[arg-type]
+        for load in (8, 32)
+        for layout in (Layout(4), Layout(4, 1, 4))
+    ]
+
+
+def test_a_report_holds_page_markdown_table_and_every_figure_twice(tmp_path: Path) -> None:
+    """One model: throughput, ITL, frontier, phases and KV, each as PNG and SVG."""
+    _, out = report(tmp_path, small())
+    assert {p.name for p in out.iterdir()} == {"report.html", "report.md", "points.csv", "figures"}
+    kinds = ("throughput", "itl", "frontier", "phases", "kv")
+    assert {p.name for p in (out / "figures").iterdir()} == {f"{k}-kimi-k2.{e}" for k in kinds for e in ("png", "svg")}
+
+
+def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
+    """Every address is inside the page; no scripts, no links to the network."""
+    page, out = report(tmp_path, small())
+    assert page.addresses
+    assert all(a.startswith(("data:image/svg+xml;base64,", "#")) for a in page.addresses)
+    assert not {"script", "link", "iframe"} & set(page.tags)
+    assert "http" not in (out / "report.html").read_text(encoding="utf-8").replace("http-equiv", "")
+
+
+def test_every_picture_says_what_it_shows_to_those_who_cannot_see_it(tmp_path: Path) -> None:
+    """Five figures, five alternative texts that name the layouts."""
+    page, _ = report(tmp_path, small())
+    assert len(page.alts) == 5
+    assert all("tp4, tp4·dcp4" in alt for alt in page.alts)
+
+
+def test_two_reports_of_the_same_records_are_the_same_bytes(tmp_path: Path) -> None:
+    """No dates or random names in pages and pictures, so that committed results do not change by themselves."""
+    folder = build.write(tmp_path / "run", small())
+    first, second = (write_report([folder], tmp_path / name) for name in ("a", "b"))
+    assert [p.read_bytes() for p in first] == [p.read_bytes() for p in second]
+
+
+def test_hostile_strings_stay_text(tmp_path: Path) -> None:
+    """HTML, mathematics, table bars, markup, escapes: in names, reasons, details, commands, versions and marks."""
+    environment = msgspec.structs.replace(build.GPU, command=HOSTILE, torch=HOSTILE, device=HOSTILE, driver=HOSTILE)
+    bad = build.point(Layout(4), model=HOSTILE, backend=HOSTILE, weights=HOSTILE)
+    records = [
+        build.ok(bad, steps=30, environment=environment, marks=[HOSTILE]),
+        msgspec.structs.replace(build.failed(bad, HOSTILE), detail={HOSTILE: HOSTILE}, marks=[HOSTILE]),
+    ]
+    records[1] = msgspec.structs.replace(records[1], point=msgspec.structs.replace(bad, concurrency=9))
+    page, out = report(tmp_path, records)
+    assert "script" not in page.tags
+    assert "<script>alert(1)</script>" in page.text
+    markdown = (out / "report.md").read_text(encoding="utf-8")
+    assert "<script>alert(1)" not in markdown.replace(f"\n{HOSTILE}\n", "")
+    assert all(
+        path.name.replace("-", "").replace("_", "").split(".")[0].isalnum() for path in (out / "figures").iterdir()
+    )
+    printed = terminal([tmp_path / "run"])
+    assert "\x1b" not in printed
+    assert "[red]" in printed.replace("\n", "")
+
+
+def test_a_model_name_cannot_write_outside_the_report(tmp_path: Path) -> None:
+    """`../../x` becomes a plain file name, and two names that look alike there do not overwrite each other."""
+    records = [build.ok(build.point(Layout(4), model=model), steps=30) for model in ("../../x", "x", "...", "///")]
+    _, out = report(tmp_path, records)
+    assert {p.name for p in tmp_path.iterdir()} == {"run", "report"}
+    names = {p.stem for p in (out / "figures").iterdir() if p.stem.startswith("kv")}
+    assert names == {"kv-x", "kv-x-2", "kv-unnamed", "kv-unnamed-2"}
+
+
+def test_very_long_strings_do_not_break_the_report(tmp_path: Path) -> None:
+    """A megabyte of log in a failure is shown by its end only."""
+    long = msgspec.structs.replace(build.failed(build.point()), detail={"log": "x" * 1_000_000 + "END"})
+    page, out = report(tmp_path, [long])
+    assert "END" in page.text
+    assert (out / "report.html").stat().st_size < 100_000
+
+
+def test_a_truncated_last_line_is_told_and_the_rest_is_used(tmp_path: Path) -> None:
+    """Two whole lines and half a one."""
+    folder = build.write(tmp_path / "run", small()[:2])
+    with (folder / "records.jsonl").open("ab") as f:
+        f.write(msgspec.json.encode(small()[2])[:200])
+    page, out = report_of(folder, tmp_path / "out")
+    assert "the last line of its record file was cut short" in page.text
+    assert len(pd.read_csv(out / "points.csv")) == 2
+
+
+def report_of(folder: Path, out: Path) -> tuple[Page, Path]:
+    """Write a report about a folder that is there already."""
+    return Page(write_report([folder], out)[0].read_text(encoding="utf-8")), out
+
+
+def test_a_run_in_which_everything_was_rejected_still_gives_a_report(tmp_path: Path) -> None:
+    """It says that no point finished, why, and draws nothing."""
+    page, out = report(tmp_path, [build.rejected(build.point(Layout(4), concurrency=load)) for load in (8, 32)])
+    assert "No point finished: 2 rejected." in page.text
+    assert "31.0 GiB more per GPU" in page.text
+    assert not page.alts
+    assert list(pd.read_csv(out / "points.csv")["outcome"]) == ["rejected", "rejected"]
+    assert "No point finished" in terminal([tmp_path / "run"]).replace("\n", " ")
+
+
+def test_a_run_without_any_record_still_gives_a_report(tmp_path: Path) -> None:
+    """An empty record file: a sweep that was stopped before its first point."""
+    page, _ = report(tmp_path, [])
+    assert "No point finished: the record file holds no point." in page.text
+
+
+def test_degrees_that_do_not_nest_are_reported_as_asked_for(tmp_path: Path) -> None:
+    """tp4 with dcp3 is no layout, but it was asked for and rejected."""
+    bad = build.point().__class__(
+        model="m", tp=4, dcp=3, concurrency=1, context=1, backend="reference", dtype="float32"
+    )
+    page, _ = report(tmp_path, [build.rejected(bad, "--dcp 3 does not divide --tp 4")])
+    assert "tp4·dp1·dcp3" in page.text
+
+
+def test_one_point_is_enough_for_a_report(tmp_path: Path) -> None:
+    """Nothing to compare it with, and the report does not pretend to."""
+    page, _ = report(tmp_path, small()[:1])
+    assert "Highest throughput of each load" not in page.text
+    assert "measured once" in page.text
+    assert len(page.alts) == 5
+
+
+def test_a_record_without_metrics_has_dashes_and_a_reason_never_zeros(tmp_path: Path) -> None:
+    """A point that ended well but holds nothing else."""
+    bare = msgspec.structs.replace(
+        small()[0],
+        metrics=None,
+        phases=None,
+        kv=None,
+        honesty=None,
+        gpu=None,
+        host_syncs_per_step=None,
+        environment=None,
+    )
+    page, out = report(tmp_path, [bare])
+    assert "some records hold no metrics" in page.text
+    assert not page.alts
+    row = (out / "report.md").read_text(encoding="utf-8").split("**Medians")[1].split("\n")[4]
+    assert row.startswith("| kimi-k2 | 4,000 | 8 | tp4 | — | — | — |")
+
+
+def test_a_point_without_a_profile_is_drawn_as_not_measured(tmp_path: Path) -> None:
+    """--no-profile on one of two points: a note, and no bar of length 0 passed off as a result."""
+    records = small()
+    records[0] = msgspec.structs.replace(records[0], phases=None, host_syncs_per_step=None)
+    page, out = report(tmp_path, records)
+    assert "no profiled pass" in page.text
+    assert (out / "figures" / "phases-kimi-k2.png").is_file()
+
+
+def test_percentiles_below_their_floor_are_dashes_with_the_reason(tmp_path: Path) -> None:
+    """80 steps are enough for p90 (64), not for p95 (130) nor p99 (662)."""
+    page, _ = report(tmp_path, small())
+    assert "p90 needs" not in page.text
+    assert "p95 needs 130 steps in one measurement; p99 needs 662" in page.text
+
+
+def test_a_cpu_run_never_speaks_of_performance(tmp_path: Path) -> None:
+    """The mark stands on the page, and no sentence compares speeds."""
+    page, out = report(tmp_path, build.cpu_sweep())
+    assert "CPU: functional run, not performance." in page.text
+    assert "No conclusion about performance can be drawn" in page.text
+    assert "highest throughput" not in page.text
+    assert "Throughput with DCP over" not in page.text
+    assert all("functional run" in alt for alt in page.alts)
+    assert "functional run" in (out / "report.md").read_text(encoding="utf-8")
+    assert "CPU: functional run" in terminal([tmp_path / "run"])
+
+
+def test_several_runs_are_joined_and_told_apart(tmp_path: Path) -> None:
+    """Two runs of the same sweep: a column for the run, and both in the repeats."""
+    a, b = (build.write(tmp_path / name, small()) for name in ("monday", "tuesday"))
+    page, out = report_of_many([a, b], tmp_path / "out")
+    table = pd.read_csv(out / "points.csv")
+    assert sorted(set(table["run"])) == ["monday", "tuesday"]
+    assert "all 4 points measured more than once agree" in page.text
+    assert "kimi-k2, run monday:" in page.text
+
+
+def report_of_many(folders: list[Path], out: Path) -> tuple[Page, Path]:
+    """Write one report about several folders."""
+    return Page(write_report(folders, out)[0].read_text(encoding="utf-8")), out
+
+
+def test_many_points_stay_a_small_page(tmp_path: Path) -> None:
+    """136 measurements of 68 points and 8 rejections: under 3 MB with all pictures."""
+    page, out = report(tmp_path, build.gpu_sweep())
+    assert (out / "report.html").stat().st_size < 3_000_000
+    assert len(page.alts) == 10
+    assert "2 of 68 points measured more than once disagree by more than 2 %" in page.text
+
+
+def test_the_terminal_table_fits_eighty_columns(tmp_path: Path) -> None:
+    """No line is longer, and no number is cut."""
+    text = terminal([build.write(tmp_path / "run", small())])
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    assert "tp4·dcp4" in text
+
+
+def test_the_csv_starts_no_formula_in_a_spreadsheet(tmp_path: Path) -> None:
+    """A reason that begins with = is kept as text."""
+    _, out = report(tmp_path, [build.rejected(build.point(), "=cmd|' /C calc'!A0")])
+    assert pd.read_csv(out / "points.csv")["reason"][0] == "'=cmd|' /C calc'!A0"
+
+
+def test_no_folder_a_wrong_folder_and_an_unwritable_place_are_told(tmp_path: Path) -> None:
+    """Errors of ours, each with what to do."""
+    with pytest.raises(UsageError, match="no run folder"):
+        write_report([], tmp_path)
+    with pytest.raises(RecordsError, match="does not exist"):
+        write_report([tmp_path / "none"], tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match="another folder"):
+        write_report([build.write(tmp_path / "run", [])], tmp_path / "file")
+
+
+def test_importing_the_reports_imports_nothing_heavy() -> None:
+    """The command line imports this package; pandas and matplotlib come when a report is asked for."""
+    code = "import sys, dcpbench.reports; print(sorted({'pandas', 'matplotlib', 'torch', 'jinja2'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

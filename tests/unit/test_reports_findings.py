@@ -1,0 +1,211 @@
+"""reports/frames.py and findings.py: what is merged, what is compared, and what is not claimed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from dcpbench.layout import Layout
+from dcpbench.metrics import decode_metrics
+from dcpbench.reports import findings, frames
+from dcpbench.reports.lines import frontier
+from dcpbench.reports.tables import number, percent
+from tests.unit import record_builder as build
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.records import Point, Record
+
+TP, DCP, DP = Layout(4), Layout(4, 1, 4), Layout(4, 4)
+
+
+def exact(of: Point, *steps: float, **changes: object) -> Record:
+    """A record with exactly these step times."""
+    record = build.ok(of, steps=1, **changes)  # type: ignore[arg-type]
+    return msgspec.structs.replace(record, metrics=decode_metrics(list(steps), of.concurrency, of.tp))
+
+
+def loaded(tmp_path: Path, *records: Record) -> frames.Frames:
+    """Records written and read again."""
+    return frames.load([build.write(tmp_path / "run", records)])
+
+
+def test_repeats_become_one_row_with_their_median_envelope_and_spread(tmp_path: Path) -> None:
+    """Medians 10 and 11 ms: 10.5; the intervals 9-11 and 10-12 span 9-12; apart by 1 / 10.5 = 9.5 %."""
+    first, second = build.point(TP), build.point(TP, repeat=1)
+    read = loaded(tmp_path, exact(first, 9, 10, 11), exact(second, 10, 11, 12))
+    (row,) = read.points.to_dict("records")
+    assert (row["step_ms"], row["step_ms_low"], row["step_ms_high"]) == (10.5, 9, 12)
+    assert row["repeats"] == 2
+    assert row["samples"] == 6
+    assert row["spread"] == pytest.approx(1 / 10.5)
+
+
+def test_a_point_measured_again_counts_once_with_its_last_record(tmp_path: Path) -> None:
+    """--resume after a failure: the failure is listed no more, and the run knows that one was replaced."""
+    read = loaded(tmp_path, build.failed(build.point(TP)), exact(build.point(TP), 10))
+    assert len(read.points) == 1
+    assert read.others.empty
+    assert read.runs[0].replaced == 1
+
+
+def test_points_are_in_reading_order_whatever_order_they_ran_in(tmp_path: Path) -> None:
+    """Context, then concurrency, then layout."""
+    points = [build.point(lay, context=c, concurrency=n) for c in (9, 5) for n in (32, 8) for lay in (DCP, TP)]
+    read = loaded(tmp_path, *(exact(p, 10) for p in points))
+    assert list(read.points["context"]) == [5] * 4 + [9] * 4
+    assert list(read.points["concurrency"][:4]) == [8, 8, 32, 32]
+    assert list(read.points["layout"][:2]) == ["tp4", "tp4·dcp4"]
+
+
+def test_labels_name_the_backend_only_where_several_ran(tmp_path: Path) -> None:
+    """One backend and one exchange need no words; two backends do."""
+    assert list(loaded(tmp_path / "1", exact(build.point(TP), 1), exact(build.point(DCP), 1)).points["label"]) == [
+        "tp4",
+        "tp4·dcp4",
+    ]
+    two = loaded(tmp_path / "2", exact(build.point(TP), 1), exact(build.point(TP, backend="triton"), 1))
+    assert list(two.points["label"]) == ["tp4 (flashinfer)", "tp4 (triton)"]
+
+
+def test_runs_with_the_same_name_are_told_apart_by_their_path(tmp_path: Path) -> None:
+    """a/run and b/run."""
+    folders = [build.write(tmp_path / name / "run", [exact(build.point(TP), 1)]) for name in "ab"]
+    assert frames.load(folders).points["run"].nunique() == 2
+
+
+def test_the_best_layout_of_a_load_is_clear_only_if_intervals_lie_apart_and_it_leads_by_more_than_two_percent(
+    tmp_path: Path,
+) -> None:
+    """Steps 10 against 11 ms: 10 % ahead. 10 against 10.1: 1 % ahead. 9-11-12 against 10-12-13: intervals overlap."""
+    read = loaded(
+        tmp_path,
+        exact(build.point(TP, context=1), 10),
+        exact(build.point(DCP, context=1), 11),
+        exact(build.point(TP, context=2), 10),
+        exact(build.point(DCP, context=2), 10.1),
+        exact(build.point(TP, context=3), 9, 11, 12),
+        exact(build.point(DCP, context=3), 10, 12, 13),
+        exact(build.point(TP, context=4), 10),
+    )
+    best = findings.best_per_load(findings.timed(read))
+    assert list(best["context"]) == [1, 2, 3], "a best of one layout says nothing"
+    assert list(best["clear"]) == [True, False, False]
+    assert best["lead"][0] == pytest.approx(1.1)
+    assert (
+        "of 3 loads, the highest throughput is that of tp4 in 1 and no layout clearly in 2"
+        in findings.headline(read)[0]
+    )
+
+
+def test_dcp_is_compared_with_the_same_layout_without_it(tmp_path: Path) -> None:
+    """20 ms with tp4, 10 ms [9, 11] with dcp4: 2 times, from 20/11 = 1.82 to 20/9 = 2.22. dp4 is not its baseline."""
+    read = loaded(tmp_path, exact(build.point(TP), 20), exact(build.point(DCP), 9, 10, 11), exact(build.point(DP), 5))
+    (row,) = findings.dcp_against_baseline(findings.timed(read)).to_dict("records")
+    assert row["baseline"] == "tp4"
+    assert row["ratio"] == pytest.approx(2)
+    assert (row["low"], row["high"]) == (pytest.approx(20 / 11), pytest.approx(20 / 9))
+    assert row["verdict"] == "higher"
+
+
+@pytest.mark.parametrize(
+    ("steps", "verdict"),
+    [((10,), "higher"), ((30,), "lower"), ((19.9,), "no clear difference"), ((10, 18, 25), "no clear difference")],
+)
+def test_dcp_verdicts_need_more_than_noise(tmp_path: Path, steps: tuple[float, ...], verdict: str) -> None:
+    """Against 20 ms: 2.0, 0.67, 1.005 (less than repeats may differ), and 1.11 with an interval from 0.8 to 2."""
+    read = loaded(tmp_path, exact(build.point(TP), 20), exact(build.point(DCP), *steps))
+    assert findings.dcp_against_baseline(findings.timed(read))["verdict"][0] == verdict
+
+
+def test_a_dcp_point_whose_baseline_was_rejected_is_told_not_compared(tmp_path: Path) -> None:
+    """That only DCP ran is a finding, not a ratio of infinity."""
+    read = loaded(tmp_path, build.rejected(build.point(TP)), exact(build.point(DCP), 10))
+    (row,) = findings.dcp_against_baseline(findings.timed(read)).to_dict("records")
+    assert row["verdict"] == "no baseline"
+    said = " ".join(findings.headline(read))
+    assert "1 point with DCP ran where the same layout without it did not, because it failed or was rejected" in said
+
+
+def test_kv_capacity_is_compared_per_gib_whatever_the_pools_sizes(tmp_path: Path) -> None:
+    """The dcp4 pool is half as large and holds 2 times as many tokens: 4 times per GiB."""
+    plain, split = exact(build.point(TP), 10), exact(build.point(DCP), 10)
+    assert plain.kv
+    small = msgspec.structs.replace(
+        plain.kv, pool_bytes_per_gpu=plain.kv.pool_bytes_per_gpu // 2, capacity_tokens=plain.kv.capacity_tokens * 2
+    )
+    table = findings.kv_by_layout(loaded(tmp_path, plain, msgspec.structs.replace(split, kv=small)).points)
+    assert list(table["kv_ratio"]) == [1, pytest.approx(4)]
+
+
+def test_repeats_that_disagree_are_listed_and_the_worst_is_named(tmp_path: Path) -> None:
+    """100 and 103 ms: 3 / 101.5 = 2.96 %, more than 2 %; 100 and 101 agree."""
+    read = loaded(
+        tmp_path,
+        *(exact(build.point(TP, repeat=i), ms) for i, ms in enumerate((100, 103))),
+        *(exact(build.point(DCP, repeat=i), ms) for i, ms in enumerate((100, 101))),
+    )
+    table = findings.repeats(read)
+    assert sorted(table["apart"]) == [pytest.approx(1 / 100.5), pytest.approx(3 / 101.5)]
+    assert findings.repeats_sentence(table) == (
+        "Repeats: 1 of 2 points measured more than once disagrees by more than 2 %."
+    )
+
+
+def test_repeats_that_agree_say_within_what(tmp_path: Path) -> None:
+    """100 and 101 ms: 1 / 100.5 = 0.995 %, printed as 1 %."""
+    read = loaded(tmp_path, *(exact(build.point(TP, repeat=i), ms) for i, ms in enumerate((100, 101))))
+    assert findings.repeats_sentence(findings.repeats(read)) == (
+        "Repeats: the one point measured more than once agrees within 1 %."
+    )
+
+
+def test_runs_on_different_hardware_are_not_repeats_of_each_other(tmp_path: Path) -> None:
+    """The same point on an H200 and on a CPU."""
+    a = build.write(tmp_path / "a", [exact(build.point(TP), 10)])
+    b = build.write(tmp_path / "b", [exact(build.point(TP), 99, environment=build.CPU)])
+    assert findings.repeats(frames.load([a, b])).empty
+
+
+def test_cpu_points_are_left_out_of_every_comparison_of_speed(tmp_path: Path) -> None:
+    """By their mark, and by their device where the mark is missing."""
+    read = loaded(tmp_path, build.on_cpu(build.point(TP)), exact(build.point(DCP), 10, environment=build.CPU))
+    assert read.cpu
+    assert findings.timed(read).empty
+
+
+def test_the_frontier_holds_the_points_that_no_other_beats_in_both(tmp_path: Path) -> None:
+    """tp4: 8 requests at 10 ms (100 tok/s/user, 200/GPU), 32 at 20 ms (50, 400). dcp4: 8 at 16 ms (62, 125): beaten."""
+    read = loaded(
+        tmp_path,
+        exact(build.point(TP, concurrency=8), 10),
+        exact(build.point(TP, concurrency=32), 20),
+        exact(build.point(DCP, concurrency=8), 16),
+    )
+    assert list(frontier(read.points)["concurrency"]) == [8, 32]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "—"),
+        (float("nan"), "—"),
+        (0.0, "0"),
+        (1234.56, "1,235"),
+        (12.3456, "12.35"),
+        (0.0024, "0.002400"),
+        (2e-7, "2e-07"),
+    ],
+)
+def test_numbers_are_printed_to_four_digits_and_absent_ones_as_a_dash(value: float | None, text: str) -> None:
+    """0 is a measurement; None and NaN are none."""
+    assert number(value) == text
+
+
+def test_shares_are_printed_in_percent() -> None:
+    """0.0296 = 3 % to two digits; None is a dash."""
+    assert percent(0.0296) == "3 %"
+    assert percent(None) == "—"
