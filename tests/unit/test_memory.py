@@ -37,7 +37,7 @@ def test_one_moe_layer_of_v3_on_one_of_eight_ranks() -> None:
 
 
 def test_attention_of_v3_on_one_rank() -> None:
-    """Elements: q 1536·(7168 + 128·192 + 1), kv 7168·576 + 512 + 128·512·256, o 128·128·7168, norms 2·7168: 187,121,664."""
+    """Elements: q 1536·(7168 + 128·192 + 1), kv 7168·576 + 512 + 128·512·256, o 128·128·7168, norms 2·7168."""
     elements = 48_760_320 + 20_906_496 + 117_440_512 + 14_336
     assert memory.attention_bytes(V3, Layout(1), BF16) == 2 * elements
 

@@ -145,7 +145,9 @@ def test_a_file_that_holds_no_configuration_is_our_error(text: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("model", ["gpt-5", "/nowhere/at/all", ""])
-def test_an_unknown_model_is_answered_with_the_known_ones(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_model_is_answered_with_the_known_ones(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match=r"known models: deepseek-v2-lite, .*kimi-k2.*deepseek-r1"):
         load_shape(model)
