@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench.budget import ITEMSIZE
 from dcpbench.errors import CapacityError, MissingPackageError, ModelError, UsageError
 from dcpbench.jobs import Settings
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 EXCHANGES = ("ag_rs",)
 BACKENDS = ("reference", "triton", "flashinfer")
-ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 SYNTHETIC = "synthetic"
 
 

@@ -56,7 +56,8 @@ class Watch:
     def __call__(self, event: jobs.Progress) -> None:
         """Show one event."""
         name = self._names.get(event.key, "")
-        self._last = event.note or self._last
+        if event.stage not in ("failed", "hung"):
+            self._last = event.note or self._last
         if event.stage in FINISHED and name:
             self._finished += 1
             self._line(event, name)
@@ -81,11 +82,11 @@ class Watch:
 
 
 def candidates_table(rows: Sequence[dict[str, object]]) -> Table:
-    """--dry-run: what would run, with memory per GPU."""
+    """--dry-run: what would run, with memory per rank, which is one GPU."""
     table = Table(title="Points, in running order", box=box.SIMPLE, title_justify="left")
     for name in ("model", "layout", "in vLLM's words", "attention"):
         table.add_column(name, no_wrap=True)
-    for name in ("requests × tokens", "KV pool/GPU", "weights/GPU", "layers held"):
+    for name in ("requests × tokens", "KV pool/rank", "weights/rank", "layers held"):
         table.add_column(name, justify="right", no_wrap=True)
     for r in rows:
         if r["reason"]:

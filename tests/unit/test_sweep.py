@@ -7,7 +7,7 @@ import itertools
 import msgspec
 import pytest
 
-from dcpbench import memory, sweep
+from dcpbench import budget, memory, sweep
 from dcpbench.errors import CapacityError, DcpbenchError, LayoutError, MissingPackageError, UsageError
 from dcpbench.jobs import Probe, Settings
 from dcpbench.layout import Layout
@@ -191,7 +191,7 @@ def test_a_layouts_pool_is_sized_for_its_largest_point_that_fits() -> None:
     found = sweep.expand(spec, H200X4)
     points = [c.point for c in found]
     shape = load_shape("deepseek-v3")
-    pages = {sweep.kv_pages(p, points, spec.settings, shape, H200X4) for p in points if p.dcp == 4}
+    pages = {budget.kv_pages(p, points, spec.settings, shape, H200X4) for p in points if p.dcp == 4}
     assert pages == {8 * 16 + 1}
     assert {c.plan.kv_bytes for c in found if c.plan and c.point.dcp == 4} == {129 * 64 * 61 * 576 * 2}
 
@@ -211,11 +211,11 @@ def test_where_all_weights_fit_the_pool_is_what_they_leave() -> None:
     page = 64 * 27 * 576 * 2
     unused = (H200X4.memory_bytes or 0) - memory.RESERVE_BYTES - found.plan.weight_bytes - found.plan.kv_bytes
     assert 0 <= unused < page
-    assert sweep.bounded_by(found.plan, Settings(), H200X4) == "weights"
-    assert sweep.bounded_by(found.plan, Settings(kv_memory_bytes=1), H200X4) == "kv_memory"
+    assert budget.bounded_by(found.plan, Settings(), H200X4) == "weights"
+    assert budget.bounded_by(found.plan, Settings(kv_memory_bytes=1), H200X4) == "kv_memory"
     (large,) = expand(model="deepseek-v3", tp="4", dcp="1", concurrency=1)
     assert large.plan is not None
-    assert sweep.bounded_by(large.plan, Settings(), H200X4) == "sweep", "V3 does not fit whole on 4 GPUs"
+    assert budget.bounded_by(large.plan, Settings(), H200X4) == "sweep", "V3 does not fit whole on 4 GPUs"
 
 
 def test_kv_memory_fixes_the_pool_and_rejects_what_does_not_fit_in_it() -> None:
@@ -239,7 +239,7 @@ def test_kv_pages_ignores_points_of_other_engines() -> None:
     shape = load_shape("tiny")
     small, other = (c.point for c in expand(CPU, concurrency=2, baseline=False, tp="2,4"))
     large = msgspec.structs.replace(other, concurrency=800)
-    assert sweep.kv_pages(small, [small, large], Settings(), shape, CPU) == sweep.pages_needed(small)
+    assert budget.kv_pages(small, [small, large], Settings(), shape, CPU) == budget.pages_needed(small)
 
 
 def test_more_replicas_than_requests_is_allowed() -> None:

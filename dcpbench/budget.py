@@ -1,0 +1,97 @@
+"""How a point's share of GPU memory is found: for the sweep, and for the worker. No torch.
+
+Both ask the functions here, so that what --dry-run prints is what a rank allocates.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dcpbench import memory
+from dcpbench.errors import CapacityError
+from dcpbench.memory import GIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from dcpbench.jobs import Probe, Settings
+    from dcpbench.records import Point
+    from dcpbench.shapes import ModelShape
+
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Bytes of a number, by --dtype."""
+CPU_BYTES = 4 * GIB
+"""Weights and KV of all ranks together that a CPU run may take: it tests the code, and a laptop should survive it."""
+
+
+def kv_pages(point: Point, points: Iterable[Point], settings: Settings, shape: ModelShape, probe: Probe) -> int:
+    """Pages of each rank's KV pool, the padding page included, for every point that shares an engine with `point`.
+
+    --kv-memory where it was given; else what a GPU has left beside all weights, where they fit beside the largest of
+    `points`; else as many as that largest one needs. `bounded_by` names the three.
+    """
+    page = memory.page_bytes(shape, point.page_size, ITEMSIZE[point.dtype])
+    if settings.kv_memory_bytes is not None:
+        return settings.kv_memory_bytes // page
+    need = max(pages_needed(p) for p in points if same_engine(p, point))
+    if probe.device != "cuda" or probe.memory_bytes is None:
+        return need
+    moe = shape.layers - shape.first_dense
+    weights = memory.weight_bytes(shape, point.layout, ITEMSIZE[point.dtype], shape.first_dense, moe)
+    return max(need, (probe.memory_bytes - memory.RESERVE_BYTES - weights) // page)
+
+
+def bounded_by(plan: memory.Plan, settings: Settings, probe: Probe) -> str:
+    """What set the size of the KV pool; see records.Kv."""
+    if settings.kv_memory_bytes is not None:
+        return "kv_memory"
+    return "weights" if probe.device == "cuda" and plan.layers_held == plan.layers else "sweep"
+
+
+def pages_needed(point: Point) -> int:
+    """Pages of each rank's pool that this point alone needs, the padding page included."""
+    return memory.kv_pages_needed(point.layout, point.concurrency, point.context, point.page_size)
+
+
+def same_engine(a: Point, b: Point) -> bool:
+    """Whether two points can share weights, pools and process groups."""
+    fields = ("model", "tp", "dp", "dcp", "dtype", "page_size", "interleave", "weights")
+    return all(getattr(a, name) == getattr(b, name) for name in fields)
+
+
+def memory_plan(point: Point, pages: int, shape: ModelShape, probe: Probe) -> memory.Plan:
+    """How one GPU's memory is divided beside a pool of `pages`. Raises CapacityError.
+
+    On CPU every layer is held, and all ranks share CPU_BYTES.
+    """
+    itemsize, layout = ITEMSIZE[point.dtype], point.layout
+    if probe.memory_bytes is not None and probe.device == "cuda":
+        return memory.plan(
+            shape, layout, itemsize=itemsize, kv_pages=pages, page_size=point.page_size,
+            total_bytes=probe.memory_bytes, l2_bytes=probe.l2_bytes or 0,
+        )  # fmt: skip
+    dense, moe = shape.first_dense, shape.layers - shape.first_dense
+    weights = memory.weight_bytes(shape, layout, itemsize, dense, moe)
+    kv = pages * memory.page_bytes(shape, point.page_size, itemsize)
+    if layout.tp * (weights + kv) > CPU_BYTES:
+        raise CapacityError(
+            f"{shape.name} {layout} in {point.dtype} needs {layout.tp * weights / GIB:,.1f} GiB of weights and "
+            f"{layout.tp * kv / GIB:,.1f} GiB of KV cache over its {layout.tp} ranks, and a CPU run may take "
+            f"{CPU_BYTES / GIB:.0f} GiB: without GPUs dcpbench only tests that everything works"
+        )
+    return memory.Plan(
+        kv_bytes=kv, weight_bytes=weights, full_weight_bytes=weights, dense_held=dense, moe_held=moe,
+        layers=shape.layers,
+    )  # fmt: skip
+
+
+def most_pages(point: Point, shape: ModelShape, probe: Probe) -> int:
+    """Pages of the largest pool that fits beside the fewest weights that may be held."""
+    itemsize, size = ITEMSIZE[point.dtype], point.page_size
+    if probe.memory_bytes is not None and probe.device == "cuda":
+        return memory.most_kv_pages(
+            shape, point.layout, itemsize=itemsize, page_size=size, total_bytes=probe.memory_bytes,
+            l2_bytes=probe.l2_bytes or 0,
+        )  # fmt: skip
+    held = memory.weight_bytes(shape, point.layout, itemsize, shape.first_dense, shape.layers - shape.first_dense)
+    return max((CPU_BYTES // point.tp - held) // memory.page_bytes(shape, size, itemsize), 0)
