@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from dcpbench.reports.style import (
     PHASE_COLOURS,
     REST_COLOUR,
     Style,
+    columns_for,
     count,
     headline,
     legend_below,
@@ -54,14 +56,16 @@ def draw_phases(points: pd.DataFrame, style: Style, title: str, *, narrow: bool)
     loads = _some(sorted(points["concurrency"].unique()))
     labels = list(dict.fromkeys(points.sort_values(["tp", "dp", "dcp"], kind="stable")["label"]))
     rows: list[tuple[int, str]] = [row for c in loads for row in ((c, ""), *((c, label) for label in labels))]
-    columns = 1 if narrow else len(contexts)
-    panels = len(contexts) if narrow else 1
+    columns = columns_for(len(contexts), narrow=narrow)
+    height = math.ceil(len(contexts) / columns)
     width = 4.4 if narrow else max(2.9 * columns + 1.3, 6.0)
-    figure = Figure(figsize=(width, panels * (0.2 * len(rows) + 0.9) + 1.1), layout="constrained")
+    figure = Figure(figsize=(width, height * (0.2 * len(rows) + 0.9) + 1.1), layout="constrained")
     headline(figure, title, narrow=narrow)
-    axes = figure.subplots(panels, columns, squeeze=False).flat
+    axes = list(figure.subplots(height, columns, squeeze=False).flat)
+    for ax in axes[len(contexts) :]:
+        ax.remove()
     times = phases_in_ms(points)
-    for ax, context in zip(axes, contexts, strict=True):
+    for ax, context in zip(axes, contexts, strict=False):
         panel = points[points["context"] == context]
         _stack(ax, panel, rows, times)
         ax.set_title(f"context {count(context)} tokens")
@@ -69,7 +73,7 @@ def draw_phases(points: pd.DataFrame, style: Style, title: str, *, narrow: bool)
         if bool(panel["cpu"].any()):
             watermark(ax)
     handles = [Patch(color=_colour(str(name)), label=str(name).replace("_", " ")) for name in times]
-    outside = "outside named ranges" if bool(points["cpu"].all()) else "idle"
+    outside = "outside ranges" if bool(points["cpu"].all()) else "idle"
     handles.append(Patch(facecolor=IDLE_COLOUR, hatch="///", edgecolor="#999999", label=outside))
     legend_below(figure, handles)
     return figure

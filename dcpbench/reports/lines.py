@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from dcpbench.reports.style import Style, count, headline, legend_below, measured_ticks, plain, value_axis, watermark
+from dcpbench.reports.style import (
+    Style,
+    columns_for,
+    count,
+    headline,
+    legend_below,
+    measured_ticks,
+    plain,
+    value_axis,
+    watermark,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,7 +26,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-WIDE_COLUMNS = 3
 WIDE_PANEL = (3.7, 3.0)
 GREY = "#555555"
 NARROW_PANEL = (4.4, 3.0)
@@ -89,12 +98,12 @@ def _one_per_concurrency(best: pd.DataFrame) -> pd.DataFrame:
 def _panels(points: pd.DataFrame, title: str, *, narrow: bool) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]]]:
     """A figure with one panel per context, on shared axes so that panels compare."""
     contexts = sorted(points["context"].unique())
-    columns = 1 if narrow else min(len(contexts), WIDE_COLUMNS)
+    columns = columns_for(len(contexts), narrow=narrow)
     rows = math.ceil(len(contexts) / columns)
     width, height = NARROW_PANEL if narrow or columns == 1 else WIDE_PANEL
     size = (max(columns * width, 4.4 if narrow else 6.0), rows * height + 1.0)
     figure = Figure(figsize=size, layout="constrained")
-    figure.set_layout_engine("constrained", hspace=0.08)
+    figure.set_layout_engine("constrained", hspace=0.08 if narrow else 0.03)
     headline(figure, title, narrow=narrow)
     axes = figure.subplots(rows, columns, sharex=False, sharey=True, squeeze=False).flat
     panels = []

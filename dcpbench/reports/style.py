@@ -106,6 +106,11 @@ def legend_below(figure: Figure, handles: list[Any]) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=max(1, min(columns, len(handles))), fontsize=9)
 
 
+def columns_for(panels: int, *, narrow: bool) -> int:
+    """Panels side by side: one on a small screen, else up to three, and no single one left over from four."""
+    return 1 if narrow else {1: 1, 2: 2, 4: 2}.get(panels, 3)
+
+
 def watermark(ax: Axes) -> None:
     """Say across a panel that its numbers are no performance claim, without hiding what is drawn below."""
     from matplotlib.patheffects import withStroke
@@ -131,13 +136,15 @@ def measured_ticks(ax: Axes, values: Iterable[float]) -> None:
 
 def value_axis(ax: Axes, values: Iterable[float], axis: str) -> None:
     """Start an axis at 0, or make it logarithmic where the values span more than LOG_RANGE."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
     known = [v for v in values if v > 0]
     target = getattr(ax, f"{axis}axis")
     if known and max(known) / min(known) > LOG_RANGE:
         getattr(ax, f"set_{axis}scale")("log")
-        target.set_minor_formatter(FuncFormatter(lambda *_: ""))
+        getattr(ax, f"set_{axis}lim")(min(known) / 1.2, max(known) * 1.5)
+        target.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+        ax.minorticks_off()
     else:
         getattr(ax, f"set_{axis}lim")(0, max(known, default=1) * 1.08)
         target.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))

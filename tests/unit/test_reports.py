@@ -72,26 +72,32 @@ def small(**changes: object) -> list[Record]:
     ]
 
 
-def test_a_report_holds_page_markdown_table_and_every_figure_twice(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, Path]:
+    """The report of `small`, written once."""
+    return report(tmp_path_factory.mktemp("small"), small())
+
+
+def test_a_report_holds_page_markdown_table_and_every_figure_twice(written: tuple[Page, Path]) -> None:
     """One model: throughput, ITL, frontier, phases and KV, each as PNG and SVG."""
-    _, out = report(tmp_path, small())
+    _, out = written
     assert {p.name for p in out.iterdir()} == {"report.html", "report.md", "points.csv", "figures"}
     kinds = ("throughput", "itl", "frontier", "phases", "kv")
     assert {p.name for p in (out / "figures").iterdir()} == {f"{k}-kimi-k2.{e}" for k in kinds for e in ("png", "svg")}
 
 
-def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
+def test_the_page_needs_nothing_but_itself(written: tuple[Page, Path]) -> None:
     """Every address is inside the page; no scripts, no links to the network."""
-    page, out = report(tmp_path, small())
+    page, out = written
     assert page.addresses
     assert all(a.startswith(("data:image/svg+xml;base64,", "#")) for a in page.addresses)
     assert not {"script", "link", "iframe"} & set(page.tags)
     assert "http" not in (out / "report.html").read_text(encoding="utf-8").replace("http-equiv", "")
 
 
-def test_every_picture_says_what_it_shows_to_those_who_cannot_see_it(tmp_path: Path) -> None:
+def test_every_picture_says_what_it_shows_to_those_who_cannot_see_it(written: tuple[Page, Path]) -> None:
     """Five figures, five alternative texts that name the layouts."""
-    page, _ = report(tmp_path, small())
+    page, _ = written
     assert len(page.alts) == 5
     assert all("tp4, tp4·dcp4" in alt for alt in page.alts)
 
@@ -127,7 +133,8 @@ def test_hostile_strings_stay_text(tmp_path: Path) -> None:
 
 def test_a_model_name_cannot_write_outside_the_report(tmp_path: Path) -> None:
     """`../../x` becomes a plain file name, and two names that look alike there do not overwrite each other."""
-    records = [build.ok(build.point(Layout(4), model=model), steps=30) for model in ("../../x", "x", "...", "///")]
+    points = [build.point(Layout(4), model=model) for model in ("../../x", "x", "...", "///")]
+    records = [build.ok(point, steps=30, metrics=None, phases=None) for point in points]
     _, out = report(tmp_path, records)
     assert {p.name for p in tmp_path.iterdir()} == {"run", "report"}
     names = {p.stem for p in (out / "figures").iterdir() if p.stem.startswith("kv")}
@@ -182,6 +189,12 @@ def test_degrees_that_do_not_nest_are_reported_as_asked_for(tmp_path: Path) -> N
     assert "tp4·dp1·dcp3" in page.text
 
 
+def test_names_in_letters_that_the_font_lacks_do_not_warn(tmp_path: Path) -> None:
+    """Warnings are errors here; in a terminal they would bury the table."""
+    page, _ = report(tmp_path, [build.ok(build.point(model="模型"), steps=30, phases=None)])
+    assert "模型" in page.text
+
+
 def test_one_point_is_enough_for_a_report(tmp_path: Path) -> None:
     """Nothing to compare it with, and the report does not pretend to."""
     page, _ = report(tmp_path, small()[:1])
@@ -218,9 +231,9 @@ def test_a_point_without_a_profile_is_drawn_as_not_measured(tmp_path: Path) -> N
     assert (out / "figures" / "phases-kimi-k2.png").is_file()
 
 
-def test_percentiles_below_their_floor_are_dashes_with_the_reason(tmp_path: Path) -> None:
+def test_percentiles_below_their_floor_are_dashes_with_the_reason(written: tuple[Page, Path]) -> None:
     """80 steps are enough for p90 (64), not for p95 (130) nor p99 (662)."""
-    page, _ = report(tmp_path, small())
+    page, _ = written
     assert "p90 needs" not in page.text
     assert "p95 needs 130 steps in one measurement; p99 needs 662" in page.text
 
