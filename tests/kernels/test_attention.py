@@ -70,9 +70,12 @@ def test_fp32_backends_agree_with_fp64(name, lengths, heads, page_size, device):
     assert_agrees(*case, backend.run(case[1], case[2]), limit=2e-5)
 
 
-def test_triton_in_bf16_stays_within_rounding(device):
-    """bf16 operands and fp32 accumulation at the real width: 512 + 64 columns, 16 heads."""
-    case = problem(device, torch.bfloat16, (70, 3), heads=16, latent=512, rope=64, page_size=8)
+def test_triton_in_half_precision_stays_within_rounding(device):
+    """Operands of 16 bits and fp32 accumulation at the real width: 512 + 64 columns, 16 heads.
+
+    fp16, as the interpreter has no bf16 products; bf16 is compared on a GPU below.
+    """
+    case = problem(device, torch.float16, (70, 3), heads=16, latent=512, rope=64, page_size=8)
     backend = make_backend("triton", case[0])
     backend.plan(case[3])
     assert_agrees(*case, backend.run(case[1], case[2]), limit=1e-2)
