@@ -88,6 +88,7 @@ def sweep(given: dict[str, object], run: Run) -> int:
             launch.run([], work, run.machines, lambda _: None)
         return 0
     points = _prepare(candidates, folder, run)
+    work = dataclasses.replace(work, pool_points=tuple(c.point for c in candidates if c.error is None))
     _announce(candidates, points, folder, probe)
     _run_points(points, work, run)
     return _finish(candidates, folder, probe, run)
@@ -217,12 +218,6 @@ def _finish(candidates: Sequence[grid.Candidate], folder: Path, probe: Probe, ru
         _print_json(_summary(records, folder, paths, probe))
     else:
         _console().print(terminal_table([folder]))
-    for r in failed:
-        _say(f"{r.outcome}: {grid.point_name(r.point)}: {r.reason}")
-    if probe.device == "cpu":
-        from dcpbench.terminal import CPU_NOTE
-
-        _say(CPU_NOTE)
     _print_paths(paths, sys.stderr if run.as_json else sys.stdout)
     return SOME_FAILED if failed else 0
 

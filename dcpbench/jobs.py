@@ -45,6 +45,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     """`cuda` or `cpu`."""
     points: list[Point]
+    pool_points: list[Point] = []
+    """All points of the sweep, these and those already recorded: KV pools are sized for them, so that a resumed or
+    relaunched job measures with the same memory plan. Empty: `points`."""
     settings: Settings
     command: str = ""
     prompts: list[list[int]] = []

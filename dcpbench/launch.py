@@ -51,6 +51,8 @@ class Work:
     command: str = ""
     prompts: tuple[tuple[int, ...], ...] = ()
     new_tokens: int = 8
+    pool_points: tuple[Point, ...] = ()
+    """See Job.pool_points."""
     timeout: float = 300.0
     """Seconds without a sign of life after which a job counts as hung."""
     worker: str = WORKER
@@ -218,7 +220,8 @@ def _job(points: list[Point], work: Work) -> Job:
     tags = (f"tp{points[0].tp}-{n}" for n in itertools.count())
     tag = next(t for t in tags if not (work.folder / f"job-{t}.json").exists())
     return Job(
-        kind=work.kind, tag=tag, folder=str(work.folder), device=work.device, points=points, settings=work.settings,
+        kind=work.kind, tag=tag, folder=str(work.folder), device=work.device, points=points,
+        pool_points=list(work.pool_points), settings=work.settings,
         command=work.command, prompts=[list(p) for p in work.prompts], new_tokens=work.new_tokens,
     )  # fmt: skip
 

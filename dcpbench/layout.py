@@ -16,12 +16,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dcpbench.errors import LayoutError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from dcpbench.shapes import ModelShape
+
+Ints = TypeVar("Ints", int, "np.ndarray[Any, np.dtype[np.int32]]")
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -118,13 +122,13 @@ def valid_layouts(shape: ModelShape, tp: int) -> list[Layout]:
     return found
 
 
-def owner(loc: int, dcp: int, interleave: int = 1) -> int:
-    """DCP rank that stores virtual location (or token index) `loc`."""
+def owner(loc: Ints, dcp: int, interleave: int = 1) -> Ints:
+    """DCP rank that stores virtual location (or token index) `loc`; also for arrays of them."""
     return (loc // interleave) % dcp
 
 
-def row(loc: int, dcp: int, interleave: int = 1) -> int:
-    """Physical row of `loc` in its owner's pool."""
+def row(loc: Ints, dcp: int, interleave: int = 1) -> Ints:
+    """Physical row of `loc` in its owner's pool; also for arrays."""
     return loc // (interleave * dcp) * interleave + loc % interleave
 
 

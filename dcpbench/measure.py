@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 import time
 from typing import TYPE_CHECKING
@@ -58,7 +59,7 @@ class Timer:
             self.step()
         events[-1].record()
         events[-1].synchronize()
-        return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+        return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
     def _cpu_chunk(self, steps: int) -> list[float]:
         if dist.is_initialized():
@@ -67,7 +68,7 @@ class Timer:
         for _ in range(steps):
             self.step()
             times.append(time.perf_counter())
-        return [(b - a) * 1e3 for a, b in zip(times, times[1:], strict=False)]
+        return [(b - a) * 1e3 for a, b in itertools.pairwise(times)]
 
 
 def time_steps(step: Callable[[], None], device: torch.device, settings: Settings) -> Timing:

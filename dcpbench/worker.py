@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import faulthandler
 import os
 import signal
@@ -10,20 +10,25 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from dcpbench import jobs, memory, sweep
+from dcpbench import budget, jobs, memory
 from dcpbench.environment import environment, probe
-from dcpbench.jobs import Failure, Job
-from dcpbench.records import Point, RecordFile
+from dcpbench.jobs import Failure, Job, Probe
+from dcpbench.records import RecordFile
 from dcpbench.shapes import load_shape
 from dcpbench.workloads import decode, verify
-from dcpbench.workloads.session import Session, build, free_memory
+from dcpbench.workloads.session import build, free_memory
 
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+if TYPE_CHECKING:
+    from dcpbench.records import Point
+    from dcpbench.workloads.session import Session
+
+COLLECTIVE_TIMEOUT = dt.timedelta(minutes=30)
 """Longer than the launcher's watchdog, which has the better story to tell about a hang."""
 
 
@@ -32,7 +37,7 @@ class Worker:
 
     def __init__(self, job: Job, rank: int, device: torch.device) -> None:
         self.job, self.rank, self.device = job, rank, device
-        self.probe = probe()
+        self.probe = probe() if device.type == "cuda" else Probe(device="cpu", count=0, name="CPU")
         self.environment = environment(device, job.command)
         self.records = RecordFile(Path(job.folder))
         self.session: Session | None = None
@@ -58,12 +63,13 @@ class Worker:
 
     def measure(self, point: Point) -> None:
         """One point's record."""
-        started, begin = datetime.datetime.now(datetime.UTC), time.perf_counter()
+        started, begin = dt.datetime.now(dt.UTC), time.perf_counter()
         session = self.session_for(point)
         settings = self.job.settings
         record = decode.run(
             session, point, settings, self.environment,
-            l2_bytes=self.probe.l2_bytes or 0, bounded_by=sweep.bounded_by(session.plan, settings, self.probe), tell=self.tell,
+            l2_bytes=self.probe.l2_bytes or 0, tell=self.tell,
+            bounded_by=budget.bounded_by(session.plan, settings, self.probe),
         )  # fmt: skip
         if self.rank == 0:
             self.records.append(
@@ -79,16 +85,16 @@ class Worker:
     def session_for(self, point: Point) -> Session:
         """The engine for a point: the last one where it can be shared, else a new one in its place."""
         old = self.session
-        if old is not None and sweep.same_engine(old.point, point) and _same_path(old.point, point):
+        if old is not None and budget.same_engine(old.point, point) and _same_path(old.point, point):
             return old
         self.session = old = None
         free_memory(self.device)
         self.tell("build")
         shape = load_shape(point.model)
-        sharing = [p for p in self.job.points if sweep.same_engine(p, point)]
-        pages = sweep.kv_pages(point, sharing, self.job.settings, shape, self.probe)
+        sharing = [p for p in self.job.pool_points or self.job.points if budget.same_engine(p, point)]
+        pages = budget.kv_pages(point, sharing, self.job.settings, shape, self.probe)
         self.session = build(
-            point, shape, sweep.memory_plan(point, pages, shape, self.probe), pages=pages,
+            point, shape, budget.memory_plan(point, pages, shape, self.probe), pages=pages,
             max_requests=max(-(-p.concurrency // p.dp) for p in sharing),
             max_context=max(p.context for p in sharing) + memory.HEADROOM_TOKENS,
             rank=self.rank, device=self.device, seed=self.job.settings.seed,
@@ -135,9 +141,7 @@ def main(path: str) -> int:
         dist.barrier()
     except Exception as e:  # noqa: BLE001 - whatever it is, the launcher has to hear of it
         key = worker.point.key() if worker and worker.point else ""
-        failure = Failure(
-            rank=rank, key=key, kind=type(e).__name__, message=str(e), traceback=traceback.format_exc()
-        )
+        failure = Failure(rank=rank, key=key, kind=type(e).__name__, message=str(e), traceback=traceback.format_exc())
         (folder / f"error-{rank}.json").write_bytes(msgspec.json.encode(failure))
         traceback.print_exc()
         sys.stderr.flush()
@@ -150,6 +154,6 @@ def main(path: str) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--probe"]:
-        print(msgspec.json.encode(probe()).decode())
+        sys.stdout.write(msgspec.json.encode(probe()).decode() + "\n")
     else:
         sys.exit(main(sys.argv[1]))

@@ -1,0 +1,1 @@
+"""The engine of one rank: pools, weights, the model, and decode steps."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from dcpbench.errors import ModelError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 INDEX_FILE = "model.safetensors.index.json"
 FP8_BLOCK = 128

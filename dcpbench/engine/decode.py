@@ -12,16 +12,17 @@ from dcpbench import layout as arithmetic
 from dcpbench.engine.allocator import DcpAllocator
 from dcpbench.engine.model import Model, StepInput
 from dcpbench.engine.request_pool import PADDING_SLOT, RequestPool, copy_async
-from dcpbench.errors import UsageError
+from dcpbench.errors import CapacityError, UsageError
 from dcpbench.exchange import make_exchange
 from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
 from dcpbench.kernels.rope import softmax_scale
+from dcpbench.kernels.synthetic_kv import fill_request
 
 if TYPE_CHECKING:
     from dcpbench.engine.allocator import Allocation
     from dcpbench.kernels.attention import Backend
 
-GRAPH_BATCHES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+GRAPH_BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 """Batch sizes that graphs are captured for; a batch is padded up to the next one."""
 PADDING_LENGTH = 1
 """A padding row has one token, on slot 0: it attends to and writes the padding page."""
@@ -81,15 +82,32 @@ class DecodeEngine:
 
     def admit(self, tokens: int) -> Request:
         """A new request with room for `tokens` tokens. Raises CapacityError when slots or pages run out."""
-        allocation = self.allocator.alloc(tokens)
         slot = self.requests.alloc()
+        try:
+            allocation = self.allocator.alloc(tokens)
+        except CapacityError:
+            self.requests.free(slot)
+            raise
         self.requests.set_locs(slot, 0, allocation.locs(0, tokens))
         return Request(slot=slot, allocation=allocation)
+
+    def fill(self, request: Request, number: int, seed: int) -> None:
+        """Stand-in for a prefill: random KV rows for all tokens of a request, the same in every layout.
+
+        `number` tells the request from all others of the whole layout.
+        """
+        locs = self.requests.table[request.slot, : request.length]
+        fill_request(
+            self.model.kv.all_rows(), locs, request=number, seed=seed,
+            rank=self.model.groups.dcp.rank, dcp=self.model.layout.dcp, interleave=self.model.interleave,
+        )  # fmt: skip
 
     def grow(self, request: Request) -> None:
         """Room for one more token."""
         self.allocator.extend(request.allocation, 1)
-        self.requests.set_locs(request.slot, request.length - 1, request.allocation.locs(request.length - 1, request.length))
+        self.requests.set_locs(
+            request.slot, request.length - 1, request.allocation.locs(request.length - 1, request.length)
+        )
 
     def release(self, request: Request) -> None:
         """End a request."""
@@ -143,9 +161,7 @@ class DecodeEngine:
     def run(self, batch: Batch) -> None:
         """One eager step: logits, and the next tokens in place of the last ones."""
         locs = self.requests.table[batch.slots, batch.positions]
-        batch.logits = self.model.step(
-            StepInput(batch.tokens, batch.positions, locs), batch.backend, self.exchange
-        )
+        batch.logits = self.model.step(StepInput(batch.tokens, batch.positions, locs), batch.backend, self.exchange)
         batch.tokens.copy_(self.model.greedy(batch.logits))
 
     def capture(self, batch: Batch) -> None:

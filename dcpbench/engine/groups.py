@@ -12,7 +12,7 @@ from dcpbench.exchange.collectives import Group
 if TYPE_CHECKING:
     from dcpbench.layout import Layout
 
-_handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_handles: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,5 +51,6 @@ def _handle(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     if len(ranks) == 1:
         return None
     if ranks not in _handles:
-        _handles[ranks] = dist.group.WORLD if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks))
+        world = len(ranks) == dist.get_world_size()
+        _handles[ranks] = dist.group.WORLD if world else dist.new_group(list(ranks))
     return _handles[ranks]

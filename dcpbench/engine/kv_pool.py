@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from dcpbench.engine.allocator import PADDING_PAGE
 from dcpbench.errors import CapacityError
 from dcpbench.memory import GIB
 
@@ -38,14 +37,10 @@ class KvPool:
         """[pages, page_size, width] of one layer; a view."""
         return self.data[index]
 
+    def all_rows(self) -> torch.Tensor:
+        """[layers, pages · page_size, width]; a view."""
+        return self.data.flatten(1, 2)
+
     def rows(self, index: int) -> torch.Tensor:
         """[pages · page_size, width] of one layer; a view, indexed by `layout.row(loc)`."""
         return self.data[index].view(-1, self.data.shape[-1])
-
-    def fill_random(self, generator: torch.Generator, scale: float) -> None:
-        """Fill every page but the padding page with normal numbers of standard deviation `scale`.
-
-        Layer by layer and in place, as a second copy of the pool would not fit. `generator` is of the pool's device.
-        """
-        for layer in self.data:
-            layer[PADDING_PAGE + 1 :].normal_(0.0, scale, generator=generator)

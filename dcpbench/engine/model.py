@@ -16,6 +16,7 @@ from dcpbench.kernels import moe
 from dcpbench.kernels.kv_write import write_kv
 from dcpbench.kernels.norm import add_rms_norm, rms_norm
 from dcpbench.kernels.rope import rope, rope_table
+from dcpbench.kernels.value_proj import project_values
 from dcpbench.ranges import phase
 
 if TYPE_CHECKING:
@@ -102,10 +103,8 @@ class Model:
             o_BHR, lse_BH = backend.run(q_BHQ, self.kv.layer(index))
         o_hBR = exchange.merge(o_BHR, lse_BH)
         with phase("o_proj"):
-            v_BhV = x_BD.new_empty(x_BD.shape[0], self.heads, self.shape.value)
-            torch.bmm(o_hBR, w.w_uv, out=v_BhV.transpose(0, 1))
-            y_BD = linear(v_BhV.flatten(1), w.o)
-        with phase("all_reduce"):
+            y_BD = linear(project_values(o_hBR, w.w_uv, x_BD.dtype).flatten(1), w.o)
+        with phase("attn_reduce"):
             return self.groups.attn.all_reduce(y_BD)
 
     def project(self, x_BD: torch.Tensor, w: Attention, positions_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,7 +136,7 @@ class Model:
             with phase("dp_gather"):
                 x_TD = self.groups.dp.all_gather(x_BD).flatten(0, 1)
         y_TD = self.experts(x_TD, w) if isinstance(w, Moe) else self.dense(x_TD, w)
-        with phase("all_reduce"):
+        with phase("mlp_reduce"):
             if self.layout.dp == 1:
                 return self.groups.world.all_reduce(y_TD)
             return self.groups.attn.all_reduce(self.groups.dp.reduce_scatter(y_TD))

@@ -10,11 +10,11 @@ import torch
 class SyntheticSource:
     """Normal numbers of standard deviation 1/sqrt(inputs), so that activations keep their size through the layers.
 
-    Norm weights are 1; the routing bias is small. A part is seeded by its name and first row and column: ranks that share
-    a part get the same numbers, and no rank ever makes a whole tensor.
+    Norm weights are 1; the routing bias is small. A part is seeded by its name and first row and column: ranks that
+    share a part get the same numbers, and no rank ever makes a whole tensor.
     """
 
-    kind = "synthetic"
+    kind: str = "synthetic"
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         self.seed, self.dtype, self.device = seed, dtype, device

@@ -23,7 +23,7 @@ class Exchange(Protocol):
         """All heads of the group, contiguous [B, H, Q] with H = N·h, in rank order."""
 
     def merge(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
-        """This rank's heads of the merged output, [h, B, R] in o's dtype; lse is natural log, fp32."""
+        """This rank's heads of the merged output, [h, B, R] in o's dtype or a wider one; lse is natural log, fp32."""
 
 
 class NoExchange:

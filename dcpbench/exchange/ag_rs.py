@@ -1,8 +1,8 @@
 """All-gather q, all-gather lse, scale, reduce-scatter over heads: SGLang's first implementation (#14194).
 
 Received bytes per rank, layer and request, with N ranks and H heads in the group: q (N−1)/N·H·Q·2, lse (N−1)·H·4,
-o (N−1)/N·H·R·4. The partial outputs travel as fp32, as in SGLang: summed in bf16 by the collective they would be rounded
-N − 1 times (docs/methodology.md has the error of both).
+o (N−1)/N·H·R·4. The partial outputs travel and arrive as fp32, as in SGLang: in bf16 the collective's sums and the
+result would be rounded once more each.
 """
 
 from __future__ import annotations
@@ -36,4 +36,4 @@ class AllGatherReduceScatter:
         with phase("merge"):
             lse_NBH = self.group.all_gather(lse_BH)
             share_HBR = correct(o_BHR, lse_NBH, self.group.rank, self.wire)
-            return self.group.reduce_scatter(share_HBR).to(o_BHR.dtype)
+            return self.group.reduce_scatter(share_HBR)

@@ -1,4 +1,4 @@
-"""Error of a point's merged attention output against fp64, on the very pool, page tables and exchange that are timed."""
+"""Error of a point's merged attention output against fp64, on the pool, page tables and exchange that are timed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def attention_error(
     """‖o − o₆₄‖ / ‖o₆₄‖ over the first and the last request (or all) and this rank's heads; the largest of all ranks.
 
     The reference finds a request's rows by the arithmetic of layout.py from its locations, not by the page tables that
-    the backend reads, and takes them from all ranks of the DCP group. Collective; `batch` must be planned for `requests`.
+    the backend reads, and takes them from all ranks of the DCP group. Collective; `batch` is planned for `requests`.
     """
     model = engine.model
     generator = torch.Generator(engine.device).manual_seed(seed + 1 + model.groups.attn.rank)

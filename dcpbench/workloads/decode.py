@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from dcpbench.records import Environment, Gpu, Phases, Point
     from dcpbench.workloads.session import Session
 
+TOKEN_STEP = 7919
+"""A prime: neighbouring requests read different tokens and are routed to different experts."""
 PLANS = 5
 """Plans timed for `host_plan_us`."""
 
@@ -50,7 +52,9 @@ def run(
     engine = session.engine
     device = engine.device
     rows = -(-point.concurrency // point.dp)
-    requests = [_admit(engine, session, point, i) for i in range(_share(point, engine.model.groups.dp.rank))]
+    requests = [
+        _admit(engine, session, point, settings.seed, i) for i in range(_share(point, engine.model.groups.dp.rank))
+    ]
     try:
         batch = engine.plan(requests, rows)
         plan_us = _plan_time_us(engine, requests, rows)
@@ -103,10 +107,12 @@ def _share(point: Point, dp_rank: int) -> int:
     return point.concurrency // point.dp + (dp_rank < point.concurrency % point.dp)
 
 
-def _admit(engine: DecodeEngine, session: Session, point: Point, index: int) -> Request:
+def _admit(engine: DecodeEngine, session: Session, point: Point, seed: int, index: int) -> Request:
+    """This replica's request number `index`; its token and KV are those of the same request in any other layout."""
+    number = index * point.dp + engine.model.groups.dp.rank
     request = engine.admit(point.context + memory.HEADROOM_TOKENS)
-    # Different tokens on every request and replica, so that they are routed to different experts.
-    request.token = (7919 * (index * point.dp + engine.model.groups.dp.rank) + 17) % session.shape.vocab
+    engine.fill(request, number, seed)
+    request.token = (TOKEN_STEP * number) % session.shape.vocab
     return request
 
 

@@ -25,7 +25,7 @@ class Truth:
 
 def default_prompts(vocab: int, layout: Layout, seed: int) -> list[list[int]]:
     """Random token ids: shorter than dcp (empty shards), uneven over dcp, several stripes, and one token alone."""
-    numbers = random.Random(seed)  # noqa: S311 - not a secret
+    numbers = random.Random(seed)
     lengths = (2 * layout.dcp + 1, 1, max(layout.dcp - 1, 2), 11)
     return [[numbers.randrange(vocab) for _ in range(n)] for n in lengths]
 

@@ -18,13 +18,12 @@ from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
 
 if TYPE_CHECKING:
+    from dcpbench.engine.weights import Source
     from dcpbench.memory import Plan
     from dcpbench.records import Point
     from dcpbench.shapes import ModelShape
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-KV_SCALE = 1.0
-"""Standard deviation of synthetic KV rows: real latents are normalised to 1, too."""
 
 
 @dataclasses.dataclass
@@ -41,18 +40,14 @@ def build(
     point: Point, shape: ModelShape, plan: Plan, *, pages: int, max_requests: int, max_context: int,
     rank: int, device: torch.device, seed: int,
 ) -> Session:  # fmt: skip
-    """Weights, a KV pool full of random rows, and an engine for `point`'s layout. Collective."""
+    """Weights, an empty KV pool and an engine for `point`'s layout. Collective."""
     layout, dtype = point.layout, DTYPES[point.dtype]
-    if point.weights == "synthetic":
-        source = SyntheticSource(seed, dtype, device)
-    else:
+    source: Source = SyntheticSource(seed, dtype, device)
+    if point.weights != source.kind:
         source = CheckpointSource(Path(point.weights), dtype, device)
     groups = make_groups(layout, rank)
     weights = load_weights(source, shape, layout, rank, plan)
     kv = KvPool(shape.layers, pages, point.page_size, shape.kv_width, dtype, device)
-    # Ranks that hold the same tokens hold the same rows: seeded by what decides which tokens these are.
-    same_rows = seed * 4096 + layout.dp_rank(rank) * 64 + layout.dcp_rank(rank)
-    kv.fill_random(torch.Generator(device).manual_seed(same_rows), KV_SCALE)
     model = Model(
         shape, layout, groups, weights, kv, interleave=point.interleave, max_context=max_context, device=device
     )

@@ -57,6 +57,8 @@ def _storage_checks(point: Point, shape: ModelShape, seed: int, rank: int, devic
     lengths = _lengths(point.dcp, point.interleave, point.context)
     engine = _engine(msgspec.structs.replace(point, weights="synthetic"), small, lengths, seed, rank, device)
     requests = [engine.admit(n) for n in lengths]
+    for number, request in enumerate(requests):
+        engine.fill(request, number, seed)
     batch = engine.plan(requests)
     error = attention_error(engine, batch, requests, seed, all_requests=True)
     wrong = _wrong_writes(engine, requests)
@@ -121,7 +123,9 @@ def _compare(
             worst = max(worst, float(difference))
     exact = 0.0 if point.dtype == "fp32" else float("inf")
     return [
-        _check(point, "logits", worst, LOGITS_LIMIT[point.dtype], "largest absolute difference from transformers, fp32"),
+        _check(
+            point, "logits", worst, LOGITS_LIMIT[point.dtype], "largest absolute difference from transformers, fp32"
+        ),
         _check(point, "tokens", float(wrong), exact, f"of {tokens} greedy tokens on all ranks"),
     ]
 

@@ -34,7 +34,7 @@ def dcpbench(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # noqa: ANN201 -- a function
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Run a command in this process on a given machine; what needs no job is quicker so."""
 
     def run(*args: str, machine: Probe = CPU) -> tuple[int, str, str]:
@@ -130,7 +130,7 @@ def test_env_is_read_off_the_last_line_that_the_worker_prints(tmp_path: Path) ->
     assert found.packages == {"torch": "2.9", "flashinfer": None}
 
 
-def test_env_shows_what_is_missing_for_what(call) -> None:  # noqa: ANN001
+def test_env_shows_what_is_missing_for_what(call) -> None:
     """Packages with versions, and the problems as sentences."""
     machine = msgspec.structs.replace(CPU, problems=["FlashInfer is missing: --backend flashinfer cannot run."])
     code, out, _ = call("env", machine=machine)
@@ -140,7 +140,7 @@ def test_env_shows_what_is_missing_for_what(call) -> None:  # noqa: ANN001
     assert "• FlashInfer is missing: --backend flashinfer cannot run." in out
 
 
-def test_a_dry_run_lists_points_memory_and_reasons_and_writes_nothing(call, tmp_path, monkeypatch) -> None:  # noqa: ANN001
+def test_a_dry_run_lists_points_memory_and_reasons_and_writes_nothing(call, tmp_path, monkeypatch) -> None:
     """4 GPUs: tp4·dcp4 with its baseline, and tp8 rejected with the command to type."""
     monkeypatch.chdir(tmp_path)
     code, out, _ = call("sweep", "--tp", "4,8", "--concurrency", "8", "--dry-run", machine=GPUS)
@@ -153,7 +153,7 @@ def test_a_dry_run_lists_points_memory_and_reasons_and_writes_nothing(call, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_in_json_is_one_list_on_stdout(call) -> None:  # noqa: ANN001
+def test_a_dry_run_in_json_is_one_list_on_stdout(call) -> None:
     """Bytes and reasons, for scripts."""
     code, out, _ = call("sweep", "--tp", "4,8", "--concurrency", "8", "--dry-run", "--json", machine=GPUS)
     rows = json.loads(out)
@@ -163,7 +163,7 @@ def test_a_dry_run_in_json_is_one_list_on_stdout(call) -> None:  # noqa: ANN001
     ]  # fmt: skip
 
 
-def test_the_command_line_overrides_the_file(call, tmp_path: Path) -> None:  # noqa: ANN001
+def test_the_command_line_overrides_the_file(call, tmp_path: Path) -> None:
     """The file says tp 2 and context 30; --tp 4 is typed."""
     path = tmp_path / "sweep.yaml"
     path.write_text("tp: 2\ncontext: [30]\nno-baseline: true\nconcurrency: 2\n")
@@ -192,7 +192,7 @@ def test_the_command_line_overrides_the_file(call, tmp_path: Path) -> None:  # n
     ],
     ids=lambda x: "_".join(x)[:50] if isinstance(x, list) else "",
 )
-def test_a_mistake_ends_with_one_sentence_and_its_exit_code(call, args: list[str], code: int, words: str) -> None:  # noqa: ANN001
+def test_a_mistake_ends_with_one_sentence_and_its_exit_code(call, args: list[str], code: int, words: str) -> None:
     """`error: …` on stderr, nothing on stdout, no traceback, the next thing to type."""
     ended, out, err = call(*args, machine=GPUS)
     assert ended == code
@@ -202,7 +202,7 @@ def test_a_mistake_ends_with_one_sentence_and_its_exit_code(call, args: list[str
     assert out == ""
 
 
-def test_an_unknown_option_is_a_usage_error_too(call) -> None:  # noqa: ANN001
+def test_an_unknown_option_is_a_usage_error_too(call) -> None:
     """Typer's own errors use the same exit code."""
     code, _, err = call("sweep", "--dcpp", "8")
     assert code == 2
@@ -220,7 +220,7 @@ def test_an_unexpected_exception_keeps_its_traceback(monkeypatch: pytest.MonkeyP
         cli.main(["env"])
 
 
-def test_verify_without_a_layout_takes_the_usual_six_that_the_gpus_can_hold(call) -> None:  # noqa: ANN001
+def test_verify_without_a_layout_takes_the_usual_six_that_the_gpus_can_hold(call) -> None:
     """On the CPU all of them; on 2 GPUs those of at most 2 ranks; --dcp 4 alone means tp 4."""
     layouts = {}
     for name, args, machine in (
@@ -267,6 +267,6 @@ def test_random_prompts_are_uneven_repeatable_and_as_long_as_the_context() -> No
     assert all(0 <= token < 512 for p in prompts for token in p)
 
 
-def test_version_is_the_packages(call) -> None:  # noqa: ANN001
+def test_version_is_the_packages(call) -> None:
     """One line."""
     assert call("--version")[:2] == (0, f"dcpbench {__version__}\n")

@@ -28,8 +28,8 @@ def problem(device, dtype, lengths, *, heads, latent, rope, page_size, seed=0):
             row.normal_(generator=generator)
     q = torch.empty(len(lengths), heads, latent + rope, dtype=dtype, device=device).normal_(generator=generator)
     spec = AttentionSpec(
-        batch=len(lengths), heads=heads, latent=latent, rope=rope, page_size=page_size, max_pages=max(used, default=1) + 2,
-        scale=(latent + rope) ** -0.5, dtype=dtype, device=device,
+        batch=len(lengths), heads=heads, latent=latent, rope=rope, page_size=page_size,
+        max_pages=max(used, default=1) + 2, scale=(latent + rope) ** -0.5, dtype=dtype, device=device,
     )  # fmt: skip
     return spec, q, kv, Shards(pages=tables, lengths=list(lengths))
 
@@ -115,9 +115,7 @@ def test_a_missing_flashinfer_says_how_to_install_it(device):
 def test_bf16_backends_agree_with_fp64_at_full_width(name, heads, page_size):
     """LSE in natural log, requests without rows included, on the sizes that are served."""
     lengths = (1, 4099, 0, 777, 64, 0)
-    case = problem(
-        torch.device("cuda"), torch.bfloat16, lengths, heads=heads, latent=512, rope=64, page_size=page_size
-    )
+    case = problem(torch.device("cuda"), torch.bfloat16, lengths, heads=heads, latent=512, rope=64, page_size=page_size)
     backend = make_backend(name, case[0])
     backend.plan(case[3])
     assert_agrees(*case, backend.run(case[1], case[2]), limit=1e-2)

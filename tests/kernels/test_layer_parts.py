@@ -23,7 +23,11 @@ def test_fused_norm_agrees_on_strided_rows(width, device):
 
 def test_fused_add_norm_updates_the_residual(device):
     """Both versions leave residual + x behind."""
-    x, residual, weight = torch.randn(4, 96, device=device), torch.randn(4, 96, device=device), torch.rand(96, device=device)
+    x, residual, weight = (
+        torch.randn(4, 96, device=device),
+        torch.randn(4, 96, device=device),
+        torch.rand(96, device=device),
+    )
     kept = [residual.clone(), residual.clone()]
     expected = norm_reference.add_rms_norm(x, kept[0], weight, 1e-6)
     assert torch.allclose(norm_fused.add_rms_norm(x, kept[1], weight, 1e-6), expected, atol=2e-6)

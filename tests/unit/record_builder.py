@@ -1,6 +1,5 @@
 """Made-up records for tests of the reports. None of these numbers was measured."""
 
-# ruff: noqa: ANN401 - fields of any record
 from __future__ import annotations
 
 import random

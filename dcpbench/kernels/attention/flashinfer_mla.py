@@ -25,6 +25,10 @@ def _workspace(device: torch.device) -> torch.Tensor:
     return _workspaces[device]
 
 
+def _ints(count: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
 class FlashInferBackend:
     """BatchMLAPagedAttentionWrapper in CUDA-graph mode. `plan` takes host tensors; it copies and may synchronise."""
 
@@ -37,14 +41,13 @@ class FlashInferBackend:
                 f"{str(spec.dtype).removeprefix('torch.')}; use --backend triton."
             )
         self.spec = spec
-        ints = {"dtype": torch.int32, "device": spec.device}
         self.wrapper = BatchMLAPagedAttentionWrapper(
             _workspace(spec.device),
             use_cuda_graph=True,
-            qo_indptr=torch.zeros(spec.batch + 1, **ints),
-            kv_indptr=torch.zeros(spec.batch + 1, **ints),
-            kv_indices=torch.zeros(spec.batch * spec.max_pages, **ints),
-            kv_len_arr=torch.zeros(spec.batch, **ints),
+            qo_indptr=_ints(spec.batch + 1, spec.device),
+            kv_indptr=_ints(spec.batch + 1, spec.device),
+            kv_indices=_ints(spec.batch * spec.max_pages, spec.device),
+            kv_len_arr=_ints(spec.batch, spec.device),
             backend="auto",
         )
 

@@ -1,4 +1,4 @@
-"""Page tables and local lengths of a batch in fixed device buffers, written in place so that a captured graph sees them."""
+"""Page tables and local lengths of a batch in fixed device buffers, written in place as captured graphs need it."""
 
 from __future__ import annotations
 

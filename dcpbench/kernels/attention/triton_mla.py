@@ -90,7 +90,7 @@ def _merge_kernel(part_o, part_lse, o, lse_out, LN2: tl.constexpr, R: tl.constex
 
 
 class TritonBackend:
-    """Correct first; its speed has its own issue. R and P must be powers of two (512 and 64 in every published model)."""
+    """Correct first, not yet fast. R and P must be powers of two (512 and 64 in every published model)."""
 
     name = "triton"
 

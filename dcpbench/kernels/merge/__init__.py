@@ -16,8 +16,8 @@ __all__ = ["correct", "merge"]
 def correct(o_BHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int, dtype: torch.dtype) -> torch.Tensor:
     """This rank's share of the merged output: exp(lse_rank − lse*)·o, as [H, B, R] in `dtype`, heads first.
 
-    lse* = logsumexp over N. A rank without rows (lse −inf) has weight 0, whatever its `o` holds, NaN included; where all
-    ranks are empty the result is 0. Summed over ranks the shares are the merged output.
+    lse* = logsumexp over N. A rank without rows (lse −inf) has weight 0, whatever its `o` holds, NaN included; where
+    all ranks are empty the result is 0. Summed over ranks the shares are the merged output.
     """
     if o_BHR.is_cuda:
         from dcpbench.kernels.merge.fused import correct as correct_fused

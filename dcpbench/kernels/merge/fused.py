@@ -36,6 +36,7 @@ def correct(o_BHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int, dtype: torch.
     out_HBR = torch.empty(heads, batch, latent, dtype=dtype, device=o_BHR.device)
     _correct_kernel[(batch, heads)](
         o_BHR, lse_NBH, out_HBR, batch, heads, rank,
-        N=lse_NBH.shape[0], N_BLOCK=triton.next_power_of_2(lse_NBH.shape[0]), R=latent, BLOCK=triton.next_power_of_2(latent), num_warps=2,
+        N=lse_NBH.shape[0], N_BLOCK=triton.next_power_of_2(lse_NBH.shape[0]),
+        R=latent, BLOCK=triton.next_power_of_2(latent), num_warps=2,
     )  # fmt: skip
     return out_HBR

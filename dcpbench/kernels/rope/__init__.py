@@ -18,8 +18,9 @@ def rope(
 ) -> None:
     """Rotate `x` by its position into `out`, both possibly strided views with unit last stride.
 
-    `table` [positions, P] fp32 holds cos in its first P/2 columns and sin in the rest. Pair i is columns (2i, 2i+1) where
-    `interleaved` (DeepSeek's storage order), else (i, i + P/2). Pairs stay where they are: q·k does not depend on it.
+    `table` [positions, P] fp32 holds cos in its first P/2 columns and sin in the rest. Pair i is columns (2i, 2i+1)
+    where `interleaved` (DeepSeek's storage order), else (i, i + P/2). Pairs stay where they are: q·k does not depend on
+    it.
     """
     if x_BhP.is_cuda:
         from dcpbench.kernels.rope.fused import rope as rope_fused

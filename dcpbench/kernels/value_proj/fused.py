@@ -1,0 +1,42 @@
+"""W_UV with fp32 activations and bf16 weights in one Triton kernel, without a cast in between."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    import torch
+
+
+@triton.jit
+def _project_kernel(
+    o, w, out, batch, heads, o_h, o_b,
+    R: tl.constexpr, V: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(0).to(tl.int64)
+    b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
+    v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    live = (b < batch)[:, None]
+    acc = tl.zeros([BLOCK_B, BLOCK_V], tl.float32)
+    for start in range(0, R, BLOCK_R):
+        r = start + tl.arange(0, BLOCK_R)
+        x = tl.load(o + h * o_h + b[:, None] * o_b + r[None, :], mask=live, other=0.0)
+        weight = tl.load(w + (h * R + r[:, None]) * V + v[None, :]).to(tl.float32)
+        acc += tl.dot(x, weight, input_precision=PRECISION)
+    tl.store(out + (b[:, None] * heads + h) * V + v[None, :], acc.to(out.dtype.element_ty), mask=live)
+
+
+def project_values(o_hBR: torch.Tensor, w_uv: torch.Tensor, out_BhV: torch.Tensor, precision: str = "tf32") -> None:
+    """See kernels.value_proj.project_values. R and V must be multiples of 16; o has unit last stride."""
+    heads, batch, latent = o_hBR.shape
+    value = w_uv.shape[2]
+    block_b, block_v = min(64, max(16, triton.next_power_of_2(batch))), min(32, value)
+    _project_kernel[(heads, triton.cdiv(batch, block_b), value // block_v)](
+        o_hBR, w_uv, out_BhV, batch, heads, o_hBR.stride(0), o_hBR.stride(1),
+        R=latent, V=value, BLOCK_B=block_b, BLOCK_V=block_v, BLOCK_R=min(64, latent), PRECISION=precision,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip

@@ -1,0 +1,25 @@
+"""W_UV with activations wider than the weights."""
+
+import pytest
+import torch
+
+from dcpbench.kernels.value_proj import fused, project_values, reference
+
+
+@pytest.mark.parametrize("batch", [1, 5, 70])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_fused_projection_agrees_with_the_reference(heads, batch, device):
+    """fp32 activations, 16-bit weights, a transposed view as an attention without exchange gives it."""
+    o = torch.randn(batch, heads, 64, device=device).transpose(0, 1)
+    w = torch.randn(heads, 64, 32, device=device).half()
+    outs = [torch.empty(batch, heads, 32, device=device) for _ in range(2)]
+    reference.project_values(o, w, outs[0])
+    fused.project_values(o, w, outs[1], precision="ieee")
+    assert torch.allclose(outs[0], outs[1], atol=1e-4)
+
+
+def test_equal_dtypes_take_the_library_product(device):
+    """o · w for one head by hand: [1, 2] · [[1, 0], [0, 3]] = [1, 6]."""
+    o = torch.tensor([[[1.0, 2.0]]], device=device)
+    w = torch.tensor([[[1.0, 0.0], [0.0, 3.0]]], device=device)
+    assert project_values(o, w, torch.float32).tolist() == [[[1.0, 6.0]]]
