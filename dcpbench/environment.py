@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import socket
 import subprocess
@@ -92,7 +93,12 @@ def _driver() -> str | None:
 
 
 def _git_commit() -> str | None:
-    """Commit of the dcpbench that runs, with `-dirty` where its files differ; None for an installed wheel."""
+    """Commit of the dcpbench that runs, with `-dirty` where its files differ; None for an installed wheel.
+
+    DCPBENCH_GIT_COMMIT says it where the files were copied without their repository, as into a container.
+    """
+    if "DCPBENCH_GIT_COMMIT" in os.environ:
+        return os.environ["DCPBENCH_GIT_COMMIT"]
     folder = Path(dcpbench.__file__).parent
     if not (folder.parent / ".git").exists():
         return None
