@@ -60,6 +60,8 @@ class Batch:
         self.slots = torch.zeros(size, dtype=torch.int64, device=device)
         self.positions = torch.zeros(size, dtype=torch.int64, device=device)
         self.logits: torch.Tensor | None = None
+        self.next_tokens: torch.Tensor | None = None
+        """[B] int64, what the last step sampled. Not fed back: the next plan says which tokens a step reads."""
         self.graph: torch.cuda.CUDAGraph | None = None
 
 
@@ -159,10 +161,10 @@ class DecodeEngine:
         return batch
 
     def run(self, batch: Batch) -> None:
-        """One eager step: logits, and the next tokens in place of the last ones."""
+        """One eager step: logits and next tokens of the planned batch."""
         locs = self.requests.table[batch.slots, batch.positions]
         batch.logits = self.model.step(StepInput(batch.tokens, batch.positions, locs), batch.backend, self.exchange)
-        batch.tokens.copy_(self.model.greedy(batch.logits))
+        batch.next_tokens = self.model.greedy(batch.logits)
 
     def capture(self, batch: Batch) -> None:
         """Capture the step as a CUDA graph, once per batch size.

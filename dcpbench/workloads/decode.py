@@ -1,7 +1,8 @@
 """Workload `decode`: `concurrency` requests of a given context, one token each per step, measured in steady state.
 
-Lengths are frozen while steps are timed: every sample is the step that writes and reads token number `context` + 1. The
-plan is made once, its host time is recorded apart.
+Tokens and lengths are frozen while steps are timed: every sample is the same step, which writes and reads token number
+`context` + 1 of each request and is routed to the same experts, in every layout and repeat. The plan is made once, its
+host time is recorded apart.
 """
 
 from __future__ import annotations

@@ -153,11 +153,13 @@ def _decode(engine: DecodeEngine, prompts: list[list[int]], new: int) -> dict[in
         batch = engine.plan(list(live.values()), rows)
         engine.run(batch)
         assert batch.logits is not None
+        assert batch.next_tokens is not None
         full = engine.model.full_logits(batch.logits).cpu()
+        next_tokens = batch.next_tokens.tolist()
         for row, i in enumerate(live):
             logits[i].append(full[row].clone())
             if len(logits[i]) >= len(texts[i]):
-                texts[i].append(int(batch.tokens[row]))
+                texts[i].append(next_tokens[row])
     return {i: (texts[i][len(prompts[i]) : len(prompts[i]) + new], torch.stack(logits[i])) for i in mine}
 
 
