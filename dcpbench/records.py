@@ -188,7 +188,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     detail: dict[str, str] = {}
     """For failures: exit code, last log lines, stacks."""
     marks: list[str] = []
-    """`noisy`, `throttled`, `cpu` (functional run, not a performance number), `l2_warm`, `baseline`."""
+    """`noisy`, `throttled`, `cpu` (functional run, not a performance number), `oversubscribed`, `l2_warm`."""
     metrics: Metrics | None = None
     phases: Phases | None = None
     host_syncs_per_step: float | None = None

@@ -22,12 +22,13 @@ PHASE_COLOURS = {
     "merge": "#CC6677",
     "qkv_proj": "#999933",
     "o_proj": "#DDCC77",
-    "all_reduce": "#117733",
+    "attn_reduce": "#117733",
     "dp_gather": "#44AA99",
     "moe": "#88CCEE",
     "dense_mlp": "#882255",
+    "mlp_reduce": "#6699CC",
 }
-"""Paul Tol's muted palette, for areas: the phases worth telling apart, in the order in which they are stacked."""
+"""Paul Tol's muted and medium-contrast palettes, for areas: the phases worth telling apart, in the order in which they are stacked."""
 REST_COLOUR = "#777777"
 IDLE_COLOUR = "#DDDDDD"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")

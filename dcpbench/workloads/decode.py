@@ -8,6 +8,7 @@ host time is recorded apart.
 from __future__ import annotations
 
 import dataclasses
+import os
 import statistics
 import time
 from typing import TYPE_CHECKING
@@ -173,6 +174,7 @@ def _marks(noisy: bool, gpu: Gpu | None, session: Session, device: torch.device,
         "noisy": noisy,
         "throttled": gpu is not None and bool(gpu.throttle_reasons),
         "cpu": device.type == "cpu",
+        "oversubscribed": device.type == "cpu" and session.point.tp > (os.cpu_count() or 1),
         "l2_warm": session.plan.weight_bytes < memory.CACHE_FACTOR * l2_bytes,
     }
     return [name for name, holds in marks.items() if holds]

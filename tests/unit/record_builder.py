@@ -43,7 +43,7 @@ def step_ms(layout: Layout, context: int, concurrency: int) -> float:
 
 def phases(total_ms: float, layout: Layout) -> Phases:
     """A made-up division of a step."""
-    shares = {"attention": 0.34, "moe": 0.31, "all_reduce": 0.09, "o_proj": 0.07, "qkv_proj": 0.06, "lm_head": 0.03}
+    shares = {"attention": 0.34, "moe": 0.31, "mlp_reduce": 0.09, "o_proj": 0.07, "qkv_proj": 0.06, "lm_head": 0.03}
     if layout.dcp > 1:
         shares |= {"q_gather": 0.03, "merge": 0.05}
     idle = 1 - sum(shares.values()) if layout.dcp > 1 else 0.015
