@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from dcpbench.shapes import ModelShape
 
 
+LATENT_EPS = 1e-6
+"""Of the norms inside attention, whatever `rms_norm_eps` is: transformers and DeepSeek's own code fix it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class StepInput:
     """Device tensors of one step, all [B]; fixed buffers under a captured graph."""
@@ -114,7 +118,7 @@ class Model:
         qkv = linear(x_BD, w.qkv_a)
         q, kv_BQ = qkv.split((qkv.shape[1] - s.kv_width, s.kv_width), dim=-1)
         if w.q_norm is not None and w.q_b is not None:
-            q = linear(rms_norm(q, w.q_norm, s.rms_eps), w.q_b)
+            q = linear(rms_norm(q, w.q_norm, LATENT_EPS), w.q_b)
         q_nope, q_rope = q.unflatten(-1, (self.heads, s.nope + s.rope)).split((s.nope, s.rope), dim=-1)
 
         q_BhQ = x_BD.new_empty(batch, self.heads, s.kv_width)
@@ -122,7 +126,7 @@ class Model:
         rope(q_rope, positions_B, self.rope_table, q_BhQ[..., s.latent :], interleaved=s.rope_interleaved)
 
         row_BQ = x_BD.new_empty(batch, s.kv_width)
-        row_BQ[:, : s.latent] = rms_norm(kv_BQ[:, : s.latent], w.kv_norm, s.rms_eps)
+        row_BQ[:, : s.latent] = rms_norm(kv_BQ[:, : s.latent], w.kv_norm, LATENT_EPS)
         rope(
             kv_BQ[:, None, s.latent :], positions_B, self.rope_table, row_BQ[:, None, s.latent :],
             interleaved=s.rope_interleaved,

@@ -1,0 +1,114 @@
+"""Logits and greedy tokens of `transformers`, on every layout the project promises, through real torchrun jobs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from dcpbench import launch
+from dcpbench.jobs import Check, Settings
+from dcpbench.layout import Layout, local_length
+from dcpbench.records import Point
+from dcpbench.torchrun import Machines
+from tests.distributed.checkpoints import VOCAB, WRITERS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.distributed
+
+PROMPTS = tuple(tuple((31 * i + 7 * k) % VOCAB for k in range(n)) for i, n in enumerate((13, 1, 3, 4)))
+NEW = 5
+LIMIT = 1e-4
+CHECKS = ["attention", "kv_write", "logits", "tokens"]
+
+PLAIN = {"page_size": 1, "interleave": 1}
+PAGED = {"page_size": 4, "interleave": 1}
+STRIPED = {"page_size": 4, "interleave": 2}
+
+GRID = {
+    Layout(1): [("v3", PLAIN), ("v2", PAGED), ("v2-greedy", PLAIN)],
+    Layout(2): [("v3", PAGED), ("v2", PLAIN)],
+    Layout(2, dcp=2): [("v3", PLAIN), ("v2", STRIPED), ("v2-greedy", PAGED)],
+    Layout(4, dcp=2): [("v3", STRIPED), ("v2", PLAIN)],
+    Layout(4, dcp=4): [("v3", PLAIN), ("v2", STRIPED)],
+    Layout(4, dp=2, dcp=2): [("v3", PAGED), ("v2", PLAIN)],
+    Layout(8, dcp=8): [("v3", PLAIN), ("v2", STRIPED)],
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folder of each checkpoint."""
+    base = tmp_path_factory.mktemp("checkpoints")
+    for name, write in WRITERS.items():
+        write(base / name)
+    return {name: str(base / name) for name in WRITERS}
+
+
+def point(model: str, layout: Layout, storage: dict[str, int], backend: str = "reference", context: int = 37) -> Point:
+    """A point in fp32 on the checkpoint in the folder `model`."""
+    return Point(
+        model=model, weights=model, tp=layout.tp, dp=layout.dp, dcp=layout.dcp, concurrency=4, context=context,
+        exchange="ag_rs" if layout.dcp > 1 else "none", backend=backend, dtype="fp32", **storage,
+    )  # fmt: skip
+
+
+def verify(points: list[Point], prompts: tuple[tuple[int, ...], ...], new: int, folder: Path) -> None:
+    """Run a verify job for each world size, in order, and assert what every point must have found."""
+    work = launch.Work(
+        folder=folder, settings=Settings(), device="cpu", kind="verify", prompts=prompts, new_tokens=new, timeout=120
+    )
+    launch.run(points, work, Machines(), lambda _: None)
+    assert {r.point.key(): r.reason for r in launch.last_records(folder).values()} == {}, "no point failed"
+    lines = (folder / "checks.jsonl").read_bytes().splitlines()
+    checks = [msgspec.json.decode(line, type=Check) for line in lines]
+    assert [c.name for c in checks] == CHECKS * len(points)
+    for i, p in enumerate(points):
+        made = checks[i * len(CHECKS) : (i + 1) * len(CHECKS)]
+        assert {(c.layout, c.backend) for c in made} == {(str(p.layout), p.backend)}
+        attention, kv_write, logits, tokens = made
+        assert attention.error <= LIMIT, p
+        assert kv_write.error == 0, p
+        assert logits.error <= LIMIT, p
+        assert tokens.error == 0, p
+        compared = len(prompts) * new * p.layout.attn_tp
+        assert tokens.detail == f"of {compared} greedy tokens on all ranks", p
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_logits_and_greedy_tokens_are_those_of_transformers(tp, checkpoints, tmp_path):
+    """Four requests start three steps apart, so batches hold padding rows, and are fed token by token.
+
+    Each of the 4 requests yields 5 tokens on each of the tp / dp ranks of its replica: 20 · tp / dp are compared.
+    """
+    points = [
+        point(checkpoints[model], layout, storage)
+        for layout, cases in GRID.items()
+        if layout.tp == tp
+        for model, storage in cases
+    ]
+    verify(points, PROMPTS, NEW, tmp_path)
+
+
+def test_so_are_those_of_the_triton_backend(checkpoints, tmp_path):
+    """In Triton's interpreter, which takes seconds for what the reference does in milliseconds: few and short."""
+    points = [
+        point(checkpoints["v3"], Layout(1), PAGED, "triton", context=3),
+        point(checkpoints["v2"], Layout(2, dcp=2), PLAIN, "triton", context=3),
+    ]
+    verify(points, ((5, 90, 17), (202,)), 1, tmp_path)
+
+
+def test_the_prompts_leave_shards_empty_and_uneven():
+    """13 + 5 tokens over 8 ranks: 2 ranks store 3, the others 2; one token leaves 7 ranks without any.
+
+    In stripes of 2, 3 tokens lie on ranks 0 (two) and 1 (one), and 18 start a second round on rank 0.
+    """
+    assert [len(p) for p in PROMPTS] == [13, 1, 3, 4]
+    assert [local_length(13 + NEW, rank, 8) for rank in range(8)] == [3, 3, 2, 2, 2, 2, 2, 2]
+    assert [local_length(1, rank, 8) for rank in range(8)] == [1, 0, 0, 0, 0, 0, 0, 0]
+    assert [local_length(3, rank, 8, 2) for rank in range(8)] == [2, 1, 0, 0, 0, 0, 0, 0]
+    assert [local_length(13 + NEW, rank, 8, 2) for rank in range(8)] == [4, 2, 2, 2, 2, 2, 2, 2]
