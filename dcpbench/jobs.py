@@ -97,9 +97,11 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     exchange: str
     dtype: str
-    error: float
-    """Relative error ‖x − ref‖ / ‖ref‖; for `logits` the largest absolute difference; for `tokens` the mismatches."""
-    limit: float
+    error: float | None
+    """Relative error ‖x − ref‖ / ‖ref‖; for `logits` the largest absolute difference; for `tokens` the mismatches.
+    Null where it is NaN or infinite, which JSON cannot say; such a check is never ok."""
+    limit: float | None
+    """Null: reported only, as tokens in half precision."""
     ok: bool
     detail: str = ""
 

@@ -124,8 +124,9 @@ def checks_table(checks: Sequence[jobs.Check]) -> Table:
     for c in checks:
         verdict = "[green]ok[/]" if c.ok else "[red bold]WRONG[/]"
         table.add_row(
-            c.name, c.layout, _attention(c.backend, c.exchange), c.dtype, f"{c.error:.2g}", f"{c.limit:.2g}", verdict,
-            escape(c.detail),
+            c.name, c.layout, _attention(c.backend, c.exchange), c.dtype,
+            "not finite" if c.error is None else f"{c.error:.2g}", "none" if c.limit is None else f"{c.limit:.2g}",
+            verdict, escape(c.detail),
         )  # fmt: skip
     return table
 

@@ -48,7 +48,11 @@ class CheckpointSource:
     def _slice(self, name: str, shape: tuple[int, ...]):  # noqa: ANN202 - safetensors' type is private
         if name not in self.file_of:
             raise ModelError(f"{self.folder} has no tensor {name!r}; the checkpoint does not match its config.json.")
-        part = self._open(self.file_of[name]).get_slice(name)
+        path = self.file_of[name]
+        try:
+            part = self._open(path).get_slice(name)
+        except SafetensorError as e:
+            raise ModelError(f"{path} has no tensor {name!r}, though {INDEX_FILE} says so: {e}.") from e
         if tuple(part.get_shape()) != shape:
             raise ModelError(
                 f"{self.folder}: {name!r} has shape {tuple(part.get_shape())}, while config.json makes it {shape}."
@@ -79,10 +83,9 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     index = folder / INDEX_FILE
     if index.is_file():
         try:
-            names = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError) as e:
+            return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise ModelError(f"{index} is not a safetensors index: {e!r}.") from e
-        return {name: folder / file for name, file in names.items()}
     single = folder / "model.safetensors"
     if not single.is_file():
         raise ModelError(f"{folder} holds neither {INDEX_FILE} nor model.safetensors; give a Hugging Face checkpoint.")

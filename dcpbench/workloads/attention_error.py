@@ -61,7 +61,7 @@ def _all_rows(engine: DecodeEngine, request: Request) -> torch.Tensor:
 
 
 def _largest(value: float, device: torch.device) -> float:
-    tensor = torch.tensor(value, dtype=torch.float64, device=device)
+    tensor = torch.tensor(value, dtype=torch.float64, device=device).nan_to_num(nan=float("inf"))  # max drops NaN
     if dist.is_initialized():
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return float(tensor)

@@ -20,7 +20,7 @@ class Truth:
 
     tokens: list[int]
     logits: torch.Tensor
-    """[positions, vocab] of the prompt and all but the last new token, fp32 on the CPU."""
+    """[positions, vocab] of the prompt and all new tokens, fp32 on the CPU."""
 
 
 def default_prompts(vocab: int, layout: Layout, seed: int) -> list[list[int]]:

@@ -1,0 +1,61 @@
+"""Engines of single ranks in one process: groups know their size and rank and have nobody to talk to."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from dcpbench import memory
+from dcpbench.engine.decode import DecodeEngine
+from dcpbench.engine.groups import Groups
+from dcpbench.engine.kv_pool import KvPool
+from dcpbench.engine.model import Model
+from dcpbench.engine.synthetic import SyntheticSource
+from dcpbench.engine.weights import load_weights
+from dcpbench.exchange.collectives import Group
+from dcpbench.layout import Layout
+from dcpbench.shapes import SHAPES, ModelShape
+
+CPU = torch.device("cpu")
+TINY = SHAPES["tiny"]
+
+
+def plan(shape: ModelShape, dense: int | None = None, moe: int | None = None) -> memory.Plan:
+    """A plan that holds `dense` + `moe` layers, by default all of them. Its byte counts are not used."""
+    return memory.Plan(
+        kv_bytes=0, weight_bytes=0, full_weight_bytes=0, layers=shape.layers,
+        dense_held=shape.first_dense if dense is None else dense,
+        moe_held=shape.layers - shape.first_dense if moe is None else moe,
+    )  # fmt: skip
+
+
+def alone(layout: Layout, rank: int) -> Groups:
+    """This rank's groups without process groups behind them: collectives do nothing."""
+    dp = layout.dp_rank(rank)
+    return Groups(
+        world=Group(layout.tp, rank, None),
+        attn=Group(layout.attn_tp, layout.attn_rank(rank), None),
+        dcp=Group(layout.dcp, layout.dcp_rank(rank), None),
+        dp=Group(layout.dp, dp, None),
+    )
+
+
+def engine(
+    layout: Layout = Layout(1),  # noqa: B008 - frozen
+    rank: int = 0, *, shape: ModelShape = TINY, pages: int = 64, page_size: int = 1, interleave: int = 1,
+    requests: int = 4, context: int = 32, padding: bool = True, seed: int = 0,
+) -> DecodeEngine:  # fmt: skip
+    """The engine of one rank in fp32 with synthetic weights; it can run steps where the layout has one rank."""
+    weights = load_weights(SyntheticSource(seed, torch.float32, CPU), shape, layout, rank, plan(shape))
+    kv = KvPool(shape.layers, pages, page_size, shape.kv_width, torch.float32, CPU)
+    groups = alone(layout, rank)
+    model = Model(shape, layout, groups, weights, kv, interleave=interleave, max_context=context, device=CPU)
+    return DecodeEngine(
+        model, backend="reference", exchange="none", max_requests=requests, max_context=context, padding=padding
+    )
+
+
+def shape_like_tiny(**changes: object) -> ModelShape:
+    """The tiny shape with some fields changed."""
+    return dataclasses.replace(TINY, **changes)

@@ -1,0 +1,159 @@
+"""Reading a Hugging Face checkpoint folder: the right part, dequantised where it is FP8, or an error with a name."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dcpbench.engine.checkpoint import INDEX_FILE, CheckpointSource
+from dcpbench.engine.weights import load_weights
+from dcpbench.errors import ModelError
+from dcpbench.layout import Layout
+from tests.unit import engine_builder as build
+
+
+def source(folder, dtype=torch.float32):
+    """The folder as a source on the CPU."""
+    return CheckpointSource(folder, dtype, build.CPU)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """One file with a matrix [6, 4] of 0 … 23 and a vector [4]."""
+    save_file(
+        {"a.weight": torch.arange(24.0).view(6, 4), "norm.weight": torch.arange(4.0)}, tmp_path / "model.safetensors"
+    )
+    return tmp_path
+
+
+def write_index(folder, weight_map):
+    """An index, which is preferred to model.safetensors."""
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+
+
+class TestParts:
+    def test_rows_and_columns_of_a_matrix(self, folder):
+        """Rows 2, 3 of four columns begin with 8 and 12; columns 1, 2 of them are 9 10 and 13 14."""
+        get = source(folder).get
+        assert get("a.weight", (6, 4), rows=slice(2, 4))[:, 0].tolist() == [8, 12]
+        assert get("a.weight", (6, 4), columns=slice(3, 4)).flatten().tolist() == [3, 7, 11, 15, 19, 23]
+        assert get("a.weight", (6, 4), rows=slice(2, 4), columns=slice(1, 3)).tolist() == [[9, 10], [13, 14]]
+        assert get("norm.weight", (4,)).tolist() == [0, 1, 2, 3]
+
+    def test_parts_come_in_the_models_dtype(self, folder):
+        """Half of the bytes of fp32."""
+        part = source(folder, torch.bfloat16).get("a.weight", (6, 4), rows=slice(0, 1))
+        assert part.dtype == torch.bfloat16
+        assert part.tolist() == [[0, 1, 2, 3]]
+
+    def test_an_index_says_which_file_holds_a_tensor(self, folder):
+        """Two tensors in two files, neither of which is called model.safetensors."""
+        (folder / "model.safetensors").rename(folder / "one.safetensors")
+        save_file({"b.weight": torch.full((1, 2), 7.0)}, folder / "two.safetensors")
+        write_index(folder, {"a.weight": "one.safetensors", "b.weight": "two.safetensors"})
+        assert source(folder).get("b.weight", (1, 2)).tolist() == [[7, 7]]
+        assert source(folder).get("a.weight", (6, 4), rows=slice(5, 6)).tolist() == [[20, 21, 22, 23]]
+
+    def test_a_checkpoint_without_lm_head_is_tied_to_the_embedding(self, tmp_path):
+        """And one with it is not."""
+        embedding = torch.arange(6.0).view(3, 2)
+        save_file({"model.embed_tokens.weight": embedding}, tmp_path / "model.safetensors")
+        assert source(tmp_path).get("lm_head.weight", (3, 2), rows=slice(1, 2)).tolist() == [[2, 3]]
+        both = {"model.embed_tokens.weight": embedding, "lm_head.weight": -embedding}
+        save_file(both, tmp_path / "model.safetensors")
+        assert source(tmp_path).get("lm_head.weight", (3, 2), rows=slice(1, 2)).tolist() == [[-2, -3]]
+
+
+class TestFp8:
+    """e4m3 weights of 300 × 200 with one scale for each of 3 × 2 blocks of 128 × 128, the last ones cut off."""
+
+    @pytest.fixture
+    def weight(self):
+        """Whole numbers up to 15, which e4m3 holds exactly."""
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(-15, 16, (300, 200), generator=generator).float()
+
+    @pytest.fixture
+    def folder(self, tmp_path, weight):
+        """The weight and its scales 1 … 6."""
+        tensors = {
+            "w.weight": weight.to(torch.float8_e4m3fn),
+            "w.weight_scale_inv": torch.arange(1.0, 7).view(3, 2),
+        }
+        save_file(tensors, tmp_path / "model.safetensors")
+        return tmp_path
+
+    @pytest.mark.parametrize(
+        ("rows", "columns"),
+        [(None, None), (slice(100, 130), None), (slice(129, 300), slice(50, 200)), (None, slice(127, 129))],
+        ids=["whole", "rows-across-a-block", "both", "two-columns-of-two-blocks"],
+    )
+    def test_every_element_is_multiplied_by_its_own_blocks_scale(self, folder, weight, rows, columns):
+        """Element (r, c) lies in block (r // 128, c // 128), whose scale is 1 + 2·(r // 128) + c // 128."""
+        r, c = torch.arange(300)[:, None], torch.arange(200)[None, :]
+        expected = weight * (1 + 2 * (r // 128) + c // 128)
+        part = source(folder).get("w.weight", (300, 200), rows=rows, columns=columns)
+        assert torch.equal(part, expected[rows or slice(None), columns or slice(None)])
+
+    def test_scales_for_another_block_size_are_refused(self, folder, weight):
+        """300 / 64 = 4.7, so five rows of scales mean blocks of 64."""
+        tensors = {"w.weight": weight.to(torch.float8_e4m3fn), "w.weight_scale_inv": torch.ones(5, 4)}
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(ModelError, match=r"'w.weight_scale_inv' has shape \(5, 4\).* makes it \(3, 2\)"):
+            source(folder).get("w.weight", (300, 200))
+
+
+class TestErrors:
+    """A sentence of ours that names what is wrong, where safetensors would raise its own."""
+
+    def test_a_missing_tensor_is_named(self, folder):
+        with pytest.raises(ModelError, match=r"has no tensor 'b\.weight'; the checkpoint does not match its config"):
+            source(folder).get("b.weight", (1, 1))
+
+    def test_a_misshaped_tensor_is_named_with_both_shapes(self, folder):
+        with pytest.raises(ModelError, match=r"'a.weight' has shape \(6, 4\), while config.json makes it \(6, 5\)"):
+            source(folder).get("a.weight", (6, 5), rows=slice(0, 1))
+
+    def test_a_real_model_stops_at_its_first_missing_tensor(self, folder):
+        """Through the loader: a rank asks for the embedding first."""
+        with pytest.raises(ModelError, match=r"no tensor 'model.embed_tokens.weight'"):
+            load_weights(source(folder), build.TINY, Layout(1), 0, build.plan(build.TINY))
+
+    def test_a_folder_without_weights(self, tmp_path):
+        with pytest.raises(ModelError, match=r"holds neither model\.safetensors\.index\.json nor model\.safetensors"):
+            source(tmp_path)
+
+    def test_a_corrupt_file(self, folder):
+        """Cut in half, as by an interrupted download: the header promises more than there is."""
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-10])
+        with pytest.raises(ModelError, match=r"model\.safetensors cannot be read as safetensors"):
+            source(folder)
+
+    def test_a_corrupt_file_behind_an_index(self, folder):
+        """Found when a tensor of it is asked for, not before: a rank opens only the files that it needs."""
+        (folder / "bad.safetensors").write_bytes(b"not this")
+        write_index(folder, {"a.weight": "model.safetensors", "b.weight": "bad.safetensors"})
+        assert source(folder).get("a.weight", (6, 4)).shape == (6, 4)
+        with pytest.raises(ModelError, match=r"bad\.safetensors cannot be read as safetensors"):
+            source(folder).get("b.weight", (1, 1))
+
+    def test_a_file_that_the_index_names_and_nobody_downloaded(self, folder):
+        write_index(folder, {"b.weight": "gone.safetensors"})
+        with pytest.raises(ModelError, match=r"gone\.safetensors cannot be read"):
+            source(folder).get("b.weight", (1, 1))
+
+    def test_an_index_that_names_the_wrong_file(self, folder):
+        write_index(folder, {"b.weight": "model.safetensors"})
+        with pytest.raises(ModelError, match=r"model\.safetensors has no tensor 'b\.weight', though"):
+            source(folder).get("b.weight", (1, 1))
+
+    @pytest.mark.parametrize(
+        "text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a.weight": 3}}', "\ud800"], ids=ascii
+    )
+    def test_a_broken_index(self, folder, text):
+        """No JSON, a list, no map, a list for a map, a number for a file name, and bytes that are not UTF-8."""
+        (folder / INDEX_FILE).write_bytes(text.encode(errors="surrogatepass"))
+        with pytest.raises(ModelError, match=r"index\.json is not a safetensors index"):
+            source(folder)

@@ -1,0 +1,171 @@
+"""The decode engine of one rank: padded batches on the real model, and KV that does not depend on the layout."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from dcpbench import layout as arithmetic
+from dcpbench.engine.allocator import OutOfKvError
+from dcpbench.engine.decode import DecodeEngine, Request, padded_batch
+from dcpbench.errors import UsageError
+from dcpbench.layout import Layout
+from dcpbench.records import Point
+from dcpbench.workloads import decode
+from tests.unit import engine_builder as build
+
+LENGTHS = (2, 3, 4)
+"""Three requests: the smallest graph that runs them has four rows, so one is padding."""
+STEPS = 4
+
+
+@dataclasses.dataclass
+class Continued:
+    """What became of one request."""
+
+    tokens: list[int]
+    first_row: torch.Tensor
+    """KV of its token 0, all layers."""
+    logits: torch.Tensor
+
+
+def start(engine: DecodeEngine, number: int) -> Request:
+    """Request `number` with synthetic KV and a token to read."""
+    request = engine.admit(LENGTHS[number])
+    engine.fill(request, number, seed=0)
+    request.token = 100 + number
+    return request
+
+
+def continued(engine: DecodeEngine, numbers: tuple[int, ...]) -> list[Continued]:
+    """Greedy tokens of some of the requests, decoded together."""
+    requests = [start(engine, number) for number in numbers]
+    tokens: list[list[int]] = [[] for _ in numbers]
+    for _ in range(STEPS):
+        batch = engine.plan(requests)
+        engine.run(batch)
+        for i, request in enumerate(requests):
+            request.token = int(batch.next_tokens[i])
+            tokens[i].append(request.token)
+            engine.grow(request)
+    rows = [engine.model.kv.all_rows()[:, int(r.allocation.locs(0, 1)[0])].clone() for r in requests]
+    return [Continued(*parts) for parts in zip(tokens, rows, batch.logits[: len(requests)], strict=True)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Continued]:
+    """Each request in an engine of its own, in a graph of one row: nothing is padded."""
+    return [continued(build.engine(), (number,))[0] for number in range(3)]
+
+
+def hand_out_page_0(engine: DecodeEngine) -> None:
+    """An allocator as it was before the convention: the first request gets page 0."""
+    engine.allocator._free = np.arange(engine.allocator.pages - 1, -1, -1, dtype=np.int32)
+    engine.allocator._free_count = engine.allocator.pages
+
+
+def unharmed(found: Continued, expected: Continued) -> bool:
+    """Same tokens, same KV of token 0, logits within fp32 rounding of another batch size."""
+    return (
+        found.tokens == expected.tokens
+        and torch.equal(found.first_row, expected.first_row)
+        and torch.allclose(found.logits, expected.logits, atol=1e-4)
+    )
+
+
+class TestPadding:
+    def test_with_slot_0_and_page_0_padded_rows_change_nobody(self, alone):
+        """Three requests in a graph of four rows go on exactly as each of them alone."""
+        engine = build.engine()
+        together = continued(engine, (0, 1, 2))
+        assert list(engine.batches) == [4], "one row was padding"
+        assert [unharmed(*pair) for pair in zip(together, alone, strict=True)] == [True, True, True]
+        assert engine.model.kv.all_rows()[:, 0].any(dim=-1).all(), "the padding row did write, in every layer"
+
+    @pytest.mark.parametrize("convention", ["slot 0", "page 0"])
+    def test_without_either_of_them_a_live_request_is_overwritten(self, convention, alone):
+        """The padded row writes token id 0 at position 0 over request 0's first KV row, before attention reads it.
+
+        Without slot 0 the row of the request table that padding follows is request 0's; without page 0 the empty row
+        leads to location 0, which request 0 owns. In both cases its text changes, and the other two keep theirs.
+        """
+        engine = build.engine(padding=convention == "page 0")
+        if convention == "page 0":
+            hand_out_page_0(engine)
+        together = continued(engine, (0, 1, 2))
+        assert [unharmed(*pair) for pair in zip(together, alone, strict=True)] == [False, True, True]
+        victim, truth = together[0], alone[0]
+        assert (victim.first_row != truth.first_row).any(dim=-1).all(), "overwritten in every layer"
+        assert (victim.logits - truth.logits).abs().max() > 0.1
+        assert victim.tokens != truth.tokens
+
+    def test_a_full_graph_needs_neither(self, alone):
+        """Two requests in a graph of two rows: without padding rows there is nothing to corrupt."""
+        engine = build.engine(padding=False)
+        together = continued(engine, (0, 1))
+        assert list(engine.batches) == [2]
+        assert [unharmed(*pair) for pair in zip(together, alone[:2], strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize(("requests", "rows"), [(1, 1), (3, 4), (5, 8), (33, 40), (48, 48), (512, 512)])
+def test_a_batch_is_padded_up_to_the_next_graph(requests, rows):
+    """Graphs exist for 1, 2, 4, 8 … 40, 48 … 512 rows."""
+    assert padded_batch(requests) == rows
+
+
+def test_more_requests_than_the_largest_graph_are_refused():
+    """The message says how many there may be."""
+    with pytest.raises(UsageError, match="513 requests per replica are more than the largest graph, 512"):
+        padded_batch(513)
+
+
+def test_a_request_that_does_not_fit_takes_no_slot():
+    """Four pages, one of them padding: three tokens fit, four do not, and all four slots are still there."""
+    engine = build.engine(pages=4)
+    with pytest.raises(OutOfKvError):
+        engine.admit(4)
+    assert engine.requests.available == 4
+    engine.release(engine.admit(3))
+    assert (engine.requests.available, engine.allocator.free_pages) == (4, 3)
+
+
+def stored(layout: Layout, page_size: int, interleave: int) -> dict[int, tuple[int, torch.Tensor]]:
+    """Three requests of 9 + 1 tokens, as workload `decode` admits them: by number, token and KV in token order."""
+    point = Point(
+        model="tiny", tp=layout.tp, dp=layout.dp, dcp=layout.dcp, concurrency=3, context=9, backend="reference",
+        dtype="fp32", page_size=page_size, interleave=interleave,
+    )  # fmt: skip
+    session = SimpleNamespace(shape=build.TINY)
+    found: dict[int, tuple[int, torch.Tensor]] = {}
+    for rank in range(layout.tp):
+        engine = build.engine(layout, rank, page_size=page_size, interleave=interleave)
+        replica = layout.dp_rank(rank)
+        for index in range(decode._share(point, replica)):
+            request = decode._admit(engine, session, point, 7, index)
+            empty = torch.full((build.TINY.layers, request.length, build.TINY.kv_width), float("nan"))
+            token, rows = found.setdefault(index * layout.dp + replica, (request.token, empty))
+            assert token == request.token, "ranks of a replica read the same token"
+            for i, loc in enumerate(request.allocation.locs(0, request.length).tolist()):
+                if arithmetic.owner(loc, layout.dcp, interleave) == layout.dcp_rank(rank):
+                    rows[:, i] = engine.model.kv.all_rows()[:, arithmetic.row(loc, layout.dcp, interleave)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "page_size", "interleave"),
+    [(Layout(2, dcp=2), 1, 1), (Layout(4, dcp=2), 4, 2), (Layout(4, dp=2, dcp=2), 2, 1)],
+    ids=str,
+)
+def test_a_request_holds_the_same_kv_in_every_layout(layout, page_size, interleave):
+    """What tp1 stores in one place, other layouts deal out over ranks and replicas: the numbers are the same."""
+    plain, spread = stored(Layout(1), 1, 1), stored(layout, page_size, interleave)
+    assert sorted(plain) == sorted(spread) == [0, 1, 2]
+    for number, (token, rows) in plain.items():
+        assert rows.shape == (3, 10, 48)
+        assert bool(rows.isfinite().all())
+        assert spread[number][0] == token
+        assert torch.equal(spread[number][1], rows)
+    assert [plain[n][0] for n in range(3)] == [0, 7919 % 512, 2 * 7919 % 512]
+    assert not torch.equal(plain[0][1], plain[1][1]), "two requests differ"

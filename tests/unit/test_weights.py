@@ -1,0 +1,183 @@
+"""What a rank holds: as many bytes as memory.py says, the right layer for every index, and numbers it can repeat."""
+
+import itertools
+
+import pytest
+import torch
+
+from dcpbench import memory
+from dcpbench.engine.synthetic import SyntheticSource
+from dcpbench.engine.weights import Mlp, Moe, load_weights
+from dcpbench.layout import Layout
+from dcpbench.shapes import SHAPES
+from tests.unit import engine_builder as build
+
+
+class Meta:
+    """A source of tensors with sizes and no memory, which notes the names that it was asked for."""
+
+    kind = "meta"
+
+    def __init__(self, dtype=torch.bfloat16):
+        self.dtype, self.names = dtype, []
+
+    def get(self, name, shape, *, rows=None, columns=None):
+        """See weights.Source."""
+        self.names.append(name)
+        parts = (rows, columns)[: len(shape)]
+        size = [len(range(*(part or slice(None)).indices(n))) for part, n in zip(parts, shape, strict=True)]
+        return torch.empty(size, dtype=self.dtype, device="meta")
+
+
+LAYOUTS = [Layout(1), Layout(2), Layout(4, dcp=2), Layout(4, dp=2, dcp=2), Layout(8, dcp=8), Layout(8, dp=8)]
+TINY_SHAPES = {
+    "tiny": build.TINY,
+    "without-q-lora": build.shape_like_tiny(q_lora=None),
+    "vocab-509": build.shape_like_tiny(vocab=509),
+    "vocab-9": build.shape_like_tiny(vocab=9),
+    "softmax-2-shared": build.shape_like_tiny(routing="softmax", normalise=False, shared_experts=2),
+    "all-dense": build.shape_like_tiny(first_dense=3),
+    "no-dense": build.shape_like_tiny(first_dense=0),
+}
+
+
+class TestBytes:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+    @pytest.mark.parametrize("shape", TINY_SHAPES.values(), ids=TINY_SHAPES)
+    def test_every_rank_holds_as_many_as_the_arithmetic_says(self, shape, layout, dtype):
+        """On first, last and a middle rank: a vocabulary of 9 leaves some of 8 ranks nothing but padding."""
+        dense, moe = shape.first_dense, shape.layers - shape.first_dense
+        expected = memory.weight_bytes(shape, layout, dtype.itemsize, dense, moe)
+        for rank in {0, layout.tp // 2, layout.tp - 1}:
+            held = load_weights(Meta(dtype), shape, layout, rank, build.plan(shape))
+            assert held.nbytes() == expected
+
+    @pytest.mark.parametrize("model", ["deepseek-v2-lite", "deepseek-v3"])
+    def test_so_does_a_rank_of_a_published_model_that_holds_a_few_layers(self, model):
+        """One dense and two MoE layers on rank 3 of tp8·dcp8, without and with q-LoRA."""
+        shape, layout = SHAPES[model], Layout(8, dcp=8)
+        held = load_weights(Meta(), shape, layout, 3, build.plan(shape, dense=1, moe=2))
+        assert held.nbytes() == memory.weight_bytes(shape, layout, 2, 1, 2)
+
+    def test_real_tensors_are_counted_as_those_without_memory(self):
+        """The bytes above are of tensors without memory; here are some with, and their storage is not larger."""
+        held = load_weights(
+            SyntheticSource(0, torch.float32, build.CPU), build.TINY, Layout(4, dcp=2), 1, build.plan(build.TINY)
+        )
+        assert held.nbytes() == memory.weight_bytes(build.TINY, Layout(4, dcp=2), 4, 1, 2)
+        attention = held.moe[0].attention
+        for tensor in (attention.qkv_a, attention.w_uk, attention.w_uv, attention.o, held.embed):
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes, "a view would keep the whole tensor alive"
+
+
+class TestLayers:
+    SHAPE = build.shape_like_tiny(layers=9, first_dense=3)
+
+    def load(self, dense, moe):
+        """Weights of tp1 and the source that was asked for them."""
+        source = Meta()
+        return load_weights(source, self.SHAPE, Layout(1), 0, build.plan(self.SHAPE, dense, moe)), source
+
+    def test_fewer_layers_are_cycled_through_and_keep_their_kind(self):
+        """2 of 3 dense and 4 of 6 MoE layers: dense 0 1 0, then MoE 0 1 2 3 0 1."""
+        weights, _ = self.load(2, 4)
+        used = [weights.layer(i) for i in range(9)]
+        for layer, held in zip(used[:3], (0, 1, 0), strict=True):
+            assert layer is weights.dense[held]
+            assert isinstance(layer.mlp, Mlp)
+        for layer, held in zip(used[3:], (0, 1, 2, 3, 0, 1), strict=True):
+            assert layer is weights.moe[held]
+            assert isinstance(layer.mlp, Moe)
+
+    def test_where_all_are_held_each_layer_has_its_own(self):
+        """Nine different ones."""
+        weights, _ = self.load(3, 6)
+        assert len({id(weights.layer(i)) for i in range(9)}) == 9
+
+    def test_the_first_layers_of_each_kind_are_the_ones_read(self):
+        """Layers 0, 1 and 3 to 6 of the checkpoint; 2, 7 and 8 are not touched."""
+        _, source = self.load(2, 4)
+        read = {int(name.split(".")[2]) for name in source.names if name.startswith("model.layers.")}
+        assert read == {0, 1, 3, 4, 5, 6}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Synthetic weights of all ranks of tp4·dp2·dcp2."""
+    source, layout = SyntheticSource(0, torch.float32, build.CPU), Layout(4, dp=2, dcp=2)
+    return [load_weights(source, build.TINY, layout, rank, build.plan(build.TINY)) for rank in range(4)]
+
+
+class TestShards:
+    """Two replicas of two ranks: heads over 2 ranks and experts over 4."""
+
+    def test_replicas_hold_the_same_attention_and_vocabulary(self, ranks):
+        """Ranks 0 and 2 have the first four heads, 1 and 3 the others."""
+        for a, b in ((0, 2), (1, 3)):
+            assert torch.equal(ranks[a].embed, ranks[b].embed)
+            assert torch.equal(ranks[a].layer(1).attention.w_uk, ranks[b].layer(1).attention.w_uk)
+            assert torch.equal(ranks[a].layer(1).attention.o, ranks[b].layer(1).attention.o)
+        assert not torch.equal(ranks[0].embed, ranks[1].embed)
+        assert not torch.equal(ranks[0].layer(1).attention.w_uk, ranks[1].layer(1).attention.w_uk)
+
+    def test_what_is_replicated_is_equal_everywhere(self, ranks):
+        """Router and bias, and the down projection of the latents: ranks that routed differently would not add up."""
+        q_lora = build.TINY.q_lora
+        for other in ranks[1:]:
+            for index in (1, 2):
+                ours, theirs = ranks[0].layer(index), other.layer(index)
+                assert torch.equal(ours.mlp.router, theirs.mlp.router)
+                assert torch.equal(ours.mlp.bias, theirs.mlp.bias)
+                assert torch.equal(ours.attention.qkv_a[q_lora:], theirs.attention.qkv_a[q_lora:])
+
+    def test_experts_and_their_slices_differ_on_all_ranks(self, ranks):
+        """Eight experts, two on each rank; the shared expert's and the dense MLP's slices are different ones."""
+        assert [w.layer(1).mlp.first for w in ranks] == [0, 2, 4, 6]
+        for a, b in itertools.combinations(ranks, 2):
+            assert not torch.equal(a.layer(1).mlp.gate_up, b.layer(1).mlp.gate_up)
+            assert not torch.equal(a.layer(1).mlp.shared.down, b.layer(1).mlp.shared.down)
+            assert not torch.equal(a.layer(0).mlp.gate_up, b.layer(0).mlp.gate_up)
+
+    def test_the_vocabularys_padding_rows_are_zero(self):
+        """9 rows over 4 ranks are 3 each: 3, 3, 3 and none."""
+        shape, source = build.shape_like_tiny(vocab=9), SyntheticSource(0, torch.float32, build.CPU)
+        last = load_weights(source, shape, Layout(4), 3, build.plan(shape))
+        assert last.embed.shape == (3, 64)
+        assert not last.embed.any()
+
+
+class TestSynthetic:
+    def part(self, name="x.weight", *, seed=0, rows=None, columns=None):
+        """Part of a [64, 400] matrix."""
+        return SyntheticSource(seed, torch.float32, build.CPU).get(name, (64, 400), rows=rows, columns=columns)
+
+    def test_the_same_part_has_the_same_numbers_whatever_was_made_before(self):
+        """Ranks make their parts in different orders."""
+        source = SyntheticSource(0, torch.float32, build.CPU)
+        source.get("other.weight", (3, 3))
+        assert torch.equal(source.get("x.weight", (64, 400), rows=slice(0, 8)), self.part(rows=slice(0, 8)))
+
+    def test_other_names_seeds_rows_and_columns_have_other_numbers(self):
+        """All five parts are [8, 8], so only their numbers can differ."""
+        first = slice(0, 8)
+        parts = [
+            self.part(rows=first, columns=first),
+            self.part("y.weight", rows=first, columns=first),
+            self.part(seed=1, rows=first, columns=first),
+            self.part(rows=slice(8, 16), columns=first),
+            self.part(rows=first, columns=slice(8, 16)),
+        ]
+        for a, b in itertools.combinations(parts, 2):
+            assert not torch.equal(a, b)
+
+    def test_numbers_keep_the_size_of_activations(self):
+        """Standard deviation 1/sqrt(400 inputs) = 0.05; of 25,600 numbers it is known to 0.05/sqrt(51200) = 0.0002."""
+        assert float(self.part().std()) == pytest.approx(0.05, abs=0.001)
+
+    def test_norm_weights_are_one_and_the_routing_bias_is_small(self):
+        """A large bias would send every token to the same experts: of 256 normal numbers the largest is below 5 σ."""
+        source = SyntheticSource(0, torch.float32, build.CPU)
+        assert torch.equal(source.get("model.norm.weight", (7,)), torch.ones(7))
+        bias = source.get("gate.e_score_correction_bias", (256,))
+        assert 0 < bias.abs().max() < 0.05
