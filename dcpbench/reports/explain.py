@@ -55,7 +55,6 @@ MARKS = {
     "throttled": "the GPU lowered its clocks for heat or power while the point was measured.",
     "cpu": "functional run on a CPU; not a performance number.",
     "l2_warm": "weights or KV cache are so small that they may stay in the L2 cache, which flatters the time.",
-    "baseline": "added for comparison: the same layout with dcp=1.",
     "oversubscribed": "more ranks than GPUs or cores shared the machine.",
 }
 

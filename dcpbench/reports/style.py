@@ -28,7 +28,7 @@ PHASE_COLOURS = {
     "dense_mlp": "#882255",
     "mlp_reduce": "#6699CC",
 }
-"""Paul Tol's muted and medium-contrast palettes, for areas: the phases worth telling apart, in the order in which they are stacked."""
+"""Paul Tol's muted palette and one blue more, for areas: the phases worth telling apart, in stacking order."""
 REST_COLOUR = "#777777"
 IDLE_COLOUR = "#DDDDDD"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
 
 
-IMPLIED = ("cpu", "baseline")
+IMPLIED = ("cpu", "oversubscribed")
 """Marks that the title and the layout already say."""
 
 
