@@ -1,0 +1,65 @@
+"""One rank of test_exchange.py, and the data that test and ranks draw alike.
+
+Started as `python -m tests.distributed.exchange_ranks RANK FOLDER`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dcpbench.engine.groups import make_groups
+from dcpbench.exchange import make_exchange
+from dcpbench.layout import Layout
+
+WORLD = 4
+LAYOUTS = (Layout(WORLD, dcp=4), Layout(WORLD, dcp=2))
+BATCH, HEADS, LATENT = 4, 8, 16
+EMPTY_ON_RANK_1, ONLY_ON_RANK_1, EMPTY_EVERYWHERE = 1, 2, 3
+"""What three of the four requests are; request 0 has rows on every rank."""
+
+
+def partials(ranks: int, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """o [N, B, H, R] and lse [N, B, H] of a DCP group's ranks; o of an empty shard is NaN."""
+    generator = torch.Generator().manual_seed(100 * ranks + group)
+    o_NBHR = torch.randn(ranks, BATCH, HEADS, LATENT, generator=generator)
+    lse_NBH = 3 * torch.randn(ranks, BATCH, HEADS, generator=generator)
+    empty_NB = torch.zeros(ranks, BATCH, dtype=torch.bool)
+    empty_NB[1, EMPTY_ON_RANK_1] = True
+    empty_NB[:, ONLY_ON_RANK_1] = True
+    empty_NB[1, ONLY_ON_RANK_1] = False
+    empty_NB[:, EMPTY_EVERYWHERE] = True
+    o_NBHR[empty_NB] = float("nan")
+    lse_NBH[empty_NB] = float("-inf")
+    return o_NBHR.to(dtype), lse_NBH
+
+
+def queries(group: int) -> torch.Tensor:
+    """q [B, H, Q] of all heads of a group."""
+    return torch.arange(BATCH * HEADS * 5.0).view(BATCH, HEADS, 5) + 1000 * group
+
+
+def main(rank: int, folder: Path) -> None:
+    """Merge and gather in both layouts and both dtypes, and save what this rank got."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
+    for layout in LAYOUTS:
+        group = make_groups(layout, rank).dcp
+        exchange = make_exchange("ag_rs", group)
+        number, h = rank // layout.dcp, HEADS // layout.dcp
+        found = {"q": exchange.gather_q(queries(number)[:, group.rank * h : (group.rank + 1) * h].contiguous())}
+        for dtype in (torch.float32, torch.bfloat16):
+            o_NBHR, lse_NBH = partials(layout.dcp, number, dtype)
+            found[str(dtype)] = exchange.merge(o_NBHR[group.rank], lse_NBH[group.rank])
+        torch.save(found, folder / f"{layout}-{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,277 @@
+"""Profiled passes on hand-made traces: where each microsecond goes, and which host calls wait."""
+
+import itertools
+import random
+
+import msgspec
+import pytest
+
+from dcpbench import profiling
+from dcpbench.profiling import Kernels, Trace, _attribute, _label, profile_cpu_step, profile_step
+from dcpbench.ranges import phase
+
+
+class TraceBuilder:
+    """A Kineto trace, event by event; times in microseconds, host thread 1."""
+
+    def __init__(self):
+        self.events = []
+        self.correlations = itertools.count(1)
+
+    def host(self, name, start, end, cat="user_annotation", tid=1, **args):
+        """A range, or with cat cuda_runtime a call."""
+        self.events.append(
+            {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": end - start, "tid": tid, "args": args}
+        )
+        return self
+
+    def step(self, start, end):
+        """A step's range."""
+        return self.host(profiling.STEP_RANGE, start, end)
+
+    def gpu(self, name, launched, start, end, *, cat="kernel", call="cudaLaunchKernel", tid=1):
+        """GPU work from `start` to `end`, launched by a host call at `launched`."""
+        number = next(self.correlations)
+        self.host(call, launched, launched + 1, "cuda_runtime", tid, correlation=number)
+        return self.host(name, start, end, cat, tid=7, correlation=number)
+
+    def graph(self, launched, *work):
+        """Work (name, start, end) that one graph launch put on the GPU: all share its correlation."""
+        number = next(self.correlations)
+        self.host("cudaGraphLaunch", launched, launched + 1, "cuda_runtime", correlation=number)
+        for name, start, end in work:
+            self.host(name, start, end, "kernel", tid=7, correlation=number)
+        return self
+
+    def kernels(self):
+        """What the profiler's file would be read as."""
+        extra = [{"ph": "M", "name": "process_name", "args": {"name": "python"}}, {"ph": "i", "name": "no duration"}]
+        text = msgspec.json.encode({"schemaVersion": 1, "traceEvents": extra + self.events})
+        return Kernels(msgspec.json.decode(text, type=Trace))
+
+
+def eager_trace():
+    """Two eager steps of: gather outside any range, attention in its range, two kernels in moe's."""
+    trace = TraceBuilder()
+    for at in (0, 1000):
+        trace.step(at, at + 500)
+        trace.gpu("gather", at + 10, at + 20, at + 30)
+        trace.host("attention", at + 40, at + 60).gpu("mla", at + 50, at + 100, at + 200)
+        trace.host("moe", at + 70, at + 99)
+        trace.gpu("gemm", at + 71, at + 200, at + 250).gpu("gemm", at + 80, at + 300, at + 320)
+    return trace
+
+
+def replay_trace(*steps):
+    """Replayed steps: lists of (name, start, end) relative to a step's start, 1000 µs apart."""
+    trace = TraceBuilder()
+    for i, work in enumerate(steps):
+        at = 1000 * i
+        trace.step(at, at + 20).graph(at + 5, *[(name, at + start, at + end) for name, start, end in work])
+    return trace
+
+
+@pytest.fixture
+def profiled(monkeypatch):
+    """`profile_step` of given traces, the eager one first."""
+
+    def run(eager, replay, steps):
+        traces = iter([eager.kernels(), replay.kernels()])
+        counts = []
+
+        def record(_step, count, *, enabled):
+            assert enabled
+            counts.append(count)
+            return next(traces)
+
+        monkeypatch.setattr(profiling, "record", record)
+        found = profile_step(lambda: None, lambda: None, steps, enabled=True)
+        assert counts == [2, steps + 1], "the first of each pass is not used"
+        return found
+
+    return run
+
+
+class TestPhases:
+    def test_replayed_kernels_get_the_phases_of_the_eager_ones(self, profiled):
+        """First replay is left out. Second: gather 10, gap 5, mla 85, gemm 50, gap 10, gemm 40: a span of 200 µs.
+
+        other 10, attention 85, moe 50 + 40 = 90, idle 5 + 10 = 15; 15 / 200 = 0.075.
+        """
+        work = [("gather", 30, 40), ("mla", 45, 130), ("gemm", 130, 180), ("gemm", 190, 230)]
+        slow_start = [(name, 2 * start, 2 * end) for name, start, end in work]
+        phases, blocking = profiled(eager_trace(), replay_trace(slow_start, work), steps=1)
+        assert phases.phase_us == {"attention": 85, "moe": 90, "other": 10}
+        assert phases.idle_us == 15
+        assert phases.idle_fraction == 0.075
+        assert phases.step_us == 200
+        assert (phases.kernels, phases.steps) == (4, 1)
+        assert blocking == 0
+
+    def test_several_steps_are_averaged(self, profiled):
+        """mla takes 100 and 40 µs, 70 on average; both steps have 10 µs before it for gather, and gemms of 5."""
+
+        def work(mla):
+            return [
+                ("gather", 0, 10),
+                ("mla", 10, 10 + mla),
+                ("gemm", 10 + mla, 15 + mla),
+                ("gemm", 15 + mla, 20 + mla),
+            ]
+
+        phases, _ = profiled(eager_trace(), replay_trace(work(900), work(100), work(40)), steps=2)
+        assert phases.phase_us == {"attention": 70, "moe": 10, "other": 10}
+        assert (phases.idle_us, phases.step_us, phases.steps) == (0, 90, 2)
+
+    def test_phases_come_in_the_order_of_a_layer(self, profiled):
+        """However long they took; kernels outside any range last."""
+        work = [("gather", 0, 500), ("mla", 500, 501), ("gemm", 501, 502), ("gemm", 502, 600)]
+        phases, _ = profiled(eager_trace(), replay_trace(work, work), steps=1)
+        assert list(phases.phase_us) == ["attention", "moe", "other"]
+
+    def test_a_kernel_that_only_the_replay_has_is_other_and_the_rest_keep_their_phase(self, profiled):
+        """A memset of 7 µs between attention and moe: what stands before and after it still lines up."""
+        work = [("gather", 0, 1), ("mla", 1, 21), ("memset", 21, 28), ("gemm", 28, 38), ("gemm", 38, 48)]
+        phases, _ = profiled(eager_trace(), replay_trace(work, work), steps=1)
+        assert phases.phase_us == {"attention": 20, "moe": 20, "other": 8}
+
+    def test_a_kernel_that_the_replay_lacks_shifts_nobody(self, profiled):
+        """Without mla the gemms are still moe's, not attention's and moe's."""
+        work = [("gather", 0, 1), ("gemm", 1, 11), ("gemm", 11, 21)]
+        phases, _ = profiled(eager_trace(), replay_trace(work, work), steps=1)
+        assert phases.phase_us == {"moe": 20, "other": 1}
+
+    def test_ranks_that_do_not_profile_run_the_same_number_of_steps(self, monkeypatch):
+        """They take part in the collectives of 2 eager and 3 + 1 replayed steps and report nothing."""
+        monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+        ran = []
+        assert profile_step(lambda: ran.append("eager"), lambda: ran.append("replay"), 3, enabled=False) is None
+        assert ran == ["eager"] * 2 + ["replay"] * 4
+
+
+def spans(*times):
+    """GPU events (start, end) as a step's kernels."""
+    return replay_trace([("k", start, end) for start, end in times]).kernels().steps[0]
+
+
+class TestAttribution:
+    def test_overlap_is_counted_once_and_for_the_earlier_kernel(self):
+        """a 0-10 and b 4-15: a gets 10, b the 5 that follow."""
+        assert _attribute(spans((0, 10), (4, 15)), ["a", "b"]) == {"idle": 0, "a": 10, "b": 5}
+
+    def test_a_kernel_inside_another_adds_nothing(self):
+        """b 2-5 lies in a 0-10, and the gap of 3 before c 13-14 begins at a's end."""
+        assert _attribute(spans((0, 10), (2, 5), (13, 14)), ["a", "b", "c"]) == {"idle": 3, "a": 10, "b": 0, "c": 1}
+
+    def test_kernels_back_to_back_leave_no_gap(self):
+        """The same label twice is one sum."""
+        assert _attribute(spans((5, 10), (10, 12)), ["a", "a"]) == {"idle": 0, "a": 7}
+
+    def test_no_kernels_take_no_time(self):
+        """A rank without work."""
+        assert _attribute([], []) == {"idle": 0}
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_sums_are_the_span(self, seed):
+        """Whatever overlaps: from the first start to the last end every microsecond is counted once."""
+        rng = random.Random(seed)
+        starts = [rng.randrange(100) for _ in range(12)]
+        kernels = spans(*[(start, start + rng.randrange(1, 30)) for start in starts])
+        sums = _attribute(kernels, [rng.choice("abc") for _ in kernels])
+        assert min(sums.values()) >= 0
+        assert sum(sums.values()) == max(k.ts + k.dur for k in kernels) - min(k.ts for k in kernels)
+
+    def test_events_are_put_in_the_order_in_which_they_ran(self):
+        """A trace lists them in any order."""
+        kernels = TraceBuilder().step(0, 10).graph(1, ("late", 50, 60), ("early", 20, 30)).kernels()
+        assert [e.name for e in kernels.steps[0]] == ["early", "late"]
+
+    def test_names_that_never_match_are_all_other(self):
+        """Nothing is guessed."""
+        assert _label(spans((0, 1), (1, 2)), [("x", "moe"), ("y", "moe")]) == ["other", "other"]
+
+
+class TestWhatBelongsToAStep:
+    def test_work_launched_outside_of_the_steps_is_left_out(self):
+        """A warm-up kernel that still runs during the step was launched before it."""
+        trace = TraceBuilder().gpu("warm-up", 0, 100, 200).step(50, 60).gpu("mine", 55, 200, 210)
+        assert [[e.name for e in step] for step in trace.kernels().steps] == [["mine"]]
+
+    def test_another_threads_launches_are_not_ours(self):
+        """The profiler sees all threads of the process."""
+        trace = TraceBuilder().step(0, 100).gpu("mine", 5, 10, 20).gpu("theirs", 6, 20, 30, tid=2)
+        assert [[e.name for e in step] for step in trace.kernels().steps] == [["mine"]]
+
+    def test_copies_and_memsets_are_gpu_work_too(self):
+        """Not only kernels keep a GPU busy."""
+        trace = TraceBuilder().step(0, 100)
+        trace.gpu("Memset (Device)", 1, 10, 20, cat="gpu_memset", call="cudaMemsetAsync")
+        trace.gpu("Memcpy DtoD (Device -> Device)", 3, 20, 30, cat="gpu_memcpy", call="cudaMemcpyAsync")
+        assert len(trace.kernels().steps[0]) == 2
+
+
+class TestHostSyncs:
+    @pytest.mark.parametrize(
+        "call", ["cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"]
+    )
+    def test_a_call_that_waits_inside_a_step_is_found(self, call):
+        """By its own name, once for each time."""
+        trace = TraceBuilder().step(0, 100).host(call, 10, 50, "cuda_runtime").host(call, 60, 70, "cuda_runtime")
+        assert trace.kernels().blocking_calls() == [call, call]
+
+    def test_waiting_outside_of_steps_is_not_the_steps_fault(self):
+        """The profiled pass itself ends with a synchronisation."""
+        trace = TraceBuilder().step(0, 100).host("cudaDeviceSynchronize", 101, 200, "cuda_runtime")
+        assert trace.kernels().blocking_calls() == []
+
+    def test_launches_and_asynchronous_copies_do_not_wait(self):
+        """Pinned memory is what makes a copy asynchronous."""
+        trace = TraceBuilder().step(0, 100).gpu("mla", 5, 10, 20)
+        trace.gpu("Memcpy HtoD (Pinned -> Device)", 7, 20, 21, cat="gpu_memcpy", call="cudaMemcpyAsync")
+        assert trace.kernels().blocking_calls() == []
+
+    @pytest.mark.parametrize("name", ["Memcpy DtoH (Device -> Pageable)", "Memcpy HtoD (Pageable -> Device)"])
+    def test_a_copy_of_pageable_memory_waits_though_its_call_is_asynchronous(self, name):
+        """The driver stages it."""
+        trace = TraceBuilder().step(0, 100).gpu(name, 5, 20, 30, cat="gpu_memcpy", call="cudaMemcpyAsync")
+        assert trace.kernels().blocking_calls() == [name]
+
+    def test_driver_calls_count_as_runtime_calls(self):
+        """Triton and NCCL call the driver."""
+        trace = TraceBuilder().step(0, 100).host("cuStreamSynchronize", 10, 50, "cuda_driver")
+        assert trace.kernels().blocking_calls() == ["cuStreamSynchronize"]
+
+    def test_calls_per_step_are_those_of_the_worse_pass(self, profiled):
+        """Eager: 4 in 2 steps; replayed: 1 in 2 steps. A capture would hide the eager ones, so 2 a step it is."""
+        eager, work = eager_trace(), [("gather", 0, 1), ("mla", 1, 2), ("gemm", 2, 3), ("gemm", 3, 4)]
+        for at in (1, 2, 1001, 1002):
+            eager.host("cudaStreamSynchronize", at, at + 1, "cuda_runtime")
+        replay = replay_trace(work, work).host("cudaStreamSynchronize", 1001, 1002, "cuda_runtime")
+        _, blocking = profiled(eager, replay, steps=1)
+        assert blocking == 2
+
+
+class TestOnCpu:
+    def test_host_time_is_divided_by_range_and_adds_up(self):
+        """Two ranges in each of two steps, and the rest is called idle."""
+        ran = []
+
+        def step():
+            ran.append(1)
+            for name in ("attention", "moe", "attention"):
+                with phase(name):
+                    sorted(range(1000))
+
+        phases = profile_cpu_step(step, 2, enabled=True)
+        assert len(ran) == 2
+        assert list(phases.phase_us) == ["attention", "moe"]
+        assert all(us > 0 for us in phases.phase_us.values())
+        assert sum(phases.phase_us.values()) + phases.idle_us == pytest.approx(phases.step_us)
+        assert phases.idle_fraction == pytest.approx(phases.idle_us / phases.step_us)
+        assert (phases.kernels, phases.steps) == (0, 2)
+
+    def test_ranks_that_do_not_profile_only_run_the_steps(self):
+        """As many as the one that does."""
+        ran = []
+        assert profile_cpu_step(lambda: ran.append(1), 3, enabled=False) is None
+        assert len(ran) == 3
