@@ -1,0 +1,240 @@
+"""Workload `decode` on one CPU rank: the record it returns, its marks, and that it leaves the engine as it was."""
+
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+
+from dcpbench import budget, memory
+from dcpbench.jobs import Probe, Settings
+from dcpbench.measure import Timer, Timing
+from dcpbench.ranges import PHASES
+from dcpbench.records import Environment, Gpu, Point, Record
+from dcpbench.workloads import decode
+from dcpbench.workloads.attention_error import attention_error
+from dcpbench.workloads.session import build
+from tests.unit import engine_builder
+
+CPU = torch.device("cpu")
+TINY = engine_builder.TINY
+PROBE = Probe(device="cpu", count=0, name="CPU")
+HERE = Environment(device="CPU", device_count=0)
+POINT = Point(model="tiny", tp=1, concurrency=3, context=9, backend="reference", dtype="fp32", page_size=4)
+
+
+def session(point=POINT):
+    """An engine for the point, as worker.py builds it."""
+    settings = Settings()
+    pages = budget.kv_pages(point, [point], settings, TINY, PROBE)
+    return build(
+        point, TINY, budget.memory_plan(point, pages, TINY, PROBE), pages=pages, max_requests=point.concurrency,
+        max_context=point.context + memory.HEADROOM_TOKENS, rank=0, device=CPU, seed=0,
+    )  # fmt: skip
+
+
+def run(built, point=POINT, *, profile=True):
+    """The point's record and the stages it told."""
+    stages = []
+    with torch.inference_mode():
+        record = decode.run(
+            built, point, Settings(profile=profile), HERE, l2_bytes=0, bounded_by="sweep", tell=stages.append
+        )
+    return record, stages
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """One measured point: session, record and stages; every chunk of steps takes 2 ms a step, no clock is read."""
+    patch = pytest.MonkeyPatch()
+
+    def chunk(timer, steps):
+        timer.step()
+        return [2.0] * steps, 0.1
+
+    patch.setattr(Timer, "chunk", chunk)
+    built = session()
+    yield (built, *run(built))
+    patch.undo()
+
+
+class TestRecord:
+    def test_metrics_follow_from_the_steps(self, measured):
+        """3 tokens in 2 ms are 1,500 tok/s, of one user 500; 100 steps a chunk."""
+        metrics = measured[1].metrics
+        assert metrics.step_ms.median == 2
+        assert metrics.output_tok_s.median == 1500
+        assert metrics.output_tok_s_per_gpu == 1500
+        assert metrics.tok_s_per_user == 500
+        assert metrics.step_samples_ms == [2.0] * 100
+        assert metrics.ttft_ms is None, "nothing was prefilled"
+
+    def test_kv_counts_pages_rows_and_what_rounding_leaves_empty(self, measured):
+        """Pages of 4: a request of 9 + 1 tokens takes 3, so 3 requests take 9, and one is padding.
+
+        A row is 48 fp32 numbers in 3 layers, 576 B. 9 pages are 36 rows, of which 30 hold a token: 1/6 is empty.
+        """
+        kv = measured[1].kv
+        assert kv.bytes_per_token_per_gpu == 576
+        assert kv.pool_bytes_per_gpu == 10 * 4 * 576
+        assert kv.capacity_tokens == 36
+        assert kv.capacity_requests == 3
+        assert kv.fragmentation == pytest.approx(1 / 6)
+        assert kv.bounded_by == "sweep"
+
+    def test_it_says_what_was_measured(self, measured):
+        """Three layers, all held; 3 requests in a graph of 4 rows, eager; attention in fp32 against fp64."""
+        honesty = measured[1].honesty
+        assert (honesty.layers, honesty.layers_held, honesty.weights) == (3, 3, "synthetic")
+        assert honesty.full_weights_bytes_per_gpu == memory.weight_bytes(TINY, POINT.layout, 4, 1, 2)
+        assert (honesty.graph_batch, honesty.cuda_graph) == (4, False)
+        assert 0 < honesty.attention_error < 1e-5
+
+    def test_a_token_reaches_top_k_experts_at_least(self, measured):
+        """2 of 8 for one token; four rows reach at most all."""
+        assert 2 / 8 <= measured[1].honesty.experts_hit <= 1
+
+    def test_phases_are_named_and_add_up(self, measured):
+        """One rank exchanges and gathers nothing."""
+        phases = measured[1].phases
+        assert set(phases.phase_us) == set(PHASES) - {"q_gather", "merge", "dp_gather"}
+        assert sum(phases.phase_us.values()) + phases.idle_us == pytest.approx(phases.step_us)
+
+    def test_what_only_a_gpu_can_say_is_null(self, measured):
+        """Never 0, which would be a claim."""
+        record = measured[1]
+        assert record.outcome == "ok"
+        assert record.host_syncs_per_step is record.allocations_per_step is record.memory_peak_bytes is None
+        assert record.host_plan_us > 0
+        assert "cpu" in record.marks
+
+    def test_it_survives_being_written_and_read(self, measured):
+        """One JSON line."""
+        assert msgspec.json.decode(msgspec.json.encode(measured[1]), type=Record) == measured[1]
+
+    def test_stages_are_told_in_order(self, measured):
+        """Nothing is captured without CUDA."""
+        assert measured[2] == ["check", "measure", "profile"]
+
+    def test_the_engine_is_free_for_the_next_point(self, measured):
+        """All slots and all nine pages; also when a point fails in between, see below."""
+        engine = measured[0].engine
+        assert (engine.requests.available, engine.allocator.free_pages) == (3, 9)
+
+    def test_profiling_can_be_left_out(self, measured):
+        """On the same session, with fewer requests."""
+        record, stages = run(measured[0], msgspec.structs.replace(POINT, concurrency=2), profile=False)
+        assert record.phases is None
+        assert stages == ["check", "measure"]
+        assert record.honesty.graph_batch == 2
+
+
+def test_a_point_that_fails_while_it_is_measured_gives_everything_back(monkeypatch):
+    """The next point of the same job finds an empty engine."""
+
+    def broken(*_):
+        raise RuntimeError("the step failed")
+
+    built = session()
+    monkeypatch.setattr(decode, "time_steps", broken)
+    with pytest.raises(RuntimeError, match="the step failed"):
+        run(built)
+    assert (built.engine.requests.available, built.engine.allocator.free_pages) == (3, 9)
+
+
+def test_steps_do_not_change_what_the_next_sample_measures(monkeypatch):
+    """Tokens and lengths are frozen: after five steps the logits are those of the first."""
+    built, logits = session(), []
+
+    def five_steps(step, _device, _settings):
+        for _ in range(5):
+            step()
+            logits.append(built.engine.batches[4].logits.clone())
+        return Timing(samples_ms=[1.0] * 20, noisy=False)
+
+    monkeypatch.setattr(decode, "time_steps", five_steps)
+    run(built, profile=False)
+    assert len(logits) == 5
+    assert all(torch.equal(one, logits[0]) for one in logits)
+
+
+@pytest.mark.parametrize(("concurrency", "dp", "shares"), [(8, 2, [4, 4]), (7, 4, [2, 2, 2, 1]), (2, 4, [1, 1, 0, 0])])
+def test_requests_are_dealt_out_evenly_over_replicas(concurrency, dp, shares):
+    """The first replicas take what does not divide."""
+    point = msgspec.structs.replace(POINT, tp=4, dp=dp, concurrency=concurrency)
+    assert [decode._share(point, replica) for replica in range(dp)] == shares
+
+
+class TestMarks:
+    def marks(self, *, noisy=False, gpu=None, device="cuda", tp=1, weights=1000, l2=10):
+        """Marks of a point; weights of 1000 B pass four times a cache of 10 B."""
+        stub = SimpleNamespace(plan=SimpleNamespace(weight_bytes=weights), point=SimpleNamespace(tp=tp))
+        return decode._marks(noisy, gpu, stub, torch.device(device), l2)
+
+    def test_a_clean_gpu_point_has_none(self):
+        """A GPU that reported its clocks and no throttling."""
+        assert self.marks(gpu=Gpu(sm_clock_mhz_min=1980)) == []
+
+    def test_each_condition_has_its_own(self):
+        """And several may hold at once."""
+        assert self.marks(noisy=True) == ["noisy"]
+        assert self.marks(gpu=Gpu(throttle_reasons=["sw_power_cap"])) == ["throttled"]
+        assert self.marks(device="cpu") == ["cpu"]
+        assert self.marks(noisy=True, device="cpu") == ["noisy", "cpu"]
+
+    def test_weights_that_stay_in_the_cache_between_two_uses_are_marked(self):
+        """39 < 4 · 10 ≤ 40."""
+        assert self.marks(weights=39) == ["l2_warm"]
+        assert self.marks(weights=40) == []
+
+    def test_more_ranks_than_cores_are_marked(self, monkeypatch):
+        """Eight ranks on two cores wait for each other's turn; GPU ranks do not share."""
+        monkeypatch.setattr("os.cpu_count", lambda: 2)
+        assert self.marks(device="cpu", tp=8) == ["cpu", "oversubscribed"]
+        assert self.marks(device="cpu", tp=2) == ["cpu"]
+        assert self.marks(device="cuda", tp=8) == []
+
+
+class TestAttentionError:
+    """The number that every record states must be able to say that something is wrong."""
+
+    def error(self, break_it):
+        """The error after `break_it(engine, requests)` between plan and attention; three requests of 9, 10 and 11."""
+        engine = engine_builder.engine(page_size=4)
+        requests = [engine.admit(n) for n in (9, 10, 11)]
+        for number, request in enumerate(requests):
+            engine.fill(request, number, 0)
+        batch = engine.plan(requests)
+        break_it(engine, batch, requests)
+        return attention_error(engine, batch, requests, 0, all_requests=True)
+
+    def test_it_is_rounding_where_all_is_well(self):
+        """fp32 against fp64."""
+        assert 0 < self.error(lambda *_: None) < 1e-5
+
+    def test_a_row_too_few_is_seen(self):
+        """One request's last row is not attended to."""
+
+        def shorten(_engine, batch, _requests):
+            pages, length = batch.backend.shards[1]
+            batch.backend.shards[1] = (pages, length - 1)
+
+        assert self.error(shorten) > 1e-2
+
+    def test_the_wrong_pages_are_seen(self):
+        """Two requests' page tables are exchanged: the truth goes by locations, not by those tables."""
+
+        def swap(_engine, batch, _requests):
+            shards = batch.backend.shards
+            shards[0], shards[1] = (shards[1][0], shards[0][1]), (shards[0][0], shards[1][1])
+
+        assert self.error(swap) > 0.1
+
+    def test_nan_is_not_lost_on_the_way(self):
+        """A maximum over ranks may drop NaN; infinity it cannot."""
+
+        def poison(_engine, batch, _requests):
+            run = batch.backend.run
+            batch.backend.run = lambda *args: tuple(x * float("nan") for x in run(*args))
+
+        assert self.error(poison) == float("inf")

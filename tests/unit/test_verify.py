@@ -1,0 +1,144 @@
+"""`verify` must be able to fail: each check against an engine or an oracle that is wrong in its own way."""
+
+import msgspec
+import pytest
+import torch
+
+from dcpbench.jobs import Check, Job, Settings
+from dcpbench.kernels.kv_write.reference import write_kv
+from dcpbench.layout import local_length
+from dcpbench.records import Point
+from dcpbench.workloads import oracle, verify
+from dcpbench.workloads.oracle import Truth, default_prompts
+from tests.unit import engine_builder as build
+
+POINT = Point(model="tiny", tp=1, concurrency=2, context=9, backend="reference", dtype="fp32", page_size=2)
+PROMPTS = [[3, 1, 4], [1]]
+NEW = 2
+
+
+def run(point=POINT):
+    """All checks of a point on one rank, as they are written to and read from checks.jsonl."""
+    job = Job(
+        kind="verify", tag="t", folder="/nowhere", device="cpu", points=[point], settings=Settings(), prompts=PROMPTS,
+        new_tokens=NEW,
+    )  # fmt: skip
+    checks = verify.run(point, build.TINY, job, rank=0, device=build.CPU)
+    return {c.name: c for c in msgspec.json.decode(msgspec.json.encode(checks), type=list[Check])}
+
+
+class TestStorage:
+    def test_a_sound_engine_passes_both_checks(self):
+        """Lengths 1, 2, 4, 7 and 9: around and between pages of 2."""
+        checks = run()
+        assert list(checks) == ["attention", "kv_write"]
+        assert all(c.ok for c in checks.values())
+        assert checks["attention"].detail == "lengths 1, 2, 4, 7, 9"
+        assert (checks["kv_write"].error, checks["kv_write"].limit) == (0, 0)
+
+    def test_a_write_of_one_row_too_many_is_counted(self, monkeypatch):
+        """Row 6: rows 0, 1 are padding, 2 is the request of 1 token, 4, 5 that of 2, and 6 begins that of 4 tokens."""
+
+        def sloppy(kv_KQ, new_BQ, loc_B, **where):
+            write_kv(kv_KQ, new_BQ, loc_B, **where)
+            kv_KQ[6] += 1
+
+        monkeypatch.setattr("dcpbench.engine.model.write_kv", sloppy)
+        assert (run()["kv_write"].error, run()["kv_write"].ok) == (1, False)
+
+    def test_rows_that_are_not_written_are_counted(self, monkeypatch):
+        """None of the five requests' new tokens is stored."""
+        monkeypatch.setattr("dcpbench.engine.model.write_kv", lambda *_, **__: None)
+        assert (run()["kv_write"].error, run()["kv_write"].ok) == (5, False)
+
+    def test_a_row_next_to_the_right_one_is_two_mistakes(self, monkeypatch):
+        """One row changed that should not have, one did not that should; for request of length 1, at page 1."""
+
+        def shifted(kv_KQ, new_BQ, loc_B, **where):
+            locs = loc_B.clone()
+            locs[0] += 1
+            write_kv(kv_KQ, new_BQ, locs, **where)
+
+        monkeypatch.setattr("dcpbench.engine.model.write_kv", shifted)
+        assert (run()["kv_write"].error, run()["kv_write"].ok) == (2, False)
+
+    def test_lengths_lie_around_every_edge(self):
+        """dcp 8 in stripes of 2 deals out 16 tokens a round: 1 leaves 7 ranks empty, 15, 16 and 17 are an edge."""
+        assert verify._lengths(8, 2, 200) == [1, 2, 15, 16, 17, 50, 112, 200]
+        assert verify._lengths(8, 2, 16) == [1, 2, 15, 16], "none longer than the context"
+        assert verify._lengths(1, 1, 3) == [1, 2, 3]
+
+
+def truth(changed=None):
+    """An oracle that says tokens 7, 8 and logits 0 … of each prompt, changed at (prompt, position)."""
+    truths = []
+    for i, prompt in enumerate(PROMPTS):
+        logits = torch.arange(5.0).repeat(len(prompt) + NEW, 1)
+        for where, value in (changed or {}).items():
+            if where[0] == i:
+                logits[where[1], 2] += value
+        truths.append(Truth(tokens=[7, 8], logits=logits))
+    return truths
+
+
+class TestOracle:
+    @pytest.fixture
+    def compare(self, monkeypatch):
+        """`logits` and `tokens` of what one rank found for both prompts."""
+        monkeypatch.setattr(oracle, "greedy", lambda *_: truth())
+
+        def compared(found, dtype="fp32"):
+            mine = {i: (tokens, t.logits) for i, (tokens, t) in enumerate(found)}
+            return verify._compare(msgspec.structs.replace(POINT, dtype=dtype), [mine], PROMPTS, NEW)
+
+        return compared
+
+    def test_what_agrees_is_ok(self, compare):
+        """2 tokens of 2 requests."""
+        logits, tokens = compare([([7, 8], t) for t in truth()])
+        assert (logits.error, logits.ok, logits.limit) == (0, True, 1e-4)
+        assert (tokens.error, tokens.ok, tokens.detail) == (0, True, "of 4 greedy tokens on all ranks")
+
+    def test_one_logit_of_any_position_counts(self, compare):
+        """The last position of the second prompt; the largest difference is what is said."""
+        logits, _ = compare([([7, 8], t) for t in truth({(0, 1): 1e-5, (1, 2): -0.5})])
+        assert (logits.error, logits.ok) == (0.5, False)
+
+    def test_a_logit_that_is_nan_is_wrong(self, compare):
+        """max(0, NaN) is 0 in Python: without care the worst answer would pass as the best."""
+        logits, _ = compare([([7, 8], t) for t in truth({(0, 1): float("nan")})])
+        assert (logits.error, logits.ok) == (None, False)
+
+    def test_a_wrong_token_counts_with_all_that_follow_it(self, compare):
+        """First request: 7 then 9, one wrong. Second: 9 first, both wrong, as the second continues another text."""
+        first, second = truth()
+        logits, tokens = compare([([7, 9], first), ([9, 8], second)])
+        assert (tokens.error, tokens.ok) == (3, False)
+        assert logits.ok
+
+    def test_logits_after_a_wrong_token_are_not_compared(self, compare):
+        """Position 3 of the first prompt, [3, 1, 4], reads the wrong token; position 2 does not."""
+        for position, error in ((3, 0.0), (2, 1.0)):
+            first, second = truth({(0, position): 1.0})
+            logits, _ = compare([([9, 8], first), ([7, 8], second)])
+            assert logits.error == error
+
+    def test_half_precision_reports_tokens_and_does_not_judge_them(self, compare):
+        """A tie may fall either way in bf16. No limit is null, as JSON has no infinity."""
+        logits, tokens = compare([([9, 9], t) for t in truth({(0, 0): 0.4})], dtype="bf16")
+        assert (logits.ok, logits.limit) == (True, 0.5)
+        assert (tokens.error, tokens.limit, tokens.ok) == (4, None, True)
+        read = msgspec.json.decode(msgspec.json.encode(tokens), type=Check)
+        assert read == tokens
+
+
+@pytest.mark.parametrize("dcp", [1, 2, 8])
+def test_default_prompts_leave_shards_empty_and_uneven(dcp):
+    """One token alone leaves dcp − 1 ranks empty, and 2·dcp + 1 give rank 0 one more than the others."""
+    point = POINT if dcp == 1 else msgspec.structs.replace(POINT, tp=dcp, dcp=dcp)
+    prompts = default_prompts(50, point.layout, 0)
+    lengths = [len(p) for p in prompts]
+    assert 1 in lengths
+    assert 2 * dcp + 1 in lengths
+    assert local_length(2 * dcp + 1, 0, dcp) == (3 if dcp > 1 else 2 * dcp + 1)
+    assert max(max(p) for p in prompts) < 50
