@@ -43,6 +43,8 @@ class CheckpointSource:
         scale_name = name + "_scale_inv"
         if scale_name in self.file_of:
             tensor = self._dequantise(tensor, scale_name, shape, rows, columns)
+        elif tensor.dtype.itemsize == 1:
+            raise ModelError(f"{self.folder}: {name!r} is {tensor.dtype}, and there is no {scale_name!r} to scale it.")
         return tensor.to(self.device, self.dtype)
 
     def _slice(self, name: str, shape: tuple[int, ...]):  # noqa: ANN202 - safetensors' type is private

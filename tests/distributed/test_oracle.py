@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from safetensors.torch import load_file, save_file
 
 from dcpbench import launch
 from dcpbench.jobs import Check, Settings
@@ -100,6 +105,40 @@ def test_so_are_those_of_the_triton_backend(checkpoints, tmp_path):
         point(checkpoints["v2"], Layout(2, dcp=2), PLAIN, "triton", context=3),
     ]
     verify(points, ((5, 90, 17), (202,)), 1, tmp_path)
+
+
+def command(*arguments: str) -> tuple[int, dict[str, Any], str]:
+    """`dcpbench verify …`: exit code, what --json printed, and what was said."""
+    line = [sys.executable, "-m", "dcpbench.cli", "verify", *arguments, "--backend", "reference", "--json"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    return done.returncode, json.loads(done.stdout), done.stderr
+
+
+def test_the_command_compares_in_half_precision_too(checkpoints, tmp_path):
+    """Rounding flips experts and tokens of a random model: tokens are told and not judged, so their limit is null."""
+    code, said, _ = command("--checkpoint", checkpoints["v2"], "--tp", "1", "--dtype", "bf16", "-o", str(tmp_path))
+    checks = {c["name"]: c for c in said["checks"]}
+    assert list(checks) == CHECKS
+    assert said["failed"] == []
+    assert checks["attention"]["ok"]
+    assert checks["kv_write"]["ok"]
+    assert (checks["tokens"]["limit"], checks["tokens"]["ok"]) == (None, True)
+    assert checks["logits"]["error"] > LIMIT, "bf16 was not fp32"
+    assert code == (0 if checks["logits"]["ok"] else 1)
+
+
+def test_the_command_names_a_tensor_that_the_checkpoint_lacks(checkpoints, tmp_path):
+    """One sentence of ours, in the failed point and on the terminal, and no traceback."""
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoints["v3"], broken)
+    tensors = load_file(broken / "model.safetensors")
+    del tensors["model.layers.1.mlp.gate.weight"]
+    save_file(tensors, broken / "model.safetensors")
+    code, said, errors = command("--checkpoint", str(broken), "--tp", "2", "--dcp", "2", "-o", str(tmp_path / "run"))
+    assert (code, said["ok"], said["checks"]) == (1, False, [])
+    assert "has no tensor 'model.layers.1.mlp.gate.weight'" in said["failed"][0]["reason"]
+    assert "has no tensor 'model.layers.1.mlp.gate.weight'" in errors
+    assert "Traceback" not in errors
 
 
 def test_the_prompts_leave_shards_empty_and_uneven():

@@ -103,6 +103,14 @@ class TestFp8:
         with pytest.raises(ModelError, match=r"'w.weight_scale_inv' has shape \(5, 4\).* makes it \(3, 2\)"):
             source(folder).get("w.weight", (300, 200))
 
+    def test_quantised_weights_without_scales_are_refused(self, folder, weight):
+        """Read as they are they would be wrong by orders of magnitude, and nobody would know."""
+        save_file({"w.weight": weight.to(torch.float8_e4m3fn)}, folder / "model.safetensors")
+        with pytest.raises(
+            ModelError, match=r"'w\.weight' is torch\.float8_e4m3fn, and there is no 'w\.weight_scale_inv'"
+        ):
+            source(folder).get("w.weight", (300, 200), rows=slice(0, 1))
+
 
 class TestErrors:
     """A sentence of ours that names what is wrong, where safetensors would raise its own."""
