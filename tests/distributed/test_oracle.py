@@ -115,16 +115,13 @@ def command(*arguments: str) -> tuple[int, dict[str, Any], str]:
 
 
 def test_the_command_compares_in_half_precision_too(checkpoints, tmp_path):
-    """Rounding flips experts and tokens of a random model: tokens are told and not judged, so their limit is null."""
+    """Rounding changes experts and tokens of a random model: tokens are told and not judged, so their limit is null."""
     code, said, _ = command("--checkpoint", checkpoints["v2"], "--tp", "1", "--dtype", "bf16", "-o", str(tmp_path))
     checks = {c["name"]: c for c in said["checks"]}
     assert list(checks) == CHECKS
-    assert said["failed"] == []
-    assert checks["attention"]["ok"]
-    assert checks["kv_write"]["ok"]
-    assert (checks["tokens"]["limit"], checks["tokens"]["ok"]) == (None, True)
+    assert (code, said["ok"]) == (0, True)
+    assert checks["tokens"]["limit"] is None
     assert checks["logits"]["error"] > LIMIT, "bf16 was not fp32"
-    assert code == (0 if checks["logits"]["ok"] else 1)
 
 
 def test_the_command_names_a_tensor_that_the_checkpoint_lacks(checkpoints, tmp_path):

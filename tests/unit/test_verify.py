@@ -125,11 +125,22 @@ class TestOracle:
 
     def test_half_precision_reports_tokens_and_does_not_judge_them(self, compare):
         """A tie may fall either way in bf16. No limit is null, as JSON has no infinity."""
-        logits, tokens = compare([([9, 9], t) for t in truth({(0, 0): 0.4})], dtype="bf16")
+        logits, tokens = compare([([9, 9], t) for t in truth()], dtype="bf16")
         assert (logits.ok, logits.limit) == (True, 0.5)
         assert (tokens.error, tokens.limit, tokens.ok) == (4, None, True)
         read = msgspec.json.decode(msgspec.json.encode(tokens), type=Check)
         assert read == tokens
+
+    def test_half_precision_judges_logits_by_the_median_position(self, compare):
+        """5 + 3 positions: one that differs by 2, as when another expert was chosen, is told; five are wrong."""
+        logits, _ = compare([([7, 8], t) for t in truth({(0, 0): 2.0})], dtype="bf16")
+        assert (logits.error, logits.ok) == (0, True)
+        assert "2 where rounding chose other experts" in logits.detail
+        logits, _ = compare([([7, 8], t) for t in truth({(0, i): 2.0 for i in range(5)})], dtype="bf16")
+        assert (logits.error, logits.ok) == (2, False)
+        nan = {(0, i): float("nan") for i in range(5)}
+        logits, _ = compare([([7, 8], t) for t in truth(nan)], dtype="bf16")
+        assert (logits.error, logits.ok) == (None, False)
 
 
 @pytest.mark.parametrize("dcp", [1, 2, 8])
