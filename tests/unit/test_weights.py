@@ -112,6 +112,23 @@ def ranks():
 class TestShards:
     """Two replicas of two ranks: heads over 2 ranks and experts over 4."""
 
+    def test_together_they_are_the_model_that_one_rank_holds(self, ranks):
+        """Only then do two layouts compute the same thing, and are routed to the same experts."""
+        source = SyntheticSource(0, torch.float32, build.CPU)
+        whole = load_weights(source, build.TINY, Layout(1), 0, build.plan(build.TINY))
+        replica = ranks[:2]
+        assert torch.equal(torch.cat([w.embed for w in replica]), whole.embed)
+        for index in (0, 1, 2):
+            heads, one = [w.layer(index).attention for w in replica], whole.layer(index).attention
+            for name, dim in (("w_uk", 0), ("w_uv", 0), ("q_b", 0), ("o", 1)):
+                assert torch.equal(torch.cat([getattr(a, name) for a in heads], dim), getattr(one, name))
+        experts, one = [w.layer(2).mlp for w in ranks], whole.layer(2).mlp
+        assert torch.equal(torch.cat([e.gate_up for e in experts]), one.gate_up)
+        assert torch.equal(torch.cat([e.down for e in experts]), one.down)
+        assert torch.equal(torch.cat([e.shared.down for e in experts], 1), one.shared.down)
+        dense = [w.layer(0).mlp for w in ranks]
+        assert torch.equal(torch.cat([d.down for d in dense], 1), whole.layer(0).mlp.down)
+
     def test_replicas_hold_the_same_attention_and_vocabulary(self, ranks):
         """Ranks 0 and 2 have the first four heads, 1 and 3 the others."""
         for a, b in ((0, 2), (1, 3)):
@@ -149,31 +166,41 @@ class TestShards:
 
 class TestSynthetic:
     def part(self, name="x.weight", *, seed=0, rows=None, columns=None):
-        """Part of a [64, 400] matrix."""
-        return SyntheticSource(seed, torch.float32, build.CPU).get(name, (64, 400), rows=rows, columns=columns)
+        """Part of a [400, 400] matrix."""
+        return SyntheticSource(seed, torch.float32, build.CPU).get(name, (400, 400), rows=rows, columns=columns)
 
     def test_the_same_part_has_the_same_numbers_whatever_was_made_before(self):
         """Ranks make their parts in different orders."""
         source = SyntheticSource(0, torch.float32, build.CPU)
         source.get("other.weight", (3, 3))
-        assert torch.equal(source.get("x.weight", (64, 400), rows=slice(0, 8)), self.part(rows=slice(0, 8)))
+        assert torch.equal(source.get("x.weight", (400, 400), rows=slice(0, 8)), self.part(rows=slice(0, 8)))
 
     def test_other_names_seeds_rows_and_columns_have_other_numbers(self):
-        """All five parts are [8, 8], so only their numbers can differ."""
+        """Of [400, 400] the first eight rows of four sources, and the first eight columns turned to be rows."""
         first = slice(0, 8)
         parts = [
-            self.part(rows=first, columns=first),
-            self.part("y.weight", rows=first, columns=first),
-            self.part(seed=1, rows=first, columns=first),
-            self.part(rows=slice(8, 16), columns=first),
-            self.part(rows=first, columns=slice(8, 16)),
+            self.part(rows=first),
+            self.part("y.weight", rows=first),
+            self.part(seed=1, rows=first),
+            self.part(rows=slice(8, 16)),
+            self.part(columns=first).T,
         ]
+        assert {tuple(part.shape) for part in parts} == {(8, 400)}
         for a, b in itertools.combinations(parts, 2):
             assert not torch.equal(a, b)
 
+    @pytest.mark.parametrize("ranks", [2, 4, 5])
+    @pytest.mark.parametrize("dim", [0, 1])
+    def test_shards_of_any_layout_are_parts_of_one_tensor(self, dim, ranks):
+        """400 rows or columns over 2, 4 or 5 ranks: shards of 200, 100 and 80 begin anywhere in the blocks drawn."""
+        axis = ("rows", "columns")[dim]
+        size = 400 // ranks
+        shards = [self.part(**{axis: slice(n * size, (n + 1) * size)}) for n in range(ranks)]
+        assert torch.equal(torch.cat(shards, dim), self.part(**{axis: slice(0, 400)}))
+
     def test_numbers_keep_the_size_of_activations(self):
-        """Standard deviation 1/sqrt(400 inputs) = 0.05; of 25,600 numbers it is known to 0.05/sqrt(51200) = 0.0002."""
-        assert float(self.part().std()) == pytest.approx(0.05, abs=0.001)
+        """Standard deviation 1/sqrt(400 inputs) = 0.05; 160,000 numbers say it to 0.05/sqrt(320000) = 0.0001."""
+        assert float(self.part(rows=slice(0, 400)).std()) == pytest.approx(0.05, abs=0.0005)
 
     def test_norm_weights_are_one_and_the_routing_bias_is_small(self):
         """A large bias would send every token to the same experts: of 256 normal numbers the largest is below 5 σ."""
