@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import threading
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from dcpbench.records import Gpu
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 PERIOD_S = 0.05
 # Bits of nvmlDeviceGetCurrentClocksEventReasons that slow a busy GPU down; idle and application clocks do not.
@@ -24,47 +26,43 @@ THROTTLE_BITS = {
 
 
 class GpuSampler:
-    """Context manager that samples in a thread; `state()` afterwards. None where NVML cannot be used."""
+    """Context manager that samples in a thread; `state()` afterwards. Absent where NVML does not say."""
 
     def __init__(self, device: torch.device) -> None:
-        self.handle = _open(device)
-        self.clocks: list[int] = []
-        self.power: list[float] = []
-        self.temperature: list[int] = []
-        self.reasons = 0
+        self.queries = _queries(device)
+        self.seen: dict[str, list[int]] = {name: [] for name in self.queries}
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._sample, daemon=True)
 
     def __enter__(self) -> Self:
-        if self.handle is not None:
-            self.thread.start()
+        self.thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop.set()
-        if self.handle is not None:
-            self.thread.join()
+        self.thread.join()
 
     def _sample(self) -> None:
-        import pynvml
-
-        while not self.stop.is_set():
-            self.clocks.append(pynvml.nvmlDeviceGetClockInfo(self.handle, pynvml.NVML_CLOCK_SM))
-            self.power.append(pynvml.nvmlDeviceGetPowerUsage(self.handle) / 1e3)
-            self.temperature.append(pynvml.nvmlDeviceGetTemperature(self.handle, pynvml.NVML_TEMPERATURE_GPU))
-            self.reasons |= pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self.handle)
+        while self.queries and not self.stop.is_set():
+            for name, query in list(self.queries.items()):
+                try:
+                    self.seen[name].append(query())
+                except Exception:  # noqa: BLE001 - a quantity that this GPU does not report is not known
+                    del self.queries[name]
             self.stop.wait(PERIOD_S)
 
     def state(self) -> Gpu | None:
         """What was seen, or None without NVML."""
-        if not self.clocks:
+        seen = {name: values for name, values in self.seen.items() if values}
+        if not seen:
             return None
+        reasons = functools.reduce(operator.or_, seen.get("reasons", [0]))
         return Gpu(
-            sm_clock_mhz_min=min(self.clocks),
-            sm_clock_mhz_max=max(self.clocks),
-            power_w_max=max(self.power),
-            temperature_c_max=max(self.temperature),
-            throttle_reasons=[name for bit, name in THROTTLE_BITS.items() if self.reasons & bit],
+            sm_clock_mhz_min=min(seen["clock"]) if "clock" in seen else None,
+            sm_clock_mhz_max=max(seen["clock"]) if "clock" in seen else None,
+            power_w_max=max(seen["power"]) / 1e3 if "power" in seen else None,
+            temperature_c_max=max(seen["temperature"]) if "temperature" in seen else None,
+            throttle_reasons=[name for bit, name in THROTTLE_BITS.items() if reasons & bit],
         )
 
 
@@ -73,22 +71,34 @@ def worst(states: Iterable[Gpu | None]) -> Gpu | None:
     seen = [s for s in states if s is not None]
     if not seen:
         return None
+
+    def over_ranks(pick: Callable[[list[Any]], Any], field: str) -> Any:  # noqa: ANN401 - int or float, as the field
+        values = [value for s in seen if (value := getattr(s, field)) is not None]
+        return pick(values) if values else None
+
     return Gpu(
-        sm_clock_mhz_min=min(s.sm_clock_mhz_min or 0 for s in seen),
-        sm_clock_mhz_max=max(s.sm_clock_mhz_max or 0 for s in seen),
-        power_w_max=max(s.power_w_max or 0.0 for s in seen),
-        temperature_c_max=max(s.temperature_c_max or 0 for s in seen),
+        sm_clock_mhz_min=over_ranks(min, "sm_clock_mhz_min"),
+        sm_clock_mhz_max=over_ranks(max, "sm_clock_mhz_max"),
+        power_w_max=over_ranks(max, "power_w_max"),
+        temperature_c_max=over_ranks(max, "temperature_c_max"),
         throttle_reasons=sorted({reason for s in seen for reason in s.throttle_reasons}),
     )
 
 
-def _open(device: torch.device):  # noqa: ANN202 - an opaque NVML handle
+def _queries(device: torch.device) -> dict[str, Callable[[], int]]:
+    """What to ask NVML about this rank's GPU; nothing where NVML cannot be used."""
     if device.type != "cuda":
-        return None
+        return {}
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode())
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode())
     except Exception:  # noqa: BLE001 - NVML is a bonus: any failure of it means that clocks are not known
-        return None
+        return {}
+    return {
+        "clock": lambda: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
+        "power": lambda: pynvml.nvmlDeviceGetPowerUsage(gpu),
+        "temperature": lambda: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
+        "reasons": lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu),
+    }

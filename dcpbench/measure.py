@@ -23,7 +23,7 @@ CHUNK_SECONDS = 0.4
 CHUNK_STEPS = (5, 100)
 """Fewest and most steps of a chunk."""
 WARM_UP_SHARE = 0.5
-"""Warm-up that has not settled after this share of the time limit ends all the same, and the point is `noisy`."""
+"""Warm-up that has not settled after this share of the time limit ends all the same, and the point is `unsettled`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,16 @@ class Timing:
 
     samples_ms: list[float]
     noisy: bool
-    """The time limit came before the interval was narrow enough, or before warm-up settled."""
+    """The time limit came before the interval was narrow enough."""
+    unsettled: bool
+    """Warm-up ended by time, not because two successive medians agreed."""
+
+    @property
+    def drift(self) -> float:
+        """How far the medians of the first and the second half of the samples lie apart, as a share of the first."""
+        half = len(self.samples_ms) // 2
+        first, second = statistics.median(self.samples_ms[:half]), statistics.median(self.samples_ms[half:])
+        return abs(second - first) / first
 
 
 class Timer:
@@ -71,11 +80,13 @@ class Timer:
         return [(b - a) * 1e3 for a, b in itertools.pairwise(times)]
 
 
-def time_steps(step: Callable[[], None], device: torch.device, settings: Settings) -> Timing:
+def time_steps(
+    step: Callable[[], None], device: torch.device, settings: Settings, alive: Callable[[], None] = lambda: None
+) -> Timing:
     """Warm up until two successive medians agree within 1 %, then measure until the stop rule is met.
 
     A step that is replayed back to back has no host time in it: its sample is the time from one replay's start on the
-    GPU to the next one's.
+    GPU to the next one's. `alive` is called now and then, for whoever watches for a hang.
     """
     timer = Timer(step, device)
     rule = StopRule(precision=settings.precision, seconds=settings.seconds)
@@ -84,6 +95,7 @@ def time_steps(step: Callable[[], None], device: torch.device, settings: Setting
     previous, calm = None, False
     while not calm and elapsed < settings.seconds * WARM_UP_SHARE:
         samples, seconds = timer.chunk(steps)
+        alive()
         elapsed += seconds
         median = statistics.median(samples)
         calm, previous = settled(previous, median), median
@@ -92,10 +104,11 @@ def time_steps(step: Callable[[], None], device: torch.device, settings: Setting
     verdict = None
     while verdict is None:
         samples, seconds = timer.chunk(steps)
+        alive()
         measured += samples
         elapsed += seconds
         verdict = rule.done(measured, elapsed)
-    return Timing(samples_ms=measured, noisy=verdict != "precise" or not calm)
+    return Timing(samples_ms=measured, noisy=verdict != "precise", unsettled=not calm)
 
 
 def _steps_per_chunk(median_ms: float) -> int:

@@ -114,8 +114,13 @@ def least_layers(shape: ModelShape, layout: Layout, itemsize: int, l2_bytes: int
     dense = min(1, shape.first_dense)
     if moe_layers == 0:
         return shape.first_dense, 0
-    sure = attention_bytes(shape, layout, itemsize) + shared_elements(shape, layout) * itemsize
+    sure = sure_bytes(shape, layout, itemsize)
     return dense, min(max(math.ceil(CACHE_FACTOR * l2_bytes / sure), 1), moe_layers)
+
+
+def sure_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int:
+    """Weights that one MoE layer surely reads in every step: attention and shared expert."""
+    return attention_bytes(shape, layout, itemsize) + shared_elements(shape, layout) * itemsize
 
 
 def plan(

@@ -8,6 +8,7 @@ kernels in the same order, so the i-th kernel of a replay belongs to the range o
 from __future__ import annotations
 
 import difflib
+import itertools
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +29,10 @@ HOST_BLOCKING = (
     "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy",
     "cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize",
 )  # fmt: skip
-"""Runtime and driver calls that wait for the GPU. Allocations are counted by the allocator's own statistics."""
+"""Runtime and driver calls that wait for the GPU."""
+ALLOCATING = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost", "cuMemCreate", "cuMemMap", "cuMemUnmap")
+"""Calls that wait, too, and that the caching allocator makes while it grows. In an eager step they say nothing of the
+graph, which has its memory; in a replayed one they count."""
 
 
 class Event(msgspec.Struct):
@@ -74,11 +78,10 @@ class Kernels:
         mine = [e for e in gpu if (call := self.launch.get(e.correlation())) is not None and _inside(call, step)]
         return sorted(mine, key=lambda e: e.ts)
 
-    def blocking_calls(self) -> list[str]:
-        """Names of host-blocking calls inside the steps; pageable copies wait, too."""
-        inside = [c for c in self.calls if any(_inside(c, step) for step in self.step_ranges)]
-        pageable = [e.name for step in self.steps for e in step if "Pageable" in e.name]
-        return [c.name for c in inside if c.name in HOST_BLOCKING] + pageable
+    def blocking_calls(self, step: int, names: tuple[str, ...] = HOST_BLOCKING) -> list[str]:
+        """Names of host-blocking calls inside one step; pageable copies wait, too."""
+        inside = [c.name for c in self.calls if c.name in names and _inside(c, self.step_ranges[step])]
+        return inside + [e.name for e in self.steps[step] if "Pageable" in e.name]
 
     def phase_of(self, event: Event) -> str:
         """Range that the event's launch lies in."""
@@ -111,19 +114,20 @@ def record(step: Callable[[], None], steps: int, *, enabled: bool) -> Kernels | 
 
 def profile_step(
     eager: Callable[[], None], replay: Callable[[], None], steps: int = 3, *, enabled: bool
-) -> tuple[Phases, float] | None:
-    """(phases, host-blocking calls per step) of this rank, or None where it is not `enabled`.
+) -> tuple[Phases, list[str]] | None:
+    """(phases, names of host-blocking calls in a step) of this rank, or None where it is not `enabled`.
 
-    The first profiled step of each pass is left out: the profiler's own start-up falls into it.
+    The first profiled step of each pass is left out, as the profiler's own start-up falls into it, and so is the last
+    replay, which no other follows: a step lasts until the next one's first kernel.
     """
     launched = record(eager, 2, enabled=enabled)
-    replayed = record(replay, steps + 1, enabled=enabled)
+    replayed = record(replay, steps + 2, enabled=enabled)
     if launched is None or replayed is None:
         return None
     pattern = [(e.name, launched.phase_of(e)) for e in launched.steps[-1]]
     sums: dict[str, float] = {}
-    for kernels in replayed.steps[1:]:
-        for name, us in _attribute(kernels, _label(kernels, pattern)).items():
+    for kernels, following in itertools.pairwise(replayed.steps[1:]):
+        for name, us in _attribute(kernels, _label(kernels, pattern), following[0].ts).items():
             sums[name] = sums.get(name, 0.0) + us / steps
     idle = sums.pop("idle")
     step_us = idle + sum(sums.values())
@@ -136,8 +140,7 @@ def profile_step(
         kernels=len(replayed.steps[-1]),
         steps=steps,
     )
-    blocking = max(len(launched.blocking_calls()) / 2, len(replayed.blocking_calls()) / (steps + 1))
-    return phases, blocking
+    return phases, launched.blocking_calls(-1) + replayed.blocking_calls(1, HOST_BLOCKING + ALLOCATING)
 
 
 def _label(kernels: list[Event], pattern: list[tuple[str, str]]) -> list[str]:
@@ -153,8 +156,8 @@ def _label(kernels: list[Event], pattern: list[tuple[str, str]]) -> list[str]:
     return labels
 
 
-def _attribute(kernels: list[Event], labels: list[str]) -> dict[str, float]:
-    """Every microsecond of the step's span to one phase or to `idle`; where kernels overlap, to the earlier one."""
+def _attribute(kernels: list[Event], labels: list[str], end_of_step: float) -> dict[str, float]:
+    """Every microsecond until `end_of_step` to one phase or to `idle`; where kernels overlap, to the earlier one."""
     sums = {"idle": 0.0}
     reached = kernels[0].ts if kernels else 0.0
     for event, label in zip(kernels, labels, strict=True):
@@ -162,6 +165,7 @@ def _attribute(kernels: list[Event], labels: list[str]) -> dict[str, float]:
         end = event.ts + event.dur
         sums[label] = sums.get(label, 0.0) + max(0.0, end - max(reached, event.ts))
         reached = max(reached, end)
+    sums["idle"] += max(0.0, end_of_step - reached)
     return sums
 
 

@@ -97,9 +97,9 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
     """Where a step's time goes, from a separate profiled pass on rank 0; never mixed with `step_ms`."""
 
     step_us: float
-    """Mean span of the profiled steps, first kernel start to last kernel end."""
+    """Mean time of the profiled steps, from one step's first kernel to the next one's, back to back."""
     phase_us: dict[str, float]
-    """GPU time by range name (measure.PHASES); sums with `idle_us` to `step_us`."""
+    """GPU time by range name (ranges.PHASES); sums with `idle_us` to `step_us`."""
     idle_us: float
     """No kernel running."""
     idle_fraction: float
@@ -113,7 +113,8 @@ class Kv(msgspec.Struct, frozen=True, kw_only=True):
 
     pool_bytes_per_gpu: int
     bytes_per_token_per_gpu: float
-    """Averaged over the ranks of a layout: one full row set divided by dcp."""
+    """What one token takes, all layers, averaged over the layout's GPUs: one replica holds it, on one of its dcp ranks;
+    full rows / (dp · dcp)."""
     capacity_tokens: int
     """Tokens that the layout's pools hold, all replicas together, each token counted once."""
     capacity_requests: int
@@ -135,6 +136,8 @@ class Honesty(msgspec.Struct, frozen=True, kw_only=True):
     full_weights_bytes_per_gpu: int
     kv: str = "synthetic"
     """What the KV cache held: `synthetic` random rows."""
+    graph_error: float | None = None
+    """‖logits of the replayed graph − logits of the eager step‖ / ‖the latter‖, worst rank; null without a graph."""
     attention_error: float | None = None
     """‖o − o_fp64‖ / ‖o_fp64‖ of this point's merged attention output, worst rank."""
     experts_hit: float | None = None
@@ -188,15 +191,16 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     detail: dict[str, str] = {}
     """For failures: exit code, last log lines, stacks."""
     marks: list[str] = []
-    """`noisy`, `throttled`, `cpu` (functional run, not a performance number), `oversubscribed`, `l2_warm`."""
+    """What to be careful about; reports/explain.py has a sentence for each: `cpu`, `oversubscribed`, `noisy`,
+    `unsettled`, `drift`, `throttled`, `l2_warm`, `host_sync`, `allocates`, `gpu_idle`, `graph_differs`."""
     metrics: Metrics | None = None
     phases: Phases | None = None
     host_syncs_per_step: float | None = None
-    """Host-blocking CUDA calls inside one step, from the profiled pass."""
+    """Host-blocking CUDA calls inside one step, from the profiled pass; `detail["host_syncs"]` names them."""
     allocations_per_step: float | None = None
-    """Caching-allocator allocations inside one step."""
+    """Calls to the CUDA allocator (cudaMalloc and its like) while the steps were timed, divided by the steps."""
     host_plan_us: float | None = None
-    """Host time to plan one step (allocation, index building, backend plan); outside the step, not in `step_ms`."""
+    """Host time to plan one step (index building, copies, backend plan), slowest rank; not in `step_ms`."""
     kv: Kv | None = None
     memory_peak_bytes: int | None = None
     honesty: Honesty | None = None

@@ -97,7 +97,7 @@ class Worker:
             point, shape, budget.memory_plan(point, pages, shape, self.probe), pages=pages,
             max_requests=max(-(-p.concurrency // p.dp) for p in sharing),
             max_context=max(p.context for p in sharing) + memory.HEADROOM_TOKENS,
-            rank=self.rank, device=self.device, seed=self.job.settings.seed,
+            rank=self.rank, device=self.device, seed=self.job.settings.seed, alive=lambda: self.tell("build"),
         )  # fmt: skip
         return self.session
 

@@ -51,6 +51,15 @@ class Request:
         return self.allocation.tokens
 
 
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """A graph and the tensors it writes; an eager step in between leaves its results elsewhere."""
+
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+    next_tokens: torch.Tensor
+
+
 class Batch:
     """Fixed buffers, attention plan and graph of one padded batch size."""
 
@@ -62,7 +71,7 @@ class Batch:
         self.logits: torch.Tensor | None = None
         self.next_tokens: torch.Tensor | None = None
         """[B] int64, what the last step sampled. Not fed back: the next plan says which tokens a step reads."""
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.captured: Captured | None = None
 
 
 class DecodeEngine:
@@ -172,7 +181,7 @@ class DecodeEngine:
         Every kernel has run on every rank before: a rank that still loads modules while others wait in a captured
         collective is a hang (vLLM #46145).
         """
-        if batch.graph is not None:
+        if batch.captured is not None:
             return
         for _ in range(2):
             self.run(batch)
@@ -180,11 +189,14 @@ class DecodeEngine:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.run(batch)
-        batch.graph = graph
+        assert batch.logits is not None
+        assert batch.next_tokens is not None
+        batch.captured = Captured(graph, batch.logits, batch.next_tokens)
 
     def step(self, batch: Batch) -> None:
         """One step as planned: the captured graph where there is one."""
-        if batch.graph is not None:
-            batch.graph.replay()
-        else:
+        if batch.captured is None:
             self.run(batch)
+            return
+        batch.captured.graph.replay()
+        batch.logits, batch.next_tokens = batch.captured.logits, batch.captured.next_tokens

@@ -1,4 +1,4 @@
-"""Random weights, made part by part on the device, the same for the same seed, name and part."""
+"""Random weights, made block by block on the device: the same model for the same seed, however it is sharded."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import zlib
 
 import torch
 
+BLOCK = 256
+"""Rows or columns that are drawn together where a tensor is sharded; shards need not begin or end at a block."""
+
 
 class SyntheticSource:
     """Normal numbers of standard deviation 1/sqrt(inputs), so that activations keep their size through the layers.
 
-    Norm weights are 1; the routing bias is small. A part is seeded by its name and first row and column: ranks that
-    share a part get the same numbers, and no rank ever makes a whole tensor.
+    Norm weights are 1; the routing bias is small. A block is seeded by the tensor's name and the block's place in the
+    whole tensor, so that every layout holds a shard of one and the same model, and no rank ever makes a whole tensor.
     """
 
     kind: str = "synthetic"
@@ -23,15 +26,25 @@ class SyntheticSource:
     def get(
         self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None
     ) -> torch.Tensor:
-        """See weights.Source."""
+        """See weights.Source. At most one of `rows` and `columns`, and consistently so for one name."""
         if len(shape) == 1:
             if not name.endswith("bias"):
                 return torch.ones(shape, dtype=self.dtype, device=self.device)
             return self._normal(name, shape, 0.01)
-        size = [len(range(*(part or slice(None)).indices(n))) for part, n in zip((rows, columns), shape, strict=True)]
-        start = (rows.start if rows else 0, columns.start if columns else 0)
         std = 1.0 if "embed" in name else shape[1] ** -0.5
-        return self._normal(f"{name}[{start}]", tuple(size), std)
+        if rows is None and columns is None:
+            return self._normal(name, shape, std)
+        dim, part = (0, rows) if rows is not None else (1, columns)
+        assert part is not None
+        size = list(shape)
+        size[dim] = part.stop - part.start
+        out = torch.empty(size, dtype=self.dtype, device=self.device)
+        for start in range(part.start // BLOCK * BLOCK, part.stop, BLOCK):
+            size[dim] = min(BLOCK, shape[dim] - start)
+            block = self._normal(f"{name}[{dim}:{start}]", tuple(size), std)
+            first, last = max(start, part.start), min(start + BLOCK, part.stop)
+            out.narrow(dim, first - part.start, last - first).copy_(block.narrow(dim, first - start, last - first))
+        return out
 
     def _normal(self, key: str, size: tuple[int, ...], std: float) -> torch.Tensor:
         self.generator.manual_seed(zlib.crc32(f"{self.seed}/{key}".encode()))

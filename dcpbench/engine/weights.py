@@ -16,6 +16,8 @@ import torch
 from dcpbench import memory
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dcpbench.layout import Layout
     from dcpbench.shapes import ModelShape
 
@@ -114,9 +116,15 @@ def _tensors(node: object) -> list[torch.Tensor]:
     return []
 
 
-def load_weights(source: Source, shape: ModelShape, layout: Layout, rank: int, plan: memory.Plan) -> Weights:
-    """This rank's shard of the layers that `plan` holds: the first ones of each kind."""
-    loader = _Loader(source, shape, layout, rank)
+def load_weights(
+    source: Source, shape: ModelShape, layout: Layout, rank: int, plan: memory.Plan,
+    alive: Callable[[], None] = lambda: None,
+) -> Weights:  # fmt: skip
+    """This rank's shard of the layers that `plan` holds: the first ones of each kind.
+
+    `alive` is called before each layer, for whoever watches for a hang.
+    """
+    loader = _Loader(source, shape, layout, rank, alive)
     return Weights(
         embed=loader.vocab("model.embed_tokens.weight"),
         lm_head=loader.vocab("lm_head.weight"),
@@ -128,7 +136,8 @@ def load_weights(source: Source, shape: ModelShape, layout: Layout, rank: int, p
 
 
 class _Loader:
-    def __init__(self, source: Source, shape: ModelShape, layout: Layout, rank: int) -> None:
+    def __init__(self, source: Source, shape: ModelShape, layout: Layout, rank: int, alive: Callable[[], None]) -> None:
+        self.alive = alive
         self.source, self.shape, self.layout, self.rank = source, shape, layout, rank
         self.heads = shape.heads // layout.attn_tp
         self.first_head = layout.attn_rank(rank) * self.heads
@@ -141,6 +150,7 @@ class _Loader:
         return torch.nn.functional.pad(part, (0, 0, 0, per_rank - part.shape[0])) if part.shape[0] < per_rank else part
 
     def layer(self, index: int) -> Layer:
+        self.alive()
         prefix = f"model.layers.{index}."
         mlp = self.mlp(prefix + "mlp.", self.shape.dense_inter) if index < self.shape.first_dense else self.moe(prefix)
         return Layer(attention=self.attention(prefix), mlp=mlp)

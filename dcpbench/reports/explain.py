@@ -51,11 +51,17 @@ METHOD = [
 ]
 
 MARKS = {
-    "noisy": "at the time limit the interval of the median was wider than asked for, or warm-up had not settled.",
+    "noisy": "at the time limit the interval of the median was wider than asked for.",
+    "unsettled": "warm-up ended by time, before two successive medians agreed within 1 %.",
+    "drift": "the medians of the first and second half of the samples differ by more than 1 %.",
     "throttled": "the GPU lowered its clocks for heat or power while the point was measured.",
     "cpu": "functional run on a CPU; not a performance number.",
     "l2_warm": "weights or KV cache are so small that they may stay in the L2 cache, which flatters the time.",
-    "oversubscribed": "more ranks than GPUs or cores shared the machine.",
+    "host_sync": "the host waited for the GPU inside the step; the record's detail names the calls.",
+    "allocates": "memory was allocated from CUDA while steps were timed.",
+    "gpu_idle": "no kernel ran during more than 3 % of the profiled step.",
+    "graph_differs": "the captured graph and the eager step do not compute the same: do not use this point.",
+    "oversubscribed": "more ranks than CPU cores shared the machine.",
 }
 
 BOUNDS = {

@@ -28,22 +28,27 @@ if TYPE_CHECKING:
 
     from dcpbench.engine.decode import Batch, DecodeEngine, Request
     from dcpbench.jobs import Settings
+    from dcpbench.measure import Timing
     from dcpbench.records import Environment, Gpu, Phases, Point
     from dcpbench.workloads.session import Session
 
 TOKEN_STEP = 7919
 """A prime: neighbouring requests read different tokens and are routed to different experts."""
+MOST_DRIFT = 0.01
+MOST_IDLE = 0.03
+MOST_GRAPH_ERROR = 1e-3
+"""Limits past which a point is marked; reports/explain.py says them in words."""
 PLANS = 5
 """Plans timed for `host_plan_us`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What the separate passes found."""
+    """What the separate pass found; empty on ranks other than 0 and with --no-profile."""
 
     phases: Phases | None = None
-    host_syncs: float | None = None
-    allocations: float | None = None
+    host_syncs: list[str] | None = None
+    """Names of host-blocking calls in one step."""
 
 
 def run(
@@ -54,21 +59,24 @@ def run(
     engine = session.engine
     device = engine.device
     rows = -(-point.concurrency // point.dp)
-    requests = [
-        _admit(engine, session, point, settings.seed, i) for i in range(_share(point, engine.model.groups.dp.rank))
-    ]
+    mine = range(_share(point, engine.model.groups.dp.rank))
+    requests = [_admit(engine, session, point, settings.seed, i) for i in mine]
     try:
         batch = engine.plan(requests, rows)
         plan_us = _plan_time_us(engine, requests, rows)
         tell("check")
         error = attention_error(engine, batch, requests, settings.seed)
         hit = _experts_hit(engine, batch)
+        graph_error = None
         if device.type == "cuda":
             tell("capture")
             engine.capture(batch)
+            graph_error = _graph_error(engine, batch)
         tell("measure")
+        allocated = _device_allocations(device)
         with GpuSampler(device) as sampler:
-            timing = time_steps(lambda: engine.step(batch), device, settings)
+            timing = time_steps(lambda: engine.step(batch), device, settings, lambda: tell("measure"))
+        allocated = _device_allocations(device) - allocated
         gpu = worst(_gather(sampler.state()))
         profile = Profile()
         if settings.profile:
@@ -78,30 +86,34 @@ def run(
     finally:
         for request in requests:
             engine.release(request)
+    syncs = profile.host_syncs
     return Record(
         point=point,
         outcome="ok",
-        marks=_marks(timing.noisy, gpu, session, device, l2_bytes),
+        detail={"host_syncs": ", ".join(sorted(syncs))} if syncs else {},
+        marks=_marks(point, device) + _timing_marks(timing, gpu) + _step_marks(profile, allocated, graph_error)
+        + _cache_marks(session, l2_bytes),
         metrics=metrics.decode_metrics(timing.samples_ms, point.concurrency, point.tp),
         phases=profile.phases,
-        host_syncs_per_step=profile.host_syncs,
-        allocations_per_step=profile.allocations,
+        host_syncs_per_step=None if syncs is None else float(len(syncs)),
+        allocations_per_step=allocated / len(timing.samples_ms) if device.type == "cuda" else None,
         host_plan_us=plan_us,
         kv=kv,
-        memory_peak_bytes=_memory_peak(device),
+        memory_peak_bytes=_memory_in_use(device),
         honesty=Honesty(
             weights=point.weights,
             layers=session.plan.layers,
             layers_held=session.plan.layers_held,
             full_weights_bytes_per_gpu=session.plan.full_weight_bytes,
+            graph_error=graph_error,
             attention_error=error,
             experts_hit=hit,
             graph_batch=batch.size,
-            cuda_graph=batch.graph is not None,
+            cuda_graph=batch.captured is not None,
         ),
         gpu=gpu,
         environment=environment,
-    )
+    )  # fmt: skip
 
 
 def _share(point: Point, dp_rank: int) -> int:
@@ -126,7 +138,25 @@ def _plan_time_us(engine: DecodeEngine, requests: list[Request], rows: int) -> f
         engine.plan(requests, rows)
         _synchronize(engine.device)
         times.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(times)
+    return max(_gather(statistics.median(times)))
+
+
+def _graph_error(engine: DecodeEngine, batch: Batch) -> float:
+    """Difference between the captured step and the eager one under the present plan; 0 where both do the same."""
+    engine.run(batch)
+    assert batch.logits is not None
+    eager = batch.logits.double()
+    engine.step(batch)
+    error = (batch.logits.double() - eager).norm() / eager.norm()
+    return max(_gather(float(error)))
+
+
+def _device_allocations(device: torch.device) -> int:
+    """cudaMalloc, cudaFree and their like so far, of all ranks."""
+    if device.type != "cuda":
+        return 0
+    stats = torch.cuda.memory_stats(device)
+    return sum(_gather(stats["num_device_alloc"] + stats["num_device_free"]))
 
 
 def _experts_hit(engine: DecodeEngine, batch: Batch) -> float:
@@ -145,13 +175,7 @@ def _profile(engine: DecodeEngine, batch: Batch) -> Profile:
     if engine.device.type != "cuda":
         return Profile(phases=profile_cpu_step(lambda: engine.step(batch), enabled=first))
     found = profile_step(lambda: engine.run(batch), lambda: engine.step(batch), enabled=first)
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    engine.step(batch)
-    torch.cuda.synchronize()
-    allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - before
-    if found is None:
-        return Profile(allocations=allocations)
-    return Profile(phases=found[0], host_syncs=found[1], allocations=allocations)
+    return Profile(phases=found[0], host_syncs=found[1]) if found else Profile()
 
 
 def _kv(session: Session, point: Point, bounded_by: str, engine: DecodeEngine) -> Kv:
@@ -161,7 +185,7 @@ def _kv(session: Session, point: Point, bounded_by: str, engine: DecodeEngine) -
     itemsize = pool.data.element_size()
     return Kv(
         pool_bytes_per_gpu=pool.nbytes,
-        bytes_per_token_per_gpu=session.shape.kv_bytes_per_token(itemsize) / point.dcp,
+        bytes_per_token_per_gpu=session.shape.kv_bytes_per_token(itemsize) / (point.dp * point.dcp),
         capacity_tokens=pages * allocator.virtual_page * point.dp,
         capacity_requests=pages // one * point.dp,
         bounded_by=bounded_by,
@@ -169,18 +193,43 @@ def _kv(session: Session, point: Point, bounded_by: str, engine: DecodeEngine) -
     )
 
 
-def _marks(noisy: bool, gpu: Gpu | None, session: Session, device: torch.device, l2_bytes: int) -> list[str]:
+def _marks(point: Point, device: torch.device) -> list[str]:
+    if device.type != "cpu":
+        return []
+    return ["cpu", "oversubscribed"] if point.tp > (os.cpu_count() or 1) else ["cpu"]
+
+
+def _timing_marks(timing: Timing, gpu: Gpu | None) -> list[str]:
     marks = {
-        "noisy": noisy,
+        "noisy": timing.noisy,
+        "unsettled": timing.unsettled,
+        "drift": timing.drift > MOST_DRIFT,
         "throttled": gpu is not None and bool(gpu.throttle_reasons),
-        "cpu": device.type == "cpu",
-        "oversubscribed": device.type == "cpu" and session.point.tp > (os.cpu_count() or 1),
-        "l2_warm": session.plan.weight_bytes < memory.CACHE_FACTOR * l2_bytes,
     }
     return [name for name, holds in marks.items() if holds]
 
 
-def _memory_peak(device: torch.device) -> int | None:
+def _step_marks(profile: Profile, allocated: int, graph_error: float | None) -> list[str]:
+    marks = {
+        "host_sync": bool(profile.host_syncs),
+        "allocates": allocated > 0,
+        "gpu_idle": profile.host_syncs is not None
+        and profile.phases is not None
+        and profile.phases.idle_fraction > MOST_IDLE,
+        "graph_differs": graph_error is not None and not graph_error <= MOST_GRAPH_ERROR,
+    }
+    return [name for name, holds in marks.items() if holds]
+
+
+def _cache_marks(session: Session, l2_bytes: int) -> list[str]:
+    """`l2_warm` where the layers held read too little between two uses of one of them (memory.least_layers)."""
+    point = session.point
+    itemsize = session.engine.model.kv.data.element_size()
+    cycled = session.plan.layers_held * memory.sure_bytes(session.shape, point.layout, itemsize)
+    return ["l2_warm"] if cycled < memory.CACHE_FACTOR * l2_bytes else []
+
+
+def _memory_in_use(device: torch.device) -> int | None:
     """Bytes in use on the fullest GPU, with what NCCL, graphs and the context take; None on CPU."""
     if device.type != "cuda":
         return None

@@ -18,6 +18,8 @@ from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dcpbench.engine.weights import Source
     from dcpbench.memory import Plan
     from dcpbench.records import Point
@@ -38,7 +40,7 @@ class Session:
 
 def build(
     point: Point, shape: ModelShape, plan: Plan, *, pages: int, max_requests: int, max_context: int,
-    rank: int, device: torch.device, seed: int,
+    rank: int, device: torch.device, seed: int, alive: Callable[[], None] = lambda: None,
 ) -> Session:  # fmt: skip
     """Weights, an empty KV pool and an engine for `point`'s layout. Collective."""
     layout, dtype = point.layout, DTYPES[point.dtype]
@@ -46,7 +48,7 @@ def build(
     if point.weights != source.kind:
         source = CheckpointSource(Path(point.weights), dtype, device)
     groups = make_groups(layout, rank)
-    weights = load_weights(source, shape, layout, rank, plan)
+    weights = load_weights(source, shape, layout, rank, plan, alive)
     kv = KvPool(shape.layers, pages, point.page_size, shape.kv_width, dtype, device)
     model = Model(
         shape, layout, groups, weights, kv, interleave=point.interleave, max_context=max_context, device=device

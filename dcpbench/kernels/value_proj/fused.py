@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from dcpbench.errors import UsageError
+
 if TYPE_CHECKING:
     import torch
+
+SMALLEST = 16
+"""Side of the smallest product that the tensor cores take."""
 
 
 @triton.jit
@@ -31,9 +36,14 @@ def _project_kernel(
 
 
 def project_values(o_hBR: torch.Tensor, w_uv: torch.Tensor, out_BhV: torch.Tensor, precision: str = "tf32") -> None:
-    """See kernels.value_proj.project_values. R and V must be multiples of 16; o has unit last stride."""
+    """See kernels.value_proj.project_values. R and V must be powers of two of at least 16; o has unit last stride."""
     heads, batch, latent = o_hBR.shape
     value = w_uv.shape[2]
+    for what, size in (("latent", latent), ("value", value)):
+        if size < SMALLEST or size & (size - 1):
+            raise UsageError(
+                f"merging in fp32 needs a {what} width that is a power of two from {SMALLEST}, not {size}."
+            )
     block_b, block_v = min(64, max(16, triton.next_power_of_2(batch))), min(32, value)
     _project_kernel[(heads, triton.cdiv(batch, block_b), value // block_v)](
         o_hBR, w_uv, out_BhV, batch, heads, o_hBR.stride(0), o_hBR.stride(1),
