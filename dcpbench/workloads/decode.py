@@ -144,11 +144,17 @@ def _plan_time_us(engine: DecodeEngine, requests: list[Request], rows: int) -> f
 def _graph_error(engine: DecodeEngine, batch: Batch) -> float:
     """Difference between the captured step and the eager one under the present plan; 0 where both do the same."""
     engine.run(batch)
-    assert batch.logits is not None
-    eager = batch.logits.double()
+    eager = _live_logits(batch)
     engine.step(batch)
-    error = (batch.logits.double() - eager).norm() / eager.norm()
-    return max(_gather(float(error)))
+    error = (_live_logits(batch) - eager).norm() / eager.norm()
+    return max(_gather(float(error.nan_to_num(nan=float("inf")))))  # max may drop NaN
+
+
+def _live_logits(batch: Batch) -> torch.Tensor:
+    """The last step's logits in fp64, with 0 for rows past the vocabulary: their -inf has no difference."""
+    assert batch.logits is not None
+    wide = batch.logits.double()
+    return wide.masked_fill(wide.isneginf(), 0.0)
 
 
 def _device_allocations(device: torch.device) -> int:

@@ -1,16 +1,15 @@
 """Workload `decode` on one CPU rank: the record it returns, its marks, and that it leaves the engine as it was."""
 
-from types import SimpleNamespace
-
 import msgspec
 import pytest
 import torch
 
 from dcpbench import budget, memory
 from dcpbench.jobs import Probe, Settings
+from dcpbench.layout import Layout
 from dcpbench.measure import Timer, Timing
 from dcpbench.ranges import PHASES
-from dcpbench.records import Environment, Gpu, Point, Record
+from dcpbench.records import Environment, Gpu, Phases, Point, Record
 from dcpbench.workloads import decode
 from dcpbench.workloads.attention_error import attention_error
 from dcpbench.workloads.session import build
@@ -34,13 +33,13 @@ def session(point=POINT):
 
 
 def run(built, point=POINT, *, profile=True):
-    """The point's record and the stages it told."""
+    """The point's record and the stages it told, each once."""
     stages = []
     with torch.inference_mode():
         record = decode.run(
             built, point, Settings(profile=profile), HERE, l2_bytes=0, bounded_by="sweep", tell=stages.append
         )
-    return record, stages
+    return record, list(dict.fromkeys(stages))
 
 
 @pytest.fixture(scope="module")
@@ -146,11 +145,11 @@ def test_steps_do_not_change_what_the_next_sample_measures(monkeypatch):
     """Tokens and lengths are frozen: after five steps the logits are those of the first."""
     built, logits = session(), []
 
-    def five_steps(step, _device, _settings):
+    def five_steps(step, _device, _settings, _alive):
         for _ in range(5):
             step()
             logits.append(built.engine.batches[4].logits.clone())
-        return Timing(samples_ms=[1.0] * 20, noisy=False)
+        return Timing(samples_ms=[1.0] * 20, noisy=False, unsettled=False)
 
     monkeypatch.setattr(decode, "time_steps", five_steps)
     run(built, profile=False)
@@ -166,33 +165,88 @@ def test_requests_are_dealt_out_evenly_over_replicas(concurrency, dp, shares):
 
 
 class TestMarks:
-    def marks(self, *, noisy=False, gpu=None, device="cuda", tp=1, weights=1000, l2=10):
-        """Marks of a point; weights of 1000 B pass four times a cache of 10 B."""
-        stub = SimpleNamespace(plan=SimpleNamespace(weight_bytes=weights), point=SimpleNamespace(tp=tp))
-        return decode._marks(noisy, gpu, stub, torch.device(device), l2)
+    def timing(self, samples=(1.0,) * 20, **conditions):
+        """A timing without faults, but for `conditions`."""
+        return Timing(samples_ms=list(samples), **{"noisy": False, "unsettled": False} | conditions)
 
-    def test_a_clean_gpu_point_has_none(self):
-        """A GPU that reported its clocks and no throttling."""
-        assert self.marks(gpu=Gpu(sm_clock_mhz_min=1980)) == []
+    def test_a_clean_point_has_none(self):
+        """A GPU that reported its clocks and no throttling, a step without waits and with 3 % idle at most."""
+        phases = Phases(step_us=100, phase_us={"moe": 97}, idle_us=3, idle_fraction=0.03, kernels=1, steps=1)
+        assert decode._marks(msgspec.structs.replace(POINT, tp=8), torch.device("cuda")) == []
+        assert decode._timing_marks(self.timing(), Gpu(sm_clock_mhz_min=1980)) == []
+        assert decode._step_marks(decode.Profile(phases=phases, host_syncs=[]), 0, 1e-3) == []
 
-    def test_each_condition_has_its_own(self):
-        """And several may hold at once."""
-        assert self.marks(noisy=True) == ["noisy"]
-        assert self.marks(gpu=Gpu(throttle_reasons=["sw_power_cap"])) == ["throttled"]
-        assert self.marks(device="cpu") == ["cpu"]
-        assert self.marks(noisy=True, device="cpu") == ["noisy", "cpu"]
+    def test_each_fault_of_the_timing_has_its_own(self):
+        """Drift: the second half is 2 % slower than the first."""
+        marks = decode._timing_marks
+        assert marks(self.timing(noisy=True), None) == ["noisy"]
+        assert marks(self.timing(unsettled=True), None) == ["unsettled"]
+        assert marks(self.timing([100.0] * 10 + [102.0] * 10), None) == ["drift"]
+        assert marks(self.timing(), Gpu(throttle_reasons=["sw_power_cap"])) == ["throttled"]
+        assert marks(self.timing(noisy=True, unsettled=True), None) == ["noisy", "unsettled"]
 
-    def test_weights_that_stay_in_the_cache_between_two_uses_are_marked(self):
-        """39 < 4 · 10 ≤ 40."""
-        assert self.marks(weights=39) == ["l2_warm"]
-        assert self.marks(weights=40) == []
+    def test_each_fault_of_the_step_has_its_own(self):
+        """A graph whose logits are NaN differs: NaN is not within any limit."""
+        idle = Phases(step_us=100, phase_us={"moe": 96}, idle_us=4, idle_fraction=0.04, kernels=1, steps=1)
+        marks = decode._step_marks
+        assert marks(decode.Profile(host_syncs=["cudaMemcpy"]), 0, None) == ["host_sync"]
+        assert marks(decode.Profile(), 1, None) == ["allocates"]
+        assert marks(decode.Profile(phases=idle, host_syncs=[]), 0, None) == ["gpu_idle"]
+        assert marks(decode.Profile(phases=idle), 0, None) == [], "a CPU's idle time says nothing"
+        assert marks(decode.Profile(), 0, 2e-3) == marks(decode.Profile(), 0, float("nan")) == ["graph_differs"]
+
+    def test_weights_that_stay_in_the_cache_between_two_uses_are_marked(self, measured):
+        """Three layers' sure bytes against four times the cache: equal is enough."""
+        built = measured[0]
+        cycled = 3 * memory.sure_bytes(TINY, POINT.layout, 4)
+        assert decode._cache_marks(built, cycled // 4) == []
+        assert decode._cache_marks(built, cycled // 4 + 1) == ["l2_warm"]
 
     def test_more_ranks_than_cores_are_marked(self, monkeypatch):
-        """Eight ranks on two cores wait for each other's turn; GPU ranks do not share."""
+        """Eight ranks on two cores wait for each other's turn."""
         monkeypatch.setattr("os.cpu_count", lambda: 2)
-        assert self.marks(device="cpu", tp=8) == ["cpu", "oversubscribed"]
-        assert self.marks(device="cpu", tp=2) == ["cpu"]
-        assert self.marks(device="cuda", tp=8) == []
+        assert decode._marks(msgspec.structs.replace(POINT, tp=8), CPU) == ["cpu", "oversubscribed"]
+        assert decode._marks(msgspec.structs.replace(POINT, tp=2), CPU) == ["cpu"]
+
+
+class TestGraphError:
+    """On the CPU there is no graph: a replay is played by a function that changes what the eager step left."""
+
+    @pytest.fixture
+    def batch(self):
+        """A planned batch of a model whose last rank has one row past the vocabulary of 511."""
+        engine = engine_builder.engine(Layout(2), rank=1, shape=engine_builder.shape_like_tiny(vocab=511))
+        batch = engine.plan([engine.admit(3)])
+        engine.run(batch)
+        assert batch.logits[0, -1] == float("-inf")
+        return engine, batch
+
+    def error(self, batch, replay, monkeypatch):
+        """The error where a replay does to the eager logits what `replay` does."""
+        engine, planned = batch
+
+        def step(_batch):
+            planned.logits = replay(planned.logits.clone())
+
+        monkeypatch.setattr(engine, "step", step)
+        return decode._graph_error(engine, planned)
+
+    def test_a_graph_that_does_the_same_has_none(self, batch, monkeypatch):
+        """Though -inf stands in both, whose difference would be NaN."""
+        assert self.error(batch, lambda logits: logits, monkeypatch) == 0
+
+    def test_a_graph_that_computes_something_else_is_seen(self, batch, monkeypatch):
+        """Everything 1 % larger: ‖1.01·x − x‖ / ‖x‖ = 0.01."""
+        assert self.error(batch, lambda logits: logits * 1.01, monkeypatch) == pytest.approx(0.01, rel=1e-4)
+
+    def test_nan_is_the_largest_error_of_all(self, batch, monkeypatch):
+        """In one logit."""
+
+        def poisoned(logits):
+            logits[0, 0] = float("nan")
+            return logits
+
+        assert self.error(batch, poisoned, monkeypatch) == float("inf")
 
 
 class TestAttentionError:

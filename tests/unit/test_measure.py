@@ -40,15 +40,16 @@ class TestWarmUp:
         """
         timing, sizes = chunks([40, 50, 44, 40, 40.3, 41])
         assert sizes == [5, 10, 10, 10, 10, 10, 10]
-        assert timing == Timing(samples_ms=[41] * 20, noisy=False)
+        assert timing == Timing(samples_ms=[41] * 20, noisy=False, unsettled=False)
 
-    def test_one_that_never_settles_ends_at_half_the_time_limit_and_is_noisy(self, chunks):
+    def test_one_that_never_settles_ends_at_half_the_time_limit_and_is_unsettled(self, chunks):
         """Each chunk takes 1 s of 10 s, each median is 2 % above the last: 1 sizing and 4 warm-up chunks are 5 s."""
         medians = [40 * 1.02**i for i in range(5)]
         timing, sizes = chunks([*medians, 50], seconds=1.0)
         assert sizes == [5] + [10] * 4 + [10] * 2
         assert timing.samples_ms == [50] * 20
-        assert timing.noisy, "though what was measured is precise"
+        assert timing.unsettled
+        assert not timing.noisy, "what was measured is precise"
 
 
 class TestStopRule:
@@ -67,13 +68,13 @@ class TestStopRule:
         timing, sizes = chunks([1000], seconds=5.0, settings=Settings(seconds=2.0))
         assert sizes == [5] * 5, "one to size and 4 · 5 = 20 measured; no time was left for warm-up"
         assert len(timing.samples_ms) == 20
-        assert timing.noisy, "warm-up has not settled"
+        assert timing.unsettled
 
     def test_the_time_limit_ends_what_stays_wide_and_marks_it(self, chunks):
         """±30 % around 40 ms in chunks of 10 that take 0.25 s; warm-up settles, and 2 s are 8 chunks."""
         timing, sizes = chunks([40], seconds=0.25, spread=0.3, settings=Settings(seconds=2.0))
         assert sizes == [5] + [10] * 2 + [10] * 8
-        assert timing.noisy
+        assert (timing.noisy, timing.unsettled) == (True, False)
         assert len(timing.samples_ms) == 80
 
     def test_the_precision_asked_for_decides(self, chunks):
@@ -81,6 +82,23 @@ class TestStopRule:
         timing, _ = chunks([40], spread=0.3, settings=Settings(seconds=1.0, precision=0.5))
         assert not timing.noisy
         assert len(timing.samples_ms) == 20
+
+
+def test_drift_is_how_far_the_halves_medians_lie_apart():
+    """Halves 10 10 10 and 12 11 11: (11 − 10) / 10. A step that grows faster drifts as much as one that slows down."""
+    samples = [10.0, 10.0, 10.0, 12.0, 11.0, 11.0]
+    assert Timing(samples_ms=samples, noisy=False, unsettled=False).drift == pytest.approx(0.1)
+    falling = [11.0, 11.0, 12.0, 10.0, 10.0, 10.0]
+    assert Timing(samples_ms=falling, noisy=False, unsettled=False).drift == pytest.approx(1 / 11)
+
+
+def test_whoever_watches_for_a_hang_hears_of_every_chunk(monkeypatch):
+    """Sizing chunk, two of warm-up, one measured with 50 steps of 8 ms: the last three are told."""
+    monkeypatch.setattr(Timer, "chunk", lambda _timer, steps: ([8.0] * steps, 0.4))
+    signs = []
+    timing = time_steps(lambda: None, CPU, Settings(), lambda: signs.append(1))
+    assert len(timing.samples_ms) == 50
+    assert len(signs) == 3
 
 
 @pytest.mark.parametrize(("median_ms", "steps"), [(0.0, 100), (1, 100), (8, 50), (40, 10), (80, 5), (5000, 5)])

@@ -62,11 +62,11 @@ def eager_trace():
     return trace
 
 
-def replay_trace(*steps):
-    """Replayed steps: lists of (name, start, end) relative to a step's start, 1000 µs apart."""
+def replay_trace(*steps, period=1000):
+    """Replayed steps: lists of (name, start, end) relative to a step's start; one starts each `period` µs."""
     trace = TraceBuilder()
     for i, work in enumerate(steps):
-        at = 1000 * i
+        at = period * i
         trace.step(at, at + 20).graph(at + 5, *[(name, at + start, at + end) for name, start, end in work])
     return trace
 
@@ -86,7 +86,7 @@ def profiled(monkeypatch):
 
         monkeypatch.setattr(profiling, "record", record)
         found = profile_step(lambda: None, lambda: None, steps, enabled=True)
-        assert counts == [2, steps + 1], "the first of each pass is not used"
+        assert counts == [2, steps + 2], "the first of each pass and the last replay are not used"
         return found
 
     return run
@@ -94,22 +94,26 @@ def profiled(monkeypatch):
 
 class TestPhases:
     def test_replayed_kernels_get_the_phases_of_the_eager_ones(self, profiled):
-        """First replay is left out. Second: gather 10, gap 5, mla 85, gemm 50, gap 10, gemm 40: a span of 200 µs.
+        """First replay is left out. Second: gather 10, gap 5, mla 85, gemm 50, gap 10, gemm 40: until 230.
 
-        other 10, attention 85, moe 50 + 40 = 90, idle 5 + 10 = 15; 15 / 200 = 0.075.
+        The third one's first kernel starts 250 µs after the second's at 30, so another 50 µs are idle. other 10,
+        attention 85, moe 50 + 40 = 90, idle 5 + 10 + 50 = 65; 65 / 250 = 0.26.
         """
         work = [("gather", 30, 40), ("mla", 45, 130), ("gemm", 130, 180), ("gemm", 190, 230)]
         slow_start = [(name, 2 * start, 2 * end) for name, start, end in work]
-        phases, blocking = profiled(eager_trace(), replay_trace(slow_start, work), steps=1)
+        phases, blocking = profiled(eager_trace(), replay_trace(slow_start, work, work, period=250), steps=1)
         assert phases.phase_us == {"attention": 85, "moe": 90, "other": 10}
-        assert phases.idle_us == 15
-        assert phases.idle_fraction == 0.075
-        assert phases.step_us == 200
+        assert phases.idle_us == 65
+        assert phases.idle_fraction == 0.26
+        assert phases.step_us == 250
         assert (phases.kernels, phases.steps) == (4, 1)
-        assert blocking == 0
+        assert blocking == []
 
     def test_several_steps_are_averaged(self, profiled):
-        """mla takes 100 and 40 µs, 70 on average; both steps have 10 µs before it for gather, and gemms of 5."""
+        """mla takes 100 and 40 µs, 70 on average; gather takes 10 and each gemm 5; the rest of 200 µs is idle.
+
+        First and last replay, with 150 and 170 µs of mla, do not count.
+        """
 
         def work(mla):
             return [
@@ -119,34 +123,35 @@ class TestPhases:
                 ("gemm", 15 + mla, 20 + mla),
             ]
 
-        phases, _ = profiled(eager_trace(), replay_trace(work(900), work(100), work(40)), steps=2)
+        replay = replay_trace(work(150), work(100), work(40), work(170), period=200)
+        phases, _ = profiled(eager_trace(), replay, steps=2)
         assert phases.phase_us == {"attention": 70, "moe": 10, "other": 10}
-        assert (phases.idle_us, phases.step_us, phases.steps) == (0, 90, 2)
+        assert (phases.idle_us, phases.step_us, phases.steps) == (110, 200, 2)
 
     def test_phases_come_in_the_order_of_a_layer(self, profiled):
         """However long they took; kernels outside any range last."""
         work = [("gather", 0, 500), ("mla", 500, 501), ("gemm", 501, 502), ("gemm", 502, 600)]
-        phases, _ = profiled(eager_trace(), replay_trace(work, work), steps=1)
+        phases, _ = profiled(eager_trace(), replay_trace(work, work, work), steps=1)
         assert list(phases.phase_us) == ["attention", "moe", "other"]
 
     def test_a_kernel_that_only_the_replay_has_is_other_and_the_rest_keep_their_phase(self, profiled):
         """A memset of 7 µs between attention and moe: what stands before and after it still lines up."""
         work = [("gather", 0, 1), ("mla", 1, 21), ("memset", 21, 28), ("gemm", 28, 38), ("gemm", 38, 48)]
-        phases, _ = profiled(eager_trace(), replay_trace(work, work), steps=1)
+        phases, _ = profiled(eager_trace(), replay_trace(work, work, work), steps=1)
         assert phases.phase_us == {"attention": 20, "moe": 20, "other": 8}
 
     def test_a_kernel_that_the_replay_lacks_shifts_nobody(self, profiled):
         """Without mla the gemms are still moe's, not attention's and moe's."""
         work = [("gather", 0, 1), ("gemm", 1, 11), ("gemm", 11, 21)]
-        phases, _ = profiled(eager_trace(), replay_trace(work, work), steps=1)
+        phases, _ = profiled(eager_trace(), replay_trace(work, work, work), steps=1)
         assert phases.phase_us == {"moe": 20, "other": 1}
 
     def test_ranks_that_do_not_profile_run_the_same_number_of_steps(self, monkeypatch):
-        """They take part in the collectives of 2 eager and 3 + 1 replayed steps and report nothing."""
+        """They take part in the collectives of 2 eager and 3 + 2 replayed steps and report nothing."""
         monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
         ran = []
         assert profile_step(lambda: ran.append("eager"), lambda: ran.append("replay"), 3, enabled=False) is None
-        assert ran == ["eager"] * 2 + ["replay"] * 4
+        assert ran == ["eager"] * 2 + ["replay"] * 5
 
 
 def spans(*times):
@@ -157,29 +162,30 @@ def spans(*times):
 class TestAttribution:
     def test_overlap_is_counted_once_and_for_the_earlier_kernel(self):
         """a 0-10 and b 4-15: a gets 10, b the 5 that follow."""
-        assert _attribute(spans((0, 10), (4, 15)), ["a", "b"]) == {"idle": 0, "a": 10, "b": 5}
+        assert _attribute(spans((0, 10), (4, 15)), ["a", "b"], 15) == {"idle": 0, "a": 10, "b": 5}
 
     def test_a_kernel_inside_another_adds_nothing(self):
         """b 2-5 lies in a 0-10, and the gap of 3 before c 13-14 begins at a's end."""
-        assert _attribute(spans((0, 10), (2, 5), (13, 14)), ["a", "b", "c"]) == {"idle": 3, "a": 10, "b": 0, "c": 1}
+        sums = _attribute(spans((0, 10), (2, 5), (13, 14)), ["a", "b", "c"], 14)
+        assert sums == {"idle": 3, "a": 10, "b": 0, "c": 1}
 
     def test_kernels_back_to_back_leave_no_gap(self):
         """The same label twice is one sum."""
-        assert _attribute(spans((5, 10), (10, 12)), ["a", "a"]) == {"idle": 0, "a": 7}
+        assert _attribute(spans((5, 10), (10, 12)), ["a", "a"], 12) == {"idle": 0, "a": 7}
 
-    def test_no_kernels_take_no_time(self):
-        """A rank without work."""
-        assert _attribute([], []) == {"idle": 0}
+    def test_the_gap_before_the_next_step_is_idle(self):
+        """A host that is late with the next launch costs this step's end: 12 to 20."""
+        assert _attribute(spans((5, 10), (10, 12)), ["a", "a"], 20) == {"idle": 8, "a": 7}
 
     @pytest.mark.parametrize("seed", range(20))
     def test_sums_are_the_span(self, seed):
-        """Whatever overlaps: from the first start to the last end every microsecond is counted once."""
+        """Whatever overlaps: from the first start to the next step's, here at 200, every microsecond counts once."""
         rng = random.Random(seed)
         starts = [rng.randrange(100) for _ in range(12)]
         kernels = spans(*[(start, start + rng.randrange(1, 30)) for start in starts])
-        sums = _attribute(kernels, [rng.choice("abc") for _ in kernels])
+        sums = _attribute(kernels, [rng.choice("abc") for _ in kernels], 200)
         assert min(sums.values()) >= 0
-        assert sum(sums.values()) == max(k.ts + k.dur for k in kernels) - min(k.ts for k in kernels)
+        assert sum(sums.values()) == 200 - min(k.ts for k in kernels)
 
     def test_events_are_put_in_the_order_in_which_they_ran(self):
         """A trace lists them in any order."""
@@ -217,38 +223,46 @@ class TestHostSyncs:
     def test_a_call_that_waits_inside_a_step_is_found(self, call):
         """By its own name, once for each time."""
         trace = TraceBuilder().step(0, 100).host(call, 10, 50, "cuda_runtime").host(call, 60, 70, "cuda_runtime")
-        assert trace.kernels().blocking_calls() == [call, call]
+        assert trace.kernels().blocking_calls(0) == [call, call]
 
     def test_waiting_outside_of_steps_is_not_the_steps_fault(self):
         """The profiled pass itself ends with a synchronisation."""
         trace = TraceBuilder().step(0, 100).host("cudaDeviceSynchronize", 101, 200, "cuda_runtime")
-        assert trace.kernels().blocking_calls() == []
+        assert trace.kernels().blocking_calls(0) == []
 
     def test_launches_and_asynchronous_copies_do_not_wait(self):
         """Pinned memory is what makes a copy asynchronous."""
         trace = TraceBuilder().step(0, 100).gpu("mla", 5, 10, 20)
         trace.gpu("Memcpy HtoD (Pinned -> Device)", 7, 20, 21, cat="gpu_memcpy", call="cudaMemcpyAsync")
-        assert trace.kernels().blocking_calls() == []
+        assert trace.kernels().blocking_calls(0) == []
 
     @pytest.mark.parametrize("name", ["Memcpy DtoH (Device -> Pageable)", "Memcpy HtoD (Pageable -> Device)"])
     def test_a_copy_of_pageable_memory_waits_though_its_call_is_asynchronous(self, name):
         """The driver stages it."""
         trace = TraceBuilder().step(0, 100).gpu(name, 5, 20, 30, cat="gpu_memcpy", call="cudaMemcpyAsync")
-        assert trace.kernels().blocking_calls() == [name]
+        assert trace.kernels().blocking_calls(0) == [name]
 
     def test_driver_calls_count_as_runtime_calls(self):
         """Triton and NCCL call the driver."""
         trace = TraceBuilder().step(0, 100).host("cuStreamSynchronize", 10, 50, "cuda_driver")
-        assert trace.kernels().blocking_calls() == ["cuStreamSynchronize"]
+        assert trace.kernels().blocking_calls(0) == ["cuStreamSynchronize"]
 
-    def test_calls_per_step_are_those_of_the_worse_pass(self, profiled):
-        """Eager: 4 in 2 steps; replayed: 1 in 2 steps. A capture would hide the eager ones, so 2 a step it is."""
+    def test_each_step_has_its_own(self):
+        """-1 is the last one."""
+        trace = TraceBuilder().step(0, 100).step(200, 300).host("cudaMemcpy", 210, 220, "cuda_runtime")
+        kernels = trace.kernels()
+        assert (kernels.blocking_calls(0), kernels.blocking_calls(-1)) == ([], ["cudaMemcpy"])
+
+    def test_both_passes_are_looked_at_beyond_their_first_step(self, profiled):
+        """A capture hides what only the eager pass shows. Allocations count where the graph should have its memory."""
         eager, work = eager_trace(), [("gather", 0, 1), ("mla", 1, 2), ("gemm", 2, 3), ("gemm", 3, 4)]
-        for at in (1, 2, 1001, 1002):
-            eager.host("cudaStreamSynchronize", at, at + 1, "cuda_runtime")
-        replay = replay_trace(work, work).host("cudaStreamSynchronize", 1001, 1002, "cuda_runtime")
+        replay = replay_trace(work, work, work)
+        for trace in (eager, replay):
+            trace.host("cudaDeviceSynchronize", 1, 2, "cuda_runtime")
+        eager.host("cudaStreamSynchronize", 1001, 1002, "cuda_runtime").host("cudaMalloc", 1003, 1004, "cuda_runtime")
+        replay.host("cudaMalloc", 1001, 1002, "cuda_runtime")
         _, blocking = profiled(eager, replay, steps=1)
-        assert blocking == 2
+        assert blocking == ["cudaStreamSynchronize", "cudaMalloc"]
 
 
 class TestOnCpu:
