@@ -44,6 +44,7 @@ def environment(device: torch.device, command: str) -> Environment:
         flashinfer=_version("flashinfer"),
         python=platform.python_version(),
         dcpbench=dcpbench.__version__,
+        settings={k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "TORCH_NCCL_"))},
         git_commit=_git_commit(),
         host_hash=hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12],
         command=command,

@@ -22,6 +22,8 @@ CHUNK_SECONDS = 0.4
 """Steps are queued in chunks of about this long; ranks talk and the stop rule is asked between chunks."""
 CHUNK_STEPS = (5, 100)
 """Fewest and most steps of a chunk."""
+LEAST_MEDIANS = 2
+"""Medians that warm-up compares at the least, however slow a step is."""
 WARM_UP_SHARE = 0.5
 """Warm-up that has not settled after this share of the time limit ends all the same, and the point is `unsettled`."""
 
@@ -92,13 +94,13 @@ def time_steps(
     rule = StopRule(precision=settings.precision, seconds=settings.seconds)
     samples, elapsed = timer.chunk(CHUNK_STEPS[0])
     steps = _steps_per_chunk(statistics.median(samples))
-    previous, calm = None, False
-    while not calm and elapsed < settings.seconds * WARM_UP_SHARE:
+    previous, calm, medians = None, False, 0
+    while not calm and (elapsed < settings.seconds * WARM_UP_SHARE or medians < LEAST_MEDIANS):
         samples, seconds = timer.chunk(steps)
         alive()
         elapsed += seconds
         median = statistics.median(samples)
-        calm, previous = settled(previous, median), median
+        calm, previous, medians = settled(previous, median), median, medians + 1
     measured: list[float] = []
     elapsed = 0.0
     verdict = None

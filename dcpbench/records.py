@@ -173,6 +173,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     flashinfer: str | None = None
     python: str = ""
     dcpbench: str = ""
+    settings: dict[str, str] = {}
+    """Environment variables that change how collectives run: NCCL_* and TORCH_NCCL_*."""
     git_commit: str | None = None
     host_hash: str = ""
     """First 12 hex digits of SHA-256 of the host name."""

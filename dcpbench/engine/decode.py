@@ -71,6 +71,8 @@ class Batch:
         self.logits: torch.Tensor | None = None
         self.next_tokens: torch.Tensor | None = None
         """[B] int64, what the last step sampled. Not fed back: the next plan says which tokens a step reads."""
+        self.router_inputs: torch.Tensor | None = None
+        """See StepInput; set before the first step, as a graph holds its address."""
         self.captured: Captured | None = None
 
 
@@ -172,7 +174,8 @@ class DecodeEngine:
     def run(self, batch: Batch) -> None:
         """One eager step: logits and next tokens of the planned batch."""
         locs = self.requests.table[batch.slots, batch.positions]
-        batch.logits = self.model.step(StepInput(batch.tokens, batch.positions, locs), batch.backend, self.exchange)
+        inputs = StepInput(batch.tokens, batch.positions, locs, batch.router_inputs)
+        batch.logits = self.model.step(inputs, batch.backend, self.exchange)
         batch.next_tokens = self.model.greedy(batch.logits)
 
     def capture(self, batch: Batch) -> None:

@@ -43,6 +43,9 @@ class StepInput:
     """int64: index of the new token in its request."""
     locs: torch.Tensor
     """int32: virtual KV location of the new token."""
+    router_inputs: torch.Tensor | None = None
+    """[MoE layers, T, D]: what the router reads instead of the hidden state; see synthetic_routing.py. None: the
+    hidden state."""
 
 
 class Model:
@@ -70,7 +73,7 @@ class Model:
             x_BD = self.norm(x_BD, residual_BD, layer.attention.input_norm)
             x_BD = self.attention(x_BD, layer.attention, index, batch, backend, exchange)
             x_BD = self.norm(x_BD, residual_BD, layer.attention.post_norm)
-            x_BD = self.mlp(x_BD, layer.mlp)
+            x_BD = self.mlp(x_BD, layer.mlp, self.router_input(batch, index))
         assert x_BD is not None
         with phase("lm_head"):
             return linear(add_rms_norm(x_BD, residual_BD, self.weights.final_norm, eps), self.weights.lm_head)
@@ -133,13 +136,18 @@ class Model:
         )  # fmt: skip
         return q_BhQ, row_BQ
 
-    def mlp(self, x_BD: torch.Tensor, w: Mlp | Moe) -> torch.Tensor:
+    def router_input(self, batch: StepInput, index: int) -> torch.Tensor | None:
+        """Synthetic router input of a layer, if the batch brings one."""
+        moe_index = index - self.shape.first_dense
+        return None if batch.router_inputs is None or moe_index < 0 else batch.router_inputs[moe_index]
+
+    def mlp(self, x_BD: torch.Tensor, w: Mlp | Moe, router_TD: torch.Tensor | None) -> torch.Tensor:
         """Dense MLP or experts over all tokens of the layout, summed over tp, back to this replica's tokens."""
         x_TD = x_BD
         if self.layout.dp > 1:
             with phase("dp_gather"):
                 x_TD = self.groups.dp.all_gather(x_BD).flatten(0, 1)
-        y_TD = self.experts(x_TD, w) if isinstance(w, Moe) else self.dense(x_TD, w)
+        y_TD = self.experts(x_TD, w, router_TD) if isinstance(w, Moe) else self.dense(x_TD, w)
         with phase("mlp_reduce"):
             if self.layout.dp == 1:
                 return self.groups.world.all_reduce(y_TD)
@@ -150,11 +158,12 @@ class Model:
         with phase("dense_mlp"):
             return linear(moe.silu_mul(linear(x_TD, w.gate_up)), w.down)
 
-    def experts(self, x_TD: torch.Tensor, w: Moe) -> torch.Tensor:
+    def experts(self, x_TD: torch.Tensor, w: Moe, router_TD: torch.Tensor | None) -> torch.Tensor:
         """This rank's experts and its slice of the shared expert."""
         with phase("moe"):
             shared_TD = linear(moe.silu_mul(linear(x_TD, w.shared.gate_up)), w.shared.down)
-            weights_Tk, ids_Tk = moe.route(moe.router_logits(x_TD, w.router), w.bias, self.routing)
+            logits_TE = moe.router_logits(x_TD if router_TD is None else router_TD, w.router)
+            weights_Tk, ids_Tk = moe.route(logits_TE, w.bias, self.routing)
             if self.chosen_experts is not None:
                 self.chosen_experts.append(ids_Tk)
             return moe.experts(x_TD, w.gate_up, w.down, weights_Tk, ids_Tk, w.first, shared_TD)

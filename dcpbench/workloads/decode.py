@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dcpbench import memory, metrics
+from dcpbench.engine.synthetic_routing import router_inputs
 from dcpbench.gpu_state import GpuSampler, worst
 from dcpbench.measure import time_steps
 from dcpbench.profiling import profile_cpu_step, profile_step
@@ -63,6 +64,8 @@ def run(
     requests = [_admit(engine, session, point, settings.seed, i) for i in mine]
     try:
         batch = engine.plan(requests, rows)
+        if point.weights == "synthetic" and batch.router_inputs is None:
+            batch.router_inputs = _router_inputs(session, batch, settings.seed)
         plan_us = _plan_time_us(engine, requests, rows)
         tell("check")
         error = attention_error(engine, batch, requests, settings.seed)
@@ -128,6 +131,21 @@ def _admit(engine: DecodeEngine, session: Session, point: Point, seed: int, inde
     engine.fill(request, number, seed)
     request.token = (TOKEN_STEP * number) % session.shape.vocab
     return request
+
+
+def _router_inputs(session: Session, batch: Batch, seed: int) -> torch.Tensor:
+    """Rows of all replicas, in the order in which their tokens are gathered; those past a replica's share are padding.
+
+    Made once per batch size, where every row stands for a request: a smaller concurrency that is padded to the same
+    size leaves rows at the end unused.
+    """
+    dp = session.point.dp
+    numbers = [row * dp + replica for replica in range(dp) for row in range(batch.size)]
+    shape, kv = session.shape, session.engine.model.kv.data
+    return router_inputs(
+        numbers, layers=shape.layers - shape.first_dense, hidden=shape.hidden, seed=seed, dtype=kv.dtype,
+        device=kv.device,
+    )  # fmt: skip
 
 
 def _plan_time_us(engine: DecodeEngine, requests: list[Request], rows: int) -> float:

@@ -66,9 +66,9 @@ class TestStopRule:
     def test_never_on_fewer_than_20_samples(self, chunks):
         """Even when 5 samples of a 1 s step take 5 s of a limit of 2 s and all agree."""
         timing, sizes = chunks([1000], seconds=5.0, settings=Settings(seconds=2.0))
-        assert sizes == [5] * 5, "one to size and 4 · 5 = 20 measured; no time was left for warm-up"
+        assert sizes == [5] * 7, "one to size, two medians of warm-up however slow, and 4 · 5 = 20 measured"
         assert len(timing.samples_ms) == 20
-        assert timing.unsettled
+        assert not timing.unsettled
 
     def test_the_time_limit_ends_what_stays_wide_and_marks_it(self, chunks):
         """±30 % around 40 ms in chunks of 10 that take 0.25 s; warm-up settles, and 2 s are 8 chunks."""
