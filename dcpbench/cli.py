@@ -64,13 +64,14 @@ Exchange = Annotated[
 ]  # fmt: skip
 Backend = Annotated[
     str | None,
-    typer.Option("--backend", metavar="NAME,…", rich_help_panel=HOW, help="Attention kernel: reference, triton or "
-    "flashinfer. Default: flashinfer where it is installed, else triton; reference on the CPU."),
+    typer.Option("--backend", metavar="NAME,…", rich_help_panel=HOW, help="Attention kernel: triton, flashinfer, "
+    "or reference (on GPUs for verify alone). Default: flashinfer where it is installed, else triton; reference on the "
+    "CPU."),
 ]  # fmt: skip
 Dtype = Annotated[
     str | None,
-    typer.Option("--dtype", metavar="NAME", rich_help_panel=HOW, help="bf16, fp16 or fp32, for weights and KV cache. "
-    "Default: bf16 on GPUs; fp32 on the CPU."),
+    typer.Option("--dtype", metavar="NAME", rich_help_panel=HOW, help="bf16, fp16 or fp32, for weights and KV cache; "
+    "sweep on GPUs takes bf16 alone, fp16 and fp32 there are for verify. Default: bf16 on GPUs; fp32 on the CPU."),
 ]  # fmt: skip
 PageSize = Annotated[
     int | None,
@@ -108,6 +109,73 @@ DryRun = Annotated[
 Json = Annotated[bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print the result as JSON on stdout.")]
 
 
+Model = Annotated[
+    str | None,
+    typer.Option("--model", metavar="NAME,…", rich_help_panel=LOAD, help="deepseek-v3, deepseek-r1, deepseek-v2, "
+    "deepseek-v2-lite, kimi-k2, tiny, or a folder with a Hugging Face config.json. Default: the checkpoint's own "
+    "config.json where one is given, else deepseek-v3; tiny on the CPU."),
+]  # fmt: skip
+Weights = Annotated[
+    str | None,
+    typer.Option("--weights", metavar="FOLDER", rich_help_panel=LOAD, help="Folder of a checkpoint (safetensors), or "
+    "synthetic: seeded random weights of full size. Default: synthetic."),
+]  # fmt: skip
+KvMemory = Annotated[
+    str | None,
+    typer.Option("--kv-memory", metavar="SIZE", rich_help_panel=HOW, help="KV pool per GPU, such as 100GiB or 40GB. "
+    "Default: all that the weights leave, where all of them fit beside the largest point of the layout; else what that "
+    "point needs."),
+]  # fmt: skip
+Seconds = Annotated[
+    float | None,
+    typer.Option("--seconds", metavar="SECONDS", rich_help_panel=MEASURE, help="Time limit of one point's measurement; "
+    "it stops earlier once the median is known within ±1 %, and is marked noisy otherwise. Default: 10."),
+]  # fmt: skip
+Repeats = Annotated[
+    int | None,
+    typer.Option("--repeats", metavar="N", rich_help_panel=MEASURE, help="Passes over the whole grid. Default: 1."),
+]
+Baseline = Annotated[
+    bool | None,
+    typer.Option("--baseline/--no-baseline", rich_help_panel=MEASURE, help="Also measure each dcp layout with dcp 1, "
+    "and tp alone beside dp without dcp, under the same load. Default: yes."),
+]  # fmt: skip
+Profile = Annotated[
+    bool | None,
+    typer.Option("--profile/--no-profile", rich_help_panel=MEASURE, help="A separate profiled pass for the phase "
+    "breakdown and host synchronisations; never touches the timings. Default: yes."),
+]  # fmt: skip
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", rich_help_panel=OUTPUT, help="TOML or YAML file with these options by "
+    "name, such as `tp = [4, 8]`; what is typed here overrides it."),
+]  # fmt: skip
+Resume = Annotated[
+    bool,
+    typer.Option("--resume", rich_help_panel=OUTPUT, help="Go on with the run in --output: measured points are "
+    "skipped, failed ones tried again."),
+]  # fmt: skip
+Nnodes = Annotated[
+    int,
+    typer.Option("--nnodes", metavar="N", rich_help_panel=MACHINES, help="Machines; start the same command on each. "
+    "tp counts the GPUs of all of them."),
+]  # fmt: skip
+NodeRank = Annotated[
+    int,
+    typer.Option("--node-rank", metavar="N", rich_help_panel=MACHINES, help="This machine's number; 0 keeps the "
+    "records."),
+]  # fmt: skip
+RdzvEndpoint = Annotated[
+    str,
+    typer.Option("--rdzv-endpoint", metavar="HOST:PORT", rich_help_panel=MACHINES, help="Address of node 0 with a free "
+    "port, the same on every machine."),
+]  # fmt: skip
+RdzvId = Annotated[
+    str, typer.Option("--rdzv-id", metavar="NAME", rich_help_panel=MACHINES, help="Job name for torchrun.")
+]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders, or records.jsonl files.")]
+
+
 def _version(value: bool) -> None:
     if value:
         typer.echo(f"dcpbench {__version__}")
@@ -128,114 +196,32 @@ def sweep(
     tp: Tp = None,
     dp: Dp = None,
     dcp: Dcp = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,…",
-            rich_help_panel=LOAD,
-            help="deepseek-v3, deepseek-r1, deepseek-v2, deepseek-v2-lite, kimi-k2, tiny, or a folder with a Hugging "
-            "Face config.json. Default: deepseek-v3; tiny on the CPU.",
-        ),
-    ] = None,
+    model: Model = None,
     concurrency: Concurrency = None,
     context: Context = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER",
-            rich_help_panel=LOAD,
-            help="Folder of a checkpoint (safetensors), or synthetic: "
-            "seeded random weights of full size. Default: synthetic.",
-        ),
-    ] = None,
+    weights: Weights = None,
     backend: Backend = None,
     exchange: Exchange = None,
     dtype: Dtype = None,
     page_size: PageSize = None,
     interleave: Interleave = None,
-    kv_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            rich_help_panel=HOW,
-            help="KV pool per GPU, such as 100GiB or 40GB. Default: what the largest point of each layout needs.",
-        ),
-    ] = None,
-    seconds: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            rich_help_panel=MEASURE,
-            help="Time limit of one point's measurement; it stops "
-            "earlier once the median is known within ±1 %, and is marked noisy otherwise. Default: 10.",
-        ),
-    ] = None,
-    repeats: Annotated[
-        int | None,
-        typer.Option(metavar="N", rich_help_panel=MEASURE, help="Passes over the whole grid. Default: 1."),
-    ] = None,
-    baseline: Annotated[
-        bool | None,
-        typer.Option(
-            "--baseline/--no-baseline",
-            rich_help_panel=MEASURE,
-            help="Also measure tp alone (dcp 1, dp 1) under the same load. Default: yes.",
-        ),
-    ] = None,
-    profile: Annotated[
-        bool | None,
-        typer.Option(
-            "--profile/--no-profile",
-            rich_help_panel=MEASURE,
-            help="A separate profiled pass for the phase "
-            "breakdown and host synchronisations; never touches the timings. Default: yes.",
-        ),
-    ] = None,
+    kv_memory: KvMemory = None,
+    seconds: Seconds = None,
+    repeats: Repeats = None,
+    baseline: Baseline = None,
+    profile: Profile = None,
     timeout: Timeout = 300.0,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel=OUTPUT,
-            help="TOML or YAML file with these options by name, such "
-            "as `tp = [4, 8]`; what is typed here overrides it.",
-        ),
-    ] = None,
+    config: Config = None,
     output: Output = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            rich_help_panel=OUTPUT,
-            help="Go on with the run in --output: measured points are skipped, failed ones tried again.",
-        ),
-    ] = False,
+    resume: Resume = False,
     force: Force = False,
     dry_run: DryRun = False,
     as_json: Json = False,
     device: Device = "auto",
-    nnodes: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            rich_help_panel=MACHINES,
-            help="Machines; start the same command on each. tp counts the GPUs of all of them.",
-        ),
-    ] = 1,
-    node_rank: Annotated[
-        int, typer.Option(metavar="N", rich_help_panel=MACHINES, help="This machine's number; 0 keeps the records.")
-    ] = 0,
-    rdzv_endpoint: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT",
-            rich_help_panel=MACHINES,
-            help="Address of node 0 with a free port, the same on every machine.",
-        ),
-    ] = "",
-    rdzv_id: Annotated[
-        str, typer.Option(metavar="NAME", rich_help_panel=MACHINES, help="Job name for torchrun.")
-    ] = "dcpbench",
+    nnodes: Nnodes = 1,
+    node_rank: NodeRank = 0,
+    rdzv_endpoint: RdzvEndpoint = "",
+    rdzv_id: RdzvId = "dcpbench",
 ) -> None:
     """Measure decode over layouts and loads, then write a report.
 
@@ -269,7 +255,7 @@ def sweep(
 
 @app.command(rich_help_panel="Read results")
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders, or records.jsonl files.")],
+    runs: Runs,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="DIR", help="Default: RUN/report of the first run.")
     ] = None,
@@ -284,9 +270,7 @@ def report(
 
 
 @app.command(rich_help_panel="Read results")
-def show(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders, or records.jsonl files.")],
-) -> None:
+def show(runs: Runs) -> None:
     """Print the table of one or several runs.
 
     Example: dcpbench show runs/monday
@@ -302,34 +286,44 @@ def verify(
     dp: Dp = None,
     dcp: Dcp = None,
     model: Annotated[
-        str | None, typer.Option(metavar="NAME", rich_help_panel=LOAD, help="As in sweep. Default: as in sweep.")
+        str | None,
+        typer.Option("--model", metavar="NAME", rich_help_panel=LOAD, help="As in sweep. Default: as in sweep."),
     ] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(
+            "--checkpoint",
             metavar="FOLDER",
             rich_help_panel=LOAD,
-            help="Also compare logits and greedy tokens with "
-            "transformers, for this Hugging Face checkpoint (config.json and safetensors).",
+            help="Also compare logits and greedy "
+            "tokens with transformers, for this Hugging Face checkpoint (config.json and safetensors).",
         ),
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
+            "--prompts",
             metavar="FILE",
             rich_help_panel=LOAD,
             help="With --checkpoint: JSON lists of token ids. Default: seeded random prompts of uneven lengths.",
         ),
     ] = None,
     new_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, rich_help_panel=LOAD, help="With --checkpoint: greedy tokens compared.")
+        int,
+        typer.Option(
+            "--new-tokens", metavar="N", min=1, rich_help_panel=LOAD, help="With --checkpoint: greedy tokens compared."
+        ),
     ] = 8,
     concurrency: Annotated[
-        str | None, typer.Option(metavar="N", rich_help_panel=LOAD, help="Requests. Default: 4.")
+        str | None,
+        typer.Option(
+            "--concurrency", metavar="N", rich_help_panel=LOAD, help="With --checkpoint: random prompts. Default: 4."
+        ),
     ] = None,
     context: Annotated[
         str | None,
         typer.Option(
+            "--context",
             metavar="TOKENS",
             rich_help_panel=LOAD,
             help="Length of the longest request; the others are shorter, so that shards are uneven. Default: 37.",

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import random
 import shlex
 import signal
 import sys
@@ -16,15 +15,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench import launch
+from dcpbench import folders, launch
 from dcpbench import sweep as grid
 from dcpbench.errors import UsageError
-from dcpbench.jobs import Check
+from dcpbench.jobs import CHECKS_FILE, FAILED_FILE, Check
 from dcpbench.layout import Layout, valid_layouts
 from dcpbench.nodes import split_endpoint
-from dcpbench.records import RecordFile, prepare_folder
-from dcpbench.shapes import load_shape
-from dcpbench.spec import effective, make_spec, read_options
+from dcpbench.prompts import random_prompts, read_prompts
+from dcpbench.records import RecordFile
+from dcpbench.shapes import check_checkpoint, load_shape
+from dcpbench.spec import check_seconds, effective, make_spec, read_options
 from dcpbench.torchrun import Machines
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from dcpbench.jobs import Probe
+    from dcpbench.prompts import Prompts
     from dcpbench.records import Point, Record
     from dcpbench.spec import SweepSpec
 
@@ -82,12 +83,12 @@ def sweep(given: dict[str, object], run: Run) -> int:
     folder = run.output or _new_folder("-".join(spec.model), spec)
     work = _work(folder, spec, probe, run)
     if run.machines.node_rank:
-        folder.mkdir(parents=True, exist_ok=True)
+        folders.make_folder(folder)
         _say(f"Node {run.machines.node_rank}: works for node 0 at {run.machines.rdzv_endpoint}; the records are there.")
         with _stoppable(folder):
             launch.run([], work, run.machines, lambda _: None)
         return 0
-    points = _prepare(candidates, folder, run)
+    points = _prepare(candidates, folder, work, run)
     work = dataclasses.replace(work, pool_points=tuple(c.point for c in candidates if c.error is None))
     _announce(candidates, points, folder, probe)
     _run_points(points, work, run)
@@ -100,6 +101,10 @@ def verify(
     """`dcpbench verify`: returns the exit code."""
     _check_run(run)
     probe = effective(launch.probe(WORKER), run.device)
+    if checkpoint:
+        check_checkpoint(checkpoint, "--checkpoint")
+    elif prompts:
+        raise UsageError("--prompts are for a model that can read them; give it with --checkpoint FOLDER.")
     given = {**given, "weights": str(checkpoint) if checkpoint else None, "baseline": False}
     spec = make_spec(_verify_defaults(given), probe)
     candidates = grid.expand_layouts(_verify_layouts(spec, given, probe), spec, probe)
@@ -108,14 +113,11 @@ def verify(
     grid.check_any(candidates)
     if run.dry_run:
         return 0
+    texts = _prompts(spec, checkpoint, prompts, new_tokens)
     folder = run.output or _new_folder("verify", spec)
-    prepare_folder(folder, resume=False, force=run.force)
-    (folder / "checks.jsonl").unlink(missing_ok=True)
+    folders.prepare_checks(folder, force=run.force)
     points = [c.point for c in candidates if c.error is None]
-    work = dataclasses.replace(
-        _work(folder, spec, probe, run), kind="verify", new_tokens=new_tokens,
-        prompts=_read_prompts(prompts) if prompts else _random_prompts(spec) if checkpoint else (),
-    )  # fmt: skip
+    work = dataclasses.replace(_work(folder, spec, probe, run), kind="verify", new_tokens=new_tokens, prompts=texts)
     _announce(candidates, points, folder, probe, cpu_note=False)
     _run_points(points, work, run)
     return _print_checks(points, folder, run)
@@ -161,8 +163,7 @@ def _check_run(run: Run) -> None:
         raise UsageError("--resume and --force contradict each other; --resume goes on, --force starts over.")
     if run.resume and run.output is None:
         raise UsageError("--resume needs the run to go on with; for example: dcpbench sweep … -o runs/NAME --resume")
-    if run.timeout <= 0:
-        raise UsageError(f"--timeout {run.timeout:g} is not positive; try --timeout 300.")
+    check_seconds("--timeout", run.timeout, 300)
     if m.nnodes < 1 or not 0 <= m.node_rank < m.nnodes:
         raise UsageError(
             f"--node-rank {m.node_rank} with --nnodes {m.nnodes}: ranks go from 0 to nnodes - 1, one for each machine."
@@ -171,9 +172,13 @@ def _check_run(run: Run) -> None:
         split_endpoint(m.rdzv_endpoint)
 
 
-def _prepare(candidates: Sequence[grid.Candidate], folder: Path, run: Run) -> list[Point]:
+def _prepare(candidates: Sequence[grid.Candidate], folder: Path, work: launch.Work, run: Run) -> list[Point]:
     """Make the folder, record the rejected points once, and return those that are still to be measured."""
-    prepare_folder(folder, resume=run.resume, force=run.force)
+    folders.prepare_sweep(folder, resume=run.resume, force=run.force)
+    if run.resume:
+        now = folders.settings_of(candidates[0].point, work.settings, work.device)
+        if changed := folders.check_resumed(folder, now):
+            _say(changed)
     known = launch.last_records(folder)
     for c in candidates:
         old = known.get(c.point.key())
@@ -272,10 +277,10 @@ def _announce(
 
 
 def _print_checks(points: Sequence[Point], folder: Path, run: Run) -> int:
-    path = folder / "checks.jsonl"
+    path = folder / CHECKS_FILE
     lines = path.read_bytes().splitlines() if path.exists() else []
     checks = [msgspec.json.decode(line, type=Check) for line in lines if line.strip()]
-    failed = [r for r in launch.last_records(folder).values() if r.outcome in ("failed", "hung")]
+    failed = list(launch.last_records(folder, FAILED_FILE).values())
     silent = {str(p.layout) for p in points} - {c.layout for c in checks} - {str(r.point.layout) for r in failed}
     ok = bool(checks) and all(c.ok for c in checks) and not failed and not silent
     if run.as_json:
@@ -315,20 +320,13 @@ def _verify_layouts(spec: SweepSpec, given: dict[str, object], probe: Probe) -> 
     return found
 
 
-def _random_prompts(spec: SweepSpec) -> tuple[tuple[int, ...], ...]:
-    """Seeded prompts of uneven lengths, the longest --context, so that some DCP ranks hold nothing of a short one."""
-    rng = random.Random(0)
-    vocab = load_shape(spec.model[0]).vocab
-    count, longest = max(spec.concurrency), max(spec.context)
-    lengths = [max(longest * (i + 1) // count, 1) for i in range(count)]
-    return tuple(tuple(rng.randrange(vocab) for _ in range(n)) for n in lengths)
-
-
-def _read_prompts(path: Path) -> tuple[tuple[int, ...], ...]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=tuple[tuple[int, ...], ...])
-    except (OSError, msgspec.DecodeError) as e:
-        raise UsageError(f"--prompts {path}: {e}. Write lists of token ids, for example [[1, 5, 7], [2]].") from e
+def _prompts(spec: SweepSpec, checkpoint: Path | None, path: Path | None, new_tokens: int) -> Prompts:
+    if checkpoint is None:
+        return ()
+    shape = load_shape(str(checkpoint))
+    if path:
+        return read_prompts(path, shape, new_tokens)
+    return random_prompts(shape, max(spec.concurrency), max(spec.context))
 
 
 def _work(folder: Path, spec: SweepSpec, probe: Probe, run: Run) -> launch.Work:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -11,12 +12,16 @@ import platform
 import socket
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 import dcpbench
 from dcpbench.jobs import Probe
 from dcpbench.records import Environment
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 PACKAGES = ("torch", "triton", "flashinfer", "nvtx", "pynvml", "safetensors", "transformers", "pandas", "matplotlib")
 WANTED_FOR = {
@@ -76,11 +81,17 @@ def _version(package: str) -> str | None:
     """Version of a package that can be found, None otherwise. Not imported: some take seconds."""
     if importlib.util.find_spec(package) is None:
         return None
-    names = importlib.metadata.packages_distributions().get(package, [package])
+    names = _distributions().get(package, [package])
     try:
         return importlib.metadata.version(names[0])
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    """Import name -> distributions. Reads every installed package: most of a second, so once."""
+    return importlib.metadata.packages_distributions()
 
 
 def _driver() -> str | None:

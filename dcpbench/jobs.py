@@ -7,6 +7,7 @@ stacks-R.txt          Python stacks of a rank, written on SIGUSR1
 error-R.json          Failure, written by a rank that raised
 records.jsonl         finished points (kind `sweep`)
 checks.jsonl          Check, one line each (kind `verify`)
+failed.jsonl          records of points that could not be checked (kind `verify`)
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ import msgspec
 from dcpbench.errors import DcpbenchError
 from dcpbench.records import Point
 
+CHECKS_FILE = "checks.jsonl"
+FAILED_FILE = "failed.jsonl"
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How points are measured; the same for all points of a job."""
 
     kv_memory_bytes: int | None = None
-    """--kv-memory: size of the KV pool per GPU; None = see docs/methodology.md."""
+    """--kv-memory: size of the KV pool per GPU; None: budget.kv_pages finds one."""
     seconds: float = 10.0
     """--seconds: time limit of one point's measurement; past it the record says `noisy`."""
     precision: float = 0.01
@@ -67,7 +71,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """One event of a running job."""
 
     stage: str
-    """`start`, `build`, `capture`, `warm-up`, `measure`, `profile`, `check`, `done` (point recorded), `end` (job)."""
+    """`start` (job), `build`, `check`, `capture`, `measure` (warm-up included), `profile`, `done` (point recorded),
+    `end` (job); the launcher adds `failed` and `hung`."""
     key: str = ""
     """Point.key() of the point at work."""
     index: int = 0

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.errors import WorkerError
-from dcpbench.jobs import Failure, Job, Probe, Progress, Settings
+from dcpbench import budget, errors
+from dcpbench.errors import DcpbenchError, WorkerError
+from dcpbench.jobs import FAILED_FILE, Failure, Job, Probe, Progress, Settings
 from dcpbench.nodes import FAILED, STOP, Ended, Leader, Line, follow
 from dcpbench.records import RECORDS_FILE, Point, Record, RecordFile, read_records
 from dcpbench.torchrun import LOG_LINES, Machines, Running
@@ -35,6 +36,8 @@ COLLECTIVE = re.compile(
     r"nccl|gloo|process ?group|connection (reset|closed|refused)|broken pipe|timed? ?out|DistBackend", re.IGNORECASE
 )
 """Errors that a rank raises because another one is gone; the other's error is the cause."""
+OURS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, DcpbenchError)}
+"""Errors that say what to type instead: the same command would only end in the same one."""
 POLL_S = 0.1
 GRACE_S = 5.0
 """How long the remaining ranks may take to end by themselves once one has failed."""
@@ -57,6 +60,11 @@ class Work:
     """Seconds without a sign of life after which a job counts as hung."""
     worker: str = WORKER
 
+    @property
+    def records(self) -> str:
+        """File of the records that the launcher writes; measured points are only in a sweep's."""
+        return FAILED_FILE if self.kind == "verify" else RECORDS_FILE
+
 
 def probe(worker: str = WORKER) -> Probe:
     """What the machine has, asked of a process of its own, so that this one never loads torch."""
@@ -73,7 +81,7 @@ def probe(worker: str = WORKER) -> Probe:
 
 
 def run(points: Sequence[Point], work: Work, machines: Machines, watch: Callable[[Progress], None]) -> None:
-    """Run all points, one job per world size; every point leaves a record (kind `verify`: checks, or a failed record).
+    """Run all points, one job per world size; every point leaves a record (kind `verify`: checks, or a failed one).
 
     `watch` gets each Progress event, and `failed` or `hung` with the reason. Raises WorkerError when a job dies twice
     before it reaches a point. On nodes other than 0 it serves node 0's jobs until the sweep is over.
@@ -81,16 +89,21 @@ def run(points: Sequence[Point], work: Work, machines: Machines, watch: Callable
     if machines.node_rank:
         _serve(work, machines)
         return
+    left = list(points)
     with Leader(machines.rdzv_endpoint, machines.nnodes, work.timeout) as others:
-        for tp in dict.fromkeys(p.tp for p in points):
-            _run_size([p for p in points if p.tp == tp], work, machines, others, watch)
+        while left:
+            size = [p for p in left if p.tp == left[0].tp]
+            unusable = _run_size(size, work, machines, others, watch)
+            left = [p for p in left if p.tp != size[0].tp]
+            for record in unusable:
+                left = _spare(left, record, work, watch)
 
 
-def last_records(folder: Path) -> dict[str, Record]:
+def last_records(folder: Path, name: str = RECORDS_FILE) -> dict[str, Record]:
     """The last record of each point by its key; a point that failed and was run again has several."""
-    if not (folder / RECORDS_FILE).exists():
+    if not (folder / name).exists():
         return {}
-    return {r.point.key(): r for r in read_records(folder)}
+    return {r.point.key(): r for r in read_records(folder / name)}
 
 
 def blame(failures: Sequence[Failure]) -> Failure | None:
@@ -101,20 +114,24 @@ def blame(failures: Sequence[Failure]) -> Failure | None:
 
 def _run_size(
     points: list[Point], work: Work, machines: Machines, others: Leader, watch: Callable[[Progress], None]
-) -> None:
+) -> list[Record]:
+    """All points of one world size. Returns failures that points of other sizes share, because no size is to blame."""
     stillborn = 0
+    unusable = []
     while points:
-        before = last_records(work.folder)
+        before = last_records(work.folder, work.records)
         job = _job(points, work)
         others.start(job)
         with Running(job, machines, work.worker) as running:
             end = _follow_job(running, work, others, watch)
-        end.done |= {key for key, record in last_records(work.folder).items() if record != before.get(key)}
+        end.done |= {
+            key for key, record in last_records(work.folder, work.records).items() if record != before.get(key)
+        }
         points = [p for p in points if p.key() not in end.done]
         if not end.failed:
             if points:
                 raise WorkerError(f"the job ended without a result for {len(points)} points; read {running.agent_log}")
-            return
+            break
         if not end.started:
             stillborn += 1
             if stillborn == 2:  # noqa: PLR2004 -- once may be a port taken in between
@@ -123,9 +140,39 @@ def _run_size(
         if points:
             stuck = next((p for p in points if p.key() == end.key), points[0])
             record = _record(stuck, running, end, work)
-            RecordFile(work.folder).append(record)
             points.remove(stuck)
-            watch(Progress(stage=record.outcome, key=stuck.key(), note=record.reason or "", at=time.time()))
+            _tell(record, work, watch)
+            if _is_model_error(record):
+                unusable.append(record)
+            points = _spare(points, record, work, watch)
+    return unusable
+
+
+def _tell(record: Record, work: Work, watch: Callable[[Progress], None]) -> None:
+    RecordFile(work.folder, work.records).append(record)
+    watch(Progress(stage=record.outcome, key=record.point.key(), note=record.reason or "", at=time.time()))
+
+
+def _spare(points: list[Point], record: Record, work: Work, watch: Callable[[Progress], None]) -> list[Point]:
+    """Record the points that would fail as `record` did without starting a job for each; returns the others."""
+    doomed = [p for p in points if _shares(p, record)]
+    for point in doomed:
+        _tell(msgspec.structs.replace(record, point=point, seconds=0.0), work, watch)
+    return [p for p in points if p not in doomed]
+
+
+def _shares(point: Point, record: Record) -> bool:
+    """Whether the cause lies in the model and its weights, or in an engine that could not be built."""
+    failed = record.point
+    if _is_model_error(record):
+        return (point.model, point.weights) == (failed.model, failed.weights)
+    ours, built = record.detail.get("error") in OURS, record.detail.get("stage") == "build"
+    same_path = (point.backend, point.exchange) == (failed.backend, failed.exchange)
+    return ours and built and same_path and budget.same_engine(point, failed)
+
+
+def _is_model_error(record: Record) -> bool:
+    return record.detail.get("error") == errors.ModelError.__name__
 
 
 @dataclasses.dataclass
@@ -241,10 +288,12 @@ def _record(point: Point, running: Running, end: _End, work: Work) -> Record:
             reason = f"{killed} (out of memory is the usual cause: lower --concurrency or --context)"
         elif cause is not None:
             reason = f"rank {cause.rank}: {cause.kind}: {cause.message}"
-            detail["traceback"] = cause.traceback
+            detail |= {"error": cause.kind, "traceback": cause.traceback}
         else:
             reason = f"a rank ended without an error message, exit code {end.code}"
-    reason += f"; read {detail['log']} in the run's folder, then try again with --resume"
+    if detail.get("error") not in OURS:
+        again = ", then try again with --resume" if work.kind == "sweep" else ""
+        reason = f"{reason.rstrip('.')}. Read {detail['log']} in the run's folder{again}"
     marks = ["cpu"] if work.device == "cpu" else []
     return Record(
         point=point, outcome="hung" if end.hung else "failed", reason=reason, detail=detail, marks=marks,

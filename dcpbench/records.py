@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.errors import OutputError, RecordsError
+from dcpbench.errors import RecordsError
 from dcpbench.layout import Layout
 
 if TYPE_CHECKING:
@@ -226,8 +226,8 @@ _version_decoder = msgspec.json.Decoder(_Version)
 class RecordFile:
     """Append-only `records.jsonl` of one run; each line is on disk before `append` returns. One writer at a time."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / RECORDS_FILE
+    def __init__(self, folder: Path, name: str = RECORDS_FILE) -> None:
+        self.path = folder / name
 
     def append(self, record: Record) -> None:
         """Write one record, flushed and synced.
@@ -287,22 +287,3 @@ def _end_last_line(path: Path) -> None:
     else:
         with path.open("ab") as f:
             f.write(b"\n")
-
-
-def prepare_folder(folder: Path, *, resume: bool, force: bool) -> None:
-    """Make the output folder.
-
-    Raises OutputError when it holds records and neither flag says what to do with them, or cannot be made.
-    """
-    path = folder / RECORDS_FILE
-    try:
-        if path.exists() and path.stat().st_size and not (resume or force):
-            raise OutputError(
-                f"{folder} already holds records; add --resume to measure only what is missing, "
-                "--force to start over, or give another folder with -o."
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        if force:
-            path.unlink(missing_ok=True)
-    except OSError as e:
-        raise OutputError(f"{folder} cannot be used as output folder ({e.strerror}); give another with -o.") from e

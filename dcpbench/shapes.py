@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,23 @@ ALIASES = {"deepseek-r1": "deepseek-v3"}
 """R1 has V3's sizes."""
 
 
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_FILE = "model.safetensors"
+
+
+def check_checkpoint(folder: Path, option: str) -> None:
+    """Raise ModelError, naming the option that was typed, unless `folder` has what a checkpoint must have."""
+    if not folder.is_dir():
+        raise ModelError(f"{option} {folder}: no such folder; give the folder of a Hugging Face checkpoint.")
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{option} {folder} has no config.json; give the folder of a Hugging Face checkpoint.")
+    if not any((folder / name).is_file() for name in (INDEX_FILE, WEIGHTS_FILE)):
+        raise ModelError(
+            f"{option} {folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; give the folder of a Hugging Face "
+            "checkpoint in safetensors."
+        )
+
+
 def load_shape(model: str) -> ModelShape:
     """A published name, or the path of a Hugging Face config.json or of the folder that holds one."""
     name = ALIASES.get(model.lower(), model.lower())
@@ -173,6 +191,7 @@ def from_config(config: dict[str, Any], path: Path) -> ModelShape:
             max_position=_positive(config, "max_position_embeddings"),
         )
         _check_routing(shape)
+        _check_rope(shape)
     except KeyError as e:
         raise ModelError(f"{path} lacks the field {e}; an MLA model with routed experts needs it.") from e
     except (TypeError, ValueError) as e:
@@ -199,6 +218,18 @@ def _check_routing(shape: ModelShape) -> None:
     reachable = shape.experts // shape.groups * shape.top_groups
     if shape.top_k > reachable:
         raise ValueError(f"'num_experts_per_tok' is {shape.top_k}, but a token can reach {reachable} experts")
+
+
+def _check_rope(shape: ModelShape) -> None:
+    """Raise ValueError for rope settings that no table can be made of."""
+    if shape.rope % 2:
+        raise ValueError(f"'qk_rope_head_dim' is {shape.rope}, which is odd; rope rotates pairs")
+    if shape.yarn and not 0 < shape.yarn.factor < math.inf:
+        raise ValueError(f"the yarn 'factor' is {shape.yarn.factor:g}, which is not a positive number")
+    if shape.yarn and shape.yarn.original_max_position < 1:
+        raise ValueError(
+            f"the yarn 'original_max_position_embeddings' is {shape.yarn.original_max_position}, which is not positive"
+        )
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -12,16 +13,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.budget import ITEMSIZE
+from dcpbench.choices import BACKENDS, EXCHANGES
 from dcpbench.errors import CapacityError, MissingPackageError, ModelError, UsageError
 from dcpbench.jobs import Settings
+from dcpbench.shapes import check_checkpoint, load_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from dcpbench.jobs import Probe
+    from dcpbench.shapes import ModelShape
 
-EXCHANGES = ("ag_rs",)
-BACKENDS = ("reference", "triton", "flashinfer")
 SYNTHETIC = "synthetic"
 
 
@@ -73,15 +75,34 @@ class SweepSpec:
                 f"--interleave {self.interleave} does not divide --page-size {self.page_size}; these do: "
                 f"{', '.join(valid)}. A stripe must not cross a page."
             )
-        if not self.settings.seconds > 0:
-            raise UsageError(f"--seconds {self.settings.seconds:g} is not positive; try --seconds 10.")
-        if self.weights != SYNTHETIC and not Path(self.weights).is_dir():
-            raise ModelError(f"--weights {self.weights}: no such folder; give a checkpoint's folder, or 'synthetic'.")
+        check_seconds("--seconds", self.settings.seconds, 10)
+        if self.weights != SYNTHETIC:
+            check_checkpoint(Path(self.weights), "--weights")
 
 
 def flag(name: str) -> str:
     """`page_size` as it is typed: `--page-size`."""
     return "--" + name.replace("_", "-")
+
+
+def check_seconds(option: str, value: float, example: int) -> None:
+    """Raise UsageError unless `value` is a time that can pass."""
+    if not 0 < value < math.inf:
+        raise UsageError(f"{option} {value:g} is not a positive number of seconds; try {option} {example}.")
+
+
+def check_same_sizes(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> None:
+    """Raise ModelError unless every model is the one whose weights are read."""
+    if spec.weights == SYNTHETIC:
+        return
+    own = dataclasses.asdict(load_shape(spec.weights))
+    for model, shape in shapes.items():
+        differ = [f"{k} {v} and {own[k]}" for k, v in dataclasses.asdict(shape).items() if k != "name" and v != own[k]]
+        if differ:
+            raise ModelError(
+                f"--model {model} is not the model of the checkpoint {spec.weights}: {', '.join(differ[:3])}. "
+                "Leave --model out; the checkpoint's config.json says what it is."
+            )
 
 
 def make_spec(given: Mapping[str, object], probe: Probe) -> SweepSpec:

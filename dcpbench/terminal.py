@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dcpbench.memory import GIB
+from dcpbench.budget import size_text
 from dcpbench.sweep import point_name
 
 if TYPE_CHECKING:
@@ -151,7 +151,4 @@ def _attention(backend: str, exchange: str) -> str:
 
 
 def _size(value: object) -> str:
-    size = float(value) if isinstance(value, int | float) else 0.0
-    if size < GIB / 10:
-        return f"{size / (1 << 20):,.1f} MiB"
-    return f"{size / GIB:,.1f} GiB"
+    return size_text(value) if isinstance(value, int | float) else ""

@@ -9,11 +9,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dcpbench.errors import ModelError
+from dcpbench.shapes import INDEX_FILE, WEIGHTS_FILE
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-INDEX_FILE = "model.safetensors.index.json"
 FP8_BLOCK = 128
 """Side of the square blocks that share one scale in DeepSeek's FP8 checkpoints."""
 
@@ -88,9 +88,9 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
             return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise ModelError(f"{index} is not a safetensors index: {e!r}.") from e
-    single = folder / "model.safetensors"
+    single = folder / WEIGHTS_FILE
     if not single.is_file():
-        raise ModelError(f"{folder} holds neither {INDEX_FILE} nor model.safetensors; give a Hugging Face checkpoint.")
+        raise ModelError(f"{folder} holds neither {INDEX_FILE} nor {WEIGHTS_FILE}; give a Hugging Face checkpoint.")
     try:
         with safe_open(single, framework="pt") as f:
             return dict.fromkeys(f.keys(), single)

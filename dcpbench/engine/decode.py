@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from dcpbench import layout as arithmetic
+from dcpbench.batches import padded_batch
 from dcpbench.engine.allocator import DcpAllocator
 from dcpbench.engine.model import Model, StepInput
 from dcpbench.engine.request_pool import PADDING_SLOT, RequestPool, copy_async
-from dcpbench.errors import CapacityError, UsageError
+from dcpbench.errors import CapacityError
 from dcpbench.exchange import make_exchange
 from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
 from dcpbench.kernels.rope import softmax_scale
@@ -22,18 +23,8 @@ if TYPE_CHECKING:
     from dcpbench.engine.allocator import Allocation
     from dcpbench.kernels.attention import Backend
 
-GRAPH_BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""Batch sizes that graphs are captured for; a batch is padded up to the next one."""
 PADDING_LENGTH = 1
 """A padding row has one token, on slot 0: it attends to and writes the padding page."""
-
-
-def padded_batch(requests: int) -> int:
-    """Rows of the graph that runs `requests` requests. Raises UsageError past the largest."""
-    for size in GRAPH_BATCHES:
-        if requests <= size:
-            return size
-    raise UsageError(f"{requests} requests per replica are more than the largest graph, {GRAPH_BATCHES[-1]}.")
 
 
 @dataclasses.dataclass

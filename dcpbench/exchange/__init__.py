@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from dcpbench.choices import EXCHANGES, NO_EXCHANGE
 from dcpbench.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
 
     from dcpbench.exchange.collectives import Group
-
-EXCHANGES = ("ag_rs",)
-NO_EXCHANGE = "none"
-"""What a point with dcp 1 has."""
 
 
 class Exchange(Protocol):

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import random
-from typing import TYPE_CHECKING
 
 import torch
 
 from dcpbench.errors import MissingPackageError
-
-if TYPE_CHECKING:
-    from dcpbench.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,13 +16,6 @@ class Truth:
     tokens: list[int]
     logits: torch.Tensor
     """[positions, vocab] of the prompt and all new tokens, fp32 on the CPU."""
-
-
-def default_prompts(vocab: int, layout: Layout, seed: int) -> list[list[int]]:
-    """Random token ids: shorter than dcp (empty shards), uneven over dcp, several stripes, and one token alone."""
-    numbers = random.Random(seed)
-    lengths = (2 * layout.dcp + 1, 1, max(layout.dcp - 1, 2), 11)
-    return [[numbers.randrange(vocab) for _ in range(n)] for n in lengths]
 
 
 def greedy(folder: str, prompts: list[list[int]], new_tokens: int) -> list[Truth]:

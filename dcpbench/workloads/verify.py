@@ -96,7 +96,7 @@ def _wrong_writes(engine: DecodeEngine, requests: list[Request]) -> int:
 
 
 def _oracle_checks(point: Point, shape: ModelShape, job: Job, rank: int, device: torch.device) -> list[Check]:
-    prompts = [list(p) for p in job.prompts] or oracle.default_prompts(shape.vocab, point.layout, job.settings.seed)
+    prompts = [list(p) for p in job.prompts]
     longest = max(map(len, prompts)) + job.new_tokens
     engine = _engine(point, shape, [longest] * len(prompts), job.settings.seed, rank, device)
     mine = _decode(engine, prompts, job.new_tokens)

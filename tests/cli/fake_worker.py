@@ -1,7 +1,7 @@
 """Stands in for dcpbench.worker without torch: what a rank does is written in its point's context.
 
 Contexts: 13 rank 1 raises · 99 rank 1 kills itself · 66 every rank hangs · 7 it ends before its first point ·
-anything else is measured.
+21 and 22 the engine cannot be built, for want of a tensor or of memory · anything else is measured.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from pathlib import Path
 import msgspec
 
 from dcpbench import jobs
+from dcpbench.errors import CapacityError, ModelError
 from dcpbench.records import Interval, Metrics, Percentiles, Point, Record, RecordFile
 
-RAISES, HANGS, STILLBORN, KILLED = 13, 66, 7, 99
+RAISES, HANGS, STILLBORN, KILLED, NO_TENSOR, NO_MEMORY = 13, 66, 7, 99, 21, 22
 RANK = int(os.environ.get("RANK", "0"))
 
 
@@ -56,6 +57,9 @@ def work(job: jobs.Job) -> None:
         jobs.tell(job, "start")
     for index, point in enumerate(job.points):
         if RANK == 0:
+            jobs.tell(job, "build", point, index=index)
+        build(point)
+        if RANK == 0:
             jobs.tell(job, "measure", point, index=index)
         if point.context in (RAISES, KILLED, HANGS):
             wait_for(job, point)
@@ -68,6 +72,14 @@ def work(job: jobs.Job) -> None:
             jobs.tell(job, "done", point, index=index, note="step 10.0 ms")
     if RANK == 0:
         jobs.tell(job, "end")
+
+
+def build(point: Point) -> None:
+    """Every rank fails alike, with one of our own errors."""
+    if point.context == NO_TENSOR:
+        raise ModelError("no tensor 'x'; the checkpoint does not match.")
+    if point.context == NO_MEMORY:
+        raise CapacityError("3 GiB are missing.")
 
 
 def misbehave(point: Point) -> None:

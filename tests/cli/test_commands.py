@@ -14,8 +14,10 @@ import msgspec
 import pytest
 
 from dcpbench import __version__, cli, commands
-from dcpbench.jobs import Check, Probe
-from dcpbench.records import read_records
+from dcpbench.jobs import Check, Job, Probe, Settings
+from dcpbench.records import Point, Record, RecordFile, read_records
+from tests.cli import fake_worker
+from tests.unit.test_shapes import V3
 
 HERE = Path(__file__).parent
 ROOT = Path(cli.__file__).parents[1]
@@ -25,6 +27,7 @@ GPUS = Probe(
     packages={"flashinfer": "0.6.18"},
 )  # fmt: skip
 CPU = Probe(device="cpu", count=0, name="CPU", packages={"torch": "2.9", "flashinfer": None})
+POINT = Point(model="tiny", tp=1, concurrency=2, context=100, backend="reference", dtype="fp32")
 
 
 def dcpbench(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
@@ -180,15 +183,22 @@ def test_the_command_line_overrides_the_file(call, tmp_path: Path) -> None:
         (["sweep", "--tp", "x"], 2, "--tp x: not a whole number"),
         (["sweep", "--resume"], 2, "--resume needs the run to go on with"),
         (["sweep", "--resume", "--force", "-o", "x"], 2, "contradict each other"),
-        (["sweep", "--timeout", "0"], 2, "--timeout 0 is not positive"),
+        (["sweep", "--timeout", "0"], 2, "--timeout 0 is not a positive number of seconds; try --timeout 300"),
+        (["sweep", "--timeout", "nan"], 2, "--timeout nan is not"),
+        (["verify", "--timeout", "inf"], 2, "--timeout inf is not"),
+        (["sweep", "--seconds", "inf"], 2, "--seconds inf is not"),
+        (["sweep", "--concurrency", "513"], 2, "--concurrency can be up to 512"),
+        (["sweep", "--backend", "reference"], 2, "use --backend triton"),
+        (["sweep", "--dtype", "fp32"], 2, "use --dtype bf16"),
+        (["verify", "--prompts", "p.json"], 2, "--checkpoint FOLDER"),
         (["sweep", "--nnodes", "2"], 2, "write HOST:PORT of node 0"),
         (["sweep", "--nnodes", "2", "--node-rank", "2"], 2, "ranks go from 0 to nnodes - 1"),
         (["sweep", "--device", "tpu"], 2, "--device tpu is unknown"),
         (["sweep", "--context", "4000000", "--concurrency", "1"], 2, "--context can be up to 163839"),
-        (["sweep", "--context", "160000", "--concurrency", "9999"], 3, "largest --concurrency that fits is"),
+        (["sweep", "--context", "160000", "--concurrency", "512"], 3, "largest --concurrency that fits is"),
         (["sweep", "--config", "none.toml"], 2, "cannot be read"),
         (["verify", "--tp", "4", "--dcp", "3"], 2, "--dcp 3 does not divide --tp 4"),
-        (["verify", "--checkpoint", "none"], 2, "no such folder"),
+        (["verify", "--checkpoint", "none"], 2, "--checkpoint none: no such folder"),
     ],
     ids=lambda x: "_".join(x)[:50] if isinstance(x, list) else "",
 )
@@ -258,13 +268,60 @@ def test_a_layout_without_any_check_is_not_a_success(tmp_path: Path, capsys: pyt
     assert "no check was made for: tp2" in capsys.readouterr().err
 
 
-def test_random_prompts_are_uneven_repeatable_and_as_long_as_the_context() -> None:
-    """Context 37, 4 requests: 9, 18, 27 and 37 tokens, below the vocabulary."""
-    spec = commands.make_spec({"concurrency": "4", "context": "37"}, CPU)
-    prompts = commands._random_prompts(spec)
-    assert [len(p) for p in prompts] == [9, 18, 27, 37]
-    assert prompts == commands._random_prompts(spec)
-    assert all(0 <= token < 512 for p in prompts for token in p)
+@pytest.mark.parametrize("command", ["sweep", "verify"])
+def test_a_folder_that_takes_no_files_is_a_sentence(command: str, call) -> None:
+    """It exists, and not even root can write into it."""
+    code, _, err = call(command, "-o", "/proc/self", "--tp", "1")
+    assert code == 2
+    assert err.startswith("error: /proc/self cannot be used as output folder")
+
+
+def test_so_it_is_for_a_report(call, tmp_path: Path) -> None:
+    """The records are fine, the place is not."""
+    RecordFile(tmp_path).append(Record(point=POINT, outcome="rejected", reason="no"))
+    code, _, err = call("report", str(tmp_path), "-o", "/proc/self")
+    assert code == 2
+    assert err.startswith("error: cannot write the report into /proc/self")
+
+
+def test_verify_leaves_the_records_of_a_sweep_alone(call, tmp_path: Path) -> None:
+    """With --force, too; the way out is another folder."""
+    RecordFile(tmp_path).append(Record(point=POINT, outcome="ok"))
+    code, _, err = call("verify", "--tp", "1", "-o", str(tmp_path), "--force")
+    assert code == 2
+    assert "give verify another folder with -o" in err
+    assert "--resume" not in err
+    assert len(read_records(tmp_path)) == 1
+
+
+def test_verify_checks_its_prompts_before_it_launches_anything(call, tmp_path: Path) -> None:
+    """No folder is made, and the prompt is named."""
+    for name in ("model.safetensors", "prompts.json"):
+        (tmp_path / name).touch()
+    (tmp_path / "config.json").write_text(json.dumps(V3))
+    (tmp_path / "prompts.json").write_text("[[1], [129280]]")
+    prompts = ("--prompts", str(tmp_path / "prompts.json"))
+    code, _, err = call(
+        "verify", "--checkpoint", str(tmp_path), *prompts, "--tp", "1", "-o", str(tmp_path / "v"), machine=GPUS
+    )
+    assert code == 2
+    assert "prompt 2: 129280 is no token" in err
+    assert not (tmp_path / "v").exists()
+
+
+def test_resume_with_another_pool_is_refused_and_with_another_time_limit_is_told(call, tmp_path: Path) -> None:
+    """The folder's job ran with 1 GiB and 10 s; nothing is left to run, so only the settings are compared."""
+    settings = Settings(kv_memory_bytes=1 << 30)
+    job = Job(kind="sweep", tag="tp1-0", folder=str(tmp_path), device="cpu", points=[POINT], settings=settings)
+    job.path().write_bytes(msgspec.json.encode(job))
+    RecordFile(tmp_path).append(fake_worker.record(POINT))
+    typed = ["sweep", "--tp", "1", "--concurrency", "2", "--context", "100", "-o", str(tmp_path), "--resume"]
+    code, _, err = call(*typed)
+    assert code == 2
+    assert "--kv-memory was 1073741824 and is not given" in err
+    code, _, err = call(*typed, "--kv-memory", "1GiB", "--seconds", "3")
+    assert code == 0
+    assert "--seconds was 10 and is 3; points measured from here on have the new value." in err
 
 
 def test_version_is_the_packages(call) -> None:

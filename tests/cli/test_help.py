@@ -7,8 +7,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+from typer.models import OptionInfo
 
 from dcpbench import cli
 from dcpbench.spec import PARSERS, flag
@@ -67,12 +69,49 @@ def test_the_options_of_sweep_are_these() -> None:
     assert found | {"-h", "--help"} == SWEEP_OPTIONS
 
 
+COMMANDS = ("sweep", "verify", "report", "show", "env")
+VALUES = {"--new-tokens": "8", "--timeout": "3", "--seconds": "3"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_in_the_help_is_parsed(name: str) -> None:
+    """What is printed can be typed: with a value where the help shows the name of one."""
+    import typer
+
+    command = typer.main.get_command(cli.app).commands[name]
+    arguments = ["run"] if name in {"report", "show"} else []
+    words = re.sub(r"\[.*?\]|`.*?`", " ", help_of(name)).partition(" Options ")[2]
+    printed = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", words)) - {"-h", "--help"}
+    for option in command.params:
+        if option.param_type_name == "argument":
+            continue
+        for typed in (*option.opts, *option.secondary_opts):
+            assert typed in printed, "an option that no help shows"
+            value = [] if option.is_flag else [VALUES.get(typed, "1")]
+            with command.make_context(name, [typed, *value, *arguments]) as context:
+                assert context.params[option.name] is not None
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_has_the_name_that_is_written_beside_it(name: str) -> None:
+    """Names that Typer makes up of a variable's have been lost by one of its versions."""
+    (command,) = (c.callback for c in cli.app.registered_commands if c.callback.__name__ == name)
+    options = [
+        note
+        for kind in get_type_hints(command, include_extras=True).values()
+        for note in getattr(kind, "__metadata__", ())
+        if isinstance(note, OptionInfo)
+    ]
+    named = [str(next(iter([*note.param_decls, note.default]))) for note in options]  # Typer keeps the first as default
+    assert [name for name in named if not name.startswith("-")] == []
+
+
 def test_every_name_of_a_configuration_file_is_an_option_of_sweep() -> None:
     """The same names in both, as --config promises."""
     assert {flag(name) for name in PARSERS} <= SWEEP_OPTIONS
 
 
-@pytest.mark.parametrize("command", ["sweep", "verify", "report", "show", "env"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_an_example(command: str) -> None:
     """An example says more than a synopsis."""
     assert f"dcpbench {command}" in help_of(command).partition("Usage:")[2].partition("dcpbench")[2]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dcpbench import launch
@@ -48,7 +50,7 @@ def test_points_that_raise_hang_or_are_killed_leave_records_and_the_others_are_m
         (2, 100, "ok"), (2, 13, "failed"), (2, 66, "hung"), (2, 99, "failed"), (2, 101, "ok"),
     ]  # fmt: skip
     raised, hung, killed = records[1:4]
-    assert "rank 1: ValueError: no such row in tiny; read logs/tp2-0" in str(raised.reason)
+    assert "rank 1: ValueError: no such row in tiny. Read logs/tp2-0" in str(raised.reason)
     assert "misbehave" in raised.detail["traceback"]
     assert raised.detail["exit_code"] == "1"
     assert "no sign of life for 4 s in stage 'measure'" in str(hung.reason)
@@ -72,6 +74,38 @@ def test_a_job_that_dies_before_its_first_point_is_tried_once_more_and_then_told
         launch.run([point(1, 7), point(1, 100)], work(tmp_path), Machines(), lambda _: None)
     assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["tp1-0", "tp1-1"]
     assert not (tmp_path / "records.jsonl").exists()
+
+
+def test_a_checkpoint_that_cannot_be_read_is_told_for_every_point_after_one_job(tmp_path: Path) -> None:
+    """Context 21 finds no tensor. tp 2 and tp 4 would fail alike; another model would not, and is measured."""
+    other = msgspec.structs.replace(point(2, 102), model="other")
+    points = [point(2, 100), point(2, 21), point(2, 101), other, point(4, 103)]
+    launch.run(points, work(tmp_path), Machines(), lambda _: None)
+    records = read_records(tmp_path)
+    assert outcomes(records) == [
+        (2, 100, "ok"), (2, 21, "failed"), (2, 101, "failed"), (2, 102, "ok"), (4, 103, "failed"),
+    ]  # fmt: skip
+    failed = [r for r in records if r.outcome == "failed"]
+    assert {r.reason for r in failed} == {"rank 0: ModelError: no tensor 'x'; the checkpoint does not match."}
+    assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["tp2-0", "tp2-1"]
+
+
+def test_what_one_engine_cannot_build_is_told_for_its_own_points_only(tmp_path: Path) -> None:
+    """Context 22 runs out of memory while building: the same layout's next point too, another layout is tried."""
+    dcp = msgspec.structs.replace(point(2, 102), dcp=2, exchange="ag_rs")
+    launch.run([point(2, 22), point(2, 101), dcp], work(tmp_path), Machines(), lambda _: None)
+    records = read_records(tmp_path)
+    assert outcomes(records) == [(2, 22, "failed"), (2, 101, "failed"), (2, 102, "ok")]
+    assert records[0].reason == records[1].reason == "rank 0: CapacityError: 3 GiB are missing."
+
+
+def test_a_point_that_verify_cannot_check_is_no_record_of_a_sweep(tmp_path: Path) -> None:
+    """It goes to failed.jsonl, and verify has no --resume to advise."""
+    checking = dataclasses.replace(work(tmp_path), kind="verify")
+    launch.run([point(2, 13)], checking, Machines(), lambda _: None)
+    assert not (tmp_path / "records.jsonl").exists()
+    (record,) = launch.last_records(tmp_path, "failed.jsonl").values()
+    assert str(record.reason).endswith("no such row in tiny. Read logs/tp2-0 in the run's folder")
 
 
 def test_two_nodes_measure_together_and_node_0_alone_keeps_records(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpbench.errors import LayoutError, OutputError, RecordsError
+from dcpbench.errors import LayoutError, RecordsError
 from dcpbench.records import (
     ASIDE_FILE,
     RECORDS_FILE,
@@ -18,7 +18,6 @@ from dcpbench.records import (
     Point,
     Record,
     RecordFile,
-    prepare_folder,
     read_records,
 )
 
@@ -147,32 +146,3 @@ class TestPoint:
         assert str(POINT.layout) == "tp8·dcp8"
         with pytest.raises(LayoutError):
             _ = msgspec.structs.replace(POINT, dcp=3).layout
-
-
-class TestFolder:
-    def test_a_new_folder_is_made_with_its_parents(self, tmp_path: Path) -> None:
-        prepare_folder(tmp_path / "a" / "b", resume=False, force=False)
-        assert (tmp_path / "a" / "b").is_dir()
-
-    def test_records_are_not_overwritten_without_being_asked(self, tmp_path: Path) -> None:
-        written(tmp_path, FULL)
-        with pytest.raises(OutputError, match=r"already holds records; add --resume .* --force"):
-            prepare_folder(tmp_path, resume=False, force=False)
-        assert read_records(tmp_path) == [FULL]
-
-    def test_an_empty_record_file_is_nothing_to_protect(self, tmp_path: Path) -> None:
-        (tmp_path / RECORDS_FILE).touch()
-        prepare_folder(tmp_path, resume=False, force=False)
-
-    def test_resume_keeps_records_and_force_removes_them(self, tmp_path: Path) -> None:
-        written(tmp_path, FULL)
-        prepare_folder(tmp_path, resume=True, force=False)
-        assert read_records(tmp_path) == [FULL]
-        prepare_folder(tmp_path, resume=False, force=True)
-        assert not (tmp_path / RECORDS_FILE).exists()
-
-    @pytest.mark.parametrize("below", [".", "below"])
-    def test_a_file_where_the_folder_should_be_is_our_error(self, below: str, tmp_path: Path) -> None:
-        (tmp_path / "taken").touch()
-        with pytest.raises(OutputError, match=r"cannot be used as output folder .*-o"):
-            prepare_folder(tmp_path / "taken" / below, resume=False, force=False)

@@ -129,6 +129,12 @@ def test_a_size_that_is_no_positive_integer_is_refused(field: str, value: object
         {"num_experts_per_tok": 129},
         {"topk_group": 9},
         {"first_k_dense_replace": -1},
+        {"qk_rope_head_dim": 63},
+        {"rope_scaling": V3["rope_scaling"] | {"factor": 0}},
+        {"rope_scaling": V3["rope_scaling"] | {"factor": -40}},
+        {"rope_scaling": V3["rope_scaling"] | {"factor": float("nan")}},
+        {"rope_scaling": V3["rope_scaling"] | {"original_max_position_embeddings": 0}},
+        {"rope_scaling": V3["rope_scaling"] | {"original_max_position_embeddings": -4096}},
     ],
     ids=repr,
 )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dcpbench.errors import CapacityError, DcpbenchError, UsageError
+from dcpbench.errors import CapacityError, DcpbenchError, ModelError, UsageError
 from dcpbench.jobs import Probe
 from dcpbench.spec import PARSERS, SweepSpec, effective, make_spec, parse_bytes, read_options
 
@@ -98,7 +98,10 @@ def test_a_missing_or_binary_file_is_a_usage_error(tmp_path: Path) -> None:
         ({"dtype": "bfloat16"}, "did you mean bf16"),
         ({"page_size": 64, "interleave": 3}, "--interleave 3 does not divide --page-size 64; these do: 1, 2, 4"),
         ({"page_size": 0}, "--page-size 0 is not positive"),
-        ({"seconds": -1.0}, "--seconds -1 is not positive"),
+        ({"seconds": -1.0}, "--seconds -1 is not a positive number of seconds; try --seconds 10"),
+        ({"seconds": 0.0}, "try --seconds 10"),
+        ({"seconds": float("nan")}, "--seconds nan is not"),
+        ({"seconds": float("inf")}, "--seconds inf is not"),
         ({"repeats": 0}, "--repeats 0 is not positive"),
         ({"kv_memory": "lots"}, "write for example --kv-memory 100GiB"),
         ({"kv_memory": "0GiB"}, "more than 0 bytes"),
@@ -123,9 +126,29 @@ def test_sizes_are_binary_with_i_and_decimal_without(text: str, size: int) -> No
 
 
 def test_a_checkpoint_folder_is_its_own_model(tmp_path: Path) -> None:
-    """--weights FOLDER alone reads FOLDER/config.json; --model beside it wins."""
+    """--weights FOLDER alone reads FOLDER/config.json; sweep compares it with a --model beside it."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).touch()
     assert make_spec({"weights": str(tmp_path)}, CPU).model == (str(tmp_path),)
     assert make_spec({"weights": str(tmp_path), "model": "tiny"}, CPU).model == ("tiny",)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ([], "has no config.json"),
+        (["config.json"], "has neither model.safetensors nor model.safetensors.index.json"),
+        (["config.json", "pytorch_model.bin"], "has neither model.safetensors"),
+        (["model.safetensors"], "has no config.json"),
+    ],
+    ids=str,
+)
+def test_a_folder_that_is_no_checkpoint_is_refused_before_any_job(tmp_path: Path, files: list[str], words: str) -> None:
+    """Every rank of every point would fail alike."""
+    for name in files:
+        (tmp_path / name).touch()
+    with pytest.raises(ModelError, match=f"--weights .* {words}"):
+        make_spec({"weights": str(tmp_path)}, CPU)
 
 
 def test_device_cpu_hides_the_gpus_and_device_cuda_needs_one() -> None:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import json
+from typing import TYPE_CHECKING
 
 import msgspec
+import pandas as pd
 import pytest
 
 from dcpbench import budget, memory, sweep
-from dcpbench.errors import CapacityError, DcpbenchError, LayoutError, MissingPackageError, UsageError
+from dcpbench.errors import CapacityError, DcpbenchError, LayoutError, MissingPackageError, ModelError, UsageError
 from dcpbench.jobs import Probe, Settings
 from dcpbench.layout import Layout
+from dcpbench.reports.findings import BASELINE_OF
 from dcpbench.shapes import load_shape
 from dcpbench.spec import make_spec
+from tests.unit.test_shapes import V3 as V3_CONFIG
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 GIB = 1 << 30
 CPU = Probe(device="cpu", count=0, name="CPU")
@@ -63,6 +71,38 @@ def test_a_baseline_that_was_typed_is_not_added_again() -> None:
     """--dcp 1,4 holds the baseline already."""
     found = expand(dcp="1,4", concurrency=8)
     assert [(c.point.dcp, c.added) for c in found] == [(1, False), (4, False)]
+
+
+def test_the_baseline_of_dcp_inside_dp_is_the_same_dp_without_dcp() -> None:
+    """tp4·dp2·dcp2 against tp4·dp2: against tp4 two things would differ. tp4·dp4 has tp4."""
+    found = expand(tp="4", dp="2,4", concurrency=8)
+    assert [(str(c.point.layout), c.point.exchange, c.added) for c in found] == [
+        ("tp4", "none", True), ("tp4·dp2", "none", True), ("tp4·dp2·dcp2", "ag_rs", False), ("tp4·dp4", "none", False),
+    ]  # fmt: skip
+
+
+def test_the_report_finds_the_baseline_of_every_dcp_point() -> None:
+    """As the sweep adds them: what is compared shares all columns of the report's key, interleave aside."""
+    points = [c.point for c in expand(dp="1,2", dcp="2", concurrency=8)]
+    table = pd.DataFrame([msgspec.to_builtins(p) | {"run": "r"} for p in points])
+    of = {dcp: {tuple(row) for row in table[table["dcp"] == dcp][BASELINE_OF].to_numpy()} for dcp in (1, 2)}
+    assert len(of[2]) == 2
+    assert of[2] <= of[1]
+
+
+@pytest.mark.parametrize(("changed", "fits"), [({}, True), ({"num_hidden_layers": 5}, False)], ids=["same", "another"])
+def test_a_checkpoint_is_measured_as_what_its_config_says(tmp_path: Path, changed: dict[str, int], fits: bool) -> None:
+    """--weights alone takes the shape from config.json; a --model of other sizes beside it is a mistake."""
+    (tmp_path / "config.json").write_text(json.dumps(V3_CONFIG | changed))
+    (tmp_path / "model.safetensors").touch()
+    alone = make_spec({"weights": str(tmp_path)}, H200X4)
+    assert {c.plan.layers for c in sweep.expand(alone, H200X4) if c.plan} == {changed.get("num_hidden_layers", 61)}
+    both = make_spec({"weights": str(tmp_path), "model": "deepseek-v3"}, H200X4)
+    if fits:
+        assert {c.point.model for c in sweep.expand(both, H200X4)} == {"deepseek-v3"}
+    else:
+        with pytest.raises(ModelError, match=r"layers 61 and 5\. Leave --model out"):
+            sweep.expand(both, H200X4)
 
 
 def test_no_baseline_leaves_only_what_was_typed() -> None:
@@ -129,15 +169,20 @@ def test_the_gpus_of_all_nodes_count() -> None:
         ({"dcp": "3"}, "--dcp 3 does not divide --tp 4; these do: 1, 2, 4"),
         ({"dp": "3"}, "--dp 3 does not divide --tp 4"),
         ({"context": "163840"}, "--context can be up to 163839"),
-        ({"dtype": "fp32"}, "runs in bf16 and fp16, not fp32"),
         ({"model": "tiny", "tp": "2"}, "tiny has 32 + 16; use --backend triton"),
         ({"model": "tiny", "tp": "3", "backend": "triton"}, "tp/dp can be 1, 2, 4, 8"),
     ],
-    ids=["dcp-3", "dp-3", "context-too-long", "flashinfer-fp32", "flashinfer-tiny", "heads-do-not-divide"],
+    ids=["dcp-3", "dp-3", "context-too-long", "flashinfer-tiny", "heads-do-not-divide"],
 )
 def test_a_rejected_point_says_what_would_be_valid(options: dict[str, object], words: str) -> None:
     """Each reason ends with the next thing to type."""
     assert words in reason([c for c in expand(concurrency=8, **options) if not c.added])
+
+
+def test_flashinfer_compares_in_half_precision_only() -> None:
+    """verify takes fp32 on a GPU, and FlashInfer does not."""
+    spec = make_spec({"dtype": "fp32", "context": "37", "concurrency": "4"}, H200X4)
+    assert "runs in bf16 and fp16, not fp32" in reason(sweep.expand_layouts([Layout(tp=4)], spec, H200X4))
 
 
 def test_flashinfer_that_was_typed_but_is_missing_is_rejected_with_how_to_install_it() -> None:
@@ -225,6 +270,12 @@ def test_kv_memory_fixes_the_pool_and_rejects_what_does_not_fit_in_it() -> None:
     assert found[0].plan is not None
     assert found[0].plan.kv_bytes == 10 * GIB // (64 * 61 * 576 * 2) * (64 * 61 * 576 * 2)
     assert "largest --concurrency that fits is 37. With --dcp 2 it fits." in str(found[1].error)
+
+
+def test_a_small_kv_memory_is_told_in_a_unit_that_fits() -> None:
+    """1,000 B hold one page of 3·48·4 = 576 B; 2·101 more are 116,352 B. `0.0 GiB` would say nothing of either."""
+    (found,) = expand(CPU, kv_memory="1KB", concurrency=2, dcp="1")
+    assert "--kv-memory holds 576 B of KV cache per GPU, 113.6 KiB less than" in str(found.error)
 
 
 def test_kv_memory_larger_than_the_gpu_says_how_large_it_can_be() -> None:

@@ -6,10 +6,9 @@ import torch
 
 from dcpbench.jobs import Check, Job, Settings
 from dcpbench.kernels.kv_write.reference import write_kv
-from dcpbench.layout import local_length
 from dcpbench.records import Point
 from dcpbench.workloads import oracle, verify
-from dcpbench.workloads.oracle import Truth, default_prompts
+from dcpbench.workloads.oracle import Truth
 from tests.unit import engine_builder as build
 
 POINT = Point(model="tiny", tp=1, concurrency=2, context=9, backend="reference", dtype="fp32", page_size=2)
@@ -141,15 +140,3 @@ class TestOracle:
         nan = {(0, i): float("nan") for i in range(5)}
         logits, _ = compare([([7, 8], t) for t in truth(nan)], dtype="bf16")
         assert (logits.error, logits.ok) == (None, False)
-
-
-@pytest.mark.parametrize("dcp", [1, 2, 8])
-def test_default_prompts_leave_shards_empty_and_uneven(dcp):
-    """One token alone leaves dcp − 1 ranks empty, and 2·dcp + 1 give rank 0 one more than the others."""
-    point = POINT if dcp == 1 else msgspec.structs.replace(POINT, tp=dcp, dcp=dcp)
-    prompts = default_prompts(50, point.layout, 0)
-    lengths = [len(p) for p in prompts]
-    assert 1 in lengths
-    assert 2 * dcp + 1 in lengths
-    assert local_length(2 * dcp + 1, 0, dcp) == (3 if dcp > 1 else 2 * dcp + 1)
-    assert max(max(p) for p in prompts) < 50

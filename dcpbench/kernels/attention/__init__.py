@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
+from dcpbench.choices import BACKENDS
 from dcpbench.errors import MissingPackageError, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
-
-BACKENDS = ("reference", "triton", "flashinfer")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

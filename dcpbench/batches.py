@@ -1,0 +1,18 @@
+"""The batch sizes that CUDA graphs are captured for, for the sweep and for the engine. No torch."""
+
+from __future__ import annotations
+
+from dcpbench.errors import UsageError
+
+GRAPH_BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+"""Requests of one replica in a graph; a batch is padded up to the next size."""
+
+
+def padded_batch(requests: int) -> int:
+    """Rows of the graph that runs `requests` requests. Raises UsageError past the largest."""
+    for size in GRAPH_BATCHES:
+        if requests <= size:
+            return size
+    raise UsageError(
+        f"{requests} requests per replica are more than the largest graph, {GRAPH_BATCHES[-1]}; lower --concurrency."
+    )

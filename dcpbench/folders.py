@@ -1,0 +1,127 @@
+"""A run's folder: whether a command may use it, what --force removes, and what --resume must leave as it was. No torch.
+
+A sweep owns records.jsonl; `verify` owns checks.jsonl and failed.jsonl, and does not enter a sweep's folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from typing import TYPE_CHECKING
+
+from dcpbench.errors import DcpbenchError, OutputError
+from dcpbench.jobs import CHECKS_FILE, FAILED_FILE, read_job
+from dcpbench.records import RECORDS_FILE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from dcpbench.jobs import Settings
+    from dcpbench.records import Point
+
+MAY_CHANGE = ("--seconds", "--profile")
+"""Options that only make some points of a run better known than others."""
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder, and make sure that files can be written into it. Raises OutputError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as e:
+        raise OutputError(f"{folder} cannot be used as output folder ({e.strerror}); give another with -o.") from e
+
+
+def prepare_sweep(folder: Path, *, resume: bool, force: bool) -> None:
+    """Make a sweep's folder; `force` removes what an earlier run left.
+
+    Raises OutputError when it holds records and neither flag says what to do with them, or cannot be written.
+    """
+    if _holds(folder / RECORDS_FILE) and not (resume or force):
+        raise OutputError(
+            f"{folder} already holds records; add --resume to measure only what is missing, "
+            "--force to start over, or give another folder with -o."
+        )
+    make_folder(folder)
+    if force:
+        _start_over(folder, RECORDS_FILE)
+
+
+def prepare_checks(folder: Path, *, force: bool) -> None:
+    """The same for `verify`, which never touches a sweep's records."""
+    if _holds(folder / RECORDS_FILE):
+        raise OutputError(f"{folder} holds the records of a sweep; give verify another folder with -o.")
+    if (_holds(folder / CHECKS_FILE) or _holds(folder / FAILED_FILE)) and not force:
+        raise OutputError(f"{folder} already holds checks; add --force to check again, or give another folder with -o.")
+    make_folder(folder)
+    _start_over(folder, CHECKS_FILE, FAILED_FILE)
+
+
+def settings_of(point: Point, settings: Settings, device: str) -> dict[str, object]:
+    """What is the same for all points of a run, by the option that says it."""
+    return {
+        "--seconds": settings.seconds,
+        "--profile": settings.profile,
+        "--kv-memory": settings.kv_memory_bytes,
+        "--page-size": point.page_size,
+        "--interleave": point.interleave,
+        "--dtype": point.dtype,
+        "--weights": point.weights,
+        "--device": device,
+    }
+
+
+def check_resumed(folder: Path, now: Mapping[str, object]) -> str:
+    """What differs from the settings with which the folder's last job ran, as a sentence; empty if nothing does.
+
+    Raises OutputError where points measured now would not belong beside the others: another pool, layout of the KV
+    cache, dtype, checkpoint or device.
+    """
+    before = _last_settings(folder)
+    differ = {name: (old, now[name]) for name, old in before.items() if old != now[name]}
+    said = ", ".join(f"{name} was {_text(old)} and is {_text(new)}" for name, (old, new) in differ.items())
+    refused = [name for name in differ if name not in MAY_CHANGE]
+    if refused:
+        raise OutputError(
+            f"--resume: in {folder} {said}. Points of one run share {' and '.join(refused)}: give what it was, or "
+            "another folder with -o."
+        )
+    return f"--resume: in {folder} {said}; points measured from here on have the new value." if said else ""
+
+
+def _last_settings(folder: Path) -> dict[str, object]:
+    for path in sorted(folder.glob("job-*.json"), key=lambda p: p.stat().st_mtime, reverse=True):
+        with contextlib.suppress(DcpbenchError):
+            job = read_job(path)
+            return settings_of(job.points[0], job.settings, job.device)
+    return {}
+
+
+def _text(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return "on" if value else "off" if value is False else "not given"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _holds(path: Path) -> bool:
+    try:
+        return path.exists() and path.stat().st_size > 0
+    except OSError as e:
+        raise OutputError(f"{path.parent} cannot be read ({e.strerror}); give another folder with -o.") from e
+
+
+def _start_over(folder: Path, *results: str) -> None:
+    """Remove results and jobs of an earlier run: its job files would speak for this one, and its logs run on."""
+    try:
+        for path in folder.glob("job-*.json"):
+            tag = path.stem.removeprefix("job-")
+            shutil.rmtree(folder / "logs" / tag, ignore_errors=True)
+            (folder / f"progress-{tag}.jsonl").unlink(missing_ok=True)
+            path.unlink()
+        for name in results:
+            (folder / name).unlink(missing_ok=True)
+    except OSError as e:
+        raise OutputError(f"{folder} cannot be emptied ({e.strerror}); give another folder with -o.") from e

@@ -1,0 +1,133 @@
+"""What a run's folder is refused for, what --force removes, and what --resume may not change."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dcpbench import folders
+from dcpbench.errors import OutputError
+from dcpbench.jobs import CHECKS_FILE, FAILED_FILE, Job, Settings
+from dcpbench.records import RECORDS_FILE, Point, Record, RecordFile, read_records
+
+POINT = Point(model="tiny", tp=2, concurrency=2, context=100, backend="triton", dtype="fp32", page_size=64)
+RECORD = Record(point=POINT, outcome="ok")
+SETTINGS = Settings(kv_memory_bytes=1 << 30)
+NOW = folders.settings_of(POINT, SETTINGS, "cpu")
+
+
+def job(folder: Path, tag: str, settings: Settings = SETTINGS, point: Point = POINT) -> None:
+    """A job file as the launcher leaves it."""
+    made = Job(kind="sweep", tag=tag, folder=str(folder), device="cpu", points=[point], settings=settings)
+    made.path().write_bytes(msgspec.json.encode(made))
+    made.progress_path().touch()
+    (folder / "logs" / tag).mkdir(parents=True)
+
+
+class TestSweep:
+    def test_a_new_folder_is_made_with_its_parents(self, tmp_path: Path) -> None:
+        folders.prepare_sweep(tmp_path / "a" / "b", resume=False, force=False)
+        assert list((tmp_path / "a" / "b").iterdir()) == []
+
+    def test_records_are_not_overwritten_without_being_asked(self, tmp_path: Path) -> None:
+        RecordFile(tmp_path).append(RECORD)
+        with pytest.raises(OutputError, match=r"already holds records; add --resume .* --force"):
+            folders.prepare_sweep(tmp_path, resume=False, force=False)
+        assert read_records(tmp_path) == [RECORD]
+
+    def test_an_empty_record_file_is_nothing_to_protect(self, tmp_path: Path) -> None:
+        (tmp_path / RECORDS_FILE).touch()
+        folders.prepare_sweep(tmp_path, resume=False, force=False)
+
+    def test_resume_keeps_what_is_there_and_force_removes_records_jobs_and_logs(self, tmp_path: Path) -> None:
+        """A job file left behind would say with which settings the new run was begun."""
+        RecordFile(tmp_path).append(RECORD)
+        job(tmp_path, "tp2-0")
+        (tmp_path / "notes.txt").touch()
+        folders.prepare_sweep(tmp_path, resume=True, force=False)
+        assert read_records(tmp_path) == [RECORD]
+        folders.prepare_sweep(tmp_path, resume=False, force=True)
+        assert sorted(p.name for p in tmp_path.rglob("*")) == ["logs", "notes.txt"]
+
+
+class TestVerify:
+    def test_a_sweeps_folder_is_refused_even_with_force(self, tmp_path: Path) -> None:
+        """Its records are not verify's to remove, and verify cannot --resume."""
+        RecordFile(tmp_path).append(RECORD)
+        for force in (False, True):
+            with pytest.raises(OutputError, match=r"holds the records of a sweep; .* -o") as caught:
+                folders.prepare_checks(tmp_path, force=force)
+            assert "--resume" not in str(caught.value)
+        assert read_records(tmp_path) == [RECORD]
+
+    @pytest.mark.parametrize("name", [CHECKS_FILE, FAILED_FILE])
+    def test_earlier_checks_need_force_and_are_removed_by_it(self, name: str, tmp_path: Path) -> None:
+        (tmp_path / name).write_text("{}\n")
+        with pytest.raises(OutputError, match="add --force to check again") as caught:
+            folders.prepare_checks(tmp_path, force=False)
+        assert "--resume" not in str(caught.value)
+        folders.prepare_checks(tmp_path, force=True)
+        assert not (tmp_path / name).exists()
+
+
+class TestUnwritable:
+    @pytest.mark.parametrize("below", [".", "below"])
+    def test_a_file_where_the_folder_should_be_is_our_error(self, below: str, tmp_path: Path) -> None:
+        (tmp_path / "taken").touch()
+        with pytest.raises(OutputError, match=r"(cannot be used as output folder|cannot be read) .*-o"):
+            folders.prepare_sweep(tmp_path / "taken" / below, resume=False, force=False)
+
+    @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc, which not even root can write")
+    def test_a_folder_that_exists_and_takes_no_files_is_our_error(self) -> None:
+        """mkdir has nothing to complain about there; only writing does."""
+        for prepare in (folders.prepare_checks, lambda *a, **k: folders.prepare_sweep(*a, resume=False, **k)):
+            with pytest.raises(OutputError, match=r"/proc/self cannot be used as output folder \(.*\); .* -o"):
+                prepare(Path("/proc/self"), force=False)
+
+
+class TestResume:
+    def test_the_same_settings_are_no_news(self, tmp_path: Path) -> None:
+        assert folders.check_resumed(tmp_path, NOW) == "", "a folder without jobs"
+        job(tmp_path, "tp2-0")
+        assert folders.check_resumed(tmp_path, NOW) == ""
+
+    def test_another_time_limit_is_told_and_taken(self, tmp_path: Path) -> None:
+        """How well a median is known may differ between the points of a run: each record says it."""
+        job(tmp_path, "tp2-0")
+        now = folders.settings_of(POINT, msgspec.structs.replace(SETTINGS, seconds=3, profile=False), "cpu")
+        said = folders.check_resumed(tmp_path, now)
+        assert "--seconds was 10 and is 3, --profile was on and is off" in said
+        assert "\n" not in said
+
+    @pytest.mark.parametrize(
+        ("changed", "words"),
+        [
+            ({"--kv-memory": None}, "--kv-memory was 1073741824 and is not given"),
+            ({"--page-size": 1}, "--page-size was 64 and is 1"),
+            ({"--interleave": 2}, "--interleave was 1 and is 2"),
+            ({"--dtype": "bf16"}, "--dtype was fp32 and is bf16"),
+            ({"--weights": "folder"}, "--weights was synthetic and is folder"),
+            ({"--device": "cuda"}, "--device was cpu and is cuda"),
+        ],
+        ids=lambda x: "".join(x) if isinstance(x, dict) else "",
+    )
+    def test_what_would_make_points_of_one_run_differ_is_refused(
+        self, changed: dict[str, object], words: str, tmp_path: Path
+    ) -> None:
+        """Pools of other sizes, or points that share nothing with those already there."""
+        job(tmp_path, "tp2-0")
+        with pytest.raises(OutputError, match="give what it was, or another folder with -o") as caught:
+            folders.check_resumed(tmp_path, NOW | changed)
+        assert words in str(caught.value)
+
+    def test_the_last_job_speaks_for_the_run_and_a_damaged_file_does_not(self, tmp_path: Path) -> None:
+        """Three jobs with 10, 3 and unreadable settings, written in this order."""
+        job(tmp_path, "tp2-0")
+        job(tmp_path, "tp2-1", msgspec.structs.replace(SETTINGS, seconds=3))
+        (tmp_path / "job-tp2-2.json").write_text("{half")
+        for age, tag in ((30, "tp2-0"), (20, "tp2-1"), (10, "tp2-2")):
+            os.utime(tmp_path / f"job-{tag}.json", (1e9 - age, 1e9 - age))
+        assert "--seconds was 3 and is 10" in folders.check_resumed(tmp_path, NOW)

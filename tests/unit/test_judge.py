@@ -1,0 +1,109 @@
+"""Which points a machine cannot run, by command: what a kernel, a graph or a model's sizes rule out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from dcpbench import judge, sweep
+from dcpbench.budget import size_text
+from dcpbench.errors import UsageError
+from dcpbench.jobs import Probe, Settings
+from dcpbench.layout import Layout
+from dcpbench.records import Point
+from dcpbench.shapes import SHAPES
+from dcpbench.spec import make_spec
+
+if TYPE_CHECKING:
+    from dcpbench.shapes import ModelShape
+
+GIB = 1 << 30
+CPU = Probe(device="cpu", count=0, name="CPU")
+H200X4 = Probe(
+    device="cuda", count=4, name="NVIDIA H200", memory_bytes=139 * GIB, l2_bytes=60 << 20,
+    packages={"flashinfer": "0.6.18"},
+)  # fmt: skip
+
+
+def check(shape: ModelShape = SHAPES["tiny"], probe: Probe = H200X4, *, timed: bool = True, **changes: object) -> None:
+    """Judge one point of the tiny model."""
+    point = Point(model="tiny", tp=2, dcp=2, concurrency=2, context=9, exchange="ag_rs", backend="triton", dtype="bf16")
+    changed = msgspec.structs.replace(point, **changes)
+    judge.check(changed, Settings(), shape, judge.Machine(probe=probe, timed=timed))
+
+
+def tiny(**sizes: int) -> ModelShape:
+    """The tiny model with other widths."""
+    return dataclasses.replace(SHAPES["tiny"], **sizes)
+
+
+def test_the_reference_is_not_timed_on_a_gpu_but_may_be_compared_there() -> None:
+    """Its plan makes new tensors: a captured graph would replay the lengths of its capture."""
+    with pytest.raises(UsageError, match="use --backend triton or --backend flashinfer"):
+        check(backend="reference")
+    check(backend="reference", timed=False)
+    check(backend="reference", probe=CPU)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_a_gpu_times_bf16_alone_but_compares_other_dtypes(dtype: str) -> None:
+    """The grouped product of the experts is bf16 only."""
+    with pytest.raises(UsageError, match=f"--dtype {dtype}: .* use --dtype bf16.*verify"):
+        check(dtype=dtype)
+    check(dtype=dtype, timed=False)
+    check(dtype=dtype, probe=CPU)
+
+
+def test_sweep_and_verify_are_told_apart_by_their_grids() -> None:
+    """The same options, one command each."""
+    spec = make_spec({"backend": "reference", "model": "tiny", "tp": "2", "context": "37", "concurrency": "4"}, H200X4)
+    assert all("--backend reference" in str(c.error) for c in sweep.expand(spec, H200X4))
+    assert all(c.error is None for c in sweep.expand_layouts([Layout(tp=2, dcp=2)], spec, H200X4))
+
+
+@pytest.mark.parametrize(("dp", "most"), [(1, 512), (2, 1024)])
+@pytest.mark.parametrize("probe", [CPU, H200X4], ids=["cpu", "gpu"])
+def test_more_requests_than_the_largest_graph_takes_are_refused_with_the_most(probe: Probe, dp: int, most: int) -> None:
+    """512 a replica, and the odd one out makes one replica's batch larger."""
+    check(probe=probe, dp=dp, dcp=1, exchange="none", concurrency=most)
+    with pytest.raises(UsageError, match=rf"--concurrency {most + 1} .*--concurrency can be up to {most}\."):
+        check(probe=probe, dp=dp, dcp=1, exchange="none", concurrency=most + 1)
+
+
+@pytest.mark.parametrize("sizes", [{"latent": 48}, {"rope": 24}, {"latent": 8}, {"rope": 8}], ids=str)
+@pytest.mark.parametrize("probe", [CPU, H200X4], ids=["cpu", "gpu"])
+def test_triton_needs_powers_of_two_from_16(probe: Probe, sizes: dict[str, int]) -> None:
+    """tl.arange takes no others, and the message says which backend does."""
+    with pytest.raises(UsageError, match=r"--backend (triton needs|reference)|rope kernel"):
+        check(tiny(**sizes), probe)
+    if probe is CPU:
+        check(tiny(**sizes), probe, backend="reference")
+
+
+def test_on_a_gpu_rope_is_a_power_of_two_whatever_the_backend() -> None:
+    """The rope kernel has no alternative there."""
+    with pytest.raises(UsageError, match="'qk_rope_head_dim' 24; dcpbench verify --device cpu --backend reference"):
+        check(tiny(rope=24), backend="reference", timed=False)
+
+
+@pytest.mark.parametrize("sizes", [{"value": 20}, {"value": 48}, {"value": 8}], ids=str)
+def test_values_of_other_widths_run_without_dcp_and_on_the_cpu(sizes: dict[str, int]) -> None:
+    """Merged in fp32 they pass a kernel of their own, on a GPU, in half precision, where dcp > 1."""
+    with pytest.raises(UsageError, match=r"'v_head_dim' to be powers of two from 16.*use --dcp 1"):
+        check(tiny(**sizes))
+    check(tiny(**sizes), dcp=1, exchange="none")
+    check(tiny(**sizes), timed=False, dtype="fp32")
+    check(tiny(**sizes), CPU)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1000, "1000 B"), (1024, "1.0 KiB"), (1535, "1.4 KiB"), (3 << 19, "1.5 MiB"), (131 * GIB, "131.0 GiB"),
+     (5000 << 40, "5000.0 TiB")],
+)  # fmt: skip
+def test_sizes_are_written_in_a_unit_that_fits_and_never_rounded_up(size: int, text: str) -> None:
+    """1,535 B are 1.499 KiB: 1.5 KiB would be more than there is."""
+    assert size_text(size) == text

@@ -1,0 +1,61 @@
+"""Prompts for `verify --checkpoint`: what is made, and what a file may hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dcpbench.errors import UsageError
+from dcpbench.prompts import random_prompts, read_prompts
+from dcpbench.shapes import SHAPES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TINY = dataclasses.replace(SHAPES["tiny"], max_position=12)
+
+
+def test_random_prompts_are_uneven_repeatable_and_as_long_as_the_context() -> None:
+    """Context 37, 4 requests: 1 and then 12 more each, below the vocabulary of 512; one request has all of it."""
+    prompts = random_prompts(TINY, 4, 37)
+    assert [len(p) for p in prompts] == [1, 13, 25, 37]
+    assert prompts == random_prompts(TINY, 4, 37)
+    assert all(0 <= token < 512 for p in prompts for token in p)
+    assert [len(p) for p in random_prompts(TINY, 1, 37)] == [37]
+    assert [len(p) for p in random_prompts(TINY, 3, 1)] == [1, 1, 1]
+
+
+def test_a_file_of_lists_is_read_as_it_is(tmp_path: Path) -> None:
+    """The first and the last id of the vocabulary, and as many tokens as there are positions: 4 and 8 new ones."""
+    path = tmp_path / "prompts.json"
+    path.write_text("[[0, 511], [7, 7, 7, 7]]")
+    assert read_prompts(path, TINY, 8) == ((0, 511), (7, 7, 7, 7))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[[1, 512]]", "prompt 1: 512 is no token of tiny; ids go from 0 to 511"),
+        ("[[1], [2, -1]]", "prompt 2: -1 is no token of tiny"),
+        ("[[1], []]", "prompt 2 is empty"),
+        ("[]", "holds no prompt. Write lists of token ids, for example"),
+        ("[[1], [1, 2, 3, 4, 5]]", "prompt 2: 5 tokens and 8 new ones pass tiny's 12 positions"),
+        ('[["a"]]', "for example [[1, 5, 7], [2]]"),
+        ("{", "for example"),
+    ],
+)  # fmt: skip
+def test_what_the_model_cannot_read_is_refused_with_the_prompt_named(text: str, words: str, tmp_path: Path) -> None:
+    """Otherwise it is an index error on some rank, or a comparison of nothing."""
+    path = tmp_path / "prompts.json"
+    path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        read_prompts(path, TINY, 8)
+    assert words in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"none\.json"):
+        read_prompts(tmp_path / "none.json", TINY, 8)
