@@ -4,7 +4,7 @@
     ├── UsageError           2  options or input that cannot work
     │   ├── LayoutError      2  degrees that do not divide, or a layout the model cannot take
     │   ├── ModelError       2  a config.json or checkpoint that cannot be read as an MLA model
-    │   ├── OutputError      2  an output folder that must not be overwritten
+    │   ├── OutputError      2  an output folder that cannot or must not be written
     │   └── RecordsError     2  a record file that cannot be read
     ├── CapacityError        3  more GPUs or memory needed than there are
     ├── WorkerError          4  a rank failed, hung or was killed
@@ -35,7 +35,7 @@ class ModelError(UsageError):
 
 
 class OutputError(UsageError):
-    """An output folder that already holds records; the message names --resume and --force."""
+    """An output folder that cannot be written, or holds what must not be lost; the message names the way out."""
 
 
 class RecordsError(UsageError):

@@ -47,7 +47,7 @@ class SweepSpec:
     weights: str = SYNTHETIC
     repeats: int = 1
     baseline: bool = True
-    """Whether tp without dp and dcp is added for each model, backend and load."""
+    """Whether each layout is added without dcp, and tp alone for dp without dcp, for each model, backend and load."""
     settings: Settings = Settings()  # noqa: RUF009 -- frozen
 
     def __post_init__(self) -> None:
