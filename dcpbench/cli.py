@@ -176,6 +176,13 @@ RdzvId = Annotated[
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders, or records.jsonl files.")]
 
 
+AsRepeats = Annotated[
+    bool,
+    typer.Option("--as-repeats", help="The runs are passes over the same grid: show them as one, and how well they "
+    "agree, instead of side by side."),
+]  # fmt: skip
+
+
 def _version(value: bool) -> None:
     if value:
         typer.echo(f"dcpbench {__version__}")
@@ -259,25 +266,26 @@ def report(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="DIR", help="Default: RUN/report of the first run.")
     ] = None,
+    as_repeats: AsRepeats = False,
 ) -> None:
     """Write tables, plots and one self-contained HTML page from the records of one or several runs.
 
-    Example: dcpbench report runs/monday runs/tuesday -o both
+    Example: dcpbench report runs/monday runs/tuesday --as-repeats -o both
     """
     from dcpbench import commands
 
-    raise typer.Exit(commands.report(runs, output))
+    raise typer.Exit(commands.report(runs, output, as_repeats=as_repeats))
 
 
 @app.command(rich_help_panel="Read results")
-def show(runs: Runs) -> None:
+def show(runs: Runs, as_repeats: AsRepeats = False) -> None:
     """Print the table of one or several runs.
 
     Example: dcpbench show runs/monday
     """
     from dcpbench import commands
 
-    raise typer.Exit(commands.show(runs))
+    raise typer.Exit(commands.show(runs, as_repeats=as_repeats))
 
 
 @app.command(rich_help_panel="Check")

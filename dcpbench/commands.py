@@ -140,20 +140,20 @@ def env(*, as_json: bool) -> int:
     return 0
 
 
-def report(folders: Sequence[Path], output: Path | None) -> int:
+def report(folders: Sequence[Path], output: Path | None, *, as_repeats: bool = False) -> int:
     """`dcpbench report`: write the report of one or several runs."""
     from dcpbench.reports import write_report
 
     out = output or (folders[0] if folders[0].is_dir() else folders[0].parent) / "report"
-    _print_paths(write_report(list(folders), out), sys.stdout)
+    _print_paths(write_report(list(folders), out, as_repeats=as_repeats), sys.stdout)
     return 0
 
 
-def show(folders: Sequence[Path]) -> int:
+def show(folders: Sequence[Path], *, as_repeats: bool = False) -> int:
     """`dcpbench show`: the table of one or several runs in the terminal."""
     from dcpbench.reports import terminal_table
 
-    _console().print(terminal_table(list(folders)))
+    _console().print(terminal_table(list(folders), as_repeats=as_repeats))
     return 0
 
 

@@ -15,16 +15,17 @@ if TYPE_CHECKING:
 __all__ = ["terminal_table", "write_report"]
 
 
-def write_report(folders: list[Path], out: Path) -> list[Path]:
+def write_report(folders: list[Path], out: Path, *, as_repeats: bool = False) -> list[Path]:
     """Write report.html, report.md, points.csv and figures/ about one or several runs into `out`; paths, page first.
 
-    Files of an earlier report are written over. Raises RecordsError for a folder without records, UsageError for no
+    With `as_repeats` the runs are passes over the same grid and shown as one, with how well they agree. Files of an
+    earlier report are written over. Raises RecordsError for a folder without records, UsageError for no
     folder and OutputError where `out` cannot be written.
     """
     from dcpbench.errors import OutputError
     from dcpbench.reports import export, frames, html, markdown, plots, sections
 
-    read = frames.load(folders)
+    read = frames.load(folders, as_repeats=as_repeats)
     title = "dcpbench: " + ", ".join(run.name for run in read.runs)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -39,8 +40,8 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
     return [page, text, table, *(path for p in pictures for path in (p.png, p.svg))]
 
 
-def terminal_table(folders: list[Path]) -> RenderableType:
-    """What `rich` prints about one or several runs. Raises as `write_report` does."""
+def terminal_table(folders: list[Path], *, as_repeats: bool = False) -> RenderableType:
+    """What `rich` prints about one or several runs; see `write_report` for options and errors."""
     from dcpbench.reports import frames, terminal
 
-    return terminal.render(frames.load(folders))
+    return terminal.render(frames.load(folders, as_repeats=as_repeats))

@@ -6,6 +6,7 @@ import dataclasses
 import statistics
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pandas as pd
 
 from dcpbench.errors import LayoutError, UsageError
@@ -65,12 +66,17 @@ class Frames:
         return len(self.points) > 0 and bool(self.points["cpu"].any())
 
 
-def load(folders: Iterable[Path]) -> Frames:
-    """Read and join run folders. Raises RecordsError for a folder without records, UsageError for no folder."""
+def load(folders: Iterable[Path], *, as_repeats: bool = False) -> Frames:
+    """Read and join run folders; with `as_repeats` as one run in which each folder is a pass over the same grid.
+
+    Raises RecordsError for a folder without records, UsageError for no folder.
+    """
     folders = list(dict.fromkeys(folders))
     if not folders:
         raise UsageError("no run folder given; name at least one, as in `dcpbench report runs/latest`.")
     runs = [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+    if as_repeats:
+        runs = [_joined(runs)]
     rows, others = [], []
     for run in runs:
         same: dict[str, list[Record]] = {}
@@ -103,6 +109,24 @@ def _read(folder: Path, name: str) -> Run:
     path = folder / RECORDS_FILE if folder.is_dir() else folder
     cut = not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
     return Run(name, list(last.values()), len(records) - len(last), cut or (path.parent / ASIDE_FILE).exists())
+
+
+def _joined(runs: list[Run]) -> Run:
+    """The runs as one: later ones' repeats are counted on, and a point that is rejected in all is rejected once."""
+    records: dict[str, Record] = {}
+    passes = 0
+    for run in runs:
+        for record in run.records:
+            point = msgspec.structs.replace(record.point, repeat=record.point.repeat + passes)
+            key = record.point.same_but_repeat() if record.outcome == "rejected" else point.key()
+            records.setdefault(key, msgspec.structs.replace(record, point=point))
+        passes += 1 + max((r.point.repeat for r in run.records), default=0)
+    return Run(
+        name=" + ".join(run.name for run in runs),
+        records=list(records.values()),
+        replaced=sum(run.replaced for run in runs),
+        truncated=any(run.truncated for run in runs),
+    )
 
 
 def _names(folders: list[Path]) -> list[str]:

@@ -44,6 +44,21 @@ def test_repeats_become_one_row_with_their_median_envelope_and_spread(tmp_path: 
     assert row["spread"] == pytest.approx(1 / 10.5)
 
 
+def test_runs_as_repeats_are_one_run_whose_points_were_measured_twice(tmp_path: Path) -> None:
+    """Medians 10 and 11 ms in two folders: one row, two repeats, 1 / 10.5 apart; what both reject is listed once."""
+    no_room = build.rejected(build.point(DCP))
+    folders = [
+        build.write(tmp_path / "monday", [exact(build.point(TP), 10), no_room]),
+        build.write(tmp_path / "tuesday", [exact(build.point(TP), 11), no_room]),
+    ]
+    read = frames.load(folders, as_repeats=True)
+    (row,) = read.points.to_dict("records")
+    assert (row["run"], row["repeats"], row["step_ms"]) == ("monday + tuesday", 2, 10.5)
+    assert row["spread"] == pytest.approx(1 / 10.5)
+    assert len(read.others) == 1
+    assert len(frames.load(folders).points) == 2, "side by side without the option"
+
+
 def test_a_point_measured_again_counts_once_with_its_last_record(tmp_path: Path) -> None:
     """--resume after a failure: the failure is listed no more, and the run knows that one was replaced."""
     read = loaded(tmp_path, build.failed(build.point(TP)), exact(build.point(TP), 10))
