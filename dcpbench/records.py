@@ -194,7 +194,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """For failures: exit code, last log lines, stacks."""
     marks: list[str] = []
     """What to be careful about; reports/explain.py has a sentence for each: `cpu`, `oversubscribed`, `noisy`,
-    `unsettled`, `drift`, `throttled`, `l2_warm`, `host_sync`, `allocates`, `gpu_idle`, `graph_differs`."""
+    `unsettled`, `drift`, `throttled`, `l2_warm`, `host_sync`, `allocates`, `gpu_idle`, `graph_differs`,
+    `inaccurate`."""
     metrics: Metrics | None = None
     phases: Phases | None = None
     host_syncs_per_step: float | None = None

@@ -158,6 +158,7 @@ def from_config(config: dict[str, Any], path: Path) -> ModelShape:
             f"give a DeepSeek-V2/V3/R1 or Kimi-K2 configuration, or one of: {', '.join(SHAPES)}."
         )
     try:
+        _check_supported(config)
         routing = _routing(config)
         grouped = routing == "sigmoid" or config.get("topk_method") == "group_limited_greedy"
         rope = _rope(config)
@@ -205,6 +206,16 @@ def _routing(config: dict[str, Any]) -> str:
     if routing not in ("sigmoid", "softmax"):
         raise ValueError(f"'scoring_func' is {routing!r}; only 'sigmoid' and 'softmax' are supported")
     return str(routing)
+
+
+def _check_supported(config: dict[str, Any]) -> None:
+    """Raise ValueError for settings that would change what is computed and that the engine does not have."""
+    has = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "moe_layer_freq": 1}
+    for field, value in has.items():
+        if config.get(field, value) != value:
+            raise ValueError(f"{field!r} is {config[field]!r}; only {value!r} is supported")
+    if config.get("norm_topk_prob") and _routing(config) == "softmax":
+        raise ValueError("'norm_topk_prob' is true; with softmax routing only false is supported")
 
 
 def _check_routing(shape: ModelShape) -> None:

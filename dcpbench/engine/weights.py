@@ -161,6 +161,7 @@ class _Loader:
         return self.source.get(name, (self.shape.heads * width, columns), rows=rows)
 
     def attention(self, prefix: str) -> Attention:
+        """This rank's heads; what all heads share is held whole."""
         s, get, a = self.shape, self.source.get, prefix + "self_attn."
         kv_a = get(a + "kv_a_proj_with_mqa.weight", (s.kv_width, s.hidden))
         if s.q_lora is None:
@@ -194,6 +195,7 @@ class _Loader:
         return Mlp(gate_up=torch.cat((gate, up)), down=down)
 
     def moe(self, prefix: str) -> Moe:
+        """Whole experts, dealt out to the tp ranks in runs, and a slice of the shared one."""
         s, get, m = self.shape, self.source.get, prefix + "mlp."
         local = s.experts // self.layout.tp
         first = self.rank * local

@@ -61,6 +61,7 @@ MARKS = {
     "allocates": "memory was allocated from CUDA while steps were timed.",
     "gpu_idle": "no kernel ran during more than 3 % of the profiled step.",
     "graph_differs": "the captured graph and the eager step do not compute the same: do not use this point.",
+    "inaccurate": "the attention output is further from fp64 than rounding explains: do not use this point.",
     "oversubscribed": "more ranks than CPU cores shared the machine.",
 }
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from dcpbench.engine.decode import Batch, DecodeEngine, Request
 
 LAYER = 0
+LIMIT = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
+"""Relative error past which an attention output is wrong: a backend's own rounding, with room for one more."""
 
 
 def attention_error(

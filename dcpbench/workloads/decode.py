@@ -22,7 +22,7 @@ from dcpbench.gpu_state import GpuSampler, worst
 from dcpbench.measure import time_steps
 from dcpbench.profiling import profile_cpu_step, profile_step
 from dcpbench.records import Honesty, Kv, Record
-from dcpbench.workloads.attention_error import attention_error
+from dcpbench.workloads.attention_error import LIMIT, attention_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,7 +95,8 @@ def run(
         outcome="ok",
         detail={"host_syncs": ", ".join(sorted(syncs))} if syncs else {},
         marks=_marks(point, device) + _timing_marks(timing, gpu) + _step_marks(profile, allocated, graph_error)
-        + _cache_marks(session, l2_bytes),
+        + _cache_marks(session, l2_bytes)
+        + _accuracy_marks(error, point.dtype),
         metrics=metrics.decode_metrics(timing.samples_ms, point.concurrency, point.tp),
         phases=profile.phases,
         host_syncs_per_step=None if syncs is None else float(len(syncs)),
@@ -243,6 +244,10 @@ def _step_marks(profile: Profile, allocated: int, graph_error: float | None) -> 
         "graph_differs": graph_error is not None and not graph_error <= MOST_GRAPH_ERROR,
     }
     return [name for name, holds in marks.items() if holds]
+
+
+def _accuracy_marks(attention_error: float, dtype: str) -> list[str]:
+    return [] if attention_error <= LIMIT[dtype] else ["inaccurate"]
 
 
 def _cache_marks(session: Session, l2_bytes: int) -> list[str]:

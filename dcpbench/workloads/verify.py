@@ -21,7 +21,7 @@ from dcpbench import layout as arithmetic
 from dcpbench import memory
 from dcpbench.jobs import Check
 from dcpbench.workloads import oracle
-from dcpbench.workloads.attention_error import attention_error
+from dcpbench.workloads.attention_error import LIMIT, attention_error
 from dcpbench.workloads.session import DTYPES, build
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from dcpbench.records import Point
     from dcpbench.shapes import ModelShape
 
-ATTENTION_LIMIT = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
-"""Relative error of a backend's own rounding, with room for one more rounding by the exchange."""
 LOGITS_LIMIT = {"fp32": 1e-4, "fp16": 5e-2, "bf16": 0.5}
 """Largest absolute difference; logits of the small checkpoints are of size 1 to 10.
 
@@ -70,7 +68,7 @@ def _storage_checks(point: Point, shape: ModelShape, seed: int, rank: int, devic
     error = attention_error(engine, batch, requests, seed, all_requests=True)
     wrong = _wrong_writes(engine, requests)
     lengths_said = f"lengths {', '.join(map(str, lengths))}"
-    limit = ATTENTION_LIMIT[point.dtype]
+    limit = LIMIT[point.dtype]
     return [
         _check(point, "attention", error, limit, lengths_said),
         _check(point, "kv_write", float(wrong), 0.0, "rows that changed and should not have, or the reverse"),

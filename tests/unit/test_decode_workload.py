@@ -202,6 +202,12 @@ class TestMarks:
         assert decode._cache_marks(built, cycled // 4) == []
         assert decode._cache_marks(built, cycled // 4 + 1) == ["l2_warm"]
 
+    def test_an_attention_output_that_rounding_does_not_explain_is_marked(self):
+        """bf16 is allowed 1e-2, fp32 1e-5; NaN is never fine."""
+        assert decode._accuracy_marks(5e-3, "bf16") == []
+        assert decode._accuracy_marks(5e-3, "fp32") == ["inaccurate"]
+        assert decode._accuracy_marks(float("nan"), "bf16") == ["inaccurate"]
+
     def test_more_ranks_than_cores_are_marked(self, monkeypatch):
         """Eight ranks on two cores wait for each other's turn."""
         monkeypatch.setattr("os.cpu_count", lambda: 2)

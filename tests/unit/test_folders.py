@@ -41,6 +41,7 @@ class TestSweep:
     def test_an_empty_record_file_is_nothing_to_protect(self, tmp_path: Path) -> None:
         (tmp_path / RECORDS_FILE).touch()
         folders.prepare_sweep(tmp_path, resume=False, force=False)
+        assert read_records(tmp_path) == []
 
     def test_resume_keeps_what_is_there_and_force_removes_records_jobs_and_logs(self, tmp_path: Path) -> None:
         """A job file left behind would say with which settings the new run was begun."""
