@@ -51,7 +51,7 @@ def environment(device: torch.device, command: str) -> Environment:
         dcpbench=dcpbench.__version__,
         settings={k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "TORCH_NCCL_"))},
         git_commit=_git_commit(),
-        host_hash=hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12],
+        host_hash=_host_hash(torch.cuda.device_count() if cuda else 0),
         command=command,
     )
 
@@ -92,6 +92,12 @@ def _version(package: str) -> str | None:
 def _distributions() -> Mapping[str, list[str]]:
     """Import name -> distributions. Reads every installed package: most of a second, so once."""
     return importlib.metadata.packages_distributions()
+
+
+def _host_hash(gpus: int) -> str:
+    """Virtual machines often share a host name, so the GPUs count as well."""
+    names = [socket.gethostname(), *(str(torch.cuda.get_device_properties(i).uuid) for i in range(gpus))]
+    return hashlib.sha256("/".join(names).encode()).hexdigest()[:12]
 
 
 def _driver() -> str | None:

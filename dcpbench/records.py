@@ -177,7 +177,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     """Environment variables that change how collectives run: NCCL_* and TORCH_NCCL_*."""
     git_commit: str | None = None
     host_hash: str = ""
-    """First 12 hex digits of SHA-256 of the host name."""
+    """First 12 hex digits of SHA-256 of the host name and its GPUs' UUIDs: equal on one machine, and not reversible."""
     command: str = ""
 
 
@@ -209,6 +209,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     honesty: Honesty | None = None
     gpu: Gpu | None = None
     environment: Environment | None = None
+    measured_with: dict[str, int | float | bool | None] = {}
+    """jobs.Settings as they were in force, whether typed, from a file or by default."""
     started_at: str = ""
     """UTC, ISO 8601."""
     seconds: float = 0.0

@@ -78,6 +78,7 @@ class Worker:
             self.records.append(
                 msgspec.structs.replace(
                     record,
+                    measured_with=msgspec.to_builtins(settings),
                     started_at=started.isoformat(timespec="seconds"),
                     seconds=round(time.perf_counter() - begin, 3),
                 )

@@ -19,7 +19,8 @@ METHOD = [
     On a CPU it is wall time.
 
     Warm-up lasts until two successive medians agree within 1 %. Measuring stops when the 95 % interval of the median
-    is within the precision asked for, ±1 % by default. A time limit ends both; then the point is marked noisy.
+    is within the precision asked for, ±1 % by default. A time limit ends both: a point whose warm-up it ended is
+    marked unsettled, one whose measuring it ended is marked noisy.
 
     Intervals are distribution-free: two order statistics of the samples that hold the median with 95 % confidence
     (exact binomial). Where a point was repeated, the value is the median of the repeats and the interval spans all of
@@ -42,8 +43,11 @@ METHOD = [
     KV tokens per GiB: tokens that the layout's pools hold, each counted once, over the GiB of one GPU's pool. It
     compares layouts whatever the pools' sizes.
 
-    Phases, idle time, host syncs and allocations come from a separate profiled pass, so that profiling never touches
-    the times.
+    Phases, idle time and host syncs come from a separate profiled pass, so that profiling never touches the times.
+    Calls to CUDA's allocator are counted over the timed steps.
+
+    Every sample of a point is the same step: tokens, lengths and, with synthetic weights, the experts that tokens are
+    routed to are drawn once, the same in all layouts. Intervals cover the measuring, not another draw.
 
     A difference counts as clear if the intervals do not overlap and it is more than 2 %, which is as far as repeats
     may differ.
@@ -69,8 +73,8 @@ BOUNDS = {
     "weights": "weights: the pool takes what the weights leave.",
     "kv_memory": "kv_memory: the pool has the size given with --kv-memory.",
     "sweep": (
-        "sweep: not all weights fit, so the pool was sized for the largest point of the sweep. A capacity beside "
-        "weights that are not there would be fiction; compare tokens per GiB instead."
+        "sweep: the pool was sized for the largest point of the sweep, on a GPU because not all weights fit and a "
+        "capacity beside weights that are not there would be fiction; compare tokens per GiB instead."
     ),
 }
 
@@ -86,7 +90,7 @@ def file_notes(frames: Frames) -> list[str]:
     for run in frames.runs:
         if run.truncated:
             notes.append(
-                f"Run {run.name}: the last line of its record file was cut short; it is kept aside and not counted."
+                f"Run {run.name}: the last line of its record file was cut short; it is left out."
             )
         if run.replaced:
             notes.append(
@@ -160,7 +164,8 @@ def honesty(points: pd.DataFrame) -> list[str]:
     kinds = sorted(set(map(str, points["weights"])))
     if kinds == ["synthetic"]:
         said.append(
-            "Weights are synthetic: random numbers in the real sizes. Which experts tokens go to follows from them."
+            "Weights are synthetic: random numbers in the real sizes. Which experts a token goes to is drawn, too: "
+            "close to uniform, and the same in every layout."
         )
     else:
         said.append(f"Weights: {', '.join(kinds)}.")

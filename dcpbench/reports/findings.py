@@ -23,6 +23,9 @@ LOAD = ["run", "model", "workload", "context", "concurrency"]
 BASELINE_OF = [*LOAD, "tp", "dp", "backend", "dtype", "page_size", "weights"]
 """What a DCP point and its dcp=1 baseline have in common."""
 
+NOT_RUN = {"rejected": "was rejected", "failed": "failed", "hung": "hung"}
+"""What became of a point without numbers, in a sentence."""
+
 
 def timed(frames: Frames) -> pd.DataFrame:
     """Points whose speed may be spoken about: measured, and not on a CPU."""
@@ -222,7 +225,9 @@ def _dcp_sentences(ratios: pd.DataFrame, frames: Frames) -> list[str]:
         )
     if missing := ratios[ratios["verdict"] == "no baseline"].shape[0]:
         lost = _of(frames.others, ratios["run"].iloc[0], ratios["model"].iloc[0])
-        why = ", because it failed or was rejected" if len(lost[lost["dcp"] == 1]) else ""
+        ended = set(lost[lost["dcp"] == 1]["outcome"])
+        whys = [words for outcome, words in NOT_RUN.items() if outcome in ended]
+        why = f", because it {' or '.join(whys)}" if whys else ""
         said.append(f"{_points(missing)} with DCP ran where the same layout without it did not{why}.")
     return said
 

@@ -162,7 +162,6 @@ def kv(found: pd.DataFrame) -> Table:
             ("tokens per GiB per GPU", lambda r: f"{r['kv_tokens_per_gib']:,.0f}"),
             ("over tp alone", lambda r: ABSENT if missing(r["kv_ratio"]) else f"{r['kv_ratio']:.2f}×"),
             ("tokens in all", lambda r: f"{r['kv_capacity_tokens']:,.0f}"),
-            ("unused rows", lambda r: percent(r["kv_fragmentation"])),
         ],
         text_columns=3,
     )
