@@ -85,14 +85,15 @@ def sweep(given: dict[str, object], run: Run) -> int:
     if run.machines.node_rank:
         folders.make_folder(folder)
         _say(f"Node {run.machines.node_rank}: works for node 0 at {run.machines.rdzv_endpoint}; the records are there.")
-        with _stoppable(folder):
+        with _stoppable(work):
             launch.run([], work, run.machines, lambda _: None)
         return 0
-    points = _prepare(candidates, folder, work, run)
-    work = dataclasses.replace(work, pool_points=tuple(c.point for c in candidates if c.error is None))
-    _announce(candidates, points, folder, probe)
-    _run_points(points, work, run)
-    return _finish(candidates, folder, probe, run)
+    with folders.locked(folder) as lock:
+        points = _prepare(candidates, folder, work, run)
+        pool_points = tuple(c.point for c in candidates if c.error is None)
+        _announce(candidates, points, folder, probe)
+        _run_points(points, dataclasses.replace(work, pool_points=pool_points, lock=lock), run)
+        return _finish(candidates, folder, probe, run)
 
 
 def verify(
@@ -115,12 +116,13 @@ def verify(
         return 0
     texts = _prompts(spec, checkpoint, prompts, new_tokens)
     folder = run.output or _new_folder("verify", spec)
-    folders.prepare_checks(folder, force=run.force)
     points = [c.point for c in candidates if c.error is None]
     work = dataclasses.replace(_work(folder, spec, probe, run), kind="verify", new_tokens=new_tokens, prompts=texts)
-    _announce(candidates, points, folder, probe, cpu_note=False)
-    _run_points(points, work, run)
-    return _print_checks(points, folder, run)
+    with folders.locked(folder) as lock:
+        folders.prepare_checks(folder, force=run.force)
+        _announce(candidates, points, folder, probe, cpu_note=False)
+        _run_points(points, dataclasses.replace(work, lock=lock), run)
+        return _print_checks(points, folder, run)
 
 
 def env(*, as_json: bool) -> int:
@@ -191,24 +193,37 @@ def _prepare(candidates: Sequence[grid.Candidate], folder: Path, work: launch.Wo
 def _run_points(points: Sequence[Point], work: launch.Work, run: Run) -> None:
     from dcpbench.terminal import Watch
 
-    with _stoppable(work.folder), Watch(points, _console(error=True)) as watch:
+    with _stoppable(work), Watch(points, _console(error=True)) as watch:
         launch.run(points, work, run.machines, watch)
 
 
 @contextlib.contextmanager
-def _stoppable(folder: Path) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the workers first; the records stay valid."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+def _stoppable(work: launch.Work) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and a lost terminal (SIGHUP) end the workers first; the records stay valid."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _stop)
     try:
         yield
-    except KeyboardInterrupt:
-        _say(
-            f"\nInterrupted; the workers have ended and what was measured is in {folder}. To go on, repeat the command "
-            f"with: -o {shlex.quote(str(folder))} --resume"
-        )
-        sys.exit(INTERRUPTED)
+    except (KeyboardInterrupt, SystemExit) as e:
+        folder = shlex.quote(str(work.folder))
+        again = f"go on, repeat the command with: -o {folder} --resume"
+        if work.kind == "verify":
+            again = f"check again, repeat the command with: -o {folder} --force"
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            _say(f"\nInterrupted; the workers have ended and what was measured is in {work.folder}. To {again}")
+        sys.exit(e.code if isinstance(e, SystemExit) else INTERRUPTED)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(number: int, _: object) -> None:
+    """End as by Ctrl-C, once: a shell that goes away sends SIGHUP twice, and the second must not end the clean-up."""
+    for repeated in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(repeated, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def _finish(candidates: Sequence[grid.Candidate], folder: Path, probe: Probe, run: Run) -> int:

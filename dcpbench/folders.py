@@ -6,6 +6,8 @@ A sweep owns records.jsonl; `verify` owns checks.jsonl and failed.jsonl, and doe
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import shutil
 import tempfile
 from typing import TYPE_CHECKING
@@ -15,12 +17,14 @@ from dcpbench.jobs import CHECKS_FILE, FAILED_FILE, read_job
 from dcpbench.records import RECORDS_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from dcpbench.jobs import Settings
     from dcpbench.records import Point
 
+LOCK_FILE = ".lock"
+"""Locked while a run writes here; holds the process ids of the command and of its torchrun jobs."""
 MAY_CHANGE = ("--seconds", "--profile")
 """Options that only make some points of a run better known than others."""
 
@@ -33,6 +37,42 @@ def make_folder(folder: Path) -> None:
             pass
     except OSError as e:
         raise OutputError(f"{folder} cannot be used as output folder ({e.strerror}); give another with -o.") from e
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[int]:
+    """Make the folder and keep every other run out of it; gives the descriptor, for jobs that outlive this process.
+
+    The lock ends with the last process that has the descriptor. Raises OutputError where a run is still at work.
+    """
+    make_folder(folder)
+    lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            pid = next((p for p in (folder / LOCK_FILE).read_text().split() if _alive(int(p))), "unknown")
+            raise OutputError(
+                f"{folder}: a run is still writing here; wait for it, or end it (pid {pid}), or give another folder "
+                "with -o."
+            ) from e
+        except OSError:
+            pass  # a file system without locks
+        os.ftruncate(lock, 0)
+        os.write(lock, f"{os.getpid()}\n".encode())
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def prepare_sweep(folder: Path, *, resume: bool, force: bool) -> None:

@@ -59,6 +59,8 @@ class Work:
     timeout: float = 300.0
     """Seconds without a sign of life after which a job counts as hung."""
     worker: str = WORKER
+    lock: int | None = None
+    """Descriptor of the folder's lock (folders.locked)."""
 
     @property
     def records(self) -> str:
@@ -122,7 +124,7 @@ def _run_size(
         before = last_records(work.folder, work.records)
         job = _job(points, work)
         others.start(job)
-        with Running(job, machines, work.worker) as running:
+        with Running(job, machines, work.worker, work.lock) as running:
             end = _follow_job(running, work, others, watch)
         end.done |= {
             key for key, record in last_records(work.folder, work.records).items() if record != before.get(key)

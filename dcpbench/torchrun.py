@@ -48,7 +48,8 @@ class Machines:
 class Running:
     """A started job. Context manager: leaving it ends every process of the job, whatever happened."""
 
-    def __init__(self, job: Job, machines: Machines, worker: str) -> None:
+    def __init__(self, job: Job, machines: Machines, worker: str, lock: int | None = None) -> None:
+        """Start it; `lock` is the descriptor of the folder's lock, which the job keeps should this process die."""
         self.job = job
         self.logs = Path(job.folder) / "logs" / job.tag
         self.agent_log = self.logs / "agent.log"
@@ -62,8 +63,10 @@ class Running:
         with self.agent_log.open("ab") as log:
             self._agent = subprocess.Popen(
                 _command(job, machines, worker, here, self.logs), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env=_environment(job, machines), start_new_session=True,
+                env=_environment(job, machines), start_new_session=True, pass_fds=() if lock is None else (lock,),
             )  # fmt: skip
+        if lock is not None:
+            os.write(lock, f"{self._agent.pid}\n".encode())
 
     def __enter__(self) -> Self:
         return self

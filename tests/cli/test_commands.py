@@ -89,8 +89,9 @@ def test_a_sweep_measures_reports_and_goes_on_where_it_failed(tmp_path: Path) ->
 
 
 @pytest.mark.distributed
-def test_ctrl_c_ends_the_workers_and_says_how_to_go_on(tmp_path: Path) -> None:
-    """A hanging point is interrupted: exit 130, the finished point stays recorded, no process is left."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_an_interrupt_ends_the_workers_and_says_how_to_go_on(tmp_path: Path, number: int, code: int) -> None:
+    """Ctrl-C, kill or a dropped ssh while a point hangs: the finished point stays recorded, no process is left."""
     command = [sys.executable, str(HERE / "dcpbench_fake.py"), "sweep", "--tp", "2", "--context", "50,66"]
     command += ["--concurrency", "2", "--no-baseline", "-o", "run"]
     run = subprocess.Popen(command, cwd=tmp_path, env=ENV, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
@@ -100,9 +101,9 @@ def test_ctrl_c_ends_the_workers_and_says_how_to_go_on(tmp_path: Path) -> None:
     while not (len(pids) == 2 and (folder / "records.jsonl").exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
         pids = [int(p.read_text()) for p in folder.glob("rank-*.pid") if p.read_text()]
-    run.send_signal(signal.SIGINT)
+    run.send_signal(number)
     _, err = run.communicate(timeout=60)
-    assert run.returncode == 130
+    assert run.returncode == code
     assert "-o" in err
     assert "--resume" in err
     assert "Traceback" not in err

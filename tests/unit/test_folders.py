@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,28 @@ def job(folder: Path, tag: str, settings: Settings = SETTINGS, point: Point = PO
     made.path().write_bytes(msgspec.json.encode(made))
     made.progress_path().touch()
     (folder / "logs" / tag).mkdir(parents=True)
+
+
+class TestLock:
+    def test_a_second_run_is_refused_while_the_first_writes(self, tmp_path: Path) -> None:
+        """The sentence names the process to end; afterwards the folder is free again."""
+        with folders.locked(tmp_path), pytest.raises(OutputError, match=rf"still writing here.*pid {os.getpid()}\)"):
+            folders.locked(tmp_path).__enter__()
+        with folders.locked(tmp_path):
+            pass
+
+    def test_a_job_that_has_the_descriptor_keeps_the_lock(self, tmp_path: Path) -> None:
+        """As a torchrun agent whose launcher was killed."""
+        with folders.locked(tmp_path) as lock:
+            job = subprocess.Popen(["sleep", "60"], pass_fds=(lock,))
+        try:
+            with pytest.raises(OutputError, match="still writing here"):
+                folders.locked(tmp_path).__enter__()
+        finally:
+            job.kill()
+            job.wait()
+        with folders.locked(tmp_path):
+            pass
 
 
 class TestSweep:
