@@ -95,8 +95,10 @@ def _distributions() -> Mapping[str, list[str]]:
 
 
 def _host_hash(gpus: int) -> str:
-    """Virtual machines often share a host name, so the GPUs count as well."""
-    names = [socket.gethostname(), *(str(torch.cuda.get_device_properties(i).uuid) for i in range(gpus))]
+    """Virtual machines often share a host name, so the system's own id and the GPUs count as well."""
+    machine_id = Path("/etc/machine-id")
+    own = machine_id.read_text() if machine_id.is_file() else ""
+    names = [socket.gethostname(), own, *(str(torch.cuda.get_device_properties(i).uuid) for i in range(gpus))]
     return hashlib.sha256("/".join(names).encode()).hexdigest()[:12]
 
 
