@@ -46,7 +46,10 @@ def locked(folder: Path) -> Iterator[int]:
     The lock ends with the last process that has the descriptor. Raises OutputError where a run is still at work.
     """
     make_folder(folder)
-    lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as e:
+        raise OutputError(f"{folder / LOCK_FILE} cannot be written ({e.strerror}); give another folder with -o.") from e
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from dcpbench.records import Interval, Point, Record
+    from dcpbench.records import Environment, Interval, Point, Record
 
 GIB = 1 << 30
 VARIANTS = {
@@ -30,6 +30,10 @@ VARIANTS = {
     "weights": "weights {}",
 }
 """What else than the layout may tell two points of one load apart, and how it is printed."""
+
+
+SAME_ENVIRONMENT = ("device", "device_count", "torch", "cuda", "nccl", "flashinfer", "triton")
+"""What runs must share to be repeats of each other."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,11 +116,20 @@ def _read(folder: Path, name: str) -> Run:
 
 
 def _joined(runs: list[Run]) -> Run:
-    """The runs as one: later ones' repeats are counted on, and a point that is rejected in all is rejected once."""
+    """The runs as one: later ones' repeats are counted on, and a point that is rejected in all is rejected once.
+
+    An exact copy of a record is no repeat. Raises UsageError where runs were taken in different environments.
+    """
+    _check_same_environment(runs)
     records: dict[str, Record] = {}
+    measured: set[str] = set()
     passes = 0
     for run in runs:
         for record in run.records:
+            if record.metrics:
+                if _measurement(record) in measured:
+                    continue
+                measured.add(_measurement(record))
             point = msgspec.structs.replace(record.point, repeat=record.point.repeat + passes)
             key = record.point.same_but_repeat() if record.outcome == "rejected" else point.key()
             records.setdefault(key, msgspec.structs.replace(record, point=point))
@@ -127,6 +140,26 @@ def _joined(runs: list[Run]) -> Run:
         replaced=sum(run.replaced for run in runs),
         truncated=any(run.truncated for run in runs),
     )
+
+
+def _check_same_environment(runs: list[Run]) -> None:
+    first: tuple[str, Environment] | None = None
+    for run in runs:
+        for here in (r.environment for r in run.records if r.environment):
+            first = first or (run.name, here)
+            for name in SAME_ENVIRONMENT:
+                one, other = getattr(first[1], name), getattr(here, name)
+                if one != other:
+                    raise UsageError(
+                        f"--as-repeats: {name} is {one} in {first[0]} and {other} in {run.name}, so they are not "
+                        "repeats of each other. Leave --as-repeats out to show them side by side."
+                    )
+
+
+def _measurement(record: Record) -> str:
+    """The same for a record and its copy alone: when it was taken, of what, and every sample."""
+    samples = record.metrics.step_samples_ms if record.metrics else []
+    return f"{record.point.same_but_repeat()} {record.started_at} {samples}"
 
 
 def _names(folders: list[Path]) -> list[str]:

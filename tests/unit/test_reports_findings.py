@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from dcpbench.errors import UsageError
 from dcpbench.layout import Layout
 from dcpbench.metrics import decode_metrics
 from dcpbench.reports import findings, frames
@@ -57,6 +58,26 @@ def test_runs_as_repeats_are_one_run_whose_points_were_measured_twice(tmp_path: 
     assert row["spread"] == pytest.approx(1 / 10.5)
     assert len(read.others) == 1
     assert len(frames.load(folders).points) == 2, "side by side without the option"
+
+
+def test_a_copy_of_a_run_is_no_repeat_of_it(tmp_path: Path) -> None:
+    """The same samples at the same time were measured once, under whatever name they lie."""
+    folders = [build.write(tmp_path / name, [exact(build.point(TP), 10)]) for name in ("monday", "copy")]
+    (row,) = frames.load(folders, as_repeats=True).points.to_dict("records")
+    assert row["repeats"] == 1
+
+
+def test_runs_of_different_environments_are_no_repeats(tmp_path: Path) -> None:
+    """The first difference is named; a record without an environment, such as a rejected one, does not matter."""
+    other = msgspec.structs.replace(build.GPU, nccl="2.99", triton="9")
+    slow = msgspec.structs.replace(exact(build.point(TP), 11), environment=other)
+    folders = [
+        build.write(tmp_path / "monday", [build.rejected(build.point(DCP)), exact(build.point(TP), 10)]),
+        build.write(tmp_path / "tuesday", [slow]),
+    ]
+    with pytest.raises(UsageError, match=r"nccl is 2\.27 in monday and 2\.99 in tuesday"):
+        frames.load(folders, as_repeats=True)
+    assert len(frames.load(folders).points) == 2
 
 
 def test_a_point_measured_again_counts_once_with_its_last_record(tmp_path: Path) -> None:
