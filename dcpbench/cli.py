@@ -174,8 +174,49 @@ RdzvId = Annotated[
     str, typer.Option("--rdzv-id", metavar="NAME", rich_help_panel=MACHINES, help="Job name for torchrun.")
 ]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders, or records.jsonl files.")]
-
-
+VerifyTp = Annotated[
+    str | None,
+    typer.Option("--tp", metavar="N,…", rich_help_panel=LAYOUT, help="Ranks of a layout. Default: the largest --dp "
+    "times the largest --dcp; without any of the three, the six layouts above."),
+]  # fmt: skip
+VerifyDp = Annotated[
+    str | None,
+    typer.Option("--dp", metavar="N,…", rich_help_panel=LAYOUT, help="Attention data parallel replicas inside tp. "
+    "Default: every valid number."),
+]  # fmt: skip
+VerifyDcp = Annotated[
+    str | None,
+    typer.Option("--dcp", metavar="N,…", rich_help_panel=LAYOUT, help="Ranks that share the KV cache of one request; "
+    "divides tp / dp. Default: every valid number."),
+]  # fmt: skip
+VerifyModel = Annotated[
+    str | None, typer.Option("--model", metavar="NAME", rich_help_panel=LOAD, help="As in sweep. Default: as in sweep.")
+]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option("--checkpoint", metavar="FOLDER", rich_help_panel=LOAD, help="Also compare logits and greedy tokens "
+    "with transformers, for this Hugging Face checkpoint (config.json and safetensors)."),
+]  # fmt: skip
+Prompts = Annotated[
+    Path | None,
+    typer.Option("--prompts", metavar="FILE", rich_help_panel=LOAD, help="With --checkpoint: JSON lists of token ids. "
+    "Default: seeded random prompts of uneven lengths."),
+]  # fmt: skip
+NewTokens = Annotated[
+    int,
+    typer.Option("--new-tokens", metavar="N", min=1, rich_help_panel=LOAD, help="With --checkpoint: greedy tokens "
+    "compared."),
+]  # fmt: skip
+VerifyConcurrency = Annotated[
+    str | None,
+    typer.Option("--concurrency", metavar="N", rich_help_panel=LOAD, help="With --checkpoint: random prompts. "
+    "Default: 4."),
+]  # fmt: skip
+VerifyContext = Annotated[
+    str | None,
+    typer.Option("--context", metavar="TOKENS", rich_help_panel=LOAD, help="Length of the longest request; the others "
+    "are shorter, so that shards are uneven. Default: 37."),
+]  # fmt: skip
 AsRepeats = Annotated[
     bool,
     typer.Option("--as-repeats", help="The runs are passes over the same grid: show them as one, and how well they "
@@ -290,53 +331,15 @@ def show(runs: Runs, as_repeats: AsRepeats = False) -> None:
 
 @app.command(rich_help_panel="Check")
 def verify(
-    tp: Tp = None,
-    dp: Dp = None,
-    dcp: Dcp = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="NAME", rich_help_panel=LOAD, help="As in sweep. Default: as in sweep."),
-    ] = None,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            "--checkpoint",
-            metavar="FOLDER",
-            rich_help_panel=LOAD,
-            help="Also compare logits and greedy "
-            "tokens with transformers, for this Hugging Face checkpoint (config.json and safetensors).",
-        ),
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts",
-            metavar="FILE",
-            rich_help_panel=LOAD,
-            help="With --checkpoint: JSON lists of token ids. Default: seeded random prompts of uneven lengths.",
-        ),
-    ] = None,
-    new_tokens: Annotated[
-        int,
-        typer.Option(
-            "--new-tokens", metavar="N", min=1, rich_help_panel=LOAD, help="With --checkpoint: greedy tokens compared."
-        ),
-    ] = 8,
-    concurrency: Annotated[
-        str | None,
-        typer.Option(
-            "--concurrency", metavar="N", rich_help_panel=LOAD, help="With --checkpoint: random prompts. Default: 4."
-        ),
-    ] = None,
-    context: Annotated[
-        str | None,
-        typer.Option(
-            "--context",
-            metavar="TOKENS",
-            rich_help_panel=LOAD,
-            help="Length of the longest request; the others are shorter, so that shards are uneven. Default: 37.",
-        ),
-    ] = None,
+    tp: VerifyTp = None,
+    dp: VerifyDp = None,
+    dcp: VerifyDcp = None,
+    model: VerifyModel = None,
+    checkpoint: Checkpoint = None,
+    prompts: Prompts = None,
+    new_tokens: NewTokens = 8,
+    concurrency: VerifyConcurrency = None,
+    context: VerifyContext = None,
     backend: Backend = None,
     exchange: Exchange = None,
     dtype: Dtype = None,
@@ -352,7 +355,8 @@ def verify(
     """Check layouts, backends and exchanges against a slow fp64 reference on one rank.
 
     Without --tp, --dp and --dcp: tp1, tp2, tp2·dcp2, tp4·dcp2, tp4·dcp4 and tp4·dp2·dcp2, as far as there are GPUs.
-    With --tp: every valid layout of that many ranks. Ends with 1 if any check is wrong.
+    With --tp: every valid layout of that many ranks. Ends with 1 if any check is wrong, with 4 if none is but some
+    points could not be checked.
 
     For example:
 

@@ -288,7 +288,7 @@ def _announce(
     possible = sum(c.error is None for c in candidates)
     skipped = f", {possible - len(points)} already measured" if possible > len(points) else ""
     extra = f" ({added} of the grid are baselines; --no-baseline leaves them out)" if added else ""
-    _say(f"{len(points)} points to run{skipped}{extra}. Output: {folder}")
+    _say(f"{_points(len(points))} to run{skipped}{extra}. Output: {folder}")
 
 
 def _print_checks(points: Sequence[Point], folder: Path, run: Run) -> int:
@@ -304,14 +304,15 @@ def _print_checks(points: Sequence[Point], folder: Path, run: Run) -> int:
     else:
         from dcpbench.terminal import checks_table
 
-        _console().print(checks_table(checks))
+        if checks:
+            _console().print(checks_table(checks))
     for r in failed:
         _say(f"{r.outcome}: {grid.point_name(r.point)}: {r.reason}")
     if silent:
         _say(f"no check was made for: {', '.join(sorted(silent))}; read {folder / 'logs'}")
     wrong = sum(not c.ok for c in checks)
-    _say(f"{len(checks) - wrong} checks ok, {wrong} wrong, {len(failed)} points failed. Output: {folder}")
-    return 0 if ok else WRONG
+    _say(f"{len(checks) - wrong} checks ok, {wrong} wrong, {_points(len(failed))} failed. Output: {folder}")
+    return 0 if ok else WRONG if wrong else SOME_FAILED
 
 
 def _verify_defaults(given: dict[str, object]) -> dict[str, object]:
@@ -365,6 +366,10 @@ def _console(*, error: bool = False) -> Console:
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
     return console
+
+
+def _points(count: int) -> str:
+    return "1 point" if count == 1 else f"{count} points"
 
 
 def _say(text: str) -> None:

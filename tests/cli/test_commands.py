@@ -81,7 +81,7 @@ def test_a_sweep_measures_reports_and_goes_on_where_it_failed(tmp_path: Path) ->
     assert "--force" in again.stderr
 
     resumed = dcpbench(tmp_path, *sweep, "--resume", "--json")
-    assert "1 points to run, 1 already measured" in resumed.stderr
+    assert "1 point to run, 1 already measured" in resumed.stderr
     assert [r.point.context for r in read_records(tmp_path / "run")] == [13, 100, 13]
     summary = json.loads(resumed.stdout)
     assert (summary["ok"], summary["failed"], summary["performance"]) == (1, 1, False)
@@ -126,6 +126,15 @@ def test_verify_ends_with_1_when_a_check_is_wrong(tmp_path: Path) -> None:
     right = dcpbench(tmp_path, "verify", "--tp", "2", "--dp", "1", "-o", "v", "--force")
     assert right.returncode == 0
     assert "2 checks ok, 0 wrong, 0 points failed" in right.stderr
+
+
+@pytest.mark.distributed
+def test_verify_ends_with_4_when_nothing_is_wrong_but_a_point_failed(tmp_path: Path) -> None:
+    """Context 13 fails on rank 1: no table of checks, since there are none."""
+    done = dcpbench(tmp_path, "verify", "--tp", "2", "--dp", "1", "--dcp", "2", "--context", "13", "-o", "v")
+    assert done.returncode == 4
+    assert "0 checks ok, 0 wrong, 1 point failed" in done.stderr
+    assert done.stdout == ""
 
 
 def test_env_is_read_off_the_last_line_that_the_worker_prints(tmp_path: Path) -> None:
@@ -265,7 +274,7 @@ def test_a_layout_without_any_check_is_not_a_success(tmp_path: Path, capsys: pyt
     )
     (tmp_path / "checks.jsonl").write_bytes(msgspec.json.encode(check) + b"\n")
     assert commands._print_checks(points[:1], tmp_path, commands.Run()) == 0
-    assert commands._print_checks(points, tmp_path, commands.Run()) == 1
+    assert commands._print_checks(points, tmp_path, commands.Run()) == 4
     assert "no check was made for: tp2" in capsys.readouterr().err
 
 
