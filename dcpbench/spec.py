@@ -19,7 +19,7 @@ from dcpbench.jobs import Settings
 from dcpbench.shapes import check_checkpoint, load_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from dcpbench.jobs import Probe
     from dcpbench.shapes import ModelShape
@@ -145,11 +145,8 @@ def read_options(path: Path) -> dict[str, object]:
             options[name.removeprefix("no_")] = not value
             continue
         if name not in PARSERS:
-            near = difflib.get_close_matches(name, PARSERS, n=1, cutoff=0.0)[0]
-            raise UsageError(
-                f"{path}: unknown option '{typed}'; did you mean '{near}'? "
-                f"Known: {', '.join(n.replace('_', '-') for n in PARSERS)}."
-            )
+            known = [n.replace("_", "-") for n in PARSERS]
+            raise UsageError(f"{path}: unknown option '{typed}'{_did_you_mean(name.replace('_', '-'), known)}")
         if value is None:
             raise UsageError(f"{path}: '{typed}' has no value; give one, or leave the line out.")
         options[name] = value
@@ -170,7 +167,9 @@ def effective(probe: Probe, device: str) -> Probe:
 
 
 def parse_bytes(name: str, value: object) -> int:
-    """`100GiB`, `40GB`, `512 MiB`, or a number of bytes."""
+    """`100GiB`, `40GB` or `512 MiB`."""
+    if re.fullmatch(r"\s*\d+(\.\d+)?\s*", str(value)):
+        raise UsageError(f"{flag(name)} {value} has no unit; write for example {flag(name)} 100GiB or 40GB.")
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(value), re.IGNORECASE)
     if not match or isinstance(value, bool):
         raise UsageError(f"{flag(name)} {value}: not a size; write for example {flag(name)} 100GiB or 40GB.")
@@ -205,13 +204,19 @@ def _items(name: str, value: object) -> list[object]:
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
     items = value if isinstance(value, list | tuple) else [value]
-    if not items or "" in items:
+    if not items or items == [""]:
+        raise UsageError(f"{flag(name)} is empty; write for example {_example(name)}, or leave it out.")
+    if "" in items:
         raise UsageError(f"{flag(name)} {value!r} has an empty entry; write a comma list such as {_example(name)}.")
     return list(items)
 
 
 def _example(name: str) -> str:
-    return f"{flag(name)} " + {"tp": "4,8", "dcp": "1,4", "concurrency": "8,32", "context": "4000,32000"}.get(name, "1")
+    examples = {
+        "model": "deepseek-v3,kimi-k2", "backend": ",".join(BACKENDS), "exchange": EXCHANGES[0], "dtype": "bf16",
+        "weights": SYNTHETIC, "tp": "4,8", "dcp": "1,4", "concurrency": "8,32", "context": "4000,32000",
+    }  # fmt: skip
+    return f"{flag(name)} {examples.get(name, '1')}"
 
 
 def _ints(name: str, value: object) -> tuple[int, ...]:
@@ -230,8 +235,10 @@ def _names(name: str, value: object) -> tuple[str, ...]:
 
 
 def _name(name: str, value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise UsageError(f"{flag(name)} {value!r}: not a name.")
+    if value == "":
+        raise UsageError(f"{flag(name)} is empty; write for example {_example(name)}, or leave it out.")
+    if not isinstance(value, str):
+        raise UsageError(f"{flag(name)} {value!r}: not a name; write for example {_example(name)}.")
     return value
 
 
@@ -254,8 +261,12 @@ def _positive(name: str, value: int) -> None:
 
 def _known(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        near = difflib.get_close_matches(value, known, n=1, cutoff=0.0)[0]
-        raise UsageError(f"{flag(name)} {value} is unknown; did you mean {near}? Known: {', '.join(known)}.")
+        raise UsageError(f"{flag(name)} {value} is unknown{_did_you_mean(value, known)}")
+
+
+def _did_you_mean(value: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(value, known, n=1)
+    return (f"; did you mean {near[0]}?" if near else ".") + f" Known: {', '.join(known)}."
 
 
 PARSERS: dict[str, Callable[[str, object], object]] = {

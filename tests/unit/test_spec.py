@@ -42,7 +42,7 @@ def test_an_unknown_name_in_a_file_names_the_nearest_valid_one(tmp_path: Path) -
     """A typo must not be ignored: the sweep would measure something else."""
     path = tmp_path / "a.toml"
     path.write_text("concurency = [8]\n")
-    with pytest.raises(UsageError, match="unknown option 'concurency'; did you mean 'concurrency'"):
+    with pytest.raises(UsageError, match="unknown option 'concurency'; did you mean concurrency"):
         read_options(path)
 
 
@@ -89,7 +89,7 @@ def test_a_missing_or_binary_file_is_a_usage_error(tmp_path: Path) -> None:
         ({"tp": "0"}, "--tp 0 is not positive"),
         ({"tp": "-4"}, "--tp -4 is not positive"),
         ({"tp": "4,,8"}, "empty entry"),
-        ({"tp": ""}, "empty entry"),
+        ({"tp": ""}, "--tp is empty; write for example --tp 4,8"),
         ({"concurrency": "8;32"}, "--concurrency 8;32: not a whole number"),
         ({"context": "0"}, "--context 0 is not positive"),
         ({"exchange": "ag-rs"}, "did you mean ag_rs"),
@@ -118,7 +118,7 @@ def test_nonsense_on_the_command_line_says_what_to_type(options: dict[str, objec
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("100GiB", 100 << 30), ("40GB", 40 * 10**9), ("1.5 MiB", 3 << 19), ("2k", 2000), ("12345", 12345), ("7B", 7)],
+    [("100GiB", 100 << 30), ("40GB", 40 * 10**9), ("1.5 MiB", 3 << 19), ("2k", 2000), ("7B", 7)],
 )
 def test_sizes_are_binary_with_i_and_decimal_without(text: str, size: int) -> None:
     """1 GiB is 2^30 bytes, 1 GB is 10^9."""
