@@ -9,8 +9,6 @@ import json
 import shlex
 import signal
 import sys
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -29,6 +27,7 @@ from dcpbench.torchrun import Machines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from rich.console import Console
 
@@ -80,7 +79,7 @@ def sweep(given: dict[str, object], run: Run) -> int:
         grid.check_any(candidates)
         return 0
     grid.check_any(candidates)
-    folder = run.output or _new_folder("-".join(spec.model), spec)
+    folder = run.output or folders.new_folder("-".join(spec.model), spec.tp)
     work = _work(folder, spec, probe, run)
     if run.machines.node_rank:
         folders.make_folder(folder)
@@ -115,7 +114,7 @@ def verify(
     if run.dry_run:
         return 0
     texts = _prompts(spec, checkpoint, prompts, new_tokens)
-    folder = run.output or _new_folder("verify", spec)
+    folder = run.output or folders.new_folder("verify", spec.tp)
     points = [c.point for c in candidates if c.error is None]
     work = dataclasses.replace(_work(folder, spec, probe, run), kind="verify", new_tokens=new_tokens, prompts=texts)
     with folders.locked(folder) as lock:
@@ -147,7 +146,9 @@ def report(folders: Sequence[Path], output: Path | None, *, as_repeats: bool = F
     from dcpbench.reports import write_report
 
     out = output or (folders[0] if folders[0].is_dir() else folders[0].parent) / "report"
-    _print_paths(write_report(list(folders), out, as_repeats=as_repeats), sys.stdout)
+    paths = write_report(list(folders), out, as_repeats=as_repeats)
+    _say_cut_short(folders)
+    _print_paths(paths, sys.stdout)
     return 0
 
 
@@ -155,8 +156,18 @@ def show(folders: Sequence[Path], *, as_repeats: bool = False) -> int:
     """`dcpbench show`: the table of one or several runs in the terminal."""
     from dcpbench.reports import terminal_table
 
-    _console().print(terminal_table(list(folders), as_repeats=as_repeats))
+    table = terminal_table(list(folders), as_repeats=as_repeats)
+    _say_cut_short(folders)
+    _console().print(table)
     return 0
+
+
+def _say_cut_short(folders: Sequence[Path]) -> None:
+    from dcpbench.reports import cut_short
+
+    for folder in folders:
+        if cut_short(folder):
+            _say(f"{folder}: the last line of its record file was cut short; it is left out.")
 
 
 def _check_run(run: Run) -> None:
@@ -166,7 +177,9 @@ def _check_run(run: Run) -> None:
     if run.resume and run.output is None:
         raise UsageError("--resume needs the run to go on with; for example: dcpbench sweep … -o runs/NAME --resume")
     check_seconds("--timeout", run.timeout, 300)
-    if m.nnodes < 1 or not 0 <= m.node_rank < m.nnodes:
+    if m.nnodes < 1:
+        raise UsageError(f"--nnodes {m.nnodes} is not positive; try --nnodes 2, or leave it out.")
+    if not 0 <= m.node_rank < m.nnodes:
         raise UsageError(
             f"--node-rank {m.node_rank} with --nnodes {m.nnodes}: ranks go from 0 to nnodes - 1, one for each machine."
         )
@@ -177,11 +190,15 @@ def _check_run(run: Run) -> None:
 def _prepare(candidates: Sequence[grid.Candidate], folder: Path, work: launch.Work, run: Run) -> list[Point]:
     """Make the folder, record the rejected points once, and return those that are still to be measured."""
     folders.prepare_sweep(folder, resume=run.resume, force=run.force)
+    known = launch.last_records(folder)
+    if run.resume and not known:
+        _say(f"{folder} holds no run yet; starting one.")
+    elif run.resume and not any(c.point.key() in known for c in candidates):
+        _say(f"None of these points is in {folder}; to go on with its run, repeat the command of that run.")
     if run.resume:
         now = folders.settings_of(candidates[0].point, work.settings, work.device)
         if changed := folders.check_resumed(folder, now):
             _say(changed)
-    known = launch.last_records(folder)
     for c in candidates:
         old = known.get(c.point.key())
         if c.error is not None and (old is None or old.outcome != "rejected"):
@@ -350,13 +367,6 @@ def _work(folder: Path, spec: SweepSpec, probe: Probe, run: Run) -> launch.Work:
         folder=folder.absolute(), settings=spec.settings, device=probe.device, timeout=run.timeout,
         command=shlex.join(["dcpbench", *sys.argv[1:]]), worker=WORKER,
     )  # fmt: skip
-
-
-def _new_folder(name: str, spec: SweepSpec) -> Path:
-    safe = "".join(c if c.isalnum() or c in "-." else "_" for c in name.replace("/", "_").strip("._"))
-    base = Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{safe}-tp{'-'.join(map(str, spec.tp))}"
-    numbered = (base.with_name(f"{base.name}-{n}") for n in range(2, 100))
-    return base if not base.exists() else next(p for p in numbered if not p.exists())
 
 
 def _console(*, error: bool = False) -> Console:

@@ -10,6 +10,8 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import DcpbenchError, OutputError
@@ -17,8 +19,7 @@ from dcpbench.jobs import CHECKS_FILE, FAILED_FILE, read_job
 from dcpbench.records import RECORDS_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
+    from collections.abc import Iterator, Mapping, Sequence
 
     from dcpbench.jobs import Settings
     from dcpbench.records import Point
@@ -37,6 +38,14 @@ def make_folder(folder: Path) -> None:
             pass
     except OSError as e:
         raise OutputError(f"{folder} cannot be used as output folder ({e.strerror}); give another with -o.") from e
+
+
+def new_folder(name: str, tp: Sequence[int]) -> Path:
+    """A folder that does not exist yet, named by the time, `name` and the world sizes."""
+    safe = "".join(c if c.isalnum() or c in "-." else "_" for c in name.replace("/", "_").strip("._"))
+    base = Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{safe}-tp{'-'.join(map(str, tp))}"
+    numbered = (base.with_name(f"{base.name}-{n}") for n in range(2, 100))
+    return base if not base.exists() else next(p for p in numbered if not p.exists())
 
 
 @contextlib.contextmanager
@@ -108,7 +117,7 @@ def settings_of(point: Point, settings: Settings, device: str) -> dict[str, obje
     return {
         "--seconds": settings.seconds,
         "--profile": settings.profile,
-        "--kv-memory": settings.kv_memory_bytes,
+        "--kv-memory": settings.kv_memory_bytes and f"{settings.kv_memory_bytes}B",
         "--page-size": point.page_size,
         "--interleave": point.interleave,
         "--dtype": point.dtype,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-__all__ = ["terminal_table", "write_report"]
+__all__ = ["cut_short", "terminal_table", "write_report"]
 
 
 def write_report(folders: list[Path], out: Path, *, as_repeats: bool = False) -> list[Path]:
@@ -38,6 +38,13 @@ def write_report(folders: list[Path], out: Path, *, as_repeats: bool = False) ->
     except OSError as e:
         raise OutputError(f"cannot write the report into {out}: {e}; give another folder with -o.") from e
     return [page, text, table, *(path for p in pictures for path in (p.png, p.svg))]
+
+
+def cut_short(folder: Path) -> bool:
+    """Whether the last line of a run's record file was cut short, by a crash or because it is being written."""
+    from dcpbench.reports import frames
+
+    return frames.cut_short(folder)
 
 
 def terminal_table(folders: list[Path], *, as_repeats: bool = False) -> RenderableType:

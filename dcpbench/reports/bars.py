@@ -98,7 +98,7 @@ def _stack(ax: Axes, panel: pd.DataFrame, rows: list[tuple[int, str]], times: pd
         if not key[1]:
             continue
         if idle_us is None or not idle_us >= 0:
-            ax.text(0, y, " not measured", va="center", fontsize=8, color="#777777")
+            ax.text(0, y, " not profiled" if key in found else " did not run", va="center", fontsize=8, color="#777777")
             continue
         left = 0.0
         for name, ms in bar.items():

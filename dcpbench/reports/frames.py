@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pandas as pd
 
-from dcpbench.errors import LayoutError, UsageError
+from dcpbench.errors import LayoutError, RecordsError, UsageError
 from dcpbench.records import ASIDE_FILE, RECORDS_FILE, read_records
 from dcpbench.stats import agreement
 
@@ -107,12 +107,27 @@ def spread(intervals: list[Interval]) -> float | None:
     return agreement(ordered[0], ordered[-1]) if len(ordered) > 1 else None
 
 
+def cut_short(folder: Path) -> bool:
+    """Whether the last line of a run's record file is not whole, and so is left out."""
+    lines = [line for line in _path(folder).read_bytes().split(b"\n") if line.strip()]
+    return len(lines) > len(read_records(folder))
+
+
 def _read(folder: Path, name: str) -> Run:
+    path = _path(folder)
+    inside = sorted(p.parent for p in folder.glob(f"*/{RECORDS_FILE}"))
+    if inside and not path.exists():
+        raise RecordsError(f"{folder} is no run, but holds some; name one or several: {' '.join(map(str, inside))}")
     records = read_records(folder)
+    cut = cut_short(folder)
+    if cut and not records:
+        raise RecordsError(f"{path} holds only a part of one record; repeat its sweep with -o {folder} --force.")
     last = {record.point.key(): record for record in records}
-    path = folder / RECORDS_FILE if folder.is_dir() else folder
-    cut = not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
     return Run(name, list(last.values()), len(records) - len(last), cut or (path.parent / ASIDE_FILE).exists())
+
+
+def _path(folder: Path) -> Path:
+    return folder / RECORDS_FILE if folder.is_dir() else folder
 
 
 def _joined(runs: list[Run]) -> Run:

@@ -122,10 +122,15 @@ def _panels(points: pd.DataFrame, title: str, *, narrow: bool) -> tuple[Figure, 
 def _axis_labels(figure: Figure, x: str, y: str) -> None:
     """Label the x axis of every panel and the y axis of the first in each row."""
     for ax in figure.axes:
-        ax.set_xlabel(x)
+        ax.set_xlabel(_scaled(x, ax.get_xscale()))
         spec = ax.get_subplotspec()
         if spec is None or spec.is_first_col():
-            ax.set_ylabel(y)
+            ax.set_ylabel(_scaled(y, ax.get_yscale()))
+
+
+def _scaled(label: str, scale: str) -> str:
+    """The label, and in its brackets that the axis is logarithmic where it is."""
+    return label.removesuffix(")") + ", log scale)" if scale == "log" else label
 
 
 def _series(panel: pd.DataFrame, style: Style) -> Iterator[tuple[pd.DataFrame, dict[str, object]]]:

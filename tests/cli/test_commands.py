@@ -201,6 +201,12 @@ def test_the_command_line_overrides_the_file(call, tmp_path: Path) -> None:
         (["sweep", "--backend", "reference"], 2, "use --backend triton"),
         (["sweep", "--dtype", "fp32"], 2, "use --dtype bf16"),
         (["verify", "--prompts", "p.json"], 2, "--checkpoint FOLDER"),
+        (["sweep", "--tp", ""], 2, "--tp is empty; write for example --tp 4,8"),
+        (["sweep", "--model", ""], 2, "--model is empty; write for example --model deepseek-v3,kimi-k2"),
+        (["sweep", "--kv-memory", "10"], 2, "--kv-memory 10 has no unit; write for example --kv-memory 100GiB"),
+        (["sweep", "--backend", "flashinfr"], 2, "is unknown; did you mean flashinfer? Known: "),
+        (["sweep", "--backend", "xyz"], 2, "--backend xyz is unknown. Known: "),
+        (["sweep", "--nnodes", "0"], 2, "--nnodes 0 is not positive"),
         (["sweep", "--nnodes", "2"], 2, "write HOST:PORT of node 0"),
         (["sweep", "--nnodes", "2", "--node-rank", "2"], 2, "ranks go from 0 to nnodes - 1"),
         (["sweep", "--device", "tpu"], 2, "--device tpu is unknown"),
@@ -328,10 +334,45 @@ def test_resume_with_another_pool_is_refused_and_with_another_time_limit_is_told
     typed = ["sweep", "--tp", "1", "--concurrency", "2", "--context", "100", "-o", str(tmp_path), "--resume"]
     code, _, err = call(*typed)
     assert code == 2
-    assert "--kv-memory was 1073741824 and is not given" in err
+    assert "--kv-memory was 1073741824B and is not given" in err
     code, _, err = call(*typed, "--kv-memory", "1GiB", "--seconds", "3")
     assert code == 0
     assert "--seconds was 10 and is 3; points measured from here on have the new value." in err
+
+
+def test_resume_says_when_there_is_nothing_to_go_on_with(call, tmp_path: Path, monkeypatch) -> None:
+    """A folder without a run, and a run with other points."""
+    monkeypatch.setattr("dcpbench.launch.run", lambda *_: None)
+    typed = ["sweep", "--tp", "1", "--concurrency", "2", "--context", "100", "--resume", "-o"]
+    assert f"{tmp_path / 'new'} holds no run yet; starting one." in call(*typed, str(tmp_path / "new"))[2]
+    RecordFile(tmp_path).append(fake_worker.record(msgspec.structs.replace(POINT, context=7)))
+    assert f"None of these points is in {tmp_path}" in call(*typed, str(tmp_path))[2]
+
+
+@pytest.mark.parametrize("command", ["show", "report"])
+def test_a_last_line_cut_short_is_told_in_the_terminal(command: str, call, tmp_path: Path) -> None:
+    """It is left out; a file of which nothing is left is an error."""
+    records = RecordFile(tmp_path)
+    records.append(Record(point=POINT, outcome="rejected", reason="no"))
+    line = records.path.read_bytes()
+    records.path.write_bytes(line + line[:20])
+    code, _, err = call(command, str(tmp_path))
+    assert code == 0
+    assert "the last line of its record file was cut short; it is left out" in err
+    records.path.write_bytes(line[:20])
+    code, _, err = call(command, str(tmp_path))
+    assert code == 2
+    assert "holds only a part of one record" in err
+
+
+def test_show_of_a_folder_of_runs_names_them(call, tmp_path: Path) -> None:
+    """`dcpbench show runs` is typed easily."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        RecordFile(tmp_path / name).append(Record(point=POINT, outcome="ok"))
+    code, _, err = call("show", str(tmp_path))
+    assert code == 2
+    assert f"name one or several: {tmp_path / 'a'} {tmp_path / 'b'}" in err
 
 
 def test_version_is_the_packages(call) -> None:

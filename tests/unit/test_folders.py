@@ -129,7 +129,7 @@ class TestResume:
     @pytest.mark.parametrize(
         ("changed", "words"),
         [
-            ({"--kv-memory": None}, "--kv-memory was 1073741824 and is not given"),
+            ({"--kv-memory": None}, "--kv-memory was 1073741824B and is not given"),
             ({"--page-size": 1}, "--page-size was 64 and is 1"),
             ({"--interleave": 2}, "--interleave was 1 and is 2"),
             ({"--dtype": "bf16"}, "--dtype was fp32 and is bf16"),

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dcpbench.errors import OutputError, RecordsError, UsageError
 from dcpbench.layout import Layout
-from dcpbench.reports import terminal_table, write_report
+from dcpbench.reports import frames, lines, style, terminal_table, write_report
 from tests.unit import record_builder as build
 
 if TYPE_CHECKING:
@@ -302,3 +302,10 @@ def test_importing_the_reports_imports_nothing_heavy() -> None:
     """The command line imports this package; pandas and matplotlib come when a report is asked for."""
     code = "import sys, dcpbench.reports; print(sorted({'pandas', 'matplotlib', 'torch', 'jinja2'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_logarithmic_axis_says_so(tmp_path: Path) -> None:
+    """Loads 8 and 32 are far apart; equal steps to the right are equal factors."""
+    read = frames.load([build.write(tmp_path / "run", small())])
+    figure = lines.draw_itl(read.points, style.Style.of(read.points), "title", narrow=False)
+    assert [ax.get_xlabel() for ax in figure.axes] == ["concurrency (requests in flight, log scale)"]
