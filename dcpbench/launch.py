@@ -132,7 +132,7 @@ def _run_size(
         points = [p for p in points if p.key() not in end.done]
         if not end.failed:
             if points:
-                raise WorkerError(f"the job ended without a result for {len(points)} of its points; read {running.agent_log}")
+                raise WorkerError(f"the job ended with {len(points)} of its points undone; read {running.agent_log}")
             break
         if not end.started:
             stillborn += 1
