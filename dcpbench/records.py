@@ -177,7 +177,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     """Environment variables that change how collectives run: NCCL_* and TORCH_NCCL_*."""
     git_commit: str | None = None
     host_hash: str = ""
-    """First 12 hex digits of SHA-256 of host name, machine id and GPU UUIDs: equal on one machine, and not reversible."""
+    """First 12 hex digits of SHA-256 of host name, machine id and GPU UUIDs: equal on one machine, not reversible."""
     command: str = ""
 
 

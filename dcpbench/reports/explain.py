@@ -89,9 +89,7 @@ def file_notes(frames: Frames) -> list[str]:
     notes = []
     for run in frames.runs:
         if run.truncated:
-            notes.append(
-                f"Run {run.name}: the last line of its record file was cut short; it is left out."
-            )
+            notes.append(f"Run {run.name}: the last line of its record file was cut short; it is left out.")
         if run.replaced:
             notes.append(
                 f"Run {run.name}: {run.replaced} older records of points that were measured again are left out."
