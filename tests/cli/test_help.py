@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import get_type_hints
 
@@ -43,12 +43,13 @@ def test_help_imports_nothing_heavy(args: list[str]) -> None:
 
 
 def test_help_answers_in_half_a_second() -> None:
-    """The promise of the project; the best of five, since other work may share the machine."""
+    """The promise of the project, in processor seconds: wall time would also count who else uses the machine."""
     seconds = []
-    for _ in range(5):
-        begin = time.perf_counter()
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         python("from dcpbench import cli\ntry:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass")
-        seconds.append(time.perf_counter() - begin)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(seconds) < 0.5
 
 
