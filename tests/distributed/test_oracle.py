@@ -132,7 +132,7 @@ def test_the_command_names_a_tensor_that_the_checkpoint_lacks(checkpoints, tmp_p
     del tensors["model.layers.1.mlp.gate.weight"]
     save_file(tensors, broken / "model.safetensors")
     code, said, errors = command("--checkpoint", str(broken), "--tp", "2", "--dcp", "2", "-o", str(tmp_path / "run"))
-    assert (code, said["ok"], said["checks"]) == (1, False, [])
+    assert (code, said["ok"], said["checks"]) == (4, False, [])
     assert "has no tensor 'model.layers.1.mlp.gate.weight'" in said["failed"][0]["reason"]
     assert "has no tensor 'model.layers.1.mlp.gate.weight'" in errors
     assert "Traceback" not in errors
