@@ -146,11 +146,11 @@ class DecodeEngine:
         padding = batch.size - len(requests)
         model = self.model
         lengths = [r.length for r in requests] + [PADDING_LENGTH] * padding
+        positions = [n - 1 for n in lengths]
         slots = [r.slot for r in requests] + [PADDING_SLOT] * padding
         tokens = [r.token for r in requests] + [0] * padding
-        for values, buffer in ((lengths, batch.positions), (slots, batch.slots), (tokens, batch.tokens)):
+        for values, buffer in ((positions, batch.positions), (slots, batch.slots), (tokens, batch.tokens)):
             copy_async(np.asarray(values, dtype=np.int64), buffer)
-        batch.positions -= 1
         batch.backend.plan(
             Shards(
                 pages=[r.allocation.pages for r in requests] + [np.zeros(1, dtype=np.int32)] * padding,

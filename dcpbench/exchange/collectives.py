@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,3 +43,20 @@ class Group:
         if self.handle is not None:
             dist.all_reduce(x, group=self.handle)
         return x
+
+
+Value = TypeVar("Value")
+
+
+def gather_objects(value: Value) -> list[Value]:
+    """Every rank's value, in rank order; any that can be pickled. Waits for the device, so never inside a step."""
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def largest_error(value: float) -> float:
+    """The largest of all ranks' errors; NaN, which a maximum may lose, counts as infinite."""
+    return max(gather_objects(math.inf if math.isnan(value) else value))

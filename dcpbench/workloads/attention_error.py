@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from dcpbench import layout as arithmetic
+from dcpbench.exchange.collectives import largest_error
 from dcpbench.kernels.attention.reference import mla_decode
 from dcpbench.kernels.rope import softmax_scale
 
@@ -37,14 +37,14 @@ def attention_error(
 
     scale = softmax_scale(model.shape)
     wrong, size_of_truth = 0.0, 0.0
-    last = len(requests) - 1
-    for b in range(len(requests)) if all_requests else sorted({min(0, last), last} - {-1}):
+    chosen = range(len(requests))
+    for b in chosen if all_requests else sorted({*chosen[:1], *chosen[-1:]}):
         rows_KQ = _all_rows(engine, requests[b])
         truth_hR, _ = mla_decode(q_BhQ[b].double(), rows_KQ, model.shape.latent, scale)
         wrong += float((o_hBR[:, b].double() - truth_hR).pow(2).sum())
         size_of_truth += float(truth_hR.pow(2).sum())
     error = (wrong / size_of_truth) ** 0.5 if size_of_truth else 0.0
-    return _largest(error, engine.device)
+    return largest_error(error)
 
 
 def _all_rows(engine: DecodeEngine, request: Request) -> torch.Tensor:
@@ -60,10 +60,3 @@ def _all_rows(engine: DecodeEngine, request: Request) -> torch.Tensor:
     everyone = model.groups.dcp.all_gather(part)
     lengths = [arithmetic.local_length(request.length, n, dcp, interleave) for n in range(dcp)]
     return torch.cat([everyone[n, :length] for n, length in enumerate(lengths)]).double()
-
-
-def _largest(value: float, device: torch.device) -> float:
-    tensor = torch.tensor(value, dtype=torch.float64, device=device).nan_to_num(nan=float("inf"))  # max drops NaN
-    if dist.is_initialized():
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return float(tensor)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from dcpbench import memory, metrics
 from dcpbench.engine.synthetic_routing import router_inputs
+from dcpbench.exchange.collectives import gather_objects, largest_error
 from dcpbench.gpu_state import GpuSampler, worst
 from dcpbench.measure import time_steps
 from dcpbench.profiling import profile_cpu_step, profile_step
@@ -80,7 +81,7 @@ def run(
         with GpuSampler(device) as sampler:
             timing = time_steps(lambda: engine.step(batch), device, settings, lambda: tell("measure"))
         allocated = _device_allocations(device) - allocated
-        gpu = worst(_gather(sampler.state()))
+        gpu = worst(gather_objects(sampler.state()))
         profile = Profile()
         if settings.profile:
             tell("profile")
@@ -157,7 +158,7 @@ def _plan_time_us(engine: DecodeEngine, requests: list[Request], rows: int) -> f
         engine.plan(requests, rows)
         _synchronize(engine.device)
         times.append((time.perf_counter() - start) * 1e6)
-    return max(_gather(statistics.median(times)))
+    return max(gather_objects(statistics.median(times)))
 
 
 def _graph_error(engine: DecodeEngine, batch: Batch) -> float:
@@ -166,7 +167,7 @@ def _graph_error(engine: DecodeEngine, batch: Batch) -> float:
     eager = _live_logits(batch)
     engine.step(batch)
     error = (_live_logits(batch) - eager).norm() / eager.norm()
-    return max(_gather(float(error.nan_to_num(nan=float("inf")))))  # max may drop NaN
+    return largest_error(float(error))
 
 
 def _live_logits(batch: Batch) -> torch.Tensor:
@@ -181,7 +182,7 @@ def _device_allocations(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     stats = torch.cuda.memory_stats(device)
-    return sum(_gather(stats["num_device_alloc"] + stats["num_device_free"]))
+    return sum(gather_objects(stats["num_device_alloc"] + stats["num_device_free"]))
 
 
 def _experts_hit(engine: DecodeEngine, batch: Batch) -> float:
@@ -263,15 +264,7 @@ def _memory_in_use(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
-    return max(_gather(total - free))
-
-
-def _gather(value):  # noqa: ANN001, ANN202 - any picklable value, a list of all ranks' values
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return max(gather_objects(total - free))
 
 
 def _synchronize(device: torch.device) -> None:

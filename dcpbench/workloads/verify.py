@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from dcpbench import layout as arithmetic
 from dcpbench import memory
+from dcpbench.exchange.collectives import gather_objects
 from dcpbench.jobs import Check
 from dcpbench.workloads import oracle
 from dcpbench.workloads.attention_error import LIMIT, attention_error
@@ -87,10 +88,7 @@ def _wrong_writes(engine: DecodeEngine, requests: list[Request]) -> int:
         loc = int(request.allocation.locs(request.length - 1, request.length)[0])
         if arithmetic.owner(loc, model.layout.dcp, model.interleave) == model.groups.dcp.rank:
             due[arithmetic.row(loc, model.layout.dcp, model.interleave)] = True
-    wrong = (changed != due).sum()
-    if dist.is_initialized():
-        dist.all_reduce(wrong)
-    return int(wrong)
+    return sum(gather_objects(int((changed != due).sum())))
 
 
 def _oracle_checks(point: Point, shape: ModelShape, job: Job, rank: int, device: torch.device) -> list[Check]:
@@ -98,10 +96,7 @@ def _oracle_checks(point: Point, shape: ModelShape, job: Job, rank: int, device:
     longest = max(map(len, prompts)) + job.new_tokens
     engine = _engine(point, shape, [longest] * len(prompts), job.settings.seed, rank, device)
     mine = _decode(engine, prompts, job.new_tokens)
-    everyone: list[dict[int, tuple[list[int], torch.Tensor]]] = [mine]
-    if dist.is_initialized():
-        everyone = [{}] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+    everyone = gather_objects(mine)
     checks: list[list[Check] | None] = [None]
     if rank == 0:
         checks = [_compare(point, everyone, prompts, job.new_tokens)]
