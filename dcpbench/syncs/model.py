@@ -1,0 +1,178 @@
+"""What every detector reports: sites, what they cost, and what the detector could not see. The JSON of `syncs`.
+
+Times are microseconds. A detector that cannot know a value leaves it None: nothing here is guessed.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+SCHEMA_VERSION = 1
+
+
+class Coverage(msgspec.Struct, kw_only=True):
+    """What a detector saw of the program, and in sentences what it cannot show."""
+
+    detector: Literal["scan", "live", "dry-run"]
+    gpu_events: int = 0
+    """Kernels, copies and fills on the GPU."""
+    runtime_events: int = 0
+    """Calls of the CUDA or HIP runtime."""
+    driver_events: int = 0
+    """Calls of the driver API."""
+    sync_events: int = 0
+    """`cuda_sync` events, which also show what the driver API and other libraries wait for."""
+    ops: int = 0
+    """Operators of the framework (`cpu_op`)."""
+    stacks: Literal["python_function", "call stack", "frames", "none"] = "none"
+    """Where Python frames come from. `frames`: read live, with the line of the call."""
+    steps_from: str = ""
+    """Annotation that marks steps; empty where none was found."""
+    unreadable_events: int = 0
+    complete: bool = True
+    """False where the file ends early or parts of it could not be read."""
+    notes: list[str] = []
+    """What this detector, or this trace, cannot show; one sentence each."""
+
+
+class TraceSummary(msgspec.Struct, kw_only=True):
+    """One trace, or one process seen live."""
+
+    path: str
+    rank: int | None = None
+    steps: int | None = None
+    span_us: float | None = None
+    """First to last event on host or GPU."""
+    gpu_busy_us: float | None = None
+    """Time in which at least one stream had work."""
+    gpu_idle_us: float | None = None
+    """Time between the first and the last GPU event in which none had."""
+    coverage: Coverage
+
+
+class Example(msgspec.Struct, frozen=True, kw_only=True):
+    """One occurrence of a site."""
+
+    trace: str
+    ts: float | None = None
+    """Start of the blocking call on the trace's own clock."""
+    wait_us: float | None = None
+    bubble_us: float | None = None
+    step: int | None = None
+    waited_for: str = ""
+    """Last GPU work to end before the host went on."""
+
+
+class Site(msgspec.Struct, kw_only=True):
+    """A place in code that synchronises, whatever number of times."""
+
+    fingerprint: str
+    rule: str
+    """Stable id, such as SYNC001; see rules.py."""
+    kind: str
+    """The rule's name, such as scalar-read."""
+    op: str = ""
+    """Innermost operator around the blocking call; empty where there is none."""
+    op_chain: list[str] = []
+    """Operators around the blocking call, outermost first."""
+    function: str = ""
+    """The user's innermost function; empty without Python stacks."""
+    file: str = ""
+    """Its file, relative to the repository where it lies in it."""
+    line: int | None = None
+    """Line of the call where `line_is` says so, else the function's first line."""
+    line_is: Literal["call", "function", ""] = ""
+    stack: list[str] = []
+    """Python frames, `file(line): function`, outermost first."""
+    range: str = ""
+    """Innermost `record_function` range that is not a step."""
+    direction: str = ""
+    """Of the copy: DtoH, HtoD, DtoD; with the host's memory where known: `DtoH pageable`."""
+    call: str = ""
+    """Runtime or driver call that blocked, such as cudaStreamSynchronize; `cudaMemcpyAsync` where a copy blocked."""
+    threads: list[str] = []
+    count: int = 0
+    count_per_step: float | None = None
+    """Mean over the steps of steady state: all but the first, where there are at least three; None without steps."""
+    warmup_only: bool = False
+    """Seen in the first step or before it and never again, though later steps were recorded."""
+    wait_us: float | None = None
+    """Sum over all occurrences."""
+    wait_median_us: float | None = None
+    wait_p99_us: float | None = None
+    """None with fewer than 662 occurrences, as for every percentile of ours."""
+    bubble_us: float | None = None
+    """Sum over all occurrences; an upper bound of the GPU time lost."""
+    bytes: int | None = None
+    """Sum over all occurrences."""
+    explicit: bool = False
+    """Asked for by name: synchronize() of a device, stream or event."""
+    own: bool = False
+    """The profiler's or detector's own; in no total."""
+    example: Example | None = None
+    """The first occurrence."""
+    worst: Example | None = None
+    """The one with the largest bubble, then wait."""
+    traces: list[str] = []
+    """Traces in which it occurs."""
+
+
+class Totals(msgspec.Struct, kw_only=True):
+    """Over all traces, the profiler's own left out."""
+
+    syncs: int = 0
+    sites: int = 0
+    wait_us: float | None = None
+    bubble_us: float | None = None
+
+
+class Finding(msgspec.Struct, kw_only=True):
+    """One reason not to let a change pass."""
+
+    reason: Literal["sync", "new", "more", "per-step", "bubble"]
+    message: str
+    fingerprint: str = ""
+    """Site it is about; empty where it is about all of them."""
+
+
+class Verdict(msgspec.Struct, kw_only=True):
+    """What the gate says."""
+
+    status: Literal["clean", "findings", "cannot answer"] = "clean"
+    exit_code: Literal[0, 1, 3] = 0
+    findings: list[Finding] = []
+    allowed: dict[str, str] = {}
+    """Fingerprint of an allowed site -> why it is."""
+    stale: list[str] = []
+    """Allow-list and baseline entries that matched nothing, one sentence each."""
+    reasons: list[str] = []
+    """Why the trace cannot answer."""
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """Result of `scan`, `run`, `dry-run` or `watch()`."""
+
+    schema_version: int = SCHEMA_VERSION
+    traces: list[TraceSummary] = []
+    sites: list[Site] = []
+    """Worst first: by bubble, then wait, then count."""
+    totals: Totals = msgspec.field(default_factory=Totals)
+    verdict: Verdict = msgspec.field(default_factory=Verdict)
+
+
+def order(site: Site) -> tuple[bool, float, float, int, str]:
+    """Sort key: worst site first, the profiler's own last."""
+    return (site.own, -(site.bubble_us or 0.0), -(site.wait_us or 0.0), -site.count, site.fingerprint)
+
+
+def totals(sites: list[Site]) -> Totals:
+    """Sums over the sites that are the program's."""
+    mine = [s for s in sites if not s.own]
+    waits = [s.wait_us for s in mine if s.wait_us is not None]
+    bubbles = [s.bubble_us for s in mine if s.bubble_us is not None]
+    return Totals(
+        syncs=sum(s.count for s in mine), sites=len(mine),
+        wait_us=sum(waits) if waits else None, bubble_us=sum(bubbles) if bubbles else None,
+    )  # fmt: skip

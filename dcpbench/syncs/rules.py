@@ -1,0 +1,128 @@
+"""The kinds of hidden synchronisation: stable ids, what happens, and the usual fix.
+
+Ids are never given to another kind, as baselines, suppressions and code-scanning alerts refer to them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One kind of synchronisation."""
+
+    id: str
+    kind: str
+    """Short name, as in `--format json`."""
+    title: str
+    why: str
+    """What makes the host wait, in a sentence."""
+    fix: str
+    """The usual way out, in a sentence."""
+
+
+SCALAR = Rule(
+    "SYNC001", "scalar-read", "A tensor's value is read into Python",
+    "`.item()`, `int(t)`, `if t:`, `range(t)` or a slice with a CUDA scalar copies one value to the host and waits for all work "
+    "queued before it.",
+    "Take the value from a host-side mirror of it (lengths and counts are known where the batch was made), or keep the "
+    "decision on the GPU with torch.where or a masked kernel.",
+)  # fmt: skip
+SHAPE = Rule(
+    "SYNC002", "data-dependent-shape", "The size of a result depends on values on the GPU",
+    "Boolean indexing, nonzero, masked_select, unique, repeat_interleave, bincount and their like must know a count on the host "
+    "before they can allocate their result.",
+    "Keep the mask inside the kernel (a masked store, torch.where, masked_fill_ with a Python number), or say the size: "
+    "repeat_interleave(output_size=…), one_hot(num_classes=…), nonzero_static(size=…).",
+)  # fmt: skip
+TO_HOST = Rule(
+    "SYNC003", "copy-to-host", "A tensor is copied to the host and waited for",
+    "`.cpu()`, `.tolist()`, `.numpy()` and `.to(\"cpu\")` return only when the data has arrived.",
+    "Copy into pinned memory with non_blocking=True, record an event, and look at the data one step later.",
+)  # fmt: skip
+FROM_HOST = Rule(
+    "SYNC004", "copy-from-host", "Host data is copied to the GPU and waited for",
+    "`torch.tensor(list, device=\"cuda\")`, indexing with a Python list, `t[i] = number` and `.to(\"cuda\")` copy from host memory "
+    "and wait until the copy is done.",
+    "Build it on the GPU (torch.full, arange, fill_), or fill a pinned tensor and copy it with non_blocking=True.",
+)  # fmt: skip
+PAGEABLE = Rule(
+    "SYNC005", "pageable-copy", "non_blocking=True from or to pageable memory",
+    "A copy that was asked not to block uses pageable host memory, so CUDA stages it and the call may wait for the stream.",
+    "Pin the host tensor once (pin_memory=True when it is made) and keep it; strided views are staged through a new, "
+    "pageable tensor.",
+)  # fmt: skip
+STREAM = Rule(
+    "SYNC006", "stream-sync", "The host waits for a stream",
+    "`Stream.synchronize()`, or a library that does the same, waits for everything queued on the stream.",
+    "Let the other stream wait instead (wait_stream, wait_event), or wait once after the step.",
+)  # fmt: skip
+EVENT = Rule(
+    "SYNC007", "event-sync", "The host waits for an event",
+    "`Event.synchronize()` waits until the GPU has reached the event.",
+    "Use wait_event where the GPU has to wait, and query() where the host may look again later.",
+)  # fmt: skip
+DEVICE = Rule(
+    "SYNC008", "device-sync", "The host waits for the whole device",
+    "`torch.cuda.synchronize()` waits for all streams.",
+    "Remove it from the step; time with CUDA events; before reading data, wait for its own event.",
+)  # fmt: skip
+ALLOCATION = Rule(
+    "SYNC009", "memory-allocation", "CUDA memory is allocated or freed",
+    "cudaFree, cudaHostAlloc, cudaFreeHost and their like may wait for all work on the device; `pin_memory()` in the hot path and a "
+    "caching allocator that runs out of memory call them.",
+    "Allocate and pin before the first step and use it again; leave the caching allocator room.",
+)  # fmt: skip
+DRIVER = Rule(
+    "SYNC010", "library-sync", "A library waits through the driver API",
+    "No operator of the framework is around the call: a library or an extension synchronises by itself.",
+    "Look for a stream or handle option of that library, or move the call out of the step.",
+)  # fmt: skip
+COPY = Rule(
+    "SYNC011", "blocking-copy", "A copy blocks the host",
+    "A copy whose direction the trace does not say was made with a blocking call.",
+    "Use pinned memory and non_blocking=True, or cudaMemcpyAsync on a stream of your own.",
+)  # fmt: skip
+
+RULES = (SCALAR, SHAPE, TO_HOST, FROM_HOST, PAGEABLE, STREAM, EVENT, DEVICE, ALLOCATION, DRIVER, COPY)
+BY_ID = {rule.id: rule for rule in RULES}
+
+SCALAR_OPS = frozenset({"_local_scalar_dense", "item", "is_nonzero", "equal"})
+SHAPE_OPS = frozenset({
+    "nonzero", "masked_select", "_unique2", "_unique", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
+    "repeat_interleave", "bincount", "_bincount", "histc", "histogram", "one_hot", "argwhere", "combinations",
+})  # fmt: skip
+"""Operators that read a count, with or without an `item` of their own; the table is a hint about a sync that was seen,
+never a reason to report one."""
+
+
+def op_name(op: str) -> str:
+    """`aten::index.Tensor` -> `index`."""
+    return op.rpartition("::")[2].partition(".")[0]
+
+
+def rule_of_copy(op_chain: Sequence[str], direction: str, *, waited: bool) -> Rule:
+    """Rule of a blocking copy.
+
+    Args:
+        op_chain: Operators around it, outermost first.
+        direction: `DtoH …`, `HtoD …`, `DtoD …` or empty.
+        waited: A synchronisation follows the copy; False where the copy itself blocked because of pageable memory.
+    """
+    names = [op_name(op) for op in op_chain]
+    if any(name in SHAPE_OPS for name in names):
+        return SHAPE
+    if names and names[-1] in SCALAR_OPS:
+        return SCALAR
+    if not waited and "pageable" in direction:
+        return PAGEABLE
+    if direction.startswith("DtoH"):
+        return TO_HOST
+    if direction.startswith("HtoD"):
+        return FROM_HOST
+    return COPY
