@@ -1,0 +1,240 @@
+"""Programs that read values of the GPU into Python, or need them to know a size."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from dcpbench.syncs.corpus.inputs import Inputs
+
+
+def bool_all(i: Inputs) -> None:
+    """A condition over a whole tensor."""
+    bool((i.loc_R >= 0).all())
+
+
+def item(i: Inputs) -> None:
+    """One value."""
+    i.x_RC[0, 0].item()
+
+
+def if_tensor(i: Inputs) -> None:
+    """A branch on a tensor."""
+    if i.five > 3:
+        i.five.add_(0)
+
+
+def range_tensor(i: Inputs) -> None:
+    """A loop whose length is on the GPU."""
+    for _ in range(i.five):
+        pass
+
+
+def slice_gpu_scalar(i: Inputs) -> None:
+    """A slice whose end is on the GPU."""
+    i.x_RC[: i.five]
+
+
+def arange_gpu_scalar(i: Inputs) -> None:
+    """A factory's size from the GPU."""
+    torch.arange(i.five, device=i.device)
+
+
+def full_gpu_fill(i: Inputs) -> None:
+    """A factory's fill value from the GPU."""
+    torch.full((3,), i.five, device=i.device)
+
+
+def equal(i: Inputs) -> None:
+    """Two tensors that share their memory are equal without looking."""
+    torch.equal(i.x_RC, i.x_RC)
+
+
+def equal_other(i: Inputs) -> None:
+    """Two tensors that do not share their memory must be compared."""
+    torch.equal(i.x_RC, i.pool_RC)
+
+
+def allclose(i: Inputs) -> None:
+    """A comparison that ends in a Python bool."""
+    torch.allclose(i.x_RC, i.pool_RC)
+
+
+def isnan_any_assert(i: Inputs) -> None:
+    """An assertion that stays on the GPU."""
+    torch._assert_async(torch.isnan(i.x_RC).any().logical_not())  # noqa: SLF001 - torch's only assertion that does not wait
+
+
+def print_tensor(i: Inputs) -> None:
+    """Printing looks at values to choose a format."""
+    with Path(os.devnull).open("w") as nowhere:
+        print(i.x_RC, file=nowhere)
+
+
+def nonzero(i: Inputs) -> None:
+    """Indices of true elements."""
+    torch.nonzero(i.mask_R)
+
+
+def argwhere(i: Inputs) -> None:
+    """The same under another name."""
+    torch.argwhere(i.mask_R)
+
+
+def where_one_argument(i: Inputs) -> None:
+    """And another."""
+    torch.where(i.mask_R)
+
+
+def getitem_boolmask(i: Inputs) -> None:
+    """Rows by a mask."""
+    i.x_RC[i.mask_R]
+
+
+def masked_select(i: Inputs) -> None:
+    """Elements by a mask."""
+    torch.masked_select(i.x_RC, i.mask_R[:, None])
+
+
+def setitem_boolmask_scalar(i: Inputs) -> None:
+    """A number into masked rows is a masked fill."""
+    i.x_RC[i.mask_R] = 1.0
+
+
+def setitem_boolmask_tensor(i: Inputs) -> None:
+    """Masked rows into masked rows: both sides need the count."""
+    i.pool_RC[i.mask_R] = i.x_RC[i.mask_R]
+
+
+def index_put_bool_tensor(i: Inputs) -> None:
+    """A tensor into masked rows."""
+    i.pool_RC.index_put_((i.mask_R,), i.x_RC[: 64 // 4])
+
+
+def masked_fill(i: Inputs) -> None:
+    """A fill with a Python number."""
+    i.x_RC.masked_fill_(i.mask_R[:, None], 0.0)
+
+
+def unique(i: Inputs) -> None:
+    """Distinct values."""
+    torch.unique(i.ints_R)
+
+
+def repeat_interleave(i: Inputs) -> None:
+    """Repeats on the GPU: a check of their signs, and their sum."""
+    torch.repeat_interleave(i.x_RC, i.repeats_R, dim=0)
+
+
+def repeat_interleave_output_size(i: Inputs) -> None:
+    """The sum is known on the host."""
+    torch.repeat_interleave(i.x_RC, i.repeats_R, dim=0, output_size=int(i.lens_cpu_R.sum()))
+
+
+def bincount(i: Inputs) -> None:
+    """A histogram of integers needs the smallest and the largest."""
+    torch.bincount(i.ints_R)
+
+
+def bincount_minlength(i: Inputs) -> None:
+    """A minimal length does not spare it."""
+    torch.bincount(i.ints_R, minlength=8)
+
+
+def histc(i: Inputs) -> None:
+    """A histogram of floats needs its limits."""
+    torch.histc(i.x_RC, bins=8)
+
+
+def one_hot(i: Inputs) -> None:
+    """The number of classes is the largest value."""
+    torch.nn.functional.one_hot(i.ints_R)
+
+
+def one_hot_num_classes(i: Inputs) -> None:
+    """The number of classes is said."""
+    torch.nn.functional.one_hot(i.ints_R, num_classes=8)
+
+
+def linalg_inv(i: Inputs) -> None:
+    """The error check reads a status."""
+    torch.linalg.inv(i.square_CC)
+
+
+def normal_std(i: Inputs) -> None:
+    """Standard deviations on the GPU are checked to be positive."""
+    torch.normal(i.x_RC, i.x_RC.abs() + 1)
+
+
+def sub_alpha(i: Inputs) -> None:
+    """`alpha` is a Python number, so a tensor is read."""
+    i.x_RC.sub(i.pool_RC, alpha=i.five)
+
+
+def in_a_thread(i: Inputs) -> None:
+    """One value, read on another thread."""
+    thread = threading.Thread(target=item, args=(i,), name="reader")
+    thread.start()
+    thread.join()
+
+
+def topk(i: Inputs) -> None:
+    """The size is said."""
+    torch.topk(i.x_RC, 4)
+
+
+def sort(i: Inputs) -> None:
+    """The size is the input's."""
+    torch.sort(i.x_RC)
+
+
+def cumsum(i: Inputs) -> None:
+    """The size is the input's."""
+    torch.cumsum(i.ints_R, 0)
+
+
+def multinomial(i: Inputs) -> None:
+    """The number of draws is said."""
+    torch.multinomial(i.x_RC + 1, 1)
+
+
+def randperm(i: Inputs) -> None:
+    """The size is said."""
+    torch.randperm(64, device=i.device)
+
+
+def searchsorted(i: Inputs) -> None:
+    """The size is the input's."""
+    torch.searchsorted(i.x_RC[:, 0].contiguous(), i.x_RC[:, 1].contiguous())
+
+
+def scatter(i: Inputs) -> None:
+    """Indices on the GPU stay there."""
+    i.pool_RC.scatter_(0, i.ints_R[:, None].expand(-1, 16), i.x_RC)
+
+
+def index_select(i: Inputs) -> None:
+    """Indices on the GPU stay there."""
+    i.x_RC.index_select(0, i.ints_R)
+
+
+def index_put_accumulate(i: Inputs) -> None:
+    """Integer indices have a known number."""
+    i.pool_RC.index_put_((i.ints_R,), i.x_RC, accumulate=True)
+
+
+def clip_grad(i: Inputs) -> None:
+    """The norm stays on the GPU."""
+    weight = torch.nn.Parameter(i.pool_RC)
+    weight.grad = i.x_RC
+    torch.nn.utils.clip_grad_norm_([weight], 1.0)
+
+
+def pad_sequence(i: Inputs) -> None:
+    """Lengths are shapes, which the host knows."""
+    torch.nn.utils.rnn.pad_sequence([i.x_RC[:3], i.x_RC[:5]], batch_first=True)

@@ -1,0 +1,157 @@
+"""Programs with the core of what engines' authors found in theirs, before and after; the seed documents' cases first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from dcpbench.syncs.corpus.inputs import Inputs
+
+
+def kv_write_check_all(i: Inputs) -> None:
+    """Look whether all locations are this rank's, filter where not: the look, and a filter per tensor."""
+    valid_R = i.loc_R >= 0
+    loc_R, rows_RC = i.loc_R, i.x_RC
+    if not valid_R.all():
+        loc_R = loc_R[valid_R]
+        rows_RC = rows_RC[valid_R]
+    i.pool_RC[loc_R] = rows_RC
+
+
+def kv_write_filter(i: Inputs) -> None:
+    """Always filter: the look is gone, the filters still wait."""
+    valid_R = i.loc_R >= 0
+    i.pool_RC[i.loc_R[valid_R]] = i.x_RC[valid_R]
+
+
+@triton.jit
+def _store_valid(loc_ptr, rows_ptr, pool_ptr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0)
+    loc = tl.load(loc_ptr + row)
+    column = tl.arange(0, COLUMNS)
+    values = tl.load(rows_ptr + row * COLUMNS + column)
+    tl.store(pool_ptr + loc * COLUMNS + column, values, mask=(column < COLUMNS) & (loc >= 0))
+
+
+def kv_write_masked_kernel(i: Inputs) -> None:
+    """The mask stays inside a kernel."""
+    _store_valid[(len(i.loc_R),)](i.loc_R, i.x_RC, i.pool_RC, COLUMNS=i.x_RC.shape[1])
+
+
+def dp_slice_cuda(i: Inputs) -> None:
+    """Both ends of a slice are on the GPU."""
+    i.x_RC[i.five : i.five + i.five]
+
+
+def dp_slice_host(i: Inputs) -> None:
+    """Both ends come from token counts that the host has."""
+    start = sum(i.lens_cpu_R[:4].tolist())
+    i.x_RC[start : start + 5]
+
+
+def dcp_filter_indices(i: Inputs) -> None:
+    """SGLang #36702: a rank keeps its own KV indices by a mask."""
+    (i.ints_R[i.ints_R % 4 == 0]) // 4
+
+
+def item_per_request(i: Inputs) -> None:
+    """SGLang #34907: a value per item in a loop."""
+    for row in i.ints_R[:8]:
+        row.item()
+
+
+def sentinel_per_request(i: Inputs) -> None:
+    """SGLang #32575, before: a constant of one element per request."""
+    torch.cat([torch.tensor([-1], device=i.device) for _ in range(3)])
+
+
+def sentinel_on_device(i: Inputs) -> None:
+    """SGLang #32575, after."""
+    torch.cat([torch.full((1,), -1, device=i.device) for _ in range(3)])
+
+
+def lengths_unpinned(i: Inputs) -> None:
+    """SGLang #38703, before: lengths of a batch, every batch."""
+    torch.tensor([3, 1, 2], dtype=torch.int32).to(i.device, non_blocking=True)
+
+
+def lengths_pinned(i: Inputs) -> None:
+    """SGLang #38703, after."""
+    torch.tensor([3, 1, 2], dtype=torch.int32, pin_memory=True).to(i.device, non_blocking=True)
+
+
+def longest_request(i: Inputs) -> None:
+    """SGLang #4932: the longest of a batch, for a kernel's launch."""
+    i.repeats_R.max().item()
+
+
+def plan_from_gpu(i: Inputs) -> None:
+    """SGLang #27689: three index arrays for a host-side plan."""
+    i.ints_R.to("cpu")
+    i.repeats_R.to("cpu")
+    i.loc_R.to("cpu")
+
+
+def mirror_then_wait(i: Inputs) -> None:
+    """SGLang #31364: a copy into pinned memory, and the stream waited for."""
+    i.pinned_RC.copy_(i.x_RC, non_blocking=True)
+    torch.cuda.current_stream(i.device).synchronize()
+
+
+def copy_done_event(i: Inputs) -> None:
+    """SGLang #26454: a copy into pinned memory, and its event waited for."""
+    i.pinned_RC.copy_(i.x_RC, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(i.device))
+    done.synchronize()
+
+
+def spec_metadata(i: Inputs) -> None:
+    """vLLM #38047, before: a mask and repeats on the GPU."""
+    i.x_RC[i.mask_R]
+    torch.repeat_interleave(i.x_RC, i.repeats_R, dim=0)
+
+
+def rank_as_tensor(i: Inputs) -> None:
+    """vLLM #58169: a Python number made into a tensor."""
+    i.ints_R - torch.tensor(3, device=i.device)
+
+
+def strided_pinned(i: Inputs) -> None:
+    """vLLM #51841, before: a strided view of pinned memory is staged through pageable memory."""
+    i.pool_RC[:, :7].copy_(i.pinned_RC[:, :7], non_blocking=True)
+
+
+def strided_pinned_by_row(i: Inputs) -> None:
+    """vLLM #51841, after: each row is contiguous."""
+    for row in range(3):
+        i.pool_RC[row, :7].copy_(i.pinned_RC[row, :7], non_blocking=True)
+
+
+def pin_in_hot_path(i: Inputs) -> None:
+    """vLLM #37006: pinning what is to be copied, each time, in a size that no earlier step has left."""
+    i.large_cpu.expand(3, -1).contiguous().pin_memory().to(i.device, non_blocking=True)
+
+
+def debug_assert(i: Inputs) -> None:
+    """TensorRT-LLM #12445: an assertion about a tensor."""
+    assert (i.ints_R < 8).all()
+
+
+def setitem_not_mask(i: Inputs) -> None:
+    """TensorRT-LLM #16265: a tensor into the rows that a mask leaves out."""
+    i.pool_RC[~i.mask_R] = i.x_RC[: 64 - 64 // 4]
+
+
+def masked_fill_cuda_value(i: Inputs) -> None:
+    """pytorch #190512: the value of a fill is on the GPU."""
+    i.x_RC.masked_fill_(i.mask_R[:, None], i.five.float())
+
+
+def masked_fill_cpu_value(i: Inputs) -> None:
+    """pytorch #190512: the value of a fill is on the host."""
+    i.x_RC.masked_fill_(i.mask_R[:, None], torch.tensor(2.0))
