@@ -1,0 +1,1 @@
+"""Finds hidden CUDA synchronisation: in traces, live, and without a GPU."""

@@ -1,0 +1,215 @@
+"""One synchronisation as the live detector and the dry run see it, the line that caused it, and sites made of many.
+
+No torch here: the pytest plugin imports this in every test run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import sys
+import sysconfig
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from dcpbench.syncs.model import Example, Site
+from dcpbench.syncs.rules import BY_ID
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from types import FrameType
+
+_HERE = str(Path(__file__).parent) + os.sep
+_CORPUS = str(Path(__file__).parent / "corpus") + os.sep
+_STDLIB = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
+_SITE_PACKAGES = tuple(
+    {sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")} | {f"{os.sep}site-packages{os.sep}"}
+)
+_FRAMEWORKS = ("torch", "triton")
+
+
+class Frame(NamedTuple):
+    """One Python frame: absolute file, line of the call within it, bare function name."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}({self.line}): {self.function}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sync:
+    """One time that the host waits, or would wait, for the GPU."""
+
+    rule: str
+    """Id in rules.py, such as SYNC001."""
+    op: str = ""
+    """Innermost operator, `aten::_local_scalar_dense`, or the call that waits, `torch.cuda.synchronize`."""
+    op_chain: tuple[str, ...] = ()
+    """Operators around the wait, outermost first; the last is `op` where that is an operator."""
+    frames: tuple[Frame, ...] = ()
+    """The whole Python stack without the detector's own frames, outermost first."""
+    user: Frame | None = None
+    """Innermost frame outside torch, Triton, the standard library and the detectors."""
+    thread: str = ""
+    explicit: bool = False
+    """Asked for by name: synchronize() of a device, stream or event."""
+    direction: str = ""
+    """Of the copy, as in Site."""
+    call: str = ""
+    """Runtime call that blocks, as in Site."""
+    bytes: int | None = None
+    range: str = ""
+    """Innermost `record_function` range that is not a step."""
+    step: int | None = None
+    capturing: bool = False
+    """Happened while a CUDA graph was captured, where a real GPU raises an error."""
+
+    @property
+    def file(self) -> str:
+        """File of the user's frame, absolute; empty where there is none."""
+        return self.user.file if self.user else ""
+
+    @property
+    def line(self) -> int | None:
+        """Line of the call in the user's frame."""
+        return self.user.line if self.user else None
+
+    @property
+    def function(self) -> str:
+        """Bare name of the user's function; `<module>` at the top of a script."""
+        return self.user.function if self.user else ""
+
+    def message(self) -> str:
+        """One sentence with the line, what happens there and the usual fix."""
+        rule = BY_ID[self.rule]
+        where = f"{relative_path(self.file)}:{self.line} in {self.function}" if self.user else "no Python frame"
+        copy = f", {self.direction}" if self.direction else ""
+        capture = " This happens while a CUDA graph is captured, where CUDA raises an error." if self.capturing else ""
+        return f"{where}: {rule.title} ({self.op or self.call}{copy}) [{self.rule}].{capture} {rule.fix}"
+
+
+def walk(skip: int = 1) -> tuple[tuple[Frame, ...], Frame | None]:
+    """The calling thread's Python stack, outermost first, and the user's innermost frame in it.
+
+    Frames of the detectors (dcpbench.syncs but for its corpus) are left out. The user's frame is the innermost one
+    outside torch, Triton, the standard library and frozen modules; None where there is no such frame.
+
+    Args:
+        skip: Frames to leave out at the inner end; 1 is this function's own.
+    """
+    frame: FrameType | None = sys._getframe(skip)  # noqa: SLF001  (inspect.stack reads every source file)
+    frames: list[Frame] = []
+    user: Frame | None = None
+    outside = outside_of()
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not is_detector(file):
+            here = Frame(file, frame.f_lineno, frame.f_code.co_name)
+            frames.append(here)
+            if user is None and is_user(file, outside):
+                user = here
+        frame = frame.f_back
+    frames.reverse()
+    return tuple(frames), user
+
+
+def outside_of() -> tuple[str, ...]:
+    """Folders of the frameworks that are imported now, each with a closing separator."""
+    folders = []
+    for name in _FRAMEWORKS:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file:
+            folders.append(str(Path(file).parent) + os.sep)
+    return tuple(folders)
+
+
+def is_detector(file: str) -> bool:
+    """Whether a source file belongs to dcpbench.syncs; its corpus counts as somebody's program."""
+    return file.startswith(_HERE) and not file.startswith(_CORPUS)
+
+
+def is_user(file: str, outside: Sequence[str]) -> bool:
+    """Whether a line of this file can be blamed: not torch, not Triton, not Python's own.
+
+    Args:
+        file: `co_filename` of a frame; `<string>` and notebook cells count, frozen modules do not.
+        outside: Folders from `outside_of`.
+    """
+    if file.startswith(("<frozen", "<__array_function__")) or is_detector(file):
+        return False
+    if file.startswith(tuple(outside)):
+        return False
+    if any(part in file for part in _SITE_PACKAGES):
+        return True
+    return not file.startswith(_STDLIB)
+
+
+def sites_of(syncs: Iterable[Sync], *, steps: Sequence[int] = (), trace: str = "") -> list[Site]:
+    """Groups synchronisations by fingerprint and line, in order of first occurrence.
+
+    Args:
+        syncs: What a detector saw.
+        steps: Numbers of all steps that ran, in order. As for a trace, the first of three or more does not count.
+        trace: Name for `Site.traces`, such as the program's.
+    """
+    groups: dict[tuple[str, int | None], list[Sync]] = {}
+    for sync in syncs:
+        groups.setdefault((fingerprint_of(sync), sync.line), []).append(sync)
+    return [_site(key[0], group, steps, trace) for key, group in groups.items()]
+
+
+def fingerprint_of(sync: Sync) -> str:
+    """The fingerprint under which a baseline knows this synchronisation."""
+    parts = [sync.rule, relative_path(sync.file), sync.function, ">".join(sync.op_chain), sync.direction]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def relative_path(file: str) -> str:
+    """The file below the working directory where it lies in it, else as it is."""
+    relative = os.path.relpath(file) if Path(file).is_absolute() else file
+    return file if relative.startswith("..") else relative
+
+
+def _site(print_: str, group: Sequence[Sync], steps: Sequence[int], trace: str) -> Site:
+    first = group[0]
+    sizes = [s.bytes for s in group if s.bytes is not None]
+    per_step, warmup_only = _recurrence(group, steps)
+    return Site(
+        fingerprint=print_,
+        rule=first.rule,
+        kind=BY_ID[first.rule].kind,
+        op=first.op,
+        op_chain=list(first.op_chain),
+        function=first.function,
+        file=relative_path(first.file),
+        line=first.line,
+        line_is="call" if first.user else "",
+        stack=[str(frame) for frame in first.frames],
+        range=first.range,
+        direction=first.direction,
+        call=first.call,
+        threads=sorted({s.thread for s in group if s.thread}),
+        count=len(group),
+        count_per_step=per_step,
+        warmup_only=warmup_only,
+        bytes=sum(sizes) if sizes else None,
+        explicit=first.explicit,
+        example=Example(trace=trace, step=first.step),
+        traces=[trace] if trace else [],
+    )
+
+
+def _recurrence(group: Sequence[Sync], steps: Sequence[int]) -> tuple[float | None, bool]:
+    """Mean count over the steps of steady state, and whether nothing happened after the first step."""
+    if not steps:
+        return None, False
+    steady = list(steps[1:]) if len(steps) >= 3 else list(steps)  # noqa: PLR2004
+    counts = Counter(s.step for s in group)
+    total = sum(counts[step] for step in steady)
+    warmup_only = len(steps) > 1 and all(s.step is None or s.step == steps[0] for s in group)
+    return total / len(steady), warmup_only
