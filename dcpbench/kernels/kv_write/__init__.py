@@ -1,10 +1,14 @@
-"""Write new tokens' KV rows into a rank's pool; only the owner of a location stores it."""
+"""Write new tokens' KV rows into a rank's pool; only the owner of a location stores it.
+
+`write_kv` works out who owns a virtual location; `write_rows` is told this rank's rows, with -1 for what others own.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from dcpbench.kernels.kv_write.reference import write_kv as write_kv_reference
+from dcpbench.kernels.kv_write.reference import write_rows as write_rows_reference
 
 if TYPE_CHECKING:
     import torch
@@ -23,3 +27,17 @@ def write_kv(
         write_kv_masked(kv_KQ, new_BQ, loc_B, rank=rank, dcp=dcp, interleave=interleave)
     else:
         write_kv_reference(kv_KQ, new_BQ, loc_B, rank=rank, dcp=dcp, interleave=interleave)
+
+
+def write_rows(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, row_B: torch.Tensor, *, scale: float = 1.0) -> None:
+    """Store `new_BQ[b]` at row `row_B[b]` of `kv_KQ`; skip rows below 0. No host sync.
+
+    kv_KQ has the dtype of new_BQ, or is float8_e4m3fn, or uint8 that stands for it: then what is stored is
+    new × (1 / scale), rounded to nearest and bounded by ±448. row_B is int32 or int64, valid rows distinct and below K.
+    """
+    if kv_KQ.is_cuda:
+        from dcpbench.kernels.kv_write.rows import write_rows as write_rows_masked
+
+        write_rows_masked(kv_KQ, new_BQ, row_B, scale=scale)
+    else:
+        write_rows_reference(kv_KQ, new_BQ, row_B, scale=scale)
