@@ -107,6 +107,9 @@ class Site(msgspec.Struct, kw_only=True):
     """Sum over all occurrences; an upper bound of the GPU time lost."""
     bytes: int | None = None
     """Sum over all occurrences."""
+    may_block: bool = False
+    """It could wait and did not, or a detector without times cannot tell; in no total and no reason to fail unless asked
+    for. Small copies from pageable memory: CUDA stages them until its staging memory is full."""
     explicit: bool = False
     """Asked for by name: synchronize() of a device, stream or event."""
     own: bool = False
@@ -120,7 +123,7 @@ class Site(msgspec.Struct, kw_only=True):
 
 
 class Totals(msgspec.Struct, kw_only=True):
-    """Over all traces, the profiler's own left out."""
+    """Over all traces; the profiler's own and what only may block are left out."""
 
     syncs: int = 0
     sites: int = 0
@@ -162,14 +165,14 @@ class Report(msgspec.Struct, kw_only=True):
     verdict: Verdict = msgspec.field(default_factory=Verdict)
 
 
-def order(site: Site) -> tuple[bool, float, float, int, str]:
-    """Sort key: worst site first, the profiler's own last."""
-    return (site.own, -(site.bubble_us or 0.0), -(site.wait_us or 0.0), -site.count, site.fingerprint)
+def order(site: Site) -> tuple[int, float, float, int, str]:
+    """Sort key: worst site first, then what may block, the profiler's own last."""
+    return (site.own + site.own + site.may_block, -(site.bubble_us or 0.0), -(site.wait_us or 0.0), -site.count, site.fingerprint)
 
 
 def totals(sites: list[Site]) -> Totals:
     """Sums over the sites that are the program's."""
-    mine = [s for s in sites if not s.own]
+    mine = [s for s in sites if not (s.own or s.may_block)]
     waits = [s.wait_us for s in mine if s.wait_us is not None]
     bubbles = [s.bubble_us for s in mine if s.bubble_us is not None]
     return Totals(

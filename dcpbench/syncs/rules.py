@@ -53,10 +53,12 @@ FROM_HOST = Rule(
 )  # fmt: skip
 PAGEABLE = Rule(
     "SYNC005", "pageable-copy", "non_blocking=True from or to pageable memory",
-    "A copy that was asked not to block uses pageable host memory, so CUDA stages it and the call may wait for the stream.",
-    "Pin the host tensor once (pin_memory=True when it is made) and keep it; strided views are staged through a new, "
-    "pageable tensor.",
+    "CUDA stages copies of pageable host memory, strided views of pinned tensors among them: to the host the call always waits, "
+    "to the GPU it waits as soon as its staging memory, a few MiB, is full.",
+    "Pin the host tensor once (pin_memory=True when it is made), keep it, and copy contiguous parts of it.",
 )  # fmt: skip
+"""Measured on an H200 (torch 2.11, CUDA 13.0) behind 20 ms of GPU work: device to host waits at 4 bytes; host to device
+does not up to 2 MiB, does from 2.2 MiB, and at the 64th copy of 64 KiB or the third of 256 KiB in a row."""
 STREAM = Rule(
     "SYNC006", "stream-sync", "The host waits for a stream",
     "`Stream.synchronize()`, or a library that does the same, waits for everything queued on the stream.",
@@ -73,9 +75,9 @@ DEVICE = Rule(
     "Remove it from the step; time with CUDA events; before reading data, wait for its own event.",
 )  # fmt: skip
 ALLOCATION = Rule(
-    "SYNC009", "memory-allocation", "CUDA memory is allocated or freed",
-    "cudaFree, cudaHostAlloc, cudaFreeHost and their like may wait for all work on the device; `pin_memory()` in the hot path and a "
-    "caching allocator that runs out of memory call them.",
+    "SYNC009", "memory-allocation", "CUDA memory is freed or pinned",
+    "cudaFree waits for all work on the device: empty_cache() and a caching allocator that runs out of memory call it. "
+    "Pinning memory (cudaHostAlloc) does not wait for the GPU, but keeps the host busy for about half a millisecond per MiB.",
     "Allocate and pin before the first step and use it again; leave the caching allocator room.",
 )  # fmt: skip
 DRIVER = Rule(

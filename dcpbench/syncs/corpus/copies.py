@@ -96,7 +96,12 @@ def index_cpu_mask(i: Inputs) -> None:
 
 
 def setitem_number(i: Inputs) -> None:
-    """A number into one element."""
+    """A number into one element is a tensor on the host first."""
+    i.x_RC[3, 2] = 1.0
+
+
+def setitem_row(i: Inputs) -> None:
+    """A number into a row is a fill."""
     i.x_RC[3] = 1.0
 
 
@@ -137,6 +142,13 @@ def stream_wait(i: Inputs) -> None:
 def malloc_new(i: Inputs) -> None:
     """Memory that the caching allocator does not have yet."""
     torch.empty(3 << 28, dtype=torch.uint8, device=i.device)
+
+
+def empty_cache(i: Inputs) -> None:
+    """Memory is given back to CUDA, which first waits for all work."""
+    cached = torch.empty(1 << 26, dtype=torch.uint8, device=i.device)
+    del cached
+    torch.cuda.empty_cache()
 
 
 def host_item(i: Inputs) -> None:

@@ -132,9 +132,14 @@ def strided_pinned_by_row(i: Inputs) -> None:
         i.pool_RC[row, :7].copy_(i.pinned_RC[row, :7], non_blocking=True)
 
 
+KEPT: list[torch.Tensor] = []
+"""Pinned tensors of earlier calls, kept so that torch cannot use their memory again."""
+
+
 def pin_in_hot_path(i: Inputs) -> None:
-    """vLLM #37006: pinning what is to be copied, each time, in a size that no earlier step has left."""
-    i.large_cpu.expand(3, -1).contiguous().pin_memory().to(i.device, non_blocking=True)
+    """vLLM #37006: pinning what is to be copied: the host pins pages, but does not wait for the GPU."""
+    KEPT.append(i.large_cpu.pin_memory())
+    KEPT[-1].to(i.device, non_blocking=True)
 
 
 def debug_assert(i: Inputs) -> None:
