@@ -90,13 +90,22 @@ def time_steps(
     A step that is replayed back to back has no host time in it: its sample is the time from one replay's start on the
     GPU to the next one's. `alive` is called now and then, for whoever watches for a hang.
     """
-    timer = Timer(step, device)
     rule = StopRule(precision=settings.precision, seconds=settings.seconds)
-    samples, elapsed = timer.chunk(CHUNK_STEPS[0])
-    steps = _steps_per_chunk(statistics.median(samples))
+    return time_chunks(Timer(step, device).chunk, rule, alive)
+
+
+def time_chunks(
+    chunk: Callable[[int], tuple[list[float], float]],
+    rule: StopRule,
+    alive: Callable[[], None] = lambda: None,
+    chunk_seconds: float = CHUNK_SECONDS,
+) -> Timing:
+    """The same for any way to take samples: `chunk(steps)` gives that many, in ms, and the seconds that they took."""
+    samples, elapsed = chunk(CHUNK_STEPS[0])
+    steps = _steps_per_chunk(statistics.median(samples), chunk_seconds)
     previous, calm, medians = None, False, 0
-    while not calm and (elapsed < settings.seconds * WARM_UP_SHARE or medians < LEAST_MEDIANS):
-        samples, seconds = timer.chunk(steps)
+    while not calm and (elapsed < rule.seconds * WARM_UP_SHARE or medians < LEAST_MEDIANS):
+        samples, seconds = chunk(steps)
         alive()
         elapsed += seconds
         median = statistics.median(samples)
@@ -105,7 +114,7 @@ def time_steps(
     elapsed = 0.0
     verdict = None
     while verdict is None:
-        samples, seconds = timer.chunk(steps)
+        samples, seconds = chunk(steps)
         alive()
         measured += samples
         elapsed += seconds
@@ -113,6 +122,6 @@ def time_steps(
     return Timing(samples_ms=measured, noisy=verdict != "precise", unsettled=not calm)
 
 
-def _steps_per_chunk(median_ms: float) -> int:
+def _steps_per_chunk(median_ms: float, chunk_seconds: float = CHUNK_SECONDS) -> int:
     fewest, most = CHUNK_STEPS
-    return max(fewest, min(most, round(CHUNK_SECONDS * 1e3 / max(median_ms, 1e-3))))
+    return max(fewest, min(most, round(chunk_seconds * 1e3 / max(median_ms, 1e-3))))
