@@ -5,9 +5,11 @@
     │   ├── LayoutError      2  degrees that do not divide, or a layout the model cannot take
     │   ├── ModelError       2  a config.json or checkpoint that cannot be read as an MLA model
     │   ├── OutputError      2  an output folder that cannot or must not be written
-    │   └── RecordsError     2  a record file that cannot be read
+    │   ├── RecordsError     2  a record file that cannot be read
+    │   └── TraceError       2  a profiler's trace that cannot be read
     ├── CapacityError        3  more GPUs or memory needed than there are
     ├── WorkerError          4  a rank failed, hung or was killed
+    ├── SyncError            1  code synchronised with the GPU that must not
     └── MissingPackageError  5  an optional package that this option needs
 
 Exit code 130 stands for Ctrl-C, as in any shell.
@@ -42,6 +44,10 @@ class RecordsError(UsageError):
     """A record file that is missing, empty or not ours."""
 
 
+class TraceError(UsageError):
+    """A file that is not a profiler's trace, or is damaged beyond use."""
+
+
 class CapacityError(DcpbenchError):
     """More GPUs or more memory needed than there are; the message says how much is missing."""
 
@@ -52,6 +58,10 @@ class WorkerError(DcpbenchError):
     """A torchrun job failed or hung; the message names the log to read."""
 
     exit_code = 4
+
+
+class SyncError(DcpbenchError):
+    """Code synchronised with the GPU where that is not allowed; the message shows the lines."""
 
 
 class MissingPackageError(DcpbenchError):

@@ -102,7 +102,11 @@ def walk(skip: int = 1) -> tuple[tuple[Frame, ...], Frame | None]:
     Args:
         skip: Frames to leave out at the inner end; 1 is this function's own.
     """
-    frame: FrameType | None = sys._getframe(skip)  # noqa: SLF001  (inspect.stack reads every source file)
+    return walk_from(sys._getframe(skip))  # noqa: SLF001  (inspect.stack reads every source file)
+
+
+def walk_from(frame: FrameType | None) -> tuple[tuple[Frame, ...], Frame | None]:
+    """As `walk`, for the stack that ends in `frame`, which may be another thread's."""
     frames: list[Frame] = []
     user: Frame | None = None
     outside = outside_of()

@@ -1,0 +1,51 @@
+"""Regions of code in which synchronising is allowed, each with its reason.
+
+    with dcpbench.syncs.allow("the batch is over"):
+        tokens = tokens.cpu()
+
+They hold for the thread that entered them, and for the autograd threads that work for it. No torch here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING
+
+from dcpbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_reasons: dict[int, list[str]] = {}
+
+
+@contextlib.contextmanager
+def allow(reason: str) -> Iterator[None]:
+    """Lets the code inside synchronise; also usable as a decorator. Regions nest, the innermost reason is reported.
+
+    Raises:
+        UsageError: The reason is empty, or is not a text.
+    """
+    given: object = reason
+    if not isinstance(given, str) or not given.strip():
+        raise UsageError('An allowed region needs its reason: with dcpbench.syncs.allow("the batch is over"): …')
+    thread = threading.get_ident()
+    reasons = _reasons.setdefault(thread, [])
+    reasons.append(reason.strip())
+    try:
+        yield
+    finally:
+        reasons.pop()
+        if not reasons:
+            _reasons.pop(thread, None)
+
+
+def reason(thread: int | None = None) -> str:
+    """Reason of the innermost region that a thread is in, or nothing.
+
+    Args:
+        thread: Its `threading.get_ident()`; the calling thread's where it is None.
+    """
+    reasons = _reasons.get(threading.get_ident() if thread is None else thread)
+    return reasons[-1] if reasons else ""

@@ -1,0 +1,97 @@
+"""Copies that were asked not to block, and use pageable host memory. No detector of torch reports them.
+
+torch copies straight between device and host where both sides have one dtype and one dense layout. Otherwise it
+converts on the device and makes the host's side contiguous in new memory, which is pageable even where the tensor is
+pinned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+COPY, NEW_COPY = "aten::copy_", "aten::_to_copy"
+_CUDA, _CPU = "cuda", "cpu"
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """A copy between host and device: `DtoH` or `HtoD`, memory `pinned` or `pageable`, size in bytes."""
+
+    way: str
+    memory: str
+    bytes: int
+    non_blocking: bool
+
+    @property
+    def direction(self) -> str:
+        """As in `Site.direction`, such as `DtoH pageable`."""
+        return f"{self.way} {self.memory}"
+
+
+def copy_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: object) -> Copy | None:
+    """What an operator copies between host and device, or None where it copies nothing there.
+
+    Args:
+        op: Its name, such as `aten::copy_`.
+        args: Its arguments by position.
+        kwargs: Its arguments by name.
+        result: What it returned; None while it runs.
+    """
+    if op == COPY:
+        target, source = args[0], args[1]
+        non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))  # noqa: PLR2004
+        return _between(source, target, non_blocking=non_blocking)
+    if op != NEW_COPY or kwargs.get("device") is None:
+        return None
+    source, non_blocking = args[0], bool(kwargs.get("non_blocking", False))
+    if isinstance(result, torch.Tensor):
+        return _between(source, result, non_blocking=non_blocking)
+    # Still running: the target is known by its device alone, and a new host tensor is pinned only on request.
+    device = torch.device(kwargs["device"])
+    if {source.device.type, device.type} != {_CUDA, _CPU}:
+        return None
+    to_host = device.type == _CPU
+    pinned = bool(kwargs.get("pin_memory")) if to_host else source.is_pinned()
+    return Copy("DtoH" if to_host else "HtoD", "pinned" if pinned else "pageable", source.nbytes, non_blocking)
+
+
+def _between(source: torch.Tensor, target: torch.Tensor, *, non_blocking: bool) -> Copy | None:
+    if {source.device.type, target.device.type} != {_CUDA, _CPU}:
+        return None
+    to_host = target.device.type == _CPU
+    host = target if to_host else source
+    pinned = host.is_pinned() and not staged(source, target)
+    size = target.numel() * source.element_size()
+    return Copy("DtoH" if to_host else "HtoD", "pinned" if pinned else "pageable", size, non_blocking)
+
+
+def staged(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether a copy that must not block goes through new, pageable host memory, whatever memory the host tensor has.
+
+    Args:
+        source: On the one side of host and device.
+        target: On the other; the source's shape broadcasts to its.
+    """
+    host = target if target.device.type == _CPU else source.expand_as(target)
+    straight = source.dtype == target.dtype and _one_layout(source, target)
+    return not (host.is_contiguous() or straight)
+
+
+def _one_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.stride() == b.stride() and _dense(a)
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gaps, in any order."""
+    expected = 1
+    for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
