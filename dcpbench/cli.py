@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dcpbench import __version__
+from dcpbench import __version__, cli_syncs
 from dcpbench.errors import DcpbenchError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app = typer.Typer(
     "that cannot work · 3 not enough GPUs or memory · 4 a rank or some points failed · 5 a package is missing · "
     "130 interrupted.",
 )
+app.add_typer(cli_syncs.app, rich_help_panel="Check")
 
 LAYOUT = "Layouts (comma lists)"
 LOAD = "Model and load"
@@ -107,8 +108,6 @@ DryRun = Annotated[
     "cannot run, each with its reason."),
 ]  # fmt: skip
 Json = Annotated[bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print the result as JSON on stdout.")]
-
-
 Model = Annotated[
     str | None,
     typer.Option("--model", metavar="NAME,…", rich_help_panel=LOAD, help="deepseek-v3, deepseek-r1, deepseek-v2, "

@@ -1,0 +1,141 @@
+"""`dcpbench syncs …`: options alone. What the commands do lies in syncs/; nothing heavy is imported at the top."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="syncs",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Find hidden CUDA synchronisation: where the host waits for the GPU, on which line, and what it costs."
+    "\n\nStart with: dcpbench syncs scan trace.json.gz\n\nExit codes: 0 clean · 1 findings · 2 options or input that "
+    "cannot be used · 3 the trace cannot answer (no GPU events, no runtime calls, no steps, or it ends early).",
+)
+
+READ = "What is read"
+GATE = "What may pass"
+OUTPUT = "Output"
+
+Traces = Annotated[
+    list[str],
+    typer.Argument(metavar="TRACE", help="Kineto traces (.json, .json.gz): files, folders, or globs in quotes; "
+    "several ranks at once. A folder stands for the traces directly in it."),
+]  # fmt: skip
+Root = Annotated[
+    Path | None,
+    typer.Option("--root", metavar="FOLDER", rich_help_panel=READ, help="Root of the repository: paths are shown "
+    "relative to it, and pyproject.toml and allow-sync comments are read there. Default: the folder with .git around "
+    "this one."),
+]  # fmt: skip
+StepRange = Annotated[
+    str | None,
+    typer.Option("--step-range", metavar="GLOB", rich_help_panel=READ, help="Range that marks a step, such as "
+    "'decode_step*'. Default: ProfilerStep#N, which prof.step() makes."),
+]  # fmt: skip
+Baseline = Annotated[
+    Path | None,
+    typer.Option("--baseline", metavar="FILE", rich_help_panel=GATE, help="Only sites that are not in FILE, or that "
+    "occur more often per step than there, are findings. Default: none."),
+]  # fmt: skip
+MaxPerStep = Annotated[
+    float | None,
+    typer.Option("--max-per-step", metavar="N", rich_help_panel=GATE, help="Synchronisations per step over all sites; "
+    "more are a finding. Default: none."),
+]  # fmt: skip
+MaxBubbleUs = Annotated[
+    float | None,
+    typer.Option("--max-bubble-us", metavar="MICROSECONDS", rich_help_panel=GATE, help="GPU time lost, an upper bound, "
+    "over all sites and traces; more is a finding. Default: none."),
+]  # fmt: skip
+AllowOption = Annotated[
+    list[str] | None,
+    typer.Option("--allow", metavar="GLOB", rich_help_panel=GATE, help="May synchronise: 'module.function', "
+    "'function' or the name of a range; repeat for several. Default: none."),
+]  # fmt: skip
+Format = Annotated[
+    str,
+    typer.Option("--format", metavar="NAME", rich_help_panel=OUTPUT, help="table, json, sarif, junit, github "
+    "(annotations, and the step summary) or markdown."),
+]  # fmt: skip
+Output = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="FILE", rich_help_panel=OUTPUT, help="Write there. Default: stdout."),
+]  # fmt: skip
+Force = Annotated[
+    bool, typer.Option("--force", rich_help_panel=OUTPUT, help="Write over a file that is there. Default: no.")
+]
+
+
+@app.command(rich_help_panel="Traces")
+def scan(
+    traces: Traces,
+    root: Root = None,
+    step_range: StepRange = None,
+    baseline: Baseline = None,
+    max_per_step: MaxPerStep = None,
+    max_bubble_us: MaxBubbleUs = None,
+    allow: AllowOption = None,
+    form: Format = "table",
+    output: Output = None,
+    force: Force = False,
+) -> None:
+    r"""Find every place in traces of torch.profiler where the host waits for the GPU.
+
+    Without --baseline, --max-per-step and --max-bubble-us any site is a finding that is not allowed, not the profiler's
+    own and not in the first step alone. Defaults of these options, and a list of what is allowed, may stand in
+    pyproject.toml under \[tool.dcpbench.syncs]; a comment `# dcpbench: allow-sync(reason)` allows its line or
+    function.
+
+    Exit codes: 0 clean · 1 findings · 2 options or input that cannot be used · 3 the trace cannot answer.
+
+    For example:
+
+      dcpbench syncs scan trace.json.gz
+
+      dcpbench syncs scan 'runs/*.pt.trace.json.gz' --baseline syncs-baseline.json --format sarif -o syncs.sarif
+
+      dcpbench syncs scan traces/ --max-per-step 2 --allow 'engine.sampler.*' --format github
+    """
+    from dcpbench.syncs import commands
+
+    options = commands.GateOptions(
+        baseline=baseline, max_per_step=max_per_step, max_bubble_us=max_bubble_us, allow=allow or (), root=root,
+        step_range=step_range,
+    )  # fmt: skip
+    raise typer.Exit(commands.scan(traces, options, commands.Out(form=form, output=output, force=force)))
+
+
+@app.command(rich_help_panel="Traces")
+def baseline(
+    traces: Traces,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+            help="Default: the baseline that pyproject.toml names, else syncs-baseline.json.",
+        ),
+    ] = None,
+    root: Root = None,
+    step_range: StepRange = None,
+    allow: AllowOption = None,
+    force: Force = False,
+) -> None:
+    """Write down which sites there are today, and how often per step, so that only new ones fail.
+
+    What is allowed is left out, and so are sites of the first step alone. The file is sorted and made to be committed.
+
+    Exit codes: 0 written · 2 options or input that cannot be used · 3 the trace cannot answer, and nothing is written.
+
+    For example: dcpbench syncs baseline trace.json.gz -o syncs-baseline.json
+    """  # fmt: skip
+    from dcpbench.syncs import commands
+
+    options = commands.GateOptions(allow=allow or (), root=root, step_range=step_range)
+    raise typer.Exit(commands.baseline(traces, options, output, force=force))

@@ -1,0 +1,176 @@
+"""What `dcpbench syncs scan` and `baseline` do, and how every command of `syncs` ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dcpbench.errors import UsageError
+from dcpbench.syncs import baseline as baselines
+from dcpbench.syncs.config import Allow, find_config, find_root
+from dcpbench.syncs.files import check_output, expand, write
+from dcpbench.syncs.formats import PLAIN_WIDTH, check_format, github, markdown, render
+from dcpbench.syncs.gate import Gate, check_limits, judge
+from dcpbench.syncs.model import order, totals
+from dcpbench.syncs.progress import Progress
+from dcpbench.syncs.words import cleaned, plain
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dcpbench.syncs.config import Config
+    from dcpbench.syncs.model import Report
+
+BASELINE = "syncs-baseline.json"
+SUMMARY = "GITHUB_STEP_SUMMARY"
+SUMMARY_BYTES = 1_000_000
+"""GitHub drops a summary of more than 1 MiB as a whole."""
+SHOWN = 10
+"""Findings that are repeated on stderr where the report went elsewhere."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GateOptions:
+    """Options of the gate as they were typed; pyproject.toml fills in what was not."""
+
+    baseline: Path | None = None
+    max_per_step: float | None = None
+    max_bubble_us: float | None = None
+    allow: Sequence[str] = ()
+    root: Path | None = None
+    step_range: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Out:
+    """Where the report goes, and as what."""
+
+    form: str = "table"
+    output: Path | None = None
+    force: bool = False
+
+
+def settle(options: GateOptions, out: Out) -> Gate:
+    """Read what the gate needs, before anything takes long.
+
+    Raises UsageError for limits, globs, a pyproject.toml, a baseline, a format or an output file that cannot be used.
+    """
+    check_format(out.form)
+    check_output(out.output, force=out.force)
+    check_limits(options.max_per_step, options.max_bubble_us)
+    gate, config = _unlimited(options)
+    path = options.baseline or config.baseline
+    return dataclasses.replace(
+        gate,
+        baseline=baselines.read(path) if path else None,
+        max_per_step=config.max_per_step if options.max_per_step is None else options.max_per_step,
+        max_bubble_us=config.max_bubble_us if options.max_bubble_us is None else options.max_bubble_us,
+    )
+
+
+def _unlimited(options: GateOptions) -> tuple[Gate, Config]:
+    """What is allowed, what marks a step, and the settings of pyproject.toml that say more."""
+    if any(not pattern.strip() for pattern in options.allow):
+        raise UsageError("--allow is empty; give a function, such as --allow 'engine.sampler.*'.")
+    if options.root is not None and not options.root.is_dir():
+        raise UsageError(f"--root {options.root} is not a folder; give the root of the repository.")
+    here = (options.root or Path.cwd()).resolve()
+    root = here if options.root else find_root(here)
+    config = find_config(here, root)
+    typed = [Allow(function=g, or_range=True, reason=f"--allow {g}", source="--allow") for g in options.allow]
+    return Gate(root=root, allow=(*typed, *config.allow), step_range=options.step_range or config.step_range), config
+
+
+def conclude(report: Report, gate: Gate, out: Out) -> int:
+    """Judge a report, write it in its format, and return the exit code: 0 clean, 1 findings, 3 cannot answer.
+
+    Every command that makes a report ends here: sites are put in order, totals made, and the verdict is set in place.
+    With the format github the step summary is written too, where GITHUB_STEP_SUMMARY names its file.
+    """
+    report.sites.sort(key=order)
+    report.totals = totals(report.sites)
+    report.verdict = judge(report, gate)
+    terminal = out.output is None and sys.stdout.isatty()
+    width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if terminal else PLAIN_WIDTH
+    text = render(report, out.form, root=gate.root, width=width, terminal=terminal and "NO_COLOR" not in os.environ)
+    if out.form == "github":
+        _step_summary(report)
+    if out.output is None:
+        _print(text)
+    else:
+        write(out.output, text, force=out.force)
+    if out.output is not None or out.form != "table":
+        _tell(report)
+    if out.output is not None:
+        _print(f"Wrote {plain(str(out.output))}\n")
+    return report.verdict.exit_code
+
+
+def scan(traces: Sequence[str], options: GateOptions, out: Out) -> int:
+    """`dcpbench syncs scan`: returns the exit code."""
+    gate = settle(options, out)
+    return conclude(_scan(traces, gate), gate, out)
+
+
+def baseline(traces: Sequence[str], options: GateOptions, output: Path | None, *, force: bool) -> int:
+    """`dcpbench syncs baseline`: writes the file and returns 0, or 3 and writes none where the trace cannot answer."""
+    gate, config = _unlimited(options)
+    output = output or config.baseline or Path(BASELINE)
+    check_output(output, force=force)
+    report = _scan(traces, gate)
+    report.verdict = judge(report, gate)
+    if report.verdict.reasons:
+        for reason in report.verdict.reasons:
+            sys.stderr.write(f"error: {plain(reason)}\n")
+        return 3
+    made = baselines.make(report, report.verdict.allowed)
+    write(output, baselines.encode(made), force=force)
+    sites = "1 site" if len(made.sites) == 1 else f"{len(made.sites)} sites"
+    _print(f"{sites} of today may stay; more of them, or others, are findings.\nWrote {plain(str(output))}\n")
+    return 0
+
+
+def _scan(traces: Sequence[str], gate: Gate) -> Report:
+    from dcpbench.syncs.scan import scan as read
+
+    with Progress() as progress:
+        return read(expand(traces), root=gate.root, step_range=gate.step_range, progress=progress)
+
+
+def _step_summary(report: Report) -> None:
+    """Everything, for the annotations are few. A summary that cannot be written is worth a warning, not a failure."""
+    path = os.environ.get(SUMMARY)
+    if not path:
+        return
+    left = github.left_out(report)
+    text = markdown.render(cleaned(report)) + (f"\n{left} of these sites have no annotation.\n" if left else "")
+    try:
+        with Path(path).open("a", encoding="utf-8") as f:
+            f.write(
+                text if len(text.encode()) <= SUMMARY_BYTES else text.encode()[:SUMMARY_BYTES].decode(errors="ignore")
+            )
+    except OSError as e:
+        sys.stderr.write(f"warning: {SUMMARY}={plain(path)} cannot be written ({e.strerror}).\n")
+
+
+def _tell(report: Report) -> None:
+    """The verdict on stderr, where the report itself is a file or for a machine."""
+    from dcpbench.syncs.formats.table import summary
+
+    verdict = report.verdict
+    lines = [f.message for f in verdict.findings[:SHOWN]]
+    if len(verdict.findings) > SHOWN:
+        lines.append(f"… and {len(verdict.findings) - SHOWN} more")
+    lines += [*verdict.reasons, *verdict.stale]
+    sys.stderr.write("".join(f"- {plain(line)}\n" for line in lines) + summary(report) + "\n")
+
+
+def _print(text: str) -> None:
+    """To stdout, whatever its encoding: a C locale must not end in a traceback."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
+    sys.stdout.flush()

@@ -1,0 +1,163 @@
+"""Permission in the source itself: `# dcpbench: allow-sync(reason)` on the line that synchronises, or on its function.
+
+A trace often knows only where a function begins. Then a comment anywhere in that function counts, but for the functions
+that are defined inside it.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import io
+import re
+import tokenize
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.syncs.model import Site
+
+COMMENT = re.compile(r"#\s*dcpbench:\s*allow-sync\b(?:\s*\((?P<reason>.*)\))?")
+LARGEST = 4 << 20
+"""Bytes of a source file that is still read; what is larger was made by a program."""
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """A comment that belongs to a site."""
+
+    line: int
+    reason: str
+    """Empty where the comment gives none, and so allows nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    notes: dict[int, Note]
+    """By line."""
+    alone: frozenset[int]
+    """Lines that hold nothing but a comment."""
+    tree: ast.Module | None
+    """None where the file is not the Python of this interpreter."""
+
+
+class Comments:
+    """The comments of the repository at `root`; each file is read once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._sources: dict[str, _Source | None] = {}
+
+    def find(self, site: Site) -> Note | None:
+        """The comment that allows the site; None where there is no file, line or comment."""
+        if not site.file or site.line is None:
+            return None
+        if site.file not in self._sources:
+            self._sources[site.file] = _read(self._root, site.file)
+        source = self._sources[site.file]
+        if source is None or not source.notes:
+            return None
+        lines = _lines(source, site.line, call=site.line_is == "call")
+        found = [source.notes[line] for line in lines if line in source.notes]
+        return next((note for note in found if note.reason), found[0] if found else None)
+
+
+def _read(root: Path, file: str) -> _Source | None:
+    """Comments and syntax of a file; None where it is not in the repository or cannot be read."""
+    try:
+        path = (root / file).resolve()
+        if not path.is_relative_to(root.resolve()) or not path.is_file() or path.stat().st_size > LARGEST:
+            return None
+        with tokenize.open(path) as f:
+            text = f.read()
+    except (OSError, SyntaxError, ValueError):
+        return None
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        tree = None
+    notes, alone = _comments(text)
+    return _Source(notes, frozenset(alone), tree)
+
+
+def _comments(text: str) -> tuple[dict[int, Note], set[int]]:
+    """Our comments by line, and the lines that are comments only; strings that look like one are not comments."""
+    notes: dict[int, Note] = {}
+    alone: set[int] = set()
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type != tokenize.COMMENT:
+                continue
+            line, column = token.start
+            if not token.line[:column].strip():
+                alone.add(line)
+            found = COMMENT.search(token.string)
+            if found:
+                notes[line] = Note(line, (found["reason"] or "").strip())
+    except (tokenize.TokenError, SyntaxError):
+        pass  # what was read up to here still counts
+    return notes, alone
+
+
+def _lines(source: _Source, line: int, *, call: bool) -> list[int]:
+    """Lines on which a comment would be about the site."""
+    if source.tree is None:
+        return [line]
+    functions = [node for node in ast.walk(source.tree) if isinstance(node, Function)]
+    if not call:
+        # Lambdas and functions may share a line; the trace cannot say which of them it was.
+        begin = [f for f in functions if line in (_first(f), f.lineno)]
+        return [n for f in begin for n in (*_above(source, _first(f)), *_own_lines(f, functions))]
+    around = [f for f in functions if _first(f) <= line <= _last(f)]
+    headers = [n for f in around for n in (*_above(source, _first(f)), *_header(f))]
+    first, last = _statement(source.tree, line)
+    return [*range(first, last + 1), *_above(source, first), *headers]
+
+
+def _statement(tree: ast.Module, line: int) -> tuple[int, int]:
+    """First and last line of the statement around a line; of a compound statement only what stands before its body."""
+    best = (line, line)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.stmt):
+            continue
+        body = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+        last = max(node.lineno, body[0].lineno - 1) if body else _last(node)
+        if node.lineno <= line <= last:
+            best = (node.lineno, last)  # ast.walk goes from the outside in
+    return best
+
+
+def _above(source: _Source, line: int) -> list[int]:
+    """The comment lines directly above a line."""
+    found = []
+    while line - 1 in source.alone:
+        line -= 1
+        found.append(line)
+    return found
+
+
+def _header(function: Function) -> range:
+    """Decorators and signature; for a lambda all of it."""
+    if isinstance(function, ast.Lambda):
+        return range(function.lineno, _last(function) + 1)
+    return range(_first(function), max(function.lineno + 1, function.body[0].lineno))
+
+
+def _own_lines(function: Function, functions: list[Function]) -> list[int]:
+    """Lines of a function without those of the functions defined in it."""
+    first, last = _first(function), _last(function)
+    inner = [f for f in functions if f is not function and first < _first(f) and _last(f) <= last]
+    nested = {n for f in inner if not isinstance(f, ast.Lambda) for n in range(_first(f), _last(f) + 1)}
+    return [n for n in range(first, last + 1) if n not in nested]
+
+
+def _first(function: Function) -> int:
+    """Python's `co_firstlineno`: the first decorator's line, where there is one."""
+    decorators = [] if isinstance(function, ast.Lambda) else function.decorator_list
+    return min([function.lineno, *(d.lineno for d in decorators)])
+
+
+def _last(node: ast.stmt | Function) -> int:
+    return node.end_lineno or node.lineno

@@ -1,0 +1,185 @@
+"""`[tool.dcpbench.syncs]` of pyproject.toml: what may synchronise, with a reason each, and defaults of the gate."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import tomllib
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, NoReturn
+
+from dcpbench.errors import UsageError
+from dcpbench.syncs.words import modules
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from dcpbench.syncs.model import Site
+
+FILE = "pyproject.toml"
+TABLE = "[tool.dcpbench.syncs]"
+GLOBS = ("function", "range", "file")
+KEYS = ("allow", "max-per-step", "max-bubble-us", "baseline", "step-range")
+EXAMPLE = '{ function = "engine.sampler.*", reason = "tokens leave the GPU here", expires = 2026-12-31 }'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Allow:
+    """One thing that may synchronise. Globs that are empty ask for nothing; all others must match."""
+
+    function: str = ""
+    """Over `module.function`, over the function alone, and over the range where `or_range` is set."""
+    range: str = ""
+    file: str = ""
+    reason: str
+    expires: dt.date | None = None
+    """Last day on which it counts."""
+    source: str
+    """Where it was written, for messages."""
+    or_range: bool = False
+
+    def matches(self, site: Site) -> bool:
+        """Whether the site is meant."""
+        names = [*modules(site), *([site.range] if self.or_range and site.range else [])]
+        return (
+            (not self.function or any(fnmatchcase(name, self.function) for name in names))
+            and (not self.range or (bool(site.range) and fnmatchcase(site.range, self.range)))
+            and (not self.file or (bool(site.file) and fnmatchcase(site.file, self.file)))
+        )
+
+    def expired(self, today: dt.date) -> bool:
+        """Whether its last day has gone by."""
+        return self.expires is not None and today > self.expires
+
+    def name(self) -> str:
+        """As it was written, for messages."""
+        globs = [(key, getattr(self, key)) for key in GLOBS]
+        return f"{self.source} " + ", ".join(f'{key} = "{value}"' for key, value in globs if value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """What a project's pyproject.toml says about synchronisations."""
+
+    allow: tuple[Allow, ...] = ()
+    max_per_step: float | None = None
+    max_bubble_us: float | None = None
+    baseline: Path | None = None
+    step_range: str | None = None
+
+
+def find_root(start: Path) -> Path:
+    """Root of the repository around `start`: the folder with `.git`, else with pyproject.toml, else `start` itself."""
+    folders = [start, *start.parents]
+    for mark in (".git", FILE):
+        for folder in folders:
+            if (folder / mark).exists():
+                return folder
+    return start
+
+
+def find_config(start: Path, root: Path) -> Config:
+    """The settings nearest to `start`, looking upwards as far as `root`, then in `root`; defaults where there are none.
+
+    Raises UsageError where a file cannot be read or says something that cannot be.
+    """
+    upwards = [folder for folder in (start, *start.parents) if folder.is_relative_to(root)]
+    for folder in dict.fromkeys([*upwards, root]):
+        table = _table(folder / FILE)
+        if table is not None:
+            return _config(table, folder / FILE)
+    return Config()
+
+
+def _table(path: Path) -> Mapping[str, object] | None:
+    """Our table of a file; None where the file or the table is missing."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as e:
+        raise UsageError(f"{path} cannot be read ({e.strerror}).") from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise UsageError(f"{path} is not TOML: {e}.") from e
+    for key in ("tool", "dcpbench"):
+        inner = content.get(key)
+        if not isinstance(inner, dict):
+            return None
+        content = inner
+    table = content.get("syncs")
+    if table is not None and not isinstance(table, dict):
+        raise UsageError(f"{path}: tool.dcpbench.syncs must be a table; write {TABLE} above its keys.")
+    return table
+
+
+def _config(table: Mapping[str, object], path: Path) -> Config:
+    where = f"{path} {TABLE}"
+    unknown = [key for key in table if key not in KEYS]
+    if unknown:
+        raise UsageError(f"{where}: unknown {_listed(unknown)}; it knows {', '.join(KEYS)}.")
+    baseline = _text(table, "baseline", where)
+    return Config(
+        allow=_allow_list(table.get("allow", []), where),
+        max_per_step=_number(table, "max-per-step", where),
+        max_bubble_us=_number(table, "max-bubble-us", where),
+        baseline=path.parent / baseline if baseline else None,
+        step_range=_text(table, "step-range", where) or None,
+    )
+
+
+def _allow_list(value: object, where: str) -> tuple[Allow, ...]:
+    if not isinstance(value, list):
+        raise UsageError(f"{where}: allow must be a list of tables, such as allow = [{EXAMPLE}].")
+    return tuple(_allow(entry, f"{where}: allow[{n}]") for n, entry in enumerate(value))
+
+
+def _allow(entry: object, where: str) -> Allow:
+    """One entry of the list; raises UsageError with what it should have been."""
+    if not isinstance(entry, dict):
+        raise UsageError(f"{where} must be a table, such as {EXAMPLE}.")
+    unknown = [key for key in entry if key not in (*GLOBS, "reason", "expires")]
+    if unknown:
+        raise UsageError(f"{where}: unknown {_listed(unknown)}; it knows {', '.join(GLOBS)}, reason, expires.")
+    globs = {key: _text(entry, key, where) for key in GLOBS}
+    if not any(globs.values()):
+        raise UsageError(f"{where} allows nothing: give function, range or file, such as {EXAMPLE}.")
+    reason = _text(entry, "reason", where).strip()
+    if not reason:
+        raise UsageError(f"{where} has no reason: say why this may synchronise, such as {EXAMPLE}.")
+    return Allow(
+        function=globs["function"], range=globs["range"], file=globs["file"], reason=reason,
+        expires=_day(entry.get("expires"), where), source=where.rpartition(" ")[2],
+    )  # fmt: skip
+
+
+def _day(value: object, where: str) -> dt.date | None:
+    if value is None:
+        return None
+    if isinstance(value, dt.datetime) or not isinstance(value, dt.date):
+        raise UsageError(f"{where}: expires must be a date without quotes, such as expires = 2026-12-31.")
+    return value
+
+
+def _text(table: Mapping[str, object], key: str, where: str) -> str:
+    value = table.get(key, "")
+    if not isinstance(value, str):
+        _wrong(where, key, f'a text in quotes, such as {key} = "…"')
+    return value
+
+
+def _number(table: Mapping[str, object], key: str, where: str) -> float | None:
+    value = table.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        _wrong(where, key, f"a number that is not negative, such as {key} = 2")
+    return float(value)
+
+
+def _wrong(where: str, key: str, should: str) -> NoReturn:
+    raise UsageError(f"{where}: {key} must be {should}.")
+
+
+def _listed(keys: list[str]) -> str:
+    return ("key " if len(keys) == 1 else "keys ") + ", ".join(keys)

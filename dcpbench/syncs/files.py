@@ -1,0 +1,71 @@
+"""Files that commands of `syncs` read and write: traces by folder and glob, and results that are not overwritten."""
+
+from __future__ import annotations
+
+import glob
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dcpbench.errors import OutputError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SUFFIXES = (".json", ".json.gz")
+
+
+def expand(names: Sequence[str]) -> list[Path]:
+    """Files that are meant by files, folders and globs, each once, rank 2 before rank 10.
+
+    A folder stands for the traces directly in it. Raises UsageError where a name matches nothing.
+    """
+    found: dict[Path, None] = {}
+    for name in names:
+        path = Path(name)
+        if path.is_dir():
+            files = _in_folder(path)
+            missing = f"{name} holds no {' or '.join('*' + s for s in SUFFIXES)}; give a trace, or '{name}/**/*.json'."
+        elif path.exists():
+            files, missing = [path], ""
+        elif glob.has_magic(name):
+            matched = [Path(match) for match in glob.glob(name, recursive=True)]  # noqa: PTH207 -- absolute ones, too
+            files = [p for p in matched if p.is_file() and p.name.endswith(SUFFIXES)]
+            files += [p for folder in matched if folder.is_dir() for p in _in_folder(folder)]
+            missing = f"{name!r} matches no {' or '.join('*' + s for s in SUFFIXES)} file below {Path.cwd()}."
+        else:
+            raise UsageError(f"There is no trace {name}; give a file, a folder or a glob of Kineto traces.")
+        if not files:
+            raise UsageError(missing)
+        found |= dict.fromkeys(sorted(files, key=_natural))
+    unique = {path.resolve(): path for path in reversed(found)}
+    return list(reversed(unique.values()))
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    return [p for p in folder.iterdir() if p.is_file() and p.name.endswith(SUFFIXES)]
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"([0-9]+)", str(path)) if word]
+
+
+def check_output(path: Path | None, *, force: bool) -> None:
+    """Raises OutputError where a file cannot be written, or is there already and --force was not given."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise OutputError(f"{path} is a folder; give a file with -o, such as {path / 'syncs.json'}.")
+    if path.exists() and not force:
+        raise OutputError(f"{path} exists; give another file with -o, or --force to write over it.")
+    if not path.parent.is_dir():
+        raise OutputError(f"There is no folder {path.parent}; make it with mkdir -p {path.parent}.")
+
+
+def write(path: Path, text: str, *, force: bool) -> None:
+    """Write a file as a whole. Raises OutputError as `check_output`, and where the disk refuses."""
+    check_output(path, force=force)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise OutputError(f"{path} cannot be written ({e.strerror}); give another file with -o.") from e

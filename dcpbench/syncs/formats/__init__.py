@@ -1,0 +1,55 @@
+"""A judged report in the format that its reader needs: one file each, all from the same cleaned report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dcpbench.errors import UsageError
+from dcpbench.syncs.formats import github, junit, markdown, sarif
+from dcpbench.syncs.words import cleaned
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.syncs.model import Report
+
+FORMATS = ("table", "json", "sarif", "junit", "github", "markdown")
+PLAIN_WIDTH = 140
+"""Columns of a table in a file or a pipe."""
+
+
+def check_format(name: str) -> None:
+    """Raises UsageError for a format that there is not."""
+    if name not in FORMATS:
+        raise UsageError(f"There is no format {name!r}; give one of {', '.join(FORMATS)}.")
+
+
+def render(report: Report, form: str, *, root: Path, width: int = PLAIN_WIDTH, terminal: bool = False) -> str:
+    """The report as text that ends with a line feed; empty where the format has nothing to say.
+
+    Args:
+        report: Judged: its verdict says what a finding is.
+        form: One of FORMATS.
+        root: Repository that relative paths of sites lie in.
+        width: Columns of the table; the other formats have none.
+        terminal: Whether the table may hold colours and hyperlinks.
+
+    Raises UsageError for an unknown format.
+    """
+    check_format(form)
+    report = cleaned(report)
+    if form == "sarif":
+        return sarif.render(report)
+    if form == "junit":
+        return junit.render(report)
+    if form == "github":
+        return github.render(report)
+    if form == "markdown":
+        return markdown.render(report)
+    if form == "json":
+        from dcpbench.syncs.schema import encode
+
+        return encode(report)
+    from dcpbench.syncs.formats import table
+
+    return table.render(report, root=root, width=width, terminal=terminal)

@@ -1,0 +1,118 @@
+"""Markdown: for a step summary, a comment on a change, or a document."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from dcpbench.syncs.rules import BY_ID
+from dcpbench.syncs.words import (
+    BOUND_NOTE,
+    NOTHING,
+    marks,
+    microseconds,
+    per_step,
+    place,
+    size_text,
+    standing,
+    subject,
+)
+
+if TYPE_CHECKING:
+    from dcpbench.syncs.model import Report, Site
+
+MOST = 500
+"""Sites in the table: a step summary may have 1 MiB, and nobody reads further."""
+HEAD = ("", "Rule", "Where", "Operator", "Count", "Per step", "Wait total", "median", "p99", "Bubble ≤", "Copy")
+SIGNS = {"finding": "❌", "counted": "⚠️", "known": "•", "allowed": "✅", "warm-up": "🔥", "own": "⚙️"}
+LEGEND = (
+    "❌ finding · ⚠️ adds to an exceeded limit · • within the limits · ✅ allowed · 🔥 warm-up only · "
+    "⚙️ the profiler's own"
+)
+
+
+def render(report: Report) -> str:
+    """Verdict, findings, sites, why and how to fix, totals and coverage."""
+    parts = [
+        _verdict(report), _sites(report), _rules(report), _totals(report),
+        _list("Allowed", _allowed(report)), _list("Of no use any more", [escape(t) for t in report.verdict.stale]),
+        _coverage(report),
+    ]  # fmt: skip
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _verdict(report: Report) -> str:
+    verdict = report.verdict
+    heads = {
+        "clean": "✅ No hidden synchronisation that counts", "cannot answer": "❔ The trace cannot answer",
+        "findings": f"❌ Hidden synchronisation: {len(verdict.findings)} finding(s)",
+    }  # fmt: skip
+    overall = [escape(f.message) for f in verdict.findings if not f.fingerprint]
+    lines = [f"- {text}" for text in [*overall, *(escape(reason) for reason in verdict.reasons)]]
+    return "\n".join([f"## {heads[verdict.status]}", *(["", *lines] if lines else [])])
+
+
+def _sites(report: Report) -> str:
+    if not report.sites:
+        return "No site was seen."
+    rows = [HEAD, ("---", "---", "---", "---", *["---:"] * 6, "---")]
+    rows += [_row(site, report) for site in report.sites[:MOST]]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    if len(report.sites) > MOST:
+        lines += ["", f"{len(report.sites) - MOST} more sites are left out here; `--format json` has them."]
+    return "\n".join([*lines, "", f"{LEGEND}. {BOUND_NOTE}"])
+
+
+def _row(site: Site, report: Report) -> tuple[str, ...]:
+    where = code(subject(site)) + (f"<br>{code(place(site))}" if place(site) else "")
+    words = marks(site, report.verdict)
+    kind = f"{escape(site.rule)}<br>{escape(site.kind)}" + (f"<br>*{', '.join(words)}*" if words else "")
+    copy = " ".join(part for part in (site.direction, size_text(site.bytes)) if part)
+    return (
+        SIGNS[standing(site, report.verdict)], kind, where, code(site.op or site.call), str(site.count),
+        per_step(site.count_per_step), microseconds(site.wait_us), microseconds(site.wait_median_us),
+        microseconds(site.wait_p99_us), microseconds(site.bubble_us), escape(copy) or NOTHING,
+    )  # fmt: skip
+
+
+def _rules(report: Report) -> str:
+    ids = dict.fromkeys(site.rule for site in report.sites if not site.own and site.rule in BY_ID)
+    return "\n".join(f"- **{BY_ID[i].id} {BY_ID[i].kind}**: {BY_ID[i].why} *Fix:* {BY_ID[i].fix}" for i in ids)
+
+
+def _totals(report: Report) -> str:
+    t = report.totals
+    return (
+        f"**{t.syncs}** synchronisations at **{t.sites}** sites · wait {microseconds(t.wait_us)} · "
+        f"bubble at most {microseconds(t.bubble_us)}"
+    )
+
+
+def _allowed(report: Report) -> list[str]:
+    sites = {site.fingerprint: site for site in report.sites}
+    allowed = report.verdict.allowed
+    return [f"{code(subject(sites[f]))}: {escape(why)}" for f, why in allowed.items() if f in sites]
+
+
+def _coverage(report: Report) -> str:
+    """Sentences that several traces share are written once."""
+    notes = dict.fromkeys(escape(note) for trace in report.traces for note in trace.coverage.notes)
+    return _list("What this cannot show", list(notes))
+
+
+def _list(title: str, lines: list[str]) -> str:
+    return "\n".join([f"### {title}", "", *(f"- {line}" for line in lines)]) if lines else ""
+
+
+def escape(text: str) -> str:
+    """Text that Markdown and HTML show as it is; `@name` notifies nobody."""
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("@", "@<!-- -->")
+    return re.sub(r"([\\`*_{}\[\]#|~$])", r"\\\1", text)
+
+
+def code(text: str) -> str:
+    """Text in a code span of a table's cell; HTML, as a `|` or a backtick would end a Markdown one."""
+    if not text:
+        return NOTHING
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return "<code>" + re.sub(r"([\\`*_{}\[\]#|~$@:])", lambda m: f"&#{ord(m[0])};", text) + "</code>"

@@ -1,0 +1,142 @@
+"""SARIF 2.1.0: what code scanning of GitHub, GitLab and editors read."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from dcpbench import __version__
+from dcpbench.syncs.rules import BY_ID, RULES
+from dcpbench.syncs.words import modules, place, sentence, standing
+
+if TYPE_CHECKING:
+    from dcpbench.syncs.model import Report, Site
+    from dcpbench.syncs.rules import Rule
+
+SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+ROOT = "%SRCROOT%"
+FINGERPRINT = "dcpbenchSyncs/v1"
+LEVELS = {"finding": "error", "counted": "warning", "known": "note", "allowed": "note", "warm-up": "note"}
+Json = dict[str, Any]
+
+
+def render(report: Report) -> str:
+    """One run, whose results are the sites; the profiler's own are left out."""
+    results = [_result(site, report) for site in report.sites if standing(site, report.verdict) != "own"]
+    run = {
+        "tool": {"driver": _driver()},
+        "automationDetails": {"id": "dcpbench-syncs/"},
+        "invocations": [_invocation(report)],
+        "originalUriBaseIds": {ROOT: {"description": {"text": "Root of the repository."}}},
+        "columnKind": "unicodeCodePoints",
+        "results": results,
+        "properties": {"totals": _known(syncs=report.totals.syncs, bubbleUs=report.totals.bubble_us)},
+    }
+    log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
+    return json.dumps(log, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _driver() -> Json:
+    return {
+        "name": "dcpbench syncs", "version": __version__, "semanticVersion": __version__,
+        "rules": [_rule(rule) for rule in RULES],
+    }  # fmt: skip
+
+
+def _rule(rule: Rule) -> Json:
+    """A rule with its help, as text and as Markdown."""
+    return {
+        "id": rule.id,
+        "name": "".join(word.capitalize() for word in rule.kind.split("-")),
+        "shortDescription": {"text": message(rule.title)},
+        "fullDescription": {"text": message(rule.why)},
+        "help": {"text": message(f"{rule.why} Fix: {rule.fix}"), "markdown": f"{rule.why}\n\n**Fix:** {rule.fix}"},
+        "defaultConfiguration": {"level": "error"},
+        "properties": {"tags": ["performance", "cuda", "synchronization"], "kind": rule.kind},
+    }
+
+
+def _result(site: Site, report: Report) -> Json:
+    stands = standing(site, report.verdict)
+    text = next((f.message for f in report.verdict.findings if f.fingerprint == site.fingerprint), sentence(site))
+    rule = BY_ID.get(site.rule)
+    result: Json = {
+        "ruleId": site.rule,
+        "level": LEVELS[stands],
+        "message": {"text": message(text + (f". {rule.fix}" if rule else ""))},
+        "locations": [_location(site)],
+        "partialFingerprints": {FINGERPRINT: site.fingerprint},
+        "occurrenceCount": max(1, site.count),
+        "properties": _properties(site),
+    }
+    if rule:
+        result["ruleIndex"] = RULES.index(rule)
+    if stands == "allowed":
+        why = message(report.verdict.allowed[site.fingerprint])
+        result["suppressions"] = [{"kind": "external", "status": "accepted", "justification": why}]
+    return result
+
+
+def _location(site: Site) -> Json:
+    """Where it is: the file of the site, or the trace where no file is known. A region only with a known line."""
+    physical: Json = {"artifactLocation": _artifact(site.file or (site.example.trace if site.example else ""))}
+    if not physical["artifactLocation"]:
+        physical = {}
+    elif site.file and site.line is not None and site.line > 0:
+        physical["region"] = {"startLine": site.line}
+    names = [{"name": name, "fullyQualifiedName": full, "kind": "function"} for name, full in _function(site)]
+    return {**({"physicalLocation": physical} if physical else {}), **({"logicalLocations": names} if names else {})}
+
+
+def _function(site: Site) -> list[tuple[str, str]]:
+    return [(site.function, modules(site)[0])] if site.function else []
+
+
+def _artifact(path: str) -> Json:
+    """A relative path below the root of the repository; an absolute one as it is; nothing for no path."""
+    path = path.replace("\\", "/")
+    if not path:
+        return {}
+    if path.startswith("/"):
+        return {"uri": "file://" + quote(path)}
+    if re.match(r"[A-Za-z]:/", path):
+        return {"uri": "file:///" + quote(path, safe="/:")}
+    return {"uri": quote(path.removeprefix("./")), "uriBaseId": ROOT}
+
+
+def _properties(site: Site) -> Json:
+    return _known(
+        kind=site.kind, op=site.op or None, call=site.call or None, range=site.range or None,
+        direction=site.direction or None, place=place(site) or None, lineIs=site.line_is or None, count=site.count,
+        countPerStep=site.count_per_step, waitUs=site.wait_us, bubbleUpperBoundUs=site.bubble_us, bytes=site.bytes,
+        explicit=site.explicit, warmupOnly=site.warmup_only, stack=site.stack or None, traces=site.traces or None,
+    )  # fmt: skip
+
+
+def _invocation(report: Report) -> Json:
+    """Whether the analysis could answer, and what it could not see."""
+    verdict = report.verdict
+    notes = dict.fromkeys(note for trace in report.traces for note in trace.coverage.notes)
+    told = [("error" if verdict.status == "cannot answer" else "warning", reason) for reason in verdict.reasons]
+    told += [("error", f.message) for f in verdict.findings if not f.fingerprint]
+    told += [("warning", text) for text in verdict.stale] + [("note", note) for note in notes]
+    return {
+        "executionSuccessful": verdict.status != "cannot answer",
+        "exitCode": verdict.exit_code,
+        "toolExecutionNotifications": [{"level": level, "message": {"text": message(text)}} for level, text in told],
+    }
+
+
+def _known(**values: object) -> Json:
+    """Without what is None, and without numbers that JSON has not."""
+    return {
+        k: v for k, v in values.items() if v is not None and not (isinstance(v, float) and not abs(v) < float("inf"))
+    }
+
+
+def message(text: str) -> str:
+    """Text as a SARIF message: braces are placeholders there, and brackets links, unless they are escaped."""
+    text = text.replace("{", "{{").replace("}", "}}")
+    return re.sub(r"([\[\]])", r"\\\1", text)

@@ -1,0 +1,211 @@
+"""The gate: whether a change may pass. Counts and bubbles decide, never microseconds of wait.
+
+Without a limit every site is a finding. A baseline asks for no new site and no more per step; --max-per-step and
+--max-bubble-us limit sums. What is allowed, warm-up only or the profiler's own counts nowhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+from typing import TYPE_CHECKING
+
+from dcpbench.errors import UsageError
+from dcpbench.syncs.comments import Comments
+from dcpbench.syncs.model import Finding, Verdict, order
+from dcpbench.syncs.words import microseconds, per_step, place, sentence, subject
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from dcpbench.syncs.baseline import Baseline, Entry
+    from dcpbench.syncs.config import Allow
+    from dcpbench.syncs.model import Report, Site, TraceSummary
+
+SLACK = 1e-3
+"""Counts per step are rounded in a baseline; a smaller difference is that."""
+NAMED = 3
+"""Sites that a message about a sum names."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gate:
+    """What may pass, once options and pyproject.toml are read."""
+
+    root: Path
+    """Repository in which comments are looked for."""
+    allow: tuple[Allow, ...] = ()
+    baseline: Baseline | None = None
+    max_per_step: float | None = None
+    max_bubble_us: float | None = None
+    step_range: str | None = None
+    """Not the gate's: which range marks a step; kept here as it may come from pyproject.toml."""
+
+    @property
+    def limited(self) -> bool:
+        """Whether something replaces `any site is a finding`."""
+        return self.baseline is not None or self.max_per_step is not None or self.max_bubble_us is not None
+
+
+def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdict:
+    """What the gate says about a report.
+
+    Args:
+        report: Sites and coverage; its own verdict is not read.
+        gate: Limits and permissions.
+        today: Day on which entries expire; by default today in UTC.
+
+    Raises UsageError where baseline and report cannot be compared.
+    """
+    allowed, stale = permissions(report, gate, today or dt.datetime.now(tz=dt.UTC).date())
+    mine = [s for s in report.sites if not s.own and s.fingerprint not in allowed]
+    counted = sorted((s for s in mine if not s.warmup_only), key=order)
+    findings = (
+        []
+        if gate.limited
+        else [Finding(reason="sync", message=sentence(s), fingerprint=s.fingerprint) for s in counted]
+    )
+    reasons = [reason for trace in report.traces if (reason := blind(trace))]
+    if not report.traces:
+        reasons.append("Nothing was recorded: no trace was read.")
+    for check in (_against_baseline, _per_step, _bubble):
+        found, unknown = check(counted, report, gate)
+        findings += found
+        reasons += unknown
+    if gate.baseline:
+        here = {s.fingerprint for s in report.sites}
+        stale += [_gone(e) for e in gate.baseline.sites if e.fingerprint not in here]
+    verdict = Verdict(findings=findings, allowed=allowed, stale=stale, reasons=list(dict.fromkeys(reasons)))
+    if findings:
+        verdict.status, verdict.exit_code = "findings", 1
+    elif reasons:
+        verdict.status, verdict.exit_code = "cannot answer", 3
+    return verdict
+
+
+def permissions(report: Report, gate: Gate, today: dt.date) -> tuple[dict[str, str], list[str]]:
+    """Which sites are allowed, each with why, and sentences about permissions that are of no use."""
+    sites = [s for s in report.sites if not s.own]
+    allowed: dict[str, str] = {}
+    stale = []
+    for entry in gate.allow:
+        matched = [s for s in sites if entry.matches(s)]
+        if entry.expired(today):
+            stale.append(f"{entry.name()} expired on {entry.expires}: remove the synchronisation, or give a new date.")
+        elif not matched:
+            stale.append(f"{entry.name()} matched nothing: remove it.")
+        else:
+            allowed |= {s.fingerprint: entry.reason for s in matched if s.fingerprint not in allowed}
+    comments = Comments(gate.root)
+    for site in sites:
+        note = comments.find(site)
+        if note and not note.reason:
+            stale.append(f"{site.file}:{note.line}: allow-sync allows nothing without a reason: allow-sync(reason).")
+        elif note and site.fingerprint not in allowed:
+            allowed[site.fingerprint] = note.reason
+    return allowed, list(dict.fromkeys(stale))
+
+
+def blind(trace: TraceSummary) -> str:
+    """Why a trace cannot say `clean`, with what to type; empty where it can."""
+    seen = trace.coverage
+    if not seen.complete:
+        return (
+            f"{trace.path} ends early or is damaged, so that syncs may be missing: record it again, with fewer steps."
+        )
+    if seen.detector != "scan":
+        return ""
+    if not seen.gpu_events:
+        return f"{trace.path} holds no GPU events: record with profile(activities=[CPU, CUDA]) on a machine with a GPU."
+    if not seen.runtime_events:
+        return f"{trace.path} holds no calls of the CUDA runtime: record with profile(activities=[CPU, CUDA])."
+    return ""
+
+
+Outcome = tuple[list[Finding], list[str]]
+
+
+def _against_baseline(counted: Sequence[Site], report: Report, gate: Gate) -> Outcome:
+    """New sites, and sites that occur more often than they did."""
+    if gate.baseline is None:
+        return [], []
+    entries = {e.fingerprint: e for e in gate.baseline.sites}
+    findings, unknown = [], []
+    for site in counted:
+        entry = entries.get(site.fingerprint)
+        if entry is None:
+            findings.append(Finding(reason="new", message=f"new {sentence(site)}", fingerprint=site.fingerprint))
+        elif entry.count_per_step is not None and site.count_per_step is None:
+            unknown += [_no_steps(t, "the baseline counts per step") for t in report.traces if not t.steps]
+            unknown.append(f"{sentence(site)}: lies in no step here, and the baseline counts it per step.")
+        elif message := _more(site, entry):
+            findings.append(Finding(reason="more", message=message, fingerprint=site.fingerprint))
+    return findings, unknown
+
+
+def _more(site: Site, entry: Entry) -> str:
+    """What has grown, in a sentence; empty where nothing has."""
+    if entry.count_per_step is not None and site.count_per_step is not None:
+        if site.count_per_step > entry.count_per_step + SLACK:
+            return f"{sentence(site)}; the baseline has {per_step(entry.count_per_step)} per step"
+        return ""
+    if site.count > (entry.count or 0):
+        return f"{sentence(site)}; the baseline has {entry.count or 0} in all"
+    return ""
+
+
+def _per_step(counted: Sequence[Site], report: Report, gate: Gate) -> Outcome:
+    """The sum over all sites against --max-per-step."""
+    limit = gate.max_per_step
+    if limit is None:
+        return [], []
+    unknown = [_no_steps(t, "--max-per-step counts per step") for t in report.traces if not t.steps]
+    total = sum(s.count_per_step or 0.0 for s in counted)
+    if total <= limit + SLACK:
+        return [], unknown
+    most = sorted(counted, key=lambda s: -(s.count_per_step or 0.0))[:NAMED]
+    named = ", ".join(f"{per_step(s.count_per_step)} in {_where(s)}" for s in most if s.count_per_step)
+    message = f"{per_step(total)} synchronisations per step, the limit is {per_step(limit)}: {named}"
+    return [Finding(reason="per-step", message=message)], unknown
+
+
+def _bubble(counted: Sequence[Site], _report: Report, gate: Gate) -> Outcome:
+    """The sum over all sites against --max-bubble-us."""
+    limit = gate.max_bubble_us
+    if limit is None:
+        return [], []
+    unknown = [s for s in counted if s.bubble_us is None]
+    total = sum(s.bubble_us or 0.0 for s in counted)
+    if total > limit:
+        named = ", ".join(f"{microseconds(s.bubble_us)} in {_where(s)}" for s in counted[:NAMED] if s.bubble_us)
+        message = f"bubble of {microseconds(total)} in all, the limit is {microseconds(limit)}: {named}"
+        return [Finding(reason="bubble", message=message)], []
+    if unknown:
+        return [], [
+            f"The bubble of {sentence(unknown[0])} is not known, so --max-bubble-us cannot be checked: scan a trace."
+        ]
+    return [], []
+
+
+def _where(site: Site) -> str:
+    return f"{subject(site)} ({place(site)})" if place(site) else subject(site)
+
+
+def _no_steps(trace: TraceSummary, why: str) -> str:
+    return (
+        f"{trace.path} marks no steps, and {why}: name the range around a step with --step-range 'NAME*', or call "
+        "prof.step() after each."
+    )
+
+
+def _gone(entry: Entry) -> str:
+    where = " in ".join(part for part in (entry.function, entry.file) if part)
+    return f"baseline: {entry.kind or entry.rule} {where or entry.fingerprint} was not found: write the baseline again."
+
+
+def check_limits(max_per_step: float | None, max_bubble_us: float | None) -> None:
+    """Raises UsageError for limits that are no numbers."""
+    for name, value in (("--max-per-step", max_per_step), ("--max-bubble-us", max_bubble_us)):
+        if value is not None and not value >= 0:
+            raise UsageError(f"{name} {value} is no limit: give a number from 0.")

@@ -1,0 +1,157 @@
+"""Sites in words: names without control characters, times and sizes with units, and how a site stands in a verdict."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from dcpbench.syncs.model import Report, order
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dcpbench.syncs.model import Site, Verdict
+
+Standing = Literal["finding", "counted", "known", "allowed", "warm-up", "own"]
+"""finding: fails the gate alone; counted: adds to a limit that is exceeded; known: within baseline and limits."""
+NOTHING = "–"
+HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+"""Unicode categories that a terminal obeys instead of showing: controls, direction marks, lone surrogates, …"""
+MILLI, WHOLE = 1e3, 1e6
+KIB = 1024.0
+BOUND_NOTE = (
+    "Bubble is an upper bound of the GPU time that a wait cost: from the GPU running dry to its next start, where that "
+    "was launched after the wait. Wait alone is not a cost."
+)
+
+
+def plain(text: str) -> str:
+    r"""The text with everything spelled out that a terminal, a log or a browser would obey: ESC becomes `\x1b`."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(_spelled(c) if unicodedata.category(c) in HIDDEN else c for c in text)
+
+
+def _spelled(c: str) -> str:
+    return c.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def cleaned(report: Report) -> Report:
+    """A copy of the report with every text made plain, and the sites worst first.
+
+    Names come from other people's programs: a kernel may be called anything.
+    """
+    copy = msgspec.convert(_cleaned(msgspec.to_builtins(report)), Report)
+    copy.sites.sort(key=order)
+    return copy
+
+
+def _cleaned(value: Any) -> Any:  # noqa: ANN401 -- whatever JSON holds
+    if isinstance(value, str):
+        return plain(value)
+    if isinstance(value, list):
+        return [_cleaned(v) for v in value]
+    if isinstance(value, dict):
+        return {_cleaned(k): _cleaned(v) for k, v in value.items()}
+    return value
+
+
+def microseconds(value: float | None) -> str:
+    """A time given in microseconds, with the unit that reads best; a dash where nobody knows it."""
+    if value is None:
+        return NOTHING
+    size = abs(value)
+    if size < MILLI:
+        return f"{value:.3g} µs" if size < MILLI - 0.5 else f"{value:.0f} µs"
+    return f"{value / MILLI:.3g} ms" if size < WHOLE else f"{value / WHOLE:.3g} s"
+
+
+def size_text(value: int | None) -> str:
+    """Bytes with a binary unit; empty where nobody knows them."""
+    if value is None:
+        return ""
+    size = float(value)
+    for unit in ("B", "KiB", "MiB"):
+        if size < KIB:
+            return f"{size:.3g} {unit}" if size < KIB - 1 else f"{size:.0f} {unit}"
+        size /= KIB
+    return f"{size:.3g} GiB"
+
+
+def per_step(value: float | None) -> str:
+    """Count per step: 2, 0.25; a dash without steps."""
+    return NOTHING if value is None else f"{value:.4g}"
+
+
+def place(site: Site) -> str:
+    """`file:line`, as far as both are known."""
+    if not site.file:
+        return ""
+    return f"{site.file}:{site.line}" if site.line is not None else site.file
+
+
+def subject(site: Site) -> str:
+    """What a person would call the site: its function, else the range, the operator or the blocking call."""
+    return site.function or site.range or site.op or site.call or site.kind
+
+
+def sentence(site: Site) -> str:
+    """One line about a site, for annotations, alerts and logs."""
+    where = f" ({place(site)})" if place(site) else ""
+    what = site.op or site.call
+    much = f"{per_step(site.count_per_step)} per step, " if site.count_per_step is not None else ""
+    much += f"{site.count} in all"
+    cost = "" if site.bubble_us is None else f", bubble at most {microseconds(site.bubble_us)}"
+    return f"{site.kind}: {f'{what} in ' if what else ''}{subject(site)}{where}, {much}{cost}"
+
+
+def marks(site: Site, verdict: Verdict) -> list[str]:
+    """Short words beside a site: own, explicit, allowed, warm-up, new, more."""
+    words = [name for name, is_so in (("own", site.own), ("explicit", site.explicit)) if is_so]
+    if site.fingerprint in verdict.allowed:
+        words.append("allowed")
+    if site.warmup_only:
+        words.append("warm-up")
+    new = {f.reason for f in verdict.findings if f.fingerprint and f.fingerprint == site.fingerprint}
+    return words + [reason for reason in ("new", "more") if reason in new]
+
+
+def standing(site: Site, verdict: Verdict) -> Standing:
+    """How a judged report sees the site."""
+    if site.own:
+        return "own"
+    if site.fingerprint in verdict.allowed:
+        return "allowed"
+    if any(f.fingerprint == site.fingerprint for f in verdict.findings):
+        return "finding"
+    if site.warmup_only:
+        return "warm-up"
+    return "counted" if any(not f.fingerprint for f in verdict.findings) else "known"
+
+
+def modules(site: Site) -> list[str]:
+    """Dotted names of the site's function, longest first: `a.b.f`, `b.f`, `f`; without a file the function alone."""
+    if not site.function:
+        return []
+    path = PurePosixPath(site.file.replace("\\", "/"))
+    parts = [part for part in (*path.parts[:-1], path.stem) if part not in ("/", ".", "..", "")]
+    if parts and parts[-1] == "__init__":
+        parts.pop()
+    names = [re.sub(r"\s", "_", part) for part in parts]
+    return [".".join([*names[n:], site.function]) for n in range(len(names) + 1)]
+
+
+def short(path: str, limit: int) -> str:
+    """The end of a path that fits into `limit` columns, whole folders first."""
+    if len(path) <= limit:
+        return path
+    parts: Sequence[str] = path.split("/")
+    for n in range(1, len(parts)):
+        tail = "…/" + "/".join(parts[n:])
+        if len(tail) <= limit:
+            return tail
+    return "…" + path[-(limit - 1) :]
