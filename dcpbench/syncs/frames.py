@@ -63,6 +63,8 @@ class Sync:
     call: str = ""
     """Runtime call that blocks, as in Site."""
     bytes: int | None = None
+    may_block: bool = False
+    """It need not wait: see `Site.may_block`."""
     range: str = ""
     """Innermost `record_function` range that is not a step."""
     step: int | None = None
@@ -161,9 +163,9 @@ def sites_of(syncs: Iterable[Sync], *, steps: Sequence[int] = (), trace: str = "
         steps: Numbers of all steps that ran, in order. As for a trace, the first of three or more does not count.
         trace: Name for `Site.traces`, such as the program's.
     """
-    groups: dict[tuple[str, int | None], list[Sync]] = {}
+    groups: dict[tuple[str, int | None, bool], list[Sync]] = {}
     for sync in syncs:
-        groups.setdefault((fingerprint_of(sync), sync.line), []).append(sync)
+        groups.setdefault((fingerprint_of(sync), sync.line, sync.may_block), []).append(sync)
     return [_site(key[0], group, steps, trace) for key, group in groups.items()]
 
 
@@ -202,6 +204,7 @@ def _site(print_: str, group: Sequence[Sync], steps: Sequence[int], trace: str) 
         count_per_step=per_step,
         warmup_only=warmup_only,
         bytes=sum(sizes) if sizes else None,
+        may_block=first.may_block,
         explicit=first.explicit,
         example=Example(trace=trace, step=first.step),
         traces=[trace] if trace else [],
