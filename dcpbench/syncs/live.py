@@ -24,12 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dcpbench.errors import CapacityError, SyncError, UsageError
 from dcpbench.syncs import allowed, debug_mode, gpu_trace, sighting
 from dcpbench.syncs.failure import text_of
-from dcpbench.syncs.frames import sites_of
+from dcpbench.syncs.frames import fingerprint_of, is_detector, sites_of
 from dcpbench.syncs.model import Coverage, Report, TraceSummary, Verdict, order, totals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
+    from types import FrameType, TracebackType
 
     from dcpbench.syncs.frames import Sync
 
@@ -54,6 +54,11 @@ _watches: tuple[Watch, ...] = ()
 _running = threading.local()
 
 
+def has_cuda() -> bool:
+    """Whether there is a device that could be waited for."""
+    return torch.cuda.is_available()
+
+
 def is_count(value: object) -> bool:
     """Whether it is a whole number from 0 on; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
@@ -71,6 +76,8 @@ class Watch:
         self.at_most = at_most
         self.syncs: list[Sync] = []
         """In order of time, without those of allowed regions."""
+        self.hazards: list[Sync] = []
+        """What may have waited and need not have: small copies from pageable memory, and pinning."""
         self.allowed: list[tuple[Sync, str]] = []
         """Those of allowed regions, each with its reason."""
         self.thread = 0
@@ -89,8 +96,11 @@ class Watch:
 
     def report(self) -> Report:
         """The same as `dcpbench syncs` prints; times are unknown, as nothing is measured here."""
-        reasons = {site.fingerprint: reason for sync, reason in self.allowed for site in sites_of([sync])}
-        sites = sorted(sites_of([*self.syncs, *(sync for sync, _ in self.allowed)]), key=order)
+        here = {fingerprint_of(sync) for sync in self.syncs}
+        # The same line may be reached from inside and from outside of a region; then it is not allowed.
+        reasons = {key: reason for sync, reason in self.allowed if (key := fingerprint_of(sync)) not in here}
+        spared = [sync for sync, _ in self.allowed if fingerprint_of(sync) in reasons]
+        sites = sorted(sites_of([*self.syncs, *self.hazards, *spared]), key=order)
         notes = [*NOTES]
         notes += [OTHER_THREADS] if self.threads == "all" else ["Other threads were not watched."]
         notes += [] if self._callbacks else [NO_CALLBACKS]
@@ -104,7 +114,7 @@ class Watch:
     def __enter__(self) -> Self:
         if self.thread:
             raise UsageError("This watch has been used; make a new one: with dcpbench.syncs.watch() as seen: …")
-        if not torch.cuda.is_available():
+        if not has_cuda():
             raise CapacityError(
                 "There is no CUDA device, so nothing could be seen here; on such a machine write "
                 "`with dcpbench.syncs.dry_run() as run:`, which says what would synchronise."
@@ -138,6 +148,8 @@ class Watch:
         reason = allowed.reason() or (allowed.reason(self.thread) if self.threads == "current" else "")
         if reason:
             self.allowed.append((sync, reason))
+        elif sync.may_block:
+            self.hazards.append(sync)
         else:
             self.syncs.append(sync)
 
@@ -228,7 +240,7 @@ class _Operators(TorchDispatchMode):
             raise
         finally:
             calls.pop()
-        if not call.seen and (sync := sighting.of_copy(call, result, _where(self._owner))):
+        if not call.seen and (sync := sighting.of_hazard(call, result, _where(self._owner))):
             self._owner.add(sync)
         return result
 
@@ -242,7 +254,11 @@ def _calls() -> list[sighting.Call]:
 
 
 def _where(watch_: Watch) -> sighting.Where:
-    return sighting.Where(sys._getframe(1), watch_.thread)  # noqa: SLF001  (inspect.stack reads every source file)
+    """The calling thread's innermost frame that is neither ours nor torch's way to us; None on autograd's threads."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  (inspect.stack reads every source file)
+    while frame is not None and (is_detector(frame.f_code.co_filename) or frame.f_code.co_name == "fire_callbacks"):
+        frame = frame.f_back
+    return sighting.Where(frame, watch_.thread)
 
 
 def _on_wait(kind: str) -> None:

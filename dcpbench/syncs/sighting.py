@@ -28,6 +28,7 @@ BY_NAME = {
 """Kind of a wait -> rule, name and runtime call where no operator is around it."""
 READ, COUNT = "aten::_local_scalar_dense", "aten::nonzero"
 INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
+PINNING = frozenset({"aten::_pin_memory", "aten::pin_memory"})
 SYNCHRONIZE = "synchronize"
 FROM_DATA = frozenset({"tensor", "as_tensor", "asarray", "new_tensor", SUBSCRIPT})
 """Calls that copy host data while no dispatch mode can see it; an index of Python numbers is one, too."""
@@ -49,7 +50,7 @@ class Call:
 
     @property
     def op(self) -> str:
-        """Its name without overload, as profilers write it: `aten::index`."""
+        """Its name without overload, as profilers write it: `aten::index`; higher-order operators have a bare one."""
         schema = getattr(self.func, "_schema", None)
         return str(schema.name if schema is not None else self.func)
 
@@ -57,7 +58,7 @@ class Call:
 class Where(NamedTuple):
     """Where a sighting is made: the innermost frame, and the thread that watches."""
 
-    frame: FrameType
+    frame: FrameType | None
     thread: int
 
 
@@ -95,9 +96,15 @@ def of_wait(kind: str, calls: Sequence[Call], where: Where) -> Sync:
     return _sync(rule, place, chain=chain, op=chain[-1] if chain else op, call=call, explicit=explicit)
 
 
-def of_copy(call: Call, result: object, where: Where) -> Sync | None:
-    """What is reported of a finished copy that was asked not to block and may have, or None where it need not."""
-    # Every operator comes by here, and few are copies.
+def of_hazard(call: Call, result: object, where: Where) -> Sync | None:
+    """What is reported of a finished operator that may have waited without telling; None where it has not.
+
+    That is a copy which was asked not to block, and pinning, which may allocate.
+    """
+    # Every operator comes by here, and few are either.
+    if call.op in PINNING:
+        place = _place(where)
+        return _sync(rules.ALLOCATION, place, chain=(call.op,), op=call.op, call="cudaHostAlloc", may_block=True)
     if not call.kwargs.get("non_blocking") and not (len(call.args) > 2 and call.args[2] is True):  # noqa: PLR2004
         return None
     copy = copy_of(call.op, call.args, call.kwargs, result)
@@ -106,7 +113,7 @@ def of_copy(call: Call, result: object, where: Where) -> Sync | None:
     place, chain = _place(where), (call.op,)
     return _sync(
         rules.PAGEABLE, place, chain=chain, op=call.op, direction=copy.direction, call="cudaMemcpyAsync",
-        size=copy.bytes,
+        size=copy.bytes, may_block=copy.way == "HtoD" and copy.bytes <= rules.STAGING_BYTES,
     )  # fmt: skip
 
 
@@ -182,7 +189,7 @@ def _place(where: Where) -> _Place:
     watched = ident == where.thread
     frame: FrameType | None = where.frame
     frames, user = walk_from(frame)
-    if user is None and not watched:
+    if not frames and not watched:
         frame = sys._current_frames().get(where.thread)  # noqa: SLF001  (documented, despite its name)
         frames, user = walk_from(frame)
     inner = frames[len(frames) - frames[::-1].index(user) :] if user else frames
@@ -210,10 +217,11 @@ def _sync(
     direction: str = "",
     size: int | None = None,
     explicit: bool = False,
+    may_block: bool = False,
 ) -> Sync:
     return Sync(
         rule=rule.id, op=op, op_chain=chain, frames=place.frames, user=place.user, thread=place.thread,
-        explicit=explicit, direction=direction, call=call, bytes=size, capturing=_capturing(),
+        explicit=explicit, may_block=may_block, direction=direction, call=call, bytes=size, capturing=_capturing(),
     )  # fmt: skip
 
 

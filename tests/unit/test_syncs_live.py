@@ -1,0 +1,241 @@
+"""Watching for synchronisations. Here torch's callbacks are fired by hand; on a GPU torch fires them itself."""
+
+import linecache
+import threading
+
+import pytest
+import torch
+
+from dcpbench.errors import SyncError, UsageError
+from dcpbench.syncs import debug_mode, live, sighting, no_syncs, watch
+from tests.unit import fake_cuda
+
+
+@pytest.fixture
+def _cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that says it has a GPU."""
+    monkeypatch.setattr(live, "has_cuda", lambda: True)
+
+
+needs_cuda = pytest.mark.usefixtures("_cuda")
+
+
+def wait_for_stream() -> None:
+    fake_cuda.stream()
+
+
+def wait_and_fail() -> None:
+    fake_cuda.stream()
+    _ = 1 // 0
+
+
+@needs_cuda
+class TestWatch:
+    def test_a_wait_is_seen_with_its_line(self) -> None:
+        with watch() as seen:
+            wait_for_stream()
+        assert [(s.rule, s.function, s.thread) for s in seen.syncs] == [("SYNC006", "wait_for_stream", "MainThread")]
+        assert ">    24 |     fake_cuda.stream()" in seen.text()
+
+    def test_each_kind_of_wait_has_its_rule(self) -> None:
+        with watch() as seen:
+            fake_cuda.event()
+            fake_cuda.device()
+        assert [s.rule for s in seen.syncs] == ["SYNC007", "SYNC008"]
+
+    def test_torchs_way_to_the_callback_is_no_part_of_the_stack(self) -> None:
+        with watch() as seen:
+            wait_for_stream()
+        assert [f.function for f in seen.syncs[0].frames][-2:] == ["wait_for_stream", "stream"]
+
+    def test_nothing_is_seen_before_and_after(self) -> None:
+        wait_for_stream()
+        with watch() as seen:
+            pass
+        wait_for_stream()
+        assert seen.count == 0
+
+    def test_watches_nest(self) -> None:
+        """The outer one sees all three, the inner one its own."""
+        with watch() as outer:
+            wait_for_stream()
+            with watch() as inner:
+                wait_for_stream()
+            wait_for_stream()
+        assert (outer.count, inner.count) == (3, 1)
+
+    def test_a_thread_is_watched_only_on_request(self) -> None:
+        with watch() as mine, watch(threads="all") as every:
+            thread = threading.Thread(target=wait_for_stream, name="loader")
+            thread.start()
+            thread.join()
+        assert mine.count == 0
+        assert [s.thread for s in every.syncs] == ["loader"]
+
+    def test_watches_of_two_threads_do_not_mix(self) -> None:
+        """Both are open at the same time, and each thread waits as often as its number says."""
+        both, counts = threading.Barrier(2), {}
+
+        def watched(times: int) -> None:
+            with watch() as seen:
+                both.wait()
+                for _ in range(times):
+                    wait_for_stream()
+                both.wait()
+            counts[times] = seen.count
+
+        threads = [threading.Thread(target=watched, args=(n,)) for n in (1, 5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert counts == {1: 1, 5: 5}
+
+    def test_a_watch_ends_with_an_exception(self) -> None:
+        seen = watch(at_most=0)
+        with pytest.raises(ZeroDivisionError), seen:
+            wait_and_fail()
+        wait_for_stream()
+        assert seen.count == 1
+        assert torch._C._len_torch_dispatch_stack() == 0
+
+    def test_more_than_at_most_raises_with_the_line(self) -> None:
+        wait_for_stream_twice = no_syncs(at_most=1)(lambda: [wait_for_stream(), wait_for_stream()])
+        with pytest.raises(SyncError, match=r"(?s)2 CUDA synchronisations where at most 1 may be.*fake_cuda"):
+            wait_for_stream_twice()
+
+    def test_a_watch_is_for_one_use(self) -> None:
+        with watch() as seen:
+            pass
+        with pytest.raises(UsageError, match="make a new one"), seen:
+            pass
+
+    @pytest.mark.parametrize("options", [{"threads": "mine"}, {"at_most": -1}, {"at_most": True}, {"at_most": "2"}])
+    def test_wrong_options_say_what_to_write(self, options: dict) -> None:
+        with pytest.raises(UsageError, match="write"):
+            watch(**options)
+
+    def test_the_report_groups_and_says_what_live_cannot_see(self) -> None:
+        with watch() as seen:
+            for _ in range(3):
+                wait_for_stream()
+        report = seen.report()
+        assert [(s.count, s.rule, s.line_is) for s in report.sites] == [(3, "SYNC006", "call")]
+        assert report.totals.syncs == 3
+        assert any("NCCL" in note for note in report.traces[0].coverage.notes)
+        assert report.traces[0].coverage.detector == "live"
+
+    def test_a_line_that_says_synchronize_is_explicit(self) -> None:
+        with watch() as seen:
+            fake_cuda.synchronize()
+        assert [(s.rule, s.explicit, s.op) for s in seen.syncs] == [("SYNC006", True, "torch.cuda.Stream.synchronize")]
+
+    def test_compiled_code_stays_compiled(self) -> None:
+        """An ordinary dispatch mode makes torch.compile fall back to eager."""
+        compiled = []
+
+        def backend(graph: torch.fx.GraphModule, _inputs: list) -> object:
+            compiled.append(graph)
+            return graph.forward
+
+        function = torch.compile(lambda x: x * 2 + 1, backend=backend)
+        with watch() as seen:
+            assert function(torch.ones(2)).tolist() == [3.0, 3.0]
+        assert len(compiled) == 1
+        assert seen.count == 0
+
+
+@needs_cuda
+class TestOperators:
+    @pytest.mark.parametrize(
+        ("source", "rule", "chain"),
+        [
+            ("x.sum().item()", "SYNC001", ("aten::_local_scalar_dense",)),
+            ("bool((x > 1).all())", "SYNC001", ("aten::_local_scalar_dense",)),
+            ("x.nonzero()", "SYNC002", ("aten::nonzero",)),
+            ("x.masked_select(x > 1)", "SYNC002", ("aten::masked_select",)),
+            ("torch.unique(x)", "SYNC002", ("aten::_unique2",)),
+            ("torch.nn.functional.one_hot(n)", "SYNC002", ("aten::one_hot", "aten::_local_scalar_dense")),
+            ("torch.linalg.inv(m)", "SYNC001", ("aten::_linalg_check_errors", "aten::_local_scalar_dense")),
+        ],
+    )
+    def test_the_operator_that_runs_says_the_rule(self, source: str, rule: str, chain: tuple[str, ...]) -> None:
+        """The operator is made to wait, as on a GPU. A composite one such as one_hot is known by the line's call."""
+        tensors = {"x": torch.tensor([1.0, 3.0, 0.0]), "n": torch.tensor([0, 2]), "m": torch.eye(2)}
+        waiting = {op for op in chain if op != "aten::one_hot"}
+        with fake_cuda.Waiting(waiting), watch() as seen:
+            eval(compiled(source), {"torch": torch, **tensors})  # noqa: S307  (the source is the parameter above)
+        assert seen.syncs
+        assert {(s.rule, s.op_chain, s.line) for s in seen.syncs} == {(rule, chain, 1)}
+
+    def test_an_operator_is_named_once_by_nested_watches(self) -> None:
+        with fake_cuda.Waiting({"aten::nonzero"}), watch() as outer, watch() as inner:
+            torch.ones(3).nonzero()
+        assert [s.op_chain for s in outer.syncs + inner.syncs] == [("aten::nonzero",)] * 2
+
+    def test_an_event_inside_an_operator_is_not_asked_for_by_name(self) -> None:
+        with fake_cuda.Waiting({"aten::add"}, fake_cuda.event), watch() as seen:
+            torch.ones(3) + 1
+        assert [(s.rule, s.op, s.explicit) for s in seen.syncs] == [("SYNC007", "aten::add", False)]
+
+    def test_data_on_its_way_to_the_gpu_that_no_mode_sees_is_known_by_the_call(self) -> None:
+        """torch.tensor(list, device="cuda") copies below every dispatch mode."""
+        with watch() as seen:
+            eval(compiled("tensor(1)"), {"tensor": lambda _: fake_cuda.stream()})  # noqa: S307
+        # The lambda is the user's innermost line, and it calls `stream`, which is nothing of torch's.
+        assert [s.rule for s in seen.syncs] == ["SYNC006"]
+        with watch() as seen:
+            eval(compiled("tensor()"), {"tensor": fake_cuda.stream})  # noqa: S307
+        assert [(s.rule, s.direction) for s in seen.syncs] == [("SYNC004", "HtoD pageable")]
+
+    @pytest.mark.parametrize(
+        ("source", "rule"),
+        [("item()", "SYNC001"), ("tolist()", "SYNC003"), ("unique()", "SYNC002"), ("tensor()", "SYNC004"),
+         ("to()", "SYNC011"), ("synchronize()", "SYNC006")],
+    )  # fmt: skip
+    def test_in_another_thread_the_call_says_the_rule(self, source: str, rule: str) -> None:
+        """A dispatch mode holds for its own thread."""
+        names = {source.removesuffix("()"): fake_cuda.stream}
+        thread = threading.Thread(target=lambda: eval(compiled(source), names))  # noqa: S307
+        with watch(threads="all") as seen:
+            thread.start()
+            thread.join()
+        assert [s.rule for s in seen.syncs] == [rule]
+
+    def test_autograds_threads_show_the_line_that_waits_for_them(self) -> None:
+        """Its threads have no Python stack, so that no frame is found there."""
+        where, made = sighting.Where(None, threading.get_ident()), []
+        thread = threading.Thread(target=lambda: made.append(sighting.of_wait("stream", [], where)))
+        thread.start()
+        thread.join()
+        assert made[0].function == "test_autograds_threads_show_the_line_that_waits_for_them"
+
+    def test_a_backward_pass_is_seen(self) -> None:
+        x = torch.ones(3, requires_grad=True)
+        with fake_cuda.Waiting({"aten::mul"}), watch() as seen:
+            (x * 2).sum().backward()
+        assert [(s.rule, s.op_chain[0]) for s in seen.syncs] == [("SYNC001", "aten::mul")] * 2
+
+    def test_an_operator_that_the_program_made_raise_is_counted_and_still_raises(self) -> None:
+        """set_sync_debug_mode("error") raises before torch's callback fires."""
+
+        def raises() -> None:
+            raise RuntimeError(debug_mode.MESSAGE)
+
+        error = pytest.raises(RuntimeError, match="synchronizing")
+        with fake_cuda.Waiting({"aten::nonzero"}, raises), watch() as seen, error:
+            torch.ones(2).nonzero()
+        assert [s.rule for s in seen.syncs] == ["SYNC002"]
+
+    def test_higher_order_operators_run(self) -> None:
+        with watch() as seen:
+            out = torch.cond(torch.tensor(True), torch.sin, torch.cos, (torch.zeros(2),))  # noqa: FBT003
+        assert out.tolist() == [0.0, 0.0]
+        assert seen.count == 0
+
+
+def compiled(source: str) -> object:
+    """Code whose source can be read, as that of a file."""
+    name = f"<{source}>"
+    linecache.cache[name] = (len(source), None, [source + "\n"], name)
+    return compile(source, name, "eval")

@@ -1,0 +1,208 @@
+"""What watching is made of: allowed regions, the decorator, pageable copies, and the way without callbacks."""
+
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+
+from dcpbench.errors import CapacityError, SyncError, UsageError
+from dcpbench.syncs import allow, debug_mode, gpu_trace, live, no_syncs, watch
+from dcpbench.syncs.pageable import copy_of, staged
+from tests.unit import fake_cuda
+
+
+@pytest.fixture
+def _cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that says it has a GPU."""
+    monkeypatch.setattr(live, "has_cuda", lambda: True)
+
+
+needs_cuda = pytest.mark.usefixtures("_cuda")
+
+
+def wait_for_stream() -> None:
+    fake_cuda.stream()
+
+
+def wait_and_fail() -> None:
+    fake_cuda.stream()
+    _ = 1 // 0
+
+
+@needs_cuda
+class TestAllow:
+    def test_what_is_allowed_is_not_counted_and_keeps_its_reason(self) -> None:
+        with watch(at_most=0) as seen, allow("the batch is over"):
+            wait_for_stream()
+        assert seen.count == 0
+        assert [reason for _, reason in seen.allowed] == ["the batch is over"]
+        assert list(seen.report().verdict.allowed.values()) == ["the batch is over"]
+
+    def test_regions_nest_and_end(self) -> None:
+        with watch() as seen:
+            with allow("outer"):
+                with allow("inner"):
+                    wait_for_stream()
+                wait_for_stream()
+            wait_for_stream()
+        assert [reason for _, reason in seen.allowed] == ["inner", "outer"]
+        assert seen.count == 1
+
+    def test_a_line_reached_from_inside_and_outside_of_a_region_is_not_allowed(self) -> None:
+        with watch() as seen:
+            for inside in (True, False):
+                if inside:
+                    with allow("once"):
+                        wait_for_stream()
+                else:
+                    wait_for_stream()
+        report = seen.report()
+        assert report.verdict.allowed == {}
+        assert report.totals.syncs == 1
+
+    def test_a_region_is_its_threads_own(self) -> None:
+        with watch(threads="all") as seen, allow("mine"):
+            thread = threading.Thread(target=wait_for_stream)
+            thread.start()
+            thread.join()
+        assert (seen.count, len(seen.allowed)) == (1, 0)
+
+    @pytest.mark.parametrize("reason", ["", "  ", None])
+    def test_a_region_needs_its_reason(self, reason: str) -> None:
+        with pytest.raises(UsageError, match="needs its reason"), allow(reason):
+            pass
+
+
+@needs_cuda
+class TestDecorator:
+    def test_a_call_that_synchronises_raises_after_it_has_run(self) -> None:
+        done = []
+
+        @no_syncs
+        def step() -> None:
+            wait_for_stream()
+            done.append(1)
+
+        with pytest.raises(SyncError, match="1 CUDA synchronisations where none may be"):
+            step()
+        assert done == [1]
+
+    def test_a_clean_call_returns_its_value(self) -> None:
+        assert no_syncs(at_most=1)(lambda x: x + 1)(2) == 3
+
+    def test_what_suspends_cannot_be_guarded(self) -> None:
+        async def step() -> None: ...
+
+        with pytest.raises(UsageError, match=r"watch\(at_most=0\)"):
+            no_syncs(step)
+
+    def test_options_have_names(self) -> None:
+        with pytest.raises(UsageError, match="at_most=1"):
+            no_syncs(1)
+
+
+class TestPageable:
+    def test_contiguous_memory_is_copied_straight_and_a_strided_view_is_not(self) -> None:
+        """Device tensors are stood for by meta ones: only shapes, strides and dtypes are looked at."""
+        device, host = torch.empty(4, 6, device="meta"), torch.empty(4, 6)
+        assert not staged(device, host)
+        assert not staged(host, device)
+        assert staged(torch.empty(4, 12)[:, ::2], device)
+        assert staged(device, torch.empty(4, 12)[:, ::2])
+
+    def test_two_transposed_sides_are_one_layout(self) -> None:
+        device, host = torch.empty(6, 4, device="meta").t(), torch.empty(6, 4).t()
+        assert not staged(host, device)
+        assert staged(host, device.contiguous())
+
+    def test_another_dtype_is_converted_on_the_device(self) -> None:
+        assert not staged(torch.empty(4, dtype=torch.float64), torch.empty(4, device="meta"))
+
+    def test_a_row_that_is_broadcast_is_staged(self) -> None:
+        assert staged(torch.empty(6), torch.empty(4, 6, device="meta"))
+
+    def test_copies_on_one_side_are_none(self) -> None:
+        x = torch.ones(3)
+        assert copy_of("aten::copy_", (x, x, True), {}, x) is None
+        assert copy_of("aten::_to_copy", (x,), {"dtype": torch.float64, "non_blocking": True}, x) is None
+        assert copy_of("aten::add", (x, x), {}, x) is None
+
+
+class TestWithoutCuda:
+    def test_a_watch_says_what_to_write_instead(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(live, "has_cuda", lambda: False)
+        with pytest.raises(CapacityError, match="dry_run"), watch():
+            pass
+
+    def test_the_package_imports_no_torch(self) -> None:
+        code = "import sys, dcpbench.syncs, dcpbench.syncs.allowed; print('torch' in sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout == "False\n"
+
+
+class TestDebugMode:
+    """For a torch without callbacks; the mode itself needs CUDA, so that it is stood for here."""
+
+    @pytest.fixture
+    def mode(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+        """What torch.cuda.set_sync_debug_mode was last told."""
+        state = {"mode": 0}
+        monkeypatch.setattr(live, "has_cuda", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: state["mode"])
+        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: state.update(mode=mode))
+        monkeypatch.setattr(gpu_trace, "listen", lambda _: False)
+        return state
+
+    @staticmethod
+    def warn() -> None:
+        warnings.warn(f"{debug_mode.MESSAGE} (Triggered internally)", UserWarning, stacklevel=2)
+
+    def test_warnings_of_torch_are_counted_and_not_shown(
+        self, mode: dict[str, int], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with watch() as seen:
+            assert mode["mode"] == 1
+            for _ in range(2):
+                self.warn()
+        assert (seen.count, mode["mode"]) == (2, 0)
+        assert capsys.readouterr().err == ""
+
+    def test_other_warnings_reach_who_listens(self, mode: dict[str, int]) -> None:
+        del mode
+        with pytest.warns(UserWarning, match="something else"), watch() as seen:
+            warnings.warn("something else", UserWarning, stacklevel=1)
+        assert seen.count == 0
+
+    @pytest.mark.parametrize("before", [0, 1, 2])
+    def test_the_mode_before_is_restored_also_after_an_exception(self, mode: dict[str, int], before: int) -> None:
+        mode["mode"] = before
+        with pytest.raises(ZeroDivisionError), watch(), watch():
+            self.fail_in(mode, max(before, 1))
+        assert mode["mode"] == before
+
+    @staticmethod
+    def fail_in(mode: dict[str, int], expected: int) -> None:
+        assert mode["mode"] == expected
+        _ = 1 // 0
+
+    def test_filters_and_display_are_put_back(self, mode: dict[str, int]) -> None:
+        del mode
+        before = (warnings.filters[:], warnings.showwarning)
+        with watch():
+            pass
+        assert (warnings.filters, warnings.showwarning) == before
+
+    def test_a_program_that_asked_for_warnings_still_gets_them(self, mode: dict[str, int]) -> None:
+        mode["mode"] = 1
+        with pytest.warns(UserWarning, match=debug_mode.MESSAGE), watch() as seen:
+            self.warn()
+        assert seen.count == 1
+
+    def test_the_report_says_what_this_torch_hides(self, mode: dict[str, int]) -> None:
+        del mode
+        with watch() as seen:
+            pass
+        assert any("no callbacks" in note for note in seen.report().traces[0].coverage.notes)
