@@ -17,7 +17,7 @@ from dcpbench.syncs.formats import PLAIN_WIDTH, check_format, github, markdown, 
 from dcpbench.syncs.gate import Gate, check_limits, judge
 from dcpbench.syncs.model import order, totals
 from dcpbench.syncs.progress import Progress
-from dcpbench.syncs.words import cleaned, plain
+from dcpbench.syncs.words import cleaned, counted, plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -129,8 +129,8 @@ def baseline(traces: Sequence[str], options: GateOptions, output: Path | None, *
         return 3
     made = baselines.make(report, report.verdict.allowed)
     write(output, baselines.encode(made), force=force)
-    sites = "1 site" if len(made.sites) == 1 else f"{len(made.sites)} sites"
-    _print(f"{sites} of today may stay; more of them, or others, are findings.\nWrote {plain(str(output))}\n")
+    _print(f"{counted(len(made.sites), 'site')} of today may stay; more of them, or others, are findings.\n")
+    _print(f"Wrote {plain(str(output))}\n")
     return 0
 
 

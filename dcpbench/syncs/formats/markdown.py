@@ -9,6 +9,7 @@ from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.words import (
     BOUND_NOTE,
     NOTHING,
+    counted,
     marks,
     microseconds,
     per_step,
@@ -45,7 +46,7 @@ def _verdict(report: Report) -> str:
     verdict = report.verdict
     heads = {
         "clean": "✅ No hidden synchronisation that counts", "cannot answer": "❔ The trace cannot answer",
-        "findings": f"❌ Hidden synchronisation: {len(verdict.findings)} finding(s)",
+        "findings": f"❌ Hidden synchronisation: {counted(len(verdict.findings), 'finding')}",
     }  # fmt: skip
     overall = [escape(f.message) for f in verdict.findings if not f.fingerprint]
     lines = [f"- {text}" for text in [*overall, *(escape(reason) for reason in verdict.reasons)]]
@@ -83,8 +84,8 @@ def _rules(report: Report) -> str:
 def _totals(report: Report) -> str:
     t = report.totals
     return (
-        f"**{t.syncs}** synchronisations at **{t.sites}** sites · wait {microseconds(t.wait_us)} · "
-        f"bubble at most {microseconds(t.bubble_us)}"
+        f"**{counted(t.syncs, 'synchronisation')}** at **{counted(t.sites, 'site')}** · "
+        f"wait {microseconds(t.wait_us)} · bubble at most {microseconds(t.bubble_us)}"
     )
 
 
@@ -105,8 +106,14 @@ def _list(title: str, lines: list[str]) -> str:
 
 
 def escape(text: str) -> str:
-    """Text that Markdown and HTML show as it is; `@name` notifies nobody."""
-    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("@", "@<!-- -->")
+    """Text that Markdown and HTML show as it is; `@name` notifies nobody, no address becomes a link."""
+    text = (
+        text.replace("&", "&amp;")
+        .replace("<", "&lt;")
+        .replace(">", "&gt;")
+        .replace("@", "@<!-- -->")
+        .replace("://", "&#58;//")
+    )
     return re.sub(r"([\\`*_{}\[\]#|~$])", r"\\\1", text)
 
 

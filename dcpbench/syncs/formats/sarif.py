@@ -75,7 +75,7 @@ def _result(site: Site, report: Report) -> Json:
         result["ruleIndex"] = RULES.index(rule)
     if stands == "allowed":
         why = message(report.verdict.allowed[site.fingerprint])
-        result["suppressions"] = [{"kind": "external", "status": "accepted", "justification": why}]
+        result["suppressions"] = [{"kind": "external", "justification": why}]
     return result
 
 

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
 from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.words import (
     BOUND_NOTE,
+    counted,
     marks,
     microseconds,
     per_step,
@@ -73,19 +75,19 @@ def _table(report: Report, root: Path, width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), expand=False)
     table.add_column("rule", no_wrap=True)
     table.add_column("function (file:line)", overflow="fold", ratio=1)
-    table.add_column("op", overflow="fold", max_width=max(18, width // 6))
+    table.add_column("op", overflow="fold", max_width=max(18, width // 5))
     for name in ("count", "per step"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("wait\ntotal", "\nmedian", "\np99", "bubble\nat most"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("copy", overflow="fold", max_width=16)
+    table.add_column("copy", overflow="fold", max_width=14)
     room = max(24, width // 3)
     for site in report.sites:
         style = STYLES[standing(site, report.verdict)]
         table.add_row(
             _kind(site, report, style), _where(site, root, room), Text(site.op or site.call), str(site.count),
             per_step(site.count_per_step), microseconds(site.wait_us), microseconds(site.wait_median_us),
-            microseconds(site.wait_p99_us), microseconds(site.bubble_us), Text(_copy(site)),
+            microseconds(site.wait_p99_us), microseconds(site.bubble_us), Text(_copy(site, "\n")),
         )  # fmt: skip
     return table
 
@@ -107,7 +109,7 @@ def _where(site: Site, root: Path, room: int) -> Text:
 
 def _link(site: Site, root: Path, room: int) -> Text:
     path = root / site.file
-    style = f"not bold link {path.as_uri()}#{site.line or 1}" if _exists(path) else "not bold"
+    style = Style(bold=False, link=f"{path.as_uri()}#{site.line or 1}" if _exists(path) else None)
     return Text(short(place(site), room), style=style)
 
 
@@ -125,12 +127,13 @@ def _block(console: Console, site: Site, report: Report, root: Path) -> None:
     head = Text(f"{site.rule} {site.kind}", style=STYLES[standing(site, report.verdict)] + " bold")
     head.append(f" [{', '.join(words)}]" if words else "")
     console.print(head, overflow="fold")
-    console.print(Text("  ").append_text(_where(site, root, max(16, console.width - 4))).append(""), overflow="fold")
+    for line in _where(site, root, max(16, console.width - 4)).split("\n"):
+        console.print(Text("  ").append_text(line), overflow="fold")
     steps = "" if site.count_per_step is None else f" ({per_step(site.count_per_step)} per step)"
     waits = (microseconds(t) for t in (site.wait_us, site.wait_median_us, site.wait_p99_us))
     facts = [
         f"op {site.op or site.call}" if site.op or site.call else "",
-        f"{site.count} times{steps}",
+        f"{counted(site.count, 'time')}{steps}",
         "wait {}, median {}, p99 {}".format(*waits),
         f"bubble at most {microseconds(site.bubble_us)}",
         f"copy {_copy(site)}" if _copy(site) else "",
@@ -140,8 +143,8 @@ def _block(console: Console, site: Site, report: Report, root: Path) -> None:
             console.print(Text(f"  {fact}"), overflow="fold")
 
 
-def _copy(site: Site) -> str:
-    return " ".join(part for part in (site.direction, size_text(site.bytes)) if part)
+def _copy(site: Site, between: str = " ") -> str:
+    return between.join(part for part in (site.direction, size_text(site.bytes)) if part)
 
 
 def _rules(console: Console, report: Report) -> None:
@@ -157,7 +160,7 @@ def _rules(console: Console, report: Report) -> None:
 def _totals(console: Console, report: Report) -> None:
     t = report.totals
     console.print(
-        f"Total: {t.syncs} synchronisations at {t.sites} sites, wait {microseconds(t.wait_us)}, "
+        f"Total: {counted(t.syncs, 'synchronisation')} at {counted(t.sites, 'site')}, wait {microseconds(t.wait_us)}, "
         f"bubble at most {microseconds(t.bubble_us)}."
     )
     if t.bubble_us is not None:
@@ -224,8 +227,7 @@ def summary(report: Report) -> str:
     """The verdict in one line."""
     verdict = report.verdict
     if verdict.status == "findings":
-        n = len(verdict.findings)
-        return f"{n} finding{'s' if n > 1 else ''}: exit code {verdict.exit_code}."
+        return f"{counted(len(verdict.findings), 'finding')}: exit code {verdict.exit_code}."
     if verdict.status == "cannot answer":
         return f"This cannot be answered: exit code {verdict.exit_code}."
     return f"Clean: no synchronisation that counts: exit code {verdict.exit_code}."

@@ -1,0 +1,328 @@
+"""A judged report in every format: what readers need, valid by published schemas, and nothing that is obeyed."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import msgspec
+import pytest
+
+from dcpbench.errors import UsageError
+from dcpbench.syncs import schema, words
+from dcpbench.syncs.config import Allow
+from dcpbench.syncs.formats import FORMATS, render
+from dcpbench.syncs.gate import Gate, judge
+from dcpbench.syncs.model import Report
+from dcpbench.syncs.rules import RULES
+from tests.unit import syncs_builder as build
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).parents[2]
+SARIF = json.loads((ROOT / "tests/data/sarif-schema-2.1.0.json").read_text())
+SAMPLE = Allow(function="sample", reason="tokens leave the GPU here", source="allow[0]")
+OBEYED = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Controls but the line feed, and marks that turn the direction of text."""
+
+
+def judged(report: Report, **gate: Any) -> Report:
+    """The report with the verdict of a gate that allows `sample`."""
+    report.verdict = judge(report, Gate(root=ROOT, **{"allow": (SAMPLE,), **gate}))
+    return report
+
+
+def show(report: Report, form: str, **changes: Any) -> str:
+    """The report in a format."""
+    return render(report, form, root=ROOT, **changes)
+
+
+def empty() -> Report:
+    """No site, no trace."""
+    return build.report(traces=[])
+
+
+REPORTS = (build.all_kinds, build.nasty, empty)
+
+
+class TestEveryFormat:
+    @pytest.mark.parametrize("make", REPORTS)
+    @pytest.mark.parametrize("form", FORMATS)
+    def test_nothing_that_a_terminal_obeys_comes_through(self, form: str, make: Callable[[], Report]) -> None:
+        text = show(judged(make()), form)
+        assert not OBEYED.search(text)
+        assert text.encode()  # no lone surrogate either
+
+    @pytest.mark.parametrize("form", FORMATS)
+    def test_the_report_itself_stays_as_it_was(self, form: str) -> None:
+        report = judged(build.nasty())
+        before = msgspec.to_builtins(report)
+        show(report, form)
+        assert msgspec.to_builtins(report) == before
+
+    def test_an_unknown_format_is_answered_with_those_that_there_are(self) -> None:
+        with pytest.raises(UsageError, match="table, json, sarif, junit, github, markdown"):
+            show(build.report(), "html")
+
+
+class TestWords:
+    @pytest.mark.parametrize(
+        ("value", "text"),
+        [(None, "–"), (0.0, "0 µs"), (36.24, "36.2 µs"), (999.7, "1000 µs"), (1500.0, "1.5 ms"), (2.5e6, "2.5 s")],
+    )
+    def test_times_have_the_unit_that_reads_best(self, value: float | None, text: str) -> None:
+        assert words.microseconds(value) == text
+
+    def test_what_is_obeyed_is_spelled_out_and_the_rest_stays(self) -> None:
+        assert words.plain("\x1b[31mü·µ\n\u202e\ud800") == "\\x1b[31mü·µ\\n\\u202e\\ud800"
+
+    def test_dotted_names_of_a_function_begin_at_every_folder(self) -> None:
+        """Where a package begins is not known, so `engine.kv.f` must match as well as `python.engine.kv.f`."""
+        assert words.modules(build.site(function="f")) == ["python.engine.kv.f", "engine.kv.f", "kv.f", "f"]
+        assert words.modules(build.site(function="f", file="/a/pkg/__init__.py")) == ["a.pkg.f", "pkg.f", "f"]
+        assert words.modules(build.site(function="f", file="")) == ["f"]
+        assert words.modules(build.site(function="")) == []
+
+    def test_a_long_path_keeps_its_end(self) -> None:
+        assert words.short("aaaa/bbbb/cc.py:7", 14) == "…/bbbb/cc.py:7"
+        assert words.short("aaaa/bbbb/cc.py:7", 13) == "…/cc.py:7"
+        assert words.short("short.py:7", 14) == "short.py:7"
+        assert words.short("averylongname.py:7", 8) == "…me.py:7"
+
+
+class TestTable:
+    def test_it_says_where_what_how_often_and_at_what_cost(self) -> None:
+        text = show(judged(build.all_kinds()), "table")
+        for part in (
+            "check_all", "python/engine/kv.py:12", "aten::_local_scalar_dense", "420 µs", "40 µs", "300 µs",
+            "DtoH pinned", "10 B", "[own, explicit]", "[allowed]", "[warm-up]", "SYNC003 copy-to-host", "upper bound", build.NOTE,
+            "allowed: sample: tokens leave the GPU here", "2 findings: exit code 1.",
+        ):  # fmt: skip
+            assert part in text
+
+    def test_the_worst_site_comes_first(self) -> None:
+        """Bubbles of 9 ms, 300 µs and 50 µs, whatever order the report has."""
+        report = judged(build.all_kinds())
+        report.sites.reverse()
+        text = show(report, "table")
+        assert text.index(" load ") < text.index(" check_all ") < text.index(" sample ")
+
+    def test_each_kind_that_occurs_is_explained_once(self) -> None:
+        text = " ".join(show(judged(build.all_kinds()), "table").split())
+        for rule in RULES:
+            times = 1 if rule.id in {"SYNC001", "SYNC003"} else 0
+            assert text.count(rule.why) == text.count(rule.fix) == times
+
+    @pytest.mark.parametrize("width", [30, 60, 80, 109, 110, 140, 300])
+    @pytest.mark.parametrize("make", REPORTS)
+    def test_no_line_is_wider_than_the_terminal(self, make: Callable[[], Report], width: int) -> None:
+        lines = show(judged(make()), "table", width=width).splitlines()
+        assert max(len(line) for line in lines) <= width
+
+    @pytest.mark.parametrize("width", [60, 140])
+    def test_a_narrow_terminal_loses_no_number(self, width: int) -> None:
+        text = show(judged(build.all_kinds()), "table", width=width)
+        for part in ("9 ms", "300 µs", "50 µs", "python/engine/kv.py:40", "aten::copy_"):
+            assert part in text
+
+    def test_links_lead_to_files_that_exist_on_a_terminal_alone(self, tmp_path: Path) -> None:
+        (tmp_path / "python/engine").mkdir(parents=True)
+        (tmp_path / "python/engine/kv.py").touch()
+        report = judged(build.report(build.site(), build.site("g", file="python/gone.py")))
+        link = f"{(tmp_path / 'python/engine/kv.py').as_uri()}#12"
+        shown = render(report, "table", root=tmp_path, terminal=True)
+        assert link in shown
+        assert shown.count("\x1b]8;;\x1b\\") == 1
+        assert "gone.py#" not in shown
+        assert "\x1b" not in render(report, "table", root=tmp_path)
+
+    def test_a_report_without_sites_still_says_what_it_could_not_see(self) -> None:
+        text = show(judged(build.report()), "table")
+        assert "No synchronisation was seen." in text
+        assert build.NOTE in text
+        assert "Clean" in text
+
+    def test_notes_of_many_ranks_are_printed_once(self) -> None:
+        """A note of two of three traces says so."""
+        traces = [build.trace("a.json"), build.trace("b.json"), build.trace("c.json", notes=[])]
+        text = show(judged(build.report(traces=traces)), "table")
+        assert text.count(build.NOTE) == 1
+        assert "(2 of 3 traces)" in text
+
+
+class TestJson:
+    @pytest.mark.parametrize("make", REPORTS)
+    def test_it_is_the_report_and_nothing_else(self, make: Callable[[], Report]) -> None:
+        report = judged(make())
+        assert msgspec.json.decode(show(report, "json"), type=Report) == words.cleaned(report)
+
+    @pytest.mark.parametrize("make", REPORTS)
+    def test_it_is_valid_by_the_schema_in_docs(self, make: Callable[[], Report]) -> None:
+        published = json.loads((ROOT / "docs/syncs.schema.json").read_text())
+        jsonschema.Draft202012Validator.check_schema(published)
+        jsonschema.validate(json.loads(show(judged(make()), "json")), published)
+
+    def test_the_schema_refuses_what_is_no_report(self) -> None:
+        report = json.loads(show(judged(build.all_kinds()), "json"))
+        for breakage in ({"schema_version": 2}, {"sites": [{}]}, {"verdict": {"status": "fine"}}):
+            with pytest.raises(jsonschema.ValidationError):
+                jsonschema.validate({**report, **breakage}, schema.schema())
+
+    def test_the_schema_in_docs_is_of_today(self) -> None:
+        """Otherwise: python -m dcpbench.syncs.schema > docs/syncs.schema.json."""
+        assert (ROOT / "docs/syncs.schema.json").read_text() == schema.text()
+
+
+class TestSarif:
+    def run(self, report: Report) -> dict[str, Any]:
+        """The one run of a log that is valid by the published schema."""
+        log = json.loads(show(report, "sarif"))
+        validator = jsonschema.Draft7Validator(SARIF, format_checker=jsonschema.FormatChecker())
+        assert [error.message for error in validator.iter_errors(log)] == []
+        return log["runs"][0]
+
+    @pytest.mark.parametrize("make", REPORTS)
+    @pytest.mark.parametrize("gate", [{}, {"max_per_step": 0.0}, {"max_bubble_us": 1.0}], ids=str)
+    def test_it_is_valid_by_the_published_schema(self, make: Callable[[], Report], gate: dict[str, float]) -> None:
+        run = self.run(judged(make(), **gate))
+        assert run["tool"]["driver"]["name"] == "dcpbench syncs"
+
+    def test_levels_suppressions_and_fingerprints_are_those_of_the_verdict(self) -> None:
+        run = self.run(judged(build.all_kinds()))
+        found = {r["partialFingerprints"]["dcpbenchSyncs/v1"]: r for r in run["results"]}
+        assert {f: r["level"] for f, r in found.items()} == {"f1": "error", "f2": "note", "f3": "note", "f5": "error"}
+        assert [f for f, r in found.items() if "suppressions" in r] == ["f2"]
+        assert found["f2"]["suppressions"][0]["justification"] == SAMPLE.reason
+
+    def test_every_result_names_its_rule_by_id_and_index(self) -> None:
+        run = self.run(judged(build.all_kinds()))
+        rules = run["tool"]["driver"]["rules"]
+        assert [r["id"] for r in rules] == [r.id for r in RULES]
+        assert all(rules[r["ruleIndex"]]["id"] == r["ruleId"] for r in run["results"])
+        assert all(r["help"]["text"] and r["help"]["markdown"] for r in rules)
+
+    def test_places_are_relative_to_the_root_and_have_a_region_where_the_line_is_known(self) -> None:
+        report = judged(
+            build.report(build.site("a"), build.site("b", line=None, file="a b/é.py"), build.site("c", file="/x.py"))
+        )
+        where = {r["partialFingerprints"]["dcpbenchSyncs/v1"]: r["locations"][0]["physicalLocation"]
+                 for r in self.run(report)["results"]}  # fmt: skip
+        artifact = {"uri": "python/engine/kv.py", "uriBaseId": "%SRCROOT%"}
+        assert where["a"] == {"artifactLocation": artifact, "region": {"startLine": 12}}
+        assert where["b"] == {"artifactLocation": {"uri": "a%20b/%C3%A9.py", "uriBaseId": "%SRCROOT%"}}
+        assert where["c"]["artifactLocation"] == {"uri": "file:///x.py"}
+
+    def test_a_site_without_a_file_is_placed_in_its_trace(self) -> None:
+        """Code scanning refuses results without a physical location."""
+        (result,) = self.run(judged(build.report(build.site(file="", line=None))))["results"]
+        assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "rank0.json"
+
+    def test_what_the_trace_cannot_show_is_a_notification(self) -> None:
+        run = self.run(judged(build.report(traces=[build.trace(gpu_events=0)])))
+        (invocation,) = run["invocations"]
+        assert not invocation["executionSuccessful"]
+        assert invocation["exitCode"] == 3
+        told = {n["level"]: n["message"]["text"] for n in invocation["toolExecutionNotifications"]}
+        assert "no GPU events" in told["error"]
+        assert told["note"] == build.NOTE
+
+    def test_braces_and_brackets_of_names_are_neither_placeholders_nor_links(self) -> None:
+        (result,) = self.run(judged(build.report(build.site(function="f{0}[a](b)"))))["results"]
+        assert r"f{{0}}\[a\](b)" in result["message"]["text"]
+
+
+class TestJunit:
+    def parse(self, report: Report) -> ET.Element:
+        """The document, whose counts are those of its cases."""
+        root = ET.fromstring(show(report, "junit"))  # noqa: S314 -- our own
+        for suite in (root, *root):
+            cases = list(suite.iter("testcase"))
+            assert int(suite.get("tests")) == len(cases)
+            for tag, name in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
+                assert int(suite.get(name)) == sum(case.find(tag) is not None for case in cases)
+        return root
+
+    def test_findings_fail_allowed_sites_are_skipped_and_others_pass(self) -> None:
+        root = self.parse(judged(build.all_kinds()))
+        cases = list(root.find("testsuite[@name='hidden syncs']"))
+        outcome = {c.get("name").split()[-1]: [child.tag for child in c] for c in cases}
+        assert outcome == {"f3": ["system-out"], "f1": ["failure"], "f2": ["skipped"], "f5": ["failure"]}
+        (first,) = (c for c in cases if c.get("name").endswith("f1"))
+        assert (first.get("classname"), first.get("file"), first.get("line")) == (
+            "python.engine.kv",
+            "python/engine/kv.py",
+            "12",
+        )
+
+    def test_a_trace_that_cannot_answer_is_an_error(self) -> None:
+        root = self.parse(
+            judged(build.report(traces=[build.trace("good.json"), build.trace("bad.json", complete=False)]))
+        )
+        outcome = {c.get("name"): c.find("error") is not None for c in root.iter("testcase")}
+        assert outcome == {"good.json": False, "bad.json": True}
+
+    def test_an_exceeded_limit_is_a_failure_of_its_own(self) -> None:
+        root = self.parse(judged(build.report(build.site()), max_per_step=0.0))
+        assert root.find("testsuite[@name='limits']/testcase/failure") is not None
+
+    @pytest.mark.parametrize("make", REPORTS)
+    def test_it_is_well_formed_whatever_the_names_are(self, make: Callable[[], Report]) -> None:
+        assert self.parse(judged(make())).tag == "testsuites"
+
+
+class TestGithub:
+    COMMAND = re.compile(r"::(error|warning|notice) (?:file=[^:,\s][^:,]*,(?:line=\d+,)?)?title=[^:,]*::[^\r\n]+")
+
+    @pytest.mark.parametrize("make", REPORTS)
+    def test_every_line_is_one_whole_command(self, make: Callable[[], Report]) -> None:
+        lines = show(judged(make()), "github").splitlines()
+        assert lines
+        assert [line for line in lines if not self.COMMAND.fullmatch(line)] == []
+
+    def test_a_finding_is_an_error_on_its_line_with_the_fix(self) -> None:
+        line, *_ = show(judged(build.all_kinds()), "github").splitlines()
+        assert line.startswith("::error file=python/engine/kv.py,line=12,title=SYNC001 scalar-read::")
+        assert "host-side mirror" in line
+
+    def test_percent_colon_and_comma_of_a_name_are_escaped(self) -> None:
+        line, *_ = show(judged(build.report(build.site(file="a%b:c,d.py"))), "github").splitlines()
+        assert line.startswith("::error file=a%25b%3Ac%2Cd.py,line=12,")
+        assert "(a%25b:c,d.py:12)" in line
+
+    def test_ten_of_each_level_at_most_and_the_worst_of_them(self) -> None:
+        """Twelve findings with bubbles of 1 to 12 µs: 12 to 3 are shown."""
+        sites = [build.site(f"s{n}", function=f"fn{n}_", bubble_us=float(n)) for n in range(1, 13)]
+        lines = [
+            line for line in show(judged(build.report(*sites)), "github").splitlines() if line.startswith("::error")
+        ]
+        assert [re.search(r"fn(\d+)_", line)[1] for line in lines] == [str(n) for n in range(12, 2, -1)]
+
+    def test_a_trace_that_cannot_answer_is_an_error(self) -> None:
+        line, *_ = show(judged(build.report(traces=[build.trace(runtime_events=0)])), "github").splitlines()
+        assert line.startswith("::error title=The trace cannot answer::")
+
+
+class TestMarkdown:
+    def test_the_table_has_a_row_for_every_site_with_all_its_columns(self) -> None:
+        for make in (build.all_kinds, build.nasty):
+            report = judged(make())
+            rows = [line for line in show(report, "markdown").splitlines() if line.startswith("|")]
+            assert len(rows) == len(report.sites) + 2
+            assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {12}
+
+    def test_names_are_neither_html_nor_markdown_nor_a_mention(self) -> None:
+        text = show(judged(build.nasty()), "markdown")
+        assert "<script" not in text
+        assert "<b>" not in text
+        assert "@all" not in text
+        assert "](y)" not in text
+
+    def test_a_very_long_report_is_cut_and_says_so(self) -> None:
+        """A step summary may have 1 MiB."""
+        text = show(judged(build.report(*(build.site(f"s{n}") for n in range(600)))), "markdown")
+        assert "100 more sites are left out here" in text
