@@ -123,13 +123,17 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a worker: its environment first, then cases begun and done."""
+    """One line of a worker: its environment first, then what becomes of each case."""
 
     stage: str
-    """`start`, `case`, `done`, `graph` (a capture tried after all cases) or `end`."""
+    """`start`, then `case` and `done` (timed) for each case; after all of them `counted` for each, then `graph` for
+    captures tried last, and `end`."""
     index: int = 0
+    """Of the case, in the job."""
     environment: Environment | None = None
     result: Result | None = None
+    syncs: Syncs | None = None
+    graph: Graph | None = None
 
 
 class BenchRecord(msgspec.Struct, kw_only=True):

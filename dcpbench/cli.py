@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dcpbench import __version__, cli_syncs
+from dcpbench import __version__, cli_bench, cli_syncs
 from dcpbench.errors import DcpbenchError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app = typer.Typer(
     "that cannot work · 3 not enough GPUs or memory · 4 a rank or some points failed · 5 a package is missing · "
     "130 interrupted.",
 )
+app.add_typer(cli_bench.app, rich_help_panel="Measure")
 app.add_typer(cli_syncs.app, rich_help_panel="Check")
 
 LAYOUT = "Layouts (comma lists)"

@@ -1,0 +1,119 @@
+"""The picture of a bench: time against tokens, a line for each variant, with its synchronisations beside it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from dcpbench.reports.style import (
+    LAYOUT_COLOURS,
+    LINES,
+    MARKERS,
+    RC,
+    columns_for,
+    headline,
+    legend_below,
+    measured_ticks,
+    value_axis,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from matplotlib.axes import Axes
+
+    from dcpbench.bench_records import BenchRecord, Result, Timing
+
+PANEL = (3.9, 3.1)
+KINDS = ("eager", "host", "graph")
+"""What is drawn of each variant, each with a line style of its own."""
+GREY = "#555555"
+X = "tokens"
+
+
+def write_picture(record: BenchRecord, path: Path) -> None:
+    """Write a PNG: times on a GPU; synchronisations alone on the CPU, where a time would be no performance."""
+    ok = [r for r in record.results if r.outcome == "ok"]
+    variants = list(dict.fromkeys(r.case.variant for r in ok))
+    groups: dict[str, list[Result]] = {}
+    for r in ok:
+        groups.setdefault(_group(r), []).append(r)
+    with mpl.rc_context(RC):
+        columns = columns_for(len(groups), narrow=False)
+        rows = -(-len(groups) // columns)
+        figure = Figure((PANEL[0] * columns, PANEL[1] * rows + 0.9), layout="constrained")
+        for place, (name, results) in enumerate(groups.items(), 1):
+            ax = figure.add_subplot(rows, columns, place)
+            ax.set_title(name)
+            draw = _draw_times if record.performance else _draw_syncs
+            draw(ax, results, variants)
+        device = record.environment.device if record.environment else ""
+        what = "time per call against tokens" if record.performance else "synchronisations per call (nothing is timed)"
+        headline(figure, f"bench {record.bench}: {what}, {device}", narrow=columns == 1)
+        figure.supxlabel(X if record.performance else "variant", fontsize=10)
+        figure.supylabel("µs per call" if record.performance else "syncs per call", fontsize=10)
+        if record.performance:
+            legend_below(figure, _handles(variants, ok))
+        figure.savefig(path, dpi=150)
+
+
+def _draw_times(ax: Axes, results: Sequence[Result], variants: Sequence[str]) -> None:
+    for variant in variants:
+        mine = sorted((r for r in results if r.case.variant == variant), key=lambda r: float(r.case.sizes[X]))
+        for kind, line in zip(KINDS, LINES, strict=False):
+            points = [(float(r.case.sizes[X]), t) for r in mine if (t := _timing(r, kind))]
+            if not points:
+                continue
+            x, y = [p[0] for p in points], [p[1].median_us for p in points]
+            spread = [[t.median_us - t.low_us for _, t in points], [t.high_us - t.median_us for _, t in points]]
+            look = {"color": _colour(variants, variant), "linestyle": line, "marker": _marker(variants, variant)}
+            ax.errorbar(x, y, yerr=spread, markersize=4, linewidth=1.5, capsize=2, **look)
+        if mine and (last := mine[-1]).time and last.syncs:
+            note = f" {last.syncs.per_call:g} syncs"
+            at = (float(last.case.sizes[X]), last.time.median_us)
+            ax.annotate(note, at, (2, 4), textcoords="offset points", fontsize=8, color=_colour(variants, variant))
+    measured_ticks(ax, [float(r.case.sizes[X]) for r in results])
+    value_axis(ax, [t.high_us for r in results for kind in KINDS if (t := _timing(r, kind))], "y")
+    ax.margins(x=0.18)
+
+
+def _draw_syncs(ax: Axes, results: Sequence[Result], variants: Sequence[str]) -> None:
+    most = {v: max((r.syncs.per_call for r in results if r.case.variant == v and r.syncs), default=0) for v in variants}
+    bars = ax.bar(list(most), list(most.values()), color=[_colour(variants, v) for v in most])
+    ax.bar_label(bars, fmt="%g")
+    value_axis(ax, list(most.values()), "y")
+
+
+def _timing(r: Result, kind: str) -> Timing | None:
+    if kind == "graph":
+        return r.graph.time if r.graph else None
+    return r.time if kind == "eager" else r.host
+
+
+def _group(r: Result) -> str:
+    """`dcp 8, bf16`: everything but the variant and the tokens; a rank that owns none of them says so."""
+    sizes = {name: value for name, value in r.case.sizes.items() if name not in (X, "owned")}
+    words = [str(value) if isinstance(value, str) else f"{name} {value}" for name, value in sizes.items()]
+    return ", ".join([*words, *(["no row owned"] if r.case.sizes.get("owned") == 0 else [])])
+
+
+def _colour(variants: Sequence[str], variant: str) -> str:
+    return LAYOUT_COLOURS[variants.index(variant) % len(LAYOUT_COLOURS)]
+
+
+def _marker(variants: Sequence[str], variant: str) -> str:
+    return MARKERS[variants.index(variant) % len(MARKERS)]
+
+
+def _handles(variants: Sequence[str], results: Sequence[Result]) -> list[Line2D]:
+    """Colours for variants, line styles for what was timed."""
+    handles = [
+        Line2D([], [], color=_colour(variants, v), marker=_marker(variants, v), markersize=5, label=v) for v in variants
+    ]
+    drawn = [k for k in KINDS if any(_timing(r, k) for r in results)]
+    labels = {"eager": "eager", "host": "host time inside the call", "graph": "CUDA graph"}
+    return handles + [Line2D([], [], color=GREY, linestyle=LINES[KINDS.index(k)], label=labels[k]) for k in drawn]
