@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from dcpbench.syncs.model import Report
 
 BASELINE = "syncs-baseline.json"
+NO_STEPS = (
+    "warning: not every trace marks steps, so whole counts are compared there: record the same number of steps each "
+    "time, or name the range around a step with --step-range 'NAME*'.\n"
+)
 SUMMARY = "GITHUB_STEP_SUMMARY"
 SUMMARY_BYTES = 1_000_000
 """GitHub drops a summary of more than 1 MiB as a whole."""
@@ -127,6 +131,8 @@ def baseline(traces: Sequence[str], options: GateOptions, output: Path | None, *
         for reason in report.verdict.reasons:
             sys.stderr.write(f"error: {plain(reason)}\n")
         return 3
+    if not all(trace.steps for trace in report.traces):
+        sys.stderr.write(NO_STEPS)
     made = baselines.make(report, report.verdict.allowed)
     write(output, baselines.encode(made), force=force)
     _print(f"{counted(len(made.sites), 'site')} of today may stay; more of them, or others, are findings.\n")

@@ -32,8 +32,9 @@ def site(fingerprint: str = "f1", **changes: Any) -> Site:
         "fingerprint": fingerprint, "rule": "SYNC001", "kind": "scalar-read", "op": "aten::_local_scalar_dense",
         "op_chain": ["aten::is_nonzero", "aten::item", "aten::_local_scalar_dense"], "function": "check_all",
         "file": "python/engine/kv.py", "line": 12, "line_is": "function",
-        "stack": ["python/engine/kv.py(12): check_all"], "direction": "DtoH pinned", "call": "cudaStreamSynchronize", "threads": ["7"], "count": 10,
-        "count_per_step": 1.0, "wait_us": 420.0, "wait_median_us": 40.0, "bubble_us": 300.0, "bytes": 10,
+        "stack": ["python/engine/kv.py(12): check_all"], "direction": "DtoH pinned",
+        "call": "cudaStreamSynchronize", "threads": ["7"], "count": 10, "count_per_step": 1.0, "wait_us": 420.0,
+        "wait_median_us": 40.0, "bubble_us": 300.0, "bytes": 10,
         "example": Example(trace="rank0.json", ts=1.5, wait_us=40.0, bubble_us=30.0), "traces": ["rank0.json"],
     }  # fmt: skip
     return Site(**{**fields, **changes})

@@ -100,8 +100,8 @@ class TestTable:
         text = show(judged(build.all_kinds()), "table")
         for part in (
             "check_all", "python/engine/kv.py:12", "aten::_local_scalar_dense", "420 µs", "40 µs", "300 µs",
-            "DtoH pinned", "10 B", "[own, explicit]", "[allowed]", "[warm-up]", "SYNC003 copy-to-host", "upper bound", build.NOTE,
-            "allowed: sample: tokens leave the GPU here", "2 findings: exit code 1.",
+            "DtoH pinned", "10 B", "[own, explicit]", "[allowed]", "[warm-up]", "SYNC003 copy-to-host", "upper bound",
+            build.NOTE, "allowed: sample: tokens leave the GPU here", "2 findings: exit code 1.",
         ):  # fmt: skip
             assert part in text
 

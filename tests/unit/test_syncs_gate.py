@@ -1,0 +1,346 @@
+"""What may pass: limits, baseline, permissions with reasons, and traces that cannot answer."""
+
+from __future__ import annotations
+
+import datetime as dt
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from dcpbench.errors import UsageError
+from dcpbench.syncs import baseline as baselines
+from dcpbench.syncs.config import Allow
+from dcpbench.syncs.gate import Gate, judge
+from tests.unit import syncs_builder as build
+
+if TYPE_CHECKING:
+    from dcpbench.syncs.model import Report, Site, Verdict
+
+NOWHERE = Path("/nonexistent")
+TODAY = dt.date(2026, 6, 15)
+
+
+def verdict(report: Report, **gate: Any) -> Verdict:
+    """What a gate says that reads no sources."""
+    return judge(report, Gate(**{"root": NOWHERE, **gate}), today=TODAY)
+
+
+def allow(**globs: Any) -> Allow:
+    """A permission."""
+    return Allow(**{"reason": "on purpose", "source": "allow[0]", **globs})
+
+
+class TestWithoutLimits:
+    def test_no_site_is_clean(self) -> None:
+        found = verdict(build.report())
+        assert (found.status, found.exit_code, found.findings) == ("clean", 0, [])
+
+    def test_any_site_is_a_finding(self) -> None:
+        found = verdict(build.report(build.site()))
+        assert (found.status, found.exit_code) == ("findings", 1)
+        assert [(f.reason, f.fingerprint) for f in found.findings] == [("sync", "f1")]
+        assert "check_all (python/engine/kv.py:12), 1 per step, 10 in all" in found.findings[0].message
+
+    @pytest.mark.parametrize("changes", [{"own": True}, {"warmup_only": True}], ids=str)
+    def test_the_profilers_own_and_warm_up_count_nowhere(self, changes: dict[str, bool]) -> None:
+        report = build.report(build.site(**changes))
+        assert verdict(report).exit_code == 0
+        limits = {"max_per_step": 0.0, "max_bubble_us": 0.0, "baseline": baselines.Baseline()}
+        assert verdict(report, **limits).exit_code == 0
+
+    def test_an_explicit_one_counts_like_any_other(self) -> None:
+        assert verdict(build.report(build.site(explicit=True))).exit_code == 1
+
+    def test_findings_come_worst_first(self) -> None:
+        report = build.report(*(build.site(f"f{n}", bubble_us=float(n)) for n in (1, 3, 2)))
+        assert [f.fingerprint for f in verdict(report).findings] == ["f3", "f2", "f1"]
+
+    def test_a_wait_of_any_length_fails_nothing_by_itself(self) -> None:
+        """Microseconds of wait depend on the machine."""
+        report = build.report(build.site(wait_us=1e9))
+        assert verdict(report, max_per_step=1.0, max_bubble_us=300.0).exit_code == 0
+
+
+class TestMaxPerStep:
+    def two(self) -> Report:
+        """1.5 and 0.5 a step."""
+        return build.report(build.site("a", count_per_step=1.5), build.site("b", count_per_step=0.5))
+
+    @pytest.mark.parametrize(("limit", "code"), [(0.0, 1), (1.9, 1), (2.0, 0), (3.0, 0)])
+    def test_the_sum_over_all_sites_is_limited(self, limit: float, code: int) -> None:
+        assert verdict(self.two(), max_per_step=limit).exit_code == code
+
+    def test_the_message_has_the_sum_the_limit_and_the_sites(self) -> None:
+        (finding,) = verdict(self.two(), max_per_step=1.0).findings
+        assert (finding.reason, finding.fingerprint) == ("per-step", "")
+        assert finding.message.startswith("2 synchronisations per step, the limit is 1: 1.5 in check_all")
+
+    def test_what_is_allowed_is_not_summed(self) -> None:
+        report = build.report(build.site("a"), build.site("b", function="sample"))
+        assert verdict(report, max_per_step=1.0, allow=(allow(function="sample"),)).exit_code == 0
+
+    def test_without_steps_it_cannot_answer_and_says_what_to_type(self) -> None:
+        report = build.report(build.site(count_per_step=None), traces=[build.trace(steps=None)])
+        found = verdict(report, max_per_step=5.0)
+        assert (found.status, found.exit_code) == ("cannot answer", 3)
+        assert "--step-range" in found.reasons[0]
+
+    def test_one_rank_without_steps_is_enough(self) -> None:
+        report = build.report(traces=[build.trace("a.json"), build.trace("b.json", steps=0)])
+        found = verdict(report, max_per_step=5.0)
+        assert found.exit_code == 3
+        assert found.reasons[0].startswith("b.json ")
+
+
+class TestMaxBubble:
+    @pytest.mark.parametrize(("limit", "code"), [(299.0, 1), (300.0, 0)])
+    def test_the_sum_over_all_sites_is_limited(self, limit: float, code: int) -> None:
+        """200 + 100 µs; sites alone are no finding once there is a limit."""
+        report = build.report(build.site("a", bubble_us=200.0), build.site("b", bubble_us=100.0))
+        assert verdict(report, max_bubble_us=limit).exit_code == code
+
+    def test_a_bubble_that_nobody_knows_is_no_pass(self) -> None:
+        found = verdict(build.report(build.site(bubble_us=None)), max_bubble_us=10.0)
+        assert found.exit_code == 3
+        assert "--max-bubble-us" in found.reasons[0]
+
+
+class TestBaseline:
+    def test_what_was_there_may_stay(self) -> None:
+        report = build.report(build.site("a"), build.site("b", count_per_step=0.33333333))
+        found = verdict(report, baseline=baselines.make(report, ()))
+        assert (found.exit_code, found.stale) == (0, [])
+
+    def test_a_new_site_is_a_finding(self) -> None:
+        known = baselines.make(build.report(build.site("a")), ())
+        found = verdict(build.report(build.site("a"), build.site("b", function="late")), baseline=known)
+        assert [(f.reason, f.fingerprint) for f in found.findings] == [("new", "b")]
+
+    def test_more_per_step_is_a_finding_however_long_was_recorded(self) -> None:
+        known = baselines.make(build.report(build.site(count_per_step=2.0, count=20)), ())
+        assert verdict(build.report(build.site(count_per_step=2.0, count=2000)), baseline=known).exit_code == 0
+        found = verdict(build.report(build.site(count_per_step=2.5, count=5)), baseline=known)
+        assert [f.reason for f in found.findings] == ["more"]
+        assert found.findings[0].message.endswith("the baseline has 2 per step")
+
+    def test_without_steps_whole_counts_are_compared(self) -> None:
+        traces = [build.trace(steps=None)]
+        known = baselines.make(build.report(build.site(count_per_step=None, count=4), traces=traces), ())
+        assert known.sites[0].count == 4
+        for count, code in ((4, 0), (5, 1)):
+            report = build.report(build.site(count_per_step=None, count=count), traces=traces)
+            assert verdict(report, baseline=known).exit_code == code
+
+    def test_a_baseline_per_step_and_a_trace_without_steps_cannot_be_compared(self) -> None:
+        known = baselines.make(build.report(build.site()), ())
+        report = build.report(build.site(count_per_step=None), traces=[build.trace(steps=None)])
+        found = verdict(report, baseline=known)
+        assert found.exit_code == 3
+        assert "--step-range" in found.reasons[0]
+
+    def test_both_limits_hold_beside_a_baseline(self) -> None:
+        report = build.report(build.site())
+        assert verdict(report, baseline=baselines.make(report, ()), max_per_step=0.5).exit_code == 1
+
+    def test_an_entry_that_matches_nothing_is_reported_and_fails_nothing(self) -> None:
+        known = baselines.make(build.report(build.site("gone", function="old")), ())
+        found = verdict(build.report(), baseline=known)
+        assert found.exit_code == 0
+        assert "old in python/engine/kv.py was not found" in found.stale[0]
+
+    def test_it_leaves_out_what_counts_nowhere(self) -> None:
+        sites = [build.site("a"), build.site("b", own=True), build.site("c", warmup_only=True), build.site("d")]
+        assert [e.fingerprint for e in baselines.make(build.report(*sites), {"d"}).sites] == ["a"]
+
+    def test_its_text_depends_neither_on_order_nor_on_times(self) -> None:
+        """So that a diff shows what has changed in the code."""
+        sites = [build.site("a", file="z.py"), build.site("b", file="a.py")]
+        again = [
+            build.site("b", file="a.py", wait_us=1.0, count=99),
+            build.site("a", file="z.py", bubble_us=0.0, line=99),
+        ]
+        text = baselines.encode(baselines.make(build.report(*sites), ()))
+        assert text == baselines.encode(baselines.make(build.report(*again), ()))
+        assert text.index('"a.py"') < text.index('"z.py"')
+        assert "count" not in text.replace("count_per_step", "")
+
+    def test_it_is_read_as_it_was_written(self, tmp_path: Path) -> None:
+        made = baselines.make(build.all_kinds(), ())
+        (tmp_path / "b.json").write_text(baselines.encode(made))
+        assert baselines.read(tmp_path / "b.json") == made
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (None, "There is no baseline"), (b"{", "is no baseline"), (b"\xff", "is no baseline"),
+            (b'{"sites": [{"rule": "x"}]}', "is no baseline"), (b'{"baseline_version": 9}', "version 9"),
+            (b"[]", "is no baseline"),
+        ],
+    )  # fmt: skip
+    def test_one_that_cannot_be_read_says_how_to_make_it(
+        self, tmp_path: Path, content: bytes | None, message: str
+    ) -> None:
+        if content is not None:
+            (tmp_path / "b.json").write_bytes(content)
+        with pytest.raises(UsageError, match=f"(?s){message}.*dcpbench syncs baseline TRACE"):
+            baselines.read(tmp_path / "b.json")
+
+
+class TestTracesThatCannotAnswer:
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"gpu_events": 0}, "no GPU events"), ({"runtime_events": 0}, "no calls of the CUDA runtime"),
+            ({"complete": False}, "ends early"),
+        ],
+    )  # fmt: skip
+    @pytest.mark.parametrize("limits", [{}, {"max_per_step": 9.0}, {"baseline": baselines.Baseline()}], ids=str)
+    def test_they_are_never_clean(self, changes: dict[str, Any], words: str, limits: dict[str, Any]) -> None:
+        found = verdict(build.report(traces=[build.trace("t.json", **changes)]), **limits)
+        assert (found.status, found.exit_code) == ("cannot answer", 3)
+        assert found.reasons[0].startswith("t.json ")
+        assert words in found.reasons[0]
+
+    def test_findings_weigh_more(self) -> None:
+        found = verdict(build.report(build.site(), traces=[build.trace(complete=False)]))
+        assert (found.status, found.exit_code) == ("findings", 1)
+        assert found.reasons
+
+    def test_the_worst_rank_decides(self) -> None:
+        traces = [build.trace("a.json"), build.trace("b.json", gpu_events=0), build.trace("c.json")]
+        assert verdict(build.report(traces=traces)).exit_code == 3
+
+    def test_no_trace_at_all_is_not_clean(self) -> None:
+        assert verdict(build.report(traces=[])).exit_code == 3
+
+    def test_a_detector_without_gpu_events_by_nature_may_be_clean(self) -> None:
+        for detector in ("live", "dry-run"):
+            coverage = {"detector": detector, "gpu_events": 0, "runtime_events": 0}
+            assert verdict(build.report(traces=[build.trace(**coverage)])).exit_code == 0
+
+
+MATCHES = [
+    ({"function": "check_all"}, True), ({"function": "kv.check_all"}, True), ({"function": "engine.*"}, True),
+    ({"function": "python.engine.kv.check_all"}, True), ({"function": "*.check_*"}, True),
+    ({"function": "check"}, False),
+    ({"function": "gine.kv.check_all"}, False), ({"range": "decode*"}, True), ({"range": "prefill"}, False),
+    ({"file": "python/engine/*.py"}, True), ({"file": "kv.py"}, False), ({"function": "decode"}, False),
+    ({"function": "decode", "or_range": True}, True), ({"function": "check_all", "range": "prefill"}, False),
+    ({"function": "check_all", "range": "decode", "file": "*"}, True),
+]  # fmt: skip
+
+
+class TestPermissions:
+    @pytest.mark.parametrize(("globs", "matches"), MATCHES, ids=str)
+    def test_globs_match_dotted_names_ranges_and_files(self, globs: dict[str, Any], matches: bool) -> None:
+        assert allow(**globs).matches(build.site(range="decode")) is matches
+
+    @pytest.mark.parametrize("key", ["function", "range", "file"])
+    def test_a_star_does_not_match_what_is_not_known(self, key: str) -> None:
+        assert not allow(**{key: "*"}).matches(build.site(function="", file="", range=""))
+
+    def test_an_allowed_site_passes_with_its_reason(self) -> None:
+        found = verdict(build.report(build.site()), allow=(allow(function="check_all"),))
+        assert (found.exit_code, found.allowed, found.stale) == (0, {"f1": "on purpose"}, [])
+
+    @pytest.mark.parametrize(("day", "code"), [(TODAY, 0), (TODAY - dt.timedelta(days=1), 1)])
+    def test_it_counts_through_its_last_day(self, day: dt.date, code: int) -> None:
+        found = verdict(build.report(build.site()), allow=(allow(function="check_all", expires=day),))
+        assert found.exit_code == code
+        assert [f"expired on {day}" in text for text in found.stale] == [True] * code
+
+    def test_one_that_matches_nothing_is_reported_and_fails_nothing(self) -> None:
+        found = verdict(build.report(), allow=(allow(function="gone"),))
+        assert (found.exit_code, found.stale) == (0, ['allow[0] function = "gone" matched nothing: remove it.'])
+
+
+SOURCE = """\
+import torch
+
+
+def plain(t):
+    return t.item()
+
+
+def commented(t):
+    # dcpbench: allow-sync(the loop needs the length)
+    return t.item()
+
+
+@torch.no_grad()  # dcpbench: allow-sync(decorated)
+def decorated(t):
+    return t.item()
+
+
+def outer(t):
+    def inner(t):
+        return t.item()  # dcpbench: allow-sync(inner alone)
+    return t.item(), inner(t)
+
+
+def reasonless(t):
+    return t.item()  # dcpbench: allow-sync()
+
+
+def text(t):
+    print("# dcpbench: allow-sync(in a string)")
+    return t.item()
+
+
+# dcpbench: allow-sync(above the function)
+def above(t):
+    a = t.item(
+        1,
+    )  # dcpbench: allow-sync(last line of it)
+    return t.tolist()
+"""
+CALL, FUNCTION = "call", "function"
+COMMENTS = [
+    (4, FUNCTION, None), (5, CALL, None), (8, FUNCTION, "the loop needs the length"),
+    (10, CALL, "the loop needs the length"),
+    (13, FUNCTION, "decorated"), (14, FUNCTION, "decorated"), (15, CALL, "decorated"), (18, FUNCTION, None),
+    (19, FUNCTION, "inner alone"), (20, CALL, "inner alone"), (21, CALL, None), (24, FUNCTION, None), (25, CALL, None),
+    (28, FUNCTION, None), (30, CALL, None), (34, FUNCTION, "above the function"), (35, CALL, "last line of it"),
+    (38, CALL, "above the function"), (999, CALL, None), (1, CALL, None),
+]  # fmt: skip
+
+
+class TestComments:
+    def site(self, line: int, line_is: str, file: str = "m.py") -> Site:
+        return build.site(file=file, line=line, line_is=line_is)
+
+    def allowed(self, root: Path, site: Site) -> str | None:
+        return verdict(build.report(site), root=root).allowed.get("f1")
+
+    @pytest.mark.parametrize(("line", "line_is", "reason"), COMMENTS)
+    def test_a_comment_allows_its_statement_or_its_function(
+        self, tmp_path: Path, line: int, line_is: str, reason: str | None
+    ) -> None:
+        (tmp_path / "m.py").write_text(SOURCE)
+        assert self.allowed(tmp_path, self.site(line, line_is)) == reason
+
+    def test_one_without_a_reason_is_reported(self, tmp_path: Path) -> None:
+        (tmp_path / "m.py").write_text(SOURCE)
+        found = verdict(build.report(self.site(25, CALL)), root=tmp_path)
+        assert found.exit_code == 1
+        assert found.stale[0].startswith("m.py:25: allow-sync allows nothing without a reason")
+
+    def test_a_file_that_is_not_python_is_searched_on_the_line_alone(self, tmp_path: Path) -> None:
+        (tmp_path / "m.py").write_text("def f(:\n    x  # dcpbench: allow-sync(here)\n    y\n")
+        assert self.allowed(tmp_path, self.site(2, CALL)) == "here"
+        assert self.allowed(tmp_path, self.site(3, CALL)) is None
+
+    @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"", b"# -*- coding: nonsense -*-\n", b"x" * 100 + b"\x00"])
+    def test_a_file_that_cannot_be_read_allows_nothing(self, tmp_path: Path, content: bytes) -> None:
+        (tmp_path / "m.py").write_bytes(content)
+        assert self.allowed(tmp_path, self.site(1, CALL)) is None
+
+    def test_nothing_outside_the_repository_is_read(self, tmp_path: Path) -> None:
+        """The path is a trace's word; a link counts by where it leads."""
+        root = tmp_path / "repo"
+        root.mkdir()
+        (tmp_path / "m.py").write_text(SOURCE)
+        (root / "link.py").symlink_to(tmp_path / "m.py")
+        for file in ("../m.py", str(tmp_path / "m.py"), "link.py", "a\x00b.py"):
+            assert self.allowed(root, self.site(10, CALL, file)) is None
