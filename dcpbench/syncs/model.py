@@ -97,7 +97,7 @@ class Site(msgspec.Struct, kw_only=True):
     count_per_step: float | None = None
     """Mean over the steps of steady state: all but the first, where there are at least three; None without steps."""
     warmup_only: bool = False
-    """Seen in the first step or before it and never again, though later steps were recorded."""
+    """Seen in the first step, before it or after the last, but in none of at least two others."""
     wait_us: float | None = None
     """Sum over all occurrences."""
     wait_median_us: float | None = None
@@ -114,6 +114,8 @@ class Site(msgspec.Struct, kw_only=True):
     """Asked for by name: synchronize() of a device, stream or event."""
     own: bool = False
     """The profiler's or detector's own; in no total."""
+    allowed: str = ""
+    """Why it may synchronise; empty where nobody said so. Set by the gate."""
     example: Example | None = None
     """The first occurrence."""
     worst: Example | None = None
@@ -147,7 +149,7 @@ class Verdict(msgspec.Struct, kw_only=True):
     exit_code: Literal[0, 1, 3] = 0
     findings: list[Finding] = []
     allowed: dict[str, str] = {}
-    """Fingerprint of an allowed site -> why it is."""
+    """Fingerprint of an allowed site -> why it is. Lines of a function share a fingerprint: `Site.allowed` is exact."""
     stale: list[str] = []
     """Allow-list and baseline entries that matched nothing, one sentence each."""
     reasons: list[str] = []
