@@ -33,8 +33,8 @@ Root = Annotated[
 ]  # fmt: skip
 StepRange = Annotated[
     str | None,
-    typer.Option("--step-range", metavar="GLOB", rich_help_panel=READ, help="Range that marks a step, such as "
-    "'decode_step*'. Default: ProfilerStep#N, which prof.step() makes."),
+    typer.Option("--step-range", metavar="REGEX", rich_help_panel=READ, help="Ranges (record_function) that mark a "
+    "step, such as '^decode_step'. Default: ProfilerStep#N, which prof.step() makes, else numbered ranges."),
 ]  # fmt: skip
 Baseline = Annotated[
     Path | None,

@@ -10,10 +10,10 @@ from dcpbench.errors import UsageError
 from dcpbench.syncs.words import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from dcpbench.syncs.model import Report, Site
+    from dcpbench.syncs.model import Site
 
 VERSION = 1
 AGAIN = "make it again with `dcpbench syncs baseline TRACE -o {path} --force`"
@@ -44,24 +44,24 @@ class Baseline(msgspec.Struct, kw_only=True):
     sites: list[Entry] = []
 
 
-def make(report: Report, allowed: Collection[str]) -> Baseline:
-    """Baseline of a report: its sites of steady state, but for the profiler's own and those that are allowed anyway.
-
-    Args:
-        report: What was found.
-        allowed: Fingerprints that have a reason of their own, which may expire.
-    """
-    sites = [s for s in report.sites if not s.own and not s.warmup_only and s.fingerprint not in allowed]
-    entries = [_entry(site) for site in sites]
+def make(sites: Iterable[Site]) -> Baseline:
+    """Baseline of the sites that count; those with the same fingerprint are one entry."""
+    same: dict[str, list[Site]] = {}
+    for site in sites:
+        same.setdefault(site.fingerprint, []).append(site)
+    entries = [entry(group) for group in same.values()]
     return Baseline(sites=sorted(entries, key=lambda e: (e.file, e.function, e.rule, e.op, e.fingerprint)))
 
 
-def _entry(site: Site) -> Entry:
-    steps = None if site.count_per_step is None else round(site.count_per_step, DIGITS)
+def entry(sites: Sequence[Site]) -> Entry:
+    """What a baseline says of sites that share a fingerprint."""
+    first = sites[0]
+    steps = [s.count_per_step for s in sites if s.count_per_step is not None]
     return Entry(
-        fingerprint=site.fingerprint, rule=site.rule, kind=site.kind, file=plain(site.file),
-        function=plain(site.function), op=plain(site.op), direction=plain(site.direction), range=plain(site.range),
-        count_per_step=steps, count=site.count if steps is None else None,
+        fingerprint=first.fingerprint, rule=first.rule, kind=first.kind, file=plain(first.file),
+        function=plain(first.function), op=plain(first.op), direction=plain(first.direction), range=plain(first.range),
+        count_per_step=round(sum(steps), DIGITS) if steps else None,
+        count=None if steps else sum(s.count for s in sites),
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from dcpbench.syncs import baseline as baselines
 from dcpbench.syncs.config import Allow, find_config, find_root
 from dcpbench.syncs.files import check_output, expand, write
 from dcpbench.syncs.formats import PLAIN_WIDTH, check_format, github, markdown, render
-from dcpbench.syncs.gate import Gate, check_limits, judge
+from dcpbench.syncs.gate import Gate, check_limits, counts, judge
 from dcpbench.syncs.model import order, totals
 from dcpbench.syncs.progress import Progress
 from dcpbench.syncs.words import cleaned, counted, plain
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 BASELINE = "syncs-baseline.json"
 NO_STEPS = (
     "warning: not every trace marks steps, so whole counts are compared there: record the same number of steps each "
-    "time, or name the range around a step with --step-range 'NAME*'.\n"
+    "time, or name the range around a step with --step-range '^NAME'.\n"
 )
 SUMMARY = "GITHUB_STEP_SUMMARY"
 SUMMARY_BYTES = 1_000_000
@@ -133,7 +133,7 @@ def baseline(traces: Sequence[str], options: GateOptions, output: Path | None, *
         return 3
     if not all(trace.steps for trace in report.traces):
         sys.stderr.write(NO_STEPS)
-    made = baselines.make(report, report.verdict.allowed)
+    made = baselines.make(filter(counts, report.sites))
     write(output, baselines.encode(made), force=force)
     _print(f"{counted(len(made.sites), 'site')} of today may stay; more of them, or others, are findings.\n")
     _print(f"Wrote {plain(str(output))}\n")

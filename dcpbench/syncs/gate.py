@@ -11,6 +11,7 @@ import datetime as dt
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
+from dcpbench.syncs import baseline as baselines
 from dcpbench.syncs.comments import Comments
 from dcpbench.syncs.model import Finding, Verdict, order
 from dcpbench.syncs.words import microseconds, per_step, place, sentence, subject
@@ -49,7 +50,7 @@ class Gate:
 
 
 def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdict:
-    """What the gate says about a report.
+    """What the gate says about a report; sets `allowed` of its sites.
 
     Args:
         report: Sites and coverage; its own verdict is not read.
@@ -58,9 +59,8 @@ def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdic
 
     Raises UsageError where baseline and report cannot be compared.
     """
-    allowed, stale = permissions(report, gate, today or dt.datetime.now(tz=dt.UTC).date())
-    mine = [s for s in report.sites if not s.own and s.fingerprint not in allowed]
-    counted = sorted((s for s in mine if not s.warmup_only), key=order)
+    stale = permit(report, gate, today or dt.datetime.now(tz=dt.UTC).date())
+    counted = sorted(filter(counts, report.sites), key=order)
     findings = (
         []
         if gate.limited
@@ -76,6 +76,7 @@ def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdic
     if gate.baseline:
         here = {s.fingerprint for s in report.sites}
         stale += [_gone(e) for e in gate.baseline.sites if e.fingerprint not in here]
+    allowed = {s.fingerprint: s.allowed for s in report.sites if s.allowed}
     verdict = Verdict(findings=findings, allowed=allowed, stale=stale, reasons=list(dict.fromkeys(reasons)))
     if findings:
         verdict.status, verdict.exit_code = "findings", 1
@@ -84,10 +85,16 @@ def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdic
     return verdict
 
 
-def permissions(report: Report, gate: Gate, today: dt.date) -> tuple[dict[str, str], list[str]]:
-    """Which sites are allowed, each with why, and sentences about permissions that are of no use."""
+def counts(site: Site) -> bool:
+    """Whether a site can be a finding."""
+    return not (site.own or site.may_block or site.warmup_only or site.allowed)
+
+
+def permit(report: Report, gate: Gate, today: dt.date) -> list[str]:
+    """Set `allowed` of each site that is; returns sentences about permissions that are of no use."""
     sites = [s for s in report.sites if not s.own]
-    allowed: dict[str, str] = {}
+    for site in sites:
+        site.allowed = ""
     stale = []
     for entry in gate.allow:
         matched = [s for s in sites if entry.matches(s)]
@@ -96,15 +103,16 @@ def permissions(report: Report, gate: Gate, today: dt.date) -> tuple[dict[str, s
         elif not matched:
             stale.append(f"{entry.name()} matched nothing: remove it.")
         else:
-            allowed |= {s.fingerprint: entry.reason for s in matched if s.fingerprint not in allowed}
+            for site in matched:
+                site.allowed = site.allowed or entry.reason
     comments = Comments(gate.root)
     for site in sites:
         note = comments.find(site)
         if note and not note.reason:
             stale.append(f"{site.file}:{note.line}: allow-sync allows nothing without a reason: allow-sync(reason).")
-        elif note and site.fingerprint not in allowed:
-            allowed[site.fingerprint] = note.reason
-    return allowed, list(dict.fromkeys(stale))
+        elif note:
+            site.allowed = site.allowed or note.reason
+    return list(dict.fromkeys(stale))
 
 
 def blind(trace: TraceSummary) -> str:
@@ -127,32 +135,34 @@ Outcome = tuple[list[Finding], list[str]]
 
 
 def _against_baseline(counted: Sequence[Site], report: Report, gate: Gate) -> Outcome:
-    """New sites, and sites that occur more often than they did."""
+    """New sites, and sites that occur more often than they did. Lines of one function may share a fingerprint."""
     if gate.baseline is None:
         return [], []
     entries = {e.fingerprint: e for e in gate.baseline.sites}
-    findings, unknown = [], []
+    same: dict[str, list[Site]] = {}
     for site in counted:
-        entry = entries.get(site.fingerprint)
+        same.setdefault(site.fingerprint, []).append(site)
+    findings, unknown = [], []
+    for fingerprint, sites in same.items():
+        entry, now, worst = entries.get(fingerprint), baselines.entry(sites), sentence(sites[0])
         if entry is None:
-            findings.append(Finding(reason="new", message=f"new {sentence(site)}", fingerprint=site.fingerprint))
-        elif entry.count_per_step is not None and site.count_per_step is None:
+            findings.append(Finding(reason="new", message=f"new {worst}", fingerprint=fingerprint))
+        elif entry.count_per_step is not None and now.count_per_step is None:
             unknown += [_no_steps(t, "the baseline counts per step") for t in report.traces if not t.steps]
-            unknown.append(f"{sentence(site)}: lies in no step here, and the baseline counts it per step.")
-        elif message := _more(site, entry):
-            findings.append(Finding(reason="more", message=message, fingerprint=site.fingerprint))
+            unknown.append(f"{worst}: lies in no step here, and the baseline counts it per step.")
+        elif more := _more(now, entry, sum(s.count for s in sites)):
+            findings.append(Finding(reason="more", message=f"{worst}; {more}", fingerprint=fingerprint))
     return findings, unknown
 
 
-def _more(site: Site, entry: Entry) -> str:
-    """What has grown, in a sentence; empty where nothing has."""
-    if entry.count_per_step is not None and site.count_per_step is not None:
-        if site.count_per_step > entry.count_per_step + SLACK:
-            return f"{sentence(site)}; the baseline has {per_step(entry.count_per_step)} per step"
+def _more(now: Entry, entry: Entry, count: int) -> str:
+    """What has grown, in words; empty where nothing has."""
+    if entry.count_per_step is not None and now.count_per_step is not None:
+        if now.count_per_step > entry.count_per_step + SLACK:
+            return f"{per_step(now.count_per_step)} per step here, {per_step(entry.count_per_step)} in the baseline"
         return ""
-    if site.count > (entry.count or 0):
-        return f"{sentence(site)}; the baseline has {entry.count or 0} in all"
-    return ""
+    before = entry.count or 0
+    return f"{count} in all here, {before} in the baseline" if count > before else ""
 
 
 def _per_step(counted: Sequence[Site], report: Report, gate: Gate) -> Outcome:
@@ -194,7 +204,7 @@ def _where(site: Site) -> str:
 
 def _no_steps(trace: TraceSummary, why: str) -> str:
     return (
-        f"{trace.path} marks no steps, and {why}: name the range around a step with --step-range 'NAME*', or call "
+        f"{trace.path} marks no steps, and {why}: name the range around a step with --step-range '^NAME', or call "
         "prof.step() after each."
     )
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from dcpbench.syncs.model import Site, Verdict
 
-Standing = Literal["finding", "counted", "known", "allowed", "warm-up", "own"]
+Standing = Literal["finding", "counted", "known", "allowed", "warm-up", "may block", "own"]
 """finding: fails the gate alone; counted: adds to a limit that is exceeded; known: within baseline and limits."""
 NOTHING = "–"
 HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
@@ -82,6 +82,11 @@ def size_text(value: int | None) -> str:
     return f"{size:.3g} GiB"
 
 
+def counted(n: int, word: str) -> str:
+    """`1 site`, `2 sites`."""
+    return f"{n} {word}" if n == 1 else f"{n} {word}s"
+
+
 def per_step(value: float | None) -> str:
     """Count per step: 2, 0.25; a dash without steps."""
     return NOTHING if value is None else f"{value:.4g}"
@@ -110,27 +115,35 @@ def sentence(site: Site) -> str:
 
 
 def marks(site: Site, verdict: Verdict) -> list[str]:
-    """Short words beside a site: own, explicit, allowed, warm-up, new, more."""
-    words = [name for name, is_so in (("own", site.own), ("explicit", site.explicit)) if is_so]
-    if site.fingerprint in verdict.allowed:
-        words.append("allowed")
-    if site.warmup_only:
-        words.append("warm-up")
-    new = {f.reason for f in verdict.findings if f.fingerprint and f.fingerprint == site.fingerprint}
-    return words + [reason for reason in ("new", "more") if reason in new]
+    """Short words beside a site: own, explicit, may block, allowed, warm-up, new, more."""
+    new = {f.reason for f in verdict.findings if f.fingerprint == site.fingerprint}
+    finding = standing(site, verdict) == "finding"
+    named = (
+        ("own", site.own), ("explicit", site.explicit), ("may block", site.may_block), ("allowed", bool(site.allowed)),
+        ("warm-up", site.warmup_only), ("new", finding and "new" in new), ("more", finding and "more" in new),
+    )  # fmt: skip
+    return [name for name, is_so in named if is_so]
 
 
 def standing(site: Site, verdict: Verdict) -> Standing:
     """How a judged report sees the site."""
     if site.own:
         return "own"
-    if site.fingerprint in verdict.allowed:
+    if site.allowed:
         return "allowed"
-    if any(f.fingerprint == site.fingerprint for f in verdict.findings):
-        return "finding"
+    if site.may_block:
+        return "may block"
     if site.warmup_only:
         return "warm-up"
+    if any(f.fingerprint == site.fingerprint for f in verdict.findings):
+        return "finding"
     return "counted" if any(not f.fingerprint for f in verdict.findings) else "known"
+
+
+def told(site: Site, verdict: Verdict) -> str:
+    """What the gate says of the site, or else what there is to say of it."""
+    compared = (f.message for f in verdict.findings if f.fingerprint == site.fingerprint and f.reason != "sync")
+    return next(compared, sentence(site)) if standing(site, verdict) == "finding" else sentence(site)
 
 
 def modules(site: Site) -> list[str]:

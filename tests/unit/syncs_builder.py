@@ -46,13 +46,14 @@ def report(*sites: Site, traces: list[TraceSummary] | None = None) -> Report:
 
 
 def all_kinds() -> Report:
-    """A site of every standing: a finding, an allowed, a warm-up one, the profiler's own, one without a place."""
+    """A site of every standing: findings with and without a place, allowed, warm-up, own, and one that may block."""
     return report(
         site("f1"),
         site("f2", function="sample", rule="SYNC003", kind="copy-to-host", op="aten::copy_", line=40, bubble_us=50.0),
         site("f3", function="load", warmup_only=True, count=1, count_per_step=0.0, bubble_us=9_000.0),
         site("f4", own=True, function="", file="", line=None, op="", rule="SYNC008", kind="device-sync", explicit=True),
         site("f5", function="", file="", line=None, stack=[], range="decode", bubble_us=None, wait_us=None),
+        site("f6", may_block=True, rule="SYNC005", kind="pageable-copy", function="copy", bubble_us=0.0, wait_us=5.0),
     )
 
 

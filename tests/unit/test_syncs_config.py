@@ -19,7 +19,7 @@ FULL = """
 max-per-step = 2
 max-bubble-us = 500.5
 baseline = "ci/syncs-baseline.json"
-step-range = "decode_step*"
+step-range = "^decode_step"
 
 [[tool.dcpbench.syncs.allow]]
 function = "engine.sampler.*"
@@ -41,7 +41,7 @@ def config(folder: Path, text: str) -> Config:
 
 def test_everything_that_may_be_said(tmp_path: Path) -> None:
     found = config(tmp_path, FULL)
-    assert (found.max_per_step, found.max_bubble_us, found.step_range) == (2.0, 500.5, "decode_step*")
+    assert (found.max_per_step, found.max_bubble_us, found.step_range) == (2.0, 500.5, "^decode_step")
     assert found.baseline == tmp_path / "ci/syncs-baseline.json"
     sampler, load = found.allow
     assert (sampler.function, sampler.expires, sampler.source) == (

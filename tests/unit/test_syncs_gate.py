@@ -11,7 +11,7 @@ import pytest
 from dcpbench.errors import UsageError
 from dcpbench.syncs import baseline as baselines
 from dcpbench.syncs.config import Allow
-from dcpbench.syncs.gate import Gate, judge
+from dcpbench.syncs.gate import Gate, counts, judge
 from tests.unit import syncs_builder as build
 
 if TYPE_CHECKING:
@@ -24,6 +24,11 @@ TODAY = dt.date(2026, 6, 15)
 def verdict(report: Report, **gate: Any) -> Verdict:
     """What a gate says that reads no sources."""
     return judge(report, Gate(**{"root": NOWHERE, **gate}), today=TODAY)
+
+
+def baseline_of(report: Report) -> baselines.Baseline:
+    """Everything in the report that counts."""
+    return baselines.make(filter(counts, report.sites))
 
 
 def allow(**globs: Any) -> Allow:
@@ -42,8 +47,8 @@ class TestWithoutLimits:
         assert [(f.reason, f.fingerprint) for f in found.findings] == [("sync", "f1")]
         assert "check_all (python/engine/kv.py:12), 1 per step, 10 in all" in found.findings[0].message
 
-    @pytest.mark.parametrize("changes", [{"own": True}, {"warmup_only": True}], ids=str)
-    def test_the_profilers_own_and_warm_up_count_nowhere(self, changes: dict[str, bool]) -> None:
+    @pytest.mark.parametrize("changes", [{"own": True}, {"warmup_only": True}, {"may_block": True}], ids=str)
+    def test_the_profilers_own_warm_up_and_what_only_may_block_count_nowhere(self, changes: dict[str, bool]) -> None:
         report = build.report(build.site(**changes))
         assert verdict(report).exit_code == 0
         limits = {"max_per_step": 0.0, "max_bubble_us": 0.0, "baseline": baselines.Baseline()}
@@ -109,31 +114,40 @@ class TestMaxBubble:
 class TestBaseline:
     def test_what_was_there_may_stay(self) -> None:
         report = build.report(build.site("a"), build.site("b", count_per_step=0.33333333))
-        found = verdict(report, baseline=baselines.make(report, ()))
+        found = verdict(report, baseline=baseline_of(report))
         assert (found.exit_code, found.stale) == (0, [])
 
     def test_a_new_site_is_a_finding(self) -> None:
-        known = baselines.make(build.report(build.site("a")), ())
+        known = baseline_of(build.report(build.site("a")))
         found = verdict(build.report(build.site("a"), build.site("b", function="late")), baseline=known)
         assert [(f.reason, f.fingerprint) for f in found.findings] == [("new", "b")]
 
     def test_more_per_step_is_a_finding_however_long_was_recorded(self) -> None:
-        known = baselines.make(build.report(build.site(count_per_step=2.0, count=20)), ())
+        known = baseline_of(build.report(build.site(count_per_step=2.0, count=20)))
         assert verdict(build.report(build.site(count_per_step=2.0, count=2000)), baseline=known).exit_code == 0
         found = verdict(build.report(build.site(count_per_step=2.5, count=5)), baseline=known)
         assert [f.reason for f in found.findings] == ["more"]
-        assert found.findings[0].message.endswith("the baseline has 2 per step")
+        assert found.findings[0].message.endswith("2.5 per step here, 2 in the baseline")
+
+    def test_lines_that_share_a_fingerprint_are_one_entry(self) -> None:
+        """Moved or split lines are no new site: 1 + 1 a step then, 0.5 + 1.5 now; a third line is one too many."""
+        known = baseline_of(build.report(build.site(line=1), build.site(line=2)))
+        assert [(e.fingerprint, e.count_per_step) for e in known.sites] == [("f1", 2.0)]
+        moved = [build.site(line=3, count_per_step=0.5), build.site(line=4, count_per_step=1.5)]
+        assert verdict(build.report(*moved), baseline=known).exit_code == 0
+        found = verdict(build.report(*moved, build.site(line=5)), baseline=known)
+        assert [f.reason for f in found.findings] == ["more"]
 
     def test_without_steps_whole_counts_are_compared(self) -> None:
         traces = [build.trace(steps=None)]
-        known = baselines.make(build.report(build.site(count_per_step=None, count=4), traces=traces), ())
+        known = baseline_of(build.report(build.site(count_per_step=None, count=4), traces=traces))
         assert known.sites[0].count == 4
         for count, code in ((4, 0), (5, 1)):
             report = build.report(build.site(count_per_step=None, count=count), traces=traces)
             assert verdict(report, baseline=known).exit_code == code
 
     def test_a_baseline_per_step_and_a_trace_without_steps_cannot_be_compared(self) -> None:
-        known = baselines.make(build.report(build.site()), ())
+        known = baseline_of(build.report(build.site()))
         report = build.report(build.site(count_per_step=None), traces=[build.trace(steps=None)])
         found = verdict(report, baseline=known)
         assert found.exit_code == 3
@@ -141,17 +155,20 @@ class TestBaseline:
 
     def test_both_limits_hold_beside_a_baseline(self) -> None:
         report = build.report(build.site())
-        assert verdict(report, baseline=baselines.make(report, ()), max_per_step=0.5).exit_code == 1
+        assert verdict(report, baseline=baseline_of(report), max_per_step=0.5).exit_code == 1
 
     def test_an_entry_that_matches_nothing_is_reported_and_fails_nothing(self) -> None:
-        known = baselines.make(build.report(build.site("gone", function="old")), ())
+        known = baseline_of(build.report(build.site("gone", function="old")))
         found = verdict(build.report(), baseline=known)
         assert found.exit_code == 0
         assert "old in python/engine/kv.py was not found" in found.stale[0]
 
     def test_it_leaves_out_what_counts_nowhere(self) -> None:
-        sites = [build.site("a"), build.site("b", own=True), build.site("c", warmup_only=True), build.site("d")]
-        assert [e.fingerprint for e in baselines.make(build.report(*sites), {"d"}).sites] == ["a"]
+        sites = [
+            build.site("a"), build.site("b", own=True), build.site("c", warmup_only=True), build.site("d", allowed="x"),
+            build.site("e", may_block=True),
+        ]  # fmt: skip
+        assert [e.fingerprint for e in baseline_of(build.report(*sites)).sites] == ["a"]
 
     def test_its_text_depends_neither_on_order_nor_on_times(self) -> None:
         """So that a diff shows what has changed in the code."""
@@ -160,13 +177,13 @@ class TestBaseline:
             build.site("b", file="a.py", wait_us=1.0, count=99),
             build.site("a", file="z.py", bubble_us=0.0, line=99),
         ]
-        text = baselines.encode(baselines.make(build.report(*sites), ()))
-        assert text == baselines.encode(baselines.make(build.report(*again), ()))
+        text = baselines.encode(baseline_of(build.report(*sites)))
+        assert text == baselines.encode(baseline_of(build.report(*again)))
         assert text.index('"a.py"') < text.index('"z.py"')
         assert "count" not in text.replace("count_per_step", "")
 
     def test_it_is_read_as_it_was_written(self, tmp_path: Path) -> None:
-        made = baselines.make(build.all_kinds(), ())
+        made = baseline_of(build.all_kinds())
         (tmp_path / "b.json").write_text(baselines.encode(made))
         assert baselines.read(tmp_path / "b.json") == made
 
@@ -319,6 +336,12 @@ class TestComments:
     ) -> None:
         (tmp_path / "m.py").write_text(SOURCE)
         assert self.allowed(tmp_path, self.site(line, line_is)) == reason
+
+    def test_of_two_lines_with_one_fingerprint_only_the_commented_is_allowed(self, tmp_path: Path) -> None:
+        (tmp_path / "m.py").write_text("def f(t):\n    t.item()\n    t.item()  # dcpbench: allow-sync(here)\n")
+        lines = [self.site(2, CALL), self.site(3, CALL)]
+        assert verdict(build.report(*lines), root=tmp_path).exit_code == 1
+        assert [line.allowed for line in lines] == ["", "here"]
 
     def test_one_without_a_reason_is_reported(self, tmp_path: Path) -> None:
         (tmp_path / "m.py").write_text(SOURCE)

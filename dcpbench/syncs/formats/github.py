@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dcpbench.syncs.rules import BY_ID
-from dcpbench.syncs.words import sentence, standing
+from dcpbench.syncs.words import marks, standing, told
 
 if TYPE_CHECKING:
     from dcpbench.syncs.model import Report, Site
 
 MOST = 10
 """Annotations of one level that GitHub shows for a step; it drops the others without a word."""
-LEVELS = {"finding": "error", "counted": "warning", "known": "notice", "allowed": "notice", "warm-up": "notice"}
+LEVELS = {
+    "finding": "error", "counted": "warning", "known": "notice", "allowed": "notice", "warm-up": "notice",
+    "may block": "notice",
+}  # fmt: skip
 
 
 def render(report: Report) -> str:
@@ -53,12 +56,12 @@ def left_out(report: Report) -> int:
 
 def _annotation(level: str, site: Site, report: Report) -> str:
     rule = BY_ID.get(site.rule)
-    message = next((f.message for f in report.verdict.findings if f.fingerprint == site.fingerprint), sentence(site))
-    if site.fingerprint in report.verdict.allowed:
-        message += f". Allowed: {report.verdict.allowed[site.fingerprint]}"
+    message = told(site, report.verdict)
+    if site.allowed:
+        message += f". Allowed: {site.allowed}"
     elif rule and level != "notice":
         message += f". {rule.fix}"
-    title = f"{site.rule} {site.kind}" + (" (warm-up only)" if site.warmup_only else "")
+    title = f"{site.rule} {site.kind}" + "".join(f", {word}" for word in marks(site, report.verdict))
     properties = {"title": title}
     if site.file and not site.file.startswith(("/", "<")):
         properties["file"] = site.file

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.syncs.gate import blind
 from dcpbench.syncs.rules import BY_ID
-from dcpbench.syncs.words import modules, sentence, standing, subject
+from dcpbench.syncs.words import modules, sentence, standing, subject, told
 
 if TYPE_CHECKING:
     from dcpbench.syncs.model import Report, Site
@@ -24,7 +24,7 @@ def render(report: Report) -> str:
     """
     root = ET.Element("testsuites", name="dcpbench syncs")
     sites = [s for s in report.sites if standing(s, report.verdict) != "own"]
-    _suite(root, SITES, [_site(site, report) for site in sites])
+    _suite(root, SITES, _numbered([_site(site, report) for site in sites]))
     overall = [f for f in report.verdict.findings if not f.fingerprint]
     if overall:
         _suite(root, LIMITS, [_failed("dcpbench.syncs.limits", f.reason, f.message, f.message) for f in overall])
@@ -43,6 +43,17 @@ def _suite(root: ET.Element, name: str, cases: list[ET.Element]) -> None:
     suite.extend(cases)
 
 
+def _numbered(cases: list[ET.Element]) -> list[ET.Element]:
+    """Lines of one function may share everything but the line: their names are told apart by a number."""
+    seen: dict[str, int] = {}
+    for case in cases:
+        name = case.get("name", "")
+        seen[name] = seen.get(name, 0) + 1
+        if seen[name] > 1:
+            case.set("name", f"{name} #{seen[name]}")
+    return cases
+
+
 def _site(site: Site, report: Report) -> ET.Element:
     """A site's case. Its name holds no numbers that change from run to run, as runners compare names."""
     dotted = modules(site)[0] if site.file and site.function else PurePosixPath(site.file).stem
@@ -57,10 +68,9 @@ def _site(site: Site, report: Report) -> ET.Element:
     if rule:
         text += f"\nWhy: {rule.why}\nFix: {rule.fix}"
     if stands == "finding":
-        message = next(f.message for f in report.verdict.findings if f.fingerprint == site.fingerprint)
-        ET.SubElement(case, "failure", message=message, type=f"{site.rule} {site.kind}").text = text
+        ET.SubElement(case, "failure", message=told(site, report.verdict), type=f"{site.rule} {site.kind}").text = text
     elif stands == "allowed":
-        ET.SubElement(case, "skipped", message=f"allowed: {report.verdict.allowed[site.fingerprint]}")
+        ET.SubElement(case, "skipped", message=f"allowed: {site.allowed}")
     else:
         ET.SubElement(case, "system-out").text = f"{stands}: {text}"
     return case

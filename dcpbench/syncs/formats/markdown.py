@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 MOST = 500
 """Sites in the table: a step summary may have 1 MiB, and nobody reads further."""
 HEAD = ("", "Rule", "Where", "Operator", "Count", "Per step", "Wait total", "median", "p99", "Bubble ≤", "Copy")
-SIGNS = {"finding": "❌", "counted": "⚠️", "known": "•", "allowed": "✅", "warm-up": "🔥", "own": "⚙️"}
+SIGNS = {"finding": "❌", "counted": "⚠️", "known": "•", "allowed": "✅", "warm-up": "🔥", "may block": "◌", "own": "⚙️"}
 LEGEND = (
     "❌ finding · ⚠️ adds to an exceeded limit · • within the limits · ✅ allowed · 🔥 warm-up only · "
-    "⚙️ the profiler's own"
+    "◌ may block · ⚙️ the profiler's own"
 )
 
 
@@ -90,9 +90,7 @@ def _totals(report: Report) -> str:
 
 
 def _allowed(report: Report) -> list[str]:
-    sites = {site.fingerprint: site for site in report.sites}
-    allowed = report.verdict.allowed
-    return [f"{code(subject(sites[f]))}: {escape(why)}" for f, why in allowed.items() if f in sites]
+    return [f"{code(subject(site))}: {escape(site.allowed)}" for site in report.sites if site.allowed]
 
 
 def _coverage(report: Report) -> str:

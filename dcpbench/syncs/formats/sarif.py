@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from dcpbench import __version__
 from dcpbench.syncs.rules import BY_ID, RULES
-from dcpbench.syncs.words import modules, place, sentence, standing
+from dcpbench.syncs.words import modules, place, standing, told
 
 if TYPE_CHECKING:
     from dcpbench.syncs.model import Report, Site
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 ROOT = "%SRCROOT%"
 FINGERPRINT = "dcpbenchSyncs/v1"
-LEVELS = {"finding": "error", "counted": "warning", "known": "note", "allowed": "note", "warm-up": "note"}
+LEVELS = {
+    "finding": "error", "counted": "warning", "known": "note", "allowed": "note", "warm-up": "note",
+    "may block": "note",
+}  # fmt: skip
 Json = dict[str, Any]
 
 
@@ -60,7 +63,7 @@ def _rule(rule: Rule) -> Json:
 
 def _result(site: Site, report: Report) -> Json:
     stands = standing(site, report.verdict)
-    text = next((f.message for f in report.verdict.findings if f.fingerprint == site.fingerprint), sentence(site))
+    text = told(site, report.verdict)
     rule = BY_ID.get(site.rule)
     result: Json = {
         "ruleId": site.rule,
@@ -74,7 +77,7 @@ def _result(site: Site, report: Report) -> Json:
     if rule:
         result["ruleIndex"] = RULES.index(rule)
     if stands == "allowed":
-        why = message(report.verdict.allowed[site.fingerprint])
+        why = message(site.allowed)
         result["suppressions"] = [{"kind": "external", "justification": why}]
     return result
 
@@ -111,7 +114,8 @@ def _properties(site: Site) -> Json:
         kind=site.kind, op=site.op or None, call=site.call or None, range=site.range or None,
         direction=site.direction or None, place=place(site) or None, lineIs=site.line_is or None, count=site.count,
         countPerStep=site.count_per_step, waitUs=site.wait_us, bubbleUpperBoundUs=site.bubble_us, bytes=site.bytes,
-        explicit=site.explicit, warmupOnly=site.warmup_only, stack=site.stack or None, traces=site.traces or None,
+        explicit=site.explicit, warmupOnly=site.warmup_only, mayBlock=site.may_block, stack=site.stack or None,
+        traces=site.traces or None,
     )  # fmt: skip
 
 

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 NARROW = 110
 """Columns below which a table would break its words; sites are then listed below each other."""
 STYLES = {
-    "finding": "red", "counted": "yellow", "known": "", "allowed": "green", "warm-up": "dim", "own": "dim",
+    "finding": "red", "counted": "yellow", "known": "", "allowed": "green", "warm-up": "dim",
+    "may block": "dim", "own": "dim",
 }  # fmt: skip
 STATUS = {"clean": "green", "findings": "red bold", "cannot answer": "yellow bold"}
 
@@ -169,10 +170,9 @@ def _totals(console: Console, report: Report) -> None:
 
 def _lists(console: Console, report: Report) -> None:
     """What is allowed and why, and which permissions are of no use."""
-    sites = {site.fingerprint: site for site in report.sites}
-    for fingerprint, why in report.verdict.allowed.items():
-        if fingerprint in sites:
-            console.print(Text(f"allowed: {subject(sites[fingerprint])}: {why}"))
+    for site in report.sites:
+        if site.allowed:
+            console.print(Text(f"allowed: {subject(site)}: {site.allowed}"))
     for text in report.verdict.stale:
         console.print(Text(f"of no use: {text}", style="yellow"))
 
