@@ -204,7 +204,7 @@ def _finish(record: BenchRecord, paths: list[Path], problem: str, options: Optio
         sys.stdout.write(msgspec.json.format(_without_samples(record), indent=2).decode() + "\n")
     else:
         _print(record)
-    for path in paths:
+    for path in (p for p in paths if p.exists()):
         print(f"Wrote {path}", file=sys.stderr if options.as_json else sys.stdout)
     failed = [r for r in record.results if r.outcome != "ok"]
     if problem or failed:

@@ -46,7 +46,7 @@ def kv_write_cases(
     for kind, (n, some), size in itertools.product(_names("--dtype", dtype, DTYPES), shares, sizes):
         owned = local_length(size, 0, n) * some
         columns: dict[str, int | float | str] = {"tokens": size, "dcp": n, "owned": owned, "dtype": kind}
-        if scale != 1.0:
+        if scale != 1.0 and kind == "fp8":
             columns["scale"] = scale
         cases += [Case(variant=name, calls=calls, sizes=columns) for name in variants]
     return cases

@@ -25,9 +25,9 @@ from dcpbench.workloads.sync_count import count_syncs
 if TYPE_CHECKING:
     from dcpbench.bench_records import Case, Timing
     from dcpbench.records import Gpu
-    from dcpbench.workloads.calls import Calls
+    from dcpbench.workloads.calls import Calls, Workload
 
-WORKLOADS: dict[str, type[KvWrite] | type[DpSlice]] = {"kv-write": KvWrite, "dp-slice": DpSlice}
+WORKLOADS: dict[str, type[Workload]] = {"kv-write": KvWrite, "dp-slice": DpSlice}
 """A further bench is a class with `build(case) -> Calls`, in a file of its own, and its line here."""
 L2_TIMES = 4
 """A pass that writes less than this many times the L2 cache is marked `l2_warm`."""
@@ -42,6 +42,12 @@ class BenchWorker:
         self.workload = WORKLOADS[job.bench](device, job.settings.seed)
         self.blocking: dict[str, int] = {}
         """First case of each variant that waits for the GPU, by its variant."""
+
+    def workload_on(self, device: torch.device) -> Workload:
+        """The bench's workload with its tensors on `device`; this process's own is kept, with its inputs."""
+        if device == self.device:
+            return self.workload
+        return WORKLOADS[self.job.bench](device, self.job.settings.seed)
 
     def tell(self, event: Event) -> None:
         """Append one line."""
@@ -62,7 +68,7 @@ class BenchWorker:
             self.tell(Event(stage="done", index=index, result=result))
         for index, result in enumerate(done):
             if result.outcome == "ok":
-                self.count(index, result.case)
+                self.count(index, result)
         for index in self.blocking.values():
             refused = measuring.try_capture(self.workload.build(self.job.cases[index]))
             self.tell(Event(stage="graph", index=index, graph=refused))
@@ -99,14 +105,16 @@ class BenchWorker:
         }
         return [name for name, applies in found.items() if applies]
 
-    def count(self, index: int, case: Case) -> None:
+    def count(self, index: int, result: Result) -> None:
         """Synchronisations of one case."""
         try:
-            event = Event(stage="counted", index=index, syncs=count_syncs(self.workload.build(case), self.device))
-        except Exception as e:  # noqa: BLE001 - as in `run`
-            failed = Result(case=case, outcome="failed", reason=f"counting synchronisations: {_sentence(e)}")
-            event = Event(stage="counted", index=index, result=failed)
-        self.tell(event)
+            syncs = count_syncs(lambda device: self.workload_on(device).build(result.case), self.device)
+        except Exception as e:  # noqa: BLE001 - as in `run`; what was timed stays
+            reason = f"counting synchronisations: {_sentence(e)}"
+            failed = msgspec.structs.replace(result, outcome="failed", reason=reason)
+            self.tell(Event(stage="counted", index=index, result=failed))
+        else:
+            self.tell(Event(stage="counted", index=index, syncs=syncs))
 
 
 def _sentence(error: Exception) -> str:

@@ -64,12 +64,12 @@ def _syncs(variant: str, results: Sequence[Result]) -> str:
     counts = sorted({r.syncs.per_call for r in results if r.syncs})
     if not counts:
         return ""
-    often = times(counts[0]) if len(counts) == 1 else f"{' or '.join(map(times, counts))}, by case,"
+    often = f"{' or '.join(map(times, counts))} a call{', depending on the case' if len(counts) > 1 else ''}"
     published = PUBLISHED_FIXES.get(variant)
     who = f"{variant}, {published}," if published else variant
     if counts == [0]:
         return f"{who} never synchronises{', as said' if published else ''}."
-    return f"{who} {'still ' if published else ''}synchronises {often} in every call."
+    return f"{who} {'still ' if published else ''}synchronises {often}."
 
 
 def _where(variant: str, results: Sequence[Result]) -> str:

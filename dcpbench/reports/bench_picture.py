@@ -48,13 +48,14 @@ def write_picture(record: BenchRecord, path: Path) -> None:
         figure = Figure((PANEL[0] * columns, PANEL[1] * rows + 0.9), layout="constrained")
         for place, (name, results) in enumerate(groups.items(), 1):
             ax = figure.add_subplot(rows, columns, place)
-            ax.set_title(name)
             draw = _draw_times if record.performance else _draw_syncs
             draw(ax, results, variants)
+            ax.set_title("\n".join([name, *([_syncs(results, variants)] if record.performance else [])]), fontsize=9)
+            if record.performance and place > len(groups) - columns:
+                ax.set_xlabel(X)
         device = record.environment.device if record.environment else ""
         what = "time per call against tokens" if record.performance else "synchronisations per call (nothing is timed)"
         headline(figure, f"bench {record.bench}: {what}, {device}", narrow=columns == 1)
-        figure.supxlabel(X if record.performance else "variant", fontsize=10)
         figure.supylabel("µs per call" if record.performance else "syncs per call", fontsize=10)
         if record.performance:
             legend_below(figure, _handles(variants, ok))
@@ -72,20 +73,25 @@ def _draw_times(ax: Axes, results: Sequence[Result], variants: Sequence[str]) ->
             spread = [[t.median_us - t.low_us for _, t in points], [t.high_us - t.median_us for _, t in points]]
             look = {"color": _colour(variants, variant), "linestyle": line, "marker": _marker(variants, variant)}
             ax.errorbar(x, y, yerr=spread, markersize=4, linewidth=1.5, capsize=2, **look)
-        if mine and (last := mine[-1]).time and last.syncs:
-            note = f" {last.syncs.per_call:g} syncs"
-            at = (float(last.case.sizes[X]), last.time.median_us)
-            ax.annotate(note, at, (2, 4), textcoords="offset points", fontsize=8, color=_colour(variants, variant))
     measured_ticks(ax, [float(r.case.sizes[X]) for r in results])
     value_axis(ax, [t.high_us for r in results for kind in KINDS if (t := _timing(r, kind))], "y")
-    ax.margins(x=0.18)
 
 
 def _draw_syncs(ax: Axes, results: Sequence[Result], variants: Sequence[str]) -> None:
-    most = {v: max((r.syncs.per_call for r in results if r.case.variant == v and r.syncs), default=0) for v in variants}
+    most = _most_syncs(results, variants)
     bars = ax.bar(list(most), list(most.values()), color=[_colour(variants, v) for v in most])
     ax.bar_label(bars, fmt="%g")
     value_axis(ax, list(most.values()), "y")
+
+
+def _most_syncs(results: Sequence[Result], variants: Sequence[str]) -> dict[str, float]:
+    """Synchronisations per call of each variant that has been counted, the most of all tokens."""
+    counted = [(r.case.variant, r.syncs.per_call) for r in results if r.syncs]
+    return {v: max(c for name, c in counted if name == v) for v in variants if any(name == v for name, _ in counted)}
+
+
+def _syncs(results: Sequence[Result], variants: Sequence[str]) -> str:
+    return "syncs: " + ", ".join(f"{v} {count:g}" for v, count in _most_syncs(results, variants).items())
 
 
 def _timing(r: Result, kind: str) -> Timing | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dcpbench import measure
-    from dcpbench.bench_records import BenchSettings
+    from dcpbench.bench_records import BenchSettings, Case
     from dcpbench.records import Gpu
 
     Run = Callable[[], None]
@@ -52,6 +52,15 @@ class Calls:
         """One pass of what a graph would hold, eagerly."""
         for call in self.calls if self.to_capture is None else self.to_capture:
             call()
+
+
+class Workload(Protocol):
+    """What every bench has: tensors on a device, and a way to make a case of them."""
+
+    def __init__(self, device: torch.device, seed: int) -> None: ...
+
+    def build(self, case: Case) -> Calls:
+        """A case, ready to run."""
 
 
 class HostClock:

@@ -4,8 +4,8 @@
     filter          filter always: the published fix, said to avoid synchronisation
     masked-kernel   the mask inside a kernel
 
-A pool is poisoned with bytes 0xFF, NaN in bf16 and in float8_e4m3fn, and the rows of tokens that this rank does not own
-are NaN of other bits: whatever is written where it should not be, or read where it should not be, shows.
+A pool is poisoned with NaN, and the rows of tokens that this rank does not own are NaN of other bits: whatever is
+written where it should not be, or read where it should not be, shows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ WIDTH = 512 + 64
 """Latent and rope key of DeepSeek-V2 to V3 and Kimi-K2."""
 SPARE_ROWS = 64
 """Rows of a pool that no token goes to, in every layer."""
-POISON = 0xFF
+POISON = {torch.bfloat16: 0x7FEB, torch.uint8: 0xFF}
+"""Bits of a NaN that fills pools, by what they hold: bf16 and float8_e4m3fn as bytes."""
+FOREIGN = 0x7FC0
+"""bf16 bits of another NaN, for rows that are not this rank's; in float8_e4m3fn it becomes 0x7F."""
 STORAGE = {"bf16": torch.bfloat16, "fp8": torch.uint8}
 """What a pool holds; fp8 is stored as bytes, because index_put knows no float8."""
 
@@ -78,13 +81,13 @@ class Inputs:
     def wanted(self) -> torch.Tensor:
         """A layer of the pool as the reference, one row at a time on the host, leaves it."""
         wanted = torch.empty_like(self.pool[0], device="cpu")
-        wanted.view(torch.uint8).fill_(POISON)
+        poison(wanted)
         reference.write_rows(wanted, self.new.cpu(), self.loc.cpu(), scale=self.scale)
         return wanted.to(self.pool.device)
 
     def check(self, run: Callable[[], None]) -> str:
         """Poison all layers, run a pass, compare every byte."""
-        self.pool.view(torch.uint8).fill_(POISON)
+        poison(self.pool)
         run()
         for layer, got in enumerate(self.pool):
             wrong = (got.view(torch.uint8) != self.wanted.view(torch.uint8)).any(dim=1).nonzero().flatten()
@@ -122,8 +125,8 @@ class KvWrite:
         # Rank 0 of dcp, or one that owns nothing.
         mine = (torch.arange(tokens) % dcp == 0) & (owned > 0)
         loc = torch.where(mine, torch.randperm(tokens + SPARE_ROWS, generator=generator)[:tokens], -1)
-        new = torch.randn(tokens, WIDTH, generator=generator)
-        new[~mine] = float("nan")
+        new = torch.randn(tokens, WIDTH, generator=generator).to(torch.bfloat16)
+        new.view(torch.int16)[~mine] = FOREIGN
         shape = (case.calls, tokens + SPARE_ROWS, WIDTH)
         try:
             pool = torch.empty(shape, dtype=dtype, device=self.device)
@@ -132,10 +135,16 @@ class KvWrite:
             raise CapacityError(f"a pool of {need:.1f} GiB does not fit; lower --tokens or --layers.") from e
         return Inputs(
             pool=pool,
-            new=new.to(torch.bfloat16).to(self.device),
+            new=new.to(self.device),
             loc=loc.to(self.device),
             scale=float(case.sizes.get("scale", 1.0)),
         )
+
+
+def poison(kv: torch.Tensor) -> None:
+    """Fill a pool with a NaN that nothing else here has."""
+    bits = kv.view(torch.int16) if kv.dtype == torch.bfloat16 else kv
+    bits.fill_(POISON[kv.dtype])
 
 
 def _stored(new_BQ: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:

@@ -4,39 +4,49 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from dcpbench.bench_records import Syncs, SyncSite
+from dcpbench.syncs.frames import sites_of
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Callable, Sequence
+    from typing import Literal
 
-    from dcpbench.syncs.model import Site
+    from dcpbench.syncs.frames import Sync
     from dcpbench.workloads.calls import Calls
 
 
-def count_syncs(calls: Calls, device: torch.device) -> Syncs:
-    """Synchronisations of one pass, per call. On a GPU nothing may be timed afterwards: the detector's hooks stay."""
+def count_syncs(build: Callable[[torch.device], Calls], device: torch.device) -> Syncs:
+    """Synchronisations of one pass, per call; what building it takes is left out.
+
+    On a GPU nothing may be timed afterwards, as the detector's callbacks stay. On the CPU the case is built again, on
+    a device that only stands for a GPU.
+    """
     if device.type == "cuda":
         from dcpbench.syncs.live import watch
 
+        calls = build(device)
         with watch() as seen:
             calls.run()
-        report = seen.report()
-    else:
-        from dcpbench.syncs.dry_run import dry_run
+        return _per_call(seen.syncs, calls, "live")
+    from dcpbench.syncs.dry_run import dry_run
 
-        with dry_run() as run:
-            calls.run()
-        report = run.report()
-    found = [site for site in report.sites if not site.own]
-    return Syncs(
-        per_call=sum(site.count for site in found) / len(calls.calls),
-        detector=report.traces[0].coverage.detector,
-        sites=[_site(site, len(calls.calls)) for site in found],
-    )
+    with dry_run() as run:
+        calls = build(torch.device("cuda", 0))
+        before = len(run.syncs)
+        calls.run()
+        return _per_call(run.syncs[before:], calls, "dry-run")
 
 
-def _site(site: Site, calls: int) -> SyncSite:
-    return SyncSite(
-        kind=site.kind, op=site.op, function=site.function, file=site.file, line=site.line,
-        per_call=site.count / calls,
-    )  # fmt: skip
+def _per_call(syncs: Sequence[Sync], calls: Calls, detector: Literal["live", "dry-run"]) -> Syncs:
+    passes = len(calls.calls)
+    certain = [sync for sync in syncs if not sync.may_block]
+    sites = [
+        SyncSite(
+            kind=site.kind, op=site.op, function=site.function, file=site.file, line=site.line,
+            per_call=site.count / passes,
+        )
+        for site in sites_of(certain)
+    ]  # fmt: skip
+    return Syncs(per_call=len(certain) / passes, detector=detector, sites=sites)
