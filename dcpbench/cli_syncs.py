@@ -17,6 +17,7 @@ app = typer.Typer(
 )
 
 READ = "What is read"
+RECORD = "What is recorded"
 GATE = "What may pass"
 OUTPUT = "Output"
 
@@ -86,7 +87,7 @@ def scan(
     r"""Find every place in traces of torch.profiler where the host waits for the GPU.
 
     Without --baseline, --max-per-step and --max-bubble-us any site is a finding that is not allowed, not the profiler's
-    own and not in the first step alone. Defaults of these options, and a list of what is allowed, may stand in
+    own, not in the first step alone, and did wait. Defaults of these options, and a list of what is allowed, may stand in
     pyproject.toml under \[tool.dcpbench.syncs]; a comment `# dcpbench: allow-sync(reason)` allows its line or
     function.
 
@@ -139,3 +140,66 @@ def baseline(
 
     options = commands.GateOptions(allow=allow or (), root=root, step_range=step_range)
     raise typer.Exit(commands.baseline(traces, options, output, force=force))
+
+
+@app.command(rich_help_panel="Programs", context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- PROGRAM", show_default=False, help="Your program as you would type it: python "
+        "script.py …, or torchrun …; every rank and every child process is recorded."),
+    ] = None,
+    warmup: Annotated[
+        int,
+        typer.Option("--warmup", metavar="STEPS", rich_help_panel=RECORD, help="Steps of each process that are not "
+        "recorded."),
+    ] = 0,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", metavar="STEPS", rich_help_panel=RECORD, help="Steps that are recorded then; after "
+        "them the program goes on unprofiled. Default: all until its end, which makes large traces."),
+    ] = None,
+    step: Annotated[
+        str,
+        typer.Option("--step", metavar="MODULE:FUNCTION", rich_help_panel=RECORD, help="A call of this function is a "
+        "step, such as engine.loop:Engine.step or __main__:train_step. Default: from one call of the outermost "
+        "nn.Module to the next."),
+    ] = "",
+    keep: Annotated[
+        Path | None,
+        typer.Option("--keep-traces", metavar="FOLDER", rich_help_panel=RECORD, help="Keep the traces there. Default: "
+        "they are removed once they have been read."),
+    ] = None,
+    root: Root = None,
+    step_range: StepRange = None,
+    baseline: Baseline = None,
+    max_per_step: MaxPerStep = None,
+    max_bubble_us: MaxBubbleUs = None,
+    allow: AllowOption = None,
+    form: Format = "table",
+    output: Output = None,
+    force: Force = False,
+) -> None:  # fmt: skip
+    """Run a program, record every process of it, and find where the host waits for the GPU.
+
+    The program is not changed: its output, input and exit code are its own, and what it prints comes before the report;
+    write the report to a file with -o where a machine reads it. A profiler that the program itself uses goes first.
+
+    Exit codes: those of scan, but 3 also without a GPU, 4 where the program failed, 130 after Ctrl-C.
+
+    For example:
+
+      dcpbench syncs run --warmup 5 --steps 10 -- python serve.py --model tiny
+
+      dcpbench syncs run --step engine.loop:Engine.step --steps 10 -- torchrun --nproc-per-node 8 serve.py
+    """
+    from dcpbench.syncs import commands
+    from dcpbench.syncs import run as runs
+
+    options = commands.GateOptions(
+        baseline=baseline, max_per_step=max_per_step, max_bubble_us=max_bubble_us, allow=allow or (), root=root,
+        step_range=step_range,
+    )  # fmt: skip
+    recording = runs.Recording(warmup=warmup, steps=steps, step=step, keep=keep)
+    out = commands.Out(form=form, output=output, force=force)
+    raise typer.Exit(runs.run(command or [], recording, options, out))
