@@ -87,8 +87,8 @@ def scan(
     r"""Find every place in traces of torch.profiler where the host waits for the GPU.
 
     Without --baseline, --max-per-step and --max-bubble-us any site is a finding that is not allowed, not the profiler's
-    own, not in the first step alone, and did wait. Defaults of these options, and a list of what is allowed, may stand in
-    pyproject.toml under \[tool.dcpbench.syncs]; a comment `# dcpbench: allow-sync(reason)` allows its line or
+    own, not in the first step alone, and did wait. Defaults of these options, and a list of what is allowed, may
+    stand in pyproject.toml under \[tool.dcpbench.syncs]; a comment `# dcpbench: allow-sync(reason)` allows its line or
     function.
 
     Exit codes: 0 clean · 1 findings · 2 options or input that cannot be used · 3 the trace cannot answer.
