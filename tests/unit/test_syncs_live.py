@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dcpbench.errors import SyncError, UsageError
-from dcpbench.syncs import debug_mode, live, sighting, no_syncs, watch
+from dcpbench.syncs import debug_mode, live, no_syncs, sighting, watch
 from tests.unit import fake_cuda
 
 

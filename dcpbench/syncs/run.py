@@ -1,0 +1,290 @@
+"""`dcpbench syncs run`: runs somebody's program, unchanged, and scans what torch's profiler recorded. No torch here.
+
+The program's Python processes, torchrun's ranks and other children among them, find recorder/ first on PYTHONPATH and
+record themselves. They leave a trace each, and a note that says why where there is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import CapacityError, OutputError, UsageError
+from dcpbench.syncs.model import Coverage, Report, TraceSummary
+from dcpbench.syncs.words import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from dcpbench.syncs.commands import GateOptions, Out
+    from dcpbench.syncs.gate import Gate
+
+RECORDER = Path(__file__).parent / "recorder"
+VARIABLE = "DCPBENCH_SYNCS_RECORD"
+CPU_VARIABLE = "DCPBENCH_SYNCS_RECORD_CPU"
+"""Tests record on machines without a GPU with it. Such traces hold no GPU events, and so no synchronisation."""
+NOBODY = (
+    "No Python process of the program imported torch, or it ignored PYTHONPATH (python -E and -I do, and programs that "
+    "start others with a new environment): nothing was recorded."
+)
+PROGRAM_FAILED, INTERRUPTED = 4, 130
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recording:
+    """What is recorded of each process, as typed."""
+
+    warmup: int = 0
+    """Steps before it."""
+    steps: int | None = None
+    """Steps that it lasts; None until the end."""
+    step: str = ""
+    """`MODULE:FUNCTION`, one call of which is a step; empty for the calls of the outermost nn.Module."""
+    keep: Path | None = None
+    """Folder in which the traces stay."""
+
+    def check(self) -> None:
+        """Raises UsageError for values that cannot work, OutputError for a folder that holds other traces."""
+        if self.warmup < 0:
+            raise UsageError(f"--warmup {self.warmup} is no number of steps; give one from 0.")
+        if self.steps is not None and self.steps < 1:
+            raise UsageError(f"--steps {self.steps} would record nothing; give a number from 1.")
+        if self.step and not re.fullmatch(r"[\w.]+:[\w.]+", self.step):
+            raise UsageError(
+                f"--step {self.step!r} is not MODULE:FUNCTION; write engine.loop:Engine.step, for example."
+            )
+        if self.keep is not None and self.keep.exists() and not self.keep.is_dir():
+            raise OutputError(f"{self.keep} is a file; give a folder with --keep-traces.")
+        if self.keep is not None and self.keep.is_dir() and any(self.keep.glob("*.json")):
+            raise OutputError(f"{self.keep} already holds traces; give another folder with --keep-traces, or empty it.")
+
+
+class Note(msgspec.Struct):
+    """What a process says of itself, as recorder/recording.py writes it."""
+
+    pid: int
+    rank: str = ""
+    program: str = ""
+    trace: str = ""
+    cuda: bool = False
+    cut: bool = False
+    steps: int = 0
+    problems: list[str] = []
+
+    @property
+    def name(self) -> str:
+        """The process, for people."""
+        return f"rank {self.rank} (process {self.pid})" if self.rank else f"process {self.pid} ({self.program})"
+
+
+def run(command: Sequence[str], recording: Recording, options: GateOptions, out: Out) -> int:
+    """Run the program and judge what it did; returns the exit code.
+
+    That is 0, 1 or 3 as for `scan`, 4 where the program failed, and 130 after Ctrl-C.
+
+    Raises:
+        UsageError: The command or an option cannot work; the program was not started.
+        CapacityError: There is no GPU.
+    """
+    from dcpbench.syncs.commands import conclude, settle
+
+    gate = settle(options, out)
+    recording.check()
+    _check_program(command)
+    if not has_gpu() and not os.environ.get(CPU_VARIABLE):
+        typed = plain(shlex.join(command))
+        raise CapacityError(f"There is no GPU here to wait for; write `dcpbench syncs dry-run -- {typed}` instead.")
+    with _folder(recording.keep) as folder:
+        code = start(command, folder, recording)
+        report = _scan(folder, recording, gate)
+        if code:
+            sys.stderr.write(f"{plain(shlex.join(command))} {_ending(code)}\n")
+        verdict = conclude(report, gate, out)
+        if recording.keep is not None:
+            sys.stderr.write(f"Traces are in {plain(str(recording.keep))}\n")
+    if code in {-signal.SIGINT, INTERRUPTED}:
+        return INTERRUPTED
+    return PROGRAM_FAILED if code else verdict
+
+
+def start(command: Sequence[str], folder: Path, recording: Recording) -> int:
+    """Run the program to its end with stdin, stdout and stderr of our own; returns what `Popen.wait` does.
+
+    Ctrl-C reaches the program from the terminal itself, and SIGTERM is handed on; both wait for its end.
+    """
+    child: list[subprocess.Popen[bytes]] = []
+    interrupted: list[int] = []
+
+    def hand_on(number: int, _frame: object) -> None:
+        if child and child[0].poll() is None:
+            child[0].send_signal(number)
+
+    before = {signal.SIGINT: signal.signal(signal.SIGINT, lambda number, _: interrupted.append(number))}
+    before[signal.SIGTERM] = signal.signal(signal.SIGTERM, hand_on)
+    try:
+        child.append(subprocess.Popen(command, env=environment(folder, recording)))
+        code = child[0].wait()
+    except OSError as error:
+        raise UsageError(f"{command[0]} cannot be started ({error.strerror}); give a program after `--`.") from error
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    # torchrun, for one, ends with 1 after Ctrl-C.
+    return -signal.SIGINT if interrupted and code else code
+
+
+def environment(folder: Path, recording: Recording) -> dict[str, str]:
+    """The program's environment: ours, with the recorder first on PYTHONPATH and what it is to do."""
+    env = dict(os.environ)
+    # An empty entry would put the current folder on the program's path.
+    env["PYTHONPATH"] = os.pathsep.join(part for part in (str(RECORDER), env.get("PYTHONPATH", "")) if part)
+    settings = {
+        "folder": str(folder.resolve()), "warmup": recording.warmup, "steps": recording.steps, "step": recording.step,
+        "cpu": bool(env.get(CPU_VARIABLE)),
+    }  # fmt: skip
+    # Some versions of torch's profiler tell stderr when they start and stop.
+    return {"KINETO_LOG_LEVEL": "99"} | env | {VARIABLE: json.dumps(settings)}
+
+
+def has_gpu() -> bool:
+    """Whether there is a GPU of NVIDIA's or AMD's; asked without CUDA, which would cost seconds."""
+    if Path("/dev/kfd").exists():
+        return True
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return bool(pynvml.nvmlDeviceGetCount())
+    except pynvml.NVMLError:
+        return False
+
+
+def notes_in(folder: Path) -> list[Note]:
+    """What the processes say of themselves, by rank and process; what one has not finished writing is left out."""
+    notes = []
+    for path in folder.glob("*.note"):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            notes.append(msgspec.json.decode(path.read_bytes(), type=Note))
+    return sorted(notes, key=lambda n: (n.rank.zfill(6) if n.rank else "", n.pid))
+
+
+def explain(notes: Sequence[Note], recording: Recording) -> list[str]:
+    """Sentences on processes whose trace is missing or says less than asked for."""
+    if not notes:
+        return [NOBODY]
+    told = [f"{note.name}: {_why(note, recording)}" for note in notes if not note.trace and note.cuda]
+    told += [f"{note.name}: {problem}." for note in notes if note.trace for problem in note.problems]
+    recorded = [note for note in notes if note.trace]
+    if not recorded and not any(note.cuda for note in notes):
+        told.append("No process of the program used CUDA. Without a GPU, dcpbench syncs dry-run says what would wait.")
+    if recorded and not any(note.steps for note in recorded):
+        wanted = recording.step or "no nn.Module was called; name the function of a step with --step MODULE:FUNCTION"
+        told.append(f"No steps were seen: {wanted}{' was never called' if recording.step else ''}.")
+    return told
+
+
+def _why(note: Note, recording: Recording) -> str:
+    """Why a process that used CUDA left no trace."""
+    if note.problems:
+        return "; ".join(note.problems) + "."
+    if note.steps <= recording.warmup:
+        return f"it ended after {note.steps} steps, and --warmup {recording.warmup} leaves none; give fewer."
+    return "it ended before its trace was written; record fewer steps with --steps."
+
+
+def _check_program(command: Sequence[str]) -> None:
+    if not command:
+        raise UsageError("There is no program; write it after `--`: dcpbench syncs run -- python script.py")
+    if shutil.which(command[0]) is None:
+        hint = f"python {command[0]}" if command[0].endswith(".py") else "python script.py"
+        raise UsageError(f"{command[0]} is no program that can be started; write `-- {hint}`.")
+
+
+@contextlib.contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    """Where processes write: the folder that is kept, or one that is removed."""
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="dcpbench-syncs-", ignore_cleanup_errors=True) as folder:
+            yield Path(folder)
+        return
+    try:
+        keep.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(
+            f"{keep} cannot be made ({error.strerror}); give another folder with --keep-traces."
+        ) from error
+    for left in [*keep.glob("*.note"), *keep.glob("*.part")]:
+        left.unlink()
+    try:
+        yield keep
+    finally:
+        for left in [*keep.glob("*.note"), *keep.glob("*.part")]:
+            left.unlink(missing_ok=True)
+
+
+def _scan(folder: Path, recording: Recording, gate: Gate) -> Report:
+    """What the traces say, with what the notes add."""
+    from dcpbench.syncs.files import expand
+    from dcpbench.syncs.progress import Progress
+    from dcpbench.syncs.scan import scan
+
+    notes = notes_in(folder)
+    for sentence in explain(notes, recording):
+        sys.stderr.write(f"- {plain(sentence)}\n")
+    report = Report()
+    if any(folder.glob("*.json")):
+        with Progress() as progress:
+            report = scan(expand([str(folder)]), root=gate.root, step_range=gate.step_range, progress=progress)
+    add_notes(report, notes, recording)
+    return report if recording.keep is not None else without_folder(report, folder)
+
+
+def add_notes(report: Report, notes: Sequence[Note], recording: Recording) -> None:
+    """Lets the report know what is missing, so that it does not say `clean` for a rank that was not recorded."""
+    traces = {Path(trace.path).name: trace for trace in report.traces}
+    for note in notes:
+        trace = traces.get(note.trace)
+        if trace is not None:
+            trace.coverage.complete = trace.coverage.complete and not note.cut
+            trace.coverage.notes = [*trace.coverage.notes, *(f"{problem}." for problem in note.problems)]
+        elif note.cuda:
+            coverage = Coverage(detector="scan", complete=False, notes=[_why(note, recording)])
+            rank = int(note.rank) if note.rank.isdecimal() else None
+            report.traces.append(TraceSummary(path=note.name, rank=rank, coverage=coverage))
+
+
+def without_folder(report: Report, folder: Path) -> Report:
+    """The report with traces by their names, as their folder will be gone."""
+    names = {trace.path: Path(trace.path).name for trace in report.traces if Path(trace.path).parent == folder}
+    for trace in report.traces:
+        trace.path = names.get(trace.path, trace.path)
+    for site in report.sites:
+        site.traces = [names.get(path, path) for path in site.traces]
+        site.example, site.worst = (
+            example and msgspec.structs.replace(example, trace=names.get(example.trace, example.trace))
+            for example in (site.example, site.worst)
+        )
+    return report
+
+
+def _ending(code: int) -> str:
+    """How the program ended, in words."""
+    if code >= 0:
+        return f"ended with exit code {code}."
+    try:
+        return f"was ended by {signal.Signals(-code).name}."
+    except ValueError:
+        return f"was ended by signal {-code}."
