@@ -69,9 +69,9 @@ class BenchWorker:
         for index, result in enumerate(done):
             if result.outcome == "ok":
                 self.count(index, result)
-        for index in self.blocking.values():
-            refused = measuring.try_capture(self.workload.build(self.job.cases[index]))
-            self.tell(Event(stage="graph", index=index, graph=refused))
+        ready = {index: self.workload.build(self.job.cases[index]) for index in self.blocking.values()}
+        for index, calls in ready.items():
+            self.tell(Event(stage="graph", index=index, graph=measuring.try_capture(calls)))
         self.tell(Event(stage="end"))
 
     def measure(self, index: int, case: Case) -> Result:
@@ -118,8 +118,7 @@ class BenchWorker:
 
 
 def _sentence(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {measuring.first_line(error)}"
 
 
 def main(path: str) -> None:

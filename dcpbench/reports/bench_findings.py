@@ -9,11 +9,9 @@ if TYPE_CHECKING:
 
     from dcpbench.bench_records import BenchRecord, Result, Timing
 
-PUBLISHED_FIXES = {
-    "filter": "the published fix of check-all, said to avoid synchronisation",
-    "host-slice": "the published fix of cuda-slice, said to avoid synchronisation",
-}
-"""What was claimed of a variant, to be held against what is counted."""
+PUBLISHED_FIXES = {"filter": "check-all", "host-slice": "cuda-slice"}
+"""Variant that was published as a fix -> what it fixes. Of each it was said that it avoids synchronisation, which is
+held against what is counted."""
 MARKS = {
     "noisy": "the time limit came before a median was known within ±1 %; give more --seconds",
     "unsettled": "the warm-up had not settled when half the time limit was over; give more --seconds",
@@ -65,11 +63,11 @@ def _syncs(variant: str, results: Sequence[Result]) -> str:
     if not counts:
         return ""
     often = f"{' or '.join(map(times, counts))} a call{', depending on the case' if len(counts) > 1 else ''}"
-    published = PUBLISHED_FIXES.get(variant)
-    who = f"{variant}, {published}," if published else variant
-    if counts == [0]:
-        return f"{who} never synchronises{', as said' if published else ''}."
-    return f"{who} {'still ' if published else ''}synchronises {often}."
+    if variant not in PUBLISHED_FIXES:
+        return f"{variant} never synchronises." if counts == [0] else f"{variant} synchronises {often}."
+    outcome = "it does, in every case" if counts == [0] else f"it does not, it still synchronises {often}"
+    fixed = PUBLISHED_FIXES[variant]
+    return f"{variant} is the published fix of {fixed} and was said to avoid synchronisation: {outcome}."
 
 
 def _where(variant: str, results: Sequence[Result]) -> str:

@@ -24,8 +24,13 @@ if TYPE_CHECKING:
 
 CHUNK_SECONDS = 0.04
 """Passes between two looks at the stop rule; short, as a bench has many cases."""
+HOST_CALLS = 16
+"""Calls of a pass whose host time is taken; behind a backlog each, 61 would take long and tell no more."""
 SPIN_CYCLES = 20_000_000
 """Some 10 ms of waiting on a GPU, to find out how long a cycle is."""
+
+_tried: list[torch.cuda.CUDAGraph] = []
+"""Graphs whose capture was refused; torch's allocator still asks them which allocations are theirs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,13 +97,13 @@ def eager_time(calls: Calls, device: torch.device, settings: BenchSettings) -> t
     """Time of a call, passes back to back, by CUDA events: the host's waiting and launching is in it."""
     with GpuSampler(device) as sampler:
         found = time_chunks(Timer(calls.run, device).chunk, _rule(settings), chunk_seconds=CHUNK_SECONDS)
-    return _timing(found, calls), sampler.state()
+    return _timing(found, len(calls.calls)), sampler.state()
 
 
 def host_time(calls: Calls, settings: BenchSettings) -> Timing:
     """Host time inside a call while the GPU is `backlog_us` behind."""
-    clock = HostClock(calls.calls, settings.backlog_us)
-    return _timing(time_chunks(clock.chunk, _rule(settings), chunk_seconds=CHUNK_SECONDS), calls)
+    clock = HostClock(calls.calls[:HOST_CALLS], settings.backlog_us)
+    return _timing(time_chunks(clock.chunk, _rule(settings), chunk_seconds=CHUNK_SECONDS), len(clock.calls))
 
 
 def graph_time(calls: Calls, device: torch.device, settings: BenchSettings) -> tuple[Graph, str]:
@@ -106,18 +111,27 @@ def graph_time(calls: Calls, device: torch.device, settings: BenchSettings) -> t
     graph = capture(calls.run_captured)
     difference = (calls.check_graph or calls.check)(graph.replay)
     found = time_chunks(Timer(graph.replay, device).chunk, _rule(settings), chunk_seconds=CHUNK_SECONDS)
-    return Graph(captured=True, time=_timing(found, calls), correct=not difference), difference
+    return Graph(captured=True, time=_timing(found, len(calls.calls)), correct=not difference), difference
 
 
 def try_capture(calls: Calls) -> Graph:
-    """Whether a pass can be captured at all. A refusal leaves torch's allocator in a capture: nothing may follow."""
-    here = torch.cuda.current_stream()
-    try:
-        with torch.cuda.stream(here):  # a refused capture does not go back to the stream that it came from
-            capture(calls.run_captured)
-    except RuntimeError as e:
-        return Graph(captured=False, reason=_first_cause(e))
-    return Graph(captured=True)
+    """Whether a pass can be captured at all, and if not, what torch says. Nothing should be timed afterwards."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    _tried.append(graph)
+    torch.cuda.synchronize()
+    reason = ""
+    with torch.cuda.stream(stream):
+        # Not torch.cuda.graph, which empties the allocator's cache: after a refusal that is an error of its own.
+        graph.capture_begin()
+        try:
+            calls.run_captured()
+        except RuntimeError as e:
+            reason = first_line(e)
+        try:
+            graph.capture_end()
+        except RuntimeError as e:
+            reason = reason or first_line(e)
+    return Graph(captured=not reason, reason=reason)
 
 
 def capture(run: Run) -> torch.cuda.CUDAGraph:
@@ -145,8 +159,8 @@ def waits(run: Run) -> bool:
     return False
 
 
-def _timing(found: measure.Timing, calls: Calls) -> Timing:
-    samples = [ms * 1e3 / len(calls.calls) for ms in found.samples_ms]
+def _timing(found: measure.Timing, calls: int) -> Timing:
+    samples = [ms * 1e3 / calls for ms in found.samples_ms]
     interval = median_interval(samples)
     return Timing(
         median_us=interval.median, low_us=interval.low, high_us=interval.high, max_us=max(samples),
@@ -167,9 +181,7 @@ def _cycles_per_us() -> float:
     return SPIN_CYCLES / (start.elapsed_time(end) * 1e3)
 
 
-def _first_cause(error: BaseException) -> str:
-    """First line of the error that began it; ending a broken capture raises another on top."""
-    while error.__context__ is not None:
-        error = error.__context__
+def first_line(error: BaseException) -> str:
+    """What an error says, without the advice below it."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -23,15 +23,14 @@ def shown(of: BenchRecord) -> str:
 class TestFindings:
     def test_a_fix_that_still_synchronises_is_told_so_with_what_was_counted(self):
         """The sentence holds the count: two syncs are `twice`, five would be `5 times`."""
-        fix = "filter, the published fix of check-all, said to avoid synchronisation,"
-        assert f"{fix} still synchronises twice a call." in findings(record(result("filter", syncs=2.0)))
-        assert f"{fix} still synchronises 5 times a call." in findings(record(result("filter", syncs=5.0)))
+        fix = "filter is the published fix of check-all and was said to avoid synchronisation: it does not, it still"
+        assert f"{fix} synchronises twice a call." in findings(record(result("filter", syncs=2.0)))
+        assert f"{fix} synchronises 5 times a call." in findings(record(result("filter", syncs=5.0)))
 
     def test_a_fix_that_does_not_synchronise_is_told_so_too(self):
-        told = findings(record(result("host-slice", syncs=0.0)))
-        assert told == [
-            "host-slice, the published fix of cuda-slice, said to avoid synchronisation, never synchronises, as said."
-        ]
+        (told,) = findings(record(result("host-slice", syncs=0.0)))
+        assert told.startswith("host-slice is the published fix of cuda-slice")
+        assert told.endswith("was said to avoid synchronisation: it does, in every case.")
 
     def test_nothing_is_said_of_what_was_not_counted(self):
         assert findings(record(result("filter", syncs=None))) == []
