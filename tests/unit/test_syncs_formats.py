@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dcpbench.errors import UsageError
 from dcpbench.syncs import schema, words
@@ -57,6 +59,19 @@ class TestEveryFormat:
         text = show(judged(make()), form)
         assert not OBEYED.search(text)
         assert text.encode()  # no lone surrogate either
+
+    @given(name=st.text(st.characters(), max_size=40), line=st.one_of(st.none(), st.integers(-5, 99)))
+    @settings(max_examples=60, deadline=None)
+    def test_no_name_breaks_a_format(self, name: str, line: int | None) -> None:
+        """Whatever stands in a trace: nothing is obeyed, XML parses, SARIF is valid, a command is a line."""
+        names = dict.fromkeys(("function", "file", "op", "range", "direction", "call", "kind", "rule"), name)
+        trace = build.trace(name, notes=[f"note {name}"])
+        report = judged(build.report(build.site(**names, line=line), traces=[trace]))
+        shown = {form: show(report, form) for form in FORMATS}
+        assert not any(OBEYED.search(text) for text in shown.values())
+        assert ET.fromstring(shown["junit"]).tag == "testsuites"  # noqa: S314 -- our own
+        assert jsonschema.Draft7Validator(SARIF).is_valid(json.loads(shown["sarif"]))
+        assert all(TestGithub.COMMAND.fullmatch(line) for line in shown["github"].splitlines())
 
     @pytest.mark.parametrize("form", FORMATS)
     def test_the_report_itself_stays_as_it_was(self, form: str) -> None:
@@ -289,7 +304,7 @@ class TestJunit:
 
 
 class TestGithub:
-    COMMAND = re.compile(r"::(error|warning|notice) (?:file=[^:,\s][^:,]*,(?:line=\d+,)?)?title=[^:,]*::[^\r\n]+")
+    COMMAND = re.compile(r"::(error|warning|notice) (?:file=[^:,]+,(?:line=\d+,)?)?title=[^:,]*::[^\r\n]+")
 
     @pytest.mark.parametrize("make", REPORTS)
     def test_every_line_is_one_whole_command(self, make: Callable[[], Report]) -> None:
