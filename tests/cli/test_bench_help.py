@@ -1,0 +1,80 @@
+"""Help of `dcpbench bench`: instant, with every option by its own name, groups, defaults and an example."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+import typer
+from typer.models import OptionInfo
+
+from dcpbench import cli, cli_bench
+
+ROOT = Path(cli.__file__).parents[1]
+SHARED = {"--seconds", "--backlog", "--timeout", "--device", "-o", "--output", "--force", "--json"}
+OPTIONS = {
+    "kv-write": SHARED | {"--tokens", "--dcp", "--empty", "--no-empty", "--dtype", "--scale", "--layers", "--variant"},
+    "dp-slice": SHARED | {"--tokens", "--dp", "--steps", "--variant"},
+}
+HEAVY = ("torch", "triton", "pandas", "matplotlib", "numpy", "dcpbench.reports", "rich.progress")
+
+
+def help_of(*command: str) -> str:
+    """The help text, colours and boxes removed."""
+    env = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "dcpbench.cli", *command, "--help"], env=env, capture_output=True, text=True, check=True
+    )
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.stdout).split())
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_options_of_a_bench_are_these(name: str) -> None:
+    """Scripts rely on them: a new or a lost one must be noticed."""
+    command = typer.main.get_command(cli_bench.app).commands[name]
+    assert {o for p in command.params for o in [*p.opts, *p.secondary_opts]} == OPTIONS[name]
+
+
+def test_every_option_has_the_name_that_is_written_beside_it() -> None:
+    """Names that Typer makes up of a variable's have been lost by one of its versions."""
+    notes = [
+        note
+        for command in cli_bench.app.registered_commands
+        for kind in get_type_hints(command.callback, include_extras=True).values()
+        for note in getattr(kind, "__metadata__", ())
+        if isinstance(note, OptionInfo)
+    ]
+    assert len(notes) == 25, "14 of kv-write and 11 of dp-slice"
+    assert [n for n in notes if not str(next(iter([*n.param_decls, n.default]))).startswith("-")] == []
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_help_has_groups_defaults_and_an_example(name: str) -> None:
+    text = help_of("bench", name)
+    for words in (
+        f"dcpbench bench {name} --tokens 16,",
+        "What is run (comma lists)",
+        "How it is measured",
+        "on the CPU.",
+    ):
+        assert words in text
+
+
+def test_the_list_of_benches_says_where_to_start() -> None:
+    text = help_of("bench")
+    assert "Start with: dcpbench bench kv-write" in text
+    assert all(name in text for name in OPTIONS)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom dcpbench import cli\n"
+        "try:\n    cli.main(['bench', 'kv-write', '--help'])\nexcept SystemExit:\n    pass\n"
+        f"print('LOADED', [m for m in {HEAVY} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "LOADED []" in done.stdout
