@@ -120,7 +120,8 @@ def marks(site: Site, verdict: Verdict) -> list[str]:
     finding = standing(site, verdict) == "finding"
     named = (
         ("own", site.own), ("explicit", site.explicit), ("may block", site.may_block), ("allowed", bool(site.allowed)),
-        ("warm-up", site.warmup_only), ("new", finding and "new" in new), ("more", finding and "more" in new),
+        ("warm-up", site.warmup_only and not site.own), ("new", finding and "new" in new),
+        ("more", finding and "more" in new),
     )  # fmt: skip
     return [name for name, is_so in named if is_so]
 

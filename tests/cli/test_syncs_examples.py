@@ -121,7 +121,7 @@ class TestGithub:
         errors = [line for line in scan.stdout.splitlines() if line.startswith("::error ")]
         assert len(errors) == min(10, sum(r["level"] == "error" for r in results)) > 0
         assert all(line.startswith("::") for line in scan.stdout.splitlines())
-        assert "check_all" in scan.stdout
+        assert "set_kv_all" in scan.stdout
         assert sum(line.startswith(("| ❌", "| ✅")) for line in summary.splitlines()) == len(
             [r for r in results if r["level"] == "error"]
         )
@@ -137,7 +137,9 @@ class TestGithub:
         trace = checkout.folder / "traces" / TRACE.name
         trace.write_bytes(b"no trace")
         (first,), _ = github(checkout)
-        assert first.returncode not in (0, 1)
+        assert first.returncode != 0
+        assert "is not a Kineto trace" in first.stderr
+        assert not (checkout.folder / "syncs.sarif").exists()
 
 
 class TestGitlab:
@@ -149,7 +151,7 @@ class TestGitlab:
             assert (checkout.folder / name).stat().st_size > 0
         suites = ET.parse(checkout.folder / "syncs.junit.xml").getroot()  # noqa: S314 -- our own
         assert int(suites.get("failures")) > 0
-        assert any("check_all" in case.get("name") for case in suites.iter("testcase"))
+        assert any("set_kv_all" in case.get("name") for case in suites.iter("testcase"))
 
     def test_what_is_in_the_baseline_passes(self, checkout: Checkout) -> None:
         checkout.make_baseline()

@@ -114,7 +114,7 @@ class TestTable:
     def test_it_says_where_what_how_often_and_at_what_cost(self) -> None:
         text = show(judged(build.all_kinds()), "table")
         for part in (
-            "check_all", "python/engine/kv.py:12", "aten::_local_scalar_dense", "420 µs", "40 µs", "300 µs",
+            "check_all", "python/engine/kv.py:12", " _local_scalar_dense ", "420 µs", "40 µs", "300 µs",
             "DtoH pinned", "10 B", "[own, explicit]", "[allowed]", "[warm-up]", "[may block]",
             "SYNC003 copy-to-host", "upper bound",
             build.NOTE, "allowed: sample: tokens leave the GPU here", "2 findings: exit code 1.",
@@ -143,7 +143,7 @@ class TestTable:
     @pytest.mark.parametrize("width", [60, 140])
     def test_a_narrow_terminal_loses_no_number(self, width: int) -> None:
         text = show(judged(build.all_kinds()), "table", width=width)
-        for part in ("9 ms", "300 µs", "50 µs", "python/engine/kv.py:40", "aten::copy_"):
+        for part in ("9 ms", "300 µs", "50 µs", "python/engine/kv.py:40", " copy_"):
             assert part in text
 
     def test_links_lead_to_files_that_exist_on_a_terminal_alone(self, tmp_path: Path) -> None:

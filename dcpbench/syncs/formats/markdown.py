@@ -45,7 +45,7 @@ def render(report: Report) -> str:
 def _verdict(report: Report) -> str:
     verdict = report.verdict
     heads = {
-        "clean": "✅ No hidden synchronisation that counts", "cannot answer": "❔ The trace cannot answer",
+        "clean": "✅ No hidden synchronisation beyond what may pass", "cannot answer": "❔ The trace cannot answer",
         "findings": f"❌ Hidden synchronisation: {counted(len(verdict.findings), 'finding')}",
     }  # fmt: skip
     overall = [escape(f.message) for f in verdict.findings if not f.fingerprint]

@@ -74,7 +74,7 @@ def _sites(console: Console, report: Report, root: Path) -> None:
 
 def _table(report: Report, root: Path, width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), expand=False)
-    table.add_column("rule", no_wrap=True)
+    table.add_column("rule", max_width=20)
     table.add_column("function (file:line)", overflow="fold", ratio=1)
     table.add_column("op", overflow="fold", max_width=max(18, width // 5))
     for name in ("count", "per step"):
@@ -86,7 +86,7 @@ def _table(report: Report, root: Path, width: int) -> Table:
     for site in report.sites:
         style = STYLES[standing(site, report.verdict)]
         table.add_row(
-            _kind(site, report, style), _where(site, root, room), Text(site.op or site.call), str(site.count),
+            _kind(site, report, style), _where(site, root, room), Text(_op(site)), str(site.count),
             per_step(site.count_per_step), microseconds(site.wait_us), microseconds(site.wait_median_us),
             microseconds(site.wait_p99_us), microseconds(site.bubble_us), Text(_copy(site, "\n")),
         )  # fmt: skip
@@ -133,7 +133,7 @@ def _block(console: Console, site: Site, report: Report, root: Path) -> None:
     steps = "" if site.count_per_step is None else f" ({per_step(site.count_per_step)} per step)"
     waits = (microseconds(t) for t in (site.wait_us, site.wait_median_us, site.wait_p99_us))
     facts = [
-        f"op {site.op or site.call}" if site.op or site.call else "",
+        f"op {_op(site)}" if _op(site) else "",
         f"{counted(site.count, 'time')}{steps}",
         "wait {}, median {}, p99 {}".format(*waits),
         f"bubble at most {microseconds(site.bubble_us)}",
@@ -142,6 +142,11 @@ def _block(console: Console, site: Site, report: Report, root: Path) -> None:
     for fact in facts:
         if fact:
             console.print(Text(f"  {fact}"), overflow="fold")
+
+
+def _op(site: Site) -> str:
+    """The operator without torch's own name space, or the blocking call."""
+    return site.op.removeprefix("aten::") or site.call
 
 
 def _copy(site: Site, between: str = " ") -> str:
@@ -230,4 +235,4 @@ def summary(report: Report) -> str:
         return f"{counted(len(verdict.findings), 'finding')}: exit code {verdict.exit_code}."
     if verdict.status == "cannot answer":
         return f"This cannot be answered: exit code {verdict.exit_code}."
-    return f"Clean: no synchronisation that counts: exit code {verdict.exit_code}."
+    return f"Clean, nothing beyond what may pass: exit code {verdict.exit_code}."
