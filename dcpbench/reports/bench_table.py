@@ -31,7 +31,7 @@ def table(record: BenchRecord) -> Table:
         number = all(isinstance(r.case.sizes.get(name, 0), NUMBERS) for r in record.results)
         out.add_column(name, justify="right" if number else "left", no_wrap=True)
     for name in (*(TIMES if record.performance else ()), "syncs"):
-        out.add_column(name, justify="right", no_wrap=True)
+        out.add_column(name, justify="right")  # intervals go to a second line where the terminal is narrow
     out.add_column("correct")
     if record.performance:
         out.add_column("marks")

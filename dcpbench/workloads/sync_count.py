@@ -32,7 +32,8 @@ def count_syncs(build: Callable[[torch.device], Calls], device: torch.device) ->
         return _per_call(seen.syncs, calls, "live")
     from dcpbench.syncs.dry_run import dry_run
 
-    with dry_run() as run:
+    # A dry run begins with a backward pass, which inference mode would refuse.
+    with torch.inference_mode(mode=False), dry_run() as run:
         calls = build(torch.device("cuda", 0))
         before = len(run.syncs)
         calls.run()
