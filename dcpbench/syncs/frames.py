@@ -6,11 +6,9 @@ No torch here: the pytest plugin imports this in every test run.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import sys
 import sysconfig
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -68,6 +66,13 @@ class Sync:
     range: str = ""
     """Innermost `record_function` range that is not a step."""
     step: int | None = None
+    """Index of the step, from 0."""
+    ranges: tuple[str, ...] = ()
+    """All `record_function` ranges around it, outermost first, steps included."""
+    at: float | None = None
+    """Seconds on the host's clock (perf_counter), where a detector knows."""
+    api: str = ""
+    """What the program called, such as `torch.Tensor.__bool__`, where a detector knows."""
     capturing: bool = False
     """Happened while a CUDA graph was captured, where a real GPU raises an error."""
 
@@ -90,9 +95,10 @@ class Sync:
         """One sentence with the line, what happens there and the usual fix."""
         rule = BY_ID[self.rule]
         where = f"{relative_path(self.file)}:{self.line} in {self.function}" if self.user else "no Python frame"
+        api = f" in {self.api}" if self.api and self.api != self.op else ""
         copy = f", {self.direction}" if self.direction else ""
         capture = " This happens while a CUDA graph is captured, where CUDA raises an error." if self.capturing else ""
-        return f"{where}: {rule.title} ({self.op or self.call}{copy}) [{self.rule}].{capture} {rule.fix}"
+        return f"{where}: {rule.title} ({self.op or self.call}{api}{copy}) [{self.rule}].{capture} {rule.fix}"
 
 
 def walk(skip: int = 1) -> tuple[tuple[Frame, ...], Frame | None]:
@@ -155,12 +161,12 @@ def is_user(file: str, outside: Sequence[str]) -> bool:
     return not file.startswith(_STDLIB)
 
 
-def sites_of(syncs: Iterable[Sync], *, steps: Sequence[int] = (), trace: str = "") -> list[Site]:
+def sites_of(syncs: Iterable[Sync], *, steps: int = 0, trace: str = "") -> list[Site]:
     """Groups synchronisations by fingerprint and line, in order of first occurrence.
 
     Args:
         syncs: What a detector saw.
-        steps: Numbers of all steps that ran, in order. As for a trace, the first of three or more does not count.
+        steps: How many steps ran; `Sync.step` counts them from 0. The first of three or more is warm-up.
         trace: Name for `Site.traces`, such as the program's.
     """
     groups: dict[tuple[str, int | None, bool], list[Sync]] = {}
@@ -171,8 +177,10 @@ def sites_of(syncs: Iterable[Sync], *, steps: Sequence[int] = (), trace: str = "
 
 def fingerprint_of(sync: Sync) -> str:
     """The fingerprint under which a baseline knows this synchronisation."""
-    parts = [sync.rule, relative_path(sync.file), sync.function, ">".join(sync.op_chain), sync.direction]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    # numpy stays out of every test run that only imports the plugin.
+    from dcpbench.syncs.sites import fingerprint
+
+    return fingerprint(sync.rule, relative_path(sync.file), sync.function, sync.op_chain, sync.direction)
 
 
 def relative_path(file: str) -> str:
@@ -181,10 +189,12 @@ def relative_path(file: str) -> str:
     return file if relative.startswith("..") else relative
 
 
-def _site(print_: str, group: Sequence[Sync], steps: Sequence[int], trace: str) -> Site:
+def _site(print_: str, group: Sequence[Sync], steps: int, trace: str) -> Site:
     first = group[0]
     sizes = [s.bytes for s in group if s.bytes is not None]
-    per_step, warmup_only = _recurrence(group, steps)
+    from dcpbench.syncs.steps import per_step
+
+    mean, warmup_only = per_step([s.step for s in group], steps)
     return Site(
         fingerprint=print_,
         rule=first.rule,
@@ -201,7 +211,7 @@ def _site(print_: str, group: Sequence[Sync], steps: Sequence[int], trace: str) 
         call=first.call,
         threads=sorted({s.thread for s in group if s.thread}),
         count=len(group),
-        count_per_step=per_step,
+        count_per_step=mean,
         warmup_only=warmup_only,
         bytes=sum(sizes) if sizes else None,
         may_block=first.may_block,
@@ -209,14 +219,3 @@ def _site(print_: str, group: Sequence[Sync], steps: Sequence[int], trace: str) 
         example=Example(trace=trace, step=first.step),
         traces=[trace] if trace else [],
     )
-
-
-def _recurrence(group: Sequence[Sync], steps: Sequence[int]) -> tuple[float | None, bool]:
-    """Mean count over the steps of steady state, and whether nothing happened after the first step."""
-    if not steps:
-        return None, False
-    steady = list(steps[1:]) if len(steps) >= 3 else list(steps)  # noqa: PLR2004
-    counts = Counter(s.step for s in group)
-    total = sum(counts[step] for step in steady)
-    warmup_only = len(steps) > 1 and all(s.step is None or s.step == steps[0] for s in group)
-    return total / len(steady), warmup_only
