@@ -1,0 +1,206 @@
+"""Calls that block the host: which ones, with what copy, for how long."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from dcpbench.syncs.intervals import chains, match, union
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from dcpbench.syncs.columns import Columns, Table
+
+    Ints = NDArray[Any]
+
+Waits = Literal["stream", "event", "device", "copy", "async copy", "free", "pin"]
+
+_SUFFIX = re.compile(r"(?:_v\d+|_ptsz|_ptds|_spt|_internal)+$")
+_KINDS: dict[str, Waits] = {
+    "StreamSynchronize": "stream", "EventSynchronize": "event",
+    "DeviceSynchronize": "device", "CtxSynchronize": "device", "ThreadSynchronize": "device",
+    "Memcpy": "copy", "Memcpy2D": "copy", "Memcpy3D": "copy", "MemcpyPeer": "copy", "MemcpyToSymbol": "copy",
+    "MemcpyFromSymbol": "copy", "MemcpyWithStream": "copy", "MemcpyDtoH": "copy", "MemcpyHtoD": "copy",
+    "MemcpyAsync": "async copy", "Memcpy2DAsync": "async copy", "Memcpy3DAsync": "async copy",
+    "MemcpyDtoHAsync": "async copy", "MemcpyHtoDAsync": "async copy", "MemcpyToSymbolAsync": "async copy",
+    "MemcpyFromSymbolAsync": "async copy",
+    "Free": "free", "MemFree": "free", "FreeArray": "free",
+    "HostAlloc": "pin", "MallocHost": "pin", "HostMalloc": "pin", "MemAllocHost": "pin", "MemHostAlloc": "pin",
+    "FreeHost": "pin", "HostFree": "pin", "MemFreeHost": "pin", "HostRegister": "pin", "HostUnregister": "pin",
+}  # fmt: skip
+"""Names of runtime and driver calls without their cuda, cu or hip and without version suffixes. `free` waits for all work
+on the device, `pin` does not wait (both measured on an H200)."""
+_XPU: dict[str, Waits] = {
+    "urEventWait": "event", "urQueueFinish": "stream", "zeEventHostSynchronize": "event",
+    "zeCommandQueueSynchronize": "stream", "zeCommandListHostSynchronize": "stream", "zeFenceHostSynchronize": "event",
+}  # fmt: skip
+_EVENTS: dict[str, Waits] = {
+    "Stream Sync": "stream", "Stream Synchronize": "stream", "Event Sync": "event", "Event Synchronize": "event",
+    "Context Sync": "device", "Context Synchronize": "device", "Device Sync": "device",
+}  # fmt: skip
+"""Names of `cuda_sync` events that block the host; `Stream Wait Event` makes one stream wait for another."""
+SYNCHRONISE = ("stream", "event", "device")
+ADJACENT_US = 50.0
+"""A copy and a synchronisation outside any operator belong together if no more time than this lies between them."""
+_HARMLESS = re.compile(
+    r"(?:Query|IsCapturing|Attribute|Attributes|LastError|GetDevice|PeekAtLastError|Occupancy\w*)(?:\w*)$"
+)
+"""Calls that may stand between a copy and the synchronisation that waits for it."""
+
+
+@dataclasses.dataclass
+class Blocking:
+    """Blocking calls of a trace, in order of time; arrays of one length."""
+
+    start: NDArray[np.float64]
+    end: NDArray[np.float64]
+    wait: NDArray[np.float64]
+    """Microseconds in which the host was blocked: of the synchronisation, and of a pageable copy before it."""
+    thread: Ints
+    """-1 where only a `cuda_sync` event says that something waited."""
+    external: Ints
+    call: list[str]
+    """Runtime or driver call; name of the `cuda_sync` event where there is no call."""
+    kind: list[Waits | None]
+    copied: Ints
+    """Row in the GPU table of the copy that it waited for, or -1."""
+    copy_waited: NDArray[np.bool_]
+    """A synchronisation followed the copy; False where the copy itself blocked."""
+    may_block: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+
+def kind_of(name: str) -> Waits | None:
+    """What a runtime or driver call waits for; None where it does not concern us."""
+    if name in _XPU:
+        return _XPU[name]
+    for prefix in ("cuda", "hip", "cu"):
+        if name.startswith(prefix):
+            return _KINDS.get(_SUFFIX.sub("", name[len(prefix) :]))
+    return None
+
+
+def direction_of(name: str) -> str:
+    """`Memcpy DtoH (Device -> Pageable)` -> `DtoH pageable`; empty where the name says no direction."""
+    found = re.search(r"([DHP]to[DHP])", name)
+    if found is None:
+        known = {"DeviceToHost": "DtoH", "HostToDevice": "HtoD", "DeviceToDevice": "DtoD"}
+        return next((short for long, short in known.items() if long in name), "")
+    memory = next((m.lower() for m in ("Pageable", "Pinned") if m in name), "")
+    return f"{found[1]} {memory}".strip()
+
+
+def find_blocking(columns: Columns) -> Blocking:
+    """All calls that block the host, each copy merged with the synchronisation that waits for it."""
+    calls, gpu = columns.tables["calls"], columns.tables["gpu"]
+    kinds = [kind_of(name) for name in columns.names]
+    harmless = np.array([bool(_HARMLESS.search(name)) for name in columns.names], bool)
+    rows = np.flatnonzero(~harmless[calls.name]) if len(calls) else np.zeros(0, np.int64)
+    rows = rows[np.lexsort((calls.start[rows], calls.thread[rows]))]
+    calls = calls.take(rows)
+    copied = match(gpu.correlation, calls.correlation)
+    direction = [direction_of(columns.names[gpu.name[c]]) if c >= 0 else "" for c in copied]
+    at = [i for i, name in enumerate(calls.name.tolist()) if kinds[name] is not None]
+    kind = {i: kinds[calls.name[i]] for i in at}
+    partner = _copies_before(columns, calls, kind)
+    held = _held_up(columns, calls, copied)
+    found: list[tuple[int, float, int, bool, bool]] = []
+    for i in at:
+        own = float(calls.end[i] - calls.start[i])
+        if kind[i] in SYNCHRONISE:
+            copy = partner.get(i, -1)
+            staged = copy >= 0 and "pinned" not in direction[copy]
+            wait = own + (float(calls.end[copy] - calls.start[copy]) if staged else 0.0)
+            found.append((i, wait, int(copied[copy]) if copy >= 0 else -1, copy >= 0, False))
+        elif i not in partner.values() and _blocks(kind[i], direction[i], columns.names[calls.name[i]], held[i]):
+            may = kind[i] == "pin" or (kind[i] == "async copy" and direction[i] == "HtoD pageable" and not held[i])
+            found.append((i, own, int(copied[i]), False, may))
+    at_found = np.array([f[0] for f in found], np.int64)
+    blocking = Blocking(
+        start=calls.start[at_found], end=calls.end[at_found], wait=np.array([f[1] for f in found], float),
+        thread=calls.thread[at_found], external=calls.external[at_found],
+        call=[columns.names[calls.name[i]] for i in at_found], kind=[kind[f[0]] for f in found],
+        copied=np.array([f[2] for f in found], np.int64), copy_waited=np.array([f[3] for f in found], bool),
+        may_block=np.array([f[4] for f in found], bool),
+    )  # fmt: skip
+    return _with_sync_events(columns, blocking)
+
+
+def _copies_before(columns: Columns, calls: Table, kind: dict[int, Waits | None]) -> dict[int, int]:
+    """Synchronisation -> the copy that it waits for: the call just before it on its thread, in the same operator."""
+    pairs = [
+        (i, i - 1)
+        for i, what in kind.items()
+        if what in SYNCHRONISE and kind.get(i - 1) == "async copy" and calls.thread[i] == calls.thread[i - 1]
+    ]
+    if not pairs:
+        return {}
+    moments = np.array(pairs).ravel()
+    inner = [
+        chain[-1] if len(chain) else -1
+        for chain in chains(columns.tables["ops"], calls.start[moments], calls.thread[moments])
+    ]
+    return {
+        sync: copy
+        for (sync, copy), op_of_sync, op_of_copy in zip(pairs, inner[::2], inner[1::2], strict=True)
+        if op_of_sync == op_of_copy and (op_of_sync >= 0 or calls.start[sync] - calls.end[copy] < ADJACENT_US)
+    }
+
+
+def _held_up(columns: Columns, calls: Table, copied: Ints) -> NDArray[np.bool_]:
+    """Copies during whose call the GPU still had work from before it, and which did not return until that was done."""
+    gpu = columns.tables["gpu"]
+    held = np.zeros(len(calls), bool)
+    has = np.flatnonzero(copied >= 0)
+    if not len(has):
+        return held
+    busy_from, busy_until = union(gpu.start, gpu.end)
+    before = np.searchsorted(busy_from, calls.start[has], "right") - 1
+    busy = (before >= 0) & (busy_until[np.maximum(before, 0)] > calls.start[has])
+    held[has] = busy & (calls.end[has] > gpu.start[copied[has]])
+    return held
+
+
+def _blocks(kind: Waits | None, direction: str, name: str, held: bool) -> bool:
+    """Whether a copy or a change of memory can block the host."""
+    if kind == "copy":
+        return not direction.startswith("DtoD") or "WithStream" in name
+    if kind == "async copy":
+        return "pageable" in direction or (direction in ("DtoH", "HtoD") and held)
+    return kind in ("free", "pin")
+
+
+def _with_sync_events(columns: Columns, blocking: Blocking) -> Blocking:
+    """Adds what only `cuda_sync` events show: waits through the driver API or in libraries.
+
+    An `Event Sync` without a call may be a mere query, for which CUPTI writes the same event; it only may block.
+    """
+    events, calls, ops = columns.tables["syncs"], columns.tables["calls"], columns.tables["ops"]
+    kinds = [_EVENTS.get(name) for name in columns.names]
+    alone = np.flatnonzero(match(calls.correlation, events.correlation) < 0) if len(events) else np.zeros(0, np.int64)
+    alone = np.array([i for i in alone if kinds[events.name[i]] is not None], np.int64)
+    if not len(alone):
+        return blocking
+    linked = np.where(events.external[alone] == events.correlation[alone], -1, events.external[alone])
+    op = match(ops.external, linked)
+    thread = np.where(op >= 0, ops.thread[op], -1) if len(ops) else np.full(len(alone), -1)
+    what = [kinds[events.name[i]] for i in alone]
+    none = np.full(len(alone), -1)
+    added = Blocking(
+        start=events.start[alone], end=events.end[alone], wait=events.end[alone] - events.start[alone], thread=thread,
+        external=linked, call=[columns.names[events.name[i]] for i in alone], kind=what, copied=none,
+        copy_waited=none >= 0, may_block=np.array([w == "event" for w in what], bool),
+    )  # fmt: skip
+    both = {
+        f.name: [*getattr(blocking, f.name), *getattr(added, f.name)]
+        if isinstance(getattr(blocking, f.name), list)
+        else np.concatenate([getattr(blocking, f.name), getattr(added, f.name)])
+        for f in dataclasses.fields(Blocking)
+    }
+    return Blocking(**both)

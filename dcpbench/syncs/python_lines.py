@@ -1,0 +1,108 @@
+"""Names of Python frames in traces: whose code a frame is, and where its file lies in a repository."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_FRAME = re.compile(r"^(?P<file>.+?)\((?P<line>\d+)\): (?P<function>.*)$")
+_FRAMEWORK = re.compile(r"(?:^|/)(?:torch|triton)/")
+_PROFILER = re.compile(r"(?:^|/)torch/(?:profiler/|autograd/profiler)")
+_LIBRARIES = re.compile(r"^.*/(?:site|dist)-packages/")
+_INTERPRETER = re.compile(r"^.*/lib/python3(?:\.\d+)?t?/")
+SOURCE_FOLDERS = ("", "src", "python", "lib")
+"""Folders of a repository from which Python may import; the profiler shortens paths by the folder on sys.path."""
+
+
+class Frame(NamedTuple):
+    """One frame of a trace."""
+
+    text: str
+    """As the trace has it, without addresses."""
+    file: str
+    """Path as the trace has it; empty for built-in functions and modules of torch.nn."""
+    line: int
+    """First line of the function, or the line of the call: the trace decides."""
+    function: str
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def parse_frame(name: str) -> Frame:
+    """`model.py(12): forward` -> its parts; built-in functions and `nn.Module: Linear_0` have no file."""
+    text = _ADDRESS.sub("", name)
+    found = _FRAME.match(text)
+    if found is None or found["file"].startswith("<"):
+        return Frame(text, "", 0, text)
+    return Frame(text, found["file"].replace("\\\\", "/"), int(found["line"]), found["function"])
+
+
+def is_profiler(frame: Frame) -> bool:
+    """Whether a frame is torch's profiler."""
+    return bool(_PROFILER.search(frame.file))
+
+
+class Repository:
+    """Where files of traces lie below a folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.resolve()
+        self._known: dict[str, str] = {}
+
+    def path(self, file: str) -> str:
+        """Path below the root where the file is there; else without the parts that differ between machines.
+
+        A trace from another checkout has other absolute paths: the longest end of the path that exists here counts.
+        """
+        if file not in self._known:
+            self._known[file] = self._find(file)
+        return self._known[file]
+
+    def _find(self, file: str) -> str:
+        if not file:
+            return ""
+        library = _LIBRARIES.sub("", file)
+        if library != file:
+            return library
+        parts = PurePosixPath(file).parts
+        absolute = parts[:1] == ("/",)
+        for first in range(1 if absolute else 0, len(parts) if absolute else 1):
+            for folder in SOURCE_FOLDERS:
+                relative = PurePosixPath(folder, *parts[first:])
+                if _is_file(self.root / relative):
+                    return str(relative)
+        return file
+
+    def has(self, file: str) -> bool:
+        """Whether the file lies below the root."""
+        return _is_file(self.root / self.path(file))
+
+    def user_frame(self, frames: Sequence[Frame]) -> int | None:
+        """Index of the innermost frame outside torch, Triton and Python's own library; else of the innermost with a file
+        outside torch; None where there is none.
+
+        Args:
+            frames: Outermost first.
+        """
+        candidates = [i for i, f in enumerate(frames) if f.file and not _FRAMEWORK.search(f.file)]
+        own = [i for i in candidates if not self._is_python(frames[i].file)]
+        return (own or candidates or [None])[-1]
+
+    def _is_python(self, file: str) -> bool:
+        """Whether a file is part of Python's own library, shortened or not."""
+        if file.startswith("/"):
+            return bool(_INTERPRETER.match(file)) and "-packages/" not in file
+        return file.split("/", maxsplit=1)[0].removesuffix(".py") in sys.stdlib_module_names and not self.has(file)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False

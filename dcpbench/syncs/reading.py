@@ -1,0 +1,274 @@
+"""Trace files as blocks of typed events: plain or gzip, of any size, in bounded memory, and whatever was done to them.
+
+A block ends where cutting the text gives a complete JSON array, so no tokenizer of ours is needed: text that is cut inside
+a string or a nested object does not decode, and the next place is tried.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import msgspec
+
+from dcpbench.errors import TraceError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BLOCK_BYTES = 2 << 20
+LARGEST_EVENT = 64 << 20
+"""An event larger than this is not a profiler's."""
+MAX_RATIO = 200
+"""Text per byte of gzip. Profilers' traces reach 10 to 40."""
+RATIO_FROM = 256 << 20
+"""Text from which the ratio is looked at."""
+PIECES = 8
+"""Places that look like the end of an event, and are within one, before it is given up."""
+GZIP_MAGIC = b"\x1f\x8b"
+
+
+class Args(msgspec.Struct, gc=False):
+    """What is used of an event's `args`."""
+
+    correlation: int | str | float | None = -1
+    external: int | str | float | None = msgspec.field(name="External id", default=None)
+    external_2021: int | str | float | None = msgspec.field(name="external id", default=None)
+    bytes: int | str | float | None = None
+    device: int | str | float | None = None
+    call_stack: str | None = msgspec.field(name="Call stack", default=None)
+    name: str | int | float | None = None
+
+
+class Event(msgspec.Struct, gc=False):
+    """What is used of an event."""
+
+    ph: str = ""
+    cat: str | None = ""
+    name: str = ""
+    pid: int | str | float | None = None
+    tid: int | str | float | None = None
+    ts: int | str | float | None = None
+    dur: int | str | float | None = None
+    args: Args | None = None
+
+
+class Trouble(msgspec.Struct):
+    """What went wrong while reading, and did not end it."""
+
+    unreadable_events: int = 0
+    truncated: bool = False
+    repaired: bool = False
+    """Text that is not JSON was made so: bad UTF-8, NaN, lone backslashes."""
+
+
+_DECODER = msgspec.json.Decoder(list[Event])
+_ONE = msgspec.json.Decoder(Event)
+_RAW = msgspec.json.Decoder(list[msgspec.Raw])
+_BETWEEN = re.compile(rb"\}\s*,\s*\{")
+_END = re.compile(rb"[\}\[]\s*\]")
+_NOT_A_NUMBER = re.compile(rb"([:\[,]\s*)-?(?:nan|inf|NaN|Infinity|Inf)\b")
+_LONE_BACKSLASH = re.compile(rb'\\(?!["\\/bfnrtu])')
+_CONTROL = re.compile(rb"[\x00-\x1f]")
+_RANK = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,6})')
+_RANK_IN_NAME = re.compile(r"(?:rank|tp|ep)[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
+
+
+def read_chunks(path: Path, file: BinaryIO, trouble: Trouble) -> Iterator[bytes]:
+    """The file's text in pieces, decompressed where it is gzip.
+
+    Raises:
+        TraceError: The gzip data is damaged at its start, or expands more than a trace can.
+    """
+    head = file.read(2)
+    file.seek(0)
+    if head != GZIP_MAGIC:
+        while chunk := file.read(BLOCK_BYTES):
+            yield chunk
+        return
+    packed = text = 0
+    inflater, inside = zlib.decompressobj(wbits=31), False
+    while raw := file.read(1 << 20):
+        packed += len(raw)
+        while raw:
+            try:
+                chunk = inflater.decompress(raw, BLOCK_BYTES)
+            except zlib.error as e:
+                if text == 0:
+                    raise TraceError(f"{path} is no gzip file that can be read ({e}); record the trace again") from None
+                trouble.truncated = True
+                return
+            text += len(chunk)
+            if text > RATIO_FROM and text > MAX_RATIO * packed:
+                raise TraceError(
+                    f"{path} expands more than {MAX_RATIO}-fold, to over {text >> 20} MiB; no trace does. "
+                    "Unpack it and scan the .json if it is one"
+                )
+            yield chunk
+            raw, inside = inflater.unconsumed_tail, True
+            if inflater.eof:
+                raw = inflater.unused_data.lstrip(b"\0")
+                inflater, inside = zlib.decompressobj(wbits=31), False
+    trouble.truncated |= inside
+
+
+class TraceReader:
+    """Events of one file, block by block.
+
+    Attributes:
+        rank: From the trace's `distributedInfo`, else from a name such as `rank3.json`, else None.
+        trouble: What could not be read, complete once the blocks have been.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.trouble = Trouble()
+        found = _RANK_IN_NAME.findall(path.name)
+        self.rank: int | None = int(found[-1]) if found else None
+
+    def blocks(self) -> Iterator[list[Event]]:
+        """Lists of events, in the file's order.
+
+        Raises:
+            TraceError: The file cannot be opened, or is not a trace.
+        """
+        try:
+            file = self.path.open("rb")
+        except OSError as e:
+            raise TraceError(f"{self.path} cannot be read: {e.strerror or e}") from None
+        with file:
+            chunks = read_chunks(self.path, file, self.trouble)
+            buffer = self._start(chunks)
+            while True:
+                chunk = next(chunks, None)
+                if chunk is None:
+                    break
+                buffer += chunk
+                if len(buffer) < BLOCK_BYTES:
+                    continue
+                events, used, ended = self._take(buffer)
+                if used:
+                    yield events
+                    del buffer[1 : used + 1]
+                if ended:
+                    return
+                if len(buffer) > LARGEST_EVENT:
+                    raise TraceError(
+                        f"{self.path}: no end of an event within {LARGEST_EVENT >> 20} MiB; not a profiler's trace"
+                    )
+            yield self._rest(buffer)
+
+    def _start(self, chunks: Iterator[bytes]) -> bytearray:
+        """`[` and the text after the opening bracket of the events."""
+        head = bytearray()
+        for chunk in chunks:
+            head += chunk
+            text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+            if text[:1] == b"[":
+                return text
+            if text[:1] != b"{":
+                break
+            key = re.search(rb'"traceEvents"\s*:\s*\[', text)
+            if key:
+                rank = _RANK.search(text[: key.start()])
+                self.rank = int(rank[1]) if rank else self.rank
+                return text[key.end() - 1 :]
+            if len(head) > LARGEST_EVENT:
+                break
+        if not head:
+            raise TraceError(f"{self.path} is empty; record the trace again")
+        raise TraceError(
+            f'{self.path} is not a Kineto trace: no "traceEvents" in it. '
+            'Export one with torch.profiler\'s export_chrome_trace("trace.json")'
+        )
+
+    def _take(self, buffer: bytearray) -> tuple[list[Event], int, bool]:
+        """(events, bytes used after the first, whether the array ended) of as much of the buffer as is complete."""
+        window = max(1, len(buffer) - (1 << 16))
+        cuts = [m.end() - 1 for m in _BETWEEN.finditer(buffer, window)] or [
+            m.end() - 1 for m in _BETWEEN.finditer(buffer)
+        ]
+        for start_of_next in reversed(cuts[-6:]):
+            comma = buffer.rindex(b",", 0, start_of_next)
+            buffer[comma : comma + 1] = b"]"
+            events = self._decode(memoryview(buffer)[: comma + 1])
+            if events is not None:
+                return events, comma, False
+            buffer[comma : comma + 1] = b","
+        ended = self._until_end(buffer)
+        if ended is not None:
+            return ended, len(buffer) - 1, True
+        if cuts:
+            comma = buffer.rindex(b",", 0, cuts[-1])
+            return self._repair(bytes(buffer[1:comma])), comma, False
+        return [], 0, False
+
+    def _until_end(self, buffer: bytearray) -> list[Event] | None:
+        """Events up to the bracket that ends the array, if it lies in the buffer."""
+        ends = [m.end() for m in _END.finditer(buffer)]
+        for end in [*reversed(ends[-4:]), *ends[:4]]:
+            events = self._decode(memoryview(buffer)[:end])
+            if events is not None:
+                return events
+        return None
+
+    def _rest(self, buffer: bytearray) -> list[Event]:
+        """The last events; a file that ends before its bracket is marked as truncated."""
+        events = self._until_end(buffer)
+        if events is not None:
+            return events
+        body = bytes(buffer[1:])
+        if body.rstrip().endswith((b"]", b"}")) and _END.search(body):
+            return self._repair(body[: body.rindex(b"]")])
+        self.trouble.truncated = True
+        cuts = list(_BETWEEN.finditer(body))
+        whole = body[: cuts[-1].start() + 1] if cuts else b""
+        return self._decode(b"[" + whole + b"]") or self._repair(whole)
+
+    def _decode(self, text: bytes | memoryview) -> list[Event] | None:
+        """Events of a complete array; None where the text is not one."""
+        try:
+            return _DECODER.decode(text)
+        except msgspec.ValidationError:
+            return self._one_by_one(text)
+        except msgspec.DecodeError:
+            return None
+
+    def _one_by_one(self, text: bytes | memoryview) -> list[Event] | None:
+        """The events of an array that have the types they should; the others are counted."""
+        try:
+            parts = _RAW.decode(text)
+        except msgspec.DecodeError:
+            return None
+        events = []
+        for part in parts:
+            try:
+                events.append(_ONE.decode(part))
+            except msgspec.DecodeError:
+                self.trouble.unreadable_events += 1
+        return events
+
+    def _repair(self, body: bytes) -> list[Event]:
+        """What can be saved of text between two events that is not JSON."""
+        self.trouble.repaired = True
+        body = body.decode("utf-8", errors="replace").encode()
+        body = _NOT_A_NUMBER.sub(rb"\1null", _LONE_BACKSLASH.sub(rb"\\\\", _CONTROL.sub(b" ", body)))
+        events = self._decode(b"[" + body + b"]")
+        if events is not None:
+            return events
+        events, part = [], b""
+        for piece in _BETWEEN.split(body.strip().removeprefix(b"{").removesuffix(b"}")):
+            part = part + b"},{" + piece if part else piece
+            try:
+                events.append(_ONE.decode(b"{" + part + b"}"))
+            except msgspec.ValidationError:
+                self.trouble.unreadable_events += 1
+            except msgspec.DecodeError:
+                if part.count(b"},{") < PIECES:
+                    continue
+                self.trouble.unreadable_events += 1
+            part = b""
+        self.trouble.unreadable_events += bool(part.strip())
+        return events

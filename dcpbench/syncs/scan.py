@@ -1,0 +1,199 @@
+"""Traces into a report: read, find what blocks, attribute, price, group."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dcpbench.errors import UsageError
+from dcpbench.syncs.attribution import Attribution
+from dcpbench.syncs.blocking import SYNCHRONISE, direction_of, find_blocking
+from dcpbench.syncs.bubbles import bubbles, busy_and_idle, waited_for
+from dcpbench.syncs.columns import Columns, read_columns
+from dcpbench.syncs.coverage import coverage
+from dcpbench.syncs.intervals import ANY, chains, match
+from dcpbench.syncs.model import Report, Site, TraceSummary, order, totals
+from dcpbench.syncs.python_lines import Repository
+from dcpbench.syncs.reading import TraceReader
+from dcpbench.syncs.sites import Occurrence, Place, make_sites, merge, rule_of
+from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, find_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+    from typing import Any
+
+    from numpy.typing import NDArray
+
+    from dcpbench.syncs.attribution import Stacks
+    from dcpbench.syncs.blocking import Blocking
+
+    Ints = NDArray[Any]
+
+
+_NUMBERS = re.compile(r"\d+")
+
+
+def scan(
+    paths: Sequence[Path], *, root: Path, step_range: str | None = None, progress: Callable[[str], None] | None = None
+) -> Report:
+    """Everything that traces show of host-blocking synchronisation; the verdict is the gate's.
+
+    Args:
+        paths: Trace files, one per rank or more.
+        root: Repository to which paths in the traces are made relative.
+        step_range: Regular expression for annotations that mark steps; None finds them by itself.
+        progress: Told what is being read.
+
+    Raises:
+        TraceError: A file cannot be read, or is no trace.
+        UsageError: The expression is not one, or matches no annotation of any trace.
+    """
+    repository = Repository(root)
+    summaries, per_trace = [], []
+    for path in paths:
+        summary, sites = scan_one(path, repository, step_range, progress)
+        summaries.append(summary)
+        per_trace.append(sites)
+    if step_range is not None and not any(s.steps for s in summaries):
+        raise UsageError(
+            f"no annotation matches --step-range {step_range!r}; leave it out to see which ranges there are"
+        )
+    sites = sorted(merge(per_trace), key=order)
+    return Report(traces=summaries, sites=sites, totals=totals(sites))
+
+
+def scan_one(
+    path: Path, repository: Repository, step_range: str | None = None, progress: Callable[[str], None] | None = None
+) -> tuple[TraceSummary, list[Site]]:
+    """Summary and sites of one trace."""
+    reader = TraceReader(path)
+    events = 0
+
+    def count(more: int) -> None:
+        nonlocal events
+        events += more
+        if progress:
+            progress(f"{path.name}: {events:,} events")
+
+    columns = read_columns(reader.blocks(), reader.trouble, count)
+    ranges = _ranges(columns)
+    steps = find_steps(ranges, step_range)
+    blocking = find_blocking(columns)
+    stacks: Stacks = "python_function" if len(columns.tables["python"]) else "call stack" if columns.stacks else "none"
+    found = _occurrences(columns, blocking, steps, repository, stacks)
+    busy, idle = busy_and_idle(columns)
+    has_gpu = bool(len(columns.tables["gpu"]))
+    summary = TraceSummary(
+        path=str(path), rank=reader.rank, steps=len(steps) or None, span_us=_span(columns),
+        gpu_busy_us=busy if has_gpu else None, gpu_idle_us=idle if has_gpu else None,
+        coverage=coverage(columns, steps, stacks),
+    )  # fmt: skip
+    return summary, make_sites(str(path), found, len(steps))
+
+
+def _ranges(columns: Columns) -> list[Range]:
+    """Annotations; in traces of 2021 steps are operators."""
+    ranges, ops = columns.tables["ranges"], columns.tables["ops"]
+    found = [Range(columns.names[n], s, e) for n, s, e in zip(ranges.name, ranges.start, ranges.end, strict=True)]
+    steps = {n for n, name in enumerate(columns.names) if PROFILER_STEP.match(name)}
+    if steps and not any(n in steps for n in ranges.name.tolist()):
+        rows = np.flatnonzero(np.isin(ops.name, list(steps)))
+        found += [Range(columns.names[ops.name[i]], ops.start[i], ops.end[i]) for i in rows]
+    return found
+
+
+def _span(columns: Columns) -> float | None:
+    """First start to last end of everything that was kept."""
+    tables = [t for t in columns.tables.values() if len(t)]
+    return float(max(t.end.max() for t in tables) - min(t.start.min() for t in tables)) if tables else None
+
+
+def _occurrences(
+    columns: Columns, blocking: Blocking, steps: Steps, repository: Repository, stacks: Stacks
+) -> list[Occurrence]:
+    """Every blocking call with everything that is known of it."""
+    ops = columns.tables["ops"]
+    op_chains = _with_linked_ops(columns, blocking, chains(ops, blocking.start, blocking.thread))
+    frames = chains(columns.tables["python"], blocking.start, blocking.thread)
+    inside = _ranges_around(columns, blocking)
+    priced = bubbles(columns, blocking) if len(columns.tables["gpu"]) else None
+    names, reasons = columns.names, waited_for(columns, blocking)
+    of_step, own = steps.of(blocking.start), _window_edges(columns, blocking, op_chains)
+    attribute = Attribution(columns, repository, stacks)
+    found = []
+    for i in range(len(blocking)):
+        chain = tuple(names[ops.name[row]] for row in op_chains[i] if not PROFILER_STEP.match(names[ops.name[row]]))
+        where = attribute.line(frames[i], op_chains[i])
+        copied = int(blocking.copied[i])
+        copy = names[columns.tables["gpu"].name[copied]] if copied >= 0 else ""
+        direction, kind = direction_of(copy), blocking.kind[i]
+        within = _range_of(columns, inside[i], steps)
+        called = blocking.thread[i] >= 0 or blocking.external[i] >= 0 or not blocking.call[i].endswith("Sync")
+        rule = rule_of(
+            kind, chain, direction, copied=copied >= 0, waited=bool(blocking.copy_waited[i]), called=called
+        )  # fmt: skip
+        size = int(columns.tables["gpu"].bytes[copied]) if copied >= 0 else -1
+        found.append(
+            Occurrence(
+                place=Place(
+                    rule.id, where.file, where.function, chain, direction, bool(blocking.may_block[i]),
+                    where.profiler or (own[i] and not where.stack), "" if where.function else _NUMBERS.sub("#", within),
+                ),
+                ts=float(blocking.start[i]), wait=float(blocking.wait[i]),
+                bubble=None if priced is None else float(priced[i]), step=of_step[i],
+                thread=columns.thread_names[blocking.thread[i]] if blocking.thread[i] >= 0 else "",
+                range=within, bytes=size if size >= 0 else None, waited_for=reasons[i],
+                line=where.line, line_is=where.line_is, stack=where.stack, call=blocking.call[i],
+                explicit=kind in SYNCHRONISE and copied < 0 and not chain and where.asks,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _ranges_around(columns: Columns, blocking: Blocking) -> list[Ints]:
+    """Annotations around each call on its thread; on a thread that has none at all, those open on any other."""
+    ranges = columns.tables["ranges"]
+    alone = ~np.isin(blocking.thread, ranges.thread)
+    return chains(ranges, blocking.start, np.where(alone, ANY, blocking.thread))
+
+
+def _with_linked_ops(columns: Columns, blocking: Blocking, found: list[Ints]) -> list[Ints]:
+    """Operators by `External id` where none contains the call in time, as for calls from threads without operators."""
+    ops, gpu = columns.tables["ops"], columns.tables["gpu"]
+    missing = [i for i, chain in enumerate(found) if not len(chain)]
+    if not missing or not len(ops):
+        return found
+    external = blocking.external[missing]
+    copied = blocking.copied[missing]
+    correlation = np.where(copied >= 0, gpu.correlation[copied], -1) if len(gpu) else np.full(len(missing), -1)
+    for i, row in zip(missing, match(ops.external, np.where(external == correlation, -1, external)), strict=True):
+        if row >= 0 and blocking.thread[i] < 0:
+            found[i] = np.array([row])
+    return found
+
+
+def _window_edges(columns: Columns, blocking: Blocking, op_chains: list[Ints]) -> list[bool]:
+    """Device synchronisations outside any operator before the first or after the last work: the profiler makes them."""
+    gpu, ops = columns.tables["gpu"], columns.tables["ops"]
+    work = [t for t in (ops, columns.tables["ranges"]) if len(t)]
+    first = min((t.start.min() for t in work), default=np.inf)
+    last = max((t.end.max() for t in work), default=-np.inf)
+    launches = columns.tables["calls"]
+    launched = match(launches.correlation, gpu.correlation) if len(gpu) else np.zeros(0, np.int64)
+    last_launch = launches.start[launched[launched >= 0]].max() if (launched >= 0).any() else -np.inf
+    devices = [i for i, kind in enumerate(blocking.kind) if kind == "device" and not len(op_chains[i])]
+    ends = [i for i in devices if blocking.start[i] >= max(last, last_launch)]
+    own = {i for i in devices if blocking.end[i] <= first} | set(ends[-1:])
+    return [i in own for i in range(len(blocking))]
+
+
+def _range_of(columns: Columns, rows: Ints, steps: Steps) -> str:
+    """Innermost annotation that is not a step."""
+    for row in rows[::-1]:
+        start = columns.tables["ranges"].start[row]
+        if not (len(steps) and (steps.start == start).any()):
+            return columns.names[columns.tables["ranges"].name[row]]
+    return ""

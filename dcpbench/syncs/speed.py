@@ -1,0 +1,180 @@
+"""How fast and in how much memory `scan` reads a trace of a given size, and how HTA's loader does beside it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from dcpbench.errors import TraceError, UsageError
+from dcpbench.syncs.reading import GZIP_MAGIC
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SHIFTED = ("correlation", "External id", "external id", "Python id", "Python parent id", "Ev Idx", "Record function id")
+"""Numbers within `args` that tell one event from another."""
+PAUSE_US = 100.0
+"""Time between two copies of a trace."""
+
+_SCAN = """
+import json, resource, sys, time
+from pathlib import Path
+from dcpbench.syncs.scan import scan
+before = resource.getrusage(resource.RUSAGE_SELF)
+wall, cpu = time.perf_counter(), time.process_time()
+report = scan([Path(sys.argv[1])], root=Path("."))
+wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps({"wall_s": wall, "cpu_s": cpu, "peak_bytes": peak, "base_bytes": before.ru_maxrss * 1024,
+                  "found": report.totals.syncs}))
+"""
+_HTA = """
+import json, logging, os, resource, sys, time
+logging.disable(logging.CRITICAL)
+from hta.common.trace import Trace
+folder, name = os.path.split(os.path.abspath(sys.argv[1]))
+before = resource.getrusage(resource.RUSAGE_SELF)
+wall, cpu = time.perf_counter(), time.process_time()
+trace = Trace(trace_files={0: name}, trace_dir=folder)
+trace.parse_traces(max_ranks=1, use_multiprocessing=False)
+wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps({"wall_s": wall, "cpu_s": cpu, "peak_bytes": peak, "base_bytes": before.ru_maxrss * 1024,
+                  "found": len(trace.get_trace(0))}))
+"""
+
+
+class Timing(msgspec.Struct, kw_only=True):
+    """One program on one trace, in a process of its own, on one core. Seconds and bytes."""
+
+    tool: Literal["scan", "HTA loader"]
+    wall_s: float
+    """Of the best run, without starting Python and importing."""
+    cpu_s: float
+    runs_wall_s: list[float]
+    peak_bytes: int
+    base_bytes: int
+    """Memory of the process before, Python and its packages included."""
+    found: int
+    """Synchronisations by scan; rows of HTA's table."""
+
+
+class Speed(msgspec.Struct, kw_only=True):
+    """What was timed."""
+
+    source: str
+    trace_bytes: int
+    events: int
+    copies: int
+    timings: list[Timing]
+
+
+def repeat_trace(source: Path, target: Path, size: int) -> tuple[int, int]:
+    """Write a trace of about `size` bytes that has the events of `source` again and again; (events, copies).
+
+    Each copy lies behind the one before it in time, and ids are new in each, so that it is a longer run of the same
+    program.
+
+    Raises:
+        TraceError: The source is not a trace.
+    """
+    raw = source.read_bytes()
+    try:
+        if raw[:2] == GZIP_MAGIC:
+            import gzip
+
+            raw = gzip.decompress(raw)
+        trace = json.loads(raw)
+        events = trace.pop("traceEvents")
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as e:
+        raise TraceError(f"{source} is not a trace that can be repeated ({type(e).__name__}); name one of torch.profiler") from None
+    timed = [e for e in events if isinstance(e.get("ts"), (int, float))]
+    if not timed:
+        raise TraceError(f"{source} has no events with a time; name a trace of torch.profiler")
+    span = max(e["ts"] + e.get("dur", 0.0) for e in timed) - min(e["ts"] for e in timed) + PAUSE_US
+    ids = max((v for e in timed for v in _ids(e)), default=0) + 1
+    written = copies = 0
+    with target.open("w") as f:
+        f.write(json.dumps(trace)[:-1] + (", " if trace else "") + '"traceEvents": [\n')
+        while written < size:
+            body = ",\n  ".join(json.dumps(_later(e, copies, span, ids)) for e in events)
+            written += f.write((",\n  " if copies else "  ") + body)
+            copies += 1
+        f.write("\n]}\n")
+    return copies * len(events), copies
+
+
+def _ids(event: dict[str, Any]) -> Iterator[int]:
+    values = [event.get("id"), *((event.get("args") or {}).get(name) for name in SHIFTED)]
+    return (v for v in values if isinstance(v, int))
+
+
+def _later(event: dict[str, Any], copies: int, span: float, ids: int) -> dict[str, Any]:
+    """The same event in a later copy."""
+    if copies == 0 or not isinstance(event.get("ts"), (int, float)):
+        return event
+    later = {**event, "ts": event["ts"] + copies * span}
+    if isinstance(later.get("id"), int):
+        later["id"] += copies * ids
+    args = later.get("args")
+    if args:
+        later["args"] = {k: v + copies * ids if k in SHIFTED and isinstance(v, int) else v for k, v in args.items()}
+    return later
+
+
+def measure(
+    source: Path, size: int, *, hta: Path | None = None, runs: int = 3, keep: Path | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Speed:  # fmt: skip
+    """Time `scan`, and HTA's loader where a Python that has it is given, in turns on the same trace.
+
+    Args:
+        source: A real trace.
+        size: Bytes of the trace that is made of it.
+        hta: A Python interpreter with HolisticTraceAnalysis installed.
+        runs: Runs of each; the fastest counts.
+        keep: Where to leave the trace that was made; None removes it.
+        progress: Told what is being done.
+    """
+    tell = progress or (lambda _: None)
+    with tempfile.TemporaryDirectory() as folder:
+        target = keep or Path(folder) / "repeated.json"
+        tell(f"writing {size / 1e6:.0f} MB")
+        events, copies = repeat_trace(source, target, size)
+        programs = [("scan", sys.executable, _SCAN)] + ([("HTA loader", str(hta), _HTA)] if hta else [])
+        results: dict[str, list[dict[str, Any]]] = {name: [] for name, _, _ in programs}
+        for run in range(runs):
+            for name, python, code in programs:
+                tell(f"{name}, run {run + 1} of {runs}")
+                results[name].append(_run(name, [*_one_core(), python, "-c", code, str(target)]))
+        return Speed(
+            source=str(source), trace_bytes=target.stat().st_size, events=events, copies=copies,
+            timings=[_timing(name, each) for name, each in results.items()],
+        )  # fmt: skip
+
+
+def _one_core() -> list[str]:
+    """Prefix of a command that keeps it on one core, where there is one."""
+    import shutil
+
+    return ["taskset", "-c", "0"] if shutil.which("taskset") else []
+
+
+def _run(name: str, command: list[str]) -> dict[str, Any]:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise UsageError(f"{name} failed: {last}; HTA needs a Python with `pip install HolisticTraceAnalysis`, named by --hta")
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def _timing(name: str, runs: list[dict[str, Any]]) -> Timing:
+    best = min(runs, key=lambda r: r["wall_s"])
+    return msgspec.convert({**best, "tool": name, "runs_wall_s": [r["wall_s"] for r in runs]}, Timing)
