@@ -231,8 +231,8 @@ def _print(record: BenchRecord) -> None:
     from dcpbench.reports.bench_table import legend, table
 
     console = _console()
-    console.print(table(record))
-    for line in [*legend(record), *marks_told(record.results)]:
+    console.print(table(record, console.width))
+    for line in [*legend(record, console.width), *marks_told(record.results)]:
         console.print(line, markup=False, highlight=False, soft_wrap=True, style="dim")
     for line in record.findings:
         console.print(f"• {line}", markup=False, highlight=False, soft_wrap=True)

@@ -13,10 +13,10 @@ from dcpbench.reports.bench_table import legend, table
 from tests.unit.bench_builder import REFUSED, record, result, timing
 
 
-def shown(of: BenchRecord) -> str:
+def shown(of: BenchRecord, width: int = 200) -> str:
     """The table as text."""
     text = io.StringIO()
-    Console(width=200, no_color=True, file=text).print(table(of))
+    Console(width=width, no_color=True, file=text).print(table(of, width))
     return text.getvalue()
 
 
@@ -82,6 +82,14 @@ class TestTable:
         assert "100 (99–102)" in text
         assert "200 (198–204)" in text
         assert "refused" in text
+
+    def test_a_narrow_terminal_gets_whole_medians_without_intervals(self):
+        """80 columns: nothing is cut off, and what is left out is said."""
+        of = record(result("masked-kernel", syncs=0.0, us=1234, tokens=65536))
+        assert {"1,234", "1,334", "65,536"} <= set(shown(of, 80).split())
+        assert "…" not in shown(of, 80)
+        assert "(" not in shown(of, 80)
+        assert any("left out" in line for line in legend(of, 80))
 
     def test_a_refusal_holds_for_every_case_of_the_variant(self):
         """The capture is tried with the first case only."""
