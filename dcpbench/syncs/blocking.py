@@ -105,10 +105,12 @@ def find_blocking(columns: Columns) -> Blocking:
     rows = rows[np.lexsort((calls.start[rows], calls.thread[rows]))]
     calls = calls.take(rows)
     copied = match(gpu.correlation, calls.correlation)
-    direction = [direction_of(columns.names[gpu.name[c]]) if c >= 0 else "" for c in copied]
+    directions = [direction_of(name) for name in columns.names]
+    direction = [directions[gpu.name[c]] if c >= 0 else "" for c in copied.tolist()]
     at = [i for i, name in enumerate(calls.name.tolist()) if kinds[name] is not None]
     kind = {i: kinds[calls.name[i]] for i in at}
     partner = _copies_before(columns, calls, kind)
+    merged = set(partner.values())
     held = _held_up(columns, calls, copied)
     found: list[tuple[int, float, int, bool, bool]] = []
     for i in at:
@@ -118,7 +120,7 @@ def find_blocking(columns: Columns) -> Blocking:
             staged = copy >= 0 and "pinned" not in direction[copy]
             wait = own + (float(calls.end[copy] - calls.start[copy]) if staged else 0.0)
             found.append((i, wait, int(copied[copy]) if copy >= 0 else -1, copy >= 0, False))
-        elif i not in partner.values() and _blocks(kind[i], direction[i], columns.names[calls.name[i]], held[i]):
+        elif i not in merged and _blocks(kind[i], direction[i], columns.names[calls.name[i]], held[i]):
             may = kind[i] == "pin" or (kind[i] == "async copy" and direction[i] == "HtoD pageable" and not held[i])
             found.append((i, own, int(copied[i]), False, may))
     at_found = np.array([f[0] for f in found], np.int64)

@@ -51,10 +51,9 @@ def chains(table: Table, moments: Floats, threads: Ints) -> list[Ints]:
         rows = np.arange(len(table)) if thread == ANY else np.flatnonzero(table.thread == thread)
         mine = np.flatnonzero(threads == thread)
         moment, row = containing(table.start[rows], table.end[rows], moments[mine])
-        edges = np.flatnonzero(np.diff(moment)) + 1
-        for part in np.split(np.arange(len(moment)), edges):
-            if len(part):
-                found[mine[moment[part[0]]]] = rows[row[part]]
+        first = np.flatnonzero(np.diff(moment, prepend=-1))
+        for i, begin, end in zip(mine[moment[first]], first, [*first[1:], len(moment)], strict=True):
+            found[i] = rows[row[begin:end]]
     return found
 
 

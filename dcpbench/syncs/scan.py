@@ -123,13 +123,14 @@ def _occurrences(
     names, reasons = columns.names, waited_for(columns, blocking)
     of_step, own = steps.of(blocking.start), _window_edges(columns, blocking, op_chains)
     attribute = Attribution(columns, repository, stacks)
+    directions = [direction_of(name) for name in names]
     found = []
     for i in range(len(blocking)):
         chain = tuple(names[ops.name[row]] for row in op_chains[i] if not PROFILER_STEP.match(names[ops.name[row]]))
         where = attribute.line(frames[i], op_chains[i])
         copied = int(blocking.copied[i])
-        copy = names[columns.tables["gpu"].name[copied]] if copied >= 0 else ""
-        direction, kind = direction_of(copy), blocking.kind[i]
+        direction = directions[columns.tables["gpu"].name[copied]] if copied >= 0 else ""
+        kind = blocking.kind[i]
         within = _range_of(columns, inside[i], steps)
         called = blocking.thread[i] >= 0 or blocking.external[i] >= 0 or not blocking.call[i].endswith("Sync")
         rule = rule_of(
