@@ -203,3 +203,48 @@ def run(
     recording = runs.Recording(warmup=warmup, steps=steps, step=step, keep=keep)
     out = commands.Out(form=form, output=output, force=force)
     raise typer.Exit(runs.run(command or [], recording, options, out))
+
+
+@app.command(name="dry-run", rich_help_panel="Programs", context_settings={"allow_interspersed_args": False})
+def dry_run(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- PROGRAM", show_default=False, help="Your program as you would type it: python "
+        "script.py …, or python -m module …"),
+    ] = None,
+    assume_device: Annotated[
+        bool,
+        typer.Option("--assume-device", rich_help_panel=READ, help="Tensors made without a device count as the GPU's, "
+        "for tests that name none; those with device='cpu', pinned ones and those assigned to a name ending in _cpu "
+        "stay on the host. Default: no."),
+    ] = False,
+    root: Root = None,
+    step_range: StepRange = None,
+    baseline: Baseline = None,
+    max_per_step: MaxPerStep = None,
+    allow: AllowOption = None,
+    form: Format = "table",
+    output: Output = None,
+    force: Force = False,
+) -> None:  # fmt: skip
+    """Run a program without a GPU, and find where the host would wait for one.
+
+    Tensors on `cuda` are stand-ins with real values in host memory, so the program takes the branches that it would
+    take; each operator that would wait is reported with its line. Times, kernels and what libraries do by themselves
+    stay unknown. A GPU that is there is not used.
+
+    Exit codes: those of scan, but 3 also where the program fails or puts nothing on the GPU, 130 after Ctrl-C.
+
+    For example:
+
+      dcpbench syncs dry-run -- python serve.py --model tiny
+
+      dcpbench syncs dry-run --assume-device --format github -- python -m pytest tests/test_scheduler.py
+    """
+    from dcpbench.syncs import commands, dry_run_program
+
+    options = commands.GateOptions(
+        baseline=baseline, max_per_step=max_per_step, allow=allow or (), root=root, step_range=step_range
+    )
+    out = commands.Out(form=form, output=output, force=force)
+    raise typer.Exit(dry_run_program.dry_run(command or [], options, out, assume_device=assume_device))

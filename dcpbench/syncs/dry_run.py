@@ -16,7 +16,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcpbench.errors import UsageError
-from dcpbench.syncs import device_tensor, host_memory, rules
+from dcpbench.syncs import allowed, device_tensor, host_memory, rules
 from dcpbench.syncs.assumed_device import assigned_to_host
 from dcpbench.syncs.backward_hooks import gradients
 from dcpbench.syncs.device_guard import allow_cuda_tensors
@@ -31,6 +31,7 @@ from dcpbench.syncs.virtual_streams import recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from dcpbench.syncs.model import Report
     from dcpbench.syncs.steps import Range
@@ -54,16 +55,17 @@ class DryRun:
         self.device: Device | None = None
         self.local = _Local()
 
-    def report(self, *, program: str = "", step_range: str | None = None) -> Report:
+    def report(self, *, program: str = "", step_range: str | None = None, root: Path | None = None) -> Report:
         """Sites, coverage and totals; the verdict is the gate's.
 
         Args:
             program: Name of what ran, for `Site.traces`.
             step_range: Regular expression of the ranges that mark steps; by default as for a trace.
+            root: Repository to which files are made relative; by default the working directory.
         """
         return report_of(
             self.syncs, self.ranges, ops=self.ops, program=program, assume_device=self.assume_device,
-            step_range=step_range,
+            step_range=step_range, root=root,
         )  # fmt: skip
 
     def wait_by_name(self, rule: rules.Rule, op: str, call: str, *, explicit: bool = True) -> None:
@@ -87,7 +89,7 @@ class DryRun:
             Sync(
                 rule=rule.id, op=op, op_chain=chain, frames=frames, user=user, thread=threading.current_thread().name,
                 explicit=explicit, direction=direction, call=call, bytes=size, may_block=may_block,
-                at=time.perf_counter(),
+                allowed=allowed.reason(), at=time.perf_counter(),
                 ranges=tuple(self.local.ranges), api=_name(self.local.function), capturing=recorder.graph is not None,
             )
         )  # fmt: skip

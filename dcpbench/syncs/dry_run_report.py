@@ -11,6 +11,7 @@ from dcpbench.syncs.steps import find_steps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from dcpbench.syncs.frames import Sync
     from dcpbench.syncs.steps import Range, Steps
@@ -28,7 +29,7 @@ ASSUMED = "Tensors made without a device were taken to be on the GPU; making the
 
 def report_of(
     syncs: Sequence[Sync], ranges: Sequence[Range], *, ops: int, program: str, assume_device: bool,
-    step_range: str | None = None,
+    step_range: str | None = None, root: Path | None = None,
 ) -> Report:  # fmt: skip
     """The report; its verdict is still open.
 
@@ -39,10 +40,11 @@ def report_of(
         program: Name of what ran.
         assume_device: Whether tensors without a device counted as the GPU's.
         step_range: Regular expression of the names that mark steps; by default as for a trace.
+        root: Repository to which files are made relative; by default the working directory.
     """
     steps = find_steps(ranges, step_range)
     placed = [_place(sync, steps) for sync in syncs]
-    sites = sorted(sites_of(placed, steps=len(steps), trace=program), key=order)
+    sites = sorted(sites_of(placed, steps=len(steps), trace=program, root=root), key=order)
     coverage = Coverage(
         detector="dry-run", ops=ops, stacks="frames", steps_from=steps.marked_by,
         notes=[*NOTES, ASSUMED] if assume_device else list(NOTES),

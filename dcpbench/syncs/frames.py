@@ -63,6 +63,8 @@ class Sync:
     bytes: int | None = None
     may_block: bool = False
     """It need not wait: see `Site.may_block`."""
+    allowed: str = ""
+    """Reason of the innermost region of `allow` around it; empty outside of one."""
     range: str = ""
     """Innermost `record_function` range that is not a step."""
     step: int | None = None
@@ -161,35 +163,38 @@ def is_user(file: str, outside: Sequence[str]) -> bool:
     return not file.startswith(_STDLIB)
 
 
-def sites_of(syncs: Iterable[Sync], *, steps: int = 0, trace: str = "") -> list[Site]:
+def sites_of(
+    syncs: Iterable[Sync], *, steps: int = 0, trace: str = "", root: Path | None = None
+) -> list[Site]:  # fmt: skip
     """Groups synchronisations by fingerprint and line, in order of first occurrence.
 
     Args:
         syncs: What a detector saw.
         steps: How many steps ran; `Sync.step` counts them from 0. The first of three or more is warm-up.
         trace: Name for `Site.traces`, such as the program's.
+        root: Repository to which files are made relative; by default the working directory.
     """
-    groups: dict[tuple[str, int | None, bool], list[Sync]] = {}
+    groups: dict[tuple[str, int | None, bool, str], list[Sync]] = {}
     for sync in syncs:
-        groups.setdefault((fingerprint_of(sync), sync.line, sync.may_block), []).append(sync)
-    return [_site(key[0], group, steps, trace) for key, group in groups.items()]
+        groups.setdefault((fingerprint_of(sync, root), sync.line, sync.may_block, sync.allowed), []).append(sync)
+    return [_site(key[0], group, steps, trace, root) for key, group in groups.items()]
 
 
-def fingerprint_of(sync: Sync) -> str:
+def fingerprint_of(sync: Sync, root: Path | None = None) -> str:
     """The fingerprint under which a baseline knows this synchronisation."""
     # numpy stays out of every test run that only imports the plugin.
     from dcpbench.syncs.sites import fingerprint
 
-    return fingerprint(sync.rule, relative_path(sync.file), sync.function, sync.op_chain, sync.direction)
+    return fingerprint(sync.rule, relative_path(sync.file, root), sync.function, sync.op_chain, sync.direction)
 
 
-def relative_path(file: str) -> str:
-    """The file below the working directory where it lies in it, else as it is."""
-    relative = os.path.relpath(file) if Path(file).is_absolute() else file
+def relative_path(file: str, root: Path | None = None) -> str:
+    """The file below the root, or the working directory, where it lies in it, else as it is."""
+    relative = os.path.relpath(file, root) if Path(file).is_absolute() else file
     return file if relative.startswith("..") else relative
 
 
-def _site(print_: str, group: Sequence[Sync], steps: int, trace: str) -> Site:
+def _site(print_: str, group: Sequence[Sync], steps: int, trace: str, root: Path | None) -> Site:
     first = group[0]
     sizes = [s.bytes for s in group if s.bytes is not None]
     from dcpbench.syncs.steps import per_step
@@ -202,7 +207,7 @@ def _site(print_: str, group: Sequence[Sync], steps: int, trace: str) -> Site:
         op=first.op,
         op_chain=list(first.op_chain),
         function=first.function,
-        file=relative_path(first.file),
+        file=relative_path(first.file, root),
         line=first.line,
         line_is="call" if first.user else "",
         stack=[str(frame) for frame in first.frames],
@@ -215,6 +220,7 @@ def _site(print_: str, group: Sequence[Sync], steps: int, trace: str) -> Site:
         warmup_only=warmup_only,
         bytes=sum(sizes) if sizes else None,
         may_block=first.may_block,
+        allowed=first.allowed,
         explicit=first.explicit,
         example=Example(trace=trace, step=first.step),
         traces=[trace] if trace else [],

@@ -91,10 +91,8 @@ def counts(site: Site) -> bool:
 
 
 def permit(report: Report, gate: Gate, today: dt.date) -> list[str]:
-    """Set `allowed` of each site that is; returns sentences about permissions that are of no use."""
+    """Set `allowed` of each site that is and was not by a region; returns sentences about permissions that are of no use."""
     sites = [s for s in report.sites if not s.own]
-    for site in sites:
-        site.allowed = ""
     stale = []
     for entry in gate.allow:
         matched = [s for s in sites if entry.matches(s)]
@@ -118,6 +116,13 @@ def permit(report: Report, gate: Gate, today: dt.date) -> list[str]:
 def blind(trace: TraceSummary) -> str:
     """Why a trace cannot say `clean`, with what to type; empty where it can."""
     seen = trace.coverage
+    if seen.detector == "dry-run" and not seen.complete:
+        return f"{trace.path} did not run to its end, so what would come after it is unknown: see its error above."
+    if seen.detector == "dry-run" and not seen.ops:
+        return (
+            f"{trace.path} put nothing on the virtual GPU: let it use device='cuda', or give --assume-device where it "
+            "names no device."
+        )
     if not seen.complete:
         return (
             f"{trace.path} ends early or is damaged, so that syncs may be missing: record it again, with fewer steps."

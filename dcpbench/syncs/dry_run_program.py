@@ -1,0 +1,146 @@
+"""`dcpbench syncs dry-run`: runs a program in a process with a virtual GPU, and judges what it tells. No torch here."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from dcpbench.errors import UsageError
+from dcpbench.syncs.model import Coverage, Report, TraceSummary
+from dcpbench.syncs.words import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dcpbench.syncs.commands import GateOptions, Out
+
+PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
+LAUNCHERS = frozenset({"torchrun", "accelerate", "deepspeed", "mpirun", "srun"})
+CANNOT_ANSWER, INTERRUPTED = 3, 130
+EXAMPLE = "dcpbench syncs dry-run -- python script.py"
+
+
+class Job(msgspec.Struct, kw_only=True):
+    """What the process is to run, and where its answer goes."""
+
+    kind: Literal["script", "module", "code"]
+    target: str
+    """Path of the script, name of the module, or the code."""
+    arguments: list[str] = []
+    name: str = ""
+    """The program, for people."""
+    answer: str = ""
+    root: str = ""
+    assume_device: bool = False
+    step_range: str | None = None
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """What the process found."""
+
+    code: int
+    """The program's exit code; 1 after an exception."""
+    report: Report
+
+
+def dry_run(command: Sequence[str], options: GateOptions, out: Out, *, assume_device: bool) -> int:
+    """Runs the program and judges what would wait; returns the exit code.
+
+    0, 1 or 3 as for `scan`; 3 also where the program fails, and 130 after Ctrl-C.
+
+    Raises UsageError for a command that is no Python program, or options that cannot work; nothing was started then.
+    """
+    from dcpbench.syncs.commands import conclude, settle
+
+    python, flags, job = parse(command)
+    gate = settle(options, out)
+    with tempfile.TemporaryDirectory(prefix="dcpbench-syncs-") as folder:
+        job.answer, job.root = str(Path(folder) / "answer.json"), str(gate.root)
+        job.assume_device, job.step_range = assume_device, gate.step_range
+        code = _start([python, *flags, "-m", "dcpbench.syncs.dry_run_main"], job, Path(folder) / "job.json")
+        answer = _read(job, code)
+    if answer.code:
+        sys.stderr.write(f"{plain(job.name)} ended with exit code {answer.code}; the report holds what came before.\n")
+        answer.report.traces[0].coverage.complete = False
+    verdict = conclude(answer.report, gate, out)
+    if answer.code == INTERRUPTED:
+        return INTERRUPTED
+    if answer.code:
+        sys.stderr.write("The program failed: exit code 3.\n")
+    return CANNOT_ANSWER if answer.code else verdict
+
+
+def parse(command: Sequence[str]) -> tuple[str, list[str], Job]:
+    """(Python, its own flags, what it is to run) of a command as somebody types it.
+
+    A bare `python` is the one that runs dcpbench. Raises UsageError for anything but Python.
+    """
+    if not command:
+        raise UsageError(f"There is no program; write it after `--`: {EXAMPLE}")
+    words, name = list(command), plain(shlex.join(command))
+    first = Path(words[0]).name
+    if first in LAUNCHERS:
+        raise UsageError(f"{first} starts processes that a dry run does not see; give one rank's own: {EXAMPLE}")
+    if PYTHON.fullmatch(first):
+        python = sys.executable if words[0] == first else words[0]
+        if shutil.which(python) is None:
+            raise UsageError(f"{plain(python)} is no program that can be started; write: {EXAMPLE}")
+        words = words[1:]
+    elif first.endswith(".py"):
+        python = sys.executable
+    else:
+        raise UsageError(f"{plain(words[0])} is no Python program; write: {EXAMPLE}")
+    flags: list[str] = []
+    while words and words[0].startswith("-") and words[0] not in {"-", "-m", "-c"}:
+        taken = 2 if words[0] in {"-W", "-X"} else 1
+        flags += words[:taken]
+        words = words[taken:]
+    return python, flags, _job(words, name)
+
+
+def _job(words: list[str], name: str) -> Job:
+    """What comes after Python's own flags."""
+    if words and words[0] in {"-m", "-c"}:
+        if len(words) == 1:
+            raise UsageError(f"{words[0]} needs what to run: dcpbench syncs dry-run -- python -m package.module")
+        return Job(kind="module" if words[0] == "-m" else "code", target=words[1], arguments=words[2:], name=name)
+    if not words or words[0] == "-":
+        raise UsageError(f"There is no script for Python to run; write: {EXAMPLE}")
+    if not Path(words[0]).is_file():
+        raise UsageError(f"{plain(words[0])} is no file; give the path of a script: {EXAMPLE}")
+    return Job(kind="script", target=words[0], arguments=words[1:], name=name)
+
+
+def environment() -> dict[str, str]:
+    """Ours, without GPUs, and with Triton's interpreter, which must be on before kernels are defined."""
+    hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"), "")
+    return {**os.environ, **hidden, "TRITON_INTERPRET": "1"}
+
+
+def _start(command: list[str], job: Job, file: Path) -> int:
+    """Runs the process with our own stdin, stdout and stderr; returns its exit code, negative for a signal."""
+    file.write_bytes(msgspec.json.encode(job))
+    with subprocess.Popen([*command, str(file)], env=environment()) as child:
+        while True:
+            try:
+                return child.wait()
+            except KeyboardInterrupt:  # the terminal told the program, too, which may have to clean up
+                continue
+
+
+def _read(job: Job, code: int) -> Answer:
+    """The process's answer; where it died without one, an empty report that says so."""
+    try:
+        return msgspec.json.decode(Path(job.answer).read_bytes(), type=Answer)
+    except (OSError, msgspec.MsgspecError):
+        coverage = Coverage(detector="dry-run", complete=False, notes=["The process ended before it could report."])
+        return Answer(code=code or 1, report=Report(traces=[TraceSummary(path=job.name, coverage=coverage)]))
