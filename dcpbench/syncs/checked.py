@@ -1,0 +1,126 @@
+"""One test that is checked for synchronisation, live or by a dry run; what the fixture `cuda_syncs` gives."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING
+
+from dcpbench.errors import CapacityError
+from dcpbench.syncs.config import Allow
+from dcpbench.syncs.failure import text_of
+from dcpbench.syncs.frames import sites_of
+from dcpbench.syncs.model import Report
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from dcpbench.syncs.dry_run import DryRun
+    from dcpbench.syncs.frames import Sync
+    from dcpbench.syncs.live import Watch
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """The detector that is used, and why."""
+
+    name: str
+    words: str
+
+
+def resolve(mode: str) -> Mode:
+    """Which detector `auto`, `live`, `dry-run` or `off` means on this machine."""
+    if mode == "off":
+        return Mode("off", "not checked")
+    if mode == "dry-run":
+        return Mode("dry-run", "found by a dry run, as asked for")
+    import torch
+
+    if torch.cuda.is_available():
+        return Mode("live", f"seen live on {torch.cuda.get_device_name()}")
+    if mode == "live":
+        raise CapacityError("cuda_sync_mode = live needs a CUDA device, and there is none; use auto or dry-run.")
+    return Mode("dry-run", "found by a dry run, as there is no CUDA device")
+
+
+class Checked:
+    """What synchronises in a test function; its fixtures are left out."""
+
+    def __init__(self, mode: str, *, threads: str, allow: Sequence[str]) -> None:
+        """Takes the mode as typed; `allow` are globs over `module.function`, as of `dcpbench syncs scan --allow`."""
+        mode_ = resolve(mode)
+        self.mode = mode_.name
+        """`live`, `dry-run` or `off`."""
+        self.words = mode_.words
+        self._threads = threads
+        self._allow = [Allow(function=glob, or_range=True, reason="the test's mark", source="allow") for glob in allow]
+        self._stack = contextlib.ExitStack()
+        self._watch: Watch | None = None
+        self._run: DryRun | None = None
+        self._first = self._first_op = 0
+        self._last: int | None = None
+        self._ops = 0
+
+    @property
+    def syncs(self) -> list[Sync]:
+        """Of the test function so far, without those that are allowed or only may block."""
+        if self._watch is not None:
+            seen = self._watch.syncs
+        elif self._run is not None:
+            seen = self._run.syncs[self._first : self._last]
+        else:
+            seen = []
+        return [s for s in seen if not (s.may_block or s.allowed or self._allows(s))]
+
+    @property
+    def count(self) -> int:
+        """How many there are so far."""
+        return len(self.syncs)
+
+    @property
+    def unused(self) -> bool:
+        """The test function put nothing on the virtual GPU, so that its count says nothing."""
+        return self._run is not None and self._last is not None and not self._ops and not self.count
+
+    def text(self) -> str:
+        """Every line that synchronised, with its source, why it does and what helps."""
+        return text_of(self.syncs)
+
+    def report(self) -> Report:
+        """All that was seen, allowed or not, as `dcpbench syncs` shows it; of a dry run with the fixtures."""
+        if self._watch is not None:
+            return self._watch.report()
+        return self._run.report(program="test") if self._run is not None else Report()
+
+    def enter(self) -> None:
+        """The test's fixtures are about to be set up."""
+        if self.mode == "dry-run":
+            from dcpbench.syncs.dry_run import dry_run
+
+            self._run = self._stack.enter_context(dry_run())
+
+    def leave(self) -> None:
+        """The test's fixtures are gone."""
+        self._stack.close()
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """The test function runs."""
+        if self.mode == "live":
+            from dcpbench.syncs.live import Watch
+
+            self._watch = Watch(threads="all" if self._threads == "all" else "current")
+            with self._watch:
+                yield
+            return
+        if self._run is not None:
+            self._first, self._first_op = len(self._run.syncs), self._run.ops
+        try:
+            yield
+        finally:
+            if self._run is not None:
+                self._last, self._ops = len(self._run.syncs), self._run.ops - self._first_op
+
+    def _allows(self, sync: Sync) -> bool:
+        site = sites_of([sync])[0] if self._allow else None
+        return site is not None and any(entry.matches(site) for entry in self._allow)

@@ -1,0 +1,220 @@
+"""The pytest plugin: tests that must not synchronise with the GPU, or not often.
+
+    @pytest.mark.no_cuda_sync
+    @pytest.mark.max_cuda_syncs(2, allow=["engine.sampler.*"])
+    def test_step(): …
+
+    def test_counts(cuda_syncs): …; assert cuda_syncs.count == 1
+
+Every pytest run on a machine with dcpbench loads this file: it imports nothing but pytest until a test uses it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import unittest
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+    from dcpbench.syncs.checked import Checked
+
+MODES = ("auto", "live", "dry-run", "off")
+INI = "cuda_sync_mode"
+FIXTURE = "cuda_syncs"
+NO, MAX = "no_cuda_sync", "max_cuda_syncs"
+CHECKED: pytest.StashKey[Checked] = pytest.StashKey()
+COUNT = "cuda_syncs"
+UNUSED = "cuda_syncs_unused"
+"""Property of a test that put nothing on the virtual GPU."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option and the ini setting of one name."""
+    parser.addini(INI, "auto, live, dry-run or off: how CUDA synchronisation is looked for in marked tests")
+    parser.getgroup("dcpbench").addoption(
+        "--cuda-sync-mode", metavar="MODE", default=None,
+        help="How marked tests are checked for CUDA synchronisation: auto (live where there is a CUDA device, else by "
+        f"a dry run), live, dry-run or off. Default: {INI} of the ini file, else auto.",
+    )  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the marks, and refuses a mode that is none."""
+    config.addinivalue_line("markers", f"{NO}(*, allow=[], threads='current'): the test must not wait for the GPU.")
+    config.addinivalue_line(
+        "markers", f"{MAX}(n, *, allow=[], threads='current'): the test may wait for the GPU n times, not more often."
+    )
+    if mode_of(config) not in MODES:
+        raise pytest.UsageError(f"cuda_sync_mode = {mode_of(config)!r} is none of {', '.join(MODES)}")
+
+
+def mode_of(config: pytest.Config) -> str:
+    """The mode as typed, else as configured."""
+    return config.getoption("--cuda-sync-mode") or str(config.getini(INI)) or "auto"
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Reads every mark, so that a wrong one ends the run before the first test."""
+    for item in items:
+        _limit(item)
+
+
+def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest.Item]) -> list[str]:
+    """Says which detector is at work, where a test uses one."""
+    used = sum(_uses(item) for item in items)
+    if not used or mode_of(config) == "off":
+        return [f"cuda syncs: off, {used} tests are not checked"] if used else []
+    from dcpbench.syncs.checked import resolve
+
+    tests = "1 test" if used == 1 else f"{used} tests"
+    return [f"cuda syncs: {resolve(mode_of(config)).words}, {tests}"]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Fixtures run inside the dry run, too, as they make tensors on the GPU; what they wait for does not count."""
+    if _uses(item) and mode_of(item.config) != "off":
+        from dcpbench.syncs.checked import Checked
+
+        _, allow, threads = _limit(item)
+        item.stash[CHECKED] = Checked(mode_of(item.config), threads=threads, allow=allow)
+        item.stash[CHECKED].enter()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Ends the dry run behind the last fixture."""
+    try:
+        return (yield)
+    finally:
+        if CHECKED in item.stash:
+            item.stash[CHECKED].leave()
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
+    """Watches the test function, and nothing around it."""
+    if CHECKED not in pyfuncitem.stash:
+        return (yield)
+    with pyfuncitem.stash[CHECKED].calling():
+        result = yield
+    _judge(pyfuncitem)
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """The same for methods of unittest.TestCase, which call setUp and tearDown around themselves."""
+    cls = getattr(item, "cls", None)
+    if not isinstance(item, pytest.Function) or cls is None or not issubclass(cls, unittest.TestCase):
+        return (yield)
+    if CHECKED not in item.stash:
+        return (yield)
+    original = item.obj
+    item.obj = _watched(item, original)
+    if inspect.iscoroutinefunction(original):
+        # pytest leaves these to unittest, which takes them from the instance.
+        setattr(item.instance, item.name, item.obj)
+    try:
+        return (yield)
+    finally:
+        item.obj = original
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:  # noqa: ANN401  (a class private to pytest)
+    """A test that never touched the GPU has not been checked; say so."""
+    reports = [r for group in terminalreporter.stats.values() for r in group if isinstance(r, pytest.TestReport)]
+    unused = [r.nodeid for r in reports if r.when == "call" and (UNUSED, True) in r.user_properties]
+    if unused:
+        terminalreporter.section("cuda syncs")
+        terminalreporter.line("These tests put nothing on the virtual GPU, so that nothing could synchronise in them.")
+        terminalreporter.line("Let them make their tensors with device='cuda', inside the test or its fixtures.")
+        for nodeid in unused:
+            terminalreporter.line(f"  {nodeid}")
+
+
+@pytest.fixture(name=FIXTURE)
+def cuda_syncs(request: pytest.FixtureRequest) -> Checked:
+    """What synchronises with the GPU in this test: `count`, `syncs`, `text()` and `report()`."""
+    from dcpbench.syncs.checked import Checked
+
+    item: pytest.Item = request.node
+    return item.stash[CHECKED] if CHECKED in item.stash else Checked("off", threads="current", allow=())
+
+
+def _watched(item: pytest.Function, method: Callable[..., Any]) -> Callable[..., Any]:
+    if inspect.iscoroutinefunction(method):
+
+        @functools.wraps(method)
+        async def coroutine(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the test's own)
+            with item.stash[CHECKED].calling():
+                result = await method(*args, **kwargs)
+            _judge(item)
+            return result
+
+        return coroutine
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (likewise)
+        with item.stash[CHECKED].calling():
+            result = method(*args, **kwargs)
+        _judge(item)
+        return result
+
+    return call
+
+
+def _judge(item: pytest.Item) -> None:
+    """Fails the test where it synchronised more often than its mark allows; the lines are the message."""
+    checked, limit = item.stash[CHECKED], _limit(item)[0]
+    item.user_properties.append((COUNT, checked.count))
+    if checked.unused:
+        item.user_properties.append((UNUSED, True))
+    if limit is not None and checked.count > limit:
+        allowed = f"at most {limit}" if limit else "none"
+        times = "1 CUDA synchronisation" if checked.count == 1 else f"{checked.count} CUDA synchronisations"
+        pytest.fail(f"{times} where {allowed} may be, {checked.words}:\n\n{checked.text()}", pytrace=False)
+
+
+def _uses(item: pytest.Item) -> bool:
+    return _mark(item) is not None or FIXTURE in getattr(item, "fixturenames", ())
+
+
+def _mark(item: pytest.Item) -> pytest.Mark | None:
+    """The mark that is closest to the test: its own comes before its class's."""
+    return next((mark for mark in item.iter_markers() if mark.name in {NO, MAX}), None)
+
+
+def _limit(item: pytest.Item) -> tuple[int | None, tuple[str, ...], str]:
+    """(synchronisations that may be, functions that may synchronise, threads) of a test; None for any number."""
+    mark = _mark(item)
+    if mark is None:
+        return None, (), "current"
+    try:
+        return (_no if mark.name == NO else _max)(*mark.args, **mark.kwargs)
+    except (TypeError, ValueError) as error:
+        usage = f"{NO} or {NO}(allow=['engine.sampler.*'])" if mark.name == NO else f"{MAX}(2)"
+        reason = str(error).replace("_no()", NO).replace("_max()", MAX)
+        raise pytest.UsageError(f"{item.nodeid}: {reason}; write @pytest.mark.{usage}") from None
+
+
+def _no(*, allow: Sequence[str] = (), threads: str = "current") -> tuple[int, tuple[str, ...], str]:
+    return _max(0, allow=allow, threads=threads)
+
+
+def _max(n: int, *, allow: Sequence[str] = (), threads: str = "current") -> tuple[int, tuple[str, ...], str]:
+    given: object = n
+    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+        raise ValueError(f"{n!r} is no number of synchronisations")
+    globs: Sequence[object] = allow
+    if isinstance(allow, str) or not all(isinstance(glob, str) and glob.strip() for glob in globs):
+        raise ValueError(f"allow={allow!r} is no list of globs")
+    if threads not in {"current", "all"}:
+        raise ValueError(f"threads={threads!r} is neither 'current' nor 'all'")
+    return n, tuple(allow), threads
