@@ -1,0 +1,306 @@
+"""Ordinary and difficult programs in a dry run: they must run, compute what they would, and wait where they would."""
+
+import copy
+import io
+import pickle
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dcpbench.syncs.device_tensor import DeviceTensor
+from dcpbench.syncs.dry_run import DryRun, dry_run
+
+
+@pytest.fixture
+def run() -> Iterator[DryRun]:
+    """A dry run around the test."""
+    with dry_run() as seen:
+        yield seen
+
+
+def rules(run: DryRun) -> list[str]:
+    """Rules of the waits so far, in order; what only may block is left out."""
+    return [sync.rule for sync in run.syncs if not sync.may_block]
+
+
+class TestModules:
+    def test_training_waits_for_nothing_and_learns_as_on_the_host(self, run: DryRun) -> None:
+        """The same three AdamW steps on both; parameters stay the same objects when the module moves."""
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3))
+        host, x, y = copy.deepcopy(layers), torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
+        optimizer = torch.optim.AdamW(layers.parameters())
+        layers.cuda()
+        x_gpu, y_gpu = x.cuda(), y.cuda()
+        run.syncs.clear()
+        for model, inputs, labels, steps in (
+            (layers, x_gpu, y_gpu, optimizer), (host, x, y, torch.optim.AdamW(host.parameters()))
+        ):  # fmt: skip
+            for _ in range(3):
+                F.cross_entropy(model(inputs), labels).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                steps.step()
+                steps.zero_grad()
+        assert rules(run) == []
+        assert all(isinstance(p, nn.Parameter) and p.is_cuda for p in layers.parameters())
+        for mine, theirs in zip(layers.parameters(), host.parameters(), strict=True):
+            torch.testing.assert_close(mine.detach().cpu(), theirs.detach())
+
+    def test_attention_needs_no_wait(self, run: DryRun) -> None:
+        embedding = nn.Embedding(10, 16, device="cuda")
+        attention = nn.MultiheadAttention(16, 4, batch_first=True, device="cuda")
+        x = embedding(torch.arange(6, device="cuda").view(2, 3))
+        attention(x, x, x)[0].sum().backward()
+        q = torch.randn(2, 4, 8, 16, device="cuda", requires_grad=True)
+        F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+        assert q.grad is not None
+        assert q.grad.is_cuda
+        assert rules(run) == []
+
+    @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+    def test_recurrent_layers_compute_what_they_do_on_the_host(self, run: DryRun, kind: type[nn.RNNBase]) -> None:
+        """GPUs have a fused cell that the CPU has not."""
+        layer = kind(4, 5)
+        x = torch.randn(3, 2, 4)
+        expected = layer(x)[0]
+        expected.sum().backward()
+        grads = [p.grad for p in layer.parameters()]
+        device = copy.deepcopy(layer).cuda()
+        device.zero_grad()
+        x = x.cuda()
+        run.syncs.clear()
+        out = device(x)[0]
+        out.sum().backward()
+        assert rules(run) == []
+        torch.testing.assert_close(out.detach().cpu(), expected.detach())
+        for parameter, grad in zip(device.parameters(), grads, strict=True):
+            assert parameter.grad is not None
+            torch.testing.assert_close(parameter.grad.cpu(), grad)
+
+    def test_a_module_goes_there_and_back_with_a_copy_for_each_parameter(self, run: DryRun) -> None:
+        module = nn.Linear(2, 2)
+        weight = module.weight
+        module.cuda().half().cpu()
+        assert rules(run) == ["SYNC004", "SYNC004", "SYNC003", "SYNC003"]
+        assert module.weight is weight
+        assert type(weight) is nn.Parameter
+
+    def test_parameters_move_through_their_data(self, run: DryRun) -> None:
+        parameter = nn.Parameter(torch.ones(3))
+        parameter.data = parameter.data.cuda()
+        assert (parameter.is_cuda, isinstance(parameter, nn.Parameter)) == (True, True)
+        parameter.data = parameter.data.half()
+        assert parameter.dtype == torch.half
+        parameter.data = parameter.data.cpu()
+        assert not parameter.is_cuda
+        assert rules(run) == ["SYNC004", "SYNC003"]
+
+    def test_gradient_scaling_reads_one_flag_a_step(self, run: DryRun) -> None:
+        model, scaler = nn.Linear(3, 3, device="cuda"), torch.amp.GradScaler("cuda")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with torch.autocast("cuda", dtype=torch.float16):
+            y = model(torch.ones(2, 3, device="cuda"))
+        assert y.dtype == torch.float16
+        scaler.scale(y.float().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert rules(run) == ["SYNC001"]
+
+
+class TestTensors:
+    def test_views_share_values_and_shapes_follow(self, run: DryRun) -> None:
+        x = torch.zeros(4, 6, device="cuda")
+        x[1:3].view(2, 2, 3).transpose(0, 1).add_(1)
+        assert x.t_().shape == (6, 4)
+        assert x.unsqueeze_(0).shape == (1, 6, 4)
+        assert rules(run) == []
+        assert x.sum().item() == 12
+        assert x.resize_(8, 8).shape == (8, 8)
+        out = torch.empty(0, device="cuda")
+        torch.add(torch.ones(3, device="cuda"), 1, out=out)
+        assert out.tolist() == [2, 2, 2]
+
+    def test_what_stays_on_the_device_is_the_same_object(self, run: DryRun) -> None:
+        x = torch.ones(3, device="cuda")
+        assert x.to("cuda") is x
+        assert x.cuda() is x
+        assert x.to(torch.bfloat16).long().dtype == torch.long
+        assert copy.copy(x).data_ptr() == x.data_ptr() != copy.deepcopy(x).data_ptr()
+        assert run.syncs == []
+
+    def test_a_number_through_indices_is_copied_and_a_masked_fill_is_not(self, run: DryRun) -> None:
+        x = torch.zeros(4, device="cuda")
+        index = torch.zeros(2, dtype=torch.long).to("cuda")
+        run.syncs.clear()
+        x[x < 1] = 2.0
+        x[0:2] = 1.0
+        torch.where(x > 1, x, 0.0)
+        assert rules(run) == []
+        x[index] = 5.0
+        x[torch.tensor([1, 2])]
+        assert rules(run) == ["SYNC004", "SYNC004"]
+
+    def test_numpy_and_mixed_devices_fail_as_on_a_gpu(self, run: DryRun) -> None:
+        x = torch.ones(3, device="cuda")
+        with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
+            x.numpy()
+        with pytest.raises(TypeError, match="can't convert cuda:0"):
+            np.asarray(x)
+        with pytest.raises(RuntimeError, match="same device"):
+            _ = x + torch.ones(3)
+        with pytest.raises(RuntimeError, match="cannot pin"):
+            x.pin_memory()
+        assert run.syncs == []
+
+    def test_formatting_reads_the_value(self, run: DryRun) -> None:
+        x = torch.full((), 3, device="cuda")
+        assert f"{x} {x:d}" == "3 3"
+        assert rules(run) == ["SYNC001", "SYNC001"]
+
+    def test_lists_of_device_values_are_read_one_by_one(self, run: DryRun) -> None:
+        x = torch.arange(3, device="cuda")
+        assert torch.tensor([x[0], x[1]]).tolist() == [0, 1]
+        assert rules(run) == ["SYNC001", "SYNC001"]
+
+    def test_inference_mode_is_no_different(self, run: DryRun) -> None:
+        """There composed operators arrive whole, and views of ordinary tensors stay ordinary."""
+        x, layer = torch.randn(3, 3, device="cuda"), nn.Linear(3, 3, device="cuda")
+        with torch.inference_mode():
+            y = layer(x).t().reshape(-1)[1:]
+            y.add_(1)
+            x[0].mul_(2)
+            assert not x.t().is_inference()
+            F.one_hot(torch.ones(2, dtype=torch.long, device="cuda"), 3)
+            assert rules(run) == []
+            bool((x > 0).all())
+            torch.ones(2).cuda()
+            y.to("cpu")
+        assert rules(run) == ["SYNC001", "SYNC004", "SYNC003"]
+
+    def test_pickles_go_through_the_host(self, run: DryRun) -> None:
+        x = torch.ones(3, device="cuda")
+        again = pickle.loads(pickle.dumps(x))  # noqa: S301 - our own bytes
+        assert again.is_cuda
+        assert rules(run) == ["SYNC003", "SYNC004"]
+
+    def test_checkpoints_load_where_they_are_sent(self, run: DryRun) -> None:
+        file = io.BytesIO()
+        torch.save({"weight": torch.ones(3, device="cuda"), "step": 3}, file)
+        for where, is_cuda in ((None, True), ("cuda", True)):
+            file.seek(0)
+            assert torch.load(file, map_location=where)["weight"].is_cuda is is_cuda
+        host = io.BytesIO()
+        torch.save(torch.ones(3), host)
+        host.seek(0)
+        run.syncs.clear()
+        assert isinstance(torch.load(host, map_location="cuda:0"), DeviceTensor)
+        assert rules(run) == ["SYNC004"]
+
+
+@torch.library.custom_op("dcpbench_test::add_sum", mutates_args=())
+def add_sum(x: torch.Tensor) -> torch.Tensor:
+    """An operator with a Python body that reads a value."""
+    return x + int(x.sum())
+
+
+class TestPrograms:
+    def test_a_custom_operators_body_is_seen(self, run: DryRun) -> None:
+        y = add_sum(torch.ones(3, device="cuda"))
+        assert y.is_cuda
+        assert [(s.rule, s.function) for s in run.syncs] == [("SYNC001", "add_sum")]
+
+    def test_an_autograd_functions_backward_is_seen(self, run: DryRun) -> None:
+        class Square(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.save_for_backward(x)
+                return x * x
+
+            @staticmethod
+            def backward(ctx, grad):
+                (x,) = ctx.saved_tensors
+                return grad * 2 * x if (x > 0).all() else grad
+
+        x = torch.ones(3, device="cuda", requires_grad=True)
+        Square.apply(x).sum().backward()
+        assert [(s.rule, s.function) for s in run.syncs] == [("SYNC001", "backward")]
+
+    def test_a_graphs_replay_computes_again(self, run: DryRun) -> None:
+        x, graph = torch.zeros(3, device="cuda"), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            z = (x + 1) * 2
+        run.syncs.clear()
+        x.fill_(4)
+        graph.replay()
+        assert rules(run) == []
+        assert z.tolist() == [10, 10, 10]
+
+    def test_pools_of_threads_are_seen(self, run: DryRun) -> None:
+        with ThreadPoolExecutor(2) as pool:
+            sums = list(pool.map(lambda i: torch.full((2,), i, device="cuda").sum().item(), range(4)))
+        assert sums == [0, 2, 4, 6]
+        assert rules(run) == ["SYNC001"] * 4
+
+    def test_a_loader_pins_so_that_its_copies_need_not_wait(self, run: DryRun) -> None:
+        data = TensorDataset(torch.ones(4, 2))
+        for (batch,) in DataLoader(data, batch_size=2, pin_memory=True):
+            assert batch.cuda(non_blocking=True).is_cuda
+        assert run.syncs == []
+
+    def test_compiled_functions_run_eagerly(self, run: DryRun) -> None:
+        @torch.compile(dynamic=True)
+        def total(x):
+            return x.sum().item()
+
+        assert total(torch.ones(3, device="cuda")) == 3
+        assert rules(run) == ["SYNC001"]
+
+    def test_generators_and_default_devices_are_the_virtual_gpus(self, run: DryRun) -> None:
+        generator = torch.Generator(device="cuda").manual_seed(1)
+        assert generator.device == torch.device("cuda:0")
+        a = torch.randn(3, device="cuda", generator=generator)
+        torch.set_default_device("cuda")
+        try:
+            b = torch.ones(3)
+        finally:
+            torch.set_default_device(None)
+        assert (a.is_cuda, b.is_cuda) == (True, True)
+        assert run.syncs == []
+
+    def test_narrow_dtypes_that_the_cpu_lacks_still_run(self, run: DryRun) -> None:
+        """Integer histograms exist on GPUs alone; with both limits given there is nothing to wait for."""
+        counts = torch.histc(torch.tensor([0, 1, 1], dtype=torch.int32).cuda(), bins=2, min=0, max=1)
+        run.syncs.clear()
+        assert counts.dtype == torch.int32
+        assert counts.tolist() == [1, 2]
+        assert rules(run) == ["SYNC003"]
+
+
+class TestTransformers:
+    def test_a_small_model_generates_and_its_waits_have_lines(self, run: DryRun) -> None:
+        """Each of six tokens asks once whether all sequences are finished; the result is that of the host."""
+        transformers = pytest.importorskip("transformers")
+        config = transformers.LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config).eval()
+        ids = torch.arange(10).view(2, 5)
+        settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        assert run.syncs == []
+        model.cuda()
+        tokens = ids.cuda()
+        mask = torch.ones_like(tokens)
+        run.syncs.clear()
+        out = model.generate(tokens, attention_mask=mask, **settings)
+        assert out.is_cuda
+        assert "transformers" in {s.file.split("/site-packages/")[-1].split("/")[0] for s in run.syncs}
+        assert all(s.user is not None for s in run.syncs)
+        assert torch.equal(out.cpu(), expected)
