@@ -11,97 +11,107 @@ import difflib
 import itertools
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import msgspec
 import torch
+from torch._C._profiler import _ExperimentalConfig
 
 from dcpbench.ranges import PHASES
-from dcpbench.records import Phases
+from dcpbench.records import Phases, SyncSite
+from dcpbench.syncs.columns import read_columns
+from dcpbench.syncs.intervals import match
+from dcpbench.syncs.model import order
+from dcpbench.syncs.python_lines import Repository
+from dcpbench.syncs.reading import TraceReader
+from dcpbench.syncs.rules import ALLOCATION
+from dcpbench.syncs.scan import analyse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dcpbench.syncs.columns import Columns
+    from dcpbench.syncs.model import Site
+
 STEP_RANGE = "dcpbench_step"
 OTHER = "other"
 """Kernels that no range claims, as index building before the first layer."""
-HOST_BLOCKING = (
-    "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy",
-    "cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize",
-)  # fmt: skip
-"""Runtime and driver calls that wait for the GPU."""
-ALLOCATING = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost", "cuMemCreate", "cuMemMap", "cuMemUnmap")
-"""Calls that wait, too, and that the caching allocator makes while it grows. In an eager step they say nothing of the
-graph, which has its memory; in a replayed one they count."""
+EAGER_STEPS = 3
+"""Of which the first is warm-up to the scanner."""
 
 
-class Event(msgspec.Struct):
-    """The fields of a Kineto trace event that are used here."""
+class Kernel(NamedTuple):
+    """GPU work of a step, and the moment and thread of its launch. Microseconds."""
 
-    name: str = ""
-    ph: str = ""
-    cat: str = ""
-    ts: float = 0.0
-    dur: float = 0.0
-    tid: int | str = 0
-    args: dict[str, msgspec.Raw] = {}
-
-    def correlation(self) -> int:
-        """Number shared by a launch and what it launched."""
-        return msgspec.json.decode(self.args.get("correlation", b"-1"))
+    name: str
+    ts: float
+    dur: float
+    launched: float
+    thread: int
 
 
-class Trace(msgspec.Struct):
-    """A Kineto Chrome trace."""
+class Around(NamedTuple):
+    """A range of the host."""
 
-    traceEvents: list[Event]  # noqa: N815 - the file's name
+    name: str
+    start: float
+    end: float
+    thread: int
+
+    def launched(self, kernel: Kernel) -> bool:
+        """Whether a kernel was launched inside it."""
+        return self.thread == kernel.thread and self.start <= kernel.launched <= self.end
 
 
 class Kernels:
-    """GPU work of profiled steps, and the host calls that launched it."""
+    """GPU work of profiled steps, in the order in which it ran, and the ranges that it was launched in."""
 
-    def __init__(self, trace: Trace) -> None:
-        by_category: dict[str, list[Event]] = {}
-        for event in trace.traceEvents:
-            if event.ph == "X":
-                by_category.setdefault(event.cat, []).append(event)
-        self.calls = by_category.get("cuda_runtime", []) + by_category.get("cuda_driver", [])
-        gpu = [e for cat in ("kernel", "gpu_memcpy", "gpu_memset") for e in by_category.get(cat, [])]
-        ranges = by_category.get("user_annotation", [])
-        self.step_ranges = sorted((e for e in ranges if e.name == STEP_RANGE), key=lambda e: e.ts)
-        self.phase_ranges = [e for e in ranges if e.name in PHASES]
-        self.launch = {e.correlation(): e for e in self.calls}
-        self.steps = [self._step(gpu, step) for step in self.step_ranges]
+    def __init__(self, columns: Columns) -> None:
+        gpu, calls, ranges = (columns.tables[name] for name in ("gpu", "calls", "ranges"))
+        launch = match(calls.correlation, gpu.correlation)
+        work = sorted(
+            (
+                Kernel(columns.names[name], start, end - start, calls.start[row], calls.thread[row])
+                for name, start, end, row in zip(gpu.name, gpu.start, gpu.end, launch, strict=True)
+                if row >= 0
+            ),
+            key=lambda k: k.ts,
+        )
+        named = zip([columns.names[n] for n in ranges.name], ranges.start, ranges.end, ranges.thread, strict=True)
+        around = [Around(*r) for r in named]
+        self.phases = [r for r in around if r.name in PHASES]
+        steps = sorted((r for r in around if r.name == STEP_RANGE), key=lambda r: r.start)
+        self.steps = [[k for k in work if step.launched(k)] for step in steps]
 
-    def _step(self, gpu: list[Event], step: Event) -> list[Event]:
-        """GPU events launched inside one step range, in the order in which they ran."""
-        mine = [e for e in gpu if (call := self.launch.get(e.correlation())) is not None and _inside(call, step)]
-        return sorted(mine, key=lambda e: e.ts)
-
-    def blocking_calls(self, step: int, names: tuple[str, ...] = HOST_BLOCKING) -> list[str]:
-        """Names of host-blocking calls inside one step; pageable copies wait, too."""
-        inside = [c.name for c in self.calls if c.name in names and _inside(c, self.step_ranges[step])]
-        return inside + [e.name for e in self.steps[step] if "Pageable" in e.name]
-
-    def phase_of(self, event: Event) -> str:
-        """Range that the event's launch lies in."""
-        call = self.launch[event.correlation()]
-        return next((r.name for r in self.phase_ranges if _inside(call, r)), OTHER)
+    def phase_of(self, kernel: Kernel) -> str:
+        """Range that the kernel's launch lies in."""
+        return next((r.name for r in self.phases if r.launched(kernel)), OTHER)
 
 
-def _inside(inner: Event, outer: Event) -> bool:
-    return inner.tid == outer.tid and outer.ts <= inner.ts <= outer.ts + outer.dur
+class Pass(NamedTuple):
+    """One profiled pass: its kernels, and where the host waited."""
+
+    kernels: Kernels
+    sites: list[Site]
 
 
-def record(step: Callable[[], None], steps: int, *, enabled: bool) -> Kernels | None:
-    """Profile `steps` steps on this rank; ranks that are not `enabled` only run them."""
+def record(step: Callable[[], None], steps: int, *, enabled: bool, stacks: bool) -> Pass | None:
+    """Profile `steps` steps on this rank; ranks that are not `enabled` only run them.
+
+    Args:
+        step: One step.
+        steps: How often it runs.
+        enabled: Whether this rank records.
+        stacks: Python stacks, which name the line of a synchronisation and slow the host down.
+    """
     if not enabled:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
         return None
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(
+        activities=activities, with_stack=stacks, experimental_config=_ExperimentalConfig(enable_cuda_sync_events=True)
+    ) as profiler:
         for _ in range(steps):
             with torch.profiler.record_function(STEP_RANGE):
                 step()
@@ -109,24 +119,32 @@ def record(step: Callable[[], None], steps: int, *, enabled: bool) -> Kernels | 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return Kernels(msgspec.json.decode(path.read_bytes(), type=Trace))
+        return read_pass(path)
+
+
+def read_pass(path: Path) -> Pass:
+    """A profiled pass from its trace."""
+    reader = TraceReader(path)
+    columns = read_columns(reader.blocks(), reader.trouble)
+    _, sites = analyse(columns, path.name, Repository(Path.cwd()), step_range=f"^{STEP_RANGE}$")
+    return Pass(Kernels(columns), sites)
 
 
 def profile_step(
     eager: Callable[[], None], replay: Callable[[], None], steps: int = 3, *, enabled: bool
-) -> tuple[Phases, list[str]] | None:
-    """(phases, names of host-blocking calls in a step) of this rank, or None where it is not `enabled`.
+) -> tuple[Phases, list[SyncSite]] | None:
+    """(phases, where the host waited in a step) of this rank, or None where it is not `enabled`.
 
     The first profiled step of each pass is left out, as the profiler's own start-up falls into it, and so is the last
-    replay, which no other follows: a step lasts until the next one's first kernel.
+    replay for the phases, which no other follows: a step lasts until the next one's first kernel.
     """
-    launched = record(eager, 2, enabled=enabled)
-    replayed = record(replay, steps + 2, enabled=enabled)
+    launched = record(eager, EAGER_STEPS, enabled=enabled, stacks=True)
+    replayed = record(replay, steps + 2, enabled=enabled, stacks=False)
     if launched is None or replayed is None:
         return None
-    pattern = [(e.name, launched.phase_of(e)) for e in launched.steps[-1]]
+    pattern = [(k.name, launched.kernels.phase_of(k)) for k in launched.kernels.steps[-1]]
     sums: dict[str, float] = {}
-    for kernels, following in itertools.pairwise(replayed.steps[1:]):
+    for kernels, following in itertools.pairwise(replayed.kernels.steps[1:]):
         for name, us in _attribute(kernels, _label(kernels, pattern), following[0].ts).items():
             sums[name] = sums.get(name, 0.0) + us / steps
     idle = sums.pop("idle")
@@ -137,13 +155,31 @@ def profile_step(
         phase_us=dict(sorted(sums.items(), key=lambda item: order[item[0]])),
         idle_us=idle,
         idle_fraction=idle / step_us if step_us else 0.0,
-        kernels=len(replayed.steps[-1]),
+        kernels=len(replayed.kernels.steps[-1]),
         steps=steps,
     )
-    return phases, launched.blocking_calls(-1) + replayed.blocking_calls(1, HOST_BLOCKING + ALLOCATING)
+    return phases, sync_sites(launched.sites, "eager") + sync_sites(replayed.sites, "replay")
 
 
-def _label(kernels: list[Event], pattern: list[tuple[str, str]]) -> list[str]:
+def sync_sites(sites: list[Site], where: Literal["eager", "replay"]) -> list[SyncSite]:
+    """Sites of a steady step, worst first, as a record holds them.
+
+    What frees memory does not count in an eager step, where the caching allocator grows and shrinks; a graph has its
+    memory, so in a replayed step it does.
+    """
+    aside = ALLOCATION.id if where == "eager" else ""
+    mine = [s for s in sites if not (s.own or s.may_block or s.warmup_only or s.rule == aside)]
+    return [
+        SyncSite(
+            found_in=where, rule=s.rule, kind=s.kind, call=s.call, op=s.op, function=s.function,
+            file=s.file, line=s.line, per_step=s.count_per_step or 0.0, wait_us=s.wait_median_us or 0.0,
+            bubble_us=None if s.bubble_us is None else s.bubble_us / s.count,
+        )
+        for s in sorted(mine, key=order)
+    ]  # fmt: skip
+
+
+def _label(kernels: list[Kernel], pattern: list[tuple[str, str]]) -> list[str]:
     """Phase of each kernel by its place in the eager pass; what does not line up is `other`."""
     names = [e.name for e in kernels]
     expected = [name for name, _ in pattern]
@@ -156,7 +192,7 @@ def _label(kernels: list[Event], pattern: list[tuple[str, str]]) -> list[str]:
     return labels
 
 
-def _attribute(kernels: list[Event], labels: list[str], end_of_step: float) -> dict[str, float]:
+def _attribute(kernels: list[Kernel], labels: list[str], end_of_step: float) -> dict[str, float]:
     """Every microsecond until `end_of_step` to one phase or to `idle`; where kernels overlap, to the earlier one."""
     sums = {"idle": 0.0}
     reached = kernels[0].ts if kernels else 0.0

@@ -108,6 +108,27 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
 
 
+class SyncSite(msgspec.Struct, frozen=True, kw_only=True):
+    """A place where the host waited for the GPU in a profiled step (`dcpbench syncs`), profiled on rank 0."""
+
+    found_in: str
+    """`eager`, where a captured graph would hide it, or `replay`."""
+    rule: str
+    """Id such as SYNC001; docs/syncs.md has a sentence for each."""
+    kind: str
+    call: str
+    """Runtime call that blocked."""
+    op: str = ""
+    function: str = ""
+    file: str = ""
+    line: int | None = None
+    per_step: float
+    wait_us: float
+    """Median of one occurrence; profiled, so no share of `step_ms`."""
+    bubble_us: float | None = None
+    """Mean GPU idle time of one occurrence, an upper bound."""
+
+
 class Kv(msgspec.Struct, frozen=True, kw_only=True):
     """KV cache of the point."""
 
@@ -199,7 +220,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Metrics | None = None
     phases: Phases | None = None
     host_syncs_per_step: float | None = None
-    """Host-blocking CUDA calls inside one step, from the profiled pass; `detail["host_syncs"]` names them."""
+    """Host-blocking CUDA calls inside one step, from the profiled pass."""
+    sync_sites: list[SyncSite] = []
+    """Where they are, worst first; at most 8."""
     allocations_per_step: float | None = None
     """Calls to the CUDA allocator (cudaMalloc and its like) while the steps were timed, divided by the steps."""
     host_plan_us: float | None = None

@@ -61,7 +61,7 @@ MARKS = {
     "throttled": "the GPU lowered its clocks for heat or power while the point was measured.",
     "cpu": "functional run on a CPU; not a performance number.",
     "l2_warm": "weights or KV cache are so small that they may stay in the L2 cache, which flatters the time.",
-    "host_sync": "the host waited for the GPU inside the step; the record's detail names the calls.",
+    "host_sync": "the host waited for the GPU inside the step; `Where the host waited` names the lines.",
     "allocates": "memory was allocated from CUDA while steps were timed.",
     "gpu_idle": "no kernel ran during more than 3 % of the profiled step.",
     "graph_differs": "the captured graph and the eager step do not compute the same: do not use this point.",
@@ -139,7 +139,7 @@ def phases(points: pd.DataFrame) -> list[str]:
         said.append(
             "No step made the host wait for the GPU."
             if most == 0
-            else f"Up to {number(most, 3)} calls in a step made the host wait for the GPU; see the table."
+            else f"Up to {number(most, 3)} calls in a step made the host wait for the GPU; the tables say where."
         )
     if points["idle_us"].isna().any():
         said.append("A dash means that the point had no profiled pass, or that the device has no such number.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.reports import explain, findings, tables
+from dcpbench.reports import explain, findings, sync_sites, tables
 
 if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
@@ -53,7 +53,7 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
         Section(
             slug="time", title="Where a step's time goes",
             paragraphs=explain.phases(points), pictures=[p for p in pictures if p.kind == "phases"],
-            tables=[tables.steps(points)],
+            tables=[tables.steps(points), sync_sites.table(frames)],
         ),
         Section(
             slug="kv", title="KV capacity and what bounded it",

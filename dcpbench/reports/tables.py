@@ -74,7 +74,7 @@ def with_interval(value: float | None, low: float | None, high: float | None, di
 
 def best(found: pd.DataFrame) -> Table:
     """Best layout per load."""
-    return _table(
+    return make_table(
         "Highest throughput of each load",
         found,
         [
@@ -90,7 +90,7 @@ def best(found: pd.DataFrame) -> Table:
 
 def ratios(found: pd.DataFrame) -> Table:
     """DCP against its baseline."""
-    return _table(
+    return make_table(
         "Throughput with DCP over that of the same layout without it",
         found,
         [
@@ -106,7 +106,7 @@ def ratios(found: pd.DataFrame) -> Table:
 
 def points(found: pd.DataFrame) -> Table:
     """Every point's numbers."""
-    return _table(
+    return make_table(
         "Medians; 95 % interval in brackets",
         found,
         [
@@ -131,7 +131,7 @@ def points(found: pd.DataFrame) -> Table:
 
 def steps(found: pd.DataFrame) -> Table:
     """What the profiled pass saw."""
-    return _table(
+    return make_table(
         "One step, from the profiled pass",
         found,
         [
@@ -150,7 +150,7 @@ def steps(found: pd.DataFrame) -> Table:
 
 def kv(found: pd.DataFrame) -> Table:
     """KV capacity per layout."""
-    return _table(
+    return make_table(
         "KV cache by layout (the point with the largest pool)",
         found,
         [
@@ -188,13 +188,14 @@ def others(found: pd.DataFrame) -> Table:
         ("reason", lambda r: text(r["reason"])),
         ("detail", lambda r: text(r["detail"])),
     ]
-    return _table("Failed, hung and rejected points", pd.DataFrame(rows), columns, text_columns=6, optional=("detail",))
+    title = "Failed, hung and rejected points"
+    return make_table(title, pd.DataFrame(rows), columns, text_columns=6, optional=("detail",))
 
 
 def repeats(found: pd.DataFrame) -> Table:
     """Points whose repeats disagree."""
     apart = found[found["apart"] > REPEATS_AGREE_WITHIN].sort_values("apart", ascending=False) if len(found) else found
-    return _table(
+    return make_table(
         f"Points whose repeats differ by more than {REPEATS_AGREE_WITHIN * 100:.0f} %",
         apart,
         [
@@ -221,7 +222,7 @@ def honesty(found: pd.DataFrame) -> Table:
                 "error": group["attention_error"].max(), "peak": group["memory_peak_bytes"].max(),
             }
         )  # fmt: skip
-    return _table(
+    return make_table(
         "What stood behind the numbers",
         pd.DataFrame(rows),
         [
@@ -274,7 +275,7 @@ def environment(frames: Frames) -> Table:
 Column = tuple[str, "Callable[[Any], str]"]
 
 
-def _table(
+def make_table(
     title: str,
     found: pd.DataFrame,
     columns: list[Column],

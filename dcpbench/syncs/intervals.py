@@ -52,7 +52,8 @@ def chains(table: Table, moments: Floats, threads: Ints) -> list[Ints]:
         mine = np.flatnonzero(threads == thread)
         moment, row = containing(table.start[rows], table.end[rows], moments[mine])
         first = np.flatnonzero(np.diff(moment, prepend=-1))
-        for i, begin, end in zip(mine[moment[first]], first, [*first[1:], len(moment)], strict=True):
+        last = np.append(first[1:], len(moment))[: len(first)]
+        for i, begin, end in zip(mine[moment[first]], first, last, strict=True):
             found[i] = rows[row[begin:end]]
     return found
 

@@ -79,6 +79,13 @@ def scan_one(
             progress(f"{path.name}: {events:,} events")
 
     columns = read_columns(reader.blocks(), reader.trouble, count)
+    return analyse(columns, str(path), repository, rank=reader.rank, step_range=step_range)
+
+
+def analyse(
+    columns: Columns, name: str, repository: Repository, *, rank: int | None = None, step_range: str | None = None
+) -> tuple[TraceSummary, list[Site]]:
+    """Summary and sites of what was read of one trace."""
     ranges = _ranges(columns)
     steps = find_steps(ranges, step_range)
     blocking = find_blocking(columns)
@@ -87,11 +94,11 @@ def scan_one(
     busy, idle = busy_and_idle(columns)
     has_gpu = bool(len(columns.tables["gpu"]))
     summary = TraceSummary(
-        path=str(path), rank=reader.rank, steps=len(steps) or None, span_us=_span(columns),
+        path=name, rank=rank, steps=len(steps) or None, span_us=_span(columns),
         gpu_busy_us=busy if has_gpu else None, gpu_idle_us=idle if has_gpu else None,
         coverage=coverage(columns, steps, stacks),
     )  # fmt: skip
-    return summary, make_sites(str(path), found, len(steps))
+    return summary, make_sites(name, found, len(steps))
 
 
 def _ranges(columns: Columns) -> list[Range]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dcpbench.engine.decode import Batch, DecodeEngine, Request
     from dcpbench.jobs import Settings
     from dcpbench.measure import Timing
-    from dcpbench.records import Environment, Gpu, Phases, Point
+    from dcpbench.records import Environment, Gpu, Phases, Point, SyncSite
     from dcpbench.workloads.session import Session
 
 TOKEN_STEP = 7919
@@ -40,6 +40,8 @@ MOST_DRIFT = 0.01
 MOST_IDLE = 0.03
 MOST_GRAPH_ERROR = 1e-3
 """Limits past which a point is marked; reports/explain.py says them in words."""
+WORST_SITES = 8
+"""Sites of synchronisation that a record keeps."""
 PLANS = 5
 """Plans timed for `host_plan_us`."""
 
@@ -49,8 +51,8 @@ class Profile:
     """What the separate pass found; empty on ranks other than 0 and with --no-profile."""
 
     phases: Phases | None = None
-    host_syncs: list[str] | None = None
-    """Names of host-blocking calls in one step."""
+    sync_sites: list[SyncSite] | None = None
+    """Where the host waited, worst first; None without a GPU or a profiled pass."""
 
 
 def run(
@@ -90,17 +92,17 @@ def run(
     finally:
         for request in requests:
             engine.release(request)
-    syncs = profile.host_syncs
+    sites = profile.sync_sites
     return Record(
         point=point,
         outcome="ok",
-        detail={"host_syncs": ", ".join(sorted(syncs))} if syncs else {},
         marks=_marks(point, device) + _timing_marks(timing, gpu) + _step_marks(profile, allocated, graph_error)
         + _cache_marks(session, l2_bytes)
         + _accuracy_marks(error, point.dtype),
         metrics=metrics.decode_metrics(timing.samples_ms, point.concurrency, point.tp),
         phases=profile.phases,
-        host_syncs_per_step=None if syncs is None else float(len(syncs)),
+        host_syncs_per_step=None if sites is None else sum(s.per_step for s in sites),
+        sync_sites=(sites or [])[:WORST_SITES],
         allocations_per_step=allocated / len(timing.samples_ms) if device.type == "cuda" else None,
         host_plan_us=plan_us,
         kv=kv,
@@ -201,7 +203,7 @@ def _profile(engine: DecodeEngine, batch: Batch) -> Profile:
     if engine.device.type != "cuda":
         return Profile(phases=profile_cpu_step(lambda: engine.step(batch), enabled=first))
     found = profile_step(lambda: engine.run(batch), lambda: engine.step(batch), enabled=first)
-    return Profile(phases=found[0], host_syncs=found[1]) if found else Profile()
+    return Profile(phases=found[0], sync_sites=found[1]) if found else Profile()
 
 
 def _kv(session: Session, point: Point, bounded_by: str, engine: DecodeEngine) -> Kv:
@@ -237,9 +239,9 @@ def _timing_marks(timing: Timing, gpu: Gpu | None) -> list[str]:
 
 def _step_marks(profile: Profile, allocated: int, graph_error: float | None) -> list[str]:
     marks = {
-        "host_sync": bool(profile.host_syncs),
+        "host_sync": bool(profile.sync_sites),
         "allocates": allocated > 0,
-        "gpu_idle": profile.host_syncs is not None
+        "gpu_idle": profile.sync_sites is not None
         and profile.phases is not None
         and profile.phases.idle_fraction > MOST_IDLE,
         "graph_differs": graph_error is not None and not graph_error <= MOST_GRAPH_ERROR,

@@ -9,7 +9,7 @@ from dcpbench.jobs import Probe, Settings
 from dcpbench.layout import Layout
 from dcpbench.measure import Timer, Timing
 from dcpbench.ranges import PHASES
-from dcpbench.records import Environment, Gpu, Phases, Point, Record
+from dcpbench.records import Environment, Gpu, Phases, Point, Record, SyncSite
 from dcpbench.workloads import decode
 from dcpbench.workloads.attention_error import attention_error
 from dcpbench.workloads.session import build
@@ -55,6 +55,9 @@ def measured():
     built = session()
     yield (built, *run(built))
     patch.undo()
+
+
+WAIT = SyncSite(found_in="replay", rule="SYNC003", kind="copy-to-host", call="cudaMemcpy", per_step=1, wait_us=9)
 
 
 class TestRecord:
@@ -174,7 +177,7 @@ class TestMarks:
         phases = Phases(step_us=100, phase_us={"moe": 97}, idle_us=3, idle_fraction=0.03, kernels=1, steps=1)
         assert decode._marks(msgspec.structs.replace(POINT, tp=8), torch.device("cuda")) == []
         assert decode._timing_marks(self.timing(), Gpu(sm_clock_mhz_min=1980)) == []
-        assert decode._step_marks(decode.Profile(phases=phases, host_syncs=[]), 0, 1e-3) == []
+        assert decode._step_marks(decode.Profile(phases=phases, sync_sites=[]), 0, 1e-3) == []
 
     def test_each_fault_of_the_timing_has_its_own(self):
         """Drift: the second half is 2 % slower than the first."""
@@ -189,9 +192,9 @@ class TestMarks:
         """A graph whose logits are NaN differs: NaN is not within any limit."""
         idle = Phases(step_us=100, phase_us={"moe": 96}, idle_us=4, idle_fraction=0.04, kernels=1, steps=1)
         marks = decode._step_marks
-        assert marks(decode.Profile(host_syncs=["cudaMemcpy"]), 0, None) == ["host_sync"]
+        assert marks(decode.Profile(sync_sites=[WAIT]), 0, None) == ["host_sync"]
         assert marks(decode.Profile(), 1, None) == ["allocates"]
-        assert marks(decode.Profile(phases=idle, host_syncs=[]), 0, None) == ["gpu_idle"]
+        assert marks(decode.Profile(phases=idle, sync_sites=[]), 0, None) == ["gpu_idle"]
         assert marks(decode.Profile(phases=idle), 0, None) == [], "a CPU's idle time says nothing"
         assert marks(decode.Profile(), 0, 2e-3) == marks(decode.Profile(), 0, float("nan")) == ["graph_differs"]
 

@@ -2,12 +2,14 @@
 
 import itertools
 import random
+import tempfile
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from dcpbench import profiling
-from dcpbench.profiling import Kernels, Trace, _attribute, _label, profile_cpu_step, profile_step
+from dcpbench.profiling import _attribute, _label, profile_cpu_step, profile_step, sync_sites
 from dcpbench.ranges import phase
 
 
@@ -46,14 +48,20 @@ class TraceBuilder:
     def kernels(self):
         """What the profiler's file would be read as."""
         extra = [{"ph": "M", "name": "process_name", "args": {"name": "python"}}, {"ph": "i", "name": "no duration"}]
-        text = msgspec.json.encode({"schemaVersion": 1, "traceEvents": extra + self.events})
-        return Kernels(msgspec.json.decode(text, type=Trace))
+        return self.read(extra).kernels
+
+    def read(self, extra=()):
+        """The same with the sites of synchronisation."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            path.write_bytes(msgspec.json.encode({"schemaVersion": 1, "traceEvents": [*extra, *self.events]}))
+            return profiling.read_pass(path)
 
 
 def eager_trace():
-    """Two eager steps of: gather outside any range, attention in its range, two kernels in moe's."""
+    """Three eager steps of: gather outside any range, attention in its range, two kernels in moe's."""
     trace = TraceBuilder()
-    for at in (0, 1000):
+    for at in (0, 1000, 2000):
         trace.step(at, at + 500)
         trace.gpu("gather", at + 10, at + 20, at + 30)
         trace.host("attention", at + 40, at + 60).gpu("mla", at + 50, at + 100, at + 200)
@@ -76,17 +84,18 @@ def profiled(monkeypatch):
     """`profile_step` of given traces, the eager one first."""
 
     def run(eager, replay, steps):
-        traces = iter([eager.kernels(), replay.kernels()])
+        traces = iter([eager.read(), replay.read()])
         counts = []
 
-        def record(_step, count, *, enabled):
+        def record(_step, count, *, enabled, stacks):
             assert enabled
+            assert stacks is (not counts), "only the eager pass can afford them"
             counts.append(count)
             return next(traces)
 
         monkeypatch.setattr(profiling, "record", record)
         found = profile_step(lambda: None, lambda: None, steps, enabled=True)
-        assert counts == [2, steps + 2], "the first of each pass and the last replay are not used"
+        assert counts == [3, steps + 2], "the first of each pass and the last replay are not used"
         return found
 
     return run
@@ -147,11 +156,11 @@ class TestPhases:
         assert phases.phase_us == {"moe": 20, "other": 1}
 
     def test_ranks_that_do_not_profile_run_the_same_number_of_steps(self, monkeypatch):
-        """They take part in the collectives of 2 eager and 3 + 2 replayed steps and report nothing."""
+        """They take part in the collectives of 3 eager and 3 + 2 replayed steps and report nothing."""
         monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
         ran = []
         assert profile_step(lambda: ran.append("eager"), lambda: ran.append("replay"), 3, enabled=False) is None
-        assert ran == ["eager"] * 2 + ["replay"] * 5
+        assert ran == ["eager"] * 3 + ["replay"] * 5
 
 
 def spans(*times):
@@ -217,52 +226,51 @@ class TestWhatBelongsToAStep:
 
 
 class TestHostSyncs:
-    @pytest.mark.parametrize(
-        "call", ["cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"]
-    )
-    def test_a_call_that_waits_inside_a_step_is_found(self, call):
-        """By its own name, once for each time."""
-        trace = TraceBuilder().step(0, 100).host(call, 10, 50, "cuda_runtime").host(call, 60, 70, "cuda_runtime")
-        assert trace.kernels().blocking_calls(0) == [call, call]
+    def test_a_wait_in_every_step_is_a_site_with_its_count_per_step(self, profiled):
+        """Steps 2 and 3 of the eager pass count: two waits in each, of 10 and 20 µs, median 15."""
+        work = [("gather", 0, 1), ("mla", 1, 2), ("gemm", 2, 3), ("gemm", 3, 4)]
+        eager, replay = eager_trace(), replay_trace(work, work, work)
+        for at in (0, 1000, 2000):
+            eager.host("cudaStreamSynchronize", at + 300, at + 310, "cuda_runtime")
+            eager.host("cudaStreamSynchronize", at + 320, at + 340, "cuda_runtime")
+        _, sites = profiled(eager, replay, steps=1)
+        (site,) = sites
+        assert (site.found_in, site.kind, site.call) == ("eager", "stream-sync", "cudaStreamSynchronize")
+        assert (site.per_step, site.wait_us) == (2.0, 15.0)
 
-    def test_waiting_outside_of_steps_is_not_the_steps_fault(self):
-        """The profiled pass itself ends with a synchronisation."""
-        trace = TraceBuilder().step(0, 100).host("cudaDeviceSynchronize", 101, 200, "cuda_runtime")
-        assert trace.kernels().blocking_calls(0) == []
+    def test_a_wait_in_the_first_step_alone_is_warm_up(self, profiled):
+        """Kernels are loaded in it, and caches filled."""
+        work = [("gather", 0, 1), ("mla", 1, 2), ("gemm", 2, 3), ("gemm", 3, 4)]
+        eager, replay = eager_trace(), replay_trace(work, work, work)
+        eager.host("cudaDeviceSynchronize", 1, 2, "cuda_runtime")
+        replay.host("cudaDeviceSynchronize", 1, 2, "cuda_runtime")
+        assert profiled(eager, replay, steps=1)[1] == []
 
-    def test_launches_and_asynchronous_copies_do_not_wait(self):
-        """Pinned memory is what makes a copy asynchronous."""
-        trace = TraceBuilder().step(0, 100).gpu("mla", 5, 10, 20)
-        trace.gpu("Memcpy HtoD (Pinned -> Device)", 7, 20, 21, cat="gpu_memcpy", call="cudaMemcpyAsync")
-        assert trace.kernels().blocking_calls(0) == []
+    def test_freed_memory_counts_where_the_graph_should_have_its_own(self, profiled):
+        """The caching allocator may grow in an eager step; a replayed one owns its memory."""
+        work = [("gather", 0, 1), ("mla", 1, 2), ("gemm", 2, 3), ("gemm", 3, 4)]
+        eager, replay = eager_trace(), replay_trace(work, work, work)
+        eager.host("cudaFree", 1003, 1004, "cuda_runtime")
+        replay.host("cudaFree", 1003, 1004, "cuda_runtime")
+        (site,) = profiled(eager, replay, steps=1)[1]
+        assert (site.found_in, site.call, site.per_step) == ("replay", "cudaFree", 0.5)
 
-    @pytest.mark.parametrize("name", ["Memcpy DtoH (Device -> Pageable)", "Memcpy HtoD (Pageable -> Device)"])
-    def test_a_copy_of_pageable_memory_waits_though_its_call_is_asynchronous(self, name):
-        """The driver stages it."""
-        trace = TraceBuilder().step(0, 100).gpu(name, 5, 20, 30, cat="gpu_memcpy", call="cudaMemcpyAsync")
-        assert trace.kernels().blocking_calls(0) == [name]
+    def test_the_wait_that_ends_the_profiled_pass_is_nobodys(self):
+        """It lies behind the last step."""
+        trace = TraceBuilder()
+        for at in (0, 200, 400):
+            trace.step(at, at + 100)
+        trace.host("cudaDeviceSynchronize", 600, 700, "cuda_runtime")
+        assert sync_sites(trace.read().sites, "replay") == []
 
-    def test_driver_calls_count_as_runtime_calls(self):
-        """Triton and NCCL call the driver."""
-        trace = TraceBuilder().step(0, 100).host("cuStreamSynchronize", 10, 50, "cuda_driver")
-        assert trace.kernels().blocking_calls(0) == ["cuStreamSynchronize"]
-
-    def test_each_step_has_its_own(self):
-        """-1 is the last one."""
-        trace = TraceBuilder().step(0, 100).step(200, 300).host("cudaMemcpy", 210, 220, "cuda_runtime")
-        kernels = trace.kernels()
-        assert (kernels.blocking_calls(0), kernels.blocking_calls(-1)) == ([], ["cudaMemcpy"])
-
-    def test_both_passes_are_looked_at_beyond_their_first_step(self, profiled):
-        """A capture hides what only the eager pass shows. Allocations count where the graph should have its memory."""
-        eager, work = eager_trace(), [("gather", 0, 1), ("mla", 1, 2), ("gemm", 2, 3), ("gemm", 3, 4)]
-        replay = replay_trace(work, work, work)
-        for trace in (eager, replay):
-            trace.host("cudaDeviceSynchronize", 1, 2, "cuda_runtime")
-        eager.host("cudaStreamSynchronize", 1001, 1002, "cuda_runtime").host("cudaMalloc", 1003, 1004, "cuda_runtime")
-        replay.host("cudaMalloc", 1001, 1002, "cuda_runtime")
-        _, blocking = profiled(eager, replay, steps=1)
-        assert blocking == ["cudaStreamSynchronize", "cudaMalloc"]
+    def test_the_worst_site_comes_first(self):
+        """By what it cost the GPU: the second wait is followed by 300 µs without work, the first by 10."""
+        trace = TraceBuilder().step(0, 2000)
+        trace.gpu("a", 5, 10, 100).host("cudaStreamSynchronize", 20, 100, "cuda_runtime")
+        trace.gpu("b", 101, 110, 200).host("cudaEventSynchronize", 120, 200, "cuda_runtime").gpu("c", 490, 500, 600)
+        sites = sync_sites(trace.read().sites, "replay")
+        assert [s.bubble_us for s in sites] == [300.0, 10.0]
+        assert [s.call for s in sites] == ["cudaEventSynchronize", "cudaStreamSynchronize"]
 
 
 class TestOnCpu:
