@@ -1,0 +1,147 @@
+"""Runs the corpus under every detector that this machine allows: `python -m dcpbench.syncs.corpus.measure FOLDER`.
+
+On a GPU: the clock, behind queued work; the live detector; torch's own debug mode; and traces, with and without Python
+stacks and `cuda_sync` events. Everywhere: the dry run.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import msgspec
+import torch
+
+from dcpbench.syncs.corpus.inputs import make_inputs
+from dcpbench.syncs.corpus.programs import PROGRAMS, Program
+from dcpbench.syncs.corpus.score import CorpusRun, Seen, Truth
+from dcpbench.syncs.dry_run import dry_run
+from dcpbench.syncs.scan import scan
+
+RANGE = "corpus:"
+TRACES = {"sync_stacks": (True, True), "sync": (True, False), "stacks": (False, True), "plain": (False, False)}
+"""Name of a trace -> with `cuda_sync` events, with Python stacks."""
+QUEUED_CYCLES = 40_000_000
+"""GPU cycles of work before a program that is timed: about 20 ms."""
+SHORT_CYCLES = 200_000
+"""The same for traces: enough that a wait is not over before it begins."""
+WARM_UPS = 2
+"""Runs before, in which kernels are loaded and caches filled."""
+
+
+def measure(folder: Path) -> CorpusRun:
+    """The corpus on this machine; traces go to `folder`."""
+    run = CorpusRun(
+        device="CPU", torch=str(torch.__version__),
+        programs=[Truth(name=p.name, expected=_ids(p.expected), hazards=_ids(p.hazards)) for p in PROGRAMS],
+        detectors={"dry run": {p.name: _dry(p) for p in PROGRAMS}},
+    )  # fmt: skip
+    return _measure_gpu(run, folder) if torch.cuda.is_available() else run
+
+
+def _measure_gpu(run: CorpusRun, folder: Path) -> CorpusRun:
+    device = torch.device("cuda")
+    run.device, run.cuda = torch.cuda.get_device_name(device), torch.version.cuda
+    for p in PROGRAMS:
+        for _ in range(WARM_UPS):
+            p.run(make_inputs(device))
+        torch.cuda.synchronize()
+    run.queued_ms = _held_up(None, device)
+    for truth, p in zip(run.programs, PROGRAMS, strict=True):
+        truth.held_up_ms = min(_held_up(p, device) for _ in range(3))
+    run.detectors["set_sync_debug_mode"] = {p.name: _debug_mode(p, device) for p in PROGRAMS}
+    for name, (sync, stacks) in TRACES.items():
+        path = folder / f"corpus-{name}.json"
+        _record(path, device, sync=sync, stacks=stacks)
+        run.detectors[f"scan, {_words(sync=sync, stacks=stacks)}"] = seen_in(path)
+    run.detectors["live"] = {p.name: _live(p, device) for p in PROGRAMS}
+    return run
+
+
+def seen_in(trace: Path) -> dict[str, Seen]:
+    """What `scan` says of a recorded trace of the corpus, program by program."""
+    seen = {p.name: Seen() for p in PROGRAMS}
+    for site in scan([trace], root=Path.cwd()).sites:
+        program = seen.get(site.range.removeprefix(RANGE))
+        if program is not None and not site.own:
+            (program.hazards if site.may_block else program.syncs).extend([site.rule] * site.count)
+    return seen
+
+
+def _ids(rules: tuple[object, ...]) -> list[str]:
+    return [rule.id for rule in rules]  # type: ignore[attr-defined]
+
+
+def _words(*, sync: bool, stacks: bool) -> str:
+    return f"{'with' if sync else 'no'} cuda_sync, {'with' if stacks else 'no'} stacks"
+
+
+def _dry(p: Program) -> Seen:
+    with dry_run() as run:
+        inputs = make_inputs(torch.device("cuda"))
+        before = len(run.syncs)
+        p.run(inputs)
+        found = run.syncs[before:]
+    return Seen(syncs=[s.rule for s in found if not s.may_block], hazards=[s.rule for s in found if s.may_block])
+
+
+def _live(p: Program, device: torch.device) -> Seen:
+    from dcpbench.syncs.live import watch
+
+    inputs = make_inputs(device)
+    torch.cuda.synchronize()
+    with watch(threads="all") as seen:
+        p.run(inputs)
+    return Seen(syncs=[s.rule for s in seen.syncs], hazards=[s.rule for s in seen.hazards])
+
+
+def _debug_mode(p: Program, device: torch.device) -> Seen:
+    """Torch's own detector, which says that something waits, and not what."""
+    inputs = make_inputs(device)
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            p.run(inputs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return Seen(syncs=["" for w in said if "called a synchronizing CUDA operation" in str(w.message)])
+
+
+def _held_up(p: Program | None, device: torch.device) -> float:
+    """Milliseconds until the host comes back from a program behind queued work; without a program, from the work."""
+    inputs = make_inputs(device)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(QUEUED_CYCLES)  # type: ignore[no-untyped-call]  # noqa: SLF001 - torch's only kernel that lasts as long as one wants
+    start = time.perf_counter()
+    if p is None:
+        torch.cuda.synchronize()
+    else:
+        p.run(inputs)
+    elapsed = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return elapsed * 1e3
+
+
+def _record(path: Path, device: torch.device, *, sync: bool, stacks: bool) -> None:
+    """A trace of all programs, each in its range, behind a little work and right after a run outside the range."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    config = torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=sync)  # noqa: SLF001 - there is no public name
+    with torch.profiler.profile(activities=activities, with_stack=stacks, experimental_config=config) as profiler:
+        for p in PROGRAMS:
+            p.run(make_inputs(device))
+            inputs = make_inputs(device)
+            torch.cuda.synchronize()
+            torch.cuda._sleep(SHORT_CYCLES)  # type: ignore[no-untyped-call]  # noqa: SLF001
+            with torch.profiler.record_function(RANGE + p.name):
+                p.run(inputs)
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(path))
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    (target / "corpus.json").write_bytes(msgspec.json.format(msgspec.json.encode(measure(target)), indent=1))

@@ -1,0 +1,124 @@
+"""How well detectors do on the corpus: what they found of what is there, and what they found that is not."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+
+class Seen(msgspec.Struct, kw_only=True):
+    """What one detector says of one program: a rule id for each synchronisation."""
+
+    syncs: list[str] = []
+    hazards: list[str] = []
+    """Rules of what only may block."""
+
+
+class Truth(msgspec.Struct, kw_only=True):
+    """What one program does."""
+
+    name: str
+    expected: list[str] = []
+    hazards: list[str] = []
+    held_up_ms: float | None = None
+    """Time until the host came back, with `queued_ms` of GPU work before the program; None without a GPU."""
+
+
+class CorpusRun(msgspec.Struct, kw_only=True):
+    """One run of the corpus on one machine."""
+
+    device: str
+    torch: str
+    cuda: str | None = None
+    driver: str | None = None
+    queued_ms: float | None = None
+    programs: list[Truth]
+    detectors: dict[str, dict[str, Seen]]
+    """Detector -> program -> what it saw."""
+
+
+class Score(msgspec.Struct, kw_only=True):
+    """One detector over all programs."""
+
+    detector: str
+    programs: int
+    true: int
+    """Synchronisations that there are."""
+    found: int
+    false: int
+    """Reported, and not there."""
+    named: int
+    """Found under the right rule."""
+    hazards: int
+    hazards_found: int
+    wrong: list[str]
+    """Programs in which something is missed or false."""
+
+    @property
+    def recall(self) -> float:
+        """Share of what is there that was found."""
+        return self.found / self.true
+
+    @property
+    def precision(self) -> float:
+        """Share of what was reported that is there."""
+        return self.found / max(1, self.found + self.false)
+
+
+def score(run: CorpusRun) -> list[Score]:
+    """A score for each detector of a run, over the programs that it saw."""
+    return [_score(name, seen, run.programs) for name, seen in run.detectors.items()]
+
+
+def _score(detector: str, seen: dict[str, Seen], programs: list[Truth]) -> Score:
+    result = Score(
+        detector=detector, programs=len(seen), true=0, found=0, false=0, named=0, hazards=0, hazards_found=0, wrong=[]
+    )
+    for program in programs:
+        if program.name not in seen:
+            continue
+        got = seen[program.name]
+        found = min(len(got.syncs), len(program.expected))
+        result.true += len(program.expected)
+        result.found += found
+        result.false += len(got.syncs) - found
+        result.named += (Counter(got.syncs) & Counter(program.expected)).total()
+        result.hazards += len(program.hazards)
+        result.hazards_found += min(len(got.hazards), len(program.hazards))
+        if len(got.syncs) != len(program.expected):
+            result.wrong.append(f"{program.name}: {len(got.syncs)} of {len(program.expected)}")
+    return result
+
+
+def contradictions(run: CorpusRun) -> list[str]:
+    """Programs whose expectation the clock contradicts: held up without a wait, or back at once in spite of one.
+
+    A program is held up if it comes back after more than half of the GPU work that was queued before it.
+    """
+    if run.queued_ms is None:
+        return []
+    return [
+        f"{p.name}: back after {p.held_up_ms:.2f} of {run.queued_ms:.0f} ms, though {len(p.expected)} waits are expected"
+        for p in run.programs
+        if p.held_up_ms is not None and (p.held_up_ms > run.queued_ms / 2) != bool(p.expected)
+    ]
+
+
+def markdown(runs: list[CorpusRun]) -> str:
+    """The table of docs/syncs-detectors.md."""
+    lines = [
+        "| detector | machine | programs | waits | found | missed | false | recall | precision | right kind | may block |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    notes = []
+    for run in runs:
+        for s in score(run):
+            lines.append(
+                f"| {s.detector} | {run.device}, torch {run.torch} | {s.programs} | {s.true} | {s.found} | {s.true - s.found} "
+                f"| {s.false} | {s.recall:.1%} | {s.precision:.1%} | {s.named} | {s.hazards_found} of {s.hazards} |"
+            )
+            if s.wrong:
+                notes.append(f"- {s.detector} on {run.device}: {'; '.join(s.wrong)}")
+        notes += [f"- **the clock disagrees** on {run.device}: {text}" for text in contradictions(run)]
+    return "\n".join([*lines, "", *(["Where a detector is wrong (seen of expected):", "", *notes] if notes else [])]) + "\n"
