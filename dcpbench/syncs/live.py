@@ -11,6 +11,7 @@ callback tells; `set_sync_debug_mode` (debug_mode.py) stands in where the privat
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dcpbench.errors import CapacityError, SyncError, UsageError
 from dcpbench.syncs import allowed, debug_mode, gpu_trace, sighting
 from dcpbench.syncs.failure import text_of
-from dcpbench.syncs.frames import fingerprint_of, is_detector, sites_of
+from dcpbench.syncs.frames import is_detector, sites_of
 from dcpbench.syncs.model import Coverage, Report, TraceSummary, Verdict, order, totals
 
 if TYPE_CHECKING:
@@ -78,8 +79,8 @@ class Watch:
         """In order of time, without those of allowed regions."""
         self.hazards: list[Sync] = []
         """What may have waited and need not have: small copies from pageable memory, and pinning."""
-        self.allowed: list[tuple[Sync, str]] = []
-        """Those of allowed regions, each with its reason."""
+        self.allowed: list[Sync] = []
+        """Those of allowed regions; `Sync.allowed` is the reason."""
         self.thread = 0
         """`threading.get_ident()` of the thread that watches."""
         self._mode = _Operators(self)
@@ -96,11 +97,8 @@ class Watch:
 
     def report(self) -> Report:
         """The same as `dcpbench syncs` prints; times are unknown, as nothing is measured here."""
-        here = {fingerprint_of(sync) for sync in self.syncs}
-        # The same line may be reached from inside and from outside of a region; then it is not allowed.
-        reasons = {key: reason for sync, reason in self.allowed if (key := fingerprint_of(sync)) not in here}
-        spared = [sync for sync, _ in self.allowed if fingerprint_of(sync) in reasons]
-        sites = sorted(sites_of([*self.syncs, *self.hazards, *spared]), key=order)
+        sites = sorted(sites_of([*self.syncs, *self.hazards, *self.allowed]), key=order)
+        reasons = {site.fingerprint: site.allowed for site in sites if site.allowed}
         notes = [*NOTES]
         notes += [OTHER_THREADS] if self.threads == "all" else ["Other threads were not watched."]
         notes += [] if self._callbacks else [NO_CALLBACKS]
@@ -147,7 +145,7 @@ class Watch:
         """Counts a synchronisation of the calling thread, or notes why it is allowed."""
         reason = allowed.reason() or (allowed.reason(self.thread) if self.threads == "current" else "")
         if reason:
-            self.allowed.append((sync, reason))
+            self.allowed.append(dataclasses.replace(sync, allowed=reason))
         elif sync.may_block:
             self.hazards.append(sync)
         else:

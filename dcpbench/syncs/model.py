@@ -115,7 +115,7 @@ class Site(msgspec.Struct, kw_only=True):
     own: bool = False
     """The profiler's or detector's own; in no total."""
     allowed: str = ""
-    """Why it may synchronise; empty where nobody said so. Set by the gate."""
+    """Why it may synchronise; empty where nobody said so. Set by regions of `allow`, and by the gate."""
     example: Example | None = None
     """The first occurrence."""
     worst: Example | None = None
@@ -169,7 +169,13 @@ class Report(msgspec.Struct, kw_only=True):
 
 def order(site: Site) -> tuple[int, float, float, int, str]:
     """Sort key: worst site first, then what may block, the profiler's own last."""
-    return (site.own + site.own + site.may_block, -(site.bubble_us or 0.0), -(site.wait_us or 0.0), -site.count, site.fingerprint)
+    return (
+        site.own + site.own + site.may_block,
+        -(site.bubble_us or 0.0),
+        -(site.wait_us or 0.0),
+        -site.count,
+        site.fingerprint,
+    )
 
 
 def totals(sites: list[Site]) -> Totals:
