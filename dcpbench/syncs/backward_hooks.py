@@ -28,8 +28,8 @@ _Method = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 @contextlib.contextmanager
 def gradients() -> Iterator[None]:
-    """Makes torch believe in a GPU while the body runs; does nothing where it cannot or need not be told."""
-    hooks = None if torch.cuda.device_count() else _hooks()
+    """Makes torch believe in a GPU while the body runs; does nothing where it cannot be told."""
+    hooks = _hooks()
     if hooks is None:
         yield
         return

@@ -67,6 +67,10 @@ class DeviceTensor(torch.Tensor):
         """As on a GPU: only host tensors can be pinned."""
         raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
 
+    def __dlpack__(self, **_: Any) -> Any:
+        """There is no memory on a device to share."""
+        raise NotImplementedError("A dry run has no device memory that another library could use; copy it to the host.")
+
     def data_ptr(self) -> int:
         """Address of the values: distinct tensors have distinct ones."""
         return self.host_values.data_ptr()
@@ -101,6 +105,11 @@ state = State()
 
 def to_device(values: torch.Tensor, index: int = 0, *, grad: bool = False) -> DeviceTensor:
     """A device tensor that shares `values`, which is a host tensor without history."""
+    if values.is_nested or values.layout not in {torch.strided, torch.sparse_coo}:
+        kind = "nested" if values.is_nested else str(values.layout)
+        raise NotImplementedError(
+            f"A dry run knows no {kind} tensors; on a machine with a GPU, use `dcpbench syncs run`."
+        )
     made = torch.Tensor._make_wrapper_subclass(
         DeviceTensor, values.size(), strides=values.stride(), storage_offset=values.storage_offset(),
         dtype=values.dtype, layout=values.layout, device=torch.device("cuda", index), requires_grad=grad,
@@ -121,9 +130,16 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     if isinstance(tensor, torch.nn.Parameter):
         fresh = torch.nn.Parameter(fresh, requires_grad=tensor.requires_grad)
     grad = tensor.grad
-    torch.utils.swap_tensors(tensor, fresh)
+    swap(tensor, fresh)
     if grad is not None and grad.device == tensor.device:
         tensor.grad = grad
+
+
+def swap(a: torch.Tensor, b: torch.Tensor) -> None:
+    """torch.utils.swap_tensors, also where something refers weakly to one, for which a GPU's tensors need no swap."""
+    a.__class__, b.__class__ = b.__class__, a.__class__
+    a.__dict__, b.__dict__ = b.__dict__, a.__dict__
+    torch._C._swap_tensor_impl(a, b)
 
 
 def run_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -146,6 +162,8 @@ def run_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     if func._schema.is_mutable:
         for tensor in tensors:
             _follow(tensor)
+    if func._schema.name == "aten::_pack_padded_sequence":
+        return _wrapped(result[0], index, known), result[1]  # batch sizes are always the host's
     return _wrapped(result, index, known)
 
 

@@ -11,16 +11,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._device import _device_constructors
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import resolve_name
 
 from dcpbench.errors import UsageError
 from dcpbench.syncs import allowed, device_tensor, host_memory, rules
-from dcpbench.syncs.assumed_device import assigned_to_host
 from dcpbench.syncs.backward_hooks import gradients
-from dcpbench.syncs.device_guard import allow_cuda_tensors
-from dcpbench.syncs.device_tensor import DeviceTensor, become, device_tensors, on_host, run_operator, to_device
+from dcpbench.syncs.device_guard import cuda_tensors
+from dcpbench.syncs.device_tensor import DeviceTensor, device_tensors, on_host, run_operator
+from dcpbench.syncs.dry_run_modes import CallMode, ProgramMode
 from dcpbench.syncs.dry_run_report import report_of
 from dcpbench.syncs.frames import Sync, walk
 from dcpbench.syncs.patches import Patches
@@ -111,6 +109,9 @@ class DryRun:
 
     def operate(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs an operator as on a GPU, and notes where it would wait."""
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            with ProgramMode(self):
+                return func.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
         concerned = next(iter(device_tensors((*args, *kwargs.values()))), None) is not None
         if not concerned and not _names_gpu(args, kwargs):
             return self._on_host(func, args, kwargs)
@@ -170,79 +171,6 @@ class _Local(threading.local):
         self.caller: Any = None
 
 
-class ProgramMode(TorchDispatchMode):
-    """Sees every operator of a thread, so also those that make the first device tensor."""
-
-    def __init__(self, run: DryRun) -> None:
-        super().__init__()
-        self.run = run
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else each operator goes through the compiler's entrance first
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        return self.run.operate(func, args, kwargs or {})
-
-
-class CallMode(TorchFunctionMode):
-    """Sees the program's calls into torch: their names, and what never becomes an operator."""
-
-    def __init__(self, run: DryRun) -> None:
-        super().__init__()
-        self.run = run
-
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        local, before = self.run.local, self.run.local.function
-        local.function = func
-        try:
-            return self._call(func, args, kwargs)
-        finally:
-            local.function = before
-
-    def _call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if func in _FROM_DATA:
-            return self._from_data(func, args, kwargs)
-        if getattr(func, "__name__", "") == "__set__" and func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
-            tensor, other = args
-            if isinstance(other, DeviceTensor) and not isinstance(tensor, DeviceTensor):
-                return become(tensor, other)
-        if self.run.assume_device and func in _device_constructors() and _unplaced(kwargs):
-            return self._assumed(func, args, kwargs)
-        return func(*args, **kwargs)
-
-    def _from_data(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """torch.tensor and its like, which read lists where no mode sees it: values on the GPU are read one by one."""
-        args = tuple(_read(a) if isinstance(a, list | tuple) else a for a in args)
-        pinned = kwargs.get("pin_memory") and {**kwargs, "pin_memory": False}
-        if self.run.assume_device and func is not torch.Tensor.new_tensor and _unplaced(kwargs):
-            return self._assumed(func, args, kwargs)
-        return func(*args, **pinned).pin_memory() if pinned else func(*args, **kwargs)
-
-    def _assumed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """A tensor that is made without a device; its making is no copy, as it would be made on the GPU."""
-        _, user = walk()
-        if user is not None and assigned_to_host(user.file, user.line):
-            return func(*args, **kwargs)
-        if func in _FROM_DATA:
-            made = func(*args, **kwargs)
-            if isinstance(made, DeviceTensor):
-                return made
-            return to_device(made.detach(), grad=made.requires_grad)
-        return func(*args, **{**kwargs, "device": torch.device("cuda", 0)})
-
-
-_FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
-
-
-def _read(data: Any) -> Any:
-    """Nested lists of numbers and tensors with each value on the GPU read into Python."""
-    if isinstance(data, DeviceTensor):
-        return data.item() if data.dim() == 0 else [_read(row) for row in data]
-    return type(data)(_read(item) for item in data) if type(data) in {list, tuple} else data
-
-
 @contextlib.contextmanager
 def dry_run(*, assume_device: bool = False) -> Iterator[DryRun]:
     """Runs the body with a virtual GPU, and notes every wait for it.
@@ -255,10 +183,9 @@ def dry_run(*, assume_device: bool = False) -> Iterator[DryRun]:
     """
     if device_tensor.state.run is not None:
         raise UsageError("A dry run is on already; leave its `with` block first.")
-    allow_cuda_tensors()
     _settle_dynamo()
     run, patches = DryRun(assume_device=assume_device), Patches()
-    with gradients(), contextlib.ExitStack() as restored:
+    with cuda_tensors(), gradients(), contextlib.ExitStack() as restored:
         restored.callback(patches.restore)
         run.device = install(patches, run.wait_by_name)
         install_libraries(patches, run)
@@ -315,10 +242,6 @@ def _name(function: Any) -> str:
     return (resolve_name(function) or getattr(function, "__name__", "")) if function is not None else ""
 
 
-def _unplaced(kwargs: Mapping[str, Any]) -> bool:
-    return kwargs.get("device") is None and not kwargs.get("pin_memory")
-
-
 def _names_gpu(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return any(isinstance(value, torch.device) and value.type == "cuda" for value in (*args, *kwargs.values()))
 
@@ -337,7 +260,11 @@ def _in_python(func: Any) -> bool:
 
 
 def _check_devices(func: Any, args: Sequence[Any]) -> None:
-    """Raises torch's RuntimeError where an elementwise operator mixes host and device."""
+    """Raises torch's RuntimeError where an elementwise operator mixes devices, or the GPU has a host tensor's index."""
+    if func._schema.name in {"aten::index", "aten::index_put_", "aten::index_put"} and not isinstance(
+        args[0], DeviceTensor
+    ):
+        raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
     if torch.Tag.pointwise not in func.tags or func._schema.name.removeprefix("aten::") in POINTWISE_MIXERS:
         return
     tensors = [a for a in args if isinstance(a, torch.Tensor) and a.dim() > 0]
@@ -352,6 +279,8 @@ _ANSWERS: dict[str, Callable[[Any, Any], Any]] = {
     "aten::_fused_sdp_choice": lambda *_: 0,
     "aten::is_pinned": lambda *_: False,
     "aten::record_stream": lambda *_: None,
+    "aten::_use_cudnn_ctc_loss": lambda *_: False,
+    "aten::_use_miopen_ctc_loss": lambda *_: False,
 }
 """Operators that only a GPU has, and what they would say."""
 

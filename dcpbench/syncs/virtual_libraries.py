@@ -13,7 +13,7 @@ import torch.autograd.graph
 from torch.utils._pytree import tree_map
 
 from dcpbench.syncs import rules
-from dcpbench.syncs.device_tensor import DeviceTensor, rebuild
+from dcpbench.syncs.device_tensor import DeviceTensor, rebuild, swap
 from dcpbench.syncs.frames import walk
 from dcpbench.syncs.steps import Range
 
@@ -30,6 +30,7 @@ def install_libraries(patches: Patches, run: DryRun) -> None:
     _backward(patches, run)
     patches.put(torch, compile=_eager, load=_load(torch.load))
     patches.put(torch.serialization, load=torch.load)
+    patches.put(torch.utils, swap_tensors=swap)
     torch.serialization.add_safe_globals([rebuild])
     if torch.distributed.is_available():
         _collectives(patches, run)
@@ -94,29 +95,42 @@ def _load(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _collectives(patches: Patches, run: DryRun) -> None:
-    """Process groups use gloo whatever was asked for. NCCL's barrier makes the host wait, its others do not."""
+    """Process groups use gloo whatever was asked for. Where that was NCCL, its barrier makes the host wait, and objects
+    travel through device tensors; its other collectives do not wait.
+    """
     from torch.distributed import distributed_c10d as c10d
 
     start, group, barrier = c10d.init_process_group, c10d.new_group, c10d.barrier
+    on_host: set[int] = set()
+
+    def note(made: Any, backend: Any) -> Any:
+        if backend is not None and "nccl" not in str(backend):
+            on_host.add(id(made))
+        return made
 
     @functools.wraps(start)
-    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
         kwargs.pop("device_id", None)
-        return start("gloo", *args, **kwargs)
+        start("gloo", *args, **kwargs)
+        note(c10d.group.WORLD, backend)
 
     @functools.wraps(group)
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("device_id", None)
-        return group(ranks, timeout, "gloo", *args, **kwargs)
+        return note(group(ranks, timeout, "gloo", *args, **kwargs), backend)
 
     @functools.wraps(barrier)
     def waiting(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
-        if not async_op:
+        if not async_op and id(group or c10d.group.WORLD) not in on_host:
             run.wait_by_name(rules.STREAM, "torch.distributed.barrier", "cudaStreamSynchronize")
         return barrier(group, async_op)
 
+    def device_of_objects(group: Any = None) -> str:
+        return "cpu" if id(group or c10d.group.WORLD) in on_host else "cuda"
+
     for module in (c10d, torch.distributed):
         patches.put(module, init_process_group=init_process_group, new_group=new_group, barrier=waiting)
+    patches.put_where_there(c10d, _get_object_coll_device=device_of_objects)
 
 
 def _has_triton() -> bool:
@@ -128,8 +142,8 @@ def _has_triton() -> bool:
 
 
 def _kernels(patches: Patches) -> None:
-    """Triton kernels run in its interpreter, on the values of device tensors."""
-    from triton.runtime import interpreter, jit
+    """Triton kernels run in its interpreter, on the values of device tensors; autotuning takes the first choice."""
+    from triton.runtime import autotuner, interpreter, jit
 
     start, finish = interpreter.GridExecutor.__call__, jit.JITFunction.run
 
@@ -144,8 +158,15 @@ def _kernels(patches: Patches) -> None:
             return finish(self, *args, grid=grid, warmup=warmup, **kwargs)
         return interpreter.InterpretedFunction(self.fn).run(*args, grid=grid, warmup=warmup, **kwargs)
 
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return interpreter.InterpretedFunction(self.fn)(*args, **kwargs)
+
+    def first_choice(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.fn.run(*args, **kwargs, **self.configs[0].all_kwargs())
+
     patches.put(interpreter.GridExecutor, __call__=on_values)
-    patches.put(jit.JITFunction, run=interpreted)
+    patches.put(jit.JITFunction, run=interpreted, __call__=called)
+    patches.put(autotuner.Autotuner, run=first_choice)
 
 
 def _values(value: Any) -> Any:

@@ -69,7 +69,9 @@ class TestWhatIsSaid:
         assert (sync.function, sync.file, sync.line) == ("read", __file__, read.__code__.co_firstlineno + 1)
         assert (sync.op, sync.api, sync.thread) == ("aten::_local_scalar_dense", "torch.Tensor.__bool__", "reader")
         assert (sync.direction, sync.bytes, sync.explicit) == ("DtoH", 1, False)
-        assert sync.message().startswith(f"tests/unit/test_syncs_dry_run.py:{sync.line} in read: A tensor's value is read")
+        assert sync.message().startswith(
+            f"tests/unit/test_syncs_dry_run.py:{sync.line} in read: A tensor's value is read"
+        )
 
     def test_the_line_is_the_users_not_torchs(self, run: DryRun) -> None:
         torch.nn.functional.one_hot(torch.zeros(2, dtype=torch.long, device="cuda"))
@@ -177,7 +179,13 @@ class TestLimits:
         with dry_run():
             kept = torch.ones(2, device="cuda")
             assert torch.cuda.is_available()
-        assert before == (torch.cuda.is_available, torch.cuda.Stream, torch.Generator, torch.compile, threading.Thread.run)
+        assert before == (
+            torch.cuda.is_available,
+            torch.cuda.Stream,
+            torch.Generator,
+            torch.compile,
+            threading.Thread.run,
+        )
         assert (kept + 1).tolist() == [2.0, 2.0]
         if not torch.cuda.is_available():
             with pytest.raises((AssertionError, RuntimeError)):

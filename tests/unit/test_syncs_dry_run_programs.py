@@ -3,14 +3,16 @@
 import copy
 import io
 import pickle
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.data import DataLoader, TensorDataset
 
 from dcpbench.syncs.device_tensor import DeviceTensor
@@ -43,7 +45,7 @@ class TestModules:
             (layers, x_gpu, y_gpu, optimizer), (host, x, y, torch.optim.AdamW(host.parameters()))
         ):  # fmt: skip
             for _ in range(3):
-                F.cross_entropy(model(inputs), labels).backward()
+                functional.cross_entropy(model(inputs), labels).backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 steps.step()
                 steps.zero_grad()
@@ -58,7 +60,7 @@ class TestModules:
         x = embedding(torch.arange(6, device="cuda").view(2, 3))
         attention(x, x, x)[0].sum().backward()
         q = torch.randn(2, 4, 8, 16, device="cuda", requires_grad=True)
-        F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+        functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
         assert q.grad is not None
         assert q.grad.is_cuda
         assert rules(run) == []
@@ -90,6 +92,13 @@ class TestModules:
         assert rules(run) == ["SYNC004", "SYNC004", "SYNC003", "SYNC003"]
         assert module.weight is weight
         assert type(weight) is nn.Parameter
+
+    def test_a_module_moves_although_something_refers_to_it_weakly(self, run: DryRun) -> None:
+        module = nn.Linear(2, 2)
+        weight = weakref.ref(module.weight)
+        module.cuda()
+        assert weight() is module.weight
+        assert module.weight.is_cuda
 
     def test_parameters_move_through_their_data(self, run: DryRun) -> None:
         parameter = nn.Parameter(torch.ones(3))
@@ -176,7 +185,7 @@ class TestTensors:
             y.add_(1)
             x[0].mul_(2)
             assert not x.t().is_inference()
-            F.one_hot(torch.ones(2, dtype=torch.long, device="cuda"), 3)
+            functional.one_hot(torch.ones(2, dtype=torch.long, device="cuda"), 3)
             assert rules(run) == []
             bool((x > 0).all())
             torch.ones(2).cuda()
@@ -253,6 +262,17 @@ class TestPrograms:
             assert batch.cuda(non_blocking=True).is_cuda
         assert run.syncs == []
 
+    def test_flex_attention_waits_for_nothing(self, run: DryRun) -> None:
+        q = torch.randn(1, 2, 16, 16, device="cuda")
+        mine = flex_attention(q, q, q)
+        torch.testing.assert_close(mine, functional.scaled_dot_product_attention(q, q, q))
+        assert rules(run) == ["SYNC001"]  # the comparison's
+
+    def test_old_names_of_types_move_a_tensor(self, run: DryRun) -> None:
+        moved = torch.ones(3).type("torch.cuda.HalfTensor")
+        assert (moved.is_cuda, moved.dtype) == (True, torch.half)
+        assert rules(run) == ["SYNC004"]
+
     def test_compiled_functions_run_eagerly(self, run: DryRun) -> None:
         @torch.compile(dynamic=True)
         def total(x):
@@ -280,6 +300,23 @@ class TestPrograms:
         assert counts.dtype == torch.int32
         assert counts.tolist() == [1, 2]
         assert rules(run) == ["SYNC003"]
+
+
+class TestRefusals:
+    """What a GPU refuses fails likewise, and what a dry run cannot do says so and names the way out."""
+
+    def test_a_host_tensor_is_not_indexed_from_the_gpu(self, run: DryRun) -> None:
+        with pytest.raises(RuntimeError, match="same device as the indexed tensor"):
+            _ = torch.ones(5)[torch.zeros(1, dtype=torch.long, device="cuda")]
+
+    @pytest.mark.parametrize("convert", [torch.Tensor.to_sparse_csr, torch.from_dlpack])
+    def test_unknown_layouts_and_foreign_libraries_are_refused(self, run: DryRun, convert) -> None:
+        with pytest.raises(NotImplementedError, match="A dry run"):
+            convert(torch.eye(3, device="cuda"))
+
+    def test_an_operator_without_a_cpu_version_is_named(self, run: DryRun) -> None:
+        with pytest.raises(NotImplementedError, match=r"_cudnn_init_dropout_state.*dcpbench syncs run"):
+            torch.ops.aten._cudnn_init_dropout_state(0.5, True, 0, dtype=torch.uint8, device="cuda")  # noqa: FBT003
 
 
 class TestTransformers:

@@ -1,0 +1,123 @@
+"""`dcpbench syncs dry-run`: how a program is started, and what its end means."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dcpbench.cli_syncs import app
+from dcpbench.errors import UsageError
+from dcpbench.syncs.dry_run_program import environment, parse
+
+PROGRAM = """
+import sys
+import torch
+import triton
+import triton.language as tl
+
+@triton.jit
+def twice(x):
+    return x + x
+
+@triton.autotune(configs=[triton.Config({"B": 16}), triton.Config({"B": 32})], key=["n"])
+@triton.jit
+def double(x, y, n, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(y + i, twice(tl.load(x + i, mask=i < n)), mask=i < n)
+
+x = torch.arange(40.0, device="cuda")
+y = torch.zeros_like(x)
+double[lambda meta: (triton.cdiv(40, meta["B"]),)](x, y, 40)
+if __name__ == "__main__":
+    assert y.sum().item() == 1560
+    sys.exit(int(sys.argv[1]))
+"""
+
+
+def start(*command: str) -> tuple[int, str]:
+    """Exit code of the command, and everything that it printed itself."""
+    result = CliRunner().invoke(app, ["dry-run", *command])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """A script that launches a Triton kernel, reads one value, and ends with the exit code that it is given."""
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+class TestParse:
+    @pytest.mark.parametrize(
+        ("command", "expected"),
+        [
+            (["python", "-m", "pytest", "-q"], ([], "module", "pytest", ["-q"])),
+            (["python3", "-u", "-W", "error", "-c", "pass", "x"], (["-u", "-W", "error"], "code", "pass", ["x"])),
+            (["python", __file__, "-m", "x"], ([], "script", __file__, ["-m", "x"])),
+            ([__file__], ([], "script", __file__, [])),
+        ],
+    )
+    def test_a_command_is_taken_apart_as_python_would(self, command: list[str], expected: tuple[object, ...]) -> None:
+        python, flags, job = parse(command)
+        assert python == sys.executable
+        assert (flags, job.kind, job.target, job.arguments) == expected
+
+    @pytest.mark.parametrize(
+        ("command", "message"),
+        [
+            ([], "There is no program"),
+            (["torchrun", "x.py"], "torchrun starts processes"),
+            (["ls"], "ls is no Python program"),
+            (["python"], "no script"),
+            (["python", "-m"], "-m needs what to run"),
+            (["python", "missing.py"], "missing.py is no file"),
+            (["/nowhere/python3", "x.py"], "cannot|no program that can be started"),
+        ],
+    )
+    def test_what_cannot_be_run_is_said_before_anything_starts(self, command: list[str], message: str) -> None:
+        with pytest.raises(UsageError, match=message):
+            parse(command)
+
+    def test_the_program_sees_no_gpu_and_interprets_triton(self) -> None:
+        env = environment()
+        assert (env["CUDA_VISIBLE_DEVICES"], env["TRITON_INTERPRET"]) == ("", "1")
+
+
+class TestCommand:
+    def test_a_wait_is_a_finding_on_its_line(self, program: Path, tmp_path: Path) -> None:
+        out = tmp_path / "report.json"
+        code, _ = start("--root", str(tmp_path), "--format", "json", "-o", str(out), "--", "python", str(program), "0")
+        report = json.loads(out.read_text())
+        assert code == 1
+        assert [(s["rule"], s["file"], s["line"], s["count"]) for s in report["sites"]] == [
+            ("SYNC001", "program.py", PROGRAM.splitlines().index("    assert y.sum().item() == 1560") + 1, 1)
+        ]
+        assert report["traces"][0]["coverage"]["detector"] == "dry-run"
+
+    def test_a_program_that_fails_cannot_be_judged(self, program: Path) -> None:
+        code, text = start("--", "python", str(program), "7")
+        assert code == 3
+        assert "exit code 7" in text
+
+    def test_a_program_that_is_killed_cannot_be_judged(self) -> None:
+        code, text = start("--", "python", "-c", "import os; os.kill(os.getpid(), 9)")
+        assert code == 3
+        assert "ended before it could report" in text
+
+    def test_a_program_that_never_uses_the_gpu_is_not_clean(self) -> None:
+        code, text = start("--", "python", "-c", "import torch; torch.ones(3).sum().item()")
+        assert code == 3
+        assert "nothing on the virtual GPU" in " ".join(text.split())
+
+    def test_with_assumed_devices_the_same_program_has_a_finding(self) -> None:
+        code, _ = start("--assume-device", "--", "python", "-c", "import torch; torch.ones(3).sum().item()")
+        assert code == 1
+
+    def test_a_program_that_does_not_wait_is_clean(self) -> None:
+        code, _ = start("--", "python", "-c", "import torch; torch.ones(3, device='cuda').add_(1)")
+        assert code == 0
