@@ -59,6 +59,8 @@ PAGEABLE = Rule(
 )  # fmt: skip
 """Measured on an H200 (torch 2.11, CUDA 13.0) behind 20 ms of GPU work: device to host waits at 4 bytes; host to device
 does not up to 2 MiB, does from 2.2 MiB, and at the 64th copy of 64 KiB or the third of 256 KiB in a row."""
+PINNING_BYTES = 1 << 20
+"""Pinning this much or more keeps the host busy for half a millisecond or more; less is not worth a word."""
 STAGING_BYTES = 2 << 20
 """Pageable copies to the GPU up to this size need not wait: `may_block`. Larger ones do, and all copies to the host."""
 STREAM = Rule(

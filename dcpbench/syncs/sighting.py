@@ -99,10 +99,13 @@ def of_wait(kind: str, calls: Sequence[Call], where: Where) -> Sync:
 def of_hazard(call: Call, result: object, where: Where) -> Sync | None:
     """What is reported of a finished operator that may have waited without telling; None where it has not.
 
-    That is a copy which was asked not to block, and pinning, which may allocate.
+    That is a copy which was asked not to block, and pinning of much memory, which may allocate.
     """
     # Every operator comes by here, and few are either.
     if call.op in PINNING:
+        size = max((t.nbytes for t in _tensors(call.args)), default=0)
+        if size < rules.PINNING_BYTES:
+            return None
         place = _place(where)
         return _sync(rules.ALLOCATION, place, chain=(call.op,), op=call.op, call="cudaHostAlloc", may_block=True)
     if not call.kwargs.get("non_blocking") and not (len(call.args) > 2 and call.args[2] is True):  # noqa: PLR2004

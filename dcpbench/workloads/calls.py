@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 CHUNK_SECONDS = 0.04
 """Passes between two looks at the stop rule; short, as a bench has many cases."""
+REFUSALS = (RuntimeError, SystemError)
+"""What torch raises for a wait within a capture; a condition on a tensor loses the exception on its way (2.11)."""
 HOST_CALLS = 16
 """Calls of a pass whose host time is taken; behind a backlog each, 61 would take long and tell no more."""
 SPIN_CYCLES = 20_000_000
@@ -125,11 +127,11 @@ def try_capture(calls: Calls) -> Graph:
         graph.capture_begin()
         try:
             calls.run_captured()
-        except RuntimeError as e:
+        except REFUSALS as e:
             reason = first_line(e)
         try:
             graph.capture_end()
-        except RuntimeError as e:
+        except REFUSALS as e:
             reason = reason or first_line(e)
     return Graph(captured=not reason, reason=reason)
 

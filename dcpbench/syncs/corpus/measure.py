@@ -127,12 +127,11 @@ def _held_up(p: Program | None, device: torch.device) -> float:
 
 
 def _record(path: Path, device: torch.device, *, sync: bool, stacks: bool) -> None:
-    """A trace of all programs, each in its range, behind a little work and right after a run outside the range."""
+    """A trace of all programs, each in its range and behind a little work."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     config = torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=sync)  # noqa: SLF001 - there is no public name
     with torch.profiler.profile(activities=activities, with_stack=stacks, experimental_config=config) as profiler:
         for p in PROGRAMS:
-            p.run(make_inputs(device))
             inputs = make_inputs(device)
             torch.cuda.synchronize()
             torch.cuda._sleep(SHORT_CYCLES)  # type: ignore[no-untyped-call]  # noqa: SLF001
