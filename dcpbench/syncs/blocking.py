@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from dcpbench.syncs.intervals import chains, match, union
+from dcpbench.syncs.intervals import chains, match
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,8 +32,8 @@ _KINDS: dict[str, Waits] = {
     "HostAlloc": "pin", "MallocHost": "pin", "HostMalloc": "pin", "MemAllocHost": "pin", "MemHostAlloc": "pin",
     "FreeHost": "pin", "HostFree": "pin", "MemFreeHost": "pin", "HostRegister": "pin", "HostUnregister": "pin",
 }  # fmt: skip
-"""Names of runtime and driver calls without their cuda, cu or hip and without version suffixes. `free` waits for all work
-on the device, `pin` does not wait (both measured on an H200)."""
+"""Names of runtime and driver calls without their cuda, cu or hip and without version suffixes. `free` waits for all
+work on the device, `pin` does not wait (both measured on an H200)."""
 _XPU: dict[str, Waits] = {
     "urEventWait": "event", "urQueueFinish": "stream", "zeEventHostSynchronize": "event",
     "zeCommandQueueSynchronize": "stream", "zeCommandListHostSynchronize": "stream", "zeFenceHostSynchronize": "event",
@@ -46,9 +46,7 @@ _EVENTS: dict[str, Waits] = {
 SYNCHRONISE = ("stream", "event", "device")
 ADJACENT_US = 50.0
 """A copy and a synchronisation outside any operator belong together if no more time than this lies between them."""
-_HARMLESS = re.compile(
-    r"(?:Query|IsCapturing|Attribute|Attributes|LastError|GetDevice|PeekAtLastError|Occupancy\w*)(?:\w*)$"
-)
+_HARMLESS = re.compile("Query|Captur|Attribute|LastError|GetDevice|Occupancy")
 """Calls that may stand between a copy and the synchronisation that waits for it."""
 
 
@@ -61,8 +59,9 @@ class Blocking:
     wait: NDArray[np.float64]
     """Microseconds in which the host was blocked: of the synchronisation, and of a pageable copy before it."""
     thread: Ints
-    """-1 where only a `cuda_sync` event says that something waited."""
+    """-1 where only a `cuda_sync` event outside any operator says that something waited."""
     external: Ints
+    """`External id`, -1 without one."""
     call: list[str]
     """Runtime or driver call; name of the `cuda_sync` event where there is no call."""
     kind: list[Waits | None]
@@ -109,38 +108,49 @@ def find_blocking(columns: Columns) -> Blocking:
     direction = [directions[gpu.name[c]] if c >= 0 else "" for c in copied.tolist()]
     at = [i for i, name in enumerate(calls.name.tolist()) if kinds[name] is not None]
     kind = {i: kinds[calls.name[i]] for i in at}
-    partner = _copies_before(columns, calls, kind)
+    partner = _copies_before(columns, calls, kind, direction)
     merged = set(partner.values())
-    held = _held_up(columns, calls, copied)
-    found: list[tuple[int, float, int, bool, bool]] = []
+    held = _held_up(gpu, calls, copied)
+    found: list[tuple[int, int, float, int, bool, bool]] = []
     for i in at:
         own = float(calls.end[i] - calls.start[i])
         if kind[i] in SYNCHRONISE:
             copy = partner.get(i, -1)
-            staged = copy >= 0 and "pinned" not in direction[copy]
-            wait = own + (float(calls.end[copy] - calls.start[copy]) if staged else 0.0)
-            found.append((i, wait, int(copied[copy]) if copy >= 0 else -1, copy >= 0, False))
+            first = copy if copy >= 0 and "pinned" not in direction[copy] else i
+            wait = own + (float(calls.end[copy] - calls.start[copy]) if first != i else 0.0)
+            found.append((i, first, wait, int(copied[copy]) if copy >= 0 else -1, copy >= 0, False))
         elif i not in merged and _blocks(kind[i], direction[i], columns.names[calls.name[i]], held[i]):
             may = kind[i] == "pin" or (kind[i] == "async copy" and direction[i] == "HtoD pageable" and not held[i])
-            found.append((i, own, int(copied[i]), False, may))
-    at_found = np.array([f[0] for f in found], np.int64)
+            found.append((i, i, own, int(copied[i]), False, may))
+    at_found, first_of = (np.array([f[n] for f in found], np.int64) for n in (0, 1))
     blocking = Blocking(
-        start=calls.start[at_found], end=calls.end[at_found], wait=np.array([f[1] for f in found], float),
-        thread=calls.thread[at_found], external=calls.external[at_found],
+        start=calls.start[first_of], end=calls.end[at_found], wait=np.array([f[2] for f in found], float),
+        thread=calls.thread[at_found], external=_true_links(calls)[at_found],
         call=[columns.names[calls.name[i]] for i in at_found], kind=[kind[f[0]] for f in found],
-        copied=np.array([f[2] for f in found], np.int64), copy_waited=np.array([f[3] for f in found], bool),
-        may_block=np.array([f[4] for f in found], bool),
+        copied=np.array([f[3] for f in found], np.int64), copy_waited=np.array([f[4] for f in found], bool),
+        may_block=np.array([f[5] for f in found], bool),
     )  # fmt: skip
     return _with_sync_events(columns, blocking)
 
 
-def _copies_before(columns: Columns, calls: Table, kind: dict[int, Waits | None]) -> dict[int, int]:
-    """Synchronisation -> the copy that it waits for: the call just before it on its thread, in the same operator."""
+def _true_links(table: Table) -> Ints:
+    """`External id` of operators. Older traces give a call without operator its own correlation instead."""
+    return np.where(table.external == table.correlation, -1, table.external)
+
+
+def _copies_before(
+    columns: Columns, calls: Table, kind: dict[int, Waits | None], direction: list[str]
+) -> dict[int, int]:
+    """Synchronisation -> the copy that it waits for: the call just before it on its thread, in the same operator.
+
+    Nobody on the host waits for a copy from GPU to GPU, so that after one it is the synchronisation that was wanted.
+    """
     pairs = [
         (i, i - 1)
         for i, what in kind.items()
         if what in SYNCHRONISE and kind.get(i - 1) == "async copy" and calls.thread[i] == calls.thread[i - 1]
-    ]
+        and not direction[i - 1].startswith("DtoD")
+    ]  # fmt: skip
     if not pairs:
         return {}
     moments = np.array(pairs).ravel()
@@ -155,17 +165,19 @@ def _copies_before(columns: Columns, calls: Table, kind: dict[int, Waits | None]
     }
 
 
-def _held_up(columns: Columns, calls: Table, copied: Ints) -> NDArray[np.bool_]:
-    """Copies during whose call the GPU still had work from before it, and which did not return until that was done."""
-    gpu = columns.tables["gpu"]
+def _held_up(gpu: Table, calls: Table, copied: Ints) -> NDArray[np.bool_]:
+    """Calls that did not return until the GPU was done with what lay before their copy on its stream."""
     held = np.zeros(len(calls), bool)
     has = np.flatnonzero(copied >= 0)
     if not len(has):
         return held
-    busy_from, busy_until = union(gpu.start, gpu.end)
-    before = np.searchsorted(busy_from, calls.start[has], "right") - 1
-    busy = (before >= 0) & (busy_until[np.maximum(before, 0)] > calls.start[has])
-    held[has] = busy & (calls.end[has] > gpu.start[copied[has]])
+    in_order = np.lexsort((gpu.start, gpu.thread))
+    before = np.full(len(gpu), -1)
+    same = gpu.thread[in_order[1:]] == gpu.thread[in_order[:-1]]
+    before[in_order[1:]] = np.where(same, in_order[:-1], -1)
+    previous = before[copied[has]]
+    waited = (previous >= 0) & (gpu.end[previous] > calls.start[has])
+    held[has] = waited & (calls.end[has] > gpu.start[copied[has]])
     return held
 
 
@@ -189,7 +201,7 @@ def _with_sync_events(columns: Columns, blocking: Blocking) -> Blocking:
     alone = np.array([i for i in alone if kinds[events.name[i]] is not None], np.int64)
     if not len(alone):
         return blocking
-    linked = np.where(events.external[alone] == events.correlation[alone], -1, events.external[alone])
+    linked = _true_links(events)[alone]
     op = match(ops.external, linked)
     thread = np.where(op >= 0, ops.thread[op], -1) if len(ops) else np.full(len(alone), -1)
     what = [kinds[events.name[i]] for i in alone]
@@ -199,7 +211,7 @@ def _with_sync_events(columns: Columns, blocking: Blocking) -> Blocking:
         external=linked, call=[columns.names[events.name[i]] for i in alone], kind=what, copied=none,
         copy_waited=none >= 0, may_block=np.array([w == "event" for w in what], bool),
     )  # fmt: skip
-    both = {
+    both: dict[str, Any] = {
         f.name: [*getattr(blocking, f.name), *getattr(added, f.name)]
         if isinstance(getattr(blocking, f.name), list)
         else np.concatenate([getattr(blocking, f.name), getattr(added, f.name)])

@@ -26,7 +26,8 @@ def bubbles(columns: Columns, blocking: Blocking) -> Floats:
 
     A call is charged the gap that is open when it returns: from the moment the GPU ran dry, but no earlier than the
     call's start, to the next start of GPU work, if that work was launched after the call returned and on its thread. A
-    gap is charged once, to the first call in it. This is an upper bound: the host may have had other things to do.
+    gap is charged once, to the first call in it that blocks, and to one that only may block where there is no other.
+    This is an upper bound: the host may have had other things to do.
     """
     gpu, calls = columns.tables["gpu"], columns.tables["calls"]
     charged = np.zeros(len(blocking))
@@ -43,7 +44,7 @@ def bubbles(columns: Columns, blocking: Blocking) -> Floats:
     launched = np.where(known, calls.start[launch] if len(calls) else 0.0, -np.inf)
     thread = np.where(known, calls.thread[launch] if len(calls) else -1, -1)
     taken: set[int] = set()
-    for i in np.lexsort((blocking.start,)).tolist():
+    for i in np.lexsort((blocking.start, blocking.may_block)).tolist():
         g = int(gap[i])
         if inside[i] and g not in taken and launched[g] >= blocking.end[i] and thread[g] == blocking.thread[i]:
             charged[i] = wet[g] - max(dry[g], blocking.start[i])

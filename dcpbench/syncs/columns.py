@@ -43,11 +43,24 @@ class Ids(dict[Any, int]):
         return number
 
 
+class Threads(dict[tuple[object, object], int]):
+    """Numbers for (pid, tid); text that says a number is that number, as traces of 2021 have both."""
+
+    def __init__(self) -> None:
+        self.numbers = Ids()
+
+    def __missing__(self, key: tuple[object, object]) -> int:
+        plain = tuple(int(v) if isinstance(v, str) and v.isdecimal() else v for v in key)
+        number = self[key] = self.numbers[plain]
+        return number
+
+
 @dataclasses.dataclass
 class Table:
     """Events of one kind. Times are microseconds on the trace's clock; columns that a kind has no use for are empty.
 
-    `thread` numbers (pid, tid); `external`, `correlation` and `bytes` are -1 where the event has none.
+    `thread` numbers (pid, tid), which for GPU work is its stream; `external`, `correlation` and `bytes` are -1 where the
+    event has none.
     """
 
     start: Floats
@@ -79,7 +92,7 @@ class Columns:
     stacks: list[str]
     """Call stacks of ops by number, innermost frame first, parted by `;`."""
     thread_names: list[str]
-    """Names of threads by number."""
+    """Names of threads and streams by number."""
     driver_calls: int
     devices: int
     """GPUs that had work."""
@@ -91,7 +104,7 @@ FIELDS = {
     "python": ("name", "thread"),
     "ranges": ("name", "thread"),
     "calls": ("name", "thread", "external", "correlation"),
-    "gpu": ("name", "correlation", "bytes"),
+    "gpu": ("name", "thread", "correlation", "bytes"),
     "syncs": ("name", "external", "correlation"),
 }
 """Columns of each table besides start and end."""
@@ -102,7 +115,8 @@ class Builder:
 
     def __init__(self, trouble: Trouble) -> None:
         self.trouble = trouble
-        self.name, self.stack, self.thread, self.odd_id, self.device = Ids(), Ids(), Ids(), Ids(), Ids()
+        self.name, self.stack, self.odd_id, self.thread = Ids(), Ids(), Ids(), Threads()
+        self.devices: set[object] = set()
         self.labels: dict[int, str] = {}
         self.driver_calls = 0
         self.parts: dict[str, list[dict[str, NDArray[Any]]]] = {kind: [] for kind in FIELDS}
@@ -120,8 +134,9 @@ class Builder:
         for category, group in groups.items():
             kind = self._kind(category)
             if kind:
-                self._columns(kind, [e for e in group if e.ph == "X"])
-                self.driver_calls += len(group) if category in DRIVER else 0
+                timed = [e for e in group if e.ph == "X"]
+                self._columns(kind, timed)
+                self.driver_calls += len(timed) if category in DRIVER else 0
             elif not category:
                 self._labels(group)
 
@@ -142,17 +157,17 @@ class Builder:
         start, ok = _numbers([e.ts for e in events], np.float64, self._odd_time)
         length, _ = _numbers([e.dur for e in events], np.float64, self._odd_time)
         if not ok:
-            self.trouble.unreadable_events += int(np.isnan(start).sum())
-            events = [e for e, fine in zip(events, ~np.isnan(start), strict=True) if fine]
-            start, length = start[~np.isnan(start)], length[~np.isnan(start)]
+            fine = np.isfinite(start)
+            self.trouble.unreadable_events += int((~fine).sum())
+            events = [e for e, is_fine in zip(events, fine, strict=True) if is_fine]
+            start, length = start[fine], length[fine]
         args = [e.args or _NO_ARGS for e in events]
-        part: dict[str, NDArray[Any]] = {"start": start, "end": start + np.nan_to_num(length).clip(min=0)}
+        part: dict[str, NDArray[Any]] = {"start": start, "end": start + np.nan_to_num(length, posinf=0.0).clip(min=0)}
         for field in FIELDS[kind]:
             part[field] = self._column(field, events, args)
         self.parts[kind].append(part)
         if kind == "gpu":
-            for device in {a.device for a in args}:
-                self.device[device]
+            self.devices |= {a.device for a in args} - {None}
 
     def _column(self, field: str, events: list[Event], args: list[Args]) -> NDArray[Any]:
         if field == "name":
@@ -168,7 +183,10 @@ class Builder:
             raw = [a.external if a.external is not None else a.external_2021 for a in args]
         else:
             raw = [getattr(a, field) for a in args]
-        return _numbers(raw, np.int64, self._odd_number)[0]
+        column = _numbers(raw, np.int64, self._odd_number)[0]
+        if field != "bytes":
+            column[column == 0] = NONE  # ids count from 1; 0 says that there is none
+        return column
 
     def _odd_time(self, value: object) -> float:
         """A time that is not a number: text that says one, or none."""
@@ -189,12 +207,12 @@ class Builder:
 
     def columns(self) -> Columns:
         """Everything that was added."""
-        numbered = {number: key for key, number in self.thread.items()}
+        numbered = {number: key for key, number in self.thread.numbers.items()}
         names = [self._thread_name(number, numbered[number]) for number in range(len(numbered))]
         return Columns(
             tables={kind: _join(parts) for kind, parts in self.parts.items()},
             names=list(self.name), stacks=list(self.stack), thread_names=names,
-            driver_calls=self.driver_calls, devices=len(self.device), trouble=self.trouble,
+            driver_calls=self.driver_calls, devices=len(self.devices), trouble=self.trouble,
         )  # fmt: skip
 
     def _thread_name(self, number: int, key: tuple[object, object]) -> str:
@@ -206,11 +224,11 @@ class Builder:
 def _numbers(raw: list[Any], kind: type, odd: Callable[[object], Any]) -> tuple[NDArray[Any], bool]:
     """(array, whether every value was a number of that kind)."""
     try:
-        column = np.array(raw, kind)
+        column: NDArray[Any] = np.array(raw, kind)
     except (TypeError, ValueError, OverflowError):
         column = np.array([odd(value) for value in raw], kind)
         return column, False
-    return column, not (kind is np.float64 and np.isnan(column).any())
+    return column, kind is not np.float64 or bool(np.isfinite(column).all())
 
 
 def _join(parts: list[dict[str, NDArray[Any]]]) -> Table:
@@ -219,9 +237,9 @@ def _join(parts: list[dict[str, NDArray[Any]]]) -> Table:
     empty = np.zeros(0, np.int64)
     if not parts:
         return Table(np.zeros(0), np.zeros(0), *([empty] * (len(fields) - 2)))
-    table = Table(*(np.concatenate([p[f] for p in parts]) if f in parts[0] else empty for f in fields))
+    columns: list[NDArray[Any]] = [np.concatenate([p[f] for p in parts]) if f in parts[0] else empty for f in fields]
     parts.clear()
-    return table
+    return Table(*columns)
 
 
 def read_columns(

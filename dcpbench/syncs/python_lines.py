@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _FRAME = re.compile(r"^(?P<file>.+?)\((?P<line>\d+)\): (?P<function>.*)$")
-_FRAMEWORK = re.compile(r"(?:^|/)(?:torch|triton)/")
+_FRAMEWORK = re.compile(r"(?:^|-packages/|/pytorch/)(?:torch|triton)/|/torchinductor_[^/]+/")
+"""Not any folder called triton: engines keep their own kernels in such."""
 _PROFILER = re.compile(r"(?:^|/)torch/(?:profiler/|autograd/profiler)")
 _LIBRARIES = re.compile(r"^.*/(?:site|dist)-packages/")
 _INTERPRETER = re.compile(r"^.*/lib/python3(?:\.\d+)?t?/")
@@ -84,15 +85,15 @@ class Repository:
         return _is_file(self.root / self.path(file))
 
     def user_frame(self, frames: Sequence[Frame]) -> int | None:
-        """Index of the innermost frame outside torch, Triton and Python's own library; else of the innermost with a file
-        outside torch; None where there is none.
+        """Index of the innermost frame outside torch, Triton and Python's own library; else of the innermost one with a
+        file outside torch; None where there is none.
 
         Args:
             frames: Outermost first.
         """
         candidates = [i for i, f in enumerate(frames) if f.file and not _FRAMEWORK.search(f.file)]
         own = [i for i in candidates if not self._is_python(frames[i].file)]
-        return (own or candidates or [None])[-1]
+        return next(reversed(own or candidates), None)
 
     def _is_python(self, file: str) -> bool:
         """Whether a file is part of Python's own library, shortened or not."""

@@ -1,14 +1,13 @@
 """Trace files as blocks of typed events: plain or gzip, of any size, in bounded memory, and whatever was done to them.
 
-A block ends where cutting the text gives a complete JSON array, so no tokenizer of ours is needed: text that is cut inside
-a string or a nested object does not decode, and the next place is tried.
+A block ends where cutting the text gives a complete JSON array, so no tokenizer of ours is needed: text that is cut
+inside a string or a nested object does not decode, and the next place is tried.
 """
 
 from __future__ import annotations
 
 import re
 import zlib
-from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
@@ -17,6 +16,7 @@ from dcpbench.errors import TraceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 BLOCK_BYTES = 2 << 20
 LARGEST_EVENT = 64 << 20
@@ -68,12 +68,16 @@ _DECODER = msgspec.json.Decoder(list[Event])
 _ONE = msgspec.json.Decoder(Event)
 _RAW = msgspec.json.Decoder(list[msgspec.Raw])
 _BETWEEN = re.compile(rb"\}\s*,\s*\{")
-_END = re.compile(rb"[\}\[]\s*\]")
+_END = re.compile(rb'[\}\[]\s*\](?=\s*(?:,\s*"|\}|\Z))')
+"""What may be the end of all events: one lies before it, or none at all, and a key or nothing after it."""
+_TAIL = re.compile(rb"\]\s*(?:,[^\[\]{}]*)?\}?\s*\Z")
+"""End of a file that ends as it should."""
 _NOT_A_NUMBER = re.compile(rb"([:\[,]\s*)-?(?:nan|inf|NaN|Infinity|Inf)\b")
-_LONE_BACKSLASH = re.compile(rb'\\(?!["\\/bfnrtu])')
+_BACKSLASH = re.compile(rb'\\(?:(["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})|(u[dD][89a-fA-F][0-9a-fA-F]{2})|)')
+"""Groups: an escape; half of a character beyond the first 65,536, good only in pairs; none where it stands alone."""
 _CONTROL = re.compile(rb"[\x00-\x1f]")
 _RANK = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,6})')
-_RANK_IN_NAME = re.compile(r"(?:rank|tp|ep)[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
+_RANK_IN_NAME = re.compile(r"(?<![a-zA-Z])(?:rank|tp|ep)[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
 
 
 def read_chunks(path: Path, file: BinaryIO, trouble: Trouble) -> Iterator[bytes]:
@@ -135,30 +139,32 @@ class TraceReader:
             TraceError: The file cannot be opened, or is not a trace.
         """
         try:
-            file = self.path.open("rb")
+            if self.path.exists() and not self.path.is_file():  # a pipe may never end, and cannot be looked at twice
+                raise TraceError(f"{self.path} is no file; write the trace into one, and name that")
+            with self.path.open("rb") as file:
+                yield from self._blocks(read_chunks(self.path, file, self.trouble))
         except OSError as e:
             raise TraceError(f"{self.path} cannot be read: {e.strerror or e}") from None
-        with file:
-            chunks = read_chunks(self.path, file, self.trouble)
-            buffer = self._start(chunks)
-            while True:
-                chunk = next(chunks, None)
-                if chunk is None:
-                    break
-                buffer += chunk
-                if len(buffer) < BLOCK_BYTES:
-                    continue
-                events, used, ended = self._take(buffer)
-                if used:
-                    yield events
-                    del buffer[1 : used + 1]
-                if ended:
-                    return
-                if len(buffer) > LARGEST_EVENT:
-                    raise TraceError(
-                        f"{self.path}: no end of an event within {LARGEST_EVENT >> 20} MiB; not a profiler's trace"
-                    )
-            yield self._rest(buffer)
+
+    def _blocks(self, chunks: Iterator[bytes]) -> Iterator[list[Event]]:
+        buffer = self._start(chunks)
+        for chunk in chunks:
+            buffer += chunk
+            if len(buffer) < BLOCK_BYTES:
+                continue
+            events, used, ended = self._take(buffer)
+            if used:
+                yield events
+                del buffer[1 : used + 1]
+            if ended:
+                for _ in chunks:  # a checksum stands at the very end
+                    pass
+                return
+            if len(buffer) > LARGEST_EVENT:
+                raise TraceError(
+                    f"{self.path}: no end of an event within {LARGEST_EVENT >> 20} MiB; not a profiler's trace"
+                )
+        yield self._rest(buffer)
 
     def _start(self, chunks: Iterator[bytes]) -> bytearray:
         """`[` and the text after the opening bracket of the events."""
@@ -166,7 +172,9 @@ class TraceReader:
         for chunk in chunks:
             head += chunk
             text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
-            if text[:1] == b"[":
+            if not text:
+                continue
+            if text[:1] == b"[" and bytes(text[1:64].lstrip()[:1]) in (b"", b"{", b"]"):
                 return text
             if text[:1] != b"{":
                 break
@@ -190,13 +198,9 @@ class TraceReader:
         cuts = [m.end() - 1 for m in _BETWEEN.finditer(buffer, window)] or [
             m.end() - 1 for m in _BETWEEN.finditer(buffer)
         ]
-        for start_of_next in reversed(cuts[-6:]):
-            comma = buffer.rindex(b",", 0, start_of_next)
-            buffer[comma : comma + 1] = b"]"
-            events = self._decode(memoryview(buffer)[: comma + 1])
-            if events is not None:
-                return events, comma, False
-            buffer[comma : comma + 1] = b","
+        found = self._until_cut(buffer, cuts)
+        if found is not None:
+            return *found, False
         ended = self._until_end(buffer)
         if ended is not None:
             return ended, len(buffer) - 1, True
@@ -204,6 +208,17 @@ class TraceReader:
             comma = buffer.rindex(b",", 0, cuts[-1])
             return self._repair(bytes(buffer[1:comma])), comma, False
         return [], 0, False
+
+    def _until_cut(self, buffer: bytearray, cuts: list[int]) -> tuple[list[Event], int] | None:
+        """(events up to one of the last places where an event may begin, bytes used after the first)."""
+        for start_of_next in reversed(cuts[-6:]):
+            comma = buffer.rindex(b",", 0, start_of_next)
+            buffer[comma : comma + 1] = b"]"
+            events = self._decode(memoryview(buffer)[: comma + 1])
+            buffer[comma : comma + 1] = b","
+            if events is not None:
+                return events, comma
+        return None
 
     def _until_end(self, buffer: bytearray) -> list[Event] | None:
         """Events up to the bracket that ends the array, if it lies in the buffer."""
@@ -220,12 +235,18 @@ class TraceReader:
         if events is not None:
             return events
         body = bytes(buffer[1:])
-        if body.rstrip().endswith((b"]", b"}")) and _END.search(body):
-            return self._repair(body[: body.rindex(b"]")])
+        tail = _TAIL.search(body)
+        if tail:
+            return self._repair(body[: tail.start()])
         self.trouble.truncated = True
-        cuts = list(_BETWEEN.finditer(body))
-        whole = body[: cuts[-1].start() + 1] if cuts else b""
-        return self._decode(b"[" + whole + b"]") or self._repair(whole)
+        events = self._decode(b"[" + body.rstrip(b", \t\r\n") + b"]")
+        if events is not None:
+            return events
+        cuts = [m.end() - 1 for m in _BETWEEN.finditer(buffer)]
+        if not cuts:
+            return []
+        found = self._until_cut(buffer, cuts)
+        return found[0] if found else self._repair(body[: cuts[-1] - 1].rstrip(b", \t\r\n"))
 
     def _decode(self, text: bytes | memoryview) -> list[Event] | None:
         """Events of a complete array; None where the text is not one."""
@@ -254,21 +275,38 @@ class TraceReader:
         """What can be saved of text between two events that is not JSON."""
         self.trouble.repaired = True
         body = body.decode("utf-8", errors="replace").encode()
-        body = _NOT_A_NUMBER.sub(rb"\1null", _LONE_BACKSLASH.sub(rb"\\\\", _CONTROL.sub(b" ", body)))
+        body = _NOT_A_NUMBER.sub(rb"\1null", _BACKSLASH.sub(_escaped, _CONTROL.sub(b" ", body)))
         events = self._decode(b"[" + body + b"]")
         if events is not None:
             return events
         events, part = [], b""
         for piece in _BETWEEN.split(body.strip().removeprefix(b"{").removesuffix(b"}")):
-            part = part + b"},{" + piece if part else piece
-            try:
-                events.append(_ONE.decode(b"{" + part + b"}"))
-            except msgspec.ValidationError:
+            text = part + b"},{" + piece if part else piece
+            event = self._event(text)
+            if event is None and part:  # what is broken before it must not take a good event along
+                event = self._event(piece)
+                event = event if event is not None and event.ph else None
+                self.trouble.unreadable_events += event is not None
+            if event is not None:
+                events.append(event)
+            elif text.count(b"},{") >= PIECES:
                 self.trouble.unreadable_events += 1
-            except msgspec.DecodeError:
-                if part.count(b"},{") < PIECES:
-                    continue
-                self.trouble.unreadable_events += 1
-            part = b""
+                text = b""
+            part = b"" if event is not None else text
         self.trouble.unreadable_events += bool(part.strip())
         return events
+
+    def _event(self, inner: bytes) -> Event | None:
+        """The event with this text between its brackets; None where it is not JSON."""
+        try:
+            return _ONE.decode(b"{" + inner + b"}")
+        except msgspec.ValidationError:
+            self.trouble.unreadable_events += 1
+            return Event()
+        except msgspec.DecodeError:
+            return None
+
+
+def _escaped(found: re.Match[bytes]) -> bytes:
+    """A backslash that JSON allows as it is, a lone one doubled, half a character as a replacement character."""
+    return found[0] if found[1] else b"\\ufffd" if found[2] else b"\\\\"

@@ -51,6 +51,7 @@ def scan(
         TraceError: A file cannot be read, or is no trace.
         UsageError: The expression is not one, or matches no annotation of any trace.
     """
+    _check_pattern(step_range)
     repository = Repository(root)
     summaries, per_trace = [], []
     for path in paths:
@@ -63,6 +64,15 @@ def scan(
         )
     sites = sorted(merge(per_trace), key=order)
     return Report(traces=summaries, sites=sites, totals=totals(sites))
+
+
+def _check_pattern(pattern: str | None) -> None:
+    try:
+        re.compile(pattern or "")
+    except re.error as e:
+        raise UsageError(
+            f"--step-range {pattern!r} is no regular expression ({e}); give one such as '^decode_step'"
+        ) from None
 
 
 def scan_one(
@@ -128,6 +138,7 @@ def _occurrences(
     inside = _ranges_around(columns, blocking)
     priced = bubbles(columns, blocking) if len(columns.tables["gpu"]) else None
     names, reasons = columns.names, waited_for(columns, blocking)
+    step_starts = set(steps.start.tolist())
     of_step, own = steps.of(blocking.start), _window_edges(columns, blocking, op_chains)
     attribute = Attribution(columns, repository, stacks)
     directions = [direction_of(name) for name in names]
@@ -138,10 +149,10 @@ def _occurrences(
         copied = int(blocking.copied[i])
         direction = directions[columns.tables["gpu"].name[copied]] if copied >= 0 else ""
         kind = blocking.kind[i]
-        within = _range_of(columns, inside[i], steps)
-        called = blocking.thread[i] >= 0 or blocking.external[i] >= 0 or not blocking.call[i].endswith("Sync")
+        within = _range_of(columns, inside[i], step_starts)
         rule = rule_of(
-            kind, chain, direction, copied=copied >= 0, waited=bool(blocking.copy_waited[i]), called=called
+            kind, chain, direction, copied=copied >= 0, waited=bool(blocking.copy_waited[i]),
+            called=bool(blocking.thread[i] >= 0),
         )  # fmt: skip
         size = int(columns.tables["gpu"].bytes[copied]) if copied >= 0 else -1
         found.append(
@@ -169,16 +180,13 @@ def _ranges_around(columns: Columns, blocking: Blocking) -> list[Ints]:
 
 
 def _with_linked_ops(columns: Columns, blocking: Blocking, found: list[Ints]) -> list[Ints]:
-    """Operators by `External id` where none contains the call in time, as for calls from threads without operators."""
-    ops, gpu = columns.tables["ops"], columns.tables["gpu"]
+    """Operators by `External id` where none contains the call in time: the runtime may name its thread in another way."""
+    ops = columns.tables["ops"]
     missing = [i for i, chain in enumerate(found) if not len(chain)]
     if not missing or not len(ops):
         return found
-    external = blocking.external[missing]
-    copied = blocking.copied[missing]
-    correlation = np.where(copied >= 0, gpu.correlation[copied], -1) if len(gpu) else np.full(len(missing), -1)
-    for i, row in zip(missing, match(ops.external, np.where(external == correlation, -1, external)), strict=True):
-        if row >= 0 and blocking.thread[i] < 0:
+    for i, row in zip(missing, match(ops.external, blocking.external[missing]), strict=True):
+        if row >= 0:
             found[i] = np.array([row])
     return found
 
@@ -198,10 +206,7 @@ def _window_edges(columns: Columns, blocking: Blocking, op_chains: list[Ints]) -
     return [i in own for i in range(len(blocking))]
 
 
-def _range_of(columns: Columns, rows: Ints, steps: Steps) -> str:
+def _range_of(columns: Columns, rows: Ints, step_starts: set[float]) -> str:
     """Innermost annotation that is not a step."""
-    for row in rows[::-1]:
-        start = columns.tables["ranges"].start[row]
-        if not (len(steps) and (steps.start == start).any()):
-            return columns.names[columns.tables["ranges"].name[row]]
-    return ""
+    ranges = columns.tables["ranges"]
+    return next((columns.names[ranges.name[row]] for row in rows[::-1] if ranges.start[row] not in step_starts), "")

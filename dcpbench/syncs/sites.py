@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +30,10 @@ from dcpbench.syncs.steps import per_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+
+_UNSTABLE = re.compile(r"\b(?=\w*\d)\w{20,}\b|\d+")
+"""Hashes and numbers in names such as `## Call CompiledFxGraph f7xq… ##` and `Torch-Compiled Region: 3/0`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +87,8 @@ def fingerprint(rule: str, file: str, function: str, op_chain: Sequence[str], di
         op_chain: Operators, outermost first.
         direction: Of the copy.
     """
-    text = "\0".join([rule, file, function, ">".join(op_chain), direction])
+    ops = [op if "::" in op else _UNSTABLE.sub("#", op) for op in op_chain]
+    text = "\0".join([rule, file, function, ">".join(ops), direction])
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
@@ -115,14 +121,18 @@ def rule_of(
 
 def make_sites(trace: str, occurrences: Iterable[Occurrence], steps: int) -> list[Site]:
     """The sites of one trace, in order of first occurrence."""
-    groups: dict[Place, list[Occurrence]] = {}
-    for occurrence in occurrences:
-        groups.setdefault(occurrence.place, []).append(occurrence)
-    return [_site(trace, place, group, steps) for place, group in groups.items()]
+    places: dict[Place, list[Occurrence]] = {}
+    for occurrence in sorted(occurrences, key=lambda o: o.ts):
+        places.setdefault(occurrence.place, []).append(occurrence)
+    groups: dict[tuple[str, bool, bool], list[Occurrence]] = {}
+    for place, group in places.items():
+        groups.setdefault((place.fingerprint, place.may_block, place.own), []).extend(group)
+    return [_site(trace, group, steps) for group in groups.values()]
 
 
-def _site(trace: str, place: Place, group: list[Occurrence], steps: int) -> Site:
+def _site(trace: str, group: list[Occurrence], steps: int) -> Site:
     first = group[0]
+    place = first.place
     worst = max(group, key=lambda o: (o.bubble or 0.0, o.wait))
     mean, warmup = per_step([o.step for o in group], steps)
     waits = [o.wait for o in group]
@@ -134,7 +144,8 @@ def _site(trace: str, place: Place, group: list[Occurrence], steps: int) -> Site
         function=place.function, file=place.file, line=first.line,
         line_is=first.line_is,  # type: ignore[arg-type]
         stack=list(first.stack), range=first.range, direction=place.direction, call=first.call,
-        threads=sorted({o.thread for o in group if o.thread}), count=len(group), count_per_step=mean, warmup_only=warmup,
+        threads=sorted({o.thread for o in group if o.thread}),
+        count=len(group), count_per_step=mean, warmup_only=warmup,
         wait_us=float(np.sum(waits)), wait_median_us=float(np.median(waits)), wait_p99_us=percentile(waits, 99),
         bubble_us=float(np.sum(bubbles)) if bubbles else None, bytes=sum(sizes) if sizes else None,
         may_block=place.may_block, explicit=all(o.explicit for o in group), own=place.own,
@@ -149,8 +160,9 @@ def _example(trace: str, o: Occurrence) -> Example:
 def merge(per_trace: Sequence[Sequence[Site]]) -> list[Site]:
     """Sites of several traces as one list: the same place on several ranks is one site.
 
-    Counts, waits and bubbles add up. Count per step is that of the worst trace, as is the median wait: a step is as slow
-    as its slowest rank. A p99 needs the samples, which several traces no longer have together, so it is the worst one's.
+    Counts, waits and bubbles add up. Count per step is that of the worst trace, as is the median wait: a step is as
+    slow as its slowest rank. A p99 needs the samples, which several traces no longer have together, so it is the worst
+    one's.
     """
     merged: dict[tuple[str, bool, bool], Site] = {}
     for sites in per_trace:

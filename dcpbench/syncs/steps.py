@@ -58,9 +58,9 @@ def find_steps(ranges: Sequence[Range], pattern: str | None = None) -> Steps:
     """
     if pattern is not None:
         return _steps(pattern, [r for r in ranges if re.search(pattern, r.name)])
-    profiler = [r for r in ranges if PROFILER_STEP.match(r.name)]
+    profiler = {r.name: r for r in reversed(ranges) if PROFILER_STEP.match(r.name)}
     if profiler:
-        return _steps("ProfilerStep#", profiler)
+        return _steps("ProfilerStep#", list(profiler.values()))
     families: dict[str, dict[str, list[Range]]] = {}
     for r in ranges:
         numbered = NUMBERED.match(r.name)
