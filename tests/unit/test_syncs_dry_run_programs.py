@@ -93,7 +93,8 @@ class TestModules:
         assert module.weight is weight
         assert type(weight) is nn.Parameter
 
-    def test_a_module_moves_although_something_refers_to_it_weakly(self, run: DryRun) -> None:
+    @pytest.mark.usefixtures("run")
+    def test_a_module_moves_although_something_refers_to_it_weakly(self) -> None:
         module = nn.Linear(2, 2)
         weight = weakref.ref(module.weight)
         module.cuda()
@@ -262,6 +263,7 @@ class TestPrograms:
             assert batch.cuda(non_blocking=True).is_cuda
         assert run.syncs == []
 
+    @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
     def test_flex_attention_waits_for_nothing(self, run: DryRun) -> None:
         q = torch.randn(1, 2, 16, 16, device="cuda")
         mine = flex_attention(q, q, q)
@@ -302,19 +304,20 @@ class TestPrograms:
         assert rules(run) == ["SYNC003"]
 
 
+@pytest.mark.usefixtures("run")
 class TestRefusals:
     """What a GPU refuses fails likewise, and what a dry run cannot do says so and names the way out."""
 
-    def test_a_host_tensor_is_not_indexed_from_the_gpu(self, run: DryRun) -> None:
+    def test_a_host_tensor_is_not_indexed_from_the_gpu(self) -> None:
         with pytest.raises(RuntimeError, match="same device as the indexed tensor"):
             _ = torch.ones(5)[torch.zeros(1, dtype=torch.long, device="cuda")]
 
     @pytest.mark.parametrize("convert", [torch.Tensor.to_sparse_csr, torch.from_dlpack])
-    def test_unknown_layouts_and_foreign_libraries_are_refused(self, run: DryRun, convert) -> None:
+    def test_unknown_layouts_and_foreign_libraries_are_refused(self, convert) -> None:
         with pytest.raises(NotImplementedError, match="A dry run"):
             convert(torch.eye(3, device="cuda"))
 
-    def test_an_operator_without_a_cpu_version_is_named(self, run: DryRun) -> None:
+    def test_an_operator_without_a_cpu_version_is_named(self) -> None:
         with pytest.raises(NotImplementedError, match=r"_cudnn_init_dropout_state.*dcpbench syncs run"):
             torch.ops.aten._cudnn_init_dropout_state(0.5, True, 0, dtype=torch.uint8, device="cuda")  # noqa: FBT003
 
