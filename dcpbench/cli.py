@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dcpbench import __version__, cli_bench, cli_syncs
+from dcpbench import __version__, cli_bench, cli_syncs_checks
 from dcpbench.errors import DcpbenchError
 
 app = typer.Typer(
@@ -25,7 +25,7 @@ app = typer.Typer(
     "130 interrupted.",
 )
 app.add_typer(cli_bench.app, rich_help_panel="Measure")
-app.add_typer(cli_syncs.app, rich_help_panel="Check")
+app.add_typer(cli_syncs_checks.app, rich_help_panel="Check")
 
 LAYOUT = "Layouts (comma lists)"
 LOAD = "Model and load"

@@ -93,7 +93,9 @@ def repeat_trace(source: Path, target: Path, size: int) -> tuple[int, int]:
         trace = json.loads(raw)
         events = trace.pop("traceEvents")
     except (OSError, EOFError, ValueError, KeyError, TypeError) as e:
-        raise TraceError(f"{source} is not a trace that can be repeated ({type(e).__name__}); name one of torch.profiler") from None
+        raise TraceError(
+            f"{source} is not a trace that can be repeated ({type(e).__name__}); name one of torch.profiler"
+        ) from None
     timed = [e for e in events if isinstance(e.get("ts"), (int, float))]
     if not timed:
         raise TraceError(f"{source} has no events with a time; name a trace of torch.profiler")
@@ -170,7 +172,9 @@ def _run(name: str, command: list[str]) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise UsageError(f"{name} failed: {last}; HTA needs a Python with `pip install HolisticTraceAnalysis`, named by --hta")
+        raise UsageError(
+            f"{name} failed: {last}; HTA needs a Python with `pip install HolisticTraceAnalysis`, named by --hta"
+        )
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
 

@@ -121,4 +121,7 @@ def markdown(runs: list[CorpusRun]) -> str:
             if s.wrong:
                 notes.append(f"- {s.detector} on {run.device}: {'; '.join(s.wrong)}")
         notes += [f"- **the clock disagrees** on {run.device}: {text}" for text in contradictions(run)]
-    return "\n".join([*lines, "", *(["Where a detector is wrong (seen of expected):", "", *notes] if notes else [])]) + "\n"
+    return (
+        "\n".join([*lines, "", *(["Where a detector is wrong (seen of expected):", "", *notes] if notes else [])])
+        + "\n"
+    )

@@ -1,0 +1,125 @@
+"""What `dcpbench syncs corpus` and `speed` do: whether the detectors can be believed, and what scanning costs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import DcpbenchError, OutputError, UsageError
+from dcpbench.syncs.corpus.score import CorpusRun, contradictions, markdown, score
+from dcpbench.syncs.files import check_output, write
+from dcpbench.syncs.progress import Progress
+from dcpbench.syncs.speed import Speed, measure
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+WRONG = 1
+MEASURE = "dcpbench.syncs.corpus.measure"
+RESULT = "corpus.json"
+WRITTEN_BY = "name a corpus.json that `dcpbench syncs corpus --keep FOLDER` wrote"
+UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+def corpus(read: Sequence[Path], *, keep: Path | None, as_json: bool, output: Path | None, force: bool) -> int:
+    """Run the corpus here, or read records of earlier runs, and print how well each detector did.
+
+    Returns 1 if scan with `cuda_sync` events misses something or is wrong, if the dry run finds less than 95 %, or if the
+    clock contradicts the corpus.
+    """
+    check_output(output, force=force)
+    runs = [run for path in read for run in _read(path)] if read else _run(keep)
+    text = msgspec.json.format(msgspec.json.encode(runs), indent=1).decode() if as_json else markdown(runs)
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        write(output, text, force=force)
+        sys.stderr.write(f"Wrote {output}\n")
+    return WRONG if any(failed(run) for run in runs) else 0
+
+
+def failed(run: CorpusRun) -> list[str]:
+    """What a run promises and does not hold, one sentence each."""
+    said = contradictions(run)
+    for s in score(run):
+        if s.detector.startswith("scan, with cuda_sync") and (s.found, s.false) != (s.true, 0):
+            said.append(f"{s.detector}: {s.found} of {s.true} found, {s.false} false")
+        if s.detector == "dry run" and (s.recall < DRY_RUN_RECALL or s.false):
+            said.append(f"{s.detector}: recall {s.recall:.1%}, {s.false} false")
+    return said
+
+
+DRY_RUN_RECALL = 0.95
+"""Least share of the corpus that the dry run must find."""
+
+
+def _run(keep: Path | None) -> list[CorpusRun]:
+    """The corpus in a process of its own: it imports torch, and its detectors leave traces in the process."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = keep or Path(scratch)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise OutputError(f"{folder} cannot be made: {e.strerror}; name another folder with --keep") from None
+        done = subprocess.run([sys.executable, "-m", MEASURE, str(folder)], check=False, stdout=sys.stderr)
+        if done.returncode:
+            raise DcpbenchError("the corpus did not run to its end; what it printed is above")
+        return _read(folder / RESULT)
+
+
+def _read(path: Path) -> list[CorpusRun]:
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=list[CorpusRun] | CorpusRun)
+    except OSError as e:
+        raise UsageError(f"{path} cannot be read: {e.strerror}; {WRITTEN_BY}") from None
+    except msgspec.DecodeError as e:
+        raise UsageError(f"{path} is no record of a corpus run ({e}); {WRITTEN_BY}") from None
+    return found if isinstance(found, list) else [found]
+
+
+def speed(trace: Path, size: str, *, hta: Path | None, runs: int, keep: Path | None, as_json: bool) -> int:
+    """Time `scan` on a trace made of a real one, beside HTA's loader where there is one, and print it."""
+    if runs < 1:
+        raise UsageError(f"--runs {runs}: name at least one run")
+    check_output(keep, force=False)
+    with Progress() as progress:
+        found = measure(trace, parse_size(size), hta=hta, runs=runs, keep=keep, progress=progress)
+    as_text = msgspec.json.format(msgspec.json.encode(found), indent=1).decode() + "\n" if as_json else table(found)
+    sys.stdout.write(as_text)
+    return 0
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `140MB`, `1GB` or a plain number.
+
+    Raises:
+        UsageError: It is none, or not more than 0.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if not found or found[2].lower() not in UNITS or float(found[1]) <= 0:
+        raise UsageError(f"--size {text!r} is no size; write it as 140MB or 1GB")
+    return int(float(found[1]) * UNITS[found[2].lower()])
+
+
+def table(found: Speed) -> str:
+    """The timings for people, as Markdown."""
+    megabytes = found.trace_bytes / 1e6
+    lines = [
+        f"{Path(found.source).name}, repeated {found.copies} times: {megabytes:.0f} MB, {found.events:,} events. One core, best of "
+        f"{len(found.timings[0].runs_wall_s)}.",
+        "",
+        "| tool | seconds | MB/s | peak memory MB | of the file | times scan's time |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    lines += [
+        f"| {t.tool} | {t.wall_s:.2f} | {megabytes / t.wall_s:.0f} | {t.peak_bytes / 1e6:.0f} "
+        f"| {t.peak_bytes / found.trace_bytes:.2f} | {t.wall_s / found.timings[0].wall_s:.1f} |"
+        for t in found.timings
+    ]
+    return "\n".join(lines) + "\n"
