@@ -59,8 +59,8 @@ class Threads(dict[tuple[object, object], int]):
 class Table:
     """Events of one kind. Times are microseconds on the trace's clock; columns that a kind has no use for are empty.
 
-    `thread` numbers (pid, tid), which for GPU work is its stream; `external`, `correlation` and `bytes` are -1 where the
-    event has none.
+    `thread` numbers (pid, tid), which for GPU work is its stream; `external`, `correlation` and `bytes` are -1 where
+    the event has none.
     """
 
     start: Floats

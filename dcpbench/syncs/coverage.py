@@ -58,8 +58,8 @@ def _missing(columns: Columns, steps: Steps, stacks: Stacks) -> list[str]:
         notes.append("No operators (cpu_op): kinds of synchronisation are known by their runtime call alone.")
     if not len(steps):
         notes.append(
-            "No steps are marked: counts per step and warm-up are unknown. Call profiler.step() after each, or name the "
-            "range with --step-range."
+            "No steps are marked: counts per step and warm-up are unknown. Call profiler.step() after each, or name "
+            "the range with --step-range."
         )
     if columns.devices > 1:
         notes.append("Several GPUs have work in this trace: a bubble is time in which none of them had.")

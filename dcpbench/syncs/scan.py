@@ -180,7 +180,7 @@ def _ranges_around(columns: Columns, blocking: Blocking) -> list[Ints]:
 
 
 def _with_linked_ops(columns: Columns, blocking: Blocking, found: list[Ints]) -> list[Ints]:
-    """Operators by `External id` where none contains the call in time: the runtime may name its thread in another way."""
+    """Operators by `External id` where none contains the call in time: the runtime may name its thread otherwise."""
     ops = columns.tables["ops"]
     missing = [i for i, chain in enumerate(found) if not len(chain)]
     if not missing or not len(ops):
