@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import FrameType
 
-SUBSCRIPT = "[]"
+SUBSCRIPT, UNKNOWN = "[]", "?"
 
 
 def call_name(frame: FrameType) -> str:
-    """Bare name of the function that `frame` is calling, `[]` for an index, or nothing where neither is known.
+    """Bare name of the function that `frame` is calling, `[]` for an index, nothing for all else.
 
-    `x.max().item()` waiting in item gives `item`; `if t:` and source that cannot be read give nothing.
+    `x.max().item()` waiting in item gives `item`; `if t:` gives nothing, and source that cannot be read gives `?`.
     """
     node = _expression(frame)
+    if node is None:
+        return UNKNOWN
     if isinstance(node, ast.Subscript):
         return SUBSCRIPT
     if not isinstance(node, ast.Call):

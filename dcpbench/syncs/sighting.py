@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from dcpbench.syncs import gpu_trace, rules
-from dcpbench.syncs.expression import SUBSCRIPT, call_name
+from dcpbench.syncs.expression import SUBSCRIPT, UNKNOWN, call_name
 from dcpbench.syncs.frames import Frame, Sync, is_user, outside_of, walk_from
 from dcpbench.syncs.pageable import copy_of
 
@@ -67,13 +67,13 @@ class _Place(NamedTuple):
 
     frames: tuple[Frame, ...]
     user: Frame | None
-    call: str
-    """Name of the call that the user's line is in."""
+    calls: tuple[str, str]
+    """Names of the calls that the innermost line, which may be torch's, and the user's line are in."""
     by_name: bool
     """The line says `synchronize()` itself."""
     thread: str
     watched: bool
-    """The thread is the one that watches, so that operators are known."""
+    """A dispatch mode is at work, so that every operator would be known; printing a tensor, for one, puts them off."""
 
 
 def of_wait(kind: str, calls: Sequence[Call], where: Where) -> Sync:
@@ -88,9 +88,10 @@ def of_wait(kind: str, calls: Sequence[Call], where: Where) -> Sync:
     chain = _chain(calls, place)
     if kind == gpu_trace.STREAM and calls:
         return _in_operator(calls[-1], chain, place)
-    if kind == gpu_trace.STREAM and not place.by_name and (rule := _rule_of_call(place)) is not None:
-        direction = {rules.TO_HOST: "DtoH", rules.SCALAR: "DtoH", rules.FROM_HOST: "HtoD pageable"}.get(rule, "")
-        return _sync(rule, place, chain=chain, op=place.call, direction=direction, call="cudaStreamSynchronize")
+    if kind == gpu_trace.STREAM and not place.by_name and (known := _rule_of_calls(place)) is not None:
+        rule, name = known
+        direction = {rules.COPY: "", rules.FROM_HOST: "HtoD pageable"}.get(rule, "DtoH")
+        return _sync(rule, place, chain=chain, op=name, direction=direction, call="cudaStreamSynchronize")
     rule, op, call = BY_NAME[kind]
     explicit = place.by_name and not chain
     return _sync(rule, place, chain=chain, op=chain[-1] if chain else op, call=call, explicit=explicit)
@@ -102,12 +103,14 @@ def of_hazard(call: Call, result: object, where: Where) -> Sync | None:
     That is a copy which was asked not to block, and pinning of much memory, which may allocate.
     """
     # Every operator comes by here, and few are either.
-    if call.op in PINNING:
-        size = max((t.nbytes for t in _tensors(call.args)), default=0)
+    if call.op in PINNING or call.kwargs.get("pin_memory"):
+        size = result.nbytes if isinstance(result, torch.Tensor) else 0
         if size < rules.PINNING_BYTES:
             return None
-        place = _place(where)
-        return _sync(rules.ALLOCATION, place, chain=(call.op,), op=call.op, call="cudaHostAlloc", may_block=True)
+        place, chain = _place(where), (call.op,)
+        return _sync(
+            rules.ALLOCATION, place, chain=chain, op=call.op, call="cudaHostAlloc", size=size, may_block=True
+        )  # fmt: skip
     if not call.kwargs.get("non_blocking") and not (len(call.args) > 2 and call.args[2] is True):  # noqa: PLR2004
         return None
     copy = copy_of(call.op, call.args, call.kwargs, result)
@@ -126,7 +129,7 @@ def _in_operator(call: Call, chain: tuple[str, ...], place: _Place) -> Sync:
     direction, size = (copy.direction, copy.bytes) if copy else ("", None)
     if copy is None:
         tensors = list(_tensors(call.args))
-        if call.op in INDEXING and any(_is_mask(t) for t in tensors[1:]):
+        if call.op in INDEXING and any(_is_mask(t) for t in _tensors(call.args[1])):
             chain, direction = (*chain, COUNT), "DtoH"
         elif call.op != READ and tensors and _takes_host_data(tensors):
             direction = "HtoD pageable"
@@ -158,21 +161,26 @@ def _tensors(values: object) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _rule_of_call(place: _Place) -> Rule | None:
-    """Rule of a stream's wait outside any operator that a mode could see, by the name of the call in the user's line.
+def _rule_of_calls(place: _Place) -> tuple[Rule, str] | None:
+    """Rule of a stream's wait outside any operator that a mode sees, and the call that says so.
 
-    On the thread that watches that is host data on its way to the GPU; elsewhere operators are unknown.
+    On a thread with a mode that is host data on its way to the GPU; elsewhere operators are unknown.
     """
-    name = place.call
-    if name in FROM_DATA and (place.watched or name != SUBSCRIPT):
+    for name in place.calls:
+        rule = _rule_of_call(name, watched=place.watched)
+        if rule is not None:
+            return rule, name
+    return None if place.watched or place.user is None else (rules.COPY, place.calls[0])
+
+
+def _rule_of_call(name: str, *, watched: bool) -> Rule | None:
+    if name in FROM_DATA and (watched or name != SUBSCRIPT):
         return rules.FROM_HOST
-    if place.watched or place.user is None:
-        return None
     if name == SUBSCRIPT or name in rules.SHAPE_OPS | {"unique", "where"}:
         return rules.SHAPE
     if name in TO_HOST_CALLS:
         return rules.TO_HOST
-    return rules.SCALAR if name in READING_CALLS else rules.COPY
+    return rules.SCALAR if name in READING_CALLS and (name or not watched) else None
 
 
 def _chain(calls: Sequence[Call], place: _Place) -> tuple[str, ...]:
@@ -181,25 +189,26 @@ def _chain(calls: Sequence[Call], place: _Place) -> tuple[str, ...]:
     for before, call in zip([None, *calls], calls, strict=False):
         if before is None or before.func is not call.func:
             names.append(call.op)
-    if names and place.call in rules.SHAPE_OPS and rules.op_name(names[0]) != place.call:
-        names.insert(0, f"aten::{place.call}")
+    called = place.calls[1]
+    if names and called in rules.SHAPE_OPS and rules.op_name(names[0]) != called:
+        names.insert(0, f"aten::{called}")
     return tuple(names)
 
 
 def _place(where: Where) -> _Place:
     """The place in the program; for autograd's threads, which have no Python stack, where the watching thread is."""
     ident = threading.get_ident()
-    watched = ident == where.thread
-    frame: FrameType | None = where.frame
+    mine, frame = ident == where.thread, where.frame
     frames, user = walk_from(frame)
-    if not frames and not watched:
+    if not frames and not mine:
         frame = sys._current_frames().get(where.thread)  # noqa: SLF001  (documented, despite its name)
         frames, user = walk_from(frame)
     inner = frames[len(frames) - frames[::-1].index(user) :] if user else frames
-    name = _user_call(frame) if user else ""
-    by_name = name == SYNCHRONIZE or (bool(inner) and all(f.function == SYNCHRONIZE for f in inner))
+    calls = (call_name(frame), _user_call(frame)) if user and frame else (UNKNOWN, UNKNOWN)
+    by_name = calls[1] == SYNCHRONIZE or (bool(inner) and all(f.function == SYNCHRONIZE for f in inner))
     names = (t.name for t in threading.enumerate() if t.ident == ident)
-    return _Place(frames, user, name, by_name, next(names, "autograd"), watched)
+    watched = mine and torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001  (there is no public name)
+    return _Place(frames, user, calls, by_name, next(names, "autograd"), watched)
 
 
 def _user_call(frame: FrameType | None) -> str:
@@ -207,7 +216,7 @@ def _user_call(frame: FrameType | None) -> str:
     outside = outside_of()
     while frame is not None and not is_user(frame.f_code.co_filename, outside):
         frame = frame.f_back
-    return call_name(frame) if frame is not None else ""
+    return call_name(frame) if frame is not None else UNKNOWN
 
 
 def _sync(
