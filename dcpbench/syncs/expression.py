@@ -22,9 +22,14 @@ def call_name(frame: FrameType) -> str:
 
     `x.max().item()` waiting in item gives `item`; `if t:` gives nothing, and source that cannot be read gives `?`.
     """
-    node = _expression(frame)
-    if node is None:
+    source = _source(frame)
+    if source is None:
         return UNKNOWN
+    try:
+        node = ast.parse(b"(" + source + b")", mode="eval").body
+    except (SyntaxError, ValueError):
+        # A whole statement: a call would be an expression.
+        return ""
     if isinstance(node, ast.Subscript):
         return SUBSCRIPT
     if not isinstance(node, ast.Call):
@@ -34,8 +39,8 @@ def call_name(frame: FrameType) -> str:
     return node.func.id if isinstance(node.func, ast.Name) else ""
 
 
-def _expression(frame: FrameType) -> ast.expr | None:
-    """The expression whose instruction is being executed; an assignment to an index counts as its target."""
+def _source(frame: FrameType) -> bytes | None:
+    """The text of what is being executed; for an assignment to an index, its target."""
     if frame.f_lasti < 0:
         return None
     instructions = frame.f_code.co_positions()
@@ -43,12 +48,10 @@ def _expression(frame: FrameType) -> ast.expr | None:
     if line is None or end_line is None or start is None or end is None:
         return None
     text = [linecache.getline(frame.f_code.co_filename, n, frame.f_globals) for n in range(line, end_line + 1)]
-    source = [part.encode() for part in text]
-    if not all(source):
+    lines = [part.encode() for part in text]
+    if not all(lines):
         return None
-    source[-1] = source[-1][:end]
-    source[0] = source[0][start:]
-    try:
-        return ast.parse(b"(" + b"".join(source) + b")", mode="eval").body
-    except (SyntaxError, ValueError):
-        return None
+    # Columns count bytes, and the last line is cut first, as it may be the first one, too.
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][start:]
+    return b"".join(lines)

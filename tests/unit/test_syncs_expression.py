@@ -1,0 +1,65 @@
+"""Which call a line of Python is in, by its source."""
+
+import sys
+
+import pytest
+
+from dcpbench.syncs.expression import SUBSCRIPT, UNKNOWN, call_name
+
+
+class Probe:
+    """Asks for the name of the call that its caller is in, in every way in which one can call it."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def ask(self, *_: object) -> "Probe":
+        self.names.append(call_name(sys._getframe(1)))
+        return self
+
+    def _asked_by_syntax(self, *_: object) -> bool:
+        self.names.append(call_name(sys._getframe(1)))
+        return True
+
+    __getitem__ = __setitem__ = __bool__ = __lt__ = _asked_by_syntax
+
+
+@pytest.fixture
+def probe() -> Probe:
+    return Probe()
+
+
+def test_the_last_call_of_a_chain_is_the_one_that_runs(probe: Probe) -> None:
+    probe.ask().ask(
+        1,
+        2,
+    )
+    assert probe.names == ["ask", "ask"]
+
+
+def test_of_nested_calls_each_is_named_while_it_runs(probe: Probe) -> None:
+    item = probe.ask
+    probe.ask(item())
+    assert probe.names == ["item", "ask"]
+
+
+def test_an_index_is_read_and_written(probe: Probe) -> None:
+    _ = probe[1]
+    probe[2] = 3
+    assert probe.names == [SUBSCRIPT, SUBSCRIPT]
+
+
+def test_a_condition_and_a_comparison_are_no_calls(probe: Probe) -> None:
+    if probe:
+        _ = probe < 1
+    assert probe.names == ["", ""]
+
+
+def test_bytes_before_the_call_may_be_of_any_alphabet(probe: Probe) -> None:
+    _ = "größer", probe.ask()
+    assert probe.names == ["ask"]
+
+
+def test_source_that_cannot_be_read_is_unknown(probe: Probe) -> None:
+    exec(compile("probe.ask()", "<no such source>", "exec"), {"probe": probe})  # noqa: S102
+    assert probe.names == [UNKNOWN]
