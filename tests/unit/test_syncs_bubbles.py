@@ -1,0 +1,194 @@
+"""What the GPU loses by a synchronisation, worked out on traces of a few events. Times are microseconds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcpbench.syncs.blocking import find_blocking
+from dcpbench.syncs.bubbles import bubbles, busy_and_idle
+from dcpbench.syncs.columns import read_columns
+from dcpbench.syncs.reading import Args, Event, Trouble
+from tests.unit.trace_builder import HOST, Trace, mine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.syncs.columns import Columns
+
+
+def charged(trace: Trace, folder: Path) -> list[float | None]:
+    """Bubble of each site, in order of first occurrence."""
+    sites = sorted(trace.scan(folder).sites, key=lambda s: s.example.ts if s.example else 0)
+    return [s.bubble_us for s in sites]
+
+
+class TestWorkedOut:
+    def test_the_gpu_runs_dry_while_the_host_waits(self, tmp_path: Path) -> None:
+        """A kernel ends at 100, its wait returns at 105, and the next, launched at 110, begins at 115: 15 µs."""
+        trace = Trace()
+        trace.kernel(0, 10, 100)
+        trace.call("cudaStreamSynchronize", 20, 105)
+        trace.kernel(110, 115, 200)
+        assert charged(trace, tmp_path) == [15]
+
+    def test_idle_time_before_the_wait_is_not_its_own(self, tmp_path: Path) -> None:
+        """The GPU has nothing from 50, the wait begins at 80: of the gap to 115 it is charged 35 µs."""
+        trace = Trace()
+        trace.kernel(0, 10, 50)
+        trace.call("cudaStreamSynchronize", 80, 85)
+        trace.kernel(110, 115, 200)
+        assert charged(trace, tmp_path) == [35]
+
+    def test_a_wait_while_another_stream_has_work_costs_nothing(self, tmp_path: Path) -> None:
+        """Stream 7 is dry at 100, stream 8 works from 50 to 300, the next kernel begins at 115."""
+        trace = Trace()
+        trace.kernel(0, 10, 100)
+        trace.kernel(2, 50, 300, stream=8)
+        trace.call("cudaStreamSynchronize", 20, 105)
+        trace.kernel(110, 115, 200)
+        assert charged(trace, tmp_path) == [0]
+
+    def test_work_that_was_queued_before_costs_nothing(self, tmp_path: Path) -> None:
+        """The kernel that ends the gap was launched at 15, before the wait: the host is not what it waited for."""
+        trace = Trace()
+        trace.kernel(0, 10, 100)
+        trace.kernel(15, 130, 200)
+        trace.call("cudaEventSynchronize", 20, 105)
+        assert charged(trace, tmp_path) == [0]
+
+    def test_a_launch_from_another_thread_costs_nothing(self, tmp_path: Path) -> None:
+        trace = Trace()
+        trace.kernel(0, 10, 100)
+        trace.call("cudaStreamSynchronize", 20, 105)
+        trace.kernel(110, 115, 200, tid=HOST + 1)
+        assert charged(trace, tmp_path) == [0]
+
+    def test_a_gap_is_charged_once(self, tmp_path: Path) -> None:
+        """Both waits return in the gap from 100 to 135: the first is charged all of it."""
+        trace = Trace()
+        trace.kernel(0, 10, 100)
+        trace.call("cudaStreamSynchronize", 20, 105)
+        trace.call("cudaDeviceSynchronize", 110, 112)
+        trace.kernel(120, 135, 200)
+        trace.op("aten::add", 119, 140)
+        assert charged(trace, tmp_path) == [35, 0]
+
+    def test_what_only_may_block_takes_no_gap_from_what_blocks(self, tmp_path: Path) -> None:
+        """A call that pins memory returns in the gap first, at 103; the wait begins at 104: 115 - 104."""
+        trace = Trace()
+        trace.kernel(0, 10, 100)
+        trace.call("cudaHostAlloc", 15, 103)
+        trace.call("cudaStreamSynchronize", 104, 105)
+        trace.kernel(110, 115, 200)
+        assert [s.bubble_us for s in mine(trace.scan(tmp_path))] == [11]
+
+    def test_a_graph_launch_after_the_wait_is_a_launch(self, tmp_path: Path) -> None:
+        """All kernels of a replay have the correlation of its cudaGraphLaunch: 130 - 100."""
+        trace = Trace()
+        trace.kernel(0, 10, 100)
+        trace.call("cudaStreamSynchronize", 20, 105)
+        graph = trace.call("cudaGraphLaunch", 110, 120)
+        for start in (130, 141, 152):
+            trace.gpu("node", start, start + 10, graph)
+        assert charged(trace, tmp_path) == [30]
+
+    def test_a_pageable_copy_is_charged_from_its_own_call(self, tmp_path: Path) -> None:
+        """The copy blocks from 20 until the GPU is dry at 101; the synchronisation behind it begins at 104 only."""
+        trace = Trace()
+        trace.kernel(0, 10, 100)
+        trace.op("aten::copy_", 19, 108)
+        trace.copy("Memcpy DtoH (Device -> Pageable)", (20, 103), (100, 101))
+        trace.call("cudaStreamSynchronize", 104, 106)
+        trace.kernel(110, 115, 200)
+        site = next(iter(trace.scan(tmp_path).sites))
+        assert site.bubble_us == 14
+        assert site.wait_us == 83 + 2
+
+    def test_without_gpu_events_it_is_not_known(self, tmp_path: Path) -> None:
+        trace = Trace()
+        trace.call("cudaStreamSynchronize", 20, 105)
+        assert charged(trace, tmp_path) == [None]
+
+    def test_the_last_work_is_followed_by_no_gap(self, tmp_path: Path) -> None:
+        trace = Trace()
+        trace.kernel(0, 10, 100)
+        trace.kernel(3, 100, 120)
+        trace.call("cudaStreamSynchronize", 20, 125)
+        assert charged(trace, tmp_path) == [0]
+
+    def test_busy_time_counts_overlapping_work_once(self) -> None:
+        """10 to 40 and 60 to 70 are busy; 20 between them are not."""
+        trace = Trace()
+        trace.kernel(0, 10, 30)
+        trace.kernel(1, 20, 40, stream=8)
+        trace.kernel(2, 60, 70)
+        assert busy_and_idle(columns_of(trace)) == (40, 20)
+
+
+def columns_of(trace: Trace) -> Columns:
+    events = [
+        Event(ph="X", cat=e["cat"], name=e["name"], pid=e["pid"], tid=e["tid"], ts=e["ts"], dur=e["dur"],
+              args=Args(correlation=e["args"].get("correlation", -1)))
+        for e in trace.events
+    ]  # fmt: skip
+    return read_columns([events], Trouble())
+
+
+TIME = st.integers(0, 400)
+LENGTH = st.integers(0, 60)
+
+
+class TestWhatAlwaysHolds:
+    @given(
+        kernels=st.lists(
+            st.tuples(TIME, TIME, LENGTH, st.sampled_from([7, 8]), st.sampled_from([HOST, 1])), max_size=8
+        ),
+        waits=st.lists(
+            st.tuples(TIME, LENGTH, st.sampled_from(["cudaStreamSynchronize", "cudaFree", "cudaHostAlloc"])), max_size=8
+        ),
+    )
+    def test_bubbles_are_no_more_than_the_idle_time_and_none_is_negative(
+        self, kernels: list[tuple[int, int, int, int, int]], waits: list[tuple[int, int, str]]
+    ) -> None:
+        trace = Trace()
+        for launch, start, length, stream, thread in kernels:
+            trace.kernel(launch, start, start + length, stream=stream, tid=thread)
+        for start, length, name in waits:
+            trace.call(name, start, start + length)
+        columns = columns_of(trace)
+        blocking = find_blocking(columns)
+        priced = bubbles(columns, blocking)
+        assert len(priced) == len(waits)
+        assert (priced >= 0).all()
+        assert priced.sum() <= busy_and_idle(columns)[1]
+        late = np.where(priced > 0, columns.tables["gpu"].start.max(initial=0) - blocking.start, 0)
+        assert (priced <= late).all()
+
+
+def test_an_item_is_one_synchronisation_with_its_copy(tmp_path: Path) -> None:
+    """The copy ends at 101, `.item()` returns at 106, and the next kernel is launched behind it: 150 - 101."""
+    trace = Trace()
+    trace.kernel(0, 10, 100)
+    trace.item(20, 101)
+    trace.kernel(140, 150, 200)
+    report = trace.scan(tmp_path)
+    assert [(s.kind, s.count, s.bubble_us, s.direction) for s in report.sites] == [
+        ("scalar-read", 1, 49, "DtoH pinned")
+    ]
+    assert report.sites[0].bytes == 8
+    assert report.sites[0].example is not None
+    assert report.sites[0].example.waited_for == "gemm"
+
+
+@pytest.mark.parametrize("kernels", [0, 1])
+def test_a_gap_needs_two_pieces_of_work(kernels: int, tmp_path: Path) -> None:
+    trace = Trace()
+    for _ in range(kernels):
+        trace.kernel(0, 10, 100)
+    trace.call("cudaStreamSynchronize", 20, 105)
+    assert trace.scan(tmp_path).sites[0].bubble_us in (None, 0)
