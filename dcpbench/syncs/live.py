@@ -115,7 +115,7 @@ class Watch:
         if not has_cuda():
             raise CapacityError(
                 "There is no CUDA device, so nothing could be seen here; on such a machine write "
-                "`with dcpbench.syncs.dry_run() as run:`, which says what would synchronise."
+                "`from dcpbench.syncs.dry_run import dry_run` and `with dry_run() as run:`, which says what would."
             )
         self.thread = threading.get_ident()
         self._callbacks = gpu_trace.listen(_on_wait)

@@ -68,11 +68,15 @@ def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest
     """Says which detector is at work, where a test uses one."""
     used = sum(_uses(item) for item in items)
     if not used or mode_of(config) == "off":
-        return [f"cuda syncs: off, {used} tests are not checked"] if used else []
+        return [f"cuda syncs: off, tests that are not checked: {used}"] if used else []
+    from dcpbench.errors import CapacityError
     from dcpbench.syncs.checked import resolve
 
     tests = "1 test" if used == 1 else f"{used} tests"
-    return [f"cuda syncs: {resolve(mode_of(config)).words}, {tests}"]
+    try:
+        return [f"cuda syncs: {resolve(mode_of(config)).words}, {tests}"]
+    except CapacityError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

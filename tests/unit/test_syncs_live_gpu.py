@@ -92,7 +92,7 @@ def test_without_callbacks_the_debug_mode_stands_in(x: torch.Tensor, mode: int, 
     finally:
         torch.cuda.set_sync_debug_mode(0)
     assert [(s.rule, s.function) for s in seen.syncs] == [
-        (seen.syncs[0].rule, "test_without_callbacks_the_debug_mode_stands_in")
+        ("SYNC003", "test_without_callbacks_the_debug_mode_stands_in")
     ]
 
 

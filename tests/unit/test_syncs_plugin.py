@@ -302,6 +302,12 @@ class TestUsage:
         assert result.ret == pytest.ExitCode.USAGE_ERROR
         result.stderr.fnmatch_lines(["*'wet' is none of auto, live, dry-run, off*"])
 
+    def test_live_without_a_device_says_what_to_use(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        result = run("def test_step(cuda_syncs): ...\n", "--cuda-sync-mode", "live")
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        result.stderr.fnmatch_lines(["*live needs a CUDA device, and there is none; use auto or dry-run*"])
+
     def test_the_ini_file_may_switch_it_off(self, run, pytester: pytest.Pytester) -> None:
         pytester.makeini("[pytest]\ncuda_sync_mode = off\n")
         result = run("""
@@ -311,7 +317,7 @@ def test_step(cuda_syncs):
     assert cuda_syncs.mode == "off"
 """)
         result.assert_outcomes(passed=1)
-        result.stdout.fnmatch_lines(["cuda syncs: off, 1 tests are not checked"])
+        result.stdout.fnmatch_lines(["cuda syncs: off, tests that are not checked: 1"])
 
     def test_the_marks_explain_themselves(self, pytester: pytest.Pytester) -> None:
         result = pytester.runpytest_subprocess("--markers")
