@@ -109,7 +109,8 @@ def _identity(patches: Patches, device: Device) -> None:
         shared_memory_per_block_optin=227 << 10, L2_cache_size=50 << 20, gcnArchName="",
     )  # fmt: skip
     patches.put(
-        torch.cuda, is_available=_yes, is_initialized=_yes, is_bf16_supported=_yes, init=_nothing, _lazy_init=_nothing,
+        torch.cuda, _sleep=_nothing, get_sync_debug_mode=_zero, set_sync_debug_mode=_nothing,
+        is_available=_yes, is_initialized=_yes, is_bf16_supported=_yes, init=_nothing, _lazy_init=_nothing,
         device_count=lambda: count, current_device=lambda: device.index, set_device=device.set,
         _exchange_device=device.exchange, _maybe_exchange_device=device.exchange, synchronize=device.synchronize,
         get_device_properties=lambda _=None: properties, get_device_capability=lambda _=None: CAPABILITY,
