@@ -13,9 +13,6 @@ from dcpbench.syncs.corpus.inputs import make_inputs
 from dcpbench.syncs.corpus.programs import PROGRAMS, Program
 from dcpbench.syncs.dry_run import DryRun, dry_run
 
-PRINT = "print_tensor"
-"""How often printing reads values is up to torch's Python code, which changes from version to version."""
-
 
 @pytest.fixture
 def run() -> Iterator[DryRun]:
@@ -30,7 +27,7 @@ def rules(run: DryRun) -> list[str]:
 
 
 class TestCorpus:
-    @pytest.mark.parametrize("program", [p for p in PROGRAMS if p.name != PRINT], ids=lambda p: p.name)
+    @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.name)
     def test_a_program_waits_as_often_as_measured_and_for_the_same_reasons(self, run: DryRun, program: Program) -> None:
         inputs = make_inputs(torch.device("cuda", 0))
         run.syncs.clear()
