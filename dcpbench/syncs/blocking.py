@@ -110,7 +110,7 @@ def find_blocking(columns: Columns) -> Blocking:
     kind = {i: kinds[calls.name[i]] for i in at}
     partner = _copies_before(columns, calls, kind, direction)
     merged = set(partner.values())
-    held = _held_up(gpu, calls, copied)
+    held = _held_up(gpu, calls, copied, direction)
     found: list[tuple[int, int, float, int, bool, bool]] = []
     for i in at:
         own = float(calls.end[i] - calls.start[i])
@@ -165,8 +165,11 @@ def _copies_before(
     }
 
 
-def _held_up(gpu: Table, calls: Table, copied: Ints) -> NDArray[np.bool_]:
-    """Calls that did not return until the GPU was done with what lay before their copy on its stream."""
+def _held_up(gpu: Table, calls: Table, copied: Ints, direction: list[str]) -> NDArray[np.bool_]:
+    """Calls that did not return until the GPU was done with what lay before their copy on its stream.
+
+    HIP puts copies on streams where nothing else is, and names no memory; there work of any stream counts.
+    """
     held = np.zeros(len(calls), bool)
     has = np.flatnonzero(copied >= 0)
     if not len(has):
@@ -176,8 +179,12 @@ def _held_up(gpu: Table, calls: Table, copied: Ints) -> NDArray[np.bool_]:
     same = gpu.thread[in_order[1:]] == gpu.thread[in_order[:-1]]
     before[in_order[1:]] = np.where(same, in_order[:-1], -1)
     previous = before[copied[has]]
-    waited = (previous >= 0) & (gpu.end[previous] > calls.start[has])
-    held[has] = waited & (calls.end[has] > gpu.start[copied[has]])
+    called, begun = calls.start[has], gpu.start[copied[has]]
+    waited = (previous >= 0) & (gpu.end[previous] > called)
+    ends = np.sort(gpu.end)
+    hip = np.array([direction[i] in ("DtoH", "HtoD") for i in has.tolist()])
+    waited |= hip & (np.searchsorted(ends, called, "right") < np.searchsorted(ends, begun, "right"))
+    held[has] = waited & (calls.end[has] > begun)
     return held
 
 

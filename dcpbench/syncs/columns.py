@@ -203,7 +203,7 @@ class Builder:
             number = int(value)  # type: ignore[call-overload]
         except (TypeError, ValueError, OverflowError):
             number = -(1 << 63)
-        return number if 0 <= number < 1 << 62 else -2 - self.odd_id[value]
+        return number if NONE <= number < 1 << 62 else -2 - self.odd_id[value]
 
     def columns(self) -> Columns:
         """Everything that was added."""

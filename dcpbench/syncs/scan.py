@@ -193,15 +193,16 @@ def _with_linked_ops(columns: Columns, blocking: Blocking, found: list[Ints]) ->
 
 def _window_edges(columns: Columns, blocking: Blocking, op_chains: list[Ints]) -> list[bool]:
     """Device synchronisations outside any operator before the first or after the last work: the profiler makes them."""
-    gpu, ops = columns.tables["gpu"], columns.tables["ops"]
-    work = [t for t in (ops, columns.tables["ranges"]) if len(t)]
-    first = min((t.start.min() for t in work), default=np.inf)
-    last = max((t.end.max() for t in work), default=-np.inf)
-    launches = columns.tables["calls"]
-    launched = match(launches.correlation, gpu.correlation) if len(gpu) else np.zeros(0, np.int64)
-    last_launch = launches.start[launched[launched >= 0]].max() if (launched >= 0).any() else -np.inf
+    gpu, calls = columns.tables["gpu"], columns.tables["calls"]
+    launched = match(calls.correlation, gpu.correlation)
+    work = [(t.start, t.end) for t in (columns.tables["ops"], columns.tables["ranges"])]
+    work.append((calls.start[launched[launched >= 0]],) * 2)
+    first = min(start.min(initial=np.inf) for start, _ in work)
+    last = max(end.max(initial=-np.inf) for _, end in work)
+    if first > last:  # nothing that a profiler could begin before
+        return [False] * len(blocking)
     devices = [i for i, kind in enumerate(blocking.kind) if kind == "device" and not len(op_chains[i])]
-    ends = [i for i in devices if blocking.start[i] >= max(last, last_launch)]
+    ends = [i for i in devices if blocking.start[i] >= last]
     own = {i for i in devices if blocking.end[i] <= first} | set(ends[-1:])
     return [i in own for i in range(len(blocking))]
 
