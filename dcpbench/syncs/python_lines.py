@@ -76,13 +76,19 @@ class Repository:
         for first in range(1 if absolute else 0, len(parts) if absolute else 1):
             for folder in SOURCE_FOLDERS:
                 relative = PurePosixPath(folder, *parts[first:])
-                if _is_file(self.root / relative):
+                if self._holds(str(relative)):
                     return str(relative)
         return file
 
     def has(self, file: str) -> bool:
         """Whether the file lies below the root."""
-        return _is_file(self.root / self.path(file))
+        return self._holds(self.path(file))
+
+    def _holds(self, relative: str) -> bool:
+        try:
+            return ".." not in PurePosixPath(relative).parts and (self.root / relative).is_file()
+        except (OSError, ValueError):
+            return False
 
     def user_frame(self, frames: Sequence[Frame]) -> int | None:
         """Index of the innermost frame outside torch, Triton and Python's own library; else of the innermost one with a
@@ -100,10 +106,3 @@ class Repository:
         if file.startswith("/"):
             return bool(_INTERPRETER.match(file)) and "-packages/" not in file
         return file.split("/", maxsplit=1)[0].removesuffix(".py") in sys.stdlib_module_names and not self.has(file)
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False

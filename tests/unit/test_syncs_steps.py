@@ -1,0 +1,240 @@
+"""Steps and counts per step, and what of a site is the same from run to run and from machine to machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dcpbench.errors import UsageError
+from dcpbench.syncs.python_lines import Repository, parse_frame
+from dcpbench.syncs.sites import fingerprint
+from dcpbench.syncs.steps import Range, find_steps, per_step
+from tests.unit.trace_builder import HOST, Trace, mine, only
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def ranges(*names: str, length: float = 10) -> list[Range]:
+    """Annotations one after the other, 10 µs apart."""
+    return [Range(name, 20.0 * i, 20.0 * i + length) for i, name in enumerate(names)]
+
+
+class TestFindSteps:
+    def test_profiler_steps_come_first(self) -> None:
+        steps = find_steps(
+            [*ranges("ProfilerStep#4", "ProfilerStep#5"), Range("step_1", 0, 99), Range("step_2", 99, 300)]
+        )
+        assert (steps.marked_by, len(steps)) == ("ProfilerStep#", 2)
+
+    def test_a_profiler_step_that_is_written_twice_is_one(self) -> None:
+        """On two threads, or once as an operator and once as an annotation a microsecond later."""
+        steps = find_steps(
+            [Range("ProfilerStep#4", 0, 10), Range("ProfilerStep#4", 1, 10), Range("ProfilerStep#5", 20, 30)]
+        )
+        assert steps.start.tolist() == [0, 20]
+
+    def test_numbered_ranges_are_steps_where_there_are_no_others(self) -> None:
+        assert find_steps(ranges("decode_1", "decode_2", "decode_3")).marked_by == "decode_"
+
+    def test_layers_lie_in_steps_and_are_none(self) -> None:
+        """Each step holds both layers, so that a layer's number is not its own."""
+        steps = [Range(f"step {i}", 100.0 * i, 100.0 * i + 90) for i in range(3)]
+        layers = [Range(f"layer {j}", 100.0 * i + 10 * j, 100.0 * i + 10 * j + 5) for i in range(3) for j in range(2)]
+        assert find_steps([*layers, *steps]).marked_by == "step "
+
+    def test_a_pattern_marks_steps_that_share_a_name(self) -> None:
+        steps = find_steps(ranges("warm", "decode", "decode", "ProfilerStep#1"), "^decode$")
+        assert steps.start.tolist() == [20, 40]
+
+    @pytest.mark.parametrize("names", [(), ("forward", "forward"), ("step_1",)])
+    def test_there_may_be_none(self, names: tuple[str, ...]) -> None:
+        assert len(find_steps(ranges(*names))) == 0
+
+    def test_a_moment_between_two_steps_belongs_to_the_earlier(self) -> None:
+        """Steps 0 to 10 and 20 to 30: 15 follows the first, -1 and 31 lie in none."""
+        steps = find_steps(ranges("s1", "s2"))
+        assert steps.of([-1, 0, 15, 20, 30, 31]) == [None, 0, 0, 1, 1, None]
+
+
+class TestPerStep:
+    @pytest.mark.parametrize(
+        ("steps_of_site", "steps", "expected"),
+        [
+            ([0, 0, 0, 1, 2], 3, (1.0, False)),  # three in warm-up, then one each
+            ([0, 0], 3, (0.0, True)),
+            ([None, 0], 3, (0.0, True)),  # before the first step is warm-up, too
+            ([0, 0, 1], 2, (1.5, False)),  # two steps are too few to leave one out
+            ([2], 3, (0.5, False)),
+            ([None], 2, (0.0, False)),
+            ([None, None], 0, (None, False)),
+        ],
+    )
+    def test_the_first_of_three_steps_is_warm_up(
+        self, steps_of_site: list[int | None], steps: int, expected: tuple[float | None, bool]
+    ) -> None:
+        assert per_step(steps_of_site, steps) == expected
+
+
+class TestSites:
+    def test_what_happens_in_the_first_step_alone_is_warm_up(self, tmp_path: Path) -> None:
+        trace = Trace().work()
+        for step in range(4):
+            trace.range(f"ProfilerStep#{step}", 1000 * step, 1000 * step + 900)
+            trace.item(1000 * step + 100, 1000 * step + 200)
+        trace.call("cudaFree", 400, 500)
+        sites = {s.kind: (s.count, s.count_per_step, s.warmup_only) for s in trace.scan(tmp_path).sites}
+        assert sites == {"scalar-read": (4, 1, False), "memory-allocation": (1, 0, True)}
+
+    def test_occurrences_of_two_threads_are_in_order_of_time(self, tmp_path: Path) -> None:
+        """The first occurrence is the earliest, not the one of the thread that comes first."""
+        trace = Trace().work()
+        trace.item(5000, 5100)
+        trace.item(100, 200, tid=HOST + 1)
+        site = only(trace.scan(tmp_path))
+        assert site.threads == [f"thread {HOST}", f"thread {HOST + 1}"]
+        assert site.example is not None
+        assert site.example.ts == 105
+
+    def test_ranges_tell_places_apart_where_there_are_no_functions(self, tmp_path: Path) -> None:
+        """Numbers in names of ranges do not: layers are one place. They come twice, and so are no steps."""
+        trace = Trace().work()
+        for start, name in zip(
+            range(0, 5000, 1000), ["layer 1", "layer 2", "sample", "layer 1", "layer 2"], strict=True
+        ):
+            trace.range(name, start, start + 900)
+            trace.item(start + 100, start + 200)
+        sites = trace.scan(tmp_path, step_range=None).sites
+        assert sorted((s.range, s.count) for s in sites) == [("layer 1", 4), ("sample", 1)]
+
+    def test_a_thread_without_ranges_has_those_of_the_others(self, tmp_path: Path) -> None:
+        trace = Trace().work()
+        trace.range("backward", 0, 900)
+        trace.item(100, 200, tid=HOST + 1)
+        assert only(trace.scan(tmp_path)).range == "backward"
+
+    def test_a_pattern_must_be_one(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"--step-range '\(' is no regular expression"):
+            Trace().work().scan(tmp_path, step_range="(")
+
+    def test_a_pattern_must_match_something(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="no annotation matches --step-range 'nothing'"):
+            Trace().work().scan(tmp_path, step_range="nothing")
+
+    def test_all_sites_of_the_same_compiled_graph_are_one_after_a_recompilation(self, tmp_path: Path) -> None:
+        trace = Trace().work()
+        for start, name in ((0, "Torch-Compiled Region: 0/0"), (1000, "Torch-Compiled Region: 3/1")):
+            trace.op(name, start, start + 900)
+            trace.item(start + 100, start + 200)
+        site = only(trace.scan(tmp_path))
+        assert (site.count, site.traces) == (2, [str(tmp_path / "trace.json")])
+
+
+def site_of(folder: Path, *frames: str) -> tuple[str, str, str]:
+    """(fingerprint, file, function) of an `.item()` within these frames, outermost first."""
+    trace = Trace().work()
+    for i, frame in enumerate(frames):
+        trace.frame(frame, i, 500 - i)
+    trace.item(100, 200)
+    site = mine(trace.scan(folder))[0]
+    return site.fingerprint, site.file, site.function
+
+
+class TestFingerprint:
+    def test_lines_and_addresses_do_not_change_it(self, tmp_path: Path) -> None:
+        one = site_of(tmp_path, "run.py(3): main", "<built-in method item of Tensor object at 0x7f01>")
+        other = site_of(tmp_path, "run.py(30): main", "<built-in method item of Tensor object at 0x7fff>")
+        assert one == other
+
+    @pytest.mark.parametrize("root", ["/home/ci/build/4711", "/home/someone/dev/project", "/mnt"])
+    @pytest.mark.parametrize("below", ["engine/kv.py", "src/engine/kv.py", "python/engine/kv.py"])
+    def test_the_folder_of_a_checkout_does_not_change_it(self, root: str, below: str, tmp_path: Path) -> None:
+        """A profiler shortens paths by the folder on sys.path, or does not; the repository holds the file here."""
+        (tmp_path / below).parent.mkdir(parents=True)
+        (tmp_path / below).touch()
+        seen = {
+            site_of(tmp_path, f"{file}(8): check_all")
+            for file in ("engine/kv.py", f"{root}/{below}", str(tmp_path / below))
+        }
+        assert {file for _, file, _ in seen} == {below}
+        assert len(seen) == 1
+
+    def test_the_folder_of_an_environment_does_not_change_it(self, tmp_path: Path) -> None:
+        seen = {
+            site_of(tmp_path, f"{folder}vllm/model.py(8): run")
+            for folder in ("", "/usr/lib/python3/dist-packages/", "/opt/venv/lib/python3.12/site-packages/")
+        }
+        assert {file for _, file, _ in seen} == {"vllm/model.py"}
+        assert len(seen) == 1
+
+    def test_rule_file_function_operators_and_direction_change_it(self) -> None:
+        base = ("SYNC001", "a.py", "f", ["aten::item"], "DtoH")
+        others = [
+            ("SYNC002", *base[1:]), ("SYNC001", "b.py", *base[2:]), (*base[:2], "g", *base[3:]),
+            (*base[:3], ["aten::nonzero"], "DtoH"), (*base[:4], "HtoD"),
+        ]  # fmt: skip
+        assert len({fingerprint(*b) for b in (base, *others)}) == 6
+
+    def test_hashes_and_numbers_of_compiled_code_do_not(self) -> None:
+        for pair in (
+            ("Torch-Compiled Region: 0/0", "Torch-Compiled Region: 12/3"),
+            ("## Call CompiledFxGraph f7qjxm4wz2v9kq3hb5tt ##", "## Call CompiledFxGraph fa1b2c3d4e5f6g7h8i9jklmn ##"),
+        ):
+            assert len({fingerprint("SYNC001", "a.py", "f", [op], "") for op in pair}) == 1
+        assert (
+            len({fingerprint("SYNC001", "a.py", "f", [op], "") for op in ("aten::max_pool2d", "aten::max_pool3d")}) == 2
+        )
+
+
+class TestUserFrame:
+    @pytest.mark.parametrize(
+        ("frames", "function"),
+        [
+            (["train.py(1): main", "torch/_tensor.py(9): wrapped"], "main"),
+            (["train.py(1): main", "contextlib.py(5): inner", "torch/x.py(1): f"], "main"),
+            (["train.py(1): main", "/usr/lib/python3.12/contextlib.py(5): inner"], "main"),
+            (["train.py(1): main", "/opt/venv/lib/python3.12/site-packages/torch/x.py(5): f"], "main"),
+            (["train.py(1): main", "/opt/venv/lib/python3.12/site-packages/flash/x.py(5): f"], "f"),
+            (["train.py(1): main", "vllm/attention/ops/triton/kernel.py(5): paged"], "paged"),
+            (["train.py(1): main", "triton/runtime/jit.py(5): run"], "main"),
+            (["train.py(1): main", "/var/torchinductor_me/ab/cabc.py(5): call"], "main"),
+            (["train.py(1): main", "<string>(1): <lambda>", "nn.Module: Linear_0"], "main"),
+            (["threading.py(9): run"], "run"),
+            (["torch/x.py(1): f"], ""),
+        ],
+    )
+    def test_it_is_the_innermost_that_is_nobody_elses(self, frames: list[str], function: str, tmp_path: Path) -> None:
+        assert site_of(tmp_path, *frames)[2] == function
+
+    def test_a_file_of_the_repository_may_be_called_as_one_of_python(self, tmp_path: Path) -> None:
+        """`queue.py` next to `train.py` is the user's."""
+        assert site_of(tmp_path, "train.py(1): main", "queue.py(5): put")[2] == "main"
+        (tmp_path / "queue.py").touch()
+        assert site_of(tmp_path, "train.py(1): main", "queue.py(5): put")[2] == "put"
+
+
+class TestRepository:
+    def test_a_path_that_leads_out_of_it_is_not_followed(self, tmp_path: Path) -> None:
+        (tmp_path / "secret.py").touch()
+        (tmp_path / "repo").mkdir()
+        assert Repository(tmp_path / "repo").path("../secret.py") == "../secret.py"
+        assert not Repository(tmp_path / "repo").has("../secret.py")
+
+    @pytest.mark.parametrize("file", ["a" * 10_000, "\0", "", "/", "//", "."])
+    def test_odd_paths_are_left_alone(self, file: str, tmp_path: Path) -> None:
+        assert Repository(tmp_path).path(file) == file
+
+    @pytest.mark.parametrize(
+        ("name", "parts"),
+        [
+            ("a b.py(12): <lambda>", ("a b.py", 12, "<lambda>")),
+            ("a.py(12): f at 0x7f12", ("a.py", 12, "f")),
+            ("<frozen importlib._bootstrap>(241): _call", ("", 0, "<frozen importlib._bootstrap>(241): _call")),
+            ("nn.Module: Linear_0", ("", 0, "nn.Module: Linear_0")),
+            ("", ("", 0, "")),
+        ],
+    )
+    def test_a_frame_has_a_file_a_line_and_a_function(self, name: str, parts: tuple[str, int, str]) -> None:
+        frame = parse_frame(name)
+        assert (frame.file, frame.line, frame.function) == parts
