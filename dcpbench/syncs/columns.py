@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
     Ints = NDArray[np.int64]
 
+LATEST_US = 1e20
+"""Times beyond are no times; nanoseconds since 1970 taken for microseconds still are."""
 NONE = -1
 """Number of what is not there."""
 CATEGORIES = {
@@ -157,12 +159,13 @@ class Builder:
         start, ok = _numbers([e.ts for e in events], np.float64, self._odd_time)
         length, _ = _numbers([e.dur for e in events], np.float64, self._odd_time)
         if not ok:
-            fine = np.isfinite(start)
+            fine = np.abs(start) < LATEST_US
             self.trouble.unreadable_events += int((~fine).sum())
             events = [e for e, is_fine in zip(events, fine, strict=True) if is_fine]
             start, length = start[fine], length[fine]
         args = [e.args or _NO_ARGS for e in events]
-        part: dict[str, NDArray[Any]] = {"start": start, "end": start + np.nan_to_num(length, posinf=0.0).clip(min=0)}
+        length = np.where(np.abs(length) < LATEST_US, length, 0.0).clip(min=0)
+        part: dict[str, NDArray[Any]] = {"start": start, "end": start + length}
         for field in FIELDS[kind]:
             part[field] = self._column(field, events, args)
         self.parts[kind].append(part)
@@ -228,7 +231,7 @@ def _numbers(raw: list[Any], kind: type, odd: Callable[[object], Any]) -> tuple[
     except (TypeError, ValueError, OverflowError):
         column = np.array([odd(value) for value in raw], kind)
         return column, False
-    return column, kind is not np.float64 or bool(np.isfinite(column).all())
+    return column, kind is not np.float64 or bool((np.abs(column) < LATEST_US).all())
 
 
 def _join(parts: list[dict[str, NDArray[Any]]]) -> Table:

@@ -67,6 +67,8 @@ class Trouble(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(list[Event])
 _ONE = msgspec.json.Decoder(Event)
 _RAW = msgspec.json.Decoder(list[msgspec.Raw])
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for text that is none, is not UTF-8, or is nested too deeply."""
 _BETWEEN = re.compile(rb"\}\s*,\s*\{")
 _END = re.compile(rb'[\}\[]\s*\](?=\s*(?:,\s*"|\}|\Z))')
 """What may be the end of all events: one lies before it, or none at all, and a key or nothing after it."""
@@ -148,14 +150,16 @@ class TraceReader:
 
     def _blocks(self, chunks: Iterator[bytes]) -> Iterator[list[Event]]:
         buffer = self._start(chunks)
+        enough = BLOCK_BYTES
         for chunk in chunks:
             buffer += chunk
-            if len(buffer) < BLOCK_BYTES:
+            if len(buffer) < enough:
                 continue
             events, used, ended = self._take(buffer)
             if used:
                 yield events
                 del buffer[1 : used + 1]
+            enough = BLOCK_BYTES if used else min(2 * len(buffer), LARGEST_EVENT + 1)
             if ended:
                 for _ in chunks:  # a checksum stands at the very end
                     pass
@@ -254,20 +258,20 @@ class TraceReader:
             return _DECODER.decode(text)
         except msgspec.ValidationError:
             return self._one_by_one(text)
-        except msgspec.DecodeError:
+        except NOT_JSON:
             return None
 
     def _one_by_one(self, text: bytes | memoryview) -> list[Event] | None:
         """The events of an array that have the types they should; the others are counted."""
         try:
             parts = _RAW.decode(text)
-        except msgspec.DecodeError:
+        except NOT_JSON:
             return None
         events = []
         for part in parts:
             try:
                 events.append(_ONE.decode(part))
-            except msgspec.DecodeError:
+            except NOT_JSON:
                 self.trouble.unreadable_events += 1
         return events
 
@@ -303,7 +307,7 @@ class TraceReader:
         except msgspec.ValidationError:
             self.trouble.unreadable_events += 1
             return Event()
-        except msgspec.DecodeError:
+        except NOT_JSON:
             return None
 
 

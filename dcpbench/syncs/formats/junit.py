@@ -64,7 +64,7 @@ def _site(site: Site, report: Report) -> ET.Element:
     if site.line is not None:
         case.set("line", str(site.line))
     rule, stands = BY_ID.get(site.rule), standing(site, report.verdict)
-    text = sentence(site) + "".join(f"\n{frame}" for frame in site.stack)
+    text = sentence(site) + "".join(f"\nat {frame}" for frame in site.stack)
     if rule:
         text += f"\nWhy: {rule.why}\nFix: {rule.fix}"
     if stands == "finding":
