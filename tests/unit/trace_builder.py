@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dcpbench.syncs.gate import Gate, judge
 from dcpbench.syncs.scan import scan
 
 if TYPE_CHECKING:
@@ -107,3 +108,24 @@ def only(report: Report) -> Site:
     """The one site that there is, whatever it is."""
     assert len(report.sites) == 1, [(s.kind, s.op, s.call) for s in report.sites]
     return report.sites[0]
+
+
+def sync_with(**changes: Any) -> dict[str, Any]:
+    """A wait of 50 µs, some of its fields changed or missing."""
+    event: dict[str, Any] = {
+        "ph": "X", "cat": "cuda_runtime", "name": "cudaStreamSynchronize", "pid": 100, "tid": 100, "ts": 100, "dur": 50,
+        "args": {"correlation": 9},
+    }  # fmt: skip
+    return {k: v for k, v in {**event, **changes}.items() if v != "missing"}
+
+
+def scanned(folder: Path, data: bytes | str, name: str = "trace.json") -> Report:
+    """What `scan` reports of a file with these contents; `folder` is the repository, too."""
+    path = folder / name
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    return scan([path], root=folder)
+
+
+def exit_code(report: Report, folder: Path) -> int:
+    """What the gate says without any limit."""
+    return judge(report, Gate(root=folder)).exit_code
