@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -46,13 +46,15 @@ _EVENTS: dict[str, Waits] = {
 SYNCHRONISE = ("stream", "event", "device")
 ADJACENT_US = 50.0
 """A copy and a synchronisation outside any operator belong together if no more time than this lies between them."""
+QUERY_US = 50.0
+"""No query takes longer."""
 _HARMLESS = re.compile("Query|Captur|Attribute|LastError|GetDevice|Occupancy")
 """Calls that may stand between a copy and the synchronisation that waits for it."""
 
 
 @dataclasses.dataclass
 class Blocking:
-    """Blocking calls of a trace, in order of time; arrays of one length."""
+    """Blocking calls of a trace, by thread and time, then what `cuda_sync` events alone show; arrays of one length."""
 
     start: NDArray[np.float64]
     end: NDArray[np.float64]
@@ -73,6 +75,18 @@ class Blocking:
 
     def __len__(self) -> int:
         return len(self.start)
+
+
+class _Found(NamedTuple):
+    """A blocking call; rows are those of the calls in order."""
+
+    row: int
+    first: int
+    """Row where it begins: the copy's, where the copy blocked, too."""
+    wait: float
+    copied: int
+    copy_waited: bool
+    may_block: bool
 
 
 def kind_of(name: str) -> Waits | None:
@@ -111,24 +125,26 @@ def find_blocking(columns: Columns) -> Blocking:
     partner = _copies_before(columns, calls, kind, direction)
     merged = set(partner.values())
     held = _held_up(gpu, calls, copied, direction)
-    found: list[tuple[int, int, float, int, bool, bool]] = []
+    found: list[_Found] = []
     for i in at:
         own = float(calls.end[i] - calls.start[i])
         if kind[i] in SYNCHRONISE:
             copy = partner.get(i, -1)
             first = copy if copy >= 0 and "pinned" not in direction[copy] else i
             wait = own + (float(calls.end[copy] - calls.start[copy]) if first != i else 0.0)
-            found.append((i, first, wait, int(copied[copy]) if copy >= 0 else -1, copy >= 0, False))
+            found.append(_Found(i, first, wait, int(copied[copy]) if copy >= 0 else -1, copy >= 0, may_block=False))
         elif i not in merged and _blocks(kind[i], direction[i], columns.names[calls.name[i]], held[i]):
             may = kind[i] == "pin" or (kind[i] == "async copy" and direction[i] == "HtoD pageable" and not held[i])
-            found.append((i, i, own, int(copied[i]), False, may))
-    at_found, first_of = (np.array([f[n] for f in found], np.int64) for n in (0, 1))
+            found.append(_Found(i, i, own, int(copied[i]), copy_waited=False, may_block=may))
+    at_found = np.array([f.row for f in found], np.int64)
+    first_of = np.array([f.first for f in found], np.int64)
     blocking = Blocking(
-        start=calls.start[first_of], end=calls.end[at_found], wait=np.array([f[2] for f in found], float),
+        start=calls.start[first_of], end=calls.end[at_found], wait=np.array([f.wait for f in found], float),
         thread=calls.thread[at_found], external=_true_links(calls)[at_found],
-        call=[columns.names[calls.name[i]] for i in at_found], kind=[kind[f[0]] for f in found],
-        copied=np.array([f[3] for f in found], np.int64), copy_waited=np.array([f[4] for f in found], bool),
-        may_block=np.array([f[5] for f in found], bool),
+        call=[columns.names[calls.name[i]] for i in at_found], kind=[kind[f.row] for f in found],
+        copied=np.array([f.copied for f in found], np.int64),
+        copy_waited=np.array([f.copy_waited for f in found], bool),
+        may_block=np.array([f.may_block for f in found], bool),
     )  # fmt: skip
     return _with_sync_events(columns, blocking)
 
@@ -200,7 +216,7 @@ def _blocks(kind: Waits | None, direction: str, name: str, held: bool) -> bool:
 def _with_sync_events(columns: Columns, blocking: Blocking) -> Blocking:
     """Adds what only `cuda_sync` events show: waits through the driver API or in libraries.
 
-    An `Event Sync` without a call may be a mere query, for which CUPTI writes the same event; it only may block.
+    A short `Event Sync` without a call may be a mere query, for which CUPTI writes the same event; it only may block.
     """
     events, calls, ops = columns.tables["syncs"], columns.tables["calls"], columns.tables["ops"]
     kinds = [_EVENTS.get(name) for name in columns.names]
@@ -212,11 +228,12 @@ def _with_sync_events(columns: Columns, blocking: Blocking) -> Blocking:
     op = match(ops.external, linked)
     thread = np.where(op >= 0, ops.thread[op], -1) if len(ops) else np.full(len(alone), -1)
     what = [kinds[events.name[i]] for i in alone]
+    wait = events.end[alone] - events.start[alone]
     none = np.full(len(alone), -1)
     added = Blocking(
-        start=events.start[alone], end=events.end[alone], wait=events.end[alone] - events.start[alone], thread=thread,
+        start=events.start[alone], end=events.end[alone], wait=wait, thread=thread,
         external=linked, call=[columns.names[events.name[i]] for i in alone], kind=what, copied=none,
-        copy_waited=none >= 0, may_block=np.array([w == "event" for w in what], bool),
+        copy_waited=none >= 0, may_block=np.array([w == "event" for w in what], bool) & (wait < QUERY_US),
     )  # fmt: skip
     both: dict[str, Any] = {
         f.name: [*getattr(blocking, f.name), *getattr(added, f.name)]

@@ -192,9 +192,10 @@ class TestCudaSyncEvents:
         assert trace.scan(tmp_path).sites == []
 
     def test_one_without_a_call_only_may_have_waited(self, trace: Trace, tmp_path: Path) -> None:
-        """The driver's own query leaves the same event."""
-        self.event(trace, "Event Sync", 10, 11, 9001, -1)
-        assert only(trace.scan(tmp_path)).may_block
+        """The driver's own query leaves the same event, but is over in a few microseconds."""
+        self.event(trace, "Event Sync", 10, 12, 9001, -1)
+        self.event(trace, "Event Sync", 100, 900, 9002, -1)
+        assert sorted((s.wait_us, s.may_block) for s in trace.scan(tmp_path).sites) == [(2, True), (800, False)]
 
     def test_a_stream_that_waits_for_a_stream_is_no_matter_of_the_host(self, trace: Trace, tmp_path: Path) -> None:
         self.event(trace, "Stream Wait Event", 10, 90, trace.call("cudaStreamWaitEvent", 10, 11), 7)
