@@ -7,6 +7,8 @@ import typer
 
 from dcpbench.cli_syncs import OUTPUT, READ, Force, Output, app
 
+__all__ = ["app"]
+
 PANEL = "Whether it can be believed"
 AsJson = Annotated[bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print the result as JSON. Default: no.")]
 
@@ -15,8 +17,8 @@ AsJson = Annotated[bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Pr
 def corpus(
     records: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RECORD]", show_default=False, help="Records of earlier runs (corpus.json), to print their "
-        "table again. Default: run the corpus here."),
+        typer.Argument(metavar="[RECORD]", show_default=False, help="Records of earlier runs (corpus.json), to "
+        "print their table again. Default: run the corpus here."),
     ] = None,
     keep: Annotated[
         Path | None,
@@ -32,7 +34,8 @@ def corpus(
     With a GPU: the clock, behind 20 ms of queued work, which decides what is true; the live detector; torch's own
     set_sync_debug_mode; scan, with and without Python stacks and cuda_sync events. Everywhere: the dry run.
 
-    Exit codes: 0 as documented · 1 a detector is worse than that, or the clock disagrees · 2 options that cannot be used.
+    Exit codes: 0 as documented · 1 a detector is worse than that, or the clock disagrees · 2 options that cannot be
+    used.
 
     For example: dcpbench syncs corpus --keep corpus-here
     """
@@ -43,11 +46,13 @@ def corpus(
 
 @app.command(rich_help_panel=PANEL)
 def speed(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", show_default=False, help="A real trace, which is repeated.")],
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", show_default=False, help="A real trace, which is repeated.")
+    ],
     size: Annotated[
         str,
-        typer.Option("--size", metavar="SIZE", rich_help_panel=READ, help="Size of the trace that is made of it, such as "
-        "140MB or 1GB."),
+        typer.Option("--size", metavar="SIZE", rich_help_panel=READ, help="Size of the trace that is made of it, "
+        "such as 140MB or 1GB."),
     ] = "140MB",
     hta: Annotated[
         Path | None,
@@ -59,8 +64,8 @@ def speed(
     ] = 3,
     keep: Annotated[
         Path | None,
-        typer.Option("--keep", metavar="FILE", rich_help_panel=OUTPUT, help="Leave the trace that is made there. Default: "
-        "it is removed."),
+        typer.Option("--keep", metavar="FILE", rich_help_panel=OUTPUT, help="Leave the trace that is made there. "
+        "Default: it is removed."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip

@@ -30,8 +30,8 @@ UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 
 def corpus(read: Sequence[Path], *, keep: Path | None, as_json: bool, output: Path | None, force: bool) -> int:
     """Run the corpus here, or read records of earlier runs, and print how well each detector did.
 
-    Returns 1 if scan with `cuda_sync` events misses something or is wrong, if the dry run finds less than 95 %, or if the
-    clock contradicts the corpus.
+    Returns 1 if scan with `cuda_sync` events misses something or is wrong, if the dry run finds less than 95 %, or if
+    the clock contradicts the corpus.
     """
     check_output(output, force=force)
     runs = [run for path in read for run in _read(path)] if read else _run(keep)
@@ -109,10 +109,9 @@ def parse_size(text: str) -> int:
 
 def table(found: Speed) -> str:
     """The timings for people, as Markdown."""
-    megabytes = found.trace_bytes / 1e6
+    name, megabytes, runs = Path(found.source).name, found.trace_bytes / 1e6, len(found.timings[0].runs_wall_s)
     lines = [
-        f"{Path(found.source).name}, repeated {found.copies} times: {megabytes:.0f} MB, {found.events:,} events. One core, best of "
-        f"{len(found.timings[0].runs_wall_s)}.",
+        f"{name} {found.copies} times: {megabytes:.0f} MB, {found.events:,} events; one core, best of {runs}",
         "",
         "| tool | seconds | MB/s | peak memory MB | of the file | times scan's time |",
         "|---|--:|--:|--:|--:|--:|",

@@ -91,7 +91,7 @@ def counts(site: Site) -> bool:
 
 
 def permit(report: Report, gate: Gate, today: dt.date) -> list[str]:
-    """Set `allowed` of each site that is and was not by a region; returns sentences about permissions that are of no use."""
+    """Set `allowed` of each site that is and was not by a region; returns sentences about stale permissions."""
     sites = [s for s in report.sites if not s.own]
     stale = []
     for entry in gate.allow:

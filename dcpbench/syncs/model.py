@@ -108,8 +108,8 @@ class Site(msgspec.Struct, kw_only=True):
     bytes: int | None = None
     """Sum over all occurrences."""
     may_block: bool = False
-    """It could wait and did not, or a detector without times cannot tell; in no total and no reason to fail unless asked
-    for. Small copies from pageable memory: CUDA stages them until its staging memory is full."""
+    """It could wait and did not, or a detector without times cannot tell; in no total and no reason to fail.
+    Small copies from pageable memory: CUDA stages them until its staging memory is full."""
     explicit: bool = False
     """Asked for by name: synchronize() of a device, stream or event."""
     own: bool = False

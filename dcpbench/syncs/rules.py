@@ -28,32 +28,37 @@ class Rule:
 
 SCALAR = Rule(
     "SYNC001", "scalar-read", "A tensor's value is read into Python",
-    "`.item()`, `int(t)`, `if t:`, `range(t)` or a slice with a CUDA scalar copies one value to the host and waits for all work "
+    "`.item()`, `int(t)`, `if t:`, `range(t)` or a slice with a CUDA scalar copies one value to the host and waits "
+    "for all work "
     "queued before it.",
     "Take the value from a host-side mirror of it (lengths and counts are known where the batch was made), or keep the "
     "decision on the GPU with torch.where or a masked kernel.",
 )  # fmt: skip
 SHAPE = Rule(
     "SYNC002", "data-dependent-shape", "The size of a result depends on values on the GPU",
-    "Boolean indexing, nonzero, masked_select, unique, repeat_interleave, bincount and their like must know a count on the host "
+    "Boolean indexing, nonzero, masked_select, unique, repeat_interleave, bincount and their like must know a count"
+    " on the host "
     "before they can allocate their result.",
-    "Keep the mask inside the kernel (a masked store, torch.where, masked_fill_ with a Python number), or say the size: "
+    "Keep the mask inside the kernel (a masked store, torch.where, masked_fill_ with a Python number), or say the "
+    "size: "
     "repeat_interleave(output_size=…), one_hot(num_classes=…), nonzero_static(size=…).",
 )  # fmt: skip
 TO_HOST = Rule(
     "SYNC003", "copy-to-host", "A tensor is copied to the host and waited for",
-    "`.cpu()`, `.tolist()`, `.numpy()` and `.to(\"cpu\")` return only when the data has arrived.",
+    '`.cpu()`, `.tolist()`, `.numpy()` and `.to("cpu")` return only when the data has arrived.',
     "Copy into pinned memory with non_blocking=True, record an event, and look at the data one step later.",
 )  # fmt: skip
 FROM_HOST = Rule(
     "SYNC004", "copy-from-host", "Host data is copied to the GPU and waited for",
-    "`torch.tensor(list, device=\"cuda\")`, indexing with a Python list, `t[i] = number` and `.to(\"cuda\")` copy from host memory "
+    '`torch.tensor(list, device="cuda")`, indexing with a Python list, `t[i] = number` and `.to("cuda")` copy from '
+    'host memory '
     "and wait until the copy is done.",
     "Build it on the GPU (torch.full, arange, fill_), or fill a pinned tensor and copy it with non_blocking=True.",
 )  # fmt: skip
 PAGEABLE = Rule(
     "SYNC005", "pageable-copy", "non_blocking=True from or to pageable memory",
-    "CUDA stages copies of pageable host memory, strided views of pinned tensors among them: to the host the call always waits, "
+    "CUDA stages copies of pageable host memory, strided views of pinned tensors among them: to the host the call "
+    "always waits, "
     "to the GPU it waits as soon as its staging memory, a few MiB, is full.",
     "Pin the host tensor once (pin_memory=True when it is made), keep it, and copy contiguous parts of it.",
 )  # fmt: skip
@@ -81,7 +86,8 @@ DEVICE = Rule(
 ALLOCATION = Rule(
     "SYNC009", "memory-allocation", "CUDA memory is freed or pinned",
     "cudaFree waits for all work on the device: empty_cache() and a caching allocator that runs out of memory call it. "
-    "Pinning memory (cudaHostAlloc) does not wait for the GPU, but keeps the host busy for about half a millisecond per MiB.",
+    "Pinning memory (cudaHostAlloc) does not wait for the GPU, but keeps the host busy for about half a millisecond"
+    " per MiB.",
     "Allocate and pin before the first step and use it again; leave the caching allocator room.",
 )  # fmt: skip
 DRIVER = Rule(

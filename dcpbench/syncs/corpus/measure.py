@@ -115,7 +115,7 @@ def _held_up(p: Program | None, device: torch.device) -> float:
     """Milliseconds until the host comes back from a program behind queued work; without a program, from the work."""
     inputs = make_inputs(device)
     torch.cuda.synchronize()
-    torch.cuda._sleep(QUEUED_CYCLES)  # type: ignore[no-untyped-call]  # noqa: SLF001 - torch's only kernel that lasts as long as one wants
+    torch.cuda._sleep(QUEUED_CYCLES)  # noqa: SLF001 - torch's only kernel that lasts as long as one wants
     start = time.perf_counter()
     if p is None:
         torch.cuda.synchronize()
@@ -134,7 +134,7 @@ def _record(path: Path, device: torch.device, *, sync: bool, stacks: bool) -> No
         for p in PROGRAMS:
             inputs = make_inputs(device)
             torch.cuda.synchronize()
-            torch.cuda._sleep(SHORT_CYCLES)  # type: ignore[no-untyped-call]  # noqa: SLF001
+            torch.cuda._sleep(SHORT_CYCLES)  # noqa: SLF001
             with torch.profiler.record_function(RANGE + p.name):
                 p.run(inputs)
         torch.cuda.synchronize()

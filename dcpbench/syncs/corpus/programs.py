@@ -1,7 +1,7 @@
 """The corpus: every program with the synchronisations that it makes.
 
-The truth was measured on an H200 with torch 2.11 and CUDA 13.0 behind a queue of GPU work: a program blocks if, and only
-if, the host comes back late. `results/` holds the record.
+The truth was measured on an H200 with torch 2.11 and CUDA 13.0 behind a queue of GPU work: a program blocks if, and
+only if, the host comes back late. `results/` holds the record.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ PROGRAMS = (
     Program(reads.isnan_any_assert),
     Program(reads.print_tensor, (SCALAR,) * 13 + (SHAPE, TO_HOST)),
     Program(reads.nonzero, (SHAPE,)),
+    Program(reads.nonzero_static),
     Program(reads.argwhere, (SHAPE,)),
     Program(reads.where_one_argument, (SHAPE,)),
     Program(reads.getitem_boolmask, (SHAPE,)),

@@ -42,12 +42,12 @@ def slice_gpu_scalar(i: Inputs) -> None:
 
 def arange_gpu_scalar(i: Inputs) -> None:
     """A factory's size from the GPU."""
-    torch.arange(i.five, device=i.device)
+    torch.arange(i.five, device=i.device)  # type: ignore[call-overload]
 
 
 def full_gpu_fill(i: Inputs) -> None:
     """A factory's fill value from the GPU."""
-    torch.full((3,), i.five, device=i.device)
+    torch.full((3,), i.five, device=i.device)  # type: ignore[call-overload]
 
 
 def equal(i: Inputs) -> None:
@@ -79,6 +79,11 @@ def print_tensor(i: Inputs) -> None:
 def nonzero(i: Inputs) -> None:
     """Indices of true elements."""
     torch.nonzero(i.mask_R)
+
+
+def nonzero_static(i: Inputs) -> None:
+    """As many indices as are asked for."""
+    torch.nonzero_static(i.mask_R, size=16)
 
 
 def argwhere(i: Inputs) -> None:
@@ -173,7 +178,7 @@ def normal_std(i: Inputs) -> None:
 
 def sub_alpha(i: Inputs) -> None:
     """`alpha` is a Python number, so a tensor is read."""
-    i.x_RC.sub(i.pool_RC, alpha=i.five)
+    i.x_RC.sub(i.pool_RC, alpha=i.five)  # type: ignore[arg-type]
 
 
 def in_a_thread(i: Inputs) -> None:

@@ -99,7 +99,7 @@ def contradictions(run: CorpusRun) -> list[str]:
     if run.queued_ms is None:
         return []
     return [
-        f"{p.name}: back after {p.held_up_ms:.2f} of {run.queued_ms:.0f} ms, though {len(p.expected)} waits are expected"
+        f"{p.name}: back after {p.held_up_ms:.2f} of {run.queued_ms:.0f} ms, with {len(p.expected)} waits expected"
         for p in run.programs
         if p.held_up_ms is not None and (p.held_up_ms > run.queued_ms / 2) != bool(p.expected)
     ]
@@ -108,14 +108,14 @@ def contradictions(run: CorpusRun) -> list[str]:
 def markdown(runs: list[CorpusRun]) -> str:
     """The table of docs/syncs-detectors.md."""
     lines = [
-        "| detector | machine | programs | waits | found | missed | false | recall | precision | right kind | may block |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| detector | machine | waits | found | missed | false | recall | precision | right kind | may block |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     notes = []
     for run in runs:
         for s in score(run):
             lines.append(
-                f"| {s.detector} | {run.device}, torch {run.torch} | {s.programs} | {s.true} | {s.found} | {s.true - s.found} "
+                f"| {s.detector} | {run.device}, torch {run.torch} | {s.true} | {s.found} | {s.true - s.found} "
                 f"| {s.false} | {s.recall:.1%} | {s.precision:.1%} | {s.named} | {s.hazards_found} of {s.hazards} |"
             )
             if s.wrong:

@@ -1,4 +1,4 @@
-"""Programs with the core of what engines' authors found in theirs, before and after; the seed documents' cases first."""
+"""Programs with the core of what authors of engines found in theirs, before and after."""
 
 from __future__ import annotations
 
