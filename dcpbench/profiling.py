@@ -70,8 +70,8 @@ class Kernels:
         launch = match(calls.correlation, gpu.correlation)
         work = sorted(
             (
-                Kernel(columns.names[name], start, end - start, calls.start[row], calls.thread[row])
-                for name, start, end, row in zip(gpu.name, gpu.start, gpu.end, launch, strict=True)
+                Kernel(columns.names[name], start, end - start, float(calls.start[row]), int(calls.thread[row]))
+                for name, start, end, row in zip(gpu.name, gpu.start.tolist(), gpu.end.tolist(), launch, strict=True)
                 if row >= 0
             ),
             key=lambda k: k.ts,

@@ -84,7 +84,8 @@ class Watch:
         self.thread = 0
         """`threading.get_ident()` of the thread that watches."""
         self._mode = _Operators(self)
-        self._callbacks = True
+        self.by_warnings = False
+        """Whether set_sync_debug_mode stands in for torch's callbacks."""
 
     @property
     def count(self) -> int:
@@ -101,7 +102,7 @@ class Watch:
         reasons = {site.fingerprint: site.allowed for site in sites if site.allowed}
         notes = [*NOTES]
         notes += [OTHER_THREADS] if self.threads == "all" else ["Other threads were not watched."]
-        notes += [] if self._callbacks else [NO_CALLBACKS]
+        notes += [NO_CALLBACKS] if self.by_warnings else []
         coverage = Coverage(
             detector="live", stacks="frames", sync_events=len(self.syncs) + len(self.allowed), notes=notes
         )
@@ -118,8 +119,8 @@ class Watch:
                 "`from dcpbench.syncs.dry_run import dry_run` and `with dry_run() as run:`, which says what would."
             )
         self.thread = threading.get_ident()
-        self._callbacks = gpu_trace.listen(_on_wait)
-        if not self._callbacks:
+        self.by_warnings = not gpu_trace.listen(_on_wait)
+        if self.by_warnings:
             debug_mode.begin(_on_warning)
         self._mode.__enter__()
         _set_watches((*_watches, self))
@@ -130,7 +131,7 @@ class Watch:
     ) -> None:
         _set_watches(tuple(w for w in _watches if w is not self))
         self._mode.__exit__(kind, error, where)
-        if not self._callbacks:
+        if self.by_warnings:
             debug_mode.end()
         if error is None and self.at_most is not None and self.count > self.at_most:
             limit = f"at most {self.at_most}" if self.at_most else "none"
@@ -259,10 +260,10 @@ def _where(watch_: Watch) -> sighting.Where:
     return sighting.Where(frame, watch_.thread)
 
 
-def _on_wait(kind: str) -> None:
-    """The host is about to wait on the calling thread: tells every watch that is concerned."""
+def _on_wait(kind: str, *, warned: bool = False) -> None:
+    """The host is about to wait on the calling thread: tells every watch that is concerned and listens that way."""
     calls = _calls()
-    watches = [w for w in _watches if w.concerns(calls)]
+    watches = [w for w in _watches if w.by_warnings is warned and w.concerns(calls)]
     if not watches:
         return
     for call in calls:
@@ -272,7 +273,7 @@ def _on_wait(kind: str) -> None:
 
 
 def _on_warning() -> None:
-    _on_wait(gpu_trace.STREAM)
+    _on_wait(gpu_trace.STREAM, warned=True)
 
 
 def _set_watches(watches: tuple[Watch, ...]) -> None:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 CHUNK_SECONDS = 0.04
 """Passes between two looks at the stop rule; short, as a bench has many cases."""
 REFUSALS = (RuntimeError, SystemError)
-"""What torch raises for a wait within a capture; a condition on a tensor loses the exception on its way (2.11)."""
+"""What torch raises for a wait within a capture or where it is an error. Once the live detector has been used, a
+condition on a tensor loses its exception on the way through torch's callbacks, and is a SystemError (2.11)."""
 HOST_CALLS = 16
 """Calls of a pass whose host time is taken; behind a backlog each, 61 would take long and tell no more."""
 SPIN_CYCLES = 20_000_000
@@ -132,7 +133,7 @@ def try_capture(calls: Calls) -> Graph:
         try:
             graph.capture_end()
         except REFUSALS as e:
-            reason = reason or first_line(e)
+            reason = first_line(e)
     return Graph(captured=not reason, reason=reason)
 
 
@@ -153,7 +154,7 @@ def waits(run: Run) -> bool:
     torch.cuda.set_sync_debug_mode("error")
     try:
         run()
-    except RuntimeError:
+    except REFUSALS:
         return True
     finally:
         torch.cuda.set_sync_debug_mode(before)

@@ -11,6 +11,7 @@ import pytest
 from dcpbench import profiling
 from dcpbench.profiling import _attribute, _label, profile_cpu_step, profile_step, sync_sites
 from dcpbench.ranges import phase
+from dcpbench.records import Phases, SyncSite
 
 
 class TraceBuilder:
@@ -116,6 +117,7 @@ class TestPhases:
         assert phases.idle_fraction == 0.26
         assert phases.step_us == 250
         assert (phases.kernels, phases.steps) == (4, 1)
+        assert msgspec.json.decode(msgspec.json.encode(phases), type=Phases) == phases
         assert blocking == []
 
     def test_several_steps_are_averaged(self, profiled):
@@ -235,6 +237,7 @@ class TestHostSyncs:
             eager.host("cudaStreamSynchronize", at + 320, at + 340, "cuda_runtime")
         _, sites = profiled(eager, replay, steps=1)
         (site,) = sites
+        assert msgspec.json.decode(msgspec.json.encode(site), type=SyncSite) == site
         assert (site.found_in, site.kind, site.call) == ("eager", "stream-sync", "cudaStreamSynchronize")
         assert (site.per_step, site.wait_us) == (2.0, 15.0)
 

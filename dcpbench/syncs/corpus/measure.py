@@ -133,6 +133,8 @@ def _record(path: Path, device: torch.device, *, sync: bool, stacks: bool) -> No
     with torch.profiler.profile(activities=activities, with_stack=stacks, experimental_config=config) as profiler:
         for p in PROGRAMS:
             inputs = make_inputs(device)
+            # Else a program that empties the cache gives back what others have left in it.
+            torch.cuda.empty_cache()
             torch.cuda.synchronize()
             torch.cuda._sleep(SHORT_CYCLES)  # noqa: SLF001
             with torch.profiler.record_function(RANGE + p.name):
