@@ -18,19 +18,19 @@ from torch._C._profiler import _ExperimentalConfig
 
 from dcpbench.ranges import PHASES
 from dcpbench.records import Phases, SyncSite
-from dcpbench.syncs.columns import read_columns
-from dcpbench.syncs.intervals import match
 from dcpbench.syncs.model import order
-from dcpbench.syncs.python_lines import Repository
-from dcpbench.syncs.reading import TraceReader
 from dcpbench.syncs.rules import ALLOCATION
 from dcpbench.syncs.scan import analyse
+from dcpbench.syncs.traces.columns import read_columns
+from dcpbench.syncs.traces.intervals import match
+from dcpbench.syncs.traces.python_lines import Repository
+from dcpbench.syncs.traces.reading import TraceReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dcpbench.syncs.columns import Columns
     from dcpbench.syncs.model import Site
+    from dcpbench.syncs.traces.columns import Columns
 
 STEP_RANGE = "dcpbench_step"
 OTHER = "other"

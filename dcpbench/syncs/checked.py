@@ -7,9 +7,9 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import CapacityError
-from dcpbench.syncs.config import Allow
 from dcpbench.syncs.failure import text_of
 from dcpbench.syncs.frames import sites_of
+from dcpbench.syncs.gating.config import Allow
 from dcpbench.syncs.model import Report
 
 if TYPE_CHECKING:

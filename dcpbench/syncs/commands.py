@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
-from dcpbench.syncs import baseline as baselines
-from dcpbench.syncs.config import Allow, find_config, find_root
 from dcpbench.syncs.files import check_output, expand, write
 from dcpbench.syncs.formats import PLAIN_WIDTH, check_format, github, markdown, render
-from dcpbench.syncs.gate import Gate, check_limits, counts, judge
+from dcpbench.syncs.gating import baseline as baselines
+from dcpbench.syncs.gating.config import Allow, find_config, find_root
+from dcpbench.syncs.gating.gate import Gate, check_limits, counts, judge
 from dcpbench.syncs.model import order, totals
 from dcpbench.syncs.progress import Progress
 from dcpbench.syncs.words import cleaned, counted, plain
@@ -22,7 +22,7 @@ from dcpbench.syncs.words import cleaned, counted, plain
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.syncs.config import Config
+    from dcpbench.syncs.gating.config import Config
     from dcpbench.syncs.model import Report
 
 BASELINE = "syncs-baseline.json"

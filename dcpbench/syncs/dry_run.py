@@ -14,18 +14,19 @@ import torch
 from torch.overrides import resolve_name
 
 from dcpbench.errors import UsageError
-from dcpbench.syncs import allowed, device_tensor, host_memory, rules
-from dcpbench.syncs.backward_hooks import gradients
-from dcpbench.syncs.device_guard import cuda_tensors
-from dcpbench.syncs.device_tensor import DeviceTensor, device_tensors, on_host, run_operator
-from dcpbench.syncs.dry_run_modes import CallMode, ProgramMode
+from dcpbench.syncs import allowed, rules
 from dcpbench.syncs.dry_run_report import report_of
 from dcpbench.syncs.frames import Sync, walk
-from dcpbench.syncs.patches import Patches
-from dcpbench.syncs.sync_ops import POINTWISE_MIXERS, Wait, waits_of
-from dcpbench.syncs.virtual_cuda import Device, install
-from dcpbench.syncs.virtual_libraries import install_libraries
-from dcpbench.syncs.virtual_streams import recorder
+from dcpbench.syncs.virtual import device_tensor, host_memory
+from dcpbench.syncs.virtual.backward_hooks import gradients
+from dcpbench.syncs.virtual.device_guard import cuda_tensors
+from dcpbench.syncs.virtual.device_tensor import DeviceTensor, device_tensors, on_host, run_operator
+from dcpbench.syncs.virtual.dry_run_modes import CallMode, ProgramMode
+from dcpbench.syncs.virtual.patches import Patches
+from dcpbench.syncs.virtual.sync_ops import POINTWISE_MIXERS, Wait, waits_of
+from dcpbench.syncs.virtual.virtual_cuda import Device, install
+from dcpbench.syncs.virtual.virtual_libraries import install_libraries
+from dcpbench.syncs.virtual.virtual_streams import recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -23,10 +23,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcpbench.errors import CapacityError, SyncError, UsageError
-from dcpbench.syncs import allowed, debug_mode, gpu_trace, sighting
+from dcpbench.syncs import allowed
 from dcpbench.syncs.failure import text_of
 from dcpbench.syncs.frames import is_detector, sites_of
 from dcpbench.syncs.model import Coverage, Report, TraceSummary, Verdict, order, totals
+from dcpbench.syncs.watching import debug_mode, gpu_trace, sighting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from dcpbench.syncs.commands import GateOptions, Out
-    from dcpbench.syncs.gate import Gate
+    from dcpbench.syncs.gating.gate import Gate
 
 RECORDER = Path(__file__).parent / "recorder"
 VARIABLE = "DCPBENCH_SYNCS_RECORD"

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dcpbench.errors import UsageError
-from dcpbench.syncs.attribution import Attribution
-from dcpbench.syncs.blocking import SYNCHRONISE, direction_of, find_blocking
-from dcpbench.syncs.bubbles import bubbles, busy_and_idle, waited_for
-from dcpbench.syncs.columns import Columns, read_columns
-from dcpbench.syncs.coverage import coverage
-from dcpbench.syncs.intervals import ANY, chains, match
 from dcpbench.syncs.model import Report, Site, TraceSummary, order, totals
-from dcpbench.syncs.python_lines import Repository
-from dcpbench.syncs.reading import TraceReader
 from dcpbench.syncs.sites import Occurrence, Place, make_sites, merge, rule_of
 from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, find_steps
+from dcpbench.syncs.traces.attribution import Attribution
+from dcpbench.syncs.traces.blocking import SYNCHRONISE, direction_of, find_blocking
+from dcpbench.syncs.traces.bubbles import bubbles, busy_and_idle, waited_for
+from dcpbench.syncs.traces.columns import Columns, read_columns
+from dcpbench.syncs.traces.coverage import coverage
+from dcpbench.syncs.traces.intervals import ANY, chains, match
+from dcpbench.syncs.traces.python_lines import Repository
+from dcpbench.syncs.traces.reading import TraceReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from dcpbench.syncs.attribution import Stacks
-    from dcpbench.syncs.blocking import Blocking
+    from dcpbench.syncs.traces.attribution import Stacks
+    from dcpbench.syncs.traces.blocking import Blocking
 
     Ints = NDArray[Any]
 

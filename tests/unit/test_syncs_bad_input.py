@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from dcpbench import cli
 from dcpbench.errors import TraceError
-from dcpbench.syncs import reading
 from dcpbench.syncs.scan import scan
+from dcpbench.syncs.traces import reading
 from tests.unit.trace_builder import Trace, exit_code, scanned
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 H200 = Path(__file__).parents[1] / "data" / "h200_stacks.trace.json.gz"
 TEXT = gzip.decompress(H200.read_bytes())
-PACKED = gzip.compress(TEXT)
+PACKED = gzip.compress(TEXT, mtime=0)
 TRUE_TIMES = {
     e["ts"] for e in json.loads(TEXT)["traceEvents"]
     if e["name"] in {"cudaStreamSynchronize", "cudaDeviceSynchronize"} or e.get("cat") == "cuda_sync"
@@ -120,7 +120,7 @@ class TestNoTrace:
             b"", b" \n", b"hello", b"\x89PNG\r\n\x1a\n" + bytes(100), b"{}", b'{"a": [1, 2]}', b"[1, 2, 3]", b'["a"]',
             b"[[]]", b"null", b'"traceEvents": []', b'{"traceEvents": 3}', b'{"traceEvents": null}', b"\x1f\x8b",
             b"[INFO]",
-            b"\x1f\x8b" + bytes(50), gzip.compress(b""), gzip.compress(b"hello"), bytes(3 << 20), b" " * (3 << 20),
+            b"\x1f\x8b" + bytes(50), gzip.compress(b"", mtime=0), gzip.compress(b"hello"), bytes(3 << 20), b" " * (3 << 20),
             "trace".encode("utf-16"), b"PK\x03\x04" + bytes(50),
         ],
         ids=lambda data: repr(data[:20]),

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpbench.syncs.blocking import find_blocking
-from dcpbench.syncs.bubbles import bubbles, busy_and_idle
-from dcpbench.syncs.columns import read_columns
-from dcpbench.syncs.reading import Args, Event, Trouble
+from dcpbench.syncs.traces.blocking import find_blocking
+from dcpbench.syncs.traces.bubbles import bubbles, busy_and_idle
+from dcpbench.syncs.traces.columns import read_columns
+from dcpbench.syncs.traces.reading import Args, Event, Trouble
 from tests.unit.trace_builder import HOST, Trace, mine
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.syncs.columns import Columns
+    from dcpbench.syncs.traces.columns import Columns
 
 
 def charged(trace: Trace, folder: Path) -> list[float | None]:

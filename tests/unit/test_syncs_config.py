@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dcpbench.errors import UsageError
-from dcpbench.syncs.config import Config, find_config, find_root
+from dcpbench.syncs.gating.config import Config, find_config, find_root
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.data import DataLoader, TensorDataset
 
-from dcpbench.syncs.device_tensor import DeviceTensor
 from dcpbench.syncs.dry_run import DryRun, dry_run
+from dcpbench.syncs.virtual.device_tensor import DeviceTensor
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from dcpbench.errors import UsageError
 from dcpbench.syncs import schema, words
-from dcpbench.syncs.config import Allow
 from dcpbench.syncs.formats import FORMATS, render
-from dcpbench.syncs.gate import Gate, judge
+from dcpbench.syncs.gating.config import Allow
+from dcpbench.syncs.gating.gate import Gate, judge
 from dcpbench.syncs.model import Report
 from dcpbench.syncs.rules import RULES
 from tests.unit import syncs_builder as build

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dcpbench.errors import UsageError
-from dcpbench.syncs import baseline as baselines
-from dcpbench.syncs.config import Allow
-from dcpbench.syncs.gate import Gate, counts, judge
+from dcpbench.syncs.gating import baseline as baselines
+from dcpbench.syncs.gating.config import Allow
+from dcpbench.syncs.gating.gate import Gate, counts, judge
 from tests.unit import syncs_builder as build
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dcpbench.errors import SyncError, UsageError
-from dcpbench.syncs import debug_mode, live, no_syncs, sighting, watch
+from dcpbench.syncs import live, no_syncs, watch
+from dcpbench.syncs.watching import debug_mode, sighting
 from tests.unit import fake_cuda
 
 

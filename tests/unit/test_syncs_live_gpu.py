@@ -9,11 +9,12 @@ import msgspec
 import pytest
 import torch
 
-from dcpbench.syncs import gpu_trace, watch
+from dcpbench.syncs import watch
 from dcpbench.syncs.corpus.inputs import make_inputs
 from dcpbench.syncs.corpus.programs import PROGRAMS, Program
 from dcpbench.syncs.model import Report
 from dcpbench.syncs.rules import ALLOCATION
+from dcpbench.syncs.watching import gpu_trace
 
 pytestmark = pytest.mark.gpu
 UNSEEN = {ALLOCATION.id}

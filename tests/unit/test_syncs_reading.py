@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpbench.errors import TraceError
-from dcpbench.syncs import reading
+from dcpbench.syncs.traces import reading
 from tests.unit.trace_builder import PAGEABLE, Trace, exit_code, mine, only, scanned, sync_with
 
 if TYPE_CHECKING:

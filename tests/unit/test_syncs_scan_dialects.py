@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dcpbench.syncs.blocking import direction_of, kind_of
 from dcpbench.syncs.scan import scan
+from dcpbench.syncs.traces.blocking import direction_of, kind_of
 from tests.unit.trace_builder import HOST, PAGEABLE, PINNED, TO_GPU, Trace, mine, only
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dcpbench.errors import UsageError
-from dcpbench.syncs.python_lines import Repository, parse_frame
 from dcpbench.syncs.sites import fingerprint
 from dcpbench.syncs.steps import Range, find_steps, per_step
+from dcpbench.syncs.traces.python_lines import Repository, parse_frame
 from tests.unit.trace_builder import HOST, Trace, mine, only
 
 if TYPE_CHECKING:

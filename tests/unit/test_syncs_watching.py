@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from dcpbench.errors import CapacityError, SyncError, UsageError
-from dcpbench.syncs import allow, debug_mode, gpu_trace, live, no_syncs, watch
-from dcpbench.syncs.pageable import copy_of, staged
+from dcpbench.syncs import allow, live, no_syncs, watch
+from dcpbench.syncs.watching import debug_mode, gpu_trace
+from dcpbench.syncs.watching.pageable import copy_of, staged
 from tests.unit import fake_cuda
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.syncs.gate import Gate, judge
+from dcpbench.syncs.gating.gate import Gate, judge
 from dcpbench.syncs.scan import scan
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from dcpbench.syncs.gate import blind
+from dcpbench.syncs.gating.gate import blind
 from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.words import modules, sentence, standing, subject, told
 

@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from dcpbench.syncs.columns import Table
+    from dcpbench.syncs.traces.columns import Table
 
     Floats = NDArray[np.float64]
     Ints = NDArray[Any]

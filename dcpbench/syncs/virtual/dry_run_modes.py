@@ -9,9 +9,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dcpbench.syncs.assumed_device import assigned_to_host
-from dcpbench.syncs.device_tensor import DeviceTensor, become, to_device
 from dcpbench.syncs.frames import walk
+from dcpbench.syncs.virtual.assumed_device import assigned_to_host
+from dcpbench.syncs.virtual.device_tensor import DeviceTensor, become, to_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from dcpbench.syncs import rules
-from dcpbench.syncs.virtual_streams import (
+from dcpbench.syncs.virtual.virtual_streams import (
     StreamContext,
     VirtualEvent,
     VirtualGraph,
@@ -25,7 +25,7 @@ from dcpbench.syncs.virtual_streams import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dcpbench.syncs.patches import Patches
+    from dcpbench.syncs.virtual.patches import Patches
 
 MEMORY_BYTES = 80 << 30
 CAPABILITY = (9, 0)

@@ -11,8 +11,8 @@ import datetime as dt
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
-from dcpbench.syncs import baseline as baselines
-from dcpbench.syncs.comments import Comments
+from dcpbench.syncs.gating import baseline as baselines
+from dcpbench.syncs.gating.comments import Comments
 from dcpbench.syncs.model import Finding, Verdict, order
 from dcpbench.syncs.words import microseconds, per_step, place, sentence, subject
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from dcpbench.syncs.baseline import Baseline, Entry
-    from dcpbench.syncs.config import Allow
+    from dcpbench.syncs.gating.baseline import Baseline, Entry
+    from dcpbench.syncs.gating.config import Allow
     from dcpbench.syncs.model import Report, Site, TraceSummary
 
 SLACK = 1e-3

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from dcpbench.syncs.model import Coverage
 
 if TYPE_CHECKING:
-    from dcpbench.syncs.attribution import Stacks
-    from dcpbench.syncs.columns import Columns
     from dcpbench.syncs.steps import Steps
+    from dcpbench.syncs.traces.attribution import Stacks
+    from dcpbench.syncs.traces.columns import Columns
 
 
 def coverage(columns: Columns, steps: Steps, stacks: Stacks) -> Coverage:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dcpbench.syncs import host_memory
-from dcpbench.syncs.slow_operators import in_float32, slow_version
+from dcpbench.syncs.virtual import host_memory
+from dcpbench.syncs.virtual.slow_operators import in_float32, slow_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

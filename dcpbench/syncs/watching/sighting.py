@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dcpbench.syncs import gpu_trace, rules
+from dcpbench.syncs import rules
 from dcpbench.syncs.expression import SUBSCRIPT, UNKNOWN, call_name
 from dcpbench.syncs.frames import Frame, Sync, is_user, outside_of, walk_from
-from dcpbench.syncs.pageable import copy_of
+from dcpbench.syncs.watching import gpu_trace
+from dcpbench.syncs.watching.pageable import copy_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcpbench.syncs.intervals import match, union
+from dcpbench.syncs.traces.intervals import match, union
 
 if TYPE_CHECKING:
-    from dcpbench.syncs.blocking import Blocking
-    from dcpbench.syncs.columns import Columns
-    from dcpbench.syncs.intervals import Floats
+    from dcpbench.syncs.traces.blocking import Blocking
+    from dcpbench.syncs.traces.columns import Columns
+    from dcpbench.syncs.traces.intervals import Floats
 
 
 def busy_and_idle(columns: Columns) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""`python -m dcpbench.syncs.dry_run_main JOB`: is the process in which `dcpbench syncs dry-run` runs a program.
+"""`python -m dcpbench.syncs.virtual.dry_run_main JOB`: is the process in which `dcpbench syncs dry-run` runs a program.
 
 JOB is a file that dry_run_program.py writes; the answer goes where it says, also where the program fails.
 """

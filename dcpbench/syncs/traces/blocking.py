@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from dcpbench.syncs.intervals import chains, match
+from dcpbench.syncs.traces.intervals import chains, match
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from dcpbench.syncs.columns import Columns, Table
+    from dcpbench.syncs.traces.columns import Columns, Table
 
     Ints = NDArray[Any]
 

@@ -13,15 +13,15 @@ import torch.autograd.graph
 from torch.utils._pytree import tree_map
 
 from dcpbench.syncs import rules
-from dcpbench.syncs.device_tensor import DeviceTensor, rebuild, swap
 from dcpbench.syncs.frames import walk
 from dcpbench.syncs.steps import Range
+from dcpbench.syncs.virtual.device_tensor import DeviceTensor, rebuild, swap
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dcpbench.syncs.dry_run import DryRun
-    from dcpbench.syncs.patches import Patches
+    from dcpbench.syncs.virtual.patches import Patches
 
 
 def install_libraries(patches: Patches, run: DryRun) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from dcpbench.syncs.python_lines import Frame, Repository, is_profiler, parse_frame
+from dcpbench.syncs.traces.python_lines import Frame, Repository, is_profiler, parse_frame
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from dcpbench.syncs.columns import Columns
+    from dcpbench.syncs.traces.columns import Columns
 
     Ints = NDArray[Any]
 

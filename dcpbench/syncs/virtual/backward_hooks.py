@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dcpbench.syncs.device_tensor import to_device
+from dcpbench.syncs.virtual.device_tensor import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dcpbench.syncs import host_memory, rules
-from dcpbench.syncs.device_tensor import DeviceTensor, device_tensors
-from dcpbench.syncs.pageable import staged
+from dcpbench.syncs import rules
+from dcpbench.syncs.virtual import host_memory
+from dcpbench.syncs.virtual.device_tensor import DeviceTensor, device_tensors
+from dcpbench.syncs.watching.pageable import staged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dcpbench.syncs.reading import Args, Event, Trouble
+from dcpbench.syncs.traces.reading import Args, Event, Trouble
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

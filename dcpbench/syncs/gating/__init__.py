@@ -1,0 +1,1 @@
+"""Whether a change may pass: limits, baseline, permissions."""

@@ -1,0 +1,1 @@
+"""Reads a profiler's trace and finds what blocked the host in it, and what that cost."""

@@ -1,0 +1,1 @@
+"""The GPU that is not there: tensors, streams and libraries of a dry run."""

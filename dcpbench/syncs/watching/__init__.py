@@ -1,0 +1,1 @@
+"""What the live detector listens to, and what it makes of it."""
