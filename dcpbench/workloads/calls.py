@@ -129,11 +129,11 @@ def try_capture(calls: Calls) -> Graph:
         try:
             calls.run_captured()
         except REFUSALS as e:
-            reason = first_line(e)
+            reason = "" if isinstance(e, SystemError) else first_line(e)
         try:
             graph.capture_end()
-        except REFUSALS as e:
-            reason = first_line(e)
+        except RuntimeError as e:
+            reason = reason or first_line(e)
     return Graph(captured=not reason, reason=reason)
 
 

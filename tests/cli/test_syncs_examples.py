@@ -23,7 +23,7 @@ RECORD = "python benchmark.py --profile-to traces"
 
 
 @pytest.mark.parametrize(
-    ("schema", "file"), [("vendor.github-workflows", "github-actions.yml"), ("vendor.gitlab-ci", ".gitlab-ci.yml")]
+    ("schema", "file"), [("vendor.github-workflows", "github-actions.yml"), ("vendor.gitlab-ci", "gitlab-ci.yml")]
 )
 def test_they_are_valid_by_the_published_schemas(schema: str, file: str) -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, str(EXAMPLES / file)]
@@ -41,7 +41,7 @@ def github_commands(job: str) -> list[str]:
 
 
 def gitlab_commands(job: str) -> list[str]:
-    found = load(".gitlab-ci.yml")[job]
+    found = load("gitlab-ci.yml")[job]
     return [*found.get("before_script", []), *found["script"]]
 
 
@@ -146,7 +146,7 @@ class TestGitlab:
     def test_new_sites_fail_with_junit_sarif_and_markdown(self, checkout: Checkout) -> None:
         done = gitlab(checkout)
         assert done.returncode == 1, done.stderr
-        job = load(".gitlab-ci.yml")["hidden-syncs"]["artifacts"]
+        job = load("gitlab-ci.yml")["hidden-syncs"]["artifacts"]
         for name in [*job["paths"], job["reports"]["junit"]]:
             assert (checkout.folder / name).stat().st_size > 0
         suites = ET.parse(checkout.folder / "syncs.junit.xml").getroot()  # noqa: S314 -- our own
