@@ -65,7 +65,7 @@ PAGEABLE = Rule(
 """Measured on an H200 (torch 2.11, CUDA 13.0) behind 20 ms of GPU work: device to host waits at 4 bytes; host to device
 does not up to 2 MiB, does from 2.2 MiB, and at the 64th copy of 64 KiB or the third of 256 KiB in a row."""
 PINNING_BYTES = 1 << 20
-"""Pinning this much or more keeps the host busy for half a millisecond or more; less is not worth a word."""
+"""Pinning this much or more takes the host some tenths of a millisecond or more; less is not worth a word."""
 STAGING_BYTES = 2 << 20
 """Pageable copies to the GPU up to this size need not wait: `may_block`. Larger ones do, and all copies to the host."""
 STREAM = Rule(
@@ -86,8 +86,7 @@ DEVICE = Rule(
 ALLOCATION = Rule(
     "SYNC009", "memory-allocation", "CUDA memory is freed or pinned",
     "cudaFree waits for all work on the device: empty_cache() and a caching allocator that runs out of memory call it. "
-    "Pinning memory (cudaHostAlloc) does not wait for the GPU, but keeps the host busy for about half a millisecond"
-    " per MiB.",
+    "Pinning memory (cudaHostAlloc) does not wait for the GPU, but takes the host some tenths of a millisecond per MiB.",
     "Allocate and pin before the first step and use it again; leave the caching allocator room.",
 )  # fmt: skip
 DRIVER = Rule(

@@ -84,8 +84,8 @@ def repeat_trace(source: Path, target: Path, size: int) -> tuple[int, int]:
     Raises:
         TraceError: The source is not a trace.
     """
-    raw = source.read_bytes()
     try:
+        raw = source.read_bytes()
         if raw[:2] == GZIP_MAGIC:
             import gzip
 

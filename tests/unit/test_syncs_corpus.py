@@ -1,0 +1,180 @@
+"""The corpus: that it holds every measured operator, and that each detector finds what it should on recorded runs."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dcpbench.syncs import checks
+from dcpbench.syncs.corpus.measure import seen_in
+from dcpbench.syncs.corpus.programs import PROGRAMS
+from dcpbench.syncs.corpus.score import CorpusRun, Seen, Truth, contradictions, markdown, score
+from dcpbench.syncs.rules import BY_ID
+from dcpbench.syncs.scan import scan
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data"
+TRACES = sorted((DATA / "corpus").glob("*.json.gz"))
+RECORD = ROOT / "results" / "hidden-syncs_H200_2026-11-21" / "corpus" / "corpus.json"
+BY_NAME = {p.name: p for p in PROGRAMS}
+OTHER_NAMES = {
+    "bool(all)": "bool_all",
+    "torch.tensor": "tensor_from_list",
+    "torch.tensor_to": "tensor_from_list_to",
+    "tensor_pin_to": "tensor_from_list_pinned",
+    "where1": "where_one_argument",
+    "repeat_interleave_os": "repeat_interleave_output_size",
+    "one_hot_nc": "one_hot_num_classes",
+    "index_put_accum": "index_put_accumulate",
+    "print": "print_tensor",
+    "setitem_pyscalar": "setitem_number",
+    "add_cpu_scalar_tensor": "add_cpu_scalar",
+}
+"""Cases of the measured table whose program has another name."""
+OTHER_COUNTS = {
+    "print": "four reads for the values printed there, fifteen for ours",
+    "event_sync": "its event had passed when it was asked for, ours has not; the call blocks where it must wait",
+    "empty_cache": "nothing was cached there; cudaFree waits, which is no stream synchronisation",
+    "tensor_pin_to": "its Event Sync is a cudaEventQuery of the allocator of pinned memory, which does not wait",
+}
+"""Cases in which our program waits another number of times than the table says, and why."""
+CASES = json.loads((DATA / "h200_sync_ops.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c["case"])
+def test_every_measured_operator_has_a_program_that_waits_as_often(case: dict) -> None:
+    """The table was measured on an H200: torch 2.11, CUDA 13.0."""
+    program = BY_NAME[OTHER_NAMES.get(case["case"], case["case"])]
+    measured = sum(case["cuda_sync"].values())
+    if case["case"] in OTHER_COUNTS:
+        assert len(program.expected) != measured, "no longer another count: take it from the list"
+    else:
+        assert len(program.expected) == measured
+
+
+def test_names_and_exceptions_are_of_cases_that_there_are() -> None:
+    assert {*OTHER_NAMES, *OTHER_COUNTS} <= {c["case"] for c in CASES}
+
+
+def test_every_program_is_there_once_and_says_what_it_is() -> None:
+    assert len(BY_NAME) == len(PROGRAMS)
+    assert all(p.run.__doc__ for p in PROGRAMS)
+
+
+def test_every_rule_but_those_of_foreign_code_has_a_program() -> None:
+    """SYNC010 is a library that calls the driver, SYNC011 a copy whose direction the trace does not say."""
+    used = {rule.id for p in PROGRAMS for rule in (*p.expected, *p.hazards)}
+    assert set(BY_ID) - used == {"SYNC010", "SYNC011"}
+
+
+class TestRecordedTraces:
+    """Traces of the corpus from an H200, with and without Python stacks and `cuda_sync` events."""
+
+    def test_there_is_one_of_each_kind(self) -> None:
+        assert [t.name for t in TRACES] == ["plain.json.gz", "stacks.json.gz", "sync.json.gz", "sync_stacks.json.gz"]
+
+    @pytest.mark.parametrize("trace", TRACES, ids=lambda t: t.name)
+    def test_scan_finds_every_wait_and_nothing_else(self, trace: Path) -> None:
+        """94 waits; also without `cuda_sync`, as no program waits in a library. A read on a thread of its own has no
+        operator in a trace, and is called a copy.
+        """
+        seen = seen_in(trace)
+        found = {name: (sorted(s.syncs), sorted(s.hazards)) for name, s in seen.items()}
+        expected = {p.name: (sorted(r.id for r in p.expected), sorted(r.id for r in p.hazards)) for p in PROGRAMS}
+        expected["in_a_thread"] = (["SYNC003"], [])
+        assert found == expected
+
+    @pytest.mark.parametrize("name", ["stacks.json.gz", "sync_stacks.json.gz"])
+    def test_with_stacks_each_site_is_in_its_program(self, name: str) -> None:
+        """The thread's read has no frames: the profiler follows the thread that started it."""
+        sites = scan([DATA / "corpus" / name], root=ROOT).sites
+        mine = [s for s in sites if s.range.startswith("corpus:") and not s.own]
+        wrong = {(s.range, s.function) for s in mine if s.function != s.range.removeprefix("corpus:")}
+        assert wrong == {("corpus:in_a_thread", "")}
+        assert {s.file.rpartition("/")[2] for s in mine if s.function} == {"reads.py", "copies.py", "threads.py"}
+
+    def test_without_stacks_each_site_is_named_by_its_operator(self) -> None:
+        sites = scan([DATA / "corpus" / "sync.json.gz"], root=ROOT).sites
+        (site,) = [s for s in sites if s.range == "corpus:getitem_boolmask"]
+        assert (site.op_chain, site.function, site.file) == (["aten::index", "aten::nonzero"], "", "")
+
+
+def published() -> CorpusRun:
+    """The record of a run on an H200."""
+    return msgspec.json.decode(RECORD.read_bytes(), type=CorpusRun)
+
+
+class TestPublishedRecord:
+    def test_the_clock_agrees_with_every_expectation(self) -> None:
+        """20 ms of work were queued before each program: it comes back late if, and only if, it waits."""
+        run = published()
+        assert [p.name for p in run.programs] == [p.name for p in PROGRAMS]
+        assert [p.expected for p in run.programs] == [[r.id for r in p.expected] for p in PROGRAMS]
+        assert all(p.held_up_ms is not None for p in run.programs)
+        assert contradictions(run) == []
+
+    def test_every_detector_is_as_documented(self) -> None:
+        run = published()
+        assert checks.failed(run) == []
+        recall = {s.detector: (s.found, s.false) for s in score(run)}
+        assert recall["live"] == (93, 0), "of 94: cudaFree of empty_cache is no synchronisation of torch's"
+        assert recall["dry run"] == (94, 0)
+
+    def test_the_table_in_the_docs_is_the_records(self) -> None:
+        page = (ROOT / "docs" / "syncs-detectors.md").read_text()
+        assert markdown([published()]).strip() in page, "write it again: dcpbench syncs corpus RECORD"
+
+
+def corpus_run(seen: dict[str, Seen], *truths: Truth, queued: float | None = None) -> CorpusRun:
+    return CorpusRun(device="G", torch="2", queued_ms=queued, programs=list(truths), detectors={"d": seen})
+
+
+class TestScore:
+    def test_it_counts_found_missed_false_and_rightly_named(self) -> None:
+        """a: 2 of 2, one under another name. b: 1 of 3. c: 1 where nothing is.
+
+        Found 3 of 5, recall 0.6; 3 of 4 reported are there, precision 0.75.
+        """
+        run = corpus_run(
+            {"a": Seen(syncs=["X", "Y"]), "b": Seen(syncs=["X"]), "c": Seen(syncs=["Z"])},
+            Truth(name="a", expected=["X", "X"]), Truth(name="b", expected=["X"] * 3), Truth(name="c"),
+        )  # fmt: skip
+        (s,) = score(run)
+        assert (s.true, s.found, s.false, s.named) == (5, 3, 1, 2)
+        assert (s.recall, s.precision) == (0.6, 0.75)
+        assert s.wrong == ["b: 1 of 3", "c: 1 of 0"]
+
+    def test_hazards_are_counted_apart(self) -> None:
+        (s,) = score(corpus_run({"a": Seen(hazards=["P"])}, Truth(name="a", hazards=["P", "P"])))
+        assert (s.true, s.found, s.false, s.hazards, s.hazards_found) == (0, 0, 0, 2, 1)
+
+    @pytest.mark.parametrize(("held", "expected", "wrong"), [(1, [], 0), (19, ["X"], 0), (19, [], 1), (1, ["X"], 1)])
+    def test_the_clock_contradicts_a_wait_that_is_none_and_one_that_is(self, held, expected, wrong) -> None:
+        run = corpus_run({}, Truth(name="a", expected=expected, held_up_ms=held), queued=20.0)
+        assert len(contradictions(run)) == wrong
+
+    def test_a_worse_scan_or_dry_run_fails_and_a_worse_debug_mode_does_not(self) -> None:
+        """A scan must be perfect, a dry run find 95 % and invent nothing; torch's own mode is what it is."""
+        truth = [Truth(name="a", expected=["X"])]
+        for detector, failures in [("scan, with cuda_sync, no stacks", 1), ("dry run", 1), ("set_sync_debug_mode", 0)]:
+            run = CorpusRun(device="G", torch="2", programs=truth, detectors={detector: {"a": Seen()}})
+            assert len(checks.failed(run)) == failures
+
+
+class TestCommand:
+    def test_a_record_is_printed_again(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert checks.corpus([RECORD], keep=None, as_json=False, output=None, force=False) == 0
+        assert "| live | NVIDIA H200, torch 2.11.0+cu130 | 94 | 93 | 1 | 0 |" in capsys.readouterr().out
+
+    def test_what_is_no_record_is_refused_with_what_to_type(self, tmp_path: Path) -> None:
+        for text in ("{}", "nonsense", "[1]"):
+            (tmp_path / "x.json").write_text(text)
+            with pytest.raises(checks.UsageError, match="dcpbench syncs corpus --keep"):
+                checks.corpus([tmp_path / "x.json"], keep=None, as_json=False, output=None, force=False)
+
+    def test_json_of_one_run_can_be_read_by_the_next(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        out = tmp_path / "all.json"
+        assert checks.corpus([RECORD], keep=None, as_json=True, output=out, force=False) == 0
+        assert checks.corpus([out, RECORD], keep=None, as_json=False, output=None, force=False) == 0
+        assert capsys.readouterr().out.count("| dry run |") == 2

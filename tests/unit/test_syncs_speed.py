@@ -1,0 +1,79 @@
+"""Timing the scanner: that the trace made for it is a longer run of the same program, and what errors say."""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from dcpbench.errors import TraceError, UsageError
+from dcpbench.syncs import checks
+from dcpbench.syncs.scan import scan
+from dcpbench.syncs.speed import measure, repeat_trace
+
+H200 = Path(__file__).parents[1] / "data" / "h200_stacks.trace.json.gz"
+
+
+@pytest.fixture(scope="module")
+def repeated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, int]:
+    """(trace, events, copies) of about 2 MB."""
+    target = tmp_path_factory.mktemp("speed") / "repeated.json"
+    return target, *repeat_trace(H200, target, 2_000_000)
+
+
+def test_it_is_about_as_large_as_asked_for(repeated) -> None:
+    """At most one copy, of 0.36 MB, more."""
+    assert 2_000_000 <= repeated[0].stat().st_size < 2_400_000
+
+
+def test_it_has_the_same_sites_so_many_times_over(repeated) -> None:
+    """Ids and times are new in each copy, so nothing is linked or waited for across copies: 18 waits in each, and the
+    window's own last one once, as only the last copy's ends the trace.
+    """
+    target, events, copies = repeated
+    one, many = scan([H200], root=Path.cwd()), scan([target], root=Path.cwd())
+    assert events == copies * len(json.loads(gzip.decompress(H200.read_bytes()))["traceEvents"])
+    assert many.totals.syncs == copies * one.totals.syncs
+    assert {s.fingerprint: s.count for s in many.sites} == {s.fingerprint: copies * s.count for s in one.sites}
+    assert many.totals.wait_us == pytest.approx(copies * one.totals.wait_us, rel=1e-3)
+
+
+def test_scan_is_timed_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """With its memory, and what it found, so that a fast wrong answer is seen."""
+    found = measure(H200, 500_000, runs=2, keep=tmp_path / "kept.json")
+    (timing,) = found.timings
+    assert (timing.tool, timing.found, len(timing.runs_wall_s)) == ("scan", 18 * found.copies, 2)
+    assert timing.wall_s == min(timing.runs_wall_s) > 0
+    assert timing.peak_bytes >= timing.base_bytes > 0
+    assert (tmp_path / "kept.json").stat().st_size == found.trace_bytes
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"traceEvents": []}', b"\x1f\x8bnonsense", b"\xff\xfe"])
+def test_what_cannot_be_repeated_is_refused(tmp_path: Path, content: bytes) -> None:
+    source = tmp_path / "x.json"
+    source.write_bytes(content)
+    with pytest.raises(TraceError, match=r"torch\.profiler"):
+        repeat_trace(source, tmp_path / "y.json", 1000)
+
+
+def test_a_trace_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="FileNotFoundError"):
+        repeat_trace(tmp_path / "no.json", tmp_path / "y.json", 1000)
+
+
+def test_a_python_without_hta_is_told_what_to_install() -> None:
+    """This environment has none, which is as good as any other Python without it."""
+    with pytest.raises(UsageError, match="pip install HolisticTraceAnalysis"):
+        measure(H200, 100_000, hta=Path(sys.executable), runs=1)
+
+
+@pytest.mark.parametrize(("text", "size"), [("140MB", 140_000_000), ("1 GiB", 1 << 30), ("1.5kb", 1500), ("7", 7)])
+def test_sizes_are_read_with_their_units(text: str, size: int) -> None:
+    assert checks.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MB", "-1MB", "0", "1 XB", "1e3"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="140MB"):
+        checks.parse_size(text)
