@@ -86,7 +86,7 @@ DEVICE = Rule(
 ALLOCATION = Rule(
     "SYNC009", "memory-allocation", "CUDA memory is freed or pinned",
     "cudaFree waits for all work on the device: empty_cache() and a caching allocator that runs out of memory call it. "
-    "Pinning memory (cudaHostAlloc) does not wait for the GPU, but takes the host some tenths of a millisecond per MiB.",
+    "Pinning memory (cudaHostAlloc) does not wait for the GPU, but takes the host tenths of a millisecond per MiB.",
     "Allocate and pin before the first step and use it again; leave the caching allocator room.",
 )  # fmt: skip
 DRIVER = Rule(
