@@ -143,8 +143,14 @@ def baseline(traces: Sequence[str], options: GateOptions, output: Path | None, *
 def _scan(traces: Sequence[str], gate: Gate) -> Report:
     from dcpbench.syncs.scan import scan as read
 
+    paths = expand(traces, _skipped)
     with Progress() as progress:
-        return read(expand(traces), root=gate.root, step_range=gate.step_range, progress=progress)
+        return read(paths, root=gate.root, step_range=gate.step_range, progress=progress)
+
+
+def _skipped(path: Path) -> None:
+    """Says so, as whoever takes it for a trace would believe a clean report."""
+    sys.stderr.write(f"note: {plain(str(path))} holds no events of a trace and is left out.\n")
 
 
 def _step_summary(report: Report) -> None:

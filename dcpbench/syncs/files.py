@@ -7,18 +7,24 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dcpbench.errors import OutputError, UsageError
+from dcpbench.errors import OutputError, TraceError, UsageError
+from dcpbench.syncs.traces.reading import is_something_else
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 SUFFIXES = (".json", ".json.gz")
 
 
-def expand(names: Sequence[str]) -> list[Path]:
+def expand(names: Sequence[str], skipped: Callable[[Path], None] | None = None) -> list[Path]:
     """Files that are meant by files, folders and globs, each once, rank 2 before rank 10.
 
-    A folder stands for the traces directly in it. Raises UsageError where a name matches nothing.
+    A folder stands for the traces directly in it. Other JSON in folders and among a glob's matches, such as reports, is
+    left out, and `skipped` is told of each; a file that may be a damaged trace stays.
+
+    Raises:
+        UsageError: A name matches nothing.
+        TraceError: What a folder or glob matches holds no events at all.
     """
     found: dict[Path, None] = {}
     for name in names:
@@ -37,9 +43,26 @@ def expand(names: Sequence[str]) -> list[Path]:
             raise UsageError(f"There is no trace {name}; give a file, a folder or a glob of Kineto traces.")
         if not files:
             raise UsageError(missing)
+        if path not in files:
+            files = _traces(files, name, skipped)
         found |= dict.fromkeys(sorted(files, key=_natural))
     unique = {path.resolve(): path for path in reversed(found)}
     return list(reversed(unique.values()))
+
+
+def _traces(files: Iterable[Path], name: str, skipped: Callable[[Path], None] | None) -> list[Path]:
+    """The files without those that are something else."""
+    files = sorted(files, key=_natural)
+    others = [path for path in files if is_something_else(path)]
+    if len(others) == len(files):
+        raise TraceError(
+            f"{name} holds no Kineto trace, but {len(files)} other JSON such as {files[0].name}. "
+            'Export one with torch.profiler\'s export_chrome_trace("trace.json")'
+        )
+    for path in others:
+        if skipped:
+            skipped(path)
+    return [path for path in files if path not in others]
 
 
 def _in_folder(folder: Path) -> list[Path]:

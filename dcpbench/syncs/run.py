@@ -82,6 +82,8 @@ class Note(msgspec.Struct):
     cuda: bool = False
     cut: bool = False
     steps: int = 0
+    found: bool = True
+    """False where the function of --step was not."""
     problems: list[str] = []
 
     @property
@@ -191,15 +193,29 @@ def explain(notes: Sequence[Note], recording: Recording) -> list[str]:
     if not recorded and not any(note.cuda for note in notes):
         told.append("No process of the program used CUDA. Without a GPU, dcpbench syncs dry-run says what would wait.")
     if recorded and not any(note.steps for note in recorded):
-        wanted = recording.step or "no nn.Module was called; name the function of a step with --step MODULE:FUNCTION"
-        told.append(f"No steps were seen: {wanted}{' was never called' if recording.step else ''}.")
+        told.append(f"No steps were seen: {_no_steps(recorded, recording)}")
     return told
+
+
+def _no_steps(notes: Sequence[Note], recording: Recording) -> str:
+    """Why no process has begun a step, and what to type."""
+    if not recording.step:
+        return "no nn.Module was called; name the function of a step with --step MODULE:FUNCTION."
+    if any(note.found for note in notes):
+        return f"{recording.step} was never called; name a function that is, or leave --step out."
+    return (
+        f"{recording.step} was never found; check the name, define it before CUDA is first used or move it into a "
+        "module that is imported, and name that one, or leave --step, --steps and --warmup out."
+    )
 
 
 def _why(note: Note, recording: Recording) -> str:
     """Why a process that used CUDA left no trace."""
     if note.problems:
         return "; ".join(note.problems) + "."
+    if not note.steps:
+        none = f"--warmup {recording.warmup} leaves none: " if recording.warmup else ""
+        return f"it ended after 0 steps; {none}{_no_steps([note], recording)}"
     if note.steps <= recording.warmup:
         return f"it ended after {note.steps} steps, and --warmup {recording.warmup} leaves none; give fewer."
     return "it ended before its trace was written; record fewer steps with --steps."

@@ -30,7 +30,9 @@ class Marks:
         self._recorder = recorder
         self._module, _, self._function = step.partition(":")
         self._local = threading.local()
-        self._found = False
+        recorder.found = not step
+        # A script has mostly defined its functions before it uses CUDA.
+        recorder.when_cuda.append(self.look)
         recorder.when_done.append(self.undo)
         self._undo: list[Callable[[], None]] = []
 
@@ -44,7 +46,7 @@ class Marks:
 
     def look(self) -> None:
         """Marks the function of --step as soon as it can be found."""
-        if self._found or not self._function:
+        if self._recorder.found:
             return
         owner: Any = sys.modules.get(self._module)
         *path, name = self._function.split(".")
@@ -54,7 +56,7 @@ class Marks:
         function = raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
         if function is None:
             return
-        self._found = True
+        self._recorder.found = True
         if not callable(function) or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             self._recorder.problems.append(f"{self._module}:{self._function} is no function that returns")
             return

@@ -44,7 +44,10 @@ class Recorder:
         self.cut = False
         """Recording ended sooner than asked for."""
         self.problems: list[str] = []
+        self.when_cuda: list[Callable[[], None]] = []
         self.when_done: list[Callable[[], None]] = []
+        self.found = True
+        """The function whose calls are steps, if there is one."""
         self._torch: Any = None
         self._profiler: Any = None
         self._trace = ""
@@ -128,7 +131,7 @@ class Recorder:
         with contextlib.suppress(Exception):
             about = {
                 "pid": os.getpid(), "rank": os.environ.get("RANK", ""), "program": " ".join(sys.argv)[:200],
-                "trace": self._trace, "cuda": self._cuda, "cut": self.cut, "steps": self.count,
+                "trace": self._trace, "cuda": self._cuda, "cut": self.cut, "steps": self.count, "found": self.found,
                 "problems": list(dict.fromkeys(self.problems)),
             }  # fmt: skip
             (self.folder / f"{os.getpid()}.note").write_text(json.dumps(about), encoding="utf-8")
@@ -151,6 +154,8 @@ class Recorder:
         """torch is about to initialise CUDA, or has."""
         with self._lock, self._unfailing("starting with CUDA"):
             self._cuda = True
+            for look in self.when_cuda:
+                look()
             if self._wanted:
                 self._start()
 

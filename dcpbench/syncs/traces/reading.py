@@ -69,6 +69,8 @@ _ONE = msgspec.json.Decoder(Event)
 _RAW = msgspec.json.Decoder(list[msgspec.Raw])
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for text that is none, is not UTF-8, or is nested too deeply."""
+_BLANK = b"\xef\xbb\xbf \t\r\n"
+_EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(rb"\}\s*,\s*\{")
 _END = re.compile(rb'[\}\[]\s*\](?=\s*(?:,\s*"|\}|\Z))')
 """What may be the end of all events: one lies before it, or none at all, and a key or nothing after it."""
@@ -118,6 +120,34 @@ def read_chunks(path: Path, file: BinaryIO, trouble: Trouble) -> Iterator[bytes]
                 raw = inflater.unused_data.lstrip(b"\0")
                 inflater, inside = zlib.decompressobj(wbits=31), False
     trouble.truncated |= inside
+
+
+def is_something_else(path: Path) -> bool:
+    """Whether a file is whole JSON that holds no events: a report or a config beside traces, say.
+
+    False where it may be a trace, though a damaged one, or cannot be read: what is wrong with it is for the reader to
+    say. An empty file may be the trace of a rank whose disk was full.
+    """
+    text, trouble = bytearray(), Trouble()
+    try:
+        with path.open("rb") as file:
+            for chunk in read_chunks(path, file, trouble):
+                text += chunk
+                if _holds_events(text) or len(text) > LARGEST_EVENT:
+                    return False
+        whole = msgspec.json.decode(text)
+    except (OSError, TraceError, *NOT_JSON):
+        return False
+    # Traces of some tools are a list alone, which may be empty.
+    return whole != [] and not trouble.truncated
+
+
+def _holds_events(text: bytearray) -> bool:
+    """Whether this beginning of a file is a trace's."""
+    head = text.lstrip(_BLANK)
+    if head[:1] == b"[":
+        return re.search(rb'"ph"\s*:', head) is not None
+    return _EVENTS.search(head) is not None
 
 
 class TraceReader:
@@ -175,14 +205,14 @@ class TraceReader:
         head = bytearray()
         for chunk in chunks:
             head += chunk
-            text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+            text = head.lstrip(_BLANK)
             if not text:
                 continue
             if text[:1] == b"[" and bytes(text[1:64].lstrip()[:1]) in (b"", b"{", b"]"):
                 return text
             if text[:1] != b"{":
                 break
-            key = re.search(rb'"traceEvents"\s*:\s*\[', text)
+            key = _EVENTS.search(text)
             if key:
                 rank = _RANK.search(text[: key.start()])
                 self.rank = int(rank[1]) if rank else self.rank

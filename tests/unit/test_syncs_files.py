@@ -1,0 +1,68 @@
+"""Which files of a folder are traces, and which only lie beside them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dcpbench.errors import TraceError
+from dcpbench.syncs import files
+from dcpbench.syncs.traces.reading import is_something_else
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TRACE = b'{"schemaVersion": 1, "traceEvents": [{"ph": "X", "name": "a", "ts": 1, "dur": 1}]}'
+OTHERS = (b"{}", b'{"sites": [{"op": "aten::item"}]}', b'[{"name": "x"}]', b"3", b'{"traceEvents": null}')
+DAMAGED = (
+    b"",
+    b'{"schemaVersion": 1, "deviceProp',
+    b"\x1f\x8b\x08nonsense",
+    b'[{"name',
+    b"<html>",
+    gzip.compress(b"{}")[:-9],
+)
+
+
+@pytest.mark.parametrize("text", OTHERS)
+def test_whole_json_without_events_is_something_else(tmp_path: Path, text: bytes) -> None:
+    for name, content in (("a.json", text), ("a.json.gz", gzip.compress(text))):
+        (tmp_path / name).write_bytes(content)
+        assert is_something_else(tmp_path / name)
+
+
+@pytest.mark.parametrize("text", [TRACE, TRACE[: TRACE.index(b"[") + 1], b'[{"ph": "X"}', b"[]", *DAMAGED])
+def test_what_may_be_a_trace_is_not_left_out_however_damaged_it_is(tmp_path: Path, text: bytes) -> None:
+    """A rank whose disk was full must not vanish from a clean report."""
+    path = tmp_path / "rank0.json"
+    path.write_bytes(text)
+    assert not is_something_else(path)
+
+
+def test_reports_beside_the_traces_of_a_folder_or_glob_are_left_out_and_told(tmp_path: Path) -> None:
+    for name in ("r1.json", "r0.json"):
+        (tmp_path / name).write_bytes(TRACE)
+    (tmp_path / "report.json").write_text(json.dumps({"traces": []}))
+    for given in (str(tmp_path), str(tmp_path / "r*.json")):
+        told: list[Path] = []
+        assert [path.name for path in files.expand([given], told.append)] == ["r0.json", "r1.json"]
+        assert [path.name for path in told] == ["report.json"]
+
+
+def test_a_file_that_is_named_is_never_left_out(tmp_path: Path) -> None:
+    """Not by itself and not beside its folder: reading it says what is wrong."""
+    (tmp_path / "r0.json").write_bytes(TRACE)
+    (tmp_path / "report.json").write_text("{}")
+    named = str(tmp_path / "report.json")
+    assert [path.name for path in files.expand([named])] == ["report.json"]
+    assert {path.name for path in files.expand([str(tmp_path), named])} == {"r0.json", "report.json"}
+
+
+def test_a_folder_of_other_json_alone_is_an_error_that_names_one(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text("{}")
+    with pytest.raises(TraceError, match=re.escape(f"{tmp_path} holds no Kineto trace") + ".*report.json"):
+        files.expand([str(tmp_path)])
