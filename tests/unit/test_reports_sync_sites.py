@@ -1,0 +1,69 @@
+"""Where the host waited, over all points of a run: in the table, in Markdown and in the page."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dcpbench.layout import Layout
+from dcpbench.records import SyncSite
+from dcpbench.reports import frames, sync_sites, write_report
+from tests.unit import record_builder as build
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def site(**changes: object) -> SyncSite:
+    """A filter in the KV write, twice in each step."""
+    plain = {
+        "found_in": "eager", "rule": "SYNC002", "kind": "data-dependent-shape", "call": "cudaStreamSynchronize",
+        "op": "aten::nonzero", "function": "set_kv", "file": "engine/pool.py", "line": 12, "per_step": 2.0,
+        "wait_us": 10.0, "bubble_us": 4.0,
+    }  # fmt: skip
+    return SyncSite(**{**plain, **changes})  # type: ignore[arg-type]
+
+
+def run(tmp_path: Path, *sites_of_points: list[SyncSite]) -> frames.Frames:
+    """A run with one point for each list, with another concurrency each."""
+    records = [
+        build.ok(build.point(Layout(2), concurrency=8 * i), sync_sites=sites, host_syncs_per_step=2.0)
+        for i, sites in enumerate(sites_of_points, 1)
+    ]
+    return frames.load([build.write(tmp_path / "run", records)])
+
+
+def test_points_with_the_same_site_are_one_row_with_the_worst_of_each(tmp_path: Path) -> None:
+    """2 and 3 times a step, 10 and 7 µs of wait, 4 and 9 µs of bubble, in two of three points."""
+    loaded = run(tmp_path, [site()], [site(per_step=3.0, wait_us=7.0, bubble_us=9.0)], [])
+    table = sync_sites.table(loaded)
+    assert [row[1:] for row in table.rows] == [
+        ["set_kv (engine/pool.py:12)", "data-dependent-shape", "aten::nonzero", "eager", "3.00", "10.0", "9.00", "2"]
+    ]
+
+
+def test_the_site_that_cost_the_gpu_most_comes_first(tmp_path: Path) -> None:
+    loaded = run(tmp_path, [site(), site(function="sample", bubble_us=50.0)])
+    assert [row[1].split()[0] for row in sync_sites.table(loaded).rows] == ["sample", "set_kv"]
+
+
+def test_without_a_site_there_is_no_table(tmp_path: Path) -> None:
+    assert sync_sites.table(run(tmp_path, [], [])).rows == []
+
+
+def test_a_site_without_stacks_is_named_by_its_operator(tmp_path: Path) -> None:
+    """Replayed steps are profiled without Python stacks."""
+    (row,) = sync_sites.table(run(tmp_path, [site(function="", file="", line=None, found_in="replay")])).rows
+    assert (row[1], row[3], row[4]) == ("—", "aten::nonzero", "replay")
+
+
+def test_the_report_shows_the_lines(tmp_path: Path) -> None:
+    """A hostile file name stays text."""
+    folder = build.write(
+        tmp_path / "run",
+        [build.ok(build.point(Layout(2)), sync_sites=[site(file="<b>x</b>.py")], host_syncs_per_step=2.0)],
+    )
+    write_report([folder], tmp_path / "report")
+    assert "Where the host waited" in (tmp_path / "report" / "report.md").read_text()
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "&lt;b&gt;x&lt;/b&gt;.py:12" in page
+    assert "<b>x</b>" not in page
