@@ -120,8 +120,8 @@ class TestNoTrace:
             b"", b" \n", b"hello", b"\x89PNG\r\n\x1a\n" + bytes(100), b"{}", b'{"a": [1, 2]}', b"[1, 2, 3]", b'["a"]',
             b"[[]]", b"null", b'"traceEvents": []', b'{"traceEvents": 3}', b'{"traceEvents": null}', b"\x1f\x8b",
             b"[INFO]",
-            b"\x1f\x8b" + bytes(50), gzip.compress(b"", mtime=0), gzip.compress(b"hello", mtime=0), bytes(3 << 20), b" " * (3 << 20),
-            "trace".encode("utf-16"), b"PK\x03\x04" + bytes(50),
+            b"\x1f\x8b" + bytes(50), gzip.compress(b"", mtime=0), gzip.compress(b"hello", mtime=0), bytes(3 << 20),
+            b" " * (3 << 20), "trace".encode("utf-16"), b"PK\x03\x04" + bytes(50),
         ],
         ids=lambda data: repr(data[:20]),
     )  # fmt: skip

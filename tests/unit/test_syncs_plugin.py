@@ -1,284 +1,188 @@
-"""The pytest plugin, in pytest runs of its own: by a dry run, and live where fake_cuda stands for a GPU."""
+"""The pytest plugin, in pytest runs of its own: by a dry run, and live where fake_cuda stands for a GPU.
 
+Starting torch and a dry run takes seconds: the tests of syncs_plugin_cases.py share one run, and those of
+syncs_plugin_live_cases.py another. Runs without torch are in this process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
+# Loaded before the runs in this process, which take what they were the first to load with them when they end.
+from dcpbench.syncs import checked  # noqa: F401
+
 pytest_plugins = ["pytester"]
 
-IMPORTS = "import pytest, torch, unittest\n"
-LIVE = """
-import pytest, sys
-sys.path.insert(0, {root!r})
-from dcpbench.syncs import live, checked
-@pytest.fixture(autouse=True, scope="session")
-def _gpu():
-    live.has_cuda = lambda: True
-checked.resolve = lambda mode: checked.Mode("off" if mode == "off" else "live", "seen live on a test")
-"""
-"""conftest.py that makes the plugin watch; the callbacks are fired by the tests themselves."""
+HERE = Path(__file__).parent
+OTHERS = ("cacheprovider", "randomly", "hypothesispytest", "anyio", "timeout", "faulthandler")
+"""Plugins that would cost time, or meddle with the pytest around them."""
+QUIET = (*(word for name in OTHERS for word in ("-p", f"no:{name}")), "--strict-markers", "--strict-config")
 
 
-@pytest.fixture
-def run(pytester: pytest.Pytester):
-    """Runs a test file in a pytest of its own, with strict marks."""
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """A pytest run: its output, and (outcome, message) of each test by its name, `Class.test` for those of classes."""
 
-    def run_file(source: str, *options: str, conftest: str = "") -> pytest.RunResult:
-        if conftest:
-            pytester.makeconftest(conftest)
-        pytester.makepyfile(IMPORTS + source)
-        command = ["-p", "no:cacheprovider", "-p", "no:randomly", "--strict-markers", "--strict-config", *options]
-        return pytester.runpytest_subprocess(*command)
+    stdout: str
+    tests: dict[str, tuple[str, str]]
 
-    return run_file
+    def outcomes(self, *names: str) -> list[str]:
+        return [self.tests[name][0] for name in names]
+
+    def shows(self, name: str, *lines: str) -> None:
+        """Asserts that a test failed with these lines in its message, as patterns of fnmatch."""
+        outcome, message = self.tests[name]
+        assert outcome == "failed"
+        pytest.LineMatcher(message.splitlines()).fnmatch_lines(lines)
 
 
-@pytest.fixture
-def dry(run):
-    """The same by a dry run, on every machine."""
-    return lambda source, *options: run(source, "--cuda-sync-mode", "dry-run", *options)
+def ran(folder: Path, cases: str, *options: str) -> Ran:
+    """Run a file of tests as somebody's own, in a folder without settings."""
+    shutil.copy(HERE / cases, folder)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *QUIET, "--junitxml", "report.xml", *options, cases],
+        cwd=folder, env={**env, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    tests = {}
+    for case in ET.parse(folder / "report.xml").getroot().iter("testcase"):  # noqa: S314 - our own
+        name = ".".join([*case.get("classname").split(".")[1:], case.get("name")])
+        tests[name] = ("passed", "")
+        for kind, outcome in (("skipped", "skipped"), ("failure", "failed"), ("error", "error")):
+            for found in case.iter(kind):
+                is_expected = found.get("type") == "pytest.xfail"
+                tests[name] = ("xfailed" if is_expected else outcome, found.text or "")
+    return Ran(done.stdout, tests)
+
+
+@pytest.fixture(scope="module")
+def dry(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """The tests of syncs_plugin_cases.py by a dry run."""
+    return ran(tmp_path_factory.mktemp("dry"), "syncs_plugin_cases.py", "--cuda-sync-mode", "dry-run")
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """The tests of syncs_plugin_live_cases.py, live."""
+    return ran(tmp_path_factory.mktemp("live"), "syncs_plugin_live_cases.py")
 
 
 class TestDryRun:
-    def test_a_sync_fails_the_test_and_shows_its_line(self, dry) -> None:
-        result = dry("""
-@pytest.mark.no_cuda_sync
-def test_step():
-    lengths = torch.ones(4, device="cuda")
-    if lengths.sum() > 3:
-        pass
-""")
-        result.assert_outcomes(failed=1)
-        result.stdout.fnmatch_lines([
-            "cuda syncs: found by a dry run, as asked for, 1 test",
+    """On every machine."""
+
+    def test_a_sync_fails_the_test_and_shows_its_line(self, dry: Ran) -> None:
+        dry.shows(
+            "test_a_sync",
             "1 CUDA synchronisation where none may be, found by a dry run, as asked for:",
-            "*test_a_sync_fails*.py:6 in test_step: A tensor's value is read into Python [[]SYNC001[]]*",
-            ">     6 |     if lengths.sum() > 3:",
+            "syncs_plugin_cases.py:16 in test_a_sync: A tensor's value is read into Python [[]SYNC001[]]*",
+            ">    16 |     if lengths.sum() > 3:",
             "  why: *",
             "  fix: Take the value from a host-side mirror of it*",
-        ])  # fmt: skip
+        )
 
-    def test_a_clean_test_passes(self, dry) -> None:
-        dry("""
-@pytest.mark.no_cuda_sync
-def test_step():
-    torch.ones(4, device="cuda").masked_fill_(torch.ones(4, device="cuda") > 0, 0.0)
-""").assert_outcomes(passed=1)
+    def test_the_message_is_what_the_terminal_shows(self, dry: Ran) -> None:
+        assert dry.tests["test_a_sync"][1] in dry.stdout
 
-    def test_a_number_of_syncs_may_be(self, dry) -> None:
-        result = dry("""
-@pytest.mark.parametrize("times", [2, 3])
-@pytest.mark.max_cuda_syncs(2)
-def test_step(times):
-    for _ in range(times):
-        torch.ones(1, device="cuda").item()
-""")
-        result.assert_outcomes(passed=1, failed=1)
-        result.stdout.fnmatch_lines(["3 CUDA synchronisations where at most 2 may be*", "*, 3 times"])
+    def test_a_clean_test_passes(self, dry: Ran) -> None:
+        assert dry.outcomes("test_clean") == ["passed"]
 
-    def test_fixtures_may_synchronise(self, dry) -> None:
-        dry("""
-@pytest.fixture
-def lengths():
-    lengths = torch.ones(4, device="cuda")
-    assert lengths.tolist() == [1.0] * 4
-    yield lengths
-    lengths.cpu()
+    def test_a_number_of_syncs_may_be(self, dry: Ran) -> None:
+        assert dry.outcomes("test_at_most_two[2]") == ["passed"]
+        dry.shows("test_at_most_two[3]", "3 CUDA synchronisations where at most 2 may be*", "*, 3 times")
 
-@pytest.mark.no_cuda_sync
-def test_step(lengths):
-    lengths + 1
-""").assert_outcomes(passed=1)
+    def test_fixtures_may_synchronise(self, dry: Ran) -> None:
+        assert dry.outcomes("test_of_a_fixture_that_synchronises") == ["passed"]
 
-    def test_the_fixture_counts_for_the_test_to_judge(self, dry) -> None:
-        dry("""
-def test_step(cuda_syncs):
-    assert cuda_syncs.count == 0
-    torch.ones(4, device="cuda").cpu()
-    assert [s.rule for s in cuda_syncs.syncs] == ["SYNC003"]
-    assert "test_step" in cuda_syncs.text()
-    assert cuda_syncs.report().totals.syncs == 1
-    assert cuda_syncs.mode == "dry-run"
-""").assert_outcomes(passed=1)
+    def test_the_fixture_counts_for_the_test_to_judge(self, dry: Ran) -> None:
+        assert dry.outcomes("test_of_the_fixture_that_counts") == ["passed"]
 
-    def test_functions_may_be_allowed_by_globs(self, dry) -> None:
-        dry("""
-def sample(x):
-    return x.argmax().item()
+    def test_functions_may_be_allowed_by_globs(self, dry: Ran) -> None:
+        assert dry.outcomes("test_an_allowed_function") == ["passed"]
+        dry.shows("test_a_function_that_is_not_meant", "1 CUDA synchronisation where none may be*", "* in sample: *")
 
-@pytest.mark.no_cuda_sync(allow=["sam*"])
-def test_allowed():
-    sample(torch.ones(4, device="cuda"))
+    def test_a_region_with_a_reason_may_synchronise(self, dry: Ran) -> None:
+        assert dry.outcomes("test_an_allowed_region") == ["passed"]
 
-@pytest.mark.no_cuda_sync(allow=["other.sample"])
-def test_not_meant():
-    sample(torch.ones(4, device="cuda"))
-""").assert_outcomes(passed=1, failed=1)
+    def test_a_mark_holds_for_a_class_and_the_tests_own_comes_first(self, dry: Ran) -> None:
+        assert dry.outcomes("TestMarked.test_by_its_class", "TestMarked.test_by_itself") == ["failed", "passed"]
 
-    def test_a_region_with_a_reason_may_synchronise(self, dry) -> None:
-        dry("""
-import dcpbench.syncs
+    def test_methods_of_unittest_are_checked_without_their_set_up(self, dry: Ran) -> None:
+        assert dry.outcomes("Step.test_clean") == ["passed"]
+        dry.shows("Step.test_sync", "1 CUDA synchronisation where *", "*in test_sync: *")
+        dry.shows(
+            "Served.test_sync_in_a_coroutine", "1 CUDA synchronisation where *", "*in test_sync_in_a_coroutine: *"
+        )
 
-@pytest.mark.no_cuda_sync
-def test_step():
-    with dcpbench.syncs.allow("the batch is over"):
-        torch.ones(4, device="cuda").cpu()
-""").assert_outcomes(passed=1)
+    def test_a_test_that_fails_by_itself_says_so(self, dry: Ran) -> None:
+        dry.shows("test_that_fails_by_itself", "*for a reason of its own*")
+        assert "CUDA synchronisation where" not in dry.tests["test_that_fails_by_itself"][1]
 
-    def test_a_mark_holds_for_a_class_and_the_tests_own_comes_first(self, dry) -> None:
-        dry("""
-@pytest.mark.no_cuda_sync
-class TestStep:
-    def test_strict(self):
-        torch.ones(1, device="cuda").item()
+    def test_an_expected_failure_and_a_skip_stay_what_they_are(self, dry: Ran) -> None:
+        assert dry.outcomes("test_expected_to_fail", "test_skipped") == ["xfailed", "skipped"]
 
-    @pytest.mark.max_cuda_syncs(1)
-    def test_own(self):
-        torch.ones(1, device="cuda").item()
-""").assert_outcomes(passed=1, failed=1)
-
-    def test_methods_of_unittest_are_checked_without_their_set_up(self, dry) -> None:
-        result = dry("""
-@pytest.mark.no_cuda_sync
-class Step(unittest.TestCase):
-    def setUp(self):
-        self.x = torch.ones(1, device="cuda")
-        self.x.item()
-
-    def tearDown(self):
-        self.x.item()
-
-    def test_clean(self):
-        self.x + 1
-
-    def test_sync(self):
-        self.x.item()
-
-@pytest.mark.no_cuda_sync
-class Served(unittest.IsolatedAsyncioTestCase):
-    async def test_sync_in_a_coroutine(self):
-        torch.ones(1, device="cuda").item()
-""")
-        result.assert_outcomes(passed=1, failed=2)
-        result.stdout.fnmatch_lines(["*in test_sync: *", "*in test_sync_in_a_coroutine: *"])
-
-    def test_a_test_that_fails_by_itself_says_so(self, dry) -> None:
-        result = dry("""
-@pytest.mark.no_cuda_sync
-def test_step():
-    torch.ones(1, device="cuda").item()
-    assert 1 == 2
-""")
-        result.assert_outcomes(failed=1)
-        result.stdout.fnmatch_lines(["*assert 1 == 2*"])
-
-    def test_an_expected_failure_and_a_skip_stay_what_they_are(self, dry) -> None:
-        dry("""
-@pytest.mark.no_cuda_sync
-@pytest.mark.xfail(strict=True)
-def test_known():
-    torch.ones(1, device="cuda").item()
-
-@pytest.mark.no_cuda_sync
-@pytest.mark.skip
-def test_skipped(): ...
-""").assert_outcomes(xfailed=1, skipped=1)
-
-    def test_a_test_that_never_touched_the_gpu_is_named(self, dry) -> None:
+    def test_a_test_that_never_touched_the_gpu_is_named(self, dry: Ran) -> None:
         """It passes, and has not been checked."""
-        result = dry("""
-@pytest.mark.no_cuda_sync
-def test_on_the_host():
-    torch.ones(1).item()
-""")
-        result.assert_outcomes(passed=1)
-        result.stdout.fnmatch_lines(["*put nothing on the virtual GPU*", "  *::test_on_the_host"])
+        assert dry.outcomes("test_on_the_host") == ["passed"]
+        _, told, after = dry.stdout.partition("These tests put nothing on the virtual GPU")
+        assert told
+        names = [line.rpartition("::")[2] for line in after.splitlines() if line.startswith("  ")]
+        assert names == ["test_on_the_host", "test_dry"]
 
-    def test_the_next_test_is_not_in_the_dry_run(self, dry) -> None:
-        dry("""
-before = torch.cuda.is_available()
+    def test_the_next_test_is_not_in_the_dry_run(self, dry: Ran) -> None:
+        assert dry.outcomes("TestNeighbours.test_dry", "TestNeighbours.test_behind_it") == ["passed", "passed"]
 
-@pytest.mark.no_cuda_sync
-def test_dry():
-    assert torch.cuda.is_available()
+    def test_tests_that_are_checked_are_counted(self, dry: Ran) -> None:
+        """All but the one behind the dry run, which has no mark."""
+        words = f"cuda syncs: found by a dry run, as asked for, {len(dry.tests) - 1} tests"
+        assert words in dry.stdout.splitlines()
 
-def test_after():
-    assert torch.cuda.is_available() == before
-""").assert_outcomes(passed=2)
-
-    def test_workers_of_xdist_check_as_well(self, dry) -> None:
-        result = dry("""
-@pytest.mark.parametrize("number", range(4))
-@pytest.mark.no_cuda_sync
-def test_step(number):
-    x = torch.ones(1, device="cuda")
-    if number % 2:
-        x.item()
-""", "-n", "2")  # fmt: skip
-        result.assert_outcomes(passed=2, failed=2)
+    def test_workers_of_xdist_check_as_well(self, tmp_path: Path) -> None:
+        chosen = ("-n", "2", "-k", "test_at_most_two or TestMarked")
+        found = ran(tmp_path, "syncs_plugin_cases.py", "--cuda-sync-mode", "dry-run", *chosen)
+        assert {name: outcome for name, (outcome, _) in found.tests.items()} == {
+            "test_at_most_two[2]": "passed", "test_at_most_two[3]": "failed",
+            "TestMarked.test_by_its_class": "failed", "TestMarked.test_by_itself": "passed",
+        }  # fmt: skip
 
 
 class TestLive:
-    @staticmethod
-    def conftest() -> str:
-        return LIVE.format(root=str(Path(__file__).parents[2]))
-
-    def test_a_wait_fails_the_test_and_shows_its_line(self, run) -> None:
-        result = run("""
-from tests.unit import fake_cuda
-
-@pytest.fixture
-def noisy():
-    fake_cuda.device()
-    yield
-    fake_cuda.device()
-
-@pytest.mark.no_cuda_sync
-def test_step(noisy):
-    fake_cuda.stream()
-
-@pytest.mark.no_cuda_sync
-def test_clean(noisy): ...
-""", conftest=self.conftest())  # fmt: skip
-        result.assert_outcomes(passed=1, failed=1)
-        result.stdout.fnmatch_lines(
-            ["1 CUDA synchronisation where none may be, seen live on a test:", ">*fake_cuda.stream()"]
+    def test_a_wait_fails_the_test_and_shows_its_line(self, watched: Ran) -> None:
+        assert watched.outcomes("test_clean") == ["passed"]
+        watched.shows(
+            "test_a_wait",
+            "1 CUDA synchronisation where none may be, seen live on a test:",
+            ">*fake_cuda.stream()",
         )
 
-    def test_other_threads_count_only_on_request(self, run) -> None:
-        result = run("""
-import threading
-from tests.unit import fake_cuda
+    def test_other_threads_count_only_on_request(self, watched: Ran) -> None:
+        assert watched.outcomes("test_own_thread") == ["passed"]
+        watched.shows("test_all_threads", "1 CUDA synchronisation where none may be*")
 
-def in_a_thread():
-    thread = threading.Thread(target=fake_cuda.stream)
-    thread.start()
-    thread.join()
-
-@pytest.mark.no_cuda_sync
-def test_own(): in_a_thread()
-
-@pytest.mark.no_cuda_sync(threads="all")
-def test_all(): in_a_thread()
-""", conftest=self.conftest())  # fmt: skip
-        result.assert_outcomes(passed=1, failed=1)
-
-    def test_the_fixture_sees_what_has_happened_so_far(self, run) -> None:
-        run("""
-from tests.unit import fake_cuda
-
-def test_step(cuda_syncs):
-    fake_cuda.stream()
-    assert cuda_syncs.count == 1
-    fake_cuda.event()
-    assert [s.rule for s in cuda_syncs.syncs] == ["SYNC006", "SYNC007"]
-    assert cuda_syncs.report().traces[0].coverage.detector == "live"
-""", conftest=self.conftest()).assert_outcomes(passed=1)  # fmt: skip
+    def test_the_fixture_sees_what_has_happened_so_far(self, watched: Ran) -> None:
+        assert watched.outcomes("test_of_the_fixture") == ["passed"]
 
 
 class TestUsage:
+    """Here nothing waits for a GPU, so that the tests need no torch and run in this process."""
+
+    @pytest.fixture
+    def run(self, pytester: pytest.Pytester):
+        def run_file(source: str, *options: str) -> pytest.RunResult:
+            pytester.makepyfile(f"import pytest\n{source}")
+            return pytester.runpytest_inprocess(*QUIET, *options)
+
+        return run_file
+
     @pytest.mark.parametrize(
         ("mark", "says"),
         [
@@ -291,20 +195,29 @@ class TestUsage:
             ("no_cuda_sync(threads='mine')", "*neither 'current' nor 'all'*"),
         ],
     )
-    def test_a_wrong_mark_ends_the_run_with_a_sentence(self, dry, mark: str, says: str) -> None:
-        result = dry(f"@pytest.mark.{mark}\ndef test_step(): ...\n")
+    def test_a_wrong_mark_ends_the_run_with_a_sentence(self, run, mark: str, says: str) -> None:
+        result = run(f"@pytest.mark.{mark}\ndef test_step(): ...\n", "--cuda-sync-mode", "dry-run")
         assert result.ret == pytest.ExitCode.USAGE_ERROR
         result.stderr.fnmatch_lines([says])
         assert "Traceback" not in result.stderr.str()
+
+    def test_one_test_that_is_checked_is_counted(self, run) -> None:
+        source = "@pytest.mark.no_cuda_sync\ndef test_step(): ...\ndef test_other(): ...\n"
+        result = run(source, "--cuda-sync-mode", "dry-run", "--collect-only")
+        result.stdout.fnmatch_lines(["cuda syncs: found by a dry run, as asked for, 1 test"])
 
     def test_a_mode_that_is_none_lists_those_there_are(self, run) -> None:
         result = run("", "--cuda-sync-mode", "wet")
         assert result.ret == pytest.ExitCode.USAGE_ERROR
         result.stderr.fnmatch_lines(["*'wet' is none of auto, live, dry-run, off*"])
 
-    def test_live_without_a_device_says_what_to_use(self, run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_live_without_a_device_says_what_to_use(
+        self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In a process of its own, as one that has found a GPU goes on finding it."""
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        result = run("def test_step(cuda_syncs): ...\n", "--cuda-sync-mode", "live")
+        pytester.makepyfile("def test_step(cuda_syncs): ...\n")
+        result = pytester.runpytest_subprocess(*QUIET, "--cuda-sync-mode", "live")
         assert result.ret == pytest.ExitCode.USAGE_ERROR
         result.stderr.fnmatch_lines(["*live needs a CUDA device, and there is none; use auto or dry-run*"])
 
@@ -320,7 +233,7 @@ def test_step(cuda_syncs):
         result.stdout.fnmatch_lines(["cuda syncs: off, tests that are not checked: 1"])
 
     def test_the_marks_explain_themselves(self, pytester: pytest.Pytester) -> None:
-        result = pytester.runpytest_subprocess("--markers")
+        result = pytester.runpytest_inprocess(*QUIET, "--markers")
         result.stdout.fnmatch_lines(["@pytest.mark.no_cuda_sync*", "@pytest.mark.max_cuda_syncs(n*"])
 
 
