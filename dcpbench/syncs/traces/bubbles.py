@@ -56,12 +56,15 @@ def waited_for(columns: Columns, blocking: Blocking) -> list[str]:
     """Name of the last kernel that ended while each call blocked; of the last copy where there was no kernel."""
     gpu = columns.tables["gpu"]
     order = np.argsort(gpu.end, kind="stable")
-    ends = gpu.end[order]
+    by_end = gpu.name[order].tolist()
+    copies = {n for n, name in enumerate(columns.names) if name.startswith(("Memcpy", "Memset"))}
+    first = np.searchsorted(gpu.end[order], blocking.start, "right").tolist()
+    last = np.searchsorted(gpu.end[order], blocking.end, "right").tolist()
     names = []
-    for i in range(len(blocking)):
-        first, last = np.searchsorted(ends, (blocking.start[i], blocking.end[i]), "right")
-        ended = [columns.names[gpu.name[row]] for row in order[max(first, last - LOOK_BACK) : last][::-1]]
-        names.append(next((n for n in ended if not n.startswith(("Memcpy", "Memset"))), ended[0] if ended else ""))
+    for begin, end in zip(first, last, strict=True):
+        ended = by_end[max(begin, end - LOOK_BACK) : end][::-1]
+        found = next((n for n in ended if n not in copies), ended[0] if ended else None)
+        names.append("" if found is None else columns.names[found])
     return names
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -126,13 +127,9 @@ class Builder:
 
     def add(self, events: list[Event]) -> None:
         """Take what is needed of a block."""
-        groups: dict[str | None, list[Event]] = {}
+        groups: defaultdict[str | None, list[Event]] = defaultdict(list)
         for event in events:
-            group = groups.get(event.cat)
-            if group is None:
-                groups[event.cat] = [event]
-            else:
-                group.append(event)
+            groups[event.cat].append(event)
         for category, group in groups.items():
             kind = self._kind(category)
             if kind:
@@ -183,7 +180,7 @@ class Builder:
             stack = self.stack
             return np.array([NONE if (s := a.call_stack) is None else stack[s] for a in args], np.int32)
         if field == "external":
-            raw = [a.external if a.external is not None else a.external_2021 for a in args]
+            raw = [a.external if a.external != NONE else a.external_2021 for a in args]
         else:
             raw = [getattr(a, field) for a in args]
         column = _numbers(raw, np.int64, self._odd_number)[0]

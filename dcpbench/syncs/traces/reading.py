@@ -31,12 +31,12 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 
 class Args(msgspec.Struct, gc=False):
-    """What is used of an event's `args`."""
+    """What is used of an event's `args`; -1 stands for a number that is not there."""
 
     correlation: int | str | float | None = -1
-    external: int | str | float | None = msgspec.field(name="External id", default=None)
-    external_2021: int | str | float | None = msgspec.field(name="external id", default=None)
-    bytes: int | str | float | None = None
+    external: int | str | float | None = msgspec.field(name="External id", default=-1)
+    external_2021: int | str | float | None = msgspec.field(name="external id", default=-1)
+    bytes: int | str | float | None = -1
     device: int | str | float | None = None
     call_stack: str | None = msgspec.field(name="Call stack", default=None)
     name: str | int | float | None = None
