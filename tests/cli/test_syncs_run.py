@@ -8,15 +8,15 @@ import sys
 import textwrap
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from dcpbench.errors import CapacityError, OutputError, UsageError
+from dcpbench.errors import CapacityError
 from dcpbench.syncs import run as runs
 from dcpbench.syncs.commands import GateOptions, Out
-from dcpbench.syncs.model import Coverage, Example, Report, Site, TraceSummary
+from dcpbench.syncs.model import Coverage, Report, TraceSummary
 from dcpbench.syncs.run import Note, Recording
 
+ROOT = Path(__file__).parents[2]
 MODEL = """
 import torch
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
@@ -56,6 +56,25 @@ def record(tmp_path: Path, *command: str, **options: object) -> tuple[int, dict[
     return code, traces, runs.notes_in(folder)
 
 
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, list[Note]]:
+    """(folder, exit code, notes) of a recording of three steps from beginning to end, which several tests look at."""
+    home = tmp_path_factory.mktemp("three")
+    (home / "training.py").write_text(MODEL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(runs.CPU_VARIABLE, "1")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        code, _, notes = record(home, str(home / script(home, "import training; training.loop(3)")))
+    return home / "traces", code, notes
+
+
+@pytest.fixture
+def trace_of_three(three: tuple[Path, int, list[Note]]) -> dict:
+    """Its trace."""
+    (path,) = three[0].glob("*.json")
+    return json.loads(path.read_text())
+
+
 def named(trace: dict, name: str) -> list[dict]:
     return [event for event in trace["traceEvents"] if event.get("name", "").startswith(name)]
 
@@ -67,22 +86,22 @@ def steps_of(trace: dict) -> list[int]:
 
 
 class TestSteps:
-    def test_without_steps_all_is_recorded_with_its_stacks(self, tmp_path: Path, program: Path) -> None:
-        name = script(program, "import training; training.loop(3)")
-        code, traces, notes = record(tmp_path, name)
-        (trace,) = traces.values()
+    def test_without_steps_all_is_recorded_with_its_stacks(
+        self, three: tuple[Path, int, list[Note]], trace_of_three: dict
+    ) -> None:
+        _, code, notes = three
         assert code == 0
-        assert steps_of(trace) == [0, 1, 2]
-        assert len(named(trace, "aten::item")) == 3
-        assert [e for e in trace["traceEvents"] if "train_step" in e["name"] and e["cat"] == "python_function"]
+        assert steps_of(trace_of_three) == [0, 1, 2]
+        assert len(named(trace_of_three, "aten::item")) == 3
+        events = trace_of_three["traceEvents"]
+        assert [e for e in events if "train_step" in e["name"] and e["cat"] == "python_function"]
         assert (notes[0].steps, notes[0].problems) == (3, [])
 
-    def test_a_step_reaches_from_one_call_of_the_model_to_the_next(self, tmp_path: Path, program: Path) -> None:
+    def test_a_step_reaches_from_one_call_of_the_model_to_the_next(self, trace_of_three: dict) -> None:
         """So that `.item()` after the model lies in it; inner modules are no steps."""
-        _, traces, _ = record(tmp_path, script(program, "import training; training.loop(3)"))
-        (trace,) = traces.values()
-        items = sorted(event["ts"] for event in named(trace, "aten::item"))
-        marks = sorted((e["ts"], e["ts"] + e["dur"]) for e in named(trace, "ProfilerStep#") if e["ph"] == "X")
+        items = sorted(event["ts"] for event in named(trace_of_three, "aten::item"))
+        steps = [e for e in named(trace_of_three, "ProfilerStep#") if e["ph"] == "X"]
+        marks = sorted((e["ts"], e["ts"] + e["dur"]) for e in steps)
         assert [start < item < end for item, (start, end) in zip(items, marks, strict=True)] == [True] * 3
 
     def test_warm_up_is_left_out_and_recording_ends_after_the_steps(self, tmp_path: Path, program: Path) -> None:
@@ -202,37 +221,54 @@ class TestProcesses:
 
 
 class TestUnchanged:
-    def test_input_output_and_exit_code_are_the_programs_own(self, tmp_path: Path, program: Path) -> None:
-        text = (
-            "import sys, training\ntraining.loop(1)\nprint(sys.stdin.read())\nprint('no', file=sys.stderr)\nsys.exit(7)"
-        )
-        name = script(program, text)
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict, Path]:
+        """The end of a program with a sitecustomize of its own, what it saw of Python, and the folder of traces."""
+        home = tmp_path_factory.mktemp("home")
+        (home / "training.py").write_text(MODEL)
+        (home / "sitecustomize.py").write_text("import os\nos.environ['CUSTOM'] = __file__\n")
+        (home / "traces").mkdir()
+        script(home, """
+            import json, os, sitecustomize, sys, torch, training
+            seen = {
+                "path": sys.path, "finders": [type(finder).__module__ for finder in sys.meta_path],
+                "loader": sorted(vars(torch.__spec__.loader)),
+                "custom": [os.environ["CUSTOM"], sitecustomize.__file__],
+            }
+            with open("seen.json", "w") as file: json.dump(seen, file)
+            training.loop(1)
+            print(sys.stdin.read())
+            print("no", file=sys.stderr)
+            sys.exit(7)
+        """)  # fmt: skip
         code = (
             "from pathlib import Path; import sys; from dcpbench.syncs import run; "
-            f"sys.exit(run.start([sys.executable, {name!r}], Path({str(tmp_path)!r}), run.Recording()))"
+            "sys.exit(run.start([sys.executable, 'script.py'], Path('traces'), run.Recording()))"
         )
-        done = subprocess.run([sys.executable, "-c", code], input="hello", capture_output=True, text=True, check=False)
+        env = os.environ | {runs.CPU_VARIABLE: "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{home}{os.pathsep}{ROOT}"}
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=home, env=env, input="hello", capture_output=True, text=True, check=False
+        )
+        return done, json.loads((home / "seen.json").read_text()), home / "traces"
+
+    def test_input_output_and_exit_code_are_the_programs_own(self, ended) -> None:
+        done, _, traces = ended
         assert (done.returncode, done.stdout, done.stderr) == (7, "hello\n", "no\n")
+        assert len(list(traces.glob("*.json"))) == 1, "a program that fails is recorded all the same"
 
-    def test_the_path_the_modules_and_their_loaders_are_as_without(self, tmp_path: Path, program: Path) -> None:
-        text = """
-            import sys, torch
-            assert not [p for p in sys.path if "recorder" in p], sys.path
-            assert not [f for f in sys.meta_path if "recorder" in type(f).__module__], sys.meta_path
-            assert "exec_module" not in vars(torch.__spec__.loader)
-        """
-        assert record(tmp_path, script(program, text))[0] == 0
+    def test_the_path_the_modules_and_their_loaders_are_as_without(self, ended) -> None:
+        _, seen, _ = ended
+        assert seen["path"]
+        assert not [path for path in seen["path"] if "recorder" in path]
+        assert not [module for module in seen["finders"] if "recorder" in module]
+        assert "exec_module" not in seen["loader"]
 
-    def test_a_sitecustomize_of_the_programs_own_runs_too(
-        self, tmp_path: Path, program: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        home = tmp_path / "home"
-        home.mkdir()
-        (home / "sitecustomize.py").write_text("import os\nos.environ['CUSTOM'] = __file__\n")
-        monkeypatch.setenv("PYTHONPATH", str(home))
-        text = "import os, sitecustomize as s, training\ntraining.loop(1)\nassert os.environ['CUSTOM'] == s.__file__"
-        code, traces, _ = record(tmp_path, script(program, text))
-        assert (code, len(traces)) == (0, 1)
+    def test_a_sitecustomize_of_the_programs_own_runs_too(self, ended) -> None:
+        _, seen, traces = ended
+        name, imported = seen["custom"]
+        assert name == imported == str(traces.parent / "sitecustomize.py")
+        assert len(list(traces.glob("*.json"))) == 1
 
     def test_modules_are_called_as_before_once_recording_is_over(self, tmp_path: Path, program: Path) -> None:
         text = """
@@ -292,6 +328,14 @@ class TestWhole:
         monkeypatch.setattr(home, "scan", scan)
         return seen
 
+    @pytest.fixture
+    def replayed(self, three: tuple[Path, int, list[Note]]) -> str:
+        """Beginning of a script that leaves, in no time, what a recorded process has left."""
+        return (
+            f"import json, os, shutil\nto = json.loads(os.environ[{runs.VARIABLE!r}])['folder']\n"
+            f"shutil.copytree({str(three[0])!r}, to, dirs_exist_ok=True)\n"
+        )
+
     @staticmethod
     def code_of(*command: str, **options: object) -> int:
         return runs.run([sys.executable, *command], Recording(**options), GateOptions(), Out())
@@ -302,9 +346,9 @@ class TestWhole:
         assert not scanned[0].exists()
 
     def test_a_program_that_failed_never_ends_with_0(
-        self, program: Path, scanned: list[Path], capfd: pytest.CaptureFixture[str]
+        self, program: Path, replayed: str, scanned: list[Path], capfd: pytest.CaptureFixture[str]
     ) -> None:
-        assert self.code_of(script(program, "import training; training.loop(2); raise SystemExit(9)")) == 4
+        assert self.code_of(script(program, f"{replayed}raise SystemExit(9)")) == 4
         assert len(scanned) == 1
         assert "ended with exit code 9" in capfd.readouterr().err
 
@@ -317,9 +361,11 @@ class TestWhole:
         assert self.code_of(script(program, text)) == 3
         assert scanned
 
-    def test_kept_traces_stay_without_notes(self, tmp_path: Path, program: Path, scanned: list[Path]) -> None:
+    def test_kept_traces_stay_without_notes(
+        self, tmp_path: Path, program: Path, replayed: str, scanned: list[Path]
+    ) -> None:
         keep = tmp_path / "kept" / "here"
-        assert self.code_of(script(program, "import training; training.loop(2)"), keep=keep) == 0
+        assert self.code_of(script(program, replayed), keep=keep) == 0
         assert [path.suffix for path in keep.iterdir()] == [".json"]
         assert scanned[0].parent == keep
 
@@ -345,45 +391,3 @@ class TestWhole:
         assert running.returncode == 130, err.decode()
         assert json.loads(out)["traces"]
         assert tmp_path.exists()
-
-
-class TestReport:
-    def test_a_rank_without_its_trace_keeps_the_report_from_saying_clean(self) -> None:
-        report = Report(traces=[TraceSummary(path="rank0-pid1.json", coverage=Coverage(detector="scan"))])
-        notes = [Note(pid=1, rank="0", trace="rank0-pid1.json", cuda=True, steps=3), Note(pid=2, rank="1", cuda=True)]
-        runs.add_notes(report, notes, Recording(warmup=4))
-        assert [(t.rank, t.coverage.complete) for t in report.traces] == [(None, True), (1, False)]
-        assert "--warmup 4 leaves none" in report.traces[1].coverage.notes[0]
-
-    def test_traces_go_by_their_names_when_their_folder_is_gone(self) -> None:
-        example = Example(trace="/gone/a.json")
-        site = Site(fingerprint="f", rule="SYNC001", kind="k", example=example, traces=["/gone/a.json"])
-        report = Report(traces=[TraceSummary(path="/gone/a.json", coverage=Coverage(detector="scan"))], sites=[site])
-        made = runs.without_folder(report, Path("/gone"))
-        assert "/gone" not in msgspec.json.encode(made).decode()
-        assert made.sites[0].worst is None
-
-    def test_steps_that_were_never_seen_are_told(self) -> None:
-        notes = [Note(pid=1, trace="pid1.json", cuda=True, steps=0)]
-        assert "a:b was never called" in runs.explain(notes, Recording(step="a:b"))[0]
-        assert "--step MODULE:FUNCTION" in runs.explain(notes, Recording())[0]
-
-
-class TestOptions:
-    @pytest.mark.parametrize(
-        ("options", "says"),
-        [({"warmup": -1}, "from 0"), ({"steps": 0}, "from 1"), ({"step": "train_step"}, "MODULE:FUNCTION")],
-    )
-    def test_wrong_numbers_and_names_say_what_would_do(self, options: dict, says: str) -> None:
-        with pytest.raises(UsageError, match=says):
-            Recording(**options).check()
-
-    def test_a_folder_with_traces_is_not_mixed_with_others(self, tmp_path: Path) -> None:
-        (tmp_path / "rank0-pid1.json").write_text("{}")
-        with pytest.raises(OutputError, match="already holds traces"):
-            Recording(keep=tmp_path).check()
-
-    @pytest.mark.parametrize(("command", "says"), [([], "after `--`"), (["script.py"], "-- python script.py")])
-    def test_a_command_that_cannot_start_says_how(self, command: list[str], says: str) -> None:
-        with pytest.raises(UsageError, match=says):
-            runs.run(command, Recording(), GateOptions(), Out())
