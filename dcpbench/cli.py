@@ -371,8 +371,7 @@ def verify(
         "exchange": exchange, "backend": backend, "dtype": dtype, "page_size": page_size, "interleave": interleave,
     }  # fmt: skip
     run = commands.Run(output=output, device=device, timeout=timeout, force=force, dry_run=dry_run, as_json=as_json)
-    code = commands.verify(given, run, checkpoint=checkpoint, prompts=prompts, new_tokens=new_tokens)
-    raise typer.Exit(code)
+    raise typer.Exit(commands.verify(given, run, checkpoint=checkpoint, prompts=prompts, new_tokens=new_tokens))
 
 
 @app.command(rich_help_panel="Check")
@@ -391,7 +390,9 @@ def main(args: list[str] | None = None) -> None:
     try:
         app(args=args, prog_name="dcpbench")
     except DcpbenchError as e:
-        sys.stderr.write(f"error: {e}\n")
+        from dcpbench.syncs.words import plain  # names in a message come from others, and a terminal would obey them
+
+        sys.stderr.write("\n".join(map(plain, f"error: {e}".split("\n"))) + "\n")
         sys.exit(e.exit_code)
 
 

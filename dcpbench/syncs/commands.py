@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dcpbench.errors import UsageError
+from dcpbench.errors import OutputError, UsageError
 from dcpbench.syncs.files import check_output, expand, write
 from dcpbench.syncs.formats import PLAIN_WIDTH, check_format, github, markdown, render
 from dcpbench.syncs.gating import baseline as baselines
@@ -82,7 +82,10 @@ def _unlimited(options: GateOptions) -> tuple[Gate, Config]:
         raise UsageError("--allow is empty; give a function, such as --allow 'engine.sampler.*'.")
     if options.root is not None and not options.root.is_dir():
         raise UsageError(f"--root {options.root} is not a folder; give the root of the repository.")
-    here = (options.root or Path.cwd()).resolve()
+    try:
+        here = (options.root or Path.cwd()).resolve()
+    except FileNotFoundError as e:
+        raise UsageError("The current folder has been removed; change to another one with cd.") from e
     root = here if options.root else find_root(here)
     config = find_config(here, root)
     typed = [Allow(function=g, or_range=True, reason=f"--allow {g}", source="--allow") for g in options.allow]
@@ -182,7 +185,14 @@ def _tell(report: Report) -> None:
 
 
 def _print(text: str) -> None:
-    """To stdout, whatever its encoding: a C locale must not end in a traceback."""
+    """To stdout, whatever its encoding: a C locale must not end in a traceback, nor a full disk."""
     encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` is no mistake, and Typer ends quietly
+        raise
+    except OSError as e:
+        # What is left in the buffer would fail once more when Python ends, with an exit code of its own.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise OutputError(f"stdout cannot be written ({e.strerror}); give a file on another disk with -o.") from e

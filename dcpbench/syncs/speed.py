@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -143,10 +144,20 @@ def measure(
         runs: Runs of each; the fastest counts.
         keep: Where to leave the trace that was made; None removes it.
         progress: Told what is being done.
+
+    Raises:
+        TraceError: The source is not a trace.
+        UsageError: There is no room on the disk for that size, or a program that is timed fails.
     """
     tell = progress or (lambda _: None)
     with tempfile.TemporaryDirectory() as folder:
         target = keep or Path(folder) / "repeated.json"
+        free = shutil.disk_usage(target.parent).free
+        if size > free:
+            raise UsageError(
+                f"{target.parent} has room for {free / 1e9:.0f} GB, and the trace would take {size / 1e9:.0f}; give a "
+                "smaller --size, or a file on another disk with --keep"
+            )
         tell(f"writing {size / 1e6:.0f} MB")
         events, copies = repeat_trace(source, target, size)
         programs = [("scan", sys.executable, _SCAN)] + ([("HTA loader", str(hta), _HTA)] if hta else [])
@@ -163,8 +174,6 @@ def measure(
 
 def _one_core() -> list[str]:
     """Prefix of a command that keeps it on one core, where there is one."""
-    import shutil
-
     return ["taskset", "-c", "0"] if shutil.which("taskset") else []
 
 

@@ -51,7 +51,7 @@ class TestWithoutLimits:
     def test_the_profilers_own_warm_up_and_what_only_may_block_count_nowhere(self, changes: dict[str, bool]) -> None:
         report = build.report(build.site(**changes))
         assert verdict(report).exit_code == 0
-        limits = {"max_per_step": 0.0, "max_bubble_us": 0.0, "baseline": baselines.Baseline()}
+        limits = {"max_per_step": 0.0, "max_bubble_us": 0.0, "baseline": baselines.make([])}
         assert verdict(report, **limits).exit_code == 0
 
     def test_an_explicit_one_counts_like_any_other(self) -> None:
@@ -212,7 +212,7 @@ class TestTracesThatCannotAnswer:
             ({"complete": False}, "ends early"),
         ],
     )  # fmt: skip
-    @pytest.mark.parametrize("limits", [{}, {"max_per_step": 9.0}, {"baseline": baselines.Baseline()}], ids=str)
+    @pytest.mark.parametrize("limits", [{}, {"max_per_step": 9.0}, {"baseline": baselines.make([])}], ids=str)
     def test_they_are_never_clean(self, changes: dict[str, Any], words: str, limits: dict[str, Any]) -> None:
         found = verdict(build.report(traces=[build.trace("t.json", **changes)]), **limits)
         assert (found.status, found.exit_code) == ("cannot answer", 3)

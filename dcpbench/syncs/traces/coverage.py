@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from dcpbench.syncs.model import Coverage
@@ -10,6 +11,9 @@ if TYPE_CHECKING:
     from dcpbench.syncs.steps import Steps
     from dcpbench.syncs.traces.attribution import Stacks
     from dcpbench.syncs.traces.columns import Columns
+
+RANGES = 5
+"""Ranges that are listed where none marks a step."""
 
 
 def coverage(columns: Columns, steps: Steps, stacks: Stacks) -> Coverage:
@@ -59,8 +63,17 @@ def _missing(columns: Columns, steps: Steps, stacks: Stacks) -> list[str]:
     if not len(steps):
         notes.append(
             "No steps are marked: counts per step and warm-up are unknown. Call profiler.step() after each, or name "
-            "the range with --step-range."
+            f"the range with --step-range. {_ranges(columns)}"
         )
     if columns.devices > 1:
         notes.append("Several GPUs have work in this trace: a bubble is time in which none of them had.")
     return notes
+
+
+def _ranges(columns: Columns) -> str:
+    """The annotations that could be steps, the most frequent first."""
+    found = Counter(columns.names[n] for n in columns.tables["ranges"].name.tolist())
+    if not found:
+        return "There are no ranges in this trace."
+    listed = [f"{name!r} ({times})" for name, times in found.most_common(RANGES)]
+    return f"Ranges in this trace: {', '.join(listed)}{', …' if len(found) > RANGES else ''}."

@@ -1,0 +1,83 @@
+"""What people get wrong around `dcpbench syncs`: other files, other folders, full disks, hostile names."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dcpbench import cli
+from tests.unit.trace_builder import Trace
+
+ROOT = Path(cli.__file__).parents[1]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with one trace without steps and with one range."""
+    trace = Trace()
+    trace.range("decode", 0, 90)
+    trace.range("sample", 91, 99)
+    trace.gpu("kernel", 10, 20, trace.call("cudaLaunchKernel", 1, 2))
+    (tmp_path / "t.json").write_text(json.dumps({"traceEvents": trace.events}))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def syncs(*args: str) -> int:
+    """Exit code of `dcpbench syncs ARGS`."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["syncs", *args])
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"traces": [], "sites": []}', '{"$schema": "sarif", "runs": []}'])
+def test_a_report_is_no_baseline(here: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    """Every site of it would pass, or none."""
+    (here / "report.json").write_text(text)
+    assert syncs("scan", "t.json", "--baseline", "report.json") == 2
+    assert "dcpbench syncs baseline TRACE -o report.json --force" in capsys.readouterr().err
+
+
+def test_a_terminal_need_not_obey_the_name_of_a_file_in_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert syncs("scan", "gone\x1b]0;.json") == 2
+    err = capsys.readouterr().err
+    assert "gone\\x1b]0;.json" in err
+    assert "\x1b" not in err
+
+
+def test_ranges_that_could_mark_steps_are_listed_where_none_does(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert syncs("scan", str(here / "t.json"), "--format", "json") == 0
+    (trace,) = json.loads(capsys.readouterr().out)["traces"]
+    assert any("Ranges in this trace: 'decode' (1), 'sample' (1)." in note for note in trace["coverage"]["notes"])
+
+
+def test_a_folder_that_is_gone_is_a_sentence(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "gone").mkdir()
+    os.chdir(here / "gone")
+    (here / "gone").rmdir()
+    assert syncs("scan", str(here / "t.json")) == 2
+    assert "change to another one with cd" in capsys.readouterr().err
+
+
+def test_a_full_disk_behind_stdout_is_neither_clean_nor_a_traceback(here: Path) -> None:
+    code = "from dcpbench.cli import main; main(['syncs', 'scan', 't.json'])"
+    with open("/dev/full", "w") as full:  # noqa: PTH123 -- a device
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=here, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=full,
+            stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: stdout cannot be written (No space left on device)")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_trace_larger_than_the_disk_is_not_begun(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert syncs("speed", "t.json", "--size", "99999999GB") == 2
+    assert "give a smaller --size" in capsys.readouterr().err
