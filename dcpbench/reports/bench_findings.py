@@ -65,9 +65,8 @@ def _syncs(variant: str, results: Sequence[Result]) -> str:
     often = f"{' or '.join(map(times, counts))} a call{', depending on the case' if len(counts) > 1 else ''}"
     if variant not in PUBLISHED_FIXES:
         return f"{variant} never synchronises." if counts == [0] else f"{variant} synchronises {often}."
-    outcome = "it does, in every case" if counts == [0] else f"it does not, it still synchronises {often}"
-    fixed = PUBLISHED_FIXES[variant]
-    return f"{variant} is the published fix of {fixed} and was said to avoid synchronisation: {outcome}."
+    said = f"{variant} is the published fix of {PUBLISHED_FIXES[variant]} and was said to avoid synchronisation"
+    return f"{said}, which is true." if counts == [0] else f"{said}: it does not, it still synchronises {often}."
 
 
 def _where(variant: str, results: Sequence[Result]) -> str:

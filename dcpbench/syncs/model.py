@@ -167,13 +167,15 @@ class Report(msgspec.Struct, kw_only=True):
     verdict: Verdict = msgspec.field(default_factory=Verdict)
 
 
-def order(site: Site) -> tuple[int, float, float, int, str]:
+def order(site: Site) -> tuple[int, float, float, int, str, int, str]:
     """Sort key: worst site first, then what may block, the profiler's own last."""
     return (
         site.own + site.own + site.may_block,
         -(site.bubble_us or 0.0),
         -(site.wait_us or 0.0),
         -site.count,
+        site.file,
+        site.line or 0,
         site.fingerprint,
     )
 

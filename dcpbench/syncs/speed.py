@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SHIFTED = ("correlation", "External id", "external id", "Python id", "Python parent id", "Ev Idx", "Record function id")
 """Numbers within `args` that tell one event from another."""
+SCAN = "scan"
 PAUSE_US = 100.0
 """Time between two copies of a trace."""
 
@@ -95,11 +96,11 @@ def repeat_trace(source: Path, target: Path, size: int) -> tuple[int, int]:
         events = trace.pop("traceEvents")
     except (OSError, EOFError, ValueError, KeyError, TypeError) as e:
         raise TraceError(
-            f"{source} is not a trace that can be repeated ({type(e).__name__}); name one of torch.profiler"
+            f"{source} is not a trace that can be repeated{_missing(e)}; name one that torch.profiler wrote"
         ) from None
     timed = [e for e in events if isinstance(e.get("ts"), (int, float))]
     if not timed:
-        raise TraceError(f"{source} has no events with a time; name a trace of torch.profiler")
+        raise TraceError(f"{source} has no events with a time; name one that torch.profiler wrote")
     span = max(e["ts"] + e.get("dur", 0.0) for e in timed) - min(e["ts"] for e in timed) + PAUSE_US
     ids = max((v for e in timed for v in _ids(e)), default=0) + 1
     written = copies = 0
@@ -111,6 +112,10 @@ def repeat_trace(source: Path, target: Path, size: int) -> tuple[int, int]:
             copies += 1
         f.write("\n]}\n")
     return copies * len(events), copies
+
+
+def _missing(error: Exception) -> str:
+    return f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
 
 
 def _ids(event: dict[str, Any]) -> Iterator[int]:
@@ -160,7 +165,7 @@ def measure(
             )
         tell(f"writing {size / 1e6:.0f} MB")
         events, copies = repeat_trace(source, target, size)
-        programs = [("scan", sys.executable, _SCAN)] + ([("HTA loader", str(hta), _HTA)] if hta else [])
+        programs = [(SCAN, sys.executable, _SCAN)] + ([("HTA loader", str(hta), _HTA)] if hta else [])
         results: dict[str, list[dict[str, Any]]] = {name: [] for name, _, _ in programs}
         for run in range(runs):
             for name, python, code in programs:
@@ -181,9 +186,10 @@ def _run(name: str, command: list[str]) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise UsageError(
-            f"{name} failed: {last}; HTA needs a Python with `pip install HolisticTraceAnalysis`, named by --hta"
+        needs = (
+            "name a Python with `pip install HolisticTraceAnalysis` by --hta" if name != SCAN else "name another trace"
         )
+        raise UsageError(f"{name} failed: {last}; {needs}")
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
 
