@@ -186,9 +186,8 @@ def _run(name: str, command: list[str]) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        needs = (
-            "name a Python with `pip install HolisticTraceAnalysis` by --hta" if name != SCAN else "name another trace"
-        )
+        hta = "name a Python with `pip install HolisticTraceAnalysis` by --hta"
+        needs = "name another trace" if name == SCAN else hta
         raise UsageError(f"{name} failed: {last}; {needs}")
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
