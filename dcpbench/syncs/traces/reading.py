@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-BLOCK_BYTES = 2 << 20
+BLOCK_BYTES = 512 << 10
 LARGEST_EVENT = 64 << 20
 """An event larger than this is not a profiler's."""
 MAX_RATIO = 200
@@ -228,7 +228,7 @@ class TraceReader:
 
     def _take(self, buffer: bytearray) -> tuple[list[Event], int, bool]:
         """(events, bytes used after the first, whether the array ended) of as much of the buffer as is complete."""
-        window = max(1, len(buffer) - (1 << 16))
+        window = max(1, len(buffer) - (1 << 13))
         cuts = [m.end() - 1 for m in _BETWEEN.finditer(buffer, window)] or [
             m.end() - 1 for m in _BETWEEN.finditer(buffer)
         ]
