@@ -68,6 +68,11 @@ def test_every_rule_but_those_of_foreign_code_has_a_program() -> None:
     assert set(BY_ID) - used == {"SYNC010", "SYNC011"}
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/syncs-detectors.md"])
+def test_pages_say_how_many_there_are(page: str) -> None:
+    assert f"{len(PROGRAMS)} small programs" in (ROOT / page).read_text()
+
+
 class TestRecordedTraces:
     """Traces of the corpus from an H200, with and without Python stacks and `cuda_sync` events."""
 
