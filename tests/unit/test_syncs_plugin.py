@@ -7,6 +7,7 @@ syncs_plugin_live_cases.py another. Runs without torch are in this process.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import shutil
 import subprocess
@@ -135,7 +136,9 @@ class TestDryRun:
         assert dry.outcomes("test_on_the_host") == ["passed"]
         _, told, after = dry.stdout.partition("These tests put nothing on the virtual GPU")
         assert told
-        names = [line.rpartition("::")[2] for line in after.splitlines() if line.startswith("  ")]
+        behind = itertools.dropwhile(lambda line: not line.startswith("  "), after.splitlines())
+        listed = itertools.takewhile(lambda line: line.startswith("  "), behind)
+        names = [line.rpartition("::")[2] for line in listed]
         assert names == ["test_on_the_host", "test_dry"]
 
     def test_the_next_test_is_not_in_the_dry_run(self, dry: Ran) -> None:
