@@ -43,6 +43,7 @@ class _Listening:
             self.show(message, *args, **kwargs)
 
     def undo(self) -> None:
+        """Puts back what was in force before."""
         if torch.cuda.get_sync_debug_mode() == _WARN:
             torch.cuda.set_sync_debug_mode(self.mode)
         # What the program itself replaced meanwhile stays as the program wants it.
