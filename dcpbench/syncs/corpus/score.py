@@ -42,7 +42,6 @@ class Score(msgspec.Struct, kw_only=True):
     """One detector over all programs."""
 
     detector: str
-    programs: int
     true: int
     """Synchronisations that there are."""
     found: int
@@ -72,9 +71,7 @@ def score(run: CorpusRun) -> list[Score]:
 
 
 def _score(detector: str, seen: dict[str, Seen], programs: list[Truth]) -> Score:
-    result = Score(
-        detector=detector, programs=len(seen), true=0, found=0, false=0, named=0, hazards=0, hazards_found=0, wrong=[]
-    )
+    result = Score(detector=detector, true=0, found=0, false=0, named=0, hazards=0, hazards_found=0, wrong=[])
     for program in programs:
         if program.name not in seen:
             continue
