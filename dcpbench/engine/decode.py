@@ -14,7 +14,7 @@ from dcpbench.engine.allocator import DcpAllocator
 from dcpbench.engine.model import Model, StepInput
 from dcpbench.engine.request_pool import PADDING_SLOT, RequestPool, copy_async
 from dcpbench.errors import CapacityError
-from dcpbench.exchange import make_exchange
+from dcpbench.exchange import ExchangeSpec, make_exchange
 from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
 from dcpbench.kernels.rope import softmax_scale
 from dcpbench.kernels.synthetic_kv import fill_request
@@ -77,7 +77,7 @@ class DecodeEngine:
         self.model = model
         self.device = model.kv.data.device
         self.backend_name = backend
-        self.exchange = make_exchange(exchange, model.groups.dcp)
+        self.exchange = make_exchange(exchange, model.groups.dcp, self._exchange_spec(max_requests))
         _, pages, self.page_size, _ = model.kv.data.shape
         self.max_context = max_context
         self.requests = RequestPool(max_requests, max_context, self.device, padding=padding)
@@ -136,6 +136,17 @@ class DecodeEngine:
             )
             self.batches[size] = Batch(size, make_backend(self.backend_name, spec), self.device)
         return self.batches[size]
+
+    def _exchange_spec(self, max_requests: int) -> ExchangeSpec:
+        model, shape = self.model, self.model.shape
+        return ExchangeSpec(
+            batch=padded_batch(max_requests),
+            heads=model.heads * model.layout.dcp,
+            width=shape.kv_width,
+            value=shape.latent,
+            dtype=model.kv.data.dtype,
+            device=self.device,
+        )
 
     def plan(self, requests: list[Request], rows: int | None = None) -> Batch:
         """Prepare the next step from host-side integers only; rows past `requests` are padding.

@@ -99,7 +99,8 @@ class Model:
     ) -> torch.Tensor:
         """MLA in absorbed form: q against latent rows, W_UV and o_proj on what comes back."""
         with phase("qkv_proj"):
-            q_BhQ, row_BQ = self.project(x_BD, w, batch.positions)
+            q_BhQ = exchange.query(x_BD.shape[0])
+            row_BQ = self.project(x_BD, w, batch.positions, q_BhQ)
         with phase("kv_write"):
             write_kv(
                 self.kv.rows(index), row_BQ, batch.locs,
@@ -107,15 +108,16 @@ class Model:
             )  # fmt: skip
         q_BHQ = exchange.gather_q(q_BhQ)
         with phase("attention"):
-            o_BHR, lse_BH = backend.run(q_BHQ, self.kv.layer(index))
+            o_BHR, lse_BH = exchange.partial(x_BD.shape[0])
+            backend.run(q_BHQ, self.kv.layer(index), o_BHR, lse_BH)
         o_hBR = exchange.merge(o_BHR, lse_BH)
         with phase("o_proj"):
             y_BD = linear(project_values(o_hBR, w.w_uv, x_BD.dtype).flatten(1), w.o)
         with phase("attn_reduce"):
             return self.groups.attn.all_reduce(y_BD)
 
-    def project(self, x_BD: torch.Tensor, w: Attention, positions_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Absorbed q [B, h, Q] of this rank's heads and the new KV row [B, Q]."""
+    def project(self, x_BD: torch.Tensor, w: Attention, positions_B: torch.Tensor, q_BhQ: torch.Tensor) -> torch.Tensor:
+        """Write the absorbed q of this rank's heads into `q_BhQ`, and return the new KV row [B, Q]."""
         s = self.shape
         batch = x_BD.shape[0]
         qkv = linear(x_BD, w.qkv_a)
@@ -124,7 +126,6 @@ class Model:
             q = linear(rms_norm(q, w.q_norm, LATENT_EPS), w.q_b)
         q_nope, q_rope = q.unflatten(-1, (self.heads, s.nope + s.rope)).split((s.nope, s.rope), dim=-1)
 
-        q_BhQ = x_BD.new_empty(batch, self.heads, s.kv_width)
         torch.bmm(q_nope.transpose(0, 1), w.w_uk, out=q_BhQ[..., : s.latent].transpose(0, 1))
         rope(q_rope, positions_B, self.rope_table, q_BhQ[..., s.latent :], interleaved=s.rope_interleaved)
 
@@ -134,7 +135,7 @@ class Model:
             kv_BQ[:, None, s.latent :], positions_B, self.rope_table, row_BQ[:, None, s.latent :],
             interleaved=s.rope_interleaved,
         )  # fmt: skip
-        return q_BhQ, row_BQ
+        return row_BQ
 
     def router_input(self, batch: StepInput, index: int) -> torch.Tensor | None:
         """Synthetic router input of a layer, if the batch brings one."""

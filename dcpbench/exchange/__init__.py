@@ -2,45 +2,99 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Protocol
+
+import torch
 
 from dcpbench.choices import EXCHANGES, NO_EXCHANGE
 from dcpbench.errors import UsageError
 
 if TYPE_CHECKING:
-    import torch
-
     from dcpbench.exchange.collectives import Group
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExchangeSpec:
+    """Sizes that an exchange is built for."""
+
+    batch: int
+    """Most requests of one call, padding rows included."""
+    heads: int
+    """H: query heads of the whole DCP group."""
+    width: int
+    """Q: columns of a query."""
+    value: int
+    """Columns of a partial output: R of the latent, or V where it is projected before it is exchanged."""
+    dtype: torch.dtype
+    device: torch.device
+    q_replicate: bool = False
+    """Every rank computes all heads' queries: there is nothing to gather."""
+
+    def new_query(self, batch: int, ranks: int) -> torch.Tensor:
+        """Memory for one rank's queries, [B, h, Q]; [B, H, Q] where they are replicated."""
+        heads = self.heads if self.q_replicate else self.heads // ranks
+        return torch.empty(batch, heads, self.width, dtype=self.dtype, device=self.device)
+
+    def new_partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for one rank's partial result of all heads: o_BHR and lse_BH (fp32)."""
+        o_BHR = torch.empty(batch, self.heads, self.value, dtype=self.dtype, device=self.device)
+        return o_BHR, torch.empty(batch, self.heads, dtype=torch.float32, device=self.device)
+
+
 class Exchange(Protocol):
-    """Step 1 and step 4 of a decode attention layer. Both are collective and captured in CUDA graphs."""
+    """Step 1 and step 4 of a decode attention layer. Both are collective and captured in CUDA graphs.
+
+    `query` and `partial` say where the steps before them write, as an exchange may want it in memory that peers read.
+    Each layer calls query, gather_q, partial and merge once, in this order and with the same batch.
+    """
+
+    def query(self, batch: int) -> torch.Tensor:
+        """Where this rank's q goes, contiguous [B, h, Q]; [B, H, Q] with `q_replicate`."""
 
     def gather_q(self, q_BhQ: torch.Tensor) -> torch.Tensor:
-        """All heads of the group, contiguous [B, H, Q] with H = N·h, in rank order."""
+        """All heads of the group, contiguous [B, H, Q] with H = N·h, in rank order; `q_BhQ` is what `query` gave."""
+
+    def partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where this rank's partial result of all heads goes: o_BHR in the spec's dtype and lse_BH in fp32."""
 
     def merge(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
-        """This rank's heads of the merged output, [h, B, R] in o's dtype or a wider one; lse is natural log, fp32."""
+        """This rank's heads of the merged output, [h, B, R] in o's dtype or a wider one, last dimension contiguous.
+
+        R is the spec's `value`; lse is natural log. Where lse is -inf o is not used, whatever it holds; 0 where it is
+        -inf on all ranks. The arguments are what `partial` gave.
+        """
 
 
 class NoExchange:
     """dcp 1: every rank holds all tokens of its requests."""
 
+    def __init__(self, spec: ExchangeSpec) -> None:
+        self.spec = spec
+
+    def query(self, batch: int) -> torch.Tensor:
+        """See Exchange."""
+        return self.spec.new_query(batch, 1)
+
     def gather_q(self, q_BhQ: torch.Tensor) -> torch.Tensor:
         """See Exchange."""
         return q_BhQ
+
+    def partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Exchange."""
+        return self.spec.new_partial(batch)
 
     def merge(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the protocol's
         """See Exchange."""
         return o_BHR.transpose(0, 1)
 
 
-def make_exchange(name: str, group: Group) -> Exchange:
+def make_exchange(name: str, group: Group, spec: ExchangeSpec) -> Exchange:
     """The exchange called `name` over a DCP group. Raises UsageError for an unknown name."""
     if name == NO_EXCHANGE:
-        return NoExchange()
+        return NoExchange(spec)
     if name == "ag_rs":
         from dcpbench.exchange.ag_rs import AllGatherReduceScatter
 
-        return AllGatherReduceScatter(group)
+        return AllGatherReduceScatter(group, spec)
     raise UsageError(f"--exchange {name} does not exist; choose one of {', '.join(EXCHANGES)}.")

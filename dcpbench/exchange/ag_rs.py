@@ -15,21 +15,31 @@ from dcpbench.kernels.merge import correct
 from dcpbench.ranges import phase
 
 if TYPE_CHECKING:
+    from dcpbench.exchange import ExchangeSpec
     from dcpbench.exchange.collectives import Group
 
 
 class AllGatherReduceScatter:
     """See the module. `wire` is the dtype in which partial outputs are reduced."""
 
-    def __init__(self, group: Group, wire: torch.dtype = torch.float32) -> None:
-        self.group = group
-        self.wire = wire
+    def __init__(self, group: Group, spec: ExchangeSpec, wire: torch.dtype = torch.float32) -> None:
+        self.group, self.spec, self.wire = group, spec, wire
+
+    def query(self, batch: int) -> torch.Tensor:
+        """See Exchange."""
+        return self.spec.new_query(batch, self.group.size)
 
     def gather_q(self, q_BhQ: torch.Tensor) -> torch.Tensor:
         """See Exchange. The gathered [N, B, h, Q] is copied: attention kernels want one stride per head."""
+        if self.spec.q_replicate:
+            return q_BhQ
         with phase("q_gather"):
             q_NBhQ = self.group.all_gather(q_BhQ)
             return q_NBhQ.transpose(0, 1).flatten(1, 2).contiguous()
+
+    def partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Exchange."""
+        return self.spec.new_partial(batch)
 
     def merge(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
         """See Exchange."""

@@ -30,10 +30,11 @@ def attention_error(
     """
     model = engine.model
     generator = torch.Generator(engine.device).manual_seed(seed + 1 + model.groups.attn.rank)
-    size = (batch.size, model.heads, model.shape.kv_width)
-    q_BhQ = torch.empty(size, dtype=model.kv.data.dtype, device=engine.device).normal_(generator=generator)
+    q_BhQ = engine.exchange.query(batch.size).normal_(generator=generator)
     q_BHQ = engine.exchange.gather_q(q_BhQ)
-    o_hBR = engine.exchange.merge(*batch.backend.run(q_BHQ, model.kv.layer(LAYER)))
+    o_BHR, lse_BH = engine.exchange.partial(batch.size)
+    batch.backend.run(q_BHQ, model.kv.layer(LAYER), o_BHR, lse_BH)
+    o_hBR = engine.exchange.merge(o_BHR, lse_BH)
 
     scale = softmax_scale(model.shape)
     wrong, size_of_truth = 0.0, 0.0

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from dcpbench.engine.groups import make_groups
-from dcpbench.exchange import make_exchange
+from dcpbench.exchange import ExchangeSpec, make_exchange
 from dcpbench.layout import Layout
 
 WORLD = 4
 LAYOUTS = (Layout(WORLD, dcp=4), Layout(WORLD, dcp=2))
-BATCH, HEADS, LATENT = 4, 8, 16
+BATCH, HEADS, LATENT, WIDTH = 4, 8, 16, 5
 EMPTY_ON_RANK_1, ONLY_ON_RANK_1, EMPTY_EVERYWHERE = 1, 2, 3
 """What three of the four requests are; request 0 has rows on every rank."""
 
@@ -40,7 +40,14 @@ def partials(ranks: int, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
 
 def queries(group: int) -> torch.Tensor:
     """q [B, H, Q] of all heads of a group."""
-    return torch.arange(BATCH * HEADS * 5.0).view(BATCH, HEADS, 5) + 1000 * group
+    return torch.arange(BATCH * HEADS * float(WIDTH)).view(BATCH, HEADS, WIDTH) + 1000 * group
+
+
+def spec(dtype: torch.dtype) -> ExchangeSpec:
+    """What the exchanges of all layouts are built for."""
+    return ExchangeSpec(
+        batch=BATCH, heads=HEADS, width=WIDTH, value=LATENT, dtype=dtype, device=torch.device("cpu")
+    )  # fmt: skip
 
 
 def main(rank: int, folder: Path) -> None:
@@ -48,12 +55,18 @@ def main(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
     for layout in LAYOUTS:
         group = make_groups(layout, rank).dcp
-        exchange = make_exchange("ag_rs", group)
         number, h = rank // layout.dcp, HEADS // layout.dcp
-        found = {"q": exchange.gather_q(queries(number)[:, group.rank * h : (group.rank + 1) * h].contiguous())}
+        found = {}
         for dtype in (torch.float32, torch.bfloat16):
+            exchange = make_exchange("ag_rs", group, spec(dtype))
+            q_BhQ = exchange.query(BATCH)
+            q_BhQ.copy_(queries(number)[:, group.rank * h : (group.rank + 1) * h])
+            found[f"q {dtype}"] = exchange.gather_q(q_BhQ)
             o_NBHR, lse_NBH = partials(layout.dcp, number, dtype)
-            found[str(dtype)] = exchange.merge(o_NBHR[group.rank], lse_NBH[group.rank])
+            o_BHR, lse_BH = exchange.partial(BATCH)
+            o_BHR.copy_(o_NBHR[group.rank])
+            lse_BH.copy_(lse_NBH[group.rank])
+            found[str(dtype)] = exchange.merge(o_BHR, lse_BH)
         torch.save(found, folder / f"{layout}-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

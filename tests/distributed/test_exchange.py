@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each rank of each layout got: [layout][rank] -> {"q", "torch.float32", "torch.bfloat16"}."""
+    """What each rank of each layout got: [layout][rank] -> {"torch.float32", "q torch.float32", …}."""
     folder = tmp_path_factory.mktemp("exchange")
     command = [sys.executable, "-m", "tests.distributed.exchange_ranks"]
     started = [
@@ -71,21 +71,24 @@ class TestAgRs:
     def test_q_is_gathered_in_rank_order_within_the_group(self, found, layout):
         """The ranks' heads side by side, contiguous, and of this group only."""
         for rank in range(ranks.WORLD):
-            q_BHQ = found[layout][rank]["q"]
+            q_BHQ = found[layout][rank]["q torch.float32"]
             assert q_BHQ.is_contiguous()
             assert torch.equal(q_BHQ, ranks.queries(rank // layout.dcp))
 
 
 def test_a_group_of_one_rank_merges_with_nobody():
     """The same code path with weight 1, heads first."""
-    exchange = make_exchange("ag_rs", Group(size=1, rank=0, handle=None))
-    o_BHR = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
-    q_BHQ = torch.ones(2, 3, 5)
-    assert torch.equal(exchange.merge(o_BHR, torch.zeros(2, 3)), o_BHR.transpose(0, 1))
+    exchange = make_exchange("ag_rs", Group(size=1, rank=0, handle=None), ranks.spec(torch.float32))
+    o_BHR, lse_BH = exchange.partial(2)
+    o_BHR.normal_(generator=torch.Generator().manual_seed(0))
+    q_BHQ = exchange.query(2).fill_(1)
+    assert o_BHR.shape == (2, ranks.HEADS, ranks.LATENT)
+    assert q_BHQ.shape == (2, ranks.HEADS, ranks.WIDTH)
+    assert torch.equal(exchange.merge(o_BHR, lse_BH.zero_()), o_BHR.transpose(0, 1))
     assert torch.equal(exchange.gather_q(q_BHQ), q_BHQ)
 
 
 def test_an_unknown_exchange_is_an_error_that_lists_the_known_ones():
     """Exchanges of later issues do not exist yet."""
     with pytest.raises(UsageError, match="--exchange a2a does not exist; choose one of ag_rs"):
-        make_exchange("a2a", Group(size=1, rank=0, handle=None))
+        make_exchange("a2a", Group(size=1, rank=0, handle=None), ranks.spec(torch.float32))

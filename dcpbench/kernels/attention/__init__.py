@@ -31,11 +31,11 @@ class Backend(Protocol):
     def plan(self, shards: Shards) -> None:
         """Fill the index buffers in place for the next `run`s. len(shards.lengths) is the padded batch size B."""
 
-    def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to one layer's rows `kv` [pages, page_size, Q].
+    def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> None:
+        """Attend to one layer's rows `kv` [pages, page_size, Q]; all tensors are contiguous.
 
-        Returns o_BHR in q's dtype and lse_BH in fp32, natural logarithm; lse = -inf and any finite o where a request
-        has no rows here.
+        Writes o_BHR in q's dtype and lse_BH in fp32, natural logarithm: where they lie is the exchange's choice.
+        lse = -inf and any finite o where a request has no rows here.
         """
 
 

@@ -73,15 +73,16 @@ class FlashInferBackend:
             spec.dtype,
         )
 
-    def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Backend."""
+    def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> None:
+        """See Backend. The kernel itself writes the natural logarithm into `lse_BH`."""
         latent = self.spec.latent
-        o_BHR, lse_BH = self.wrapper.run(
+        self.wrapper.run(
             q_BHQ[..., :latent],
             q_BHQ[..., latent:],
             kv[..., :latent],
             kv[..., latent:],
+            out=o_BHR,
+            lse=lse_BH,
             return_lse=True,
             return_lse_base_on_e=True,
         )
-        return o_BHR, lse_BH

@@ -40,13 +40,10 @@ class ReferenceBackend:
             for pages, length in zip(shards.pages, shards.lengths, strict=True)
         ]
 
-    def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> None:
         """See Backend."""
         wide = torch.promote_types(q_BHQ.dtype, torch.float32)
-        o_BHR = q_BHQ.new_empty(*q_BHQ.shape[:2], self.spec.latent)
-        lse_BH = torch.empty(q_BHQ.shape[:2], dtype=torch.float32, device=q_BHQ.device)
         for b, (pages, length) in enumerate(self.shards):
             rows_KQ = kv[pages].flatten(0, 1)[:length].to(wide)
             o_HR, lse_BH[b] = mla_decode(q_BHQ[b].to(wide), rows_KQ, self.spec.latent, self.spec.scale)
             o_BHR[b] = o_HR
-        return o_BHR, lse_BH

@@ -112,12 +112,10 @@ class TritonBackend:
         """See Backend."""
         self.tables.fill(shards)
 
-    def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> None:
         """See Backend."""
         spec = self.spec
         batch, heads, _ = q_BHQ.shape
-        o_BHR = q_BHQ.new_empty(batch, heads, spec.latent)
-        lse_BH = torch.empty(batch, heads, dtype=torch.float32, device=q_BHQ.device)
         _split_kernel[(batch, triton.cdiv(heads, self.block_h), self.splits)](
             q_BHQ, kv, self.tables.pages, self.tables.lengths, self.part_o, self.part_lse,
             spec.scale * LOG2_E, self.tables.pages.stride(0), heads, spec.page_size,
@@ -128,4 +126,3 @@ class TritonBackend:
         _merge_kernel[(batch * heads,)](
             self.part_o, self.part_lse, o_BHR, lse_BH, LN2=LN_2, R=spec.latent, SPLITS=self.splits
         )
-        return o_BHR, lse_BH
