@@ -1,0 +1,153 @@
+"""Page tables made on the device: against the reference, the allocator that laid the pages out, and the arithmetic."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpbench import layout
+from dcpbench.engine.allocator import DcpAllocator
+from dcpbench.engine.request_pool import PADDING_SLOT, RequestPool
+from dcpbench.kernels.kv_indices import Share, fill_kv_indices, fill_page_tables, fused, reference
+
+CONTEXT = 96
+UNTOUCHED = -7
+"""Fills buffers before a call; no page number."""
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def batch_of(lengths: list[int], share: Share, index: torch.dtype, device: torch.device):
+    """A request pool whose requests grew in turns, so that their pages are mixed; slots with padding at the end."""
+    pool = RequestPool(len(lengths) + 1, CONTEXT, device)
+    allocator = DcpAllocator(512, share.page_size, share.dcp, share.interleave)
+    allocations = [allocator.alloc(1) if length else None for length in lengths]
+    for _ in range(CONTEXT):
+        for allocation, length in zip(allocations, lengths, strict=True):
+            if allocation is not None and allocation.tokens < length:
+                allocator.extend(allocation, 1)
+    slots = [pool.alloc() for _ in lengths]
+    for slot, allocation in zip(slots, allocations, strict=True):
+        pool.host[slot] = -1  # what lies behind a request's tokens must not be read as a location
+        pool.table[slot] = -1
+        if allocation is not None:
+            pool.set_locs(slot, 0, allocation.locs(0, allocation.tokens))
+    slots_B = torch.tensor([*slots, PADDING_SLOT], dtype=index, device=device)
+    lengths_B = torch.tensor([*lengths, 1], dtype=index, device=device)
+    return pool.table, slots_B, lengths_B, allocations
+
+
+def buffers(batch: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """(page tables, packed indices, indptr, local lengths), all untouched."""
+    sizes = ((batch, CONTEXT), (batch * CONTEXT,), (batch + 1,), (batch,))
+    return tuple(torch.full(size, UNTOUCHED, dtype=torch.int32, device=device) for size in sizes)
+
+
+@settings(max_examples=15)
+@given(
+    lengths=st.lists(st.integers(0, CONTEXT), min_size=1, max_size=5),
+    dcp=st.sampled_from([1, 2, 3, 8]),
+    interleave=st.sampled_from([1, 2, 4]),
+    stripes_of_page=st.sampled_from([1, 2]),
+    index=st.sampled_from([torch.int32, torch.int64]),
+)
+def test_both_forms_are_the_reference_and_touch_nothing_else(lengths, dcp, interleave, stripes_of_page, index):
+    """Every rank of every layout, in tables and packed, with unread parts of the buffers left alone."""
+    for rank in range(dcp):
+        share = Share(rank=rank, dcp=dcp, interleave=interleave, page_size=interleave * stripes_of_page)
+        table, slots, lengths_B, _ = batch_of(lengths, share, index, DEVICE)
+        wanted, got = (buffers(len(slots), DEVICE) for _ in range(2))
+        for (pages, indices, indptr, local), module in ((wanted, reference), (got, fused)):
+            module.fill_page_tables(pages, local, table, slots, lengths_B, share)
+            assert local.tolist() == [layout.local_length(n, rank, dcp, interleave) for n in [*lengths, 1]]
+            local.fill_(UNTOUCHED)
+            module.fill_kv_indices(indices, indptr, local, table, slots, lengths_B, share)
+        for one, other in zip(wanted, got, strict=True):
+            assert one.tolist() == other.tolist()
+
+
+@pytest.mark.parametrize(("dcp", "interleave", "page_size"), [(1, 1, 1), (4, 1, 1), (4, 1, 8), (2, 4, 8), (8, 2, 2)])
+def test_the_pages_are_those_that_the_allocator_gave_out(dcp, interleave, page_size, device):
+    """A virtual page is one page of the same number on each rank: that is what the host plans from today."""
+    lengths = [37, 0, 96, 5]
+    for rank in range(dcp):
+        share = Share(rank=rank, dcp=dcp, interleave=interleave, page_size=page_size)
+        table, slots, lengths_B, allocations = batch_of(lengths, share, torch.int64, device)
+        pages, indices, indptr, local = buffers(len(slots), device)
+        fill_page_tables(pages, local, table, slots, lengths_B, share)
+        fill_kv_indices(indices, indptr, local, table, slots, lengths_B, share)
+        for b, allocation in enumerate(allocations):
+            rows = int(local[b])
+            expected = allocation.pages[: -(-rows // page_size)].tolist() if allocation else []
+            assert pages[b, : len(expected)].tolist() == expected
+            assert indices[indptr[b] : indptr[b + 1]].tolist() == expected
+
+
+def test_a_padding_row_reads_the_padding_page_on_the_rank_that_owns_location_0(device):
+    """Slot 0 with one token: its only row is row 0 of rank 0; other ranks have none."""
+    for rank, rows in ((0, 1), (1, 0)):
+        share = Share(rank=rank, dcp=2)
+        table, slots, lengths, _ = batch_of([3], share, torch.int32, device)
+        pages, _, _, local = buffers(len(slots), device)
+        fill_page_tables(pages, local, table, slots, lengths, share)
+        assert local.tolist() == [[2, 1], [1, 0]][rank]
+        assert pages[1, :rows].tolist() == [0] * rows
+
+
+def test_worked_out_by_hand(device):
+    """dcp 2, page 2: a virtual page is 4 locations. A request of 7 tokens on pages 3 and 1: locations 12…15, 4 5 6.
+
+    Rank 1 owns 13 15 5, in rows 6 7 2, on pages 3 3 1; rank 0 owns 12 14 4 6, in rows 6 7 2 3.
+    """
+    table = torch.zeros(2, 8, dtype=torch.int32, device=device)
+    table[1, :7] = torch.tensor([12, 13, 14, 15, 4, 5, 6])
+    for rank, rows in ((0, 4), (1, 3)):
+        pages, _, _, local = buffers(1, device)
+        slots, lengths = (torch.tensor([n], device=device) for n in (1, 7))
+        fill_page_tables(pages, local, table, slots, lengths, Share(rank=rank, dcp=2, page_size=2))
+        assert local.tolist() == [rows]
+        assert pages[0, :3].tolist() == [3, 1, UNTOUCHED]
+
+
+def test_requests_longer_than_one_program_are_whole(device):
+    """2,500 pages are three programs of 1,024."""
+    locs = np.random.default_rng(0).permutation(2600).astype(np.int32)
+    table = torch.from_numpy(locs).to(device).view(1, -1)
+    pages = torch.full((1, 2600), UNTOUCHED, dtype=torch.int32, device=device)
+    slots, lengths = (torch.tensor([n], dtype=torch.int32, device=device) for n in (0, 2500))
+    fused.fill_page_tables(pages, torch.zeros_like(lengths), table, slots, lengths, Share(rank=0, dcp=1))
+    assert pages[0, :2500].tolist() == locs[:2500].tolist()
+    assert pages[0, 2500:].tolist() == [UNTOUCHED] * 100
+
+
+@pytest.mark.gpu
+def test_tables_past_two_to_the_31_elements_are_read_and_written_where_they_are():
+    """Slot 16,500 of rows of 131,072: element 2,162,688,000, past 2^31 = 2,147,483,648; request 16,500 likewise."""
+    context, slot = 131_072, 16_500
+    table = torch.zeros(slot + 1, context, dtype=torch.int32, device="cuda")
+    table[slot] = torch.arange(context, dtype=torch.int32, device="cuda")
+    slots = torch.full((slot + 1,), 0, device="cuda")
+    lengths = torch.zeros(slot + 1, dtype=torch.int32, device="cuda")
+    slots[slot], lengths[slot] = slot, context
+    pages, local = torch.zeros_like(table), torch.zeros_like(lengths)
+    fused.fill_page_tables(pages, local, table, slots, lengths, Share(rank=0, dcp=1))
+    assert torch.equal(pages[slot], table[slot])
+    assert int(pages[:slot].count_nonzero()) == 0
+
+
+@pytest.mark.gpu
+def test_a_captured_fill_follows_lengths_that_grow_on_the_device():
+    """A graph holds addresses, not lengths: replayed after a length changed in place, it fills in what came."""
+    share = Share(rank=0, dcp=2)
+    table, slots, lengths, _ = batch_of([9], share, torch.int32, torch.device("cuda"))
+    pages, indices, indptr, local = buffers(2, torch.device("cuda"))
+    fill_kv_indices(indices, indptr, local, table, slots, lengths, share)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fill_page_tables(pages, local, table, slots, lengths, share)
+        fill_kv_indices(indices, indptr, local, table, slots, lengths, share)
+    lengths[0] = 4
+    graph.replay()
+    assert local.tolist() == [2, 1]
+    assert indptr.tolist() == [0, 2, 3]
+    assert pages[0, 2:].tolist() == [UNTOUCHED] * (CONTEXT - 2)
