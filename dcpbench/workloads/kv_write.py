@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.errors import CapacityError
-from dcpbench.kernels.kv_write import reference, rows
+from dcpbench.kernels.kv_write import masked, reference
 from dcpbench.memory import GIB
 from dcpbench.workloads.calls import Calls
 
@@ -55,7 +55,7 @@ def filter_always(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor
 
 def masked_kernel(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, scale: float) -> None:
     """The mask in a kernel: nothing is counted. Without a GPU it runs in Triton's interpreter."""
-    rows.write_rows(kv_KQ, new_BQ, loc_B, scale=scale)
+    masked.write_rows(kv_KQ, new_BQ, loc_B, scale=scale)
 
 
 VARIANTS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]] = {

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dcpbench import layout
 from dcpbench.kernels.kv_write import masked, reference
 
 NAN = float("nan")
@@ -23,6 +24,22 @@ def test_every_rank_stores_its_own_rows_and_touches_no_other(width, dcp, interle
         assert torch.equal(pools[0].isnan(), pools[1].isnan())
         assert torch.equal(pools[0].nan_to_num(), pools[1].nan_to_num())
         assert int((~pools[1].isnan()).all(dim=1).sum()) == 5 * interleave
+
+
+@pytest.mark.parametrize("interleave", [1, 4])
+def test_rows_are_stored_as_float8_where_the_pool_holds_it(interleave, device):
+    """new × (1 / scale) as bytes, on the owner; the rows of others are NaN, of which nothing may arrive."""
+    dcp, tokens, generator = 4, 48, torch.Generator().manual_seed(0)
+    locs = torch.randperm(tokens, generator=generator).to(torch.int32)
+    for rank in range(dcp):
+        new = torch.randn(tokens, 576, generator=generator).to(torch.bfloat16)
+        new[layout.owner(locs, dcp, interleave) != rank] = NAN
+        pools = [torch.full((tokens, 576), 0xA5, dtype=torch.uint8, device=device) for _ in range(2)]
+        arguments = {"rank": rank, "dcp": dcp, "interleave": interleave, "scale": 0.37}
+        reference.write_kv(pools[0], new.to(device), locs.to(device), **arguments)
+        masked.write_kv(pools[1], new.to(device), locs.to(device), **arguments)
+        assert torch.equal(pools[0], pools[1])
+        assert int((pools[1] != 0xA5).any(dim=1).sum()) == tokens // dcp
 
 
 def test_no_row_at_all_is_no_write(device):

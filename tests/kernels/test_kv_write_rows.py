@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dcpbench.kernels.kv_write import reference, rows, write_rows
+from dcpbench.kernels.kv_write import masked, reference, write_rows
+from dcpbench.kernels.kv_write.masked import Tiling
 
 BF16, E4M3, BYTES = torch.bfloat16, torch.float8_e4m3fn, torch.uint8
 POISON = 0xA5
@@ -36,9 +37,33 @@ def test_own_rows_are_stored_and_all_others_stay_bit_identical(share, width, dty
     new = new.to(BF16).to(device)
     wanted, got = (poisoned(tokens + 7, width, dtype, device) for _ in range(2))
     reference.write_rows(wanted, new, row, scale=scale)
-    rows.write_rows(got, new, row, scale=scale)
+    masked.write_rows(got, new, row, scale=scale)
     assert torch.equal(bits(wanted), bits(got))
     assert int((bits(got) != POISON).any(dim=1).sum()) == tokens // share
+
+
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("tiles", [Tiling(16, 16, 4), Tiling(32, 4, 1), Tiling(8, 2, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, BYTES], ids=str)
+@pytest.mark.parametrize("share", [1, 3, 50])
+def test_however_tokens_are_dealt_to_programs_the_same_rows_are_stored(share, dtype, tiles, settled, device):
+    """Of 100 tokens every `share`-th: programs with more rows than they store at a time, with fewer, and with none."""
+    tokens = 100
+    mine = torch.arange(tokens) % share == share - 1
+    row = torch.where(mine, torch.randperm(tokens + 7, generator=torch.Generator().manual_seed(1))[:tokens], -1)
+    new = torch.randn(tokens, 576, generator=torch.Generator().manual_seed(2))
+    new[~mine] = float("nan")
+    new, row = new.to(BF16).to(device), row.to(device)
+    wanted, got = (poisoned(tokens + 7, 576, dtype, device) for _ in range(2))
+    reference.write_rows(wanted, new, row, scale=0.5)
+    masked.launch(got, new, row, tiles, 0.5, settled, OWNED=False, rank=0, DCP=1, INTERLEAVE=1)
+    assert torch.equal(bits(wanted), bits(got))
+
+
+def test_many_tokens_of_which_few_are_stored_are_numbered_first():
+    """Below 8,192 tokens, or where each may be stored, a program stores all that it looks at."""
+    assert masked.tiling(8191, 8) == masked.tiling(65536, 1)
+    assert masked.tiling(8192, 8).tile > masked.tiling(8192, 8).rows
 
 
 @pytest.mark.parametrize("dtype", [BF16, BYTES], ids=str)
@@ -47,7 +72,7 @@ def test_no_valid_row_at_all_is_no_write(tokens, dtype, device):
     """A rank that owns none of the tokens, and a step without tokens."""
     pool = poisoned(4, 48, dtype, device)
     row = torch.full((tokens,), -1, dtype=torch.int64, device=device)
-    rows.write_rows(pool, torch.ones(tokens, 48, dtype=BF16, device=device), row)
+    masked.write_rows(pool, torch.ones(tokens, 48, dtype=BF16, device=device), row)
     assert bool((bits(pool) == POISON).all())
 
 
@@ -57,7 +82,7 @@ def test_every_bf16_becomes_the_float8_that_torch_makes_of_it(scale, device):
     """All 65,536 of them: NaN of either sign, infinities (±448), subnormals of both types and every tie."""
     new = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(BF16).view(64, 1024).to(device)
     pool = poisoned(64, 1024, E4M3, device)
-    rows.write_rows(pool, new, torch.arange(64, device=device), scale=scale)
+    masked.write_rows(pool, new, torch.arange(64, device=device), scale=scale)
     numbers = (new.cpu().float() * (1.0 / scale)).clamp(-448.0, 448.0).to(E4M3)
     assert torch.equal(bits(pool.cpu()), bits(numbers))
 
@@ -70,9 +95,9 @@ def test_float8_rounds_to_nearest_and_ties_to_even(device):
     """
     new = torch.tensor([[17.0, 19.0, 1000.0, -17.0, -1000.0, 34.0]], dtype=BF16, device=device)
     pool = poisoned(1, 6, E4M3, device)
-    rows.write_rows(pool, new, torch.zeros(1, dtype=torch.int64, device=device))
+    masked.write_rows(pool, new, torch.zeros(1, dtype=torch.int64, device=device))
     assert pool.float().tolist() == [[16.0, 20.0, 448.0, -16.0, -448.0, 32.0]]
-    rows.write_rows(pool, new, torch.zeros(1, dtype=torch.int64, device=device), scale=2.0)
+    masked.write_rows(pool, new, torch.zeros(1, dtype=torch.int64, device=device), scale=2.0)
     assert pool.float().tolist() == [[8.0, 10.0, 448.0, -8.0, -448.0, 16.0]]
 
 
@@ -88,6 +113,6 @@ def test_row_addresses_past_two_to_the_31_elements_are_right():
     """4,000,000 rows of 576: row 3,999,999 starts at element 2,303,999,424, past 2^31 = 2,147,483,648."""
     pool = torch.zeros(4_000_000, 576, dtype=BYTES, device="cuda")
     row = torch.tensor([3_999_999], dtype=torch.int32, device="cuda")
-    rows.write_rows(pool, torch.ones(1, 576, dtype=BF16, device="cuda"), row)
+    masked.write_rows(pool, torch.ones(1, 576, dtype=BF16, device="cuda"), row)
     assert int((pool[3_999_999] == 0x38).sum()) == 576, "1.0 in float8_e4m3fn"
     assert int(pool[:3_999_999].count_nonzero()) == 0

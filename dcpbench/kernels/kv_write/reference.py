@@ -11,12 +11,13 @@ E4M3_MAX = 448.0
 
 
 def write_kv(
-    kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, *, rank: int, dcp: int, interleave: int = 1
-) -> None:
+    kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor,
+    *, rank: int, dcp: int, interleave: int = 1, scale: float = 1.0,
+) -> None:  # fmt: skip
     """See kernels.kv_write.write_kv."""
     for b, loc in enumerate(loc_B.tolist()):
         if loc >= 0 and layout.owner(loc, dcp, interleave) == rank:
-            kv_KQ[layout.row(loc, dcp, interleave)] = new_BQ[b]
+            kv_KQ[layout.row(loc, dcp, interleave)] = as_stored(new_BQ[b], kv_KQ.dtype, scale)
 
 
 def write_rows(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, row_B: torch.Tensor, *, scale: float = 1.0) -> None:

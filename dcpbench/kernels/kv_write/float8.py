@@ -1,0 +1,28 @@
+"""Numbers as bytes of float8_e4m3fn."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def e4m3_byte(x, NATIVE: tl.constexpr):
+    """The byte of float8_e4m3fn nearest to an fp32, ties to even, past ±448 the largest; NaN stays NaN of its sign.
+
+    NATIVE takes the GPU's own cast (compute capability 8.9 on), which drops the sign of NaN. Otherwise in integers, as
+    neither older GPUs have a cast nor does Triton's interpreter, which rounds otherwise. Bits 20 and up of an fp32 are
+    its exponent and the three mantissa bits that stay; the exponents' biases differ by 120. Below 2^-6 all bytes are
+    multiples of 2^-9, the spacing of fp32 at 2^14: adding that rounds.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    if NATIVE:
+        byte = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        return byte | ((bits >> 24) & 0x80).to(tl.uint8)
+    size = bits & 0x7FFFFFFF
+    finite = tl.minimum(size, 0x43E00000)  # 448.0
+    normal = ((finite + 0x7FFFF + ((finite >> 20) & 1)) >> 20) - (120 << 3)
+    small = (finite.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # 16384.0
+    byte = tl.where(finite >= 0x3C800000, normal, small)  # 2^-6
+    byte = tl.where(size > 0x7F800000, 0x7F, byte)
+    return (byte | ((bits >> 24) & 0x80)).to(tl.uint8)
