@@ -1,6 +1,6 @@
 """A rank's page tables from the request table, on the device: no length is read by the host.
 
-A request's local rows are, in token order, row 0, 1, … of its share; row j belongs to token `layout.loc_of(j, rank, …)`,
+A request's local rows are, in token order, row 0, 1, … of its share; row j belongs to token `layout.loc_of(j, rank)`,
 lies at `layout.row(loc)` of this rank's pool, and is in page `row // page_size`. Pages are aligned (allocator.py), so
 that the rows j·page_size … of a share are one page.
 """
