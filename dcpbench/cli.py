@@ -62,7 +62,7 @@ Context = Annotated[
 Exchange = Annotated[
     str | None,
     typer.Option("--exchange", metavar="NAME,…", rich_help_panel=HOW, help="How partial attention is merged over dcp "
-    "ranks: ag_rs. Default: ag_rs."),
+    "ranks: ag_rs or a2a. Default: ag_rs."),
 ]  # fmt: skip
 Backend = Annotated[
     str | None,

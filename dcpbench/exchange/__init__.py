@@ -30,6 +30,10 @@ class ExchangeSpec:
     device: torch.device
     q_replicate: bool = False
     """Every rank computes all heads' queries: there is nothing to gather."""
+    project_first: bool = False
+    """Partial outputs are projected to values before they are exchanged: what is merged may be rounded to `dtype`."""
+    wire: torch.dtype = torch.float32
+    """What ag_rs reduces partial outputs in. Engines leave it; benches compare."""
 
     def new_query(self, batch: int, ranks: int) -> torch.Tensor:
         """Memory for one rank's queries, [B, h, Q]; [B, H, Q] where they are replicated."""
@@ -40,6 +44,12 @@ class ExchangeSpec:
         """Memory for one rank's partial result of all heads: o_BHR and lse_BH (fp32)."""
         o_BHR = torch.empty(batch, self.heads, self.value, dtype=self.dtype, device=self.device)
         return o_BHR, torch.empty(batch, self.heads, dtype=torch.float32, device=self.device)
+
+    def new_merged(self, batch: int, heads: int) -> torch.Tensor:
+        """Memory for what is merged, as o_hBR: fp32, heads first; projected values request by request in `dtype`."""
+        if self.project_first:
+            return torch.empty(batch, heads, self.value, dtype=self.dtype, device=self.device).transpose(0, 1)
+        return torch.empty(heads, batch, self.value, dtype=torch.float32, device=self.device)
 
 
 class Exchange(Protocol):
@@ -59,7 +69,9 @@ class Exchange(Protocol):
         """Where this rank's partial result of all heads goes: o_BHR in the spec's dtype and lse_BH in fp32."""
 
     def merge(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
-        """This rank's heads of the merged output, [h, B, R] in o's dtype or a wider one, last dimension contiguous.
+        """This rank's heads of the merged output, [h, B, R] in o's dtype or a wider one.
+
+        Strides are the exchange's choice; the last dimension is contiguous. Fp32 is not rounded before it is projected.
 
         R is the spec's `value`; lse is natural log. Where lse is -inf o is not used, whatever it holds; 0 where it is
         -inf on all ranks. The arguments are what `partial` gave.
@@ -97,4 +109,8 @@ def make_exchange(name: str, group: Group, spec: ExchangeSpec) -> Exchange:
         from dcpbench.exchange.ag_rs import AllGatherReduceScatter
 
         return AllGatherReduceScatter(group, spec)
+    if name == "a2a":
+        from dcpbench.exchange.a2a import AllToAll
+
+        return AllToAll(group, spec)
     raise UsageError(f"--exchange {name} does not exist; choose one of {', '.join(EXCHANGES)}.")

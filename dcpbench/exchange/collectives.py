@@ -9,6 +9,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from dcpbench.kernels.head_order import in_head_order
+from dcpbench.ranges import phase
+
 # torch 2.13 renamed these two and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -38,11 +41,25 @@ class Group:
         _reduce_scatter(out, x, group=self.handle)
         return out
 
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, …]: part n of x is for rank n, part n of the result is from it; x must be contiguous."""
+        if self.handle is None:
+            return x
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=self.handle)
+        return out
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place."""
         if self.handle is not None:
             dist.all_reduce(x, group=self.handle)
         return x
+
+
+def gather_heads(group: Group, q_BhQ: torch.Tensor) -> torch.Tensor:
+    """All ranks' q [B, h, Q] as contiguous [B, H, Q], heads in rank order: attention kernels want one stride a head."""
+    with phase("q_gather"):
+        return in_head_order(group.all_gather(q_BhQ))
 
 
 Value = TypeVar("Value")

@@ -5,9 +5,11 @@ Started as `python -m tests.distributed.exchange_ranks RANK FOLDER`.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,9 +18,18 @@ from dcpbench.engine.groups import make_groups
 from dcpbench.exchange import ExchangeSpec, make_exchange
 from dcpbench.layout import Layout
 
+if TYPE_CHECKING:
+    from dcpbench.exchange.collectives import Group
+
 WORLD = 4
 LAYOUTS = (Layout(WORLD, dcp=4), Layout(WORLD, dcp=2))
 BATCH, HEADS, LATENT, WIDTH = 4, 8, 16, 5
+NAMES = ("ag_rs", "a2a")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CHANGES: dict[str, dict[str, object]] = {
+    "plain": {}, "replicated q": {"q_replicate": True}, "projected": {"project_first": True},
+    "bf16 wire": {"wire": torch.bfloat16},
+}  # fmt: skip
 EMPTY_ON_RANK_1, ONLY_ON_RANK_1, EMPTY_EVERYWHERE = 1, 2, 3
 """What three of the four requests are; request 0 has rows on every rank."""
 
@@ -43,30 +54,38 @@ def queries(group: int) -> torch.Tensor:
     return torch.arange(BATCH * HEADS * float(WIDTH)).view(BATCH, HEADS, WIDTH) + 1000 * group
 
 
-def spec(dtype: torch.dtype) -> ExchangeSpec:
+def spec(dtype: torch.dtype, **changes: object) -> ExchangeSpec:
     """What the exchanges of all layouts are built for."""
-    return ExchangeSpec(
-        batch=BATCH, heads=HEADS, width=WIDTH, value=LATENT, dtype=dtype, device=torch.device("cpu")
-    )  # fmt: skip
+    plain = ExchangeSpec(batch=BATCH, heads=HEADS, width=WIDTH, value=LATENT, dtype=dtype, device=torch.device("cpu"))
+    return dataclasses.replace(plain, **changes)
+
+
+def exchanged(name: str, group: Group, number: int, spec: ExchangeSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gathered q and the merged output of one rank of DCP group `number`."""
+    exchange = make_exchange(name, group, spec)
+    h = HEADS // group.size
+    q_BhQ = exchange.query(BATCH)
+    mine = slice(None) if spec.q_replicate else slice(group.rank * h, (group.rank + 1) * h)
+    q_BhQ.copy_(queries(number)[:, mine])
+    q_BHQ = exchange.gather_q(q_BhQ)
+    o_BHR, lse_BH = exchange.partial(BATCH)
+    o_NBHR, lse_NBH = partials(group.size, number, spec.dtype)
+    o_BHR.copy_(o_NBHR[group.rank])
+    lse_BH.copy_(lse_NBH[group.rank])
+    return q_BHQ, exchange.merge(o_BHR, lse_BH)
 
 
 def main(rank: int, folder: Path) -> None:
-    """Merge and gather in both layouts and both dtypes, and save what this rank got."""
+    """Merge and gather with every exchange in both layouts and all dtypes, and save what this rank got."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
     for layout in LAYOUTS:
         group = make_groups(layout, rank).dcp
-        number, h = rank // layout.dcp, HEADS // layout.dcp
-        found = {}
-        for dtype in (torch.float32, torch.bfloat16):
-            exchange = make_exchange("ag_rs", group, spec(dtype))
-            q_BhQ = exchange.query(BATCH)
-            q_BhQ.copy_(queries(number)[:, group.rank * h : (group.rank + 1) * h])
-            found[f"q {dtype}"] = exchange.gather_q(q_BhQ)
-            o_NBHR, lse_NBH = partials(layout.dcp, number, dtype)
-            o_BHR, lse_BH = exchange.partial(BATCH)
-            o_BHR.copy_(o_NBHR[group.rank])
-            lse_BH.copy_(lse_NBH[group.rank])
-            found[str(dtype)] = exchange.merge(o_BHR, lse_BH)
+        found = {
+            (name, dtype, changes): exchanged(name, group, rank // layout.dcp, spec(dtype, **CHANGES[changes]))
+            for name in NAMES
+            for dtype in DTYPES
+            for changes in CHANGES
+        }
         torch.save(found, folder / f"{layout}-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

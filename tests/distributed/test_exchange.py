@@ -1,4 +1,4 @@
-"""The ag_rs exchange over groups of 2 and 4 gloo ranks against the merge computed in one place."""
+"""The exchanges over groups of 2 and 4 gloo ranks against the merge computed in one place."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each rank of each layout got: [layout][rank] -> {"torch.float32", "q torch.float32", …}."""
+    """What each rank of each layout got: [layout][rank][name, dtype, changes] -> q and merged output."""
     folder = tmp_path_factory.mktemp("exchange")
     command = [sys.executable, "-m", "tests.distributed.exchange_ranks"]
     started = [
@@ -39,46 +39,75 @@ def heads_of(layout: Layout, rank: int) -> slice:
     return slice(layout.dcp_rank(rank) * h, (layout.dcp_rank(rank) + 1) * h)
 
 
+def expected(layout, rank, dtype):
+    """This rank's heads of the merged output, [h, B, R] in fp64 from partials in `dtype`."""
+    o_NBHR, lse_NBH = ranks.partials(layout.dcp, rank // layout.dcp, dtype)
+    return merge(o_NBHR.double(), lse_NBH.double())[:, heads_of(layout, rank)].transpose(0, 1)
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", ranks.LAYOUTS, ids=str)
-class TestAgRs:
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    def test_every_rank_gets_its_heads_of_the_merged_output(self, found, layout, dtype):
-        """Partials travel in fp32 whatever they were computed in, so bf16 ones are merged as exactly as others.
+@pytest.mark.parametrize("name", ranks.NAMES)
+class TestExchange:
+    @pytest.mark.parametrize("dtype", ranks.DTYPES, ids=str)
+    def test_every_rank_gets_its_heads_of_the_merged_output_in_fp32(self, found, name, layout, dtype):
+        """Whatever the partials were computed in, they are merged as exactly as fp32 ones.
 
         NaN outputs of empty shards must have gone nowhere: sums over ranks would spread them.
         """
         for rank in range(ranks.WORLD):
-            o_NBHR, lse_NBH = ranks.partials(layout.dcp, rank // layout.dcp, dtype)
-            expected_hBR = merge(o_NBHR.float(), lse_NBH)[:, heads_of(layout, rank)].transpose(0, 1)
-            got_hBR = found[layout][rank][str(dtype)]
+            _, got_hBR = found[layout][rank][name, dtype, "plain"]
             assert got_hBR.dtype == torch.float32
             assert got_hBR.shape == (ranks.HEADS // layout.dcp, ranks.BATCH, ranks.LATENT)
-            assert torch.allclose(got_hBR, expected_hBR, atol=1e-6)
+            assert torch.allclose(got_hBR.double(), expected(layout, rank, dtype), atol=1e-6)
 
-    def test_a_request_with_rows_on_one_rank_has_that_ranks_output(self, found, layout):
+    @pytest.mark.parametrize("dtype", ranks.DTYPES, ids=str)
+    def test_projected_values_are_rounded_once_at_most(self, found, name, layout, dtype):
+        """An exchange may return them in the model's dtype or in fp32, in any strides but the last."""
+        half_ulp = torch.finfo(dtype).eps / 2 + 1e-6
+        for rank in range(ranks.WORLD):
+            _, got_hBV = found[layout][rank][name, dtype, "projected"]
+            assert got_hBV.dtype in (dtype, torch.float32)
+            assert got_hBV.stride(-1) == 1
+            assert torch.allclose(got_hBV.double(), expected(layout, rank, dtype), rtol=half_ulp, atol=1e-6)
+
+    def test_a_request_with_rows_on_one_rank_has_that_ranks_output(self, found, name, layout):
         """Its weight is exp(lse − lse) = 1 and all others' 0: nothing is rounded."""
         for rank in range(ranks.WORLD):
             o_NBHR, _ = ranks.partials(layout.dcp, rank // layout.dcp, torch.float32)
             only_hR = o_NBHR[1, ranks.ONLY_ON_RANK_1, heads_of(layout, rank)]
-            assert torch.allclose(found[layout][rank]["torch.float32"][:, ranks.ONLY_ON_RANK_1], only_hR, atol=1e-6)
+            _, got_hBR = found[layout][rank][name, torch.float32, "plain"]
+            assert torch.allclose(got_hBR[:, ranks.ONLY_ON_RANK_1], only_hR, atol=1e-6)
 
-    def test_a_request_without_rows_anywhere_is_zero(self, found, layout):
+    def test_a_request_without_rows_anywhere_is_zero(self, found, name, layout):
         """A padding row that no rank stores anything for."""
         for got in found[layout]:
-            assert not got["torch.float32"][:, ranks.EMPTY_EVERYWHERE].any()
+            for changes in ranks.CHANGES:
+                assert not got[name, torch.bfloat16, changes][1][:, ranks.EMPTY_EVERYWHERE].any()
 
-    def test_q_is_gathered_in_rank_order_within_the_group(self, found, layout):
-        """The ranks' heads side by side, contiguous, and of this group only."""
+    @pytest.mark.parametrize("changes", ranks.CHANGES)
+    def test_q_is_gathered_in_rank_order_within_the_group(self, found, name, layout, changes):
+        """The ranks' heads side by side, contiguous, and of this group only; nothing changes where all had them all."""
         for rank in range(ranks.WORLD):
-            q_BHQ = found[layout][rank]["q torch.float32"]
+            q_BHQ, _ = found[layout][rank][name, torch.float32, changes]
             assert q_BHQ.is_contiguous()
             assert torch.equal(q_BHQ, ranks.queries(rank // layout.dcp))
 
 
-def test_a_group_of_one_rank_merges_with_nobody():
+@pytest.mark.distributed
+def test_a_narrow_wire_is_as_inexact_as_its_dtype(found):
+    """ag_rs in bf16 rounds shares and their sums: off by more than fp32's rounding and by less than 4 ulp of bf16."""
+    layout = ranks.LAYOUTS[0]
+    _, got_hBR = found[layout][0]["ag_rs", torch.float32, "bf16 wire"]
+    error = (got_hBR.double() - expected(layout, 0, torch.float32)).abs().max()
+    assert got_hBR.dtype == torch.bfloat16
+    assert 1e-4 < error < 4 * torch.finfo(torch.bfloat16).eps * 3
+
+
+@pytest.mark.parametrize("name", ["none", *ranks.NAMES])
+def test_a_group_of_one_rank_merges_with_nobody(name):
     """The same code path with weight 1, heads first."""
-    exchange = make_exchange("ag_rs", Group(size=1, rank=0, handle=None), ranks.spec(torch.float32))
+    exchange = make_exchange(name, Group(size=1, rank=0, handle=None), ranks.spec(torch.float32))
     o_BHR, lse_BH = exchange.partial(2)
     o_BHR.normal_(generator=torch.Generator().manual_seed(0))
     q_BHQ = exchange.query(2).fill_(1)
@@ -89,6 +118,6 @@ def test_a_group_of_one_rank_merges_with_nobody():
 
 
 def test_an_unknown_exchange_is_an_error_that_lists_the_known_ones():
-    """Exchanges of later issues do not exist yet."""
-    with pytest.raises(UsageError, match="--exchange a2a does not exist; choose one of ag_rs"):
-        make_exchange("a2a", Group(size=1, rank=0, handle=None), ranks.spec(torch.float32))
+    """The message says what to type."""
+    with pytest.raises(UsageError, match="--exchange nccl does not exist; choose one of ag_rs, a2a"):
+        make_exchange("nccl", Group(size=1, rank=0, handle=None), ranks.spec(torch.float32))

@@ -25,8 +25,7 @@ def _correct_kernel(
     r = tl.arange(0, BLOCK)
     inside = r < R
     # An empty shard's o may be anything, so it is not read at all.
-    read = tl.where(r < R, mine, 0.0) > 0.0
-    values = tl.load(o + (b * heads + h) * R + r, mask=read, other=0.0).to(tl.float32)
+    values = tl.load(o + (b * heads + h) * R + r, mask=r < tl.where(mine > 0.0, R, 0), other=0.0).to(tl.float32)
     tl.store(out + (h * batch + b) * R + r, (values * weight).to(out.dtype.element_ty), mask=inside)
 
 

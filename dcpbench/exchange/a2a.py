@@ -1,0 +1,49 @@
+"""All-gather q, then one all-to-all of packed partial outputs and their lse, merged where they arrive.
+
+Received bytes per rank, layer and request, with N ranks and H heads in the group and 2-byte numbers: q (N−1)/N·H·Q·2,
+o (N−1)/N·H·R·2, lse (N−1)/N·H·4. With `q_replicate` no q; with `project_first` V for R. Partial outputs travel as the
+attention kernel rounded them and are summed in fp32, so nothing is rounded on the way.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dcpbench.exchange.collectives import gather_heads
+from dcpbench.kernels.pack import Message, combine, pack
+from dcpbench.ranges import phase
+
+if TYPE_CHECKING:
+    import torch
+
+    from dcpbench.exchange import ExchangeSpec
+    from dcpbench.exchange.collectives import Group
+
+
+class AllToAll:
+    """See the module."""
+
+    def __init__(self, group: Group, spec: ExchangeSpec) -> None:
+        self.group, self.spec = group, spec
+
+    def query(self, batch: int) -> torch.Tensor:
+        """See Exchange."""
+        return self.spec.new_query(batch, self.group.size)
+
+    def gather_q(self, q_BhQ: torch.Tensor) -> torch.Tensor:
+        """See Exchange."""
+        return q_BhQ if self.spec.q_replicate else gather_heads(self.group, q_BhQ)
+
+    def partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Exchange."""
+        return self.spec.new_partial(batch)
+
+    def merge(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
+        """See Exchange. Projected values come as [B, h, V] in the spec's dtype, seen as [h, B, V]; else fp32."""
+        with phase("merge"):
+            received_NW = self.group.all_to_all(pack(o_BHR, lse_BH, self.group.size))
+            batch, heads, columns = o_BHR.shape
+            message = Message(batch, heads // self.group.size, columns, o_BHR.dtype)
+            out_hBR = self.spec.new_merged(batch, message.heads)
+            combine(received_NW, message, out_hBR)
+            return out_hBR
