@@ -8,17 +8,17 @@ import triton.language as tl
 
 @triton.jit
 def e4m3_byte(x, NATIVE: tl.constexpr):
-    """The byte of float8_e4m3fn nearest to an fp32, ties to even, past ±448 the largest; NaN stays NaN of its sign.
+    """The byte of float8_e4m3fn nearest to an fp32, ties to even, past ±448 the largest; NaN stays NaN, of any sign.
 
-    NATIVE takes the GPU's own cast (compute capability 8.9 on), which drops the sign of NaN. Otherwise in integers, as
-    neither older GPUs have a cast nor does Triton's interpreter, which rounds otherwise. Bits 20 and up of an fp32 are
-    its exponent and the three mantissa bits that stay; the exponents' biases differ by 120. Below 2^-6 all bytes are
-    multiples of 2^-9, the spacing of fp32 at 2^14: adding that rounds.
+    NATIVE takes the GPU's own cast (compute capability 8.9 on). Otherwise in integers, as older GPUs have no cast and
+    that of Triton's interpreter rounds otherwise. Bits 20 and up of an fp32 are its exponent and the three mantissa
+    bits that stay; the exponents' biases differ by 120. Below 2^-6 all bytes are multiples of 2^-9, the spacing of fp32
+    at 2^14: adding that rounds.
     """
-    bits = x.to(tl.int32, bitcast=True)
     if NATIVE:
-        byte = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        return byte | ((bits >> 24) & 0x80).to(tl.uint8)
+        # As it is: an or with a sign bit behind the cast, two numbers to a thread, came out wrong (ptxas of CUDA 12.8).
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     finite = tl.minimum(size, 0x43E00000)  # 448.0
     normal = ((finite + 0x7FFFF + ((finite >> 20) & 1)) >> 20) - (120 << 3)

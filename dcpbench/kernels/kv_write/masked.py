@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dcpbench.kernels.kv_write.float8 import e4m3_byte
 
 NUMBERED_FROM = 8192
-"""Tokens from which on a program numbers the rows that it stores."""
+"""Tokens from which on programs number the rows that they store, where few are."""
 
 
 @triton.jit
@@ -107,8 +107,8 @@ class Tiling:
 
 def tiling(tokens: int, share: int) -> Tiling:
     """What was fastest on an H200 (docs/kernels-kv.md) where one token of `share` is stored."""
-    if share == 1 or tokens < NUMBERED_FROM:
-        return Tiling(tile=16, rows=16, warps=4)
+    if share < 4 or tokens < NUMBERED_FROM:
+        return Tiling(tile=16, rows=16, warps=8)
     return Tiling(tile=32, rows=4, warps=1)
 
 
