@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime as dt
-import os
 import shlex
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,25 +13,26 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from dcpbench import folders, launch
-from dcpbench.bench_records import BenchJob, BenchRecord, BenchSettings, Event, Result
+from dcpbench import bench_job, folders, launch
+from dcpbench.bench_cases import Machine
+from dcpbench.bench_records import BenchJob, BenchRecord, BenchSettings, Event
 from dcpbench.errors import CapacityError, OutputError, UsageError, WorkerError
 from dcpbench.spec import check_seconds, effective
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from rich.console import Console
 
     from dcpbench.bench_records import Case
+    from dcpbench.jobs import Probe
 
 WORKER = "dcpbench.bench_worker"
 PLAIN_WIDTH = 160
 """Columns of a table in a file or a pipe."""
-POLL_S = 0.05
-LOG_LINES = 15
 LONGEST_BACKLOG_US = 100_000
 WRONG, SOME_FAILED = 1, 4
+CPU_RANKS = 2
 CPU_NOTE = (
     "CPU: correctness and synchronisations (dry run) only; a time taken here would say nothing about performance."
 )
@@ -51,65 +48,98 @@ class Options:
     output: Path | None = None
     force: bool = False
     as_json: bool = False
+    between_ranks: bool = False
+    """Whether it is a bench of what ranks send to each other."""
+    ranks: int | None = None
+    """How many; None: all visible GPUs."""
 
 
 def options(
     *,
     seconds: float,
-    backlog: float,
     timeout: float,
     device: str,
     output: Path | None,
     force: bool,
     as_json: bool,
+    backlog: float = BenchSettings().backlog_us,
+    between_ranks: bool = False,
+    ranks: int | None = None,
 ) -> Options:
-    """Options as typed. Raises UsageError for times that cannot pass."""
+    """Options as typed. Raises UsageError for times that cannot pass, and for ranks that have nobody to talk to."""
     check_seconds("--seconds", seconds, 1)
     check_seconds("--timeout", timeout, 300)
     if not 0 < backlog <= LONGEST_BACKLOG_US:
         raise UsageError(f"--backlog {backlog:g}: must be 1 to {LONGEST_BACKLOG_US:,} µs; try --backlog 100.")
+    if ranks is not None and ranks < CPU_RANKS:
+        raise UsageError(f"--ranks {ranks}: one rank has nobody to exchange anything with; try --ranks {CPU_RANKS}.")
     settings = BenchSettings(seconds=seconds, backlog_us=backlog)
-    return Options(device=device, settings=settings, timeout=timeout, output=output, force=force, as_json=as_json)
+    return Options(
+        device=device, settings=settings, timeout=timeout, output=output, force=force, as_json=as_json,
+        between_ranks=between_ranks, ranks=ranks,
+    )  # fmt: skip
 
 
-def run(bench: str, cases_on: Callable[[bool], list[Case]], asked: Options) -> int:
+def run(bench: str, cases_on: Callable[[Machine], list[Case]], asked: Options) -> int:
     """Run a bench and return the exit code: 0, 1 with a wrong result, 4 with a failed case.
 
     Args:
-        bench: Its name in bench_worker.WORKLOADS.
-        cases_on: Gives the cases, by whether this is a machine without a GPU. Raises UsageError for bad asked.
+        bench: Its name in bench_worker.BENCHES.
+        cases_on: Gives the cases for a machine. Raises UsageError for bad options.
         asked: What all benches share.
     """
-    cases_on(True)  # bad options are refused before the machine is asked, which takes seconds  # noqa: FBT003
+    # Bad options are refused before the machine is asked, which takes seconds.
+    cases_on(Machine(cpu=True, ranks=asked.ranks or CPU_RANKS))
     paths = _prepare(bench, asked)
-    device = _device(asked.device, bench)
+    device, ranks = _where(bench, asked)
     job = BenchJob(
-        bench=bench, device=device, cases=cases_on(device == "cpu"), settings=asked.settings,
-        command=shlex.join(["dcpbench", *sys.argv[1:]]),
+        bench=bench, device=device, ranks=ranks, cases=cases_on(Machine(cpu=device == "cpu", ranks=ranks)),
+        settings=asked.settings, command=shlex.join(["dcpbench", *sys.argv[1:]]),
     )  # fmt: skip
     if device == "cpu":
         _say(CPU_NOTE)
     started = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
     begin = time.monotonic()
-    record = BenchRecord(bench=bench, performance=device != "cpu", settings=job.settings, started_at=started)
-    with tempfile.TemporaryDirectory() as folder:
-        problem = _work(job, Path(folder), record, asked.timeout)
+    record = BenchRecord(
+        bench=bench, performance=device != "cpu", ranks=ranks, settings=job.settings, started_at=started
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            with _Watch(job) as watch:
+                problem = bench_job.follow(job, folder, record, worker=WORKER, timeout=asked.timeout, watch=watch)
+        except KeyboardInterrupt:
+            _say("\nInterrupted; the worker has ended and nothing was written.")
+            sys.exit(130)
         if paths:
-            (paths[0].with_suffix(".log")).write_bytes((Path(folder) / "worker.log").read_bytes())
+            (paths[0].with_suffix(".log")).write_bytes(bench_job.logs(folder))
     record.seconds = round(time.monotonic() - begin, 3)
     if record.environment is None:
         raise WorkerError(f"the bench's worker ended before its first case. {problem}")
     return _finish(record, paths, problem, asked)
 
 
-def _device(asked: str, bench: str) -> str:
+def _where(bench: str, asked: Options) -> tuple[str, int]:
+    """(device, number of ranks). Raises CapacityError where there are not as many GPUs."""
     probe = launch.probe()
-    if asked == "cuda" and probe.device != "cuda":
+    here = f"`dcpbench bench {bench} --device cpu`, which checks correctness"
+    if asked.device == "cuda" and probe.device != "cuda":
         raise CapacityError(
-            "--device cuda, but no GPU is visible; `dcpbench env` says why. Without one, type "
-            f"`dcpbench bench {bench} --device cpu`, which checks correctness and counts synchronisations."
+            f"--device cuda, but no GPU is visible; `dcpbench env` says why. Without one, type {here} and counts "
+            "synchronisations."
         )
-    return effective(probe, asked).device
+    device = effective(probe, asked.device).device
+    if not asked.between_ranks:
+        return device, 1
+    return device, asked.ranks or CPU_RANKS if device == "cpu" else _gpus(probe, asked.ranks, here)
+
+
+def _gpus(probe: Probe, ranks: int | None, here: str) -> int:
+    wanted = ranks or max(probe.count, CPU_RANKS)
+    if wanted > probe.count:
+        fewer = f"type --ranks {probe.count}" if probe.count >= CPU_RANKS else f"with one alone, type {here}"
+        raise CapacityError(f"{wanted} ranks need {wanted} GPUs, but {probe.count} visible; {fewer}.")
+    return wanted
 
 
 def _prepare(bench: str, options: Options) -> list[Path]:
@@ -122,76 +152,6 @@ def _prepare(bench: str, options: Options) -> list[Path]:
         raise OutputError(f"{' and '.join(there)} would be written over; add --force, or give another folder with -o.")
     folders.make_folder(options.output)
     return paths
-
-
-def _work(job: BenchJob, folder: Path, record: BenchRecord, timeout: float) -> str:
-    """Run the worker and fill the record; returns why it ended early, empty where it did not."""
-    (folder / "job.json").write_bytes(msgspec.json.encode(job))
-    record.results = [
-        Result(case=case, outcome="failed", reason="not reached: the worker ended before") for case in job.cases
-    ]
-    with _worker(job, folder) as worker, _Watch(job) as watch:
-        heard, read = time.monotonic(), 0
-        while True:
-            over = worker.poll() is not None
-            events, read = _events(folder / "events.jsonl", read)
-            for event in events:
-                heard = time.monotonic()
-                _take(event, record)
-                watch(event)
-            if over:
-                break
-            if time.monotonic() - heard > timeout:
-                worker.send_signal(signal.SIGUSR1)  # it writes its stacks
-                time.sleep(1)
-                return f"It hung: nothing was heard for {timeout:g} s (--timeout).{_tail(folder)}"
-            time.sleep(POLL_S)
-        return "" if worker.returncode == 0 else f"It ended with exit code {worker.returncode}.{_tail(folder)}"
-
-
-@contextlib.contextmanager
-def _worker(job: BenchJob, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The worker's process, which ends with this block, however that is left; SIGTERM and SIGHUP leave it, too."""
-    env = dict(os.environ) | ({"TRITON_INTERPRET": "1"} if job.device == "cpu" else {})
-    signals = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda n, _: sys.exit(128 + n)) for number in signals}
-    with (folder / "worker.log").open("wb") as log:
-        worker = subprocess.Popen(
-            [sys.executable, "-m", WORKER, str(folder)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env,
-            start_new_session=True,
-        )  # fmt: skip
-    try:
-        yield worker
-    except KeyboardInterrupt:
-        _say("\nInterrupted; the worker has ended and nothing was written.")
-        sys.exit(130)
-    finally:
-        worker.kill()
-        worker.wait()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _events(path: Path, begin: int) -> tuple[list[Event], int]:
-    """Events from byte `begin` on, and where they end; a line still being written waits for the next look."""
-    if not path.exists():
-        return [], begin
-    with path.open("rb") as f:
-        f.seek(begin)
-        whole = f.read().rpartition(b"\n")[0]
-    lines = whole.split(b"\n") if whole else []
-    return [msgspec.json.decode(line, type=Event) for line in lines], begin + (len(whole) + 1 if whole else 0)
-
-
-def _take(event: Event, record: BenchRecord) -> None:
-    """Put what an event says into the record."""
-    if event.environment:
-        record.environment = event.environment
-    if event.result:
-        record.results[event.index] = event.result
-    for name, value in (("syncs", event.syncs), ("graph", event.graph)):
-        if value is not None:
-            record.results[event.index] = msgspec.structs.replace(record.results[event.index], **{name: value})
 
 
 def _finish(record: BenchRecord, paths: list[Path], problem: str, options: Options) -> int:
@@ -280,11 +240,6 @@ class _Watch:
             r = event.result
             note = r.reason or r.difference or (f"{r.time.median_us:.3g} µs" if r.time else "correct")
             _say(f"[{event.index + 1}/{len(self._job.cases)}] {name}  {note}")
-
-
-def _tail(folder: Path) -> str:
-    lines = (folder / "worker.log").read_text(errors="replace").strip().splitlines()
-    return "\n".join([" Its last lines:", *lines[-LOG_LINES:]]) if lines else ""
 
 
 def _console(*, error: bool = False) -> Console:

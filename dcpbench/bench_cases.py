@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import itertools
 import math
@@ -9,6 +10,7 @@ import re
 from typing import TYPE_CHECKING
 
 from dcpbench.bench_records import Case
+from dcpbench.choices import BACKENDS, EXCHANGES
 from dcpbench.errors import UsageError
 from dcpbench.layout import local_length
 
@@ -18,11 +20,135 @@ if TYPE_CHECKING:
 KV_WRITE_VARIANTS = ("check-all", "filter", "masked-kernel")
 DP_SLICE_VARIANTS = ("cuda-slice", "host-slice")
 DTYPES = ("bf16", "fp8")
+MERGE_VARIANTS = ("head-order", "correct", "pack", "combine", "value-proj")
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "all-reduce-symm")
+EXCHANGE_VARIANTS = tuple(dict.fromkeys(("ag_rs", "ag_rs-bf16", *EXCHANGES)))
+"""`ag_rs-bf16` reduces partial outputs in bf16, which the engine does not."""
+LENGTHS = ("even", "uneven")
+LATENT, VALUE = 512, 128
+"""Columns of a partial output, and of one that is projected first; those of all published models."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What defaults depend on."""
+
+    cpu: bool
+    ranks: int = 1
+
+
+def attention_cases(
+    machine: Machine,
+    *,
+    heads: str | None,
+    requests: str | None,
+    context: str | None,
+    page: str | None,
+    lengths: str,
+    backend: str | None,
+    layers: int | None,
+) -> list[Case]:
+    """Every backend at every size; those of one pool follow each other, so that they can share it.
+
+    Raises UsageError for values that cannot work.
+    """
+    _names("--lengths", lengths, LENGTHS)
+    cpu = machine.cpu
+    here = ("reference", "triton") if cpu else ("flashinfer", "triton")
+    backends = _names("--backend", backend, BACKENDS) if backend else here
+    grid = itertools.product(
+        _counts("--page", page, (4,) if cpu else (64,)),
+        _counts("--context", context, (16,) if cpu else (8192, 131072)),
+        _counts("--requests", requests, (1, 3) if cpu else (1, 8, 64)),
+        _counts("--heads", heads, (16,) if cpu else (16, 64, 128)),
+        backends,
+    )
+    calls = _layers(layers)
+    return [
+        Case(
+            variant=name, calls=calls,
+            sizes={"heads": h, "requests": b, "context": s, "page": p, "lengths": lengths},
+        )
+        for p, s, b, h, name in grid
+    ]  # fmt: skip
+
+
+def exchange_cases(
+    machine: Machine,
+    *,
+    heads: str | None,
+    requests: str | None,
+    variant: str | None,
+    layers: int | None,
+    q_replicate: bool,
+    project_first: bool,
+) -> list[Case]:
+    """Every exchange at every size. Raises UsageError as above, and for heads that the ranks cannot share evenly."""
+    ranks = machine.ranks
+    counts = _heads(_counts("--heads", heads, (8,) if machine.cpu else (128,)), "--ranks", ranks)
+    return [
+        Case(
+            variant=name, calls=_layers(layers),
+            sizes={
+                "heads": h, "requests": b, "ranks": ranks, "value": VALUE if project_first else LATENT,
+                "q": "replicated" if q_replicate else "gathered",
+            },
+        )
+        for h, b, name in itertools.product(
+            counts,
+            _counts("--requests", requests, (1, 4) if machine.cpu else (1, 8, 32, 128)),
+            _names("--variant", variant, EXCHANGE_VARIANTS),
+        )
+    ]  # fmt: skip
+
+
+def merge_cases(
+    machine: Machine,
+    *,
+    heads: str | None,
+    requests: str | None,
+    dcp: str | None,
+    variant: str | None,
+    layers: int | None,
+) -> list[Case]:
+    """Every kernel at every size. Raises UsageError as above."""
+    cpu = machine.cpu
+    cases = []
+    for n in _counts("--dcp", dcp, (2,) if cpu else (4,)):
+        counts = _heads(_counts("--heads", heads, (8,) if cpu else (128,)), "--dcp", n)
+        batches = _counts("--requests", requests, (1, 3) if cpu else (1, 8, 32, 128, 512))
+        names = _names("--variant", variant, MERGE_VARIANTS)
+        cases += [
+            Case(variant=name, calls=_layers(layers), sizes={"heads": h, "requests": b, "dcp": n})
+            for h, name, b in itertools.product(counts, names, batches)
+        ]
+    return cases
+
+
+def collectives_cases(
+    machine: Machine, *, requests: str | None, width: str | None, variant: str | None, layers: int | None
+) -> list[Case]:
+    """Every collective at every size. Raises UsageError as above, and for a width that the ranks cannot share."""
+    cpu, ranks = machine.cpu, machine.ranks
+    widths = _counts("--width", width, (64,) if cpu else (7168,))
+    for w in widths:
+        if w % ranks:
+            raise UsageError(f"--width {w} cannot be divided among {ranks} ranks; try --width {w // ranks * ranks}.")
+    return [
+        Case(
+            variant=name, calls=_layers(layers), sizes={"requests": b, "width": w, "ranks": ranks}
+        )
+        for w, name, b in itertools.product(
+            widths,
+            _names("--variant", variant, COLLECTIVES),
+            _counts("--requests", requests, (1, 4) if cpu else (1, 8, 32, 128, 512)),
+        )
+    ]  # fmt: skip
 
 
 def kv_write_cases(
+    machine: Machine,
     *,
-    cpu: bool,
     tokens: str | None,
     dcp: str | None,
     dtype: str | None,
@@ -37,6 +163,7 @@ def kv_write_cases(
     """
     if not 0 < scale < math.inf:
         raise UsageError(f"--scale {scale:g} is not a positive number; try --scale 1.")
+    cpu = machine.cpu
     variants = _names("--variant", variant, KV_WRITE_VARIANTS)
     sizes = _counts("--tokens", tokens, (16, 64) if cpu else (16, 256, 4096, 65536))
     ranks = _counts("--dcp", dcp, (1, 4) if cpu else (1, 8))
@@ -53,9 +180,10 @@ def kv_write_cases(
 
 
 def dp_slice_cases(
-    *, cpu: bool, tokens: str | None, dp: str | None, variant: str | None, steps: int | None
+    machine: Machine, *, tokens: str | None, dp: str | None, variant: str | None, steps: int | None
 ) -> list[Case]:
     """Every variant for every number of ranks and of tokens of the busiest one. Raises UsageError as above."""
+    cpu = machine.cpu
     variants = _names("--variant", variant, DP_SLICE_VARIANTS)
     sizes = _counts("--tokens", tokens, (16, 64) if cpu else (16, 256, 4096))
     ranks = _counts("--dp", dp, (4,) if cpu else (8,))
@@ -64,6 +192,17 @@ def dp_slice_cases(
         Case(variant=name, calls=calls, sizes={"tokens": size, "dp": n})
         for n, size, name in itertools.product(ranks, sizes, variants)
     ]
+
+
+def _heads(heads: Sequence[int], option: str, ranks: int) -> Sequence[int]:
+    """Heads that the ranks of a DCP group can share evenly."""
+    for h in heads:
+        if h % ranks:
+            raise UsageError(
+                f"--heads {h} cannot be divided among {ranks} ranks; try --heads {-(-h // ranks) * ranks} or another "
+                f"{option}."
+            )
+    return heads
 
 
 def _counts(option: str, typed: str | None, default: Sequence[int]) -> tuple[int, ...]:
@@ -82,6 +221,11 @@ def _count(option: str, typed: int | None, default: int) -> int:
     if typed is not None and typed < 1:
         raise UsageError(f"{option} {typed} is not a positive number; try {option} {default}.")
     return default if typed is None else typed
+
+
+def _layers(typed: int | None) -> int:
+    """Calls of a pass; 0: as many as the bench finds useful."""
+    return 0 if typed is None else _count("--layers", typed, 16)
 
 
 def _names(option: str, typed: str | None, known: Sequence[str]) -> tuple[str, ...]:

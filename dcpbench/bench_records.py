@@ -1,17 +1,22 @@
 """What a bench is asked to do, what it says while it runs, and the record that it leaves: plain JSON. No torch.
 
-job.json        BenchJob, written by bench.py, read by bench_worker.py
-events.jsonl    Event, one line each, written by bench_worker.py while it runs
+job.json        BenchJob, written by bench_job.py, read by every rank of bench_worker.py
+events.jsonl    Event, one line each, written by rank 0 of bench_worker.py while it runs
 bench-NAME.json BenchRecord, in the folder given with -o
 
-Times are microseconds and of one call. What was not measured is null, never 0.
+Times are microseconds and of one call, of the slowest rank. What was not measured is null, never 0.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from dcpbench.records import Environment, Gpu
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 SCHEMA_VERSION = 1
 
@@ -23,7 +28,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     sizes: dict[str, int | float | str]
     """What it is measured at, by the name of the column, in the table's order."""
     calls: int
-    """Calls in one pass over all layers (or steps); times are a pass's, divided by them."""
+    """Calls in one pass over all layers (or steps); times are a pass's, divided by them. 0: as many as the bench finds
+    useful, which the result says."""
 
     def name(self) -> str:
         """`filter, 16 tokens, dcp 8, …`, for progress and messages."""
@@ -48,9 +54,56 @@ class BenchJob(msgspec.Struct, frozen=True, kw_only=True):
     bench: str
     device: str
     """`cuda` or `cpu`."""
+    ranks: int = 1
     cases: list[Case]
     settings: BenchSettings = BenchSettings()
     command: str = ""
+
+
+class Limit(msgspec.Struct, frozen=True, kw_only=True):
+    """What this machine can do, measured before the cases of the same run; the slowest rank's."""
+
+    name: str
+    """`read`, `copy` (device memory, copied bytes count twice), `matmul` (bf16), `peer` (every rank reads its
+    neighbour's memory), `barrier` (symmetric memory), `all-gather` … (NCCL's smallest)."""
+    unit: str
+    """`B/s`, `FLOP/s` or `s`."""
+    median: float
+    low: float
+    high: float
+    samples: int
+    noisy: bool = False
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """The least that one call must do, whatever the variant: sizes on paper, not what a kernel was seen to do."""
+
+    memory_bytes: int = 0
+    """Device memory read and written, each byte once."""
+    memory_limit: str = "copy"
+    """The limit that these bytes are held against: `read` where hardly anything is written."""
+    flops: int = 0
+    received_bytes: int = 0
+    """From other ranks, by one rank."""
+    wire_bytes: int = 0
+    """What the variant receives in their place, by its own formula; 0 where there is but one way."""
+    barriers: int = 0
+    """Times that ranks have to wait for each other."""
+
+
+def floor_us(work: Work, limits: Mapping[str, float]) -> float | None:
+    """The time below which a call cannot be, or None where a limit that it takes is not known.
+
+    max(memory_bytes / memory, flops / matmul, barriers · barrier + received_bytes / peer), with limits by name.
+    """
+    needs = {work.memory_limit: work.memory_bytes, "matmul": work.flops, "peer": work.received_bytes}
+    needs["barrier"] = work.barriers
+    if any(amount and name not in limits for name, amount in needs.items()):
+        return None
+    spent = {name: amount / limits[name] for name, amount in needs.items() if amount and name != "barrier"}
+    waiting = work.barriers * limits["barrier"] if work.barriers else 0.0
+    floor_s = max(spent.get(work.memory_limit, 0.0), spent.get("matmul", 0.0), waiting + spent.get("peer", 0.0))
+    return floor_s * 1e6 or None
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,9 +160,20 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """`ok` or `failed`."""
     reason: str = ""
     """Why it failed."""
+    calls: int = 0
+    """Calls of a pass."""
     correct: bool | None = None
     difference: str = ""
     """Where it differs from the reference."""
+    error: float | None = None
+    """‖x − ref‖ / ‖ref‖ against fp64, of the worst rank; null where results must be equal bit by bit."""
+    work: Work | None = None
+    floor_us: float | None = None
+    """See `floor_us`; null on the CPU, and where a limit is not known."""
+    bytes_s: float | None = None
+    """`work` over the time in a graph, or over the eager time where nothing could be captured."""
+    flop_s: float | None = None
+    received_bytes_s: float | None = None
     time: Timing | None = None
     """Eager calls back to back, from one pass's start on the GPU to the next one's. Null on the CPU."""
     host: Timing | None = None
@@ -126,11 +190,14 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a worker: its environment first, then what becomes of each case."""
 
     stage: str
-    """`start`, then `case` and `done` (timed) for each case; after all of them `counted` for each, then `graph` for
-    captures tried last, and `end`."""
+    """`start`, `limits`, then `case` and `done` (timed) for each case; after all of them `counted` for each, then
+    `graph` for captures tried last, and `end`."""
     index: int = 0
     """Of the case, in the job."""
     environment: Environment | None = None
+    limits: list[Limit] = []
+    without: list[str] = []
+    """Limits that could not be measured, each with its reason."""
     result: Result | None = None
     syncs: Syncs | None = None
     graph: Graph | None = None
@@ -145,6 +212,11 @@ class BenchRecord(msgspec.Struct, kw_only=True):
     """False on the CPU, where nothing is timed."""
     findings: list[str] = []
     """What the numbers say, in sentences made from them."""
+    ranks: int = 1
+    limits: list[Limit] = []
+    """Measured before the cases; none on the CPU, and none for a bench that needs none."""
+    without: list[str] = []
+    """Limits that could not be measured, each with its reason."""
     results: list[Result] = []
     settings: BenchSettings = BenchSettings()
     environment: Environment | None = None

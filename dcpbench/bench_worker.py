@@ -1,45 +1,82 @@
-"""Runs the cases of a bench on one device: `python -m dcpbench.bench_worker FOLDER`, started by bench.py.
+"""Runs the cases of a bench as one of its ranks: `python -m dcpbench.bench_worker FOLDER`, started by bench_job.py.
 
-FOLDER/job.json says what; FOLDER/events.jsonl gets a line for each thing done. Three rounds over the cases: timing
-first, since the detector that counts synchronisations afterwards slows whatever follows it, and at the end the captures
-that are expected to be refused, since a refused capture leaves torch's allocator in a state that nothing should follow.
+FOLDER/job.json says what; FOLDER/events.jsonl gets a line for each thing done, from rank 0. The machine's limits come
+first, then up to three rounds over the cases: timing, since the detector that counts synchronisations afterwards slows
+whatever follows it, and at the end the captures that are expected to be refused, since a refused capture leaves torch's
+allocator in a state that nothing should follow. With several ranks all take every branch together.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import faulthandler
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import torch
+import torch.distributed as dist
 
-from dcpbench.bench_records import BenchJob, Event, Graph, Result
+from dcpbench.bench_records import BenchJob, Event, Graph, Result, floor_us
 from dcpbench.environment import environment
+from dcpbench.exchange.collectives import gather_objects, largest_error
+from dcpbench.gpu_state import worst
 from dcpbench.workloads import calls as measuring
+from dcpbench.workloads import limits
+from dcpbench.workloads.attention import Attention
+from dcpbench.workloads.collectives import Collectives
 from dcpbench.workloads.dp_slice import DpSlice
+from dcpbench.workloads.exchange import ExchangeBench
 from dcpbench.workloads.kv_write import KvWrite
+from dcpbench.workloads.merge import Merge
+from dcpbench.workloads.ranks import RankError, join, one_of, together
 from dcpbench.workloads.sync_count import count_syncs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dcpbench.bench_records import Case, Timing
     from dcpbench.records import Gpu
     from dcpbench.workloads.calls import Calls, Workload
 
-WORKLOADS: dict[str, type[Workload]] = {"kv-write": KvWrite, "dp-slice": DpSlice}
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What is measured of a bench, beside the time of its cases in a CUDA graph."""
+
+    workload: type[Workload]
+    limits: tuple[str, ...] = ()
+    """What its cases are held against; see workloads/limits.py."""
+    host: bool = False
+    """Its variants may wait for the GPU: eager time, host time and synchronisations count. The others must be
+    capturable, and a graph that is captured proves that nothing waits."""
+    fresh: bool = False
+    """Its inputs were just written in an engine, too: nothing keeps the L2 cache cold."""
+
+
+BENCHES = {
+    "attention": Bench(workload=Attention, limits=("read", "matmul")),
+    "exchange": Bench(workload=ExchangeBench, limits=("peer", "barrier"), fresh=True),
+    "merge": Bench(workload=Merge, limits=("copy", "matmul")),
+    "collectives": Bench(workload=Collectives, limits=("peer", "barrier", "smallest"), fresh=True),
+    "kv-write": Bench(workload=KvWrite, limits=("copy",), host=True),
+    "dp-slice": Bench(workload=DpSlice, host=True),
+}
 """A further bench is a class with `build(case) -> Calls`, in a file of its own, and its line here."""
-L2_TIMES = 4
-"""A pass that writes less than this many times the L2 cache is marked `l2_warm`."""
 
 
 class BenchWorker:
-    """State of a job."""
+    """State of a job on one rank."""
 
-    def __init__(self, job: BenchJob, folder: Path, device: torch.device) -> None:
-        self.job, self.device = job, device
+    def __init__(self, job: BenchJob, folder: Path, rank: int, device: torch.device) -> None:
+        self.job, self.rank, self.device = job, rank, device
         self.events = folder / "events.jsonl"
-        self.workload = WORKLOADS[job.bench](device, job.settings.seed)
+        self.bench = BENCHES[job.bench]
+        self.workload = self.bench.workload(device, job.settings.seed)
+        self.limits: dict[str, float] = {}
         self.blocking: dict[str, int] = {}
         """First case of each variant that waits for the GPU, by its variant."""
 
@@ -47,27 +84,32 @@ class BenchWorker:
         """The bench's workload with its tensors on `device`; this process's own is kept, with its inputs."""
         if device == self.device:
             return self.workload
-        return WORKLOADS[self.job.bench](device, self.job.settings.seed)
+        return self.bench.workload(device, self.job.settings.seed)
 
     def tell(self, event: Event) -> None:
-        """Append one line."""
-        with self.events.open("ab") as f:
-            f.write(msgspec.json.encode(event) + b"\n")
+        """Append one line, from rank 0."""
+        if self.rank == 0:
+            with self.events.open("ab") as f:
+                f.write(msgspec.json.encode(event) + b"\n")
 
     def run(self) -> None:
-        """All cases, in three rounds."""
+        """Limits, then all cases in up to three rounds."""
         self.tell(Event(stage="start", environment=environment(self.device, self.job.command)))
+        if self.device.type == "cuda" and self.bench.limits:
+            found, without = limits.measure(self.bench.limits, self.device)
+            self.limits = limits.by_name(found)
+            self.tell(Event(stage="limits", limits=found, without=without))
         done = []
         for index, case in enumerate(self.job.cases):
             self.tell(Event(stage="case", index=index))
             try:
                 result = self.measure(index, case)
-            except Exception as e:  # noqa: BLE001 - whatever it is, the case says it and the others go on
-                result = Result(case=case, outcome="failed", reason=_sentence(e))
+            except RankError as e:  # the case says it and the others go on
+                result = Result(case=case, outcome="failed", reason=str(e))
             done.append(result)
             self.tell(Event(stage="done", index=index, result=result))
         for index, result in enumerate(done):
-            if result.outcome == "ok":
+            if result.outcome == "ok" and self.bench.host:
                 self.count(index, result)
         ready = {index: self.workload.build(self.job.cases[index]) for index in self.blocking.values()}
         for index, calls in ready.items():
@@ -75,67 +117,106 @@ class BenchWorker:
         self.tell(Event(stage="end"))
 
     def measure(self, index: int, case: Case) -> Result:
-        """Correctness and, on a GPU, times of one case."""
-        calls = self.workload.build(case)
-        difference = calls.check(calls.run)
+        """Correctness and, on a GPU, times of one case. Raises RankError where some rank could not."""
+        calls = together(lambda: self.workload.build(case))
+        difference, error = checked(calls, calls.check, calls.run)
+        result = Result(
+            case=case, calls=len(calls.calls), work=calls.work, correct=not difference, difference=difference,
+            error=error,
+        )  # fmt: skip
         if self.device.type == "cpu":
-            return Result(case=case, correct=not difference, difference=difference)
-        settings = self.job.settings
-        time, gpu = measuring.eager_time(calls, self.device, settings)
-        host = measuring.host_time(calls, settings)
-        graph: Graph | None = None
-        if measuring.waits(calls.run_captured):
+            return result
+        states: list[Gpu | None] = []
+        if self.bench.host:
+            time, gpu = together(lambda: self.gpu_time(calls.run, calls))
+            host = together(lambda: measuring.host_time(calls, self.job.settings))
+            result = msgspec.structs.replace(result, time=time, host=host)
+            states.append(gpu)
+        if self.bench.host and together(lambda: measuring.waits(calls.run_captured)):
             self.blocking.setdefault(case.variant, index)
         else:
-            graph, wrong = measuring.graph_time(calls, self.device, settings)
+            replay = together(lambda: measuring.capture(calls.run_captured).replay)
+            wrong, error = checked(calls, calls.check_graph or calls.check, replay)
+            graph_time, gpu = together(lambda: self.gpu_time(replay, calls))
             difference = difference or (wrong and f"replayed graph: {wrong}")
-        return Result(
-            case=case, correct=not difference, difference=difference, time=time, host=host, graph=graph, gpu=gpu,
-            marks=self.marks(calls, gpu, [t for t in (time, host, graph and graph.time) if t]),
-        )  # fmt: skip
+            graph = Graph(captured=True, time=graph_time, correct=not wrong)
+            result = msgspec.structs.replace(
+                result, graph=graph, correct=not difference, difference=difference, error=error
+            )
+            states.append(gpu)
+        gpu = worst(state for each in gather_objects(states) for state in each)
+        return msgspec.structs.replace(
+            result, gpu=gpu, marks=self.marks(calls, gpu, result), **self.rates(calls, result)
+        )
 
-    def marks(self, calls: Calls, gpu: Gpu | None, timings: list[Timing]) -> list[str]:
+    def rates(self, calls: Calls, result: Result) -> dict[str, float | None]:
+        """What a call comes to by its time, and its floor."""
+        work, time = calls.work, result.graph.time if result.graph else result.time
+        if work is None or time is None:
+            return {}
+        amounts = {"bytes_s": work.memory_bytes, "flop_s": work.flops, "received_bytes_s": work.received_bytes}
+        rates = {name: amount / time.median_us * 1e6 if amount else None for name, amount in amounts.items()}
+        return rates | {"floor_us": floor_us(work, self.limits)}
+
+    def gpu_time(self, run: Callable[[], None], calls: Calls) -> tuple[Timing, Gpu | None]:
+        """Of a call, where `run` is a pass."""
+        return measuring.gpu_time(run, len(calls.calls), self.device, self.job.settings)
+
+    def marks(self, calls: Calls, gpu: Gpu | None, result: Result) -> list[str]:
         """What to be careful about, in the words of records.jsonl."""
         l2_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size
+        timings = [t for t in (result.time, result.host, result.graph and result.graph.time) if t]
         found = {
             "noisy": any(t.noisy for t in timings),
             "unsettled": any(t.unsettled for t in timings),
             "throttled": bool(gpu and gpu.throttle_reasons),
-            "l2_warm": calls.written_bytes < L2_TIMES * l2_bytes,
+            "l2_warm": not self.bench.fresh and calls.written_bytes < measuring.COLD * l2_bytes,
         }
         return [name for name, applies in found.items() if applies]
 
     def count(self, index: int, result: Result) -> None:
         """Synchronisations of one case."""
         try:
-            syncs = count_syncs(lambda device: self.workload_on(device).build(result.case), self.device)
-        except Exception as e:  # noqa: BLE001 - as in `run`; what was timed stays
-            reason = f"counting synchronisations: {_sentence(e)}"
-            failed = msgspec.structs.replace(result, outcome="failed", reason=reason)
+            syncs = together(
+                lambda: count_syncs(lambda device: self.workload_on(device).build(result.case), self.device)
+            )
+        except RankError as e:  # as in `run`; what was timed stays
+            failed = msgspec.structs.replace(result, outcome="failed", reason=f"counting synchronisations: {e}")
             self.tell(Event(stage="counted", index=index, result=failed))
         else:
             self.tell(Event(stage="counted", index=index, syncs=syncs))
 
 
-def _sentence(error: Exception) -> str:
-    return f"{type(error).__name__}: {measuring.first_line(error)}"
+def checked(
+    calls: Calls, check: Callable[[Callable[[], None]], str], run: Callable[[], None]
+) -> tuple[str, float | None]:
+    """(what differs on some rank, the largest error of all ranks), after a pass by `run`."""
+    difference = one_of(together(lambda: check(run)))
+    return difference, largest_error(together(calls.error)) if calls.error else None
 
 
 def main(path: str) -> None:
-    """Run the job of a folder."""
-    folder = Path(path)
+    """Run the job of a folder as the rank that the environment names, as torchrun would."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    folder, rank = Path(path), int(os.environ.get("RANK", "0"))
     job = msgspec.json.decode((folder / "job.json").read_bytes(), type=BenchJob)
     if job.device == "cuda":
-        device = torch.device("cuda", 0)
+        device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
         torch.set_num_threads(1)
-    worker = BenchWorker(job, folder, device)
+    join(rank, job.ranks, device)
+    worker = BenchWorker(job, folder, rank, device)
     with torch.inference_mode():
         worker.run()
-    if worker.blocking:
-        os._exit(0)  # a refused capture is still open in torch, whose tear-down would complain about it
+    if job.ranks > 1:
+        dist.barrier(device_ids=[rank] if job.device == "cuda" else None)
+    if worker.blocking or job.ranks > 1:
+        # A refused capture is still open in torch, whose tear-down would complain about it; that of a group waits for
+        # graphs which hold its collectives.
+        sys.stderr.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dcpbench import measure
-    from dcpbench.bench_records import BenchSettings, Case
+    from dcpbench.bench_records import BenchSettings, Case, Work
     from dcpbench.records import Gpu
 
     Run = Callable[[], None]
@@ -29,6 +30,10 @@ REFUSALS = (RuntimeError, SystemError)
 condition on a tensor loses its exception on the way through torch's callbacks, and is a SystemError (2.11)."""
 HOST_CALLS = 16
 """Calls of a pass whose host time is taken; behind a backlog each, 61 would take long and tell no more."""
+COLD = 4
+"""Times the L2 cache that a pass goes through at the least; one that does not is marked `l2_warm`."""
+MOST_SETS = 256
+CPU_SETS = 2
 SPIN_CYCLES = 20_000_000
 """Some 10 ms of waiting on a GPU, to find out how long a cycle is."""
 
@@ -49,7 +54,11 @@ class Calls:
     check_graph: Callable[[Run], str] | None = None
     """`check` for a pass of `to_capture`."""
     written_bytes: int = 0
-    """Memory that a pass writes."""
+    """Memory that a pass goes through, so that what it began with has left the L2 cache: written, or read."""
+    error: Callable[[], float] | None = None
+    """‖x − ref‖ / ‖ref‖ of what the last pass left, where results are not equal bit by bit."""
+    work: Work | None = None
+    """The least that one call must do; None where no limit is approached."""
 
     def run(self) -> None:
         """One pass, eagerly."""
@@ -96,25 +105,20 @@ class HostClock:
         return spent * 1e3
 
 
-def eager_time(calls: Calls, device: torch.device, settings: BenchSettings) -> tuple[Timing, Gpu | None]:
-    """Time of a call, passes back to back, by CUDA events: the host's waiting and launching is in it."""
+def gpu_time(run: Run, calls: int, device: torch.device, settings: BenchSettings) -> tuple[Timing, Gpu | None]:
+    """Time of a call, where `run` is a pass of so many, passes back to back, by CUDA events.
+
+    Run eagerly, the host's waiting and launching is in it; a graph's replay has none of either.
+    """
     with GpuSampler(device) as sampler:
-        found = time_chunks(Timer(calls.run, device).chunk, _rule(settings), chunk_seconds=CHUNK_SECONDS)
-    return _timing(found, len(calls.calls)), sampler.state()
+        found = time_chunks(Timer(run, device).chunk, _rule(settings), chunk_seconds=CHUNK_SECONDS)
+    return _timing(found, calls), sampler.state()
 
 
 def host_time(calls: Calls, settings: BenchSettings) -> Timing:
     """Host time inside a call while the GPU is `backlog_us` behind."""
     clock = HostClock(calls.calls[:HOST_CALLS], settings.backlog_us)
     return _timing(time_chunks(clock.chunk, _rule(settings), chunk_seconds=CHUNK_SECONDS), len(clock.calls))
-
-
-def graph_time(calls: Calls, device: torch.device, settings: BenchSettings) -> tuple[Graph, str]:
-    """(a pass captured and replayed, how its result differs from the reference). For calls that do not wait."""
-    graph = capture(calls.run_captured)
-    difference = (calls.check_graph or calls.check)(graph.replay)
-    found = time_chunks(Timer(graph.replay, device).chunk, _rule(settings), chunk_seconds=CHUNK_SECONDS)
-    return Graph(captured=True, time=_timing(found, len(calls.calls)), correct=not difference), difference
 
 
 def try_capture(calls: Calls) -> Graph:
@@ -188,3 +192,23 @@ def first_line(error: BaseException) -> str:
     """What an error says, without the advice below it."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def cold_sets(set_bytes: int, device: torch.device) -> int:
+    """Sets of tensors that a pass must go through so that none of a set is still in the L2 cache when it comes again.
+
+    Without the set itself they fill it COLD times over; a set that does so alone is enough. At most MOST_SETS.
+    """
+    if device.type == "cpu":
+        return CPU_SETS
+    cold = COLD * torch.cuda.get_device_properties(device).L2_cache_size
+    return 1 if set_bytes >= cold else min(MOST_SETS, 1 + -(-cold // set_bytes))
+
+
+def relative_error(x: torch.Tensor, truth: torch.Tensor) -> float:
+    """‖x − truth‖ / ‖truth‖ in fp64; 0 where both are 0, infinite where x holds NaN or infinity."""
+    size = float(truth.double().norm())
+    error = float((x.double() - truth.double()).norm())
+    if not math.isfinite(error):
+        return math.inf
+    return error / size if size else math.inf if error else 0.0
