@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dcpbench.reports.bench_rate_findings import rate_findings
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -16,12 +18,12 @@ MARKS = {
     "noisy": "the time limit came before a median was known within ±1 %; give more --seconds",
     "unsettled": "the warm-up had not settled when half the time limit was over; give more --seconds",
     "throttled": "the GPU slowed its clocks down meanwhile",
-    "l2_warm": "a pass writes less than 4 times the L2 cache, so that its rows may still lie there",
+    "l2_warm": "a pass goes through less than 4 times the L2 cache, so that its rows may still lie there",
 }
 
 
 def findings(record: BenchRecord) -> list[str]:
-    """Sentences about correctness, synchronisation, host time and CUDA graphs, as far as there are numbers."""
+    """Sentences about correctness, synchronisation, host time, rates and CUDA graphs, as far as there are numbers."""
     ok = [r for r in record.results if r.outcome == "ok"]
     variants = list(dict.fromkeys(r.case.variant for r in ok))
     of = {name: [r for r in ok if r.case.variant == name] for name in variants}
@@ -30,7 +32,9 @@ def findings(record: BenchRecord) -> list[str]:
     told += [sentence for name in variants if (sentence := _where(name, of[name]))]
     if host := _range_by_variant(of, lambda r: r.host):
         told.append(f"Host time inside a call while the GPU is {record.settings.backlog_us:g} µs behind: {host}.")
-    if replay := _range_by_variant(of, lambda r: r.graph.time if r.graph else None):
+    told += rate_findings(record)
+    replay = _range_by_variant(of, lambda r: r.graph.time if r.graph else None)
+    if replay and any(r.host for r in ok):
         told.append(f"GPU time of a call replayed from a CUDA graph: {replay}.")
     told += [
         f"{r.case.variant} cannot be captured in a CUDA graph: {r.graph.reason}"

@@ -1,4 +1,4 @@
-"""The picture of a bench: time against tokens, a line for each variant, with its synchronisations beside it."""
+"""The picture of a bench: its own, or time against tokens, a line for each variant, with synchronisations beside it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from dcpbench.reports.bench_curves import write_curves
+from dcpbench.reports.bench_roofline import write_roofline
 from dcpbench.reports.style import (
     LAYOUT_COLOURS,
     LINES,
@@ -21,7 +23,7 @@ from dcpbench.reports.style import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from matplotlib.axes import Axes
@@ -35,8 +37,18 @@ GREY = "#555555"
 X = "tokens"
 
 
+OTHERS: dict[str, Callable[[BenchRecord, Path], None]] = {
+    "attention": write_roofline, "exchange": write_curves, "collectives": write_curves, "merge": write_curves,
+}  # fmt: skip
+"""Benches with a picture of their own; they have none on the CPU, where nothing of theirs is timed."""
+
+
 def write_picture(record: BenchRecord, path: Path) -> None:
     """Write a PNG: times on a GPU; synchronisations alone on the CPU, where a time would be no performance."""
+    if record.bench in OTHERS:
+        if record.performance:
+            OTHERS[record.bench](record, path)
+        return
     ok = [r for r in record.results if r.outcome == "ok"]
     variants = list(dict.fromkeys(r.case.variant for r in ok))
     groups: dict[str, list[Result]] = {}

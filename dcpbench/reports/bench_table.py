@@ -8,60 +8,110 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from dcpbench.reports.bench_rates import baselines, limits_told, share, speed_up
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dcpbench.bench_records import BenchRecord, Result, Timing
+
+    Cell = Callable[[Result], str]
 
 NARROW = "Intervals and marks are left out: this terminal has fewer than 130 columns. --json and -o have them."
 NUMBERS = (int, float)
 WIDE = 130
 """Columns of a terminal in which intervals and marks find room beside the rest."""
-TIMES = ("eager µs", "host µs", "graph µs")
-LEGEND = (
-    "Per call: medians, 95 % intervals in parentheses. eager: calls back to back, GPU clock, the host's waiting in it.",
-    "host: time the host spends inside a call while the GPU is {backlog:g} µs behind. graph: replayed, GPU time only.",
-    "syncs: how often the host waits for the GPU in a call, counted apart from the timing ({detector}).",
-)
+MEDIANS = "Per call: medians, 95 % intervals in parentheses."
+LEGEND = {
+    "host µs": "eager: calls back to back, GPU clock, the host's waiting in it. host: time the host spends inside a "
+    "call while the GPU is {backlog:g} µs behind.",
+    "graph µs": "graph: replayed from a CUDA graph, GPU time only.",
+    "TB/s": "TB/s, TFLOP/s: what a call must read, write and compute on paper, over its time.",
+    "GB/s": "GB/s: what a rank must receive at the least, over the time; the bus bandwidth of collectives.",
+    "wire KB": "wire: what a rank receives by the variant's own formula.",
+    "of limit": "of limit: the least time that this machine allows for that (docs/benches.md), over the time taken.",
+    "error": "error: ‖x − ref‖ / ‖ref‖ against fp64, of the worst rank.",
+    "syncs": "syncs: how often the host waits for the GPU in a call, counted apart from the timing ({detector}).",
+}
+"""What columns mean, by a column that is there."""
 
 
 def table(record: BenchRecord, width: int = WIDE) -> Table:
     """One row for each case; times only where they are of a GPU, and below WIDE columns without their intervals."""
     wide = width >= WIDE
-    out = Table(title=f"bench {record.bench}", box=box.SIMPLE, title_justify="left", padding=(0, 1 if wide else 0))
-    sizes = list(dict.fromkeys(name for r in record.results for name in r.case.sizes))
+    sizes, same = _sizes(record.results)
+    title = ", ".join([f"bench {record.bench}", *same])
+    out = Table(title=title, box=box.SIMPLE, title_justify="left", padding=(0, 1 if wide else 0))
     out.add_column("variant", no_wrap=True)
     for name in sizes:
         number = all(isinstance(r.case.sizes.get(name, 0), NUMBERS) for r in record.results)
         out.add_column(name, justify="right" if number else "left", no_wrap=True)
-    for name in (*(TIMES if record.performance else ()), "syncs"):
+    columns = _columns(record, wide=wide)
+    for name in columns:
         out.add_column(name, justify="right", no_wrap=True)
     out.add_column("correct")
     if record.performance and wide:
         out.add_column("marks")
-    refused = {r.case.variant for r in record.results if r.graph and not r.graph.captured}
     for r in record.results:
-        out.add_row(*_row(r, sizes, refused, performance=record.performance, wide=wide))
+        cells = [r.case.variant, *(_size(r.case.sizes.get(name, "")) for name in sizes)]
+        cells += [*(cell(r) for cell in columns.values()), _verdict(r)]
+        out.add_row(*cells, *([" ".join(r.marks)] if record.performance and wide else []))
     return out
 
 
 def legend(record: BenchRecord, width: int = WIDE) -> list[str]:
-    """What the columns mean."""
-    detector = next((r.syncs.detector for r in record.results if r.syncs), "not counted")
-    lines = (*LEGEND, NARROW) if record.performance and width < WIDE else LEGEND if record.performance else LEGEND[-1:]
-    return [line.format(backlog=record.settings.backlog_us, detector=f"detector: {detector}") for line in lines]
+    """What the columns mean, and the machine's limits."""
+    detector = next((f"detector: {r.syncs.detector}" for r in record.results if r.syncs), "not counted")
+    columns = _columns(record, wide=width >= WIDE)
+    lines = [MEDIANS] if record.performance else []
+    lines += [
+        line.format(backlog=record.settings.backlog_us, detector=detector)
+        for name, line in LEGEND.items()
+        if name in columns
+    ]
+    return lines + limits_told(record) + ([NARROW] if record.performance and width < WIDE else [])
 
 
-def _row(r: Result, sizes: Sequence[str], refused: set[str], *, performance: bool, wide: bool) -> list[str]:
-    cells = [r.case.variant, *(_size(r.case.sizes.get(name, "")) for name in sizes)]
-    if performance:
-        times = [_time(t, wide=wide) for t in (r.time, r.host, r.graph.time if r.graph else None)]
-        cells += [*times[:2], "refused" if r.case.variant in refused else times[2]]
-    cells.append(f"{r.syncs.per_call:g}" if r.syncs else "")
-    cells.append(_verdict(r))
-    if performance and wide:
-        cells.append(" ".join(r.marks))
-    return cells
+def _sizes(results: Sequence[Result]) -> tuple[list[str], list[str]]:
+    """Names of sizes that results differ in, which are columns, and the others in words, which are said once."""
+    names = dict.fromkeys(name for r in results for name in r.case.sizes)
+    values = {name: {r.case.sizes.get(name, "") for r in results} for name in names}
+    differ = [name for name in names if len(values[name]) > 1 or len(results) == 1]
+    return differ, [f"{name} {_size(next(iter(values[name])))}" for name in names if name not in differ]
+
+
+def _columns(record: BenchRecord, *, wide: bool) -> dict[str, Cell]:
+    """What is shown of each result between its sizes and its verdict, as far as any result has it."""
+    results = record.results
+    refused = {r.case.variant for r in results if r.graph and not r.graph.captured}
+    host = any(r.host for r in results)
+    columns: dict[str, tuple[bool, Cell]] = {
+        "eager µs": (host, lambda r: _time(r.time, wide=wide)),
+        "host µs": (host, lambda r: _time(r.host, wide=wide)),
+        "graph µs": (
+            record.performance,
+            lambda r: "refused" if r.case.variant in refused else _time(r.graph.time if r.graph else None, wide=wide),
+        ),
+        "TB/s": (any(r.bytes_s for r in results), lambda r: _rate(r.bytes_s, 1e12)),
+        "TFLOP/s": (any(r.flop_s for r in results), lambda r: _rate(r.flop_s, 1e12)),
+        "GB/s": (any(r.received_bytes_s for r in results), lambda r: _rate(r.received_bytes_s, 1e9)),
+        "wire KB": (
+            any(r.work and r.work.wire_bytes for r in results),
+            lambda r: _rate(r.work.wire_bytes, 1e3) if r.work else "",
+        ),
+        "of limit": (any(r.floor_us for r in results), lambda r: _percent(share(r))),
+    }
+    for name in baselines(record):
+        columns[f"× {name}"] = (True, lambda r, name=name: _ratio(speed_up(r, name, results)))  # type: ignore[misc]
+    columns["syncs"] = (
+        host or any(r.syncs for r in results),
+        lambda r: f"{r.syncs.per_call:g}" if r.syncs else "",
+    )
+    columns["error"] = (
+        any(r.error is not None for r in results),
+        lambda r: f"{r.error:.1e}" if r.error is not None else "",
+    )
+    return {name: cell for name, (there, cell) in columns.items() if there}
 
 
 def _verdict(r: Result) -> str:
@@ -77,8 +127,20 @@ def _size(value: float | str) -> str:
 def _time(t: Timing | None, *, wide: bool) -> str:
     if t is None:
         return ""
-    return f"{_us(t.median_us)} ({_us(t.low_us)}–{_us(t.high_us)})" if wide else _us(t.median_us)
+    return f"{_digits(t.median_us)} ({_digits(t.low_us)}–{_digits(t.high_us)})" if wide else _digits(t.median_us)
 
 
-def _us(value: float) -> str:
+def _rate(value: float | None, scale: float) -> str:
+    return "" if value is None else _digits(value / scale)
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.0f} %"
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"  # noqa: PLR2004 - three digits

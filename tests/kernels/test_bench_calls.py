@@ -85,18 +85,17 @@ def test_a_variant_that_waits_is_known_before_anything_is_captured(variant, wait
 def test_the_masked_kernel_is_right_from_a_graph_and_timed_there(device):
     calls = KvWrite(device, 0).build(case("masked-kernel"))
     assert calls.check(calls.run) == ""
-    graph, difference = measuring.graph_time(calls, device, QUICK)
-    assert difference == ""
-    assert graph.captured
-    assert graph.correct
-    assert graph.time.samples >= 20
+    replay = measuring.capture(calls.run_captured).replay
+    assert calls.check(replay) == ""
+    time, _ = measuring.gpu_time(replay, len(calls.calls), device, QUICK)
+    assert time.samples >= 20
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["check-all", "filter", "masked-kernel"])
 def test_every_variant_is_timed_eagerly_and_on_the_host(variant, device):
     calls = KvWrite(device, 0).build(case(variant))
-    time, _ = measuring.eager_time(calls, device, QUICK)
+    time, _ = measuring.gpu_time(calls.run, len(calls.calls), device, QUICK)
     host = measuring.host_time(calls, QUICK)
     for timing in (time, host):
         assert 0 < timing.low_us <= timing.median_us <= timing.high_us <= timing.max_us

@@ -2,25 +2,26 @@
 
 import pytest
 
-from dcpbench.bench_cases import dp_slice_cases, kv_write_cases
+from dcpbench.bench_cases import Machine, dp_slice_cases, kv_write_cases
 from dcpbench.bench_records import Case
 from dcpbench.errors import UsageError
 
+GPU = Machine(cpu=False)
 KV = {
-    "cpu": False, "tokens": None, "dcp": None, "dtype": None, "variant": None, "layers": None, "scale": 1.0,
+    "tokens": None, "dcp": None, "dtype": None, "variant": None, "layers": None, "scale": 1.0,
     "empty": True,
 }  # fmt: skip
-SLICE = {"cpu": False, "tokens": None, "dp": None, "variant": None, "steps": None}
+SLICE = {"tokens": None, "dp": None, "variant": None, "steps": None}
 
 
 def kv_write(**typed) -> list[Case]:
     """Cases of kv-write with what was typed."""
-    return kv_write_cases(**(KV | typed))
+    return kv_write_cases(GPU, **(KV | typed))
 
 
 def dp_slice(**typed) -> list[Case]:
     """Cases of dp-slice with what was typed."""
-    return dp_slice_cases(**(SLICE | typed))
+    return dp_slice_cases(GPU, **(SLICE | typed))
 
 
 def test_by_default_a_gpu_gets_16_to_65536_tokens_of_all_variants_in_both_types():

@@ -1,0 +1,134 @@
+"""Benches of kernels on one GPU: `attention` and `merge`."""
+
+from typing import Annotated
+
+import typer
+
+from dcpbench.cli_bench.options import (
+    WHAT,
+    Device,
+    Force,
+    Heads,
+    Json,
+    Layers,
+    Output,
+    Requests,
+    Seconds,
+    Timeout,
+)
+
+AttentionHeads = Annotated[
+    str | None,
+    typer.Option("--heads", metavar="N,…", rich_help_panel=WHAT, help="Query heads that one rank attends with. "
+    "Default: 16,64,128 on a GPU; 16 on the CPU."),
+]  # fmt: skip
+AttentionRequests = Annotated[
+    str | None,
+    typer.Option("--requests", metavar="N,…", rich_help_panel=WHAT, help="Requests of a decode step. Default: 1,8,64 "
+    "on a GPU; 1,3 on the CPU."),
+]  # fmt: skip
+Context = Annotated[
+    str | None,
+    typer.Option("--context", metavar="N,…", rich_help_panel=WHAT, help="KV rows of a request on this rank. Default: "
+    "8192,131072 on a GPU; 16 on the CPU."),
+]  # fmt: skip
+Page = Annotated[
+    str | None,
+    typer.Option("--page", metavar="N,…", rich_help_panel=WHAT, help="Rows of a page. Default: 64 on a GPU; 4 on the "
+    "CPU."),
+]  # fmt: skip
+Lengths = Annotated[
+    str,
+    typer.Option("--lengths", metavar="NAME", rich_help_panel=WHAT, help="even: all requests have --context rows. "
+    "uneven: from 1/8 to 15/8 of it, the same in all."),
+]  # fmt: skip
+Backend = Annotated[
+    str | None,
+    typer.Option("--backend", metavar="NAME,…", rich_help_panel=WHAT, help="reference, triton, flashinfer. Default: "
+    "flashinfer,triton on a GPU; reference,triton on the CPU."),
+]  # fmt: skip
+Dcp = Annotated[
+    str | None,
+    typer.Option("--dcp", metavar="N,…", rich_help_panel=WHAT, help="Ranks of the DCP group whose partial outputs are "
+    "merged. Default: 4 on a GPU; 2 on the CPU."),
+]  # fmt: skip
+MergeVariant = Annotated[
+    str | None,
+    typer.Option("--variant", metavar="NAME,…", rich_help_panel=WHAT, help="head-order, correct, pack, combine, "
+    "value-proj. Default: all."),
+]  # fmt: skip
+
+
+def attention(
+    heads: AttentionHeads = None,
+    requests: AttentionRequests = None,
+    context: Context = None,
+    page: Page = None,
+    lengths: Lengths = "even",
+    backend: Backend = None,
+    layers: Layers = None,
+    seconds: Seconds = 0.3,
+    timeout: Timeout = 300.0,
+    device: Device = "auto",
+    output: Output = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Paged MLA decode attention by each backend: bytes and operations per second, against what this GPU can do.
+
+    The picture is a roofline. docs/benches.md says how to read it.
+
+    For example:
+
+      dcpbench bench attention --heads 16,128 --requests 1,64 --context 8192 -o results
+    """
+    from dcpbench import bench
+    from dcpbench.bench_cases import attention_cases
+
+    raise typer.Exit(
+        bench.run(
+            "attention",
+            lambda machine: attention_cases(
+                machine, heads=heads, requests=requests, context=context, page=page, lengths=lengths, backend=backend,
+                layers=layers,
+            ),
+            bench.options(
+                seconds=seconds, timeout=timeout, device=device, output=output, force=force, as_json=as_json
+            ),
+        )
+    )  # fmt: skip
+
+
+def merge(
+    heads: Heads = None,
+    requests: Requests = None,
+    dcp: Dcp = None,
+    variant: MergeVariant = None,
+    layers: Layers = None,
+    seconds: Seconds = 0.3,
+    timeout: Timeout = 300.0,
+    device: Device = "auto",
+    output: Output = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """The kernels around the collectives of an exchange, each by itself, against the speed of a copy.
+
+    docs/benches.md says what each of them does.
+
+    For example:
+
+      dcpbench bench merge --heads 128 --requests 8,128 --dcp 4 -o results
+    """
+    from dcpbench import bench
+    from dcpbench.bench_cases import merge_cases
+
+    raise typer.Exit(
+        bench.run(
+            "merge",
+            lambda machine: merge_cases(
+                machine, heads=heads, requests=requests, dcp=dcp, variant=variant, layers=layers
+            ),
+            bench.options(seconds=seconds, timeout=timeout, device=device, output=output, force=force, as_json=as_json),
+        )
+    )

@@ -1,0 +1,122 @@
+"""Benches of what ranks send to each other: `exchange` and `collectives`."""
+
+from typing import Annotated
+
+import typer
+
+from dcpbench.cli_bench.options import (
+    WHAT,
+    Device,
+    Force,
+    Heads,
+    Json,
+    Layers,
+    Output,
+    Ranks,
+    Requests,
+    Seconds,
+    Timeout,
+)
+
+ExchangeVariant = Annotated[
+    str | None,
+    typer.Option("--variant", metavar="NAME,…", rich_help_panel=WHAT, help="Exchanges as --exchange of a sweep names "
+    "them, and ag_rs-bf16, which reduces partial outputs in bf16. Default: all."),
+]  # fmt: skip
+QReplicate = Annotated[
+    bool,
+    typer.Option("--q-replicate/--no-q-replicate", rich_help_panel=WHAT, help="Every rank has all heads' queries "
+    "already: none are gathered."),
+]  # fmt: skip
+ProjectFirst = Annotated[
+    bool,
+    typer.Option("--project-first/--no-project-first", rich_help_panel=WHAT, help="Partial outputs are projected "
+    "before they are exchanged: 128 columns instead of 512. The projection itself is not in the time."),
+]  # fmt: skip
+Collective = Annotated[
+    str | None,
+    typer.Option("--variant", metavar="NAME,…", rich_help_panel=WHAT, help="all-gather, reduce-scatter, all-to-all, "
+    "all-reduce, all-reduce-symm. Default: all."),
+]  # fmt: skip
+Width = Annotated[
+    str | None,
+    typer.Option("--width", metavar="N,…", rich_help_panel=WHAT, help="Columns of a message in bf16, which has a row "
+    "for each request. Default: 7168 on a GPU, DeepSeek-V3's hidden size; 64 on the CPU."),
+]  # fmt: skip
+
+
+def exchange(
+    heads: Heads = None,
+    requests: Requests = None,
+    ranks: Ranks = None,
+    variant: ExchangeVariant = None,
+    q_replicate: QReplicate = False,
+    project_first: ProjectFirst = False,
+    layers: Layers = None,
+    seconds: Seconds = 0.3,
+    timeout: Timeout = 300.0,
+    device: Device = "auto",
+    output: Output = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """What a decode attention layer sends between the ranks of a DCP group, by each exchange: q, partial outputs, lse.
+
+    Held against two barriers and the bytes that a rank must receive. docs/benches.md says how to read it.
+
+    For example:
+
+      dcpbench bench exchange --ranks 4 --heads 128 --requests 1,8,32,128 -o results
+    """
+    from dcpbench import bench
+    from dcpbench.bench_cases import exchange_cases
+
+    raise typer.Exit(
+        bench.run(
+            "exchange",
+            lambda machine: exchange_cases(
+                machine, heads=heads, requests=requests, variant=variant, layers=layers, q_replicate=q_replicate,
+                project_first=project_first,
+            ),
+            bench.options(
+                seconds=seconds, timeout=timeout, device=device, output=output, force=force, as_json=as_json,
+                between_ranks=True, ranks=ranks,
+            ),
+        )
+    )  # fmt: skip
+
+
+def collectives(
+    requests: Requests = None,
+    width: Width = None,
+    ranks: Ranks = None,
+    variant: Collective = None,
+    layers: Layers = None,
+    seconds: Seconds = 0.3,
+    timeout: Timeout = 300.0,
+    device: Device = "auto",
+    output: Output = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Collectives at the sizes of a decode step: time and bus bandwidth, against what a peer's memory can be read at.
+
+    For example:
+
+      dcpbench bench collectives --ranks 4 --requests 1,32,128 -o results
+    """
+    from dcpbench import bench
+    from dcpbench.bench_cases import collectives_cases
+
+    raise typer.Exit(
+        bench.run(
+            "collectives",
+            lambda machine: collectives_cases(
+                machine, requests=requests, width=width, variant=variant, layers=layers
+            ),
+            bench.options(
+                seconds=seconds, timeout=timeout, device=device, output=output, force=force, as_json=as_json,
+                between_ranks=True, ranks=ranks,
+            ),
+        )
+    )  # fmt: skip
