@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dcpbench import memory
+from dcpbench.choices import OPTIONS
 from dcpbench.errors import CapacityError
 from dcpbench.memory import GIB
 
@@ -48,7 +49,7 @@ def kv_pages(point: Point, points: Iterable[Point], settings: Settings, shape: M
     if probe.device != "cuda" or probe.memory_bytes is None:
         return need
     moe = shape.layers - shape.first_dense
-    weights = memory.weight_bytes(shape, point.layout, ITEMSIZE[point.dtype], shape.first_dense, moe)
+    weights = memory.weight_bytes(shape, point.layout, ITEMSIZE[point.dtype], shape.first_dense, moe, point.group_wide)
     return max(need, (probe.memory_bytes - memory.RESERVE_BYTES - weights) // page)
 
 
@@ -66,7 +67,13 @@ def pages_needed(point: Point) -> int:
 
 def same_engine(a: Point, b: Point) -> bool:
     """Whether two points can share weights, pools and process groups."""
-    fields = ("model", "tp", "dp", "dcp", "dtype", "page_size", "interleave", "weights")
+    fields = ("model", "tp", "dp", "dcp", "dtype", "page_size", "interleave", "weights", "group_wide")
+    return all(getattr(a, name) == getattr(b, name) for name in fields)
+
+
+def same_path(a: Point, b: Point) -> bool:
+    """Whether two points are computed by the same kernels and collectives."""
+    fields = ("backend", "exchange", "all_reduce", *OPTIONS)
     return all(getattr(a, name) == getattr(b, name) for name in fields)
 
 
@@ -79,10 +86,10 @@ def memory_plan(point: Point, pages: int, shape: ModelShape, probe: Probe) -> me
     if probe.memory_bytes is not None and probe.device == "cuda":
         return memory.plan(
             shape, layout, itemsize=itemsize, kv_pages=pages, page_size=point.page_size,
-            total_bytes=probe.memory_bytes, l2_bytes=probe.l2_bytes or 0,
+            total_bytes=probe.memory_bytes, l2_bytes=probe.l2_bytes or 0, wide=point.group_wide,
         )  # fmt: skip
     dense, moe = shape.first_dense, shape.layers - shape.first_dense
-    weights = memory.weight_bytes(shape, layout, itemsize, dense, moe)
+    weights = memory.weight_bytes(shape, layout, itemsize, dense, moe, point.group_wide)
     kv = pages * memory.page_bytes(shape, point.page_size, itemsize)
     if layout.tp * (weights + kv) > CPU_BYTES:
         raise CapacityError(
@@ -102,7 +109,8 @@ def most_pages(point: Point, shape: ModelShape, probe: Probe) -> int:
     if probe.memory_bytes is not None and probe.device == "cuda":
         return memory.most_kv_pages(
             shape, point.layout, itemsize=itemsize, page_size=size, total_bytes=probe.memory_bytes,
-            l2_bytes=probe.l2_bytes or 0,
+            l2_bytes=probe.l2_bytes or 0, wide=point.group_wide,
         )  # fmt: skip
-    held = memory.weight_bytes(shape, point.layout, itemsize, shape.first_dense, shape.layers - shape.first_dense)
+    dense, moe = shape.first_dense, shape.layers - shape.first_dense
+    held = memory.weight_bytes(shape, point.layout, itemsize, dense, moe, point.group_wide)
     return max((CPU_BYTES // point.tp - held) // memory.page_bytes(shape, size, itemsize), 0)

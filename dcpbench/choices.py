@@ -4,7 +4,11 @@ from __future__ import annotations
 
 BACKENDS = ("reference", "triton", "flashinfer")
 """What --backend can be; kernels/attention makes them."""
-EXCHANGES = ("ag_rs", "a2a")
+EXCHANGES = ("ag_rs", "a2a", "symm")
 """What --exchange can be; exchange/ makes them."""
+OPTIONS = ("q_replicate", "project_first", "overlap")
+"""What an exchange can be told, each on or off; fields of a point, and options with the same names."""
+ALL_REDUCES = ("nccl", "symm")
+"""What --all-reduce can be."""
 NO_EXCHANGE = "none"
 """What a point with dcp 1 has, where nothing is exchanged."""

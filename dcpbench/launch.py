@@ -169,8 +169,7 @@ def _shares(point: Point, record: Record) -> bool:
     if _is_model_error(record):
         return (point.model, point.weights) == (failed.model, failed.weights)
     ours, built = record.detail.get("error") in OURS, record.detail.get("stage") == "build"
-    same_path = (point.backend, point.exchange) == (failed.backend, failed.exchange)
-    return ours and built and same_path and budget.same_engine(point, failed)
+    return ours and built and budget.same_path(point, failed) and budget.same_engine(point, failed)
 
 
 def _is_model_error(record: Record) -> bool:

@@ -25,6 +25,20 @@ if TYPE_CHECKING:
 
     from dcpbench.shapes import ModelShape
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupWide:
+    """Projections that a rank holds for all heads of its DCP group, instead of for its own heads alone."""
+
+    query: bool = False
+    """W_UQ and W_UK (--q-replicate): every rank computes all heads' queries, and none are gathered."""
+    value: bool = False
+    """W_UV (--project-first): partial outputs are projected before they are exchanged."""
+
+
+OWN_HEADS = GroupWide()
+"""What a rank holds unless something else was asked for."""
+
 Ints = TypeVar("Ints", int, "np.ndarray[Any, np.dtype[np.int32]]")
 
 

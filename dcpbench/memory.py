@@ -10,9 +10,10 @@ import math
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import CapacityError
+from dcpbench.layout import OWN_HEADS
 
 if TYPE_CHECKING:
-    from dcpbench.layout import Layout
+    from dcpbench.layout import GroupWide, Layout
     from dcpbench.shapes import ModelShape
 
 GIB = 1 << 30
@@ -46,13 +47,16 @@ class Plan:
         return self.dense_held + self.moe_held
 
 
-def attention_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int:
+def attention_bytes(shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS) -> int:
     """Attention weights of one layer on one rank, with its two layer norms."""
     heads = shape.heads // layout.attn_tp
-    q_width = heads * (shape.nope + shape.rope)
+    q_heads = heads * layout.dcp if wide.query else heads
+    v_heads = heads * layout.dcp if wide.value else heads
+    q_width = q_heads * (shape.nope + shape.rope)
     q = shape.hidden * q_width if shape.q_lora is None else shape.q_lora * (shape.hidden + q_width + 1)
-    kv = shape.hidden * shape.kv_width + shape.latent + heads * shape.latent * (shape.nope + shape.value)
-    return (q + kv + heads * shape.value * shape.hidden + 2 * shape.hidden) * itemsize
+    kv = shape.hidden * shape.kv_width + shape.latent
+    absorbed = shape.latent * (q_heads * shape.nope + v_heads * shape.value)
+    return (q + kv + absorbed + heads * shape.value * shape.hidden + 2 * shape.hidden) * itemsize
 
 
 def moe_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int:
@@ -82,9 +86,11 @@ def outer_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int:
     return (2 * vocab_rows(shape, layout) + 1) * shape.hidden * itemsize
 
 
-def weight_bytes(shape: ModelShape, layout: Layout, itemsize: int, dense: int, moe: int) -> int:
+def weight_bytes(
+    shape: ModelShape, layout: Layout, itemsize: int, dense: int, moe: int, wide: GroupWide = OWN_HEADS
+) -> int:
     """Weights on one rank when `dense` + `moe` distinct layers are held."""
-    attention = (dense + moe) * attention_bytes(shape, layout, itemsize)
+    attention = (dense + moe) * attention_bytes(shape, layout, itemsize, wide)
     mlp = dense * dense_bytes(shape, layout, itemsize) + moe * moe_bytes(shape, layout, itemsize)
     return outer_bytes(shape, layout, itemsize) + attention + mlp
 
@@ -105,7 +111,9 @@ def page_bytes(shape: ModelShape, page_size: int, itemsize: int) -> int:
     return page_size * shape.kv_bytes_per_token(itemsize)
 
 
-def least_layers(shape: ModelShape, layout: Layout, itemsize: int, l2_bytes: int) -> tuple[int, int]:
+def least_layers(
+    shape: ModelShape, layout: Layout, itemsize: int, l2_bytes: int, wide: GroupWide = OWN_HEADS
+) -> tuple[int, int]:
     """Fewest distinct (dense, MoE) layers so that weights cycle through CACHE_FACTOR × L2 between two uses.
 
     Counts only what every step surely reads (attention and shared expert), not the experts that routing picks.
@@ -114,40 +122,45 @@ def least_layers(shape: ModelShape, layout: Layout, itemsize: int, l2_bytes: int
     dense = min(1, shape.first_dense)
     if moe_layers == 0:
         return shape.first_dense, 0
-    sure = sure_bytes(shape, layout, itemsize)
+    sure = sure_bytes(shape, layout, itemsize, wide)
     return dense, min(max(math.ceil(CACHE_FACTOR * l2_bytes / sure), 1), moe_layers)
 
 
-def sure_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int:
+def sure_bytes(shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS) -> int:
     """Weights that one MoE layer surely reads in every step: attention and shared expert."""
-    return attention_bytes(shape, layout, itemsize) + shared_elements(shape, layout) * itemsize
+    return attention_bytes(shape, layout, itemsize, wide) + shared_elements(shape, layout) * itemsize
 
 
 def plan(
-    shape: ModelShape, layout: Layout, *, itemsize: int, kv_pages: int, page_size: int, total_bytes: int, l2_bytes: int
-) -> Plan:
+    shape: ModelShape, layout: Layout, *, itemsize: int, kv_pages: int, page_size: int, total_bytes: int, l2_bytes: int,
+    wide: GroupWide = OWN_HEADS,
+) -> Plan:  # fmt: skip
     """Divide `total_bytes` of one GPU between a KV pool of `kv_pages` pages and as many distinct layers as fit.
 
     Raises CapacityError, saying how much is missing, when the KV pool and the fewest layers do not fit together.
     """
+
+    def held(dense: int, moe: int) -> int:
+        return weight_bytes(shape, layout, itemsize, dense, moe, wide)
+
     kv = kv_pages * page_bytes(shape, page_size, itemsize)
     room = total_bytes - RESERVE_BYTES - kv
-    dense, moe = least_layers(shape, layout, itemsize, l2_bytes)
-    need = weight_bytes(shape, layout, itemsize, dense, moe)
+    dense, moe = least_layers(shape, layout, itemsize, l2_bytes, wide)
+    need = held(dense, moe)
     if need > room:
         raise CapacityError(
             f"{layout}: the KV cache needs {kv / GIB:.1f} GiB per GPU and the fewest weights {need / GIB:.1f} GiB, "
             f"{(need - room) / GIB:.1f} GiB more than the {(total_bytes - RESERVE_BYTES) / GIB:.1f} GiB available"
         )
     moe_layers = shape.layers - shape.first_dense
-    while dense < shape.first_dense and weight_bytes(shape, layout, itemsize, dense + 1, moe) <= room:
+    while dense < shape.first_dense and held(dense + 1, moe) <= room:
         dense += 1
-    while moe < moe_layers and weight_bytes(shape, layout, itemsize, dense, moe + 1) <= room:
+    while moe < moe_layers and held(dense, moe + 1) <= room:
         moe += 1
     return Plan(
         kv_bytes=kv,
-        weight_bytes=weight_bytes(shape, layout, itemsize, dense, moe),
-        full_weight_bytes=weight_bytes(shape, layout, itemsize, shape.first_dense, moe_layers),
+        weight_bytes=held(dense, moe),
+        full_weight_bytes=held(shape.first_dense, moe_layers),
         dense_held=dense,
         moe_held=moe,
         layers=shape.layers,
@@ -155,9 +168,10 @@ def plan(
 
 
 def most_kv_pages(
-    shape: ModelShape, layout: Layout, *, itemsize: int, page_size: int, total_bytes: int, l2_bytes: int
-) -> int:
+    shape: ModelShape, layout: Layout, *, itemsize: int, page_size: int, total_bytes: int, l2_bytes: int,
+    wide: GroupWide = OWN_HEADS,
+) -> int:  # fmt: skip
     """Largest KV pool, in pages, beside the fewest weights that may be held."""
-    dense, moe = least_layers(shape, layout, itemsize, l2_bytes)
-    room = total_bytes - RESERVE_BYTES - weight_bytes(shape, layout, itemsize, dense, moe)
+    dense, moe = least_layers(shape, layout, itemsize, l2_bytes, wide)
+    room = total_bytes - RESERVE_BYTES - weight_bytes(shape, layout, itemsize, dense, moe, wide)
     return max(room // page_bytes(shape, page_size, itemsize), 0)

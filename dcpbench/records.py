@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench.choices import NO_EXCHANGE, OPTIONS
 from dcpbench.errors import RecordsError
-from dcpbench.layout import Layout
+from dcpbench.layout import GroupWide, Layout
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +35,15 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     context: int
     """Tokens already in the KV cache of each request."""
     exchange: str = "none"
-    """`ag_rs`; `none` where dcp is 1 and nothing is exchanged."""
+    """`ag_rs`, `a2a`, …; `none` where dcp is 1 and nothing is exchanged."""
+    q_replicate: bool = False
+    """Every rank computes the queries of all heads of its DCP group, and none are gathered."""
+    project_first: bool = False
+    """Partial outputs are projected to values before they are exchanged."""
+    overlap: bool = False
+    """The batch in two halves, one half's exchange beside the other half's attention."""
+    all_reduce: str = "nccl"
+    """How partial sums of tensor parallelism are reduced."""
     backend: str
     dtype: str
     page_size: int = 1
@@ -48,6 +57,17 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     def layout(self) -> Layout:
         """The point's layout. Raises LayoutError where degrees do not nest."""
         return Layout(tp=self.tp, dp=self.dp, dcp=self.dcp)
+
+    @property
+    def group_wide(self) -> GroupWide:
+        """What each rank holds for all heads of its DCP group."""
+        return GroupWide(query=self.q_replicate, value=self.project_first)
+
+    def exchange_label(self) -> str:
+        """The exchange with the options that are on: `a2a +q-replicate`; empty without an exchange."""
+        if self.exchange == NO_EXCHANGE:
+            return ""
+        return " ".join([self.exchange, *(f"+{name.replace('_', '-')}" for name in OPTIONS if getattr(self, name))])
 
     def key(self) -> str:
         """Everything that makes this point itself; `--resume` and comparisons match on it."""

@@ -89,7 +89,7 @@ class Worker:
     def session_for(self, point: Point) -> Session:
         """The engine for a point: the last one where it can be shared, else a new one in its place."""
         old = self.session
-        if old is not None and budget.same_engine(old.point, point) and _same_path(old.point, point):
+        if old is not None and budget.same_engine(old.point, point) and budget.same_path(old.point, point):
             return old
         self.session = old = None
         free_memory(self.device)
@@ -115,10 +115,6 @@ class Worker:
             with (Path(self.job.folder) / "checks.jsonl").open("ab") as f:
                 f.writelines(msgspec.json.encode(check) + b"\n" for check in checks)
             self.tell("done", note=f"{sum(c.ok for c in checks)} of {len(checks)} checks agree")
-
-
-def _same_path(a: Point, b: Point) -> bool:
-    return (a.backend, a.exchange) == (b.backend, b.exchange)
 
 
 def main(path: str) -> int:

@@ -12,8 +12,9 @@ from dcpbench import layout as arithmetic
 from dcpbench.batches import padded_batch
 from dcpbench.engine.allocator import DcpAllocator
 from dcpbench.engine.model import Model, StepInput
+from dcpbench.engine.parts import Part
 from dcpbench.engine.request_pool import PADDING_SLOT, RequestPool, copy_async
-from dcpbench.errors import CapacityError
+from dcpbench.errors import CapacityError, UsageError
 from dcpbench.exchange import ExchangeSpec, make_exchange
 from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
 from dcpbench.kernels.rope import softmax_scale
@@ -21,7 +22,6 @@ from dcpbench.kernels.synthetic_kv import fill_request
 
 if TYPE_CHECKING:
     from dcpbench.engine.allocator import Allocation
-    from dcpbench.kernels.attention import Backend
 
 PADDING_LENGTH = 1
 """A padding row has one token, on slot 0: it attends to and writes the padding page."""
@@ -52,10 +52,10 @@ class Captured:
 
 
 class Batch:
-    """Fixed buffers, attention plan and graph of one padded batch size."""
+    """Fixed buffers, attention plans and graph of one padded batch size."""
 
-    def __init__(self, size: int, backend: Backend, device: torch.device) -> None:
-        self.size, self.backend = size, backend
+    def __init__(self, size: int, parts: list[Part], device: torch.device) -> None:
+        self.size, self.parts = size, parts
         self.tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self.slots = torch.zeros(size, dtype=torch.int64, device=device)
         self.positions = torch.zeros(size, dtype=torch.int64, device=device)
@@ -71,13 +71,22 @@ class DecodeEngine:
     """Requests of one attention replica, as one of its ranks sees them. Every rank makes the same calls."""
 
     def __init__(
-        self, model: Model, *, backend: str, exchange: str, max_requests: int, max_context: int, padding: bool = True
-    ) -> None:
-        """`padding=False` exists only to show what the padding slot and page prevent; see RequestPool."""
+        self, model: Model, *, backend: str, exchange: str, max_requests: int, max_context: int,
+        overlap: bool = False, padding: bool = True,
+    ) -> None:  # fmt: skip
+        """`overlap` divides batches in halves (parts.py), which takes two rows at least.
+
+        `padding=False` exists only to show what the padding slot and page prevent; see RequestPool.
+        """
         self.model = model
         self.device = model.kv.data.device
         self.backend_name = backend
-        self.exchange = make_exchange(exchange, model.groups.dcp, self._exchange_spec(max_requests))
+        largest = padded_batch(max_requests)
+        self.exchanges = [
+            make_exchange(exchange, model.groups.dcp, self._exchange_spec(size)) for size in _shares(largest, overlap)
+        ]
+        """One for each part of a batch: halves must not meet in one exchange's buffers."""
+        self.beside = torch.cuda.Stream(self.device) if overlap and self.device.type == "cuda" else None
         _, pages, self.page_size, _ = model.kv.data.shape
         self.max_context = max_context
         self.requests = RequestPool(max_requests, max_context, self.device, padding=padding)
@@ -122,30 +131,39 @@ class DecodeEngine:
         """The buffers for a replica with up to `requests` requests, made on first use."""
         size = padded_batch(requests)
         if size not in self.batches:
-            model, shape = self.model, self.model.shape
-            spec = AttentionSpec(
-                batch=size,
-                heads=model.heads * model.layout.dcp,
-                latent=shape.latent,
-                rope=shape.rope,
-                page_size=self.page_size,
-                max_pages=self.allocator.pages_for(self.max_context),
-                scale=softmax_scale(shape),
-                dtype=model.kv.data.dtype,
-                device=self.device,
-            )
-            self.batches[size] = Batch(size, make_backend(self.backend_name, spec), self.device)
+            parts, first = [], 0
+            for share, exchange in zip(_shares(size, len(self.exchanges) > 1), self.exchanges, strict=True):
+                backend = make_backend(self.backend_name, self._attention_spec(share))
+                parts.append(Part(first, share, backend, exchange))
+                first += share
+            self.batches[size] = Batch(size, parts, self.device)
         return self.batches[size]
 
-    def _exchange_spec(self, max_requests: int) -> ExchangeSpec:
+    def _attention_spec(self, batch: int) -> AttentionSpec:
         model, shape = self.model, self.model.shape
-        return ExchangeSpec(
-            batch=padded_batch(max_requests),
+        return AttentionSpec(
+            batch=batch,
             heads=model.heads * model.layout.dcp,
-            width=shape.kv_width,
-            value=shape.latent,
+            latent=shape.latent,
+            rope=shape.rope,
+            page_size=self.page_size,
+            max_pages=self.allocator.pages_for(self.max_context),
+            scale=softmax_scale(shape),
             dtype=model.kv.data.dtype,
             device=self.device,
+        )
+
+    def _exchange_spec(self, batch: int) -> ExchangeSpec:
+        model, shape = self.model, self.model.shape
+        return ExchangeSpec(
+            batch=batch,
+            heads=model.heads * model.layout.dcp,
+            width=shape.kv_width,
+            value=shape.value if model.wide.value else shape.latent,
+            dtype=model.kv.data.dtype,
+            device=self.device,
+            q_replicate=model.wide.query,
+            project_first=model.wide.value,
         )
 
     def plan(self, requests: list[Request], rows: int | None = None) -> Batch:
@@ -162,22 +180,17 @@ class DecodeEngine:
         tokens = [r.token for r in requests] + [0] * padding
         for values, buffer in ((positions, batch.positions), (slots, batch.slots), (tokens, batch.tokens)):
             copy_async(np.asarray(values, dtype=np.int64), buffer)
-        batch.backend.plan(
-            Shards(
-                pages=[r.allocation.pages for r in requests] + [np.zeros(1, dtype=np.int32)] * padding,
-                lengths=[
-                    arithmetic.local_length(n, model.groups.dcp.rank, model.layout.dcp, model.interleave)
-                    for n in lengths
-                ],
-            )
-        )
+        pages = [r.allocation.pages for r in requests] + [np.zeros(1, dtype=np.int32)] * padding
+        mine = [arithmetic.local_length(n, model.groups.dcp.rank, model.layout.dcp, model.interleave) for n in lengths]
+        for part in batch.parts:
+            part.backend.plan(Shards(pages=pages[part.rows], lengths=mine[part.rows]))
         return batch
 
     def run(self, batch: Batch) -> None:
         """One eager step: logits and next tokens of the planned batch."""
         locs = self.requests.table[batch.slots, batch.positions]
         inputs = StepInput(batch.tokens, batch.positions, locs, batch.router_inputs)
-        batch.logits = self.model.step(inputs, batch.backend, self.exchange)
+        batch.logits = self.model.step(inputs, batch.parts, self.beside)
         batch.next_tokens = self.model.greedy(batch.logits)
 
     def capture(self, batch: Batch) -> None:
@@ -205,3 +218,12 @@ class DecodeEngine:
             return
         batch.captured.graph.replay()
         batch.logits, batch.next_tokens = batch.captured.logits, batch.captured.next_tokens
+
+
+def _shares(size: int, overlap: bool) -> list[int]:
+    """Rows of each part of a batch. Raises UsageError where there are not two to divide."""
+    if not overlap:
+        return [size]
+    if size == 1:
+        raise UsageError("--overlap runs a batch in two halves and a replica has a batch of 1; leave it out.")
+    return [size - size // 2, size // 2]

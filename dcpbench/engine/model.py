@@ -11,21 +11,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import linear
 
+from dcpbench.engine.parts import attend
 from dcpbench.engine.weights import Moe
 from dcpbench.kernels import moe
 from dcpbench.kernels.kv_write import write_kv
 from dcpbench.kernels.norm import add_rms_norm, rms_norm
 from dcpbench.kernels.rope import rope, rope_table
 from dcpbench.kernels.value_proj import project_values
+from dcpbench.layout import OWN_HEADS
 from dcpbench.ranges import phase
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from dcpbench.engine.groups import Groups
     from dcpbench.engine.kv_pool import KvPool
+    from dcpbench.engine.parts import Part
     from dcpbench.engine.weights import Attention, Mlp, Weights
-    from dcpbench.exchange import Exchange
-    from dcpbench.kernels.attention import Backend
-    from dcpbench.layout import Layout
+    from dcpbench.layout import GroupWide, Layout
     from dcpbench.shapes import ModelShape
 
 
@@ -53,25 +56,25 @@ class Model:
 
     def __init__(
         self, shape: ModelShape, layout: Layout, groups: Groups, weights: Weights, kv: KvPool,
-        *, interleave: int, max_context: int, device: torch.device,
+        *, interleave: int, max_context: int, device: torch.device, wide: GroupWide = OWN_HEADS,
     ) -> None:  # fmt: skip
         self.shape, self.layout, self.groups, self.weights, self.kv = shape, layout, groups, weights, kv
-        self.interleave = interleave
+        self.interleave, self.wide = interleave, wide
         self.heads = shape.heads // layout.attn_tp
         self.routing = moe.Routing.of(shape)
         self.rope_table = rope_table(shape, max_context, device)
         self.chosen_experts: list[torch.Tensor] | None = None
         """Set to a list to collect each MoE layer's routing (ids_Tk) during an eager step."""
 
-    def step(self, batch: StepInput, backend: Backend, exchange: Exchange) -> torch.Tensor:
-        """Logits of this rank's vocabulary rows, [B, V_local] in the model's dtype."""
+    def step(self, batch: StepInput, parts: Sequence[Part], beside: torch.cuda.Stream | None = None) -> torch.Tensor:
+        """Logits of this rank's vocabulary rows, [B, V_local] in the model's dtype. `parts`, `beside`: see parts.py."""
         eps = self.shape.rms_eps
         residual_BD = self.embed(batch.tokens)
         x_BD: torch.Tensor | None = None
         for index in range(self.shape.layers):
             layer = self.weights.layer(index)
             x_BD = self.norm(x_BD, residual_BD, layer.attention.input_norm)
-            x_BD = self.attention(x_BD, layer.attention, index, batch, backend, exchange)
+            x_BD = self.attention(x_BD, layer.attention, index, batch, parts, beside)
             x_BD = self.norm(x_BD, residual_BD, layer.attention.post_norm)
             x_BD = self.mlp(x_BD, layer.mlp, self.router_input(batch, index))
         assert x_BD is not None
@@ -95,47 +98,76 @@ class Model:
             return add_rms_norm(x_BD, residual_BD, weight_D, self.shape.rms_eps)
 
     def attention(
-        self, x_BD: torch.Tensor, w: Attention, index: int, batch: StepInput, backend: Backend, exchange: Exchange
-    ) -> torch.Tensor:
+        self, x_BD: torch.Tensor, w: Attention, index: int, batch: StepInput, parts: Sequence[Part],
+        beside: torch.cuda.Stream | None,
+    ) -> torch.Tensor:  # fmt: skip
         """MLA in absorbed form: q against latent rows, W_UV and o_proj on what comes back."""
         with phase("qkv_proj"):
-            q_BhQ = exchange.query(x_BD.shape[0])
-            row_BQ = self.project(x_BD, w, batch.positions, q_BhQ)
+            q_Bh, row_BQ = self.project(x_BD, w, batch.positions)
+            queries = [self.absorb(q_Bh[part.rows], batch.positions[part.rows], w, part) for part in parts]
         with phase("kv_write"):
             write_kv(
                 self.kv.rows(index), row_BQ, batch.locs,
                 rank=self.groups.dcp.rank, dcp=self.layout.dcp, interleave=self.interleave,
             )  # fmt: skip
-        q_BHQ = exchange.gather_q(q_BhQ)
-        with phase("attention"):
-            o_BHR, lse_BH = exchange.partial(x_BD.shape[0])
-            backend.run(q_BHQ, self.kv.layer(index), o_BHR, lse_BH)
-        o_hBR = exchange.merge(o_BHR, lse_BH)
+        values = self.attend(queries, w, index, parts, beside, lambda o_hBR: self.values(o_hBR, w, x_BD.dtype))
         with phase("o_proj"):
-            y_BD = linear(project_values(o_hBR, w.w_uv, x_BD.dtype).flatten(1), w.o)
+            y_BhV = values[0] if len(values) == 1 else torch.cat(values)
+            y_BD = linear(y_BhV.flatten(1), w.o)
         with phase("attn_reduce"):
             return self.groups.attn.all_reduce(y_BD)
 
-    def project(self, x_BD: torch.Tensor, w: Attention, positions_B: torch.Tensor, q_BhQ: torch.Tensor) -> torch.Tensor:
-        """Write the absorbed q of this rank's heads into `q_BhQ`, and return the new KV row [B, Q]."""
+    def attend(
+        self, queries: Sequence[torch.Tensor], w: Attention, index: int, parts: Sequence[Part],
+        beside: torch.cuda.Stream | None, finish: Callable[[torch.Tensor], torch.Tensor],
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """`finish` of each part's merged output of this rank's heads, [h, B, R]; [h, B, V] where it projects first."""
+        kv, latent = self.kv.layer(index), self.shape.latent
+
+        def partial(part: Part, q_BHQ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            out, lse_BH = part.exchange.partial(part.size)
+            with phase("attention"):
+                o_BHR = q_BHQ.new_empty(*q_BHQ.shape[:2], latent) if self.wide.value else out
+                part.backend.run(q_BHQ, kv, o_BHR, lse_BH)
+            if self.wide.value:
+                with phase("o_proj"):
+                    torch.bmm(o_BHR.transpose(0, 1), w.w_uv, out=out.transpose(0, 1))
+            return out, lse_BH
+
+        def merge(part: Part, found: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return finish(part.exchange.merge(*found))
+
+        return attend(parts, queries, beside, partial, merge)
+
+    def values(self, o_hBR: torch.Tensor, w: Attention, dtype: torch.dtype) -> torch.Tensor:
+        """Merged outputs of this rank's heads as what o_proj takes, [B, h, V]."""
+        with phase("o_proj"):
+            return o_hBR.transpose(0, 1).to(dtype) if self.wide.value else project_values(o_hBR, w.w_uv, dtype)
+
+    def project(self, x_BD: torch.Tensor, w: Attention, positions_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [B, h, nope + P], not yet absorbed, of the heads whose projection is here, and the new KV row [B, Q]."""
         s = self.shape
         batch = x_BD.shape[0]
         qkv = linear(x_BD, w.qkv_a)
         q, kv_BQ = qkv.split((qkv.shape[1] - s.kv_width, s.kv_width), dim=-1)
         if w.q_norm is not None and w.q_b is not None:
             q = linear(rms_norm(q, w.q_norm, LATENT_EPS), w.q_b)
-        q_nope, q_rope = q.unflatten(-1, (self.heads, s.nope + s.rope)).split((s.nope, s.rope), dim=-1)
-
-        torch.bmm(q_nope.transpose(0, 1), w.w_uk, out=q_BhQ[..., : s.latent].transpose(0, 1))
-        rope(q_rope, positions_B, self.rope_table, q_BhQ[..., s.latent :], interleaved=s.rope_interleaved)
-
         row_BQ = x_BD.new_empty(batch, s.kv_width)
         row_BQ[:, : s.latent] = rms_norm(kv_BQ[:, : s.latent], w.kv_norm, LATENT_EPS)
         rope(
             kv_BQ[:, None, s.latent :], positions_B, self.rope_table, row_BQ[:, None, s.latent :],
             interleaved=s.rope_interleaved,
         )  # fmt: skip
-        return row_BQ
+        return q.unflatten(-1, (-1, s.nope + s.rope)), row_BQ
+
+    def absorb(self, q_Bh: torch.Tensor, positions_B: torch.Tensor, w: Attention, part: Part) -> torch.Tensor:
+        """A part's queries against latent rows, [B, h, Q], in the memory that its exchange chose."""
+        s = self.shape
+        q_nope, q_rope = q_Bh.split((s.nope, s.rope), dim=-1)
+        q_BhQ = part.exchange.query(part.size)
+        torch.bmm(q_nope.transpose(0, 1), w.w_uk, out=q_BhQ[..., : s.latent].transpose(0, 1))
+        rope(q_rope, positions_B, self.rope_table, q_BhQ[..., s.latent :], interleaved=s.rope_interleaved)
+        return q_BhQ
 
     def router_input(self, batch: StepInput, index: int) -> torch.Tensor | None:
         """Synthetic router input of a layer, if the batch brings one."""

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from dcpbench import memory
+from dcpbench.layout import OWN_HEADS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dcpbench.layout import Layout
+    from dcpbench.layout import GroupWide, Layout
     from dcpbench.shapes import ModelShape
 
 
@@ -45,9 +46,9 @@ class Attention:
     q_b: torch.Tensor | None
     kv_norm: torch.Tensor
     w_uk: torch.Tensor
-    """[h, nope, R]: absorbs k's decompression into q."""
+    """[h, nope, R]: absorbs k's decompression into q; as q_b of all heads of the DCP group where that was asked for."""
     w_uv: torch.Tensor
-    """[h, R, V]: decompresses the latent output."""
+    """[h, R, V]: decompresses the latent output; of all heads of the DCP group where that was asked for."""
     o: torch.Tensor
     post_norm: torch.Tensor
 
@@ -118,13 +119,14 @@ def _tensors(node: object) -> list[torch.Tensor]:
 
 def load_weights(
     source: Source, shape: ModelShape, layout: Layout, rank: int, plan: memory.Plan,
-    alive: Callable[[], None] = lambda: None,
+    alive: Callable[[], None] = lambda: None, wide: GroupWide = OWN_HEADS,
 ) -> Weights:  # fmt: skip
     """This rank's shard of the layers that `plan` holds: the first ones of each kind.
 
-    `alive` is called before each layer, for whoever watches for a hang.
+    `alive` is called before each layer, for whoever watches for a hang; `wide` says what is held of all heads of the
+    DCP group.
     """
-    loader = _Loader(source, shape, layout, rank, alive)
+    loader = _Loader(source, shape, layout, rank, alive, wide)
     return Weights(
         embed=loader.vocab("model.embed_tokens.weight"),
         lm_head=loader.vocab("lm_head.weight"),
@@ -136,11 +138,16 @@ def load_weights(
 
 
 class _Loader:
-    def __init__(self, source: Source, shape: ModelShape, layout: Layout, rank: int, alive: Callable[[], None]) -> None:
-        self.alive = alive
+    def __init__(
+        self, source: Source, shape: ModelShape, layout: Layout, rank: int, alive: Callable[[], None], wide: GroupWide
+    ) -> None:
+        self.alive, self.wide = alive, wide
         self.source, self.shape, self.layout, self.rank = source, shape, layout, rank
-        self.heads = shape.heads // layout.attn_tp
-        self.first_head = layout.attn_rank(rank) * self.heads
+        heads = shape.heads // layout.attn_tp
+        first = layout.attn_rank(rank) * heads
+        self.own = range(first, first + heads)
+        first -= layout.dcp_rank(rank) * heads
+        self.group = range(first, first + layout.dcp * heads)
 
     def vocab(self, name: str) -> torch.Tensor:
         shape, per_rank = self.shape, memory.vocab_rows(self.shape, self.layout)
@@ -155,32 +162,35 @@ class _Loader:
         mlp = self.mlp(prefix + "mlp.", self.shape.dense_inter) if index < self.shape.first_dense else self.moe(prefix)
         return Layer(attention=self.attention(prefix), mlp=mlp)
 
-    def heads_of(self, name: str, width: int, columns: int) -> torch.Tensor:
-        """This rank's heads' rows of a projection that puts out `width` numbers per head."""
-        rows = slice(self.first_head * width, (self.first_head + self.heads) * width)
+    def heads_of(self, name: str, heads: range, width: int, columns: int) -> torch.Tensor:
+        """Some heads' rows of a projection that puts out `width` numbers per head."""
+        rows = slice(heads.start * width, heads.stop * width)
         return self.source.get(name, (self.shape.heads * width, columns), rows=rows)
 
     def attention(self, prefix: str) -> Attention:
         """This rank's heads; what all heads share is held whole."""
         s, get, a = self.shape, self.source.get, prefix + "self_attn."
+        q_heads = self.group if self.wide.query else self.own
+        v_heads = self.group if self.wide.value else self.own
         kv_a = get(a + "kv_a_proj_with_mqa.weight", (s.kv_width, s.hidden))
         if s.q_lora is None:
-            q, q_norm, q_b = self.heads_of(a + "q_proj.weight", s.nope + s.rope, s.hidden), None, None
+            q, q_norm, q_b = self.heads_of(a + "q_proj.weight", q_heads, s.nope + s.rope, s.hidden), None, None
         else:
             q = get(a + "q_a_proj.weight", (s.q_lora, s.hidden))
             q_norm = get(a + "q_a_layernorm.weight", (s.q_lora,))
-            q_b = self.heads_of(a + "q_b_proj.weight", s.nope + s.rope, s.q_lora)
-        kv_b = self.heads_of(a + "kv_b_proj.weight", s.nope + s.value, s.latent)
-        uk, uv = kv_b.unflatten(0, (self.heads, s.nope + s.value)).split((s.nope, s.value), dim=1)
-        inner = slice(self.first_head * s.value, (self.first_head + self.heads) * s.value)
+            q_b = self.heads_of(a + "q_b_proj.weight", q_heads, s.nope + s.rope, s.q_lora)
+        loaded = self.group if self.wide.query or self.wide.value else self.own
+        kv_b = self.heads_of(a + "kv_b_proj.weight", loaded, s.nope + s.value, s.latent)
+        uk, uv = kv_b.unflatten(0, (len(loaded), s.nope + s.value)).split((s.nope, s.value), dim=1)
+        inner = slice(self.own.start * s.value, self.own.stop * s.value)
         return Attention(
             input_norm=get(prefix + "input_layernorm.weight", (s.hidden,)),
             qkv_a=torch.cat((q, kv_a)),
             q_norm=q_norm,
             q_b=q_b,
             kv_norm=get(a + "kv_a_layernorm.weight", (s.latent,)),
-            w_uk=uk.contiguous(),
-            w_uv=uv.transpose(1, 2).contiguous(),
+            w_uk=_of(q_heads, uk, loaded).contiguous(),
+            w_uv=_of(v_heads, uv, loaded).transpose(1, 2).contiguous(),
             o=get(a + "o_proj.weight", (s.hidden, s.heads * s.value), columns=inner),
             post_norm=get(prefix + "post_attention_layernorm.weight", (s.hidden,)),
         )
@@ -213,3 +223,8 @@ class _Loader:
             bias = torch.zeros(s.experts, device=router.device)
         shared = self.mlp(m + "shared_experts.", s.shared_experts * s.moe_inter)
         return Moe(router=router, bias=bias, gate_up=gate_up, down=down, first=first, shared=shared)
+
+
+def _of(heads: range, part: torch.Tensor, loaded: range) -> torch.Tensor:
+    """Rows of `heads` of a tensor whose rows are the heads `loaded`."""
+    return part[heads.start - loaded.start : heads.stop - loaded.start]

@@ -25,27 +25,43 @@ def attention_error(
 ) -> float:
     """‖o − o₆₄‖ / ‖o₆₄‖ over the first and the last request (or all) and this rank's heads; the largest of all ranks.
 
+    o is the merged output, latent or, where it is projected before it is merged, projected.
+
     The reference finds a request's rows by the arithmetic of layout.py from its locations, not by the page tables that
     the backend reads, and takes them from all ranks of the DCP group. Collective; `batch` is planned for `requests`.
     """
     model = engine.model
-    generator = torch.Generator(engine.device).manual_seed(seed + 1 + model.groups.attn.rank)
-    q_BhQ = engine.exchange.query(batch.size).normal_(generator=generator)
-    q_BHQ = engine.exchange.gather_q(q_BhQ)
-    o_BHR, lse_BH = engine.exchange.partial(batch.size)
-    batch.backend.run(q_BHQ, model.kv.layer(LAYER), o_BHR, lse_BH)
-    o_hBR = engine.exchange.merge(o_BHR, lse_BH)
+    w = model.weights.layer(LAYER).attention
+    dcp, rank = model.groups.dcp.size, model.groups.dcp.rank
+    q_BHQ = _queries(engine, batch, seed + 1 + model.groups.attn.rank // dcp)
+    mine = slice(rank * model.heads, (rank + 1) * model.heads)
+    heads = slice(None) if model.wide.query else mine
+    shown = [part.exchange.query(part.size) for part in batch.parts]
+    for part, q_BhQ in zip(batch.parts, shown, strict=True):
+        q_BhQ.copy_(q_BHQ[part.rows, heads])
+    merged = model.attend(shown, w, LAYER, batch.parts, engine.beside, lambda o_hBR: o_hBR)
+    o_hBR = torch.cat(merged, dim=1)
 
     scale = softmax_scale(model.shape)
     wrong, size_of_truth = 0.0, 0.0
     chosen = range(len(requests))
     for b in chosen if all_requests else sorted({*chosen[:1], *chosen[-1:]}):
         rows_KQ = _all_rows(engine, requests[b])
-        truth_hR, _ = mla_decode(q_BhQ[b].double(), rows_KQ, model.shape.latent, scale)
+        truth_hR, _ = mla_decode(q_BHQ[b, mine].double(), rows_KQ, model.shape.latent, scale)
+        if model.wide.value:
+            truth_hR = torch.bmm(truth_hR.unsqueeze(1), w.w_uv[mine].double()).squeeze(1)
         wrong += float((o_hBR[:, b].double() - truth_hR).pow(2).sum())
         size_of_truth += float(truth_hR.pow(2).sum())
     error = (wrong / size_of_truth) ** 0.5 if size_of_truth else 0.0
     return largest_error(error)
+
+
+def _queries(engine: DecodeEngine, batch: Batch, seed: int) -> torch.Tensor:
+    """Random q [B, H, Q] of all heads of the DCP group, the same on all of its ranks."""
+    model = engine.model
+    size = (batch.size, model.heads * model.groups.dcp.size, model.shape.kv_width)
+    generator = torch.Generator(engine.device).manual_seed(seed)
+    return torch.empty(size, dtype=model.kv.data.dtype, device=engine.device).normal_(generator=generator)
 
 
 def _all_rows(engine: DecodeEngine, request: Request) -> torch.Tensor:

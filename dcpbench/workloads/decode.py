@@ -257,7 +257,7 @@ def _cache_marks(session: Session, l2_bytes: int) -> list[str]:
     """`l2_warm` where the layers held read too little between two uses of one of them (memory.least_layers)."""
     point = session.point
     itemsize = session.engine.model.kv.data.element_size()
-    cycled = session.plan.layers_held * memory.sure_bytes(session.shape, point.layout, itemsize)
+    cycled = session.plan.layers_held * memory.sure_bytes(session.shape, point.layout, itemsize, point.group_wide)
     return ["l2_warm"] if cycled < memory.CACHE_FACTOR * l2_bytes else []
 
 

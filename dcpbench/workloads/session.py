@@ -48,14 +48,16 @@ def build(
     if point.weights != source.kind:
         source = CheckpointSource(Path(point.weights), dtype, device)
     groups = make_groups(layout, rank)
-    weights = load_weights(source, shape, layout, rank, plan, alive)
+    weights = load_weights(source, shape, layout, rank, plan, alive, point.group_wide)
     kv = KvPool(shape.layers, pages, point.page_size, shape.kv_width, dtype, device)
     model = Model(
-        shape, layout, groups, weights, kv, interleave=point.interleave, max_context=max_context, device=device
-    )
+        shape, layout, groups, weights, kv, interleave=point.interleave, max_context=max_context, device=device,
+        wide=point.group_wide,
+    )  # fmt: skip
     engine = DecodeEngine(
-        model, backend=point.backend, exchange=point.exchange, max_requests=max_requests, max_context=max_context
-    )
+        model, backend=point.backend, exchange=point.exchange, max_requests=max_requests, max_context=max_context,
+        overlap=point.overlap,
+    )  # fmt: skip
     return Session(point=point, shape=shape, plan=plan, engine=engine)
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from dcpbench import layout as arithmetic
 from dcpbench import memory
+from dcpbench.choices import NO_EXCHANGE
 from dcpbench.exchange.collectives import gather_objects
 from dcpbench.jobs import Check
 from dcpbench.workloads import oracle
@@ -173,7 +174,7 @@ def _engine(
     pages = sum(memory.pages_for(n, layout, point.page_size) for n in lengths) + memory.PAGES_OF_PADDING
     moe = shape.layers - shape.first_dense
     itemsize = DTYPES[point.dtype].itemsize
-    held = memory.weight_bytes(shape, layout, itemsize, shape.first_dense, moe)
+    held = memory.weight_bytes(shape, layout, itemsize, shape.first_dense, moe, point.group_wide)
     plan = memory.Plan(
         kv_bytes=pages * memory.page_bytes(shape, point.page_size, itemsize),
         weight_bytes=held, full_weight_bytes=held, dense_held=shape.first_dense, moe_held=moe, layers=shape.layers,
@@ -187,6 +188,13 @@ def _engine(
 def _check(point: Point, name: str, error: float, limit: float | None, detail: str) -> Check:
     finite = math.isfinite(error)
     return Check(
-        name=name, layout=str(point.layout), backend=point.backend, exchange=point.exchange, dtype=point.dtype,
-        error=error if finite else None, limit=limit, ok=finite and (limit is None or error <= limit), detail=detail,
-    )  # fmt: skip
+        name=name,
+        layout=str(point.layout),
+        backend=point.backend,
+        exchange=point.exchange_label() or NO_EXCHANGE,
+        dtype=point.dtype,
+        error=error if finite else None,
+        limit=limit,
+        ok=finite and (limit is None or error <= limit),
+        detail=detail,
+    )

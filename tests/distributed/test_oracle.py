@@ -33,15 +33,27 @@ PLAIN = {"page_size": 1, "interleave": 1}
 PAGED = {"page_size": 4, "interleave": 1}
 STRIPED = {"page_size": 4, "interleave": 2}
 
+NONE = {"exchange": "none"}
+AG_RS = {"exchange": "ag_rs"}
+A2A = {"exchange": "a2a"}
+REPLICATED = {"q_replicate": True}
+PROJECTED = {"project_first": True}
+HALVES = {"overlap": True}
+
 GRID = {
-    Layout(1): [("v3", PLAIN), ("v2", PAGED), ("v2-greedy", PLAIN)],
-    Layout(2): [("v3", PAGED), ("v2", PLAIN)],
-    Layout(2, dcp=2): [("v3", PLAIN), ("v2", STRIPED), ("v2-greedy", PAGED)],
-    Layout(4, dcp=2): [("v3", STRIPED), ("v2", PLAIN)],
-    Layout(4, dcp=4): [("v3", PLAIN), ("v2", STRIPED)],
-    Layout(4, dp=2, dcp=2): [("v3", PAGED), ("v2", PLAIN)],
-    Layout(8, dcp=8): [("v3", PLAIN), ("v2", STRIPED)],
+    Layout(1): [("v3", PLAIN, NONE), ("v2", PAGED, NONE), ("v2-greedy", PLAIN, NONE)],
+    Layout(2): [("v3", PAGED, NONE), ("v2", PLAIN, NONE)],
+    Layout(2, dcp=2): [
+        ("v3", PLAIN, AG_RS),
+        ("v2", STRIPED, A2A),
+        ("v2-greedy", PAGED, A2A | REPLICATED),
+    ],
+    Layout(4, dcp=2): [("v3", STRIPED, A2A | REPLICATED | PROJECTED), ("v2", PLAIN, AG_RS | REPLICATED)],
+    Layout(4, dcp=4): [("v3", PLAIN, AG_RS | HALVES), ("v2", STRIPED, A2A | HALVES | PROJECTED)],
+    Layout(4, dp=2, dcp=2): [("v3", PAGED, A2A | REPLICATED | PROJECTED | HALVES), ("v2", PLAIN, AG_RS | PROJECTED)],
+    Layout(8, dcp=8): [("v3", PLAIN, A2A), ("v2", STRIPED, AG_RS)],
 }
+"""Checkpoint, storage and exchange of each point: every layout with two exchanges, every option with both."""
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +65,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(base / name) for name in WRITERS}
 
 
-def point(model: str, layout: Layout, storage: dict[str, int], backend: str = "reference", context: int = 37) -> Point:
+def point(
+    model: str, layout: Layout, storage: dict[str, int], exchange: dict[str, object], backend: str = "reference",
+    context: int = 37,
+) -> Point:  # fmt: skip
     """A point in fp32 on the checkpoint in the folder `model`."""
     return Point(
         model=model, weights=model, tp=layout.tp, dp=layout.dp, dcp=layout.dcp, concurrency=4, context=context,
-        exchange="ag_rs" if layout.dcp > 1 else "none", backend=backend, dtype="fp32", **storage,
+        backend=backend, dtype="fp32", **storage, **exchange,
     )  # fmt: skip
 
 
@@ -73,7 +88,9 @@ def verify(points: list[Point], prompts: tuple[tuple[int, ...], ...], new: int, 
     assert [c.name for c in checks] == CHECKS * len(points)
     for i, p in enumerate(points):
         made = checks[i * len(CHECKS) : (i + 1) * len(CHECKS)]
-        assert {(c.layout, c.backend) for c in made} == {(str(p.layout), p.backend)}
+        assert {(c.layout, c.backend, c.exchange) for c in made} == {
+            (str(p.layout), p.backend, p.exchange_label() or "none")
+        }
         attention, kv_write, logits, tokens = made
         assert attention.error <= LIMIT, p
         assert kv_write.error == 0, p
@@ -90,10 +107,10 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(tp, checkpoints, tmp
     Each of the 4 requests yields 5 tokens on each of the tp / dp ranks of its replica: 20 · tp / dp are compared.
     """
     points = [
-        point(checkpoints[model], layout, storage)
+        point(checkpoints[model], layout, storage, exchange)
         for layout, cases in GRID.items()
         if layout.tp == tp
-        for model, storage in cases
+        for model, storage, exchange in cases
     ]
     verify(points, PROMPTS, NEW, tmp_path)
 
@@ -101,8 +118,8 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(tp, checkpoints, tmp
 def test_so_are_those_of_the_triton_backend(checkpoints, tmp_path):
     """In Triton's interpreter, which takes seconds for what the reference does in milliseconds: few and short."""
     points = [
-        point(checkpoints["v3"], Layout(1), PAGED, "triton", context=3),
-        point(checkpoints["v2"], Layout(2, dcp=2), PLAIN, "triton", context=3),
+        point(checkpoints["v3"], Layout(1), PAGED, NONE, "triton", context=3),
+        point(checkpoints["v2"], Layout(2, dcp=2), PLAIN, A2A, "triton", context=3),
     ]
     verify(points, ((5, 90, 17), (202,)), 1, tmp_path)
 

@@ -281,8 +281,8 @@ class TestAttentionError:
         """One request's last row is not attended to."""
 
         def shorten(_engine, batch, _requests):
-            pages, length = batch.backend.shards[1]
-            batch.backend.shards[1] = (pages, length - 1)
+            pages, length = batch.parts[0].backend.shards[1]
+            batch.parts[0].backend.shards[1] = (pages, length - 1)
 
         assert self.error(shorten) > 1e-2
 
@@ -290,7 +290,7 @@ class TestAttentionError:
         """Two requests' page tables are exchanged: the truth goes by locations, not by those tables."""
 
         def swap(_engine, batch, _requests):
-            shards = batch.backend.shards
+            shards = batch.parts[0].backend.shards
             shards[0], shards[1] = (shards[1][0], shards[0][1]), (shards[0][0], shards[1][1])
 
         assert self.error(swap) > 0.1
@@ -299,12 +299,13 @@ class TestAttentionError:
         """A maximum over ranks may drop NaN; infinity it cannot."""
 
         def poison(_engine, batch, _requests):
-            run = batch.backend.run
+            backend = batch.parts[0].backend
+            run = backend.run
 
             def poisoned(q_BHQ, kv, o_BHR, lse_BH):
                 run(q_BHQ, kv, o_BHR, lse_BH)
                 o_BHR.fill_(float("nan"))
 
-            batch.backend.run = poisoned
+            backend.run = poisoned
 
         assert self.error(poison) == float("inf")

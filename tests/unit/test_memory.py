@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dcpbench import memory
 from dcpbench.errors import CapacityError
-from dcpbench.layout import Layout, local_length
+from dcpbench.layout import OWN_HEADS, GroupWide, Layout, local_length
 from dcpbench.shapes import SHAPES
 
 V3 = SHAPES["deepseek-v3"]
@@ -46,6 +46,19 @@ def test_attention_heads_are_spread_over_a_replica_only() -> None:
     """tp8·dp8 keeps all heads on each rank, as tp1 does; dcp changes no weight."""
     assert memory.attention_bytes(V3, Layout(8, dp=8), BF16) == memory.attention_bytes(V3, Layout(1), BF16)
     assert memory.attention_bytes(V3, Layout(8, dcp=8), BF16) == memory.attention_bytes(V3, Layout(8), BF16)
+
+
+def test_replicating_the_q_projection_of_v3_at_dcp8_costs_4_6_gib() -> None:
+    """112 more heads: 1536 · 192 of W_UQ and 128 · 512 of W_UK each, in 61 layers; W_UV would be 512 · 128."""
+    own = memory.attention_bytes(V3, Layout(8, dcp=8), BF16)
+    query = memory.attention_bytes(V3, Layout(8, dcp=8), BF16, GroupWide(query=True))
+    value = memory.attention_bytes(V3, Layout(8, dcp=8), BF16, GroupWide(value=True))
+    assert query - own == 112 * (1536 * 192 + 128 * 512) * BF16
+    assert value - own == 112 * 512 * 128 * BF16
+    assert round(61 * (query - own) / memory.GIB, 1) == 4.6
+    dense, moe = V3.first_dense, V3.layers - V3.first_dense
+    whole = [memory.weight_bytes(V3, Layout(8, dcp=8), BF16, dense, moe, w) for w in (OWN_HEADS, GroupWide(query=True))]
+    assert whole[1] - whole[0] == 61 * (query - own)
 
 
 def test_dense_mlp_and_vocabulary_of_v3_on_one_of_eight_ranks() -> None:

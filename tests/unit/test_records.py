@@ -60,6 +60,25 @@ def test_absent_measurements_are_null_and_never_zero(tmp_path: Path) -> None:
     assert line["schema_version"] == SCHEMA_VERSION
 
 
+def test_records_from_before_an_option_was_there_match_points_that_leave_it_off(tmp_path: Path) -> None:
+    """--resume compares keys: a line without these fields has the key of the same point of today."""
+    line = msgspec.json.decode(msgspec.json.encode(FULL))
+    for name in ("q_replicate", "project_first", "overlap", "all_reduce"):
+        del line["point"][name]
+    (tmp_path / RECORDS_FILE).write_bytes(msgspec.json.encode(line) + b"\n")
+    (old,) = read_records(tmp_path)
+    assert old.point.key() == POINT.key()
+    assert msgspec.structs.replace(POINT, overlap=True).key() != POINT.key()
+
+
+def test_an_exchange_is_called_by_its_options_too() -> None:
+    """Without an exchange there is nothing to call."""
+    changed = msgspec.structs.replace(POINT, exchange="a2a", q_replicate=True, overlap=True)
+    assert changed.exchange_label() == "a2a +q-replicate +overlap"
+    assert POINT.exchange_label() == "ag_rs"
+    assert msgspec.structs.replace(POINT, dcp=1, exchange="none").exchange_label() == ""
+
+
 def test_blank_lines_are_no_damage(tmp_path: Path) -> None:
     path = written(tmp_path, FULL)
     path.write_bytes(b"\n" + path.read_bytes() + b"\n\n")

@@ -8,7 +8,7 @@ import torch
 from dcpbench import memory
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import Mlp, Moe, load_weights
-from dcpbench.layout import Layout
+from dcpbench.layout import GroupWide, Layout
 from dcpbench.shapes import SHAPES
 from tests.unit import engine_builder as build
 
@@ -29,6 +29,12 @@ class Meta:
         return torch.empty(size, dtype=self.dtype, device="meta")
 
 
+WIDE = {
+    "own": GroupWide(),
+    "query": GroupWide(query=True),
+    "value": GroupWide(value=True),
+    "both": GroupWide(query=True, value=True),
+}
 LAYOUTS = [Layout(1), Layout(2), Layout(4, dcp=2), Layout(4, dp=2, dcp=2), Layout(8, dcp=8), Layout(8, dp=8)]
 TINY_SHAPES = {
     "tiny": build.TINY,
@@ -45,12 +51,13 @@ class TestBytes:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
     @pytest.mark.parametrize("shape", TINY_SHAPES.values(), ids=TINY_SHAPES)
-    def test_every_rank_holds_as_many_as_the_arithmetic_says(self, shape, layout, dtype):
+    @pytest.mark.parametrize("wide", WIDE.values(), ids=WIDE)
+    def test_every_rank_holds_as_many_as_the_arithmetic_says(self, shape, layout, dtype, wide):
         """On first, last and a middle rank: a vocabulary of 9 leaves some of 8 ranks nothing but padding."""
         dense, moe = shape.first_dense, shape.layers - shape.first_dense
-        expected = memory.weight_bytes(shape, layout, dtype.itemsize, dense, moe)
+        expected = memory.weight_bytes(shape, layout, dtype.itemsize, dense, moe, wide)
         for rank in {0, layout.tp // 2, layout.tp - 1}:
-            held = load_weights(Meta(dtype), shape, layout, rank, build.plan(shape))
+            held = load_weights(Meta(dtype), shape, layout, rank, build.plan(shape), wide=wide)
             assert held.nbytes() == expected
 
     @pytest.mark.parametrize("model", ["deepseek-v2-lite", "deepseek-v3"])
@@ -128,6 +135,19 @@ class TestShards:
         assert torch.equal(torch.cat([e.shared.down for e in experts], 1), one.shared.down)
         dense = [w.layer(0).mlp for w in ranks]
         assert torch.equal(torch.cat([d.down for d in dense], 1), whole.layer(0).mlp.down)
+
+    def test_projections_held_for_a_whole_dcp_group_are_those_of_its_ranks_side_by_side(self, ranks):
+        """On both ranks of each group; what was not asked for stays this rank's own, and so does o_proj."""
+        source, layout = SyntheticSource(0, torch.float32, build.CPU), Layout(4, dp=2, dcp=2)
+        for rank in range(4):
+            own = [w.layer(1).attention for w in ranks[rank // 2 * 2 :][:2]]
+            for wide, names in ((WIDE["query"], ("q_b", "w_uk")), (WIDE["value"], ("w_uv",))):
+                held = load_weights(source, build.TINY, layout, rank, build.plan(build.TINY), wide=wide)
+                attention = held.layer(1).attention
+                for name in ("q_b", "w_uk", "w_uv"):
+                    parts = [getattr(a, name) for a in own]
+                    assert torch.equal(getattr(attention, name), torch.cat(parts) if name in names else parts[rank % 2])
+                assert torch.equal(attention.o, own[rank % 2].o)
 
     def test_replicas_hold_the_same_attention_and_vocabulary(self, ranks):
         """Ranks 0 and 2 have the first four heads, 1 and 3 the others."""
