@@ -113,4 +113,8 @@ def make_exchange(name: str, group: Group, spec: ExchangeSpec) -> Exchange:
         from dcpbench.exchange.a2a import AllToAll
 
         return AllToAll(group, spec)
+    if name == "symm":
+        from dcpbench.exchange.symm import SymmetricMemory
+
+        return SymmetricMemory(group, spec)
     raise UsageError(f"--exchange {name} does not exist; choose one of {', '.join(EXCHANGES)}.")

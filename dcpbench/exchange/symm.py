@@ -1,0 +1,116 @@
+"""Exchange over symmetric memory: two kernels and no collective library.
+
+q is written where peers read it, and one kernel meets them and pulls all heads' q. Attention writes its partial output
+and lse in place, and one kernel meets the peers, pulls this rank's heads of all of them and merges in fp32.
+
+Received bytes per rank, layer and request, with N ranks and H heads in the group: q (N−1)/N·H·Q·2, lse (N−1)/N·H·4,
+o (N−1)/N·H·R·2. A GPU's links carry both directions at once, so these over the peer bandwidth plus two meetings is the
+least it can take.
+
+Why two meetings are enough. A kernel that meets its peers begins, on each rank, when that rank's earlier kernels have
+ended; so whoever has met a peer in one kernel knows that the peer has finished reading in all earlier ones.
+
+- q is overwritten behind this layer's merge, whose meeting says that all peers have gathered it.
+- o and lse are overwritten behind the next layer's gather, whose meeting says that all peers have merged them.
+
+With replicated queries nothing is gathered and a layer has one meeting. Then o and lse have two slots, used in turn: a
+slot is overwritten behind the next layer's merge, whose meeting says that all peers are done with it. That holds while
+the slots really alternate in the order of execution, which is known for calls captured into one graph. It is not known
+where a graph begins (the last layer of whatever ran before may have used the same slot: a graph with an odd number of
+layers replayed twice, or two graphs in any order) or outside graphs: there a `fence`, one more meeting, comes first.
+It costs one meeting for each replay, not for each layer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from dcpbench.exchange.symmetric_memory import allocate
+from dcpbench.kernels.peers import Carver
+from dcpbench.kernels.peers.gather import gather
+from dcpbench.kernels.peers.meeting import fence
+from dcpbench.kernels.peers.merge import merge
+from dcpbench.ranges import phase
+
+if TYPE_CHECKING:
+    from dcpbench.exchange import ExchangeSpec
+    from dcpbench.exchange.collectives import Group
+
+
+class _Parts:
+    """The buffer of one exchange: counters first, then what peers read."""
+
+    def __init__(self, carver: Carver, spec: ExchangeSpec, ranks: int) -> None:
+        slots = 2 if spec.q_replicate else 1
+        self.met_for_q = carver.counters(ranks)
+        self.met_for_o = carver.counters(ranks)
+        self.met_at_fence = carver.counters(ranks)
+        self.q = carver.take(0 if spec.q_replicate else spec.batch, spec.heads // ranks, spec.width, dtype=spec.dtype)
+        self.o = [carver.take(spec.batch, spec.heads, spec.value, dtype=spec.dtype) for _ in range(slots)]
+        self.lse = [carver.take(spec.batch, spec.heads, dtype=torch.float32) for _ in range(slots)]
+
+
+class SymmetricMemory:
+    """See the module. Two of them may run at one time on two streams; each has its own buffer and counters."""
+
+    def __init__(self, group: Group, spec: ExchangeSpec) -> None:
+        """Collective. Raises CapacityError where the ranks cannot read each other's memory."""
+        self.spec = spec
+        size = Carver()
+        _Parts(size, spec, group.size)
+        self.peers = allocate(group, size.used, spec.device, "--exchange symm", "--exchange a2a")
+        self.parts = _Parts(Carver(self.peers.own), spec, group.size)
+        self.slot = 0
+        self.graph: int | None = None
+
+    def query(self, batch: int) -> torch.Tensor:
+        """See Exchange."""
+        return self.spec.new_query(batch, self.peers.size) if self.spec.q_replicate else self.parts.q[:batch]
+
+    def gather_q(self, q_BhQ: torch.Tensor) -> torch.Tensor:
+        """See Exchange."""
+        if self.spec.q_replicate:
+            return q_BhQ
+        with phase("q_gather"):
+            return gather(self.peers, self.parts.met_for_q, q_BhQ)
+
+    def partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Exchange."""
+        if self.spec.q_replicate:
+            self._next_slot()
+        return self.parts.o[self.slot][:batch], self.parts.lse[self.slot][:batch]
+
+    def merge(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
+        """See Exchange."""
+        with phase("merge"):
+            out_hBR = self.spec.new_merged(o_BHR.shape[0], o_BHR.shape[1] // self.peers.size)
+            merge(self.peers, self.parts.met_for_o, o_BHR, lse_BH, out_hBR)
+            return out_hBR
+
+    def _next_slot(self) -> None:
+        graph = graph_being_captured(self.spec.device)
+        if graph is None or graph != self.graph:
+            with phase("merge"):
+                fence(self.peers, self.parts.met_at_fence)
+        self.graph = graph
+        self.slot = 1 - self.slot
+
+
+def graph_being_captured(device: torch.device) -> int | None:
+    """A number that tells the CUDA graph into which the current stream is being captured from all others, or None."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return None
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+    failed = _driver().cuStreamGetCaptureInfo_v2(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
+    assert not failed, f"cuStreamGetCaptureInfo: error {failed}"
+    return number.value
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")

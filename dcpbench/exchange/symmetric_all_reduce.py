@@ -1,0 +1,80 @@
+"""All-reduce over symmetric memory, in place of NCCL's: one kernel, the same bits on all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from dcpbench.choices import ALL_REDUCES
+from dcpbench.errors import UsageError
+from dcpbench.exchange.symmetric_memory import allocate
+from dcpbench.kernels.peers import Carver
+from dcpbench.kernels.peers.add_up import one_shot, two_shot
+
+if TYPE_CHECKING:
+    from dcpbench.exchange.collectives import Group
+
+ONE_SHOT_BYTES = 512 * 1024
+"""Bytes that a rank receives up to which reading all addends beats a second meeting."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReduceSpec:
+    """Sizes that an all-reduce is built for."""
+
+    rows: int
+    """Most rows of one call."""
+    columns: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class AllReduce(Protocol):
+    """The sum over the ranks of a group, captured in CUDA graphs."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' x, contiguous; a new tensor, or x itself, overwritten."""
+
+
+def make_all_reduce(name: str, group: Group, spec: ReduceSpec) -> AllReduce:
+    """The all-reduce called `name` over a group. Collective.
+
+    Raises UsageError for an unknown name, CapacityError where `symm` cannot work between these ranks.
+    """
+    if name == "nccl":
+        return group.all_reduce
+    if name == "symm":
+        return SymmetricAllReduce(group, spec)
+    raise UsageError(f"--all-reduce {name} does not exist; choose one of {', '.join(ALL_REDUCES)}.")
+
+
+class _Parts:
+    def __init__(self, carver: Carver, spec: ReduceSpec, ranks: int, small: int) -> None:
+        whole = spec.rows * spec.columns * spec.dtype.itemsize
+        self.met_once, self.met_twice = carver.counters(ranks), carver.counters(ranks)
+        self.slots = carver.take(2, -(-min(small, whole) // 16) * 16, dtype=torch.uint8)
+        self.addends = carver.take(whole + ranks * 64, dtype=torch.uint8)
+        self.sums = carver.take(whole // ranks + 64, dtype=torch.uint8)
+
+
+class SymmetricAllReduce:
+    """See the module. Received bytes per rank, with N ranks: (N−1)·bytes while small, 2·(N−1)/N·bytes beyond."""
+
+    def __init__(self, group: Group, spec: ReduceSpec, small: int | None = None) -> None:
+        """Collective. Raises CapacityError where the ranks cannot read each other's memory.
+
+        `small` replaces the measured size, in bytes of one addend, up to which all addends are read.
+        """
+        self.small = ONE_SHOT_BYTES // max(1, group.size - 1) if small is None else small
+        size = Carver()
+        _Parts(size, spec, group.size, self.small)
+        self.peers = allocate(group, size.used, spec.device, "--all-reduce symm", "--all-reduce nccl")
+        self.parts = _Parts(Carver(self.peers.own), spec, group.size, self.small)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See AllReduce."""
+        if x.nbytes <= self.small:
+            return one_shot(self.peers, self.parts.met_once, self.parts.slots, x)
+        return two_shot(self.peers, self.parts.met_twice, self.parts.addends, self.parts.sums, x)

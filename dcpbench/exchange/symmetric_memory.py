@@ -1,0 +1,125 @@
+"""Memory that all ranks of a group can read: torch's symmetric memory on GPUs, a file in shared memory on the CPU.
+
+The CPU's version exists so that kernels which read peers can run, and be tested, in processes without a GPU: they run
+in Triton's interpreter, which takes an address for what it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from dcpbench.errors import CapacityError
+from dcpbench.kernels.peers import Peers
+
+if TYPE_CHECKING:
+    from dcpbench.exchange.collectives import Group
+
+SHARED_FOLDER = Path("/dev/shm")  # noqa: S108 - Linux's shared memory, not a place for temporary files
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a rank runs."""
+
+    host: str
+    device: str
+    """The GPU's own id, which does not depend on CUDA_VISIBLE_DEVICES; empty on the CPU."""
+
+    @classmethod
+    def here(cls, device: torch.device) -> Place:
+        """This rank's place."""
+        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        return cls(socket.gethostname(), gpu)
+
+
+def allocate(group: Group, nbytes: int, device: torch.device, option: str, instead: str) -> Peers:
+    """A zeroed buffer on every rank that all others of the group can read. Collective.
+
+    `option` is what asks for it and `instead` what works without it, for the error. Raises CapacityError, on all ranks
+    alike, where the ranks' hosts or GPUs are such that they cannot read each other's memory.
+    """
+    advice = f"use {instead} instead."
+    if group.handle is None:
+        own = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        return Peers(rank=0, addresses=(own.data_ptr(),), own=own)
+    check(_everywhere(group, Place.here(device)), option, advice)
+    peers = (_on_gpus if device.type == "cuda" else _on_cpu)(group, nbytes, device, f"{option}: {{}}; {advice}")
+    peers.own.zero_()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    _everywhere(group, None)  # nobody signals before all are zero
+    return peers
+
+
+def check(places: list[Place], option: str, advice: str) -> None:
+    """Raise CapacityError where ranks at these places cannot read each other's memory."""
+    hosts = sorted({place.host for place in places})
+    if len(hosts) > 1:
+        raise CapacityError(
+            f"{option} reads peers' memory inside one host, and this group spans {len(hosts)}; {advice}"
+        )
+    gpus = [place.device for place in places if place.device]
+    if len(set(gpus)) < len(gpus):
+        raise CapacityError(f"{option} needs one GPU for each of {len(gpus)} ranks, not {len(set(gpus))}; {advice}")
+
+
+def _everywhere(group: Group, value: object) -> list[Any]:
+    values: list[Any] = [None] * group.size
+    dist.all_gather_object(values, value, group=group.handle)
+    return values
+
+
+def _on_gpus(group: Group, nbytes: int, device: torch.device, error: str) -> Peers:
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    places = _everywhere(group, Place.here(device).device)
+    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    blind = [
+        peer for peer, uuid in enumerate(places)
+        if peer != group.rank and uuid in visible and not torch.cuda.can_device_access_peer(device, visible[uuid])
+    ]  # fmt: skip
+    if any(_everywhere(group, blind)):
+        raise CapacityError(error.format("these GPUs have no peer access to each other"))
+    assert group.handle is not None
+    try:
+        own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+        handle = symmetric_memory.rendezvous(own, group.handle)
+    except RuntimeError as refused:
+        reason = str(refused).splitlines()[0]
+        raise CapacityError(error.format(f"torch's symmetric memory was refused ({reason})")) from refused
+    pointers = list(handle.buffer_ptrs)
+    shift = own.data_ptr() - pointers[group.rank]
+    return Peers(
+        rank=group.rank,
+        addresses=tuple(pointers[(group.rank + n) % group.size] + shift for n in range(group.size)),
+        own=own,
+    )
+
+
+def _on_cpu(group: Group, nbytes: int, device: torch.device, error: str) -> Peers:  # noqa: ARG001 - as on GPUs
+    if not SHARED_FOLDER.is_dir():
+        raise CapacityError(error.format(f"this machine has no {SHARED_FOLDER}, where processes share memory"))
+    name = None
+    if group.rank == 0:
+        descriptor, name = tempfile.mkstemp(prefix="dcpbench-", dir=SHARED_FOLDER)
+        os.truncate(descriptor, nbytes * group.size)
+        os.close(descriptor)
+    name = _everywhere(group, name)[0]
+    everyone = torch.from_file(name, shared=True, size=nbytes * group.size, dtype=torch.uint8)
+    _everywhere(group, None)  # all have it open
+    if group.rank == 0:
+        Path(name).unlink()
+    order = [(group.rank + n) % group.size for n in range(group.size)]
+    return Peers(
+        rank=group.rank,
+        addresses=tuple(everyone.data_ptr() + peer * nbytes for peer in order),
+        own=everyone[group.rank * nbytes : (group.rank + 1) * nbytes],
+    )

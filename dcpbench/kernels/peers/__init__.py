@@ -1,0 +1,90 @@
+"""Kernels that read the memory of other GPUs: gather q, merge partial outputs, add up; each meets its peers inside.
+
+Every rank holds a buffer of the same layout. What a kernel reads from a peer lies where its own does, so that a tensor
+in the own buffer names all ranks' tensors. The kernels are collective: all ranks of a group call them in one order with
+the same sizes.
+
+A kernel that waits for peers must not keep theirs from starting. Its grid never takes more than half of a GPU, and no
+more than two such kernels may wait at one time (two exchanges on two streams).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+import triton.language as tl
+
+MOST_BLOCKS = 1024
+"""Blocks of the largest grid of any kernel here; each has its counters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Peers:
+    """A buffer at each rank of a group, as one of the ranks sees them."""
+
+    rank: int
+    addresses: tuple[int, ...]
+    """Where the buffers begin in this process: its own first, then that of rank + 1, and so on around the group."""
+    own: torch.Tensor
+    """This rank's buffer, [bytes] uint8, zero before anyone reads it; the others' have the same size."""
+
+    @property
+    def size(self) -> int:
+        """N, the number of ranks."""
+        return len(self.addresses)
+
+    def offset(self, tensor: torch.Tensor) -> int:
+        """Bytes from the start of the own buffer to a tensor that lies in it; 16-byte reads want a multiple of 16."""
+        found = tensor.data_ptr() - self.addresses[0]
+        assert 0 <= found <= self.own.numel() - tensor.nbytes, "not in this buffer: use the tensors that it handed out"
+        assert found % 16 == 0
+        return found
+
+
+class Carver:
+    """Hands out the parts of a buffer, one behind the other; without a buffer it only adds up their sizes.
+
+    Ranks that ask for the same parts in the same order find them at the same places.
+    """
+
+    ALIGNMENT = 256
+
+    def __init__(self, own: torch.Tensor | None = None) -> None:
+        self.own = own
+        self.used = 0
+
+    def take(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """The next tensor, contiguous; on the meta device without a buffer."""
+        meta = torch.empty(shape, dtype=dtype, device="meta")
+        start, self.used = self.used, self.used + -(-meta.nbytes // self.ALIGNMENT) * self.ALIGNMENT
+        if self.own is None:
+            return meta
+        return self.own[start : start + meta.nbytes].view(dtype).view(shape)
+
+    def counters(self, size: int) -> torch.Tensor:
+        """The counters of one kind of meeting, for which all ranks must have seen zeros first."""
+        return self.take(MOST_BLOCKS, size, dtype=torch.int32)
+
+
+def half_of(device: torch.device, warps: int) -> int:
+    """Blocks of so many warps that fill at most half of a GPU, at up to 64 registers a thread."""
+    return min(MOST_BLOCKS, _processors(device) * max(1, 16 // warps))
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; one where Triton's interpreter runs a block after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def element(dtype: torch.dtype) -> tl.dtype:
+    """Triton's name of a type. The tensors in buffers are arguments as offsets, which say nothing of their type."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+def dependent_launch(device: torch.device) -> dict[str, bool]:
+    """Launch options for a device: whether a kernel may be started before the one ahead of it has ended."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"DEPENDENT": hopper, "launch_pdl": hopper}

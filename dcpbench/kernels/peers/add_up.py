@@ -1,0 +1,129 @@
+"""Sums over ranks (all-reduce) that copy, meet and read peers' memory in one kernel.
+
+`one_shot`: every rank reads all of every peer's addend. One meeting, (N−1)·bytes received: for small tensors.
+`two_shot`: every rank sums up its N-th part and reads the other sums. Two meetings, 2·(N−1)/N·bytes received.
+
+Both add in rank order or let one rank add, in fp32, so that all ranks get the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from dcpbench.kernels.peers import dependent_launch, half_of
+from dcpbench.kernels.peers.meeting import append, meet, tensor_at, wait_for_earlier_kernels
+
+if TYPE_CHECKING:
+    from dcpbench.kernels.peers import Peers
+
+BLOCK = 1024
+WARPS = 4
+ONE_SHOT_GRID = 56
+"""The same for all sizes, so that all blocks have met equally often and agree on the slot."""
+
+
+@triton.jit
+def _one_shot_kernel(
+    peers, counters, slots, x, out, size, slot_bytes,
+    RANK: tl.constexpr, N: tl.constexpr, N_BLOCK: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    wait_for_earlier_kernels(DEPENDENT)
+    met = tl.load((peers[0] + counters).to(tl.pointer_type(tl.int32)) + tl.program_id(0) * N)
+    at = slots + (met & 1) * slot_bytes
+    first = tl.program_id(0) * BLOCK
+    step = tl.num_programs(0) * BLOCK
+    for start in range(first, size, step):
+        i = start + tl.arange(0, BLOCK)
+        own = tensor_at(peers[0] + at, x.dtype.element_ty) + i
+        tl.store(own, tl.load(x + i, mask=i < size), mask=i < size)
+    meet(peers, counters, N, N_BLOCK, DEPENDENT)
+    for start in range(first, size, step):
+        i = start + tl.arange(0, BLOCK)
+        pulled = ()
+        for n in tl.static_range(N):
+            theirs = tensor_at(peers[n] + at, x.dtype.element_ty) + i
+            pulled = append(pulled, tl.load(theirs, mask=i < size))
+        total = tl.zeros((BLOCK,), tl.float32)
+        for rank in tl.static_range(N):
+            total += pulled[(N - RANK + rank) % N].to(tl.float32)
+        tl.store(out + i, total.to(out.dtype.element_ty), mask=i < size)
+
+
+def one_shot(peers: Peers, counters: torch.Tensor, slots_2: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The sum of all ranks' x, contiguous, in x's dtype, as a new tensor.
+
+    slots_2: room for x twice in every buffer, at the same place, [2, bytes] uint8 of this function alone. One meeting
+    is enough: a slot is overwritten in the next call but one, and whoever met a rank in the next call had read it.
+    """
+    out = torch.empty_like(x)
+    _one_shot_kernel[(ONE_SHOT_GRID if x.is_cuda else 2,)](
+        peers.addresses, peers.offset(counters), peers.offset(slots_2), x, out, x.numel(), slots_2.stride(0),
+        RANK=peers.rank, N=peers.size, N_BLOCK=triton.next_power_of_2(peers.size), BLOCK=BLOCK, num_warps=WARPS,
+        **dependent_launch(x.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _two_shot_kernel(
+    peers, counters, addends, sums, x, out, size, part, rank,
+    N: tl.constexpr, N_BLOCK: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Numbers rank·part … + part are a rank's to sum up; tile i of every part is the same block's."""
+    wait_for_earlier_kernels(DEPENDENT)
+    first = tl.program_id(0) * BLOCK
+    step = tl.num_programs(0) * BLOCK
+    for start in range(first, part, step):
+        i = start + tl.arange(0, BLOCK)
+        for n in tl.static_range(N):
+            inside = (i < part) & (n * part + i < size)
+            own = tensor_at(peers[0] + addends, x.dtype.element_ty) + n * part + i
+            tl.store(own, tl.load(x + n * part + i, mask=inside), mask=inside)
+    meet(peers, counters, N, N_BLOCK, False)
+    for start in range(first, part, step):
+        i = start + tl.arange(0, BLOCK)
+        inside = (i < part) & (rank * part + i < size)
+        pulled = ()
+        for n in tl.static_range(N):
+            theirs = tensor_at(peers[n] + addends, x.dtype.element_ty) + rank * part + i
+            pulled = append(pulled, tl.load(theirs, mask=inside))
+        total = tl.zeros((BLOCK,), tl.float32)
+        for n in tl.static_range(N):
+            total += pulled[n].to(tl.float32)
+        own = tensor_at(peers[0] + sums, x.dtype.element_ty) + i
+        tl.store(own, total.to(x.dtype.element_ty), mask=inside)
+    meet(peers, counters, N, N_BLOCK, DEPENDENT)
+    for start in range(first, part, step):
+        i = start + tl.arange(0, BLOCK)
+        pulled = ()
+        for n in tl.static_range(N):
+            whole = (rank + n) % N * part + i
+            theirs = tensor_at(peers[n] + sums, x.dtype.element_ty) + i
+            pulled = append(pulled, tl.load(theirs, mask=(i < part) & (whole < size)))
+        for n in tl.static_range(N):
+            whole = (rank + n) % N * part + i
+            tl.store(out + whole, pulled[n], mask=(i < part) & (whole < size))
+
+
+def two_shot(
+    peers: Peers, counters: torch.Tensor, addends: torch.Tensor, sums: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
+    """The sum of all ranks' x, contiguous, in x's dtype, as a new tensor.
+
+    addends and sums: room for x, and for an N-th of it rounded up to BLOCK, in every buffer at the same place, of this
+    function alone. Once is enough: peers have read the addends before the second meeting and the sums before the next
+    call's first.
+    """
+    out = torch.empty_like(x)
+    part = -(-x.numel() // (peers.size * 16)) * 16
+    grid = min(triton.cdiv(part, BLOCK), half_of(x.device, WARPS))
+    _two_shot_kernel[(grid,)](
+        peers.addresses, peers.offset(counters), peers.offset(addends), peers.offset(sums), x, out, x.numel(), part,
+        peers.rank, N=peers.size, N_BLOCK=triton.next_power_of_2(peers.size), BLOCK=BLOCK, num_warps=WARPS,
+        **dependent_launch(x.device),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,84 @@
+"""Pull this rank's heads of all peers' partial outputs and merge them: barrier, reading and merging in one kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from dcpbench.kernels.peers import dependent_launch, element, half_of
+from dcpbench.kernels.peers.meeting import append, meet, tensor_at, wait_for_earlier_kernels
+
+if TYPE_CHECKING:
+    import torch
+
+    from dcpbench.kernels.peers import Peers
+
+TILE = 1024
+"""Numbers of each peer in one tile."""
+WARPS = 4
+
+
+@triton.jit(do_not_specialize=["batch", "rank"])
+def _merge_kernel(
+    peers, counters, o_at, lse_at, out, batch, rank, out_stride_h, out_stride_b,
+    N: tl.constexpr, N_BLOCK: tl.constexpr, HEADS: tl.constexpr, R: tl.constexpr, R_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, ELEMENT: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A tile is ROWS of the batch·h rows (request, head) that are this rank's, from all peers at once."""
+    wait_for_earlier_kernels(DEPENDENT)
+    meet(peers, counters, N, N_BLOCK, DEPENDENT)
+    h: tl.constexpr = HEADS // N
+    r = tl.arange(0, R_BLOCK)
+    for tile in range(tl.program_id(0), tl.cdiv(batch * h, ROWS), tl.num_programs(0)):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        b = (row // h).to(tl.int64)
+        j = (row % h).to(tl.int64)
+        source = b * HEADS + rank * h + j
+        live = row < batch * h
+        inside = live[:, None] & (r < R)[None, :]
+        partials, lses = (), ()
+        for n in tl.static_range(N):  # all reads are under way before the first value is used
+            lse = (peers[n] + lse_at).to(tl.pointer_type(tl.float32)) + source
+            o = tensor_at(peers[n] + o_at, ELEMENT) + source[:, None] * R + r[None, :]
+            lses = append(lses, tl.load(lse, mask=live, other=float("-inf")))
+            partials = append(partials, tl.load(o, mask=inside, other=0.0))
+        top = tl.full((ROWS,), float("-inf"), tl.float32)
+        for n in tl.static_range(N):
+            top = tl.maximum(top, lses[n])
+        top = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.zeros_like(top)
+        merged = tl.zeros((ROWS, R_BLOCK), tl.float32)
+        for n in tl.static_range(N):
+            power = tl.exp(lses[n] - top)
+            total += power
+            # Where a peer has no rows its o may be anything, NaN included: chosen away, not multiplied by 0.
+            weighted = partials[n].to(tl.float32) * power[:, None]
+            merged += tl.where(power[:, None] > 0.0, weighted, 0.0)
+        merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]
+        write = out + (j * out_stride_h + b * out_stride_b)[:, None] + r[None, :]
+        tl.store(write, merged.to(out.dtype.element_ty), mask=inside)
+
+
+def merge(
+    peers: Peers, counters: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor, out_hBR: torch.Tensor
+) -> None:
+    """Write this rank's h = H/N heads of all ranks' partial outputs, merged by their log-sum-exp in fp32.
+
+    o_BHR and lse_BH (fp32, natural log): contiguous, in the own buffer and in every peer's at the same place, written
+    by kernels before this one. Where lse is -inf, o is not used, whatever it holds; 0 where it is -inf everywhere.
+    out_hBR: any dtype and strides, the last dimension contiguous.
+
+    o and lse may be overwritten once this rank has met its peers again behind this call: they have read them then.
+    """
+    batch, heads, width = o_BHR.shape
+    columns = triton.next_power_of_2(width)
+    rows = max(1, TILE // columns)
+    grid = min(triton.cdiv(batch * heads // peers.size, rows), half_of(o_BHR.device, WARPS))
+    _merge_kernel[(grid,)](
+        peers.addresses, peers.offset(counters), peers.offset(o_BHR), peers.offset(lse_BH), out_hBR, batch,
+        peers.rank, out_hBR.stride(0), out_hBR.stride(1),
+        N=peers.size, N_BLOCK=triton.next_power_of_2(peers.size), HEADS=heads, R=width, R_BLOCK=columns, ROWS=rows,
+        ELEMENT=element(o_BHR.dtype), num_warps=WARPS, **dependent_launch(o_BHR.device),
+    )  # fmt: skip

@@ -1,0 +1,167 @@
+"""One rank of test_symm.py, and the data that test and ranks draw alike.
+
+Started as `python -m tests.distributed.symm_ranks WORLD RANK FOLDER`, with Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from dcpbench.engine.groups import make_groups
+from dcpbench.exchange import ExchangeSpec, make_exchange, symm
+from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, SymmetricAllReduce
+from dcpbench.kernels.peers import merge as merging
+from dcpbench.layout import Layout
+
+if TYPE_CHECKING:
+    from dcpbench.exchange.collectives import Group
+
+WORLDS = (2, 4, 8)
+HEADS, LATENT, WIDTH = 8, 24, 40
+BATCHES = (3, 1, 2, 3)
+"""One a layer: the buffers are as large as the first, and later ones must not read what it left behind."""
+REPLAYS, LAYERS = 2, (1, 2, 3)
+"""Graphs of so many layers, replayed so often."""
+ADDENDS = ((2, 24), (3, 40), (1, 8), (3, 40), (3, 40), (1, 7))
+"""Shapes of one sum after the other: below and above the limit, the last of an odd size."""
+SMALL = 64
+"""Bytes up to which one_shot adds, here."""
+
+
+def layouts(world: int) -> tuple[Layout, ...]:
+    """One DCP group of all ranks, and two groups at once."""
+    return (Layout(world, dcp=world), Layout(world, dcp=world // 2)) if world > 2 else (Layout(world, dcp=world),)
+
+
+def drawn(ranks: int, group: int, layer: int, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [N, B, h, Q], o [N, B, H, R] and lse [N, B, H] of a layer; some ranks have no rows and NaN outputs there."""
+    generator = torch.Generator().manual_seed(1000 * ranks + 100 * group + layer)
+    q_NBhQ = torch.randn(ranks, batch, HEADS // ranks, WIDTH, generator=generator)
+    o_NBHR = torch.randn(ranks, batch, HEADS, LATENT, generator=generator)
+    lse_NBH = 3 * torch.randn(ranks, batch, HEADS, generator=generator)
+    empty_NBH = torch.rand(ranks, batch, HEADS, generator=generator) < 0.3
+    empty_NBH[:, 0, 0] = True  # nobody has rows for this one
+    o_NBHR[empty_NBH] = float("nan")
+    lse_NBH[empty_NBH] = float("-inf")
+    return q_NBhQ.bfloat16(), o_NBHR.bfloat16(), lse_NBH
+
+
+def addend(rank: int, number: int) -> torch.Tensor:
+    """What a rank adds to a sum; fp16, as the interpreter cuts bf16 off where a GPU rounds."""
+    return torch.randn(ADDENDS[number], generator=torch.Generator().manual_seed(100 * rank + number)).half()
+
+
+def layers(group: Group, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Gathered q and merged output of some layers of two exchanges at once, whose calls alternate."""
+    both = [make_exchange("symm", group, spec()) for _ in range(2)]
+    found = []
+    for layer, batch in enumerate(BATCHES):
+        data = [drawn(group.size, number, layer + 50 * e, batch) for e in range(2)]
+        qs = [exchange.query(batch) for exchange in both]
+        for q, (q_NBhQ, _, _) in zip(qs, data, strict=True):
+            q.copy_(q_NBhQ[group.rank])
+        gathered = [exchange.gather_q(q) for exchange, q in zip(both, qs, strict=True)]
+        partials = [exchange.partial(batch) for exchange in both]
+        for (o, lse), (_, o_NBHR, lse_NBH) in zip(partials, data, strict=True):
+            o.copy_(o_NBHR[group.rank])
+            lse.copy_(lse_NBH[group.rank])
+        merged = [exchange.merge(*partial) for exchange, partial in zip(both, partials, strict=True)]
+        found.extend(zip(gathered, merged, strict=True))
+    return found
+
+
+def spec(**changes: bool) -> ExchangeSpec:
+    """Sizes of all exchanges here."""
+    return ExchangeSpec(
+        batch=max(BATCHES), heads=HEADS, width=WIDTH, value=LATENT, dtype=torch.bfloat16,
+        device=torch.device("cpu"), **changes,
+    )  # fmt: skip
+
+
+def replays(group: Group, number: int, count: int, kind: int) -> list[torch.Tensor]:
+    """Merged outputs of `REPLAYS` replays of a graph of `count` layers, with replicated queries.
+
+    What capturing decides, the slot of each call and where a fence comes first, is recorded as a graph would.
+    """
+    exchange = make_exchange("symm", group, spec(q_replicate=True))
+    assert isinstance(exchange, symm.SymmetricMemory)
+    fence, captured = symm.fence, symm.graph_being_captured
+    symm.graph_being_captured = lambda _device: kind
+    tape = []
+    for _ in range(count):
+        fences: list[int] = []
+        symm.fence = lambda *_args, fences=fences: fences.append(1)
+        tape.append((exchange.partial(2), bool(fences)))
+    symm.fence, symm.graph_being_captured = fence, captured
+    found = []
+    for replay in range(REPLAYS):
+        for layer, ((o, lse), fenced) in enumerate(tape):
+            if fenced:
+                fence(exchange.peers, exchange.parts.met_at_fence)
+            _, o_NBHR, lse_NBH = drawn(group.size, number, 10 * replay + layer, 2)
+            o.copy_(o_NBHR[group.rank])
+            lse.copy_(lse_NBH[group.rank])
+            found.append(exchange.merge(o, lse))
+    return found
+
+
+def eager(group: Group, number: int) -> list[torch.Tensor]:
+    """Merged outputs of calls outside any graph, with replicated queries."""
+    exchange = make_exchange("symm", group, spec(q_replicate=True))
+    found = []
+    for layer in range(4):
+        o, lse = exchange.partial(2)
+        _, o_NBHR, lse_NBH = drawn(group.size, number, layer, 2)
+        o.copy_(o_NBHR[group.rank])
+        lse.copy_(lse_NBH[group.rank])
+        found.append(exchange.merge(o, lse))
+    return found
+
+
+def sums(group: Group, rank: int) -> list[torch.Tensor]:
+    """All-reduces of changing sizes, one after the other."""
+    largest = ReduceSpec(rows=3, columns=40, dtype=torch.float16, device=torch.device("cpu"))
+    reduce = SymmetricAllReduce(group, largest, small=SMALL)
+    return [reduce(addend(rank, number)) for number in range(len(ADDENDS))]
+
+
+def read_slowly() -> None:
+    """This rank pauses between meeting its peers and reading what they wrote, so that hasty ones would overwrite it."""
+    meet = merging.meet
+
+    def meet_and_pause(*args: object) -> None:
+        meet(*args)
+        time.sleep(0.02)
+
+    merging.meet = meet_and_pause
+
+
+def main(world: int, rank: int, folder: Path) -> None:
+    """Exchange in all layouts and save what this rank got."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    if rank == 0:
+        read_slowly()
+    for layout in layouts(world):
+        group, number = make_groups(layout, rank).dcp, rank // layout.dcp
+        found = {
+            "layers": layers(group, number),
+            "replays": {count: replays(group, number, count, 7 + count) for count in LAYERS},
+            "eager": eager(group, number),
+            "sums": sums(group, rank),
+        }
+        torch.save(found, folder / f"{layout}-{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

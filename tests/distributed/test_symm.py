@@ -1,0 +1,171 @@
+"""The exchange and the all-reduce over symmetric memory, between 2, 4 and 8 processes that share memory without a GPU.
+
+The kernels run in Triton's interpreter and read the very buffers that other processes write: places, slots, counters,
+fences and the order of calls are what they are on GPUs. A GPU's memory order is not: an ordering that is missing there
+cannot be seen here.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dcpbench.errors import CapacityError, UsageError
+from dcpbench.exchange import make_exchange, symmetric_memory
+from dcpbench.exchange.collectives import Group
+from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
+from dcpbench.exchange.symmetric_memory import Place, check
+from dcpbench.kernels.peers import MOST_BLOCKS, Carver, Peers, reference
+from tests.distributed import symm_ranks as ranks
+
+ROOT = Path(__file__).parents[2]
+CASES = [(world, layout) for world in ranks.WORLDS for layout in ranks.layouts(world)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each rank of a layout found, [rank] -> results; all layouts of a world are run at once."""
+
+    @functools.cache
+    def run(world):
+        folder = tmp_path_factory.mktemp(f"symm{world}")
+        command = [sys.executable, "-m", "tests.distributed.symm_ranks", str(world)]
+        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        started = [
+            subprocess.Popen(
+                [*command, str(rank), str(folder)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+            )
+            for rank in range(world)
+        ]
+        errors = [process.communicate(timeout=200)[1] for process in started]
+        assert [p.returncode for p in started] == [0] * world, errors
+        return {
+            layout: [torch.load(folder / f"{layout}-{rank}.pt") for rank in range(world)]
+            for layout in ranks.layouts(world)
+        }
+
+    return lambda world, layout: run(world)[layout]
+
+
+def assert_merged(got_hBR, layout, rank, layer, batch):
+    """Equal to the merge in fp64 of what was drawn, as closely as fp32 sums of 8 terms are."""
+    _, o_NBHR, lse_NBH = ranks.drawn(layout.dcp, rank // layout.dcp, layer, batch)
+    want_hBR = reference.merge(o_NBHR.double(), lse_NBH.double(), layout.dcp_rank(rank))
+    assert got_hBR.shape == want_hBR.shape
+    assert torch.allclose(got_hBR.double(), want_hBR, atol=2e-6)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("world", "layout"), CASES, ids=str)
+class TestSymm:
+    def test_two_exchanges_of_a_group_gather_and_merge_their_own_layers(self, found, world, layout):
+        """Their calls alternate, batches shrink and grow, rank 0 reads late, and no buffer is mistaken for another.
+
+        Partial outputs without rows are NaN; the first request's first head has rows nowhere and must become 0.
+        """
+        for rank, got in enumerate(found(world, layout)):
+            for index, (q_BHQ, o_hBR) in enumerate(got["layers"]):
+                layer, exchange = divmod(index, 2)
+                q_NBhQ, _, _ = ranks.drawn(layout.dcp, rank // layout.dcp, layer + 50 * exchange, ranks.BATCHES[layer])
+                assert q_BHQ.is_contiguous()
+                assert torch.equal(q_BHQ, reference.gather(q_NBhQ))
+                assert_merged(o_hBR, layout, rank, layer + 50 * exchange, ranks.BATCHES[layer])
+
+    @pytest.mark.parametrize("count", ranks.LAYERS)
+    def test_a_graph_of_any_number_of_layers_may_follow_itself(self, found, world, layout, count):
+        """With replicated queries a layer has one meeting, and the last layer of a replay may share its slot with the
+        first of the next: a hasty rank would overwrite what rank 0, who reads late, has not read.
+        """
+        for rank, got in enumerate(found(world, layout)):
+            assert len(got["replays"][count]) == ranks.REPLAYS * count
+            for index, o_hBR in enumerate(got["replays"][count]):
+                replay, layer = divmod(index, count)
+                assert_merged(o_hBR, layout, rank, 10 * replay + layer, 2)
+
+    def test_calls_outside_graphs_may_follow_each_other(self, found, world, layout):
+        for rank, got in enumerate(found(world, layout)):
+            for layer, o_hBR in enumerate(got["eager"]):
+                assert_merged(o_hBR, layout, rank, layer, 2)
+
+    def test_sums_are_the_same_bits_on_all_ranks(self, found, world, layout):
+        """One rounding at the end, in fp32 until then: equal to the reference in every bit, whatever the size."""
+        for rank, got in enumerate(found(world, layout)):
+            group = rank // layout.dcp
+            members = range(group * layout.dcp, (group + 1) * layout.dcp)
+            for number, total in enumerate(got["sums"]):
+                addends = torch.stack([ranks.addend(member, number) for member in members])
+                assert torch.equal(total, reference.add_up(addends))
+
+
+def test_a_group_of_one_rank_exchanges_with_nobody():
+    """The same kernels, meeting nobody."""
+    exchange = make_exchange("symm", Group(size=1, rank=0, handle=None), ranks.spec())
+    q_NBhQ, o_NBHR, lse_NBH = ranks.drawn(1, 0, 0, 2)
+    q_BhQ = exchange.query(2)
+    q_BhQ.copy_(q_NBhQ[0])
+    assert torch.equal(exchange.gather_q(q_BhQ), q_NBhQ[0])
+    o_BHR, lse_BH = exchange.partial(2)
+    o_BHR.copy_(o_NBHR[0])
+    lse_BH.copy_(lse_NBH[0])
+    assert torch.equal(exchange.merge(o_BHR, lse_BH), reference.merge(o_NBHR.float(), lse_NBH, 0))
+
+
+class TestRefusals:
+    def test_several_hosts_are_refused_with_what_works_there(self):
+        places = [Place("a", "GPU-1"), Place("b", "GPU-1")]
+        with pytest.raises(CapacityError, match=r"--exchange symm .* spans 2; use --exchange a2a instead"):
+            check(places, "--exchange symm", "use --exchange a2a instead.")
+
+    def test_two_ranks_on_one_gpu_are_refused(self):
+        places = [Place("a", "GPU-1"), Place("a", "GPU-2"), Place("a", "GPU-1")]
+        with pytest.raises(CapacityError, match="one GPU for each of 3 ranks, not 2; use a2a"):
+            check(places, "--exchange symm", "use a2a")
+
+    def test_ranks_of_one_host_with_a_gpu_each_or_none_are_accepted(self):
+        check([Place("a", "GPU-1"), Place("a", "GPU-2")], "", "")
+        check([Place("a", ""), Place("a", "")], "", "")
+
+    def test_a_cpu_without_shared_memory_is_refused(self, monkeypatch, tmp_path):
+        """Not Linux, for one."""
+        monkeypatch.setattr(symmetric_memory, "SHARED_FOLDER", tmp_path / "none")
+        monkeypatch.setattr(symmetric_memory, "_everywhere", lambda _group, value: [value])
+        group = Group(size=2, rank=0, handle=object())
+        with pytest.raises(CapacityError, match=r"--exchange symm: this machine has no .*none.*; use --exchange a2a"):
+            make_exchange("symm", group, ranks.spec())
+
+    def test_an_unknown_all_reduce_lists_the_known_ones(self):
+        sizes = ReduceSpec(rows=1, columns=8, dtype=torch.float32, device=torch.device("cpu"))
+        with pytest.raises(UsageError, match="--all-reduce ring does not exist; choose one of nccl, symm"):
+            make_all_reduce("ring", Group(size=1, rank=0, handle=None), sizes)
+
+
+class TestBuffers:
+    def test_parts_do_not_overlap_and_are_aligned(self):
+        """256 bytes apart: 3 numbers of 2 bytes take one, 129 of them two."""
+        own = torch.zeros(2048, dtype=torch.uint8)
+        carver = Carver(own)
+        parts = [
+            carver.take(3, dtype=torch.bfloat16),
+            carver.take(3, 43, dtype=torch.bfloat16),
+            carver.take(1, dtype=torch.int64),
+        ]
+        starts = [part.data_ptr() - own.data_ptr() for part in parts]
+        assert starts == [0, 256, 768]
+        assert carver.used == 1024
+
+    def test_sizes_are_known_before_there_is_a_buffer(self):
+        carver = Carver()
+        assert carver.counters(4).shape == (MOST_BLOCKS, 4)
+        assert carver.used == MOST_BLOCKS * 4 * 4
+
+    def test_a_tensor_from_elsewhere_has_no_offset(self):
+        """Its peers' would not lie where its address says."""
+        own = torch.zeros(512, dtype=torch.uint8)
+        peers = Peers(rank=0, addresses=(own.data_ptr(),), own=own)
+        assert peers.offset(own[256:]) == 256
+        with pytest.raises(AssertionError, match="not in this buffer"):
+            peers.offset(torch.zeros(16, dtype=torch.uint8))
