@@ -25,13 +25,14 @@ class Group:
     rank: int
     handle: dist.ProcessGroup | None
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, *x.shape] in rank order; x must be contiguous."""
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[N, *x.shape] in rank order, in `out` where one is given, unless the group is of one; both contiguous."""
         if self.handle is None:
             return x.unsqueeze(0)
-        out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        _all_gather(out, x, group=self.handle)
-        return out.unflatten(0, (self.size, x.shape[0]))
+        if out is None:
+            out = x.new_empty(self.size, *x.shape)
+        _all_gather(out.flatten(0, 1), x, group=self.handle)
+        return out
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, split along the first dimension, which N must divide; x must be contiguous."""

@@ -4,8 +4,9 @@
     filter          filter always: the published fix, said to avoid synchronisation
     masked-kernel   the mask inside a kernel
 
-A pool is poisoned with NaN, and the rows of tokens that this rank does not own are NaN of other bits: whatever is
-written where it should not be, or read where it should not be, shows.
+Every layer has a pool and rows of its own, which a pass therefore reads and writes in device memory. A pool is poisoned
+with NaN, and the rows of tokens that this rank does not own are NaN of other bits: whatever is written where it should
+not be, or read where it should not be, shows.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dcpbench.bench_records import Work
 from dcpbench.errors import CapacityError
 from dcpbench.kernels.kv_write import masked, reference
 from dcpbench.memory import GIB
@@ -53,12 +55,15 @@ def filter_always(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor
     kv_KQ[loc_B[valid]] = _stored(new_BQ[valid], kv_KQ.dtype, scale)
 
 
-def masked_kernel(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, scale: float) -> None:
-    """The mask in a kernel: nothing is counted. Without a GPU it runs in Triton's interpreter."""
-    masked.write_rows(kv_KQ, new_BQ, loc_B, scale=scale)
+def masked_kernel(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, scale: float, share: int = 1) -> None:
+    """The mask in a kernel: nothing is counted. Without a GPU it runs in Triton's interpreter.
+
+    The kernel before is another layer's write, so that all that this one reads has long been there: `settled`.
+    """
+    masked.write_rows(kv_KQ, new_BQ, loc_B, scale=scale, share=share, settled=True)
 
 
-VARIANTS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]] = {
+VARIANTS: dict[str, Callable[..., None]] = {
     "check-all": check_all,
     "filter": filter_always,
     "masked-kernel": masked_kernel,
@@ -72,7 +77,7 @@ class Inputs:
     pool: torch.Tensor
     """[layers, rows, 576]"""
     new: torch.Tensor
-    """[tokens, 576]"""
+    """[layers, tokens, 576]: the same numbers for each, at other addresses"""
     loc: torch.Tensor
     """[tokens], int64: a row of the pool, or -1"""
     scale: float
@@ -82,7 +87,7 @@ class Inputs:
         """A layer of the pool as the reference, one row at a time on the host, leaves it."""
         wanted = torch.empty_like(self.pool[0], device="cpu")
         poison(wanted)
-        reference.write_rows(wanted, self.new.cpu(), self.loc.cpu(), scale=self.scale)
+        reference.write_rows(wanted, self.new[0].cpu(), self.loc.cpu(), scale=self.scale)
         return wanted.to(self.pool.device)
 
     def check(self, run: Callable[[], None]) -> str:
@@ -112,10 +117,18 @@ class KvWrite:
             self._inputs, self._key = self._make(case), key
         inputs = self._inputs
         write = VARIANTS[case.variant]
+        if case.variant == "masked-kernel":  # the one that has use for it
+            write = functools.partial(write, share=int(case.sizes["dcp"]))
+        row_bytes = WIDTH * (inputs.new.itemsize + inputs.pool.itemsize)
+        copied_bytes = int(case.sizes["owned"]) * row_bytes
         return Calls(
-            calls=[functools.partial(write, kv, inputs.new, inputs.loc, inputs.scale) for kv in inputs.pool],
+            calls=[
+                functools.partial(write, kv, new, inputs.loc, inputs.scale)
+                for kv, new in zip(inputs.pool, inputs.new, strict=True)
+            ],
             check=inputs.check,
-            written_bytes=case.calls * int(case.sizes["owned"]) * WIDTH * inputs.pool.itemsize,
+            written_bytes=case.calls * copied_bytes,
+            work=Work(memory_bytes=copied_bytes + inputs.loc.nbytes),
         )
 
     def _make(self, case: Case) -> Inputs:
@@ -130,12 +143,15 @@ class KvWrite:
         shape = (case.calls, tokens + SPARE_ROWS, WIDTH)
         try:
             pool = torch.empty(shape, dtype=dtype, device=self.device)
+            sources = new.to(self.device).expand(case.calls, -1, -1).clone()
         except torch.OutOfMemoryError as e:
-            need = math.prod(shape) * dtype.itemsize / GIB
-            raise CapacityError(f"a pool of {need:.1f} GiB does not fit; lower --tokens or --layers.") from e
+            need = math.prod(shape) * (dtype.itemsize + new.itemsize) / GIB
+            raise CapacityError(
+                f"pools and rows of {case.calls} layers, {need:.1f} GiB, do not fit; lower --tokens or --layers."
+            ) from e
         return Inputs(
             pool=pool,
-            new=new.to(self.device),
+            new=sources,
             loc=loc.to(self.device),
             scale=float(case.sizes.get("scale", 1.0)),
         )

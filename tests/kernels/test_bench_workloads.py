@@ -24,7 +24,18 @@ def test_every_variant_of_kv_write_stores_the_own_rows_and_no_other(dcp, owned, 
     calls = KvWrite(device, 0).build(kv_case(variant, 17, dcp, owned, dtype, scale))
     assert calls.check(calls.run) == ""
     assert len(calls.calls) == 2
-    assert calls.written_bytes == 2 * owned * 576 * (2 if dtype == "bf16" else 1)
+    row_bytes = 576 * 2 + 576 * (2 if dtype == "bf16" else 1)
+    assert calls.written_bytes == 2 * owned * row_bytes, "read and written, by two layers"
+    assert calls.work.memory_bytes == owned * row_bytes + 17 * 8, "of one layer, and where 17 tokens go"
+
+
+def test_each_layer_reads_rows_of_its_own(device):
+    """So that a pass reads device memory, and not 61 times what lies in the L2 cache."""
+    workload = KvWrite(device, 0)
+    workload.build(kv_case("filter", 16, 4, 4))
+    first, second = workload._inputs.new
+    assert first.data_ptr() != second.data_ptr()
+    assert torch.equal(first.view(torch.int16), second.view(torch.int16))
 
 
 def forgets_one(kv, new, loc, scale):

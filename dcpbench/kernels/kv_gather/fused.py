@@ -1,0 +1,96 @@
+"""Packing and ordering: a program copies ROWS rows, 16 bytes per thread, all of them under way before it writes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from dcpbench.kernels.kv_gather import Prefix
+
+ROWS = 16
+WARPS = 8
+UNIT = 16
+"""Bytes that a thread reads at once, of which rows and addresses are multiples."""
+
+
+@triton.jit
+def _copy(source, out, live, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr):
+    """Rows in two parts, as a block's width is a power of two: 576 = 512 + 64."""
+    h = tl.arange(0, HEAD)[None, :]
+    t = HEAD + tl.arange(0, TAIL)[None, :]
+    in_head = live[:, None]
+    in_tail = live[:, None] & (t < WIDTH)
+    head = tl.load(source[:, None] + h, mask=in_head)
+    tail = tl.load(source[:, None] + t, mask=in_tail)
+    tl.store(out[:, None] + h, head, mask=in_head)
+    tl.store(out[:, None] + t, tail, mask=in_tail)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _pack_kernel(
+    part, kv, rows, count, kv_stride,
+    WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    j = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = j < count
+    row = tl.load(rows + j, mask=live, other=0).to(tl.int64)
+    _copy(kv + row * kv_stride, part + j.to(tl.int64) * WIDTH, live, WIDTH, HEAD, TAIL)
+
+
+@triton.jit(do_not_specialize=["tokens", "requests", "rank"])
+def _order_kernel(
+    out, own, addresses, table, tokens, requests, rank,
+    N: tl.constexpr, INTERLEAVE: tl.constexpr, REQUESTS: tl.constexpr, ITEM_BYTES: tl.constexpr, UNIT: tl.constexpr,
+    WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = t < tokens
+    # A request's number: how many of the others start no later. One without tokens is passed over.
+    others = tl.arange(0, REQUESTS)
+    starts = tl.load(table + others * (N + 1), mask=others < requests, other=0x7FFFFFFF)
+    request = tl.sum((starts[None, :] <= t[:, None]).to(tl.int32), 1) - 1
+    entry = table + request * (N + 1)
+    token = t - tl.load(entry, mask=live, other=0)
+    owner = token // INTERLEAVE % N
+    row = token // (INTERLEAVE * N) * INTERLEAVE + token % INTERLEAVE + tl.load(entry + 1 + owner, mask=live, other=0)
+    peer = (owner - rank + N) % N
+    units = tl.zeros([ROWS], tl.int64)
+    for n in tl.static_range(1, N):
+        units = tl.where(peer == n, (addresses[n] - addresses[0]) // UNIT, units)
+    # A multiple of UNIT for the compiler to see, without which it would read two bytes at a time.
+    source = own + units * (UNIT // ITEM_BYTES) + row.to(tl.int64) * WIDTH
+    _copy(source, out + t.to(tl.int64) * WIDTH, live, WIDTH, HEAD, TAIL)
+
+
+def pack(part_JQ: torch.Tensor, kv_KQ: torch.Tensor, row_J: torch.Tensor) -> None:
+    """See kernels.kv_gather.pack."""
+    count = len(row_J)
+    _pack_kernel[(triton.cdiv(count, ROWS),)](
+        part_JQ, kv_KQ, row_J, count, kv_KQ.stride(0), **_widths(kv_KQ.shape[1]), ROWS=ROWS, num_warps=WARPS
+    )
+
+
+def in_token_order(
+    out_TQ: torch.Tensor, own_JQ: torch.Tensor, addresses: Sequence[int], rank: int, prefix: Prefix, table: torch.Tensor
+) -> None:
+    """See kernels.kv_gather.in_token_order."""
+    width = out_TQ.shape[1]
+    if any(number % UNIT for number in (width * out_TQ.itemsize, *addresses)):
+        raise ValueError(f"rows of {width * out_TQ.itemsize} bytes and parts must begin at multiples of {UNIT} bytes")
+    _order_kernel[(triton.cdiv(prefix.tokens, ROWS),)](
+        out_TQ, own_JQ, tuple(addresses), table, prefix.tokens, len(prefix.lengths), rank,
+        N=prefix.dcp, INTERLEAVE=prefix.interleave, REQUESTS=triton.next_power_of_2(len(prefix.lengths)),
+        ITEM_BYTES=out_TQ.itemsize, UNIT=UNIT, **_widths(width), ROWS=ROWS, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def _widths(width: int) -> dict[str, int]:
+    head = 1 << (width.bit_length() - 1)
+    return {"WIDTH": width, "HEAD": head, "TAIL": triton.next_power_of_2(max(1, width - head))}

@@ -1,0 +1,95 @@
+"""Packing a rank's rows and putting all ranks' parts in token order, against references that go row by row."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpbench import layout
+from dcpbench.kernels.kv_gather import Prefix, fused, in_token_order, pack, reference
+
+NAN = float("nan")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def numbered(prefix: Prefix, width: int, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """(rows of all tokens in order, the ranks' parts of them): each row holds its number; the parts' padding is NaN."""
+    rows = torch.arange(prefix.tokens, dtype=torch.float32)[:, None].repeat(1, width)
+    parts = [torch.full((prefix.part_rows, width), NAN) for _ in range(prefix.dcp)]
+    for rank, part in enumerate(parts):
+        for first, start, length in zip(prefix.firsts(rank), prefix.starts, prefix.lengths, strict=False):
+            mine = layout.local_tokens(length, rank, prefix.dcp, prefix.interleave)
+            part[first : first + len(mine)] = rows[[start + token for token in mine]]
+    return rows.to(device), [part.to(device) for part in parts]
+
+
+@settings(max_examples=25)
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    dcp=st.sampled_from([1, 2, 3, 8]),
+    interleave=st.sampled_from([1, 4]),
+    width=st.sampled_from([16, 20, 576]),
+)
+def test_every_row_is_in_token_order_and_no_other_is_touched(lengths, dcp, interleave, width):
+    """Requests of all lengths, none among them; seen from each rank, whose own part comes first."""
+    prefix = Prefix(tuple(lengths), dcp, interleave)
+    rows, parts = numbered(prefix, width, DEVICE)
+    slow = torch.full((prefix.tokens + 3, width), NAN, device=DEVICE)
+    reference.in_token_order(slow, parts, prefix)
+    assert torch.equal(slow[: prefix.tokens], rows)
+    for rank in range(dcp):
+        out = torch.full_like(slow, NAN)
+        around = [parts[(rank + n) % dcp] for n in range(dcp)]
+        addresses = [part.data_ptr() for part in around]
+        in_token_order(out, around[0], addresses, rank, prefix, prefix.table(DEVICE))
+        assert torch.equal(out[: prefix.tokens], rows)
+        assert bool(out[prefix.tokens :].isnan().all())
+
+
+def test_firsts_and_starts_worked_out_by_hand():
+    """Requests of 6, 0 and 3 tokens on 4 ranks: shares 2 2 1 1, none, 1 1 1 0; the largest part has 3 rows."""
+    prefix = Prefix((6, 0, 3), 4)
+    assert prefix.starts == [0, 6, 6, 9]
+    assert [prefix.firsts(rank) for rank in range(4)] == [[0, 2, 2, 3], [0, 2, 2, 3], [0, 1, 1, 2], [0, 1, 1, 1]]
+    assert (prefix.tokens, prefix.part_rows) == (9, 3)
+    assert prefix.table(torch.device("cpu")).tolist() == [[0, 0, 0, 0, 0], [6, 2, 2, 1, 1], [6, 2, 2, 1, 1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.parametrize("width", [48, 576])
+@pytest.mark.parametrize("count", [0, 1, 37])
+def test_packing_takes_the_named_rows_in_order(count, width, dtype, device):
+    """Rows that are not named hold 0xFF, NaN in bf16, and so does what lies behind the packed ones."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randperm(64, generator=generator)[:count].to(torch.int32).to(device)
+    kv = torch.full((64, width * dtype.itemsize), 0xFF, dtype=torch.uint8, device=device)
+    kv[rows.long()] = torch.randint(0, 100, (count, kv.shape[1]), generator=generator).to(torch.uint8).to(device)
+    for pick in (pack, fused.pack, reference.pack):
+        part = torch.full((count + 2, width * dtype.itemsize), 0xFF, dtype=torch.uint8, device=device)
+        pick(part.view(dtype), kv.view(dtype), rows)
+        assert torch.equal(part[:count], kv[rows.long()])
+        assert bool((part[count:] == 0xFF).all())
+
+
+def test_rows_of_odd_sizes_are_refused(device):
+    """A kernel that reads 16 bytes at a time would read beside them."""
+    prefix = Prefix((3,), 1)
+    out = torch.zeros(3, 5, device=device)
+    with pytest.raises(ValueError, match="20 bytes"):
+        in_token_order(out, out.clone(), [out.data_ptr()], 0, prefix, prefix.table(device))
+
+
+@pytest.mark.gpu
+def test_rows_past_two_to_the_31_elements_are_read_and_written_where_they_are():
+    """4,000,000 tokens of 576: the last one starts at element 2,303,999,424, past 2^31 = 2,147,483,648."""
+    prefix = Prefix((4_000_000,), 2)
+    parts = [torch.zeros(2_000_000, 576, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    parts[1][-1] = 1.0
+    out = torch.full((4_000_000, 576), 2.0, dtype=torch.bfloat16, device="cuda")
+    table = prefix.table(torch.device("cuda"))
+    in_token_order(out, parts[0], [part.data_ptr() for part in parts], 0, prefix, table)
+    assert int(out[-1].sum()) == 576
+    assert int(out[:-1].count_nonzero()) == 0
+    back = torch.zeros(1, 576, dtype=torch.bfloat16, device="cuda")
+    pack(back, out, torch.tensor([3_999_999], dtype=torch.int32, device="cuda"))
+    assert int(back.sum()) == 576
