@@ -72,7 +72,6 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
     low: float
     high: float
     samples: int
-    noisy: bool = False
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):

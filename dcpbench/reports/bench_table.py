@@ -34,6 +34,12 @@ LEGEND = {
     "syncs": "syncs: how often the host waits for the GPU in a call, counted apart from the timing ({detector}).",
 }
 """What columns mean, by a column that is there."""
+FRESH = ("exchange", "collectives")
+"""Benches whose inputs were just written in an engine, too."""
+L2 = {
+    True: "L2 cache: inputs lie in it, where an engine's step before them leaves them.",
+    False: "L2 cache: cold, where a case is not marked l2_warm.",
+}
 
 
 def table(record: BenchRecord, width: int = WIDE) -> Table:
@@ -63,7 +69,7 @@ def legend(record: BenchRecord, width: int = WIDE) -> list[str]:
     """What the columns mean, and the machine's limits."""
     detector = next((f"detector: {r.syncs.detector}" for r in record.results if r.syncs), "not counted")
     columns = _columns(record, wide=width >= WIDE)
-    lines = [MEDIANS] if record.performance else []
+    lines = [MEDIANS, L2[record.bench in FRESH]] if record.performance else []
     lines += [
         line.format(backlog=record.settings.backlog_us, detector=detector)
         for name, line in LEGEND.items()

@@ -3,7 +3,7 @@
     read      device memory: block sums of a tensor many times the L2 cache
     copy      device memory: a copy of one; its bytes count twice, read and written
     matmul    8192 × 8192 × 8192 in bf16, on random numbers
-    peer      every rank reads its neighbour's memory at the same time, through symmetric memory
+    peer      every rank reads its neighbour's memory at the same time, through symmetric memory, by a kernel or a copy
     barrier   all ranks wait for each other in symmetric memory
     smallest  NCCL's collectives of a few bytes
 
@@ -12,6 +12,8 @@ With several ranks each is the slowest rank's. A limit that this machine does no
 
 from __future__ import annotations
 
+import functools
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,8 +22,8 @@ import torch.distributed as dist
 from dcpbench.bench_records import Limit
 from dcpbench.errors import CapacityError
 from dcpbench.kernels.read import BLOCK, read
-from dcpbench.measure import Timer, time_chunks
-from dcpbench.stats import StopRule, median_interval
+from dcpbench.measure import Timer
+from dcpbench.stats import median_interval
 from dcpbench.workloads import collectives
 from dcpbench.workloads.calls import capture
 from dcpbench.workloads.ranks import RankError, everyone, together
@@ -38,8 +40,8 @@ PEER_BYTES = 1 << 30
 SIDE = 8192
 REPEATS = 32
 """Barriers or smallest collectives in one graph."""
-CHUNK_SECONDS = 0.02
-RULE = StopRule(seconds=0.15)
+WARM_UP, SAMPLES = 5, 30
+REST_S = 0.1
 
 
 def measure(wanted: Sequence[str], device: torch.device) -> tuple[list[Limit], list[str]]:
@@ -60,15 +62,23 @@ def by_name(limits: Sequence[Limit]) -> dict[str, float]:
     return {limit.name: limit.median for limit in limits}
 
 
-def rate(name: str, unit: str, amount: float, step: Run, device: torch.device) -> Limit:
-    """A limit of `amount` per step; of seconds per amount where the unit is `s`."""
-    found = time_chunks(Timer(step, device).chunk, RULE, chunk_seconds=CHUNK_SECONDS)
-    samples = [ms / 1e3 / amount if unit == "s" else amount / ms * 1e3 for ms in found.samples_ms]
-    interval = median_interval(samples)
-    return Limit(
-        name=name, unit=unit, median=interval.median, low=interval.low, high=interval.high,
-        samples=interval.samples, noisy=found.noisy,
-    )  # fmt: skip
+def best(name: str, unit: str, amount: float, steps: Sequence[Run], device: torch.device) -> Limit:
+    """The best of some ways to do the same: `amount` a step, or seconds for one of `amount` where the unit is `s`.
+
+    A short burst after a rest: what the chip can do before its power cap slows a matrix product down.
+    """
+    found = []
+    for step in steps:
+        timer = Timer(step, device)
+        timer.chunk(WARM_UP)
+        time.sleep(REST_S)
+        samples_ms, _ = timer.chunk(SAMPLES)
+        samples = [ms / 1e3 / amount if unit == "s" else amount / ms * 1e3 for ms in samples_ms]
+        interval = median_interval(samples)
+        found.append(
+            Limit(name=name, unit=unit, median=interval.median, low=interval.low, high=interval.high, samples=SAMPLES)
+        )
+    return (min if unit == "s" else max)(found, key=lambda limit: limit.median)
 
 
 def _numbers(count: int, device: torch.device) -> torch.Tensor:
@@ -79,27 +89,23 @@ def _numbers(count: int, device: torch.device) -> torch.Tensor:
 def _read(device: torch.device) -> Iterator[Limit]:
     x = _numbers(BUFFER_BYTES // 4, device)
     out = torch.empty(len(x) // BLOCK, device=device)
-    yield rate("read", "B/s", x.nbytes, lambda: read(x, out), device)
+    yield best("read", "B/s", x.nbytes, [lambda: read(x, out)], device)
 
 
 def _copy(device: torch.device) -> Iterator[Limit]:
     x = _numbers(BUFFER_BYTES // 4, device)
-    y = torch.empty_like(x)
-
-    def copy() -> None:
-        y.copy_(x)
-
-    yield rate("copy", "B/s", 2 * x.nbytes, copy, device)
+    yield best("copy", "B/s", 2 * x.nbytes, [_copying(torch.empty_like(x), x)], device)
 
 
 def _matmul(device: torch.device) -> Iterator[Limit]:
     a, b = (torch.randn(SIDE, SIDE, device=device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
 
-    def product() -> None:
-        torch.mm(a, b, out=out)
+    def product(transposed: bool) -> None:
+        torch.mm(a, b.T if transposed else b, out=out)
 
-    yield rate("matmul", "FLOP/s", 2 * SIDE**3, product, device)
+    steps = [functools.partial(product, transposed) for transposed in (False, True)]
+    yield best("matmul", "FLOP/s", 2 * SIDE**3, steps, device)
 
 
 def _peer(device: torch.device) -> Iterator[Limit]:
@@ -108,7 +114,8 @@ def _peer(device: torch.device) -> Iterator[Limit]:
     x.normal_()
     neighbour = memory.get_buffer((group.rank + 1) % group.size, x.shape, x.dtype)
     out = torch.empty(len(x) // BLOCK, device=device)
-    yield rate("peer", "B/s", x.nbytes, lambda: read(neighbour, out), device)
+    steps = [lambda: read(neighbour, out), _copying(torch.empty_like(x), neighbour)]
+    yield best("peer", "B/s", x.nbytes, steps, device)
 
 
 def _barrier(device: torch.device) -> Iterator[Limit]:
@@ -119,7 +126,7 @@ def _barrier(device: torch.device) -> Iterator[Limit]:
             memory.barrier()
 
     barriers()
-    yield rate("barrier", "s", REPEATS, capture(barriers).replay, device)
+    yield best("barrier", "s", REPEATS, [capture(barriers).replay], device)
 
 
 def _smallest(device: torch.device) -> Iterator[Limit]:
@@ -128,7 +135,14 @@ def _smallest(device: torch.device) -> Iterator[Limit]:
     for name, make in collectives.NCCL.items():
         calls = _repeated(make(group, x), x)
         calls()
-        yield rate(name, "s", REPEATS, capture(calls).replay, device)
+        yield best(name, "s", REPEATS, [capture(calls).replay], device)
+
+
+def _copying(to: torch.Tensor, source: torch.Tensor) -> Run:
+    def copy() -> None:
+        to.copy_(source)
+
+    return copy
 
 
 def _repeated(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Run:

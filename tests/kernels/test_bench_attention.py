@@ -1,0 +1,121 @@
+"""Bench attention: its sizes, and that its check notices every way in which a backend could be wrong."""
+
+import pytest
+import torch
+
+from dcpbench.bench_records import Case
+from dcpbench.kernels.attention.reference import ReferenceBackend
+from dcpbench.workloads import attention
+from dcpbench.workloads.attention import Attention, lengths_of, shards_of, work_of
+
+
+def case(**sizes) -> Case:
+    """3 requests of 10 rows on pages of 4, two pools."""
+    default = {"heads": 16, "requests": 3, "context": 10, "page": 4, "lengths": "even"}
+    return Case(variant="reference", calls=2, sizes=default | sizes)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("lengths", ["even", "uneven"])
+def test_a_right_backend_passes(lengths, backend, device):
+    asked = case(lengths=lengths)
+    calls = Attention(device, 0).build(Case(variant=backend, calls=2, sizes=asked.sizes))
+    assert calls.check(calls.run) == ""
+    assert calls.error() < attention.LIMIT
+    assert len(calls.calls) == 2
+
+
+class Wrong(ReferenceBackend):
+    """Right but for what `spoil` does to it."""
+
+    def __init__(self, spec, spoil) -> None:
+        super().__init__(spec)
+        self.spoil = spoil
+
+    def run(self, q_BHQ, kv, o_BHR, lse_BH):
+        """See Backend."""
+        super().run(q_BHQ, self.spoil("kv", kv.clone()), o_BHR, lse_BH)
+        self.spoil("o", o_BHR)
+        self.spoil("lse", lse_BH)
+
+
+def base_two(what, x):
+    """Gives the base-2 logarithm."""
+    return x.mul_(1 / 0.6931) if what == "lse" else x
+
+
+def last_request_forgotten(what, x):
+    """Leaves the last request's output as it was."""
+    return x[-1].fill_(float("nan")) if what == "o" else x
+
+
+def two_percent_off(what, x):
+    """Every output a little too large."""
+    return x.mul_(1.02) if what == "o" else x
+
+
+def one_head_wrong(what, x):
+    """One of 16 heads gives another's output: 1/16 of the numbers, still far beyond rounding."""
+    return x[:, 3].copy_(x[:, 4]) if what == "o" else x
+
+
+def rows_changed(what, x):
+    """Attends to other rows than those of the pool."""
+    return x.roll(1, dims=1) if what == "kv" else x
+
+
+@pytest.mark.parametrize("spoil", [base_two, last_request_forgotten, two_percent_off, one_head_wrong, rows_changed])
+def test_a_wrong_backend_is_noticed(spoil, device, monkeypatch):
+    monkeypatch.setattr(attention, "make_backend", lambda _, spec: Wrong(spec, spoil))
+    calls = Attention(device, 0).build(case())
+    assert calls.check(calls.run) != ""
+
+
+def test_a_pass_that_leaves_out_a_pool_is_noticed(device):
+    """Outputs are poisoned before: what was not written is NaN."""
+    calls = Attention(device, 0).build(case())
+    assert "NaN" in calls.check(calls.calls[0])
+
+
+def test_rows_that_no_request_owns_are_nan(device):
+    """10 rows on pages of 4: the last 2 rows of each third page, and page 0."""
+    bench = Attention(device, 0)
+    bench.build(case())
+    pool = bench._pools.data[0]
+    assert pool.shape == (1 + 3 * 3, 4, 576)
+    assert pool.isnan().any(-1).sum() == 4 + 3 * 2
+
+
+def test_heads_and_backends_share_pools_and_other_sizes_do_not(device):
+    bench = Attention(device, 0)
+    bench.build(case())
+    first = bench._pools
+    bench.build(case(heads=32))
+    assert bench._pools is first
+    bench.build(case(context=8))
+    assert bench._pools is not first
+
+
+def test_uneven_lengths_keep_their_sum_and_reach_from_an_eighth_to_fifteen():
+    """5 requests of mean 80: 10, 45, 80, 115, 150 in some order."""
+    lengths = lengths_of(case(requests=5, context=80, lengths="uneven"), seed=3)
+    assert sorted(lengths) == [10, 45, 80, 115, 150]
+    assert lengths_of(case(requests=1, context=80, lengths="uneven"), seed=3) == [80]
+
+
+def test_pages_are_used_once_each_and_page_0_by_nobody():
+    shards = shards_of([9, 1, 8], page=4, seed=0)
+    assert [len(p) for p in shards.pages] == [3, 1, 2]
+    assert sorted(int(i) for p in shards.pages for i in p) == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_work_of_a_call_is_what_the_formula_says():
+    """2 requests, 30 rows in all, 16 heads, bf16.
+
+    Rows: 30 · 576 · 2 B = 34,560 B. q and o: 2 · 16 · (576 + 512) · 2 B = 69,632 B.
+    Operations: 2 · 30 · 16 · (576 + 512) = 1,044,480.
+    """
+    work = work_of(16, [10, 20], torch.bfloat16)
+    assert work.memory_bytes == 34_560 + 69_632
+    assert work.flops == 1_044_480
+    assert work.memory_limit == "read"

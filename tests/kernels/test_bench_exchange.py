@@ -1,0 +1,137 @@
+"""Benches exchange and collectives in one process: their work, and that a wrong result is noticed."""
+
+import pytest
+import torch
+
+from dcpbench.bench_records import Case
+from dcpbench.exchange import make_exchange
+from dcpbench.workloads import collectives, exchange
+from dcpbench.workloads.collectives import Collectives
+from dcpbench.workloads.exchange import ExchangeBench, Inputs, work_of
+
+
+def case(variant: str = "ag_rs", **sizes) -> Case:
+    """3 requests, 4 heads, a group of one."""
+    default = {"heads": 4, "requests": 3, "ranks": 1, "value": 512, "q": "gathered"}
+    return Case(variant=variant, calls=2, sizes=default | sizes)
+
+
+@pytest.mark.parametrize("variant", ["ag_rs", "ag_rs-bf16", "a2a"])
+@pytest.mark.parametrize(("value", "q"), [(512, "gathered"), (128, "gathered"), (512, "replicated")])
+def test_a_right_exchange_passes(value, q, variant, device):
+    calls = ExchangeBench(device, 0).build(case(variant, value=value, q=q))
+    assert calls.check(calls.run) == ""
+    assert calls.error() < exchange.LIMIT
+
+
+class Wrong:
+    """An exchange that is right but for what `spoil` does to what it gives."""
+
+    def __init__(self, spec, spoil) -> None:
+        self.right, self.spoil = make_exchange("ag_rs", exchange.everyone(), spec), spoil
+        self.query, self.partial = self.right.query, self.right.partial
+
+    def gather_q(self, q_BhQ):
+        """See Exchange."""
+        return self.spoil("q", self.right.gather_q(q_BhQ).clone())
+
+    def merge(self, o_BHR, lse_BH):
+        """See Exchange."""
+        return self.spoil("o", self.right.merge(o_BHR, lse_BH))
+
+
+def heads_swapped(what, x):
+    """q of the ranks in another order."""
+    return x.flip(1) if what == "q" else x
+
+
+def two_percent_off(what, x):
+    """Weights that do not add up to 1."""
+    return x * 1.02 if what == "o" else x
+
+
+def requests_swapped(what, x):
+    """One request gets another's output."""
+    return x.flip(1) if what == "o" else x
+
+
+def nan_from_an_empty_shard(what, x):
+    """NaN of a request that nobody has rows of, where 0 is due."""
+    if what == "o":
+        x[:, exchange.EMPTY_EVERYWHERE] = float("nan")
+    return x
+
+
+@pytest.mark.parametrize("spoil", [heads_swapped, two_percent_off, requests_swapped, nan_from_an_empty_shard])
+def test_a_wrong_exchange_is_noticed(spoil, device, monkeypatch):
+    monkeypatch.setattr(exchange, "made", lambda _variant, _group, spec: Wrong(spec, spoil))
+    calls = ExchangeBench(device, 0).build(case())
+    assert calls.check(calls.run) != ""
+
+
+def test_a_pass_that_does_nothing_is_noticed(device):
+    calls = ExchangeBench(device, 0).build(case())
+    assert calls.check(lambda: None) != ""
+
+
+def test_some_requests_have_rows_nowhere_or_not_everywhere(device):
+    """Their o is NaN, which must not get into any result."""
+    inputs = Inputs.of(case(ranks=2), device, 0)
+    assert torch.isneginf(inputs.lse_NBH)[:, :, 0].tolist() == [[False, False, True], [False, True, True]]
+    assert inputs.o_NBHR.isnan()[:, :, 0, 0].tolist() == [[False, False, True], [False, True, True]]
+    assert not inputs.merged(slice(0, 4))[:, exchange.EMPTY_EVERYWHERE].any()
+
+
+def test_the_least_to_receive_and_what_ag_rs_receives_instead():
+    """H=128, N=4, B=8. A rank lacks 3/4 of all heads: 8 · 128 · 3/4 = 768 rows.
+
+    q: 768 · 576 · 2 B = 884,736 B. o: 768 · 512 · 2 B = 786,432 B. lse: 768 · 4 B = 3,072 B.
+    ag_rs: o in fp32, twice; lse of all heads from 3 ranks, 8 · 128 · 3 · 4 B = 12,288 B.
+    """
+    sizes = {"heads": 128, "requests": 8, "ranks": 4}
+    symm = work_of(case("symm", **sizes))
+    assert symm.received_bytes == symm.wire_bytes == 884_736 + 786_432 + 3_072
+    assert symm.barriers == 2
+    assert work_of(case("ag_rs", **sizes)).received_bytes == symm.received_bytes, "the limit is the same for all"
+    assert work_of(case("ag_rs", **sizes)).wire_bytes == 884_736 + 2 * 786_432 + 12_288
+    assert work_of(case("ag_rs-bf16", **sizes)).wire_bytes == 884_736 + 786_432 + 12_288
+
+
+def test_options_leave_out_what_need_not_travel():
+    """No q and 128 of 512 columns: 786,432 / 4 + 3,072 B behind one barrier."""
+    work = work_of(case("a2a", heads=128, requests=8, ranks=4, value=128, q="replicated"))
+    assert work.received_bytes == 786_432 // 4 + 3_072
+    assert work.barriers == 1
+
+
+def message_case(variant: str) -> Case:
+    """[3, 8] in bf16."""
+    return Case(variant=variant, calls=2, sizes={"requests": 3, "width": 8, "ranks": 1})
+
+
+@pytest.mark.parametrize("variant", collectives.NCCL)
+def test_a_right_collective_passes(variant, device):
+    calls = Collectives(device, 0).build(message_case(variant))
+    assert calls.check(calls.run) == ""
+
+
+@pytest.mark.parametrize("variant", collectives.NCCL)
+def test_a_wrong_collective_is_noticed(variant, device, monkeypatch):
+    """A bit more than rounding, and nothing at all."""
+    right = collectives.NCCL[variant]
+    monkeypatch.setitem(collectives.VARIANTS, variant, lambda group, x: lambda y: right(group, x)(y) * 1.02)
+    calls = Collectives(device, 0).build(message_case(variant))
+    assert calls.check(calls.run) != ""
+    monkeypatch.setitem(collectives.VARIANTS, variant, lambda _group, _x: torch.zeros_like)
+    calls = Collectives(device, 0).build(message_case(variant))
+    assert calls.check(calls.run) != ""
+
+
+def test_what_ranks_get_is_worked_out_by_hand():
+    """Messages 1 2 3 4 and 10 20 30 40 of two ranks."""
+    messages = [torch.tensor([1.0, 2, 3, 4]), torch.tensor([10.0, 20, 30, 40])]
+    assert collectives.expected("all-gather", messages, 1).tolist() == [1, 2, 10, 20]
+    assert collectives.expected("all-to-all", messages, 1).tolist() == [3, 4, 30, 40]
+    assert collectives.expected("reduce-scatter", messages, 1).tolist() == [33, 44]
+    assert collectives.expected("all-reduce", messages, 0).tolist() == [11, 22, 33, 44]
+    assert collectives.expected("all-reduce-symm", messages, 0).tolist() == [11, 22, 33, 44]

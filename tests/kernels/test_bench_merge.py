@@ -1,0 +1,69 @@
+"""Bench merge: every kernel right, every wrong one noticed, and the bytes that each must move."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from dcpbench.bench_records import Case
+from dcpbench.workloads import merge
+from dcpbench.workloads.merge import Merge, Sizes
+
+
+def case(variant: str) -> Case:
+    """3 requests, 8 heads, 2 ranks; two sets of tensors."""
+    return Case(variant=variant, calls=2, sizes={"heads": 8, "requests": 3, "dcp": 2})
+
+
+@pytest.mark.parametrize("variant", merge.VARIANTS)
+def test_every_kernel_agrees_with_fp64(variant, device):
+    calls = Merge(device, 0).build(case(variant))
+    assert calls.check(calls.run) == ""
+    assert len(calls.calls) == 2
+
+
+def off(ready):
+    """2 % too large."""
+    return lambda: tuple(x * 1.02 for x in ready.call())
+
+
+def turned(ready):
+    """The right numbers in another order."""
+    return lambda: tuple(x.flip(0) for x in ready.call())
+
+
+def nothing(ready):
+    """Zeros."""
+    return lambda: tuple(torch.zeros_like(x) for x in ready.call())
+
+
+@pytest.mark.parametrize("wrong", [off, turned, nothing])
+@pytest.mark.parametrize("variant", merge.VARIANTS)
+def test_a_wrong_kernel_is_noticed(variant, wrong, device, monkeypatch):
+    right = merge.VARIANTS[variant]
+
+    def spoiled(sizes, numbers):
+        ready = right(sizes, numbers)
+        return dataclasses.replace(ready, call=wrong(ready))
+
+    monkeypatch.setitem(merge.VARIANTS, variant, spoiled)
+    calls = Merge(device, 0).build(case(variant))
+    assert "relative error" in calls.check(calls.run)
+
+
+@pytest.mark.parametrize(
+    ("variant", "memory_bytes"),
+    [
+        ("head-order", 2 * (2 * 8 * 576 * 2)),  # q of 8 heads, read and written, bf16
+        ("correct", 2 * 8 * 512 * (2 + 4) + 4 * 2 * 8 * 4),  # o read in bf16, written in fp32; lse of 4 ranks
+        ("pack", 2 * (2 * 8 * 512 * 2 + 2 * 8 * 4)),  # o and lse, read and written
+        ("combine", 2 * 8 * (512 * 2 + 4) + 2 * 2 * 512 * 4),  # 4 messages of 2 heads; 2 heads written in fp32
+        ("value-proj", 2 * 2 * 512 * 4 + 2 * 512 * 128 * 2 + 2 * 2 * 128 * 2),  # o, W_UV, result of 2 heads
+    ],
+)
+def test_bytes_are_counted_once_each_way(variant, memory_bytes, device):
+    """2 requests, 8 heads, 4 ranks: a rank has 2 heads."""
+    sizes = Sizes(heads=8, requests=2, dcp=4)
+    ready = merge.VARIANTS[variant](sizes, lambda *shape: torch.randn(shape, device=device))
+    assert ready.work.memory_bytes == memory_bytes
+    assert ready.work.flops == (2 * 2 * 2 * 512 * 128 if variant == "value-proj" else 0)
