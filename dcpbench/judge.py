@@ -10,6 +10,7 @@ import msgspec
 from dcpbench import memory
 from dcpbench.batches import GRAPH_BATCHES
 from dcpbench.budget import CPU_BYTES, ITEMSIZE, kv_pages, memory_plan, most_pages, pages_needed, size_text
+from dcpbench.choices import NO_EXCHANGE, OPTIONS
 from dcpbench.errors import CapacityError, LayoutError, MissingPackageError, UsageError
 from dcpbench.layout import Layout, valid_layouts
 from dcpbench.memory import GIB
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 SMALLEST_TILE = 16
 """Side of the smallest product that the tensor cores take."""
+SYMMETRIC = "symm"
+"""Exchange and all-reduce that work inside one machine."""
+_OPTION_FLAGS = {name: "--" + name.replace("_", "-") for name in OPTIONS}
 _CPU_VERIFY = "dcpbench verify --device cpu --backend reference can take it"
 
 
@@ -49,6 +53,7 @@ def check(point: Point, settings: Settings, shape: ModelShape, machine: Machine)
     if probe.device == "cuda" and machine.timed:
         _check_dtype(point)
     _check_backend(point, shape, machine)
+    _check_exchange(point, machine)
     if probe.device == "cuda":
         _check_gpu_kernels(point, shape)
     _check_concurrency(point)
@@ -140,6 +145,27 @@ def _check_flashinfer(point: Point, shape: ModelShape, probe: Probe) -> None:
         )
 
 
+def _check_exchange(point: Point, machine: Machine) -> None:
+    on = [flag for name, flag in _OPTION_FLAGS.items() if getattr(point, name)]
+    if on and point.exchange == NO_EXCHANGE:
+        raise UsageError(f"{', '.join(on)}: {point.layout} exchanges nothing; use --dcp 2 or more, or leave it out.")
+    if point.overlap and -(-point.concurrency // point.dp) == 1:
+        raise UsageError(
+            "--overlap runs a batch in two halves, and a replica has one request; use a --concurrency of "
+            f"{point.dp + 1} or more, or leave it out."
+        )
+    near = point.tp // machine.nnodes
+    for option, name, ranks, instead in (
+        ("--exchange", point.exchange, point.dcp, "a2a"),
+        ("--all-reduce", point.all_reduce, point.layout.attn_tp, "nccl"),
+    ):
+        if name == SYMMETRIC and ranks > near:
+            raise UsageError(
+                f"{option} {name} reads the memory of {ranks} ranks, and a machine has {near} of them; use "
+                f"{option} {instead}."
+            )
+
+
 def _check_gpu_kernels(point: Point, shape: ModelShape) -> None:
     """Kernels of a GPU that no --backend replaces."""
     if not _power_of_two(shape.rope):
@@ -147,7 +173,7 @@ def _check_gpu_kernels(point: Point, shape: ModelShape) -> None:
             f"the rope kernel needs a width that is a power of two from {SMALLEST_TILE}, and {shape.name} has "
             f"'qk_rope_head_dim' {shape.rope}; {_CPU_VERIFY}."
         )
-    merged_wide = point.dcp > 1 and point.dtype != "fp32"
+    merged_wide = point.dcp > 1 and point.dtype != "fp32" and not point.project_first
     if merged_wide and not (_power_of_two(shape.latent) and _power_of_two(shape.value)):
         raise UsageError(
             f"with --dcp {point.dcp} the values are projected in fp32, which needs 'kv_lora_rank' and 'v_head_dim' to "

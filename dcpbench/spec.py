@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.budget import ITEMSIZE
-from dcpbench.choices import BACKENDS, EXCHANGES
+from dcpbench.choices import ALL_REDUCES, BACKENDS, EXCHANGES, OPTIONS
 from dcpbench.errors import CapacityError, MissingPackageError, ModelError, UsageError
 from dcpbench.jobs import Settings
 from dcpbench.shapes import check_checkpoint, load_shape
@@ -39,7 +39,11 @@ class SweepSpec:
     concurrency: tuple[int, ...]
     context: tuple[int, ...]
     exchange: tuple[str, ...] = EXCHANGES[:1]
-    """Used where dcp > 1; points with dcp 1 exchange nothing and say `none`."""
+    """Used where dcp > 1, as the three options after it; points with dcp 1 exchange nothing and say `none`."""
+    q_replicate: tuple[bool, ...] = (False,)
+    project_first: tuple[bool, ...] = (False,)
+    overlap: tuple[bool, ...] = (False,)
+    all_reduce: tuple[str, ...] = ALL_REDUCES[:1]
     backend: tuple[str, ...]
     dtype: str
     page_size: int
@@ -51,7 +55,7 @@ class SweepSpec:
     settings: Settings = Settings()  # noqa: RUF009 -- frozen
 
     def __post_init__(self) -> None:
-        for name in ("model", "tp", "dp", "concurrency", "context", "exchange", "backend"):
+        for name in ("model", "tp", "dp", "concurrency", "context", "exchange", "backend", "all_reduce", *OPTIONS):
             if not getattr(self, name):
                 raise UsageError(f"{flag(name)} is empty; give at least one value or leave the option out.")
         for name in ("tp", "dp", "dcp", "concurrency", "context"):
@@ -61,6 +65,7 @@ class SweepSpec:
             _positive(name, getattr(self, name))
         for name, values, known in (
             ("exchange", self.exchange, EXCHANGES),
+            ("all_reduce", self.all_reduce, ALL_REDUCES),
             ("backend", self.backend, BACKENDS),
             ("dtype", (self.dtype,), ITEMSIZE),
         ):
@@ -214,7 +219,8 @@ def _items(name: str, value: object) -> list[object]:
 def _example(name: str) -> str:
     examples = {
         "model": "deepseek-v3,kimi-k2", "backend": ",".join(BACKENDS), "exchange": EXCHANGES[0], "dtype": "bf16",
-        "weights": SYNTHETIC, "tp": "4,8", "dcp": "1,4", "concurrency": "8,32", "context": "4000,32000",
+        "weights": SYNTHETIC, "all_reduce": ALL_REDUCES[0],
+        "tp": "4,8", "dcp": "1,4", "concurrency": "8,32", "context": "4000,32000",
     }  # fmt: skip
     return f"{flag(name)} {examples.get(name, '1')}"
 
@@ -254,6 +260,12 @@ def _bool(name: str, value: object) -> bool:
     return value
 
 
+def _bools(name: str, value: object) -> tuple[bool, ...]:
+    """`true`, or `[false, true]` for an axis of both."""
+    values = value if isinstance(value, list) else [value]
+    return tuple(dict.fromkeys(_bool(name, item) for item in values))
+
+
 def _positive(name: str, value: int) -> None:
     if value < 1:
         raise UsageError(f"{flag(name)} {value} is not positive; try {_example(name)}.")
@@ -277,6 +289,10 @@ PARSERS: dict[str, Callable[[str, object], object]] = {
     "concurrency": _ints,
     "context": _ints,
     "exchange": _names,
+    "q_replicate": _bools,
+    "project_first": _bools,
+    "overlap": _bools,
+    "all_reduce": _names,
     "backend": _names,
     "dtype": _name,
     "page_size": _int,

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.budget import kv_pages, memory_plan
-from dcpbench.choices import NO_EXCHANGE
-from dcpbench.errors import DcpbenchError, LayoutError
+from dcpbench.choices import ALL_REDUCES, NO_EXCHANGE, OPTIONS
+from dcpbench.errors import DcpbenchError, LayoutError, UsageError
 from dcpbench.judge import Machine, check
 from dcpbench.records import Point, Record
 from dcpbench.shapes import ModelShape, load_shape
-from dcpbench.spec import check_same_sizes
+from dcpbench.spec import check_same_sizes, flag
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dcpbench.layout import Layout
     from dcpbench.spec import SweepSpec
 
+WITHOUT_EXCHANGE: dict[str, object] = {"exchange": NO_EXCHANGE, **dict.fromkeys(OPTIONS, False)}
+"""Fields of a point with dcp 1."""
 MOST_REASONS = 3
 """Reasons that an error message repeats before it points to --dry-run."""
 
@@ -45,7 +47,9 @@ class Candidate:
 
 def expand(spec: SweepSpec, probe: Probe, nnodes: int = 1) -> list[Candidate]:
     """Every point of the grid with its baseline, in the order in which they run: neighbours share an engine."""
-    return _expand(spec, Machine(probe=probe, nnodes=nnodes))
+    found = _expand(spec, Machine(probe=probe, nnodes=nnodes))
+    _check_used(spec, (c.point for c in found))
+    return found
 
 
 def expand_layouts(layouts: Sequence[Layout], spec: SweepSpec, probe: Probe) -> list[Candidate]:
@@ -54,6 +58,7 @@ def expand_layouts(layouts: Sequence[Layout], spec: SweepSpec, probe: Probe) -> 
     for x in layouts:
         one = dataclasses.replace(spec, tp=(x.tp,), dp=(x.dp,), dcp=(x.dcp,), baseline=False)
         found.update({c.point.key(): c for c in _expand(one, Machine(probe=probe, timed=False))})
+    _check_used(spec, (c.point for c in found.values()))
     return sorted(found.values(), key=lambda c: _order(c.point, spec))
 
 
@@ -77,10 +82,15 @@ def layout_name(point: Point) -> str:
 
 def point_name(point: Point) -> str:
     """One point in a line: `tiny tp8·dcp8 reference ag_rs, 8 × 100 tokens`."""
-    exchange = f" {point.exchange}" if point.dcp > 1 else ""
     repeat = f", repeat {point.repeat}" if point.repeat else ""
     load = f"{point.concurrency} × {point.context:,} tokens"
-    return f"{point.model} {layout_name(point)} {point.backend}{exchange}, {load}{repeat}"
+    return f"{point.model} {layout_name(point)} {path_name(point)}, {load}{repeat}"
+
+
+def path_name(point: Point) -> str:
+    """How a point is computed: `triton a2a +q-replicate`; the all-reduce only where it is not the usual one."""
+    reduced = "" if point.all_reduce == ALL_REDUCES[0] else f"{point.all_reduce} all-reduce"
+    return " ".join(filter(None, (point.backend, point.exchange_label(), reduced)))
 
 
 def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
@@ -93,7 +103,9 @@ def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
             "layout": layout_name(p),
             "vllm_layout": p.layout.vllm_name() if c.error is None else None,
             "tp": p.tp, "dp": p.dp, "dcp": p.dcp,
-            "backend": p.backend, "exchange": p.exchange,
+            "backend": p.backend, "exchange": p.exchange, "all_reduce": p.all_reduce,
+            **{name: getattr(p, name) for name in OPTIONS},
+            "path": path_name(p),
             "concurrency": p.concurrency, "context": p.context, "repeat": p.repeat,
             "added": c.added,
             "kv_pool_bytes": plan.kv_bytes if plan else None,
@@ -106,15 +118,32 @@ def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
 
 
 def _grid(spec: SweepSpec) -> Iterable[Point]:
-    loads = itertools.product(spec.model, spec.backend, spec.exchange, spec.concurrency, spec.context)
-    axes = itertools.product(range(spec.repeats), spec.tp, spec.dp, loads)
-    for repeat, tp, dp, (model, backend, exchange, concurrency, context) in axes:
+    loads = itertools.product(spec.model, spec.concurrency, spec.context)
+    paths = list(itertools.product(spec.backend, spec.all_reduce, _exchanges(spec)))
+    axes = itertools.product(range(spec.repeats), spec.tp, spec.dp, loads, paths)
+    for repeat, tp, dp, (model, concurrency, context), (backend, all_reduce, exchange) in axes:
         for dcp in spec.dcp or (max(tp // dp, 1),):
             yield Point(
                 model=model, tp=tp, dp=dp, dcp=dcp, concurrency=concurrency, context=context,
-                exchange=exchange if dcp > 1 else NO_EXCHANGE, backend=backend, dtype=spec.dtype,
+                backend=backend, all_reduce=all_reduce if tp > dp else ALL_REDUCES[0], dtype=spec.dtype,
                 page_size=spec.page_size, interleave=spec.interleave, weights=spec.weights, repeat=repeat,
+                **(exchange if dcp > 1 else WITHOUT_EXCHANGE),  # type: ignore[arg-type]
             )  # fmt: skip
+
+
+def _exchanges(spec: SweepSpec) -> list[dict[str, object]]:
+    """Every exchange with every combination of its options, as fields of a point."""
+    names = ("exchange", *OPTIONS)
+    return [dict(zip(names, values, strict=True)) for values in itertools.product(*(getattr(spec, n) for n in names))]
+
+
+def _check_used(spec: SweepSpec, points: Iterable[Point]) -> None:
+    """Raise UsageError where an option was typed and no point exchanges anything."""
+    on = [flag(name) for name in OPTIONS if any(getattr(spec, name))]
+    if on and all(p.dcp == 1 for p in points):
+        raise UsageError(
+            f"{', '.join(on)} without a layout with --dcp > 1: nothing is exchanged. Add --dcp, or leave out."
+        )
 
 
 def _expand(spec: SweepSpec, machine: Machine) -> list[Candidate]:
@@ -135,13 +164,14 @@ def _expand(spec: SweepSpec, machine: Machine) -> list[Candidate]:
 def _baseline(point: Point) -> Point:
     """The same layout without DCP; of one that has no DCP, tp alone."""
     dp = point.dp if point.dcp > 1 else 1
-    return msgspec.structs.replace(point, dp=dp, dcp=1, exchange=NO_EXCHANGE)
+    return msgspec.structs.replace(point, dp=dp, dcp=1, **WITHOUT_EXCHANGE)
 
 
 def _order(point: Point, spec: SweepSpec) -> tuple[object, ...]:
     p = point
     place = spec.model.index(p.model)
-    return (p.repeat, p.tp, place, p.dp, p.dcp, p.backend, p.exchange, p.concurrency, p.context)
+    weights, path = (p.q_replicate, p.project_first), (p.backend, p.exchange, p.overlap, p.all_reduce)
+    return (p.repeat, p.tp, place, p.dp, p.dcp, *weights, *path, p.concurrency, p.context)
 
 
 def _judge(point: Point, spec: SweepSpec, shape: ModelShape, machine: Machine) -> Candidate:

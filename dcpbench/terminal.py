@@ -93,7 +93,7 @@ def candidates_table(rows: Sequence[dict[str, object]]) -> Table:
             continue
         table.add_row(
             str(r["model"]), f"{r['layout']}{' +' if r['added'] else ''}", str(r["vllm_layout"]),
-            _attention(str(r["backend"]), str(r["exchange"])), f"{r['concurrency']} × {r['context']:,}",
+            str(r["path"]), f"{r['concurrency']} × {r['context']:,}",
             _size(r["kv_pool_bytes"]), _size(r["weights_held_bytes"]), f"{r['layers_held']} of {r['layers']}",
         )  # fmt: skip
     if any(r["added"] for r in rows):

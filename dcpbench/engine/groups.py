@@ -17,9 +17,8 @@ _handles: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """This rank's four groups."""
+    """This rank's three groups."""
 
-    world: Group
     attn: Group
     """Ranks that share the heads of this replica."""
     dcp: Group
@@ -31,7 +30,6 @@ class Groups:
 def make_groups(layout: Layout, rank: int) -> Groups:
     """Collective: every rank calls it with the same layout."""
     return Groups(
-        world=_group([list(range(layout.tp))], rank),
         attn=_group(layout.attn_groups(), rank),
         dcp=_group(layout.dcp_groups(), rank),
         dp=_group(layout.dp_groups(), rank),

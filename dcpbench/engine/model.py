@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dcpbench.engine.kv_pool import KvPool
     from dcpbench.engine.parts import Part
     from dcpbench.engine.weights import Attention, Mlp, Weights
+    from dcpbench.exchange.symmetric_all_reduce import AllReduce
     from dcpbench.layout import GroupWide, Layout
     from dcpbench.shapes import ModelShape
 
@@ -57,9 +58,12 @@ class Model:
     def __init__(
         self, shape: ModelShape, layout: Layout, groups: Groups, weights: Weights, kv: KvPool,
         *, interleave: int, max_context: int, device: torch.device, wide: GroupWide = OWN_HEADS,
+        all_reduce: AllReduce | None = None,
     ) -> None:  # fmt: skip
+        """`all_reduce` sums over the ranks of an attention replica; by default as its group does."""
         self.shape, self.layout, self.groups, self.weights, self.kv = shape, layout, groups, weights, kv
         self.interleave, self.wide = interleave, wide
+        self.all_reduce = all_reduce or groups.attn.all_reduce
         self.heads = shape.heads // layout.attn_tp
         self.routing = moe.Routing.of(shape)
         self.rope_table = rope_table(shape, max_context, device)
@@ -88,7 +92,7 @@ class Model:
             local_B = tokens_B - self.groups.attn.rank * table.shape[0]
             mine_B = (local_B >= 0) & (local_B < table.shape[0])
             x_BD = table[local_B.clamp(0, table.shape[0] - 1)] * mine_B.unsqueeze(-1)
-            return self.groups.attn.all_reduce(x_BD)
+            return self.all_reduce(x_BD)
 
     def norm(self, x_BD: torch.Tensor | None, residual_BD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
         """Add the last block's output to the residual, if there was one, and normalise."""
@@ -115,7 +119,7 @@ class Model:
             y_BhV = values[0] if len(values) == 1 else torch.cat(values)
             y_BD = linear(y_BhV.flatten(1), w.o)
         with phase("attn_reduce"):
-            return self.groups.attn.all_reduce(y_BD)
+            return self.all_reduce(y_BD)
 
     def attend(
         self, queries: Sequence[torch.Tensor], w: Attention, index: int, parts: Sequence[Part],
@@ -182,9 +186,8 @@ class Model:
                 x_TD = self.groups.dp.all_gather(x_BD).flatten(0, 1)
         y_TD = self.experts(x_TD, w, router_TD) if isinstance(w, Moe) else self.dense(x_TD, w)
         with phase("mlp_reduce"):
-            if self.layout.dp == 1:
-                return self.groups.world.all_reduce(y_TD)
-            return self.groups.attn.all_reduce(self.groups.dp.reduce_scatter(y_TD))
+            # Without attention DP a replica is all ranks; with it, each replica keeps its own tokens first.
+            return self.all_reduce(y_TD if self.layout.dp == 1 else self.groups.dp.reduce_scatter(y_TD))
 
     def dense(self, x_TD: torch.Tensor, w: Mlp) -> torch.Tensor:
         """This rank's slice of a dense MLP."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
 
 LOAD = ["run", "model", "workload", "context", "concurrency"]
-BASELINE_OF = [*LOAD, "tp", "dp", "backend", "dtype", "page_size", "weights"]
+BASELINE_OF = [*LOAD, "tp", "dp", "backend", "dtype", "page_size", "weights", "all_reduce"]
 """What a DCP point and its dcp=1 baseline have in common."""
 
 NOT_RUN = {"rejected": "was rejected", "failed": "failed", "hung": "hung"}

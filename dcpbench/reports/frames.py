@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pandas as pd
 
+from dcpbench.choices import NO_EXCHANGE, OPTIONS
 from dcpbench.errors import LayoutError, RecordsError, UsageError
 from dcpbench.records import ASIDE_FILE, RECORDS_FILE, read_records
 from dcpbench.stats import agreement
@@ -24,6 +25,7 @@ VARIANTS = {
     "workload": "{}",
     "backend": "{}",
     "exchange": "{}",
+    "all_reduce": "{} all-reduce",
     "dtype": "{}",
     "page_size": "page {}",
     "interleave": "interleave {}",
@@ -305,12 +307,24 @@ def _tidy(rows: list[dict[str, Any]]) -> pd.DataFrame:
     table = pd.DataFrame(rows)
     parts = []
     for column, form in VARIANTS.items():
-        values = table[column][table[column] != "none"] if column == "exchange" else table[column]
-        if len(set(values)) > 1:
-            parts.append([form.format(v) if v != "none" else "" for v in table[column]])
-    table["variant"] = [", ".join(filter(None, texts)) for texts in zip(*parts, strict=True)] if parts else ""
+        if column == "exchange":
+            parts.append(_exchanges(table))
+        elif len(set(table[column])) > 1:
+            parts.append([form.format(v) for v in table[column]])
+    table["variant"] = [", ".join(filter(None, texts)) for texts in zip(*parts, strict=True)]
     table["label"] = [
         f"{lay} ({var})" if var else lay for lay, var in zip(table["layout"], table["variant"], strict=True)
     ]
     order = ["run", "model", "context", "concurrency", "tp", "dp", "dcp", "variant"]
     return table.sort_values(order, kind="stable", ignore_index=True)
+
+
+def _exchanges(table: pd.DataFrame) -> list[str]:
+    """`a2a +q-replicate`: of each point that exchanges, what not all of these have in common; else empty."""
+    exchanging = table["exchange"] != NO_EXCHANGE
+    varies = {name: len(set(table[name][exchanging])) > 1 for name in ("exchange", *OPTIONS)}
+    texts = [""] * len(table)
+    for i in table.index[exchanging]:
+        options = [f"+{name.replace('_', '-')}" for name in OPTIONS if varies[name] and table.loc[i, name]]
+        texts[i] = " ".join(([table.loc[i, "exchange"]] if varies["exchange"] else []) + options)
+    return texts

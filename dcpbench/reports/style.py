@@ -74,7 +74,7 @@ class Style:
         return LAYOUT_COLOURS[self.layouts.index(layout) % len(LAYOUT_COLOURS)]
 
     def line(self, variant: str) -> str:
-        """Line style of a backend or exchange."""
+        """Line style of a backend or an exchange with its options."""
         return LINES[self.variants.index(variant) % len(LINES)]
 
     def marker(self, layout: str, run: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dcpbench.batches import padded_batch
 from dcpbench.engine.checkpoint import CheckpointSource
 from dcpbench.engine.decode import DecodeEngine
 from dcpbench.engine.groups import make_groups
@@ -16,6 +17,7 @@ from dcpbench.engine.kv_pool import KvPool
 from dcpbench.engine.model import Model
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
+from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,9 +52,10 @@ def build(
     groups = make_groups(layout, rank)
     weights = load_weights(source, shape, layout, rank, plan, alive, point.group_wide)
     kv = KvPool(shape.layers, pages, point.page_size, shape.kv_width, dtype, device)
+    spec = ReduceSpec(rows=padded_batch(max_requests), columns=shape.hidden, dtype=dtype, device=device)
     model = Model(
         shape, layout, groups, weights, kv, interleave=point.interleave, max_context=max_context, device=device,
-        wide=point.group_wide,
+        wide=point.group_wide, all_reduce=make_all_reduce(point.all_reduce, groups.attn, spec),
     )  # fmt: skip
     engine = DecodeEngine(
         model, backend=point.backend, exchange=point.exchange, max_requests=max_requests, max_context=max_context,

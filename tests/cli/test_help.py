@@ -19,6 +19,8 @@ ROOT = Path(cli.__file__).parents[1]
 HEAVY = ("torch", "triton", "pandas", "matplotlib", "numpy", "jinja2", "dcpbench.reports", "rich.progress")
 SWEEP_OPTIONS = {
     "--tp", "--dp", "--dcp", "--model", "--concurrency", "--context", "--weights", "--backend", "--exchange", "--dtype",
+    "--q-replicate", "--no-q-replicate", "--project-first", "--no-project-first", "--overlap", "--no-overlap",
+    "--all-reduce",
     "--page-size", "--interleave", "--kv-memory", "--seconds", "--repeats", "--baseline", "--no-baseline", "--profile",
     "--no-profile", "--timeout", "--config", "-o", "--output", "--resume", "--force", "--dry-run", "--json", "--device",
     "--nnodes", "--node-rank", "--rdzv-endpoint", "--rdzv-id", "-h", "--help",

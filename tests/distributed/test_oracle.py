@@ -36,9 +36,11 @@ STRIPED = {"page_size": 4, "interleave": 2}
 NONE = {"exchange": "none"}
 AG_RS = {"exchange": "ag_rs"}
 A2A = {"exchange": "a2a"}
+SYMM = {"exchange": "symm"}
 REPLICATED = {"q_replicate": True}
 PROJECTED = {"project_first": True}
 HALVES = {"overlap": True}
+REDUCED = {"all_reduce": "symm"}
 
 GRID = {
     Layout(1): [("v3", PLAIN, NONE), ("v2", PAGED, NONE), ("v2-greedy", PLAIN, NONE)],
@@ -115,11 +117,13 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(tp, checkpoints, tmp
     verify(points, PROMPTS, NEW, tmp_path)
 
 
-def test_so_are_those_of_the_triton_backend(checkpoints, tmp_path):
+def test_so_are_those_of_the_triton_backend_and_of_symmetric_memory(checkpoints, tmp_path):
     """In Triton's interpreter, which takes seconds for what the reference does in milliseconds: few and short."""
     points = [
         point(checkpoints["v3"], Layout(1), PAGED, NONE, "triton", context=3),
         point(checkpoints["v2"], Layout(2, dcp=2), PLAIN, A2A, "triton", context=3),
+        point(checkpoints["v2"], Layout(2, dcp=2), PAGED, SYMM | HALVES | REDUCED, context=3),
+        point(checkpoints["v2"], Layout(2, dcp=2), PLAIN, SYMM | REPLICATED | PROJECTED, context=3),
     ]
     verify(points, ((5, 90, 17), (202,)), 1, tmp_path)
 

@@ -34,7 +34,6 @@ def alone(layout: Layout, rank: int) -> Groups:
     """This rank's groups without process groups behind them: collectives do nothing."""
     dp = layout.dp_rank(rank)
     return Groups(
-        world=Group(layout.tp, rank, None),
         attn=Group(layout.attn_tp, layout.attn_rank(rank), None),
         dcp=Group(layout.dcp, layout.dcp_rank(rank), None),
         dp=Group(layout.dp, dp, None),

@@ -89,6 +89,45 @@ def test_on_a_gpu_rope_is_a_power_of_two_whatever_the_backend() -> None:
         check(tiny(rope=24), backend="reference", timed=False)
 
 
+@pytest.mark.parametrize("option", ["q_replicate", "project_first", "overlap"])
+def test_options_of_an_exchange_need_one(option: str) -> None:
+    """The message names what was typed and what it needs."""
+    flag = "--" + option.replace("_", "-")
+    with pytest.raises(UsageError, match=f"{flag}: tp2 exchanges nothing; use --dcp 2"):
+        check(dcp=1, exchange="none", **{option: True})
+    check(**{option: True})
+
+
+def test_a_batch_of_one_has_no_halves() -> None:
+    """Two replicas with one request each, or one with one."""
+    for dp, tp in ((1, 2), (2, 4)):
+        with pytest.raises(UsageError, match=rf"--overlap .* --concurrency of {dp + 1} or more"):
+            check(tp=tp, dp=dp, concurrency=dp, overlap=True)
+        check(tp=tp, dp=dp, concurrency=dp + 1, overlap=True)
+
+
+def test_symmetric_memory_ends_at_the_machine() -> None:
+    """Two machines of two GPUs: dcp 2 fits in one, dcp 4 and the reduction over tp 4 do not."""
+    two = msgspec.structs.replace(H200X4, count=2)
+    point = Point(model="tiny", tp=4, dcp=4, concurrency=2, context=9, exchange="symm", backend="triton", dtype="bf16")
+
+    def judged(**changes: object) -> None:
+        changed = msgspec.structs.replace(point, **changes)
+        judge.check(changed, Settings(), SHAPES["tiny"], judge.Machine(probe=two, nnodes=2))
+
+    judged(dcp=2)
+    with pytest.raises(UsageError, match=r"--exchange symm .* of 4 ranks.* 2 of them; use --exchange a2a"):
+        judged()
+    with pytest.raises(UsageError, match=r"--all-reduce symm .*use --all-reduce nccl"):
+        judged(dcp=2, all_reduce="symm")
+    judged(dcp=2, dp=2, all_reduce="symm")
+
+
+def test_values_projected_first_need_no_fp32_product() -> None:
+    """What is merged is rounded before o_proj anyway, so V may be any width."""
+    check(tiny(value=20), project_first=True)
+
+
 @pytest.mark.parametrize("sizes", [{"value": 20}, {"value": 48}, {"value": 8}], ids=str)
 def test_values_of_other_widths_run_without_dcp_and_on_the_cpu(sizes: dict[str, int]) -> None:
     """Merged in fp32 they pass a kernel of their own, on a GPU, in half precision, where dcp > 1."""

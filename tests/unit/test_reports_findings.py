@@ -107,6 +107,19 @@ def test_labels_name_the_backend_only_where_several_ran(tmp_path: Path) -> None:
     assert list(two.points["label"]) == ["tp4 (flashinfer)", "tp4 (triton)"]
 
 
+def test_labels_name_the_options_of_an_exchange_only_where_they_differ(tmp_path: Path) -> None:
+    """With q replicated in all or in none, and one exchange, there is nothing to tell apart; baselines have neither."""
+    plain, wide = build.point(DCP, exchange="a2a"), build.point(DCP, exchange="a2a", q_replicate=True)
+    same = loaded(tmp_path / "1", exact(build.point(TP), 1), exact(wide, 1))
+    assert list(same.points["label"]) == ["tp4", "tp4·dcp4"]
+    two = loaded(tmp_path / "2", exact(build.point(TP), 1), exact(plain, 1), exact(wide, 1))
+    assert list(two.points["label"]) == ["tp4", "tp4·dcp4", "tp4·dcp4 (+q-replicate)"]
+    three = loaded(tmp_path / "3", *(exact(p, 1) for p in (build.point(TP), build.point(DCP), plain, wide)))
+    assert set(three.points["variant"]) == {"", "ag_rs", "a2a", "a2a +q-replicate"}
+    reduced = loaded(tmp_path / "4", exact(build.point(TP), 1), exact(build.point(TP, all_reduce="symm"), 1))
+    assert set(reduced.points["variant"]) == {"nccl all-reduce", "symm all-reduce"}
+
+
 def test_runs_with_the_same_name_are_told_apart_by_their_path(tmp_path: Path) -> None:
     """a/run and b/run."""
     folders = [build.write(tmp_path / name / "run", [exact(build.point(TP), 1)]) for name in "ab"]

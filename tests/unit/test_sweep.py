@@ -121,6 +121,52 @@ def test_points_without_dcp_are_not_repeated_for_every_exchange() -> None:
     assert [(c.point.dcp, c.point.exchange) for c in found] == [(1, "none"), (4, "ag_rs")]
 
 
+def test_options_of_an_exchange_are_axes_of_points_that_exchange() -> None:
+    """Two exchanges, each with q replicated and not: four points with dcp 4, and one baseline that has none of it."""
+    found = expand(dcp="4", concurrency=8, exchange="ag_rs,a2a", q_replicate=[False, True], overlap=True)
+    assert [(c.point.dcp, sweep.path_name(c.point), c.added) for c in found] == [
+        (1, "flashinfer", True),
+        (4, "flashinfer a2a +overlap", False),
+        (4, "flashinfer ag_rs +overlap", False),
+        (4, "flashinfer a2a +q-replicate +overlap", False),
+        (4, "flashinfer ag_rs +q-replicate +overlap", False),
+    ]
+    assert (found[0].point.exchange, found[0].point.q_replicate, found[0].point.overlap) == ("none", False, False)
+    rows = sweep.table(found)
+    assert [(r["path"], r["exchange"], r["q_replicate"]) for r in rows[3:4]] == [
+        ("flashinfer a2a +q-replicate +overlap", "a2a", True)
+    ]
+
+
+def test_replicated_projections_take_memory_from_the_kv_pool() -> None:
+    """More bytes for each layer held, so fewer layers of V3 beside the same pool on 4 GPUs."""
+    own, wide = (
+        c.plan for c in expand(dcp="4", concurrency=8, q_replicate=[False, True], baseline=False, kv_memory="40GiB")
+    )
+    each = [(plan.weight_bytes / plan.layers_held, plan.layers_held) for plan in (own, wide)]
+    assert each[1][0] > each[0][0]
+    assert each[1][1] <= each[0][1]
+    assert wide.full_weight_bytes - own.full_weight_bytes == 61 * 96 * (1536 * 192 + 128 * 512) * 2
+
+
+def test_an_option_of_an_exchange_that_no_point_has_is_refused() -> None:
+    """--q-replicate with --dcp 1 alone would silently measure something else; so would verify."""
+    with pytest.raises(UsageError, match=r"--q-replicate, --overlap without a layout with --dcp > 1"):
+        expand(dcp="1", concurrency=8, q_replicate=True, overlap=True)
+    spec = make_spec({"tp": "2", "model": "tiny", "project_first": True}, CPU)
+    with pytest.raises(UsageError, match=r"--project-first without"):
+        sweep.expand_layouts([Layout(tp=2)], spec, CPU)
+    assert all(c.error is None for c in sweep.expand_layouts([Layout(tp=2), Layout(tp=2, dcp=2)], spec, CPU))
+
+
+def test_both_sides_of_a_comparison_have_each_all_reduce() -> None:
+    """The baseline of a point with --all-reduce symm has it, too; a rank without peers has nothing to reduce."""
+    found = expand(dcp="4", concurrency=8, all_reduce="nccl,symm")
+    assert [(c.point.dcp, c.point.all_reduce) for c in found] == [(1, "nccl"), (1, "symm"), (4, "nccl"), (4, "symm")]
+    assert sweep.path_name(found[1].point) == "flashinfer symm all-reduce"
+    assert [c.point.all_reduce for c in expand(tp="1", concurrency=8, all_reduce="symm")] == ["nccl"]
+
+
 def test_without_dcp_each_tp_and_dp_gets_the_largest() -> None:
     """tp/dp: 2/1, 2/2, 4/1, 4/2."""
     found = expand(tp="2,4", dp="1,2", concurrency=8, baseline=False)
