@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dcpbench.bench_records import Case
 from dcpbench.choices import BACKENDS, EXCHANGES
 from dcpbench.errors import UsageError
-from dcpbench.layout import local_length
+from dcpbench.layout import Prefix, local_length
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +24,12 @@ MERGE_VARIANTS = ("head-order", "correct", "pack", "combine", "value-proj")
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "all-reduce-symm")
 EXCHANGE_VARIANTS = tuple(dict.fromkeys(("ag_rs", "ag_rs-bf16", *EXCHANGES)))
 """`ag_rs-bf16` reduces partial outputs in bf16, which the engine does not."""
+KV_GATHER_VARIANTS = ("nccl", "direct")
+BUFFERS = ("pool", "plain")
+POOL_BYTES = 4 << 30
+"""What SGLang reserves for it (#24040)."""
+ROW_BYTES = 2 * (512 + 64)
+"""Of a KV row in bf16."""
 LENGTHS = ("even", "uneven")
 LATENT, VALUE = 512, 128
 """Columns of a partial output, and of one that is projected first; those of all published models."""
@@ -176,6 +182,40 @@ def kv_write_cases(
         if scale != 1.0 and kind == "fp8":
             columns["scale"] = scale
         cases += [Case(variant=name, calls=calls, sizes=columns) for name in variants]
+    return cases
+
+
+def kv_gather_cases(
+    machine: Machine,
+    *,
+    requests: str | None,
+    tokens: str | None,
+    variant: str | None,
+    buffer: str | None,
+    pool_bytes: int | None,
+    layers: int | None,
+) -> list[Case]:
+    """Both ways with every buffer at every size; `outgrown` is a pool that is too small for a case.
+
+    Raises UsageError as above, and for fewer tokens than requests.
+    """
+    cpu, ranks = machine.cpu, machine.ranks
+    pool = _count("--pool-bytes", pool_bytes, 1 << 20 if cpu else POOL_BYTES)
+    cases = []
+    for r, t, kind, name in itertools.product(
+        _counts("--requests", requests, (3,) if cpu else (1, 16)),
+        _counts("--tokens", tokens, (64,) if cpu else (8192, 131072, 4194304)),
+        _names("--buffer", buffer, BUFFERS),
+        _names("--variant", variant, KV_GATHER_VARIANTS),
+    ):
+        if t < r:
+            raise UsageError(f"--tokens {t} are fewer than --requests {r}; try --tokens {64 * r}.")
+        part_bytes = Prefix.uneven(t, r, ranks).part_rows * ROW_BYTES
+        fits = part_bytes * (ranks if name == "nccl" else 1) <= pool
+        sizes: dict[str, int | float | str] = {"requests": r, "tokens": t, "ranks": ranks}
+        sizes["buffer"] = "outgrown" if kind == "pool" and not fits else kind
+        sizes["pool_bytes"] = pool
+        cases.append(Case(variant=name, calls=_layers(layers), sizes=sizes))
     return cases
 
 

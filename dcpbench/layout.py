@@ -15,6 +15,8 @@ Interleaved storage (stripes of I tokens; I = 1 unless said otherwise, N = dcp):
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -160,6 +162,42 @@ def local_length(tokens: int, rank: int, dcp: int, interleave: int = 1) -> int:
 def local_tokens(tokens: int, rank: int, dcp: int, interleave: int = 1) -> list[int]:
     """Token indices that `rank` stores, in row order: the inverse map of a whole request."""
     return [loc_of(r, rank, dcp, interleave) for r in range(local_length(tokens, rank, dcp, interleave))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """Prefixes of several requests, whose rows a rank packs into its part, request by request in token order."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each request; 0 for one without a prefix."""
+    dcp: int
+    interleave: int = 1
+
+    @classmethod
+    def uneven(cls, tokens: int, requests: int, dcp: int) -> Prefix:
+        """So many tokens of so many requests, whose lengths are as 1 : 2 : 3 …, rounded."""
+        ends = [tokens * i * (i + 1) // (requests * (requests + 1)) for i in range(requests + 1)]
+        return cls(tuple(end - start for start, end in itertools.pairwise(ends)), dcp)
+
+    @functools.cached_property
+    def starts(self) -> list[int]:
+        """Of each request, in the tokens of all; one more for the end."""
+        return list(itertools.accumulate(self.lengths, initial=0))
+
+    @property
+    def tokens(self) -> int:
+        """Of all requests."""
+        return self.starts[-1]
+
+    def firsts(self, rank: int) -> list[int]:
+        """Of each request, its first row in a rank's part; one more for the end."""
+        shares = (local_length(n, rank, self.dcp, self.interleave) for n in self.lengths)
+        return list(itertools.accumulate(shares, initial=0))
+
+    @functools.cached_property
+    def part_rows(self) -> int:
+        """Rows of the largest part."""
+        return max(self.firsts(rank)[-1] for rank in range(self.dcp))
 
 
 def _divisor_list(n: int, most: int | None = None) -> list[int]:

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpbench import layout
-from dcpbench.kernels.kv_gather import Prefix, fused, in_token_order, pack, reference
+from dcpbench.kernels.kv_gather import fused, in_token_order, pack, reference, request_table
+from dcpbench.layout import Prefix
 
 NAN = float("nan")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -41,7 +42,7 @@ def test_every_row_is_in_token_order_and_no_other_is_touched(lengths, dcp, inter
         out = torch.full_like(slow, NAN)
         around = [parts[(rank + n) % dcp] for n in range(dcp)]
         addresses = [part.data_ptr() for part in around]
-        in_token_order(out, around[0], addresses, rank, prefix, prefix.table(DEVICE))
+        in_token_order(out, around[0], addresses, rank, prefix, request_table(prefix, DEVICE))
         assert torch.equal(out[: prefix.tokens], rows)
         assert bool(out[prefix.tokens :].isnan().all())
 
@@ -52,7 +53,13 @@ def test_firsts_and_starts_worked_out_by_hand():
     assert prefix.starts == [0, 6, 6, 9]
     assert [prefix.firsts(rank) for rank in range(4)] == [[0, 2, 2, 3], [0, 2, 2, 3], [0, 1, 1, 2], [0, 1, 1, 1]]
     assert (prefix.tokens, prefix.part_rows) == (9, 3)
-    assert prefix.table(torch.device("cpu")).tolist() == [[0, 0, 0, 0, 0], [6, 2, 2, 1, 1], [6, 2, 2, 1, 1]]
+    assert request_table(prefix, torch.device("cpu")).tolist() == [[0, 0, 0, 0, 0], [6, 2, 2, 1, 1], [6, 2, 2, 1, 1]]
+
+
+def test_uneven_lengths_add_up():
+    """10 tokens of 4 requests, in proportion to 1 2 3 4; 7 tokens begin at 7 · 0, 2, 6 and 12 twentieths."""
+    assert Prefix.uneven(10, 4, 1).lengths == (1, 2, 3, 4)
+    assert Prefix.uneven(7, 4, 1).lengths == (0, 2, 2, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=str)
@@ -76,7 +83,7 @@ def test_rows_of_odd_sizes_are_refused(device):
     prefix = Prefix((3,), 1)
     out = torch.zeros(3, 5, device=device)
     with pytest.raises(ValueError, match="20 bytes"):
-        in_token_order(out, out.clone(), [out.data_ptr()], 0, prefix, prefix.table(device))
+        in_token_order(out, out.clone(), [out.data_ptr()], 0, prefix, request_table(prefix, device))
 
 
 @pytest.mark.gpu
@@ -86,7 +93,7 @@ def test_rows_past_two_to_the_31_elements_are_read_and_written_where_they_are():
     parts = [torch.zeros(2_000_000, 576, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     parts[1][-1] = 1.0
     out = torch.full((4_000_000, 576), 2.0, dtype=torch.bfloat16, device="cuda")
-    table = prefix.table(torch.device("cuda"))
+    table = request_table(prefix, torch.device("cuda"))
     in_token_order(out, parts[0], [part.data_ptr() for part in parts], 0, prefix, table)
     assert int(out[-1].sum()) == 576
     assert int(out[:-1].count_nonzero()) == 0

@@ -7,54 +7,23 @@ token_idx % N == loc % N, who holds a token follows from its index alone, and no
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import itertools
 from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench import layout
 from dcpbench.kernels.kv_gather import reference
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dcpbench.layout import Prefix
 
-@dataclasses.dataclass(frozen=True)
-class Prefix:
-    """Lengths of the requests' prefixes, which the host knows, and how tokens are dealt to ranks."""
 
-    lengths: tuple[int, ...]
-    """Tokens of each request; 0 for one without a prefix."""
-    dcp: int
-    interleave: int = 1
-
-    @functools.cached_property
-    def starts(self) -> list[int]:
-        """Of each request, in the tokens of all; one more for the end."""
-        return list(itertools.accumulate(self.lengths, initial=0))
-
-    @property
-    def tokens(self) -> int:
-        """Rows in token order."""
-        return self.starts[-1]
-
-    def firsts(self, rank: int) -> list[int]:
-        """Of each request, its first row in a rank's part; one more for the end."""
-        shares = (layout.local_length(n, rank, self.dcp, self.interleave) for n in self.lengths)
-        return list(itertools.accumulate(shares, initial=0))
-
-    @functools.cached_property
-    def part_rows(self) -> int:
-        """Rows of the largest part, to which all are padded."""
-        return max(self.firsts(rank)[-1] for rank in range(self.dcp))
-
-    def table(self, device: torch.device) -> torch.Tensor:
-        """int32 [requests, 1 + N]: each request's start, and its first row in each rank's part. Does not wait."""
-        columns = [self.starts, *(self.firsts(rank) for rank in range(self.dcp))]
-        host = torch.tensor(columns, dtype=torch.int32)[:, :-1].T.contiguous()
-        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+def request_table(prefix: Prefix, device: torch.device) -> torch.Tensor:
+    """int32 [requests, 1 + N]: each request's start, and its first row in each rank's part. Does not wait."""
+    columns = [prefix.starts, *(prefix.firsts(rank) for rank in range(prefix.dcp))]
+    host = torch.tensor(columns, dtype=torch.int32)[:, :-1].T.contiguous()
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def pack(part_JQ: torch.Tensor, kv_KQ: torch.Tensor, row_J: torch.Tensor) -> None:
@@ -77,9 +46,10 @@ def in_token_order(
     """All tokens' rows into the first `prefix.tokens` rows of `out_TQ`. No host sync; further rows are left alone.
 
     own_JQ is this rank's part, contiguous, in the dtype of out_TQ, which is contiguous, too; addresses are where the
-    parts of rank, rank + 1, … around the group begin, own_JQ's first; table is prefix.table(). Parts in the memory of
-    other GPUs are read in place. Always a kernel, as addresses are all that is known of other ranks' parts: without a
-    GPU it runs in Triton's interpreter. Raises ValueError for rows or addresses that are no multiples of 16 bytes.
+    parts of rank, rank + 1, … around the group begin, own_JQ's first; table is request_table(prefix). Parts that lie in
+    other GPUs' memory are read in place. Always a kernel, as addresses are all that is known of other ranks' parts:
+    without a GPU it runs in Triton's interpreter. Raises ValueError for rows or addresses that are no multiples of 16
+    bytes.
     """
     from dcpbench.kernels.kv_gather.fused import in_token_order as order
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from dcpbench.kernels.kv_gather import Prefix
+    from dcpbench.layout import Prefix
 
 ROWS = 16
 WARPS = 8

@@ -9,7 +9,7 @@ from dcpbench import layout
 if TYPE_CHECKING:
     import torch
 
-    from dcpbench.kernels.kv_gather import Prefix
+    from dcpbench.layout import Prefix
 
 
 def pack(part_JQ: torch.Tensor, kv_KQ: torch.Tensor, row_J: torch.Tensor) -> None:

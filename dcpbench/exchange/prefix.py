@@ -1,0 +1,111 @@
+"""Gathers the KV prefix of several requests from the ranks of a DCP group into token order, one layer at a time.
+
+nccl     pack this rank's rows, all-gather the parts padded to the largest, put them in token order
+direct   pack this rank's rows where peers can read them, meet, read all parts in token order, meet again
+
+What travels lies in a buffer: the received parts (nccl) or the own part (direct). It comes from a `Reserve` of
+symmetric memory, taken once at start, or from an allocation at run time. NCCL is given the buffer's address and nothing
+more: the memory is not registered with it.
+
+Received bytes per rank and layer: nccl (N−1)·rows of the largest part, direct the rows of the others, each Q numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from dcpbench.exchange.symmetric_memory import allocate
+from dcpbench.kernels.kv_gather import in_token_order, pack
+from dcpbench.kernels.peers import Carver, Peers
+from dcpbench.kernels.peers.meeting import fence
+
+if TYPE_CHECKING:
+    import torch
+
+    from dcpbench.exchange.collectives import Group
+    from dcpbench.layout import Prefix
+
+WAYS = ("nccl", "direct")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is gathered, the same for all layers."""
+
+    prefix: Prefix
+    table: torch.Tensor
+    """kernels.kv_gather.request_table of it."""
+    rows: torch.Tensor
+    """int32, this rank's rows of the KV pool, request by request in token order."""
+    width: int
+    dtype: torch.dtype
+
+    def part_bytes(self) -> int:
+        """Of one rank's part, padded to the largest."""
+        return self.prefix.part_rows * self.width * self.dtype.itemsize
+
+    def buffer_bytes(self, way: str) -> int:
+        """Of what travels: N parts that are received, or the one that peers read."""
+        return self.part_bytes() * (self.prefix.dcp if way == "nccl" else 1)
+
+
+def symmetric(group: Group, nbytes: int, device: torch.device) -> Peers:
+    """A buffer that all ranks of the group can read. Collective; waits for the device. Raises CapacityError."""
+    return allocate(group, nbytes, device, "gathering directly", "NCCL and plain memory")
+
+
+class Reserve:
+    """Symmetric memory of `nbytes`, taken at start, for one gather at a time. Making it is collective."""
+
+    def __init__(self, group: Group, nbytes: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self.peers = symmetric(group, nbytes, device)
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether a gather finds room; one that does not has outgrown the reserve."""
+        return nbytes <= self.nbytes
+
+
+class Gatherer:
+    """Gathers layers of a task into `out_TQ`."""
+
+    def __init__(self, group: Group, task: Task, device: torch.device) -> None:
+        """Collective."""
+        self.group, self.task = group, task
+        size = Carver()
+        size.counters(group.size)
+        self.meetings = symmetric(group, size.used, device)
+        self.met = Carver(self.meetings.own).counters(group.size)
+
+    def gather(self, way: str, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Peers | torch.Tensor) -> None:
+        """All requests' rows of a layer into the first rows of `out_TQ`, both [rows, Q] and contiguous. Collective.
+
+        `buffer` has buffer_bytes(way): symmetric memory, or for nccl also bytes anywhere on this rank's device.
+        """
+        if way == "nccl":
+            self.nccl(kv_KQ, out_TQ, buffer.own if isinstance(buffer, Peers) else buffer)
+        else:
+            assert isinstance(buffer, Peers)
+            self.direct(kv_KQ, out_TQ, buffer)
+
+    def nccl(self, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: torch.Tensor) -> None:
+        """See gather."""
+        task = self.task
+        rows = task.prefix.part_rows
+        part_JQ = kv_KQ.new_empty(rows, task.width)
+        pack(part_JQ, kv_KQ, task.rows)
+        parts_NJQ = buffer[: task.buffer_bytes("nccl")].view(task.dtype).view(-1, rows, task.width)
+        parts_NJQ = self.group.all_gather(part_JQ, out=parts_NJQ)
+        order = [(self.group.rank + n) % self.group.size for n in range(self.group.size)]
+        addresses = [parts_NJQ[rank].data_ptr() for rank in order]
+        in_token_order(out_TQ, parts_NJQ[self.group.rank], addresses, self.group.rank, task.prefix, task.table)
+
+    def direct(self, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Peers) -> None:
+        """See gather. The buffer may be used anew behind this call."""
+        task = self.task
+        part_JQ = buffer.own[: task.part_bytes()].view(task.dtype).view(-1, task.width)
+        pack(part_JQ, kv_KQ, task.rows)
+        fence(self.meetings, self.met)  # all parts are there
+        in_token_order(out_TQ, part_JQ, buffer.addresses, self.group.rank, task.prefix, task.table)
+        fence(self.meetings, self.met)  # all have been read

@@ -1,0 +1,54 @@
+"""One rank of test_kv_gather.py, started as `python -m tests.distributed.kv_gather_ranks RANK WORLD FOLDER`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dcpbench.bench_records import Case
+from dcpbench.workloads.kv_gather import KvGather
+
+POOL_BYTES = 1 << 16
+SIZES = ((3, 7, "pool"), (2, 50, "pool"), (2, 50, "outgrown"), (2, 50, "plain"))
+"""Requests, tokens and buffer: 7 tokens of 3 requests leave some ranks without rows of some."""
+
+
+def cases(world: int) -> list[Case]:
+    """Every size in both ways."""
+    return [
+        Case(
+            variant=way, calls=2,
+            sizes={"requests": requests, "tokens": tokens, "ranks": world, "buffer": kind, "pool_bytes": POOL_BYTES},
+        )
+        for requests, tokens, kind in SIZES
+        for way in ("nccl", "direct")
+    ]  # fmt: skip
+
+
+def main(rank: int, world: int, folder: Path) -> None:
+    """Run every case eagerly, and as a graph holds it twice, and tell what differed."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    workload = KvGather(torch.device("cpu"), 0)
+    found = {}
+    for case in cases(world):
+        calls = workload.build(case)
+        found[case.name()] = {
+            "differences": [calls.check(run) for run in (calls.run, calls.run_captured, calls.run_captured)],
+            "received_bytes": calls.work.received_bytes, "wire_bytes": calls.work.wire_bytes,
+        }  # fmt: skip
+    calls = workload.build(cases(world)[0])
+    found["a call is missing"] = calls.check(calls.calls[0])
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

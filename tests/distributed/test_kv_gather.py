@@ -1,0 +1,57 @@
+"""The gather of a KV prefix over 2 and 4 gloo ranks, whose memory the other ranks read."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import kv_gather_ranks as ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request, tmp_path_factory):
+    """What each rank of a world found, in rank order."""
+    folder = tmp_path_factory.mktemp("gather")
+    command = [sys.executable, "-m", "tests.distributed.kv_gather_ranks"]
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), str(request.param), str(folder)],
+            cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(request.param)
+    ]  # fmt: skip
+    errors = [process.communicate(timeout=200)[1] for process in started]
+    assert [p.returncode for p in started] == [0] * request.param, errors
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
+
+
+@pytest.mark.distributed
+class TestKvGather:
+    def test_every_way_with_every_buffer_gives_all_rows_in_token_order_and_touches_no_other(self, found):
+        """Twice in a row, so that a buffer is written again right behind its use; by every rank."""
+        for rank in found:
+            for case in ranks.cases(len(found)):
+                assert rank[case.name()]["differences"] == [""] * 3, case.name()
+
+    def test_a_pass_that_leaves_out_a_layer_is_noticed(self, found):
+        assert {rank["a call is missing"] for rank in found} == {"layer 1: 7 of 7 rows differ, the first is token 0"}
+
+    def test_bytes_are_those_of_the_other_ranks_rows(self, found):
+        """50 tokens of requests with 16 and 34: 2 ranks hold 25 each, of 4 the first holds 4 + 9 and the last 4 + 8.
+
+        A row is 1,152 bytes. nccl receives N − 1 parts of the largest size, direct nothing more than the rows.
+        """
+        held = {2: [25, 25], 4: [13, 13, 12, 12]}[len(found)]
+        for own, rank in zip(held, found, strict=True):
+            by_variant = {
+                case.variant: rank[case.name()] for case in ranks.cases(len(found)) if case.sizes["tokens"] == 50
+            }
+            assert by_variant["direct"]["received_bytes"] == by_variant["nccl"]["received_bytes"] == (50 - own) * 1152
+            assert by_variant["nccl"]["wire_bytes"] == (len(found) - 1) * held[0] * 1152
+            assert by_variant["direct"]["wire_bytes"] == 0
