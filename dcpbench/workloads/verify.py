@@ -95,7 +95,8 @@ def _wrong_writes(engine: DecodeEngine, requests: list[Request]) -> int:
 def _oracle_checks(point: Point, shape: ModelShape, job: Job, rank: int, device: torch.device) -> list[Check]:
     prompts = [list(p) for p in job.prompts]
     longest = max(map(len, prompts)) + job.new_tokens
-    engine = _engine(point, shape, [longest] * len(prompts), job.settings.seed, rank, device)
+    rows = -(-len(prompts) // point.dp)
+    engine = _engine(point, shape, [longest] * rows, job.settings.seed, rank, device)
     mine = _decode(engine, prompts, job.new_tokens)
     everyone = gather_objects(mine)
     checks: list[list[Check] | None] = [None]

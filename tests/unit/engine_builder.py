@@ -43,7 +43,7 @@ def alone(layout: Layout, rank: int) -> Groups:
 def engine(
     layout: Layout = Layout(1),  # noqa: B008 - frozen
     rank: int = 0, *, shape: ModelShape = TINY, pages: int = 64, page_size: int = 1, interleave: int = 1,
-    requests: int = 4, context: int = 32, padding: bool = True, seed: int = 0,
+    requests: int = 4, context: int = 32, padding: bool = True, seed: int = 0, overlap: bool = False,
 ) -> DecodeEngine:  # fmt: skip
     """The engine of one rank in fp32 with synthetic weights; it can run steps where the layout has one rank."""
     weights = load_weights(SyntheticSource(seed, torch.float32, CPU), shape, layout, rank, plan(shape))
@@ -51,8 +51,9 @@ def engine(
     groups = alone(layout, rank)
     model = Model(shape, layout, groups, weights, kv, interleave=interleave, max_context=context, device=CPU)
     return DecodeEngine(
-        model, backend="reference", exchange="none", max_requests=requests, max_context=context, padding=padding
-    )
+        model, backend="reference", exchange="none", max_requests=requests, max_context=context, padding=padding,
+        overlap=overlap,
+    )  # fmt: skip
 
 
 def shape_like_tiny(**changes: object) -> ModelShape:
