@@ -13,6 +13,7 @@ from dcpbench.bench_records import Case
 from dcpbench.choices import BACKENDS, EXCHANGES
 from dcpbench.errors import UsageError
 from dcpbench.layout import Prefix, local_length
+from dcpbench.spec import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +29,7 @@ KV_GATHER_VARIANTS = ("nccl", "direct")
 BUFFERS = ("pool", "plain")
 POOL_BYTES = 4 << 30
 """What SGLang reserves for it (#24040)."""
+CPU_POOL_BYTES = 1 << 20
 ROW_BYTES = 2 * (512 + 64)
 """Of a KV row in bf16."""
 LENGTHS = ("even", "uneven")
@@ -192,7 +194,7 @@ def kv_gather_cases(
     tokens: str | None,
     variant: str | None,
     buffer: str | None,
-    pool_bytes: int | None,
+    pool_bytes: str | None,
     layers: int | None,
 ) -> list[Case]:
     """Both ways with every buffer at every size; `outgrown` is a pool that is too small for a case.
@@ -200,7 +202,8 @@ def kv_gather_cases(
     Raises UsageError as above, and for fewer tokens than requests.
     """
     cpu, ranks = machine.cpu, machine.ranks
-    pool = _count("--pool-bytes", pool_bytes, 1 << 20 if cpu else POOL_BYTES)
+    default = CPU_POOL_BYTES if cpu else POOL_BYTES
+    pool = default if pool_bytes is None else parse_bytes("pool_bytes", pool_bytes)
     cases = []
     for r, t, kind, name in itertools.product(
         _counts("--requests", requests, (3,) if cpu else (1, 16)),

@@ -35,19 +35,20 @@ def test_a_pool_is_full_to_the_last_row():
         (4 * part_bytes - 1, {("nccl", 64, "outgrown"), ("direct", 64, "pool")}),
         (part_bytes - 1, {("nccl", 64, "outgrown"), ("direct", 64, "outgrown")}),
     ):
-        cases = kv_gather(requests="1", tokens="64", buffer="pool", pool_bytes=pool_bytes)
+        cases = kv_gather(requests="1", tokens="64", buffer="pool", pool_bytes=f"{pool_bytes}B")
         assert buffers(cases) == expected
         assert {case.sizes["pool_bytes"] for case in cases} == {pool_bytes}
 
 
 def test_without_a_pool_nothing_can_outgrow_it():
-    assert {kind for _, _, kind in buffers(kv_gather(buffer="plain", pool_bytes=1))} == {"plain"}
+    assert {kind for _, _, kind in buffers(kv_gather(buffer="plain", pool_bytes="1KB"))} == {"plain"}
 
 
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ({"pool_bytes": 0}, "--pool-bytes 0 is not a positive number; try --pool-bytes 4294967296."),
+        ({"pool_bytes": "0B"}, "--pool-bytes 0B: must be more than 0 bytes; write for example --pool-bytes 100GiB."),
+        ({"pool_bytes": "4"}, "--pool-bytes 4 has no unit; write for example --pool-bytes 100GiB or 40GB."),
         ({"buffer": "pol"}, "--buffer 'pol' is unknown; did you mean pool?"),
         ({"variant": "ag"}, "Write a comma list of: nccl, direct."),
         ({"requests": "100", "tokens": "64"}, "--tokens 64 are fewer than --requests 100; try --tokens 6400."),

@@ -155,5 +155,7 @@ def launch(
 @functools.cache
 def _abilities(device: torch.device) -> tuple[bool, bool]:
     """Whether a device has dependent launch, and a cast to float8; neither has Triton's interpreter."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if device.type != "cuda" or triton.knobs.runtime.interpret:  # a dry run's tensors say that they are on a GPU
+        return False, False
+    capability = torch.cuda.get_device_capability(device)
     return capability >= (9, 0), capability >= (8, 9)
