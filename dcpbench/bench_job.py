@@ -67,10 +67,9 @@ def follow(
                 time.sleep(STACKS_S)
                 return f"It hung: nothing was heard for {timeout:g} s (--timeout).{_last_words(folder, ranks)}"
             time.sleep(POLL_S)
-        dead = [
-            f"rank {number} " * (len(ranks) > 1) + f"ended with exit code {c}" for number, c in enumerate(codes) if c
-        ]
-        return f"It {' and '.join(dead)}.{_last_words(folder, ranks)}" if dead else ""
+        who = ["It"] if len(ranks) == 1 else [f"Rank {number}" for number in range(len(ranks))]
+        dead = [f"{name} ended with exit code {code}." for name, code in zip(who, codes, strict=True) if code]
+        return f"{' '.join(dead)}{_last_words(folder, ranks)}" if dead else ""
 
 
 def logs(folder: Path) -> bytes:

@@ -1,7 +1,7 @@
 """Stands in for dcpbench.bench_worker: answers every case at once, or ends as DCPBENCH_FAKE says.
 
 `wrong` finds a difference, `dies` ends after the first case, `stillborn` before it, `hangs` says nothing more, `half`
-leaves half a line before the rest of it, `failed` cannot run the second case.
+leaves half a line before the rest of it, `failed` cannot run the second case, `lonely` loses rank 1 and waits for it.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from dcpbench.bench_records import BenchJob, Event, Result, Syncs
+from dcpbench.bench_records import BenchJob, Event, Limit, Result, Syncs
 from dcpbench.records import Environment
 
 
@@ -21,6 +21,8 @@ def main(folder: Path) -> None:
     job = msgspec.json.decode((folder / "job.json").read_bytes(), type=BenchJob)
     if how == "stillborn":
         sys.exit("cannot import name 'x'")
+    if os.environ["RANK"] != "0":
+        sys.exit("illegal memory access, as it were" if how == "lonely" else 0)
     with (folder / "events.jsonl").open("ab", buffering=0) as f:
 
         def tell(event: Event) -> None:
@@ -31,7 +33,10 @@ def main(folder: Path) -> None:
                 line = line[20:]
             f.write(line)
 
+        limit = Limit(name="peer", unit="B/s", median=372e9, low=371e9, high=373e9, samples=20)
         tell(Event(stage="start", environment=Environment(device="CPU", device_count=0, command=job.command)))
+        if job.ranks > 1:
+            tell(Event(stage="limits", limits=[limit], without=["barrier: none here."]))
         for index, case in enumerate(job.cases):
             tell(Event(stage="case", index=index))
             result = Result(case=case, correct=how != "wrong", difference="row 3 differs" if how == "wrong" else "")
@@ -40,7 +45,7 @@ def main(folder: Path) -> None:
             tell(Event(stage="done", index=index, result=result))
             if how == "dies":
                 sys.exit("Segmentation fault, as it were")
-            if how == "hangs":
+            if how in {"hangs", "lonely"}:
                 time.sleep(100)
             tell(Event(stage="counted", index=index, syncs=Syncs(per_call=index, detector="dry-run")))
         tell(Event(stage="end"))

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from dcpbench import bench, cli
+from dcpbench import bench, bench_job, cli
 from dcpbench.jobs import Probe
 
 HERE = Path(__file__).parent
 ROOT = Path(cli.__file__).parents[1]
 CPU = Probe(device="cpu", count=0, name="CPU")
 GPU = Probe(device="cuda", count=1, name="NVIDIA H200")
+FOUR = Probe(device="cuda", count=4, name="NVIDIA H200")
 TWO = ("kv-write", "--tokens", "4", "--dcp", "2", "--no-empty", "--dtype", "bf16", "--variant", "filter,masked-kernel")
 
 
@@ -107,6 +108,31 @@ def test_a_hung_worker_is_ended(call) -> None:
     assert "failed: not reached" in out
 
 
+def test_a_bench_between_ranks_takes_all_gpus_and_its_limits_are_recorded(call) -> None:
+    """4 GPUs: 4 ranks, and 4 exchanges at 4 batch sizes of 128 heads."""
+    code, out, _ = call("exchange", "--json", machine=FOUR)
+    record = json.loads(out)
+    assert code == 0
+    assert record["ranks"] == 4
+    assert {r["case"]["sizes"]["ranks"] for r in record["results"]} == {4}
+    assert [limit["name"] for limit in record["limits"]] == ["peer"]
+    assert record["without"] == ["barrier: none here."]
+
+
+def test_fewer_ranks_than_gpus_can_be_asked_for(call) -> None:
+    _, out, _ = call("collectives", "--ranks", "2", "--json", machine=FOUR)
+    assert json.loads(out)["ranks"] == 2
+
+
+def test_a_rank_that_dies_ends_the_others_and_has_the_last_word(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 would wait for it for ever."""
+    monkeypatch.setattr(bench_job, "GRACE_S", 0.5)
+    code, out, err = call("exchange", "--variant", "ag_rs", fake="lonely")
+    assert code == 4
+    assert "Rank 1 ended with exit code 1. The last lines of rank 1:\nillegal memory access, as it were" in err
+    assert "failed: not reached" in out
+
+
 def test_half_a_line_waits_for_its_other_half(call) -> None:
     code, out, _ = call(*TWO, "--json", fake="half")
     assert code == 0
@@ -125,6 +151,15 @@ def test_half_a_line_waits_for_its_other_half(call) -> None:
         (("kv-write", "--backlog", "1e9"), 2, "must be 1 to 100,000 µs"),
         (("kv-write", "--tokens", "many"), 2, "write for example --tokens 16,64."),
         (("kv-write", "-o", "/dev/null/x"), 2, "cannot be used as output folder"),
+        (("exchange", "--device", "cuda"), 3, "`dcpbench bench exchange --device cpu`, which checks correctness"),
+        (("exchange", "--ranks", "1"), 2, "one rank has nobody to exchange anything with; try --ranks 2."),
+        (("exchange", "--ranks", "3", "--heads", "8"), 2, "--heads 8 cannot be divided among 3 ranks; try --heads 9"),
+        (("exchange", "--variant", "sym"), 2, "--variant 'sym' is unknown; did you mean symm?"),
+        (("collectives", "--ranks", "3", "--width", "64"), 2, "cannot be divided among 3 ranks; try --width 63."),
+        (("merge", "--dcp", "3"), 2, "--heads 8 cannot be divided among 3 ranks; try --heads 9 or another --dcp."),
+        (("attention", "--lengths", "odd"), 2, "--lengths 'odd' is unknown"),
+        (("attention", "--backend", "flashinfr"), 2, "did you mean flashinfer?"),
+        (("attention", "--layers", "0"), 2, "--layers 0 is not a positive number; try --layers 16."),
     ],
 )
 def test_what_cannot_work_is_one_sentence(args, code, says, call) -> None:
@@ -141,6 +176,19 @@ def test_a_gpus_defaults_are_those_of_the_help(call) -> None:
     assert record["performance"] is True
     assert len(record["results"]) == 72
     assert {r["case"]["calls"] for r in record["results"]} == {61}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "says"),
+    [
+        (1, (), "2 ranks need 2 GPUs, but 1 visible; with one alone, type `dcpbench bench exchange --device cpu`"),
+        (4, ("--ranks", "8"), "8 ranks need 8 GPUs, but 4 visible; type --ranks 4."),
+    ],
+)
+def test_more_ranks_than_gpus_cannot_be_had(gpus, asked, says, call) -> None:
+    code, _, err = call("exchange", *asked, machine=Probe(device="cuda", count=gpus, name="NVIDIA H200"))
+    assert code == 3
+    assert says in err
 
 
 def real(*args: str) -> dict:
@@ -178,3 +226,32 @@ def test_dp_slice_for_real_reads_both_ends_of_a_slice_from_the_gpu() -> None:
     assert all(r["correct"] for r in record["results"])
     (site,) = record["results"][0]["syncs"]["sites"]
     assert (site["op"], site["function"], site["kind"]) == ("aten::_local_scalar_dense", "take", "scalar-read")
+
+
+@pytest.mark.distributed
+def test_exchange_for_real_runs_every_exchange_on_two_ranks() -> None:
+    """With all that is left out and without; errors are of the worst rank, and nothing is timed."""
+    record = real("exchange", "--heads", "4", "--requests", "3")
+    assert record["ranks"] == 2
+    assert [r["case"]["variant"] for r in record["results"]] == ["ag_rs", "ag_rs-bf16", "a2a", "symm"]
+    for r in record["results"]:
+        assert r["correct"]
+        assert r["work"]["received_bytes"] == 3 * 4 // 2 * (576 * 2 + 512 * 2 + 4)
+        assert r["graph"] is r["floor_us"] is None
+    errors = {r["case"]["variant"]: r["error"] for r in record["results"]}
+    assert errors["a2a"] < 1e-6 < errors["ag_rs-bf16"] < 1e-2, "bf16 on the wire rounds partial outputs and their sum"
+    assert record["limits"] == []
+
+
+@pytest.mark.distributed
+def test_collectives_for_real_agree_with_sums_in_fp64() -> None:
+    record = real("collectives", "--requests", "2", "--width", "32")
+    assert len(record["results"]) == 5
+    assert all(r["correct"] for r in record["results"])
+
+
+def test_attention_and_merge_for_real_are_correct() -> None:
+    for bench_name in ("attention", "merge"):
+        record = real(bench_name, "--requests", "2")
+        assert record["results"]
+        assert all(r["correct"] and r["error"] < 1e-2 for r in record["results"])
