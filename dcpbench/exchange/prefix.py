@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from dcpbench.exchange.collectives import Group
     from dcpbench.layout import Prefix
 
-WAYS = ("nccl", "direct")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
@@ -68,22 +66,23 @@ class Reserve:
 
 
 class Gatherer:
-    """Gathers layers of a task into `out_TQ`."""
+    """Gathers layers of a task in one of the two ways."""
 
-    def __init__(self, group: Group, task: Task, device: torch.device) -> None:
-        """Collective."""
-        self.group, self.task = group, task
-        size = Carver()
-        size.counters(group.size)
-        self.meetings = symmetric(group, size.used, device)
-        self.met = Carver(self.meetings.own).counters(group.size)
+    def __init__(self, group: Group, task: Task, way: str, device: torch.device) -> None:
+        """Collective. Raises CapacityError where ranks that gather directly cannot read each other's memory."""
+        self.group, self.task, self.way = group, task, way
+        if way == "direct":
+            size = Carver()
+            size.counters(group.size)
+            self.meetings = symmetric(group, size.used, device)
+            self.met = Carver(self.meetings.own).counters(group.size)
 
-    def gather(self, way: str, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Peers | torch.Tensor) -> None:
+    def gather(self, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Peers | torch.Tensor) -> None:
         """All requests' rows of a layer into the first rows of `out_TQ`, both [rows, Q] and contiguous. Collective.
 
         `buffer` has buffer_bytes(way): symmetric memory, or for nccl also bytes anywhere on this rank's device.
         """
-        if way == "nccl":
+        if self.way == "nccl":
             self.nccl(kv_KQ, out_TQ, buffer.own if isinstance(buffer, Peers) else buffer)
         else:
             assert isinstance(buffer, Peers)
