@@ -6,6 +6,10 @@ BACKENDS = ("reference", "triton", "flashinfer")
 """What --backend can be; kernels/attention makes them."""
 EXCHANGES = ("ag_rs", "a2a", "symm")
 """What --exchange can be; exchange/ makes them."""
+AUTO = "auto"
+"""A backend or an exchange that is measured for and chosen when a point is warmed up."""
+TIMED_BACKENDS = ("triton", "flashinfer")
+"""Those that --backend auto tries; the reference is not for timing."""
 OPTIONS = ("q_replicate", "project_first", "overlap")
 """What an exchange can be told, each on or off; fields of a point, and options with the same names."""
 ALL_REDUCES = ("nccl", "symm")

@@ -40,7 +40,8 @@ Context = Annotated[
 Exchange = Annotated[
     str | None,
     typer.Option("--exchange", metavar="NAME,…", rich_help_panel=HOW, help="How partial attention is merged over dcp "
-    "ranks: ag_rs, a2a, or symm (symmetric memory, inside one machine). Default: ag_rs."),
+    "ranks: ag_rs, a2a, symm (symmetric memory, inside one machine), or auto: each point takes the fastest. "
+    "Default: ag_rs."),
 ]  # fmt: skip
 QReplicate = Annotated[
     bool | None,
@@ -65,8 +66,8 @@ AllReduce = Annotated[
 Backend = Annotated[
     str | None,
     typer.Option("--backend", metavar="NAME,…", rich_help_panel=HOW, help="Attention kernel: triton, flashinfer, "
-    "or reference (on GPUs for verify alone). Default: flashinfer where it is installed, else triton; reference on the "
-    "CPU."),
+    "reference (on GPUs for verify alone), or auto: each point takes the fastest. Default: flashinfer where it is "
+    "installed, else triton; reference on the CPU."),
 ]  # fmt: skip
 Dtype = Annotated[
     str | None,

@@ -71,8 +71,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """One event of a running job."""
 
     stage: str
-    """`start` (job), `build`, `check`, `capture`, `measure` (warm-up included), `profile`, `done` (point recorded),
-    `end` (job); the launcher adds `failed` and `hung`."""
+    """`start` (job), `build`, `choose` (with `auto`), `check`, `capture`, `measure` (warm-up included), `profile`,
+    `done` (point recorded), `end` (job); the launcher adds `failed` and `hung`."""
     key: str = ""
     """Point.key() of the point at work."""
     index: int = 0

@@ -10,7 +10,7 @@ import msgspec
 from dcpbench import memory
 from dcpbench.batches import GRAPH_BATCHES
 from dcpbench.budget import CPU_BYTES, ITEMSIZE, kv_pages, memory_plan, most_pages, pages_needed, size_text
-from dcpbench.choices import NO_EXCHANGE, OPTIONS
+from dcpbench.choices import AUTO, EXCHANGES, NO_EXCHANGE, OPTIONS
 from dcpbench.errors import CapacityError, LayoutError, MissingPackageError, UsageError
 from dcpbench.layout import Layout, valid_layouts
 from dcpbench.memory import GIB
@@ -52,6 +52,7 @@ def check(point: Point, settings: Settings, shape: ModelShape, machine: Machine)
     _check_ranks(point, shape, machine)
     if probe.device == "cuda" and machine.timed:
         _check_dtype(point)
+    _check_auto(point, machine)
     _check_backend(point, shape, machine)
     _check_exchange(point, machine)
     if probe.device == "cuda":
@@ -110,6 +111,17 @@ def _check_dtype(point: Point) -> None:
         )
 
 
+def _check_auto(point: Point, machine: Machine) -> None:
+    open_ = [f"--{name} {AUTO}" for name in ("backend", "exchange") if getattr(point, name) == AUTO]
+    if open_ and not machine.timed:
+        raise UsageError(f"{', '.join(open_)} chooses by time, and verify measures none; name what it should compare.")
+    if open_ and machine.probe.device == "cpu":
+        raise UsageError(
+            f"{', '.join(open_)} chooses by time, and times of a CPU say nothing; use --backend reference --exchange "
+            f"{EXCHANGES[0]}."
+        )
+
+
 def _check_backend(point: Point, shape: ModelShape, machine: Machine) -> None:
     probe = machine.probe
     if point.backend == "reference" and probe.device == "cuda" and machine.timed:
@@ -117,10 +129,10 @@ def _check_backend(point: Point, shape: ModelShape, machine: Machine) -> None:
             "--backend reference plans with new tensors in every step, which a CUDA graph would not see; use --backend "
             "triton or --backend flashinfer. On a GPU the reference is for dcpbench verify."
         )
-    if point.backend == "triton" and not (_power_of_two(shape.latent) and _power_of_two(shape.rope)):
+    if point.backend in ("triton", AUTO) and not (_power_of_two(shape.latent) and _power_of_two(shape.rope)):
         raise UsageError(
-            f"--backend triton needs a latent and a rope width that are powers of two from {SMALLEST_TILE}, and "
-            f"{shape.name} has {shape.latent} and {shape.rope}; {_reference(probe)}."
+            f"--backend {point.backend} needs a latent and a rope width that are powers of two from {SMALLEST_TILE}, "
+            f"and {shape.name} has {shape.latent} and {shape.rope}; {_reference(probe)}."
         )
     if point.backend == "flashinfer":
         _check_flashinfer(point, shape, probe)

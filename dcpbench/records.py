@@ -35,7 +35,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     context: int
     """Tokens already in the KV cache of each request."""
     exchange: str = "none"
-    """`ag_rs`, `a2a`, …; `none` where dcp is 1 and nothing is exchanged."""
+    """`ag_rs`, `a2a`, …; `auto` (see Record.choice); `none` where dcp is 1 and nothing is exchanged."""
     q_replicate: bool = False
     """Every rank computes the queries of all heads of its DCP group, and none are gathered."""
     project_first: bool = False
@@ -222,6 +222,34 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     command: str = ""
 
 
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A backend with an exchange that `auto` tried."""
+
+    backend: str
+    exchange: str
+    layer_us: float | None = None
+    """Median time of q's exchange, attention and merge in one layer, slowest rank; null where it cannot run."""
+    reason: str | None = None
+    """Why it cannot."""
+
+    def __str__(self) -> str:
+        """`triton symm`."""
+        return _name(self.backend, self.exchange)
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """What stood for `auto` while the point was measured."""
+
+    backend: str
+    exchange: str
+    candidates: list[Candidate]
+    """All that were tried, in order."""
+
+    def __str__(self) -> str:
+        """`triton symm`."""
+        return _name(self.backend, self.exchange)
+
+
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One line of records.jsonl."""
 
@@ -250,6 +278,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     kv: Kv | None = None
     memory_peak_bytes: int | None = None
     honesty: Honesty | None = None
+    choice: Choice | None = None
+    """Null where the point names its backend and its exchange."""
     gpu: Gpu | None = None
     environment: Environment | None = None
     measured_with: dict[str, int | float | bool | None] = {}
@@ -258,6 +288,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """UTC, ISO 8601."""
     seconds: float = 0.0
     """Wall time the point took, set-up included."""
+
+
+def _name(backend: str, exchange: str) -> str:
+    return backend if exchange == NO_EXCHANGE else f"{backend} {exchange}"
 
 
 class _Version(msgspec.Struct):

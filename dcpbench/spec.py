@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.budget import ITEMSIZE
-from dcpbench.choices import ALL_REDUCES, BACKENDS, EXCHANGES, OPTIONS
+from dcpbench.choices import ALL_REDUCES, AUTO, BACKENDS, EXCHANGES, OPTIONS
 from dcpbench.errors import CapacityError, MissingPackageError, ModelError, UsageError
 from dcpbench.jobs import Settings
 from dcpbench.shapes import check_checkpoint, load_shape
@@ -64,9 +64,9 @@ class SweepSpec:
         for name in ("page_size", "interleave", "repeats"):
             _positive(name, getattr(self, name))
         for name, values, known in (
-            ("exchange", self.exchange, EXCHANGES),
+            ("exchange", self.exchange, (*EXCHANGES, AUTO)),
             ("all_reduce", self.all_reduce, ALL_REDUCES),
-            ("backend", self.backend, BACKENDS),
+            ("backend", self.backend, (*BACKENDS, AUTO)),
             ("dtype", (self.dtype,), ITEMSIZE),
         ):
             for value in values:

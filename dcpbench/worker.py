@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from dcpbench.workloads.session import Session
 
 NCCL_DEFAULTS = {"NCCL_GRAPH_MIXING_SUPPORT": "0"}
-"""Set where the environment does not say otherwise; records keep what was in force. Our steps run in one stream, so
-NCCL need not keep captured and eager collectives apart, which costs some microseconds at each of them."""
+"""Set where the environment does not say otherwise; records keep what was in force. The collectives of our steps are in
+one order, so NCCL need not keep captured and eager ones apart, which costs some microseconds at each of them."""
 COLLECTIVE_TIMEOUT = dt.timedelta(minutes=30)
 """Longer than the launcher's watchdog, which has the better story to tell about a hang."""
 
@@ -84,7 +84,8 @@ class Worker:
                 )
             )
             assert record.metrics is not None
-            self.tell("done", note=f"{record.metrics.step_ms.median:.2f} ms/step")
+            chosen = f" with {record.choice}" if record.choice else ""
+            self.tell("done", note=f"{record.metrics.step_ms.median:.2f} ms/step{chosen}")
 
     def session_for(self, point: Point) -> Session:
         """The engine for a point: the last one where it can be shared, else a new one in its place."""

@@ -22,6 +22,7 @@ from dcpbench.kernels.synthetic_kv import fill_request
 
 if TYPE_CHECKING:
     from dcpbench.engine.allocator import Allocation
+    from dcpbench.exchange import Exchange
 
 PADDING_LENGTH = 1
 """A padding row has one token, on slot 0: it attends to and writes the padding page."""
@@ -80,18 +81,32 @@ class DecodeEngine:
         """
         self.model = model
         self.device = model.kv.data.device
-        self.backend_name = backend
-        largest = padded_batch(max_requests)
-        self.exchanges = [
-            make_exchange(exchange, model.groups.dcp, self._exchange_spec(size)) for size in _shares(largest, overlap)
-        ]
-        """One for each part of a batch: halves must not meet in one exchange's buffers."""
+        self.overlap, self.largest = overlap, padded_batch(max_requests)
+        self.made: dict[str, list[Exchange]] = {}
+        self.batches: dict[int, Batch] = {}
+        self.use(backend, exchange)
         self.beside = torch.cuda.Stream(self.device) if overlap and self.device.type == "cuda" else None
         _, pages, self.page_size, _ = model.kv.data.shape
         self.max_context = max_context
         self.requests = RequestPool(max_requests, max_context, self.device, padding=padding)
         self.allocator = DcpAllocator(pages, self.page_size, model.layout.dcp, model.interleave)
-        self.batches: dict[int, Batch] = {}
+
+    def use(self, backend: str, exchange: str) -> None:
+        """Compute with these from now on; batches, with their plans and graphs, are made anew. Collective.
+
+        Raises a DcpbenchError, alike on all ranks, where the exchange cannot work here, and leaves all as it was.
+        """
+        if exchange not in self.made:
+            group = self.model.groups.dcp
+            self.made[exchange] = [
+                make_exchange(exchange, group, self._exchange_spec(size))
+                for size in _shares(self.largest, self.overlap)
+            ]
+        if self.batches and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # no graph runs any longer that reads what goes now
+        self.backend_name, self.batches = backend, {}
+        self.exchanges = self.made[exchange]
+        """One for each part of a batch: halves must not meet in one exchange's buffers."""
 
     def admit(self, tokens: int) -> Request:
         """A new request with room for `tokens` tokens. Raises CapacityError when slots or pages run out."""
@@ -132,7 +147,7 @@ class DecodeEngine:
         size = padded_batch(requests)
         if size not in self.batches:
             parts, first = [], 0
-            for share, exchange in zip(_shares(size, len(self.exchanges) > 1), self.exchanges, strict=True):
+            for share, exchange in zip(_shares(size, self.overlap), self.exchanges, strict=True):
                 backend = make_backend(self.backend_name, self._attention_spec(share))
                 parts.append(Part(first, share, backend, exchange))
                 first += share

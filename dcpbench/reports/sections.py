@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.reports import explain, findings, sync_sites, tables
+from dcpbench.reports import chosen, explain, findings, sync_sites, tables
 
 if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
@@ -47,7 +47,7 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
             pictures=[p for p in pictures if p.kind in ("throughput", "itl", "frontier")],
         ),
         Section(
-            slug="points", title="Every point", tables=[tables.points(points)],
+            slug="points", title="Every point", tables=[tables.points(points), chosen.table(frames)],
             paragraphs=explain.absent(points), bullets=explain.marks(points),
         ),
         Section(

@@ -24,6 +24,7 @@ from dcpbench.measure import time_steps
 from dcpbench.profiling import profile_cpu_step, profile_step
 from dcpbench.records import Honesty, Kv, Record
 from dcpbench.workloads.attention_error import LIMIT, attention_error
+from dcpbench.workloads.choice import Load, choose
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,6 +67,7 @@ def run(
     mine = range(_share(point, engine.model.groups.dp.rank))
     requests = [_admit(engine, session, point, settings.seed, i) for i in mine]
     try:
+        choice = choose(engine, point, Load(requests, rows), lambda: tell("choose"))
         batch = engine.plan(requests, rows)
         if point.weights == "synthetic" and batch.router_inputs is None:
             batch.router_inputs = _router_inputs(session, batch, settings.seed)
@@ -118,6 +120,7 @@ def run(
             graph_batch=batch.size,
             cuda_graph=batch.captured is not None,
         ),
+        choice=choice,
         gpu=gpu,
         environment=environment,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from dcpbench.engine.model import Model
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
 from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
+from dcpbench.workloads import choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,8 +58,9 @@ def build(
         shape, layout, groups, weights, kv, interleave=point.interleave, max_context=max_context, device=device,
         wide=point.group_wide, all_reduce=make_all_reduce(point.all_reduce, groups.attn, spec),
     )  # fmt: skip
+    backend, exchange = choice.first(point)
     engine = DecodeEngine(
-        model, backend=point.backend, exchange=point.exchange, max_requests=max_requests, max_context=max_context,
+        model, backend=backend, exchange=exchange, max_requests=max_requests, max_context=max_context,
         overlap=point.overlap,
     )  # fmt: skip
     return Session(point=point, shape=shape, plan=plan, engine=engine)

@@ -159,6 +159,21 @@ def test_an_option_of_an_exchange_that_no_point_has_is_refused() -> None:
     assert all(c.error is None for c in sweep.expand_layouts([Layout(tp=2), Layout(tp=2, dcp=2)], spec, CPU))
 
 
+def test_auto_is_for_points_that_are_timed_on_gpus() -> None:
+    """A baseline without DCP chooses among backends alone; verify and a CPU have no times to choose by."""
+    found = expand(dcp="4", concurrency=8, backend="auto", exchange="auto")
+    assert [(c.point.dcp, c.point.backend, c.point.exchange, c.error) for c in found] == [
+        (1, "auto", "none", None), (4, "auto", "auto", None),
+    ]  # fmt: skip
+    typed = {"model": "tiny", "tp": "2", "dcp": "2", "concurrency": 2, "exchange": "auto", "backend": "reference"}
+    with_auto = make_spec(typed, CPU)
+    (rejected,) = (c.error for c in sweep.expand(with_auto, CPU) if not c.added)
+    assert "--exchange auto chooses by time" in str(rejected)
+    assert "use --backend reference --exchange ag_rs" in str(rejected)
+    (rejected,) = (c.error for c in sweep.expand_layouts([Layout(tp=2, dcp=2)], with_auto, H200X4))
+    assert "verify measures none" in str(rejected)
+
+
 def test_both_sides_of_a_comparison_have_each_all_reduce() -> None:
     """The baseline of a point with --all-reduce symm has it, too; a rank without peers has nothing to reduce."""
     found = expand(dcp="4", concurrency=8, all_reduce="nccl,symm")

@@ -1,0 +1,112 @@
+"""`--backend auto --exchange auto`: candidates run the attention of a point's own batch, and the fastest is taken.
+
+A candidate is a backend with an exchange. What is timed is a pass over all layers of what they do: q written where the
+exchange wants it, gathered, attended to and merged, up to what o_proj takes; on GPUs from a captured graph. The time is
+the slowest rank's, so that all ranks choose alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import statistics
+from typing import TYPE_CHECKING
+
+import torch
+
+from dcpbench.choices import AUTO, EXCHANGES, TIMED_BACKENDS
+from dcpbench.errors import DcpbenchError
+from dcpbench.measure import Timer, time_chunks
+from dcpbench.records import Candidate, Choice
+from dcpbench.stats import StopRule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dcpbench.engine.decode import Batch, DecodeEngine, Request
+    from dcpbench.records import Point
+
+RULE = StopRule(seconds=1.0)
+CHUNK_SECONDS = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What a step is planned for: this replica's requests, and the rows that all replicas run."""
+
+    requests: list[Request]
+    rows: int
+
+
+def candidates(point: Point) -> list[tuple[str, str]]:
+    """Every backend and exchange that a point leaves open, named ones alone."""
+    backends = TIMED_BACKENDS if point.backend == AUTO else (point.backend,)
+    exchanges = EXCHANGES if point.exchange == AUTO else (point.exchange,)
+    return list(itertools.product(backends, exchanges))
+
+
+def first(point: Point) -> tuple[str, str]:
+    """What an engine is built with before anything has been chosen: what runs everywhere."""
+    return candidates(point)[0]
+
+
+def choose(engine: DecodeEngine, point: Point, load: Load, alive: Callable[[], None]) -> Choice | None:
+    """Leave the engine with the fastest candidate and say what was found; None where nothing was left open.
+
+    Collective. One that cannot run here is noted with its reason. Raises that of the last one when none can.
+    """
+    if AUTO not in (point.backend, point.exchange):
+        return None
+    found: list[Candidate] = []
+    refused: DcpbenchError | None = None
+    for backend, exchange in candidates(point):
+        alive()
+        try:
+            engine.use(backend, exchange)
+            batch = engine.plan(load.requests, load.rows)
+        except DcpbenchError as e:
+            refused = e
+            found.append(Candidate(backend=backend, exchange=exchange, reason=str(e)))
+            continue
+        found.append(Candidate(backend=backend, exchange=exchange, layer_us=_layer_us(engine, batch, alive)))
+    times = {(c.backend, c.exchange): c.layer_us for c in found if c.layer_us is not None}
+    if not times:
+        assert refused is not None
+        raise refused
+    backend, exchange = min(times, key=lambda name: times[name])
+    engine.use(backend, exchange)
+    return Choice(backend=backend, exchange=exchange, candidates=found)
+
+
+def _layer_us(engine: DecodeEngine, batch: Batch, alive: Callable[[], None]) -> float:
+    """Median time of one layer, µs; the batch is planned."""
+    attend_all = _pass(engine, batch)
+    if engine.device.type == "cuda":
+        for _ in range(2):
+            attend_all()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            attend_all()
+        step = graph.replay
+    else:
+        step = attend_all
+    timing = time_chunks(Timer(step, engine.device).chunk, RULE, alive, CHUNK_SECONDS)
+    return statistics.median(timing.samples_ms) * 1e3 / engine.model.shape.layers
+
+
+def _pass(engine: DecodeEngine, batch: Batch) -> Callable[[], None]:
+    model, dtype = engine.model, engine.model.kv.data.dtype
+    generator = torch.Generator(engine.device).manual_seed(0)
+    shown = [torch.empty_like(p.exchange.query(p.size)).normal_(generator=generator) for p in batch.parts]
+
+    def attend_all() -> None:
+        for index in range(model.shape.layers):
+            w = model.weights.layer(index).attention
+            queries = [p.exchange.query(p.size).copy_(q) for p, q in zip(batch.parts, shown, strict=True)]
+            model.attend(
+                queries, w, index, batch.parts, engine.beside, functools.partial(model.values, w=w, dtype=dtype)
+            )
+
+    return attend_all

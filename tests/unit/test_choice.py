@@ -1,0 +1,135 @@
+"""`auto`: the fastest candidate stays, all are in the record and the report, and those that cannot run say why."""
+
+import msgspec
+import pytest
+import torch
+
+from dcpbench.errors import CapacityError, DcpbenchError
+from dcpbench.layout import Layout
+from dcpbench.measure import Timer
+from dcpbench.records import Candidate, Choice, Point, Record
+from dcpbench.reports import chosen, frames
+from dcpbench.workloads import choice
+from dcpbench.workloads.choice import Load, choose
+from tests.unit import engine_builder, record_builder
+
+POINT = Point(model="tiny", tp=1, concurrency=3, context=9, backend="reference", exchange="auto", dtype="fp32")
+SLOWEST_MS = {"ag_rs": 6.0, "a2a": 3.0, "symm": 4.5}
+
+
+@pytest.fixture
+def engine():
+    """One rank in a group of its own, where every exchange merges with nobody; built as session.py does."""
+    built = engine_builder.engine()
+    built.use(*choice.first(POINT))
+    return built
+
+
+@pytest.fixture
+def ran(monkeypatch, engine):
+    """What was timed, in order; a pass over the three layers takes as long as SLOWEST_MS says of the exchange."""
+    timed = []
+
+    def chunk(timer, steps):
+        timer.step()
+        name = next(name for name, made in engine.made.items() if made is engine.exchanges)
+        timed.append((engine.backend_name, name))
+        return [SLOWEST_MS[name]] * steps, 0.1
+
+    monkeypatch.setattr(Timer, "chunk", chunk)
+    monkeypatch.setattr(choice, "TIMED_BACKENDS", ("reference", "flashinfer"))
+    return timed
+
+
+def load(engine):
+    """Three requests in four rows."""
+    requests = [engine.admit(4) for _ in range(3)]
+    for number, request in enumerate(requests):
+        engine.fill(request, number, seed=0)
+    return Load(requests, 3)
+
+
+def chosen_by(engine, point=POINT, alive=lambda: None):
+    """What `choose` says."""
+    with torch.inference_mode():
+        return choose(engine, point, load(engine), alive)
+
+
+class TestChoose:
+    def test_the_fastest_exchange_stays_and_all_are_noted(self, engine, ran):
+        """Three layers in 6, 3 and 4.5 ms: 2,000, 1,000 and 1,500 µs each."""
+        alive = []
+        found = chosen_by(engine, alive=lambda: alive.append(1))
+        assert (found.backend, found.exchange) == ("reference", "a2a")
+        assert {c.exchange: c.layer_us for c in found.candidates} == {
+            "ag_rs": pytest.approx(2000), "a2a": pytest.approx(1000), "symm": pytest.approx(1500),
+        }  # fmt: skip
+        assert list(dict.fromkeys(ran)) == [("reference", name) for name in SLOWEST_MS]
+        assert engine.exchanges is engine.made["a2a"]
+        assert engine.batches == {}, "the others' plans and graphs are gone"
+        assert alive, "a watchdog hears of it"
+
+    @pytest.mark.usefixtures("ran")
+    def test_a_named_exchange_and_an_open_backend(self, engine):
+        """Whether FlashInfer is missing or cannot take these widths, it is noted and passed over."""
+        found = chosen_by(engine, msgspec.structs.replace(POINT, backend="auto", exchange="a2a"))
+        assert str(found) == "reference a2a"
+        first, second = found.candidates
+        assert (first.layer_us, first.reason) == (pytest.approx(1000), None)
+        assert (second.backend, second.layer_us) == ("flashinfer", None)
+        assert "--backend flashinfer" in second.reason
+
+    @pytest.mark.usefixtures("ran")
+    def test_an_exchange_that_cannot_work_here_is_passed_over(self, engine, monkeypatch):
+        """Every rank hears the same error; the engine goes on with what it had."""
+
+        def use(backend, exchange, really=engine.use):
+            if exchange == "a2a":
+                raise CapacityError("these GPUs cannot")
+            really(backend, exchange)
+
+        monkeypatch.setattr(engine, "use", use)
+        found = chosen_by(engine)
+        assert found.exchange == "symm"
+        assert [(c.exchange, c.reason) for c in found.candidates if c.reason] == [("a2a", "these GPUs cannot")]
+
+    @pytest.mark.usefixtures("ran")
+    def test_where_nothing_can_run_the_last_reason_is_raised(self, engine, monkeypatch):
+        """As a point that names it would fail."""
+        monkeypatch.setattr(choice, "TIMED_BACKENDS", ("flashinfer",))
+        with pytest.raises(DcpbenchError, match="--backend flashinfer"):
+            chosen_by(engine, msgspec.structs.replace(POINT, backend="auto", exchange="none"))
+
+    def test_a_point_that_names_both_has_no_choice(self, engine, ran):
+        """Nothing is timed."""
+        assert chosen_by(engine, msgspec.structs.replace(POINT, exchange="none")) is None
+        assert ran == []
+
+
+def test_the_report_says_what_was_chosen_and_by_how_much(tmp_path):
+    """50 against 55 µs: the next is 10 % slower."""
+    point = record_builder.point(Layout(4, dcp=4), backend="auto", exchange="auto", q_replicate=True)
+    found = Choice(
+        backend="triton", exchange="symm",
+        candidates=[
+            Candidate(backend="triton", exchange="ag_rs", layer_us=55.0),
+            Candidate(backend="triton", exchange="symm", layer_us=50.0),
+            Candidate(backend="flashinfer", exchange="symm", reason="is not installed"),
+        ],
+    )  # fmt: skip
+    record = record_builder.ok(point, choice=found)
+    assert msgspec.json.decode(msgspec.json.encode(record), type=Record) == record
+    read = frames.load([record_builder.write(tmp_path, [record, record_builder.ok(record_builder.point())])])
+    table = chosen.table(read)
+    assert table.columns[-6:] == ["layout", "asked for", "chosen", "others", "µs per layer", "next slower by"]
+    (row,) = table.rows
+    assert row[-6:] == [
+        "tp4·dcp4", "auto auto +q-replicate", "triton symm",
+        "triton ag_rs 55.0 µs; flashinfer symm: is not installed", "50.0", "10.0 %",
+    ]  # fmt: skip
+
+
+def test_without_auto_the_report_has_no_such_table(tmp_path):
+    """An empty table is left out."""
+    read = frames.load([record_builder.write(tmp_path, [record_builder.ok(record_builder.point())])])
+    assert chosen.table(read).rows == []
