@@ -1,4 +1,4 @@
-"""Benches of what ranks send to each other: `exchange` and `collectives`."""
+"""Benches of what ranks send to each other: `exchange`, `collectives` and `kv-gather`."""
 
 from typing import Annotated
 
@@ -42,6 +42,31 @@ Width = Annotated[
     str | None,
     typer.Option("--width", metavar="N,…", rich_help_panel=WHAT, help="Columns of a message in bf16, which has a row "
     "for each request. Default: 7168 on a GPU, DeepSeek-V3's hidden size; 64 on the CPU."),
+]  # fmt: skip
+GatherRequests = Annotated[
+    str | None,
+    typer.Option("--requests", metavar="N,…", rich_help_panel=WHAT, help="Requests whose prefixes are gathered, of "
+    "uneven lengths. Default: 1,16 on a GPU; 3 on the CPU."),
+]  # fmt: skip
+GatherTokens = Annotated[
+    str | None,
+    typer.Option("--tokens", metavar="N,…", rich_help_panel=WHAT, help="Tokens of all requests. Default: 8192,131072,"
+    "4194304 on a GPU; 64 on the CPU."),
+]  # fmt: skip
+Way = Annotated[
+    str | None,
+    typer.Option("--variant", metavar="NAME,…", rich_help_panel=WHAT, help="nccl (all-gather) or direct (peers' memory "
+    "is read). Default: both."),
+]  # fmt: skip
+Buffer = Annotated[
+    str | None,
+    typer.Option("--buffer", metavar="NAME,…", rich_help_panel=WHAT, help="pool (a reserve of symmetric memory, taken "
+    "at start) or plain (allocated in every eager call). Default: both."),
+]  # fmt: skip
+PoolBytes = Annotated[
+    str | None,
+    typer.Option("--pool-bytes", metavar="SIZE", rich_help_panel=WHAT, help="Size of the pool; what does not fit is "
+    "allocated at run time, and its case says outgrown. Default: 4GiB on a GPU; 1MiB on the CPU."),
 ]  # fmt: skip
 
 
@@ -113,6 +138,47 @@ def collectives(
             "collectives",
             lambda machine: collectives_cases(
                 machine, requests=requests, width=width, variant=variant, layers=layers
+            ),
+            bench.options(
+                seconds=seconds, timeout=timeout, device=device, output=output, force=force, as_json=as_json,
+                between_ranks=True, ranks=ranks,
+            ),
+        )
+    )  # fmt: skip
+
+
+def kv_gather(
+    requests: GatherRequests = None,
+    tokens: GatherTokens = None,
+    ranks: Ranks = None,
+    variant: Way = None,
+    buffer: Buffer = None,
+    pool_bytes: PoolBytes = None,
+    layers: Layers = None,
+    seconds: Seconds = 0.3,
+    timeout: Timeout = 300.0,
+    device: Device = "auto",
+    output: Output = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Bring the KV prefix of several requests, which is interleaved over the ranks, into token order on all of them.
+
+    The eager time has the allocation of the buffer in it, the time in a CUDA graph has not.
+
+    For example:
+
+      dcpbench bench kv-gather --ranks 4 --tokens 131072,4194304 --pool-bytes 4GiB -o results
+    """
+    from dcpbench import bench
+    from dcpbench.bench_cases import kv_gather_cases
+
+    raise typer.Exit(
+        bench.run(
+            "kv-gather",
+            lambda machine: kv_gather_cases(
+                machine, requests=requests, tokens=tokens, variant=variant, buffer=buffer, pool_bytes=pool_bytes,
+                layers=layers,
             ),
             bench.options(
                 seconds=seconds, timeout=timeout, device=device, output=output, force=force, as_json=as_json,

@@ -18,28 +18,29 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.lines import Line2D
 
-    from dcpbench.bench_records import BenchRecord, Result
+    from dcpbench.bench_records import BenchRecord, Result, Timing
 
 PANEL = (7.2, 4.4)
 LIMIT = "#555555"
-ALONG = ("requests",)
-"""Sizes along a line; the others make panels."""
+ALONG = {"kv-gather": ("tokens", "buffer", "pool_bytes")}
+"""Sizes along a line or in its name, `requests` where nothing else is; the others make panels."""
 MOST_TICKS = 8
 WHAT = {
     "exchange": "bytes that a rank must receive",
     "collectives": "bytes that a rank receives",
     "merge": "bytes read and written",
+    "kv-gather": "bytes that a rank must receive",
 }
 """Label of the x axis."""
 
 
 def write_curves(record: BenchRecord, path: Path) -> None:
     """Write a PNG: time per call against bytes, both logarithmic, and the least time this machine allows."""
-    timed = [r for r in record.results if r.outcome == "ok" and gpu_time(r) and _bytes(r)]
-    variants = list(dict.fromkeys(r.case.variant for r in timed))
+    timed = [r for r in record.results if r.outcome == "ok" and _time(r) and _bytes(r)]
+    lines = list(dict.fromkeys(map(_line, timed)))
     groups: dict[str, list[Result]] = {}
     for r in timed:
-        groups.setdefault(_group(r), []).append(r)
+        groups.setdefault(_group(r, ALONG.get(record.bench, ("requests",))), []).append(r)
     with mpl.rc_context(RC):
         columns = columns_for(len(groups), narrow=False)
         rows = -(-len(groups) // columns)
@@ -47,35 +48,39 @@ def write_curves(record: BenchRecord, path: Path) -> None:
         handles: dict[str, Line2D] = {}
         for place, (name, results) in enumerate(groups.items(), 1):
             ax = figure.add_subplot(rows, columns, place)
-            handles |= _draw(ax, results, variants)
+            handles |= _draw(ax, results, lines)
             ax.set_title(name, fontsize=9)
             ax.set_xlabel(WHAT.get(record.bench, "bytes"))
         device = record.environment.device if record.environment else ""
         headline(figure, f"bench {record.bench}: time per call against bytes, {device}", narrow=False)
-        figure.supylabel("µs per call", fontsize=10)
-        legend_below(figure, list(handles.values()))
+        eager = record.bench in ALONG
+        figure.supylabel("µs per eager call" if eager else "µs per call", fontsize=10)
+        if handles:
+            legend_below(figure, list(handles.values()))
         figure.savefig(path, dpi=150)
 
 
-def _draw(ax: Axes, results: Sequence[Result], variants: Sequence[str]) -> dict[str, Line2D]:
+def _draw(ax: Axes, results: Sequence[Result], lines: Sequence[str]) -> dict[str, Line2D]:
     handles = {}
-    for place, variant in enumerate(variants):
-        mine = sorted((r for r in results if r.case.variant == variant), key=_bytes)
-        times = [t for r in mine if (t := gpu_time(r))]
+    for place, name in enumerate(lines):
+        mine = sorted((r for r in results if _line(r) == name), key=_bytes)
+        times = [t for r in mine if (t := _time(r))]
+        if not times:
+            continue
         spread = [[t.median_us - t.low_us for t in times], [t.high_us - t.median_us for t in times]]
         look = {"color": LAYOUT_COLOURS[place % len(LAYOUT_COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
         drawn = ax.errorbar(
             [_bytes(r) for r in mine], [t.median_us for t in times], yerr=spread, markersize=5, linewidth=1.5,
-            capsize=2, label=variant, **look,
+            capsize=2, **look,
         )  # fmt: skip
-        handles[variant] = drawn.lines[0]
-        handles[variant].set_label(variant)
+        handles[name] = drawn.lines[0]
+        handles[name].set_label(name)
     floors = sorted({(_bytes(r), r.floor_us) for r in results if r.floor_us})
     if floors:
         (line,) = ax.plot(*zip(*floors, strict=True), color=LIMIT, linestyle="--", linewidth=1.2)
         line.set_label("limit of this machine")
         handles["limit"] = line
-    heights = [t.median_us for r in results if (t := gpu_time(r))] + [y for _, y in floors]
+    heights = [t.median_us for r in results if (t := _time(r))] + [y for _, y in floors]
     value_axis(ax, heights, "y")
     _byte_axis(ax, [_bytes(r) for r in results])
     return handles
@@ -102,5 +107,14 @@ def _bytes(r: Result) -> int:
     return (r.work.received_bytes or r.work.memory_bytes) if r.work else 0
 
 
-def _group(r: Result) -> str:
-    return ", ".join(f"{name} {value}" for name, value in r.case.sizes.items() if name not in ALONG)
+def _time(r: Result) -> Timing | None:
+    """Where buffers are compared, of an eager call: a graph has its buffer from before."""
+    return r.time if "buffer" in r.case.sizes else gpu_time(r)
+
+
+def _line(r: Result) -> str:
+    return ", ".join([r.case.variant, *([str(r.case.sizes["buffer"])] if "buffer" in r.case.sizes else [])])
+
+
+def _group(r: Result, along: Sequence[str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in r.case.sizes.items() if name not in along)

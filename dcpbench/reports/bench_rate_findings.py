@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dcpbench.memory import GIB
 from dcpbench.reports.bench_rates import baselines, share, speed_up
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ def rate_findings(record: BenchRecord) -> list[str]:
         for name in variants
         if name not in usual[: place + 1] and (sentence := _speed(name, baseline, of[name], right))
     ]
-    return told + [sentence for name in variants if (sentence := _share(name, of[name], right))]
+    told += [sentence for name in variants if (sentence := _share(name, of[name], right))]
+    return told + [sentence for r in right if (sentence := _outgrown(r))]
 
 
 def _speed(variant: str, baseline: str, mine: Sequence[Result], results: Sequence[Result]) -> str:
@@ -56,6 +58,15 @@ def _share(variant: str, mine: Sequence[Result], results: Sequence[Result]) -> s
         return f"{variant} reaches {100 * low[1]:.0f} % of what this machine allows."
     least, most = (f"{100 * part:.0f} %{_at(r, results)}" for r, part in (low, high))
     return f"{variant} reaches {least} to {most} of what this machine allows."
+
+
+def _outgrown(r: Result) -> str:
+    """What it costs that a buffer has to be allocated while the request waits."""
+    if r.case.sizes.get("buffer") != "outgrown" or not (r.time and r.graph and r.graph.time):
+        return ""
+    sizes = ", ".join(f"{name} {int(r.case.sizes[name]):,}" for name in ("requests", "tokens"))
+    pool = f"the pool of {int(r.case.sizes['pool_bytes']) / GIB:.3g} GiB"
+    return f"{r.case.variant} outgrows {pool} at {sizes}: allocating a buffer at run time makes a call of {r.graph.time.median_us:,.0f} µs take {r.time.median_us:,.0f} µs."
 
 
 def _at(r: Result, among: Sequence[Result]) -> str:

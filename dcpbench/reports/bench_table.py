@@ -23,8 +23,8 @@ WIDE = 130
 """Columns of a terminal in which intervals and marks find room beside the rest."""
 MEDIANS = "Per call: medians, 95 % intervals in parentheses."
 LEGEND = {
-    "host µs": "eager: calls back to back, GPU clock, the host's waiting in it. host: time the host spends inside a "
-    "call while the GPU is {backlog:g} µs behind.",
+    "eager µs": "eager: calls back to back, GPU clock, the host's waiting in it.",
+    "host µs": "host: time the host spends inside a call while the GPU is {backlog:g} µs behind.",
     "graph µs": "graph: replayed from a CUDA graph, GPU time only.",
     "TB/s": "TB/s, TFLOP/s: what a call must read, write and compute on paper, over its time.",
     "GB/s": "GB/s: what a rank must receive at the least, over the time; the bus bandwidth of collectives.",
@@ -92,7 +92,7 @@ def _columns(record: BenchRecord, *, wide: bool) -> dict[str, Cell]:
     refused = {r.case.variant for r in results if r.graph and not r.graph.captured}
     host = any(r.host for r in results)
     columns: dict[str, tuple[bool, Cell]] = {
-        "eager µs": (host, lambda r: _time(r.time, wide=wide)),
+        "eager µs": (host or any(r.time for r in results), lambda r: _time(r.time, wide=wide)),
         "host µs": (host, lambda r: _time(r.host, wide=wide)),
         "graph µs": (
             record.performance,
@@ -103,7 +103,7 @@ def _columns(record: BenchRecord, *, wide: bool) -> dict[str, Cell]:
         "GB/s": (any(r.received_bytes_s for r in results), lambda r: _rate(r.received_bytes_s, 1e9)),
         "wire KB": (
             any(r.work and r.work.wire_bytes for r in results),
-            lambda r: _rate(r.work.wire_bytes, 1e3) if r.work else "",
+            lambda r: _rate(r.work.wire_bytes or None, 1e3) if r.work else "",
         ),
         "of limit": (any(r.floor_us for r in results), lambda r: _percent(share(r))),
     }

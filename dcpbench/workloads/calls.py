@@ -62,13 +62,17 @@ class Calls:
 
     def run(self) -> None:
         """One pass, eagerly."""
-        for call in self.calls:
-            call()
+        run_all(self.calls)
 
     def run_captured(self) -> None:
         """One pass of what a graph would hold, eagerly."""
-        for call in self.calls if self.to_capture is None else self.to_capture:
-            call()
+        run_all(self.calls if self.to_capture is None else self.to_capture)
+
+
+def run_all(calls: Sequence[Run]) -> None:
+    """One call after the other."""
+    for call in calls:
+        call()
 
 
 class Workload(Protocol):

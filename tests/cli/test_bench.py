@@ -255,3 +255,12 @@ def test_attention_and_merge_for_real_are_correct() -> None:
         record = real(bench_name, "--requests", "2")
         assert record["results"]
         assert all(r["correct"] and r["error"] < 1e-2 for r in record["results"])
+
+
+@pytest.mark.distributed
+def test_kv_gather_for_real_says_what_outgrew_its_pool() -> None:
+    """64 tokens of 1,152 bytes on 2 ranks: nccl receives 2 parts of at least 36,864 bytes, direct keeps its own."""
+    record = real("kv-gather", "--requests", "1", "--pool-bytes", "50KB")
+    found = {(r["case"]["variant"], r["case"]["sizes"]["buffer"]) for r in record["results"]}
+    assert found == {("nccl", "outgrown"), ("direct", "pool"), ("nccl", "plain"), ("direct", "plain")}
+    assert all(r["correct"] for r in record["results"])

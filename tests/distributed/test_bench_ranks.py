@@ -1,0 +1,60 @@
+"""What one rank of a bench runs into, all of them hear of."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dcpbench.workloads.ranks import RankError, everyone, one_of, together
+
+ROOT = Path(__file__).parents[2]
+RANK = """
+import os, torch
+from dcpbench.workloads.ranks import RankError, everyone, join, one_of, together
+rank = int(os.environ["RANK"])
+join(rank, 2, torch.device("cpu"))
+def step():
+    if rank == 1:
+        raise ValueError("no peer access\\nand more")
+    return "done"
+try:
+    print(together(step))
+except RankError as e:
+    print(e)
+print(together(lambda: rank))
+print(one_of("bad" if rank == 1 else ""), "|", one_of("all bad"), "|", one_of(""))
+print(everyone().size)
+"""
+
+
+@pytest.mark.distributed
+def test_an_error_of_one_rank_becomes_that_of_all_and_they_go_on_together():
+    """Otherwise rank 0 would wait in the next collective for a rank that has given up."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK], env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    for rank, process in enumerate(started):
+        out = process.communicate(timeout=100)[0]
+        assert out.splitlines() == [
+            "rank 1: ValueError: no peer access",
+            str(rank),
+            "rank 1: bad | all bad | ",
+            "2",
+        ]
+
+
+def test_one_rank_alone_agrees_with_itself():
+    assert everyone().size == 1
+    assert together(lambda: 3) == 3
+    assert one_of("bad") == "bad"
+    with pytest.raises(RankError, match="KeyError"):
+        together(lambda: {}["x"])

@@ -1,0 +1,50 @@
+"""Limits of a machine: their units, and reasons for those that it does not have. No number is judged."""
+
+import pytest
+import torch
+
+from dcpbench.workloads import limits
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Sizes that a CPU gets through in no time."""
+    monkeypatch.setattr(limits, "BUFFER_BYTES", 4 * limits.BLOCK * 4)
+    monkeypatch.setattr(limits, "SIDE", 32)
+    monkeypatch.setattr(limits, "REST_S", 0.0)
+
+
+@pytest.mark.usefixtures("small")
+def test_one_rank_can_measure_its_own_memory_and_products(device):
+    found, without = limits.measure(("read", "copy", "matmul"), device)
+    assert [(limit.name, limit.unit) for limit in found] == [("read", "B/s"), ("copy", "B/s"), ("matmul", "FLOP/s")]
+    assert all(0 < limit.low <= limit.median <= limit.high for limit in found)
+    assert without == []
+    assert limits.by_name(found)["copy"] == found[1].median
+
+
+@pytest.mark.usefixtures("small")
+def test_one_rank_has_no_peer_and_the_others_are_measured_all_the_same(device):
+    found, without = limits.measure(("peer", "read", "barrier"), device)
+    assert [limit.name for limit in found] == ["read"]
+    assert without == [
+        "peer: CapacityError: there is no peer to read from.",
+        "barrier: CapacityError: there is no peer to read from.",
+    ]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(("unit", "chosen"), [("B/s", 2000.0), ("s", 0.0005)])
+def test_the_best_of_several_ways_is_the_limit(unit, chosen, monkeypatch):
+    """Of 1 in 1 ms and 1 in 0.5 ms: 2,000 a second, or 0.5 ms for one."""
+
+    class Clock:
+        def __init__(self, step, _device) -> None:
+            self.step = step
+
+        def chunk(self, steps):
+            return [self.step()] * steps, 0.0
+
+    monkeypatch.setattr(limits, "Timer", Clock)
+    limit = limits.best("x", unit, 1, [lambda: 1.0, lambda: 0.5], torch.device("cpu"))
+    assert limit.median == chosen
