@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from dcpbench.choices import ALL_REDUCES
 from dcpbench.errors import DcpbenchError
 from dcpbench.records import Point
 
@@ -97,10 +98,12 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     """One comparison made by `dcpbench verify`."""
 
     name: str
-    """`attention` (merged output against fp64), `logits`, `tokens`."""
+    """`attention` (merged output against fp64), `kv_write`, `reduce`, `logits`, `tokens`; see workloads/verify.py."""
     layout: str
     backend: str
     exchange: str
+    """With the options that are on: `a2a +q-replicate`."""
+    all_reduce: str = ALL_REDUCES[0]
     dtype: str
     error: float | None
     """Relative error ‖x − ref‖ / ‖ref‖; for `logits` the largest absolute difference; for `tokens` the mismatches.

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dcpbench.budget import size_text
+from dcpbench.choices import ALL_REDUCES, NO_EXCHANGE
 from dcpbench.sweep import point_name
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def checks_table(checks: Sequence[jobs.Check]) -> Table:
     for c in checks:
         verdict = "[green]ok[/]" if c.ok else "[red bold]WRONG[/]"
         table.add_row(
-            c.name, c.layout, _attention(c.backend, c.exchange), c.dtype,
+            c.name, c.layout, _path(c), c.dtype,
             "not finite" if c.error is None else f"{c.error:.2g}", "none" if c.limit is None else f"{c.limit:.2g}",
             verdict, escape(c.detail),
         )  # fmt: skip
@@ -146,8 +147,10 @@ def env_table(probe: jobs.Probe) -> Table:
     return table
 
 
-def _attention(backend: str, exchange: str) -> str:
-    return backend if exchange == "none" else f"{backend} {exchange}"
+def _path(check: jobs.Check) -> str:
+    exchange = "" if check.exchange == NO_EXCHANGE else check.exchange
+    reduced = "" if check.all_reduce == ALL_REDUCES[0] else f"{check.all_reduce} all-reduce"
+    return " ".join(filter(None, (check.backend, exchange, reduced)))
 
 
 def _size(value: object) -> str:

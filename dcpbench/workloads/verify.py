@@ -1,6 +1,7 @@
 """`dcpbench verify`: one layout, backend, exchange and dtype against truth computed in the plainest way.
 
 attention   merged output of requests of many lengths against fp64 over all rows (workloads/attention_error.py)
+reduce      with --all-reduce symm: sums over the ranks of a replica against fp64, one row and a whole batch
 kv_write    one step writes each new row on its owner and nothing else, on any rank
 logits      with a checkpoint: logits of every position against `transformers` in fp32, prompts fed token by token; in
             half precision, where rounding chooses other experts, those of the median position
@@ -19,8 +20,8 @@ import torch.distributed as dist
 
 from dcpbench import layout as arithmetic
 from dcpbench import memory
-from dcpbench.choices import NO_EXCHANGE
-from dcpbench.exchange.collectives import gather_objects
+from dcpbench.choices import ALL_REDUCES, NO_EXCHANGE
+from dcpbench.exchange.collectives import gather_objects, largest_error
 from dcpbench.jobs import Check
 from dcpbench.workloads import oracle
 from dcpbench.workloads.attention_error import LIMIT, attention_error
@@ -69,12 +70,31 @@ def _storage_checks(point: Point, shape: ModelShape, seed: int, rank: int, devic
     batch = engine.plan(requests)
     error = attention_error(engine, batch, requests, seed, all_requests=True)
     wrong = _wrong_writes(engine, requests)
+    checks = []
+    if point.all_reduce != ALL_REDUCES[0]:
+        detail = f"1 row and {batch.size}, {point.all_reduce}"
+        checks = [_check(point, "reduce", _reduce_error(engine, batch.size, seed), LIMIT[point.dtype], detail)]
     lengths_said = f"lengths {', '.join(map(str, lengths))}"
     limit = LIMIT[point.dtype]
     return [
         _check(point, "attention", error, limit, lengths_said),
         _check(point, "kv_write", float(wrong), 0.0, "rows that changed and should not have, or the reverse"),
+        *checks,
     ]
+
+
+def _reduce_error(engine: DecodeEngine, rows: int, seed: int) -> float:
+    """‖sum − sum₆₄‖ / ‖sum₆₄‖ of random hidden states of the ranks of a replica; the largest of all ranks and sizes."""
+    model = engine.model
+    generator = torch.Generator(engine.device).manual_seed(seed + 1 + model.groups.attn.rank)
+    error = 0.0
+    for count in (1, rows):
+        x_BD = torch.empty(count, model.shape.hidden, dtype=model.kv.data.dtype, device=engine.device)
+        everyone_NBD = model.groups.attn.all_gather(x_BD.normal_(generator=generator))
+        truth_BD = everyone_NBD.double().sum(0)
+        wrong_BD = model.all_reduce(x_BD).double() - truth_BD
+        error = max(error, largest_error(float(wrong_BD.norm() / truth_BD.norm())))
+    return error
 
 
 def _wrong_writes(engine: DecodeEngine, requests: list[Request]) -> int:
@@ -193,6 +213,7 @@ def _check(point: Point, name: str, error: float, limit: float | None, detail: s
         layout=str(point.layout),
         backend=point.backend,
         exchange=point.exchange_label() or NO_EXCHANGE,
+        all_reduce=point.all_reduce,
         dtype=point.dtype,
         error=error if finite else None,
         limit=limit,

@@ -87,6 +87,10 @@ def verify(points: list[Point], prompts: tuple[tuple[int, ...], ...], new: int, 
     assert {r.point.key(): r.reason for r in launch.last_records(folder, FAILED_FILE).values()} == {}, "no point failed"
     lines = (folder / "checks.jsonl").read_bytes().splitlines()
     checks = [msgspec.json.decode(line, type=Check) for line in lines]
+    reduced = [c for c in checks if c.name == "reduce"]
+    assert [c.all_reduce for c in reduced] == [p.all_reduce for p in points if p.all_reduce != "nccl"]
+    assert all(c.error <= LIMIT for c in reduced)
+    checks = [c for c in checks if c.name != "reduce"]
     assert [c.name for c in checks] == CHECKS * len(points)
     for i, p in enumerate(points):
         made = checks[i * len(CHECKS) : (i + 1) * len(CHECKS)]

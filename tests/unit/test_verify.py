@@ -61,6 +61,16 @@ class TestStorage:
         monkeypatch.setattr("dcpbench.engine.model.write_kv", shifted)
         assert (run()["kv_write"].error, run()["kv_write"].ok) == (2, False)
 
+    def test_an_all_reduce_of_our_own_is_compared_and_a_wrong_one_found(self, monkeypatch):
+        """Alone a rank's sum is what it gave; twice that is wrong by as much as the truth."""
+        symmetric = msgspec.structs.replace(POINT, all_reduce="symm")
+        checks = run(symmetric)
+        assert list(checks) == ["attention", "kv_write", "reduce"]
+        assert (checks["reduce"].error, checks["reduce"].ok, checks["reduce"].all_reduce) == (0, True, "symm")
+        monkeypatch.setattr("dcpbench.workloads.session.make_all_reduce", lambda *_: lambda x: 2 * x)
+        assert run(symmetric)["reduce"].error == pytest.approx(1)
+        assert not run(symmetric)["reduce"].ok
+
     def test_lengths_lie_around_every_edge(self):
         """dcp 8 in stripes of 2 deals out 16 tokens a round: 1 leaves 7 ranks empty, 15, 16 and 17 are an edge."""
         assert verify._lengths(8, 2, 200) == [1, 2, 15, 16, 17, 50, 112, 200]
