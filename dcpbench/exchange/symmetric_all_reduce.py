@@ -16,7 +16,7 @@ from dcpbench.kernels.peers.add_up import one_shot, two_shot
 if TYPE_CHECKING:
     from dcpbench.exchange.collectives import Group
 
-ONE_SHOT_BYTES = 512 * 1024
+ONE_SHOT_BYTES = 1536 * 1024
 """Bytes that a rank receives up to which reading all addends beats a second meeting."""
 
 

@@ -134,13 +134,13 @@ def sums(group: Group, rank: int) -> list[torch.Tensor]:
 
 def read_slowly() -> None:
     """This rank pauses between meeting its peers and reading what they wrote, so that hasty ones would overwrite it."""
-    meet = merging.meet
+    meet = merging.meet_ranks
 
     def meet_and_pause(*args: object) -> None:
         meet(*args)
         time.sleep(0.02)
 
-    merging.meet = meet_and_pause
+    merging.meet_ranks = meet_and_pause
 
 
 def main(world: int, rank: int, folder: Path) -> None:

@@ -159,8 +159,8 @@ class TestBuffers:
 
     def test_sizes_are_known_before_there_is_a_buffer(self):
         carver = Carver()
-        assert carver.counters(4).shape == (MOST_BLOCKS, 4)
-        assert carver.used == MOST_BLOCKS * 4 * 4
+        assert carver.counters(4).shape == (MOST_BLOCKS + 1, 4)
+        assert carver.used == MOST_BLOCKS * 4 * 4 + 256
 
     def test_a_tensor_from_elsewhere_has_no_offset(self):
         """Its peers' would not lie where its address says."""

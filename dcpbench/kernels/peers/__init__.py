@@ -4,8 +4,8 @@ Every rank holds a buffer of the same layout. What a kernel reads from a peer li
 in the own buffer names all ranks' tensors. The kernels are collective: all ranks of a group call them in one order with
 the same sizes.
 
-A kernel that waits for peers must not keep theirs from starting. Its grid never takes more than half of a GPU, and no
-more than two such kernels may wait at one time (two exchanges on two streams).
+A kernel that waits for peers must not keep theirs from starting: with one block of at most 8 warps on each
+multiprocessor, several of them fit on a GPU at one time, as two exchanges on two streams need.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import functools
 import torch
 import triton.language as tl
 
-MOST_BLOCKS = 1024
+MOST_BLOCKS = 256
 """Blocks of the largest grid of any kernel here; each has its counters."""
 
 
@@ -64,19 +64,16 @@ class Carver:
         return self.own[start : start + meta.nbytes].view(dtype).view(shape)
 
     def counters(self, size: int) -> torch.Tensor:
-        """The counters of one kind of meeting, for which all ranks must have seen zeros first."""
-        return self.take(MOST_BLOCKS, size, dtype=torch.int32)
-
-
-def half_of(device: torch.device, warps: int) -> int:
-    """Blocks of so many warps that fill at most half of a GPU, at up to 64 registers a thread."""
-    return min(MOST_BLOCKS, _processors(device) * max(1, 16 // warps))
+        """The counters of one kind of meeting; all ranks' must be zero before one is used."""
+        return self.take(MOST_BLOCKS + 1, size, dtype=torch.int32)
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; one where Triton's interpreter runs a block after the other."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def blocks_of(device: torch.device) -> int:
+    """The grid of kernels here: a block on each multiprocessor; in Triton's interpreter, where they queue, a few."""
+    if device.type != "cuda":
+        return 3
+    return min(MOST_BLOCKS, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def element(dtype: torch.dtype) -> tl.dtype:

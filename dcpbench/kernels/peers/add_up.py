@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dcpbench.kernels.peers import dependent_launch, half_of
-from dcpbench.kernels.peers.meeting import append, meet, tensor_at, wait_for_earlier_kernels
+from dcpbench.kernels.peers import blocks_of, dependent_launch
+from dcpbench.kernels.peers.meeting import append, meet_blocks, tensor_at, wait_for_earlier_kernels
 
 if TYPE_CHECKING:
     from dcpbench.kernels.peers import Peers
@@ -26,10 +26,10 @@ ONE_SHOT_GRID = 56
 """The same for all sizes, so that all blocks have met equally often and agree on the slot."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def _one_shot_kernel(
-    peers, counters, slots, x, out, size, slot_bytes,
-    RANK: tl.constexpr, N: tl.constexpr, N_BLOCK: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    peers, counters, slots, x, out, size, slot_bytes, rank,
+    N: tl.constexpr, N_BLOCK: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_earlier_kernels(DEPENDENT)
     met = tl.load((peers[0] + counters).to(tl.pointer_type(tl.int32)) + tl.program_id(0) * N)
@@ -40,16 +40,18 @@ def _one_shot_kernel(
         i = start + tl.arange(0, BLOCK)
         own = tensor_at(peers[0] + at, x.dtype.element_ty) + i
         tl.store(own, tl.load(x + i, mask=i < size), mask=i < size)
-    meet(peers, counters, N, N_BLOCK, DEPENDENT)
+    meet_blocks(peers, counters, N, N_BLOCK, DEPENDENT)
     for start in range(first, size, step):
         i = start + tl.arange(0, BLOCK)
         pulled = ()
-        for n in tl.static_range(N):
-            theirs = tensor_at(peers[n] + at, x.dtype.element_ty) + i
-            pulled = append(pulled, tl.load(theirs, mask=i < size))
+        for summand in tl.static_range(N):  # in rank order, whoever adds
+            address = peers[0]
+            for n in tl.static_range(1, N):
+                address = tl.where((rank + n) % N == summand, peers[n], address)
+            pulled = append(pulled, tl.load(tensor_at(address + at, x.dtype.element_ty) + i, mask=i < size))
         total = tl.zeros((BLOCK,), tl.float32)
-        for rank in tl.static_range(N):
-            total += pulled[(N - RANK + rank) % N].to(tl.float32)
+        for n in tl.static_range(N):
+            total += pulled[n].to(tl.float32)
         tl.store(out + i, total.to(out.dtype.element_ty), mask=i < size)
 
 
@@ -62,7 +64,7 @@ def one_shot(peers: Peers, counters: torch.Tensor, slots_2: torch.Tensor, x: tor
     out = torch.empty_like(x)
     _one_shot_kernel[(ONE_SHOT_GRID if x.is_cuda else 2,)](
         peers.addresses, peers.offset(counters), peers.offset(slots_2), x, out, x.numel(), slots_2.stride(0),
-        RANK=peers.rank, N=peers.size, N_BLOCK=triton.next_power_of_2(peers.size), BLOCK=BLOCK, num_warps=WARPS,
+        peers.rank, N=peers.size, N_BLOCK=triton.next_power_of_2(peers.size), BLOCK=BLOCK, num_warps=WARPS,
         **dependent_launch(x.device),
     )  # fmt: skip
     return out
@@ -83,7 +85,7 @@ def _two_shot_kernel(
             inside = (i < part) & (n * part + i < size)
             own = tensor_at(peers[0] + addends, x.dtype.element_ty) + n * part + i
             tl.store(own, tl.load(x + n * part + i, mask=inside), mask=inside)
-    meet(peers, counters, N, N_BLOCK, False)
+    meet_blocks(peers, counters, N, N_BLOCK, False)
     for start in range(first, part, step):
         i = start + tl.arange(0, BLOCK)
         inside = (i < part) & (rank * part + i < size)
@@ -96,7 +98,7 @@ def _two_shot_kernel(
             total += pulled[n].to(tl.float32)
         own = tensor_at(peers[0] + sums, x.dtype.element_ty) + i
         tl.store(own, total.to(x.dtype.element_ty), mask=inside)
-    meet(peers, counters, N, N_BLOCK, DEPENDENT)
+    meet_blocks(peers, counters, N, N_BLOCK, DEPENDENT)
     for start in range(first, part, step):
         i = start + tl.arange(0, BLOCK)
         pulled = ()
@@ -120,7 +122,7 @@ def two_shot(
     """
     out = torch.empty_like(x)
     part = -(-x.numel() // (peers.size * 16)) * 16
-    grid = min(triton.cdiv(part, BLOCK), half_of(x.device, WARPS))
+    grid = min(triton.cdiv(part, BLOCK), blocks_of(x.device))
     _two_shot_kernel[(grid,)](
         peers.addresses, peers.offset(counters), peers.offset(addends), peers.offset(sums), x, out, x.numel(), part,
         peers.rank, N=peers.size, N_BLOCK=triton.next_power_of_2(peers.size), BLOCK=BLOCK, num_warps=WARPS,

@@ -8,14 +8,14 @@ import torch
 import triton
 import triton.language as tl
 
-from dcpbench.kernels.peers import dependent_launch, half_of
-from dcpbench.kernels.peers.meeting import append, meet, tensor_at, wait_for_earlier_kernels
+from dcpbench.kernels.peers import blocks_of, dependent_launch
+from dcpbench.kernels.peers.meeting import append, meet_ranks, tensor_at, wait_for_earlier_kernels
 
 if TYPE_CHECKING:
     from dcpbench.kernels.peers import Peers
 
-BLOCK = 1024
-WARPS = 4
+BLOCK = 2048
+WARPS = 8
 
 
 @triton.jit(do_not_specialize=["batch", "rank"])
@@ -25,7 +25,7 @@ def _gather_kernel(
 ):  # fmt: skip
     """A tile is BLOCK of the ROW = h·Q numbers that each peer has of one request, from all peers at once."""
     wait_for_earlier_kernels(DEPENDENT)
-    meet(peers, counters, N, N_BLOCK, DEPENDENT)
+    meet_ranks(peers, counters, N, N_BLOCK, DEPENDENT)
     tiles: tl.constexpr = (ROW + BLOCK - 1) // BLOCK
     for tile in range(tl.program_id(0), batch * tiles, tl.num_programs(0)):
         b = tl.cast(tile // tiles, tl.int64)
@@ -47,11 +47,9 @@ def gather(peers: Peers, counters: torch.Tensor, q_BhQ: torch.Tensor) -> torch.T
     """
     batch, heads, width = q_BhQ.shape
     out_BHQ = torch.empty(batch, peers.size * heads, width, dtype=q_BhQ.dtype, device=q_BhQ.device)
-    row = heads * width
-    grid = min(batch * triton.cdiv(row, BLOCK), half_of(q_BhQ.device, WARPS))
-    _gather_kernel[(grid,)](
+    _gather_kernel[(blocks_of(q_BhQ.device),)](
         peers.addresses, peers.offset(counters), peers.offset(q_BhQ), out_BHQ, batch, peers.rank,
-        N=peers.size, N_BLOCK=triton.next_power_of_2(peers.size), ROW=row, BLOCK=BLOCK, num_warps=WARPS,
+        N=peers.size, N_BLOCK=triton.next_power_of_2(peers.size), ROW=heads * width, BLOCK=BLOCK, num_warps=WARPS,
         **dependent_launch(q_BhQ.device),
     )  # fmt: skip
     return out_BHQ

@@ -1,16 +1,23 @@
-"""The barrier inside a kernel that reads peers' memory: block i of every rank meets block i of all the others.
+"""The barriers inside kernels that read peers' memory.
 
-A block adds one to a counter in each peer's memory, which needs one trip over the link and no answer, then waits until
-each peer has added as often to its own. Counters only grow, so nothing has to be reset between replays of a graph.
+There are two, by who has written what is read:
+
+- `meet_ranks`: earlier kernels have. The first block of each rank says that they have ended, and all blocks wait for
+  the first blocks of all peers.
+- `meet_blocks`: this kernel has. Block i of every rank meets block i of all the others and may then read what it wrote.
+
+To say something is to add one to a counter in each peer's memory, which needs one trip over the link and no answer; to
+wait is to look at the counters in the own memory until each peer has added as often as this rank. Counters only grow,
+so nothing has to be reset between replays of a graph.
 
 Peers are numbered by distance: peer n of rank r is rank (r + n) mod N, peer 0 the rank itself. Each rank thus begins
-with another peer, and all links are used at once. Rank r finds what its peer n has added at `counters[block, n]`, and
-that peer what r has at N − n. Column 0 counts the block's own meetings.
+with another peer, and all links are used at once. Rank r finds what its peer n has added at column n of its counters,
+and that peer what r has at column N − n.
 
-Order: what this rank wrote before is visible to a peer that has met it, whether an earlier kernel or this block wrote
-it. The addition is a release and the wait an acquire, both for the whole system; the two barriers of the block extend
-them to its other threads. Triton's interpreter runs the same lines over memory that processes share, where the
-arithmetic is tested and the memory order of a GPU is not.
+Order: what a rank wrote before it said so is visible to a peer that has waited for it. The addition is a release and
+the look an acquire, both for the whole system; the barriers of the block extend them to its other threads. Triton's
+interpreter runs the same lines over memory that processes share: the arithmetic is tested there, the memory order of a
+GPU is not.
 """
 
 from __future__ import annotations
@@ -27,6 +34,8 @@ if TYPE_CHECKING:
     import torch
 
     from dcpbench.kernels.peers import Peers
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
@@ -49,39 +58,90 @@ def append(values, value):
 
 
 @triton.jit
-def meet(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Meet the same block of all peers. `peers` holds addresses, `counters` is an offset in bytes."""
+def meet_ranks(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Wait until all peers' kernels before this one have ended. `counters` is an offset in bytes.
+
+    Each block counts its calls behind the N columns, so all calls with the same counters must have the same grid.
+    """
     block = tl.program_id(0)
     n = tl.arange(0, N_BLOCK)
     others = (n > 0) & (n < N)
-    theirs = tl.zeros_like(n).to(tl.int64)
-    for i in tl.static_range(1, N):
-        theirs = tl.where(n == i, peers[i], theirs)
-    theirs = (theirs + counters).to(tl.pointer_type(tl.int32)) + block * N + N - n
-    mine = (peers[0] + counters).to(tl.pointer_type(tl.int32)) + block * N
-    met = tl.load(mine) + 1
-    tl.debug_barrier()
-    tl.atomic_add(theirs, 1, mask=others, sem="release", scope="sys")
-    tl.store(mine, met)
-    behind = tl.full((), -1, tl.int32)
-    while behind < 0:
-        seen = tl.atomic_add(mine + n, 0, mask=others, sem="acquire", scope="sys")
-        # A difference and not an order of values: counters wrap around.
-        behind = tl.min(tl.where(others, seen - met, 0), 0)
-    tl.debug_barrier()
+    mine = (peers[0] + counters).to(tl.pointer_type(tl.int32))
+    call = tl.load(mine + N + block) + 1
+    if block == 0:
+        tl.atomic_add(_theirs(peers, counters, n, N), 1, mask=others, sem="release", scope="sys")
+    _wait_for(mine + n, others, call)
+    tl.store(mine + N + block, call)
     if DEPENDENT:
         gdc_launch_dependents()
 
 
 @triton.jit
-def _meeting_kernel(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+def meet_blocks(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Wait until the same block of all peers has come here. Each block has N columns; its own counts its calls."""
+    n = tl.arange(0, N_BLOCK)
+    others = (n > 0) & (n < N)
+    row = tl.program_id(0) * N
+    mine = (peers[0] + counters).to(tl.pointer_type(tl.int32)) + row
+    call = tl.load(mine) + 1
+    tl.debug_barrier()
+    tl.atomic_add(_theirs(peers, counters, n, N) + row, 1, mask=others, sem="release", scope="sys")
+    _wait_for(mine + n, others, call)
+    tl.store(mine, call)
+    if DEPENDENT:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _theirs(peers, counters, n, N: tl.constexpr):
+    """Where each peer looks for what this rank adds, [n]."""
+    address = tl.zeros_like(n).to(tl.int64)
+    for i in tl.static_range(1, N):
+        address = tl.where(n == i, peers[i], address)
+    return (address + counters).to(tl.pointer_type(tl.int32)) + N - n
+
+
+@triton.jit
+def _wait_for(flags, others, count):
+    """Look at the flags until all of others' have reached a count: by difference, as counters wrap around."""
+    if INTERPRETED:
+        behind = tl.full((), -1, tl.int32)
+        while behind < 0:
+            seen = tl.atomic_add(flags, 0, mask=others, sem="acquire", scope="sys")
+            behind = tl.min(tl.where(others, seen - count, 0), 0)
+    else:
+        # Each thread looks for itself, and only at plain loads: threads that compared notes, or atomics, take longer.
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred more;
+            .reg .b32 seen;
+            mov.b32 $0, 0;
+            setp.ne.b32 more, $2, 0;
+            @!more bra met;
+            look: ld.acquire.sys.global.b32 seen, [$1];
+            sub.s32 seen, seen, $3;
+            setp.lt.s32 more, seen, 0;
+            @more bra look;
+            met:
+            }""",
+            "=r,l,r,r",
+            [flags, others.to(tl.int32), count],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    tl.debug_barrier()
+
+
+@triton.jit
+def _fence_kernel(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     wait_for_earlier_kernels(DEPENDENT)
-    meet(peers, counters, N, N_BLOCK, DEPENDENT)
+    meet_ranks(peers, counters, N, N_BLOCK, DEPENDENT)
 
 
 def fence(peers: Peers, counters: torch.Tensor) -> None:
     """Kernels of this rank that follow start after all peers' kernels before their fence have ended."""
-    _meeting_kernel[(1,)](
+    _fence_kernel[(1,)](
         peers.addresses, peers.offset(counters), N=peers.size, N_BLOCK=triton.next_power_of_2(peers.size),
         num_warps=1, **dependent_launch(peers.own.device),
     )  # fmt: skip

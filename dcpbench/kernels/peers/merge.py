@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from dcpbench.kernels.peers import dependent_launch, element, half_of
-from dcpbench.kernels.peers.meeting import append, meet, tensor_at, wait_for_earlier_kernels
+from dcpbench.kernels.peers import blocks_of, dependent_launch, element
+from dcpbench.kernels.peers.meeting import append, meet_ranks, tensor_at, wait_for_earlier_kernels
 
 if TYPE_CHECKING:
     import torch
 
     from dcpbench.kernels.peers import Peers
 
-TILE = 1024
+TILE = 2048
 """Numbers of each peer in one tile."""
-WARPS = 4
+WARPS = 8
 
 
 @triton.jit(do_not_specialize=["batch", "rank"])
@@ -28,7 +28,7 @@ def _merge_kernel(
 ):  # fmt: skip
     """A tile is ROWS of the batch·h rows (request, head) that are this rank's, from all peers at once."""
     wait_for_earlier_kernels(DEPENDENT)
-    meet(peers, counters, N, N_BLOCK, DEPENDENT)
+    meet_ranks(peers, counters, N, N_BLOCK, DEPENDENT)
     h: tl.constexpr = HEADS // N
     r = tl.arange(0, R_BLOCK)
     for tile in range(tl.program_id(0), tl.cdiv(batch * h, ROWS), tl.num_programs(0)):
@@ -75,8 +75,7 @@ def merge(
     batch, heads, width = o_BHR.shape
     columns = triton.next_power_of_2(width)
     rows = max(1, TILE // columns)
-    grid = min(triton.cdiv(batch * heads // peers.size, rows), half_of(o_BHR.device, WARPS))
-    _merge_kernel[(grid,)](
+    _merge_kernel[(blocks_of(o_BHR.device),)](
         peers.addresses, peers.offset(counters), peers.offset(o_BHR), peers.offset(lse_BH), out_hBR, batch,
         peers.rank, out_hBR.stride(0), out_hBR.stride(1),
         N=peers.size, N_BLOCK=triton.next_power_of_2(peers.size), HEADS=heads, R=width, R_BLOCK=columns, ROWS=rows,

@@ -1,0 +1,151 @@
+"""Kernels that read peers' memory, on one GPU: each rank has a stream and a buffer, and all kernels run at one time.
+
+What several processes see is tested in tests/distributed/test_symm.py; here are a GPU's own instructions for it, and
+sizes that an interpreter would not come to the end of. More than 4 ranks would not fit on a GPU at one time.
+"""
+
+import pytest
+import torch
+
+from dcpbench.kernels.peers import Carver, Peers, reference
+from dcpbench.kernels.peers.add_up import one_shot, two_shot
+from dcpbench.kernels.peers.gather import gather
+from dcpbench.kernels.peers.meeting import fence
+from dcpbench.kernels.peers.merge import merge
+
+BYTES = 1 << 22
+pytestmark = pytest.mark.gpu
+
+
+class Ranks:
+    """Ranks of one process: `each` starts a function of every rank on its own stream, and waits for all."""
+
+    def __init__(self, size, nbytes=BYTES):
+        own = [torch.zeros(nbytes, dtype=torch.uint8, device="cuda") for _ in range(size)]
+        self.peers = [
+            Peers(rank, tuple(own[(rank + n) % size].data_ptr() for n in range(size)), own[rank])
+            for rank in range(size)
+        ]
+        self.carvers = [Carver(buffer) for buffer in own]
+        self.streams = [torch.cuda.Stream() for _ in range(size)]
+        for stream in self.streams:  # an allocation from the driver could wait for kernels that wait for each other
+            with torch.cuda.stream(stream):
+                torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+                torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+
+    def take(self, *shape, dtype):
+        """A tensor of each rank, at one place in all buffers."""
+        return [carver.take(*shape, dtype=dtype) for carver in self.carvers]
+
+    def counters(self):
+        """Counters of each rank."""
+        return [carver.counters(len(self.peers)) for carver in self.carvers]
+
+    def each(self, function):
+        """[function(rank)], all at one time."""
+        torch.cuda.synchronize()
+        found = []
+        for rank, stream in enumerate(self.streams):
+            with torch.cuda.stream(stream):
+                found.append(function(rank))
+        torch.cuda.synchronize()
+        return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("heads", "width"), [(2, 40), (16, 576), (3, 7)], ids=str)
+def test_gather_puts_all_heads_side_by_side_again_and_again(size, heads, width):
+    """The same counters for batches of changing size; rows past the batch are NaN and stay where they are."""
+    ranks = Ranks(size)
+    met, q = ranks.counters(), ranks.take(9, heads, width, dtype=torch.bfloat16)
+    for batch in (9, 1, 4):
+        for mine in q:
+            mine.fill_(float("nan"))[:batch].normal_()
+        got = ranks.each(lambda rank, batch=batch: gather(ranks.peers[rank], met[rank], q[rank][:batch]))
+        want = reference.gather(torch.stack([mine[:batch] for mine in q]))
+        assert all(torch.equal(mine, want) for mine in got)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("heads", "width"), [(2, 24), (16, 512), (3, 128)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_merge_is_the_merge_in_fp64_of_what_peers_hold(size, heads, width, dtype):
+    """Partial outputs without rows are NaN, on some ranks or on all; fp32 sums of 4 terms err by 1e-6 at most."""
+    ranks = Ranks(size, 1 << 24)
+    met = ranks.counters()
+    o, lse = ranks.take(5, heads * size, width, dtype=dtype), ranks.take(5, heads * size, dtype=torch.float32)
+    for batch in (5, 1, 2):
+        for mine, its in zip(o, lse, strict=True):
+            mine.normal_()
+            its.normal_(std=3)
+            empty = torch.rand_like(its) < 0.3
+            empty[0, 0] = True
+            mine[empty], its[empty] = float("nan"), float("-inf")
+        out = [torch.full((heads, batch, width), float("nan"), device="cuda") for _ in range(size)]
+        ranks.each(
+            lambda rank, batch=batch, out=out: merge(
+                ranks.peers[rank], met[rank], o[rank][:batch], lse[rank][:batch], out[rank]
+            )
+        )
+        partials = (
+            torch.stack([mine[:batch] for mine in o]).double(),
+            torch.stack([its[:batch] for its in lse]).double(),
+        )
+        for rank in range(size):
+            assert torch.allclose(out[rank].double(), reference.merge(*partials, rank), atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sums_have_the_same_bits_everywhere(size):
+    """Sizes that change from call to call, up to several rounds of all blocks, and one that no vector divides."""
+    ranks = Ranks(size)
+    once, twice = ranks.counters(), ranks.counters()
+    slots = ranks.take(2, 1 << 19, dtype=torch.uint8)
+    addends, sums = ranks.take(1 << 20, dtype=torch.uint8), ranks.take(1 << 19, dtype=torch.uint8)
+    for shape in ((1, 7168), (30, 7168), (3, 5), (30, 7168), (30, 7168), (1, 7168)):
+        x = [torch.randn(shape, device="cuda").bfloat16() for _ in range(size)]
+        want = reference.add_up(torch.stack(x))
+        for got in ranks.each(lambda rank, x=x: one_shot(ranks.peers[rank], once[rank], slots[rank], x[rank])):
+            assert torch.equal(got, want)
+        for got in ranks.each(
+            lambda rank, x=x: two_shot(ranks.peers[rank], twice[rank], addends[rank], sums[rank], x[rank])
+        ):
+            assert torch.equal(got, want)
+
+
+def test_a_fence_holds_a_rank_back_until_the_other_has_come():
+    """Rank 1 writes late and fences behind it; what rank 0 copies behind its own fence is what was written."""
+    ranks = Ranks(2)
+    met, word = ranks.counters(), ranks.take(4, dtype=torch.int64)
+    copies = torch.zeros(4, dtype=torch.int64, device="cuda")
+
+    def step(rank):
+        if rank == 1:
+            torch.cuda._sleep(10_000_000)
+            word[1].fill_(7)
+        fence(ranks.peers[rank], met[rank])
+        if rank == 0:
+            copies.copy_(word[1])
+
+    ranks.each(step)
+    assert copies.tolist() == [7] * 4
+
+
+def test_tensors_beyond_2_to_31_numbers_are_addressed():
+    """66,000 · 64 · 512 = 2.16e9 partial numbers and as many gathered; the last requests are compared."""
+    batch, heads, width, value, last = 66_000, 64, 576, 512, slice(65_997, None)
+    nbytes = 2 * batch * heads * (value + width // 2) + 4 * batch * heads + (1 << 20)
+    ranks = Ranks(2, nbytes)
+    met_q, met_o = ranks.counters(), ranks.counters()
+    q = ranks.take(batch, heads // 2, width, dtype=torch.bfloat16)
+    o, lse = ranks.take(batch, heads, value, dtype=torch.bfloat16), ranks.take(batch, heads, dtype=torch.float32)
+    for mine in (*q, *o, *lse):
+        mine[last].normal_()
+    gathered = ranks.each(lambda rank: gather(ranks.peers[rank], met_q[rank], q[rank])[last].clone())
+    want = reference.gather(torch.stack([mine[last] for mine in q]))
+    assert all(torch.equal(mine, want) for mine in gathered)
+    out = [torch.empty(heads // 2, batch, value, dtype=torch.float32, device="cuda") for _ in range(2)]
+    ranks.each(lambda rank: merge(ranks.peers[rank], met_o[rank], o[rank], lse[rank], out[rank]))
+    partials = torch.stack([mine[last] for mine in o]).double(), torch.stack([its[last] for its in lse]).double()
+    for rank in range(2):
+        assert torch.allclose(out[rank][:, last].double(), reference.merge(*partials, rank), atol=1e-6)
