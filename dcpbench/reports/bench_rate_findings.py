@@ -66,7 +66,11 @@ def _outgrown(r: Result) -> str:
         return ""
     sizes = ", ".join(f"{name} {int(r.case.sizes[name]):,}" for name in ("requests", "tokens"))
     pool = f"the pool of {int(r.case.sizes['pool_bytes']) / GIB:.3g} GiB"
-    return f"{r.case.variant} outgrows {pool} at {sizes}: allocating a buffer at run time makes a call of {r.graph.time.median_us:,.0f} µs take {r.time.median_us:,.0f} µs."
+    before, late = (f"{time.median_us:,.0f} µs" for time in (r.graph.time, r.time))
+    return (
+        f"{r.case.variant} outgrows {pool} at {sizes}: allocating a buffer at run time makes a call of {before} take "
+        f"{late}."
+    )
 
 
 def _at(r: Result, among: Sequence[Result]) -> str:

@@ -133,6 +133,28 @@ def test_a_rank_that_dies_ends_the_others_and_has_the_last_word(call, monkeypatc
     assert "failed: not reached" in out
 
 
+def test_ctrl_c_ends_every_rank_and_writes_nothing(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interruption comes while the ranks are being followed."""
+    started = []
+
+    def interrupted(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    def start(*args, **kwargs) -> subprocess.Popen:
+        started.append(popen(*args, **kwargs))
+        return started[-1]
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(bench_job.subprocess, "Popen", start)
+    monkeypatch.setattr(bench_job.time, "sleep", interrupted)
+    code, out, err = call("exchange", "--variant", "ag_rs", "-o", "out", fake="hangs")
+    assert code == 130
+    assert "Interrupted; the worker has ended and nothing was written." in err
+    assert out == ""
+    assert list(Path("out").iterdir()) == []
+    assert [process.poll() is not None for process in started] == [True, True]
+
+
 def test_half_a_line_waits_for_its_other_half(call) -> None:
     code, out, _ = call(*TWO, "--json", fake="half")
     assert code == 0
