@@ -86,7 +86,7 @@ def candidates_table(rows: Sequence[dict[str, object]]) -> Table:
     """--dry-run: what would run, with memory per rank, which is one GPU."""
     table = Table(title="Points, in running order", box=box.SIMPLE, title_justify="left")
     for name in ("model", "layout", "in vLLM's words", "attention"):
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, no_wrap=name != "attention")
     for name in ("requests × tokens", "KV pool/rank", "weights/rank", "layers held"):
         table.add_column(name, justify="right", no_wrap=True)
     for r in rows:
@@ -117,7 +117,7 @@ def checks_table(checks: Sequence[jobs.Check]) -> Table:
     """`verify`: every comparison with its error and its limit."""
     table = Table(title="Checks", box=box.SIMPLE, title_justify="left")
     for name in ("check", "layout", "attention", "dtype"):
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, no_wrap=name != "attention")
     for name in ("error", "limit"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("", "detail"):

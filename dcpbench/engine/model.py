@@ -146,7 +146,9 @@ class Model:
     def values(self, o_hBR: torch.Tensor, w: Attention, dtype: torch.dtype) -> torch.Tensor:
         """Merged outputs of this rank's heads as what o_proj takes, [B, h, V]."""
         with phase("o_proj"):
-            return o_hBR.transpose(0, 1).to(dtype) if self.wide.value else project_values(o_hBR, w.w_uv, dtype)
+            if self.wide.value:
+                return o_hBR.transpose(0, 1).to(dtype, memory_format=torch.contiguous_format)
+            return project_values(o_hBR, w.w_uv, dtype)
 
     def project(self, x_BD: torch.Tensor, w: Attention, positions_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q [B, h, nope + P], not yet absorbed, of the heads whose projection is here, and the new KV row [B, Q]."""
