@@ -1,16 +1,16 @@
 """Exchange over symmetric memory: two kernels and no collective library.
 
-q is written where peers read it, and one kernel meets them and pulls all heads' q. Attention writes its partial output
-and lse in place, and one kernel meets the peers, pulls this rank's heads of all of them and merges in fp32.
+One kernel writes this rank's q into all peers' gathered q and meets them. Attention writes its partial output and lse
+in place, and one kernel meets the peers, reads this rank's heads of all of them and merges in fp32.
 
 Received bytes per rank, layer and request, with N ranks and H heads in the group: q (N−1)/N·H·Q·2, lse (N−1)/N·H·4,
 o (N−1)/N·H·R·2. A GPU's links carry both directions at once, so these over the peer bandwidth plus two meetings is the
 least it can take.
 
-Why two meetings are enough. A kernel that meets its peers begins, on each rank, when that rank's earlier kernels have
-ended; so whoever has met a peer in one kernel knows that the peer has finished reading in all earlier ones.
+Why two meetings are enough. Kernels of a rank run one after the other; so whoever has met a peer in one kernel knows
+that the peer's earlier kernels have ended.
 
-- q is overwritten behind this layer's merge, whose meeting says that all peers have gathered it.
+- The gathered q is overwritten, by peers, behind this layer's merge, whose meeting says that attention has read it.
 - o and lse are overwritten behind the next layer's gather, whose meeting says that all peers have merged them.
 
 With replicated queries nothing is gathered and a layer has one meeting. Then o and lse have two slots, used in turn: a
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 
 class _Parts:
-    """The buffer of one exchange: counters first, then what peers read."""
+    """The buffer of one exchange: counters first, then what peers write and read."""
 
     def __init__(self, carver: Carver, spec: ExchangeSpec, ranks: int) -> None:
         slots = 2 if spec.q_replicate else 1
         self.met_for_q = carver.counters(ranks)
         self.met_for_o = carver.counters(ranks)
         self.met_at_fence = carver.counters(ranks)
-        self.q = carver.take(0 if spec.q_replicate else spec.batch, spec.heads // ranks, spec.width, dtype=spec.dtype)
+        self.q = carver.take(0 if spec.q_replicate else spec.batch, spec.heads, spec.width, dtype=spec.dtype)
         self.o = [carver.take(spec.batch, spec.heads, spec.value, dtype=spec.dtype) for _ in range(slots)]
         self.lse = [carver.take(spec.batch, spec.heads, dtype=torch.float32) for _ in range(slots)]
 
@@ -69,14 +69,16 @@ class SymmetricMemory:
 
     def query(self, batch: int) -> torch.Tensor:
         """See Exchange."""
-        return self.spec.new_query(batch, self.peers.size) if self.spec.q_replicate else self.parts.q[:batch]
+        return self.spec.new_query(batch, self.peers.size)
 
     def gather_q(self, q_BhQ: torch.Tensor) -> torch.Tensor:
-        """See Exchange."""
+        """See Exchange. The gathered q holds until this layer's merge."""
         if self.spec.q_replicate:
             return q_BhQ
         with phase("q_gather"):
-            return gather(self.peers, self.parts.met_for_q, q_BhQ)
+            all_BHQ = self.parts.q[: q_BhQ.shape[0]]
+            gather(self.peers, self.parts.met_for_q, q_BhQ, all_BHQ)
+            return all_BHQ
 
     def partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See Exchange."""

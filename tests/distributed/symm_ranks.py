@@ -67,7 +67,7 @@ def layers(group: Group, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]
         qs = [exchange.query(batch) for exchange in both]
         for q, (q_NBhQ, _, _) in zip(qs, data, strict=True):
             q.copy_(q_NBhQ[group.rank])
-        gathered = [exchange.gather_q(q) for exchange, q in zip(both, qs, strict=True)]
+        gathered = [exchange.gather_q(q).clone() for exchange, q in zip(both, qs, strict=True)]
         partials = [exchange.partial(batch) for exchange in both]
         for (o, lse), (_, o_NBHR, lse_NBH) in zip(partials, data, strict=True):
             o.copy_(o_NBHR[group.rank])

@@ -55,15 +55,17 @@ class Ranks:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(("heads", "width"), [(2, 40), (16, 576), (3, 7)], ids=str)
 def test_gather_puts_all_heads_side_by_side_again_and_again(size, heads, width):
-    """The same counters for batches of changing size; rows past the batch are NaN and stay where they are."""
+    """The same counters for batches of changing size; rows past the batch stay NaN."""
     ranks = Ranks(size)
-    met, q = ranks.counters(), ranks.take(9, heads, width, dtype=torch.bfloat16)
+    met, whole = ranks.counters(), ranks.take(9, heads * size, width, dtype=torch.bfloat16)
     for batch in (9, 1, 4):
-        for mine in q:
-            mine.fill_(float("nan"))[:batch].normal_()
-        got = ranks.each(lambda rank, batch=batch: gather(ranks.peers[rank], met[rank], q[rank][:batch]))
-        want = reference.gather(torch.stack([mine[:batch] for mine in q]))
-        assert all(torch.equal(mine, want) for mine in got)
+        q = [torch.randn(batch, heads, width, device="cuda").bfloat16() for _ in range(size)]
+        for mine in whole:
+            mine.fill_(float("nan"))
+        ranks.each(lambda rank, q=q: gather(ranks.peers[rank], met[rank], q[rank], whole[rank][: len(q[rank])]))
+        want = reference.gather(torch.stack(q))
+        assert all(torch.equal(mine[:batch], want) for mine in whole)
+        assert all(mine[batch:].isnan().all() for mine in whole)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -134,16 +136,17 @@ def test_a_fence_holds_a_rank_back_until_the_other_has_come():
 def test_tensors_beyond_2_to_31_numbers_are_addressed():
     """66,000 · 64 · 512 = 2.16e9 partial numbers and as many gathered; the last requests are compared."""
     batch, heads, width, value, last = 66_000, 64, 576, 512, slice(65_997, None)
-    nbytes = 2 * batch * heads * (value + width // 2) + 4 * batch * heads + (1 << 20)
+    nbytes = 2 * batch * heads * (value + width) + 4 * batch * heads + (1 << 20)
     ranks = Ranks(2, nbytes)
     met_q, met_o = ranks.counters(), ranks.counters()
-    q = ranks.take(batch, heads // 2, width, dtype=torch.bfloat16)
+    q = [torch.empty(batch, heads // 2, width, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    whole = ranks.take(batch, heads, width, dtype=torch.bfloat16)
     o, lse = ranks.take(batch, heads, value, dtype=torch.bfloat16), ranks.take(batch, heads, dtype=torch.float32)
     for mine in (*q, *o, *lse):
         mine[last].normal_()
-    gathered = ranks.each(lambda rank: gather(ranks.peers[rank], met_q[rank], q[rank])[last].clone())
+    ranks.each(lambda rank: gather(ranks.peers[rank], met_q[rank], q[rank], whole[rank]))
     want = reference.gather(torch.stack([mine[last] for mine in q]))
-    assert all(torch.equal(mine, want) for mine in gathered)
+    assert all(torch.equal(mine[last], want) for mine in whole)
     out = [torch.empty(heads // 2, batch, value, dtype=torch.float32, device="cuda") for _ in range(2)]
     ranks.each(lambda rank: merge(ranks.peers[rank], met_o[rank], o[rank], lse[rank], out[rank]))
     partials = torch.stack([mine[last] for mine in o]).double(), torch.stack([its[last] for its in lse]).double()

@@ -1,6 +1,6 @@
-"""The barriers inside kernels that read peers' memory.
+"""The barriers inside kernels that use peers' memory.
 
-There are two, by who has written what is read:
+There are two, by who has written what is read behind them:
 
 - `meet_ranks`: earlier kernels have. The first block of each rank says that they have ended, and all blocks wait for
   the first blocks of all peers.
