@@ -78,6 +78,31 @@ def test_fp32_backends_agree_with_fp64(name, lengths, heads, page_size, device):
     assert_agrees(*case, run(backend, *case[:3]), limit=2e-5)
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("heads", [8, 24, 128])
+def test_page_sizes_and_head_counts_that_are_served_agree_with_fp64(heads, page_size, device):
+    """More heads than one program takes, heads that fill none, and pages larger than a tile."""
+    case = problem(device, torch.float32, (65, 0, 200), heads=heads, latent=32, rope=16, page_size=page_size)
+    backend = make_backend("triton", case[0])
+    backend.plan(case[3])
+    assert_agrees(*case, run(backend, *case[:3]), limit=2e-5)
+
+
+def test_a_long_request_beside_short_ones_is_cut_and_merged(device):
+    """10,000 rows are most of the batch, so several programs share them and merge what they found."""
+    case = problem(device, torch.float32, (3, 10_000, 0, 40), heads=2, latent=32, rope=16, page_size=16)
+    backend = make_backend("triton", case[0])
+    backend.plan(case[3])
+    assert_agrees(*case, run(backend, *case[:3]), limit=2e-5)
+    assert backend.pieces_of[1, 1] > 1
+
+
+def test_the_backend_says_which_kernel_it_runs(device):
+    """fp32 is not what the Hopper kernel is written for, wherever it runs."""
+    spec = problem(device, torch.float32, (1,), heads=1, latent=512, rope=64, page_size=1)[0]
+    assert make_backend("triton", spec).kernel == "plain"
+
+
 def test_triton_in_half_precision_stays_within_rounding(device):
     """Operands of 16 bits and fp32 accumulation at the real width: 512 + 64 columns, 16 heads.
 
@@ -127,3 +152,57 @@ def test_bf16_backends_agree_with_fp64_at_full_width(name, heads, page_size):
     backend = make_backend(name, case[0])
     backend.plan(case[3])
     assert_agrees(*case, run(backend, *case[:3]), limit=1e-2)
+
+
+CUDA = torch.device("cuda")
+FULL = {"latent": 512, "rope": 64}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("heads", [8, 20, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_the_hopper_kernel_agrees_with_fp64_on_uneven_batches(dtype, heads, page_size):
+    """Requests cut, whole and empty, more of them than multiprocessors, and lengths around the edges of tiles."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    lengths = (3000, 63, 64, 65, 0, 1, *(130,) * 150)
+    case = problem(CUDA, dtype, lengths, heads=heads, page_size=page_size, **FULL)
+    backend = make_backend("triton", case[0])
+    assert backend.kernel == "hopper"
+    backend.plan(case[3])
+    assert_agrees(*case, run(backend, *case[:3]), limit=1e-2)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_follows_lengths_that_change_in_place():
+    """Nothing about the division of work is decided on the host: only the lengths on the device are written."""
+    spec, q, kv, shards = problem(CUDA, torch.bfloat16, (4000, 64, 0, 700), heads=64, page_size=16, **FULL)
+    backend = make_backend("triton", spec)
+    backend.plan(shards)
+    o, lse = run(backend, spec, q, kv)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backend.run(q, kv, o, lse)
+    for lengths in ([4000, 64, 0, 700], [17, 0, 0, 700], [3999, 63, 0, 0], [0, 0, 0, 0]):
+        backend.tables.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
+        o.fill_(NAN)
+        graph.replay()
+        assert_agrees(spec, q, kv, Shards(pages=shards.pages, lengths=lengths), (o, lse), limit=1e-2)
+
+
+@pytest.mark.gpu
+def test_rows_beyond_two_to_the_31_elements_are_found():
+    """4,000,000 rows of 576 columns are 2.3e9 elements: their offsets do not fit 32 bits."""
+    rows, length = 4_000_000, 300
+    kv = torch.empty(rows, 1, 576, dtype=torch.bfloat16, device=CUDA)
+    pages = np.arange(rows - 1, rows - 1 - length, -1, dtype=np.int32)
+    kv[rows - length :].normal_()
+    q = torch.randn(1, 64, 576, dtype=torch.bfloat16, device=CUDA)
+    spec = AttentionSpec(
+        batch=1, heads=64, page_size=1, max_pages=length, scale=576**-0.5, dtype=torch.bfloat16, device=CUDA, **FULL
+    )
+    shards = Shards(pages=[pages], lengths=[length])
+    backend = make_backend("triton", spec)
+    backend.plan(shards)
+    assert_agrees(spec, q, kv, shards, run(backend, spec, q, kv), limit=1e-2)

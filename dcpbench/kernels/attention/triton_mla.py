@@ -1,4 +1,4 @@
-"""Paged split-KV MLA decode in Triton: each program reads one stretch of one request's rows, a second kernel merges."""
+"""The backend `triton`: our own kernels, their workspace, and which of them runs where."""
 
 from __future__ import annotations
 
@@ -7,106 +7,69 @@ from typing import TYPE_CHECKING
 
 import torch
 import triton
-import triton.language as tl
 
 from dcpbench.kernels.attention.page_tables import PageTables
+from dcpbench.kernels.attention.piece_merge import merge_kernel
+from dcpbench.kernels.attention.plain_mla import plain_kernel
 
 if TYPE_CHECKING:
     from dcpbench.kernels.attention import AttentionSpec, Shards
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
+HOPPER_HEADS = 64
+"""Heads of one program of the Hopper kernel: the rows of one warpgroup's product."""
+HOPPER = {
+    "BLOCK_K": 64, "STAGES": 2, "P_SLOTS": 1, "LEAST": 2, "SLACK": 2, "LOAD_WARPS": 4, "REGS": (160, 136, 56),
+}  # fmt: skip
+"""Fills the 227 KB of shared memory of a multiprocessor; docs/kernels-attention.md says what else was tried."""
+INTERPRETED_PARTS = 4
+"""Programs where there is no GPU to ask for its multiprocessors: enough to cut requests."""
 
 
-@triton.jit
-def _split_kernel(
-    q, kv, tables, lengths, part_o, part_lse,
-    scale_log2, table_stride, heads, page_size,
-    R: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    b = tl.program_id(0).to(tl.int64)
-    head_block = tl.program_id(1)
-    split = tl.program_id(2)
-    Q: tl.constexpr = R + P
-    length = tl.load(lengths + b)
-    chunk = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_K) * BLOCK_K
-    first = split * chunk
-    last = tl.minimum(first + chunk, length)
-
-    h = head_block * BLOCK_H + tl.arange(0, BLOCK_H)
-    r = tl.arange(0, R)
-    p = tl.arange(0, P)
-    live_h = h < heads
-    q_rows = q + (b * heads + h)[:, None] * Q
-    q_latent = tl.load(q_rows + r[None, :], mask=live_h[:, None], other=0.0)
-    q_rope = tl.load(q_rows + R + p[None, :], mask=live_h[:, None], other=0.0)
-
-    top = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_H, R], tl.float32)
-    for start in range(first, last, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        live_k = k < last
-        page = tl.load(tables + b * table_stride + k // page_size, mask=live_k, other=0).to(tl.int64)
-        row = (page * page_size + k % page_size) * Q
-        latent = tl.load(kv + row[:, None] + r[None, :], mask=live_k[:, None], other=0.0)
-        rope = tl.load(kv + row[:, None] + R + p[None, :], mask=live_k[:, None], other=0.0)
-        score = tl.dot(q_latent, tl.trans(latent), input_precision=PRECISION)
-        score += tl.dot(q_rope, tl.trans(rope), input_precision=PRECISION)
-        score = tl.where(live_k[None, :], score * scale_log2, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
-        weight = tl.exp2(score - new_top[:, None])
-        shrink = tl.exp2(top - new_top)  # new_top is finite: every stretch of BLOCK_K rows has a live one
-        total = total * shrink + tl.sum(weight, 1)
-        acc = acc * shrink[:, None] + tl.dot(weight.to(latent.dtype), latent, input_precision=PRECISION)
-        top = new_top
-
-    # A stretch without rows has total 0: its lse is -inf and its o is 0, never 0/0.
-    empty = total == 0.0
-    safe = tl.where(empty, 1.0, total)
-    lse = tl.where(empty, float("-inf"), top + tl.log2(safe))
-    out = (b * heads + h) * SPLITS + split
-    tl.store(part_o + out[:, None] * R + r[None, :], acc / safe[:, None], mask=live_h[:, None])
-    tl.store(part_lse + out, lse, mask=live_h)
+def kernel_for(spec: AttentionSpec) -> str:
+    """'hopper' where its instructions exist and widths and dtype are those it is written for, else 'plain'."""
+    gluon = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+    hopper = gluon and spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device) == (9, 0)
+    fits = (spec.latent, spec.rope) == (512, 64) and spec.dtype in (torch.bfloat16, torch.float16)
+    return "hopper" if hopper and fits else "plain"
 
 
-@triton.jit
-def _merge_kernel(part_o, part_lse, o, lse_out, LN2: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    r = tl.arange(0, R)
-    s = tl.arange(0, SPLITS)
-    lse_s = tl.load(part_lse + row * SPLITS + s)
-    top = tl.max(lse_s, 0)
-    pivot = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2(lse_s - pivot), 0)
-    acc = tl.zeros([R], tl.float32)
-    for i in range(SPLITS):
-        weight = tl.exp2(tl.load(part_lse + row * SPLITS + i) - pivot)
-        acc += weight * tl.load(part_o + (row * SPLITS + i) * R + r)
-    safe = tl.where(total == 0.0, 1.0, total)
-    tl.store(o + row * R + r, (acc / safe).to(o.dtype.element_ty))
-    tl.store(lse_out + row, tl.where(total == 0.0, float("-inf"), (pivot + tl.log2(safe)) * LN2))
+def merge_shape(pieces: int) -> tuple[int, int, int]:
+    """Columns and pieces that a program of the merge takes at once, and its warps: one round trip to memory if it can.
+
+    `pieces` is how many a request has at most, all being equally long.
+    """
+    if pieces > 32:
+        return 64, 64, 4
+    return (128, 8, 1) if pieces > 4 else (256, 4, 1)
 
 
 class TritonBackend:
-    """Correct first, not yet fast. R and P must be powers of two (512 and 64 in every published model)."""
+    """R and P must be powers of two (512 and 64 in every published model). `kernel` says which kernel runs.
+
+    Work is divided on the device in each run, from the lengths there, so lengths and tables may change in place at any
+    time. A run is two kernels: the attention, and the merge of requests that were cut.
+    """
 
     name = "triton"
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
-        self.block_h = min(64, max(16, triton.next_power_of_2(spec.heads)))
-        programs = spec.batch * triton.cdiv(spec.heads, self.block_h)
-        multiprocessors = (
-            torch.cuda.get_device_properties(spec.device).multi_processor_count if spec.device.type == "cuda" else 4
+        self.kernel = kernel_for(spec)
+        self.block_h = HOPPER_HEADS if self.kernel == "hopper" else min(64, max(16, triton.next_power_of_2(spec.heads)))
+        programs = (
+            torch.cuda.get_device_properties(spec.device).multi_processor_count
+            if spec.device.type == "cuda"
+            else INTERPRETED_PARTS
         )
-        wanted = max(1, min(64, 2 * multiprocessors // programs))
-        self.splits = 1 << (wanted.bit_length() - 1)
+        self.head_blocks = triton.cdiv(spec.heads, self.block_h)
+        self.parts = max(1, programs // self.head_blocks)
         self.tables = PageTables(spec)
-        rows = spec.batch * spec.heads
-        self.part_o = torch.empty(rows * self.splits, spec.latent, dtype=torch.float32, device=spec.device)
-        self.part_lse = torch.empty(rows * self.splits, dtype=torch.float32, device=spec.device)
+        slots = 2 * self.parts * spec.heads
+        self.part_o = torch.empty(slots, spec.latent, dtype=torch.float32, device=spec.device)
+        self.part_lse = torch.empty(slots, dtype=torch.float32, device=spec.device)
+        self.pieces_of = torch.zeros(spec.batch, 2, dtype=torch.int32, device=spec.device)
 
     def plan(self, shards: Shards) -> None:
         """See Backend."""
@@ -116,13 +79,28 @@ class TritonBackend:
         """See Backend."""
         spec = self.spec
         batch, heads, _ = q_BHQ.shape
-        _split_kernel[(batch, triton.cdiv(heads, self.block_h), self.splits)](
-            q_BHQ, kv, self.tables.pages, self.tables.lengths, self.part_o, self.part_lse,
-            spec.scale * LOG2_E, self.tables.pages.stride(0), heads, spec.page_size,
-            R=spec.latent, P=spec.rope, SPLITS=self.splits, BLOCK_H=self.block_h, BLOCK_K=32,
-            PRECISION="ieee" if q_BHQ.dtype == torch.float32 else "tf32",
-            num_warps=8 if self.block_h == 64 else 4, num_stages=2,
+        grid = (self.parts * self.head_blocks,)
+        arguments = (
+            q_BHQ, kv, self.tables.pages, self.tables.lengths, self.part_o, self.part_lse, self.pieces_of,
+            o_BHR, lse_BH, spec.scale * LOG2_E, LN_2, self.tables.pages.stride(0), heads, batch, self.parts,
         )  # fmt: skip
-        _merge_kernel[(batch * heads,)](
-            self.part_o, self.part_lse, o_BHR, lse_BH, LN2=LN_2, R=spec.latent, SPLITS=self.splits
-        )
+        if self.kernel == "hopper":
+            # Imported where it runs only: Triton before 3.6 and its interpreter cannot.
+            from dcpbench.kernels.attention.hopper_mla import hopper_kernel
+
+            block_b = max(32, triton.next_power_of_2(spec.batch))
+            hopper_kernel[grid](*arguments, PAGE=spec.page_size, BLOCK_B=block_b, **HOPPER, num_warps=4)
+        else:
+            plain_kernel[grid](
+                *arguments, spec.page_size,
+                R=spec.latent, P=spec.rope, BLOCK_B=triton.next_power_of_2(spec.batch), BLOCK_H=self.block_h,
+                BLOCK_K=32, LEAST=4, SLACK=4, PRECISION="ieee" if q_BHQ.dtype == torch.float32 else "tf32",
+                num_warps=8 if self.block_h == 64 else 4, num_stages=2,
+            )  # fmt: skip
+        columns, step, warps = merge_shape(self.parts // batch)
+        columns = min(columns, spec.latent)
+        programs = max(1, min(heads * spec.latent // columns, 4096 // batch))
+        merge_kernel[(batch, programs)](
+            self.part_o, self.part_lse, self.pieces_of, self.tables.lengths, o_BHR, lse_BH, heads, LN_2,
+            R=spec.latent, COLUMNS=columns, STEP=step, num_warps=warps,
+        )  # fmt: skip

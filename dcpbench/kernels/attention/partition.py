@@ -1,0 +1,51 @@
+"""Divides a batch's rows evenly among programs, on the device, from the lengths alone: a captured graph stays right."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def share(lengths_B, b_B, part, parts, batch, TILE: tl.constexpr, LEAST: tl.constexpr, SLACK: tl.constexpr):
+    """What program `part` of `parts` works on: tiles [begin, end) of all requests' tiles laid end to end.
+
+    `lengths_B` holds 0 from `batch` on, and `b_B` counts 0, 1, … beside it. Returns first, start, begin, end, size: the
+    first request with a tile in the share, where its tiles start, the share itself, and how many tiles a piece of a
+    request has at most, which is at least LEAST.
+
+    Shares are equal, and requests are cut wherever one ends. Where it makes the longest share at most SLACK tiles plus
+    a sixteenth longer, shares are aligned with requests instead: each takes whole requests or an equal part of one, as
+    a second piece in a share costs its own start and end.
+    """
+    tiles_B = (lengths_B + (TILE - 1)) // TILE
+    total = tl.sum(tiles_B, 0)
+    size = tl.maximum((total + parts - 1) // parts, LEAST)
+    per_request = tl.maximum(parts // batch, 1)
+    requests = (batch + parts - 1) // parts
+    aligned_size = tl.maximum((tl.max(tiles_B, 0) + per_request - 1) // per_request, LEAST)
+    aligned = requests * aligned_size <= size + size // 16 + SLACK
+
+    b = part // per_request * requests
+    before = tl.sum(tl.where(b_B < b, tiles_B, 0), 0)
+    after = tl.sum(tl.where(b_B < b + requests, tiles_B, 0), 0)
+    begin = tl.where(aligned, tl.minimum(before + part % per_request * aligned_size, after), part * size)
+    begin = tl.minimum(begin, total)
+    end = tl.where(aligned, tl.minimum(begin + requests * aligned_size, after), tl.minimum(begin + size, total))
+
+    passed_B = tl.cumsum(tiles_B, 0) <= begin
+    first = tl.sum(passed_B.to(tl.int32), 0)
+    start = tl.sum(tl.where(passed_B, tiles_B, 0), 0)
+    return first, start, begin, end, tl.where(aligned, aligned_size, size)
+
+
+@triton.jit
+def slot_of(part, continues):
+    """Where a piece of a cut request goes: a share has at most one that goes on in the next, and one that ends."""
+    return 2 * part + continues.to(tl.int32)
+
+
+@triton.jit
+def pieces(tiles, t1, size):
+    """Pieces of a request whose first one ends at tile t1: those that follow have `size` tiles, the last maybe less."""
+    return 1 + (tiles - t1 + size - 1) // size

@@ -1,0 +1,86 @@
+"""Paged MLA decode in plain Triton: for every GPU and dtype, and for the interpreter."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dcpbench.kernels.attention.partition import pieces, share, slot_of
+
+
+@triton.jit
+def _add_tile(
+    q_latent, q_rope, row_k, live_k, top, total, acc, scale_log2,
+    R: tl.constexpr, P: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One step of the running softmax over the rows at `row_k`; `top` is of scores times log2(e)."""
+    r = tl.arange(0, R)
+    p = tl.arange(0, P)
+    latent = tl.load(row_k[:, None] + r[None, :], mask=live_k[:, None], other=0.0)
+    rope = tl.load(row_k[:, None] + R + p[None, :], mask=live_k[:, None], other=0.0)
+    score = tl.dot(q_latent, tl.trans(latent), input_precision=PRECISION)
+    score += tl.dot(q_rope, tl.trans(rope), input_precision=PRECISION)
+    score = tl.where(live_k[None, :], score * scale_log2, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, 1))  # finite: each tile of a request has a live row
+    weight = tl.exp2(score - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weight, 1)
+    acc = acc * shrink[:, None] + tl.dot(weight.to(latent.dtype), latent, input_precision=PRECISION)
+    return new_top, total, acc
+
+
+@triton.jit
+def plain_kernel(
+    q, kv, tables, lengths, part_o, part_lse, pieces_of, o, lse,
+    scale_log2, ln2, table_stride, heads, batch, parts, page_size,
+    R: tl.constexpr, P: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_K: tl.constexpr, LEAST: tl.constexpr, SLACK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program per share of the batch and block of heads; see partition.share and merge_kernel."""
+    head_blocks = tl.cdiv(heads, BLOCK_H)
+    part = tl.program_id(0) // head_blocks
+    Q: tl.constexpr = R + P
+    b_B = tl.arange(0, BLOCK_B)
+    lengths_B = tl.load(lengths + b_B, mask=b_B < batch, other=0)
+    first, start, begin, end, size = share(lengths_B, b_B, part, parts, batch, BLOCK_K, LEAST, SLACK)
+
+    h = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
+    r = tl.arange(0, R)
+    p = tl.arange(0, P)
+    live_h = h < heads
+    b = first
+    while start < end:
+        length = tl.load(lengths + b)
+        tiles = tl.cdiv(length, BLOCK_K)
+        t0 = tl.maximum(begin - start, 0)
+        t1 = tl.minimum(tiles, end - start)
+        if t0 < t1:
+            row_h = b.to(tl.int64) * heads + h
+            q_latent = tl.load(q + row_h[:, None] * Q + r[None, :], mask=live_h[:, None], other=0.0)
+            q_rope = tl.load(q + row_h[:, None] * Q + R + p[None, :], mask=live_h[:, None], other=0.0)
+            top = tl.full([BLOCK_H], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_H], tl.float32)
+            acc = tl.zeros([BLOCK_H, R], tl.float32)
+            for t in range(t0, t1):
+                k = t * BLOCK_K + tl.arange(0, BLOCK_K)
+                page = tl.load(tables + b.to(tl.int64) * table_stride + k // page_size, mask=k < length, other=0)
+                row_k = kv + (page.to(tl.int64) * page_size + k % page_size) * Q
+                top, total, acc = _add_tile(
+                    q_latent, q_rope, row_k, k < length, top, total, acc, scale_log2, R, P, PRECISION
+                )
+
+            acc = acc / total[:, None]
+            log2_sum = top + tl.log2(total)
+            if (t0 == 0) & (t1 == tiles):
+                tl.store(o + row_h[:, None] * R + r[None, :], acc.to(o.dtype.element_ty), mask=live_h[:, None])
+                tl.store(lse + row_h, log2_sum * ln2, mask=live_h)
+                tl.store(pieces_of + 2 * b + 1, 1)
+            else:
+                row_h = slot_of(part, t1 < tiles).to(tl.int64) * heads + h
+                tl.store(part_o + row_h[:, None] * R + r[None, :], acc, mask=live_h[:, None])
+                tl.store(part_lse + row_h, log2_sum, mask=live_h)
+                if t0 == 0:
+                    tl.store(pieces_of + 2 * b, part)
+                    tl.store(pieces_of + 2 * b + 1, pieces(tiles, t1, size))
+        start += tiles
+        b += 1
