@@ -24,9 +24,11 @@ def _correct_kernel(
     weight = mine / tl.where(total == 0.0, 1.0, total)
     r = tl.arange(0, BLOCK)
     inside = r < R
-    # An empty shard's o may be anything, so it is not read at all.
-    values = tl.load(o + (b * heads + h) * R + r, mask=r < tl.where(mine > 0.0, R, 0), other=0.0).to(tl.float32)
-    tl.store(out + (h * batch + b) * R + r, (values * weight).to(out.dtype.element_ty), mask=inside)
+    # Read without waiting for the weight; an empty shard's o may be anything, NaN included, so it is not used.
+    values = tl.load(o + (b * heads + h) * R + r, mask=inside, other=0.0).to(tl.float32)
+    tl.store(
+        out + (h * batch + b) * R + r, tl.where(mine > 0.0, values * weight, 0.0).to(out.dtype.element_ty), mask=inside
+    )
 
 
 def correct(o_BHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int, dtype: torch.dtype) -> torch.Tensor:

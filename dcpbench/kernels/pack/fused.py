@@ -51,12 +51,10 @@ def _combine_kernel(
     r = tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(N):
-        weight = tl.exp(tl.load(lse + tl.full([], i, tl.int64) * message_lse + row) - pivot)
-        # An empty shard's o may be anything, so it is not read at all.
-        part = tl.load(
-            o + tl.full([], i, tl.int64) * message_o + row * R + r, mask=r < tl.where(weight > 0.0, R, 0), other=0.0
-        )
-        acc += part.to(tl.float32) * (weight * scale)
+        weight = tl.exp(tl.load(lse + tl.full([], i, tl.int64) * message_lse + row) - pivot) * scale
+        # Read without waiting for the weight; an empty shard's o may be anything, NaN included, so it is not used.
+        part = tl.load(o + tl.full([], i, tl.int64) * message_o + row * R + r, mask=r < R, other=0.0)
+        acc += tl.where(weight > 0.0, part.to(tl.float32) * weight, 0.0)
     tl.store(out + h * out_h + b * out_b + r, acc.to(out.dtype.element_ty), mask=r < R)
 
 
