@@ -222,7 +222,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     command: str = ""
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+class Tried(msgspec.Struct, frozen=True, kw_only=True):
     """A backend with an exchange that `auto` tried."""
 
     backend: str
@@ -242,7 +242,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     backend: str
     exchange: str
-    candidates: list[Candidate]
+    candidates: list[Tried]
     """All that were tried, in order."""
 
     def __str__(self) -> str:

@@ -85,7 +85,8 @@ class DecodeEngine:
         self.made: dict[str, list[Exchange]] = {}
         self.batches: dict[int, Batch] = {}
         self.use(backend, exchange)
-        self.beside = torch.cuda.Stream(self.device) if overlap and self.device.type == "cuda" else None
+        # Its few blocks go first: behind an attention kernel that fills the machine nothing would overlap.
+        self.beside = torch.cuda.Stream(self.device, priority=-1) if overlap and self.device.type == "cuda" else None
         _, pages, self.page_size, _ = model.kv.data.shape
         self.max_context = max_context
         self.requests = RequestPool(max_requests, max_context, self.device, padding=padding)

@@ -18,7 +18,7 @@ import torch
 from dcpbench.choices import AUTO, EXCHANGES, TIMED_BACKENDS
 from dcpbench.errors import DcpbenchError
 from dcpbench.measure import Timer, time_chunks
-from dcpbench.records import Candidate, Choice
+from dcpbench.records import Choice, Tried
 from dcpbench.stats import StopRule
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def choose(engine: DecodeEngine, point: Point, load: Load, alive: Callable[[], N
     """
     if AUTO not in (point.backend, point.exchange):
         return None
-    found: list[Candidate] = []
+    found: list[Tried] = []
     refused: DcpbenchError | None = None
     for backend, exchange in candidates(point):
         alive()
@@ -67,9 +67,9 @@ def choose(engine: DecodeEngine, point: Point, load: Load, alive: Callable[[], N
             batch = engine.plan(load.requests, load.rows)
         except DcpbenchError as e:
             refused = e
-            found.append(Candidate(backend=backend, exchange=exchange, reason=str(e)))
+            found.append(Tried(backend=backend, exchange=exchange, reason=str(e)))
             continue
-        found.append(Candidate(backend=backend, exchange=exchange, layer_us=_layer_us(engine, batch, alive)))
+        found.append(Tried(backend=backend, exchange=exchange, layer_us=_layer_us(engine, batch, alive)))
     times = {(c.backend, c.exchange): c.layer_us for c in found if c.layer_us is not None}
     if not times:
         assert refused is not None

@@ -7,7 +7,7 @@ import torch
 from dcpbench.errors import CapacityError, DcpbenchError
 from dcpbench.layout import Layout
 from dcpbench.measure import Timer
-from dcpbench.records import Candidate, Choice, Point, Record
+from dcpbench.records import Choice, Point, Record, Tried
 from dcpbench.reports import chosen, frames
 from dcpbench.workloads import choice
 from dcpbench.workloads.choice import Load, choose
@@ -112,9 +112,9 @@ def test_the_report_says_what_was_chosen_and_by_how_much(tmp_path):
     found = Choice(
         backend="triton", exchange="symm",
         candidates=[
-            Candidate(backend="triton", exchange="ag_rs", layer_us=55.0),
-            Candidate(backend="triton", exchange="symm", layer_us=50.0),
-            Candidate(backend="flashinfer", exchange="symm", reason="is not installed"),
+            Tried(backend="triton", exchange="ag_rs", layer_us=55.0),
+            Tried(backend="triton", exchange="symm", layer_us=50.0),
+            Tried(backend="flashinfer", exchange="symm", reason="is not installed"),
         ],
     )  # fmt: skip
     record = record_builder.ok(point, choice=found)
