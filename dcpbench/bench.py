@@ -220,7 +220,7 @@ class _Watch:
                 BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),
                 console=console, transient=True,
             )  # fmt: skip
-            self._task = self._bar.add_task("starting", total=2 * len(job.cases))
+            self._task = self._bar.add_task("starting", total=len(job.cases))
 
     def __enter__(self) -> Self:
         if self._bar:
@@ -235,7 +235,7 @@ class _Watch:
         """Show one event."""
         name = self._job.cases[event.index].name() if event.stage in ("case", "done", "counted", "graph") else ""
         if self._bar:
-            self._bar.update(self._task, description=name, advance=event.stage in ("done", "counted"))
+            self._bar.update(self._task, description=name, advance=event.stage == "done")
         elif event.stage == "done" and event.result:
             r = event.result
             note = r.reason or r.difference or (f"{r.time.median_us:.3g} µs" if r.time else "correct")

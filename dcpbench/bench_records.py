@@ -95,14 +95,13 @@ def floor_us(work: Work, limits: Mapping[str, float]) -> float | None:
 
     max(memory_bytes / memory, flops / matmul, barriers · barrier + received_bytes / peer), with limits by name.
     """
-    needs = {work.memory_limit: work.memory_bytes, "matmul": work.flops, "peer": work.received_bytes}
-    needs["barrier"] = work.barriers
+    needs = {work.memory_limit: work.memory_bytes, "matmul": work.flops}
+    needs |= {"peer": work.received_bytes, "barrier": work.barriers}
     if any(amount and name not in limits for name, amount in needs.items()):
         return None
-    spent = {name: amount / limits[name] for name, amount in needs.items() if amount and name != "barrier"}
+    seconds = {name: amount / limits[name] if amount else 0.0 for name, amount in needs.items()}
     waiting = work.barriers * limits["barrier"] if work.barriers else 0.0
-    floor_s = max(spent.get(work.memory_limit, 0.0), spent.get("matmul", 0.0), waiting + spent.get("peer", 0.0))
-    return floor_s * 1e6 or None
+    return max(seconds[work.memory_limit], seconds["matmul"], waiting + seconds["peer"]) * 1e6 or None
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
     Cell = Callable[[Result], str]
 
-NARROW = "Intervals and marks are left out: this terminal has fewer than 130 columns. --json and -o have them."
+NARROW = "{what} are left out: this terminal has fewer than {columns} columns. --json and -o have them."
 NUMBERS = (int, float)
-WIDE = 130
-"""Columns of a terminal in which intervals and marks find room beside the rest."""
+WIDE, MEDIUM = 140, 100
+"""Columns of a terminal in which intervals and marks find room beside the rest; in which rates and errors do."""
+DETAILS = ("TB/s", "TFLOP/s", "GB/s", "wire KB", "error")
 MEDIANS = "Per call: medians, 95 % intervals in parentheses."
 LEGEND = {
     "eager µs": "eager: calls back to back, GPU clock, the host's waiting in it.",
@@ -43,7 +44,7 @@ L2 = {
 
 
 def table(record: BenchRecord, width: int = WIDE) -> Table:
-    """One row for each case; times only where they are of a GPU, and below WIDE columns without their intervals."""
+    """One row for each case; times only of a GPU, and without their intervals where the terminal is narrow."""
     wide = width >= WIDE
     sizes, same = _sizes(record.results)
     title = ", ".join([f"bench {record.bench}", *same])
@@ -52,7 +53,7 @@ def table(record: BenchRecord, width: int = WIDE) -> Table:
     for name in sizes:
         number = all(isinstance(r.case.sizes.get(name, 0), NUMBERS) for r in record.results)
         out.add_column(name, justify="right" if number else "left", no_wrap=True)
-    columns = _columns(record, wide=wide)
+    columns = _columns(record, width)
     for name in columns:
         out.add_column(name, justify="right", no_wrap=True)
     out.add_column("correct")
@@ -68,14 +69,20 @@ def table(record: BenchRecord, width: int = WIDE) -> Table:
 def legend(record: BenchRecord, width: int = WIDE) -> list[str]:
     """What the columns mean, and the machine's limits."""
     detector = next((f"detector: {r.syncs.detector}" for r in record.results if r.syncs), "not counted")
-    columns = _columns(record, wide=width >= WIDE)
+    columns = _columns(record, width)
     lines = [MEDIANS, L2[record.bench in FRESH]] if record.performance else []
     lines += [
         line.format(backlog=record.settings.backlog_us, detector=detector)
         for name, line in LEGEND.items()
         if name in columns
     ]
-    return lines + limits_told(record) + ([NARROW] if record.performance and width < WIDE else [])
+    lines += limits_told(record)
+    if record.performance and width < WIDE:
+        what, least = (
+            ("Intervals and marks", WIDE) if width >= MEDIUM else ("Intervals, marks, rates and errors", MEDIUM)
+        )
+        lines.append(NARROW.format(what=what, columns=least))
+    return lines
 
 
 def _sizes(results: Sequence[Result]) -> tuple[list[str], list[str]]:
@@ -86,11 +93,11 @@ def _sizes(results: Sequence[Result]) -> tuple[list[str], list[str]]:
     return differ, [f"{name} {_size(next(iter(values[name])))}" for name in names if name not in differ]
 
 
-def _columns(record: BenchRecord, *, wide: bool) -> dict[str, Cell]:
+def _columns(record: BenchRecord, width: int) -> dict[str, Cell]:
     """What is shown of each result between its sizes and its verdict, as far as any result has it."""
     results = record.results
     refused = {r.case.variant for r in results if r.graph and not r.graph.captured}
-    host = any(r.host for r in results)
+    host, wide = any(r.host for r in results), width >= WIDE
     columns: dict[str, tuple[bool, Cell]] = {
         "eager µs": (host or any(r.time for r in results), lambda r: _time(r.time, wide=wide)),
         "host µs": (host, lambda r: _time(r.host, wide=wide)),
@@ -117,7 +124,8 @@ def _columns(record: BenchRecord, *, wide: bool) -> dict[str, Cell]:
         any(r.error is not None for r in results),
         lambda r: f"{r.error:.1e}" if r.error is not None else "",
     )
-    return {name: cell for name, (there, cell) in columns.items() if there}
+    left_out = () if width >= MEDIUM else DETAILS
+    return {name: cell for name, (there, cell) in columns.items() if there and name not in left_out}
 
 
 def _verdict(r: Result) -> str:

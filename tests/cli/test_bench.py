@@ -286,3 +286,31 @@ def test_kv_gather_for_real_says_what_outgrew_its_pool() -> None:
     found = {(r["case"]["variant"], r["case"]["sizes"]["buffer"]) for r in record["results"]}
     assert found == {("nccl", "outgrown"), ("direct", "pool"), ("nccl", "plain"), ("direct", "plain")}
     assert all(r["correct"] for r in record["results"])
+
+
+def test_a_backend_that_cannot_run_here_fails_by_itself() -> None:
+    """FlashInfer needs a GPU, whether it is installed or not; the reference is measured all the same."""
+    command = [sys.executable, "-m", "dcpbench.cli", "bench", "attention", "--backend", "reference,flashinfer"]
+    done = subprocess.run(
+        [*command, "--requests", "1", "--device", "cpu", "--json"],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=200,
+    )  # fmt: skip
+    results = json.loads(done.stdout)["results"]
+    assert done.returncode == 4
+    assert [r["outcome"] for r in results] == ["ok", "failed"]
+    assert "--backend flashinfer" in results[1]["reason"]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_there_are_limits_and_shares_of_them(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A correct kernel's share is more than nothing and not more than the machine can do, rounding aside."""
+    monkeypatch.setattr(bench, "WORKER", "dcpbench.bench_worker")
+    code, out, _ = call("merge", "--requests", "512", "--variant", "pack", "--json", machine=GPU)
+    record = json.loads(out)
+    assert code == 0
+    assert [limit["name"] for limit in record["limits"]] == ["copy", "matmul"]
+    (result,) = record["results"]
+    assert result["bytes_s"] == pytest.approx(
+        result["work"]["memory_bytes"] / result["graph"]["time"]["median_us"] * 1e6
+    )
+    assert 0 < result["floor_us"] < 1.1 * result["graph"]["time"]["median_us"]

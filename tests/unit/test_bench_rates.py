@@ -169,6 +169,16 @@ class TestTable:
         of = record("exchange", limits=[], without=["peer: the GPUs of this machine cannot read each other's memory."])
         assert limits_told(of) == ["Not measured: peer: the GPUs of this machine cannot read each other's memory."]
 
+    @pytest.mark.parametrize(("width", "there", "left_out"), [(139, "28.6", "(13.9"), (99, "50 %", "28.6")])
+    def test_a_narrow_terminal_gets_less_and_nothing_is_cut_off(self, width, there, left_out):
+        """Without intervals below 140 columns, without rates below 100."""
+        of = exchanges(("ag_rs", 28, 1), ("ag_rs-bf16", 20, 1), ("symm", 14, 1))
+        text = shown(of, width)
+        assert there in text
+        assert left_out not in text
+        assert "…" not in text
+        assert "left out" in legend(of, width)[-1]
+
     def test_a_cpus_table_has_errors_and_no_times(self):
         r = Result(case=Case(variant="symm", sizes={"requests": 1}, calls=0), correct=True, error=2e-4)
         text = shown(record("exchange", r, performance=False, limits=[]))
