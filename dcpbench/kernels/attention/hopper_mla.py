@@ -145,6 +145,7 @@ def _score(walk, q_tiles, kv_tiles, q_bars, full, hand, outs, part, size, scale_
     k = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, MMA_S))
     zero = gl.zeros([HEADS, BLOCK_K], gl.float32, layout=MMA_S)
     done = 0
+    turn = 0
     nth = 0
     while start < end:
         tiles, t0, t1 = _piece(length, start, begin, end, BLOCK_K)
@@ -159,14 +160,16 @@ def _score(walk, q_tiles, kv_tiles, q_bars, full, hand, outs, part, size, scale_
                 new_top = gl.maximum(top, gl.max(s, 1) * scale_log2)
                 p = gl.exp2(s * scale_log2 - new_top[:, None])
                 shrink = gl.exp2(top - new_top)
-                _hand_over(p.to(dtype), shrink, hand, done + nth, P_SLOTS)
+                _hand_over(p.to(dtype), shrink, hand, turn, P_SLOTS)
                 total = total * shrink + gl.sum(p, 1)
                 top = new_top
                 done += 1
+                turn += 1
             mbarrier.arrive(q_empty, count=1)
-            # The last turn of a piece makes sums averages; its weights are not looked at.
-            _hand_over(gl.zeros([HEADS, BLOCK_K], dtype, layout=MMA_S), 1.0 / total, hand, done + nth, P_SLOTS)
             nth += 1
+            # The last turn of a piece makes sums averages; its weights are not looked at.
+            _hand_over(gl.zeros([HEADS, BLOCK_K], dtype, layout=MMA_S), 1.0 / total, hand, turn, P_SLOTS)
+            turn += 1
             log2_sum = top + gl.log2(total)
             if (t0 == 0) & (t1 == tiles):
                 gl.store(lse + b.to(gl.int64) * heads + h, log2_sum * ln2, mask=h < heads)
@@ -191,23 +194,25 @@ def _add_values(walk, values, empty, hand, outs, part,
     h = head_block * HEADS + gl.arange(0, HEADS, layout=row)
     c = COLUMN + gl.arange(0, HALF, layout=gl.SliceLayout(0, MMA_O))[None, :]
     done = 0
-    nth = 0
+    turn = 0
     while start < end:
         tiles, t0, t1 = _piece(length, start, begin, end, BLOCK_K)
         if t0 < t1:
             acc = gl.zeros([HEADS, HALF], gl.float32, layout=MMA_O)
             for _ in range(t0, t1):
-                i = (done + nth) % P_SLOTS
-                _wait_full(p_full, done + nth, P_SLOTS)
+                i = turn % P_SLOTS
+                _wait_full(p_full, turn, P_SLOTS)
                 acc = acc * factor_tile.index(i).load(row)[:, None]
                 acc = warpgroup_mma(p_tile.index(i), values.index(done % STAGES), acc)
                 _arrive(empty, done, STAGES)
-                _arrive(p_empty, done + nth, P_SLOTS)
+                _arrive(p_empty, turn, P_SLOTS)
                 done += 1
-            _wait_full(p_full, done + nth, P_SLOTS)
-            acc = acc * factor_tile.index((done + nth) % P_SLOTS).load(row)[:, None]
-            _arrive(p_empty, done + nth, P_SLOTS)
-            nth += 1
+                turn += 1
+            i = turn % P_SLOTS
+            _wait_full(p_full, turn, P_SLOTS)
+            acc = acc * factor_tile.index(i).load(row)[:, None]
+            _arrive(p_empty, turn, P_SLOTS)
+            turn += 1
             live = (h < heads)[:, None]
             if (t0 == 0) & (t1 == tiles):
                 out = (b.to(gl.int64) * heads + h) * (2 * HALF)
