@@ -67,6 +67,7 @@ class SymmetricAllReduce:
 
         `small` replaces the measured size, in bytes of one addend, up to which all addends are read.
         """
+        self.spec = spec
         self.small = ONE_SHOT_BYTES // max(1, group.size - 1) if small is None else small
         size = Carver()
         _Parts(size, spec, group.size, self.small)
@@ -74,7 +75,10 @@ class SymmetricAllReduce:
         self.parts = _Parts(Carver(self.peers.own), spec, group.size, self.small)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See AllReduce."""
+        """See AllReduce. x is at most as large as the spec says."""
+        assert x.is_contiguous()
+        assert x.dtype == self.spec.dtype
+        assert x.numel() <= self.spec.rows * self.spec.columns
         if x.nbytes <= self.small:
             return one_shot(self.peers, self.parts.met_once, self.parts.slots, x)
         return two_shot(self.peers, self.parts.met_twice, self.parts.addends, self.parts.sums, x)

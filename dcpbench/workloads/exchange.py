@@ -21,6 +21,7 @@ import torch
 
 from dcpbench.bench_records import Work
 from dcpbench.exchange import ExchangeSpec, make_exchange
+from dcpbench.exchange.collectives import gather_objects
 from dcpbench.kernels.merge import merge
 from dcpbench.workloads.calls import Calls, relative_error
 from dcpbench.workloads.ranks import everyone
@@ -138,6 +139,7 @@ class ExchangeBench:
                 got_hBR.fill_(float("nan"))
                 if q_BHQ.data_ptr() != mine.q_BhQ.data_ptr():  # else nothing is gathered
                     q_BHQ.fill_(float("nan"))
+            gather_objects(None)  # peers may write the gathered q: none begins before all have spoilt theirs
             run()
             if not all(torch.equal(q_BHQ, inputs.q_BHQ) for q_BHQ, _ in last):
                 return "gathered q is not all ranks' q"

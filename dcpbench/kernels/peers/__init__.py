@@ -1,8 +1,8 @@
 """Kernels that use the memory of other GPUs: gather q, merge partial outputs, add up; each meets its peers inside.
 
 Every rank holds a buffer of the same layout. What a kernel reads or writes at a peer lies where its own does, so that a
-tensor in the own buffer names all ranks' tensors. The kernels are collective: all ranks of a group call them in one order with
-the same sizes.
+tensor in the own buffer names all ranks' tensors. The kernels are collective: all ranks of a group call them in one
+order with the same sizes.
 
 A kernel that waits for peers must not keep theirs from starting: with one block of at most 8 warps on each
 multiprocessor, several of them fit on a GPU at one time, as two exchanges on two streams need.

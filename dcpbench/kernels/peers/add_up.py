@@ -20,8 +20,8 @@ from dcpbench.kernels.peers.meeting import append, meet_blocks, tensor_at, wait_
 if TYPE_CHECKING:
     from dcpbench.kernels.peers import Peers
 
-BLOCK = 1024
-WARPS = 4
+ONE_SHOT_BLOCK, ONE_SHOT_WARPS = 1024, 4
+TWO_SHOT_BLOCK, TWO_SHOT_WARPS = 2048, 8
 ONE_SHOT_GRID = 56
 """The same for all sizes, so that all blocks have met equally often and agree on the slot."""
 
@@ -64,8 +64,8 @@ def one_shot(peers: Peers, counters: torch.Tensor, slots_2: torch.Tensor, x: tor
     out = torch.empty_like(x)
     _one_shot_kernel[(ONE_SHOT_GRID if x.is_cuda else 2,)](
         peers.addresses, peers.offset(counters), peers.offset(slots_2), x, out, x.numel(), slots_2.stride(0),
-        peers.rank, N=peers.size, N_BLOCK=triton.next_power_of_2(peers.size), BLOCK=BLOCK, num_warps=WARPS,
-        **dependent_launch(x.device),
+        peers.rank, N=peers.size, N_BLOCK=triton.next_power_of_2(peers.size), BLOCK=ONE_SHOT_BLOCK,
+        num_warps=ONE_SHOT_WARPS, **dependent_launch(x.device),
     )  # fmt: skip
     return out
 
@@ -116,16 +116,16 @@ def two_shot(
 ) -> torch.Tensor:
     """The sum of all ranks' x, contiguous, in x's dtype, as a new tensor.
 
-    addends and sums: room for x, and for an N-th of it rounded up to BLOCK, in every buffer at the same place, of this
-    function alone. Once is enough: peers have read the addends before the second meeting and the sums before the next
-    call's first.
+    addends and sums: room for x, and for an N-th of it, with 16 numbers more for each part, in every buffer at the same
+    place, of this function alone. Once is enough: peers have read the addends before the second meeting and the sums
+    before the next call's first.
     """
     out = torch.empty_like(x)
     part = -(-x.numel() // (peers.size * 16)) * 16
-    grid = min(triton.cdiv(part, BLOCK), blocks_of(x.device))
+    grid = min(triton.cdiv(part, TWO_SHOT_BLOCK), blocks_of(x.device))
     _two_shot_kernel[(grid,)](
         peers.addresses, peers.offset(counters), peers.offset(addends), peers.offset(sums), x, out, x.numel(), part,
-        peers.rank, N=peers.size, N_BLOCK=triton.next_power_of_2(peers.size), BLOCK=BLOCK, num_warps=WARPS,
-        **dependent_launch(x.device),
+        peers.rank, N=peers.size, N_BLOCK=triton.next_power_of_2(peers.size), BLOCK=TWO_SHOT_BLOCK,
+        num_warps=TWO_SHOT_WARPS, **dependent_launch(x.device),
     )  # fmt: skip
     return out
