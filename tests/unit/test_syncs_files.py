@@ -24,7 +24,7 @@ DAMAGED = (
     b"\x1f\x8b\x08nonsense",
     b'[{"name',
     b"<html>",
-    gzip.compress(b"{}")[:-9],
+    gzip.compress(b"{}", mtime=0)[:-9],
 )
 
 
