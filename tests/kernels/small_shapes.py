@@ -1,0 +1,122 @@
+"""Each fast kernel once, on small shapes and one GPU, for a checker of memory and races.
+
+    compute-sanitizer --tool memcheck python -m tests.kernels.small_shapes [FAMILY…]
+    compute-sanitizer --tool racecheck python -m tests.kernels.small_shapes [FAMILY…]
+
+Families: attention, exchange, kv, peers. Results are compared elsewhere; this only has to reach every kernel.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import torch
+
+from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
+from dcpbench.kernels.head_order import in_head_order
+from dcpbench.kernels.kv_gather import in_token_order, request_table
+from dcpbench.kernels.kv_gather import pack as pack_rows
+from dcpbench.kernels.kv_indices import Share, fill_kv_indices, fill_page_tables
+from dcpbench.kernels.kv_write import write_kv, write_rows
+from dcpbench.kernels.merge import correct
+from dcpbench.kernels.pack import Message, combine, pack
+from dcpbench.kernels.peers.add_up import one_shot, two_shot
+from dcpbench.kernels.peers.gather import gather
+from dcpbench.kernels.peers.merge import merge
+from dcpbench.kernels.value_proj import project_values
+from dcpbench.layout import Prefix
+from tests.kernels.test_peers import Ranks
+
+MET = 1000
+"""A count of meetings that all peers have reached already: ranks run one after another here, and none may wait."""
+MERGE = 1
+"""Place of the merge's counters: signals are their first row alone, behind it blocks count their calls."""
+
+
+def attention() -> None:
+    """A request that is cut, an empty one and one of a single row; one block of heads, and two."""
+    lengths, page = [700, 0, 70, 1], 16
+    used = [-(-n // page) for n in lengths]
+    pages = np.split(np.arange(sum(used), dtype=np.int32), np.cumsum(used)[:-1])
+    kv = _normal(sum(used), page, 576)
+    for heads in (20, 128):
+        spec = AttentionSpec(
+            batch=len(lengths), heads=heads, latent=512, rope=64, page_size=page, max_pages=max(used),
+            scale=576**-0.5, dtype=kv.dtype, device=kv.device,
+        )  # fmt: skip
+        backend = make_backend("triton", spec)
+        backend.plan(Shards(pages=pages, lengths=lengths))
+        o = torch.empty(len(lengths), heads, 512, dtype=kv.dtype, device=kv.device)
+        backend.run(_normal(len(lengths), heads, 576), kv, o, torch.empty(len(lengths), heads, device=kv.device))
+
+
+def exchange() -> None:
+    """The kernels beside NCCL's collectives, for 4 ranks."""
+    batch, heads, ranks = 5, 12, 4
+    o, lse = _normal(batch, heads, 512), _normal(batch, heads).float()
+    correct(o, lse.expand(ranks, -1, -1).contiguous(), 1, torch.float32)
+    out = torch.empty(heads // ranks, batch, 512, device="cuda")
+    combine(pack(o, lse, ranks), Message(batch, heads // ranks, 512, o.dtype), out)
+    project_values(out, _normal(heads // ranks, 512, 128), torch.bfloat16)
+    in_head_order(_normal(ranks, batch, heads // ranks, 576))
+
+
+def kv() -> None:
+    """Writes as bf16 and as bytes, both tables, and a prefix of uneven requests in token order."""
+    new = _normal(77, 576)
+    locs = torch.arange(77, device="cuda")
+    locs[::3] = -1
+    for dtype in (torch.bfloat16, torch.uint8):
+        pool = torch.zeros(77, 576, dtype=dtype, device="cuda")
+        for settled in (False, True):
+            write_rows(pool, new, locs, settled=settled)
+            write_kv(pool, new, locs, rank=0, dcp=2, settled=settled)
+    table = torch.zeros(5, 3000, dtype=torch.int32, device="cuda")
+    slots, lengths = torch.arange(5, device="cuda"), torch.tensor([0, 1, 3000, 2999, 17], device="cuda")
+    counts, starts = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (5, 6))
+    for dcp in (1, 3):
+        share = Share(rank=dcp - 1, dcp=dcp)
+        fill_page_tables(torch.zeros_like(table), counts, table, slots, lengths, share)
+        fill_kv_indices(torch.zeros_like(table).flatten(), starts, counts, table, slots, lengths, share)
+    for requests in ((50, 0, 7), (3,)):
+        prefix = Prefix(requests, 4)
+        parts = [_normal(prefix.part_rows, 576) for _ in range(4)]
+        sources = [part.data_ptr() for part in parts]
+        table_of = request_table(prefix, parts[0].device)
+        in_token_order(_normal(prefix.tokens, 576), parts[0], sources, 0, prefix, table_of)
+        rows = torch.arange(prefix.firsts(0)[-1], dtype=torch.int32, device="cuda")
+        pack_rows(parts[0], _normal(60, 576), rows)
+
+
+def peers() -> None:
+    """Kernels that read and write peers' memory, for 2 and 4 ranks."""
+    for size in (2, 4):
+        ranks = Ranks(size)
+        met = [ranks.counters() for _ in range(4)]
+        for i, counters in enumerate(met):
+            for own in counters:
+                (own[:1] if i == MERGE else own)[:, 1:] = MET
+        everyone = ranks.take(5, 3 * size, 576, dtype=torch.bfloat16)
+        o, lse = ranks.take(5, 3 * size, 512, dtype=torch.bfloat16), ranks.take(5, 3 * size, dtype=torch.float32)
+        slots = ranks.take(2, 1 << 16, dtype=torch.uint8)
+        parts, sums = ranks.take(1 << 16, dtype=torch.uint8), ranks.take(1 << 16, dtype=torch.uint8)
+        for rank in range(size):
+            gather(ranks.peers[rank], met[0][rank], _normal(5, 3, 576), everyone[rank])
+            merge(ranks.peers[rank], met[1][rank], o[rank], lse[rank], torch.empty(3, 5, 512, device="cuda"))
+            one_shot(ranks.peers[rank], met[2][rank], slots[rank], _normal(3, 1001))
+            two_shot(ranks.peers[rank], met[3][rank], parts[rank], sums[rank], _normal(3, 1001))
+
+
+FAMILIES = {"attention": attention, "exchange": exchange, "kv": kv, "peers": peers}
+
+
+def _normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda").to(torch.bfloat16)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or FAMILIES:
+        FAMILIES[name]()
+        torch.cuda.synchronize()
+        sys.stdout.write(f"{name} ran\n")
