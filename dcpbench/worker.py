@@ -90,7 +90,10 @@ class Worker:
     def session_for(self, point: Point) -> Session:
         """The engine for a point: the last one where it can be shared, else a new one in its place."""
         old = self.session
-        if old is not None and budget.same_engine(old.point, point) and budget.same_path(old.point, point):
+        if old is not None and budget.same_engine(old.point, point):
+            if not budget.same_path(old.point, point):
+                self.tell("build")
+                old.follow(point)
             return old
         self.session = old = None
         free_memory(self.device)

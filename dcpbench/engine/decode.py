@@ -82,32 +82,36 @@ class DecodeEngine:
         self.model = model
         self.device = model.kv.data.device
         self.overlap, self.largest = overlap, padded_batch(max_requests)
-        self.made: dict[str, list[Exchange]] = {}
+        self.made: dict[tuple[str, bool], list[Exchange]] = {}
         self.batches: dict[int, Batch] = {}
+        self.side: torch.cuda.Stream | None = None
         self.use(backend, exchange)
-        # Its few blocks go first: behind an attention kernel that fills the machine nothing would overlap.
-        self.beside = torch.cuda.Stream(self.device, priority=-1) if overlap and self.device.type == "cuda" else None
         _, pages, self.page_size, _ = model.kv.data.shape
         self.max_context = max_context
         self.requests = RequestPool(max_requests, max_context, self.device, padding=padding)
         self.allocator = DcpAllocator(pages, self.page_size, model.layout.dcp, model.interleave)
 
-    def use(self, backend: str, exchange: str) -> None:
+    def use(self, backend: str, exchange: str, *, overlap: bool | None = None) -> None:
         """Compute with these from now on; batches, with their plans and graphs, are made anew. Collective.
 
         Raises a DcpbenchError, alike on all ranks, where the exchange cannot work here, and leaves all as it was.
         """
-        if exchange not in self.made:
-            group = self.model.groups.dcp
-            self.made[exchange] = [
-                make_exchange(exchange, group, self._exchange_spec(size))
-                for size in _shares(self.largest, self.overlap)
+        overlap = self.overlap if overlap is None else overlap
+        made = (exchange, overlap)
+        if made not in self.made:
+            self.made[made] = [
+                make_exchange(exchange, self.model.groups.dcp, self._exchange_spec(size))
+                for size in _shares(self.largest, overlap)
             ]
         if self.batches and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # no graph runs any longer that reads what goes now
-        self.backend_name, self.batches = backend, {}
-        self.exchanges = self.made[exchange]
+        self.backend_name, self.overlap, self.batches = backend, overlap, {}
+        self.exchanges = self.made[made]
         """One for each part of a batch: halves must not meet in one exchange's buffers."""
+        if overlap and self.device.type == "cuda" and self.side is None:
+            # Its few blocks go first: behind an attention kernel that fills the machine nothing would overlap.
+            self.side = torch.cuda.Stream(self.device, priority=-1)
+        self.beside = self.side if overlap else None
 
     def admit(self, tokens: int) -> Request:
         """A new request with room for `tokens` tokens. Raises CapacityError when slots or pages run out."""

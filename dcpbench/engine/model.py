@@ -58,12 +58,11 @@ class Model:
     def __init__(
         self, shape: ModelShape, layout: Layout, groups: Groups, weights: Weights, kv: KvPool,
         *, interleave: int, max_context: int, device: torch.device, wide: GroupWide = OWN_HEADS,
-        all_reduce: AllReduce | None = None,
     ) -> None:  # fmt: skip
-        """`all_reduce` sums over the ranks of an attention replica; by default as its group does."""
         self.shape, self.layout, self.groups, self.weights, self.kv = shape, layout, groups, weights, kv
         self.interleave, self.wide = interleave, wide
-        self.all_reduce = all_reduce or groups.attn.all_reduce
+        self.all_reduce: AllReduce = groups.attn.all_reduce
+        """Sums over the ranks of an attention replica."""
         self.heads = shape.heads // layout.attn_tp
         self.routing = moe.Routing.of(shape)
         self.rope_table = rope_table(shape, max_context, device)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dcpbench.engine.weights import Source
+    from dcpbench.exchange.symmetric_all_reduce import AllReduce
     from dcpbench.memory import Plan
     from dcpbench.records import Point
     from dcpbench.shapes import ModelShape
@@ -39,6 +40,20 @@ class Session:
     shape: ModelShape
     plan: Plan
     engine: DecodeEngine
+    reduce_spec: ReduceSpec
+    all_reduces: dict[str, AllReduce] = dataclasses.field(default_factory=dict)
+
+    def follow(self, point: Point) -> None:
+        """Go on with the backend, exchange and reduction of another point of this engine. Collective.
+
+        What was made for earlier points stays, except their graphs: they may come back.
+        """
+        model = self.engine.model
+        if point.all_reduce not in self.all_reduces:
+            self.all_reduces[point.all_reduce] = make_all_reduce(point.all_reduce, model.groups.attn, self.reduce_spec)
+        model.all_reduce = self.all_reduces[point.all_reduce]
+        self.engine.use(*choice.first(point), overlap=point.overlap)
+        self.point = point
 
 
 def build(
@@ -53,17 +68,19 @@ def build(
     groups = make_groups(layout, rank)
     weights = load_weights(source, shape, layout, rank, plan, alive, point.group_wide)
     kv = KvPool(shape.layers, pages, point.page_size, shape.kv_width, dtype, device)
-    spec = ReduceSpec(rows=padded_batch(max_requests), columns=shape.hidden, dtype=dtype, device=device)
     model = Model(
         shape, layout, groups, weights, kv, interleave=point.interleave, max_context=max_context, device=device,
-        wide=point.group_wide, all_reduce=make_all_reduce(point.all_reduce, groups.attn, spec),
+        wide=point.group_wide,
     )  # fmt: skip
     backend, exchange = choice.first(point)
     engine = DecodeEngine(
         model, backend=backend, exchange=exchange, max_requests=max_requests, max_context=max_context,
         overlap=point.overlap,
     )  # fmt: skip
-    return Session(point=point, shape=shape, plan=plan, engine=engine)
+    spec = ReduceSpec(rows=padded_batch(max_requests), columns=shape.hidden, dtype=dtype, device=device)
+    session = Session(point=point, shape=shape, plan=plan, engine=engine, reduce_spec=spec)
+    session.follow(point)
+    return session
 
 
 def free_memory(device: torch.device) -> None:

@@ -32,7 +32,7 @@ def ran(monkeypatch, engine):
 
     def chunk(timer, steps):
         timer.step()
-        name = next(name for name, made in engine.made.items() if made is engine.exchanges)
+        name = next(name for (name, _), made in engine.made.items() if made is engine.exchanges)
         timed.append((engine.backend_name, name))
         return [SLOWEST_MS[name]] * steps, 0.1
 
@@ -65,7 +65,7 @@ class TestChoose:
             "ag_rs": pytest.approx(2000), "a2a": pytest.approx(1000), "symm": pytest.approx(1500),
         }  # fmt: skip
         assert list(dict.fromkeys(ran)) == [("reference", name) for name in SLOWEST_MS]
-        assert engine.exchanges is engine.made["a2a"]
+        assert engine.exchanges is engine.made["a2a", False]
         assert engine.batches == {}, "the others' plans and graphs are gone"
         assert alive, "a watchdog hears of it"
 

@@ -60,6 +60,36 @@ def measured():
 WAIT = SyncSite(found_in="replay", rule="SYNC003", kind="copy-to-host", call="cudaMemcpy", per_step=1, wait_us=9)
 
 
+class TestFollow:
+    def test_points_of_one_engine_share_its_weights_whatever_they_are_computed_with(self):
+        """From the reference to Triton in halves and back: the weights and the pool stay, what was planned goes."""
+        built = session()
+        engine = built.engine
+        weights, pool, plain = engine.model.weights, engine.model.kv.data, engine.exchanges
+        engine.batch(3)
+        built.follow(msgspec.structs.replace(POINT, backend="triton", overlap=True))
+        assert (engine.backend_name, len(engine.exchanges), engine.batches) == ("triton", 2, {})
+        assert [p.size for p in engine.batch(3).parts] == [2, 2]
+        assert built.point.overlap
+        built.follow(POINT)
+        assert (engine.backend_name, engine.exchanges is plain, engine.batches) == ("reference", True, {})
+        assert engine.model.weights is weights
+        assert engine.model.kv.data is pool
+
+    def test_so_do_points_that_reduce_in_another_way(self):
+        """A symmetric all-reduce is made once, and the group's comes back."""
+        built = session()
+        model = built.engine.model
+        plain = model.all_reduce
+        built.follow(msgspec.structs.replace(POINT, all_reduce="symm"))
+        symmetric = model.all_reduce
+        assert symmetric != plain
+        built.follow(POINT)
+        assert model.all_reduce == plain
+        built.follow(msgspec.structs.replace(POINT, all_reduce="symm"))
+        assert model.all_reduce is symmetric
+
+
 class TestRecord:
     def test_metrics_follow_from_the_steps(self, measured):
         """3 tokens in 2 ms are 1,500 tok/s, of one user 500; 100 steps a chunk."""
