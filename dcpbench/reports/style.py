@@ -100,11 +100,18 @@ def headline(figure: Figure, title: str, *, narrow: bool) -> None:
     figure.suptitle("\n".join(textwrap.wrap(title, 40 if narrow else 90)), fontsize=12)
 
 
+LEGEND_LINES = 4
+LEGEND_LINE_INCHES = 0.2
+"""Lines of a legend that a figure has room for, and how much taller each further one makes it."""
+
+
 def legend_below(figure: Figure, handles: list[Any]) -> None:
-    """A legend outside the panels, in as many columns as the figure is wide."""
+    """A legend outside the panels, in as many columns as the figure is wide, which grows with a long one."""
     longest = max(len(str(handle.get_label())) for handle in handles)
-    columns = int(figure.get_figwidth() * 72 / (longest * 5.4 + 48))
-    figure.legend(handles=handles, loc="outside lower center", ncols=max(1, min(columns, len(handles))), fontsize=9)
+    columns = max(1, min(int(figure.get_figwidth() * 72 / (longest * 5.4 + 48)), len(handles)))
+    more = max(0, -(-len(handles) // columns) - LEGEND_LINES)
+    figure.set_figheight(figure.get_figheight() + more * LEGEND_LINE_INCHES)
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=9)
 
 
 def columns_for(panels: int, *, narrow: bool) -> int:
