@@ -136,7 +136,7 @@ def _scaled(label: str, scale: str) -> str:
 def _series(panel: pd.DataFrame, style: Style) -> Iterator[tuple[pd.DataFrame, dict[str, object]]]:
     """The points of each layout, variant and run with the look of their line."""
     for (layout, variant, run), line in panel.groupby(["layout", "variant", "run"], sort=False):
-        look = {
+        look: dict[str, object] = {
             "color": style.colour(str(layout)),
             "linestyle": style.line(str(variant)),
             "marker": style.marker(str(layout), str(run)),

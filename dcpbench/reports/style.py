@@ -32,7 +32,10 @@ PHASE_COLOURS = {
 REST_COLOUR = "#777777"
 IDLE_COLOUR = "#DDDDDD"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-LINES = ("-", "--", ":", "-.")
+Line = str | tuple[int, tuple[int, ...]]
+LINES: tuple[Line, ...] = (
+    "-", "--", ":", "-.", (0, (8, 2)), (0, (1, 3)), (0, (5, 1, 1, 1, 1, 1)), (0, (3, 4)),
+)  # fmt: skip
 WATERMARK = "CPU: functional run,\nnot performance"
 LOG_RANGE = 20
 """An axis becomes logarithmic when its values span more than this factor."""
@@ -73,7 +76,7 @@ class Style:
         """Colour of a layout."""
         return LAYOUT_COLOURS[self.layouts.index(layout) % len(LAYOUT_COLOURS)]
 
-    def line(self, variant: str) -> str:
+    def line(self, variant: str) -> Line:
         """Line style of a backend or an exchange with its options."""
         return LINES[self.variants.index(variant) % len(LINES)]
 
