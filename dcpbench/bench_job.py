@@ -13,7 +13,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -87,7 +86,7 @@ def _ranks(job: BenchJob, folder: Path, worker: str) -> Iterator[list[Process]]:
     before = {number: signal.signal(number, lambda n, _: sys.exit(128 + n)) for number in signals}
     started: list[Process] = []
     try:
-        environment = dict(os.environ) | _meeting(job)
+        environment = dict(os.environ) | _without_gpu(job)
         for rank in range(job.ranks):
             with (folder / f"rank-{rank}.log").open("wb") as log:
                 started.append(
@@ -106,15 +105,9 @@ def _ranks(job: BenchJob, folder: Path, worker: str) -> Iterator[list[Process]]:
             signal.signal(number, handler)
 
 
-def _meeting(job: BenchJob) -> dict[str, str]:
-    """What ranks find each other by, and how they run without a GPU."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(job.ranks)}
-    if job.device == "cpu":
-        found |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return found
+def _without_gpu(job: BenchJob) -> dict[str, str]:
+    """How ranks run on the CPU."""
+    return {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} if job.device == "cpu" else {}
 
 
 def _events(path: Path, begin: int) -> tuple[list[Event], int]:

@@ -213,7 +213,7 @@ def main(path: str) -> None:
     else:
         device = torch.device("cpu")
         torch.set_num_threads(1)
-    join(rank, job.ranks, device)
+    join(rank, job.ranks, device, folder)
     worker = BenchWorker(job, folder, rank, device)
     with torch.inference_mode():
         worker.run()

@@ -1,6 +1,5 @@
 """What one rank of a bench runs into, all of them hear of."""
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +11,10 @@ from dcpbench.workloads.ranks import RankError, everyone, one_of, together
 ROOT = Path(__file__).parents[2]
 RANK = """
 import os, torch
+from pathlib import Path
 from dcpbench.workloads.ranks import RankError, everyone, join, one_of, together
 rank = int(os.environ["RANK"])
-join(rank, 2, torch.device("cpu"))
+join(rank, 2, torch.device("cpu"), Path(os.environ["FOLDER"]))
 def step():
     if rank == 1:
         raise ValueError("no peer access\\nand more")
@@ -26,16 +26,14 @@ except RankError as e:
 print(together(lambda: rank))
 print(one_of("bad" if rank == 1 else ""), "|", one_of("all bad"), "|", one_of(""))
 print(everyone().size)
+torch.distributed.destroy_process_group()
 """
 
 
 @pytest.mark.distributed
-def test_an_error_of_one_rank_becomes_that_of_all_and_they_go_on_together():
+def test_an_error_of_one_rank_becomes_that_of_all_and_they_go_on_together(tmp_path):
     """Otherwise rank 0 would wait in the next collective for a rank that has given up."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    environment = {"FOLDER": str(tmp_path), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     started = [
         subprocess.Popen(
             [sys.executable, "-c", RANK], env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True
