@@ -1,0 +1,54 @@
+"""The plainest hand-over between warpgroups: one stores and arrives at a barrier, the other waits and loads.
+
+Each turn has its own memory and its own barrier.
+
+What a checker of races reports here it reports of every kernel that Triton divides among warpgroups:
+
+    compute-sanitizer --tool racecheck python -m tests.kernels.hand_over
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+TURNS, WIDTH = 4, 128
+
+
+@gluon.jit
+def _give(tile, full, TURNS: gl.constexpr, WIDTH: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    i = gl.arange(0, WIDTH, layout=layout)
+    for turn in range(TURNS):
+        tile.index(turn).store((i + turn).to(gl.float32))
+        mbarrier.arrive(full.index(turn), count=1)
+
+
+@gluon.jit
+def _take(tile, full, out, TURNS: gl.constexpr, WIDTH: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    i = gl.arange(0, WIDTH, layout=layout)
+    for turn in range(TURNS):
+        mbarrier.wait(full.index(turn), 0)
+        gl.store(out + turn * WIDTH + i, tile.index(turn).load(layout))
+
+
+@gluon.jit
+def hand_over_kernel(out, TURNS: gl.constexpr, WIDTH: gl.constexpr):
+    """Row t of `out` [TURNS, WIDTH] becomes t, t + 1, …; each row has a place and a barrier of its own."""
+    tile = gl.allocate_shared_memory(gl.float32, [TURNS, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
+    for turn in gl.static_range(TURNS):
+        mbarrier.init(full.index(turn), count=1)
+    gl.warp_specialize([(_take, (tile, full, out, TURNS, WIDTH)), (_give, (tile, full, TURNS, WIDTH))], [4], [96])
+
+
+if __name__ == "__main__":
+    out = torch.empty(TURNS, WIDTH, device="cuda")
+    hand_over_kernel[(1,)](out, TURNS, WIDTH, num_warps=4)
+    rows = torch.arange(TURNS)[:, None] + torch.arange(WIDTH)
+    sys.stdout.write(f"handed over: {'right' if torch.equal(out.cpu(), rows.float()) else 'WRONG'}\n")
