@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 PHASE_COLUMN = re.compile(r"phase_.+_us")
 MOST_LOADS = 3
 """Concurrencies shown in the phase figure; of more, the lowest, the middle and the highest."""
+LABEL_WIDTH = 30
+"""Letters of a bar's label on a line; a longer one takes two."""
 
 
 def phases_in_ms(points: pd.DataFrame) -> pd.DataFrame:
@@ -59,7 +62,8 @@ def draw_phases(points: pd.DataFrame, style: Style, title: str, *, narrow: bool)
     columns = columns_for(len(contexts), narrow=narrow)
     height = math.ceil(len(contexts) / columns)
     width = 4.4 if narrow else max(2.9 * columns + 1.3, 6.0)
-    figure = Figure(figsize=(width, height * (0.2 * len(rows) + 0.9) + 1.1), layout="constrained")
+    row_inches = 0.32 if any("\n" in _name(label) for label in labels) else 0.2
+    figure = Figure(figsize=(width, height * (row_inches * len(rows) + 0.9) + 1.1), layout="constrained")
     headline(figure, title, narrow=narrow)
     axes = list(figure.subplots(height, columns, squeeze=False).flat)
     for ax in axes[len(contexts) :]:
@@ -81,6 +85,11 @@ def draw_phases(points: pd.DataFrame, style: Style, title: str, *, narrow: bool)
 
 def _colour(phase: str) -> str:
     return PHASE_COLOURS.get(phase, REST_COLOUR)
+
+
+def _name(label: str) -> str:
+    """A bar's label on up to two lines."""
+    return "\n".join(textwrap.wrap(plain(label, 2 * LABEL_WIDTH), LABEL_WIDTH)[:2])
 
 
 def _stack(ax: Axes, panel: pd.DataFrame, rows: list[tuple[int, str]], times: pd.DataFrame) -> None:
@@ -106,9 +115,7 @@ def _stack(ax: Axes, panel: pd.DataFrame, rows: list[tuple[int, str]], times: pd
                 ax.barh(y, ms, left=left, height=0.8, color=_colour(str(name)))
                 left += ms
         ax.barh(y, idle_us / 1e3, left=left, height=0.8, color=IDLE_COLOUR, hatch="///", edgecolor="#999999")
-    ax.set_yticks(
-        range(len(rows)), [plain(label, 30) if label else f"concurrency {c}" for c, label in rows], fontsize=9
-    )
+    ax.set_yticks(range(len(rows)), [_name(label) if label else f"concurrency {c}" for c, label in rows], fontsize=9)
     ax.set_ylim(len(rows) - 0.4, -0.6)
     for tick, (_, label) in zip(ax.get_yticklabels(), rows, strict=True):
         tick.set_fontweight("normal" if label else "bold")

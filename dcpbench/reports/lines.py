@@ -137,9 +137,9 @@ def _series(panel: pd.DataFrame, style: Style) -> Iterator[tuple[pd.DataFrame, d
     """The points of each layout, variant and run with the look of their line."""
     for (layout, variant, run), line in panel.groupby(["layout", "variant", "run"], sort=False):
         look: dict[str, object] = {
-            "color": style.colour(str(layout)),
+            "color": style.colour(str(layout), str(variant)),
             "linestyle": style.line(str(variant)),
-            "marker": style.marker(str(layout), str(run)),
+            "marker": style.marker(str(layout), str(run), str(variant)),
             "markersize": 5,
             "linewidth": 1.6,
         }
@@ -154,10 +154,16 @@ def _legend(figure: Figure, points: pd.DataFrame, style: Style, more: list[Line2
     )
     several = len(style.runs) > 1
     handles = []
-    for name in layouts:
-        marker = "" if several else style.marker(name, "")
-        handles.append(Line2D([], [], color=style.colour(name), marker=marker, markersize=5, label=plain(name)))
-    if len(style.variants) > 1:
+    for layout, variant in (
+        [(style.layouts[0], v) for v in variants] if style.by_variant else [(x, "") for x in layouts]
+    ):
+        look = {
+            "color": style.colour(layout, variant),
+            "marker": "" if several else style.marker(layout, "", variant),
+            "linestyle": style.line(variant) if variant else "-",
+        }
+        handles.append(Line2D([], [], markersize=5, label=plain(f"{layout} {variant}".strip()), **look))
+    if len(style.variants) > 1 and not style.by_variant:
         lines = [(style.line(name), plain(name) or "no exchange") for name in variants]
         handles += [Line2D([], [], color=GREY, linestyle=line, label=label) for line, label in lines]
     if several:

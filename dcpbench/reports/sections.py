@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.reports import chosen, explain, findings, sync_sites, tables
+from dcpbench.reports import chosen, exchanges, explain, findings, sync_sites, tables
 
 if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
@@ -31,12 +31,16 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
     points = frames.points
     timed = findings.timed(frames)
     repeats = findings.repeats(frames)
+    exchanged = exchanges.frame(timed)
     sections = [
         Section(
             slug="findings",
             title="What the records say",
-            bullets=findings.headline(frames),
-            tables=[tables.best(findings.best_per_load(timed)), tables.ratios(findings.dcp_against_baseline(timed))],
+            bullets=[*findings.headline(frames), *exchanges.sentences(exchanged, frames)],
+            tables=[
+                tables.best(findings.best_per_load(timed)), tables.ratios(findings.dcp_against_baseline(timed)),
+                exchanges.table(exchanged),
+            ],
         ),
         Section(
             slug="run", title="What was run", commands=explain.commands(frames), tables=[tables.runs(frames)],

@@ -55,7 +55,10 @@ RC: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """Colour by layout, line by variant, marker by run (by layout where there is one run)."""
+    """Colour by layout, line by variant, marker by run (by layout where there is one run).
+
+    Where one layout was run in several variants, colours and markers are theirs.
+    """
 
     layouts: list[str]
     variants: list[str]
@@ -72,17 +75,25 @@ class Style:
             )
         )
 
-    def colour(self, layout: str) -> str:
-        """Colour of a layout."""
-        return LAYOUT_COLOURS[self.layouts.index(layout) % len(LAYOUT_COLOURS)]
+    @property
+    def by_variant(self) -> bool:
+        """Whether colours tell variants apart, as there is but one layout."""
+        return len(self.layouts) == 1 and len(self.variants) > 1
+
+    def colour(self, layout: str, variant: str = "") -> str:
+        """Colour of a layout; of a variant where colours are variants'."""
+        return LAYOUT_COLOURS[self._place(layout, variant) % len(LAYOUT_COLOURS)]
+
+    def _place(self, layout: str, variant: str) -> int:
+        return self.variants.index(variant) if self.by_variant and variant else self.layouts.index(layout)
 
     def line(self, variant: str) -> Line:
         """Line style of a backend or an exchange with its options."""
         return LINES[self.variants.index(variant) % len(LINES)]
 
-    def marker(self, layout: str, run: str) -> str:
-        """Marker of a run; of a layout where there is only one run, as a second sign beside its colour."""
-        index = self.runs.index(run) if len(self.runs) > 1 else self.layouts.index(layout)
+    def marker(self, layout: str, run: str, variant: str = "") -> str:
+        """Marker of a run; of what the colour stands for where there is only one run, as a second sign beside it."""
+        index = self.runs.index(run) if len(self.runs) > 1 else self._place(layout, variant)
         return MARKERS[index % len(MARKERS)]
 
 

@@ -1,0 +1,106 @@
+"""What exchanges are compared with, and how points of one layout are told apart in figures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from dcpbench.layout import Layout
+from dcpbench.metrics import decode_metrics
+from dcpbench.reports import exchanges, findings, frames
+from dcpbench.reports.bars import draw_phases
+from dcpbench.reports.lines import draw_itl
+from dcpbench.reports.style import Style
+from tests.unit import record_builder as build
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.records import Point, Record
+
+DCP = Layout(4, 1, 4)
+PLAIN, A2A, SYMM = (build.point(DCP, exchange=name) for name in ("ag_rs", "a2a", "symm"))
+
+
+def exact(of: Point, *steps: float) -> Record:
+    """A record with exactly these step times."""
+    return msgspec.structs.replace(
+        build.ok(of, steps=1), metrics=decode_metrics(list(steps), of.concurrency, of.tp)
+    )  # fmt: skip
+
+
+def loaded(tmp_path: Path, *records: Record) -> frames.Frames:
+    """Records written and read again."""
+    return frames.load([build.write(tmp_path / "run", records)])
+
+
+def test_each_exchange_is_compared_with_the_plain_one_of_the_same_point(tmp_path: Path) -> None:
+    """10 ms with ag_rs; 9 with symm, 10 with a2a that replicates q, and ag_rs that overlaps takes 12."""
+    wide = build.point(DCP, exchange="a2a", q_replicate=True)
+    halves = build.point(DCP, exchange="ag_rs", overlap=True)
+    read = loaded(tmp_path, exact(PLAIN, 10), exact(SYMM, 9), exact(wide, 10), exact(halves, 12))
+    found = exchanges.frame(findings.timed(read)).set_index("with")
+    assert dict(found["ratio"]) == pytest.approx({"symm": 0.9, "a2a +q-replicate": 1.0, "ag_rs +overlap": 1.2})
+    assert dict(found["verdict"]) == {
+        "symm": "shorter", "a2a +q-replicate": "no clear difference", "ag_rs +overlap": "longer"
+    }  # fmt: skip
+    [said] = exchanges.sentences(found.reset_index(), read)
+    assert "ITL over that with ag_rs, everything else being the same" in said
+    assert all(part in said for part in ("symm 0.900", "a2a +q-replicate 1.000", "ag_rs +overlap 1.200"))
+    assert len(exchanges.table(found.reset_index()).rows) == 3
+
+
+def test_points_that_differ_in_more_than_the_exchange_are_not_compared(tmp_path: Path) -> None:
+    """Another backend, another all-reduce, another context; and no comparison where the plain exchange did not run."""
+    others = [
+        build.point(DCP, exchange="symm", **change)
+        for change in ({"backend": "triton"}, {"all_reduce": "symm"}, {"context": 5})
+    ]
+    read = loaded(tmp_path, exact(PLAIN, 10), *(exact(point, 9) for point in others))
+    assert exchanges.frame(findings.timed(read)).empty
+    alone = loaded(tmp_path / "alone", exact(SYMM, 9), exact(A2A, 9))
+    found = exchanges.frame(findings.timed(alone))
+    assert found.empty
+    assert exchanges.sentences(found, alone) == []
+    assert exchanges.table(found).rows == []
+
+
+def test_several_loads_are_one_sentence_with_the_least_and_the_most(tmp_path: Path) -> None:
+    """0.9 at one context, 0.95 at the other."""
+    longer = [msgspec.structs.replace(p, context=64000) for p in (PLAIN, SYMM)]
+    read = loaded(tmp_path, exact(PLAIN, 10), exact(SYMM, 9), exact(longer[0], 20), exact(longer[1], 19))
+    [said] = exchanges.sentences(exchanges.frame(findings.timed(read)), read)
+    assert said.endswith("symm 0.900 to 0.950.")
+
+
+def test_variants_of_one_layout_have_colours_and_markers_of_their_own(tmp_path: Path) -> None:
+    """Otherwise points at one concurrency, where no line is drawn, would all look the same."""
+    read = loaded(tmp_path, exact(PLAIN, 10), exact(A2A, 9), exact(SYMM, 8))
+    style = Style.of(read.points)
+    figure = draw_itl(read.points, style, "title", narrow=False)
+    lines = [line for line in figure.axes[0].get_lines() if line.get_marker() in "os^"]
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) == 3
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend[:3] == ["tp4·dcp4 a2a", "tp4·dcp4 ag_rs", "tp4·dcp4 symm"]
+
+
+def test_layouts_keep_their_colours_where_there_are_several(tmp_path: Path) -> None:
+    """A layout's colour is the same for all its variants."""
+    read = loaded(tmp_path, exact(build.point(Layout(4)), 9), exact(PLAIN, 10), exact(SYMM, 8))
+    style = Style.of(read.points)
+    assert style.colour("tp4·dcp4", "ag_rs") == style.colour("tp4·dcp4", "symm") != style.colour("tp4")
+
+
+def test_long_labels_of_bars_take_two_lines(tmp_path: Path) -> None:
+    """What tells two bars apart stands at the end of their labels."""
+    points = [
+        build.point(DCP, exchange=name, backend=backend, all_reduce=reduce)
+        for name, backend, reduce in (("a2a", "flashinfer", "nccl"), ("symm", "triton", "symm"))
+    ]
+    read = loaded(tmp_path, *(exact(point, 9) for point in points))
+    figure = draw_phases(read.points, Style.of(read.points), "title", narrow=False)
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert any(label.replace("\n", " ").endswith("symm all-reduce)") for label in labels)
+    assert all(len(line) <= 30 for label in labels for line in label.splitlines())
