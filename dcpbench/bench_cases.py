@@ -60,11 +60,11 @@ def attention_cases(
 
     Raises UsageError for values that cannot work.
     """
-    _names("--lengths", lengths, LENGTHS)
     cpu = machine.cpu
     here = ("reference", "triton") if cpu else ("flashinfer", "triton")
     backends = _names("--backend", backend, BACKENDS) if backend else here
     grid = itertools.product(
+        _names("--lengths", lengths, LENGTHS),
         _counts("--page", page, (4,) if cpu else (64,)),
         _counts("--context", context, (16,) if cpu else (8192, 131072)),
         _counts("--requests", requests, (1, 3) if cpu else (1, 8, 64)),
@@ -75,9 +75,9 @@ def attention_cases(
     return [
         Case(
             variant=name, calls=calls,
-            sizes={"heads": h, "requests": b, "context": s, "page": p, "lengths": lengths},
+            sizes={"heads": h, "requests": b, "context": s, "page": p, "lengths": division},
         )
-        for p, s, b, h, name in grid
+        for division, p, s, b, h, name in grid
     ]  # fmt: skip
 
 

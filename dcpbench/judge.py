@@ -113,13 +113,11 @@ def _check_dtype(point: Point) -> None:
 
 def _check_auto(point: Point, machine: Machine) -> None:
     open_ = [f"--{name} {AUTO}" for name in ("backend", "exchange") if getattr(point, name) == AUTO]
+    asked = f"{' and '.join(open_)} choose{'s' if len(open_) == 1 else ''} by time"
     if open_ and not machine.timed:
-        raise UsageError(f"{', '.join(open_)} chooses by time, and verify measures none; name what it should compare.")
+        raise UsageError(f"{asked}, and verify measures none; name what it should compare.")
     if open_ and machine.probe.device == "cpu":
-        raise UsageError(
-            f"{', '.join(open_)} chooses by time, and times of a CPU say nothing; use --backend reference --exchange "
-            f"{EXCHANGES[0]}."
-        )
+        raise UsageError(f"{asked}, and times of a CPU say nothing; use --backend reference --exchange {EXCHANGES[0]}.")
 
 
 def _check_backend(point: Point, shape: ModelShape, machine: Machine) -> None:

@@ -22,17 +22,12 @@ from dcpbench.jobs import Failure, Job, Probe
 from dcpbench.records import RecordFile
 from dcpbench.shapes import load_shape
 from dcpbench.workloads import decode, verify
+from dcpbench.workloads.ranks import start
 from dcpbench.workloads.session import build, free_memory
 
 if TYPE_CHECKING:
     from dcpbench.records import Point
     from dcpbench.workloads.session import Session
-
-NCCL_DEFAULTS = {"NCCL_GRAPH_MIXING_SUPPORT": "0"}
-"""Set where the environment does not say otherwise; records keep what was in force. The collectives of our steps are in
-one order, so NCCL need not keep captured and eager ones apart, which costs some microseconds at each of them."""
-COLLECTIVE_TIMEOUT = dt.timedelta(minutes=30)
-"""Longer than the launcher's watchdog, which has the better story to tell about a hang."""
 
 
 class Worker:
@@ -130,17 +125,12 @@ def main(path: str) -> int:
     stacks = (folder / f"stacks-{rank}.txt").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     if job.device == "cuda":
-        for name, value in NCCL_DEFAULTS.items():
-            os.environ.setdefault(name, value)
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        # No device_id: with it torch splits later groups off the first communicator, and NCCL then orders the launches
-        # of all of them, which costs some microseconds at every collective of a captured graph.
-        dist.init_process_group("nccl", timeout=COLLECTIVE_TIMEOUT)
     else:
         device = torch.device("cpu")
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+    start(device)
     worker = None
     try:
         worker = Worker(job, rank, device)

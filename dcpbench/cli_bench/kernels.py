@@ -39,7 +39,7 @@ Page = Annotated[
 ]  # fmt: skip
 Lengths = Annotated[
     str,
-    typer.Option("--lengths", metavar="NAME", rich_help_panel=WHAT, help="even: all requests have --context rows. "
+    typer.Option("--lengths", metavar="NAME,…", rich_help_panel=WHAT, help="even: all requests have --context rows. "
     "uneven: from 1/8 to 15/8 of it, the same in all."),
 ]  # fmt: skip
 Backend = Annotated[

@@ -11,7 +11,7 @@ import os
 import socket
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,13 @@ from dcpbench.errors import CapacityError
 from dcpbench.kernels.peers import Peers
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dcpbench.exchange.collectives import Group
 
 SHARED_FOLDER = Path("/dev/shm")  # noqa: S108 - Linux's shared memory, not a place for temporary files
+
+Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +48,7 @@ def allocate(group: Group, nbytes: int, device: torch.device, option: str, inste
     """A zeroed buffer on every rank that all others of the group can read. Collective.
 
     `option` is what asks for it and `instead` what works without it, for the error. Raises CapacityError, on all ranks
-    alike, where the ranks' hosts or GPUs are such that they cannot read each other's memory.
+    alike, where they cannot read each other's memory or one of them was refused it.
     """
     advice = f"use {instead} instead."
     if group.handle is None:
@@ -71,6 +75,22 @@ def check(places: list[Place], option: str, advice: str) -> None:
         raise CapacityError(f"{option} needs one GPU for each of {len(gpus)} ranks, not {len(set(gpus))}; {advice}")
 
 
+def agreed(group: Group, step: Callable[[], Value], error: str) -> Value:
+    """What `step` gives here. Raises CapacityError on all ranks where it was refused on one: none goes on alone.
+
+    `error` is the message, with {} for the reason.
+    """
+    reason = ""
+    try:
+        value = step()
+    except (RuntimeError, OSError) as refused:
+        reason = str(refused).partition("\n")[0] or type(refused).__name__
+    told = next(filter(None, _everywhere(group, reason)), "")
+    if told:
+        raise CapacityError(error.format(f"memory that peers can read was refused ({told})"))
+    return value
+
+
 def _everywhere(group: Group, value: object) -> list[Any]:
     values: list[Any] = [None] * group.size
     dist.all_gather_object(values, value, group=group.handle)
@@ -88,14 +108,11 @@ def _on_gpus(group: Group, nbytes: int, device: torch.device, error: str) -> Pee
     ]  # fmt: skip
     if any(_everywhere(group, blind)):
         raise CapacityError(error.format("these GPUs have no peer access to each other"))
-    assert group.handle is not None
-    try:
-        own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-        handle = symmetric_memory.rendezvous(own, group.handle)
-    except RuntimeError as refused:
-        reason = str(refused).splitlines()[0]
-        raise CapacityError(error.format(f"torch's symmetric memory was refused ({reason})")) from refused
-    pointers = list(handle.buffer_ptrs)
+    handle = group.handle
+    assert handle is not None
+    own = agreed(group, lambda: symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device), error)
+    shared = agreed(group, lambda: symmetric_memory.rendezvous(own, handle), error)
+    pointers = list(shared.buffer_ptrs)
     shift = own.data_ptr() - pointers[group.rank]
     return Peers(
         rank=group.rank,
@@ -107,11 +124,7 @@ def _on_gpus(group: Group, nbytes: int, device: torch.device, error: str) -> Pee
 def _on_cpu(group: Group, nbytes: int, device: torch.device, error: str) -> Peers:  # noqa: ARG001 - as on GPUs
     if not SHARED_FOLDER.is_dir():
         raise CapacityError(error.format(f"this machine has no {SHARED_FOLDER}, where processes share memory"))
-    name = None
-    if group.rank == 0:
-        descriptor, name = tempfile.mkstemp(prefix="dcpbench-", dir=SHARED_FOLDER)
-        os.truncate(descriptor, nbytes * group.size)
-        os.close(descriptor)
+    name = agreed(group, lambda: _new_file(nbytes * group.size) if group.rank == 0 else "", error)
     name = _everywhere(group, name)[0]
     everyone = torch.from_file(name, shared=True, size=nbytes * group.size, dtype=torch.uint8)
     _everywhere(group, None)  # all have it open
@@ -123,3 +136,15 @@ def _on_cpu(group: Group, nbytes: int, device: torch.device, error: str) -> Peer
         addresses=tuple(everyone.data_ptr() + peer * nbytes for peer in order),
         own=everyone[group.rank * nbytes : (group.rank + 1) * nbytes],
     )
+
+
+def _new_file(nbytes: int) -> str:
+    descriptor, name = tempfile.mkstemp(prefix="dcpbench-", dir=SHARED_FOLDER)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)  # a file with holes would end us where the folder is full
+    except OSError:
+        Path(name).unlink()
+        raise
+    finally:
+        os.close(descriptor)
+    return name

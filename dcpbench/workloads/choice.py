@@ -17,6 +17,7 @@ import torch
 
 from dcpbench.choices import AUTO, EXCHANGES, TIMED_BACKENDS
 from dcpbench.errors import DcpbenchError
+from dcpbench.exchange.collectives import gather_objects
 from dcpbench.measure import Timer, time_chunks
 from dcpbench.records import Choice, Tried
 from dcpbench.stats import StopRule
@@ -62,13 +63,12 @@ def choose(engine: DecodeEngine, point: Point, load: Load, alive: Callable[[], N
     refused: DcpbenchError | None = None
     for backend, exchange in candidates(point):
         alive()
-        try:
-            engine.use(backend, exchange)
-            batch = engine.plan(load.requests, load.rows)
-        except DcpbenchError as e:
-            refused = e
-            found.append(Tried(backend=backend, exchange=exchange, reason=str(e)))
+        refusal = _refusal(engine, backend, exchange, load)
+        if refusal is not None:
+            refused = refusal
+            found.append(Tried(backend=backend, exchange=exchange, reason=str(refusal)))
             continue
+        batch = engine.plan(load.requests, load.rows)
         found.append(Tried(backend=backend, exchange=exchange, layer_us=_layer_us(engine, batch, alive)))
     times = {(c.backend, c.exchange): c.layer_us for c in found if c.layer_us is not None}
     if not times:
@@ -77,6 +77,17 @@ def choose(engine: DecodeEngine, point: Point, load: Load, alive: Callable[[], N
     backend, exchange = min(times, key=lambda name: times[name])
     engine.use(backend, exchange)
     return Choice(backend=backend, exchange=exchange, candidates=found)
+
+
+def _refusal(engine: DecodeEngine, backend: str, exchange: str, load: Load) -> DcpbenchError | None:
+    """Why a candidate cannot run, on whichever rank: no rank may wait in what the others pass over."""
+    refusal = None
+    try:
+        engine.use(backend, exchange)
+        engine.plan(load.requests, load.rows)
+    except DcpbenchError as e:
+        refusal = e
+    return next((e for e in gather_objects(refusal) if e is not None), None)
 
 
 def _layer_us(engine: DecodeEngine, batch: Batch, alive: Callable[[], None]) -> float:

@@ -108,6 +108,7 @@ class KvGather:
         layers = min(len(inputs.pools), ALLOCATING_CALLS) if allocates else len(inputs.pools)
         row_bytes = WIDTH * task.dtype.itemsize
         own = len(task.rows)
+        received = (task.prefix.tokens - own) * row_bytes
         return Calls(
             calls=self._calls(case.variant, inputs, lend)[:layers],
             to_capture=self._calls(case.variant, inputs, lambda: contextlib.nullcontext(kept))[:layers],
@@ -115,8 +116,8 @@ class KvGather:
             written_bytes=layers * (own + task.prefix.tokens) * row_bytes,
             work=Work(
                 memory_bytes=(own + task.prefix.tokens) * row_bytes,
-                received_bytes=(task.prefix.tokens - own) * row_bytes,
-                wire_bytes=(self.group.size - 1) * task.part_bytes() if case.variant == "nccl" else 0,
+                received_bytes=received,
+                wire_bytes=(self.group.size - 1) * task.part_bytes() if case.variant == "nccl" else received,
                 barriers=1,
             ),
         )

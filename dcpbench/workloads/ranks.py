@@ -1,4 +1,4 @@
-"""The ranks of a bench: how they find each other, and how they agree on what one of them has run into."""
+"""Ranks: how they find each other, and how they agree on what one of them has run into."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import time
 from typing import TYPE_CHECKING, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 
 from dcpbench.exchange.collectives import Group, gather_objects
@@ -17,11 +16,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-NCCL_DEFAULTS = {"NCCL_GRAPH_MIXING_SUPPORT": "0"}
-"""As in worker.py: our calls run in one stream, so NCCL need not keep captured and eager collectives apart."""
-COLLECTIVE_TIMEOUT = dt.timedelta(minutes=30)
-"""Longer than the bench's own watchdog, which has the better story to tell about a hang."""
+    import torch
+    from torch._C._distributed_c10d import Store
 
+NCCL_DEFAULTS = {"NCCL_GRAPH_MIXING_SUPPORT": "0"}
+"""Set where the environment does not say otherwise; records keep what was in force. Our collectives are in one order,
+so NCCL need not keep captured and eager ones apart, which costs some microseconds at each of them."""
+COLLECTIVE_TIMEOUT = dt.timedelta(minutes=30)
+"""Longer than our own watchdogs, which have the better story to tell about a hang."""
+
+TCPStore = dist.TCPStore  # type: ignore[attr-defined]
 LOOK_S = 0.02
 """Time between two looks for the file in which rank 0 leaves its port."""
 
@@ -36,25 +40,31 @@ def join(rank: int, ranks: int, device: torch.device, folder: Path) -> None:
     """Be one rank of several, which find each other by a file in `folder`; nothing for one alone."""
     if ranks == 1:
         return
-    for name, value in NCCL_DEFAULTS.items():
-        os.environ.setdefault(name, value)
+    start(device, store=_store(rank, ranks, folder / "port"), rank=rank, ranks=ranks)
+
+
+def start(device: torch.device, store: Store | None = None, rank: int = -1, ranks: int = -1) -> None:
+    """Start torch.distributed with what is the same in all our runs; without a store ranks meet as torchrun says."""
+    if device.type == "cuda":
+        for name, value in NCCL_DEFAULTS.items():
+            os.environ.setdefault(name, value)
+    # No device_id: with it torch splits later groups off the first communicator, and NCCL then orders the launches of
+    # all of them, which costs some microseconds at every collective of a captured graph.
     kind = "nccl" if device.type == "cuda" else "gloo"
-    # No device_id: with it NCCL orders the launches of all groups, which costs microseconds at every collective.
-    store = _store(rank, ranks, folder / "port")
-    dist.init_process_group(kind, store=store, rank=rank, world_size=ranks, timeout=COLLECTIVE_TIMEOUT)
+    dist.init_process_group(kind, timeout=COLLECTIVE_TIMEOUT, store=store, rank=rank, world_size=ranks)
 
 
-def _store(rank: int, ranks: int, path: Path) -> dist.TCPStore:
+def _store(rank: int, ranks: int, path: Path) -> Store:
     """Served by rank 0 on a port that the system gives it: one that was free a moment ago may be taken by now."""
     if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
         unfinished = path.with_suffix(".new")
         unfinished.write_text(str(store.port))
         unfinished.rename(path)
         return store
     while not path.exists():
         time.sleep(LOOK_S)
-    return dist.TCPStore("127.0.0.1", int(path.read_text()), ranks, is_master=False, wait_for_workers=False)
+    return TCPStore("127.0.0.1", int(path.read_text()), ranks, is_master=False, wait_for_workers=False)
 
 
 def everyone() -> Group:

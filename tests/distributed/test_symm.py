@@ -137,6 +137,20 @@ class TestRefusals:
         with pytest.raises(CapacityError, match=r"--exchange symm: this machine has no .*none.*; use --exchange a2a"):
             make_exchange("symm", group, ranks.spec())
 
+    def test_memory_that_one_rank_does_not_get_is_refused_on_all(self, monkeypatch):
+        """A rank that has its own would wait for the others for ever."""
+        group = Group(size=2, rank=0, handle=object())
+        monkeypatch.setattr(symmetric_memory, "_everywhere", lambda _group, reason: [reason, "out of memory"])
+        with pytest.raises(CapacityError, match=r"symm: memory .* was refused \(out of memory\); use a2a"):
+            symmetric_memory.agreed(group, lambda: "mine", "symm: {}; use a2a")
+
+        def full():
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(symmetric_memory, "_everywhere", lambda _group, reason: [reason, ""])
+        with pytest.raises(CapacityError, match="No space left on device"):
+            symmetric_memory.agreed(group, full, "{}")
+
     def test_an_unknown_all_reduce_lists_the_known_ones(self):
         sizes = ReduceSpec(rows=1, columns=8, dtype=torch.float32, device=torch.device("cpu"))
         with pytest.raises(UsageError, match="--all-reduce ring does not exist; choose one of nccl, symm"):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dcpbench.bench_cases import Machine, dp_slice_cases, kv_write_cases
+from dcpbench.bench_cases import Machine, attention_cases, dp_slice_cases, kv_write_cases
 from dcpbench.bench_records import Case
 from dcpbench.errors import UsageError
 
@@ -51,6 +51,13 @@ def test_a_scale_is_a_column_only_where_something_is_scaled():
 
 def test_what_is_typed_twice_is_run_once():
     assert len(kv_write(tokens="16,16", dcp="1", empty=False, variant="filter,filter", dtype="bf16,bf16")) == 1
+
+
+def test_each_way_to_divide_the_lengths_of_requests_is_a_case_of_its_own():
+    cases = attention_cases(
+        GPU, heads="16", requests="8", context="100", page="1", lengths="uneven,even", backend="triton", layers=2
+    )
+    assert [c.sizes["lengths"] for c in cases] == ["even", "uneven"]
 
 
 def test_dp_slice_compares_both_variants_at_each_size():

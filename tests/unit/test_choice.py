@@ -94,6 +94,19 @@ class TestChoose:
         assert [(c.exchange, c.reason) for c in found.candidates if c.reason] == [("a2a", "these GPUs cannot")]
 
     @pytest.mark.usefixtures("ran")
+    def test_what_another_rank_cannot_use_is_passed_over_on_all(self, engine, monkeypatch):
+        """Where one DCP group of several has no access to its peers: what runs here would wait for it there."""
+
+        def everyone(mine):
+            fails = engine.exchanges is engine.made.get(("a2a", False))
+            return [mine, CapacityError("rank 1 cannot") if fails else None]
+
+        monkeypatch.setattr(choice, "gather_objects", everyone)
+        found = chosen_by(engine)
+        assert found.exchange == "symm"
+        assert [(c.exchange, c.reason) for c in found.candidates if c.reason] == [("a2a", "rank 1 cannot")]
+
+    @pytest.mark.usefixtures("ran")
     def test_where_nothing_can_run_the_last_reason_is_raised(self, engine, monkeypatch):
         """As a point that names it would fail."""
         monkeypatch.setattr(choice, "TIMED_BACKENDS", ("flashinfer",))

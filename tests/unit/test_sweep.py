@@ -170,6 +170,9 @@ def test_auto_is_for_points_that_are_timed_on_gpus() -> None:
     (rejected,) = (c.error for c in sweep.expand(with_auto, CPU) if not c.added)
     assert "--exchange auto chooses by time" in str(rejected)
     assert "use --backend reference --exchange ag_rs" in str(rejected)
+    both = make_spec(typed | {"backend": "auto"}, CPU)
+    (rejected,) = (c.error for c in sweep.expand(both, CPU) if not c.added)
+    assert "--backend auto and --exchange auto choose by time" in str(rejected)
     (rejected,) = (c.error for c in sweep.expand_layouts([Layout(tp=2, dcp=2)], with_auto, H200X4))
     assert "verify measures none" in str(rejected)
 
