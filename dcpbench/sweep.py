@@ -142,7 +142,8 @@ def _check_used(spec: SweepSpec, points: Iterable[Point]) -> None:
     on = [flag(name) for name in OPTIONS if any(getattr(spec, name))]
     if on and all(p.dcp == 1 for p in points):
         raise UsageError(
-            f"{', '.join(on)} without a layout with --dcp > 1: nothing is exchanged. Add --dcp, or leave out."
+            f"{', '.join(on)} without a layout with --dcp > 1: nothing is exchanged. Add for example --dcp 2, "
+            f"or leave {'it' if len(on) == 1 else 'them'} out."
         )
 
 

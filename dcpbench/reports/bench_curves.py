@@ -12,7 +12,7 @@ from dcpbench.reports.bench_rates import gpu_time
 from dcpbench.reports.style import LAYOUT_COLOURS, MARKERS, RC, columns_for, headline, legend_below, value_axis
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from matplotlib.axes import Axes
@@ -87,12 +87,21 @@ def _draw(ax: Axes, results: Sequence[Result], lines: Sequence[str]) -> dict[str
 
 
 def _byte_axis(ax: Axes, values: Sequence[int]) -> None:
-    ticks = sorted(set(values))
     ax.set_xscale("log", base=2)
-    ticks = ticks if len(ticks) <= MOST_TICKS else [*ticks[:: -(-len(ticks) // MOST_TICKS)]]
-    ax.xaxis.set_major_locator(FixedLocator(ticks))
+    ax.xaxis.set_major_locator(FixedLocator(spaced(values)))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: size(v)))
+
+
+def spaced(values: Iterable[int]) -> list[int]:
+    """Those that have room for a label on a logarithmic axis, from the largest down."""
+    falling = sorted(set(values), reverse=True)
+    step = (falling[0] / falling[-1]) ** (1 / MOST_TICKS)
+    kept = falling[:1]
+    for value in falling[1:]:
+        if value * step <= kept[-1] * 1.001:
+            kept.append(value)
+    return kept[::-1]
 
 
 def size(value: float) -> str:

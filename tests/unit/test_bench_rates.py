@@ -7,7 +7,7 @@ from rich.console import Console
 
 from dcpbench.bench_records import BenchRecord, Case, Graph, Limit, Result, Work, floor_us
 from dcpbench.records import Environment
-from dcpbench.reports.bench_curves import size
+from dcpbench.reports.bench_curves import size, spaced
 from dcpbench.reports.bench_findings import findings
 from dcpbench.reports.bench_picture import write_picture
 from dcpbench.reports.bench_rates import amount, baselines, limits_told, share, speed_up
@@ -236,3 +236,9 @@ def test_bytes_have_units(value, text):
 def test_an_amount_has_the_unit_that_fits():
     limit = Limit(name="peer", unit="B/s", median=372e9, low=0, high=0, samples=1)
     assert amount(limit) == "372 GB/s"
+
+
+def test_labels_of_bytes_are_an_eighth_of_the_axis_apart_at_least():
+    """From 1 to 256 that is a factor of 2; where all are one size it has its label."""
+    assert spaced([1, 2, 3, 4, 8, 16, 32, 64, 127, 128, 200, 256, 256]) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert spaced([5, 5]) == [5]
