@@ -53,7 +53,8 @@ Device = Annotated[
 Output = Annotated[
     Path | None,
     typer.Option("-o", "--output", metavar="DIR", rich_help_panel=OUTPUT, help="Folder for the raw record "
-    "(bench-NAME.json, every sample in it), a picture (bench-NAME.png) and the log. Default: only print."),
+    "(bench-NAME.json, every sample in it), a picture (bench-NAME.png) and the log. On the CPU, where nothing is "
+    "timed, only benches that count synchronisations have a picture. Default: only print."),
 ]  # fmt: skip
 Force = Annotated[bool, typer.Option("--force", rich_help_panel=OUTPUT, help="Write over what is in -o.")]
 Json = Annotated[
