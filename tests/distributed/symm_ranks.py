@@ -1,6 +1,7 @@
-"""One rank of test_symm.py, and the data that test and ranks draw alike.
+"""The ranks of test_symm.py, and the data that test and ranks draw alike.
 
-Started as `python -m tests.distributed.symm_ranks WORLD RANK FOLDER`, with Triton's interpreter.
+Started as `python -m tests.distributed.symm_ranks WORLD FOLDER`, with Triton's interpreter; ranks are forks of that
+process, so that torch is imported once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from dcpbench.engine.groups import make_groups
 from dcpbench.exchange import ExchangeSpec, make_exchange, symm
@@ -143,7 +145,7 @@ def read_slowly() -> None:
     merging.meet_ranks = meet_and_pause
 
 
-def main(world: int, rank: int, folder: Path) -> None:
+def main(rank: int, world: int, folder: Path) -> None:
     """Exchange in all layouts and save what this rank got."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     if rank == 0:
@@ -164,4 +166,5 @@ def main(world: int, rank: int, folder: Path) -> None:
 if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    ranks = int(sys.argv[1])
+    mp.start_processes(main, args=(ranks, Path(sys.argv[2])), nprocs=ranks, start_method="fork")

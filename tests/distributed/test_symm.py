@@ -33,16 +33,12 @@ def found(tmp_path_factory):
     @functools.cache
     def run(world):
         folder = tmp_path_factory.mktemp(f"symm{world}")
-        command = [sys.executable, "-m", "tests.distributed.symm_ranks", str(world)]
+        command = [sys.executable, "-m", "tests.distributed.symm_ranks", str(world), str(folder)]
         environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        started = [
-            subprocess.Popen(
-                [*command, str(rank), str(folder)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
-            )
-            for rank in range(world)
-        ]
-        errors = [process.communicate(timeout=200)[1] for process in started]
-        assert [p.returncode for p in started] == [0] * world, errors
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
         return {
             layout: [torch.load(folder / f"{layout}-{rank}.pt") for rank in range(world)]
             for layout in ranks.layouts(world)
