@@ -1,6 +1,7 @@
-"""One rank of test_exchange.py, and the data that test and ranks draw alike.
+"""The ranks of test_exchange.py, and the data that test and ranks draw alike.
 
-Started as `python -m tests.distributed.exchange_ranks RANK FOLDER`.
+Started as `python -m tests.distributed.exchange_ranks FOLDER`; ranks are forks of that process, so that torch is
+imported once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from dcpbench.engine.groups import make_groups
 from dcpbench.exchange import ExchangeSpec, make_exchange
@@ -94,4 +96,4 @@ def main(rank: int, folder: Path) -> None:
 if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    mp.start_processes(main, args=(Path(sys.argv[1]),), nprocs=WORLD, start_method="fork")
