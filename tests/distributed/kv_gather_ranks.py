@@ -1,4 +1,7 @@
-"""One rank of test_kv_gather.py, started as `python -m tests.distributed.kv_gather_ranks RANK WORLD FOLDER`."""
+"""The ranks of test_kv_gather.py, started as `python -m tests.distributed.kv_gather_ranks WORLD FOLDER`.
+
+They are forks of that process, so that torch is imported once.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from dcpbench.bench_records import Case
 from dcpbench.workloads.kv_gather import KvGather
@@ -51,4 +55,5 @@ def main(rank: int, world: int, folder: Path) -> None:
 if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    ranks = int(sys.argv[1])
+    mp.start_processes(main, args=(ranks, Path(sys.argv[2])), nprocs=ranks, start_method="fork")
