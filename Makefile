@@ -14,7 +14,7 @@ sweep: $(STAMP) ## Measure --tp 8 --dcp 8 and its dcp 1 baseline on this machine
 	$(BIN)/dcpbench sweep --tp 8 --dcp 8 $(ARGS)
 
 test: $(STAMP) ## Run the whole test suite on two processes
-	$(BIN)/pytest -n 2 $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(STAMP) ## Check style, formatting and the directions of imports
 	$(BIN)/ruff check .
