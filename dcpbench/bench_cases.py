@@ -13,6 +13,7 @@ from dcpbench.bench_records import Case
 from dcpbench.choices import BACKENDS, EXCHANGES
 from dcpbench.errors import UsageError
 from dcpbench.layout import Prefix, local_length
+from dcpbench.shapes import KV_WIDTH, LATENT, VALUE
 from dcpbench.spec import parse_bytes
 
 if TYPE_CHECKING:
@@ -30,11 +31,9 @@ BUFFERS = ("pool", "plain")
 POOL_BYTES = 4 << 30
 """What SGLang reserves for it (#24040)."""
 CPU_POOL_BYTES = 1 << 20
-ROW_BYTES = 2 * (512 + 64)
+ROW_BYTES = 2 * KV_WIDTH
 """Of a KV row in bf16."""
 LENGTHS = ("even", "uneven")
-LATENT, VALUE = 512, 128
-"""Columns of a partial output, and of one that is projected first; those of all published models."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,12 @@ class Yarn:
     attention_factor: float | None = None
 
 
+LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
+"""R, P and the widths of a head's keys and values in all published models."""
+KV_WIDTH = LATENT + ROPE
+"""Numbers in one of their KV rows."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes and routing rule of one model. Letters as in docs/methodology.md (D hidden, R latent, P rope, V value)."""
@@ -50,10 +56,10 @@ class ModelShape:
     normalise: bool
     """Whether the chosen experts' weights are made to sum to 1 before `routed_scale`."""
     routed_scale: float
-    latent: int = 512
-    rope: int = 64
-    nope: int = 128
-    value: int = 128
+    latent: int = LATENT
+    rope: int = ROPE
+    nope: int = NOPE
+    value: int = VALUE
     rms_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_interleaved: bool = True

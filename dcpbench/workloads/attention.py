@@ -18,6 +18,7 @@ from dcpbench.errors import CapacityError
 from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
 from dcpbench.kernels.attention.reference import mla_decode
 from dcpbench.memory import GIB
+from dcpbench.shapes import KV_WIDTH, LATENT, NOPE, ROPE
 from dcpbench.workloads.calls import Calls, cold_sets, relative_error
 
 if TYPE_CHECKING:
@@ -25,9 +26,7 @@ if TYPE_CHECKING:
 
     from dcpbench.bench_records import Case
 
-LATENT, ROPE = 512, 64
-WIDTH = LATENT + ROPE
-SCALE = (128 + 64) ** -0.5
+SCALE = (NOPE + ROPE) ** -0.5
 LIMIT = 1e-2
 """Relative error past which an output is wrong: rounding to bf16, with room for once more."""
 SPREAD = 7 / 8
@@ -81,7 +80,7 @@ class Attention:
         backend = make_backend(case.variant, self._spec(heads, pools))
         backend.plan(pools.shards)
         generator = torch.Generator(self.device).manual_seed(self.seed + 1)
-        q_BHQ = torch.randn(requests, heads, WIDTH, generator=generator, device=self.device).to(self.dtype)
+        q_BHQ = torch.randn(requests, heads, KV_WIDTH, generator=generator, device=self.device).to(self.dtype)
         o_LBHR = torch.empty(len(pools.data), requests, heads, LATENT, dtype=self.dtype, device=self.device)
         lse_LBH = torch.empty(len(pools.data), requests, heads, device=self.device)
         calls = [_call(backend.run, q_BHQ, *each) for each in zip(pools.data, o_LBHR, lse_LBH, strict=True)]
@@ -119,12 +118,12 @@ class Attention:
     def _make(self, case: Case) -> Pools:
         page = int(case.sizes["page"])
         shards = shards_of(lengths_of(case, self.seed), page, self.seed)
-        shape = (1 + sum(map(len, shards.pages)), page, WIDTH)
-        count = case.calls or cold_sets(sum(shards.lengths) * WIDTH * self.dtype.itemsize, self.device)
+        shape = (1 + sum(map(len, shards.pages)), page, KV_WIDTH)
+        count = case.calls or cold_sets(sum(shards.lengths) * KV_WIDTH * self.dtype.itemsize, self.device)
         try:
             data = torch.empty(count, *shape, dtype=self.dtype, device=self.device)
         except torch.OutOfMemoryError as e:
-            need = count * shape[0] * page * WIDTH * self.dtype.itemsize / GIB
+            need = count * shape[0] * page * KV_WIDTH * self.dtype.itemsize / GIB
             raise CapacityError(f"pools of {need:.1f} GiB do not fit; lower --requests or --context.") from e
         generator = torch.Generator(self.device).manual_seed(self.seed)
         for pool in data:
@@ -141,10 +140,10 @@ def work_of(heads: int, lengths: list[int], dtype: torch.dtype) -> Work:
     additions.
     """
     rows, requests = sum(lengths), len(lengths)
-    outer = requests * heads * (WIDTH + LATENT) * dtype.itemsize
+    outer = requests * heads * (KV_WIDTH + LATENT) * dtype.itemsize
     return Work(
-        memory_bytes=rows * WIDTH * dtype.itemsize + outer, memory_limit="read",
-        flops=2 * rows * heads * (WIDTH + LATENT),
+        memory_bytes=rows * KV_WIDTH * dtype.itemsize + outer, memory_limit="read",
+        flops=2 * rows * heads * (KV_WIDTH + LATENT),
     )  # fmt: skip
 
 

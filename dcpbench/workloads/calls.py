@@ -32,6 +32,9 @@ HOST_CALLS = 16
 """Calls of a pass whose host time is taken; behind a backlog each, 61 would take long and tell no more."""
 COLD = 4
 """Times the L2 cache that a pass goes through at the least; one that does not is marked `l2_warm`."""
+FRESH_CALLS = 16
+"""Calls of a pass of inputs that were just written in an engine, too, where none are asked for; a multiple of every
+number of buffers that an exchange takes turns with."""
 MOST_SETS = 256
 CPU_SETS = 2
 SPIN_CYCLES = 20_000_000

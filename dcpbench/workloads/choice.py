@@ -21,6 +21,7 @@ from dcpbench.exchange.collectives import gather_objects
 from dcpbench.measure import Timer, time_chunks
 from dcpbench.records import Choice, Tried
 from dcpbench.stats import StopRule
+from dcpbench.workloads.calls import capture
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,10 +98,7 @@ def _layer_us(engine: DecodeEngine, batch: Batch, alive: Callable[[], None]) -> 
         for _ in range(2):
             attend_all()
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            attend_all()
-        step = graph.replay
+        step = capture(attend_all).replay
     else:
         step = attend_all
     timing = time_chunks(Timer(step, engine.device).chunk, RULE, alive, CHUNK_SECONDS)

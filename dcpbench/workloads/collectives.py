@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.bench_records import Work
-from dcpbench.workloads.calls import Calls, relative_error
+from dcpbench.workloads.calls import FRESH_CALLS, Calls, relative_error
 from dcpbench.workloads.ranks import everyone
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     Call = Callable[[torch.Tensor], torch.Tensor]
 
-CALLS = 16
-"""Of a pass, where none are asked for."""
 ROUNDING = 2.0**-8
 """Largest relative error of a number in bf16. A sum over ranks is rounded more than once, but mostly by less."""
 
@@ -98,7 +96,7 @@ class Collectives:
         wanted = expected(case.variant, messages, self.group.rank)
         mine = messages[self.group.rank]
         collective = VARIANTS[case.variant](self.group, mine)
-        inputs = [mine.clone() for _ in range(case.calls or CALLS)]
+        inputs = [mine.clone() for _ in range(case.calls or FRESH_CALLS)]
         results: dict[int, torch.Tensor] = {}
 
         def calling(number: int) -> Callable[[], None]:

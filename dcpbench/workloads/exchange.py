@@ -23,7 +23,8 @@ from dcpbench.bench_records import Work
 from dcpbench.exchange import ExchangeSpec, make_exchange
 from dcpbench.exchange.collectives import gather_objects
 from dcpbench.kernels.merge import merge
-from dcpbench.workloads.calls import Calls, relative_error
+from dcpbench.shapes import KV_WIDTH, LATENT
+from dcpbench.workloads.calls import FRESH_CALLS, Calls, relative_error
 from dcpbench.workloads.ranks import everyone
 
 if TYPE_CHECKING:
@@ -33,11 +34,7 @@ if TYPE_CHECKING:
     from dcpbench.exchange import Exchange
     from dcpbench.exchange.collectives import Group
 
-LATENT = 512
-WIDTH = LATENT + 64
 DTYPE = torch.bfloat16
-CALLS = 16
-"""Of a pass, where none are asked for; a multiple of every number of buffers that an exchange takes turns with."""
 LIMIT = 1e-2
 """Relative error past which a merged output is wrong: rounding partial outputs and their sums to bf16."""
 EMPTY_ON_RANK_1, EMPTY_EVERYWHERE = 1, 2
@@ -84,7 +81,7 @@ class Inputs:
         empty_NB[:, EMPTY_EVERYWHERE : EMPTY_EVERYWHERE + 1] = True
         o_NBHR[empty_NB] = float("nan")
         lse_NBH[empty_NB] = float("-inf")
-        return cls(q_BHQ=numbers(batch, heads, WIDTH).to(DTYPE), o_NBHR=o_NBHR, lse_NBH=lse_NBH)
+        return cls(q_BHQ=numbers(batch, heads, KV_WIDTH).to(DTYPE), o_NBHR=o_NBHR, lse_NBH=lse_NBH)
 
     def merged(self, heads: slice) -> torch.Tensor:
         """[h, B, R] of some heads, in fp64."""
@@ -110,7 +107,7 @@ class ExchangeBench:
         own = slice(heads // group.size * group.rank, heads // group.size * (group.rank + 1))
         replicate, value = case.sizes["q"] == "replicated", int(case.sizes["value"])
         mine = Filled(
-            batch=batch, heads=heads, width=WIDTH, value=value, dtype=DTYPE, device=self.device,
+            batch=batch, heads=heads, width=KV_WIDTH, value=value, dtype=DTYPE, device=self.device,
             q_replicate=replicate, project_first=value < LATENT,
             q_BhQ=(inputs.q_BHQ if replicate else inputs.q_BHQ[:, own]).contiguous(),
             o_BHR=inputs.o_NBHR[group.rank], lse_BH=inputs.lse_NBH[group.rank],
@@ -145,7 +142,7 @@ class ExchangeBench:
                 return "gathered q is not all ranks' q"
             return "" if error() <= LIMIT else f"its relative error is {error():.2g}"
 
-        calls = [call] * (case.calls or CALLS)
+        calls = [call] * (case.calls or FRESH_CALLS)
         for _ in calls:  # every buffer that the exchange takes turns with is filled once
             layer(lambda place, numbers: place.copy_(numbers))
         return Calls(calls=calls, check=check, error=error, work=work_of(case))
@@ -156,7 +153,7 @@ def work_of(case: Case) -> Work:
     batch, heads, ranks, value = (int(case.sizes[n]) for n in ("requests", "heads", "ranks", "value"))
     replicate = case.sizes["q"] == "replicated"
     rows = batch * heads * (ranks - 1)  # (request, head) of the other ranks, N times over
-    q = 0 if replicate else rows * WIDTH * 2 // ranks
+    q = 0 if replicate else rows * KV_WIDTH * 2 // ranks
     o, lse = rows * value * 2 // ranks, rows * 4 // ranks
     wire = q + o + lse
     if case.variant.startswith("ag_rs"):

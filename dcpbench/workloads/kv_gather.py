@@ -32,6 +32,7 @@ from dcpbench.kernels.kv_gather import request_table
 from dcpbench.kernels.kv_indices import Share, fill_kv_indices
 from dcpbench.layout import Prefix
 from dcpbench.memory import GIB
+from dcpbench.shapes import KV_WIDTH
 from dcpbench.workloads.calls import Calls, cold_sets
 from dcpbench.workloads.ranks import everyone
 
@@ -46,8 +47,6 @@ if TYPE_CHECKING:
     Buffer = Peers | torch.Tensor
     Lend = Callable[[], AbstractContextManager[Buffer]]
 
-WIDTH = 512 + 64
-"""Latent and rope key of DeepSeek-V2 to V3 and Kimi-K2."""
 PAGE = 64
 SPARE_ROWS = 8
 """Rows behind the gathered ones, which must stay as they are."""
@@ -106,7 +105,7 @@ class KvGather:
         lend, kept = self._buffers(case, task)
         allocates = case.sizes["buffer"] == "outgrown" or (case.sizes["buffer"], case.variant) == ("plain", "direct")
         layers = min(len(inputs.pools), ALLOCATING_CALLS) if allocates else len(inputs.pools)
-        row_bytes = WIDTH * task.dtype.itemsize
+        row_bytes = KV_WIDTH * task.dtype.itemsize
         own = len(task.rows)
         received = (task.prefix.tokens - own) * row_bytes
         return Calls(
@@ -159,11 +158,11 @@ class KvGather:
         group = self.group
         prefix = Prefix.uneven(int(case.sizes["tokens"]), int(case.sizes["requests"]), group.size)
         rows, pool_rows = stored_rows(prefix, group, self.device)
-        layers = case.calls or cold_sets(prefix.part_rows * WIDTH * 2, self.device)
-        sizes = ((layers, pool_rows, WIDTH), (layers, prefix.tokens + SPARE_ROWS, WIDTH))
+        layers = case.calls or cold_sets(prefix.part_rows * KV_WIDTH * 2, self.device)
+        sizes = ((layers, pool_rows, KV_WIDTH), (layers, prefix.tokens + SPARE_ROWS, KV_WIDTH))
         generator = torch.Generator(self.device).manual_seed(self.seed)
         try:
-            rows_TQ = torch.randn(prefix.tokens, WIDTH, generator=generator, device=self.device).to(torch.bfloat16)
+            rows_TQ = torch.randn(prefix.tokens, KV_WIDTH, generator=generator, device=self.device).to(torch.bfloat16)
             kv_LKQ, out_LTQ = (torch.empty(size, dtype=torch.bfloat16, device=self.device) for size in sizes)
         except torch.OutOfMemoryError as e:
             need = sum(math.prod(size) for size in sizes) * 2 / GIB
@@ -171,7 +170,7 @@ class KvGather:
         kv_LKQ.view(torch.int16).fill_(POISON)
         kv_LKQ[:, rows.long()] = rows_TQ[own_tokens(prefix, group.rank).to(self.device)]
         table = request_table(prefix, self.device)
-        task = Task(prefix=prefix, table=table, rows=rows, width=WIDTH, dtype=torch.bfloat16)
+        task = Task(prefix=prefix, table=table, rows=rows, width=KV_WIDTH, dtype=torch.bfloat16)
         return Inputs(task, rows_TQ, kv_LKQ, out_LTQ)
 
 

@@ -22,6 +22,7 @@ from dcpbench.bench_records import Work
 from dcpbench.errors import CapacityError
 from dcpbench.kernels.kv_write import masked, reference
 from dcpbench.memory import GIB
+from dcpbench.shapes import KV_WIDTH
 from dcpbench.workloads.calls import Calls
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
     from dcpbench.bench_records import Case
 
-WIDTH = 512 + 64
-"""Latent and rope key of DeepSeek-V2 to V3 and Kimi-K2."""
 SPARE_ROWS = 64
 """Rows of a pool that no token goes to, in every layer."""
 POISON = {torch.bfloat16: 0x7FEB, torch.uint8: 0xFF}
@@ -119,7 +118,7 @@ class KvWrite:
         write = VARIANTS[case.variant]
         if case.variant == "masked-kernel":  # the one that has use for it
             write = functools.partial(write, share=int(case.sizes["dcp"]))
-        row_bytes = WIDTH * (inputs.new.itemsize + inputs.pool.itemsize)
+        row_bytes = KV_WIDTH * (inputs.new.itemsize + inputs.pool.itemsize)
         copied_bytes = int(case.sizes["owned"]) * row_bytes
         return Calls(
             calls=[
@@ -138,9 +137,9 @@ class KvWrite:
         # Rank 0 of dcp, or one that owns nothing.
         mine = (torch.arange(tokens) % dcp == 0) & (owned > 0)
         loc = torch.where(mine, torch.randperm(tokens + SPARE_ROWS, generator=generator)[:tokens], -1)
-        new = torch.randn(tokens, WIDTH, generator=generator).to(torch.bfloat16)
+        new = torch.randn(tokens, KV_WIDTH, generator=generator).to(torch.bfloat16)
         new.view(torch.int16)[~mine] = FOREIGN
-        shape = (case.calls, tokens + SPARE_ROWS, WIDTH)
+        shape = (case.calls, tokens + SPARE_ROWS, KV_WIDTH)
         try:
             pool = torch.empty(shape, dtype=dtype, device=self.device)
             sources = new.to(self.device).expand(case.calls, -1, -1).clone()

@@ -22,6 +22,7 @@ from dcpbench.kernels.head_order import in_head_order
 from dcpbench.kernels.merge.reference import weights
 from dcpbench.kernels.pack import Message, combine, pack
 from dcpbench.kernels.value_proj import project_values
+from dcpbench.shapes import KV_WIDTH, LATENT, VALUE
 from dcpbench.workloads.calls import Calls, cold_sets, relative_error
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from dcpbench.bench_records import Case
 
-LATENT, WIDTH, VALUE = 512, 512 + 64, 128
 DTYPE = torch.bfloat16
 LIMIT = 5e-3
 """Relative error past which a result is wrong: rounding it to bf16; inputs are what they are."""
@@ -61,7 +61,7 @@ class Ready:
 
 def head_order(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
     """q [N, B, h, Q] to [B, H, Q], bf16."""
-    q_NBhQ = numbers(s.dcp, s.requests, s.own, WIDTH).to(DTYPE)
+    q_NBhQ = numbers(s.dcp, s.requests, s.own, KV_WIDTH).to(DTYPE)
     return Ready(
         call=lambda: (in_head_order(q_NBhQ),),
         truth=lambda: (q_NBhQ.transpose(0, 1).flatten(1, 2),),
