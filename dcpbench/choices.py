@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 BACKENDS = ("reference", "triton", "flashinfer")
 """What --backend can be; kernels/attention makes them."""
 EXCHANGES = ("ag_rs", "a2a", "symm")
@@ -16,3 +21,13 @@ ALL_REDUCES = ("nccl", "symm")
 """What --all-reduce can be."""
 NO_EXCHANGE = "none"
 """What a point with dcp 1 has, where nothing is exchanged."""
+
+
+def flag(name: str) -> str:
+    """`page_size` as it is typed: `--page-size`."""
+    return "--" + name.replace("_", "-")
+
+
+def with_options(exchange: str, options: Iterable[str]) -> str:
+    """`a2a +q-replicate`: an exchange and those of OPTIONS that are on; either may be empty."""
+    return " ".join(filter(None, (exchange, *(f"+{name.replace('_', '-')}" for name in options))))

@@ -10,7 +10,7 @@ import msgspec
 from dcpbench import memory
 from dcpbench.batches import GRAPH_BATCHES
 from dcpbench.budget import CPU_BYTES, ITEMSIZE, kv_pages, memory_plan, most_pages, pages_needed, size_text
-from dcpbench.choices import AUTO, EXCHANGES, NO_EXCHANGE, OPTIONS
+from dcpbench.choices import AUTO, EXCHANGES, NO_EXCHANGE, OPTIONS, flag
 from dcpbench.errors import CapacityError, LayoutError, MissingPackageError, UsageError
 from dcpbench.layout import Layout, valid_layouts
 from dcpbench.memory import GIB
@@ -24,7 +24,6 @@ SMALLEST_TILE = 16
 """Side of the smallest product that the tensor cores take."""
 SYMMETRIC = "symm"
 """Exchange and all-reduce that work inside one machine."""
-_OPTION_FLAGS = {name: "--" + name.replace("_", "-") for name in OPTIONS}
 _CPU_VERIFY = "dcpbench verify --device cpu --backend reference can take it"
 
 
@@ -156,7 +155,7 @@ def _check_flashinfer(point: Point, shape: ModelShape, probe: Probe) -> None:
 
 
 def _check_exchange(point: Point, machine: Machine) -> None:
-    on = [flag for name, flag in _OPTION_FLAGS.items() if getattr(point, name)]
+    on = [flag(name) for name in OPTIONS if getattr(point, name)]
     if on and point.exchange == NO_EXCHANGE:
         raise UsageError(f"{', '.join(on)}: {point.layout} exchanges nothing; use --dcp 2 or more, or leave it out.")
     if point.overlap and -(-point.concurrency // point.dp) == 1:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.choices import NO_EXCHANGE, OPTIONS
+from dcpbench.choices import NO_EXCHANGE, OPTIONS, with_options
 from dcpbench.errors import RecordsError
 from dcpbench.layout import GroupWide, Layout
 
@@ -67,7 +67,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
         """The exchange with the options that are on: `a2a +q-replicate`; empty without an exchange."""
         if self.exchange == NO_EXCHANGE:
             return ""
-        return " ".join([self.exchange, *(f"+{name.replace('_', '-')}" for name in OPTIONS if getattr(self, name))])
+        return with_options(self.exchange, [name for name in OPTIONS if getattr(self, name)])
 
     def key(self) -> str:
         """Everything that makes this point itself; `--resume` and comparisons match on it."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.budget import ITEMSIZE
-from dcpbench.choices import ALL_REDUCES, AUTO, BACKENDS, EXCHANGES, OPTIONS
+from dcpbench.choices import ALL_REDUCES, AUTO, BACKENDS, EXCHANGES, OPTIONS, flag
 from dcpbench.errors import CapacityError, MissingPackageError, ModelError, UsageError
 from dcpbench.jobs import Settings
 from dcpbench.shapes import check_checkpoint, load_shape
@@ -83,11 +83,6 @@ class SweepSpec:
         check_seconds("--seconds", self.settings.seconds, 10)
         if self.weights != SYNTHETIC:
             check_checkpoint(Path(self.weights), "--weights")
-
-
-def flag(name: str) -> str:
-    """`page_size` as it is typed: `--page-size`."""
-    return "--" + name.replace("_", "-")
 
 
 def check_seconds(option: str, value: float, example: int) -> None:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.budget import kv_pages, memory_plan
-from dcpbench.choices import ALL_REDUCES, NO_EXCHANGE, OPTIONS
+from dcpbench.choices import ALL_REDUCES, NO_EXCHANGE, OPTIONS, flag
 from dcpbench.errors import DcpbenchError, LayoutError, UsageError
 from dcpbench.judge import Machine, check
 from dcpbench.records import Point, Record
 from dcpbench.shapes import ModelShape, load_shape
-from dcpbench.spec import check_same_sizes, flag
+from dcpbench.spec import check_same_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

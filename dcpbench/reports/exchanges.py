@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from dcpbench.choices import EXCHANGES, OPTIONS
+from dcpbench.choices import EXCHANGES, OPTIONS, with_options
+from dcpbench.reports.findings import verdict
 from dcpbench.reports.tables import Table, make_table, number, with_interval
-from dcpbench.stats import REPEATS_AGREE_WITHIN
 
 if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
@@ -40,22 +40,14 @@ def frame(timed: pd.DataFrame) -> pd.DataFrame:
             continue
         base = plain.loc[key]
         row = {name: point[name] for name in (*SAME, "label", "step_ms")} | {
-            "with": " ".join([point["exchange"], *(f"+{o.replace('_', '-')}" for o in OPTIONS if point[o])]),
+            "with": with_options(point["exchange"], [name for name in OPTIONS if point[name]]),
             "plain_ms": base["step_ms"],
             "ratio": point["step_ms"] / base["step_ms"],
             "low": point["step_ms_low"] / base["step_ms_high"],
             "high": point["step_ms_high"] / base["step_ms_low"],
         }
-        rows.append(row | {"verdict": _verdict(row)})
+        rows.append(row | {"verdict": verdict(row, above="longer", below="shorter")})
     return pd.DataFrame(rows)
-
-
-def _verdict(row: dict[str, Any]) -> str:
-    if row["high"] < 1 and row["ratio"] < 1 - REPEATS_AGREE_WITHIN:
-        return "shorter"
-    if row["low"] > 1 and row["ratio"] > 1 + REPEATS_AGREE_WITHIN:
-        return "longer"
-    return "no clear difference"
 
 
 def sentences(found: pd.DataFrame, frames: Frames) -> list[str]:

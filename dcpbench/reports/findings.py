@@ -82,17 +82,17 @@ def dcp_against_baseline(points: pd.DataFrame) -> pd.DataFrame:
                 "low": point["output_tok_s_low"] / over["output_tok_s_high"],
                 "high": point["output_tok_s_high"] / over["output_tok_s_low"],
             }
-        rows.append(row | {"verdict": _verdict(row)})
+        told = verdict(row, above="higher", below="lower") if "ratio" in row else "no baseline"
+        rows.append(row | {"verdict": told})
     return pd.DataFrame(rows)
 
 
-def _verdict(row: dict[str, Any]) -> str:
-    if "ratio" not in row:
-        return "no baseline"
+def verdict(row: dict[str, Any], *, above: str, below: str) -> str:
+    """Whether a ratio is `above` or `below` 1: only where all of its reach is, and by more than repeats may differ."""
     if row["low"] > 1 and row["ratio"] > 1 + REPEATS_AGREE_WITHIN:
-        return "higher"
+        return above
     if row["high"] < 1 and row["ratio"] < 1 - REPEATS_AGREE_WITHIN:
-        return "lower"
+        return below
     return "no clear difference"
 
 

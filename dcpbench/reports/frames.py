@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pandas as pd
 
-from dcpbench.choices import NO_EXCHANGE, OPTIONS
+from dcpbench.choices import NO_EXCHANGE, OPTIONS, with_options
 from dcpbench.errors import LayoutError, RecordsError, UsageError
 from dcpbench.records import ASIDE_FILE, RECORDS_FILE, read_records
 from dcpbench.stats import agreement
@@ -325,6 +325,6 @@ def _exchanges(table: pd.DataFrame) -> list[str]:
     varies = {name: len(set(table[name][exchanging])) > 1 for name in ("exchange", *OPTIONS)}
     texts = [""] * len(table)
     for i in table.index[exchanging]:
-        options = [f"+{name.replace('_', '-')}" for name in OPTIONS if varies[name] and table.loc[i, name]]
-        texts[i] = " ".join(([table.loc[i, "exchange"]] if varies["exchange"] else []) + options)
+        options = [name for name in OPTIONS if varies[name] and table.loc[i, name]]
+        texts[i] = with_options(table.loc[i, "exchange"] if varies["exchange"] else "", options)
     return texts
