@@ -22,6 +22,13 @@ ALL_REDUCES = ("nccl", "symm")
 NO_EXCHANGE = "none"
 """What a point with dcp 1 has, where nothing is exchanged."""
 
+MIXED, PREFILL_FIRST = POLICIES = ("mixed", "prefill-first")
+"""How prompts and running requests share steps: chunks ride with decodes, or decodes wait while there are chunks."""
+LIVE, REPLAY = MODES = ("live", "replay")
+"""How requests are served: for real, or in virtual time from step times that were measured."""
+CLOSED, GAMMA, TRACE = ARRIVALS = ("closed", "gamma", "trace")
+"""When requests come: as others are answered, at random with a rate, or as a file says."""
+
 
 def flag(name: str) -> str:
     """`page_size` as it is typed: `--page-size`."""

@@ -13,6 +13,7 @@ import msgspec
 from dcpbench.choices import NO_EXCHANGE, OPTIONS, with_options
 from dcpbench.errors import RecordsError
 from dcpbench.layout import GroupWide, Layout
+from dcpbench.serve_records import Load, ServeMetrics
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,9 +32,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     dcp: int = 1
     workload: str = "decode"
     concurrency: int
-    """Requests in flight over the whole layout."""
+    """Requests in flight over the whole layout; `serve`: at most."""
     context: int
-    """Tokens already in the KV cache of each request."""
+    """Tokens already in the KV cache of each request; `serve`: the most tokens of a request, output included."""
     exchange: str = "none"
     """`ag_rs`, `a2a`, …; `auto` (see Record.choice); `none` where dcp is 1 and nothing is exchanged."""
     q_replicate: bool = False
@@ -52,6 +53,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     """`synthetic`, or the folder of a checkpoint."""
     repeat: int = 0
     """Which pass over the whole sweep this is, from 0."""
+    load: Load | None = None
+    """Null for `decode`."""
 
     @property
     def layout(self) -> Layout:
@@ -266,6 +269,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     `unsettled`, `drift`, `throttled`, `l2_warm`, `host_sync`, `allocates`, `gpu_idle`, `graph_differs`,
     `inaccurate`."""
     metrics: Metrics | None = None
+    """Of the workload `decode`."""
+    serve: ServeMetrics | None = None
+    """Of the workload `serve`."""
     phases: Phases | None = None
     host_syncs_per_step: float | None = None
     """Host-blocking CUDA calls inside one step, from the profiled pass."""

@@ -10,7 +10,6 @@ import torch
 
 from dcpbench import layout as arithmetic
 from dcpbench.batches import padded_batch
-from dcpbench.engine.allocator import DcpAllocator
 from dcpbench.engine.model import Model, StepInput
 from dcpbench.engine.parts import Part
 from dcpbench.engine.request_pool import PADDING_SLOT, RequestPool, copy_async
@@ -19,10 +18,11 @@ from dcpbench.exchange import ExchangeSpec, make_exchange
 from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
 from dcpbench.kernels.rope import softmax_scale
 from dcpbench.kernels.synthetic_kv import fill_request
+from dcpbench.serving.allocator import DcpAllocator
 
 if TYPE_CHECKING:
-    from dcpbench.engine.allocator import Allocation
     from dcpbench.exchange import Exchange
+    from dcpbench.serving.allocator import Allocation
 
 PADDING_LENGTH = 1
 """A padding row has one token, on slot 0: it attends to and writes the padding page."""

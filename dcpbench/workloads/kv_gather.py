@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.bench_records import Work
-from dcpbench.engine.allocator import DcpAllocator
 from dcpbench.engine.request_pool import RequestPool
 from dcpbench.errors import CapacityError
 from dcpbench.exchange.prefix import Gatherer, Reserve, Task, symmetric
@@ -32,6 +31,7 @@ from dcpbench.kernels.kv_gather import request_table
 from dcpbench.kernels.kv_indices import Share, fill_kv_indices
 from dcpbench.layout import Prefix
 from dcpbench.memory import GIB
+from dcpbench.serving.allocator import DcpAllocator
 from dcpbench.shapes import KV_WIDTH
 from dcpbench.workloads.calls import Calls, cold_sets
 from dcpbench.workloads.ranks import everyone

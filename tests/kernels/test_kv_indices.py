@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpbench import layout
-from dcpbench.engine.allocator import DcpAllocator
 from dcpbench.engine.request_pool import PADDING_SLOT, RequestPool
 from dcpbench.kernels.kv_indices import Share, fill_kv_indices, fill_page_tables, fused, reference
+from dcpbench.serving.allocator import DcpAllocator
 
 CONTEXT = 96
 UNTOUCHED = -7

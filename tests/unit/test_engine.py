@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from dcpbench import layout as arithmetic
-from dcpbench.engine.allocator import OutOfKvError
 from dcpbench.engine.decode import DecodeEngine, Request, padded_batch
 from dcpbench.errors import UsageError
 from dcpbench.layout import Layout
 from dcpbench.records import Point
+from dcpbench.serving.allocator import OutOfKvError
 from dcpbench.workloads import decode
 from tests.unit import engine_builder as build
 

@@ -7,10 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dcpbench.engine.allocator import Allocation, DcpAllocator, OutOfKvError
 from dcpbench.engine.request_pool import DecodeRequestPool, HybridRequestPool, OutOfSlotsError, RequestPool
 from dcpbench.errors import CapacityError
 from dcpbench.layout import local_length, local_tokens, owner, row
+from dcpbench.serving.allocator import Allocation, DcpAllocator, OutOfKvError
 
 
 class AllocatorMachine(RuleBasedStateMachine):

@@ -19,6 +19,7 @@ import numpy as np
 from dcpbench.errors import CapacityError
 
 PADDING_PAGE = 0
+NO_PAGES = np.empty(0, dtype=np.int32)
 _INT32_LIMIT = 1 << 31
 
 
@@ -29,7 +30,9 @@ class OutOfKvError(CapacityError):
 class Allocation:
     """The pages of one request; made and changed by DcpAllocator only."""
 
-    def __init__(self, pages: np.ndarray, tokens: int, virtual_page: int) -> None:
+    def __init__(self, pages: np.ndarray, tokens: int, virtual_page: int, shared: int) -> None:
+        self.shared = shared
+        """Leading pages that the prefix cache owns: read by this request, and not freed with it."""
         self._buffer = pages
         self._count = len(pages)
         self._virtual_page = virtual_page
@@ -59,9 +62,17 @@ class Allocation:
         self._buffer[self._count : count] = pages
         self._count = count
 
+    def share(self, pages: np.ndarray) -> np.ndarray:
+        """For DcpAllocator: begin with `pages`, which are the cache's; returns own pages that they replace."""
+        kept = self._buffer[self.shared : len(pages)]
+        duplicates: np.ndarray = kept[kept != pages[self.shared :]].copy()
+        self._buffer[: len(pages)] = pages
+        self.shared = len(pages)
+        return duplicates
+
     def clear_pages(self) -> None:
         """For DcpAllocator: forget everything."""
-        self._count = self.tokens = 0
+        self._count = self.tokens = self.shared = 0
 
 
 class DcpAllocator:
@@ -94,12 +105,12 @@ class DcpAllocator:
 
     @property
     def used_pages(self) -> int:
-        """Pages that requests hold; the padding page is neither free nor used."""
+        """Pages that requests or the prefix cache hold; the padding page is neither free nor used."""
         return self.pages - 1 - self._free_count
 
     @property
     def tokens(self) -> int:
-        """Tokens stored by all requests."""
+        """Tokens stored, by requests and the prefix cache; those that they share count once."""
         return self._tokens
 
     def pages_for(self, tokens: int) -> int:
@@ -111,14 +122,32 @@ class DcpAllocator:
         rows = self.used_pages * self.virtual_page
         return 1 - self._tokens / rows if rows else 0.0
 
-    def alloc(self, tokens: int) -> Allocation:
-        """Room for a new request of `tokens` tokens."""
-        if tokens < 1:
-            raise ValueError(f"a request of {tokens} tokens needs no memory")
-        allocation = Allocation(self._take(self.pages_for(tokens)), tokens, self.virtual_page)
+    def alloc(self, tokens: int, shared: np.ndarray = NO_PAGES) -> Allocation:
+        """Room for a new request of `tokens` tokens, whose first pages are `shared`: the prefix cache's, and locked."""
+        if tokens <= len(shared) * self.virtual_page:
+            raise ValueError(f"a request of {tokens} tokens with {len(shared)} pages of them cached needs no memory")
+        own = self._take(self.pages_for(tokens) - len(shared))
+        allocation = Allocation(np.concatenate((shared, own)), tokens, self.virtual_page, len(shared))
         self._live.add(allocation)
-        self._tokens += tokens
+        self._tokens += self._own_tokens(allocation)
         return allocation
+
+    def share(self, allocation: Allocation, pages: np.ndarray) -> None:
+        """The request's first pages are the prefix cache's `pages` from now on.
+
+        Where these are other pages than its own, with the same tokens, its own are freed; all others change owner.
+        """
+        self._check(allocation)
+        if not allocation.shared <= len(pages) <= allocation.tokens // self.virtual_page:
+            raise ValueError(f"{len(pages)} full pages cannot be shared by a request of {allocation.tokens} tokens")
+        duplicates = allocation.share(pages)
+        self._put(duplicates)
+        self._tokens -= len(duplicates) * self.virtual_page
+
+    def give_back(self, pages: np.ndarray) -> None:
+        """Take back pages that the prefix cache evicted."""
+        self._put(pages)
+        self._tokens -= len(pages) * self.virtual_page
 
     def extend(self, allocation: Allocation, tokens: int) -> None:
         """`tokens` more tokens for a request: first what its last page has left, then new pages."""
@@ -135,10 +164,8 @@ class DcpAllocator:
         """Take a request's pages back. Raises ValueError for one that is not live, be it freed twice or not ours."""
         self._check(allocation)
         self._live.remove(allocation)
-        count = len(allocation.pages)
-        self._free[self._free_count : self._free_count + count] = allocation.pages[::-1]
-        self._free_count += count
-        self._tokens -= allocation.tokens
+        self._put(allocation.pages[allocation.shared :][::-1])
+        self._tokens -= self._own_tokens(allocation)
         allocation.clear_pages()
 
     def clear(self) -> None:
@@ -149,6 +176,8 @@ class DcpAllocator:
         self._free = np.arange(self.pages - 1, PADDING_PAGE, -1, dtype=np.int32)
         """Stack of free pages, its top at `_free_count - 1`; an array, as there may be millions of pages."""
         self._free_count = self.pages - 1
+        self._is_free = np.ones(self.pages, dtype=bool)
+        self._is_free[PADDING_PAGE] = False
         self._tokens = 0
 
     def _take(self, count: int) -> np.ndarray:
@@ -158,7 +187,19 @@ class DcpAllocator:
                 "lower --concurrency or --context, or give more with --kv-memory"
             )
         self._free_count -= count
-        return self._free[self._free_count : self._free_count + count][::-1].copy()
+        taken = self._free[self._free_count : self._free_count + count][::-1].copy()
+        self._is_free[taken] = False
+        return taken
+
+    def _put(self, pages: np.ndarray) -> None:
+        if self._is_free[pages].any() or (pages == PADDING_PAGE).any():
+            raise ValueError("pages are given back that nobody holds")
+        self._is_free[pages] = True
+        self._free[self._free_count : self._free_count + len(pages)] = pages
+        self._free_count += len(pages)
+
+    def _own_tokens(self, allocation: Allocation) -> int:
+        return allocation.tokens - allocation.shared * self.virtual_page
 
     def _check(self, allocation: Allocation) -> None:
         if allocation not in self._live:

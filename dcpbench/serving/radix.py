@@ -1,0 +1,161 @@
+"""The prefix cache of one attention replica: a radix tree over virtual pages, least recently used pages evicted first.
+
+A node holds some pages and the tokens in them; its children continue with different tokens. Everything is cut at whole
+pages of `virtual_page` tokens (page_size · dcp), so that a hit starts a request on the same ownership as its own pages.
+
+    root ── [pages 4 9] ─┬─ [page 2]          two prompts that share two pages
+                         └─ [pages 7 3]
+
+Who reads pages locks their node, and with it all nodes above. What nobody locks may be evicted, leaves first.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dcpbench.serving.allocator import NO_PAGES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NO_TOKENS = np.empty(0, dtype=np.int32)
+
+
+class Node:
+    """Some pages in a row; made and changed by PrefixCache only."""
+
+    __slots__ = ("children", "locks", "pages", "parent", "tokens", "used")
+
+    def __init__(self, parent: Node | None, tokens: np.ndarray, pages: np.ndarray, used: int) -> None:
+        self.parent, self.tokens, self.pages, self.used = parent, tokens, pages, used
+        self.children: dict[bytes, Node] = {}
+        self.locks = 0
+        """Readers of this node or of one below it."""
+
+
+class PrefixCache:
+    """Which pages hold which prompt tokens. It owns the pages that `insert` takes over, until `evict` gives them up."""
+
+    def __init__(self, virtual_page: int) -> None:
+        self.virtual_page = virtual_page
+        self.root = Node(None, NO_TOKENS, NO_PAGES, 0)
+        self.pages = 0
+        """Pages that the cache owns."""
+        self.evictable = 0
+        """Those that nobody has locked."""
+        self._clock = 0
+
+    def match(self, tokens: np.ndarray) -> tuple[np.ndarray, Node]:
+        """Pages of the longest cached beginning of `tokens`, in whole pages, and the node at its end.
+
+        Counts as a use. Lock the node before anything is evicted.
+        """
+        self._clock += 1
+        node, found, rest = self.root, [NO_PAGES], tokens
+        while (child := self._child(node, rest)) is not None:
+            node = self._split(child, self._common(child, rest))
+            node.used = self._clock
+            found.append(node.pages)
+            rest = rest[len(node.tokens) :]
+        return np.concatenate(found), node
+
+    def insert(self, tokens: np.ndarray, pages: np.ndarray) -> tuple[np.ndarray, Node]:
+        """Put `tokens`, whole pages of them, and their pages into the tree; returns the tree's own pages and the node.
+
+        Where the tree had a page for the same tokens it keeps that one: then the returned page differs from the given
+        one, which stays the caller's. All others belong to the cache from now on.
+        """
+        if len(tokens) != len(pages) * self.virtual_page:
+            raise ValueError(f"{len(tokens)} tokens do not fill {len(pages)} pages of {self.virtual_page}")
+        held, node = self.match(tokens)
+        new = pages[len(held) :].copy()
+        if len(new):
+            rest = tokens[len(held) * self.virtual_page :].copy()
+            child = Node(node, rest, new, self._clock)
+            node.children[self._key(rest)] = child
+            self.pages += len(new)
+            self.evictable += len(new)
+            node = child
+        return np.concatenate((held, new)), node
+
+    def lock(self, node: Node) -> None:
+        """Keep a node and all above it."""
+        for each in self._upwards(node):
+            if not each.locks:
+                self.evictable -= len(each.pages)
+            each.locks += 1
+
+    def unlock(self, node: Node) -> None:
+        """Take one lock back. Raises ValueError for a node that is not locked."""
+        for each in self._upwards(node):
+            if not each.locks:
+                raise ValueError("this part of the prefix cache is not locked")
+            each.locks -= 1
+            if not each.locks:
+                self.evictable += len(each.pages)
+
+    def evict(self, count: int) -> np.ndarray:
+        """Up to `count` pages that nobody has locked, least recently used first; they are the caller's now."""
+        order = itertools.count()
+        leaves = [(n.used, next(order), n) for n in self._nodes() if not n.locks and not n.children]
+        heapq.heapify(leaves)
+        given: list[np.ndarray] = [NO_PAGES]
+        while leaves and count > 0:
+            _, _, leaf = heapq.heappop(leaves)
+            kept = max(len(leaf.pages) - count, 0)
+            gone = leaf.pages[kept:]
+            given.append(gone[::-1])
+            count -= len(gone)
+            self.pages -= len(gone)
+            self.evictable -= len(gone)
+            if kept:
+                leaf.pages, leaf.tokens = leaf.pages[:kept], leaf.tokens[: kept * self.virtual_page]
+                continue
+            parent = leaf.parent
+            assert parent is not None
+            del parent.children[self._key(leaf.tokens)]
+            if parent is not self.root and not parent.locks and not parent.children:
+                heapq.heappush(leaves, (parent.used, next(order), parent))
+        return np.concatenate(given)
+
+    def _key(self, tokens: np.ndarray) -> bytes:
+        return tokens[: self.virtual_page].tobytes()
+
+    def _child(self, node: Node, rest: np.ndarray) -> Node | None:
+        return node.children.get(self._key(rest)) if len(rest) >= self.virtual_page else None
+
+    def _common(self, node: Node, rest: np.ndarray) -> int:
+        """Pages of the node whose tokens are those of `rest`."""
+        length = min(len(node.tokens), len(rest))
+        differ = np.flatnonzero(node.tokens[:length] != rest[:length])
+        return int(differ[0] if len(differ) else length) // self.virtual_page
+
+    def _split(self, node: Node, pages: int) -> Node:
+        """The node, cut after `pages` of its pages where it has more; returns the upper part."""
+        if pages == len(node.pages):
+            return node
+        parent, cut = node.parent, pages * self.virtual_page
+        assert parent is not None
+        upper = Node(parent, node.tokens[:cut], node.pages[:pages], node.used)
+        upper.locks = node.locks
+        parent.children[self._key(upper.tokens)] = upper
+        node.parent, node.tokens, node.pages = upper, node.tokens[cut:], node.pages[pages:]
+        upper.children[self._key(node.tokens)] = node
+        return upper
+
+    def _upwards(self, node: Node) -> Iterator[Node]:
+        while node is not self.root:
+            yield node
+            assert node.parent is not None
+            node = node.parent
+
+    def _nodes(self) -> Iterator[Node]:
+        left = list(self.root.children.values())
+        while left:
+            node = left.pop()
+            yield node
+            left.extend(node.children.values())

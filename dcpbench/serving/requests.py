@@ -1,0 +1,141 @@
+"""What is served, and what one step does for it: the words that loads, scheduler, engine and replay share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from dcpbench.serving.allocator import Allocation
+    from dcpbench.serving.radix import Node
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ServeRequest:
+    """One request as a client sends it."""
+
+    number: int
+    """Its place in the load, from 0."""
+    prompt: np.ndarray
+    """int32 token ids."""
+    output_tokens: int
+    """Tokens that are sampled for it; the end-of-sequence token does not end it."""
+    arrival_s: float | None = None
+    """Seconds after the start; None in a closed loop, where a client sends it when its last one is answered."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV rows it needs at most: the last sampled token is never read."""
+        return len(self.prompt) + self.output_tokens - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Rejection:
+    """A request that can never be served here, and why."""
+
+    request: ServeRequest
+    reason: str
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Sequence:
+    """A request in the scheduler."""
+
+    request: ServeRequest
+    order: int
+    """Of submission: whoever came first is preempted last."""
+    replica: int = -1
+    slot: int = 0
+    allocation: Allocation | None = None
+    """None while it waits."""
+    node: Node | None = None
+    """What it has locked in the prefix cache."""
+    computed: int = 0
+    """Tokens whose KV rows are stored, or will be once the steps decided so far have run."""
+    generated: int = 0
+    """Output tokens sampled, likewise."""
+    cached: int = 0
+    """Prompt tokens that the prefix cache had when it was admitted first."""
+    preemptions: int = 0
+
+    @property
+    def target(self) -> int:
+        """Tokens that prefill has to store before the next token can be sampled: all that are known."""
+        return len(self.request.prompt) + self.generated
+
+    @property
+    def finished(self) -> bool:
+        """Whether its last token has been sampled."""
+        return self.generated == self.request.output_tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """Neighbouring prompt tokens of one request that a step prefills."""
+
+    sequence: Sequence
+    slot: int
+    start: int
+    """First token; the tokens before it are its stored prefix. A multiple of page_size · dcp."""
+    stop: int
+    samples: bool
+    """Whether these end the prompt, so that the next token is sampled."""
+
+    @property
+    def tokens(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TableWrite:
+    """Where tokens of a request lie from now on."""
+
+    slot: int
+    start: int
+    """First token."""
+    locs: np.ndarray
+    """int32 virtual locations of the tokens from `start` on."""
+
+
+@dataclasses.dataclass(slots=True)
+class ReplicaStep:
+    """What one attention replica does in a step. Rows: decodes first, then the chunks' tokens."""
+
+    decodes: list[Sequence] = dataclasses.field(default_factory=list)
+    slots: list[int] = dataclasses.field(default_factory=list)
+    """Of the decodes."""
+    positions: list[int] = dataclasses.field(default_factory=list)
+    """Of the decodes: index of the token that is read and whose KV row is written."""
+    chunks: list[Chunk] = dataclasses.field(default_factory=list)
+    table: list[TableWrite] = dataclasses.field(default_factory=list)
+    """What has to be written into the request table before the step runs."""
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the step."""
+        return len(self.decodes) + sum(c.tokens for c in self.chunks)
+
+    @property
+    def emits(self) -> list[Sequence]:
+        """Whose tokens are sampled, in the order of rows."""
+        return [*self.decodes, *(c.sequence for c in self.chunks if c.samples)]
+
+
+@dataclasses.dataclass(slots=True)
+class Step:
+    """One step of a layout: what each replica does, at the same time."""
+
+    number: int
+    replicas: list[ReplicaStep]
+    finished: list[Sequence] = dataclasses.field(default_factory=list)
+    """Whose last token this step samples."""
+    preempted: int = 0
+    """Sequences that lost their KV before this step."""
+
+    @property
+    def prefills(self) -> bool:
+        """Whether any replica has chunks: then no graph can run it."""
+        return any(r.chunks for r in self.replicas)

@@ -1,0 +1,327 @@
+"""Continuous batching of one layout: who is prefilled, who decodes, who waits, in integers of the host alone.
+
+Every rank runs this for all replicas and decides the same without a word to the others, as nothing here depends on a
+clock, on a token's value or on an address. Replay runs it in virtual time.
+
+A decision is final when it is made: `next_step` counts its tokens as computed and as sampled, and frees what a finished
+request held, because steps run in order on the device. So step k + 1 can be decided while step k runs.
+
+Who is served: first come, first served; a new request goes to the replica with the fewest requests of those that have
+room. Room: its prompt, and a page for each request that already runs there. When a running request finds no page for
+its next token, the prefix cache gives up what nobody reads, then the request that came last loses its KV, waits in
+front of all others of its replica, and computes prompt and generated tokens anew. The one that came first is never
+preempted by another, and fits alone (`submit` rejects what does not), so every request finishes.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dcpbench.choices import MIXED
+from dcpbench.errors import UsageError
+from dcpbench.serving.allocator import NO_PAGES, DcpAllocator
+from dcpbench.serving.radix import PrefixCache
+from dcpbench.serving.requests import Chunk, Rejection, ReplicaStep, Sequence, ServeRequest, Step, TableWrite
+
+if TYPE_CHECKING:
+    from dcpbench.serving.allocator import Allocation
+    from dcpbench.serving.radix import Node
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """What a scheduler has to know of its engine. Raises UsageError for a chunk that is too small."""
+
+    replicas: int
+    pages: int
+    """Of each rank's KV pool, the padding page included."""
+    page_size: int
+    dcp: int
+    interleave: int = 1
+    max_requests: int
+    """Slots of a replica."""
+    chunk: int
+    """Prompt tokens that a replica prefills in one step at most."""
+    policy: str = MIXED
+    prefix_cache: bool = True
+    max_context: int
+    """Tokens of a request at most, generated ones included."""
+
+    def __post_init__(self) -> None:
+        if self.chunk < self.virtual_page:
+            raise UsageError(
+                f"--chunk leaves {self.chunk} tokens per replica, fewer than the {self.virtual_page} of a page on all "
+                f"dcp ranks; use --chunk {self.virtual_page * self.replicas} or more, or a smaller --page-size."
+            )
+
+    @property
+    def virtual_page(self) -> int:
+        """Tokens of a page on all dcp ranks, at multiples of which prompts are cut."""
+        return self.page_size * self.dcp
+
+
+class Replica:
+    """One attention replica: its KV pages, slots and requests."""
+
+    def __init__(self, number: int, config: SchedulerConfig) -> None:
+        self.number = number
+        self.allocator = DcpAllocator(config.pages, config.page_size, config.dcp, config.interleave)
+        self.cache = PrefixCache(config.virtual_page)
+        self.running: list[Sequence] = []
+        """By order of submission."""
+        self.preempted: list[Sequence] = []
+        """Likewise; they keep their slots."""
+        self.slots = list(range(config.max_requests, 0, -1))
+        """Free ones; slot 0 is padding."""
+        self.moved: list[TableWrite] = []
+        """Tokens that lie on the prefix cache's pages from the next step on."""
+
+    @property
+    def available(self) -> int:
+        """Pages that are free or can be."""
+        return self.allocator.free_pages + self.cache.evictable
+
+    def alloc(self, tokens: int, shared: np.ndarray) -> Allocation:
+        """Pages for a request, after evicting what is needed."""
+        self.make_room(self.allocator.pages_for(tokens) - len(shared))
+        return self.allocator.alloc(tokens, shared)
+
+    def make_room(self, pages: int) -> None:
+        """Evict until so many pages are free, or nothing is left to evict."""
+        missing = pages - self.allocator.free_pages
+        if missing > 0:
+            self.allocator.give_back(self.cache.evict(missing))
+
+    def drop(self, sequence: Sequence) -> None:
+        """Take a sequence's KV."""
+        assert sequence.allocation is not None
+        self.allocator.free(sequence.allocation)
+        sequence.allocation = None
+        if sequence.node is not None:
+            self.cache.unlock(sequence.node)
+            sequence.node = None
+
+
+class Scheduler:
+    """See above."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.replicas = [Replica(r, config) for r in range(config.replicas)]
+        self.waiting: collections.deque[Sequence] = collections.deque()
+        self.steps = 0
+        self._submitted = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do until something is submitted."""
+        return not self.waiting and not any(r.running or r.preempted for r in self.replicas)
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """All that were submitted and have not finished, by order of submission."""
+        return sorted(
+            [*self.waiting, *(s for r in self.replicas for s in (*r.running, *r.preempted))], key=lambda s: s.order
+        )
+
+    def submit(self, request: ServeRequest) -> Rejection | None:
+        """Queue a request, or say why it can never be served. Raises ValueError for one without tokens."""
+        if len(request.prompt) < 1 or request.output_tokens < 1:
+            raise ValueError(f"request {request.number} has no prompt or no output")
+        reason = self._why_not(request)
+        if reason:
+            return Rejection(request, reason)
+        self.waiting.append(Sequence(request, self._submitted))
+        self._submitted += 1
+        return None
+
+    def next_step(self) -> Step | None:
+        """Decide the next step; None when there is nothing to do."""
+        step = Step(self.steps, [ReplicaStep(table=r.moved) for r in self.replicas])
+        if self.config.policy == MIXED:
+            self._decode(step)
+            self._prefill(step)
+        else:
+            self._prefill(step)
+            if not step.prefills:
+                self._decode(step)
+        if not any(r.tokens for r in step.replicas):
+            return None
+        self.steps += 1
+        self._finish(step)
+        return step
+
+    def cancel(self) -> list[Sequence]:
+        """End everything that has not finished; returns it."""
+        dropped = self.unfinished
+        for replica in self.replicas:
+            for sequence in (*replica.running, *replica.preempted):
+                self._release(replica, sequence)
+            replica.running, replica.preempted = [], []
+        self.waiting.clear()
+        return dropped
+
+    def _why_not(self, request: ServeRequest) -> str | None:
+        config, one = self.config, self.replicas[0].allocator
+        size = f"{len(request.prompt):,} prompt and {request.output_tokens:,} output tokens"
+        most = (one.pages - 1) * one.virtual_page
+        if request.kv_tokens > most:
+            return (
+                f"request {request.number} has {size} and the KV cache of a replica holds {most:,} tokens; "
+                "give more with --kv-memory or --dcp"
+            )
+        if request.kv_tokens > config.max_context:
+            return f"request {request.number} has {size} and a request can have {config.max_context:,} in all"
+        return None
+
+    def _decode(self, step: Step) -> None:
+        """A token for every running sequence of which all known tokens but one are stored."""
+        for replica, todo in zip(self.replicas, step.replicas, strict=True):
+            self._grow(replica, todo, step)
+            for sequence in replica.running:
+                if sequence.computed == sequence.target - 1:
+                    todo.decodes.append(sequence)
+                    todo.slots.append(sequence.slot)
+                    todo.positions.append(sequence.computed)
+                    sequence.computed += 1
+                    sequence.generated += 1
+
+    def _grow(self, replica: Replica, todo: ReplicaStep, step: Step) -> None:
+        """Room for the next token of every sequence that decodes, at the cost of those that came last."""
+        allocator, index = replica.allocator, 0
+        while index < len(replica.running):
+            sequence = replica.running[index]
+            allocation = sequence.allocation
+            assert allocation is not None
+            if sequence.computed < allocation.tokens:
+                index += 1  # in prefill, for which there is room
+                continue
+            if sequence.computed % allocator.virtual_page == 0:
+                replica.make_room(1)
+                if not allocator.free_pages:
+                    self._preempt(replica, replica.running[-1])
+                    step.preempted += 1
+                    continue
+            allocator.extend(allocation, 1)
+            if sequence.computed % allocator.virtual_page == 0:
+                todo.table.append(self._table_write(sequence, sequence.computed))
+            index += 1
+
+    def _preempt(self, replica: Replica, sequence: Sequence) -> None:
+        replica.running.remove(sequence)
+        replica.drop(sequence)
+        sequence.computed = 0
+        sequence.preemptions += 1
+        replica.preempted.insert(0, sequence)
+
+    def _prefill(self, step: Step) -> None:
+        """Chunks of prompts: of those that are running first, then of those that come in."""
+        budgets = [self.config.chunk] * len(self.replicas)
+        for replica, todo in zip(self.replicas, step.replicas, strict=True):
+            for sequence in replica.running:
+                if sequence.computed < sequence.target - 1:
+                    budgets[replica.number] -= self._chunk(sequence, todo, budgets[replica.number])
+            while replica.preempted and self._room(replica, replica.preempted[0], budgets[replica.number]):
+                sequence = replica.preempted.pop(0)
+                budgets[replica.number] -= self._admit(replica, sequence, todo, budgets[replica.number])
+        while self.waiting:
+            best = self._replica_for(self.waiting[0], budgets)
+            if best is None:
+                return
+            sequence = self.waiting.popleft()
+            sequence.slot, sequence.replica = best.slots.pop(), best.number
+            budgets[best.number] -= self._admit(best, sequence, step.replicas[best.number], budgets[best.number])
+
+    def _replica_for(self, sequence: Sequence, budgets: list[int]) -> Replica | None:
+        """The replica with the fewest requests of those that can take this one now; those who preempted wait first."""
+        able = [r for r in self.replicas if r.slots and not r.preempted and self._room(r, sequence, budgets[r.number])]
+        return min(able, key=lambda r: (len(r.running), -r.available, r.number), default=None)
+
+    def _room(self, replica: Replica, sequence: Sequence, budget: int) -> bool:
+        """Whether a sequence can come in: KV for all that it has to prefill, and something to compute it with."""
+        if budget < self.config.virtual_page:
+            return False
+        pages, node = self._cached(replica, sequence)
+        need = replica.allocator.pages_for(sequence.target) - len(pages)
+        replica.cache.lock(node)  # what it would read is not there to be evicted
+        available = replica.available
+        replica.cache.unlock(node)
+        return need + len(replica.running) <= available
+
+    def _cached(self, replica: Replica, sequence: Sequence) -> tuple[np.ndarray, Node]:
+        """What the prefix cache has of its prompt, so that at least one token is left to compute."""
+        if not self.config.prefix_cache:
+            return NO_PAGES, replica.cache.root
+        most = min(len(sequence.request.prompt), sequence.target - 1)
+        return replica.cache.match(sequence.request.prompt[:most])
+
+    def _admit(self, replica: Replica, sequence: Sequence, todo: ReplicaStep, budget: int) -> int:
+        """Start a sequence, or start it anew; returns the tokens of its first chunk."""
+        pages, node = self._cached(replica, sequence)
+        replica.cache.lock(node)
+        sequence.node = node
+        sequence.allocation = replica.alloc(sequence.target, pages)
+        sequence.computed = len(pages) * self.config.virtual_page
+        if not sequence.preemptions:
+            sequence.cached = sequence.computed
+        replica.running.append(sequence)
+        todo.table.append(self._table_write(sequence, 0))
+        return self._chunk(sequence, todo, budget)
+
+    def _chunk(self, sequence: Sequence, todo: ReplicaStep, budget: int) -> int:
+        """Prefill as much of a sequence as the budget allows; returns how much."""
+        start, target, page = sequence.computed, sequence.target, self.config.virtual_page
+        stop = target if target - start <= budget else start + budget // page * page
+        if stop == start:
+            return 0
+        todo.chunks.append(Chunk(sequence, sequence.slot, start, stop, samples=stop == target))
+        sequence.computed = stop
+        sequence.generated += stop == target
+        return stop - start
+
+    def _table_write(self, sequence: Sequence, start: int) -> TableWrite:
+        """Locations from token `start`, which begins a page, to the end of the last page."""
+        assert sequence.allocation is not None
+        page = self.config.virtual_page
+        pages = sequence.allocation.pages[start // page :]
+        locs = (pages[:, None] * page + np.arange(page, dtype=np.int32)).ravel()
+        return TableWrite(sequence.slot, start, locs[: self.config.max_context - start])
+
+    def _finish(self, step: Step) -> None:
+        """After all has been decided: cache prompts that are complete now, then free what finished requests held."""
+        for replica, todo in zip(self.replicas, step.replicas, strict=True):
+            replica.moved = []
+            for chunk in todo.chunks:
+                if chunk.samples and self.config.prefix_cache:
+                    self._cache(replica, chunk.sequence)
+            done = [s for s in todo.emits if s.finished]
+            for sequence in done:
+                self._release(replica, sequence)
+            if done:
+                replica.running = [s for s in replica.running if not s.finished]
+            step.finished += done
+
+    def _cache(self, replica: Replica, sequence: Sequence) -> None:
+        """Let others read a prompt's full pages. Where it was cached meanwhile, use those pages instead of ours."""
+        allocation, old = sequence.allocation, sequence.node
+        assert allocation is not None
+        assert old is not None
+        page = self.config.virtual_page
+        full = len(sequence.request.prompt) // page
+        ours = allocation.pages[:full].copy()
+        pages, node = replica.cache.insert(sequence.request.prompt[: full * page], ours)
+        replica.cache.lock(node)
+        replica.cache.unlock(old)
+        sequence.node = node
+        replica.allocator.share(allocation, pages)
+        if (pages != ours).any():
+            replica.moved.append(self._table_write(sequence, 0))
+
+    def _release(self, replica: Replica, sequence: Sequence) -> None:
+        if sequence.allocation is not None:
+            replica.drop(sequence)
+        replica.slots.append(sequence.slot)
