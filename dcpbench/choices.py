@@ -26,6 +26,8 @@ MIXED, PREFILL_FIRST = POLICIES = ("mixed", "prefill-first")
 """How prompts and running requests share steps: chunks ride with decodes, or decodes wait while there are chunks."""
 LIVE, REPLAY = MODES = ("live", "replay")
 """How requests are served: for real, or in virtual time from step times that were measured."""
+PREFILLS = ("sdpa", "flashinfer")
+"""What --prefill can be; kernels/prefill makes them."""
 CLOSED, GAMMA, TRACE = ARRIVALS = ("closed", "gamma", "trace")
 """When requests come: as others are answered, at random with a rate, or as a file says."""
 

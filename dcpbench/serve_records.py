@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dcpbench.choices import CLOSED, LIVE, MIXED
+from dcpbench.choices import CLOSED, LIVE, MIXED, PREFILLS
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +34,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens that a step prefills at most, over the whole layout."""
     policy: str = MIXED
     prefix_cache: bool = True
+    prefill: str = PREFILLS[0]
+    """Attention of prompts: `sdpa` (torch) or `flashinfer` (ragged prefill)."""
     seed: int = 0
 
 
