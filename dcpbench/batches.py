@@ -6,6 +6,7 @@ from dcpbench.errors import UsageError
 
 GRAPH_BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 """Requests of one replica in a graph; a batch is padded up to the next size."""
+EAGER_STEP = 64
 
 
 def padded_batch(requests: int) -> int:
@@ -16,3 +17,10 @@ def padded_batch(requests: int) -> int:
     raise UsageError(
         f"{requests} requests per replica are more than the largest graph, {GRAPH_BATCHES[-1]}; lower --concurrency."
     )
+
+
+def batch_rows(requests: int) -> int:
+    """Rows of a step of `requests` requests: those of its graph, or past the largest, where steps run eagerly, as few
+    different sizes as multiples of EAGER_STEP leave.
+    """
+    return padded_batch(requests) if requests <= GRAPH_BATCHES[-1] else -(-requests // EAGER_STEP) * EAGER_STEP

@@ -9,22 +9,25 @@ import numpy as np
 import torch
 
 from dcpbench import layout as arithmetic
-from dcpbench.batches import padded_batch
+from dcpbench.batches import batch_rows
 from dcpbench.engine.model import Model, StepInput
 from dcpbench.engine.parts import Part
 from dcpbench.engine.request_pool import PADDING_SLOT, RequestPool, copy_async
 from dcpbench.errors import CapacityError, UsageError
 from dcpbench.exchange import ExchangeSpec, make_exchange
 from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
+from dcpbench.kernels.kv_indices import Share, fill_page_tables
 from dcpbench.kernels.rope import softmax_scale
 from dcpbench.kernels.synthetic_kv import fill_request
 from dcpbench.serving.allocator import DcpAllocator
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dcpbench.exchange import Exchange
     from dcpbench.serving.allocator import Allocation
 
-PADDING_LENGTH = 1
+PADDING_POSITION = 0
 """A padding row has one token, on slot 0: it attends to and writes the padding page."""
 
 
@@ -34,8 +37,6 @@ class Request:
 
     slot: int
     allocation: Allocation
-    token: int = 0
-    """The token that the next step reads."""
 
     @property
     def length(self) -> int:
@@ -57,12 +58,12 @@ class Batch:
 
     def __init__(self, size: int, parts: list[Part], device: torch.device) -> None:
         self.size, self.parts = size, parts
-        self.tokens = torch.zeros(size, dtype=torch.int64, device=device)
-        self.slots = torch.zeros(size, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(size, dtype=torch.int64, device=device)
+        self.rows = torch.zeros(2, size, dtype=torch.int64, device=device)
+        """Request slot and token index of each row: all that tells one step from the next."""
+        self.slots, self.positions = self.rows
         self.logits: torch.Tensor | None = None
         self.next_tokens: torch.Tensor | None = None
-        """[B] int64, what the last step sampled. Not fed back: the next plan says which tokens a step reads."""
+        """[B] int64, what the last step sampled; the step has put it into the table of tokens, too."""
         self.router_inputs: torch.Tensor | None = None
         """See StepInput; set before the first step, as a graph holds its address."""
         self.captured: Captured | None = None
@@ -81,7 +82,7 @@ class DecodeEngine:
         """
         self.model = model
         self.device = model.kv.data.device
-        self.overlap, self.largest = overlap, padded_batch(max_requests)
+        self.overlap, self.largest = overlap, batch_rows(max_requests)
         self.made: dict[tuple[str, bool], list[Exchange]] = {}
         self.batches: dict[int, Batch] = {}
         self.side: torch.cuda.Stream | None = None
@@ -90,6 +91,9 @@ class DecodeEngine:
         self.max_context = max_context
         self.requests = RequestPool(max_requests, max_context, self.device, padding=padding)
         self.allocator = DcpAllocator(pages, self.page_size, model.layout.dcp, model.interleave)
+        self.share = Share(
+            rank=model.groups.dcp.rank, dcp=model.layout.dcp, interleave=model.interleave, page_size=self.page_size
+        )
 
     def use(self, backend: str, exchange: str, *, overlap: bool | None = None) -> None:
         """Compute with these from now on; batches, with their plans and graphs, are made anew. Collective.
@@ -149,7 +153,7 @@ class DecodeEngine:
 
     def batch(self, requests: int) -> Batch:
         """The buffers for a replica with up to `requests` requests, made on first use."""
-        size = padded_batch(requests)
+        size = batch_rows(requests)
         if size not in self.batches:
             parts, first = [], 0
             for share, exchange in zip(_shares(size, self.overlap), self.exchanges, strict=True):
@@ -187,31 +191,53 @@ class DecodeEngine:
         )
 
     def plan(self, requests: list[Request], rows: int | None = None) -> Batch:
-        """Prepare the next step from host-side integers only; rows past `requests` are padding.
+        """Prepare the next step of `requests`, which writes the last token of each. See `plan_rows`."""
+        return self.plan_rows([r.slot for r in requests], [r.length - 1 for r in requests], rows)
 
-        With attention DP all replicas must run equally many rows: `rows` is the most requests that any of them has.
+    def plan_rows(self, slots: Sequence[int], positions: Sequence[int], rows: int | None = None) -> Batch:
+        """Prepare the next step from host-side integers only; rows past those given are padding.
+
+        A row reads token `positions[b]` of the request in `slots[b]` and writes its KV row. With attention DP all
+        replicas must run equally many rows: `rows` is the most requests that any of them has.
         """
-        batch = self.batch(rows or len(requests))
-        padding = batch.size - len(requests)
-        model = self.model
-        lengths = [r.length for r in requests] + [PADDING_LENGTH] * padding
-        positions = [n - 1 for n in lengths]
-        slots = [r.slot for r in requests] + [PADDING_SLOT] * padding
-        tokens = [r.token for r in requests] + [0] * padding
-        for values, buffer in ((positions, batch.positions), (slots, batch.slots), (tokens, batch.tokens)):
-            copy_async(np.asarray(values, dtype=np.int64), buffer)
-        pages = [r.allocation.pages for r in requests] + [np.zeros(1, dtype=np.int32)] * padding
-        mine = [arithmetic.local_length(n, model.groups.dcp.rank, model.layout.dcp, model.interleave) for n in lengths]
+        batch = self.batch(rows or len(slots))
+        padding = batch.size - len(slots)
+        slots = [*slots, *[PADDING_SLOT] * padding]
+        positions = [*positions, *[PADDING_POSITION] * padding]
+        copy_async(np.asarray((slots, positions), dtype=np.int64), batch.rows)
         for part in batch.parts:
-            part.backend.plan(Shards(pages=pages[part.rows], lengths=mine[part.rows]))
+            if part.backend.tables is None:
+                part.backend.plan(self._shards(slots[part.rows], positions[part.rows]))
+            else:
+                self._fill_tables(batch, part)
         return batch
 
+    def _shards(self, slots: Sequence[int], positions: Sequence[int]) -> Shards:
+        """What this rank attends to, for backends that plan on the host."""
+        share, page = self.share, self.allocator.virtual_page
+        lengths = [arithmetic.local_length(p + 1, share.rank, share.dcp, share.interleave) for p in positions]
+        tables = [self.requests.host[s, : p + 1 : page] // page for s, p in zip(slots, positions, strict=True)]
+        return Shards(pages=tables, lengths=lengths)
+
+    def _fill_tables(self, batch: Batch, part: Part) -> None:
+        """The same on the device, for backends that read tables there; part of a captured step."""
+        assert part.backend.tables is not None
+        fill_page_tables(
+            part.backend.tables.pages, part.backend.tables.lengths, self.requests.table,
+            batch.slots[part.rows], batch.positions[part.rows] + 1, self.share,
+        )  # fmt: skip
+
     def run(self, batch: Batch) -> None:
-        """One eager step: logits and next tokens of the planned batch."""
+        """One eager step: logits and next tokens of the planned batch, which become the requests' tokens."""
+        for part in batch.parts:
+            if part.backend.tables is not None:
+                self._fill_tables(batch, part)
         locs = self.requests.table[batch.slots, batch.positions]
-        inputs = StepInput(batch.tokens, batch.positions, locs, batch.router_inputs)
+        tokens = self.requests.tokens[batch.slots, batch.positions]
+        inputs = StepInput(tokens, batch.positions, locs, batch.router_inputs)
         batch.logits = self.model.step(inputs, batch.parts, self.beside)
         batch.next_tokens = self.model.greedy(batch.logits)
+        self.requests.tokens[batch.slots, batch.positions + 1] = batch.next_tokens
 
     def capture(self, batch: Batch) -> None:
         """Capture the step as a CUDA graph, once per batch size.

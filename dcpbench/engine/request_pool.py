@@ -80,6 +80,9 @@ class RequestPool:
         """The same table on the host, to plan from without asking the device."""
         self.table = torch.zeros((size + first, max_context), dtype=torch.int32, device=device)
         """int32 [size + 1, max_context] on the device; one tensor for life, as captured graphs hold its address."""
+        self.tokens = torch.zeros((size + first, max_context + 1), dtype=torch.int64, device=device)
+        """int64 [size + 1, max_context + 1] on the device: token ids. A step reads its tokens here and writes the next
+        ones behind them, so that the host need not know what was sampled to launch the step after it."""
 
     @property
     def available(self) -> int:
@@ -106,6 +109,14 @@ class RequestPool:
             raise ValueError(f"tokens {start}…{stop - 1} do not fit rows of {self.max_context} tokens")
         self.host[slot, start:stop] = locs
         copy_async(self.host[slot, start:stop], self.table[slot, start:stop])
+
+    def set_tokens(self, slot: int, start: int, tokens: np.ndarray | list[int]) -> None:
+        """Token ids of the request from token `start` on."""
+        self.slots.check(slot)
+        stop = start + len(tokens)
+        if start < 0 or stop > self.tokens.shape[1]:
+            raise ValueError(f"tokens {start}…{stop - 1} do not fit rows of {self.tokens.shape[1]} tokens")
+        copy_async(np.asarray(tokens, dtype=np.int64), self.tokens[slot, start:stop])
 
 
 class DecodeRequestPool(RequestPool):

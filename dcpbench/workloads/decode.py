@@ -136,7 +136,7 @@ def _admit(engine: DecodeEngine, session: Session, point: Point, seed: int, inde
     number = index * point.dp + engine.model.groups.dp.rank
     request = engine.admit(point.context + memory.HEADROOM_TOKENS)
     engine.fill(request, number, seed)
-    request.token = (TOKEN_STEP * number) % session.shape.vocab
+    engine.requests.set_tokens(request.slot, point.context, [(TOKEN_STEP * number) % session.shape.vocab])
     return request
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench.batches import padded_batch
+from dcpbench.batches import batch_rows
 from dcpbench.engine.checkpoint import CheckpointSource
 from dcpbench.engine.decode import DecodeEngine
 from dcpbench.engine.groups import make_groups
@@ -77,7 +77,7 @@ def build(
         model, backend=backend, exchange=exchange, max_requests=max_requests, max_context=max_context,
         overlap=point.overlap,
     )  # fmt: skip
-    spec = ReduceSpec(rows=padded_batch(max_requests), columns=shape.hidden, dtype=dtype, device=device)
+    spec = ReduceSpec(rows=batch_rows(max_requests), columns=shape.hidden, dtype=dtype, device=device)
     session = Session(point=point, shape=shape, plan=plan, engine=engine, reduce_spec=spec)
     session.follow(point)
     return session

@@ -173,8 +173,8 @@ def _decode(engine: DecodeEngine, prompts: list[list[int]], new: int) -> dict[in
                 engine.grow(live[i])
             elif i in live:
                 engine.release(live.pop(i))
-            if i in live:
-                live[i].token = texts[i][position]
+            if i in live and position < len(prompts[i]):
+                engine.requests.set_tokens(live[i].slot, position, [texts[i][position]])
         batch = engine.plan(list(live.values()), rows)
         engine.run(batch)
         assert batch.logits is not None

@@ -256,7 +256,7 @@ class TestGraphError:
         """A planned batch of a model whose last rank has one row past the vocabulary of 511."""
         engine = engine_builder.engine(Layout(2), rank=1, shape=engine_builder.shape_like_tiny(vocab=511))
         request = engine.admit(3)
-        request.token = 300  # of the 256 to 510 that rank 1 embeds
+        engine.requests.set_tokens(request.slot, 2, [300])  # of the 256 to 510 that rank 1 embeds
         batch = engine.plan([request])
         engine.run(batch)
         assert batch.logits[0, -1] == float("-inf")

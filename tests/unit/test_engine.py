@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dcpbench import layout as arithmetic
-from dcpbench.engine.decode import DecodeEngine, Request, padded_batch
+from dcpbench.batches import padded_batch
+from dcpbench.engine.decode import DecodeEngine, Request
 from dcpbench.errors import UsageError
 from dcpbench.layout import Layout
 from dcpbench.records import Point
@@ -35,7 +36,7 @@ def start(engine: DecodeEngine, number: int) -> Request:
     """Request `number` with synthetic KV and a token to read."""
     request = engine.admit(LENGTHS[number])
     engine.fill(request, number, seed=0)
-    request.token = 100 + number
+    engine.requests.set_tokens(request.slot, request.length - 1, [100 + number])
     return request
 
 
@@ -47,8 +48,7 @@ def continued(engine: DecodeEngine, numbers: tuple[int, ...]) -> list[Continued]
         batch = engine.plan(requests)
         engine.run(batch)
         for i, request in enumerate(requests):
-            request.token = int(batch.next_tokens[i])
-            tokens[i].append(request.token)
+            tokens[i].append(int(batch.next_tokens[i]))
             engine.grow(request)
     rows = [engine.model.kv.all_rows()[:, int(r.allocation.locs(0, 1)[0])].clone() for r in requests]
     return [Continued(*parts) for parts in zip(tokens, rows, batch.logits[: len(requests)], strict=True)]
@@ -169,8 +169,9 @@ def stored(layout: Layout, page_size: int, interleave: int) -> dict[int, tuple[i
         for index in range(decode._share(point, replica)):
             request = decode._admit(engine, session, point, 7, index)
             empty = torch.full((build.TINY.layers, request.length, build.TINY.kv_width), float("nan"))
-            token, rows = found.setdefault(index * layout.dp + replica, (request.token, empty))
-            assert token == request.token, "ranks of a replica read the same token"
+            reads = int(engine.requests.tokens[request.slot, request.length - 1])
+            token, rows = found.setdefault(index * layout.dp + replica, (reads, empty))
+            assert token == reads, "ranks of a replica read the same token"
             for i, loc in enumerate(request.allocation.locs(0, request.length).tolist()):
                 if arithmetic.owner(loc, layout.dcp, interleave) == layout.dcp_rank(rank):
                     rows[:, i] = engine.model.kv.all_rows()[:, arithmetic.row(loc, layout.dcp, interleave)]

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from dcpbench.kernels.attention.page_tables import PageTables
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shards:
@@ -24,9 +26,16 @@ class Shards:
 
 
 class Backend(Protocol):
-    """One attention kernel. `plan` may synchronise the host and runs outside the graph; `run` is captured."""
+    """One attention kernel. `plan` runs outside the graph and does not wait for the device; `run` is captured."""
 
     name: str
+
+    @property
+    def tables(self) -> PageTables | None:
+        """What `run` reads of a step, on the device: a step may fill it itself (kernels/kv_indices) and need no plan.
+
+        None where `plan` alone can.
+        """
 
     def plan(self, shards: Shards) -> None:
         """Fill the index buffers in place for the next `run`s. len(shards.lengths) is the padded batch size B."""

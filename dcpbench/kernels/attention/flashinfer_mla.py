@@ -29,10 +29,15 @@ def _ints(count: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
+def _pinned(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int32)).pin_memory()
+
+
 class FlashInferBackend:
-    """BatchMLAPagedAttentionWrapper in CUDA-graph mode. `plan` takes host tensors; it copies and may synchronise."""
+    """BatchMLAPagedAttentionWrapper in CUDA-graph mode. `plan` takes pinned tensors, which it copies without waiting."""
 
     name = "flashinfer"
+    tables = None
 
     def __init__(self, spec: AttentionSpec) -> None:
         if (spec.latent, spec.rope) != (512, 64) or spec.dtype not in (torch.bfloat16, torch.float16):
@@ -50,19 +55,24 @@ class FlashInferBackend:
             kv_len_arr=_ints(spec.batch, spec.device),
             backend="auto",
         )
+        # A plan is copied to the device from the wrapper's pinned buffer, behind the step that may still run; the next
+        # plan must not be written over it. The host is never two steps ahead, so two buffers are enough.
+        first = self.wrapper._pin_memory_int_workspace_buffer  # noqa: SLF001 - there is no other way to it
+        self.staging = (first, torch.empty_like(first, pin_memory=True))
+        self.plans = 0
 
     def plan(self, shards: Shards) -> None:
         """See Backend."""
         spec = self.spec
         used = [-(-length // spec.page_size) for length in shards.lengths]
-        pages = np.concatenate([p[:n] for p, n in zip(shards.pages, used, strict=True)]).astype(np.int32)
-        indptr = torch.zeros(spec.batch + 1, dtype=torch.int32)
-        indptr[1:] = torch.cumsum(torch.tensor(used, dtype=torch.int32), 0)
+        pages = np.concatenate([p[:n] for p, n in zip(shards.pages, used, strict=True)])
+        self.wrapper._pin_memory_int_workspace_buffer = self.staging[self.plans % 2]  # noqa: SLF001 - see __init__
+        self.plans += 1
         self.wrapper.plan(
-            torch.arange(spec.batch + 1, dtype=torch.int32),
-            indptr,
-            torch.from_numpy(pages),
-            torch.tensor(shards.lengths, dtype=torch.int32),
+            _pinned(np.arange(spec.batch + 1)),
+            _pinned(np.cumsum([0, *used])),
+            _pinned(pages),
+            _pinned(np.asarray(shards.lengths)),
             spec.heads,
             spec.latent,
             spec.rope,
