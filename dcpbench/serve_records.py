@@ -40,7 +40,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Latencies(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of requests in ms, by the definitions of metrics.py; percentiles are null where samples are too few."""
+    """Times of finished requests in ms, as metrics.py defines them; percentiles are null where samples are too few."""
 
     mean: float | None = None
     p50: float | None = None
@@ -61,8 +61,9 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Of the whole run, ramp and drain included."""
     output_tok_s_per_gpu: float
     total_tok_s: float
-    """Prompt and output tokens of finished requests; cached prompt tokens count."""
+    """Of prompt and output tokens; cached prompt tokens count."""
     request_s: float
+    """Finished requests per second."""
     tok_s_per_user: float | None
     steady_tok_s: float | None
     """Of the longest time at 95 % of the target concurrency; null where it is never reached, or nothing is targeted."""
@@ -81,8 +82,9 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     cancelled: int
     """Submitted and not finished when the run was ended."""
     input_tokens: int
-    """Of finished requests."""
+    """Of requests that got a token."""
     output_tokens: int
+    """That came, also of requests that were cut off."""
     cached_tokens: int
     """Prompt tokens that the prefix cache had."""
     preemptions: int

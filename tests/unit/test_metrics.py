@@ -7,6 +7,7 @@ import pytest
 from dcpbench import metrics
 from dcpbench.errors import UsageError
 from dcpbench.metrics import RequestTimes, Slo, decode_metrics
+from dcpbench.serve_records import Latencies
 
 ONE = RequestTimes(1.0, (1.5, 1.6, 1.8))
 """t0 = 1.0, t1 = 1.5, tn = 1.8, n = 3."""
@@ -26,7 +27,7 @@ def test_tpot_is_the_mean_gap_and_is_absent_for_a_single_token() -> None:
     """(1.8 - 1.5) / (3 - 1) = 150 ms; n = 1 has no gap."""
     assert metrics.tpot_ms(ONE) == pytest.approx(150)
     assert metrics.tpot_ms(RequestTimes(0.0, (1.0,))) is None
-    assert metrics.itl_ms(RequestTimes(0.0, (1.0,))) == []
+    assert len(metrics.itl_ms(RequestTimes(0.0, (1.0,)))) == 0
 
 
 def test_e2el_runs_from_submission_to_the_last_token() -> None:
@@ -74,6 +75,18 @@ def test_ninety_five_percent_of_the_target_is_steady() -> None:
     assert metrics.steady_window(requests[:18], 20) is None
 
 
+def test_a_request_that_was_cut_off_is_in_flight_until_the_run_ends() -> None:
+    """One from 0 s to 4 s, one from 1 s whose last token came at 2 s, one from 2 s without any: two in flight from 1 s.
+
+    With the second one alone in flight to 4 s the window is 1-4 s; tokens in (1, 4]: 2, 3, 4 and 2 = 4 / 3 s.
+    """
+    requests = [RequestTimes(0.0, (1.0, 2.0, 3.0, 4.0)), RequestTimes(1.0, (2.0,), finished=False)]
+    assert metrics.steady_window(requests, 2) == (1.0, 4.0)
+    assert metrics.steady_tok_s(requests, 2) == pytest.approx(4 / 3)
+    assert metrics.steady_window(requests, 3, waiting_s=[2.0]) == (2.0, 4.0)
+    assert not metrics.meets(requests[1], Slo())
+
+
 def test_throughput_per_gpu_divides_by_tp() -> None:
     """800 tok/s on tp8 = 100 tok/s/GPU, whatever dcp is."""
     assert metrics.per_gpu(800, 8) == 100
@@ -97,6 +110,55 @@ def test_a_user_sees_the_inverse_of_the_median_itl() -> None:
 def test_goodput_counts_requests_that_meet_every_objective(slo: Slo, rate: float) -> None:
     """Two requests in 2 s. One: TTFT 500, TPOT 150. The other: TTFT 2000, no TPOT, so it cannot miss that one."""
     assert metrics.goodput([ONE, RequestTimes(0.0, (2.0,))], slo) == rate
+
+
+@pytest.mark.parametrize(
+    ("gaps", "long", "met"),
+    [(99, 0, True), (99, 1, False), (100, 1, True), (100, 2, False), (299, 3, False), (300, 3, True)],
+)
+def test_one_gap_in_a_hundred_may_miss_an_itl_objective(gaps: int, long: int, met: bool) -> None:
+    """Gaps of 1/16 s, `long` of them 1/2 s, against 100 ms. The mean gap, TPOT, would hide every one of these."""
+    times = [0.0]
+    for i in range(gaps):
+        times.append(times[-1] + (0.5 if i < long else 0.0625))
+    request = RequestTimes(0.0, times)
+    assert metrics.meets(request, Slo(itl_ms=100)) is met
+    assert metrics.meets(request, Slo(tpot_ms=100))
+
+
+def test_a_request_without_gaps_meets_any_itl_objective() -> None:
+    """One token: it is its TTFT that counts."""
+    assert metrics.meets(RequestTimes(0.0, (9.0,)), Slo(itl_ms=1))
+
+
+def test_objectives_come_by_name_in_ms() -> None:
+    """What --slo takes and a record holds."""
+    assert Slo.of({"ttft": 500, "itl": 50.5}) == Slo(ttft_ms=500, itl_ms=50.5)
+    assert Slo.of({}) == Slo()
+    with pytest.raises(UsageError, match="ttft, itl, tpot, e2el"):
+        Slo.of({"latency": 5})
+    with pytest.raises(UsageError, match="above 0"):
+        Slo.of({"ttft": 0})
+
+
+def test_latencies_have_a_mean_and_the_percentiles_that_samples_allow() -> None:
+    """1 … 130: mean and p50 65.5; p90 at place 116.1 from 0: 117.1; p95 at 122.55: 123.55; 662 are needed for p99."""
+    found = metrics.latencies(range(1, 131))
+    assert (found.mean, found.p50, found.samples, found.p99) == (65.5, 65.5, 130, None)
+    assert (found.p90, found.p95) == (pytest.approx(117.1), pytest.approx(123.55))
+    assert metrics.latencies(range(129)).p95 is None
+    assert metrics.latencies([7.0] * 662).p99 == 7
+    assert metrics.latencies([]) == Latencies()
+    with pytest.raises(UsageError):
+        metrics.latencies([1.0, math.nan])
+
+
+@pytest.mark.parametrize("samples", [[3.0], [4.0, 1.0], list(range(700)), [float(i * i % 97) for i in range(200)]])
+def test_percentiles_of_arrays_are_those_of_lists(samples: list[float]) -> None:
+    """Two ways of computing them, one definition."""
+    fast, plain = metrics.latencies(samples), metrics.percentiles(samples)
+    for name in ("p50", "p90", "p95", "p99"):
+        assert getattr(fast, name) == pytest.approx(getattr(plain, name))
 
 
 def test_an_objective_that_is_met_exactly_is_met() -> None:

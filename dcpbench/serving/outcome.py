@@ -1,0 +1,177 @@
+"""What a finished run of requests amounts to: the metrics of its record, and a row for each request."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from dcpbench import metrics
+from dcpbench.errors import UsageError
+from dcpbench.serve_records import ServeMetrics
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from dcpbench.serving.requests import Step
+    from dcpbench.serving.traffic import Sample, Traffic
+
+FINISHED, REJECTED, CANCELLED = OUTCOMES = ("finished", "rejected", "cancelled")
+"""What became of a request: all its tokens came, it can never be served here, or the run ended before it did."""
+
+
+@dataclasses.dataclass(slots=True)
+class StepCounts:
+    """How many steps of which kind a run took."""
+
+    steps: int = 0
+    decode_steps: int = 0
+    """Steps without prefill."""
+    eager_decode_steps: int = 0
+    """Of these, those past the largest captured graph."""
+    decode_rows: int = 0
+    """Requests in steps without prefill, over the layout, summed over these steps."""
+
+    def add(self, step: Step, *, eager: bool = False) -> None:
+        """Count a step that ran; `eager` where it had no prefill and no graph ran it."""
+        self.steps += 1
+        if not step.prefills:
+            self.decode_steps += 1
+            self.eager_decode_steps += eager
+            self.decode_rows += sum(len(r.decodes) for r in step.replicas)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One request as it is kept beside the record; times in seconds after the start of the run."""
+
+    number: int
+    outcome: str
+    """One of OUTCOMES."""
+    reason: str | None
+    """Why it was rejected."""
+    submitted_s: float
+    first_token_s: float | None
+    end_s: float | None
+    """Of its last token; None unless it finished."""
+    input_tokens: int
+    output_tokens: int
+    """That came."""
+    cached_tokens: int | None
+    """Prompt tokens that the prefix cache had; None where it was never admitted."""
+    preemptions: int | None
+    replica: int | None
+    token_s: list[float]
+    tokens: list[int]
+    """Ids; empty in replay, and for requests of another replica than the recording rank's."""
+
+
+def rows(samples: Iterable[Sample]) -> list[Row]:
+    """A row per request, in order of submission."""
+    return [_row(s) for s in samples]
+
+
+def serve_metrics(
+    traffic: Traffic,
+    *,
+    tp: int,
+    concurrency: int | None,
+    slo: Mapping[str, float],
+    steps: StepCounts,
+    idle_fraction: float | None = None,
+    samples_file: str = "",
+) -> ServeMetrics:
+    """Metrics of a run that has ended, by itself or by `Traffic.stop`; each as metrics.py defines it.
+
+    Latencies, goodput and request rate are those of finished requests, and null where none finished. Token rates count
+    every token that came, also of requests that were cut off. `concurrency` is the target of a closed loop; None where
+    nothing is targeted, and then nothing is steady. `slo` in ms by name (metrics.OBJECTIVES).
+
+    Raises UsageError where no token came at all, as then there is no rate, and for objectives that cannot be.
+    """
+    objectives = metrics.Slo.of(slo)
+    by_outcome = {outcome: [s for s in traffic.samples if outcome_of(s) == outcome] for outcome in OUTCOMES}
+    served = [s for s in traffic.samples if s.token_s]
+    if not served:
+        raise UsageError(_nothing_came(by_outcome))
+    times = [metrics.RequestTimes(s.submitted_s, s.token_s, finished=s.finished) for s in served]
+    wall = metrics.wall_s(times)
+    itl, window = _pooled_itl(times), None
+    if concurrency is not None:
+        window = metrics.steady_window(
+            times, concurrency, [s.submitted_s for s in by_outcome[CANCELLED] if not s.token_s]
+        )
+    input_tokens, output_tokens = (sum(len(s.request.prompt) for s in served), sum(len(s.token_s) for s in served))
+    itl_ms = metrics.latencies(itl)
+    done = [t for t in times if t.finished]
+    sequences = [s.sequence for s in traffic.samples if s.sequence is not None]
+    return ServeMetrics(
+        ttft_ms=metrics.latencies([metrics.ttft_ms(t) for t in done]),
+        itl_ms=itl_ms,
+        tpot_ms=metrics.latencies([v for t in done if (v := metrics.tpot_ms(t)) is not None]),
+        e2el_ms=metrics.latencies([metrics.e2el_ms(t) for t in done]),
+        output_tok_s=output_tokens / wall,
+        output_tok_s_per_gpu=metrics.per_gpu(output_tokens / wall, tp),
+        total_tok_s=(input_tokens + output_tokens) / wall,
+        request_s=len(done) / wall,
+        tok_s_per_user=metrics.tok_s_per_user(itl_ms.p50) if itl_ms.p50 else None,
+        steady_tok_s=None if window is None else metrics.tok_s_within(times, window),
+        steady_s=None if window is None else window[1] - window[0],
+        slo_ms=dict(slo),
+        goodput_s=metrics.goodput(times, objectives) if slo else None,
+        wall_s=wall,
+        submitted=len(traffic.samples),
+        finished=len(done),
+        rejected=len(by_outcome[REJECTED]),
+        cancelled=len(by_outcome[CANCELLED]),
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        cached_tokens=sum(s.cached for s in sequences),
+        preemptions=sum(s.preemptions for s in sequences),
+        steps=steps.steps,
+        decode_steps=steps.decode_steps,
+        eager_decode_steps=steps.eager_decode_steps,
+        decode_batch=steps.decode_rows / steps.decode_steps if steps.decode_steps else None,
+        idle_fraction=idle_fraction,
+        samples_file=samples_file,
+    )
+
+
+def outcome_of(sample: Sample) -> str:
+    """One of OUTCOMES; a request that is still on its way counts as cancelled."""
+    if sample.rejected:
+        return REJECTED
+    return FINISHED if sample.finished else CANCELLED
+
+
+def _pooled_itl(times: list[metrics.RequestTimes]) -> metrics.Floats:
+    import numpy as np
+
+    gaps = [metrics.itl_ms(t) for t in times if t.finished]
+    return np.concatenate(gaps) if gaps else np.empty(0)
+
+
+def _nothing_came(by_outcome: Mapping[str, list[Sample]]) -> str:
+    rejected, cancelled = by_outcome[REJECTED], by_outcome[CANCELLED]
+    if not rejected and not cancelled:
+        return "no request was submitted, so there is nothing to report; give --requests 1 or more."
+    said = f"no output token came: {len(rejected)} requests were rejected and {len(cancelled)} were cut off"
+    return said + (f"; the first one rejected: {rejected[0].rejected}" if rejected else "; use a longer --limit.")
+
+
+def _row(sample: Sample) -> Row:
+    sequence = sample.sequence
+    return Row(
+        number=sample.request.number,
+        outcome=outcome_of(sample),
+        reason=sample.rejected or None,
+        submitted_s=sample.submitted_s,
+        first_token_s=sample.token_s[0] if sample.token_s else None,
+        end_s=sample.token_s[-1] if sample.finished and not sample.rejected else None,
+        input_tokens=len(sample.request.prompt),
+        output_tokens=len(sample.token_s),
+        cached_tokens=sequence.cached if sequence and sequence.replica >= 0 else None,
+        preemptions=sequence.preemptions if sequence else None,
+        replica=sequence.replica if sequence and sequence.replica >= 0 else None,
+        token_s=sample.token_s,
+        tokens=sample.tokens,
+    )

@@ -1,0 +1,99 @@
+"""The Parquet file beside a record of `serve`: one row per request, as outcome.Row has it.
+
+pyarrow is imported when a file is written or read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from typing import TYPE_CHECKING, Any
+
+from dcpbench.errors import OutputError, RecordsError
+from dcpbench.serving.outcome import Row
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from dcpbench.records import Point
+
+SAMPLES_VERSION = 1
+FOLDER = "samples"
+"""Below the run's folder."""
+VERSION_KEY, POINT_KEY = b"dcpbench.samples_version", b"dcpbench.point"
+"""Of the file's metadata."""
+
+
+def samples_name(point: Point) -> str:
+    """The file's place below the run's folder: `samples/kimi-k2-tp4-dcp4-live-0123456789ab.parquet`.
+
+    The same for the same point; those of others differ in the hash, which is of the point's key with its repeat.
+    """
+    mode = point.load.mode if point.load else point.workload
+    words = re.sub(r"[^A-Za-z0-9]+", "-", f"{point.model}-{point.layout}-{mode}").strip("-")
+    return f"{FOLDER}/{words[:60]}-{hashlib.sha256(point.key().encode()).hexdigest()[:12]}.parquet"
+
+
+def write_samples(folder: Path, point: Point, rows: Sequence[Row]) -> str:
+    """Write the rows of a point below a run's `folder`; returns the file's place there, for the record.
+
+    A file of the same point is replaced, and only by a whole one. Raises OutputError where it cannot be written.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = _schema(pa).with_metadata({VERSION_KEY: str(SAMPLES_VERSION), POINT_KEY: point.key()})
+    table = pa.table({name: [getattr(row, name) for row in rows] for name in schema.names}, schema=schema)
+    name = samples_name(point)
+    path = folder / name
+    half = path.with_suffix(".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, half, compression="zstd")
+        half.replace(path)
+    except OSError as e:
+        raise OutputError(f"cannot write {path}: {e}; give another folder with -o.") from e
+    return name
+
+
+def read_samples(path: Path) -> list[Row]:
+    """The rows of a file. Raises RecordsError for a missing or damaged file, and for one of another version."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as e:
+        raise RecordsError(f"{path} cannot be read as samples of requests: {e}; repeat the sweep of this run.") from e
+    version = (table.schema.metadata or {}).get(VERSION_KEY, b"none").decode()
+    if version != str(SAMPLES_VERSION):
+        raise RecordsError(f"{path} holds samples of version {version}, while this dcpbench reads {SAMPLES_VERSION}.")
+    return [Row(**row) for row in table.to_pylist()]
+
+
+def samples_point(path: Path) -> str:
+    """Key of the point that a file belongs to. Raises RecordsError where there is none."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        found = (pq.read_schema(path).metadata or {}).get(POINT_KEY)
+    except (OSError, pa.ArrowException) as e:
+        raise RecordsError(f"{path} cannot be read as samples of requests: {e}; repeat the sweep of this run.") from e
+    if found is None:
+        raise RecordsError(f"{path} names no point; it was not written by dcpbench.")
+    return str(found.decode())
+
+
+def _schema(pa: Any) -> Any:  # noqa: ANN401 - pyarrow has no types
+    """Field by field as outcome.Row; what may be None is nullable."""
+    kinds = {
+        "number": pa.int32(), "outcome": pa.string(), "reason": pa.string(), "submitted_s": pa.float64(),
+        "first_token_s": pa.float64(), "end_s": pa.float64(), "input_tokens": pa.int32(), "output_tokens": pa.int32(),
+        "cached_tokens": pa.int32(), "preemptions": pa.int32(), "replica": pa.int32(),
+        "token_s": pa.list_(pa.float64()), "tokens": pa.list_(pa.int32()),
+    }  # fmt: skip
+    optional = {f.name for f in dataclasses.fields(Row) if "None" in str(f.type)}
+    return pa.schema([pa.field(name, kind, nullable=name in optional) for name, kind in kinds.items()])

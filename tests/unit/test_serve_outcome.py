@@ -1,0 +1,168 @@
+"""serving/outcome.py and serving/samples.py: from a run of requests to its record's metrics and its Parquet file."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from dcpbench.errors import OutputError, RecordsError, UsageError
+from dcpbench.records import Point
+from dcpbench.serve_records import Load, ServeMetrics
+from dcpbench.serving.outcome import CANCELLED, FINISHED, REJECTED, StepCounts, rows, serve_metrics
+from dcpbench.serving.samples import POINT_KEY, read_samples, samples_name, samples_point, write_samples
+from tests.unit import virtual_serving as build
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.serving.traffic import Traffic
+
+POINT = Point(
+    model="kimi-k2", tp=4, dcp=4, workload="serve", concurrency=2, context=40, backend="triton", dtype="bfloat16",
+    load=Load(requests=4, input_tokens="32", output_tokens="8", chunk=64),
+)  # fmt: skip
+
+
+def metrics(of: tuple[Traffic, StepCounts], **changes: object) -> ServeMetrics:
+    """Of a run on tp4 without objectives."""
+    traffic, steps = of
+    plain = {"tp": 4, "concurrency": traffic.concurrency, "slo": {}, "steps": steps}
+    return serve_metrics(traffic, **(plain | changes))  # type: ignore[arg-type]
+
+
+class TestMetrics:
+    def test_a_closed_loop_of_two_clients_in_numbers(self) -> None:
+        """4 requests of 32 + 8 tokens, steps of 1 s. Two prompts fit into the first chunk of 64: tokens at 1, 2, … 8 s.
+
+        Their clients' next requests are submitted at 8 s: tokens at 9 … 16 s. TTFT 1 s, ITL 1 s, E2EL 8 s; 32 tokens in
+        16 s = 2 tok/s, 0.5 a GPU; (128 + 32) / 16 = 10 tok/s in all; 2 of 16 steps have prefill.
+        """
+        got = metrics(build.serve([build.request(i) for i in range(4)], concurrency=2))
+        assert (got.ttft_ms.mean, got.ttft_ms.p50, got.ttft_ms.samples) == (1000, 1000, 4)
+        assert (got.itl_ms.p50, got.itl_ms.samples) == (1000, 28)
+        assert (got.tpot_ms.p50, got.e2el_ms.p50) == (1000, 8000)
+        assert (got.output_tok_s, got.output_tok_s_per_gpu, got.total_tok_s) == (2, 0.5, 10)
+        assert (got.request_s, got.tok_s_per_user, got.wall_s) == (0.25, 1, 16)
+        assert (got.steady_tok_s, got.steady_s) == (2, 16)
+        assert (got.steps, got.decode_steps, got.decode_batch) == (16, 14, 2)
+        assert (got.submitted, got.finished, got.rejected, got.cancelled) == (4, 4, 0, 0)
+        assert (got.input_tokens, got.output_tokens) == (128, 32)
+        assert got.goodput_s is None
+
+    def test_percentiles_wait_for_their_samples(self) -> None:
+        """4 TTFTs give a median and no more; 4 · 24 = 96 gaps give p90 (64), not p95 (130)."""
+        got = metrics(build.serve([build.request(i, outputs=25) for i in range(4)], concurrency=2))
+        assert (got.ttft_ms.p90, got.itl_ms.samples, got.itl_ms.p90, got.itl_ms.p95) == (None, 96, 1000, None)
+
+    def test_an_open_loop_has_no_target_and_so_nothing_is_steady(self) -> None:
+        """The second request is due at 2.5 s, inside a step, and joins the one from 3 s to 4 s: TTFT 1.5 s."""
+        got = metrics(build.serve([build.request(0, arrival_s=0.0), build.request(1, arrival_s=2.5)]))
+        assert got.ttft_ms.p50 == (1000 + 1500) / 2
+        assert (got.steady_tok_s, got.steady_s) == (None, None)
+
+    def test_goodput_counts_requests_within_the_objectives(self) -> None:
+        """One chunk holds two of three prompts: TTFT 1, 1, 2 s. Within 1.5 s: 2 requests in 9 s."""
+        got = metrics(build.serve([build.request(i) for i in range(3)], concurrency=3), slo={"ttft": 1500})
+        assert got.slo_ms == {"ttft": 1500}
+        assert got.goodput_s == pytest.approx(2 / 9)
+
+    def test_preemptions_and_cached_tokens_are_counted(self) -> None:
+        """10 pages for two requests of 2 + 4 pages each: the second is preempted once both need a fifth page."""
+        traffic, steps = build.serve([build.request(i, outputs=64) for i in range(2)], concurrency=2, pages=11)
+        got = metrics((traffic, steps))
+        assert got.preemptions == sum(r.preemptions or 0 for r in rows(traffic.samples)) == 1
+        same = [dataclasses.replace(build.request(0), number=i) for i in range(2)]
+        assert metrics(build.serve(same, concurrency=1)).cached_tokens == 16, "one page of the prompt's two"
+
+    def test_what_was_cut_off_counts_as_output_and_has_no_latency(self) -> None:
+        """Stopped after 4 s: both have 4 of 8 tokens. 8 tokens in 4 s = 2 tok/s; no request has a TTFT."""
+        got = metrics(build.serve([build.request(i) for i in range(4)], concurrency=2, until_s=4), slo={"ttft": 1e6})
+        assert (got.finished, got.cancelled, got.output_tokens, got.output_tok_s) == (0, 2, 8, 2)
+        assert (got.ttft_ms.p50, got.ttft_ms.samples, got.itl_ms.p50, got.tok_s_per_user) == (None, 0, None, None)
+        assert (got.goodput_s, got.request_s, got.steady_tok_s) == (0, 0, 2)
+
+    def test_a_rejected_request_is_counted_and_nothing_else(self) -> None:
+        """2,000 tokens into 1,600."""
+        got = metrics(build.serve([build.request(0, inputs=2000), build.request(1)], concurrency=1))
+        assert (got.submitted, got.finished, got.rejected, got.input_tokens) == (2, 1, 1, 32)
+
+    def test_a_run_without_any_token_has_no_metrics_and_says_why(self) -> None:
+        with pytest.raises(UsageError, match=r"1 requests were rejected.*--kv-memory"):
+            metrics(build.serve([build.request(0, inputs=2000)], concurrency=1))
+        with pytest.raises(UsageError, match="longer --limit"):
+            metrics(build.serve([build.request(0, inputs=200)], concurrency=1, until_s=1))
+
+    @pytest.mark.parametrize("slo", [{"latency": 5.0}, {"itl": 0.0}, {"itl": float("nan")}])
+    def test_objectives_that_cannot_be_are_refused(self, slo: dict[str, float]) -> None:
+        with pytest.raises(UsageError):
+            metrics(build.serve([build.request(0)], concurrency=1), slo=slo)
+
+
+class TestSamples:
+    def test_what_is_written_is_read_again(self, tmp_path: Path) -> None:
+        """A finished, a rejected and two cut-off requests, one of which never got a token.
+
+        The third is submitted when the second has been rejected, after the first step: tokens at 2 s and 3 s.
+        """
+        requests = [build.request(0, outputs=2), build.request(1, inputs=2000), build.request(2), build.request(3, 100)]
+        traffic, _ = build.serve(requests, concurrency=2, until_s=3)
+        traffic.samples[0].tokens += [5, 7]
+        written = rows(traffic.samples)
+        name = write_samples(tmp_path, POINT, written)
+        got = read_samples(tmp_path / name)
+        assert got == written
+        assert [r.outcome for r in got] == [FINISHED, REJECTED, CANCELLED, CANCELLED]
+        assert (got[0].end_s, got[0].tokens, got[0].token_s) == (2, [5, 7], [1, 2])
+        assert got[1].reason is not None
+        assert got[1].cached_tokens is None
+        assert (got[2].output_tokens, got[2].end_s, got[3].first_token_s) == (2, None, None)
+        assert [p.name for p in (tmp_path / "samples").iterdir()] == [name.removeprefix("samples/")]
+
+    def test_the_file_says_whose_it_is(self, tmp_path: Path) -> None:
+        """The point's key stands in the file; the record need not be at hand."""
+        assert samples_point(tmp_path / write_samples(tmp_path, POINT, [])) == POINT.key()
+        assert read_samples(tmp_path / samples_name(POINT)) == []
+
+    def test_each_point_and_repeat_has_a_name_of_its_own(self) -> None:
+        """The same for the same point, whatever the model is called."""
+        names = {samples_name(point) for point in (POINT, changed(repeat=1), changed(concurrency=3))}
+        assert len(names) == 3
+        assert samples_name(POINT) == samples_name(changed())
+        assert samples_name(POINT).startswith("samples/kimi-k2-tp4-dcp4-live-")
+        assert samples_name(changed(model="../../x y")).count("/") == 1
+
+    def test_files_of_others_and_damaged_ones_are_told(self, tmp_path: Path) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.table({"a": [1]}), tmp_path / "other.parquet")
+        (tmp_path / "bad.parquet").write_bytes(b"PAR1")
+        schema = pa.schema([("a", pa.int32())], metadata={POINT_KEY: b"p", b"dcpbench.samples_version": b"99"})
+        pq.write_table(pa.table({"a": [1]}, schema=schema), tmp_path / "new.parquet")
+        for name in ("other.parquet", "bad.parquet", "none.parquet", "new.parquet"):
+            with pytest.raises(RecordsError):
+                read_samples(tmp_path / name)
+        with pytest.raises(RecordsError, match="no point"):
+            samples_point(tmp_path / "other.parquet")
+
+    def test_a_folder_that_cannot_be_written_is_told(self, tmp_path: Path) -> None:
+        (tmp_path / "samples").touch()
+        with pytest.raises(OutputError, match="another folder"):
+            write_samples(tmp_path, POINT, [])
+
+
+def changed(**changes: object) -> Point:
+    """The point with other values."""
+    return msgspec.structs.replace(POINT, **changes)
+
+
+@pytest.mark.parametrize("heavy", ["pyarrow", "pandas", "torch"])
+def test_importing_them_imports_nothing_heavy(heavy: str) -> None:
+    """pyarrow comes when a file is written or read."""
+    code = f"import sys, dcpbench.serving.outcome, dcpbench.serving.samples; print({heavy!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
