@@ -1,0 +1,135 @@
+"""How loads are typed and said: lengths, limits and objectives. No numpy: the command line reads them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import TYPE_CHECKING
+
+from dcpbench.choices import CLOSED, GAMMA
+from dcpbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from dcpbench.serve_records import Load
+
+FIXED, UNIFORM, LOGNORMAL = "fixed", "uniform", "lognormal"
+TRACE_LENGTHS = "trace"
+"""Load.input_tokens and output_tokens where a file says them."""
+OBJECTIVES = ("ttft", "itl", "tpot", "e2el")
+"""What --slo can bound, in ms; metrics.py defines them."""
+MOST_TOKENS = 1_000_000_000
+MOST_SIGMA = 3.0
+"""One prompt in forty is then 400 times the median, and the median 400 times another's: more is a mistake."""
+_LENGTHS = "write a number such as 4000, uniform:1000-7000 or lognormal:4000:0.5 (median and sigma)"
+_PLAIN = re.compile(r"[+-]?\d+")
+_UNIFORM = re.compile(r"uniform:([+-]?\d+)-([+-]?\d+)")
+_LOGNORMAL = re.compile(r"lognormal:([+-]?\d+):([^:]+)")
+_LIMIT = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*(s?)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """How many tokens a prompt or an answer has."""
+
+    kind: str
+    """`fixed` (low), `uniform` (low to high, both included) or `lognormal` (median low, sigma)."""
+    low: int
+    high: int = 0
+    sigma: float = 0.0
+
+    def __str__(self) -> str:
+        """As it is typed, in one way only."""
+        if self.kind == UNIFORM:
+            return f"uniform:{self.low}-{self.high}"
+        return f"lognormal:{self.low}:{self.sigma:g}" if self.kind == LOGNORMAL else str(self.low)
+
+
+def parse_lengths(option: str, value: object) -> Lengths:
+    """`4000`, `uniform:1000-7000` or `lognormal:4000:0.5`. Raises UsageError, saying what to write."""
+    text = "" if isinstance(value, bool) else str(value).strip()
+    if _PLAIN.fullmatch(text):
+        return Lengths(FIXED, _tokens(option, text, text))
+    if found := _UNIFORM.fullmatch(text):
+        low, high = (_tokens(option, text, number) for number in found.groups())
+        if low > high:
+            raise UsageError(f"{option} {text}: {low} is more than {high}; write uniform:{high}-{low}.")
+        return Lengths(UNIFORM, low, high)
+    if found := _LOGNORMAL.fullmatch(text):
+        return Lengths(LOGNORMAL, _tokens(option, text, found[1]), sigma=_sigma(option, text, found[2]))
+    raise UsageError(f"{option} {value}: not a length; {_LENGTHS}.")
+
+
+def parse_limit(value: object) -> tuple[int | None, float | None]:
+    """`200` as (200, None) requests, `60s` as (None, 60.0) seconds. Raises UsageError."""
+    found = None if isinstance(value, bool) else _LIMIT.fullmatch(str(value).strip())
+    if not found or (not found[2] and "." in found[1]):
+        raise UsageError(f"--limit {value}: write a number of requests such as 200, or seconds such as 60s.")
+    number = float(found[1])
+    if number <= 0:
+        raise UsageError(f"--limit {value} is not positive; write for example --limit 200 or --limit 60s.")
+    return (None, number) if found[2] else (int(number), None)
+
+
+def parse_slo(value: object) -> dict[str, float]:
+    """`ttft=500,itl=50`, or a table of a configuration file, in ms. Raises UsageError."""
+    example = "write for example --slo ttft=500,itl=50, in ms"
+    pairs = list(value.items()) if isinstance(value, dict) else [_pair(part, example) for part in str(value).split(",")]
+    found: dict[str, float] = {}
+    for name, limit in pairs:
+        if name not in OBJECTIVES:
+            raise UsageError(f"--slo {name}: not one of {', '.join(OBJECTIVES)}; {example}.")
+        if name in found:
+            raise UsageError(f"--slo names {name} twice; {example}.")
+        number = _float(limit)
+        if not 0 < number < math.inf:
+            raise UsageError(f"--slo {name}={limit}: not a positive number of ms; {example}.")
+        found[name] = number
+    return found
+
+
+def load_name(load: Load, concurrency: int) -> str:
+    """`8 clients, 480 × 4000→1500 tokens`; docs/serving.md explains closed and open loops."""
+    if load.arrival == CLOSED:
+        who = "1 client" if concurrency == 1 else f"{concurrency} clients"
+    elif load.arrival == GAMMA:
+        bursts = "" if load.burstiness == 1 else f" burstiness {load.burstiness:g}"
+        who = f"{load.request_rate:g} req/s{bursts}"
+    else:
+        who = "at the trace's times"
+    tokens = load.trace or f"{load.input_tokens}→{load.output_tokens} tokens"
+    shared = f", {load.prefix_share:.0%} shared by {load.prefix_groups}" if load.prefix_share else ""
+    return f"{who}, {load.requests:,} × {tokens}{shared}"
+
+
+def _tokens(option: str, text: str, number: str) -> int:
+    count = int(number)
+    if count < 1:
+        raise UsageError(f"{option} {text}: {count} tokens; a request has at least 1 in and 1 out. Or {_LENGTHS}.")
+    if count > MOST_TOKENS:
+        raise UsageError(f"{option} {text}: {count:,} tokens are more than any model takes; {_LENGTHS}.")
+    return count
+
+
+def _sigma(option: str, text: str, number: str) -> float:
+    sigma = _float(number)
+    if not 0 < sigma <= MOST_SIGMA:
+        raise UsageError(
+            f"{option} {text}: sigma is {number}, and can be more than 0 and up to {MOST_SIGMA:g}; it is the standard "
+            "deviation of the logarithm, so 0.5 puts two of three lengths within a factor of 1.65 of the median."
+        )
+    return sigma
+
+
+def _pair(part: str, example: str) -> tuple[str, str]:
+    name, equals, limit = (x.strip() for x in part.partition("="))
+    if not equals:
+        raise UsageError(f"--slo {part}: not NAME=MS; {example}.")
+    return name, limit
+
+
+def _float(value: object) -> float:
+    try:
+        return math.nan if isinstance(value, bool) else float(str(value))
+    except ValueError:
+        return math.nan

@@ -1,0 +1,138 @@
+"""A load as the requests that are sent: the same on every rank, machine and in every mode, as a seed decides all of it.
+
+Lengths and gaps come from numpy's PCG64, a stream for each; token ids are a hash of (seed, stream, position), so that
+the beginning of a stream is the same for whoever reads it, however far: that is how prompts share prefixes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dcpbench.choices import CLOSED, GAMMA
+from dcpbench.errors import UsageError
+from dcpbench.serving.load_words import LOGNORMAL, UNIFORM, parse_lengths
+from dcpbench.serving.request_files import BLOCK, read_requests
+from dcpbench.serving.requests import ServeRequest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.serve_records import Load
+    from dcpbench.serving.load_words import Lengths
+    from dcpbench.serving.request_files import Row, Trace
+
+INPUTS, OUTPUTS, GAPS = range(3)
+"""Streams of numpy's generator."""
+OWN, GROUP, HASH = range(3)
+"""Kinds of token streams: of one request, of a group that shares a prefix, of a block with one hash."""
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def make_requests(load: Load, vocab: int, trace: Path | None = None) -> list[ServeRequest]:
+    """The requests of a load by arrival, prompts of int32 ids below `vocab`.
+
+    `trace` is the file that load.trace names. Raises UsageError where it cannot be read or is no longer what it was.
+    """
+    if load.trace:
+        if trace is None:
+            raise UsageError(f"the load comes from {load.trace}, which is not there; give it with --requests FILE.")
+        return from_trace(load, vocab, read_requests(trace))
+    inputs, outputs = draw_lengths(load)
+    times = arrival_times(load)
+    prompts = (_prompt(load, vocab, i, int(n), i % load.prefix_groups) for i, n in enumerate(inputs))
+    return [
+        ServeRequest(number=i, prompt=prompt, output_tokens=int(outputs[i]), arrival_s=times[i])
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def from_trace(load: Load, vocab: int, trace: Trace) -> list[ServeRequest]:
+    """The first load.requests requests of a file, at its times or those of the load."""
+    if load.trace_sha256 and load.trace_sha256 != trace.sha256:
+        raise UsageError(f"{trace.path} is not the file that it was when the run began; start another run, with -o.")
+    rows = trace.rows[: load.requests]
+    times = arrival_times(load) if load.arrival in (CLOSED, GAMMA) else [row.arrival_s for row in rows]
+    return [
+        ServeRequest(number=i, prompt=_row_prompt(load, vocab, i, row), output_tokens=row.output_tokens, arrival_s=at)
+        for i, (row, at) in enumerate(zip(rows, times, strict=True))
+    ]
+
+
+def draw_lengths(load: Load) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of each prompt and of each answer, int64, in the order in which they are sent."""
+    lengths = parse_lengths("--input-tokens", load.input_tokens), parse_lengths("--output-tokens", load.output_tokens)
+    inputs, outputs = (
+        _draw(one, load.requests, _generator(load.seed, stream))
+        for one, stream in zip(lengths, (INPUTS, OUTPUTS), strict=True)
+    )
+    return inputs, outputs
+
+
+def arrival_times(load: Load) -> list[float | None]:
+    """Seconds after the start at which requests come, the first at 0; None each in a closed loop.
+
+    Gaps are gamma distributed with shape `burstiness` and mean 1 / `request_rate`, as in vLLM's and SGLang's benches:
+    1 makes them exponential (a Poisson process); their coefficient of variation is burstiness^-½.
+    """
+    if load.arrival == CLOSED:
+        return [None] * load.requests
+    assert load.request_rate is not None
+    shape = load.burstiness
+    gaps = _generator(load.seed, GAPS).gamma(shape, 1 / (load.request_rate * shape), size=load.requests - 1)
+    return [0.0, *np.cumsum(gaps).tolist()]
+
+
+def token_ids(seed: int, kind: int, stream: int, count: int, vocab: int) -> np.ndarray:
+    """The first `count` ids of a stream, int32 below `vocab`: SplitMix64 (Steele, Lea and Flood 2014) of a counter."""
+    start = _scramble(_scramble(_scramble(seed) + kind) + stream)
+    x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(start)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    ids: np.ndarray = ((x ^ (x >> np.uint64(31))) % np.uint64(vocab)).astype(np.int32)
+    return ids
+
+
+def _draw(lengths: Lengths, count: int, generator: np.random.Generator) -> np.ndarray:
+    if lengths.kind == UNIFORM:
+        return generator.integers(lengths.low, lengths.high, size=count, endpoint=True)
+    if lengths.kind == LOGNORMAL:
+        drawn = lengths.low * np.exp(lengths.sigma * generator.standard_normal(count))
+        return np.maximum(np.rint(drawn), 1).astype(np.int64)
+    return np.full(count, lengths.low, dtype=np.int64)
+
+
+def _prompt(load: Load, vocab: int, number: int, length: int, group: int) -> np.ndarray:
+    """The group's tokens first, then its own."""
+    shared = round(load.prefix_share * length)
+    own = token_ids(load.seed, OWN, number, length - shared, vocab)
+    return np.concatenate([token_ids(load.seed, GROUP, group, shared, vocab), own]) if shared else own
+
+
+def _row_prompt(load: Load, vocab: int, number: int, row: Row) -> np.ndarray:
+    if row.prompt is not None:
+        if int(row.prompt.max()) >= vocab:
+            raise UsageError(f"token id {row.prompt.max()} in {load.trace}, and the model has {vocab:,} of them.")
+        return row.prompt
+    if row.hash_ids is not None:
+        blocks = [token_ids(load.seed, HASH, block, BLOCK, vocab) for block in row.hash_ids]
+        rest = row.input_tokens - BLOCK * len(blocks)  # positive where the last block is too short to have a hash
+        tail = [token_ids(load.seed, OWN, number, rest, vocab)] if rest > 0 else []
+        whole: np.ndarray = np.concatenate([*blocks, *tail])
+        return whole[: row.input_tokens]
+    group = number % load.prefix_groups if row.prefix_group is None else row.prefix_group
+    return _prompt(load, vocab, number, row.input_tokens, group)
+
+
+def _generator(seed: int, stream: int) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, stream])))
+
+
+def _scramble(x: int) -> int:
+    """SplitMix64's finaliser of one number, so that neighbouring seeds and streams have nothing in common."""
+    x = (x + _GOLDEN) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)

@@ -1,0 +1,258 @@
+"""Files of requests: Mooncake's traces, our own JSONL, and CSV, told apart by what is in them.
+
+    {"timestamp": 105, "input_length": 1800, "output_length": 26, "hash_ids": [0, 3, 4, 5]}     Mooncake; time in ms
+    {"arrival_s": 0.1, "input_tokens": 1800, "output_tokens": 26, "prefix_group": 2}            ours
+    {"prompt": [17, 3, 99], "output_tokens": 26}                                                ours
+    arrival_s,input_tokens,output_tokens,prefix_group                                           CSV, this its first line
+
+Every error names the file and the line.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+from typing import TYPE_CHECKING, NoReturn, TypeGuard
+
+import numpy as np
+
+from dcpbench.errors import UsageError
+from dcpbench.serving.load_words import MOST_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+BLOCK = 512
+"""Tokens that one of Mooncake's hash ids stands for."""
+MOST_ID = (1 << 31) - 1
+CSV_FIELDS = ("arrival_s", "input_tokens", "output_tokens", "prefix_group")
+JSON_FIELDS = (*CSV_FIELDS, "prompt")
+MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+_FORMATS = (
+    'lines such as {"timestamp": 0, "input_length": 1200, "output_length": 52, "hash_ids": [0, 1, 2]} (Mooncake), '
+    '{"arrival_s": 0.0, "input_tokens": 1200, "output_tokens": 52}, or CSV that begins with '
+    "arrival_s,input_tokens,output_tokens"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Row:
+    """One request of a file."""
+
+    arrival_s: float | None
+    """After the first one's; None where the file says no times."""
+    input_tokens: int
+    output_tokens: int
+    hash_ids: tuple[int, ...] | None = None
+    prompt: np.ndarray | None = None
+    """int32 token ids."""
+    prefix_group: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and output."""
+        return self.input_tokens + self.output_tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Trace:
+    """A file of requests, by arrival."""
+
+    path: Path
+    sha256: str
+    rows: list[Row]
+    sorted: bool
+    """Whether they stood in another order."""
+
+    @property
+    def timed(self) -> bool:
+        """Whether it says when requests come."""
+        return self.rows[0].arrival_s is not None
+
+    @property
+    def grouped(self) -> bool:
+        """Whether any request names the group with which it shares a prefix."""
+        return any(row.prefix_group is not None for row in self.rows)
+
+    @property
+    def takes_shares(self) -> bool:
+        """Whether --prefix-share can say how much prompts have in common; else the file does."""
+        return all(row.prompt is None and row.hash_ids is None for row in self.rows)
+
+    @property
+    def largest_id(self) -> int:
+        """Of the token ids that it names; -1 without any."""
+        return max((int(row.prompt.max()) for row in self.rows if row.prompt is not None), default=-1)
+
+
+def read_requests(path: Path) -> Trace:
+    """Read a file of requests. Raises UsageError, naming the line and what is wrong there."""
+    if path.exists() and not path.is_file():
+        raise UsageError(f"--requests {path} is not a file; every rank reads it again.")
+    try:
+        data = path.read_bytes()
+        text = data.decode("utf-8-sig")
+    except OSError as e:
+        raise UsageError(f"--requests {path} cannot be read ({e.strerror}).") from e
+    except UnicodeDecodeError as e:
+        raise UsageError(f"--requests {path} is not text; it should hold {_FORMATS}.") from e
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise UsageError(f"--requests {path} is empty; it should hold {_FORMATS}.")
+    found = list(_json_rows(path, lines) if lines[0][1].lstrip()[0] in "{[" else _csv_rows(path, lines))
+    _check_times(path, found)
+    rows, moved = _by_arrival([row for _, row in found])
+    return Trace(path=path, sha256=hashlib.sha256(data).hexdigest(), rows=rows, sorted=moved)
+
+
+def _check_times(path: Path, found: list[tuple[int, Row]]) -> None:
+    timed = found[0][1].arrival_s is not None
+    for number, row in found:
+        if (row.arrival_s is not None) != timed:
+            has, first = ("no", "has one") if timed else ("an", "has none")
+            _wrong(path, number, f"{has} arrival time, and the first request {first}; give all of them one, or none")
+
+
+def _by_arrival(rows: list[Row]) -> tuple[list[Row], bool]:
+    """Sorted by time, relative to the first one's, and whether that changed their order; equal times keep theirs."""
+    if rows[0].arrival_s is None:
+        return rows, False
+    ordered = sorted(rows, key=lambda row: row.arrival_s or 0.0)
+    first = ordered[0].arrival_s or 0.0
+    moved = any(a is not b for a, b in zip(rows, ordered, strict=True))
+    return [dataclasses.replace(row, arrival_s=(row.arrival_s or 0.0) - first) for row in ordered], moved
+
+
+def _json_rows(path: Path, lines: list[tuple[int, str]]) -> Iterator[tuple[int, Row]]:
+    read: Callable[[Path, int, Mapping[str, object]], Row] | None = None
+    for number, line in lines:
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as e:
+            _wrong(path, number, f"not JSON ({e}); each line is one request, as {_FORMATS}")
+        if not isinstance(value, dict):
+            _wrong(path, number, f"{type(value).__name__}, not a JSON object; each line is one request, as {_FORMATS}")
+        if read is None:
+            read = _mooncake if {"timestamp", "input_length", "hash_ids"} & value.keys() else _own
+        yield number, read(path, number, value)
+
+
+def _csv_rows(path: Path, lines: list[tuple[int, str]]) -> Iterator[tuple[int, Row]]:
+    (first, header), *rest = lines
+    names = _cells(path, first, header)
+    if not {"input_tokens", "output_tokens"} <= set(names):
+        _wrong(path, first, f"neither JSON nor the names of CSV columns; the file should hold {_FORMATS}")
+    _known_fields(path, first, names, CSV_FIELDS)
+    if len(set(names)) < len(names):
+        _wrong(path, first, "a column is named twice")
+    if not rest:
+        _wrong(path, first, "the names of the columns and no request below them")
+    for number, line in rest:
+        cells = _cells(path, number, line)
+        if len(cells) != len(names):
+            _wrong(path, number, f"{len(cells)} cells, and {len(names)} columns have names")
+        given = {name: _typed(cell) for name, cell in zip(names, cells, strict=True) if cell}
+        yield number, _own(path, number, given)
+
+
+def _cells(path: Path, number: int, line: str) -> list[str]:
+    try:
+        return [cell.strip() for cell in next(csv.reader([line]))]
+    except csv.Error as e:
+        _wrong(path, number, f"not CSV ({e})")
+
+
+def _mooncake(path: Path, number: int, given: Mapping[str, object]) -> Row:
+    """Fields that Mooncake does not have are left alone: other tools add theirs."""
+    inputs = _tokens(path, number, given, "input_length")
+    hashes = given.get("hash_ids")
+    if hashes is not None:
+        if not isinstance(hashes, list) or not all(_is_int(h) and h >= 0 for h in hashes):
+            _wrong(path, number, "'hash_ids' is not a list of whole numbers from 0")
+        full, blocks = inputs // BLOCK, math.ceil(inputs / BLOCK)
+        if len(hashes) not in (full, blocks):
+            _wrong(path, number, f"{len(hashes)} 'hash_ids' for {inputs} tokens, which are {blocks} blocks of {BLOCK}")
+    return Row(
+        arrival_s=_time(path, number, given, "timestamp") / 1000,
+        input_tokens=inputs,
+        output_tokens=_tokens(path, number, given, "output_length"),
+        hash_ids=None if hashes is None else tuple(hashes),
+    )
+
+
+def _own(path: Path, number: int, given: Mapping[str, object]) -> Row:
+    _known_fields(path, number, given, JSON_FIELDS)
+    if ("prompt" in given) == ("input_tokens" in given):
+        both = "both 'prompt' and 'input_tokens'" if "prompt" in given else "neither 'prompt' nor 'input_tokens'"
+        _wrong(path, number, f"{both}; give the token ids, or how many there are")
+    prompt = _prompt(path, number, given["prompt"]) if "prompt" in given else None
+    group = given.get("prefix_group")
+    if group is not None and (not _is_int(group) or group < 0):
+        _wrong(path, number, f"'prefix_group' is {group!r}, not a whole number from 0")
+    if group is not None and prompt is not None:
+        _wrong(path, number, "both 'prompt' and 'prefix_group'; the prompt itself says what it shares")
+    return Row(
+        arrival_s=_time(path, number, given, "arrival_s") if given.get("arrival_s") is not None else None,
+        input_tokens=len(prompt) if prompt is not None else _tokens(path, number, given, "input_tokens"),
+        output_tokens=_tokens(path, number, given, "output_tokens"),
+        prompt=prompt,
+        prefix_group=group,
+    )
+
+
+def _prompt(path: Path, number: int, value: object) -> np.ndarray:
+    if not isinstance(value, list) or not value or not all(_is_int(t) and 0 <= t <= MOST_ID for t in value):
+        _wrong(path, number, "'prompt' is not a list of token ids, whole numbers from 0")
+    return np.array(value, dtype=np.int32)
+
+
+def _tokens(path: Path, number: int, given: Mapping[str, object], name: str) -> int:
+    if name not in given:
+        _wrong(path, number, f"no '{name}'")
+    value = given[name]
+    if not _is_int(value):
+        _wrong(path, number, f"'{name}' is {value!r}, not a whole number")
+    if not 1 <= value <= MOST_TOKENS:
+        _wrong(path, number, f"'{name}' is {value}; a request has at least 1 token in and 1 out")
+    return value
+
+
+def _time(path: Path, number: int, given: Mapping[str, object], name: str) -> float:
+    if name not in given:
+        _wrong(path, number, f"no '{name}'")
+    value = given[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        _wrong(path, number, f"'{name}' is {value!r}, not a time")
+    return float(value)
+
+
+def _known_fields(path: Path, number: int, given: Mapping[str, object] | list[str], known: tuple[str, ...]) -> None:
+    """A misspelt arrival time would otherwise make another load."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean '{near[0]}'?" if near else f"; known are {', '.join(known)}"
+            _wrong(path, number, f"'{name}' is not known{hint}")
+
+
+def _typed(cell: str) -> object:
+    """A cell of CSV as JSON would have it; text stays text, for the error to show."""
+    for kind in (int, float):
+        try:
+            return kind(cell)
+        except ValueError:
+            continue
+    return cell
+
+
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _wrong(path: Path, number: int, what: str) -> NoReturn:
+    raise UsageError(f"--requests {path}, line {number}: {what.rstrip('.')}.")
