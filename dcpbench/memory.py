@@ -21,6 +21,8 @@ RESERVE_BYTES = 8 * GIB
 """Held back on a GPU for the CUDA context, NCCL, workspaces, graphs and activations."""
 CACHE_FACTOR = 4
 """Weights must cycle through this many times the L2 cache between two uses (docs/methodology.md)."""
+PREFILL_WINDOW = 16384
+"""Tokens of the stored prefix that are decompressed at once; engine/prefill.py."""
 PAGES_OF_PADDING = 1
 HEADROOM_TOKENS = 1
 """A decode step writes one token beyond the context."""
@@ -109,6 +111,17 @@ def kv_pages_needed(layout: Layout, concurrency: int, context: int, page_size: i
 def page_bytes(shape: ModelShape, page_size: int, itemsize: int) -> int:
     """One physical page of one rank, all layers."""
     return page_size * shape.kv_bytes_per_token(itemsize)
+
+
+def window_bytes(shape: ModelShape, layout: Layout, tokens: int, itemsize: int) -> int:
+    """What a window of `tokens` tokens of a stored prefix takes on one rank while a layer attends to it.
+
+    Keys and values of its h heads, 2·h·(nope + P) numbers a token, as a backend may want values as wide as keys; its
+    rows in token order, Q numbers; and, with dcp N > 1, Q numbers received and Q / N sent.
+    """
+    heads = shape.heads // layout.attn_tp
+    travels = shape.kv_width + -(-shape.kv_width // layout.dcp) if layout.dcp > 1 else 0
+    return tokens * (2 * heads * (shape.nope + shape.rope) + shape.kv_width + travels) * itemsize
 
 
 def least_layers(

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PHASES = (
-    "embed", "norm", "qkv_proj", "q_gather", "kv_write", "attention", "merge", "o_proj", "attn_reduce",
-    "dp_gather", "dense_mlp", "moe", "mlp_reduce", "lm_head",
+    "embed", "norm", "qkv_proj", "q_gather", "kv_write", "attention", "merge", "prefill", "prefix_gather", "o_proj",
+    "attn_reduce", "dp_gather", "dense_mlp", "moe", "mlp_reduce", "lm_head",
 )  # fmt: skip
 """Every name that `phase` is called with, in the order of a layer. A collective's time includes waiting for the slowest
 rank: `mlp_reduce` shows how unevenly the experts were loaded."""

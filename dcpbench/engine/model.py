@@ -1,6 +1,9 @@
-"""One decode step of an MLA + MoE model on one rank: a plain walk through the layers.
+"""One step of an MLA + MoE model on one rank: a plain walk through the layers.
 
-Letters as in kernels/__init__.py. With attention DP, B is this replica's requests and T = dp·B all replicas'.
+Rows of a step: decode rows, which attend in absorbed form over the DCP ranks' shards; behind them the tokens of prompt
+chunks, which attend without absorption (prefill.py); and padding, which attends to nothing.
+
+Letters as in kernels/__init__.py. With attention DP, B is this replica's rows and T = dp·B all replicas'.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from torch.nn.functional import linear
 
 from dcpbench.engine.parts import attend
 from dcpbench.engine.weights import Moe
+from dcpbench.exchange.symmetric_all_reduce import SymmetricAllReduce
 from dcpbench.kernels import moe
 from dcpbench.kernels.kv_write import write_kv
 from dcpbench.kernels.norm import add_rms_norm, rms_norm
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from dcpbench.engine.groups import Groups
     from dcpbench.engine.kv_pool import KvPool
     from dcpbench.engine.parts import Part
+    from dcpbench.engine.prefill import PrefillPlan
     from dcpbench.engine.weights import Attention, Mlp, Weights
     from dcpbench.exchange.symmetric_all_reduce import AllReduce
     from dcpbench.layout import GroupWide, Layout
@@ -39,17 +44,19 @@ LATENT_EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class StepInput:
-    """Device tensors of one step, all [B]; fixed buffers under a captured graph."""
+    """Device tensors of one step, [B] but for the last two; fixed buffers under a captured graph."""
 
     tokens: torch.Tensor
     """int64"""
     positions: torch.Tensor
     """int64: index of the new token in its request."""
     locs: torch.Tensor
-    """int32: virtual KV location of the new token."""
+    """int32: virtual KV location of the new token; padding rows have 0, or -1 for none."""
     router_inputs: torch.Tensor | None = None
-    """[MoE layers, T, D]: what the router reads instead of the hidden state; see synthetic_routing.py. None: the
-    hidden state."""
+    """[MoE layers or fewer, T or more, D]: what the router reads instead of the hidden state, layers in turn; see
+    synthetic_routing.py. None: the hidden state."""
+    logit_rows: torch.Tensor | None = None
+    """int64: rows whose logits are wanted; None: all."""
 
 
 class Model:
@@ -69,20 +76,34 @@ class Model:
         self.chosen_experts: list[torch.Tensor] | None = None
         """Set to a list to collect each MoE layer's routing (ids_Tk) during an eager step."""
 
-    def step(self, batch: StepInput, parts: Sequence[Part], beside: torch.cuda.Stream | None = None) -> torch.Tensor:
-        """Logits of this rank's vocabulary rows, [B, V_local] in the model's dtype. `parts`, `beside`: see parts.py."""
+    def step(
+        self, batch: StepInput, parts: Sequence[Part], beside: torch.cuda.Stream | None = None,
+        prefill: PrefillPlan | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Logits of this rank's vocabulary rows, [B or wanted rows, V_local] in the model's dtype. Collective.
+
+        `parts`, `beside`: the decode rows, see parts.py; there may be none. `prefill`: the rows behind them.
+        """
         eps = self.shape.rms_eps
         residual_BD = self.embed(batch.tokens)
         x_BD: torch.Tensor | None = None
         for index in range(self.shape.layers):
             layer = self.weights.layer(index)
             x_BD = self.norm(x_BD, residual_BD, layer.attention.input_norm)
-            x_BD = self.attention(x_BD, layer.attention, index, batch, parts, beside)
+            x_BD = self.attention(x_BD, layer.attention, index, batch, parts, beside, prefill)
             x_BD = self.norm(x_BD, residual_BD, layer.attention.post_norm)
             x_BD = self.mlp(x_BD, layer.mlp, self.router_input(batch, index))
         assert x_BD is not None
         with phase("lm_head"):
+            if batch.logit_rows is not None:
+                x_BD, residual_BD = x_BD[batch.logit_rows], residual_BD[batch.logit_rows]
             return linear(add_rms_norm(x_BD, residual_BD, self.weights.final_norm, eps), self.weights.lm_head)
+
+    def reduce(self, x_BD: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of a replica. Steps with more rows than symmetric memory was taken for go by NCCL."""
+        if isinstance(self.all_reduce, SymmetricAllReduce) and not self.all_reduce.fits(x_BD):
+            return self.groups.attn.all_reduce(x_BD)
+        return self.all_reduce(x_BD)
 
     def embed(self, tokens_B: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding; each rank of a replica holds some of the vocabulary."""
@@ -91,7 +112,7 @@ class Model:
             local_B = tokens_B - self.groups.attn.rank * table.shape[0]
             mine_B = (local_B >= 0) & (local_B < table.shape[0])
             x_BD = table[local_B.clamp(0, table.shape[0] - 1)] * mine_B.unsqueeze(-1)
-            return self.all_reduce(x_BD)
+            return self.reduce(x_BD)
 
     def norm(self, x_BD: torch.Tensor | None, residual_BD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
         """Add the last block's output to the residual, if there was one, and normalise."""
@@ -102,23 +123,36 @@ class Model:
 
     def attention(
         self, x_BD: torch.Tensor, w: Attention, index: int, batch: StepInput, parts: Sequence[Part],
-        beside: torch.cuda.Stream | None,
+        beside: torch.cuda.Stream | None, prefill: PrefillPlan | None,
     ) -> torch.Tensor:  # fmt: skip
-        """MLA in absorbed form: q against latent rows, W_UV and o_proj on what comes back."""
+        """MLA of all rows. Decodes in absorbed form: q against latent rows, W_UV and o_proj on what comes back."""
+        rows = slice(sum(part.size for part in parts), None)
         with phase("qkv_proj"):
             q_Bh, row_BQ = self.project(x_BD, w, batch.positions)
             queries = [self.absorb(q_Bh[part.rows], batch.positions[part.rows], w, part) for part in parts]
+            if prefill is not None:
+                rows = slice(rows.start, rows.start + prefill.tokens)
+                q_ThX = self.rotate(q_Bh[rows], batch.positions[rows])
         with phase("kv_write"):
             write_kv(
                 self.kv.rows(index), row_BQ, batch.locs,
                 rank=self.groups.dcp.rank, dcp=self.layout.dcp, interleave=self.interleave,
             )  # fmt: skip
         values = self.attend(queries, w, index, parts, beside, lambda o_hBR: self.values(o_hBR, w, x_BD.dtype))
+        if prefill is not None:
+            values.append(prefill.attend(q_ThX, row_BQ[rows], w, index))
         with phase("o_proj"):
-            y_BhV = values[0] if len(values) == 1 else torch.cat(values)
+            y_BhV = self.with_padding(values, len(x_BD))
             y_BD = linear(y_BhV.flatten(1), w.o)
         with phase("attn_reduce"):
-            return self.all_reduce(y_BD)
+            return self.reduce(y_BD)
+
+    def with_padding(self, values: list[torch.Tensor], rows: int) -> torch.Tensor:
+        """Values of all rows, [B, h, V]: those of padding, behind the others, are 0."""
+        padding = rows - sum(len(y_BhV) for y_BhV in values)
+        if padding:
+            values = [*values, self.weights.embed.new_zeros(padding, self.heads, self.shape.value)]
+        return values[0] if len(values) == 1 else torch.cat(values)
 
     def attend(
         self, queries: Sequence[torch.Tensor], w: Attention, index: int, parts: Sequence[Part],
@@ -174,10 +208,22 @@ class Model:
         rope(q_rope, positions_B, self.rope_table, q_BhQ[..., s.latent :], interleaved=s.rope_interleaved)
         return q_BhQ
 
+    def rotate(self, q_TH: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        """Chunks' queries of this rank's heads with rope applied, contiguous [T, h, nope + P]."""
+        s = self.shape
+        first = self.groups.dcp.rank * self.heads if self.wide.query else 0
+        q_ThX = q_TH[:, first : first + self.heads].clone(memory_format=torch.contiguous_format)
+        q_ThP = q_ThX[..., s.nope :]
+        rope(q_ThP, positions_T, self.rope_table, q_ThP, interleaved=s.rope_interleaved)
+        return q_ThX
+
     def router_input(self, batch: StepInput, index: int) -> torch.Tensor | None:
-        """Synthetic router input of a layer, if the batch brings one."""
+        """Synthetic router input of a layer, [T, D], if the batch brings one."""
         moe_index = index - self.shape.first_dense
-        return None if batch.router_inputs is None or moe_index < 0 else batch.router_inputs[moe_index]
+        if batch.router_inputs is None or moe_index < 0:
+            return None
+        layers_LTD = batch.router_inputs
+        return layers_LTD[moe_index % len(layers_LTD), : len(batch.tokens) * self.layout.dp]
 
     def mlp(self, x_BD: torch.Tensor, w: Mlp | Moe, router_TD: torch.Tensor | None) -> torch.Tensor:
         """Dense MLP or experts over all tokens of the layout, summed over tp, back to this replica's tokens."""
@@ -188,7 +234,7 @@ class Model:
         y_TD = self.experts(x_TD, w, router_TD) if isinstance(w, Moe) else self.dense(x_TD, w)
         with phase("mlp_reduce"):
             # Without attention DP a replica is all ranks; with it, each replica keeps its own tokens first.
-            return self.all_reduce(y_TD if self.layout.dp == 1 else self.groups.dp.reduce_scatter(y_TD))
+            return self.reduce(y_TD if self.layout.dp == 1 else self.groups.dp.reduce_scatter(y_TD))
 
     def dense(self, x_TD: torch.Tensor, w: Mlp) -> torch.Tensor:
         """This rank's slice of a dense MLP."""

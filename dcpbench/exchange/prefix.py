@@ -12,6 +12,7 @@ Received bytes per rank and layer: nccl (N−1)·rows of the largest part, direc
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import TYPE_CHECKING
 
@@ -68,14 +69,23 @@ class Reserve:
 class Gatherer:
     """Gathers layers of a task in one of the two ways."""
 
-    def __init__(self, group: Group, task: Task, way: str, device: torch.device) -> None:
-        """Collective. Raises CapacityError where ranks that gather directly cannot read each other's memory."""
+    def __init__(self, group: Group, task: Task | None, way: str, device: torch.device) -> None:
+        """Collective. Without a task, `over` says what is gathered.
+
+        Raises CapacityError where ranks that gather directly cannot read each other's memory.
+        """
         self.group, self.task, self.way = group, task, way
         if way == "direct":
             size = Carver()
             size.counters(group.size)
             self.meetings = symmetric(group, size.used, device)
             self.met = Carver(self.meetings.own).counters(group.size)
+
+    def over(self, task: Task) -> Gatherer:
+        """A gatherer of another task that meets the other ranks where this one does. Not collective."""
+        other = copy.copy(self)
+        other.task = task
+        return other
 
     def gather(self, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Peers | torch.Tensor) -> None:
         """All requests' rows of a layer into the first rows of `out_TQ`, both [rows, Q] and contiguous. Collective.
@@ -91,6 +101,7 @@ class Gatherer:
     def nccl(self, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: torch.Tensor) -> None:
         """See gather."""
         task = self.task
+        assert task is not None
         rows = task.prefix.part_rows
         part_JQ = kv_KQ.new_empty(rows, task.width)
         pack(part_JQ, kv_KQ, task.rows)
@@ -103,6 +114,7 @@ class Gatherer:
     def direct(self, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Peers) -> None:
         """See gather. The buffer may be used anew behind this call."""
         task = self.task
+        assert task is not None
         part_JQ = buffer.own[: task.part_bytes()].view(task.dtype).view(-1, task.width)
         pack(part_JQ, kv_KQ, task.rows)
         fence(self.meetings, self.met)  # all parts are there

@@ -74,11 +74,15 @@ class SymmetricAllReduce:
         self.peers = allocate(group, size.used, spec.device, "--all-reduce symm", "--all-reduce nccl")
         self.parts = _Parts(Carver(self.peers.own), spec, group.size, self.small)
 
+    def fits(self, x: torch.Tensor) -> bool:
+        """Whether x is no larger than what memory was taken for."""
+        return x.numel() <= self.spec.rows * self.spec.columns
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See AllReduce. x is at most as large as the spec says."""
         assert x.is_contiguous()
         assert x.dtype == self.spec.dtype
-        assert x.numel() <= self.spec.rows * self.spec.columns
+        assert self.fits(x)
         if x.nbytes <= self.small:
             return one_shot(self.peers, self.parts.met_once, self.parts.slots, x)
         return two_shot(self.peers, self.parts.met_twice, self.parts.addends, self.parts.sums, x)

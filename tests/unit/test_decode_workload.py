@@ -10,7 +10,7 @@ from dcpbench.layout import Layout
 from dcpbench.measure import Timer, Timing
 from dcpbench.ranges import PHASES
 from dcpbench.records import Environment, Gpu, Phases, Point, Record, SyncSite
-from dcpbench.workloads import decode
+from dcpbench.workloads import decode, point_facts
 from dcpbench.workloads.attention_error import attention_error
 from dcpbench.workloads.session import build
 from tests.unit import engine_builder
@@ -129,7 +129,7 @@ class TestRecord:
     def test_phases_are_named_and_add_up(self, measured):
         """One rank exchanges and gathers nothing."""
         phases = measured[1].phases
-        assert set(phases.phase_us) == set(PHASES) - {"q_gather", "merge", "dp_gather"}
+        assert set(phases.phase_us) == set(PHASES) - {"q_gather", "merge", "dp_gather", "prefill", "prefix_gather"}
         assert sum(phases.phase_us.values()) + phases.idle_us == pytest.approx(phases.step_us)
 
     def test_what_only_a_gpu_can_say_is_null(self, measured):
@@ -205,7 +205,7 @@ class TestMarks:
     def test_a_clean_point_has_none(self):
         """A GPU that reported its clocks and no throttling, a step without waits and with 3 % idle at most."""
         phases = Phases(step_us=100, phase_us={"moe": 97}, idle_us=3, idle_fraction=0.03, kernels=1, steps=1)
-        assert decode._marks(msgspec.structs.replace(POINT, tp=8), torch.device("cuda")) == []
+        assert point_facts.device_marks(msgspec.structs.replace(POINT, tp=8), torch.device("cuda")) == []
         assert decode._timing_marks(self.timing(), Gpu(sm_clock_mhz_min=1980)) == []
         assert decode._step_marks(decode.Profile(phases=phases, sync_sites=[]), 0, 1e-3) == []
 
@@ -244,8 +244,8 @@ class TestMarks:
     def test_more_ranks_than_cores_are_marked(self, monkeypatch):
         """Eight ranks on two cores wait for each other's turn."""
         monkeypatch.setattr("os.cpu_count", lambda: 2)
-        assert decode._marks(msgspec.structs.replace(POINT, tp=8), CPU) == ["cpu", "oversubscribed"]
-        assert decode._marks(msgspec.structs.replace(POINT, tp=2), CPU) == ["cpu"]
+        assert point_facts.device_marks(msgspec.structs.replace(POINT, tp=8), CPU) == ["cpu", "oversubscribed"]
+        assert point_facts.device_marks(msgspec.structs.replace(POINT, tp=2), CPU) == ["cpu"]
 
 
 class TestGraphError:

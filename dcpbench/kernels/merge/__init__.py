@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from dcpbench.kernels.merge.reference import correct as correct_reference
 from dcpbench.kernels.merge.reference import merge
+from dcpbench.kernels.merge.reference import merge_into as merge_into_reference
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["correct", "merge"]
+__all__ = ["correct", "merge", "merge_into"]
 
 
 def correct(o_BHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int, dtype: torch.dtype) -> torch.Tensor:
@@ -24,3 +25,18 @@ def correct(o_BHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int, dtype: torch.
 
         return correct_fused(o_BHR, lse_NBH, rank, dtype)
     return correct_reference(o_BHR, lse_NBH, rank, dtype)
+
+
+def merge_into(o_ThV: torch.Tensor, lse_Th: torch.Tensor, more_ThV: torch.Tensor, more_Th: torch.Tensor) -> None:
+    """Merge the attention of the same queries over more keys into `o_ThV` (fp32) and `lse_Th`, in place. No host sync.
+
+    o* = Σ_n exp(lse_n − lse*)·o_n, lse* = logsumexp over the two. A side with lse −inf has weight 0, whatever its o
+    holds, NaN included; where both have, the result is 0 and −inf. o_ThV is contiguous, the others may be strided, the
+    last dimension of more_ThV excepted. Reads and writes 12 bytes for each number of o, in bf16 2 fewer.
+    """
+    if o_ThV.is_cuda:
+        from dcpbench.kernels.merge.fused import merge_into as merge_into_fused
+
+        merge_into_fused(o_ThV, lse_Th, more_ThV, more_Th)
+    else:
+        merge_into_reference(o_ThV, lse_Th, more_ThV, more_Th)

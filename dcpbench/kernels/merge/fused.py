@@ -1,4 +1,4 @@
-"""LSE correction in one Triton kernel, writing heads first as the reduce-scatter wants it."""
+"""LSE correction in one Triton kernel, writing heads first as the reduce-scatter wants it, and merging in place."""
 
 from __future__ import annotations
 
@@ -41,3 +41,41 @@ def correct(o_BHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int, dtype: torch.
         R=latent, BLOCK=triton.next_power_of_2(latent), num_warps=2,
     )  # fmt: skip
     return out_HBR
+
+
+@triton.jit
+def _merge_into_kernel(
+    o, lse, more, more_lse, heads, lse_t, lse_h, more_t, more_h, more_lse_t, more_lse_h,
+    V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    live = h < heads
+    lse_a = tl.load(lse + t * lse_t + h * lse_h, mask=live, other=float("-inf"))
+    lse_b = tl.load(more_lse + t * more_lse_t + h * more_lse_h, mask=live, other=float("-inf"))
+    top = tl.maximum(lse_a, lse_b)
+    finite = tl.where(top == float("-inf"), 0.0, top)
+    power_a = tl.exp(lse_a - finite)
+    power_b = tl.exp(lse_b - finite)
+    total = power_a + power_b
+    share = 1.0 / tl.where(total == 0.0, 1.0, total)
+    v = tl.arange(0, BLOCK)
+    inside = live[:, None] & (v < V)[None, :]
+    place = o + (t * heads + h)[:, None] * V + v[None, :]
+    a = tl.load(place, mask=inside, other=0.0)
+    b = tl.load(more + t * more_t + h[:, None] * more_h + v[None, :], mask=inside, other=0.0).to(tl.float32)
+    merged = tl.where(power_a[:, None] > 0.0, a * (power_a * share)[:, None], 0.0)
+    merged += tl.where(power_b[:, None] > 0.0, b * (power_b * share)[:, None], 0.0)
+    tl.store(place, merged, mask=inside)
+    tl.store(lse + t * lse_t + h * lse_h, tl.where(total == 0.0, float("-inf"), finite + tl.log(total)), mask=live)
+
+
+def merge_into(o_ThV: torch.Tensor, lse_Th: torch.Tensor, more_ThV: torch.Tensor, more_Th: torch.Tensor) -> None:
+    """See kernels.merge.merge_into."""
+    rows, heads, value = o_ThV.shape
+    block = min(8, triton.next_power_of_2(heads))
+    _merge_into_kernel[(rows, triton.cdiv(heads, block))](
+        o_ThV, lse_Th, more_ThV, more_Th, heads,
+        *lse_Th.stride(), *more_ThV.stride()[:2], *more_Th.stride(),
+        V=value, BLOCK=triton.next_power_of_2(value), BLOCK_H=block, num_warps=4,
+    )  # fmt: skip

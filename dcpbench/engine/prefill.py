@@ -1,0 +1,278 @@
+"""Attention of a step's prompt chunks: over their own rows, and over the prefix that the DCP ranks have stored.
+
+All ranks of a replica compute the KV rows of a chunk, so that its own part needs nobody. The stored prefix is gathered
+layer by layer into token order and decompressed for this rank's heads. That happens in windows of bounded size, over
+all chunks of the step, however long the prompts are:
+
+    prefixes   │ chunk 0 ········ │ chunk 1 ····················· │
+    windows    │ window 0 ·· │ window 1 ·· │ window 2 ·· │ window 3│     each attended to without a mask, by the rows of
+                                                                       its chunks, and merged by log-sum-exp
+
+A chunk begins at a multiple of page_size · dcp tokens, and windows end at such, too: a rank's rows of a window are then
+a slice of its rows of all prefixes, and every rank has equally many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING
+
+import torch
+
+from dcpbench import memory
+from dcpbench.errors import CapacityError, UsageError
+from dcpbench.exchange.prefix import Gatherer, Reserve, Task
+from dcpbench.kernels.kv_gather import pack, request_table
+from dcpbench.kernels.kv_indices import Share, fill_kv_indices
+from dcpbench.kernels.merge import merge_into
+from dcpbench.kernels.prefill import PrefillSpec, make_prefill
+from dcpbench.kernels.rope import softmax_scale
+from dcpbench.layout import Prefix
+from dcpbench.ranges import phase
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dcpbench.engine.model import Model
+    from dcpbench.engine.weights import Attention
+    from dcpbench.kernels.peers import Peers
+    from dcpbench.kernels.prefill import Ragged
+    from dcpbench.serving.requests import Chunk
+
+GATHERS = ("nccl", "direct")
+"""Ways in which prefixes come from the ranks; see exchange/prefix.py."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """A piece of the stored prefixes, and who attends to it."""
+
+    first: int
+    """First of the chunks that have tokens in it."""
+    lengths: tuple[int, ...]
+    """Tokens of that chunk's prefix and of the following ones'; 0 for a chunk without a prefix."""
+
+    @property
+    def chunks(self) -> slice:
+        """Which chunks of the step."""
+        return slice(self.first, self.first + len(self.lengths))
+
+    @property
+    def tokens(self) -> int:
+        """Of all its chunks."""
+        return sum(self.lengths)
+
+
+def windows(prefixes: Sequence[int], most: int) -> list[Window]:
+    """Cut prefixes of so many tokens, one behind the other, into windows of `most` tokens; the last may be shorter."""
+    found: list[Window] = []
+    lengths: list[int] = []
+    first, room = 0, most
+    for chunk, prefix in enumerate(prefixes):
+        left = prefix
+        while left:
+            if not lengths:
+                first = chunk
+            lengths += [0] * (chunk - first + 1 - len(lengths))
+            lengths[-1] = min(left, room)
+            left -= lengths[-1]
+            room -= lengths[-1]
+            if not room:
+                found.append(Window(first, tuple(lengths)))
+                lengths, room = [], most
+    return [*found, Window(first, tuple(lengths))] if lengths else found
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredWindow:
+    """A window as the layers of a step need it."""
+
+    rows: slice
+    """Of the step's chunk rows: those that attend to it."""
+    tokens: int
+    stored: torch.Tensor
+    """int32: this rank's rows of the KV pool that are in it, request by request in token order."""
+    task: Task | None
+    """How it is gathered; None where this rank has all of it."""
+    attention: Ragged
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillPlan:
+    """What a step prefills, for all of its layers. It stays valid, and lets others be made, until the step has run."""
+
+    prefiller: Prefiller
+    tokens: int
+    """Rows of the step, behind those of its decodes."""
+    own: Ragged
+    windows: list[StoredWindow]
+
+    def attend(self, q_ThX: torch.Tensor, row_TQ: torch.Tensor, w: Attention, index: int) -> torch.Tensor:
+        """See Prefiller.attend."""
+        return self.prefiller.attend(self, q_ThX, row_TQ, w, index)
+
+
+class Prefiller:
+    """Plans and attends on one rank. Made once per engine; what a step needs besides is reserved here."""
+
+    def __init__(
+        self, model: Model, *, backend: str, tokens: int, gather: str = "nccl", window_bytes: int | None = None
+    ) -> None:
+        """Collective where a prefix is gathered. `tokens`: most chunk tokens of one step of this replica.
+
+        `window_bytes` bounds what a window takes (memory.window_bytes), by default that of PREFILL_WINDOW tokens.
+        Raises UsageError for a way or backend that does not exist or cannot run, CapacityError where peers' memory
+        cannot be read or the bytes hold no window.
+        """
+        if gather not in GATHERS:
+            raise UsageError(f"a prefix cannot be gathered by {gather}; choose one of {', '.join(GATHERS)}.")
+        shape, data = model.shape, model.kv.data
+        self.model, self.group, self.way = model, model.groups.dcp, gather
+        self.device, self.dtype = data.device, data.dtype
+        self.share = Share(rank=self.group.rank, dcp=model.layout.dcp, interleave=model.interleave)
+        self.unit = data.shape[2] * model.layout.dcp
+        self.tokens = tokens
+        self.window = self._window(window_bytes)
+        self.backend = make_prefill(
+            backend,
+            PrefillSpec(
+                heads=model.heads, width=shape.nope + shape.rope, value=shape.value, scale=softmax_scale(shape),
+                dtype=self.dtype, device=self.device,
+            ),
+        )  # fmt: skip
+        self._reserve()
+
+    def _window(self, window_bytes: int | None) -> int:
+        """Tokens of a window."""
+        shape, layout, itemsize = self.model.shape, self.model.layout, self.dtype.itemsize
+        if window_bytes is None:
+            return max(memory.PREFILL_WINDOW // self.unit, 1) * self.unit
+        one = memory.window_bytes(shape, layout, self.unit, itemsize)
+        if window_bytes < one:
+            raise CapacityError(
+                f"{window_bytes} bytes hold no window of a stored prefix: {self.unit} tokens, one page on each DCP "
+                f"rank, need {one}; give more memory, or a smaller --page-size."
+            )
+        return window_bytes // one * self.unit
+
+    def _reserve(self) -> None:
+        """Buffers that every layer uses anew: keys, values, gathered rows, and what travels."""
+        shape, width = self.model.shape, self.model.shape.kv_width
+        most = max(self.window, self.tokens)
+
+        def empty(*size: int) -> torch.Tensor:
+            return torch.empty(size, dtype=self.dtype, device=self.device)
+
+        self.keys = empty(most, self.model.heads, shape.nope + shape.rope)
+        self.values = empty(most, self.model.heads, self.backend.value_width)
+        self.values[..., shape.value :] = 0
+        self.gathered = empty(self.window, width)
+        self.gatherer: Gatherer | None = None
+        self.travels: torch.Tensor | Peers | None = None
+        if self.group.size > 1:
+            self.gatherer = Gatherer(self.group, None, self.way, self.device)
+            part = self.window // self.group.size * width * self.dtype.itemsize
+            if self.way == "direct":
+                self.travels = Reserve(self.group, part, self.device).peers
+            else:
+                self.travels = torch.empty(part * self.group.size, dtype=torch.uint8, device=self.device)
+
+    def plan(self, chunks: Sequence[Chunk], table_SC: torch.Tensor) -> PrefillPlan:
+        """Plan the chunks of a step, at least one, from their host-side integers. Does not wait for the device.
+
+        table_SC: int32 virtual locations by request slot and token, on the device; prefixes are looked up in it behind
+        whatever was launched before, so writes of this step's entries come first, and later ones do no harm.
+        """
+        lengths = [chunk.tokens for chunk in chunks]
+        if sum(lengths) > self.tokens:
+            raise UsageError(f"a step of {sum(lengths)} prompt tokens is larger than --chunk allows, {self.tokens}.")
+        assert all(chunk.start % self.unit == 0 for chunk in chunks)
+        return PrefillPlan(
+            prefiller=self,
+            tokens=sum(lengths),
+            own=self.backend.plan(lengths, lengths, causal=True),
+            windows=self._stored(chunks, lengths, table_SC) if any(chunk.start for chunk in chunks) else [],
+        )
+
+    def _stored(self, chunks: Sequence[Chunk], lengths: list[int], table_SC: torch.Tensor) -> list[StoredWindow]:
+        starts = list(itertools.accumulate(lengths, initial=0))
+        stored = self._rows([c.slot for c in chunks], [c.start for c in chunks], table_SC)
+        found, done = [], 0
+        for window in windows([c.start for c in chunks], self.window):
+            mine = window.tokens // self.group.size
+            rows = stored[done : done + mine]
+            done += mine
+            found.append(
+                StoredWindow(
+                    rows=slice(starts[window.first], starts[window.chunks.stop]),
+                    tokens=window.tokens,
+                    stored=rows,
+                    task=self._task(window, rows),
+                    attention=self.backend.plan(lengths[window.chunks], window.lengths, causal=False),
+                )
+            )
+        return found
+
+    def _rows(self, slots: list[int], prefixes: list[int], table_SC: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of all prefixes, request by request in token order."""
+        numbers = torch.tensor([slots, prefixes], dtype=torch.int32)
+        if self.device.type == "cuda":
+            numbers = numbers.pin_memory()
+        slots_B, lengths_B = numbers.to(self.device, non_blocking=True)
+        rows = torch.empty(sum(prefixes) // self.group.size, dtype=torch.int32, device=self.device)
+        ends, shares = (torch.empty(len(slots) + 1, dtype=torch.int32, device=self.device) for _ in range(2))
+        fill_kv_indices(rows, ends, shares, table_SC, slots_B, lengths_B, self.share)
+        return rows
+
+    def _task(self, window: Window, rows: torch.Tensor) -> Task | None:
+        if self.group.size == 1:
+            return None
+        prefix = Prefix(window.lengths, self.group.size, self.share.interleave)
+        table = request_table(prefix, self.device)
+        return Task(prefix=prefix, table=table, rows=rows, width=self.model.shape.kv_width, dtype=self.dtype)
+
+    def attend(
+        self, plan: PrefillPlan, q_ThX: torch.Tensor, row_TQ: torch.Tensor, w: Attention, index: int
+    ) -> torch.Tensor:
+        """Values of the chunks' tokens for this rank's heads, [T, h, V] in q's dtype; rows may be strided. Collective.
+
+        q_ThX [T, h, nope + P] is contiguous, has rope applied and is not absorbed; row_TQ are the same tokens' KV rows.
+        The rows of layer `index` in the pool need hold the prefixes only.
+        """
+        with phase("prefill"):
+            o_ThV, lse_Th = plan.own.run(q_ThX, *self.decompress(row_TQ, w))
+        if not plan.windows:
+            return o_ThV
+        sum_ThV = o_ThV.to(torch.float32, memory_format=torch.contiguous_format)
+        for window in plan.windows:
+            with phase("prefix_gather"):
+                row_SQ = self.gather(window, self.model.kv.rows(index))
+            with phase("prefill"):
+                o_ThV, more_Th = window.attention.run(q_ThX[window.rows], *self.decompress(row_SQ, w))
+                merge_into(sum_ThV[window.rows], lse_Th[window.rows], o_ThV, more_Th)
+        return sum_ThV.to(q_ThX.dtype)
+
+    def gather(self, window: StoredWindow, kv_KQ: torch.Tensor) -> torch.Tensor:
+        """A window's rows in token order, [tokens, Q], until the next call. Collective."""
+        out_SQ = self.gathered[: window.tokens]
+        if window.task is None:
+            pack(out_SQ, kv_KQ, window.stored)
+        else:
+            assert self.gatherer is not None
+            assert self.travels is not None
+            self.gatherer.over(window.task).gather(kv_KQ, out_SQ, self.travels)
+        return out_SQ
+
+    def decompress(self, row_SQ: torch.Tensor, w: Attention) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [S, h, nope + P] and values [S, h, W] of this rank's heads, until the next call."""
+        shape, heads, wide = self.model.shape, self.model.heads, self.model.wide
+        own = slice(self.group.rank * heads, (self.group.rank + 1) * heads)
+        w_uk = w.w_uk[own] if wide.query else w.w_uk
+        w_uv = w.w_uv[own] if wide.value else w.w_uv
+        key_ShX, value_ShW = self.keys[: len(row_SQ)], self.values[: len(row_SQ)]
+        latent_hSR = row_SQ[:, : shape.latent].expand(heads, -1, -1)
+        torch.bmm(latent_hSR, w_uk.transpose(1, 2), out=key_ShX[..., : shape.nope].transpose(0, 1))
+        torch.bmm(latent_hSR, w_uv, out=value_ShW[..., : shape.value].transpose(0, 1))
+        key_ShX[..., shape.nope :] = row_SQ[:, None, shape.latent :]
+        return key_ShX, value_ShW

@@ -1,0 +1,80 @@
+"""Multi-head attention of prompts, not absorbed: ragged requests, with log-sum-exp, behind one small protocol.
+
+Partial results over disjoint keys of the same queries merge by their log-sum-exp (kernels/merge): so may a prompt's
+own chunk, and each piece of the prefix that is stored, be attended to by a call of its own.
+
+Work of a call: 2·(X + V) floating-point operations for each head, query and key that it sees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Protocol
+
+from dcpbench.choices import PREFILLS
+from dcpbench.errors import MissingPackageError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillSpec:
+    """Sizes that a backend is built for."""
+
+    heads: int
+    """h: of one rank; keys have as many as queries."""
+    width: int
+    """X = nope + rope: columns of q and k."""
+    value: int
+    """V: columns of v and o."""
+    scale: float
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Ragged(Protocol):
+    """Attention over requests of known lengths, for any number of layers."""
+
+    def run(self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(o [T, h, V] in q's dtype, lse [T, h] in fp32, natural logarithm).
+
+        q, k and v have the rows of the planned requests, one request behind the other, and perhaps more, which are not
+        read; all are contiguous. v_ShW has the backend's value_width columns, of which those from V on are zeros. Where
+        a query sees no key, lse = -inf and o is any number, or NaN. o's rows may be strided.
+        """
+
+
+class PrefillBackend(Protocol):
+    """One attention kernel."""
+
+    name: str
+    value_width: int
+    """W ≥ V: columns that v must have."""
+
+    def plan(self, q_lengths: Sequence[int], kv_lengths: Sequence[int], *, causal: bool) -> Ragged:
+        """Prepare calls from host-side integers, without waiting for the device; earlier plans stay as they were.
+
+        Lengths are of the same requests, in the order of their rows; a kv length may be 0. Where `causal`, query i of n
+        sees the first kv_length − n + i + 1 keys; otherwise all.
+        """
+
+
+def make_prefill(name: str, spec: PrefillSpec) -> PrefillBackend:
+    """The backend called `name`. Raises MissingPackageError or UsageError where it cannot run."""
+    if name == "sdpa":
+        from dcpbench.kernels.prefill.sdpa import SdpaPrefill
+
+        return SdpaPrefill(spec)
+    if name == "flashinfer":
+        try:
+            from dcpbench.kernels.prefill.flashinfer_ragged import FlashInferPrefill
+        except ImportError as e:
+            raise MissingPackageError(
+                f"--prefill flashinfer needs FlashInfer ({e}); install it with pip install 'dcpbench[flashinfer]', "
+                "or use --prefill sdpa."
+            ) from e
+        return FlashInferPrefill(spec)
+    raise UsageError(f"--prefill {name} does not exist; choose one of {', '.join(PREFILLS)}.")

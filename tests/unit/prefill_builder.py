@@ -1,0 +1,77 @@
+"""Steps with prompt chunks on an engine of tests/unit/engine_builder.py or of a real rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from dcpbench.engine.model import StepInput
+from dcpbench.serving.requests import Chunk
+
+if TYPE_CHECKING:
+    from dcpbench.engine.decode import DecodeEngine, Request
+    from dcpbench.engine.prefill import Prefiller
+
+
+@dataclasses.dataclass
+class Prompt:
+    """A request with room for all of its tokens, of which some are stored."""
+
+    tokens: list[int]
+    request: Request
+    stored: int = 0
+
+    @classmethod
+    def admit(cls, engine: DecodeEngine, tokens: list[int]) -> Prompt:
+        """A new request."""
+        return cls(tokens, engine.admit(len(tokens)))
+
+
+def prompt_tokens(number: int, length: int) -> list[int]:
+    """Token ids that tell positions and requests apart."""
+    return [(37 * number + 11 * i + 5) % 199 for i in range(length)]
+
+
+def step(
+    engine: DecodeEngine, prefiller: Prefiller, decodes: list[Prompt], chunks: list[tuple[Prompt, int]],
+    padding: int = 0, last_only: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Logits [rows, vocab] of a step: the next token of each decode, as many of each chunk, and padding rows.
+
+    `last_only` asks for the logits of each decode and of each chunk's last token.
+    """
+    rows = [(p.request.slot, p.stored, p.tokens[p.stored]) for p in decodes]
+    planned = []
+    for prompt, count in chunks:
+        span = range(prompt.stored, prompt.stored + count)
+        rows += [(prompt.request.slot, i, prompt.tokens[i]) for i in span]
+        planned.append(Chunk(None, prompt.request.slot, span.start, span.stop, samples=True))
+    rows += [(0, 0, 0)] * padding
+    parts = []
+    if decodes:
+        batch = engine.plan_rows([p.request.slot for p in decodes], [p.stored for p in decodes])
+        assert batch.size == len(decodes), "the tests run no padded decodes"
+        parts = batch.parts
+    slots, positions, tokens = torch.tensor(rows).T
+    wanted = None
+    if last_only:
+        ends = torch.tensor([1] * len(decodes) + [count for _, count in chunks]).cumsum(0) - 1
+        wanted = ends
+    inputs = StepInput(
+        tokens, positions, engine.requests.table[slots, positions].clamp(min=0), logit_rows=wanted
+    )  # fmt: skip
+    plan = prefiller.plan(planned, engine.requests.table) if planned else None
+    logits = engine.model.full_logits(engine.model.step(inputs, parts, None, plan))
+    for prompt in decodes:
+        prompt.stored += 1
+    for prompt, count in chunks:
+        prompt.stored += count
+    return logits
+
+
+def decoded(engine: DecodeEngine, prefiller: Prefiller, tokens: list[int]) -> torch.Tensor:
+    """Logits [tokens, vocab] of a prompt that is fed token by token."""
+    prompt = Prompt.admit(engine, tokens)
+    return torch.cat([step(engine, prefiller, [prompt], []) for _ in tokens])

@@ -1,0 +1,128 @@
+"""Prefill on one rank: any chunking of a prompt gives the logits of feeding it token by token."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcpbench import memory
+from dcpbench.engine.prefill import Prefiller, windows
+from dcpbench.errors import CapacityError, UsageError
+from dcpbench.layout import Layout
+from tests.unit import engine_builder as build
+from tests.unit.prefill_builder import Prompt, decoded, prompt_tokens, step
+
+LENGTH = 24
+PAGE = 2
+LIMIT = 1e-4
+TOKENS = 48
+"""Of a step."""
+
+
+def engine_and_prefiller(window: int = 64, **options):
+    """An engine, and what attends for its prompts with windows of so many tokens."""
+    engine = build.engine(page_size=PAGE, **options)
+    nbytes = memory.window_bytes(engine.model.shape, Layout(1), window, 4)
+    return engine, Prefiller(engine.model, backend="sdpa", tokens=TOKENS, window_bytes=nbytes)
+
+
+def far(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference."""
+    assert found.shape == expected.shape
+    return float((found - expected).abs().max())
+
+
+@pytest.fixture(scope="module")
+def truth():
+    """Logits of three prompts, each alone and token by token."""
+    return [decoded(*engine_and_prefiller(), prompt_tokens(number, LENGTH)) for number in range(3)]
+
+
+class TestLogits:
+    @pytest.mark.parametrize("window", [2, 6, 64], ids=lambda w: f"window{w}")
+    @pytest.mark.parametrize("chunks", [(24,), (8, 16), (2, 2, 4, 16), (22, 1, 1)], ids=str)
+    def test_any_chunking_gives_those_of_token_by_token_decode(self, chunks, window, truth):
+        """Chunks begin at multiples of the page of 2 tokens, all but the last token of (22, 1, 1), which decodes."""
+        engine, prefiller = engine_and_prefiller(window)
+        prompt = Prompt.admit(engine, prompt_tokens(0, LENGTH))
+        logits = [
+            step(engine, prefiller, [], [(prompt, count)])
+            if prompt.stored % PAGE == 0
+            else step(engine, prefiller, [prompt], [])
+            for count in chunks
+        ]
+        assert far(torch.cat(logits), truth[0]) < LIMIT
+
+    @pytest.mark.parametrize("window", [4, 64], ids=lambda w: f"window{w}")
+    def test_decodes_and_chunks_of_others_ride_together_with_padding_behind_them(self, window, truth):
+        """Request 0 decodes its tokens 4 to 6 while 1 comes in pieces of 2, 8 and 3 tokens and 2 at once, later."""
+        engine, prefiller = engine_and_prefiller(window, pages=128)
+        prompts = [Prompt.admit(engine, prompt_tokens(number, LENGTH)) for number in range(3)]
+        step(engine, prefiller, [], [(prompts[0], 4)])
+        found = [[], [], []]
+        for chunks in ([(1, 2)], [(1, 8)], [(1, 3), (2, 24)]):
+            logits = step(engine, prefiller, [prompts[0]], [(prompts[n], count) for n, count in chunks], padding=3)
+            assert logits.isfinite().all(), "padding rows, too"
+            first = 1
+            found[0].append(logits[:1])
+            for number, count in chunks:
+                found[number].append(logits[first : first + count])
+                first += count
+            assert len(logits) == first + 3
+        assert far(torch.cat(found[0]), truth[0][4:7]) < LIMIT
+        assert far(torch.cat(found[1]), truth[1][:13]) < LIMIT
+        assert far(torch.cat(found[2]), truth[2]) < LIMIT
+
+    def test_only_the_wanted_rows_have_logits(self, truth):
+        """The decode, and the last token of each chunk."""
+        engine, prefiller = engine_and_prefiller(pages=128)
+        prompts = [Prompt.admit(engine, prompt_tokens(number, LENGTH)) for number in range(3)]
+        step(engine, prefiller, [], [(prompts[0], 4)])
+        logits = step(engine, prefiller, [prompts[0]], [(prompts[1], 6), (prompts[2], 24)], padding=2, last_only=True)
+        assert far(logits, torch.stack([truth[0][4], truth[1][5], truth[2][23]])) < LIMIT
+
+    def test_a_replica_with_nothing_to_do_runs_padding_alone(self):
+        engine, prefiller = engine_and_prefiller()
+        assert step(engine, prefiller, [], [], padding=4).isfinite().all()
+
+
+class TestWindows:
+    @given(prefixes=st.lists(st.integers(0, 12), max_size=6), most=st.integers(1, 9))
+    def test_windows_hold_all_tokens_once_and_in_order(self, prefixes, most):
+        """Each is full but the last, begins and ends with a chunk that has tokens in it, and names no other chunk."""
+        found = windows(prefixes, most)
+        pieces = [(window.first + i, length) for window in found for i, length in enumerate(window.lengths) if length]
+        assert [c for c, n in pieces for _ in range(n)] == [c for c, n in enumerate(prefixes) for _ in range(n)]
+        assert [window.tokens for window in found[:-1]] == [most] * (len(found) - 1)
+        assert all(window.lengths[0] and window.lengths[-1] for window in found)
+
+    def test_an_example(self):
+        """5 + 0 + 2 + 6 tokens in windows of 6: one ends within the last prefix."""
+        found = windows([5, 0, 2, 6], 6)
+        assert [(w.first, w.lengths) for w in found] == [(0, (5, 0, 1)), (2, (1, 5)), (3, (1,))]
+
+    def test_a_budget_holds_as_many_whole_pages_as_it_says(self):
+        """A token takes 2·8·32 numbers of keys and values and a row of 48: 560 numbers, 2,240 bytes; pages of 2."""
+        shape, layout = build.TINY, Layout(1)
+        assert memory.window_bytes(shape, layout, 1, 4) == 2240
+        engine = build.engine(page_size=PAGE)
+        for nbytes, tokens in ((4480, 2), (8959, 2), (8960, 4)):
+            assert Prefiller(engine.model, backend="sdpa", tokens=8, window_bytes=nbytes).window == tokens
+        with pytest.raises(CapacityError, match="need 4480"):
+            Prefiller(engine.model, backend="sdpa", tokens=8, window_bytes=4479)
+
+
+class TestMistakes:
+    def test_a_step_larger_than_what_was_reserved(self):
+        engine, prefiller = engine_and_prefiller(pages=128)
+        prompts = [Prompt.admit(engine, prompt_tokens(number, LENGTH)) for number in range(3)]
+        with pytest.raises(UsageError, match="49 prompt tokens"):
+            step(engine, prefiller, [], [(prompts[0], 24), (prompts[1], 24), (prompts[2], 1)])
+
+    def test_a_way_to_gather_that_does_not_exist(self):
+        with pytest.raises(UsageError, match="nccl, direct"):
+            Prefiller(build.engine().model, backend="sdpa", tokens=8, gather="mail")
+
+    def test_a_backend_that_does_not_exist(self):
+        with pytest.raises(UsageError, match="sdpa, flashinfer"):
+            Prefiller(build.engine().model, backend="none", tokens=8)
