@@ -93,7 +93,7 @@ def sweep(
 
       dcpbench sweep --config sweep.toml --dry-run
     """
-    from dcpbench import commands
+    from dcpbench import commands, runs
     from dcpbench.torchrun import Machines
 
     given: dict[str, object] = {
@@ -104,7 +104,7 @@ def sweep(
         "profile": profile,
     }  # fmt: skip
     machines = Machines(nnodes=nnodes, node_rank=node_rank, rdzv_endpoint=rdzv_endpoint, rdzv_id=rdzv_id)
-    run = commands.Run(
+    run = runs.Run(
         output=output, config=config, device=device, timeout=timeout, resume=resume, force=force, dry_run=dry_run,
         as_json=as_json, machines=machines,
     )  # fmt: skip
@@ -180,14 +180,14 @@ def verify(
 
       dcpbench verify --checkpoint ~/models/deepseek-v2-lite --tp 4 --dcp 4
     """
-    from dcpbench import commands
+    from dcpbench import commands, runs
 
     given: dict[str, object] = {
         "model": model, "tp": tp, "dp": dp, "dcp": dcp, "concurrency": concurrency, "context": context,
         "exchange": exchange, "backend": backend, "dtype": dtype, "page_size": page_size, "interleave": interleave,
         "q_replicate": q_replicate, "project_first": project_first, "overlap": overlap, "all_reduce": all_reduce,
     }  # fmt: skip
-    run = commands.Run(output=output, device=device, timeout=timeout, force=force, dry_run=dry_run, as_json=as_json)
+    run = runs.Run(output=output, device=device, timeout=timeout, force=force, dry_run=dry_run, as_json=as_json)
     raise typer.Exit(commands.verify(given, run, checkpoint=checkpoint, prompts=prompts, new_tokens=new_tokens))
 
 

@@ -37,6 +37,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     profile: bool = True
     """Whether the separate profiled pass (phases, host syncs) runs."""
     seed: int = 0
+    """Of weights and KV; a load has its own."""
+    slo: dict[str, float] = {}
+    """--slo: limits in ms by metric, serve_records.ServeMetrics.slo_ms."""
+    limit_seconds: float | None = None
+    """--limit 60s: a run of requests ends then, and what has not finished is cancelled. A limit in requests is in
+    Load.requests."""
+    trace_path: str = ""
+    """--requests: absolute path of the file that Load.trace names."""
+    step_times: str = ""
+    """--step-times: absolute path of the file that a replay takes its times from; empty where it measures them."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

@@ -135,7 +135,7 @@ class SyncSite(msgspec.Struct, frozen=True, kw_only=True):
     """A place where the host waited for the GPU in a profiled step (`dcpbench syncs`), profiled on rank 0."""
 
     found_in: str
-    """`eager`, where a captured graph would hide it, or `replay`."""
+    """`eager`, where a captured graph would hide it, `replay`, or `serve`: a turn of the serving loop."""
     rule: str
     """Id such as SYNC001; docs/syncs.md has a sentence for each."""
     kind: str
@@ -179,7 +179,7 @@ class Honesty(msgspec.Struct, frozen=True, kw_only=True):
     """Distinct layers in memory; fewer than `layers` means that they were cycled through."""
     full_weights_bytes_per_gpu: int
     kv: str = "synthetic"
-    """What the KV cache held: `synthetic` random rows."""
+    """What the KV cache held: `synthetic` random rows, or the prompts and answers that were `served`."""
     graph_error: float | None = None
     """‖logits of the replayed graph − logits of the eager step‖ / ‖the latter‖, worst rank; null without a graph."""
     attention_error: float | None = None
@@ -288,7 +288,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Null where the point names its backend and its exchange."""
     gpu: Gpu | None = None
     environment: Environment | None = None
-    measured_with: dict[str, int | float | bool | None] = {}
+    measured_with: dict[str, int | float | bool | str | dict[str, float] | None] = {}
     """jobs.Settings as they were in force, whether typed, from a file or by default."""
     started_at: str = ""
     """UTC, ISO 8601."""

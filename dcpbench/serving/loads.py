@@ -97,10 +97,10 @@ def token_ids(seed: int, kind: int, stream: int, count: int, vocab: int) -> np.n
 
 def _draw(lengths: Lengths, count: int, generator: np.random.Generator) -> np.ndarray:
     if lengths.kind == UNIFORM:
-        return generator.integers(lengths.low, lengths.high, size=count, endpoint=True)
+        return generator.integers(lengths.low, lengths.high, size=count, endpoint=True, dtype=np.int64)
     if lengths.kind == LOGNORMAL:
-        drawn = lengths.low * np.exp(lengths.sigma * generator.standard_normal(count))
-        return np.maximum(np.rint(drawn), 1).astype(np.int64)
+        drawn: np.ndarray = lengths.low * np.exp(lengths.sigma * generator.standard_normal(count))
+        return drawn.round().clip(min=1).astype(np.int64)
     return np.full(count, lengths.low, dtype=np.int64)
 
 

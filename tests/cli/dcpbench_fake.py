@@ -6,7 +6,7 @@ import sys
 import types
 from pathlib import Path
 
-from dcpbench import cli, commands
+from dcpbench import cli, runs
 
 FOLDER = Path(__file__).parent
 
@@ -28,5 +28,5 @@ if __name__ == "__main__":
     reports = types.ModuleType("dcpbench.reports")
     reports.write_report, reports.terminal_table = write_report, terminal_table  # type: ignore[attr-defined]
     sys.modules["dcpbench.reports"] = reports
-    commands.WORKER = "fake_worker"
+    runs.WORKER = "fake_worker"
     cli.main()

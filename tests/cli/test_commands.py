@@ -13,9 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dcpbench import __version__, cli, commands
+from dcpbench import __version__, cli, commands, runs
 from dcpbench.jobs import Check, Job, Probe, Settings
+from dcpbench.layout import Layout
 from dcpbench.records import Point, Record, RecordFile, read_records
+from dcpbench.spec import make_spec
+from dcpbench.sweep import expand_layouts
 from tests.cli import fake_worker
 from tests.unit.test_shapes import V3
 
@@ -265,9 +268,9 @@ def test_verify_without_a_layout_takes_the_usual_six_that_the_gpus_can_hold(call
 def test_a_layout_without_any_check_is_not_a_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Silence is not agreement: one layout of two was checked."""
     probe = CPU
-    spec = commands.make_spec({"concurrency": "4", "context": "37"}, probe)
-    layouts = [commands.Layout(tp=1), commands.Layout(tp=2)]
-    points = [c.point for c in commands.grid.expand_layouts(layouts, spec, probe)]
+    spec = make_spec({"concurrency": "4", "context": "37"}, probe)
+    layouts = [Layout(tp=1), Layout(tp=2)]
+    points = [c.point for c in expand_layouts(layouts, spec, probe)]
     check = Check(
         name="attention",
         layout="tp1",
@@ -279,8 +282,8 @@ def test_a_layout_without_any_check_is_not_a_success(tmp_path: Path, capsys: pyt
         ok=True,
     )
     (tmp_path / "checks.jsonl").write_bytes(msgspec.json.encode(check) + b"\n")
-    assert commands._print_checks(points[:1], tmp_path, commands.Run()) == 0
-    assert commands._print_checks(points, tmp_path, commands.Run()) == 4
+    assert commands._print_checks(points[:1], tmp_path, runs.Run()) == 0
+    assert commands._print_checks(points, tmp_path, runs.Run()) == 4
     assert "no check was made for: tp2" in capsys.readouterr().err
 
 
