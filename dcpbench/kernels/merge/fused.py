@@ -58,16 +58,17 @@ def _merge_into_kernel(
     power_a = tl.exp(lse_a - finite)
     power_b = tl.exp(lse_b - finite)
     total = power_a + power_b
-    share = 1.0 / tl.where(total == 0.0, 1.0, total)
+    nothing = total == 0.0
+    total = tl.where(nothing, 1.0, total)
     v = tl.arange(0, BLOCK)
     inside = live[:, None] & (v < V)[None, :]
     place = o + (t * heads + h)[:, None] * V + v[None, :]
     a = tl.load(place, mask=inside, other=0.0)
     b = tl.load(more + t * more_t + h[:, None] * more_h + v[None, :], mask=inside, other=0.0).to(tl.float32)
-    merged = tl.where(power_a[:, None] > 0.0, a * (power_a * share)[:, None], 0.0)
-    merged += tl.where(power_b[:, None] > 0.0, b * (power_b * share)[:, None], 0.0)
+    merged = tl.where(power_a[:, None] > 0.0, a * (power_a / total)[:, None], 0.0)
+    merged += tl.where(power_b[:, None] > 0.0, b * (power_b / total)[:, None], 0.0)
     tl.store(place, merged, mask=inside)
-    tl.store(lse + t * lse_t + h * lse_h, tl.where(total == 0.0, float("-inf"), finite + tl.log(total)), mask=live)
+    tl.store(lse + t * lse_t + h * lse_h, tl.where(nothing, float("-inf"), finite + tl.log(total)), mask=live)
 
 
 def merge_into(o_ThV: torch.Tensor, lse_Th: torch.Tensor, more_ThV: torch.Tensor, more_Th: torch.Tensor) -> None:

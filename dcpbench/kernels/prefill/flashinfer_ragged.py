@@ -1,0 +1,103 @@
+"""FlashInfer's ragged prefill (fa3 on Hopper, fa2 elsewhere). Its log2 LSE becomes natural log here, once.
+
+What its `plan` does, read off version 0.6.18: it schedules on the host, into a pinned buffer of the wrapper, and sends
+that to a device buffer of the wrapper, both by cudaMemcpyAsync on the current stream; nothing waits where the lengths
+are in pinned host memory. Hence two rules. A wrapper has one plan at a time, so that plans that live at once need one
+each. And the pinned buffer must not be written before its last copy is done, which only an event tells.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from flashinfer.prefill import BatchPrefillWithRaggedKVCacheWrapper
+
+from dcpbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dcpbench.kernels.prefill import PrefillSpec, Ragged
+
+WIDTH, VALUE = 192, 128
+"""Columns of keys and values, those of all published DeepSeek and Kimi models."""
+WORKSPACE_BYTES = 128 << 20
+"""FlashInfer's recommended size for split-KV partials; calls in one stream may share it."""
+WRAPPERS_AT_START = 8
+"""Made early, as each takes pinned memory: enough for two steps with a prefix of three windows."""
+
+
+class FlashInferPrefill:
+    """See PrefillBackend."""
+
+    name = "flashinfer"
+    value_width = VALUE
+
+    def __init__(self, spec: PrefillSpec) -> None:
+        if (spec.width, spec.value) != (WIDTH, VALUE) or spec.dtype not in (torch.bfloat16, torch.float16):
+            raise UsageError(
+                f"--prefill flashinfer takes keys of {WIDTH} and values of {VALUE} columns in bf16 or fp16, not "
+                f"{spec.width} and {spec.value} in {str(spec.dtype).removeprefix('torch.')}; use --prefill sdpa."
+            )
+        if spec.device.type != "cuda":
+            raise UsageError("--prefill flashinfer needs a GPU; use --prefill sdpa.")
+        self.spec = spec
+        self.workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
+        self.slots = [_Slot(self.workspace) for _ in range(WRAPPERS_AT_START)]
+
+    def plan(self, q_lengths: Sequence[int], kv_lengths: Sequence[int], *, causal: bool) -> Ragged:
+        """See PrefillBackend."""
+        spec, slot = self.spec, self._free_slot()
+        slot.wrapper.plan(
+            _ends(q_lengths), _ends(kv_lengths), spec.heads, spec.heads, WIDTH, head_dim_vo=VALUE,
+            causal=causal, sm_scale=spec.scale, q_data_type=spec.dtype, kv_data_type=spec.dtype,
+        )  # fmt: skip
+        slot.sent.record()
+        planned = FlashInferRagged(slot.wrapper, sum(q_lengths), sum(kv_lengths))
+        slot.user = weakref.ref(planned)
+        return planned
+
+    def _free_slot(self) -> _Slot:
+        for slot in self.slots:
+            if slot.free():
+                return slot
+        self.slots.append(_Slot(self.workspace))
+        return self.slots[-1]
+
+
+class _Slot:
+    """A wrapper and who uses it."""
+
+    def __init__(self, workspace: torch.Tensor) -> None:
+        self.wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+        self.sent = torch.cuda.Event()
+        """Recorded behind the copy of a plan; one never recorded counts as done."""
+        self.user: weakref.ref[FlashInferRagged] | None = None
+
+    def free(self) -> bool:
+        """Whether its plan is dropped, and its pinned buffer may be written. Calls may still run: they are in order."""
+        return (self.user is None or self.user() is None) and self.sent.query()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FlashInferRagged:
+    """See Ragged."""
+
+    wrapper: BatchPrefillWithRaggedKVCacheWrapper
+    rows: int
+    keys: int
+
+    def run(self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Ragged. A tile of values may reach past a request: what is behind the last one is not in the tensors."""
+        o_ThV, lse_Th = self.wrapper.run(q_ThX[: self.rows], k_ShX[: self.keys], v_ShW[: self.keys], return_lse=True)
+        return o_ThV, lse_Th.mul_(math.log(2))
+
+
+def _ends(lengths: Sequence[int]) -> torch.Tensor:
+    """int32 [requests + 1] in pinned memory, as a copy from any other would wait."""
+    return torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32).pin_memory()

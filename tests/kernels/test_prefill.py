@@ -1,0 +1,194 @@
+"""Attention of prompts against fp64, one query at a time."""
+
+import sys
+
+import pytest
+import torch
+
+from dcpbench.errors import MissingPackageError, UsageError
+from dcpbench.kernels.merge import merge_into
+from dcpbench.kernels.merge.reference import merge_into as merge_into_reference
+from dcpbench.kernels.prefill import PrefillSpec, make_prefill
+from dcpbench.kernels.prefill.reference import attend
+
+SCALE = 192**-0.5
+SHAPES = {
+    "one-token": ([1], [1], True),
+    "own-chunks": ([5, 1, 17, 130], [5, 1, 17, 130], True),
+    "behind-a-prefix": ([4, 9], [7, 40], True),
+    "full": ([5, 1, 33], [64, 3, 130], False),
+    "one-without-keys": ([3, 4, 2], [6, 0, 5], False),
+    "none-with-keys": ([3, 2], [0, 0], False),
+}
+"""Queries and keys of each request, and whether the last query is the last key's."""
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+def inputs(q_lengths, kv_lengths, *, heads, width, value, padded, dtype, device, spare=5):
+    """Random q, k and v whose rows behind the last request are NaN."""
+    generator = torch.Generator().manual_seed(0)
+    rows = (sum(q_lengths), sum(kv_lengths), sum(kv_lengths))
+    made = []
+    for count, columns, used in zip(rows, (width, width, padded), (width, width, value), strict=True):
+        x = torch.zeros(count + spare, heads, columns, dtype=dtype)
+        x[:count, :, :used] = torch.randn(count, heads, used, generator=generator).to(dtype)
+        x[count:] = float("nan")
+        made.append(x.to(device))
+    return made
+
+
+def check(backend, spec, shape, o_limit, lse_limit):
+    """Compare one plan, run twice, and say whether rows without keys have no weight."""
+    q_lengths, kv_lengths, causal = SHAPES[shape]
+    q, k, v = inputs(
+        q_lengths, kv_lengths, heads=spec.heads, width=spec.width, value=spec.value, padded=backend.value_width,
+        dtype=spec.dtype, device=spec.device,
+    )  # fmt: skip
+    plan = backend.plan(q_lengths, kv_lengths, causal=causal)
+    backend.plan([2], [3], causal=False)  # which changes nothing
+    wanted_o, wanted_lse = attend(
+        q, k, v[..., : spec.value], q_lengths, kv_lengths, causal=causal, scale=spec.scale
+    )  # fmt: skip
+    empty = wanted_lse.isneginf()
+    for _ in range(2):
+        o, lse = plan.run(q, k, v)
+        assert o.shape == wanted_o.shape
+        assert o.dtype == spec.dtype
+        assert lse.dtype == torch.float32
+        assert torch.equal(lse.isneginf(), empty), "-inf exactly where a query sees no key"
+        assert lse[~empty].isfinite().all()
+        assert (lse - wanted_lse)[~empty].abs().amax().item() <= lse_limit if (~empty).any() else True
+        assert (o - wanted_o)[~empty].abs().amax().item() <= o_limit if (~empty).any() else True
+
+
+def spec(dtype, device, *, heads=4, width=192, value=128):
+    """Sizes of the published models."""
+    return PrefillSpec(
+        heads=heads, width=width, value=value, scale=SCALE, dtype=dtype, device=torch.device(device)
+    )  # fmt: skip
+
+
+class TestSdpa:
+    @pytest.mark.parametrize("device", ["cpu", GPU])
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_fp32_is_fp64_to_its_rounding(self, shape, device):
+        made = spec(torch.float32, device, heads=3, width=24, value=20)
+        check(make_prefill("sdpa", made), made, shape, 1e-4, 1e-4)
+
+    def test_queries_in_blocks_are_the_same(self, monkeypatch):
+        """130 queries, 130 keys and 3 heads: 1,024 scores are 2 queries at a time."""
+        monkeypatch.setattr("dcpbench.kernels.prefill.plain.SCORES", 1024)
+        made = spec(torch.float32, "cpu", heads=3, width=24, value=20)
+        check(make_prefill("sdpa", made), made, "own-chunks", 1e-5, 1e-5)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_half_precision_is_fp64_to_the_rounding_of_its_output(self, shape, dtype):
+        """o is below 4 here: bf16 rounds by 2^-8 of that, and weights are rounded once more."""
+        made = spec(dtype, "cuda")
+        check(make_prefill("sdpa", made), made, shape, 0.03, 2e-3)
+
+    @pytest.mark.gpu
+    def test_heads_that_flash_attention_does_not_take_are_refused(self):
+        with pytest.raises(UsageError, match="not 260 and 128"):
+            make_prefill("sdpa", spec(torch.bfloat16, "cuda", width=260))
+
+
+class TestFlashInfer:
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_it_is_fp64_to_the_rounding_of_its_output(self, shape):
+        """Its log2 is natural log here, or lse would be off by a factor of 1.44."""
+        pytest.importorskip("flashinfer")
+        made = spec(torch.bfloat16, "cuda")
+        check(make_prefill("flashinfer", made), made, shape, 0.03, 2e-3)
+
+    @pytest.mark.gpu
+    def test_plans_that_live_at_once_do_not_disturb_each_other(self):
+        """More than there are wrappers at the start, all made before the first runs; then again, on the same ones."""
+        pytest.importorskip("flashinfer")
+        made = spec(torch.bfloat16, "cuda")
+        backend = make_prefill("flashinfer", made)
+        q, k, v = inputs(
+            [40], [40], heads=4, width=192, value=128, padded=128, dtype=torch.bfloat16, device="cuda"
+        )  # fmt: skip
+        for _ in range(3):
+            plans = [backend.plan([n, 20], [n, 20], causal=True) for n in range(1, 13)]
+            assert len({id(plan.wrapper) for plan in plans}) == 12
+            for n, plan in enumerate(plans, start=1):
+                o, _ = plan.run(q, k, v)
+                wanted, _ = attend(q, k, v, [n, 20], [n, 20], causal=True, scale=SCALE)
+                assert (o - wanted).abs().max() <= 0.03
+
+    @pytest.mark.gpu
+    def test_planning_and_running_do_not_wait_for_the_device(self):
+        pytest.importorskip("flashinfer")
+        made = spec(torch.bfloat16, "cuda")
+        backend = make_prefill("flashinfer", made)
+        q, k, v = inputs(
+            [40], [40], heads=4, width=192, value=128, padded=128, dtype=torch.bfloat16, device="cuda"
+        )  # fmt: skip
+        backend.plan([40], [40], causal=True).run(q, k, v)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            backend.plan([30, 10], [30, 10], causal=True).run(q, k, v)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def test_without_the_package_its_name_says_what_to_install(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "flashinfer.prefill", None)
+        monkeypatch.delitem(
+            sys.modules, "dcpbench.kernels.prefill.flashinfer_ragged", raising=False
+        )  # fmt: skip
+        with pytest.raises(MissingPackageError, match=r"pip install 'dcpbench\[flashinfer\]'"):
+            make_prefill("flashinfer", spec(torch.bfloat16, "cpu"))
+
+
+class TestMergeInto:
+    @pytest.mark.parametrize(
+        ("lse", "more"), [(0.0, 1.0), (-3.0, 80.0), (float("-inf"), 2.0), (2.0, float("-inf"))],
+        ids=["alike", "far-apart", "nothing-yet", "nothing-more"],
+    )  # fmt: skip
+    def test_a_result_over_more_keys_is_added_by_its_weight(self, lse, more, device):
+        """exp(a)·x + exp(b)·y over exp(a) + exp(b), whose logarithm is the new lse; -inf hides even a NaN."""
+        o = torch.full((3, 5, 12), 2.0, device=device)
+        other = torch.full((3, 5, 12), 6.0, device=device)
+        if lse == float("-inf"):
+            o.fill_(float("nan"))
+        if more == float("-inf"):
+            other.fill_(float("nan"))
+        lse_a, lse_b = (torch.full((3, 5), x, device=device) for x in (lse, more))
+        total = torch.logsumexp(torch.tensor([lse, more], dtype=torch.float64), 0)
+        first, second = ((torch.tensor(x, dtype=torch.float64) - total).exp() for x in (lse, more))
+        merge_into(o, lse_a, other, lse_b)
+        assert torch.allclose(o.cpu().double(), first * 2 + second * 6, atol=1e-5)
+        assert torch.allclose(lse_a.cpu().double(), total, atol=1e-5)
+
+    def test_where_neither_side_has_keys_there_are_zeros(self, device):
+        o, other = (torch.full((2, 3, 4), float("nan"), device=device) for _ in range(2))
+        lse, more = (torch.full((2, 3), float("-inf"), device=device) for _ in range(2))
+        merge_into(o, lse, other, more)
+        assert not o.any()
+        assert lse.isneginf().all()
+
+    @pytest.mark.parametrize("heads", [1, 5, 8, 11])
+    def test_the_kernel_is_the_reference_with_any_strides(self, heads, device):
+        """Heads that no block divides; the log-sum-exps are transposed, and the other o has columns behind its own."""
+        from dcpbench.kernels.merge import fused
+
+        generator = torch.Generator().manual_seed(0)
+
+        def random(*size):
+            return torch.randn(size, generator=generator).to(device)
+
+        o, lse, more = random(7, heads, 20), random(heads, 7).T, random(heads, 7).T
+        other = random(7, heads, 24).to(torch.bfloat16)[..., :20]
+        lse[2:5] = float("-inf")
+        more[3:6] = float("-inf")
+        expected_o, expected_lse = o.clone(), lse.clone()
+        merge_into_reference(expected_o, expected_lse, other, more)
+        fused.merge_into(o, lse, other, more)
+        assert torch.allclose(o, expected_o, atol=1e-5)
+        assert torch.equal(lse.isneginf(), expected_lse.isneginf())
+        assert torch.allclose(lse[~lse.isneginf()], expected_lse[~lse.isneginf()], atol=1e-5)
