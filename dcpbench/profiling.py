@@ -95,7 +95,7 @@ class Pass(NamedTuple):
     sites: list[Site]
 
 
-def record(step: Callable[[], None], steps: int, *, enabled: bool, stacks: bool) -> Pass | None:
+def record(step: Callable[[], object], steps: int, *, enabled: bool, stacks: bool) -> Pass | None:
     """Profile `steps` steps on this rank; ranks that are not `enabled` only run them.
 
     Args:
@@ -162,11 +162,11 @@ def profile_step(
     return phases, sync_sites(launched.sites, "eager") + sync_sites(replayed.sites, "replay")
 
 
-def sync_sites(sites: list[Site], where: Literal["eager", "replay"]) -> list[SyncSite]:
+def sync_sites(sites: list[Site], where: Literal["eager", "replay", "serve"]) -> list[SyncSite]:
     """Sites of a steady step, worst first, as a record holds them.
 
     What frees memory does not count in an eager step, where the caching allocator grows and shrinks; a graph has its
-    memory, so in a replayed step it does.
+    memory, so in a replayed step, or in a turn of the serving loop, it does.
     """
     aside = ALLOCATION.id if where == "eager" else ""
     mine = [s for s in sites if not (s.own or s.may_block or s.warmup_only or s.rule == aside)]

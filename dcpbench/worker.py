@@ -21,13 +21,16 @@ from dcpbench.environment import environment, probe
 from dcpbench.jobs import Failure, Job, Probe
 from dcpbench.records import RecordFile
 from dcpbench.shapes import load_shape
-from dcpbench.workloads import decode, verify
+from dcpbench.workloads import decode, serve, verify
 from dcpbench.workloads.ranks import start
 from dcpbench.workloads.session import build, free_memory
 
 if TYPE_CHECKING:
-    from dcpbench.records import Point
+    from dcpbench.records import Point, Record
     from dcpbench.workloads.session import Session
+
+INTERRUPTED = 130
+"""Exit code of a rank whose run was ended from outside, once it has left its record."""
 
 
 class Worker:
@@ -63,24 +66,38 @@ class Worker:
         """One point's record."""
         started, begin = dt.datetime.now(dt.UTC), time.perf_counter()
         session = self.session_for(point)
-        settings = self.job.settings
-        record = decode.run(
-            session, point, settings, self.environment,
-            l2_bytes=self.probe.l2_bytes or 0, tell=self.tell,
-            bounded_by=budget.bounded_by(session.plan, settings, self.probe),
-        )  # fmt: skip
+        record = self.serve(session, point) if point.load else self.decode(session, point)
         if self.rank == 0:
             self.records.append(
                 msgspec.structs.replace(
                     record,
-                    measured_with=msgspec.to_builtins(settings),
+                    measured_with=msgspec.to_builtins(self.job.settings),
                     started_at=started.isoformat(timespec="seconds"),
                     seconds=round(time.perf_counter() - begin, 3),
                 )
             )
-            assert record.metrics is not None
-            chosen = f" with {record.choice}" if record.choice else ""
-            self.tell("done", note=f"{record.metrics.step_ms.median:.2f} ms/step{chosen}")
+        if record.outcome != "ok":
+            sys.exit(INTERRUPTED)  # on every rank: somebody ended the run
+        self.tell("done", note=_numbers(record))
+
+    def decode(self, session: Session, point: Point) -> Record:
+        """Workload `decode`."""
+        return decode.run(
+            session, point, self.job.settings, self.environment,
+            l2_bytes=self.probe.l2_bytes or 0, tell=self.tell, bounded_by=self.bounded_by(session),
+        )  # fmt: skip
+
+    def serve(self, session: Session, point: Point) -> Record:
+        """Workload `serve`."""
+        chunks = [p.load.chunk for p in self.job.points if p.load and budget.same_engine(p, point)]
+        return serve.run(
+            session, serve.serving_for(session, point, max(chunks)), point, self.job.settings, self.environment,
+            Path(self.job.folder), bounded_by=self.bounded_by(session), tell=self.tell,
+        )  # fmt: skip
+
+    def bounded_by(self, session: Session) -> str:
+        """See records.Kv."""
+        return budget.bounded_by(session.plan, self.job.settings, self.probe)
 
     def session_for(self, point: Point) -> Session:
         """The engine for a point: the last one where it can be shared, else a new one in its place."""
@@ -114,6 +131,17 @@ class Worker:
             with (Path(self.job.folder) / "checks.jsonl").open("ab") as f:
                 f.writelines(msgspec.json.encode(check) + b"\n" for check in checks)
             self.tell("done", note=f"{sum(c.ok for c in checks)} of {len(checks)} checks agree")
+
+
+def _numbers(record: Record) -> str:
+    """The last numbers, for the progress line."""
+    if record.serve is not None:
+        ttft, itl = (x.p50 for x in (record.serve.ttft_ms, record.serve.itl_ms))
+        times = ", ".join(f"{name} {ms:,.1f} ms" for name, ms in (("TTFT", ttft), ("ITL", itl)) if ms is not None)
+        return f"{record.serve.output_tok_s:,.0f} tok/s, {times}"
+    assert record.metrics is not None
+    chosen = f" with {record.choice}" if record.choice else ""
+    return f"{record.metrics.step_ms.median:.2f} ms/step{chosen}"
 
 
 def main(path: str) -> int:

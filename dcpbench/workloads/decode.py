@@ -8,7 +8,6 @@ host time is recorded apart.
 from __future__ import annotations
 
 import dataclasses
-import os
 import statistics
 import time
 from typing import TYPE_CHECKING
@@ -22,9 +21,10 @@ from dcpbench.exchange.collectives import gather_objects, largest_error
 from dcpbench.gpu_state import GpuSampler, worst
 from dcpbench.measure import time_steps
 from dcpbench.profiling import profile_cpu_step, profile_step
-from dcpbench.records import Honesty, Kv, Record
+from dcpbench.records import Honesty, Record
 from dcpbench.workloads.attention_error import LIMIT, attention_error
 from dcpbench.workloads.choice import Load, choose
+from dcpbench.workloads.point_facts import device_allocations, device_marks, kv_facts, memory_in_use
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,16 +81,16 @@ def run(
             engine.capture(batch)
             graph_error = _graph_error(engine, batch)
         tell("measure")
-        allocated = _device_allocations(device)
+        allocated = device_allocations(device)
         with GpuSampler(device) as sampler:
             timing = time_steps(lambda: engine.step(batch), device, settings, lambda: tell("measure"))
-        allocated = _device_allocations(device) - allocated
+        allocated = device_allocations(device) - allocated
         gpu = worst(gather_objects(sampler.state()))
         profile = Profile()
         if settings.profile:
             tell("profile")
             profile = _profile(engine, batch)
-        kv = _kv(session, point, bounded_by, engine)
+        kv = kv_facts(session, bounded_by, point.context + memory.HEADROOM_TOKENS)
     finally:
         for request in requests:
             engine.release(request)
@@ -98,7 +98,7 @@ def run(
     return Record(
         point=point,
         outcome="ok",
-        marks=_marks(point, device) + _timing_marks(timing, gpu) + _step_marks(profile, allocated, graph_error)
+        marks=device_marks(point, device) + _timing_marks(timing, gpu) + _step_marks(profile, allocated, graph_error)
         + _cache_marks(session, l2_bytes)
         + _accuracy_marks(error, point.dtype),
         metrics=metrics.decode_metrics(timing.samples_ms, point.concurrency, point.tp),
@@ -108,7 +108,7 @@ def run(
         allocations_per_step=allocated / len(timing.samples_ms) if device.type == "cuda" else None,
         host_plan_us=plan_us,
         kv=kv,
-        memory_peak_bytes=_memory_in_use(device),
+        memory_peak_bytes=memory_in_use(device),
         honesty=Honesty(
             weights=point.weights,
             layers=session.plan.layers,
@@ -182,14 +182,6 @@ def _live_logits(batch: Batch) -> torch.Tensor:
     return wide.masked_fill(wide.isneginf(), 0.0)
 
 
-def _device_allocations(device: torch.device) -> int:
-    """cudaMalloc, cudaFree and their like so far, of all ranks."""
-    if device.type != "cuda":
-        return 0
-    stats = torch.cuda.memory_stats(device)
-    return sum(gather_objects(stats["num_device_alloc"] + stats["num_device_free"]))
-
-
 def _experts_hit(engine: DecodeEngine, batch: Batch) -> float:
     """Mean share of all experts that a layer's tokens reach, in one eager step."""
     model = engine.model
@@ -207,27 +199,6 @@ def _profile(engine: DecodeEngine, batch: Batch) -> Profile:
         return Profile(phases=profile_cpu_step(lambda: engine.step(batch), enabled=first))
     found = profile_step(lambda: engine.run(batch), lambda: engine.step(batch), enabled=first)
     return Profile(phases=found[0], sync_sites=found[1]) if found else Profile()
-
-
-def _kv(session: Session, point: Point, bounded_by: str, engine: DecodeEngine) -> Kv:
-    allocator, pool = engine.allocator, engine.model.kv
-    pages = allocator.pages - memory.PAGES_OF_PADDING
-    one = allocator.pages_for(point.context + memory.HEADROOM_TOKENS)
-    itemsize = pool.data.element_size()
-    return Kv(
-        pool_bytes_per_gpu=pool.nbytes,
-        bytes_per_token_per_gpu=session.shape.kv_bytes_per_token(itemsize) / (point.dp * point.dcp),
-        capacity_tokens=pages * allocator.virtual_page * point.dp,
-        capacity_requests=pages // one * point.dp,
-        bounded_by=bounded_by,
-        fragmentation=allocator.fragmentation(),
-    )
-
-
-def _marks(point: Point, device: torch.device) -> list[str]:
-    if device.type != "cpu":
-        return []
-    return ["cpu", "oversubscribed"] if point.tp > (os.cpu_count() or 1) else ["cpu"]
 
 
 def _timing_marks(timing: Timing, gpu: Gpu | None) -> list[str]:
@@ -262,14 +233,6 @@ def _cache_marks(session: Session, l2_bytes: int) -> list[str]:
     itemsize = session.engine.model.kv.data.element_size()
     cycled = session.plan.layers_held * memory.sure_bytes(session.shape, point.layout, itemsize, point.group_wide)
     return ["l2_warm"] if cycled < memory.CACHE_FACTOR * l2_bytes else []
-
-
-def _memory_in_use(device: torch.device) -> int | None:
-    """Bytes in use on the fullest GPU, with what NCCL, graphs and the context take; None on CPU."""
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    return max(gather_objects(total - free))
 
 
 def _synchronize(device: torch.device) -> None:

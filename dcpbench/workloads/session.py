@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dcpbench.memory import Plan
     from dcpbench.records import Point
     from dcpbench.shapes import ModelShape
+    from dcpbench.workloads.serve import Serving
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -42,6 +43,8 @@ class Session:
     engine: DecodeEngine
     reduce_spec: ReduceSpec
     all_reduces: dict[str, AllReduce] = dataclasses.field(default_factory=dict)
+    serving: Serving | None = None
+    """What runs of the workload `serve` share, on the present path."""
 
     def follow(self, point: Point) -> None:
         """Go on with the backend, exchange and reduction of another point of this engine. Collective.
@@ -53,7 +56,7 @@ class Session:
             self.all_reduces[point.all_reduce] = make_all_reduce(point.all_reduce, model.groups.attn, self.reduce_spec)
         model.all_reduce = self.all_reduces[point.all_reduce]
         self.engine.use(*choice.first(point), overlap=point.overlap)
-        self.point = point
+        self.point, self.serving = point, None
 
 
 def build(

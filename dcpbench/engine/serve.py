@@ -1,0 +1,184 @@
+"""Runs the scheduler's steps on one rank: decode rows from a graph, or with chunks of prompts in one eager pass.
+
+    launch(k + 1)      tables, rows and kernels queue behind step k, which may still run
+    wait of step k     the one wait of the loop: the tokens that step k sampled
+
+No value of the device is needed to launch a step: which tokens it reads stands in the device's own table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dcpbench.batches import GRAPH_BATCHES, batch_rows
+from dcpbench.engine.decode import PADDING_POSITION
+from dcpbench.engine.model import StepInput
+from dcpbench.engine.request_pool import PADDING_SLOT, copy_async
+from dcpbench.syncs.allowed import allow
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dcpbench.engine.decode import Batch, DecodeEngine
+    from dcpbench.engine.prefill import Prefiller
+    from dcpbench.serving.requests import ReplicaStep, Step
+
+IN_FLIGHT = 2
+"""Steps whose tokens may be on their way: the one that is read, and the one launched behind it."""
+READ = "the tokens of a step are read while the next one runs"
+
+
+@dataclasses.dataclass(slots=True)
+class Launched:
+    """A step on its way."""
+
+    step: Step
+    graph: bool
+    """Whether it is a captured one."""
+    tokens: torch.Tensor
+    """On the host, what it samples for this replica's `emits`; valid once `wait` has returned."""
+    read: torch.cuda.Event | None = None
+    started: torch.cuda.Event | None = None
+    ended: torch.cuda.Event | None = None
+
+    def wait(self) -> list[int]:
+        """Sampled token ids, once they are on the host."""
+        if self.read is not None:
+            with allow(READ):
+                self.read.synchronize()
+        return self.tokens.tolist()
+
+
+class ServeEngine:
+    """The part of a DecodeEngine that serves. All ranks launch the same steps."""
+
+    def __init__(self, engine: DecodeEngine, prefiller: Prefiller, router_inputs: torch.Tensor | None) -> None:
+        """`router_inputs` [1, rows of all replicas, D]: what routers read with synthetic weights; see StepInput."""
+        self.engine, self.prefiller, self.router_inputs = engine, prefiller, router_inputs
+        self.model, self.requests, self.device = engine.model, engine.requests, engine.device
+        self.replica = self.model.groups.dp.rank
+        self.numbers: dict[int, int] = {}
+        """Whose prompt the table of tokens holds, by slot."""
+        while self.requests.available:  # the scheduler hands out slots
+            self.requests.alloc()
+        cuda = self.device.type == "cuda"
+        self.host = [torch.zeros(engine.largest, dtype=torch.int64, pin_memory=cuda) for _ in range(IN_FLIGHT)]
+        self.launches = 0
+
+    def capture(self) -> None:
+        """Capture the step of every batch size, on padding rows alone; on the CPU, only run it."""
+        for size in reversed(GRAPH_BATCHES):
+            if size > self.engine.largest:
+                continue
+            batch = self._batch([], [], size)
+            if self.device.type == "cuda":
+                self.engine.capture(batch)
+            else:
+                self.engine.run(batch)
+
+    def forget(self) -> None:
+        """What the slots hold is of no use any longer: another scheduler begins."""
+        self.numbers = {}
+
+    def launch(self, step: Step) -> Launched:
+        """Queue a step on the device. At most IN_FLIGHT may be unread."""
+        mine = step.replicas[self.replica]
+        self._write_tables(mine)
+        kernels, graph = self._mixed(step, mine) if step.prefills else self._decode(step, mine)
+        started, ended = _events(2, self.device, timing=True)
+        _record(started)
+        sampled = kernels()
+        _record(ended)
+        count = len(mine.emits)
+        tokens = self.host[self.launches % IN_FLIGHT][:count]
+        self.launches += 1
+        tokens.copy_(sampled[:count], non_blocking=True)
+        (read,) = _events(1, self.device, timing=False)
+        _record(read)
+        return Launched(step, graph, tokens, read, started, ended)
+
+    def _write_tables(self, mine: ReplicaStep) -> None:
+        for write in mine.table:
+            self.requests.set_locs(write.slot, write.start, write.locs)
+        for chunk in mine.chunks:
+            request = chunk.sequence.request
+            if self.numbers.get(chunk.slot) != request.number:
+                self.numbers[chunk.slot] = request.number
+                self.requests.set_tokens(chunk.slot, 0, request.prompt)
+
+    def _batch(self, slots: list[int], positions: list[int], rows: int) -> Batch:
+        batch = self.engine.batch(rows)
+        batch.router_inputs = self.router_inputs
+        return self.engine.plan_rows(slots, positions, rows)
+
+    def _decode(self, step: Step, mine: ReplicaStep) -> tuple[Callable[[], torch.Tensor], bool]:
+        batch = self._batch(mine.slots, mine.positions, max(len(r.decodes) for r in step.replicas))
+
+        def kernels() -> torch.Tensor:
+            self.engine.step(batch)
+            assert batch.next_tokens is not None
+            return batch.next_tokens
+
+        return kernels, batch.captured is not None
+
+    def _mixed(self, step: Step, mine: ReplicaStep) -> tuple[Callable[[], torch.Tensor], bool]:
+        """Decode rows, padded as in a graph, then the chunks, then padding up to what the fullest replica has."""
+        batch = self._batch(mine.slots, mine.positions, len(mine.decodes)) if mine.decodes else None
+        rows, sampled = _rows(mine, max(_row_count(r) for r in step.replicas))
+        slots, positions = self._to_device(rows)
+        (last,) = self._to_device(np.asarray([sampled or [0]]))
+        prefill = self.prefiller.plan(mine.chunks, self.requests.table) if mine.chunks else None
+
+        def kernels() -> torch.Tensor:
+            requests = self.requests
+            inputs = StepInput(
+                requests.tokens[slots, positions], positions, requests.table[slots, positions], self.router_inputs, last
+            )
+            logits = self.model.step(inputs, batch.parts if batch else [], self.engine.beside, prefill)
+            if not sampled:
+                return last[:0]
+            tokens = self.model.greedy(logits)
+            requests.tokens[slots[last], positions[last] + 1] = tokens
+            return tokens
+
+        return kernels, False
+
+    def _to_device(self, values: np.ndarray) -> torch.Tensor:
+        on_device = torch.empty(values.shape, dtype=torch.int64, device=self.device)
+        copy_async(values.astype(np.int64, copy=False), on_device)
+        return on_device
+
+
+def _row_count(replica: ReplicaStep) -> int:
+    """Rows of a step with chunks, without those that other replicas make it pad."""
+    return (batch_rows(len(replica.decodes)) if replica.decodes else 0) + sum(c.tokens for c in replica.chunks)
+
+
+def _rows(mine: ReplicaStep, count: int) -> tuple[np.ndarray, list[int]]:
+    """Slot and position of each of `count` rows, int64 [2, count], and the rows whose next token is sampled."""
+    rows = np.empty((2, count), dtype=np.int64)
+    rows[0], rows[1] = PADDING_SLOT, PADDING_POSITION
+    decodes = len(mine.decodes)
+    rows[:, :decodes] = mine.slots, mine.positions
+    sampled = list(range(decodes))
+    at = batch_rows(decodes) if decodes else 0
+    for chunk in mine.chunks:
+        rows[0, at : at + chunk.tokens] = chunk.slot
+        rows[1, at : at + chunk.tokens] = np.arange(chunk.start, chunk.stop)
+        at += chunk.tokens
+        if chunk.samples:
+            sampled.append(at - 1)
+    return rows, sampled
+
+
+def _events(count: int, device: torch.device, *, timing: bool) -> list[torch.cuda.Event | None]:
+    return [torch.cuda.Event(enable_timing=timing) if device.type == "cuda" else None for _ in range(count)]
+
+
+def _record(event: torch.cuda.Event | None) -> None:
+    if event is not None:
+        event.record()

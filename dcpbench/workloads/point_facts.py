@@ -1,0 +1,56 @@
+"""What every record of a point says of its device and its KV cache, whatever the workload."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from dcpbench import memory
+from dcpbench.exchange.collectives import gather_objects
+from dcpbench.records import Kv
+
+if TYPE_CHECKING:
+    from dcpbench.records import Point
+    from dcpbench.workloads.session import Session
+
+
+def device_allocations(device: torch.device) -> int:
+    """cudaMalloc, cudaFree and their like so far, of all ranks."""
+    if device.type != "cuda":
+        return 0
+    stats = torch.cuda.memory_stats(device)
+    return sum(gather_objects(stats["num_device_alloc"] + stats["num_device_free"]))
+
+
+def kv_facts(session: Session, bounded_by: str, tokens: int) -> Kv:
+    """The layout's KV cache, and how many requests of `tokens` tokens fit into it."""
+    point, engine = session.point, session.engine
+    allocator, pool = engine.allocator, engine.model.kv
+    pages = allocator.pages - memory.PAGES_OF_PADDING
+    one = allocator.pages_for(tokens)
+    itemsize = pool.data.element_size()
+    return Kv(
+        pool_bytes_per_gpu=pool.nbytes,
+        bytes_per_token_per_gpu=session.shape.kv_bytes_per_token(itemsize) / (point.dp * point.dcp),
+        capacity_tokens=pages * allocator.virtual_page * point.dp,
+        capacity_requests=pages // one * point.dp,
+        bounded_by=bounded_by,
+        fragmentation=allocator.fragmentation(),
+    )
+
+
+def device_marks(point: Point, device: torch.device) -> list[str]:
+    """Marks of a point that no GPU ran."""
+    if device.type != "cpu":
+        return []
+    return ["cpu", "oversubscribed"] if point.tp > (os.cpu_count() or 1) else ["cpu"]
+
+
+def memory_in_use(device: torch.device) -> int | None:
+    """Bytes in use on the fullest GPU, with what NCCL, graphs and the context take; None on CPU."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return max(gather_objects(total - free))

@@ -1,0 +1,279 @@
+"""Workload `serve`: requests that arrive, wait, are prefilled, decode beside others, and finish."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch.distributed as dist
+
+from dcpbench.choices import CLOSED
+from dcpbench.engine.prefill import Prefiller
+from dcpbench.engine.serve import ServeEngine
+from dcpbench.engine.synthetic_routing import router_inputs
+from dcpbench.exchange.collectives import gather_objects
+from dcpbench.gpu_state import GpuSampler, worst
+from dcpbench.profiling import record, sync_sites
+from dcpbench.records import Honesty, Record
+from dcpbench.serving.loads import make_requests
+from dcpbench.serving.outcome import rows, serve_metrics
+from dcpbench.serving.requests import ServeRequest
+from dcpbench.serving.samples import write_samples
+from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
+from dcpbench.serving.traffic import Traffic
+from dcpbench.workloads.decode import MOST_IDLE, WORST_SITES
+from dcpbench.workloads.point_facts import device_allocations, device_marks, kv_facts, memory_in_use
+from dcpbench.workloads.serving_loop import Agreement, Loop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import torch
+
+    from dcpbench.jobs import Settings
+    from dcpbench.records import Environment, Gpu, Point, SyncSite
+    from dcpbench.serve_records import ServeMetrics
+    from dcpbench.workloads.session import Session
+
+TELL_S = 1.0
+"""Seconds between two signs of life."""
+PROFILED_STEPS = 8
+SHORT_PROMPT = 16
+"""Tokens of the prompts of a profiled pass, which looks at decode steps."""
+WARM_UP_OUTPUT = 4
+INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Serving:
+    """What runs of one engine path share: captured graphs, prefill buffers, and how ranks agree."""
+
+    def __init__(self, session: Session, chunk: int, prefill: str) -> None:
+        """Collective. `chunk`: the most prompt tokens of a step over the layout, of all loads that will run."""
+        engine, layout = session.engine, session.point.layout
+        replica_chunk = chunk // layout.dp
+        gather = "direct" if session.point.exchange == "symm" else "nccl"
+        prefiller = Prefiller(engine.model, backend=prefill, tokens=replica_chunk, gather=gather)
+        inputs = None
+        if session.point.weights == "synthetic":
+            inputs = _router_inputs(session, layout.dp * (replica_chunk + engine.largest))
+        self.session, self.chunk, self.prefill = session, chunk, prefill
+        self.engine = ServeEngine(engine, prefiller, inputs)
+        self.agree = Agreement()
+
+    def loop(
+        self, point: Point, requests: Sequence[ServeRequest], concurrency: int | None,
+        ends: Callable[[float], bool] = lambda _: False,
+    ) -> Loop:  # fmt: skip
+        """A run from an empty cache."""
+        scheduler = Scheduler(scheduler_config(point, self.session))
+        self.engine.forget()
+        return Loop(self.engine, scheduler, Traffic(requests, scheduler, concurrency), self.agree, ends=ends)
+
+    def warm_up(self, point: Point, alive: Callable[[], None]) -> None:
+        """Run every kind of step once: each graph, chunks of every size with and without a prefix, both policies."""
+        self.engine.capture()
+        alive()
+        lengths = _warm_up_lengths(scheduler_config(point, self.session))
+        requests = _requests(lengths, WARM_UP_OUTPUT, self.session.shape.vocab)
+        self.loop(point, requests, concurrency=1).run(alive)
+
+
+def serving_for(session: Session, point: Point, chunk: int) -> Serving:
+    """What runs of a point share with earlier ones, made where there is nothing yet. Collective; see Serving."""
+    load, old = point.load, session.serving
+    assert load is not None
+    if old is None or (old.chunk, old.prefill) != (chunk, load.prefill):
+        session.serving = old = None
+        session.serving = Serving(session, chunk, load.prefill)
+    assert session.serving is not None
+    return session.serving
+
+
+def scheduler_config(point: Point, session: Session) -> SchedulerConfig:
+    """The scheduler of a point on a built engine."""
+    engine, load = session.engine, point.load
+    assert load is not None
+    return SchedulerConfig(
+        replicas=point.dp, pages=engine.allocator.pages, page_size=point.page_size, dcp=point.dcp,
+        interleave=point.interleave, max_requests=-(-point.concurrency // point.dp), chunk=load.chunk // point.dp,
+        policy=load.policy, prefix_cache=load.prefix_cache, max_context=engine.max_context,
+    )  # fmt: skip
+
+
+def run(
+    session: Session, serving: Serving, point: Point, settings: Settings, environment: Environment, folder: Path, *,
+    bounded_by: str, tell: Callable[..., None],
+) -> Record:  # fmt: skip
+    """Serve one point's load on a built engine. Collective; every rank returns a record, rank 0's is complete.
+
+    An interruption ends the run: what has finished is kept, and the outcome says so.
+    """
+    load, device = point.load, session.engine.device
+    assert load is not None
+    trace = Path(settings.trace_path) if settings.trace_path else None
+    requests = make_requests(load, session.shape.vocab, trace)
+    tell("capture")
+    serving.warm_up(point, _now_and_then(lambda: tell("capture")))
+    with _interruptions() as interrupted:
+        loop = serving.loop(
+            point, requests, point.concurrency if load.arrival == CLOSED else None,
+            lambda now: bool(interrupted) or (settings.limit_seconds is not None and now >= settings.limit_seconds),
+        )  # fmt: skip
+        allocated = device_allocations(device)
+        with GpuSampler(device) as sampler:
+            loop.run(_now_and_then(lambda: tell("measure", _note(loop))))
+        gpu = worst(gather_objects(sampler.state()))
+    allocated = device_allocations(device) - allocated
+    _add_tokens_of_other_replicas(loop.traffic)
+    cut = bool(loop.agree(len(interrupted))[0])  # of rank 0, whose signal it was that ended the loop
+    metrics = _metrics(loop, point, settings, folder)
+    sites = None
+    if settings.profile and device.type == "cuda" and not cut:
+        tell("profile")
+        sites = _profile(serving, point)
+    return Record(
+        point=point,
+        outcome="failed" if cut else "ok",
+        reason=_cut_reason(loop, metrics) if cut else None,
+        marks=device_marks(point, device) + _marks(gpu, metrics, sites),
+        serve=metrics,
+        host_syncs_per_step=None if sites is None else sum(s.per_step for s in sites),
+        sync_sites=(sites or [])[:WORST_SITES],
+        allocations_per_step=allocated / loop.counts.steps if device.type == "cuda" else None,
+        kv=kv_facts(session, bounded_by, point.context),
+        memory_peak_bytes=memory_in_use(device),
+        honesty=Honesty(
+            weights=point.weights,
+            layers=session.plan.layers,
+            layers_held=session.plan.layers_held,
+            full_weights_bytes_per_gpu=session.plan.full_weight_bytes,
+            kv="served",
+            cuda_graph=device.type == "cuda",
+        ),
+        gpu=gpu,
+        environment=environment,
+    )
+
+
+def _metrics(loop: Loop, point: Point, settings: Settings, folder: Path) -> ServeMetrics:
+    """Metrics of a run that has ended; rank 0 leaves its samples in the folder."""
+    load = point.load
+    assert load is not None
+    idle = [share for share in gather_objects(loop.gaps.idle_fraction) if share is not None]
+    name = ""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        name = write_samples(folder, point, rows(loop.traffic.samples))
+    return serve_metrics(
+        loop.traffic, tp=point.tp, concurrency=point.concurrency if load.arrival == CLOSED else None,
+        slo=settings.slo, steps=loop.counts, idle_fraction=max(idle, default=None), samples_file=name,
+    )  # fmt: skip
+
+
+def _add_tokens_of_other_replicas(traffic: Traffic) -> None:
+    """Each replica knows what it sampled; afterwards all ranks know all."""
+    mine = {s.request.number: s.tokens for s in traffic.samples if s.tokens}
+    for others in gather_objects(mine):
+        for number, tokens in others.items():
+            traffic.sample_of[number].tokens = tokens
+
+
+def _marks(gpu: Gpu | None, metrics: ServeMetrics, sites: list[SyncSite] | None) -> list[str]:
+    marks = {
+        "throttled": gpu is not None and bool(gpu.throttle_reasons),
+        "gpu_idle": (metrics.idle_fraction or 0.0) > MOST_IDLE,
+        "host_sync": any(not _is_the_read(site) for site in sites or []),
+    }
+    return [name for name, holds in marks.items() if holds]
+
+
+def _is_the_read(site: SyncSite) -> bool:
+    """Whether a wait is that for the tokens of the step before."""
+    return site.file.endswith("engine/serve.py") and site.function.endswith("wait")
+
+
+def _profile(serving: Serving, point: Point) -> list[SyncSite] | None:
+    """Where the host waits in a turn of the loop, from a separate pass of decode steps; None where none fit."""
+    output = 2 * PROFILED_STEPS + 2 * (point.concurrency * SHORT_PROMPT // serving.chunk + 1)
+    allocator = serving.session.engine.allocator
+    fit = point.dp * ((allocator.pages - 1) // allocator.pages_for(SHORT_PROMPT + output))
+    count = min(point.concurrency, fit)
+    if not count or SHORT_PROMPT + output > serving.session.engine.max_context:
+        return None
+    loop = serving.loop(
+        point, _requests([SHORT_PROMPT] * count, output, serving.session.shape.vocab), concurrency=count
+    )
+    while not loop.counts.decode_steps:
+        loop.iterate()
+    found = record(loop.iterate, PROFILED_STEPS, enabled=dist.get_rank() == 0, stacks=True)
+    loop.cut()
+    return None if found is None else sync_sites(found.sites, "serve")
+
+
+def _warm_up_lengths(config: SchedulerConfig) -> list[int]:
+    """Prompts, one after the other: a chunk of each power of two, short of a token, and one of several chunks."""
+    most = min(config.max_context, (config.pages - 1) * config.virtual_page) - WARM_UP_OUTPUT
+    sizes = {min(2**k, config.chunk) - 1 for k in range(6, config.chunk.bit_length() + 1)}
+    sizes |= {config.chunk, 2 * config.chunk + 1}
+    return sorted({max(min(size, most), 1) for size in sizes})
+
+
+def _requests(lengths: Sequence[int], output: int, vocab: int) -> list[ServeRequest]:
+    """Prompts that have nothing in common."""
+    generator = np.random.Generator(np.random.PCG64(0))
+    return [
+        ServeRequest(number=i, prompt=generator.integers(0, vocab, n, dtype=np.int32), output_tokens=output)
+        for i, n in enumerate(lengths)
+    ]
+
+
+def _router_inputs(session: Session, rows_of_all: int) -> torch.Tensor:
+    """One draw for each row of a step, for all layers: their routers differ. Which experts work never depends on how a
+    layout rounds.
+    """
+    kv = session.engine.model.kv.data
+    return router_inputs(
+        list(range(rows_of_all)), layers=1, hidden=session.shape.hidden, seed=0, dtype=kv.dtype, device=kv.device
+    )
+
+
+def _note(loop: Loop) -> str:
+    """The last numbers, for the progress line."""
+    samples = loop.traffic.samples
+    tokens = sum(len(s.token_s) for s in samples)
+    finished = sum(s.finished for s in samples)
+    return f"{finished}/{len(loop.traffic.requests)} requests, {tokens / max(loop.now_s, 1e-9):,.0f} tok/s"
+
+
+def _now_and_then(tell: Callable[[], None]) -> Callable[[], None]:
+    last = time.monotonic()
+
+    def alive() -> None:
+        nonlocal last
+        if time.monotonic() - last > TELL_S:
+            last = time.monotonic()
+            tell()
+
+    return alive
+
+
+def _cut_reason(loop: Loop, metrics: ServeMetrics) -> str:
+    return (
+        f"interrupted with {metrics.finished} of {len(loop.traffic.requests)} requests finished; they are in "
+        f"{metrics.samples_file}. Serve the load anew with --resume"
+    )
+
+
+@contextlib.contextmanager
+def _interruptions() -> Iterator[list[int]]:
+    """Signals that came meanwhile; they end the run, not the process."""
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda got, _: came.append(got)) for number in INTERRUPTIONS}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,139 @@
+"""The live loop of `serve`: decide and launch step k + 1, then read what step k sampled.
+
+    agree ─▶ submit ─▶ decide k+1 ─▶ launch k+1 ─▶ wait for the tokens of k ─▶ stamp them ─▶ …
+    device:  ────────── step k ──────────────────▶│────────── step k+1 ────────
+
+Rank 0's clock decides how many requests have come and when the run ends; it tells the others, through sockets, while
+the device is busy. All else follows from the same integers on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from dcpbench.serving.outcome import StepCounts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dcpbench.engine.serve import Launched, ServeEngine
+    from dcpbench.serving.scheduler import Scheduler
+    from dcpbench.serving.traffic import Traffic
+
+LONGEST_NAP_S = 0.05
+"""A loop without work looks again after this long."""
+
+
+class Agreement:
+    """What rank 0 says, on all ranks. Collective; goes through the host alone."""
+
+    def __init__(self) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self.alone = not dist.is_initialized() or dist.get_world_size() == 1
+        if not self.alone:
+            gloo = dist.get_backend() == "gloo"
+            self.group = dist.group.WORLD if gloo else dist.new_group(backend="gloo")
+
+    def __call__(self, *numbers: int) -> list[int]:
+        """Rank 0's `numbers`."""
+        if self.alone:
+            return list(numbers)
+        said = torch.tensor(numbers, dtype=torch.int64)
+        dist.broadcast(said, src=0, group=self.group)
+        return said.tolist()
+
+
+@dataclasses.dataclass(slots=True)
+class Gaps:
+    """GPU time of steps without prefill that followed each other, and between them."""
+
+    busy_ms: float = 0.0
+    idle_ms: float = 0.0
+    last: Launched | None = None
+
+    def see(self, read: Launched) -> None:
+        """Count a step whose tokens have been read: then its events have been reached."""
+        last, self.last = self.last, None
+        if read.started is None or read.ended is None or read.step.prefills:
+            return
+        if last is not None and last.ended is not None:
+            self.idle_ms += last.ended.elapsed_time(read.started)
+            self.busy_ms += read.started.elapsed_time(read.ended)
+        self.last = read
+
+    @property
+    def idle_fraction(self) -> float | None:
+        """Share of the time that was between the steps; None where no two were seen."""
+        whole = self.busy_ms + self.idle_ms
+        return self.idle_ms / whole if whole else None
+
+
+class Loop:
+    """One run of a load. `iterate` until it says False; all ranks do so equally often."""
+
+    def __init__(
+        self, engine: ServeEngine, scheduler: Scheduler, traffic: Traffic, agree: Agreement, *,
+        ends: Callable[[float], bool] = lambda _: False,
+    ) -> None:  # fmt: skip
+        """`ends(seconds since the start)` is asked on rank 0: whether the run is cut off now."""
+        self.engine, self.scheduler, self.traffic, self.agree, self.ends = engine, scheduler, traffic, agree, ends
+        self.counts, self.gaps = StepCounts(), Gaps()
+        self.pending: Launched | None = None
+        self.start = time.perf_counter()
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self.start
+
+    def run(self, alive: Callable[[], None] = lambda: None) -> None:
+        """To the end; `alive` is called now and then."""
+        while self.iterate():
+            alive()
+
+    def iterate(self) -> bool:
+        """One turn; False when there is nothing left to do."""
+        now = self.now_s
+        due, cut = self.agree(self.traffic.due(now), int(self.ends(now)))
+        if cut:
+            self.cut()
+            return False
+        self.traffic.submit(due, now)
+        step = self.scheduler.next_step()
+        launched = self.engine.launch(step) if step else None
+        if self.pending is not None:
+            self._read()
+        elif launched is None:
+            if self.traffic.done:
+                return False
+            self._nap()
+        self.pending = launched
+        return True
+
+    def cut(self) -> None:
+        """End the run: read what is on its way, give up what has not finished."""
+        self._read()
+        self.traffic.stop()
+
+    def _read(self) -> None:
+        """Wait for the step on its way, and note what it sampled."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return
+        tokens = pending.wait()
+        self.traffic.read(pending.step, self.now_s)
+        emits = pending.step.replicas[self.engine.replica].emits
+        for sequence, token in zip(emits, tokens, strict=True):
+            self.traffic.sample_of[sequence.request.number].tokens.append(token)
+        self.counts.add(pending.step, eager=not pending.graph and not pending.step.prefills)
+        self.gaps.see(pending)
+
+    def _nap(self) -> None:
+        arrival = self.traffic.next_arrival_s()
+        if arrival is not None:
+            time.sleep(min(max(arrival - self.now_s, 0.0), LONGEST_NAP_S))

@@ -1,0 +1,88 @@
+"""Serving through real torchrun jobs: token streams of `transformers`, whatever was cached, chunked or preempted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from dcpbench import launch
+from dcpbench.jobs import Settings
+from dcpbench.layout import Layout
+from dcpbench.records import Point, Record, read_records
+from dcpbench.serve_records import Load
+from dcpbench.serving.loads import make_requests
+from dcpbench.serving.samples import read_samples
+from dcpbench.torchrun import Machines
+from dcpbench.workloads import oracle
+from tests.distributed.checkpoints import VOCAB, WRITERS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.serving.outcome import Row
+
+pytestmark = pytest.mark.distributed
+
+LONGEST, OUTPUT = 40, 8
+LOAD = Load(
+    requests=12, input_tokens=f"uniform:1-{LONGEST}", output_tokens=f"uniform:1-{OUTPUT}", chunk=16, prefix_share=0.5,
+)  # fmt: skip
+EXCHANGES = {True: "ag_rs", False: "none"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("checkpoint") / "v3"
+    WRITERS["v3"](folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def truth(checkpoint: str):
+    """Greedy continuations of the prompts of a load by `transformers`, computed once per prompt."""
+    known: dict[tuple[int, ...], list[int]] = {}
+
+    def of(load: Load) -> list[list[int]]:
+        requests = make_requests(load, VOCAB)
+        prompts = [tuple(r.prompt.tolist()) for r in requests]
+        new = [p for p in dict.fromkeys(prompts) if p not in known]
+        for prompt, found in zip(new, oracle.greedy(checkpoint, [list(p) for p in new], OUTPUT), strict=True):
+            known[prompt] = found.tokens
+        return [known[p][: r.output_tokens] for p, r in zip(prompts, requests, strict=True)]
+
+    return of
+
+
+def point(checkpoint: str, layout: Layout, load: Load, concurrency: int = 6, **fields: object) -> Point:
+    """A point in fp32 on the checkpoint."""
+    return Point(
+        model=checkpoint, weights=checkpoint, workload="serve", tp=layout.tp, dp=layout.dp, dcp=layout.dcp,
+        concurrency=concurrency, context=LONGEST + OUTPUT, load=load,
+        **{"exchange": EXCHANGES[layout.dcp > 1], "backend": "reference", "dtype": "fp32", "page_size": 2} | fields,
+    )  # fmt: skip
+
+
+def serve(points: list[Point], folder: Path, settings: Settings = Settings()) -> list[Record]:  # noqa: B008 - frozen
+    """What a job of these points records."""
+    launch.run(points, launch.Work(folder=folder, settings=settings, device="cpu"), Machines(), lambda _: None)
+    return read_records(folder)
+
+
+def streams(record: Record, folder: Path) -> list[list[int]]:
+    """Tokens of all requests by number."""
+    assert record.outcome == "ok", record.detail
+    rows: list[Row] = sorted(read_samples(folder / record.serve.samples_file), key=lambda row: row.number)
+    return [row.tokens for row in rows]
+
+
+def test_forty_requests_on_tp4_dcp4_are_answered_as_by_transformers(checkpoint, truth, tmp_path):
+    """40 prompts, half of each shared, six at a time: chunks of two pages, hits in the prefix cache, mixed steps."""
+    load = msgspec.structs.replace(LOAD, requests=40)
+    (record,) = serve([point(checkpoint, Layout(4, dcp=4), load)], tmp_path)
+    assert streams(record, tmp_path) == truth(load)
+    assert (record.serve.finished, record.serve.rejected, record.serve.cancelled) == (40, 0, 0)
+    assert record.serve.cached_tokens > 0
+    assert record.serve.decode_steps < record.serve.steps
+    assert record.marks[0] == "cpu"
