@@ -1,0 +1,137 @@
+"""The ranks of test_prefill.py, and the load that test and ranks know alike.
+
+Started as `python -m tests.distributed.prefill_ranks WORLD FOLDER`, where FOLDER has the checkpoints `v3` and `v2`;
+ranks are forks of that process, so that torch is imported once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from dcpbench import memory
+from dcpbench.engine.prefill import Prefiller
+from dcpbench.layout import Layout
+from dcpbench.records import Point
+from dcpbench.shapes import load_shape
+from dcpbench.workloads.session import build
+from tests.unit.engine_builder import CPU, plan
+from tests.unit.prefill_builder import Prompt, prompt_tokens, step
+
+LENGTH = 40
+CONTEXT = 64
+
+Step = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
+LOAD: tuple[tuple[Step, ...], tuple[Step, ...]] = (
+    (((), ((0, 16),)), ((), ((0, 16), (1, 16))), ((), ((0, 5),)), ((0,), ((1, 16),)), ((0,), ())),
+    (((), ((0, 32),)), ((), ((1, 3),)), ((1,), ((0, 8),)), ((1,), ()), ((), ())),
+)
+"""For each of two replicas, steps of prompts that decode a token, and of prompts with the tokens of their chunk.
+
+Chunks begin at multiples of 16, the largest page_size · dcp here. Rows are 16, 32, 5, 17, 1 and 32, 3, 9, 1, 0, so that
+with attention DP both are padded."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layout with its storage and exchange, on a checkpoint, and how prefixes come."""
+
+    model: str
+    layout: Layout
+    gather: str = "nccl"
+    page_size: int = 4
+    interleave: int = 1
+    window: int = CONTEXT
+    """Tokens."""
+    exchange: str = "ag_rs"
+    q_replicate: bool = False
+    project_first: bool = False
+
+    def point(self, folder: Path) -> Point:
+        """As a point in fp32."""
+        layout, weights = self.layout, str(folder / self.model)
+        return Point(
+            model=weights, weights=weights, tp=layout.tp, dp=layout.dp, dcp=layout.dcp, concurrency=2 * layout.dp,
+            context=CONTEXT, backend="reference", dtype="fp32", page_size=self.page_size, interleave=self.interleave,
+            exchange=self.exchange if layout.dcp > 1 else "none", q_replicate=self.q_replicate,
+            project_first=self.project_first,
+        )  # fmt: skip
+
+
+CASES = {
+    2: [
+        Case("v3", Layout(2)),
+        Case("v3", Layout(2, dcp=2), window=8),
+        Case("v3", Layout(2, dcp=2), "direct", q_replicate=True, exchange="a2a"),
+        Case("v2", Layout(2, dcp=2), "direct", interleave=2, window=24, project_first=True),
+        Case("v2", Layout(2, dp=2), window=12),
+    ],
+    4: [
+        Case("v3", Layout(4, dcp=4), "direct", window=16),
+        Case("v2", Layout(4, dcp=4), interleave=4, window=32, q_replicate=True, project_first=True, exchange="a2a"),
+        Case("v3", Layout(4, dp=2, dcp=2), interleave=2, window=24),
+        Case("v2", Layout(4, dp=2, dcp=2), "direct", page_size=1),
+        Case("v3", Layout(4, dcp=2), "direct", page_size=8, window=16, q_replicate=True),
+    ],
+}  # fmt: skip
+
+
+def prompts(replica: int) -> list[list[int]]:
+    """Two prompts, others on each replica."""
+    return [prompt_tokens(2 * replica + number, LENGTH) for number in range(2)]
+
+
+def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -> float:
+    """Largest difference of any logit of any step from the truth [replicas · prompts, tokens, vocab]."""
+    point, shape = case.point(folder), load_shape(str(folder / case.model))
+    pages = 2 * -(-CONTEXT // (case.page_size * case.layout.dcp)) + 1
+    session = build(
+        point, shape, plan(shape), pages=pages, max_requests=2, max_context=CONTEXT, rank=rank, device=CPU, seed=0
+    )  # fmt: skip
+    nbytes = memory.window_bytes(shape, case.layout, case.window, 4)
+    engine = session.engine
+    prefiller = Prefiller(
+        engine.model, backend="sdpa", tokens=CONTEXT, gather=case.gather, window_bytes=nbytes
+    )  # fmt: skip
+    replica = case.layout.dp_rank(rank)
+    requests = [Prompt.admit(engine, tokens) for tokens in prompts(replica)]
+    known = truth[case.model][2 * replica : 2 * replica + 2]
+    worst = 0.0
+    for steps in zip(*LOAD[: case.layout.dp], strict=True):
+        rows = [len(decodes) + sum(count for _, count in chunks) for decodes, chunks in steps]
+        decodes, chunks = steps[replica]
+        expected = [known[n, requests[n].stored] for n in decodes]
+        expected += [known[n, requests[n].stored + i] for n, count in chunks for i in range(count)]
+        logits = step(
+            engine, prefiller, [requests[n] for n in decodes], [(requests[n], count) for n, count in chunks],
+            padding=max(rows) - rows[replica],
+        )  # fmt: skip
+        assert len(logits) == max(rows)
+        assert bool(logits.isfinite().all())
+        if expected:
+            worst = max(worst, float((logits[: len(expected)] - torch.stack(expected)).abs().max()))
+    return worst
+
+
+def main(rank: int, world: int, folder: Path) -> None:
+    """Run every case and tell its error."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world)
+    truth = torch.load(folder / "truth.pt")
+    found = [error(case, folder, truth, rank) for case in CASES[world]]
+    (folder / f"{world}-{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    ranks = int(sys.argv[1])
+    mp.start_processes(main, args=(ranks, Path(sys.argv[2])), nprocs=ranks, start_method="fork")

@@ -1,0 +1,52 @@
+"""Steps of decodes and prompt chunks over 2 and 4 gloo ranks: their logits are those of `transformers`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.distributed import prefill_ranks as ranks
+from tests.distributed.checkpoints import WRITERS
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 1e-4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Checkpoints, and the oracle's logits of both replicas' prompts."""
+    made = tmp_path_factory.mktemp("prefill")
+    texts = torch.tensor(ranks.prompts(0) + ranks.prompts(1))
+    truth = {}
+    for name in ("v3", "v2"):
+        WRITERS[name](made / name)
+        oracle = AutoModelForCausalLM.from_pretrained(
+            made / name, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        with torch.no_grad():
+            truth[name] = torch.stack([oracle(text[None], use_cache=False).logits[0] for text in texts])
+    torch.save(truth, made / "truth.pt")
+    return made
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world", ranks.CASES)
+def test_logits_are_those_of_transformers_on_every_layout(world, folder):
+    """Every row of every step on every rank: of chunks with and without a prefix, of decodes beside and behind them.
+
+    Windows of one page up to the whole prefix, stripes, both ways to gather, and projections that are held for all
+    heads of the DCP group, of which prefill uses this rank's.
+    """
+    command = [sys.executable, "-m", "tests.distributed.prefill_ranks", str(world), str(folder)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    for rank in range(world):
+        errors = json.loads((folder / f"{world}-{rank}.json").read_text())
+        for case, error in zip(ranks.CASES[world], errors, strict=True):
+            assert error < LIMIT, case
