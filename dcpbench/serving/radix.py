@@ -28,13 +28,15 @@ NO_TOKENS = np.empty(0, dtype=np.int32)
 class Node:
     """Some pages in a row; made and changed by PrefixCache only."""
 
-    __slots__ = ("children", "locks", "pages", "parent", "tokens", "used")
+    __slots__ = ("children", "locks", "pages", "parent", "queued", "tokens", "used")
 
     def __init__(self, parent: Node | None, tokens: np.ndarray, pages: np.ndarray, used: int) -> None:
         self.parent, self.tokens, self.pages, self.used = parent, tokens, pages, used
         self.children: dict[bytes, Node] = {}
         self.locks = 0
         """Readers of this node or of one below it."""
+        self.queued = False
+        """Whether it stands among the candidates for eviction."""
 
 
 class PrefixCache:
@@ -48,6 +50,11 @@ class PrefixCache:
         self.evictable = 0
         """Those that nobody has locked."""
         self._clock = 0
+        self._queue: list[tuple[int, int, Node]] = []
+        """Heap of (last use when queued, tie-break, node), each node once: all leaves that nobody has locked, and
+        nodes that were one when they came in. Looked through when something is evicted, so that finding the least
+        recently used page does not take a walk through the tree."""
+        self._queued = itertools.count()
 
     def match(self, tokens: np.ndarray) -> tuple[np.ndarray, Node]:
         """Pages of the longest cached beginning of `tokens`, in whole pages, and the node at its end.
@@ -79,6 +86,7 @@ class PrefixCache:
             node.children[self._key(rest)] = child
             self.pages += len(new)
             self.evictable += len(new)
+            self._enqueue(child)
             node = child
         return np.concatenate((held, new)), node
 
@@ -97,15 +105,12 @@ class PrefixCache:
             each.locks -= 1
             if not each.locks:
                 self.evictable += len(each.pages)
+                self._enqueue(each)
 
     def evict(self, count: int) -> np.ndarray:
         """Up to `count` pages that nobody has locked, least recently used first; they are the caller's now."""
-        order = itertools.count()
-        leaves = [(n.used, next(order), n) for n in self._nodes() if not n.locks and not n.children]
-        heapq.heapify(leaves)
         given: list[np.ndarray] = [NO_PAGES]
-        while leaves and count > 0:
-            _, _, leaf = heapq.heappop(leaves)
+        while count > 0 and (leaf := self._least_recently_used()) is not None:
             kept = max(len(leaf.pages) - count, 0)
             gone = leaf.pages[kept:]
             given.append(gone[::-1])
@@ -114,13 +119,32 @@ class PrefixCache:
             self.evictable -= len(gone)
             if kept:
                 leaf.pages, leaf.tokens = leaf.pages[:kept], leaf.tokens[: kept * self.virtual_page]
-                continue
-            parent = leaf.parent
-            assert parent is not None
-            del parent.children[self._key(leaf.tokens)]
-            if parent is not self.root and not parent.locks and not parent.children:
-                heapq.heappush(leaves, (parent.used, next(order), parent))
+                self._enqueue(leaf)
+            else:
+                self._remove(leaf)
         return np.concatenate(given)
+
+    def _enqueue(self, node: Node) -> None:
+        """Make a node a candidate, if it is an unlocked leaf and not one already."""
+        if not (node.queued or node.locks or node.children or node is self.root):
+            node.queued = True
+            heapq.heappush(self._queue, (node.used, next(self._queued), node))
+
+    def _least_recently_used(self) -> Node | None:
+        """Take the unlocked leaf that was used longest ago out of the queue; None where there is none."""
+        while self._queue:
+            used, _, node = heapq.heappop(self._queue)
+            node.queued = False
+            if used == node.used and not node.locks and not node.children:
+                return node
+            self._enqueue(node)  # used since then, or of no interest until it is unlocked or loses its children
+        return None
+
+    def _remove(self, leaf: Node) -> None:
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[self._key(leaf.tokens)]
+        self._enqueue(parent)
 
     def _key(self, tokens: np.ndarray) -> bytes:
         return tokens[: self.virtual_page].tobytes()
@@ -152,10 +176,3 @@ class PrefixCache:
             yield node
             assert node.parent is not None
             node = node.parent
-
-    def _nodes(self) -> Iterator[Node]:
-        left = list(self.root.children.values())
-        while left:
-            node = left.pop()
-            yield node
-            left.extend(node.children.values())

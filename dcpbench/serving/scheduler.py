@@ -49,7 +49,7 @@ class SchedulerConfig:
     policy: str = MIXED
     prefix_cache: bool = True
     max_context: int
-    """Tokens of a request at most, generated ones included."""
+    """Tokens of a request that can be stored; all but the last one that is sampled are."""
 
     def __post_init__(self) -> None:
         if self.chunk < self.virtual_page:
@@ -161,7 +161,7 @@ class Scheduler:
         for replica in self.replicas:
             for sequence in (*replica.running, *replica.preempted):
                 self._release(replica, sequence)
-            replica.running, replica.preempted = [], []
+            replica.running, replica.preempted, replica.moved = [], [], []
         self.waiting.clear()
         return dropped
 
@@ -175,7 +175,7 @@ class Scheduler:
                 "give more with --kv-memory or --dcp"
             )
         if request.kv_tokens > config.max_context:
-            return f"request {request.number} has {size} and a request can have {config.max_context:,} in all"
+            return f"request {request.number} has {size} and the engine was built for {config.max_context + 1:,} in all"
         return None
 
     def _decode(self, step: Step) -> None:
@@ -295,10 +295,11 @@ class Scheduler:
         """After all has been decided: cache prompts that are complete now, then free what finished requests held."""
         for replica, todo in zip(self.replicas, step.replicas, strict=True):
             replica.moved = []
-            for chunk in todo.chunks:
-                if chunk.samples and self.config.prefix_cache:
-                    self._cache(replica, chunk.sequence)
-            done = [s for s in todo.emits if s.finished]
+            emits = todo.emits
+            if self.config.prefix_cache:
+                for sequence in emits:
+                    self._cache(replica, sequence)
+            done = [s for s in emits if s.finished]
             for sequence in done:
                 self._release(replica, sequence)
             if done:
@@ -306,12 +307,17 @@ class Scheduler:
             step.finished += done
 
     def _cache(self, replica: Replica, sequence: Sequence) -> None:
-        """Let others read a prompt's full pages. Where it was cached meanwhile, use those pages instead of ours."""
+        """Let others read a prompt's full pages, once. Where it was cached meanwhile, use those pages instead of ours.
+
+        Not only at a prompt's last chunk: where chunks leave a single token, that is computed as a decode row.
+        """
         allocation, old = sequence.allocation, sequence.node
         assert allocation is not None
-        assert old is not None
         page = self.config.virtual_page
         full = len(sequence.request.prompt) // page
+        if allocation.shared == full:
+            return
+        assert old is not None
         ours = allocation.pages[:full].copy()
         pages, node = replica.cache.insert(sequence.request.prompt[: full * page], ours)
         replica.cache.lock(node)

@@ -1,0 +1,189 @@
+"""What schedulers are tested with: requests, and a device on paper that does what steps say and notices wrong KV.
+
+A KV row of token i depends on all tokens before it. So the device keeps, for each row of each rank's pool, a number
+made of the tokens 0 … i that it was computed from; a step must find these numbers where its request table points.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dcpbench import layout
+from dcpbench.serving.requests import ServeRequest
+from dcpbench.serving.scheduler import SchedulerConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dcpbench.serving.radix import Node
+    from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence
+    from dcpbench.serving.scheduler import Replica
+
+NOTHING = 0
+"""What a row holds that was never written."""
+
+
+def request(number: int, prompt: list[int] | int, output: int = 1, arrival_s: float | None = None) -> ServeRequest:
+    """A request; a prompt given as its length has tokens that no other request has."""
+    tokens = [1000 * (number + 1) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
+    return ServeRequest(
+        number=number, prompt=np.array(tokens, dtype=np.int32), output_tokens=output, arrival_s=arrival_s
+    )
+
+
+def config(**changes: object) -> SchedulerConfig:
+    """One replica of 8 pages beside the padding page, pages of 2 tokens on 2 ranks, chunks of 8 tokens."""
+    usual: dict[str, object] = {
+        "replicas": 1, "pages": 9, "page_size": 2, "dcp": 2, "max_requests": 4, "chunk": 8, "max_context": 64,
+    }  # fmt: skip
+    return SchedulerConfig(**(usual | changes))  # type: ignore[arg-type]
+
+
+def after(row: int, token: int) -> int:
+    """The KV row of a token, which follows a token with KV row `row` (NOTHING: it is the first)."""
+    return hash((row, token)) or 1
+
+
+def sampled(row: int) -> int:
+    """The token that follows a token with this KV row."""
+    return row % 5
+
+
+@dataclasses.dataclass
+class Known:
+    """What the device knows of a request that was prefilled, at least in part."""
+
+    sequence: Sequence
+    tokens: list[int]
+    """Prompt and sampled ones, as in the token table of its slot."""
+    computed: int = 0
+    preemptions: int = 0
+
+    def rows(self) -> list[int]:
+        """The right KV row of each token."""
+        out = [NOTHING]
+        for token in self.tokens:
+            out.append(after(out[-1], token))
+        return out[1:]
+
+
+class Device:
+    """Request table and KV pools of one replica's ranks."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        shape = (config.max_requests + 1, config.max_context)
+        self.table = np.full(shape, -1, dtype=np.int64)
+        self.pools = [[NOTHING] * (config.pages * config.page_size) for _ in range(config.dcp)]
+        self.at: dict[int, Known] = {}
+        """By slot."""
+
+    def row_at(self, loc: int) -> tuple[list[int], int]:
+        """The pool and the row in it that a location means."""
+        dcp, interleave = self.config.dcp, self.config.interleave
+        return self.pools[layout.owner(loc, dcp, interleave)], layout.row(loc, dcp, interleave)
+
+    def read(self, loc: int) -> int:
+        """What a location holds."""
+        pool, row = self.row_at(loc)
+        return pool[row]
+
+    def run(self, todo: ReplicaStep) -> None:
+        """One step: table, then all KV rows are written, then all are read, then tokens are sampled."""
+        for write in todo.table:
+            self.table[write.slot, write.start : write.start + len(write.locs)] = write.locs
+        spans = [(self.at[slot], p, p + 1) for slot, p in zip(todo.slots, todo.positions, strict=True)]
+        spans += [(self.met(chunk), chunk.start, chunk.stop) for chunk in todo.chunks]
+        slots = [known.sequence.slot for known, _, _ in spans]
+        assert len(set(slots)) == len(slots), "a request has one place in a step"
+        rows = [known.rows() for known, _, _ in spans]
+        written: set[int] = set()
+        for (known, start, stop), right in zip(spans, rows, strict=True):
+            for token in range(start, stop):
+                written.add(self.write(known, token, right[token], written))
+        for (known, start, stop), right in zip(spans, rows, strict=True):
+            locs = self.table[known.sequence.slot, :stop].tolist()
+            assert [self.read(loc) for loc in locs] == right[:stop], f"slot {known.sequence.slot} reads wrong KV"
+            assert not written.intersection(locs[:start]), "a prefix is read that this very step writes"
+            known.computed = stop
+            if stop == len(known.tokens):
+                known.tokens.append(sampled(right[-1]))
+
+    def write(self, known: Known, token: int, value: int, written: set[int]) -> int:
+        """Put a KV row where the table says, on the rank that owns the token; returns its location."""
+        dcp, interleave = self.config.dcp, self.config.interleave
+        loc = int(self.table[known.sequence.slot, token])
+        assert loc >= self.config.virtual_page, "neither padding nor a token without location"
+        assert loc not in written, "two tokens in one place"
+        assert layout.owner(loc, dcp, interleave) == layout.owner(token, dcp, interleave)
+        pool, row = self.row_at(loc)
+        pool[row] = value
+        return loc
+
+    def met(self, chunk: Chunk) -> Known:
+        """The request of a chunk; its slot's last owner is forgotten where it is new."""
+        sequence = chunk.sequence
+        assert 1 <= chunk.slot == sequence.slot <= self.config.max_requests
+        if chunk.slot not in self.at or self.at[chunk.slot].sequence is not sequence:
+            self.at[chunk.slot] = Known(sequence, sequence.request.prompt.tolist())
+        return self.at[chunk.slot]
+
+
+def pages_of(node: Node) -> Iterator[tuple[Node, list[int], list[int]]]:
+    """All nodes below one, each with the tokens and the pages from the root to its end."""
+    left = [(child, [], []) for child in node.children.values()]
+    while left:
+        each, tokens, pages = left.pop()
+        tokens, pages = tokens + each.tokens.tolist(), pages + each.pages.tolist()
+        yield each, tokens, pages
+        left += [(child, tokens, pages) for child in each.children.values()]
+
+
+def check_books(replica: Replica, device: Device | None = None) -> None:
+    """Every page has one owner that may write it, all are accounted for, and the cache holds what it says."""
+    allocator, cache = replica.allocator, replica.cache
+    nodes = list(pages_of(cache.root))
+    cached = [int(page) for node, _, _ in nodes for page in node.pages]
+    own = [int(p) for s in replica.running if s.allocation for p in s.allocation.pages[s.allocation.shared :]]
+    held = [*cached, *own]
+    assert len(held) == len(set(held)) == allocator.used_pages == allocator.pages - 1 - allocator.free_pages
+    assert all(1 <= page < allocator.pages for page in held)
+    assert cache.pages == len(cached)
+    assert cache.evictable == sum(len(node.pages) for node, _, _ in nodes if not node.locks)
+    readers = [s.node for s in replica.running]
+    for node, tokens, pages in nodes:
+        assert len(node.tokens) == len(node.pages) * cache.virtual_page > 0
+        assert node.locks == sum(is_above(node, reader) for reader in readers)
+        if device:
+            check_cached(device, tokens, pages)
+    stored = sum(s.allocation.tokens - s.allocation.shared * allocator.virtual_page for s in replica.running)
+    assert allocator.tokens == stored + len(cached) * allocator.virtual_page
+    check_slots(replica)
+
+
+def is_above(node: Node, reader: Node | None) -> bool:
+    """Whether `reader` is a node or below it."""
+    while reader is not None and reader is not node:
+        reader = reader.parent
+    return reader is node
+
+
+def check_cached(device: Device, tokens: list[int], pages: list[int]) -> None:
+    """The pages of the prefix cache hold the KV of its tokens."""
+    size, row = device.config.virtual_page, NOTHING
+    for i, token in enumerate(tokens):
+        row = after(row, token)
+        assert device.read(pages[i // size] * size + i % size) == row, "the cache offers wrong KV"
+
+
+def check_slots(replica: Replica) -> None:
+    """Slots are free or one request's, and slot 0 is nobody's; those who came first run, those after them wait."""
+    inside = [*replica.running, *replica.preempted]
+    slots = [*replica.slots, *(s.slot for s in inside)]
+    assert sorted(slots) == list(range(1, len(slots) + 1))
+    orders = [s.order for s in inside]
+    assert orders == sorted(orders)
+    assert all(s.allocation is None and s.node is None for s in replica.preempted)

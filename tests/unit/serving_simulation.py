@@ -1,0 +1,163 @@
+"""A scheduler whose every step is held against its rules, run by devices on paper, and decided by a twin, too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dcpbench.choices import PREFILL_FIRST
+from dcpbench.serving.scheduler import Scheduler
+from tests.unit.serving_builder import Device, check_books
+
+if TYPE_CHECKING:
+    from dcpbench.serving.requests import Sequence, ServeRequest, Step
+    from dcpbench.serving.scheduler import SchedulerConfig
+
+
+class Simulation:
+    """Submit and step; an AssertionError where a rule is broken."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.scheduler, self.twin = Scheduler(config), Scheduler(config)
+        self.devices = [Device(config) for _ in range(config.replicas)]
+        self.submitted: list[ServeRequest] = []
+        self.admitted: list[int] = []
+        """Orders of submission, by first chunk."""
+        self.finished: list[Sequence] = []
+        self.preempted = 0
+        self.mixed = 0
+        """Steps with decodes and chunks."""
+        self.steps_left = 0
+        """Steps in which all that was submitted must have finished; with prefill-first, those that decode."""
+        self.prefills_left = 0
+        """Steps that prefill while decodes wait, with prefill-first."""
+
+    def submit(self, request: ServeRequest) -> bool:
+        """Whether it was accepted; rejected are those that can never be served, and only those."""
+        config = self.config
+        fits = request.kv_tokens <= min((config.pages - 1) * config.virtual_page, config.max_context)
+        rejection = self.scheduler.submit(request)
+        self.twin.submit(request)
+        assert (rejection is None) == fits
+        if fits:
+            self.submitted.append(request)
+            self.steps_left += self.most_prefills(request) + request.output_tokens
+            self.prefills_left += -(-request.kv_tokens // config.virtual_page)
+        else:
+            assert f"request {request.number} has {len(request.prompt):,} prompt and" in rejection.reason
+        return fits
+
+    def most_prefills(self, request: ServeRequest) -> int:
+        """Chunks of a request once it is the oldest one: it is served first from then on, and never preempted."""
+        chunk = self.config.chunk // self.config.virtual_page * self.config.virtual_page
+        return -(-request.kv_tokens // chunk)
+
+    def step(self) -> Step | None:
+        """Decide a step, check it, run it."""
+        before = self.state()
+        step, other = self.scheduler.next_step(), self.twin.next_step()
+        assert (step is None) == (other is None)
+        if step is None:
+            assert self.scheduler.idle
+            return None
+        assert signature(step) == signature(other), "ranks decide the same"
+        self.check_rules(step, before)
+        for device, replica, todo in zip(self.devices, self.scheduler.replicas, step.replicas, strict=True):
+            device.run(todo)
+            check_books(replica, device)
+        self.check_progress(step)
+        return step
+
+    def finish(self) -> None:
+        """Run until nothing is left; all must finish, and only the cache may keep pages."""
+        while self.step() is not None:
+            pass
+        assert len(self.finished) == len(self.submitted)
+        self.check_empty()
+
+    def cancel(self) -> None:
+        """Give up what has not finished."""
+        left = len(self.submitted) - len(self.finished)
+        assert len(self.scheduler.cancel()) == len(self.twin.cancel()) == left
+        self.submitted = [s.request for s in self.finished]
+        self.steps_left = self.prefills_left = 0
+        self.check_empty()
+
+    def check_empty(self) -> None:
+        """Nothing is held but by the cache, and the cache gives it all back."""
+        assert self.scheduler.idle
+        assert self.scheduler.unfinished == []
+        for replica, device in zip(self.scheduler.replicas, self.devices, strict=True):
+            check_books(replica, device)
+            assert replica.allocator.used_pages == replica.cache.pages == replica.cache.evictable
+            assert len(replica.slots) == self.config.max_requests
+
+    def state(self) -> list[list[tuple[Sequence, int, int]]]:
+        """Of each replica's running sequences: computed tokens and preemptions."""
+        return [[(s, s.computed, s.preemptions) for s in r.running] for r in self.scheduler.replicas]
+
+    def check_rules(self, step: Step, before: list[list[tuple[Sequence, int, int]]]) -> None:
+        """Who is in a step, with which tokens, and who lost its KV."""
+        page, lost = self.config.virtual_page, 0
+        for todo, running, device in zip(step.replicas, before, self.devices, strict=True):
+            preempted = [s for s, _, count in running if s.preemptions > count]
+            assert preempted == [s for s, _, _ in running][len(running) - len(preempted) :], "the youngest"
+            assert not running or running[0][0] not in preempted, "who came first keeps its KV"
+            lost += len(preempted)
+            self.prefills_left += sum(-(-s.request.kv_tokens // page) for s in preempted)
+            stored = {id(s): computed for s, computed, _ in running if s not in preempted}
+            for chunk in todo.chunks:
+                known = device.met(chunk)
+                left = len(known.tokens)
+                assert chunk.start % page == 0
+                assert chunk.start == stored.get(id(chunk.sequence), chunk.start)
+                assert 0 <= chunk.start < chunk.stop <= left
+                assert chunk.stop % page == 0 or chunk.stop == left
+                assert chunk.samples == (chunk.stop == left)
+            assert sum(c.tokens for c in todo.chunks) <= self.config.chunk
+            ready = [s for s, computed, _ in running if s not in preempted and computed == known_tokens(device, s) - 1]
+            if self.config.policy == PREFILL_FIRST and step.prefills:
+                ready = []
+            assert [id(s) for s in todo.decodes] == [id(s) for s in ready], "all that can decode do"
+            assert todo.positions == [stored[id(s)] for s in ready]
+        assert step.preempted == lost
+        self.preempted += lost
+
+    def check_progress(self, step: Step) -> None:
+        """First come, first admitted; and the oldest is never kept waiting."""
+        seen = {chunk.sequence.order for todo in step.replicas for chunk in todo.chunks}
+        new = sorted(seen.difference(self.admitted))
+        assert not new or not self.admitted or new[0] > self.admitted[-1]
+        self.admitted += new
+        for sequence in step.finished:
+            known = self.devices[sequence.replica].at[sequence.slot]
+            assert len(known.tokens) == len(sequence.request.prompt) + sequence.request.output_tokens
+        self.finished += step.finished
+        self.mixed += step.prefills and any(r.decodes for r in step.replicas)
+        if self.config.policy == PREFILL_FIRST and step.prefills:
+            self.prefills_left -= 1  # a page of a prompt, or its end, in each
+        else:
+            self.steps_left -= 1
+        assert min(self.steps_left, self.prefills_left) >= 0
+
+
+def known_tokens(device: Device, sequence: Sequence) -> int:
+    """Tokens of a running sequence that are known before a step."""
+    return len(device.at[sequence.slot].tokens)
+
+
+def signature(step: Step) -> tuple[object, ...]:
+    """A step in plain numbers."""
+    return (
+        step.number,
+        step.preempted,
+        [s.request.number for s in step.finished],
+        [
+            (
+                [s.request.number for s in r.decodes], r.slots, r.positions,
+                [(c.sequence.request.number, c.slot, c.start, c.stop, c.samples) for c in r.chunks],
+                [(w.slot, w.start, w.locs.tolist()) for w in r.table],
+            )
+            for r in step.replicas
+        ],
+    )  # fmt: skip

@@ -1,0 +1,292 @@
+"""What the scheduler decides, case by case. A virtual page is 2 rows · 2 ranks = 4 tokens, and a pool has eight.
+
+A step is written as (numbers of those that decode, chunks as (number, first token, end)).
+"""
+
+import re
+
+import pytest
+
+from dcpbench.choices import PREFILL_FIRST
+from dcpbench.errors import UsageError
+from dcpbench.serving.scheduler import Scheduler
+from tests.unit.serving_builder import config, request
+from tests.unit.serving_simulation import signature
+
+Decided = tuple[list[int], list[tuple[int, int, int]]]
+
+
+def serve(*load, **changes) -> Scheduler:
+    """A scheduler with requests (prompt, output tokens) submitted."""
+    scheduler = Scheduler(config(**changes))
+    for number, (prompt, output) in enumerate(load):
+        assert scheduler.submit(request(number, prompt, output)) is None
+    return scheduler
+
+
+def decide(scheduler: Scheduler, replica: int = 0) -> Decided | None:
+    """The next step of a replica."""
+    step = scheduler.next_step()
+    if step is None:
+        return None
+    todo = step.replicas[replica]
+    return (
+        [s.request.number for s in todo.decodes],
+        [(c.sequence.request.number, c.start, c.stop) for c in todo.chunks],
+    )
+
+
+class TestChunks:
+    def test_chunks_end_at_whole_pages_but_for_the_prompts_last(self) -> None:
+        """Ten tokens a step are two pages of four; the prompt of 19 ends in the middle of its fifth page."""
+        scheduler = serve((19, 1), chunk=10)
+        assert [decide(scheduler) for _ in range(3)] == [([], [(0, 0, 8)]), ([], [(0, 8, 16)]), ([], [(0, 16, 19)])]
+        assert decide(scheduler) is None
+
+    def test_what_one_prompt_leaves_of_a_step_the_next_one_takes(self) -> None:
+        scheduler = serve((5, 1), (9, 1), chunk=10)
+        assert decide(scheduler) == ([], [(0, 0, 5), (1, 0, 4)]), "of ten tokens five are left, a page and a bit"
+        assert decide(scheduler) == ([], [(1, 4, 9)])
+
+    def test_less_than_a_page_is_left_unused(self) -> None:
+        scheduler = serve((5, 1), (5, 1), chunk=8)
+        assert decide(scheduler) == ([], [(0, 0, 5)])
+        assert decide(scheduler) == ([], [(1, 0, 5)])
+
+    def test_a_prompts_last_token_alone_is_computed_as_a_decode_row_and_the_prompt_is_cached(self) -> None:
+        """Of 9 tokens 8 are a chunk. The second request finds both full pages."""
+        scheduler = serve((list(range(9)), 2))
+        assert [decide(scheduler) for _ in range(3)] == [([], [(0, 0, 8)]), ([0], []), ([0], [])]
+        scheduler.submit(request(1, [*range(9), 9], 1))
+        assert decide(scheduler) == ([], [(1, 8, 10)])
+
+    def test_one_token_in_and_one_out_take_one_step(self) -> None:
+        scheduler = serve((1, 1))
+        step = scheduler.next_step()
+        assert step is not None
+        assert [(c.start, c.stop, c.samples) for c in step.replicas[0].chunks] == [(0, 1, True)]
+        assert [s.request.number for s in step.finished] == [0]
+        assert scheduler.idle
+
+    def test_a_step_smaller_than_a_page_is_refused(self) -> None:
+        with pytest.raises(UsageError, match=re.escape("use --chunk 8 or more, or a smaller --page-size")):
+            config(chunk=3, replicas=2)
+
+
+class TestPolicies:
+    def test_mixed_decodes_beside_the_prompts_of_others(self) -> None:
+        scheduler = serve((4, 4))
+        assert decide(scheduler) == ([], [(0, 0, 4)])
+        scheduler.submit(request(1, 12, 1))
+        assert [decide(scheduler) for _ in range(3)] == [([0], [(1, 0, 8)]), ([0], [(1, 8, 12)]), ([0], [])]
+
+    def test_prefill_first_lets_decodes_wait_while_there_are_prompts(self) -> None:
+        scheduler = serve((4, 4), policy=PREFILL_FIRST)
+        assert decide(scheduler) == ([], [(0, 0, 4)])
+        scheduler.submit(request(1, 12, 1))
+        assert [decide(scheduler) for _ in range(3)] == [([], [(1, 0, 8)]), ([], [(1, 8, 12)]), ([0], [])]
+
+    def test_prefill_first_waits_for_prompts_of_all_replicas(self) -> None:
+        """One step is run by all of them, and a graph can run it only if none prefills."""
+        scheduler = serve((4, 4), (12, 4), policy=PREFILL_FIRST, replicas=2)
+        step = scheduler.next_step()
+        assert step is not None
+        assert [[c.stop for c in r.chunks] for r in step.replicas] == [[4], [8]]
+        assert decide(scheduler) == ([], [])
+        assert decide(scheduler) == ([0], [])
+
+
+class TestAdmission:
+    def test_requests_go_to_the_replica_with_the_fewest(self) -> None:
+        scheduler = serve(*[(4, 2)] * 5, replicas=3, chunk=8)
+        step = scheduler.next_step()
+        assert step is not None
+        assert [[c.sequence.request.number for c in r.chunks] for r in step.replicas] == [[0, 3], [1, 4], [2]]
+
+    def test_each_request_that_runs_keeps_a_page_in_reserve(self) -> None:
+        """Eight pages: 16 tokens take four, and one is kept for their next; 13 tokens take four, of which three are
+        there. Twelve tokens would fit.
+        """
+        scheduler = serve((16, 9), (13, 1), chunk=64)
+        assert decide(scheduler) == ([], [(0, 0, 16)])
+        fits = serve((16, 9), (12, 1), chunk=64)
+        assert decide(fits) == ([], [(0, 0, 16), (1, 0, 12)])
+
+    def test_a_small_request_does_not_overtake_a_large_one(self) -> None:
+        """First come, first served: nobody starves who is large."""
+        scheduler = serve((16, 9), (20, 1), (1, 1), chunk=64)
+        assert decide(scheduler) == ([], [(0, 0, 16)])
+        assert decide(scheduler) == ([0], [])
+
+    def test_who_fills_the_kv_cache_alone_is_served(self) -> None:
+        """Eight pages hold 32 tokens; the last one that is sampled is never stored."""
+        scheduler = serve((20, 13), chunk=64)
+        while scheduler.next_step():
+            pass
+        assert (scheduler.idle, scheduler.steps) == (True, 13)
+
+    def test_what_never_fits_is_rejected_with_its_size_and_the_limit(self) -> None:
+        """20 + 14 - 1 = 33 tokens, one more than eight pages hold; the others are served."""
+        scheduler = serve((4, 1))
+        rejection = scheduler.submit(request(7, 20, 14))
+        assert rejection is not None
+        assert rejection.reason == (
+            "request 7 has 20 prompt and 14 output tokens and the KV cache of a replica holds 32 tokens; "
+            "give more with --kv-memory or --dcp"
+        )
+        assert decide(scheduler) == ([], [(0, 0, 4)])
+
+    def test_what_the_engines_tables_cannot_hold_is_rejected_likewise(self) -> None:
+        """Rows of 16 tokens serve 17 in all, as the last one is not stored."""
+        scheduler = serve((8, 9), max_context=16)
+        rejection = scheduler.submit(request(7, 9, 9))
+        assert rejection is not None
+        assert "request 7 has 9 prompt and 9 output tokens and the engine was built for 17 in all" in rejection.reason
+
+    def test_requests_without_tokens_are_a_mistake_of_the_caller(self) -> None:
+        with pytest.raises(ValueError, match="request 0 has no prompt or no output"):
+            serve((0, 1))
+        with pytest.raises(ValueError, match="request 0 has no prompt or no output"):
+            serve((1, 0))
+
+
+class TestTable:
+    def test_a_table_write_covers_whole_pages_and_no_more_than_a_row_has(self) -> None:
+        """Five tokens take two pages; the row of the table has six columns."""
+        scheduler = serve((5, 2), max_context=6)
+        step = scheduler.next_step()
+        assert step is not None
+        (write,) = step.replicas[0].table
+        assert (write.slot, write.start, write.locs.tolist()) == (1, 0, [4, 5, 6, 7, 8, 9])
+
+    def test_a_decode_writes_the_table_only_where_a_page_begins(self) -> None:
+        """Tokens 4 … 7 are in the second page, token 8 begins the third."""
+        scheduler = serve((4, 6))
+        writes = []
+        while step := scheduler.next_step():
+            writes.append([(w.start, len(w.locs)) for w in step.replicas[0].table])
+        assert writes == [[(0, 4)], [(4, 4)], [], [], [], [(8, 4)]]
+
+
+class TestPreemption:
+    LOAD = ((12, 9), (12, 9))
+    """Two requests of 12 prompt tokens, three pages, that store 20 tokens each in the end, five pages."""
+
+    def test_who_came_last_gives_up_its_kv_and_computes_all_tokens_anew(self) -> None:
+        """Of 9 pages each gets three and then a fourth for tokens 12 … 15. For token 16 request 0 takes the last one,
+        request 1 finds none and gives up four; it comes back once request 0 has finished, with 12 + 5 tokens.
+        """
+        scheduler = serve(*self.LOAD, pages=10, chunk=24, prefix_cache=False)
+        assert decide(scheduler) == ([], [(0, 0, 12), (1, 0, 12)])
+        assert [decide(scheduler) for _ in range(4)] == [([0, 1], [])] * 4
+        step = scheduler.next_step()
+        assert step is not None
+        assert (step.preempted, [s.request.number for s in step.replicas[0].decodes]) == (1, [0])
+        assert [decide(scheduler) for _ in range(3)] == [([0], [])] * 3, "tokens 17 … 19, the last of 20"
+        assert decide(scheduler) == ([], [(1, 0, 17)])
+        assert [decide(scheduler) for _ in range(4)] == [([1], []), ([1], []), ([1], []), None]
+
+    def test_what_the_cache_still_has_of_its_prompt_is_not_computed_anew(self) -> None:
+        """Its three pages of prompt stay in the cache while nobody needs them: request 0 takes the freed fourth."""
+        scheduler = serve(*self.LOAD, pages=10, chunk=24)
+        for _ in range(9):
+            scheduler.next_step()
+        assert decide(scheduler) == ([], [(1, 12, 17)])
+
+    def test_new_requests_wait_behind_it_but_not_on_other_replicas(self) -> None:
+        """Request 1 has the second replica for itself; request 3 joins it there, though the first has more room."""
+        scheduler = serve(self.LOAD[0], (16, 21), self.LOAD[1], replicas=2, pages=10, chunk=24, prefix_cache=False)
+        while not (step := scheduler.next_step()).preempted:
+            pass
+        scheduler.submit(request(3, 1, 1))
+        assert scheduler.replicas[0].available > scheduler.replicas[1].available
+        step = scheduler.next_step()
+        assert [[c.sequence.request.number for c in r.chunks] for r in step.replicas] == [[], [3]]
+
+
+class TestPrefixCache:
+    def test_at_least_one_token_of_a_cached_prompt_is_computed(self) -> None:
+        """Eight tokens are two pages, both cached; the hit is cut to one, as the last token has to be read."""
+        scheduler = serve((list(range(8)), 1))
+        decide(scheduler)
+        scheduler.submit(request(1, list(range(8)), 1))
+        assert decide(scheduler) == ([], [(1, 4, 8)])
+
+    def test_a_prompt_can_be_found_once_it_is_stored_and_not_before(self) -> None:
+        """Both come at once: neither can read the other's pages in the step that writes them."""
+        scheduler = serve((list(range(8)), 2), (list(range(8)), 2), chunk=16)
+        assert decide(scheduler) == ([], [(0, 0, 8), (1, 0, 8)])
+
+    def test_who_stored_the_same_moves_to_the_caches_pages_and_frees_its_own(self) -> None:
+        """Request 0 has pages 1 and 2, request 1 has 3 and 4, which are free again after the step."""
+        scheduler = serve((list(range(8)), 3), (list(range(8)), 3), chunk=16)
+        scheduler.next_step()
+        assert scheduler.replicas[0].allocator.used_pages == 2
+        step = scheduler.next_step()
+        assert step is not None
+        moved = step.replicas[0].table[0]
+        assert (moved.slot, moved.start, moved.locs.tolist()) == (2, 0, [*range(4, 12)])
+
+    def test_what_finished_requests_left_is_evicted_for_new_ones(self) -> None:
+        """Seven full pages of a prompt of 28 stay; the next prompt needs all eight."""
+        scheduler = serve((28, 1), chunk=64)
+        decide(scheduler)
+        assert scheduler.replicas[0].cache.pages == 7
+        scheduler.submit(request(1, 30, 3))
+        assert decide(scheduler) == ([], [(1, 0, 30)])
+
+    def test_what_the_next_in_line_would_find_is_evicted_last(self) -> None:
+        """A of three pages and B of two are cached, and request 2 takes the last three of eight. It grows by two pages,
+        for which B goes, though A is older: request 3, which begins like A, waits and was looked up at each step.
+        """
+        a, b = list(range(12)), list(range(20, 28))
+        scheduler = serve((a, 1), (b, 1), (11, 9), max_requests=2, chunk=16)
+        assert [decide(scheduler)[1] for _ in range(2)] == [[(0, 0, 12), (1, 0, 4)], [(1, 4, 8), (2, 0, 11)]]
+        scheduler.submit(request(3, [*a, *range(50, 66)], 1))
+        assert [decide(scheduler) for _ in range(8)] == [([2], [])] * 8
+        assert decide(scheduler) == ([], [(3, 12, 28)])
+
+    def test_without_it_nothing_is_kept(self) -> None:
+        scheduler = serve((28, 1), chunk=64, prefix_cache=False)
+        decide(scheduler)
+        assert scheduler.replicas[0].allocator.used_pages == 0
+
+
+class TestCancel:
+    def test_everything_is_given_up_and_free_again(self) -> None:
+        """One runs, one has lost its KV, one waits; what was cached stays."""
+        scheduler = serve(*TestPreemption.LOAD, (28, 1), pages=10, chunk=24)
+        while not scheduler.next_step().preempted:
+            pass
+        assert [s.request.number for s in scheduler.cancel()] == [0, 1, 2]
+        assert scheduler.idle
+        replica = scheduler.replicas[0]
+        assert replica.allocator.used_pages == replica.cache.pages == replica.cache.evictable
+        assert sorted(replica.slots) == [1, 2, 3, 4]
+
+    def test_a_relocation_dies_with_its_request(self) -> None:
+        """Its table row is another's in the next step."""
+        scheduler = serve((list(range(8)), 3), (list(range(8)), 3), chunk=16)
+        scheduler.next_step()
+        scheduler.cancel()
+        scheduler.submit(request(2, 4, 1))
+        step = scheduler.next_step()
+        assert step is not None
+        assert [w.slot for w in step.replicas[0].table] == [step.replicas[0].chunks[0].slot]
+
+
+@pytest.mark.parametrize("offset", [1, 100_000])
+def test_decisions_do_not_depend_on_what_tokens_mean(offset):
+    """Other token ids, alike where the first ones are alike: the same steps. What is sampled is never asked for."""
+    prompts = [list(range(9)), [*range(8), 50, 51], list(range(6)), [*range(8), 50, 51], list(range(30, 50))]
+
+    def steps(shift: int) -> list[object]:
+        load = [([t + shift for t in prompt], 7) for prompt in prompts]
+        scheduler = serve(*load, max_requests=3, replicas=2)
+        out = []
+        while step := scheduler.next_step():
+            out.append(signature(step))
+        return out
+
+    assert steps(0) == steps(offset)
+    assert len(steps(0)) > 10

@@ -1,0 +1,140 @@
+"""Whatever comes in whatever order: every step obeys the scheduler's rules and reads the KV that it should.
+
+The rules are asserted by serving_simulation.py at each step, the KV by the device on paper of serving_builder.py.
+"""
+
+import random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from dcpbench.choices import MIXED, POLICIES
+from dcpbench.serving.requests import ServeRequest
+from dcpbench.serving.scheduler import SchedulerConfig
+from tests.unit.serving_builder import check_books, request
+from tests.unit.serving_simulation import Simulation
+
+LONGEST = 200
+FAMILIES = [[7 * family + i % 3 for i in range(LONGEST)] for family in range(2)]
+"""Prompts begin like one of these, so that they share prefixes."""
+PERCENT = (1, 10, 25, 50, 75, 100)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> SchedulerConfig:
+    """All geometries: pools from a single page up, chunks from a page up and not always whole pages."""
+    interleave = draw(st.sampled_from([1, 2]))
+    page = interleave * draw(st.sampled_from([1, 2] if interleave == 2 else [1, 2, 3, 4]))
+    dcp = draw(st.integers(1, 4))
+    chunk = draw(st.integers(page * dcp, 5 * page * dcp))
+    return SchedulerConfig(
+        replicas=draw(st.integers(1, 3)), pages=draw(st.integers(2, 16)), page_size=page, dcp=dcp,
+        interleave=interleave, max_requests=draw(st.integers(1, 5)), chunk=chunk,
+        policy=draw(st.sampled_from(POLICIES)), prefix_cache=draw(st.booleans()),
+        max_context=draw(st.sampled_from([LONGEST, 20])),
+    )  # fmt: skip
+
+
+Sizes = tuple[int, int, int, int, int]
+SIZES = st.tuples(
+    st.sampled_from(PERCENT), st.sampled_from((0, *PERCENT)), st.sampled_from((*PERCENT, 200)),
+    st.integers(0, 1), st.integers(0, 1),
+)  # fmt: skip
+"""Prompt in percent of what fits; of it what a family shares; output in percent of the room left; family; ending."""
+
+
+def sized(config: SchedulerConfig, number: int, sizes: Sizes) -> ServeRequest:
+    """A request that fits into a pool, unless its output is more than 100 % of the room."""
+    prompt_share, shared_share, output_share, family, end = sizes
+    fits = min((config.pages - 1) * config.virtual_page, config.max_context)
+    prompt = max(1, fits * prompt_share // 100)
+    shared = prompt * shared_share // 100
+    output = 1 + (fits - prompt) * output_share // 100
+    return request(number, FAMILIES[family][:shared] + [end] * (prompt - shared), output)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests come, steps are decided and run, everything is given up."""
+
+    @initialize(config=configs())
+    def make(self, config: SchedulerConfig) -> None:
+        self.simulation = Simulation(config)
+        self.number = 0
+
+    @rule(sizes=SIZES, copies=st.integers(1, 3))
+    def submit(self, sizes: Sizes, copies: int) -> None:
+        """Several at once may be alike in every token."""
+        for _ in range(copies):
+            self.simulation.submit(sized(self.simulation.config, self.number, sizes))
+            self.number += 1
+
+    @rule(count=st.integers(1, 12))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.simulation.step()
+
+    @rule()
+    def finish(self) -> None:
+        self.simulation.finish()
+
+    @rule()
+    def cancel(self) -> None:
+        self.simulation.cancel()
+
+    @invariant()
+    def books_are_right(self) -> None:
+        for replica in self.simulation.scheduler.replicas:
+            check_books(replica)
+
+    def teardown(self) -> None:
+        """Whatever is left finishes."""
+        if hasattr(self, "simulation"):
+            self.simulation.finish()
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+@settings(max_examples=100, deadline=None)
+@given(config=configs(), load=st.lists(SIZES, min_size=2, max_size=12))
+def test_a_load_that_comes_all_at_once_is_served_to_its_end(config, load):
+    """The pool is most crowded then, and preemption and eviction are at their busiest."""
+    simulation = Simulation(config)
+    for number, sizes in enumerate(load):
+        simulation.submit(sized(config, number, sizes))
+    simulation.finish()
+
+
+def crowded(policy: str, replicas: int, seed: int) -> Simulation:
+    """Requests that come one after the other, more of them at a time than fit, many of them alike."""
+    draw = random.Random(seed)
+    page, dcp = draw.choice([1, 2, 4]), draw.randint(1, 4)
+    config = SchedulerConfig(
+        replicas=replicas, pages=draw.randint(6, 16), page_size=page, dcp=dcp, max_requests=6, policy=policy,
+        chunk=page * dcp * draw.randint(1, 4) + draw.randrange(page * dcp), max_context=LONGEST,
+    )  # fmt: skip
+    simulation = Simulation(config)
+    for number in range(12 * replicas):
+        shared = draw.choice((0, 50, 100, 100))
+        sizes = (draw.randint(5, 60), shared, draw.randint(0, 100), draw.randint(0, 1), draw.randint(0, 1))
+        simulation.submit(sized(config, number, sizes))
+        for _ in range(draw.choice((0, 0, 1, 5))):
+            simulation.step()
+    simulation.finish()
+    return simulation
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_under_kv_pressure_every_request_finishes_with_the_right_kv(policy, replicas):
+    """Twenty loads, none of which can do without preemption and the prefix cache all together."""
+    runs = [crowded(policy, replicas, seed) for seed in range(20)]
+    assert sum(run.preempted for run in runs) > 10
+    finished = [sequence for run in runs for sequence in run.finished]
+    assert len(finished) == 20 * 12 * replicas
+    assert sum(s.cached > 0 for s in finished) > 20
+    mixed = sum(run.mixed for run in runs)
+    assert mixed > 20 if policy == MIXED else mixed == 0

@@ -1,0 +1,118 @@
+"""Who sends when, and what is noted: clients that wait for answers, and requests that come when they are due."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from dcpbench.errors import UsageError
+from dcpbench.serving.requests import ServeRequest
+from dcpbench.serving.scheduler import Scheduler
+from dcpbench.serving.traffic import Traffic
+from tests.unit.serving_builder import check_books, config, request
+
+TOO_LONG = 40
+"""More prompt tokens than the usual pool's eight pages of four hold."""
+
+
+def traffic(load: list[ServeRequest], concurrency: int | None, **changes: object) -> Traffic:
+    """Traffic into the usual scheduler."""
+    return Traffic(load, Scheduler(config(**changes)), concurrency)
+
+
+def serve(flow: Traffic, step_s: float = 1.0) -> None:
+    """Steps of one second, in virtual time, until all is answered."""
+    now = 0.0
+    while not flow.done:
+        flow.submit(flow.due(now), now)
+        step = flow.scheduler.next_step()
+        if step is None:
+            now = max(now, flow.next_arrival_s() or now)
+        else:
+            now += step_s
+            flow.read(step, now)
+
+
+class TestClosedLoop:
+    def test_a_client_sends_its_next_request_when_its_last_one_is_answered(self) -> None:
+        """Two clients, prompts of 4, two tokens out: each pair takes a step of prefill and one of decode."""
+        flow = traffic([request(n, 4, 2) for n in range(5)], 2)
+        serve(flow)
+        assert [s.submitted_s for s in flow.samples] == [0, 0, 2, 2, 4]
+        assert [s.token_s for s in flow.samples] == [[1, 2], [1, 2], [3, 4], [3, 4], [5, 6]]
+        assert all(s.finished and s.sequence for s in flow.samples)
+
+    def test_it_does_not_look_at_when_requests_would_be_due(self) -> None:
+        flow = traffic([request(0, 4, 1, arrival_s=9.0)], 1)
+        assert (flow.due(0.0), flow.next_arrival_s()) == (1, None)
+        serve(flow)
+        assert (flow.samples[0].submitted_s, flow.samples[0].token_s) == (0, [1])
+
+    def test_a_client_whose_request_is_rejected_sends_its_next_one(self) -> None:
+        """The first two of three can never be served; the third one comes at once all the same."""
+        flow = traffic([request(0, TOO_LONG), request(1, TOO_LONG), request(2, 4)], 1)
+        serve(flow)
+        assert [bool(s.rejected) for s in flow.samples] == [True, True, False]
+        assert [s.finished for s in flow.samples] == [False, False, True]
+        assert "request 0 has 40 prompt and 1 output tokens" in flow.samples[0].rejected
+
+
+class TestOpenLoop:
+    def test_requests_come_when_they_are_due_whatever_is_unanswered(self) -> None:
+        """At 0, 0.5 and 2.5 s; prompts of 8 fill a step each, so the second one is answered at 2 s."""
+        flow = traffic([request(n, 8, 1, arrival_s=at) for n, at in enumerate((0.0, 0.5, 2.5))], None)
+        assert [flow.due(at) for at in (0.0, 0.49, 0.5, 9.0)] == [1, 1, 2, 3]
+        serve(flow)
+        assert [s.token_s for s in flow.samples] == [[1], [2], [3.5]]
+
+    def test_a_request_counts_from_when_it_was_due_not_from_when_it_was_seen(self) -> None:
+        """It came in the middle of a step."""
+        flow = traffic([request(0, 8, 1, arrival_s=0.25)], None)
+        flow.submit(flow.due(1.0), 1.0)
+        assert flow.samples[0].submitted_s == 0.25
+
+    def test_it_says_when_the_next_one_comes(self) -> None:
+        flow = traffic([request(0, 4, arrival_s=1.5)], None)
+        assert (flow.due(1.0), flow.next_arrival_s()) == (0, 1.5)
+        flow.submit(1, 1.5)
+        assert flow.next_arrival_s() is None
+
+
+class TestStop:
+    def test_finished_requests_keep_their_samples_and_the_others_are_given_up(self) -> None:
+        """Of three requests one is answered, one is running and one was never sent."""
+        flow = traffic([request(0, 4, 1), request(1, 4, 9), request(2, 4, 1)], 2)
+        flow.submit(2, 0.0)
+        flow.read(flow.scheduler.next_step(), 1.0)
+        flow.stop()
+        assert [(s.finished, len(s.token_s)) for s in flow.samples] == [(True, 1), (False, 1)]
+        assert flow.samples[1].sequence is not None
+        assert (flow.done, flow.due(9.0), flow.in_flight, flow.scheduler.idle) == (True, 0, 0, True)
+
+    def test_nothing_to_serve_is_an_error_that_says_what_to_type(self) -> None:
+        with pytest.raises(UsageError, match="give --requests 1 or more"):
+            traffic([], 1)
+
+
+LOADS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12), st.integers(0, 6)), min_size=1, max_size=15)
+"""(prompt, output, seconds after the request before)"""
+
+
+@settings(max_examples=100, deadline=None)
+@given(load=LOADS, concurrency=st.sampled_from([None, 1, 2, 5]), replicas=st.integers(1, 2))
+def test_every_request_is_answered_or_rejected_and_every_token_is_noted(load, concurrency, replicas):
+    """Open and closed loops, on pools of eight pages, into which not every request fits."""
+    at, requests = 0.0, []
+    for number, (prompt, output, gap) in enumerate(load):
+        at += gap
+        requests.append(request(number, prompt, output, arrival_s=at))
+    flow = traffic(requests, concurrency, replicas=replicas)
+    serve(flow)
+    assert [s.request.number for s in flow.samples] == list(range(len(load)))
+    for sample in flow.samples:
+        assert sample.finished != bool(sample.rejected)
+        assert sample.token_s == sorted(sample.token_s)
+        assert all(t >= sample.submitted_s for t in sample.token_s)
+        assert bool(sample.rejected) == (sample.request.kv_tokens > 8 * 4)
+    assert (flow.in_flight, flow.scheduler.idle) == (0, True)
+    for replica in flow.scheduler.replicas:
+        check_books(replica)
