@@ -87,15 +87,30 @@ def test_the_bias_chooses_but_does_not_weigh():
     assert weights.tolist() == [[0.5, 0.5]]
 
 
+@pytest.mark.parametrize("sort", [grouped.count_before, grouped.sort_keys], ids=["counted", "sorted"])
 @pytest.mark.parametrize("tokens", [1, 7, 40])
-def test_sorting_by_expert_is_a_stable_permutation(tokens, device):
+def test_sorting_by_expert_is_a_stable_permutation(tokens, sort, device):
     """Places are all different; local experts come first, in order, and `ends` counts them."""
     ids = torch.randint(0, 8, (tokens, 3), dtype=torch.int32, device=device)
-    place, ends = grouped.sort_by_expert(ids, 2, 4)
+    place, ends = sort(ids, 2, 4)
+    assert (place.dtype, ends.dtype) == (torch.int32, torch.int32)
     keys = [e - 2 if 2 <= e < 6 else 4 for e in ids.flatten().tolist()]
     order = sorted(range(len(keys)), key=lambda i: keys[i])
     assert place.tolist() == [order.index(i) for i in range(len(keys))]
     assert ends.tolist() == [sum(k <= e for k in keys) for e in range(4)]
+
+
+def test_more_assignments_than_a_decode_step_has_are_sorted_otherwise_and_alike(device):
+    """512 tokens of 8 experts are counted, 513 sorted; both ways agree on either size, also where no token is ours."""
+    generator = torch.Generator().manual_seed(0)
+    for tokens, chosen in ((512, grouped.count_before), (513, grouped.sort_keys)):
+        ids = torch.randint(0, 64, (tokens, 8), dtype=torch.int32, generator=generator).to(device)
+        for first in (16, 64):
+            ways = [way(ids, first, 16) for way in (grouped.count_before, grouped.sort_keys, grouped.sort_by_expert)]
+            for place, ends in ways[1:]:
+                assert torch.equal(place, ways[0][0])
+                assert torch.equal(ends, ways[0][1])
+        assert (ids.numel() <= grouped.MOST_COUNTED) == (chosen is grouped.count_before)
 
 
 def by_loop(x, weight, ends):
@@ -126,7 +141,7 @@ def test_grouped_experts_agree_and_ignore_other_ranks_tokens(first, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 8, 48])
+@pytest.mark.parametrize("tokens", [1, 8, 48, 2000])
 def test_grouped_experts_on_gpu_agree_in_bf16(tokens):
     """torch's grouped product itself, 16 experts of which 8 are local, some without tokens."""
     make = lambda *size: torch.randn(*size, device="cuda", dtype=torch.bfloat16)  # noqa: E731

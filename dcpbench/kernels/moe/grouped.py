@@ -6,6 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+MOST_COUNTED = 4096
+"""Assignments up to which places are counted: 512 requests, the largest graph, with 8 experts each."""
+
 
 @triton.jit
 def _sort_kernel(ids, place, ends, count, first, LOCAL: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr):
@@ -70,8 +73,14 @@ def _combine_kernel(
 def sort_by_expert(ids_Tk: torch.Tensor, first: int, local: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(place, ends): row of each assignment once sorted by local expert, and each local expert's last row + 1.
 
-    Other ranks' assignments come last. Both int32; counted by comparison, so stable and the same on every run.
+    Other ranks' assignments come last. Both int32; stable, so the same on every run. No host sync.
     """
+    sort = count_before if ids_Tk.numel() <= MOST_COUNTED else sort_keys
+    return sort(ids_Tk, first, local)
+
+
+def count_before(ids_Tk: torch.Tensor, first: int, local: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """See sort_by_expert. One kernel, in which each assignment is compared with all: quadratic, for decode steps."""
     count = ids_Tk.numel()
     place = torch.empty(count, dtype=torch.int32, device=ids_Tk.device)
     ends = torch.empty(local, dtype=torch.int32, device=ids_Tk.device)
@@ -81,6 +90,17 @@ def sort_by_expert(ids_Tk: torch.Tensor, first: int, local: int) -> tuple[torch.
         LOCAL=local, BLOCK=block, ALL=triton.next_power_of_2(count), num_warps=4,
     )  # fmt: skip
     return place, ends
+
+
+def sort_keys(ids_Tk: torch.Tensor, first: int, local: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """See sort_by_expert. torch's stable sort, for prompts."""
+    key = ids_Tk.flatten() - first
+    key = key.masked_fill_((key < 0) | (key >= local), local)  # by where, the number would be copied to the device
+    ordered, source = torch.sort(key, stable=True)
+    rows = torch.arange(key.numel(), dtype=torch.int32, device=key.device)
+    place = torch.empty_like(rows).scatter_(0, source, rows)
+    experts = torch.arange(local, dtype=ordered.dtype, device=key.device)
+    return place, torch.searchsorted(ordered, experts, right=True, out_int32=True)
 
 
 def silu_mul(gate_up_TI: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
