@@ -192,7 +192,7 @@ class DcpAllocator:
         return taken
 
     def _put(self, pages: np.ndarray) -> None:
-        if self._is_free[pages].any() or (pages == PADDING_PAGE).any():
+        if self._is_free[pages].any() or (pages == PADDING_PAGE).any() or len(np.unique(pages)) < len(pages):
             raise ValueError("pages are given back that nobody holds")
         self._is_free[pages] = True
         self._free[self._free_count : self._free_count + len(pages)] = pages

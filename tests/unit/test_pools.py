@@ -14,7 +14,10 @@ from dcpbench.serving.allocator import Allocation, DcpAllocator, OutOfKvError
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Requests come, grow and go at random, in a pool of any geometry; a dict of lists is the model."""
+    """Requests come, grow and go at random, in a pool of any geometry; a dict of lengths is the model.
+
+    Full pages become a prefix cache's, which other requests begin with, and which gives them back when nobody does.
+    """
 
     @initialize(
         pages=st.integers(2, 24),
@@ -27,16 +30,54 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.pool = DcpAllocator(pages, stripes * interleave, dcp, interleave)
         self.live: dict[Allocation, int] = {}
         self.dead: list[Allocation] = []
+        self.cached: list[int] = []
+        """Pages of the prefix cache."""
 
-    @rule(tokens=st.integers(1, 60))
-    def alloc(self, tokens: int) -> None:
+    @rule(tokens=st.integers(1, 60), data=st.data())
+    def alloc(self, tokens: int, data: st.DataObject) -> None:
+        """Some of the request's pages are cached; one token at least is not."""
+        most = min(len(self.cached), (tokens - 1) // self.pool.virtual_page)
+        shared = data.draw(st.permutations(self.cached))[: data.draw(st.integers(0, most))]
         before = self.pool.free_pages
         try:
-            request = self.pool.alloc(tokens)
+            request = self.pool.alloc(tokens, np.array(shared, dtype=np.int32))
         except OutOfKvError:
-            assert self.pool.pages_for(tokens) > before == self.pool.free_pages
+            assert self.pool.pages_for(tokens) - len(shared) > before == self.pool.free_pages
         else:
             self.live[request] = tokens
+            assert request.pages[: request.shared].tolist() == shared
+            assert self.pool.free_pages == before - self.pool.pages_for(tokens) + len(shared)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        """A request's full pages become the cache's; in places of some the cache had others, which it reads now."""
+        request = data.draw(st.sampled_from(list(self.live)))
+        full = self.live[request] // self.pool.virtual_page
+        count = data.draw(st.integers(request.shared, max(request.shared, full)))
+        had, pages = request.pages[request.shared : count].tolist(), request.pages[:count].copy()
+        others = [page for page in self.cached if page not in pages]
+        for place in range(request.shared, count):
+            if others and data.draw(st.booleans()):
+                pages[place] = others.pop()
+        free = self.pool.free_pages
+        self.pool.share(request, pages)
+        replaced = [page for page in had if page not in pages]
+        self.cached += [page for page in had if page in pages]
+        assert request.pages[:count].tolist() == pages.tolist()
+        assert (request.shared, self.pool.free_pages) == (count, free + len(replaced))
+
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        """The cache gives pages back that no request begins with."""
+        read = {int(page) for request in self.live for page in request.pages[: request.shared]}
+        idle = [page for page in self.cached if page not in read]
+        gone = idle[: data.draw(st.integers(0, len(idle)))]
+        self.pool.give_back(np.array(gone, dtype=np.int32))
+        self.cached = [page for page in self.cached if page not in gone]
+        if gone:
+            with pytest.raises(ValueError, match="given back that nobody holds"):
+                self.pool.give_back(np.array(gone[:1], dtype=np.int32))
 
     @precondition(lambda self: self.live)
     @rule(tokens=st.integers(0, 30), data=st.data())
@@ -78,11 +119,11 @@ class AllocatorMachine(RuleBasedStateMachine):
     def clear(self) -> None:
         self.pool.clear()
         self.dead += self.live
-        self.live = {}
+        self.live, self.cached = {}, []
 
     @invariant()
-    def no_page_is_shared_lost_or_padding(self) -> None:
-        used = [int(page) for request in self.live for page in request.pages]
+    def no_page_has_two_owners_is_lost_or_padding(self) -> None:
+        used = [*self.cached, *(int(page) for request in self.live for page in request.pages[request.shared :])]
         assert len(used) == len(set(used)) == self.pool.used_pages
         assert all(1 <= page < self.pool.pages for page in used)
         assert self.pool.used_pages + self.pool.free_pages == self.pool.pages - 1
@@ -112,8 +153,10 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def rows_without_a_token_are_counted(self) -> None:
-        tokens = sum(self.live.values())
-        pages = sum(-(-count // self.pool.virtual_page) for count in self.live.values())
+        page = self.pool.virtual_page
+        own = [count - request.shared * page for request, count in self.live.items()]
+        tokens = sum(own) + len(self.cached) * page
+        pages = sum(-(-count // page) for count in own) + len(self.cached)
         assert self.pool.tokens == tokens
         expected = (pages * self.pool.virtual_page - tokens) / (pages * self.pool.virtual_page) if pages else 0.0
         assert self.pool.fragmentation() == pytest.approx(expected, abs=1e-12)
@@ -192,6 +235,27 @@ class TestAllocator:
     def test_a_request_without_tokens_is_refused(self) -> None:
         with pytest.raises(ValueError, match="0 tokens"):
             DcpAllocator(8, 1, 4).alloc(0)
+
+    def test_a_request_that_is_cached_to_its_end_is_refused(self) -> None:
+        """Its last token has to be computed, and needs a place of its own."""
+        with pytest.raises(ValueError, match="a request of 8 tokens with 2 pages of them cached needs no memory"):
+            DcpAllocator(8, 1, 4).alloc(8, np.array([3, 4], dtype=np.int32))
+
+    def test_a_page_that_is_not_full_cannot_be_shared(self) -> None:
+        """Seven tokens fill one page of four."""
+        pool = DcpAllocator(8, 1, 4)
+        request = pool.alloc(7)
+        with pytest.raises(ValueError, match="2 full pages cannot be shared by a request of 7 tokens"):
+            pool.share(request, request.pages.copy())
+
+    @pytest.mark.parametrize("pages", [[0], [5], [1, 1]], ids=str)
+    def test_the_cache_cannot_give_back_padding_free_pages_or_one_twice(self, pages: list[int]) -> None:
+        """Pages 1 and 2 are in use."""
+        pool = DcpAllocator(8, 1, 4)
+        pool.alloc(8)
+        with pytest.raises(ValueError, match="given back that nobody holds"):
+            pool.give_back(np.array(pages, dtype=np.int32))
+        assert (pool.free_pages, pool.tokens) == (5, 8)
 
 
 class SlotMachine(RuleBasedStateMachine):
