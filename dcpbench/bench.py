@@ -17,7 +17,8 @@ from dcpbench import bench_job, folders, launch
 from dcpbench.bench_cases import Machine
 from dcpbench.bench_records import BenchJob, BenchRecord, BenchSettings, Event
 from dcpbench.errors import CapacityError, OutputError, UsageError, WorkerError
-from dcpbench.spec import check_seconds, effective
+from dcpbench.option_values import check_seconds
+from dcpbench.spec import effective
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,8 +13,8 @@ from dcpbench.bench_records import Case
 from dcpbench.choices import BACKENDS, EXCHANGES
 from dcpbench.errors import UsageError
 from dcpbench.layout import Prefix, local_length
+from dcpbench.option_values import parse_bytes
 from dcpbench.shapes import KV_WIDTH, LATENT, VALUE
-from dcpbench.spec import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -40,17 +40,21 @@ def kv_pages(point: Point, points: Iterable[Point], settings: Settings, shape: M
     """Pages of each rank's KV pool, the padding page included, for every point that shares an engine with `point`.
 
     --kv-memory where it was given; else what a GPU has left beside all weights, where they fit beside the largest of
-    `points`; else as many as that largest one needs. `bounded_by` names the three.
+    `points`; else as many as that largest one needs. `bounded_by` names the three. Points of `serve` run with fewer
+    than they need, as their requests wait: beside all weights they get what is left, and never more than fits.
     """
     page = memory.page_bytes(shape, point.page_size, ITEMSIZE[point.dtype])
     if settings.kv_memory_bytes is not None:
         return settings.kv_memory_bytes // page
-    need = max(pages_needed(p) for p in points if same_engine(p, point))
-    if probe.device != "cuda" or probe.memory_bytes is None:
-        return need
-    moe = shape.layers - shape.first_dense
-    weights = memory.weight_bytes(shape, point.layout, ITEMSIZE[point.dtype], shape.first_dense, moe, point.group_wide)
-    return max(need, (probe.memory_bytes - memory.RESERVE_BYTES - weights) // page)
+    sharing = [p for p in points if same_engine(p, point)]
+    need, least = max(map(pages_needed, sharing)), max(map(least_pages, sharing))
+    if probe.device == "cuda" and probe.memory_bytes is not None:
+        moe, itemsize = shape.layers - shape.first_dense, ITEMSIZE[point.dtype]
+        weights = memory.weight_bytes(shape, point.layout, itemsize, shape.first_dense, moe, point.group_wide)
+        left: int = (_memory(point, shape, probe) - memory.RESERVE_BYTES - weights) // page
+        if left >= least:
+            return left
+    return need if need == least else max(least, min(need, most_pages(point, shape, probe)))
 
 
 def bounded_by(plan: memory.Plan, settings: Settings, probe: Probe) -> str:
@@ -61,8 +65,23 @@ def bounded_by(plan: memory.Plan, settings: Settings, probe: Probe) -> str:
 
 
 def pages_needed(point: Point) -> int:
-    """Pages of each rank's pool that this point alone needs, the padding page included."""
-    return memory.kv_pages_needed(point.layout, point.concurrency, point.context, point.page_size)
+    """Pages of each rank's pool that this point alone needs, the padding page included.
+
+    `serve`: so many that no request ever waits for KV, were all in flight as long as the longest; the scheduler keeps a
+    page for each beside those that it holds.
+    """
+    if point.load is None:
+        return memory.kv_pages_needed(point.layout, point.concurrency, point.context, point.page_size)
+    requests = -(-min(point.concurrency, point.load.requests) // point.dp)
+    one = memory.pages_for(point.context, point.layout, point.page_size)
+    return requests * (one + 1) + memory.PAGES_OF_PADDING
+
+
+def least_pages(point: Point) -> int:
+    """Pages without which this point cannot run: `serve` goes on with one request at a time."""
+    if point.load is None:
+        return pages_needed(point)
+    return memory.pages_for(point.context, point.layout, point.page_size) + memory.PAGES_OF_PADDING
 
 
 def same_engine(a: Point, b: Point) -> bool:
@@ -86,7 +105,7 @@ def memory_plan(point: Point, pages: int, shape: ModelShape, probe: Probe) -> me
     if probe.memory_bytes is not None and probe.device == "cuda":
         return memory.plan(
             shape, layout, itemsize=itemsize, kv_pages=pages, page_size=point.page_size,
-            total_bytes=probe.memory_bytes, l2_bytes=probe.l2_bytes or 0, wide=point.group_wide,
+            total_bytes=_memory(point, shape, probe), l2_bytes=probe.l2_bytes or 0, wide=point.group_wide,
         )  # fmt: skip
     dense, moe = shape.first_dense, shape.layers - shape.first_dense
     weights = memory.weight_bytes(shape, layout, itemsize, dense, moe, point.group_wide)
@@ -108,9 +127,17 @@ def most_pages(point: Point, shape: ModelShape, probe: Probe) -> int:
     itemsize, size = ITEMSIZE[point.dtype], point.page_size
     if probe.memory_bytes is not None and probe.device == "cuda":
         return memory.most_kv_pages(
-            shape, point.layout, itemsize=itemsize, page_size=size, total_bytes=probe.memory_bytes,
+            shape, point.layout, itemsize=itemsize, page_size=size, total_bytes=_memory(point, shape, probe),
             l2_bytes=probe.l2_bytes or 0, wide=point.group_wide,
         )  # fmt: skip
     dense, moe = shape.first_dense, shape.layers - shape.first_dense
     held = memory.weight_bytes(shape, point.layout, itemsize, dense, moe, point.group_wide)
     return max((CPU_BYTES // point.tp - held) // memory.page_bytes(shape, size, itemsize), 0)
+
+
+def _memory(point: Point, shape: ModelShape, probe: Probe) -> int:
+    """Bytes of a GPU without what chunks of prompts need while they are prefilled."""
+    total = probe.memory_bytes or 0
+    if point.load is None:
+        return total
+    return total - memory.prefill_bytes(shape, point.layout, point.load.chunk, ITEMSIZE[point.dtype])

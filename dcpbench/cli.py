@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dcpbench import __version__, cli_bench, cli_syncs_checks
+from dcpbench import __version__, cli_bench, cli_serve, cli_syncs_checks
 from dcpbench import cli_options as opt
 from dcpbench.errors import DcpbenchError
 
@@ -109,6 +109,9 @@ def sweep(
         as_json=as_json, machines=machines,
     )  # fmt: skip
     raise typer.Exit(commands.sweep(given, run))
+
+
+app.command(rich_help_panel="Measure")(cli_serve.serve)
 
 
 @app.command(rich_help_panel="Read results")

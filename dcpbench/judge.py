@@ -12,6 +12,7 @@ from dcpbench.batches import GRAPH_BATCHES
 from dcpbench.budget import CPU_BYTES, ITEMSIZE, kv_pages, memory_plan, most_pages, pages_needed, size_text
 from dcpbench.choices import AUTO, EXCHANGES, NO_EXCHANGE, OPTIONS, flag
 from dcpbench.errors import CapacityError, LayoutError, MissingPackageError, UsageError
+from dcpbench.judge_serve import check_serve, check_serve_memory
 from dcpbench.layout import Layout, valid_layouts
 from dcpbench.memory import GIB
 
@@ -56,6 +57,10 @@ def check(point: Point, settings: Settings, shape: ModelShape, machine: Machine)
     _check_exchange(point, machine)
     if probe.device == "cuda":
         _check_gpu_kernels(point, shape)
+    if point.load:
+        check_serve(point, point.load, shape, probe)
+        check_serve_memory(point, settings, shape, probe)
+        return
     _check_concurrency(point)
     if point.context + memory.HEADROOM_TOKENS > shape.max_position:
         raise UsageError(
@@ -73,7 +78,7 @@ def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
         raise CapacityError(
             f"--model {point.model} has about {whole / GIB:,.0f} GiB of {point.dtype} weights and needs GPUs; none are "
             f"{'used with --device cpu' if machine.probe.count else 'visible'} (`dcpbench env` says what is). "
-            "For a functional run on the CPU type: dcpbench sweep --model tiny --tp 8 --dcp 8"
+            f"For a functional run on the CPU type: dcpbench {_command(point)} --model tiny --tp 8 --dcp 8"
         )
 
 
@@ -86,7 +91,7 @@ def _check_ranks(point: Point, shape: ModelShape, machine: Machine) -> None:
     raise CapacityError(
         f"--tp {point.tp} needs {point.tp} GPUs and there are {machine.gpus} ({machine.probe.name}). "
         f"Type instead: {_smaller(point, shape, machine.gpus)} "
-        f"(or run it on {nodes} such machines with --nnodes {nodes}; see dcpbench sweep --help)"
+        f"(or run it on {nodes} such machines with --nnodes {nodes}; see dcpbench {_command(point)} --help)"
     )
 
 
@@ -97,8 +102,12 @@ def _smaller(point: Point, shape: ModelShape, gpus: int) -> str:
         if layouts:
             best = max(layouts, key=lambda x: (x.dp == point.dp, x.dcp))
             dp = f" --dp {best.dp}" if best.dp > 1 else ""
-            return f"dcpbench sweep --model {point.model} --tp {best.tp}{dp} --dcp {best.dcp}"
-    return "dcpbench sweep --device cpu --model tiny --tp 8 --dcp 8"
+            return f"dcpbench {_command(point)} --model {point.model} --tp {best.tp}{dp} --dcp {best.dcp}"
+    return f"dcpbench {_command(point)} --device cpu --model tiny --tp 8 --dcp 8"
+
+
+def _command(point: Point) -> str:
+    return "serve" if point.load else "sweep"
 
 
 def _check_dtype(point: Point) -> None:

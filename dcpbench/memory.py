@@ -23,6 +23,8 @@ CACHE_FACTOR = 4
 """Weights must cycle through this many times the L2 cache between two uses (docs/methodology.md)."""
 PREFILL_WINDOW = 16384
 """Tokens of the stored prefix that are decompressed at once; engine/prefill.py."""
+FP32 = 4
+"""Bytes of a number where partial results are added up."""
 PAGES_OF_PADDING = 1
 HEADROOM_TOKENS = 1
 """A decode step writes one token beyond the context."""
@@ -122,6 +124,26 @@ def window_bytes(shape: ModelShape, layout: Layout, tokens: int, itemsize: int) 
     heads = shape.heads // layout.attn_tp
     travels = shape.kv_width + -(-shape.kv_width // layout.dcp) if layout.dcp > 1 else 0
     return tokens * (2 * heads * (shape.nope + shape.rope) + shape.kv_width + travels) * itemsize
+
+
+def prefill_bytes(shape: ModelShape, layout: Layout, tokens: int, itemsize: int) -> int:
+    """What a step of `tokens` prompt tokens over the layout, of which each replica has its share, takes on one rank.
+
+    On top of what a step of decodes takes; with B = tokens / dp rows of the replica, and k experts a token:
+
+        window    a window of the stored prefix, or as many of the chunks' own tokens (window_bytes)
+        experts   tokens · k · (D + 3·I): their input, which makes way for their output, 2·I and I between. On every
+                  rank as if all its tokens' experts were there, as shapes must not depend on where routers send tokens
+        hidden    tokens · 4·D, gathered, from the shared expert, from both, reduced; B · 3·D, residual, normed, output
+        attention B · (q_lora + 2·Q + h·(3·(nope + P) + 2·V)), and h·V in fp32 where there is a prefix
+    """
+    rows, heads = tokens // layout.dp, shape.heads // layout.attn_tp
+    window = window_bytes(shape, layout, max(PREFILL_WINDOW, rows), itemsize)
+    experts = tokens * shape.top_k * (shape.hidden + 3 * shape.moe_inter)
+    hidden = (4 * tokens + 3 * rows) * shape.hidden
+    per_head = 3 * (shape.nope + shape.rope) + 2 * shape.value
+    attention = rows * ((shape.q_lora or 0) + 2 * shape.kv_width + heads * per_head)
+    return window + (experts + hidden + attention) * itemsize + rows * heads * shape.value * FP32
 
 
 def least_layers(

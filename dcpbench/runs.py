@@ -19,8 +19,9 @@ from dcpbench import folders, launch
 from dcpbench import sweep as grid
 from dcpbench.errors import UsageError
 from dcpbench.nodes import split_endpoint
+from dcpbench.option_values import check_seconds
 from dcpbench.records import RecordFile
-from dcpbench.spec import check_seconds, effective
+from dcpbench.spec import effective
 from dcpbench.torchrun import Machines
 
 if TYPE_CHECKING:

@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
-import re
+import itertools
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from dcpbench import option_values as read
 from dcpbench.budget import ITEMSIZE
 from dcpbench.choices import ALL_REDUCES, AUTO, BACKENDS, EXCHANGES, OPTIONS, flag
 from dcpbench.errors import CapacityError, MissingPackageError, ModelError, UsageError
 from dcpbench.jobs import Settings
+from dcpbench.option_values import SYNTHETIC, check_known, check_positive, check_seconds, did_you_mean
 from dcpbench.shapes import check_checkpoint, load_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from dcpbench.jobs import Probe
+    from dcpbench.serve_records import Load
     from dcpbench.shapes import ModelShape
 
-SYNTHETIC = "synthetic"
+
+@dataclasses.dataclass(frozen=True)
+class PointLoad:
+    """The fields of a point that say what it has to do."""
+
+    concurrency: int
+    context: int
+    load: Load | None = None
+    """Null for `decode`."""
+
+
+class Served(Protocol):
+    """What the workload `serve` sends, for each model and layout; serve_spec.py."""
+
+    def loads(self, dp: int, shape: ModelShape) -> list[PointLoad]:
+        """In the order typed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,8 +52,10 @@ class SweepSpec:
     dp: tuple[int, ...] = (1,)
     dcp: tuple[int, ...] = ()
     """Empty: the largest of each tp and dp, which is tp / dp."""
-    concurrency: tuple[int, ...]
-    context: tuple[int, ...]
+    concurrency: tuple[int, ...] = ()
+    context: tuple[int, ...] = ()
+    serve: Served | None = None
+    """Takes the place of concurrency and context for the workload `serve`."""
     exchange: tuple[str, ...] = EXCHANGES[:1]
     """Used where dcp > 1, as the three options after it; points with dcp 1 exchange nothing and say `none`."""
     q_replicate: tuple[bool, ...] = (False,)
@@ -55,14 +73,15 @@ class SweepSpec:
     settings: Settings = Settings()  # noqa: RUF009 -- frozen
 
     def __post_init__(self) -> None:
-        for name in ("model", "tp", "dp", "concurrency", "context", "exchange", "backend", "all_reduce", *OPTIONS):
+        loads = () if self.serve else ("concurrency", "context")
+        for name in ("model", "tp", "dp", *loads, "exchange", "backend", "all_reduce", *OPTIONS):
             if not getattr(self, name):
                 raise UsageError(f"{flag(name)} is empty; give at least one value or leave the option out.")
         for name in ("tp", "dp", "dcp", "concurrency", "context"):
             for value in getattr(self, name):
-                _positive(name, value)
+                check_positive(name, value)
         for name in ("page_size", "interleave", "repeats"):
-            _positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         for name, values, known in (
             ("exchange", self.exchange, (*EXCHANGES, AUTO)),
             ("all_reduce", self.all_reduce, ALL_REDUCES),
@@ -70,8 +89,14 @@ class SweepSpec:
             ("dtype", (self.dtype,), ITEMSIZE),
         ):
             for value in values:
-                _known(name, value, tuple(known))
+                check_known(name, value, tuple(known))
         self._check_sizes()
+
+    def loads(self, dp: int, shape: ModelShape) -> list[PointLoad]:
+        """What the points of a model have to do in `dp` replicas."""
+        if self.serve:
+            return self.serve.loads(dp, shape)
+        return [PointLoad(*pair) for pair in itertools.product(self.concurrency, self.context)]
 
     def _check_sizes(self) -> None:
         if self.page_size % self.interleave:
@@ -83,12 +108,6 @@ class SweepSpec:
         check_seconds("--seconds", self.settings.seconds, 10)
         if self.weights != SYNTHETIC:
             check_checkpoint(Path(self.weights), "--weights")
-
-
-def check_seconds(option: str, value: float, example: int) -> None:
-    """Raise UsageError unless `value` is a time that can pass."""
-    if not 0 < value < math.inf:
-        raise UsageError(f"{option} {value:g} is not a positive number of seconds; try {option} {example}.")
 
 
 def check_same_sizes(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> None:
@@ -108,12 +127,15 @@ def check_same_sizes(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> None:
 def make_spec(given: Mapping[str, object], probe: Probe) -> SweepSpec:
     """Options as typed (None = not typed; comma strings, numbers or lists) and the device's defaults for the rest."""
     options = {name: PARSERS[name](name, value) for name, value in given.items() if value is not None}
-    if "weights" in options and options["weights"] != SYNTHETIC:
-        options.setdefault("model", (options["weights"],))
-    for name, value in defaults(probe).items():
-        options.setdefault(name, value)
-    settings = {s: options.pop(o) for o, s in _SETTINGS.items() if o in options}
-    return SweepSpec(**options, settings=Settings(**settings))  # type: ignore[arg-type]
+    return complete(options, defaults(probe), {})
+
+
+def complete(options: Mapping[str, object], base: Mapping[str, object], settings: Mapping[str, object]) -> SweepSpec:
+    """Options that have been read, `base` for what is missing, and fields of jobs.Settings beside those of options."""
+    checkpoint = options.get("weights", SYNTHETIC)
+    found = {**base, **({} if checkpoint == SYNTHETIC else {"model": (checkpoint,)}), **options}
+    more = {field: found.pop(name) for name, field in _SETTINGS.items() if name in found}
+    return SweepSpec(**found, settings=Settings(**settings, **more))  # type: ignore[arg-type]
 
 
 def defaults(probe: Probe) -> dict[str, object]:
@@ -129,8 +151,12 @@ def defaults(probe: Probe) -> dict[str, object]:
     }  # fmt: skip
 
 
-def read_options(path: Path) -> dict[str, object]:
-    """Options from a .toml, .yaml or .yml file: the command line's names, with `_` or `-`, without the dashes."""
+def read_options(path: Path, known: Iterable[str] | None = None) -> dict[str, object]:
+    """Options from a .toml, .yaml or .yml file: the command line's names, with `_` or `-`, without the dashes.
+
+    `known` are the names that the command takes; None: those of `sweep`.
+    """
+    names = PARSERS if known is None else list(known)
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as e:
@@ -141,12 +167,13 @@ def read_options(path: Path) -> dict[str, object]:
     options: dict[str, object] = {}
     for typed, value in found.items():
         name = str(typed).replace("-", "_")
-        if name in ("no_baseline", "no_profile") and isinstance(value, bool):
-            options[name.removeprefix("no_")] = not value
+        off = name.removeprefix("no_")
+        if off in SWITCHED_OFF and off in names and name != off and isinstance(value, bool):
+            options[off] = not value
             continue
-        if name not in PARSERS:
-            known = [n.replace("_", "-") for n in PARSERS]
-            raise UsageError(f"{path}: unknown option '{typed}'{_did_you_mean(name.replace('_', '-'), known)}")
+        if name not in names:
+            near = did_you_mean(name.replace("_", "-"), [n.replace("_", "-") for n in names])
+            raise UsageError(f"{path}: unknown option '{typed}'{near}")
         if value is None:
             raise UsageError(f"{path}: '{typed}' has no value; give one, or leave the line out.")
         options[name] = value
@@ -155,7 +182,7 @@ def read_options(path: Path) -> dict[str, object]:
 
 def effective(probe: Probe, device: str) -> Probe:
     """The machine as --device auto, cuda or cpu wants it seen."""
-    _known("device", device, ("auto", "cuda", "cpu"))
+    check_known("device", device, ("auto", "cuda", "cpu"))
     if device == "cuda" and probe.device != "cuda":
         raise CapacityError(
             "--device cuda, but no GPU is visible; `dcpbench env` says why. "
@@ -164,20 +191,6 @@ def effective(probe: Probe, device: str) -> Probe:
     if device == "cpu" and probe.device != "cpu":
         return msgspec.structs.replace(probe, device="cpu", count=0, name="CPU", memory_bytes=None, l2_bytes=None)
     return probe
-
-
-def parse_bytes(name: str, value: object) -> int:
-    """`100GiB`, `40GB` or `512 MiB`."""
-    if re.fullmatch(r"\s*\d+(\.\d+)?\s*", str(value)):
-        raise UsageError(f"{flag(name)} {value} has no unit; write for example {flag(name)} 100GiB or 40GB.")
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(value), re.IGNORECASE)
-    if not match or isinstance(value, bool):
-        raise UsageError(f"{flag(name)} {value}: not a size; write for example {flag(name)} 100GiB or 40GB.")
-    number, unit, binary = match.groups()
-    size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
-    if size < 1:
-        raise UsageError(f"{flag(name)} {value}: must be more than 0 bytes; write for example {flag(name)} 100GiB.")
-    return size
 
 
 def _parse_toml(path: Path, text: str) -> object:
@@ -200,105 +213,31 @@ def _parse_yaml(path: Path, text: str) -> object:
         raise UsageError(f"{path} is not valid YAML: {' '.join(str(e).split())}.") from e
 
 
-def _items(name: str, value: object) -> list[object]:
-    if isinstance(value, str):
-        value = [part.strip() for part in value.split(",")]
-    items = value if isinstance(value, list | tuple) else [value]
-    if not items or items == [""]:
-        raise UsageError(f"{flag(name)} is empty; write for example {_example(name)}, or leave it out.")
-    if "" in items:
-        raise UsageError(f"{flag(name)} {value!r} has an empty entry; write a comma list such as {_example(name)}.")
-    return list(items)
-
-
-def _example(name: str) -> str:
-    examples = {
-        "model": "deepseek-v3,kimi-k2", "backend": ",".join(BACKENDS), "exchange": EXCHANGES[0], "dtype": "bf16",
-        "weights": SYNTHETIC, "all_reduce": ALL_REDUCES[0],
-        "tp": "4,8", "dcp": "1,4", "concurrency": "8,32", "context": "4000,32000",
-    }  # fmt: skip
-    return f"{flag(name)} {examples.get(name, '1')}"
-
-
-def _ints(name: str, value: object) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(_int(name, item) for item in _items(name, value)))
-
-
-def _int(name: str, value: object) -> int:
-    digits = re.fullmatch(r"[+-]?\d+", value.strip()) if isinstance(value, str) else None
-    if digits or (isinstance(value, int) and not isinstance(value, bool)):
-        return int(value)  # type: ignore[call-overload, no-any-return]
-    raise UsageError(f"{flag(name)} {value}: not a whole number; write for example {_example(name)}.")
-
-
-def _names(name: str, value: object) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(_name(name, item) for item in _items(name, value)))
-
-
-def _name(name: str, value: object) -> str:
-    if value == "":
-        raise UsageError(f"{flag(name)} is empty; write for example {_example(name)}, or leave it out.")
-    if not isinstance(value, str):
-        raise UsageError(f"{flag(name)} {value!r}: not a name; write for example {_example(name)}.")
-    return value
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    raise UsageError(f"{flag(name)} {value!r}: not a number; write for example {flag(name)} 10.")
-
-
-def _bool(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise UsageError(f"{name} is {value!r}; write true or false.")
-    return value
-
-
-def _bools(name: str, value: object) -> tuple[bool, ...]:
-    """`true`, or `[false, true]` for an axis of both."""
-    values = value if isinstance(value, list) else [value]
-    return tuple(dict.fromkeys(_bool(name, item) for item in values))
-
-
-def _positive(name: str, value: int) -> None:
-    if value < 1:
-        raise UsageError(f"{flag(name)} {value} is not positive; try {_example(name)}.")
-
-
-def _known(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise UsageError(f"{flag(name)} {value} is unknown{_did_you_mean(value, known)}")
-
-
-def _did_you_mean(value: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(value, known, n=1)
-    return (f"; did you mean {near[0]}?" if near else ".") + f" Known: {', '.join(known)}."
-
-
 PARSERS: dict[str, Callable[[str, object], object]] = {
-    "model": _names,
-    "tp": _ints,
-    "dp": _ints,
-    "dcp": _ints,
-    "concurrency": _ints,
-    "context": _ints,
-    "exchange": _names,
-    "q_replicate": _bools,
-    "project_first": _bools,
-    "overlap": _bools,
-    "all_reduce": _names,
-    "backend": _names,
-    "dtype": _name,
-    "page_size": _int,
-    "interleave": _int,
-    "weights": _name,
-    "kv_memory": parse_bytes,
-    "seconds": _number,
-    "repeats": _int,
-    "baseline": _bool,
-    "profile": _bool,
+    "model": read.names,
+    "tp": read.ints,
+    "dp": read.ints,
+    "dcp": read.ints,
+    "concurrency": read.ints,
+    "context": read.ints,
+    "exchange": read.names,
+    "q_replicate": read.switches,
+    "project_first": read.switches,
+    "overlap": read.switches,
+    "all_reduce": read.names,
+    "backend": read.names,
+    "dtype": read.name_of,
+    "page_size": read.whole,
+    "interleave": read.whole,
+    "weights": read.name_of,
+    "kv_memory": read.parse_bytes,
+    "seconds": read.number,
+    "repeats": read.whole,
+    "baseline": read.switch,
+    "profile": read.switch,
 }
 """Every name that a configuration file may hold, and how its value is read."""
+SWITCHED_OFF = ("baseline", "profile", "prefix_cache")
+"""On by default: files may also say `no-baseline`."""
 
 _SETTINGS = {"kv_memory": "kv_memory_bytes", "seconds": "seconds", "profile": "profile"}

@@ -13,11 +13,12 @@ from dcpbench.choices import ALL_REDUCES, NO_EXCHANGE, OPTIONS, flag
 from dcpbench.errors import DcpbenchError, LayoutError, UsageError
 from dcpbench.judge import Machine, check
 from dcpbench.records import Point, Record
+from dcpbench.serving.load_words import load_name
 from dcpbench.shapes import ModelShape, load_shape
 from dcpbench.spec import check_same_sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from dcpbench import memory
     from dcpbench.jobs import Probe
@@ -83,8 +84,13 @@ def layout_name(point: Point) -> str:
 def point_name(point: Point) -> str:
     """One point in a line: `tiny tp8·dcp8 reference ag_rs, 8 × 100 tokens`."""
     repeat = f", repeat {point.repeat}" if point.repeat else ""
-    load = f"{point.concurrency} × {point.context:,} tokens"
+    load = load_text(point) + ("" if point.load else " tokens")
     return f"{point.model} {layout_name(point)} {path_name(point)}, {load}{repeat}"
+
+
+def load_text(point: Point) -> str:
+    """`8 × 4,000` requests and tokens, or what is served."""
+    return load_name(point.load, point.concurrency) if point.load else f"{point.concurrency} × {point.context:,}"
 
 
 def path_name(point: Point) -> str:
@@ -106,7 +112,8 @@ def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
             "backend": p.backend, "exchange": p.exchange, "all_reduce": p.all_reduce,
             **{name: getattr(p, name) for name in OPTIONS},
             "path": path_name(p),
-            "concurrency": p.concurrency, "context": p.context, "repeat": p.repeat,
+            "workload": p.workload, "concurrency": p.concurrency, "context": p.context, "repeat": p.repeat,
+            "load": msgspec.to_builtins(p.load), "load_text": load_text(p),
             "added": c.added,
             "kv_pool_bytes": plan.kv_bytes if plan else None,
             "weights_held_bytes": plan.weight_bytes if plan else None,
@@ -117,15 +124,16 @@ def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
     return rows
 
 
-def _grid(spec: SweepSpec) -> Iterable[Point]:
-    loads = itertools.product(spec.model, spec.concurrency, spec.context)
+def _grid(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> Iterable[Point]:
+    loads = {(model, dp): spec.loads(dp, shapes[model]) for model in spec.model for dp in spec.dp}
     paths = list(itertools.product(spec.backend, spec.all_reduce, _exchanges(spec)))
-    axes = itertools.product(range(spec.repeats), spec.tp, spec.dp, loads, paths)
-    for repeat, tp, dp, (model, concurrency, context), (backend, all_reduce, exchange) in axes:
-        for dcp in spec.dcp or (max(tp // dp, 1),):
+    axes = itertools.product(range(spec.repeats), spec.tp, spec.dp, spec.model, paths)
+    for repeat, tp, dp, model, (backend, all_reduce, exchange) in axes:
+        for given, dcp in itertools.product(loads[model, dp], spec.dcp or (max(tp // dp, 1),)):
             yield Point(
-                model=model, tp=tp, dp=dp, dcp=dcp, concurrency=concurrency, context=context,
-                backend=backend, all_reduce=all_reduce if tp > dp else ALL_REDUCES[0], dtype=spec.dtype,
+                model=model, tp=tp, dp=dp, dcp=dcp, concurrency=given.concurrency, context=given.context,
+                load=given.load, workload="serve" if given.load else "decode", backend=backend,
+                all_reduce=all_reduce if tp > dp else ALL_REDUCES[0], dtype=spec.dtype,
                 page_size=spec.page_size, interleave=spec.interleave, weights=spec.weights, repeat=repeat,
                 **(exchange if dcp > 1 else WITHOUT_EXCHANGE),  # type: ignore[arg-type]
             )  # fmt: skip
@@ -150,7 +158,7 @@ def _check_used(spec: SweepSpec, points: Iterable[Point]) -> None:
 def _expand(spec: SweepSpec, machine: Machine) -> list[Candidate]:
     shapes = {model: load_shape(model) for model in spec.model}
     check_same_sizes(spec, shapes)
-    typed = {point.key(): _judge(point, spec, shapes[point.model], machine) for point in _grid(spec)}
+    typed = {point.key(): _judge(point, spec, shapes[point.model], machine) for point in _grid(spec, shapes)}
     added = {}
     if spec.baseline:
         for found in typed.values():
@@ -172,7 +180,8 @@ def _order(point: Point, spec: SweepSpec) -> tuple[object, ...]:
     p = point
     place = spec.model.index(p.model)
     weights, path = (p.q_replicate, p.project_first), (p.backend, p.exchange, p.overlap, p.all_reduce)
-    return (p.repeat, p.tp, place, p.dp, p.dcp, *weights, *path, p.concurrency, p.context)
+    load = (p.load.request_rate or 0.0, p.load.input_tokens, p.load.output_tokens) if p.load else ()
+    return (p.repeat, p.tp, place, p.dp, p.dcp, *weights, *path, p.concurrency, p.context, *load)
 
 
 def _judge(point: Point, spec: SweepSpec, shape: ModelShape, machine: Machine) -> Candidate:

@@ -87,14 +87,15 @@ def candidates_table(rows: Sequence[dict[str, object]]) -> Table:
     table = Table(title="Points, in running order", box=box.SIMPLE, title_justify="left")
     for name in ("model", "layout", "in vLLM's words", "attention"):
         table.add_column(name, no_wrap=name != "attention")
-    for name in ("requests × tokens", "KV pool/rank", "weights/rank", "layers held"):
+    served = any(r["workload"] == "serve" for r in rows)
+    for name in ("load" if served else "requests × tokens", "KV pool/rank", "weights/rank", "layers held"):
         table.add_column(name, justify="right", no_wrap=True)
     for r in rows:
         if r["reason"]:
             continue
         table.add_row(
             str(r["model"]), f"{r['layout']}{' +' if r['added'] else ''}", str(r["vllm_layout"]),
-            str(r["path"]), f"{r['concurrency']} × {r['context']:,}",
+            str(r["path"]), str(r["load_text"]),
             _size(r["kv_pool_bytes"]), _size(r["weights_held_bytes"]), f"{r['layers_held']} of {r['layers']}",
         )  # fmt: skip
     if any(r["added"] for r in rows):
@@ -108,8 +109,8 @@ def rejected_lines(rows: Sequence[dict[str, object]]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for r in rows:
         if r["reason"]:
-            load = f"{r['layout']} {r['concurrency']}×{r['context']}"
-            reasons.setdefault(str(r["reason"]), []).append(load)
+            load = str(r["load_text"]) if r["load"] else f"{r['concurrency']}×{r['context']}"
+            reasons.setdefault(str(r["reason"]), []).append(f"{r['layout']} {load}")
     return [f"{', '.join(dict.fromkeys(loads))}: {reason}" for reason, loads in reasons.items()]
 
 

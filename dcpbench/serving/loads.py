@@ -6,19 +6,20 @@ the beginning of a stream is the same for whoever reads it, however far: that is
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcpbench.choices import CLOSED, GAMMA
+from dcpbench.choices import CLOSED, TRACE
 from dcpbench.errors import UsageError
 from dcpbench.serving.load_words import LOGNORMAL, UNIFORM, parse_lengths
 from dcpbench.serving.request_files import BLOCK, read_requests
 from dcpbench.serving.requests import ServeRequest
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from dcpbench.serve_records import Load
     from dcpbench.serving.load_words import Lengths
     from dcpbench.serving.request_files import Row, Trace
@@ -54,11 +55,37 @@ def from_trace(load: Load, vocab: int, trace: Trace) -> list[ServeRequest]:
     if load.trace_sha256 and load.trace_sha256 != trace.sha256:
         raise UsageError(f"{trace.path} is not the file that it was when the run began; start another run, with -o.")
     rows = trace.rows[: load.requests]
-    times = arrival_times(load) if load.arrival in (CLOSED, GAMMA) else [row.arrival_s for row in rows]
+    times = [row.arrival_s for row in rows] if load.arrival == TRACE else arrival_times(load)
     return [
         ServeRequest(number=i, prompt=_row_prompt(load, vocab, i, row), output_tokens=row.output_tokens, arrival_s=at)
         for i, (row, at) in enumerate(zip(rows, times, strict=True))
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Extent:
+    """How large the requests of a load are, in tokens of prompt and output together."""
+
+    shortest: int
+    longest: int
+    output: int
+    """Output tokens of all requests."""
+    ends_s: float
+    """When the last one comes; 0 in a closed loop."""
+
+
+@functools.cache
+def extent(load: Load, trace: str = "") -> Extent:
+    """What a load asks for, without making its prompts; `trace` is the path of the file that it names."""
+    if load.trace:
+        rows = read_requests(Path(trace)).rows[: load.requests]
+        inputs, outputs = np.array([row.input_tokens for row in rows]), np.array([row.output_tokens for row in rows])
+        times = [row.arrival_s for row in rows] if load.arrival == TRACE else arrival_times(load)
+    else:
+        inputs, outputs = draw_lengths(load)
+        times = arrival_times(load)
+    tokens = inputs + outputs
+    return Extent(int(tokens.min()), int(tokens.max()), int(outputs.sum()), times[-1] or 0.0)
 
 
 def draw_lengths(load: Load) -> tuple[np.ndarray, np.ndarray]:

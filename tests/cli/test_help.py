@@ -13,7 +13,8 @@ import pytest
 from typer.models import OptionInfo
 
 from dcpbench import cli
-from dcpbench.spec import PARSERS, flag
+from dcpbench.choices import flag
+from dcpbench.spec import PARSERS
 
 ROOT = Path(cli.__file__).parents[1]
 HEAVY = ("torch", "triton", "pandas", "matplotlib", "numpy", "jinja2", "dcpbench.reports", "rich.progress")

@@ -8,7 +8,8 @@ import pytest
 
 from dcpbench.errors import CapacityError, DcpbenchError, ModelError, UsageError
 from dcpbench.jobs import Probe
-from dcpbench.spec import PARSERS, SweepSpec, effective, make_spec, parse_bytes, read_options
+from dcpbench.option_values import parse_bytes
+from dcpbench.spec import PARSERS, SweepSpec, effective, make_spec, read_options
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -167,7 +168,7 @@ def test_device_cpu_hides_the_gpus_and_device_cuda_needs_one() -> None:
 def test_every_option_of_a_file_reaches_the_spec_or_its_settings() -> None:
     """No name is accepted and then ignored."""
     fields = set(SweepSpec.__dataclass_fields__) | {"kv_memory", "seconds", "profile"}
-    assert set(PARSERS) == fields - {"settings"}
+    assert set(PARSERS) == fields - {"settings", "serve"}
 
 
 def test_a_spec_made_by_hand_is_checked_too() -> None:
