@@ -1,0 +1,206 @@
+"""Which cases to measure, so that every step of given loads can be predicted: as few as that takes.
+
+Device time is dear. Lines in KV tokens and in pairs need two points each; sizes need to be as close as the curve bends
+between them. docs/replay.md has the sums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from dcpbench.batches import GRAPH_BATCHES, batch_rows
+from dcpbench.errors import UsageError
+from dcpbench.serving.load_words import FIXED, TRACE_LENGTHS, parse_lengths
+from dcpbench.serving.step_times import CHECK, GATHER, Case, Chunks, Decodes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from dcpbench.records import Point
+
+NEAR_TOP, GROWTH, FAR_GROWTH = 4, 1.3, 2.0
+"""Neighbouring numbers of decode rows differ by GROWTH at least, and by FAR_GROWTH below a NEAR_TOP-th of the most:
+those come while a run begins and ends."""
+CHUNK_TOKENS = (1, 16, 128, 512, 2048, 4096, 8192, 16384, 32768)
+"""Up to here experts are hit by few tokens, then all of them, then products outgrow the reading of weights."""
+SHORT_CHUNKS = 8
+"""Chunks of a step with short prompts."""
+ATTENTION_SHOWS = 2048
+"""From so many tokens on, how they are divided over prompts, and that there is some prefix at all, is measured."""
+MIXED_TOKENS = (128, 2048)
+"""Chunks beside which decode rows are measured: as many tokens, or the next fewer that there are."""
+SAME = 0.1
+"""A prompt this near to a measured size needs none of its own."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Extent:
+    """What the steps of one replica can be like, at most."""
+
+    requests: int
+    context: int
+    """Tokens of a request."""
+    pages: int
+    """Of KV, without the padding page; a virtual page on all dcp ranks each."""
+    virtual_page: int
+    chunk: int
+    """Prompt tokens of a step."""
+    targets: tuple[int, ...] = ()
+    """Requests that loads keep in flight on a replica: the numbers of rows that come most."""
+    prompts: tuple[int, ...] = ()
+    """Lengths that all prompts of a load have."""
+
+    @classmethod
+    def of(cls, points: Iterable[Point], *, pages: int, max_context: int) -> Extent:
+        """Of all points of one engine path, with `pages` in each rank's pool, the padding page included."""
+        points = list(points)
+        one = points[0]
+        loads = [p.load for p in points if p.load is not None]
+        lengths = (parse_lengths("input", x.input_tokens) for x in loads if x.input_tokens != TRACE_LENGTHS)
+        targets = tuple(sorted({-(-p.concurrency // p.dp) for p in points}))
+        return cls(
+            requests=targets[-1],
+            targets=targets,
+            context=min(max(p.context for p in points), max_context),
+            pages=pages - 1,
+            virtual_page=one.page_size * one.dcp,
+            chunk=max(x.chunk for x in loads) // one.dp,
+            prompts=tuple(sorted({x.low for x in lengths if x.kind == FIXED})),
+        )
+
+    def fits(self, case: Case) -> bool:
+        """Whether slots, pages, context and chunk suffice for a case."""
+        lengths = [(d.requests, d.context) for d in case.decodes]
+        lengths += [(c.chunks, c.prefix + c.tokens) for c in case.chunks]
+        pages = sum(count * -(-tokens // self.virtual_page) for count, tokens in lengths)
+        return (
+            case.requests <= self.requests
+            and pages <= self.pages
+            and max(tokens for _, tokens in lengths) <= self.context
+            and sum(c.chunks * c.tokens for c in case.chunks) <= self.chunk
+        )
+
+    def longest(self, requests: int, pages_taken: int = 0) -> int:
+        """Most tokens that each of so many requests can have at once; 0 where they have no room."""
+        pages = (self.pages - pages_taken) // requests
+        return min(self.context, pages * self.virtual_page)
+
+    def longest_prefix(self, chunks: int, tokens: int) -> int:
+        """Most stored tokens before each of so many chunks; chunks begin with a page. Negative: no room for them."""
+        pages = -(-tokens // self.virtual_page)
+        room = min(self.context - tokens, (self.pages // chunks - pages) * self.virtual_page)
+        return room // self.virtual_page * self.virtual_page
+
+
+def grid(extent: Extent) -> list[Case]:
+    """The cases, cheapest kind first. Raises UsageError where the KV cache holds nothing."""
+    if extent.pages < 1:
+        raise UsageError("a KV cache without a page is too small to measure any step; give more with --kv-memory.")
+    sizes = chunk_sizes(extent)
+    wanted = [*_decodes(extent), *_prefills(extent, sizes), *_mixed(extent, sizes), *_checks(extent, sizes)]
+    return [case for case in dict.fromkeys(wanted) if extent.fits(case)]
+
+
+def row_sizes(requests: int, targets: Iterable[int] = ()) -> list[int]:
+    """Padded sizes to measure for up to so many decode rows, of captured graphs and of eager steps past them."""
+    wanted = {batch_rows(n) for n in targets}
+    graphs = [s for s in GRAPH_BATCHES if s <= batch_rows(requests)]
+    eager = sorted({batch_rows(n) for n in range(GRAPH_BATCHES[-1] + 1, requests + 1)})
+    return [*_thinned(graphs, wanted), *_thinned(eager, wanted)]
+
+
+def chunk_sizes(extent: Extent) -> list[int]:
+    """Tokens of the steps with chunks alone, up to the most that requests and KV allow."""
+    top = min(extent.chunk, extent.requests * extent.context, extent.pages * extent.virtual_page)
+    while top > 1 and not extent.fits(Case(chunks=_even(top, -(-top // extent.context)))):
+        top = max(top - extent.virtual_page, 1)
+    sizes = [s for s in CHUNK_TOKENS if s < top] + [top]
+    own = [p for p in extent.prompts if p < top and all(abs(p - s) > SAME * s for s in sizes)]
+    return sorted({*sizes, *own})
+
+
+def _thinned(sizes: Sequence[int], wanted: Iterable[int]) -> list[int]:
+    """From the largest down, each smaller by a factor; the smallest and those wanted always."""
+    kept: list[int] = []
+    for size in reversed(sizes):
+        factor = GROWTH if size * NEAR_TOP >= sizes[-1] else FAR_GROWTH
+        if not kept or size * factor <= kept[-1] or size == sizes[0] or size in wanted:
+            kept.append(size)
+    return kept[::-1]
+
+
+def _decodes(extent: Extent) -> Iterator[Case]:
+    """For each size few and most KV tokens, at the largest something between."""
+    sizes = row_sizes(extent.requests, extent.targets)
+    for size in sizes:
+        requests = min(size, extent.requests)
+        for context in _contexts(extent, requests, middle=size == sizes[-1]):
+            yield Case(decodes=(Decodes(requests, context),))
+
+
+def _contexts(extent: Extent, requests: int, pages_taken: int = 0, *, middle: bool = False) -> list[int]:
+    most = extent.longest(requests, pages_taken)
+    if most < 1:
+        return []
+    least = min(extent.virtual_page, most)
+    return sorted({least, (least + most) // 2, most} if middle else {least, most})
+
+
+def _prefills(extent: Extent, sizes: Sequence[int]) -> Iterator[Case]:
+    """For each size prompts without prefix and with the longest; where attention shows, short prompts, too.
+
+    From no prefix to some, work begins that even the shortest brings: it is measured once.
+    """
+    once = _at_most(ATTENTION_SHOWS, sizes)
+    for size in sizes:
+        fewest = -(-size // extent.context)
+        many = min(SHORT_CHUNKS, extent.requests, size)
+        if size >= once and many > fewest:
+            yield Case(chunks=_even(size, many))
+        most = extent.longest_prefix(fewest, -(-size // fewest))
+        for prefix in sorted({0, most} | ({extent.virtual_page} if size == once else set())):
+            if 0 <= prefix <= max(most, 0):
+                yield Case(chunks=_even(size, fewest, prefix))
+    fewest, many = -(-once // extent.context), min(SHORT_CHUNKS, extent.requests, once)
+    prefix = extent.longest_prefix(many, -(-once // many))
+    if many > fewest and prefix > 0:
+        yield Case(chunks=_even(once, many, prefix), use=GATHER)
+
+
+def _mixed(extent: Extent, sizes: Sequence[int]) -> Iterator[Case]:
+    """Decode rows beside one chunk, or as many as its tokens need."""
+    for size in sorted({_at_most(tokens, sizes) for tokens in MIXED_TOKENS}):
+        chunks = _even(size, -(-size // extent.context))
+        taken = sum(c.chunks * -(-c.tokens // extent.virtual_page) for c in chunks)
+        room = extent.requests - sum(c.chunks for c in chunks)
+        if room < 1:
+            continue
+        between = max((n for n in GRAPH_BATCHES if n <= room / 3), default=1)
+        for requests in sorted({1, between, room}):
+            for context in _contexts(extent, requests, taken):
+                yield Case(decodes=(Decodes(requests, context),), chunks=chunks)
+
+
+def _checks(extent: Extent, sizes: Sequence[int]) -> Iterator[Case]:
+    """What the prediction takes to be alike: uneven requests, sizes and prefixes between the measured ones."""
+    half = extent.requests // 2
+    most = extent.longest(max(2 * half, 1))
+    if half and most > 8:  # noqa: PLR2004 - something to divide unevenly
+        yield Case(decodes=(Decodes(half, most), Decodes(half, most // 8)), use=CHECK)
+        size = _at_most(1024, sizes)
+        prefix = extent.longest_prefix(1, size) // 2 // extent.virtual_page * extent.virtual_page
+        if prefix > 0:
+            yield Case(chunks=_even(size - size // 4, 1, prefix), use=CHECK)
+            yield Case(decodes=(Decodes(half, most // 4),), chunks=_even(size - size // 4, 1, prefix), use=CHECK)
+
+
+def _even(tokens: int, chunks: int, prefix: int = 0) -> tuple[Chunks, ...]:
+    """So many chunks that have `tokens` together and differ by one at most."""
+    small, more = divmod(tokens, chunks)
+    parts = Chunks(more, small + 1, prefix), Chunks(chunks - more, small, prefix)
+    return tuple(part for part in parts if part.chunks)
+
+
+def _at_most(tokens: int, sizes: Sequence[int]) -> int:
+    return max((s for s in sizes if s <= tokens), default=sizes[0])

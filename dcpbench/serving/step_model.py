@@ -1,0 +1,256 @@
+"""How long a step takes, from cases that were measured: interpolation between them, by what the hardware does.
+
+    decode only    T(rows, KV)         read the weights that the rows need, and their KV
+    prefill only   F(tokens, x) + …    weights and products for all tokens, and attention of each to x others
+    mixed          F(all rows, x) + G(rows, KV)     decode rows are rows like others, but attend in their own way
+
+All are linear in KV tokens, as attention reads each row once, and in pairs of tokens that attend to each other. In
+rows they bend (experts that are hit, the ridge between reading and computing), so neighbouring sizes are measured.
+What lies outside is refused, but for a tenth more KV or pairs, where the line goes on.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+from typing import TYPE_CHECKING, NamedTuple
+
+from dcpbench.batches import GRAPH_BATCHES, batch_rows
+from dcpbench.errors import RecordsError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from dcpbench.serving.requests import ReplicaStep, Step
+
+BEYOND = 1.1
+"""How far a line in KV tokens or pairs goes on past its last case."""
+
+
+class Work(NamedTuple):
+    """What a replica does in a step, as far as its time depends on it."""
+
+    rows: int
+    """Decode rows as they run: padded (batches.py)."""
+    kv_tokens: int
+    """That they attend to, all together."""
+    tokens: int
+    """Of chunks."""
+    pairs: float
+    """Σ tokens · (prefix + tokens / 2) over chunks: tokens times the tokens that each attends to, on average."""
+    prefix: int
+    """Σ prefix over chunks: stored tokens that are gathered and decompressed."""
+
+    @classmethod
+    def of(cls, requests: int, kv_tokens: int, chunks: Iterable[tuple[int, int]]) -> Work:
+        """Of so many decoding requests and of chunks, each (tokens, prefix)."""
+        tokens, pairs, prefix = 0, 0.0, 0
+        for count, before in chunks:
+            tokens += count
+            pairs += count * (before + count / 2)
+            prefix += before
+        return cls(batch_rows(requests) if requests else 0, kv_tokens, tokens, pairs, prefix)
+
+
+Sample = tuple[Work, float]
+"""A case and its ms."""
+
+
+def step_works(step: Step) -> list[Work]:
+    """Of each replica."""
+    return [_work(replica) for replica in step.replicas]
+
+
+def _work(replica: ReplicaStep) -> Work:
+    requests = len(replica.decodes)
+    return Work.of(requests, sum(replica.positions) + requests, [(c.tokens, c.start) for c in replica.chunks])
+
+
+class Line:
+    """Piecewise linear through points of ascending x; beyond its ends the last pieces go on."""
+
+    def __init__(self, points: Iterable[tuple[float, float]]) -> None:
+        self.xs, self.ys = zip(*sorted(points), strict=True)
+
+    @property
+    def top(self) -> float:
+        """Largest x that was measured."""
+        return float(self.xs[-1])
+
+    def __call__(self, x: float) -> float:
+        """y at x."""
+        xs, ys = self.xs, self.ys
+        if len(xs) == 1:
+            return float(ys[0])
+        i = min(max(bisect.bisect_left(xs, x), 1), len(xs) - 1)
+        share = (x - xs[i - 1]) / (xs[i] - xs[i - 1])
+        return float(ys[i - 1] + share * (ys[i] - ys[i - 1]))
+
+
+class Surface:
+    """Lines over rows: linear between the lines of neighbouring sizes, all at the same x."""
+
+    def __init__(self, points: Iterable[tuple[int, float, float]]) -> None:
+        """Of (rows, x, ms); x stands for KV tokens per row, or for tokens that a token attends to."""
+        by_rows: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
+        for rows, x, ms in points:
+            by_rows[rows].append((x, ms))
+        self.sizes = sorted(by_rows)
+        self.lines = [Line(by_rows[rows]) for rows in self.sizes]
+
+    def neighbours(self, rows: float) -> tuple[int, int, float]:
+        """The two lines around `rows`, and the second one's weight; past the last, the last two."""
+        if len(self.sizes) == 1:
+            return 0, 0, 0.0
+        i = min(max(bisect.bisect_left(self.sizes, rows), 1), len(self.sizes) - 1)
+        low, high = self.sizes[i - 1], self.sizes[i]
+        return i - 1, i, (rows - low) / (high - low)
+
+    def __call__(self, rows: float, x: float) -> float:
+        """ms at so many rows."""
+        a, b, share = self.neighbours(rows)
+        return (1 - share) * self.lines[a](x) + share * self.lines[b](x)
+
+    def top(self, rows: float) -> float:
+        """Largest x that may be asked for at so many rows: what one of the two neighbours was measured with."""
+        a, b, _ = self.neighbours(rows)
+        return BEYOND * max(self.lines[a].top, self.lines[b].top)
+
+
+class DecodeTimes:
+    """Steps of decode rows alone: T(padded rows, KV tokens). Interpolated at equal KV tokens per row."""
+
+    def __init__(self, cases: Sequence[Sample]) -> None:
+        self.surface = Surface((w.rows, w.kv_tokens / w.rows, ms) for w, ms in cases)
+
+    def __call__(self, rows: int, kv_tokens: int) -> float:
+        """ms of a step."""
+        surface, each = self.surface, kv_tokens / rows
+        if not surface.sizes[0] <= rows <= surface.sizes[-1] or each > surface.top(rows):
+            raise _outside(
+                f"{rows} decode rows with {kv_tokens:,} KV tokens",
+                f"{surface.sizes[0]} to {surface.sizes[-1]} rows, there with {surface.top(rows):,.0f} tokens each",
+            )
+        return surface(rows, each)
+
+
+class PrefillTimes:
+    """Rows that go through all layers, and attention of chunks: F(rows, pairs, prefix).
+
+    At each measured number of rows a line over x = pairs / rows, along which the prefix grows as it did in the cases.
+    Stored tokens beyond that, as where each of many chunks has a prefix, take `gather_ms` each; so do those fewer.
+    """
+
+    def __init__(self, line: Sequence[Sample], gather: Sequence[Sample], decode_rows: int) -> None:
+        """`gather`: cases off the line. `decode_rows`: so many more rows than in any of these may come with chunks."""
+        self.ms = Surface((w.tokens, w.pairs / w.tokens, ms) for w, ms in line)
+        self.prefix = Surface((w.tokens, w.pairs / w.tokens, w.prefix) for w, _ in line)
+        self.most = self.ms.sizes[-1] + decode_rows
+        self.gather_ms: float | None = None
+        if gather:
+            extra = [(w.prefix - self.prefix(w.tokens, x), ms - self.ms(w.tokens, x)) for w, ms, x in _with_x(gather)]
+            if any(tokens == 0 for tokens, _ in extra):
+                raise RecordsError("a case for gathering has no more prefix than the others; measure step times again.")
+            slope = sum(tokens * ms for tokens, ms in extra) / sum(tokens**2 for tokens, _ in extra)
+            self.gather_ms = max(slope, 0.0)  # below 0 is noise: nothing is faster with more to gather
+
+    def __call__(self, rows: int, pairs: float, prefix: int) -> float:
+        """ms of a step's `rows` rows, decode rows among them, without the attention of the latter."""
+        x, surface = pairs / rows, self.ms
+        if not surface.sizes[0] <= rows <= self.most or x > surface.top(rows) + 1:
+            raise _outside(
+                f"{rows:,} rows whose chunks' tokens attend to {x:,.0f} tokens on average",
+                f"{surface.sizes[0]:,} to {self.most:,} rows, there with {surface.top(rows):,.0f} tokens",
+            )
+        usual = self.prefix(rows, x)
+        if self.gather_ms is not None:
+            return surface(rows, x) + self.gather_ms * (prefix - usual)
+        if prefix > max(usual, 0) + 1:
+            raise _outside(f"{prefix:,} stored tokens before its chunks", "steps with fewer")
+        return surface(rows, x)
+
+
+class MixedTimes:
+    """What attention of decode rows adds to a step with chunks: G(padded rows, KV tokens), by the chunks' tokens.
+
+    It depends little on the chunks, except where the host, launching kernel by kernel, is slower than the device; past
+    the fewest and the most tokens that were measured it stays as it was there.
+    """
+
+    def __init__(self, cases: Sequence[Sample], prefill: PrefillTimes) -> None:
+        by_tokens: dict[int, list[tuple[int, float, float]]] = collections.defaultdict(list)
+        for w, ms in cases:
+            more = ms - prefill(w.rows + w.tokens, w.pairs, w.prefix)
+            by_tokens[w.tokens].append((w.rows, w.kv_tokens / w.rows, more))
+        self.tokens = sorted(by_tokens)
+        self.surfaces = [Surface(by_tokens[tokens]) for tokens in self.tokens]
+
+    def __call__(self, work: Work) -> float:
+        """ms on top of what PrefillTimes says."""
+        if not self.tokens:
+            raise _outside(f"{work.rows} decode rows beside chunks", "steps with only one of both")
+        i = min(max(bisect.bisect_left(self.tokens, work.tokens), 1), len(self.tokens) - 1) if self.tokens[1:] else 0
+        low, high = max(i - 1, 0), i
+        span = self.tokens[high] - self.tokens[low]
+        share = min(max((work.tokens - self.tokens[low]) / span, 0.0), 1.0) if span else 0.0
+        return (1 - share) * self._at(low, work) + share * self._at(high, work)
+
+    def _at(self, index: int, work: Work) -> float:
+        surface, each = self.surfaces[index], work.kv_tokens / work.rows
+        if not surface.sizes[0] <= work.rows <= surface.sizes[-1] or each > surface.top(work.rows):
+            raise _outside(
+                f"{work.rows} decode rows with {work.kv_tokens:,} KV tokens beside chunks",
+                f"{surface.sizes[0]} to {surface.sizes[-1]} rows, there with {surface.top(work.rows):,.0f} tokens each",
+            )
+        return surface(work.rows, each)
+
+
+class StepModel:
+    """All of it. Raises RecordsError where a part has no case at all."""
+
+    def __init__(self, line: Sequence[Sample], gather: Sequence[Sample] = ()) -> None:
+        """`line`: cases to interpolate between; `gather`: those that tell what more stored tokens cost."""
+        decode = [(w, ms) for w, ms in line if w.rows and not w.tokens]
+        mixed = [(w, ms) for w, ms in line if w.rows and w.tokens]
+        chunks = [(w, ms) for w, ms in line if w.tokens and not w.rows]
+        graphs, eager = _split(decode)
+        if not graphs or not chunks:
+            raise RecordsError(
+                "step times need steps that only decode and steps that only prefill; measure them again."
+            )
+        self.graphs = DecodeTimes(graphs)
+        self.eager = DecodeTimes(eager) if eager else None
+        self.prefill = PrefillTimes(chunks, gather, max((w.rows for w, _ in mixed), default=0))
+        self.mixed = MixedTimes(mixed, self.prefill)
+
+    def step_ms(self, works: Sequence[Work]) -> float:
+        """A step of these replicas. The slowest decides, and all run as many rows as the fullest."""
+        if any(w.tokens for w in works):
+            rows = max(w.rows + w.tokens for w in works)
+            return max(self._with_chunks(rows, w) for w in works)
+        rows = max(w.rows for w in works)
+        times = self.graphs if rows <= GRAPH_BATCHES[-1] else self.eager
+        if times is None:
+            raise _outside(f"{rows} decode rows", f"those of captured graphs, up to {GRAPH_BATCHES[-1]}")
+        return times(rows, max(w.kv_tokens for w in works))
+
+    def _with_chunks(self, rows: int, work: Work) -> float:
+        alone = self.prefill(rows, work.pairs, work.prefix)
+        return alone + self.mixed(work) if work.rows else alone
+
+
+def _with_x(samples: Iterable[Sample]) -> list[tuple[Work, float, float]]:
+    return [(w, ms, w.pairs / w.tokens) for w, ms in samples]
+
+
+def _split(decode: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
+    """Steps of captured graphs, and those past the largest."""
+    most = GRAPH_BATCHES[-1]
+    return [s for s in decode if s[0].rows <= most], [s for s in decode if s[0].rows > most]
+
+
+def _outside(what: str, measured: str) -> UsageError:
+    return UsageError(
+        f"no step time is known for {what}: measured were {measured}. Measure again with the points that need it "
+        "(leave --step-times out), or give a smaller load."
+    )

@@ -1,0 +1,207 @@
+"""Step times of one engine path: what was measured, as a file, and how long any step of the scheduler takes by it.
+
+A case is the same work on every attention replica. Those without prompt chunks, those with nothing else, and mixed ones
+make three parts of the prediction (step_model.py); docs/replay.md says why, and what it leaves out.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.choices import ALL_REDUCES, AUTO, NO_EXCHANGE, PREFILLS, flag
+from dcpbench.errors import RecordsError, UsageError
+from dcpbench.jobs import Probe
+from dcpbench.records import Environment, Honesty
+from dcpbench.serving.step_model import StepModel, Work, step_works
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.records import Point
+    from dcpbench.serving.requests import Step
+
+STEP_TIMES_VERSION = 1
+LINE, GATHER, CHECK = USES = ("line", "gather", "check")
+"""What a case is for: to interpolate between, to tell what more stored tokens cost, or to hold predictions against."""
+
+
+class Decodes(msgspec.Struct, frozen=True):
+    """Requests that decode a token each."""
+
+    requests: int
+    context: int
+    """KV tokens that each attends to, its own included."""
+
+
+class Chunks(msgspec.Struct, frozen=True):
+    """Pieces of prompts, each of another request."""
+
+    chunks: int
+    tokens: int
+    prefix: int
+    """Stored tokens before each."""
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """What every replica does in a step that is measured."""
+
+    decodes: tuple[Decodes, ...] = ()
+    chunks: tuple[Chunks, ...] = ()
+    use: str = LINE
+    """One of USES."""
+
+    @property
+    def requests(self) -> int:
+        """Of one replica."""
+        return sum(d.requests for d in self.decodes) + sum(c.chunks for c in self.chunks)
+
+    def work(self) -> Work:
+        """As the prediction sees it."""
+        return Work.of(
+            sum(d.requests for d in self.decodes),
+            sum(d.requests * d.context for d in self.decodes),
+            [(c.tokens, c.prefix) for c in self.chunks for _ in range(c.chunks)],
+        )
+
+    def __str__(self) -> str:
+        """`47 × 1 token at 5,500 + 1 × 2,048 tokens at 256`."""
+        parts = [f"{d.requests} × 1 token at {d.context:,}" for d in self.decodes]
+        return " + ".join(parts + [f"{c.chunks} × {c.tokens:,} tokens at {c.prefix:,}" for c in self.chunks])
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """A case with its step times."""
+
+    case: Case
+    samples_ms: list[float]
+    """Of steps one behind the other, as the live loop launches and reads them; each the slowest rank's."""
+
+    @property
+    def median_ms(self) -> float:
+        """What predictions use."""
+        return statistics.median(self.samples_ms)
+
+
+class EnginePath(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the time of a step depends on, besides the step and the machine."""
+
+    model: str
+    tp: int
+    dp: int = 1
+    dcp: int = 1
+    dtype: str
+    page_size: int = 1
+    interleave: int = 1
+    weights: str = "synthetic"
+    backend: str
+    exchange: str = NO_EXCHANGE
+    q_replicate: bool = False
+    project_first: bool = False
+    overlap: bool = False
+    all_reduce: str = ALL_REDUCES[0]
+    prefill: str = PREFILLS[0]
+
+    @classmethod
+    def of(cls, point: Point) -> EnginePath:
+        """Of a point of the workload `serve`; `auto` stays `auto`."""
+        assert point.load is not None
+        fields = {name: getattr(point, name) for name in cls.__struct_fields__ if name != "prefill"}
+        return cls(**fields, prefill=point.load.prefill)
+
+    def differences(self, wanted: EnginePath) -> list[str]:
+        """Where this is not what is wanted, as options: `--backend triton instead of flashinfer`. `auto` takes all."""
+        return [
+            f"{flag(name)} {getattr(self, name)} instead of {getattr(wanted, name)}"
+            for name in self.__struct_fields__
+            if getattr(self, name) != getattr(wanted, name) and getattr(wanted, name) != AUTO
+        ]
+
+
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """Measured step times of one engine path; a file of its own."""
+
+    schema_version: int = STEP_TIMES_VERSION
+    path: EnginePath
+    cases: list[Measured]
+    launch_ms: float
+    """What a step takes longer that was launched while the device had nothing to do: planning and launching it."""
+    measuring_s: float
+    """How long it took to measure all this."""
+    honesty: Honesty
+    environment: Environment
+    """Git commit and command included."""
+    marks: list[str] = []
+    """As records have them: `cpu`, `throttled`, …"""
+
+    @property
+    def blocking(self) -> bool:
+        """Whether to launch a step is to run it, as on the CPU."""
+        return self.environment.device == "CPU"
+
+    def probe(self) -> Probe:
+        """The machine it was measured on, for budget.py: a replay divides the memory as a live run there would."""
+        seen = self.environment
+        return Probe(
+            device="cpu" if self.blocking else "cuda", count=seen.device_count, name=seen.device,
+            memory_bytes=seen.device_memory_bytes, l2_bytes=seen.l2_bytes,
+        )  # fmt: skip
+
+    @property
+    def model(self) -> StepModel:
+        """The prediction made of the cases. Raises RecordsError where they are too few for one."""
+        made: StepModel | None = self.__dict__.get("_model")
+        if made is None:
+            made = StepModel(*([(m.case.work(), m.median_ms) for m in self.cases_for(use)] for use in (LINE, GATHER)))
+            self.__dict__["_model"] = made
+        return made
+
+    def duration_ms(self, step: Step) -> float:
+        """How long a step takes after the one before it. Raises UsageError for one outside of what was measured."""
+        return self.model.step_ms(step_works(step))
+
+    def check_errors(self) -> list[tuple[Case, float]]:
+        """Cases that predictions do not use, each with (predicted - measured) / measured."""
+        return [(m.case, self.model.step_ms([m.case.work()]) / m.median_ms - 1) for m in self.cases_for(CHECK)]
+
+    def cases_for(self, use: str) -> list[Measured]:
+        """Those of one use."""
+        return [m for m in self.cases if m.case.use == use]
+
+    def must_be_of(self, point: Point, name: str = "the step times") -> None:
+        """Raise UsageError unless these are the times of the point's engine, saying what differs."""
+        found = self.path.differences(EnginePath.of(point))
+        if found:
+            raise UsageError(
+                f"{name}: measured with {', '.join(found)}; name a file that was measured for this point, or leave "
+                "--step-times out and it is measured now."
+            )
+
+
+def write_step_times(path: Path, times: StepTimes) -> None:
+    """Write the file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_suffix(".part")
+    half.write_bytes(msgspec.json.format(msgspec.json.encode(times), indent=1) + b"\n")
+    half.replace(path)
+
+
+def read_step_times(path: Path) -> StepTimes:
+    """Read such a file. Raises RecordsError where it is missing, damaged, or of another version."""
+    try:
+        data = path.read_bytes()
+        version = msgspec.json.decode(data, type=_Version).schema_version
+        if version != STEP_TIMES_VERSION:
+            raise RecordsError(f"{path} has schema_version {version}, while this dcpbench reads {STEP_TIMES_VERSION}.")
+        times = msgspec.json.decode(data, type=StepTimes)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise RecordsError(f"{path} cannot be read as step times: {e}; name a file below step-times/ of a run.") from e
+    if not all(m.samples_ms and min(m.samples_ms) > 0 for m in times.cases):
+        raise RecordsError(f"{path} has a case without samples, or with times that are not positive; measure again.")
+    return times
+
+
+class _Version(msgspec.Struct):
+    schema_version: int

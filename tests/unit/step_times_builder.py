@@ -1,0 +1,42 @@
+"""Step times of an engine on paper, whose true durations are linear in what a step does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dcpbench.records import Environment, Honesty
+from dcpbench.serving.step_grid import Extent, grid
+from dcpbench.serving.step_times import EnginePath, Measured, StepTimes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dcpbench.serving.step_model import Work
+
+EXTENT = Extent(requests=48, context=5500, pages=1200, virtual_page=256, chunk=8192, targets=(8, 48), prompts=(4000,))
+"""DeepSeek-V3 on tp4·dcp4 with prompts of 4,000 and answers of 1,500 tokens, KV for 307,200."""
+PATH = EnginePath(model="tiny", tp=4, dcp=4, dtype="bf16", page_size=64, backend="flashinfer", exchange="ag_rs")
+HONESTY = Honesty(weights="synthetic", layers=4, layers_held=4, full_weights_bytes_per_gpu=1)
+
+
+def true_ms(work: Work) -> float:
+    """40 ms to read weights, 1.4 a row and 0.1 per thousand KV tokens; products and attention of chunks on top."""
+    if not work.tokens:
+        return 40 + 1.4 * work.rows + 1e-4 * work.kv_tokens
+    chunks = 60 + 0.045 * (work.rows + work.tokens) + 2.5e-6 * work.pairs + 1.5e-3 * work.prefix
+    return chunks + (5 + 0.05 * work.rows + 1e-4 * work.kv_tokens if work.rows else 0)
+
+
+def step_times(
+    extent: Extent = EXTENT, truth: Callable[[Work], float] = true_ms, *, launch_ms: float = 2.0,
+    device: str = "NVIDIA H200", path: EnginePath = PATH,
+) -> StepTimes:  # fmt: skip
+    """What measuring the whole grid of that engine gives."""
+    return StepTimes(
+        path=path,
+        cases=[Measured(case=case, samples_ms=[truth(case.work())]) for case in grid(extent)],
+        launch_ms=launch_ms,
+        measuring_s=20.0,
+        honesty=HONESTY,
+        environment=Environment(device=device, device_count=4, device_memory_bytes=141 << 30),
+    )

@@ -1,0 +1,233 @@
+"""Replay: the live pipeline in virtual time, held against a simulation that is written from events."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from dcpbench.errors import UsageError
+from dcpbench.serving.outcome import serve_metrics
+from dcpbench.serving.replay import replay
+from dcpbench.serving.scheduler import Scheduler
+from tests.unit.serving_builder import config, request
+from tests.unit.step_times_builder import EXTENT, step_times
+
+if TYPE_CHECKING:
+    from dcpbench.serving.requests import ServeRequest, Step
+    from dcpbench.serving.scheduler import SchedulerConfig
+
+
+@dataclasses.dataclass
+class Fixed:
+    """An engine with known times: each decode row 1 ms, each token of a chunk 2, and 10 for the step."""
+
+    launch_ms: float = 0.0
+    blocking: bool = False
+
+    def duration_ms(self, step: Step) -> float:
+        return 10.0 + max(len(r.decodes) + 2 * sum(c.tokens for c in r.chunks) for r in step.replicas)
+
+
+class Events:
+    """The live pipeline as events on one clock: the device ends a step, a request arrives.
+
+    The host sleeps until one of them, reads what the device ended, lets clients send, and decides the next step.
+    """
+
+    def __init__(self, requests: list[ServeRequest], setup: SchedulerConfig, clients: int | None, times: Fixed) -> None:
+        self.scheduler, self.times, self.clients = Scheduler(setup), times, clients
+        self.unsent = list(requests)
+        self.busy_clients = 0
+        self.came: dict[int, list[float]] = {}
+        self.sent: dict[int, float] = {}
+        self.device_free = 0.0
+        self.unread: list[Step] = []
+        self.heap: list[tuple[float, int, Step | None]] = []
+        self.tick = itertools.count()
+
+    def run(self) -> Events:
+        """To the end of all requests."""
+        self.wake(0.0)
+        while self.heap:
+            now, _, ended = heapq.heappop(self.heap)
+            if ended is None:
+                if not self.unread:  # an arrival wakes a host that sleeps without work; else it is seen later
+                    self.wake(now)
+                continue
+            self.read(ended, now)
+            self.wake(now)
+        return self
+
+    def wake(self, now: float) -> None:
+        """The host's turn: decide and launch until it has to wait for a token."""
+        while True:
+            self.send(now)
+            step = self.scheduler.next_step()
+            if step is None:
+                break
+            start = max(now + self.times.launch_ms / 1e3, self.device_free)
+            self.device_free = start + self.times.duration_ms(step) / 1e3
+            self.unread.append(step)
+            heapq.heappush(self.heap, (self.device_free, next(self.tick), step))
+            if len(self.unread) == 2:
+                return
+        if not self.unread and self.unsent and self.clients is None:
+            heapq.heappush(self.heap, (self.unsent[0].arrival_s, next(self.tick), None))
+        elif not self.unread and self.unsent:
+            self.wake(now)  # all that clients sent was rejected
+
+    def send(self, now: float) -> None:
+        """What clients send now."""
+        while self.unsent:
+            one = self.unsent[0]
+            if self.clients is None:
+                if one.arrival_s > now:
+                    return
+            elif self.busy_clients == self.clients:
+                return
+            self.unsent.pop(0)
+            self.sent[one.number] = now if self.clients is not None else one.arrival_s
+            if self.scheduler.submit(one) is None:
+                self.busy_clients += 1
+                self.came[one.number] = []
+
+    def read(self, step: Step, now: float) -> None:
+        """The host has the tokens of a step."""
+        assert step is self.unread.pop(0), "steps end in order"
+        for part in step.replicas:
+            for sequence in part.emits:
+                self.came[sequence.request.number].append(now)
+                self.busy_clients -= len(self.came[sequence.request.number]) == sequence.request.output_tokens
+
+
+def load(seed: int, count: int, *, rate: float | None = None) -> list[ServeRequest]:
+    """Requests of mixed lengths; with a rate, at random times."""
+    rng = np.random.default_rng(seed)
+    times = np.cumsum(rng.exponential(1 / rate, count)).tolist() if rate else [None] * count
+    return [request(i, int(rng.integers(1, 14)), int(rng.integers(1, 12)), times[i]) for i in range(count)]
+
+
+SETUPS = {
+    "mixed": config(pages=60),
+    "prefill-first": config(pages=60, policy="prefill-first"),
+    "pressure": config(pages=9),
+    "dp2": config(pages=12, replicas=2),
+    "one-slot": config(pages=60, max_requests=1),
+}
+
+
+class TestAgainstEvents:
+    @pytest.mark.parametrize("launch_ms", [0.0, 4.0], ids=["launch0", "launch4"])
+    @pytest.mark.parametrize("clients", [1, 3, 8])
+    @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+    def test_a_closed_loop_is_the_same(self, setup: SchedulerConfig, clients: int, launch_ms: float) -> None:
+        self.compare(load(1, 40), setup, clients, Fixed(launch_ms))
+
+    @pytest.mark.parametrize("rate", [2, 20, 200], ids=["rate2", "rate20", "rate200"])
+    @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+    def test_an_open_loop_is_the_same(self, setup: SchedulerConfig, rate: float) -> None:
+        self.compare(load(2, 40, rate=rate), setup, None, Fixed(4.0))
+
+    @staticmethod
+    def compare(requests: list[ServeRequest], setup: SchedulerConfig, clients: int | None, times: Fixed) -> None:
+        """Every token of every request at the same moment, bit for bit."""
+        events = Events(requests, setup, clients, times).run()
+        found = replay(requests, Scheduler(setup), clients, times).traffic
+        assert {s.request.number: s.submitted_s for s in found.samples} == events.sent
+        assert {s.request.number: s.token_s for s in found.samples if not s.rejected} == events.came
+        assert all(s.finished for s in found.samples if not s.rejected)
+
+
+def token_times(
+    requests: list[ServeRequest], clients: int | None, times: Fixed, **changes: object
+) -> list[list[float]]:
+    """Of each request, in ms."""
+    found = replay(requests, Scheduler(config(pages=60, **changes)), clients, times)
+    return [[round(t * 1e3, 6) for t in s.token_s] for s in found.traffic.samples]
+
+
+class TestPipeline:
+    def test_tokens_come_when_their_step_ends(self) -> None:
+        """Prompt of 3: 10 + 2 · 3 = 16 ms; each further token 10 + 1."""
+        assert token_times([request(0, 3, 3)], 1, Fixed()) == [[16, 27, 38]]
+
+    def test_only_a_step_that_the_device_waits_for_shows_its_launch(self) -> None:
+        """5 ms before the first step; those behind it are launched while it runs."""
+        assert token_times([request(0, 3, 3)], 1, Fixed(launch_ms=5)) == [[21, 32, 43]]
+
+    def test_what_is_sent_after_step_k_joins_step_k_plus_2(self) -> None:
+        """
+        Two clients, three requests. A ends with the prefill at 10 + 2 · (1 + 3) = 18 ms. Step 1, decided before, has
+        B's decode alone: 29 ms. C, sent at 18 ms, joins step 2 beside B's decode: 29 + 10 + 1 + 2 · 2 = 44 ms.
+        """
+        requests = [request(0, 1, 1), request(1, 3, 3), request(2, 2, 1)]
+        assert token_times(requests, 2, Fixed()) == [[18], [18, 29, 44], [44]]
+
+    def test_an_idle_device_waits_for_the_next_arrival(self) -> None:
+        """The second comes 1 s later, with an empty pipeline: 1,000 + 10 + 2 · 3."""
+        requests = [request(0, 3, 1, 0.0), request(1, 3, 1, 1.0)]
+        assert token_times(requests, None, Fixed()) == [[16], [1016]]
+
+    def test_an_arrival_during_a_step_joins_when_the_next_step_is_decided(self) -> None:
+        """
+        The host decides at 0 (steps 0 and 1), 16 (step 2), 27 (step 3). Who comes at 17 ms joins step 3, which begins
+        at 38 and takes 10 + 1 + 2 · 2: 53 ms, counted from 17.
+        """
+        requests = [request(0, 3, 4, 0.0), request(1, 2, 1, 0.017)]
+        found = replay(requests, Scheduler(config(pages=60)), None, Fixed()).traffic.samples[1]
+        assert (found.submitted_s, round(found.token_s[0], 6)) == (0.017, 0.053)
+
+    def test_where_to_launch_is_to_run_tokens_are_read_after_the_next_step(self) -> None:
+        """On the CPU: step 0 ends at 16 ms, but the host is in step 1 until 27 ms, and only then reads step 0."""
+        assert token_times([request(0, 3, 3)], 1, Fixed(blocking=True)) == [[27, 38, 38]]
+
+    def test_requests_that_never_fit_do_not_end_the_run(self) -> None:
+        requests = [request(0, 9999, 1), request(1, 9999, 1), request(2, 3, 1)]
+        found = replay(requests, Scheduler(config(pages=60)), 1, Fixed()).traffic
+        assert [bool(s.rejected) for s in found.samples] == [True, True, False]
+        assert found.samples[2].finished
+
+    def test_a_limit_ends_it_with_what_has_been_read(self) -> None:
+        """20 ms: it is seen at 27, when step 1 has been read; step 2, on its way, is read at 38, and no more."""
+        found = replay([request(0, 3, 9), request(1, 3, 9)], Scheduler(config(pages=60)), 1, Fixed(), limit_s=0.02)
+        assert [len(s.token_s) for s in found.traffic.samples] == [3]
+        assert found.traffic.done
+        assert round(found.end_s, 6) == 0.038
+
+    def test_steps_are_counted_by_kind(self) -> None:
+        """A prefill and two decodes of one row; the device never rests."""
+        found = replay([request(0, 3, 3)], Scheduler(config(pages=60)), 1, Fixed())
+        assert (found.counts.steps, found.counts.decode_steps, found.counts.decode_rows) == (3, 2, 2)
+        assert round(found.steps_s, 6) == round(found.end_s, 6) == 0.038
+
+
+class TestWithStepTimes:
+    def test_the_same_load_gives_the_same_tokens_each_time(self) -> None:
+        def once() -> list[list[float]]:
+            setup = config(pages=1200, page_size=64, dcp=4, max_requests=48, chunk=8192, max_context=5500)
+            requests = [request(i, 300 + 7 * i, 20) for i in range(30)]
+            return [s.token_s for s in replay(requests, Scheduler(setup), 8, step_times()).traffic.samples]
+
+        assert once() == once()
+
+    def test_metrics_are_made_of_it_as_of_a_live_run(self) -> None:
+        """
+        48 clients, prompts of 4,000 in chunks of 8,192, two at a time and the rest of the third: in steady state a
+        step takes 40 + 1.4 · 48 + 0.1 · 48 · 4 = 126 ms and a little.
+        """
+        setup = config(pages=1200, page_size=64, dcp=4, max_requests=48, chunk=8192, max_context=5500)
+        requests = [request(i, [i % 100] * 4000, 60) for i in range(48)]
+        found = replay(requests, Scheduler(setup), 48, step_times(EXTENT))
+        metrics = serve_metrics(found.traffic, tp=4, concurrency=48, slo={}, steps=found.counts)
+        assert metrics.finished == 48
+        assert metrics.itl_ms.p50 == pytest.approx(126, rel=0.02)
+
+    def test_a_step_that_was_not_measured_ends_it(self) -> None:
+        setup = config(pages=1200, page_size=64, dcp=4, max_requests=64, chunk=8192, max_context=5500)
+        with pytest.raises(UsageError, match="no step time is known"):
+            replay([request(i, 10, 9) for i in range(64)], Scheduler(setup), 64, step_times())

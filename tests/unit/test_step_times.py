@@ -1,0 +1,256 @@
+"""Step times: what is measured, what is predicted of it, what is refused, and the file."""
+
+import dataclasses
+import re
+
+import msgspec
+import numpy as np
+import pytest
+
+from dcpbench.errors import RecordsError, UsageError
+from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step
+from dcpbench.serving.step_grid import Extent, chunk_sizes, grid, row_sizes
+from dcpbench.serving.step_model import Line, Work
+from dcpbench.serving.step_times import (
+    CHECK,
+    LINE,
+    Case,
+    Chunks,
+    Decodes,
+    EnginePath,
+    Measured,
+    read_step_times,
+    write_step_times,
+)
+from tests.unit.step_times_builder import EXTENT, PATH, step_times, true_ms
+
+TIMES = step_times()
+
+
+def replica(positions: list[int], chunks: list[tuple[int, int]] = []) -> ReplicaStep:  # noqa: B006 - not changed
+    """Decodes that write these positions, and chunks of (tokens, prefix)."""
+    anyone = Sequence(ServeRequest(number=0, prompt=np.zeros(1, dtype=np.int32), output_tokens=1), 0)
+    return ReplicaStep(
+        decodes=[anyone] * len(positions),
+        slots=list(range(1, len(positions) + 1)),
+        positions=positions,
+        chunks=[Chunk(anyone, 1, prefix, prefix + tokens, samples=True) for tokens, prefix in chunks],
+    )
+
+
+def ms(*replicas: ReplicaStep) -> float:
+    return TIMES.duration_ms(Step(0, list(replicas)))
+
+
+class TestWork:
+    def test_a_decode_attends_to_its_position_and_all_before_it(self) -> None:
+        """Positions 9 and 99 read 10 and 100 KV rows; two rows are a graph of their own."""
+        assert TIMES.model.step_ms([Work(2, 110, 0, 0.0, 0)]) == ms(replica([9, 99]))
+
+    def test_rows_are_those_that_run(self) -> None:
+        """Five requests run in the graph of eight."""
+        assert Work.of(5, 500, []).rows == 8
+
+    def test_a_token_of_a_chunk_attends_to_the_prefix_and_half_the_chunk(self) -> None:
+        """100 tokens after 200 attend to 200 + 50 each: 25,000 pairs; 10 more tokens alone to 5 each: 50."""
+        assert Work.of(0, 0, [(100, 200), (10, 0)]) == Work(0, 0, 110, 25_050.0, 200)
+
+
+class TestGrid:
+    def test_every_case_can_run(self) -> None:
+        assert all(EXTENT.fits(case) for case in grid(EXTENT))
+
+    def test_it_takes_less_than_25_seconds(self) -> None:
+        """At the true times of DeepSeek-V3 on four GPUs, a case with one step to settle and two or three to measure."""
+        times = [true_ms(case.work()) for case in grid(EXTENT)]
+        assert sum(t * (3 if t > 150 else 4) for t in times) < 25_000
+
+    @pytest.mark.parametrize(
+        ("requests", "sizes"),
+        [(1, [1]), (3, [1, 2, 4]), (48, [1, 2, 4, 12, 16, 24, 32, 48]), (600, [1, 2, 4, 8, 16, 32, 64])],
+        ids=["1", "3", "48", "600"],
+    )
+    def test_rows_are_dense_near_the_most_and_sparse_below(self, requests: int, sizes: list[int]) -> None:
+        assert row_sizes(requests)[: len(sizes)] == sizes
+
+    def test_rows_that_loads_aim_at_are_measured(self) -> None:
+        assert 8 in row_sizes(48, targets=(8, 48))
+
+    def test_steps_past_the_largest_graph_have_sizes_of_their_own(self) -> None:
+        """513 to 600 requests run eagerly in 576 and 640 rows."""
+        assert row_sizes(600)[-2:] == [512, 576] or row_sizes(600)[-1] == 640
+
+    def test_prompts_of_one_length_are_a_size_unless_one_is_near(self) -> None:
+        """4,000 is within a tenth of 4,096; 3,000 is not near to anything."""
+        assert 4000 not in chunk_sizes(EXTENT)
+        assert 3000 in chunk_sizes(dataclasses.replace(EXTENT, prompts=(3000,)))
+
+    def test_no_step_has_more_chunk_tokens_than_kv_or_requests_allow(self) -> None:
+        """One request of 5,500 tokens at most never fills a chunk of 8,192."""
+        assert chunk_sizes(dataclasses.replace(EXTENT, requests=1))[-1] == 5500
+
+    @pytest.mark.parametrize("requests", [1, 2, 5])
+    @pytest.mark.parametrize("pages", [2, 9, 40])
+    def test_small_caches_have_a_grid_too(self, requests: int, pages: int) -> None:
+        extent = Extent(requests=requests, context=60, pages=pages, virtual_page=4, chunk=16)
+        cases = grid(extent)
+        assert cases
+        assert all(extent.fits(case) for case in cases)
+        assert step_times(extent).model.step_ms([Work.of(1, 3, [])]) == pytest.approx(true_ms(Work.of(1, 3, [])))
+
+    def test_long_prompts_are_measured_to_their_end(self) -> None:
+        """128 K tokens: chunks of 8,192 whose prefix is all the rest, 15 × 8,192 = 122,880 and a little."""
+        long = dataclasses.replace(EXTENT, context=131_072, pages=4000)
+        prefixes = [c.prefix for case in grid(long) for c in case.chunks if c.tokens == 8192]
+        assert max(prefixes) == 131_072 - 8192
+
+    def test_a_cache_of_nothing_is_an_error(self) -> None:
+        with pytest.raises(UsageError, match="--kv-memory"):
+            grid(Extent(requests=1, context=8, pages=0, virtual_page=4, chunk=8))
+
+
+class TestPrediction:
+    def test_it_is_exact_on_the_grid_where_times_are_not_linear(self) -> None:
+        """Random times: every case that is interpolated between gives back its own."""
+        rng = np.random.default_rng(0)
+        times = step_times(truth=lambda work: true_ms(work) * rng.uniform(0.9, 1.1))
+        for m in times.cases_for(LINE):
+            assert times.model.step_ms([m.case.work()]) == pytest.approx(m.median_ms)
+
+    @pytest.mark.parametrize("seed", range(40))
+    def test_it_is_exact_on_linear_functions(self, seed: int) -> None:
+        """Any step within the extent, whatever its mix: the truth is linear, so nothing is lost between the cases."""
+        rng = np.random.default_rng(seed)
+        positions = rng.integers(255, 5000, rng.integers(0, 40)).tolist()
+        chunks = [(int(tokens), 256 * int(rng.integers(0, 4))) for tokens in rng.integers(1, 1200, rng.integers(0, 6))]
+        if not positions and not chunks:
+            positions = [500]
+        work = Work.of(len(positions), sum(positions) + len(positions), chunks)
+        assert ms(replica(positions, chunks)) == pytest.approx(true_ms(work))
+
+    def test_cases_to_check_with_change_nothing(self) -> None:
+        wrong = [Measured(case=m.case, samples_ms=[1e6]) if m.case.use == CHECK else m for m in TIMES.cases]
+        times = msgspec.structs.replace(TIMES, cases=wrong)
+        assert times.duration_ms(Step(0, [replica([99])])) == ms(replica([99]))
+        assert all(error < -0.99 for _, error in times.check_errors())
+
+    def test_a_perfect_prediction_has_no_error(self) -> None:
+        assert len(TIMES.check_errors()) == 3
+        assert all(abs(error) < 1e-9 for _, error in TIMES.check_errors())
+
+    def test_decodes_that_are_padded_take_as_long_as_their_graph(self) -> None:
+        """5 and 8 requests with equally many KV tokens both run in the graph of 8."""
+        assert ms(replica([999] * 5)) == pytest.approx(ms(replica([624] * 8)))
+
+    def test_the_slowest_replica_decides(self) -> None:
+        full, light = replica([4999] * 8), replica([299] * 8)
+        assert ms(full, light) == ms(full) > ms(light)
+
+    def test_replicas_run_as_many_rows_as_the_fullest(self) -> None:
+        """One request with 5,000 tokens beside eight with 300: its replica runs eight rows, too."""
+        assert ms(replica([4999]), replica([299] * 8)) == pytest.approx(true_ms(Work(8, 5000, 0, 0.0, 0)))
+
+    def test_a_replica_without_chunks_runs_the_rows_of_the_one_with_them(self) -> None:
+        """2,048 rows at 0.045 ms and the attention of either; the chunk's is more than two decodes'."""
+        chunk, decodes = replica([], [(2048, 0)]), replica([400, 400])
+        assert ms(chunk, decodes) == ms(chunk)
+
+    def test_the_median_of_the_samples_counts(self) -> None:
+        assert Measured(case=Case(), samples_ms=[5.0, 1.0, 2.0]).median_ms == 2.0
+
+    def test_a_line_goes_on_beyond_its_ends(self) -> None:
+        line = Line([(10, 1), (20, 2), (40, 8)])
+        assert [line(x) for x in (0, 10, 15, 30, 50)] == [0, 1, 1.5, 5, 11]
+
+
+class TestRefusal:
+    @pytest.mark.parametrize(
+        ("step", "says"),
+        [
+            (replica([99] * 49), "56 decode rows|64 decode rows"),
+            (replica([99] * 600), "captured graphs"),
+            (replica([7000]), "1 decode rows with 7,001 KV tokens"),
+            (replica([], [(9000, 0)]), "9,000 rows"),
+            (replica([], [(64, 9 * 1024)]), "64 rows whose chunks' tokens attend to 9,248"),
+            (replica([9000], [(64, 0)]), "beside chunks"),
+        ],
+        ids=["rows", "eager", "kv", "chunk", "prefix", "mixed-kv"],
+    )
+    def test_a_step_outside_of_what_was_measured_is_an_error(self, step: ReplicaStep, says: str) -> None:
+        """It names the step, what there is, and what to do; nothing is made up."""
+        with pytest.raises(UsageError, match=says) as caught:
+            ms(step)
+        assert "--step-times" in str(caught.value)
+
+    def test_a_tenth_more_kv_is_predicted(self) -> None:
+        """As what grows there is the reading of KV: 48 × 5,500 measured, 48 × 5,800 asked for."""
+        assert ms(replica([5799] * 48)) == pytest.approx(40 + 1.4 * 48 + 1e-4 * 48 * 5800)
+
+    def test_many_prefixes_need_a_case_that_has_them(self) -> None:
+        lines = msgspec.structs.replace(TIMES, cases=TIMES.cases_for(LINE))
+        with pytest.raises(UsageError, match="stored tokens"):
+            lines.duration_ms(Step(0, [replica([], [(256, 1024)] * 4)]))
+
+    def test_times_of_decodes_alone_are_no_step_times(self) -> None:
+        only = [m for m in TIMES.cases if not m.case.chunks]
+        with pytest.raises(RecordsError, match="measure"):
+            _ = msgspec.structs.replace(TIMES, cases=only).model
+
+
+class TestPath:
+    def test_differences_are_named_as_options(self) -> None:
+        other = msgspec.structs.replace(PATH, backend="triton", page_size=1)
+        assert other.differences(PATH) == ["--page-size 1 instead of 64", "--backend triton instead of flashinfer"]
+
+    def test_auto_takes_what_was_measured(self) -> None:
+        assert PATH.differences(msgspec.structs.replace(PATH, backend="auto", exchange="auto")) == []
+
+    def test_equal_paths_have_none(self) -> None:
+        assert PATH.differences(EnginePath(**msgspec.structs.asdict(PATH))) == []
+
+
+class TestFile:
+    def test_it_comes_back_as_it_was(self, tmp_path) -> None:
+        path = tmp_path / "step-times" / "one.json"
+        write_step_times(path, TIMES)
+        assert read_step_times(path) == TIMES
+        assert not list(path.parent.glob("*.part"))
+
+    def test_it_predicts_the_same(self, tmp_path) -> None:
+        path = tmp_path / "one.json"
+        write_step_times(path, TIMES)
+        step = Step(0, [replica([99, 1000], [(700, 256)])])
+        assert read_step_times(path).duration_ms(step) == TIMES.duration_ms(step)
+
+    def test_units_stand_in_its_names(self) -> None:
+        text = msgspec.json.encode(TIMES).decode()
+        assert {"samples_ms", "launch_ms", "measuring_s"} <= set(re.findall(r'"(\w+)":', text))
+
+    @pytest.mark.parametrize(
+        ("text", "says"),
+        [
+            ("", "step times"),
+            ("{}", "schema_version"),
+            ('{"schema_version": 99}', "schema_version 99"),
+            ('{"schema_version": 1}', "missing required field"),
+        ],
+        ids=["empty", "no-version", "version", "fields"],
+    )
+    def test_a_damaged_file_says_so(self, tmp_path, text: str, says: str) -> None:
+        path = tmp_path / "x.json"
+        path.write_text(text)
+        with pytest.raises(RecordsError, match=says):
+            read_step_times(path)
+
+    def test_a_missing_file_says_so(self, tmp_path) -> None:
+        with pytest.raises(RecordsError, match=r"nothing\.json"):
+            read_step_times(tmp_path / "nothing.json")
+
+    @pytest.mark.parametrize("samples", [[], [0.0], [-1.0, 2.0]], ids=["none", "zero", "negative"])
+    def test_times_that_cannot_be_are_refused(self, tmp_path, samples: list[float]) -> None:
+        path = tmp_path / "x.json"
+        case = Case(decodes=(Decodes(1, 1),), chunks=(Chunks(1, 1, 0),))
+        bad = msgspec.structs.replace(TIMES, cases=[Measured(case=case, samples_ms=samples)])
+        write_step_times(path, bad)
+        with pytest.raises(RecordsError, match="measure again"):
+            read_step_times(path)
