@@ -154,3 +154,29 @@ def test_the_largest_pool_fits_and_one_page_more_does_not(model: str, layout: La
         assert plan.kv_bytes + plan.weight_bytes <= total - memory.RESERVE_BYTES
     with pytest.raises(CapacityError):
         divide(layout, most + 1, total, model)
+
+
+def test_a_window_of_v3_on_one_of_four_ranks_under_dcp4() -> None:
+    """32 heads with keys and values of 192 columns, a row of 576, and 576 received and 144 sent, in bf16."""
+    assert memory.window_bytes(V3, Layout(4, dcp=4), 1, BF16) == (2 * 32 * 192 + 576 + 576 + 144) * 2
+    assert memory.window_bytes(V3, Layout(4), 1, BF16) == (2 * 32 * 192 + 576) * 2, "without dcp nothing travels"
+
+
+def test_a_prefill_step_of_v3_on_one_of_four_ranks_under_dcp4() -> None:
+    """8,192 tokens, whose experts are nearly half of it: 8 · (7168 + 3 · 2048) numbers each, 1.6 GiB in all."""
+    experts = 8192 * 8 * (7168 + 3 * 2048) * 2
+    assert round(experts / memory.GIB, 2) == 1.62
+    hidden = 8192 * 7 * 7168 * 2
+    attention = 8192 * (1536 + 2 * 576 + 32 * (3 * 192 + 2 * 128)) * 2 + 8192 * 32 * 128 * 4
+    window = 16384 * (2 * 32 * 192 + 2 * 576 + 144) * 2
+    found = memory.prefill_bytes(V3, Layout(4, dcp=4), 8192, BF16)
+    assert found == window + experts + hidden + attention
+    assert round(found / memory.GIB, 1) == 3.4
+
+
+def test_with_attention_dp_a_rank_has_all_tokens_in_its_experts_and_its_replicas_in_attention() -> None:
+    """tp4·dp4 keeps 128 heads, of a quarter of the tokens: the same attention, four times the window."""
+    one, four = (memory.prefill_bytes(V3, layout, 8192, BF16) for layout in (Layout(4), Layout(4, dp=4)))
+    window = 16384 * (2 * 96 * 192) * 2
+    rows = 8192 - 2048
+    assert four - one == window - rows * (3 * 7168 + 1536 + 2 * 576) * 2

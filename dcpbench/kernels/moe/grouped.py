@@ -140,7 +140,9 @@ def experts(
     _scatter_kernel[(tokens * top_k, columns)](
         x_TD, ids_Tk, place, sorted_ID, first, width, TOP_K=top_k, LOCAL=local, BLOCK=block, num_warps=4
     )
-    hidden_II = silu_mul(matmul(sorted_ID, gate_up, ends), ends)
+    both_II = matmul(sorted_ID, gate_up, ends)
+    del sorted_ID  # its memory is y's: with the tokens of a prompt they are the largest tensors of a step
+    hidden_II = silu_mul(both_II, ends)
     y_ID = matmul(hidden_II, down, ends)
     out_TD = torch.empty_like(x_TD)
     _combine_kernel[(tokens, columns)](
