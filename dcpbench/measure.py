@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import statistics
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import triton
 
 from dcpbench.stats import StopRule, settled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from dcpbench.jobs import Settings
 
@@ -26,6 +28,24 @@ LEAST_MEDIANS = 2
 """Medians that warm-up compares at the least, however slow a step is."""
 WARM_UP_SHARE = 0.5
 """Warm-up that has not settled after this share of the time limit ends all the same, and the point is `unsettled`."""
+
+
+@contextlib.contextmanager
+def compiled_kernels() -> Iterator[list[str]]:
+    """Names of the Triton kernels that are compiled or loaded meanwhile: each delayed what was being timed."""
+    names: list[str] = []
+    before = triton.knobs.compilation.listener
+
+    def listen(*, src: Any, **others: Any) -> None:  # noqa: ANN401 - Triton has no types
+        names.append(getattr(src, "name", "a kernel"))
+        if before is not None:
+            before(src=src, **others)
+
+    triton.knobs.compilation.listener = listen
+    try:
+        yield names
+    finally:
+        triton.knobs.compilation.listener = before
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from dcpbench.engine.serve import ServeEngine
 from dcpbench.engine.synthetic_routing import router_inputs
 from dcpbench.exchange.collectives import gather_objects
 from dcpbench.gpu_state import GpuSampler, worst
+from dcpbench.measure import compiled_kernels
 from dcpbench.profiling import record, sync_sites
 from dcpbench.records import Honesty, Record
 from dcpbench.serving.loads import make_requests
@@ -45,6 +47,8 @@ PROFILED_STEPS = 8
 SHORT_PROMPT = 16
 """Tokens of the prompts of a profiled pass, which looks at decode steps."""
 WARM_UP_OUTPUT = 4
+WARM_UP_REQUESTS = 8
+"""Of a replica, from the beginning of the load."""
 INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -73,10 +77,15 @@ class Serving:
         self.engine.forget()
         return Loop(self.engine, scheduler, Traffic(requests, scheduler, concurrency), self.agree, ends=ends)
 
-    def warm_up(self, point: Point, alive: Callable[[], None]) -> None:
-        """Run every kind of step once: each graph, chunks of every size with and without a prefix, both policies."""
+    def warm_up(self, point: Point, requests: Sequence[ServeRequest], alive: Callable[[], None]) -> None:
+        """Run every kind of step: each graph, chunks of every size with and without a prefix, and the load's beginning.
+
+        What is compiled or loaded on first use must not be part of somebody's latency.
+        """
         self.engine.capture()
         alive()
+        first = [_short(request) for request in requests[: min(point.concurrency, WARM_UP_REQUESTS * point.dp)]]
+        self.loop(point, first, concurrency=len(first)).run(alive)
         lengths = _warm_up_lengths(scheduler_config(point, self.session))
         requests = _requests(lengths, WARM_UP_OUTPUT, self.session.shape.vocab)
         self.loop(point, requests, concurrency=1).run(alive)
@@ -117,17 +126,18 @@ def run(
     trace = Path(settings.trace_path) if settings.trace_path else None
     requests = make_requests(load, session.shape.vocab, trace)
     tell("capture")
-    serving.warm_up(point, _now_and_then(lambda: tell("capture")))
+    serving.warm_up(point, requests, _now_and_then(lambda: tell("capture")))
     with _interruptions() as interrupted:
         loop = serving.loop(
             point, requests, point.concurrency if load.arrival == CLOSED else None,
             lambda now: bool(interrupted) or (settings.limit_seconds is not None and now >= settings.limit_seconds),
         )  # fmt: skip
         allocated = device_allocations(device)
-        with GpuSampler(device) as sampler:
+        with GpuSampler(device) as sampler, compiled_kernels() as compiled:
             loop.run(_now_and_then(lambda: tell("measure", _note(loop))))
         gpu = worst(gather_objects(sampler.state()))
     allocated = device_allocations(device) - allocated
+    late = sorted({name for names in gather_objects(compiled) for name in names})
     _add_tokens_of_other_replicas(loop.traffic)
     cut = bool(loop.agree(len(interrupted))[0])  # of rank 0, whose signal it was that ended the loop
     metrics = _metrics(loop, point, settings, folder)
@@ -139,7 +149,8 @@ def run(
         point=point,
         outcome="failed" if cut else "ok",
         reason=_cut_reason(loop, metrics) if cut else None,
-        marks=device_marks(point, device) + _marks(gpu, metrics, sites),
+        detail={"compiled": ", ".join(late)} if late else {},
+        marks=device_marks(point, device) + _marks(gpu, metrics, sites, late),
         serve=metrics,
         host_syncs_per_step=None if sites is None else sum(s.per_step for s in sites),
         sync_sites=(sites or [])[:WORST_SITES],
@@ -181,8 +192,9 @@ def _add_tokens_of_other_replicas(traffic: Traffic) -> None:
             traffic.sample_of[number].tokens = tokens
 
 
-def _marks(gpu: Gpu | None, metrics: ServeMetrics, sites: list[SyncSite] | None) -> list[str]:
+def _marks(gpu: Gpu | None, metrics: ServeMetrics, sites: list[SyncSite] | None, late: list[str]) -> list[str]:
     marks = {
+        "compiled": bool(late),
         "throttled": gpu is not None and bool(gpu.throttle_reasons),
         "gpu_idle": (metrics.idle_fraction or 0.0) > MOST_IDLE,
         "host_sync": any(not _is_the_read(site) for site in sites or []),
@@ -219,6 +231,11 @@ def _warm_up_lengths(config: SchedulerConfig) -> list[int]:
     sizes = {min(2**k, config.chunk) - 1 for k in range(6, config.chunk.bit_length() + 1)}
     sizes |= {config.chunk, 2 * config.chunk + 1}
     return sorted({max(min(size, most), 1) for size in sizes})
+
+
+def _short(request: ServeRequest) -> ServeRequest:
+    """The same prompt, answered in a few tokens."""
+    return dataclasses.replace(request, output_tokens=min(request.output_tokens, WARM_UP_OUTPUT), arrival_s=None)
 
 
 def _requests(lengths: Sequence[int], output: int, vocab: int) -> list[ServeRequest]:
