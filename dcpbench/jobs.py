@@ -83,7 +83,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     stage: str
     """`start` (job), `build`, `choose` (with `auto`), `check`, `capture`, `measure` (warm-up included), `profile`,
-    `done` (point recorded), `end` (job); the launcher adds `failed` and `hung`."""
+    `done` (point recorded), `end` (job); the launcher adds `failed`, `hung` and `ending` (interrupted)."""
     key: str = ""
     """Point.key() of the point at work."""
     index: int = 0

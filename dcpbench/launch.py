@@ -25,10 +25,10 @@ from dcpbench.errors import DcpbenchError, WorkerError
 from dcpbench.jobs import FAILED_FILE, Failure, Job, Probe, Progress, Settings
 from dcpbench.nodes import FAILED, STOP, Ended, Leader, Line, follow
 from dcpbench.records import RECORDS_FILE, Point, Record, RecordFile, read_records
-from dcpbench.torchrun import LOG_LINES, Machines, Running
+from dcpbench.torchrun import KEEP_WAIT_S, LOG_LINES, Machines, Running
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 WORKER = "dcpbench.worker"
@@ -124,7 +124,7 @@ def _run_size(
         before = last_records(work.folder, work.records)
         job = _job(points, work)
         others.start(job)
-        with Running(job, machines, work.worker, work.lock) as running:
+        with Running(job, machines, work.worker, work.lock) as running, _keeping(running, watch):
             end = _follow_job(running, work, others, watch)
         end.done |= {
             key for key, record in last_records(work.folder, work.records).items() if record != before.get(key)
@@ -237,6 +237,18 @@ def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[P
         end.failures += other.failures
         end.stacks |= other.stacks
     return end
+
+
+@contextlib.contextmanager
+def _keeping(running: Running, watch: Callable[[Progress], None]) -> Iterator[None]:
+    """An interrupt lets a run of requests write those that have finished before its ranks end."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        if any(p.load for p in running.job.points) and running.poll() is None:
+            watch(Progress(stage="ending", note="writing the requests that have finished; Ctrl-C again ends at once"))
+            running.kill(KEEP_WAIT_S)
+        raise
 
 
 def _serve(work: Work, machines: Machines) -> None:

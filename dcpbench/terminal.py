@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dcpbench.records import Point
 
 FINISHED = ("done", "failed", "hung")
+QUIET_S = 60.0
+"""Without a terminal, a point that takes long says how far it is this often."""
 CPU_NOTE = "CPU: functional run — these timings say nothing about performance"
 
 
@@ -36,6 +38,7 @@ class Watch:
         self._finished = 0
         self._began = time.monotonic()
         self._last = ""
+        self._spoke = self._began
         self._bar: Progress | None = None
         if console.is_terminal:
             self._bar = Progress(
@@ -62,6 +65,10 @@ class Watch:
         if event.stage in FINISHED and name:
             self._finished += 1
             self._line(event, name)
+        elif event.stage == "ending":
+            self._print(f"Interrupted: {event.note}")
+        elif event.note and not self._bar and time.monotonic() - self._spoke > QUIET_S:
+            self._print(f"{name} {event.stage}: {event.note}")
         if self._bar:
             now = f"{name} {event.stage}".strip() + (f" · {self._last}" if self._last else "")
             self._bar.update(self._task, completed=self._finished, description=escape(now), left=self._eta())
@@ -72,7 +79,10 @@ class Watch:
         mark = "" if event.stage == "done" else f"{event.stage.upper()}: "
         note = f"  {mark}{event.note}" if event.note or mark else ""
         eta = f"  ({self._eta()})" if not self._bar and self._finished < of else ""
-        text = f"[{self._finished}/{of}] {name}{note}{eta}"
+        self._print(f"[{self._finished}/{of}] {name}{note}{eta}")
+
+    def _print(self, text: str) -> None:
+        self._spoke = time.monotonic()
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _eta(self) -> str:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 LOG_LINES = 20
 STACKS_WAIT_S = 2.0
 END_WAIT_S = 5.0
+KEEP_WAIT_S = 25.0
+"""How long ranks may take to write what they have when a run of requests is interrupted; torchrun ends them at 30."""
 RANK_SHELL = 'exec "$0" -m "$1" "$2" >>"$3/rank-$RANK.log" 2>&1'
 """Each rank's output in a file whose name is known beforehand; torchrun's own --log-dir makes up random ones."""
 
@@ -128,12 +130,15 @@ class Running:
         time.sleep(STACKS_WAIT_S)
         return {p.stem.partition("-")[2]: _read(p) for p in self._files("stacks-{}.txt")}
 
-    def kill(self) -> None:
-        """End all processes of the job. torchrun ends its ranks on SIGTERM; a rank that ignores it is killed."""
+    def kill(self, wait_s: float = END_WAIT_S) -> None:
+        """End all processes of the job. torchrun ends its ranks on SIGTERM; a rank that ignores it is killed.
+
+        Another Ctrl-C cuts the wait short.
+        """
         if self._agent.poll() is None:
             self._agent.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._agent.wait(END_WAIT_S)
+            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+                self._agent.wait(wait_s)
         for pid in self._pids():
             _signal(pid, signal.SIGKILL)
         if self._agent.poll() is None:
