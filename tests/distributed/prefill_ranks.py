@@ -53,6 +53,7 @@ class Case:
     exchange: str = "ag_rs"
     q_replicate: bool = False
     project_first: bool = False
+    all_reduce: str = "nccl"
 
     def point(self, folder: Path) -> Point:
         """As a point in fp32."""
@@ -61,7 +62,7 @@ class Case:
             model=weights, weights=weights, tp=layout.tp, dp=layout.dp, dcp=layout.dcp, concurrency=2 * layout.dp,
             context=CONTEXT, backend="reference", dtype="fp32", page_size=self.page_size, interleave=self.interleave,
             exchange=self.exchange if layout.dcp > 1 else "none", q_replicate=self.q_replicate,
-            project_first=self.project_first,
+            project_first=self.project_first, all_reduce=self.all_reduce,
         )  # fmt: skip
 
 
@@ -72,6 +73,7 @@ CASES = {
         Case("v3", Layout(2, dcp=2), "direct", q_replicate=True, exchange="a2a"),
         Case("v2", Layout(2, dcp=2), "direct", interleave=2, window=24, project_first=True),
         Case("v2", Layout(2, dp=2), window=12),
+        Case("v2", Layout(2, dcp=2), "direct", window=16, exchange="symm", all_reduce="symm"),
     ],
     4: [
         Case("v3", Layout(4, dcp=4), "direct", window=16),

@@ -6,8 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpbench import memory
+from dcpbench.engine.model import StepInput
 from dcpbench.engine.prefill import Prefiller, windows
 from dcpbench.errors import CapacityError, UsageError
+from dcpbench.kernels import moe
 from dcpbench.layout import Layout
 from tests.unit import engine_builder as build
 from tests.unit.prefill_builder import Prompt, decoded, prompt_tokens, step
@@ -80,6 +82,28 @@ class TestLogits:
         step(engine, prefiller, [], [(prompts[0], 4)])
         logits = step(engine, prefiller, [prompts[0]], [(prompts[1], 6), (prompts[2], 24)], padding=2, last_only=True)
         assert far(logits, torch.stack([truth[0][4], truth[1][5], truth[2][23]])) < LIMIT
+
+    def test_decodes_in_two_halves_ride_with_chunks(self, truth):
+        engine, prefiller = engine_and_prefiller(pages=128, overlap=True)
+        prompts = [Prompt.admit(engine, prompt_tokens(number, LENGTH)) for number in range(3)]
+        step(engine, prefiller, [], [(prompts[0], 4), (prompts[1], 6)])
+        logits = step(engine, prefiller, prompts[:2], [(prompts[2], 24)], last_only=True)
+        assert far(logits, torch.stack([truth[0][4], truth[1][6], truth[2][23]])) < LIMIT
+
+    def test_routers_read_the_rows_that_are_given_layers_in_turn(self):
+        """One layer for two MoE layers, and 3 rows more than the step has: what lies behind the step is not read."""
+        engine, _ = engine_and_prefiller()
+        engine.model.chosen_experts = []
+        router = torch.randn(1, 8, engine.model.shape.hidden, generator=torch.Generator().manual_seed(0))
+        router[:, 5:] = float("nan")
+        rows = torch.zeros(5, dtype=torch.int64)
+        engine.model.step(StepInput(rows, rows, rows, router), [])
+        first, second = engine.model.chosen_experts
+        assert first.shape == (5, 2)
+        weights = [engine.model.weights.layer(index).mlp for index in (1, 2)]
+        for ids, w in zip((first, second), weights, strict=True):
+            _, expected = moe.route(router[0, :5] @ w.router.T, w.bias, engine.model.routing)
+            assert torch.equal(ids, expected)
 
     def test_a_replica_with_nothing_to_do_runs_padding_alone(self):
         engine, prefiller = engine_and_prefiller()

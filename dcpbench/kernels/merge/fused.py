@@ -43,7 +43,7 @@ def correct(o_BHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int, dtype: torch.
     return out_HBR
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lse_t", "lse_h", "more_lse_t", "more_lse_h"])
 def _merge_into_kernel(
     o, lse, more, more_lse, heads, lse_t, lse_h, more_t, more_h, more_lse_t, more_lse_h,
     V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
