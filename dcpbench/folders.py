@@ -117,6 +117,9 @@ def settings_of(point: Point, settings: Settings, device: str) -> dict[str, obje
     return {
         "--seconds": settings.seconds,
         "--profile": settings.profile,
+        "--slo": ",".join(f"{name}={ms:g}" for name, ms in settings.slo.items()) or None,
+        "--limit": settings.limit_seconds and f"{settings.limit_seconds:g}s",
+        "--step-times": settings.step_times or None,
         "--kv-memory": settings.kv_memory_bytes and f"{settings.kv_memory_bytes}B",
         "--page-size": point.page_size,
         "--interleave": point.interleave,

@@ -188,6 +188,8 @@ def _summary(records: Sequence[Record], folder: Path, paths: Sequence[Path], pro
                 "output_tok_s_per_gpu": r.metrics.output_tok_s_per_gpu,
                 "tok_s_per_user": r.metrics.tok_s_per_user,
             }
+        if r.serve:
+            row |= {"serve": msgspec.to_builtins(r.serve)}
         results.append(row | {"reason": r.reason, "marks": r.marks})
     return {
         "folder": str(folder), "device": probe.device, "performance": probe.device != "cpu", **counts,
