@@ -29,7 +29,7 @@ def write_report(folders: list[Path], out: Path, *, as_repeats: bool = False) ->
     title = "dcpbench: " + ", ".join(run.name for run in read.runs)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        pictures = plots.draw_all(read.points, out / "figures")
+        pictures = plots.draw_all(read, out / "figures")
         told = sections.report(read, pictures)
         page, text, table = out / "report.html", out / "report.md", out / "points.csv"
         page.write_text(html.render(title, told, cpu=read.cpu), encoding="utf-8")

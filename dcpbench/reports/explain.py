@@ -54,6 +54,30 @@ METHOD = [
     """.strip().split("\n\n")
 ]
 
+COMMON = ("Percentiles need", "tok/s/user", "KV tokens per GiB")
+"""Beginnings of those that hold for served requests, too."""
+SERVED = [
+    " ".join(paragraph.split())
+    for paragraph in """
+    Served requests: t0 is when a request was submitted (in an open loop, when it was due), t1 its first output token,
+    tn its last, n its output tokens. TTFT = t1 - t0, queueing included. ITL: each gap between output tokens, pooled
+    over requests. TPOT = (tn - t1) / (n - 1), one per request. E2EL = tn - t0. Latencies are those of finished
+    requests.
+
+    Output throughput of served requests: output tokens / (last token - first submission), ramp and drain included.
+    Steady: the same over the longest time with at least 95 % of a closed loop's clients waiting for an answer.
+
+    Goodput: finished requests that meet every objective / wall time. An ITL objective is met where 99 of 100 gaps of a
+    request are within it, and below 100 gaps where all are.
+
+    Live runs are measured. A replay runs the same scheduler in virtual time and takes step times from measurements of
+    single steps; it is no measurement of a load, and no table or line here holds both.
+
+    A served point has no interval of its own: what one run of a load gave is one sample. Where it was repeated, the
+    value is the median of the repeats, and differences count only beyond what repeats reached, and 2 %.
+    """.strip().split("\n\n")
+]
+
 MARKS = {
     "noisy": "at the time limit the interval of the median was wider than asked for.",
     "unsettled": "warm-up ended by time, before two successive medians agreed within 1 %.",
@@ -66,6 +90,10 @@ MARKS = {
     "gpu_idle": "no kernel ran during more than 3 % of the profiled step.",
     "graph_differs": "the captured graph and the eager step do not compute the same: do not use this point.",
     "inaccurate": "the attention output is further from fp64 than rounding explains: do not use this point.",
+    "few_samples": "too few requests finished for every percentile of TTFT and ITL.",
+    "cut_off": "the run ended before all of its requests did.",
+    "rejections": "some requests can never fit and were rejected; all figures are of the others.",
+    "compiled": "a kernel was compiled or loaded while requests waited; `compiled` in the record names it.",
     "oversubscribed": "more ranks than CPU cores shared the machine.",
 }
 
@@ -82,6 +110,13 @@ BOUNDS = {
 def commands(frames: Frames) -> list[str]:
     """The command lines that the records name, each once."""
     return list(dict.fromkeys(r.environment.command for r in frames.records if r.environment and r.environment.command))
+
+
+def method(frames: Frames) -> list[str]:
+    """How it was measured, as far as it concerns the workloads at hand."""
+    if frames.served.empty:
+        return METHOD
+    return [*(METHOD if len(frames.points) else [p for p in METHOD if p.startswith(COMMON)]), *SERVED]
 
 
 def file_notes(frames: Frames) -> list[str]:

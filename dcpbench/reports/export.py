@@ -17,21 +17,16 @@ def write_csv(frames: Frames, path: Path) -> None:
     """Every point that ran, then every point that did not with its outcome and reason. Absent values are empty."""
     import pandas as pd
 
-    table = frames.points.assign(outcome="ok") if len(frames.points) else frames.points
-    table = (
-        pd.concat([t for t in (table, frames.others.drop(columns="detail")) if len(t)])
-        if _any(frames)
-        else frames.others
-    )
-    table = table.reset_index(drop=True)
+    ran = [*frames.points.to_dict("records"), *frames.served.to_dict("records")]
+    others = frames.others.drop(columns="detail").to_dict("records")
+    table = pd.DataFrame([*({**row, "outcome": "ok"} for row in ran), *others])
+    if table.empty:
+        table = frames.others
+    table = table.drop(columns="same_load", errors="ignore")
     words = [c for c in table.columns if not pd.api.types.is_numeric_dtype(table[c])]
     for column in words:
         table[column] = pd.Series([_inert(v) for v in table[column]], index=table.index, dtype=object)
     table.to_csv(path, index=False, lineterminator="\n")
-
-
-def _any(frames: Frames) -> bool:
-    return len(frames.points) + len(frames.others) > 0
 
 
 def _inert(value: object) -> object:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from dcpbench.reports.frames import spread
+from dcpbench.reports.merge import spread
 from dcpbench.stats import REPEATS_AGREE_WITHIN
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def repeats(frames: Frames) -> pd.DataFrame:
 def headline(frames: Frames) -> list[str]:
     """The sentences a report opens with."""
     said = []
-    if frames.points.empty:
+    if frames.everything.empty:
         said.append(f"No point finished: {_outcomes(frames)}. There is nothing to compare.")
     if frames.cpu:
         said.append(
@@ -150,7 +150,7 @@ def headline(frames: Frames) -> list[str]:
             "No conclusion about performance can be drawn from its times."
         )
     points = timed(frames)
-    best, ratios, kv = best_per_load(points), dcp_against_baseline(points), kv_by_layout(frames.points)
+    best, ratios, kv = best_per_load(points), dcp_against_baseline(points), kv_by_layout(frames.everything)
     for run, model in _models(frames):
         where = f"{model}, run {run}" if len(frames.runs) > 1 else str(model)
         said += [
@@ -161,29 +161,33 @@ def headline(frames: Frames) -> list[str]:
                 *_kv_sentences(_of(kv, run, model)),
             )
         ]
-    if not frames.points.empty:
-        said.append(repeats_sentence(repeats(frames)))
-        if len(frames.others):
-            said.append(f"Not every point ran: {_outcomes(frames)}. Each is listed with its reason.")
     return said
 
 
-def repeats_sentence(table: pd.DataFrame) -> str:
-    """Whether repeats agree."""
-    if table.empty:
+def closing(frames: Frames, apart: Sequence[float]) -> list[str]:
+    """The sentences after all that is found: how well repeats agree, and what did not run."""
+    if frames.everything.empty:
+        return []
+    missing = f"Not every point ran: {_outcomes(frames)}. Each is listed with its reason."
+    return [repeats_sentence(apart), *([missing] if len(frames.others) else [])]
+
+
+def repeats_sentence(apart: Sequence[float]) -> str:
+    """Whether repeats agree; `apart` says of each point measured more than once by how much they differ."""
+    if not len(apart):
         return "Every point was measured once, so how well repeats agree is not known."
-    apart = int((table["apart"] > REPEATS_AGREE_WITHIN).sum())
+    wide = sum(a > REPEATS_AGREE_WITHIN for a in apart)
     within = f"{REPEATS_AGREE_WITHIN:.0%}".replace("%", " %")
-    if apart:
-        verb = "disagrees" if apart == 1 else "disagree"
-        return f"Repeats: {apart} of {_points(len(table))} measured more than once {verb} by more than {within}."
-    if len(table) == 1:
-        return f"Repeats: the one point measured more than once agrees within {_percent(table['apart'].max())}."
-    return f"Repeats: all {_points(len(table))} measured more than once agree within {_percent(table['apart'].max())}."
+    if wide:
+        verb = "disagrees" if wide == 1 else "disagree"
+        return f"Repeats: {wide} of {_points(len(apart))} measured more than once {verb} by more than {within}."
+    if len(apart) == 1:
+        return f"Repeats: the one point measured more than once agrees within {_percent(max(apart))}."
+    return f"Repeats: all {_points(len(apart))} measured more than once agree within {_percent(max(apart))}."
 
 
 def _models(frames: Frames) -> list[tuple[str, str]]:
-    points = frames.points
+    points = frames.everything
     return [] if points.empty else list(dict.fromkeys(zip(points["run"], points["model"], strict=True)))
 
 

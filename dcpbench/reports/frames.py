@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,13 +11,15 @@ import pandas as pd
 from dcpbench.choices import NO_EXCHANGE, OPTIONS, with_options
 from dcpbench.errors import LayoutError, RecordsError, UsageError
 from dcpbench.records import ASIDE_FILE, RECORDS_FILE, read_records
-from dcpbench.stats import agreement
+from dcpbench.reports.merge import median, spread, worst
+from dcpbench.reports.serving import frame as serving
+from dcpbench.reports.serving import words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from pathlib import Path
 
-    from dcpbench.records import Environment, Interval, Point, Record
+    from dcpbench.records import Environment, Point, Record
 
 GIB = 1 << 30
 VARIANTS = {
@@ -57,9 +58,11 @@ class Frames:
 
     runs: list[Run]
     points: pd.DataFrame
-    """One row per point that ran, repeats merged (see `_point_row`)."""
+    """One row per point of the workload `decode` that ran, repeats merged (see `_point_row`)."""
+    served: pd.DataFrame
+    """The same of `serve` (serving/frame.py)."""
     others: pd.DataFrame
-    """Points that did not: run, model, layout, context, concurrency, outcome, reason, detail."""
+    """Points of any workload that did not: run, model, layout, context, concurrency, outcome, reason, detail."""
 
     @property
     def records(self) -> list[Record]:
@@ -69,7 +72,14 @@ class Frames:
     @property
     def cpu(self) -> bool:
         """Whether any point was taken on a CPU."""
-        return len(self.points) > 0 and bool(self.points["cpu"].any())
+        return any(len(table) > 0 and bool(table["cpu"].any()) for table in (self.points, self.served))
+
+    @property
+    def everything(self) -> pd.DataFrame:
+        """Points of all workloads, with the columns of each."""
+        if self.points.empty or self.served.empty:
+            return self.served if self.points.empty else self.points
+        return pd.DataFrame([*self.points.to_dict("records"), *self.served.to_dict("records")])
 
 
 def load(folders: Iterable[Path], *, as_repeats: bool = False) -> Frames:
@@ -83,7 +93,9 @@ def load(folders: Iterable[Path], *, as_repeats: bool = False) -> Frames:
     runs = [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
     if as_repeats:
         runs = [_joined(runs)]
-    rows, others = [], []
+    rows: list[dict[str, Any]] = []
+    served: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
     for run in runs:
         same: dict[str, list[Record]] = {}
         for record in run.records:
@@ -91,8 +103,14 @@ def load(folders: Iterable[Path], *, as_repeats: bool = False) -> Frames:
                 same.setdefault(record.point.same_but_repeat(), []).append(record)
             else:
                 others.append(_other_row(run.name, record))
-        rows += [_point_row(run.name, records) for records in same.values()]
-    return Frames(runs=runs, points=_tidy(rows), others=pd.DataFrame(others, columns=list(_OTHER_COLUMNS)))
+        for records in same.values():
+            (served if records[0].point.load else rows).append(_point_row(run.name, records))
+    return Frames(
+        runs=runs,
+        points=_tidy(rows),
+        served=serving.tidy(_tidy(served)),
+        others=pd.DataFrame(others, columns=list(_OTHER_COLUMNS)),
+    )
 
 
 def layout_name(point: Point) -> str:
@@ -101,12 +119,6 @@ def layout_name(point: Point) -> str:
         return str(point.layout)
     except LayoutError:
         return f"tp{point.tp}·dp{point.dp}·dcp{point.dcp}"
-
-
-def spread(intervals: list[Interval]) -> float | None:
-    """Largest relative difference of any two repeats' medians (stats.agreement); None for a single one."""
-    ordered = sorted(intervals, key=lambda interval: interval.median)
-    return agreement(ordered[0], ordered[-1]) if len(ordered) > 1 else None
 
 
 def cut_short(folder: Path) -> bool:
@@ -143,7 +155,7 @@ def _joined(runs: list[Run]) -> Run:
     passes = 0
     for run in runs:
         for record in run.records:
-            if record.metrics:
+            if record.metrics or record.serve:
                 if _measurement(record) in measured:
                     continue
                 measured.add(_measurement(record))
@@ -175,7 +187,7 @@ def _check_same_environment(runs: list[Run]) -> None:
 
 def _measurement(record: Record) -> str:
     """The same for a record and its copy alone: when it was taken, of what, and every sample."""
-    samples = record.metrics.step_samples_ms if record.metrics else []
+    samples = record.metrics.step_samples_ms if record.metrics else record.serve
     return f"{record.point.same_but_repeat()} {record.started_at} {samples}"
 
 
@@ -186,7 +198,9 @@ def _names(folders: list[Path]) -> list[str]:
     return [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names, strict=True)]
 
 
-_OTHER_COLUMNS = ("run", "model", "layout", "dcp", "context", "concurrency", "repeat", "outcome", "reason", "detail")
+_OTHER_COLUMNS = (
+    "run", "model", "layout", "dcp", "context", "concurrency", "mode", "load", "repeat", "outcome", "reason", "detail",
+)  # fmt: skip
 
 
 def _other_row(run: str, record: Record) -> dict[str, Any]:
@@ -198,6 +212,8 @@ def _other_row(run: str, record: Record) -> dict[str, Any]:
         "dcp": point.dcp,
         "context": point.context,
         "concurrency": point.concurrency,
+        "mode": point.load.mode if point.load else None,
+        "load": f"{words.arrival(point)}{words.SEPARATOR}{words.shape(point.load)}" if point.load else None,
         "repeat": point.repeat,
         "outcome": record.outcome,
         "reason": record.reason or "no reason was recorded",
@@ -208,7 +224,8 @@ def _other_row(run: str, record: Record) -> dict[str, Any]:
 def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
     """Repeats of one point as one row: medians of medians; intervals are the envelope of the repeats' intervals."""
     point = records[0].point
-    row: dict[str, Any] = {name: getattr(point, name) for name in point.__struct_fields__ if name != "repeat"}
+    fields = [name for name in point.__struct_fields__ if name not in ("repeat", "load")]
+    row: dict[str, Any] = {name: getattr(point, name) for name in fields}
     row |= {
         "run": run,
         "layout": layout_name(point),
@@ -217,7 +234,8 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
         "cpu": any("cpu" in r.marks or (r.environment and r.environment.device == "CPU") for r in records),
         "device": next((r.environment.device for r in records if r.environment), None),
     }
-    return row | _metric_columns(records) | _kv_columns(records) | _phase_columns(records) | _other_columns(records)
+    row |= _kv_columns(records) | _phase_columns(records) | _other_columns(records)
+    return row | (serving.columns(records) if point.load else _metric_columns(records))
 
 
 def _metric_columns(records: list[Record]) -> dict[str, Any]:
@@ -225,14 +243,14 @@ def _metric_columns(records: list[Record]) -> dict[str, Any]:
     steps = [m.step_ms for m in measured]
     row: dict[str, Any] = {"samples": sum(i.samples for i in steps), "spread": spread(steps)}
     for name, intervals in (("step_ms", steps), ("output_tok_s", [m.output_tok_s for m in measured])):
-        row[name] = _median(i.median for i in intervals)
+        row[name] = median(i.median for i in intervals)
         row[f"{name}_low"] = min((i.low for i in intervals), default=None)
         row[f"{name}_high"] = max((i.high for i in intervals), default=None)
     for p in ("p50", "p90", "p95", "p99"):
-        row[f"itl_{p}_ms"] = _median(getattr(m.itl_ms, p) for m in measured)
-        row[f"ttft_{p}_ms"] = _median(getattr(m.ttft_ms, p) for m in measured if m.ttft_ms)
-    row["output_tok_s_per_gpu"] = _median(m.output_tok_s_per_gpu for m in measured)
-    row["tok_s_per_user"] = _median(m.tok_s_per_user for m in measured)
+        row[f"itl_{p}_ms"] = median(getattr(m.itl_ms, p) for m in measured)
+        row[f"ttft_{p}_ms"] = median(getattr(m.ttft_ms, p) for m in measured if m.ttft_ms)
+    row["output_tok_s_per_gpu"] = median(m.output_tok_s_per_gpu for m in measured)
+    row["tok_s_per_user"] = median(m.tok_s_per_user for m in measured)
     return row
 
 
@@ -265,11 +283,11 @@ def _kv_columns(records: list[Record]) -> dict[str, Any]:
 def _phase_columns(records: list[Record]) -> dict[str, Any]:
     profiled = [r.phases for r in records if r.phases]
     names = dict.fromkeys(name for p in profiled for name in p.phase_us)
-    row: dict[str, Any] = {f"phase_{name}_us": _median(p.phase_us.get(name, 0.0) for p in profiled) for name in names}
+    row: dict[str, Any] = {f"phase_{name}_us": median(p.phase_us.get(name, 0.0) for p in profiled) for name in names}
     return row | {
-        "idle_us": _median(p.idle_us for p in profiled),
-        "idle_fraction": _median(p.idle_fraction for p in profiled),
-        "kernels": _median(p.kernels for p in profiled),
+        "idle_us": median(p.idle_us for p in profiled),
+        "idle_fraction": median(p.idle_fraction for p in profiled),
+        "kernels": median(p.kernels for p in profiled),
     }
 
 
@@ -277,27 +295,17 @@ def _other_columns(records: list[Record]) -> dict[str, Any]:
     honesty = next((r.honesty for r in records if r.honesty), None)
     names = ("layers", "layers_held", "attention_error", "experts_hit", "graph_batch", "cuda_graph")
     row: dict[str, Any] = {name: getattr(honesty, name, None) for name in names}
-    row["attention_error"] = _worst(max, (r.honesty.attention_error for r in records if r.honesty))
+    row["attention_error"] = worst(max, (r.honesty.attention_error for r in records if r.honesty))
     states = [r.gpu for r in records if r.gpu]
     return row | {
-        "host_syncs_per_step": _worst(max, (r.host_syncs_per_step for r in records)),
-        "allocations_per_step": _worst(max, (r.allocations_per_step for r in records)),
-        "host_plan_us": _median(r.host_plan_us for r in records),
-        "memory_peak_bytes": _worst(max, (r.memory_peak_bytes for r in records)),
-        "sm_clock_mhz_min": _worst(min, (g.sm_clock_mhz_min for g in states)),
-        "temperature_c_max": _worst(max, (g.temperature_c_max for g in states)),
+        "host_syncs_per_step": worst(max, (r.host_syncs_per_step for r in records)),
+        "allocations_per_step": worst(max, (r.allocations_per_step for r in records)),
+        "host_plan_us": median(r.host_plan_us for r in records),
+        "memory_peak_bytes": worst(max, (r.memory_peak_bytes for r in records)),
+        "sm_clock_mhz_min": worst(min, (g.sm_clock_mhz_min for g in states)),
+        "temperature_c_max": worst(max, (g.temperature_c_max for g in states)),
         "throttle_reasons": ", ".join(sorted({reason for g in states for reason in g.throttle_reasons})),
     }
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [float(v) for v in values if v is not None]
-    return statistics.median(known) if known else None
-
-
-def _worst(pick: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return pick(known) if known else None
 
 
 def _tidy(rows: list[dict[str, Any]]) -> pd.DataFrame:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jinja2
 
 if TYPE_CHECKING:
-    from dcpbench.reports.sections import Section
+    from dcpbench.reports.section import Section
 
 TEMPLATE = "report.html.j2"
 

@@ -11,7 +11,6 @@ from matplotlib.lines import Line2D
 from dcpbench.reports.style import (
     Style,
     columns_for,
-    count,
     headline,
     legend_below,
     measured_ticks,
@@ -33,9 +32,9 @@ NARROW_PANEL = (4.4, 3.0)
 
 def draw_throughput(points: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:
     """Output tok/s of the whole layout against concurrency, with 95 % intervals."""
-    figure, panels = _panels(points, title, narrow=narrow)
-    for ax, panel in panels:
-        for line, look in _series(panel, style):
+    figure, drawn = panels(points, title, narrow=narrow)
+    for ax, panel in drawn:
+        for line, look in series(panel, style):
             low, high = (
                 line["output_tok_s"] - line["output_tok_s_low"],
                 line["output_tok_s_high"] - line["output_tok_s"],
@@ -43,43 +42,43 @@ def draw_throughput(points: pd.DataFrame, style: Style, title: str, *, narrow: b
             ax.errorbar(line["concurrency"], line["output_tok_s"], yerr=[low, high], capsize=3, **look)
         measured_ticks(ax, panel["concurrency"])
         value_axis(ax, points["output_tok_s_high"].dropna(), "y")
-    _axis_labels(figure, "concurrency (requests in flight)", "output throughput (tok/s)")
-    _legend(figure, points, style, [])
+    axis_labels(figure, "concurrency (requests in flight)", "output throughput (tok/s)")
+    legend(figure, points, style, [])
     return figure
 
 
 def draw_itl(points: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:
     """Median inter-token latency with its 95 % interval; p99 as a dash where there are samples enough."""
-    figure, panels = _panels(points, title, narrow=narrow)
-    for ax, panel in panels:
-        for line, look in _series(panel, style):
+    figure, drawn = panels(points, title, narrow=narrow)
+    for ax, panel in drawn:
+        for line, look in series(panel, style):
             low, high = line["step_ms"] - line["step_ms_low"], line["step_ms_high"] - line["step_ms"]
             ax.errorbar(line["concurrency"], line["step_ms"], yerr=[low, high], **look)
             ax.plot(line["concurrency"], line["itl_p99_ms"], "_", color=look["color"], markersize=9)
         measured_ticks(ax, panel["concurrency"])
         value_axis(ax, [*points["step_ms_high"].dropna(), *points["itl_p99_ms"].dropna()], "y")
-    _axis_labels(figure, "concurrency (requests in flight)", "inter-token latency (ms)")
+    axis_labels(figure, "concurrency (requests in flight)", "inter-token latency (ms)")
     p99 = Line2D([], [], color="#555555", marker="_", linestyle="", markersize=9, label="p99")
-    _legend(figure, points, style, [p99] if points["itl_p99_ms"].notna().any() else [])
+    legend(figure, points, style, [p99] if points["itl_p99_ms"].notna().any() else [])
     return figure
 
 
 def draw_frontier(points: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:
     """Output tok/s/GPU against tok/s/user; grey joins the points that no other beats in both."""
-    figure, panels = _panels(points, title, narrow=narrow)
-    for ax, panel in panels:
+    figure, drawn = panels(points, title, narrow=narrow)
+    for ax, panel in drawn:
         best = frontier(panel)
         ax.plot(best["tok_s_per_user"], best["output_tok_s_per_gpu"], color="#D0D0D0", linewidth=7, zorder=1)
-        for line, look in _series(panel, style):
+        for line, look in series(panel, style):
             ax.plot(line["tok_s_per_user"], line["output_tok_s_per_gpu"], **look)
         for _, point in _one_per_concurrency(best).iterrows():
             at = (point["tok_s_per_user"], point["output_tok_s_per_gpu"])
             ax.annotate(f"{point['concurrency']}", at, (6, 6), textcoords="offset points", fontsize=9, color="#444444")
         value_axis(ax, points["tok_s_per_user"].dropna(), "x")
         value_axis(ax, points["output_tok_s_per_gpu"].dropna(), "y")
-    _axis_labels(figure, "speed for one user (tok/s/user)", "output per GPU (tok/s/GPU)")
+    axis_labels(figure, "speed for one user (tok/s/user)", "output per GPU (tok/s/GPU)")
     best_line = Line2D([], [], color="#D0D0D0", linewidth=7, label="best (concurrency)")
-    _legend(figure, points, style, [best_line])
+    legend(figure, points, style, [best_line])
     return figure
 
 
@@ -95,31 +94,37 @@ def _one_per_concurrency(best: pd.DataFrame) -> pd.DataFrame:
     return best.drop_duplicates("concurrency", keep="last")
 
 
-def _panels(points: pd.DataFrame, title: str, *, narrow: bool) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]]]:
-    """A figure with one panel per context, on shared axes so that panels compare."""
-    contexts = sorted(points["context"].unique())
-    columns = columns_for(len(contexts), narrow=narrow)
-    rows = math.ceil(len(contexts) / columns)
+def panels(
+    points: pd.DataFrame, title: str, *, narrow: bool, by: str = "context", form: str = "context {:,} tokens",
+    order: str = "",
+) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]]]:  # fmt: skip
+    """A figure with one panel per value of the column `by`, on shared axes so that panels compare.
+
+    In the order of these values, or of those that the column `order` has.
+    """
+    values = list(dict.fromkeys(points.sort_values(order or by, kind="stable")[by]))
+    columns = columns_for(len(values), narrow=narrow)
+    rows = math.ceil(len(values) / columns)
     width, height = NARROW_PANEL if narrow or columns == 1 else WIDE_PANEL
     size = (max(columns * width, 4.4 if narrow else 6.0), rows * height + 1.0)
     figure = Figure(figsize=size, layout="constrained")
     figure.set_layout_engine("constrained", hspace=0.08 if narrow else 0.03)
     headline(figure, title, narrow=narrow)
     axes = figure.subplots(rows, columns, sharex=False, sharey=True, squeeze=False).flat
-    panels = []
-    for ax, context in zip(axes, contexts, strict=False):
-        panel = points[points["context"] == context]
-        ax.set_title(f"context {count(context)} tokens")
+    found = []
+    for ax, value in zip(axes, values, strict=False):
+        panel = points[points[by] == value]
+        ax.set_title(plain(form.format(value)))
         ax.tick_params(labelleft=True)
         if bool(panel["cpu"].any()):
             watermark(ax)
-        panels.append((ax, panel))
-    for ax in list(figure.axes)[len(contexts) :]:
+        found.append((ax, panel))
+    for ax in list(figure.axes)[len(values) :]:
         ax.remove()
-    return figure, panels
+    return figure, found
 
 
-def _axis_labels(figure: Figure, x: str, y: str) -> None:
+def axis_labels(figure: Figure, x: str, y: str) -> None:
     """Label the x axis of every panel and the y axis of the first in each row."""
     for ax in figure.axes:
         ax.set_xlabel(_scaled(x, ax.get_xscale()))
@@ -133,7 +138,9 @@ def _scaled(label: str, scale: str) -> str:
     return label.removesuffix(")") + ", log scale)" if scale == "log" else label
 
 
-def _series(panel: pd.DataFrame, style: Style) -> Iterator[tuple[pd.DataFrame, dict[str, object]]]:
+def series(
+    panel: pd.DataFrame, style: Style, along: str = "concurrency"
+) -> Iterator[tuple[pd.DataFrame, dict[str, object]]]:
     """The points of each layout, variant and run with the look of their line."""
     for (layout, variant, run), line in panel.groupby(["layout", "variant", "run"], sort=False):
         look: dict[str, object] = {
@@ -143,10 +150,10 @@ def _series(panel: pd.DataFrame, style: Style) -> Iterator[tuple[pd.DataFrame, d
             "markersize": 5,
             "linewidth": 1.6,
         }
-        yield line.sort_values("concurrency"), look
+        yield line.sort_values(along), look
 
 
-def _legend(figure: Figure, points: pd.DataFrame, style: Style, more: list[Line2D]) -> None:
+def legend(figure: Figure, points: pd.DataFrame, style: Style, more: list[Line2D]) -> None:
     """Below the panels: colours for layouts, lines for variants, markers for runs, whichever there are."""
     layouts, variants, runs = (
         [name for name in names if name in set(points[column])]

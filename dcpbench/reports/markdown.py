@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.reports.sections import Section
+    from dcpbench.reports.section import Section
     from dcpbench.reports.tables import Table
 
 

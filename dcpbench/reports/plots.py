@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 
+from dcpbench.choices import CLOSED
 from dcpbench.reports import bars, lines, style
+from dcpbench.reports.serving import figures
+from dcpbench.reports.serving import findings as serving
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,16 +22,16 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+    from dcpbench.reports.frames import Frames
+
     Draw = Callable[..., Figure]
 
+BREAK_EVEN = "serve-break-even"
+"""Kind of the figure that shows all models at once."""
 LINES = (
     ("throughput", "Output throughput against concurrency", lines.draw_throughput),
     ("itl", "Inter-token latency against concurrency", lines.draw_itl),
     ("frontier", "Throughput per GPU against speed per user", lines.draw_frontier),
-)
-BARS = (
-    ("phases", "Where a step's time goes", bars.draw_phases, bars.has_phases),
-    ("kv", "KV cache capacity by layout", bars.draw_capacity, bars.has_capacity),
 )
 
 
@@ -46,23 +49,62 @@ class Picture:
     """The same with its panels below each other, for small screens."""
 
 
-def draw_all(points: pd.DataFrame, folder: Path) -> list[Picture]:
+def draw_all(read: Frames, folder: Path) -> list[Picture]:
     """Draw every figure that the points allow into `folder`."""
-    if points.empty:
+    if read.everything.empty:
         return []
     folder.mkdir(parents=True, exist_ok=True)
-    look = style.Style.of(points)
-    studio = _Studio(folder, look)
+    studio = _Studio(folder, style.Style.of(read.everything))
+    _draw_steps(read.points, studio)
+    _draw_served(read.served, studio)
+    for _, points in read.everything.groupby("model", sort=False):
+        _draw_bars(points, studio, "kv", "KV cache capacity by layout", bars.draw_capacity, bars.has_capacity)
+    return studio.pictures
+
+
+def _draw_steps(points: pd.DataFrame, studio: _Studio) -> None:
+    """Figures of the workload `decode`."""
+    if points.empty:
+        return
+    studio.look = dataclasses.replace(studio.look, variants=style.Style.of(points).variants)
     for model, of_model in points.groupby("model", sort=False):
         if of_model["output_tok_s"].notna().any():
             for kind, title, draw in LINES:
                 studio.add(kind, f"{title}, {style.plain(model)}", of_model, draw)
-        for run, of_run in of_model.groupby("run", sort=False):
-            where = style.plain(model) + (f", run {style.plain(run)}" if len(look.runs) > 1 else "")
-            for kind, title, draw, wanted in BARS:
-                if wanted(of_run):
-                    studio.add(kind, f"{title}, {where}", of_run, draw)
-    return studio.pictures
+        _draw_bars(of_model, studio, "phases", "Where a step's time goes", bars.draw_phases, bars.has_phases)
+
+
+def _draw_bars(
+    points: pd.DataFrame, studio: _Studio, kind: str, title: str, draw: Draw, wanted: Callable[[pd.DataFrame], bool]
+) -> None:
+    """A figure of a model for each run that has what it shows."""
+    for run, of_run in points.groupby("run", sort=False):
+        where = style.plain(points["model"].iloc[0])
+        where += f", run {style.plain(run)}" if len(studio.look.runs) > 1 else ""
+        if wanted(of_run):
+            studio.add(kind, f"{title}, {where}", of_run, draw)
+
+
+def _draw_served(served: pd.DataFrame, studio: _Studio) -> None:
+    """Figures of the workload `serve`: live runs and replays in figures of their own, each of which says what it is."""
+    known = served if served.empty else served[served["output_tok_s"].notna()]
+    if known.empty:
+        return
+    studio.look = dataclasses.replace(studio.look, variants=style.Style.of(known).variants)
+    along = known[known["load_arrival"].isin(figures.ALONG)]
+    for key, group in along.groupby(["mode", "model", "load_arrival"], sort=False):
+        mode, model, arrival = map(str, key)
+        for kind, title, draw in figures.LINES:
+            told = f"{title.format(figures.ALONG[arrival].against)}, {style.plain(model)}, {mode}"
+            studio.add(f"serve-{kind}-{mode}-{arrival}", told, group, draw, figures.alt(told, group))
+    ratios = serving.dcp_against_baseline(serving.timed(known))
+    for mode in dict.fromkeys(map(str, ratios["mode"])) if "ratio" in ratios else ():
+        loops = ratios[(ratios["mode"] == mode) & (ratios["load_arrival"] == CLOSED) & ratios["ratio"].notna()]
+        if len(loops):
+            told = f"Where DCP pays: output tok/s over the same layout without it, {mode}"
+            studio.add(
+                f"{BREAK_EVEN}-{mode}", told, loops, figures.draw_break_even, figures.alt_break_even(told, loops)
+            )
 
 
 @dataclasses.dataclass
@@ -71,7 +113,7 @@ class _Studio:
     look: style.Style
     pictures: list[Picture] = dataclasses.field(default_factory=list)
 
-    def add(self, kind: str, title: str, points: pd.DataFrame, draw: Draw) -> None:
+    def add(self, kind: str, title: str, points: pd.DataFrame, draw: Draw, alt: str = "") -> None:
         """Draw one figure in both widths and write it."""
         path = self.folder / self._name(kind, points)
         with mpl.rc_context(style.RC), warnings.catch_warnings():
@@ -80,12 +122,13 @@ class _Studio:
             wide.savefig(path.with_suffix(".png"), dpi=150)
             path.with_suffix(".svg").write_bytes(_svg(wide))
             narrow = _svg(draw(points, self.look, title, narrow=True))
-        alt = _alt(kind, title, points)
+        alt = alt or _alt(kind, title, points)
         self.pictures.append(Picture(kind, title, alt, path.with_suffix(".png"), path.with_suffix(".svg"), narrow))
 
     def _name(self, kind: str, points: pd.DataFrame) -> str:
         """A file name of plain letters, whatever the model is called, and no name twice."""
-        parts = [kind, points["model"].iloc[0], *(points["run"].iloc[:1] if kind in ("phases", "kv") else ())]
+        model = "all" if kind.startswith(BREAK_EVEN) else points["model"].iloc[0]
+        parts = [kind, model, *(points["run"].iloc[:1] if kind in ("phases", "kv") else ())]
         parts = parts if len(self.look.runs) > 1 else parts[:2]
         name = "-".join(re.sub(r"[^A-Za-z0-9_]+", "-", str(part)).strip("-")[:40] or "unnamed" for part in parts)
         taken = {picture.png.stem for picture in self.pictures}

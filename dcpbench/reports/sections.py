@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.reports import chosen, exchanges, explain, findings, sync_sites, tables
+from dcpbench.reports import chosen, exchanges, explain, findings, opening, sync_sites, tables
+from dcpbench.reports.section import Section
+from dcpbench.reports.serving import sections as served
 
 if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
     from dcpbench.reports.plots import Picture
-    from dcpbench.reports.tables import Table
-
-
-@dataclasses.dataclass(kw_only=True)
-class Section:
-    """One part of a report. All strings are plain text: whoever prints them escapes them."""
-
-    slug: str
-    title: str
-    paragraphs: list[str] = dataclasses.field(default_factory=list)
-    bullets: list[str] = dataclasses.field(default_factory=list)
-    commands: list[str] = dataclasses.field(default_factory=list)
-    tables: list[Table] = dataclasses.field(default_factory=list)
-    pictures: list[Picture] = dataclasses.field(default_factory=list)
 
 
 def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
     """All sections that have something to say."""
     points = frames.points
     timed = findings.timed(frames)
-    repeats = findings.repeats(frames)
+    everything = frames.everything
     exchanged = exchanges.frame(timed)
     sections = [
         Section(
             slug="findings",
             title="What the records say",
-            bullets=[*findings.headline(frames), *exchanges.sentences(exchanged, frames)],
+            bullets=opening.sentences(frames),
             tables=[
                 tables.best(findings.best_per_load(timed)), tables.ratios(findings.dcp_against_baseline(timed)),
-                exchanges.table(exchanged),
+                exchanges.table(exchanged), *served.findings(frames),
             ],
         ),
         Section(
@@ -54,6 +41,7 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
             slug="points", title="Every point", tables=[tables.points(points), chosen.table(frames)],
             paragraphs=explain.absent(points), bullets=explain.marks(points),
         ),
+        *served.sections(frames, pictures),
         Section(
             slug="time", title="Where a step's time goes",
             paragraphs=explain.phases(points), pictures=[p for p in pictures if p.kind == "phases"],
@@ -61,8 +49,8 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
         ),
         Section(
             slug="kv", title="KV capacity and what bounded it",
-            pictures=[p for p in pictures if p.kind == "kv"], tables=[tables.kv(findings.kv_by_layout(points))],
-            bullets=explain.bounds(points),
+            pictures=[p for p in pictures if p.kind == "kv"], tables=[tables.kv(findings.kv_by_layout(everything))],
+            bullets=explain.bounds(everything),
         ),
         Section(
             slug="failures", title="Points that did not run",
@@ -70,13 +58,14 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
         ),
         Section(
             slug="repeats", title="Whether repeats agree",
-            paragraphs=[] if points.empty else [findings.repeats_sentence(repeats)], tables=[tables.repeats(repeats)],
+            paragraphs=[] if everything.empty else [findings.repeats_sentence(opening.apart(frames))],
+            tables=[tables.repeats(findings.repeats(frames)), served.repeats(frames)],
         ),
         Section(
             slug="honesty", title="Before you believe a number",
-            paragraphs=explain.honesty(points), tables=[tables.honesty(points)],
+            paragraphs=explain.honesty(everything), tables=[tables.honesty(everything)],
         ),
-        Section(slug="method", title="How it was measured", bullets=explain.METHOD),
+        Section(slug="method", title="How it was measured", bullets=explain.method(frames)),
         Section(slug="environment", title="Environment", tables=[tables.environment(frames)]),
     ]  # fmt: skip
     for section in sections:

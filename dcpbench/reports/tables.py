@@ -173,18 +173,21 @@ def others(found: pd.DataFrame) -> Table:
     for (run, model, layout, outcome, reason), group in found.groupby(
         ["run", "model", "layout", "outcome", "reason"], sort=False
     ):
-        loads = sorted({(int(c), int(n)) for c, n in zip(group["context"], group["concurrency"], strict=True)})
+        plain = group[group["load"].isna()]
+        loads = sorted({(int(c), int(n)) for c, n in zip(plain["context"], plain["concurrency"], strict=True)})
+        served = dict.fromkeys(f"{r['mode']}: {r['load']}" for _, r in group[group["load"].notna()].iterrows())
         rows.append(
             {
                 "run": run, "model": model, "layout": layout, "outcome": outcome, "reason": reason,
-                "loads": ", ".join(f"{c:,} × {n}" for c, n in loads), "detail": _tail(group["detail"].iloc[0]),
+                "loads": ", ".join([*(f"{c:,} × {n}" for c, n in loads), *served]),
+                "detail": _tail(group["detail"].iloc[0]),
             }
         )  # fmt: skip
     columns: list[Column] = [
         ("model", lambda r: text(r["model"])),
         ("layout", lambda r: text(r["layout"])),
         ("outcome", lambda r: text(r["outcome"])),
-        ("context × concurrency", lambda r: text(r["loads"])),
+        ("context × concurrency" if found["load"].isna().all() else "load", lambda r: text(r["loads"])),
         ("reason", lambda r: text(r["reason"])),
         ("detail", lambda r: text(r["detail"])),
     ]

@@ -143,6 +143,16 @@ def outcome_of(sample: Sample) -> str:
     return FINISHED if sample.finished else CANCELLED
 
 
+def marks(found: ServeMetrics) -> list[str]:
+    """What to be careful about in the metrics themselves, for the record: `cut_off`, `few_samples`, `rejections`.
+
+    `few_samples` where a percentile of TTFT or ITL has too few (stats.least_samples).
+    """
+    lacking = any(None in (times.p90, times.p95, times.p99) for times in (found.ttft_ms, found.itl_ms))
+    told = {"cut_off": found.cancelled > 0, "few_samples": lacking, "rejections": found.rejected > 0}
+    return [mark for mark, holds in told.items() if holds]
+
+
 def _pooled_itl(times: list[metrics.RequestTimes]) -> metrics.Floats:
     import numpy as np
 

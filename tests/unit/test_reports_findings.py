@@ -199,7 +199,7 @@ def test_repeats_that_disagree_are_listed_and_the_worst_is_named(tmp_path: Path)
     )
     table = findings.repeats(read)
     assert sorted(table["apart"]) == [pytest.approx(1 / 100.5), pytest.approx(3 / 101.5)]
-    assert findings.repeats_sentence(table) == (
+    assert findings.repeats_sentence(table["apart"]) == (
         "Repeats: 1 of 2 points measured more than once disagrees by more than 2 %."
     )
 
@@ -207,7 +207,7 @@ def test_repeats_that_disagree_are_listed_and_the_worst_is_named(tmp_path: Path)
 def test_repeats_that_agree_say_within_what(tmp_path: Path) -> None:
     """100 and 101 ms: 1 / 100.5 = 0.995 %, printed as 1 %."""
     read = loaded(tmp_path, *(exact(build.point(TP, repeat=i), ms) for i, ms in enumerate((100, 101))))
-    assert findings.repeats_sentence(findings.repeats(read)) == (
+    assert findings.repeats_sentence(findings.repeats(read)["apart"]) == (
         "Repeats: the one point measured more than once agrees within 1 %."
     )
 

@@ -1,0 +1,31 @@
+"""How repeats of a point become one value; None where nothing was measured."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+from dcpbench.stats import agreement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from dcpbench.records import Interval
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    """Of those that are known."""
+    known = [float(v) for v in values if v is not None]
+    return statistics.median(known) if known else None
+
+
+def worst(pick: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
+    """What `max` or `min` picks of those that are known."""
+    known = [v for v in values if v is not None]
+    return pick(known) if known else None
+
+
+def spread(intervals: list[Interval]) -> float | None:
+    """Largest relative difference of any two repeats' medians (stats.agreement); None for a single one."""
+    ordered = sorted(intervals, key=lambda interval: interval.median)
+    return agreement(ordered[0], ordered[-1]) if len(ordered) > 1 else None

@@ -1,0 +1,202 @@
+"""Figures of served requests: rates and latencies against load, and where DCP begins to pay.
+
+A figure holds live runs or replays. Replays have hollow markers and say so above each
+panel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter
+
+from dcpbench.choices import CLOSED, GAMMA, REPLAY
+from dcpbench.reports import lines
+from dcpbench.reports.style import (
+    LAYOUT_COLOURS,
+    MARKERS,
+    Style,
+    legend_below,
+    measured_ticks,
+    plain,
+    value_axis,
+)
+from dcpbench.reports.style import (
+    LINES as LINE_STYLES,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclasses.dataclass(frozen=True)
+class Along:
+    """What makes a load heavier."""
+
+    column: str
+    against: str
+    label: str
+
+
+ALONG = {
+    CLOSED: Along("concurrency", "concurrency", "concurrency (closed loop)"),
+    GAMMA: Along("load_request_rate", "request rate", "request rate (requests/s)"),
+}
+"""By arrival. A trace has one load, which no line can show."""
+GREY = "#555555"
+
+
+def draw_rate(points: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:
+    """Output tok/s of the whole run, ramp and drain included; bars reach over the repeats."""
+    figure, panels, along = _start(points, title, narrow=narrow)
+    for ax, panel in panels:
+        for line, look in _series(panel, style, along):
+            low, high = (
+                line["output_tok_s"] - line["output_tok_s_low"],
+                line["output_tok_s_high"] - line["output_tok_s"],
+            )
+            ax.errorbar(line[along.column], line["output_tok_s"], yerr=[low, high], capsize=3, **look)
+        measured_ticks(ax, panel[along.column])
+        value_axis(ax, points["output_tok_s_high"], "y")
+    return _end(figure, points, style, along, "output throughput (tok/s)", [])
+
+
+def draw_ttft(points: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:
+    """Median time to first token, p99 as a dash where there are samples enough."""
+    return _draw_latency(points, style, title, "ttft", "time to first token (ms)", narrow=narrow)
+
+
+def draw_itl(points: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:
+    """Median inter-token latency, p99 as a dash where there are samples enough."""
+    return _draw_latency(points, style, title, "itl", "inter-token latency (ms)", narrow=narrow)
+
+
+def draw_frontier(points: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:
+    """Output tok/s/GPU against tok/s/user, the load beside each point that no other beats in both."""
+    figure, panels, along = _start(points, title, narrow=narrow)
+    for ax, panel in panels:
+        best = lines.frontier(panel)
+        ax.plot(best["tok_s_per_user"], best["output_tok_s_per_gpu"], color="#D0D0D0", linewidth=7, zorder=1)
+        for line, look in _series(panel, style, along):
+            ax.plot(line["tok_s_per_user"], line["output_tok_s_per_gpu"], **look)
+        for _, point in best.drop_duplicates(along.column, keep="last").iterrows():
+            at = (point["tok_s_per_user"], point["output_tok_s_per_gpu"])
+            said = f"{point[along.column]:g}"
+            ax.annotate(said, at, (6, 6), textcoords="offset points", fontsize=9, color="#444444")
+        value_axis(ax, points["tok_s_per_user"].dropna(), "x")
+        value_axis(ax, points["output_tok_s_per_gpu"].dropna(), "y")
+    lines.axis_labels(figure, "speed for one user (tok/s/user)", "output per GPU (tok/s/GPU)")
+    best_line = Line2D([], [], color="#D0D0D0", linewidth=7, label=f"best ({along.against})")
+    lines.legend(figure, points, style, [best_line])
+    return figure
+
+
+LINES = (
+    ("throughput", "Output throughput against {}", draw_rate),
+    ("ttft", "Time to first token against {}", draw_ttft),
+    ("itl", "Inter-token latency against {}", draw_itl),
+    ("frontier", "Throughput per GPU against speed per user", draw_frontier),
+)
+
+
+def draw_break_even(ratios: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:  # noqa: ARG001 - same call for all
+    """Output tok/s with DCP over that without, a panel per model; above 1 it pays.
+
+    Along the x axis runs whichever of concurrency and prompt length has more values, and a curve stands for each layout
+    with its exchange at each value of the other.
+    """
+    figure, panels = lines.panels(ratios.assign(cpu=False), title, narrow=narrow, by="model", form=_said("{}", ratios))
+    lengths, loads = ratios["rest"].nunique(), ratios["concurrency"].nunique()
+    known = bool(ratios["input_typical"].notna().all())
+    x, other = ("input_typical", "concurrency") if known and lengths > loads else ("concurrency", "rest")
+    order = ratios.sort_values(["tp", "dcp", "variant"], kind="stable")
+    labels = list(dict.fromkeys(order["label"]))
+    others = list(dict.fromkeys(ratios.sort_values(["input_typical", "concurrency"], kind="stable")[other]))
+    for ax, panel in panels:
+        for (_, label, value), line in panel.sort_values(x).groupby(["run", "label", other], sort=False):
+            look = {"color": LAYOUT_COLOURS[labels.index(label) % len(LAYOUT_COLOURS)], **_curve(others.index(value))}
+            spread = [line["ratio"] - line["low"], line["high"] - line["ratio"]]
+            ax.errorbar(line[x], line["ratio"], yerr=spread, capsize=3, **look, **_marked(panel, look))
+        ax.axhline(1, color=GREY, linewidth=1)
+        measured_ticks(ax, panel[x])
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}×"))
+    lines.axis_labels(figure, "prompt (tokens)" if x == "input_typical" else ALONG[CLOSED].label, "with DCP / without")
+    handles = [
+        Line2D([], [], color=LAYOUT_COLOURS[i % len(LAYOUT_COLOURS)], label=plain(x)) for i, x in enumerate(labels)
+    ]
+    named = [f"concurrency {v}" if other == "concurrency" else str(v) for v in others]
+    handles += [Line2D([], [], color=GREY, label=plain(name), **_curve(i)) for i, name in enumerate(named)]
+    legend_below(figure, handles)
+    return figure
+
+
+def alt(title: str, points: pd.DataFrame) -> str:
+    """What a reader would take from the picture; the full numbers stand in the tables."""
+    shown = ", ".join(dict.fromkeys(map(str, points["label"])))
+    shapes = "; ".join(dict.fromkeys(map(str, points["rest"])))
+    top = points.sort_values("output_tok_s", kind="stable").iloc[-1]
+    text = f"{title}. Layouts: {shown}. Requests: {shapes}."
+    text += f" Highest: {top['label']} with {top['output_tok_s']:,.0f} tok/s under {top['load']}."
+    return text + (" CPU: functional run, not performance." if bool(points["cpu"].any()) else "")
+
+
+def alt_break_even(title: str, ratios: pd.DataFrame) -> str:
+    """The same of the break-even curves."""
+    low, high = ratios["ratio"].min(), ratios["ratio"].max()
+    shown = ", ".join(dict.fromkeys(map(str, ratios["label"])))
+    return f"{title}. Layouts: {shown}. From {low:.2f} to {high:.2f} times."
+
+
+def _draw_latency(points: pd.DataFrame, style: Style, title: str, name: str, label: str, *, narrow: bool) -> Figure:
+    figure, panels, along = _start(points, title, narrow=narrow)
+    p50, p99 = f"{name}_p50_ms", f"{name}_p99_ms"
+    for ax, panel in panels:
+        for line, look in _series(panel, style, along):
+            ax.plot(line[along.column], line[p50], **look)
+            ax.plot(line[along.column], line[p99], "_", color=look["color"], markersize=11, markeredgewidth=2)
+        measured_ticks(ax, panel[along.column])
+        value_axis(ax, [*points[p50].dropna(), *points[p99].dropna()], "y")
+    dash = Line2D([], [], color=GREY, marker="_", linestyle="", markersize=11, markeredgewidth=2, label="p99")
+    return _end(figure, points, style, along, label, [dash] if points[p99].notna().any() else [])
+
+
+def _start(points: pd.DataFrame, title: str, *, narrow: bool) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]], Along]:
+    """A panel for each shape of requests, and what its x axis shows."""
+    form = _said("{}", points)
+    figure, panels = lines.panels(points, title, narrow=narrow, by="rest", form=form, order="input_typical")
+    return figure, panels, ALONG[points["load_arrival"].iloc[0]]
+
+
+def _said(form: str, points: pd.DataFrame) -> str:
+    """A panel's title, which says of a replay that it is one."""
+    return f"{form} (replay)" if points["mode"].iloc[0] == REPLAY else form
+
+
+def _end(figure: Figure, points: pd.DataFrame, style: Style, along: Along, label: str, more: list[Line2D]) -> Figure:
+    lines.axis_labels(figure, along.label, label)
+    lines.legend(figure, points, style, more)
+    return figure
+
+
+def _series(panel: pd.DataFrame, style: Style, along: Along) -> Iterator[tuple[pd.DataFrame, dict[str, Any]]]:
+    for line, look in lines.series(panel, style, along.column):
+        yield line, look | _marked(panel, look)
+
+
+def _marked(panel: pd.DataFrame, look: dict[str, Any]) -> dict[str, Any]:
+    """Hollow markers for replays."""
+    return {"markerfacecolor": "white" if panel["mode"].iloc[0] == REPLAY else look["color"]}
+
+
+def _curve(index: int) -> dict[str, Any]:
+    return {
+        "linestyle": LINE_STYLES[index % len(LINE_STYLES)],
+        "marker": MARKERS[index % len(MARKERS)],
+        "markersize": 5,
+    }

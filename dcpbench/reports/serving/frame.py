@@ -1,0 +1,97 @@
+"""Served points as a tidy table: what a row has beyond the columns that every point has (frames.py)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dcpbench.records import Interval
+from dcpbench.reports.merge import median, spread
+from dcpbench.reports.serving import words
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from dcpbench.records import Record
+    from dcpbench.serve_records import ServeMetrics
+
+TIMES = ("ttft", "itl", "tpot", "e2el")
+STATISTICS = ("mean", "p50", "p90", "p95", "p99")
+SCALARS = (
+    "output_tok_s", "output_tok_s_per_gpu", "total_tok_s", "request_s", "tok_s_per_user", "steady_tok_s", "steady_s",
+    "wall_s", "submitted", "finished", "rejected", "cancelled", "input_tokens", "output_tokens", "cached_tokens",
+    "preemptions", "steps", "decode_steps", "eager_decode_steps", "decode_batch",
+)  # fmt: skip
+"""Fields of ServeMetrics that are the median over repeats."""
+VARIES = {
+    "requests": "{:,} requests",
+    "chunk": "chunk {:,}",
+    "policy": "{}",
+    "prefix_cache": "prefix cache {}",
+    "prefill": "{} prefill",
+    "seed": "seed {}",
+    "trace_sha256": "file {:.8}",
+}
+"""What else of a load may tell two points of a report apart, and how it is printed."""
+
+
+def columns(records: list[Record]) -> dict[str, Any]:
+    """Of one point, its repeats merged: medians, and for the output rate what it reached from repeat to repeat."""
+    point = records[0].point
+    load = point.load
+    assert load is not None
+    measured = [r.serve for r in records if r.serve]
+    rates = [m.output_tok_s for m in measured]
+    row: dict[str, Any] = {f"load_{name}": getattr(load, name) for name in load.__struct_fields__ if name != "mode"}
+    row |= {
+        "mode": load.mode,
+        "arrival": words.arrival(point),
+        "shape": words.shape(load),
+        "input_typical": words.typical(load.input_tokens),
+        "same_load": f"{point.concurrency} {msgspec.json.encode(msgspec.structs.replace(load, mode='')).decode()}",
+        "output_tok_s_low": min(rates, default=None),
+        "output_tok_s_high": max(rates, default=None),
+        "spread": spread([once(rate) for rate in rates]),
+        "idle_fraction": median(m.idle_fraction for m in measured),
+    }
+    row |= {name: median(getattr(m, name) for m in measured) for name in SCALARS}
+    for name in TIMES:
+        times = [getattr(m, f"{name}_ms") for m in measured]
+        row |= {f"{name}_{s}_ms": median(getattr(t, s) for t in times) for s in STATISTICS}
+        row[f"{name}_samples"] = max((t.samples for t in times), default=0)
+    row["cached_share"] = row["cached_tokens"] / row["input_tokens"] if row["input_tokens"] else None
+    return row | _objectives(measured)
+
+
+def tidy(table: pd.DataFrame) -> pd.DataFrame:
+    """With `load` in words, and in reading order: modes apart, then loads from light to heavy, then layouts."""
+    if table.empty:
+        return table
+    parts = [table["shape"].tolist()]
+    for name, form in VARIES.items():
+        values = [("on" if v else "off") if isinstance(v, bool) else v for v in table[f"load_{name}"].tolist()]
+        if len(set(values)) > 1:
+            parts.append([form.format(v) if v != "" else "" for v in values])
+    rest = [words.SEPARATOR.join(filter(None, texts)) for texts in zip(*parts, strict=True)]
+    table = table.assign(
+        rest=rest, load=[f"{a}{words.SEPARATOR}{r}" for a, r in zip(table["arrival"], rest, strict=True)]
+    )
+    order = [
+        "run", "model", "mode", "load_arrival", "input_typical", "rest", "load_request_rate", "concurrency", "tp", "dp",
+        "dcp", "variant",
+    ]  # fmt: skip
+    return table.sort_values(order, kind="stable", ignore_index=True)
+
+
+def once(value: float) -> Interval:
+    """A rate that one run had: nothing is known of how far another would lie from it."""
+    return Interval(median=value, low=value, high=value, samples=1)
+
+
+def _objectives(measured: list[ServeMetrics]) -> dict[str, Any]:
+    """Goodput and what it means; repeats with different objectives have none in common."""
+    slos = list({words.objectives(m.slo_ms) for m in measured})
+    if len(slos) != 1:
+        return {"slo": "", "goodput_s": None}
+    return {"slo": slos[0], "goodput_s": median(m.goodput_s for m in measured)}

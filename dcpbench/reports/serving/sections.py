@@ -1,0 +1,62 @@
+"""The parts of a report that are about served requests, in reading order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dcpbench.choices import MODES
+from dcpbench.reports import explain
+from dcpbench.reports.section import Section
+from dcpbench.reports.serving import findings as found
+from dcpbench.reports.serving import tables
+
+if TYPE_CHECKING:
+    from dcpbench.reports.frames import Frames
+    from dcpbench.reports.plots import Picture
+    from dcpbench.reports.tables import Table
+
+
+def findings(frames: Frames) -> list[Table]:
+    """Tables beside the opening sentences: the best of each load, and DCP against its baseline, each mode by itself."""
+    points = found.timed(frames.served)
+    best, ratios = found.best_per_load(points), found.dcp_against_baseline(points)
+    return [table for mode in MODES for table in (tables.best(best, mode), tables.ratios(ratios, mode))]
+
+
+def sections(frames: Frames, pictures: list[Picture]) -> list[Section]:
+    """A section for live runs, one for replays, and one for how far these lie from each other."""
+    served = frames.served
+    if served.empty:
+        return []
+    told = []
+    for mode, title in (("live", "Serving, live"), ("replay", "Serving, replayed in virtual time")):
+        points = served[served["mode"] == mode]
+        if len(points):
+            told.append(
+                Section(
+                    slug=f"serving-{mode}",
+                    title=title,
+                    paragraphs=[*_objectives(frames, mode), *tables.absent(points)],
+                    bullets=explain.marks(points),
+                    tables=[tables.points(served, mode), tables.details(served, mode)],
+                    pictures=[p for p in pictures if p.kind.startswith("serve-") and mode in p.kind.split("-")],
+                )
+            )
+    compared = found.replay_against_live(served)
+    told.append(Section(slug="serving-replay-error", title="Replay against live", tables=[tables.replay(compared)]))
+    return told
+
+
+def repeats(frames: Frames) -> Table:
+    """Points whose repeats disagree."""
+    return tables.repeats(found.repeats(frames.served))
+
+
+def _objectives(frames: Frames, mode: str) -> list[str]:
+    """What goodput stands for."""
+    points = frames.served[frames.served["mode"] == mode]
+    slos = [slo for slo in dict.fromkeys(points["slo"]) if slo]
+    if not slos:
+        return ["No objective was given (--slo), so there is no goodput."]
+    without = " (not all points)" if (points["slo"] == "").any() else ""
+    return [f"Objectives behind goodput{without}: {'; or '.join(slos)}."]

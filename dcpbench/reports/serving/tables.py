@@ -1,0 +1,215 @@
+"""The tables about served requests, as strings. A table holds live runs or replays, and its title says which."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dcpbench.reports.serving import findings, words
+from dcpbench.reports.tables import (
+    ABSENT,
+    FOLD_ABOVE,
+    Column,
+    Table,
+    make_table,
+    missing,
+    number,
+    percent,
+    text,
+)
+from dcpbench.stats import REPEATS_AGREE_WITHIN, least_samples
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+LOADED: list[Column] = [("model", lambda r: str(r["model"])), ("load", lambda r: str(r["load"]))]
+TITLES = {
+    "live": "Served live",
+    "replay": "Replay: the same scheduler in virtual time, over step times measured before",
+}
+
+
+def points(served: pd.DataFrame, mode: str) -> Table:
+    """What was asked for first: rates and latencies of every point of a mode."""
+    return make_table(
+        TITLES.get(mode, mode),
+        _mode(served, mode),
+        [
+            *LOADED,
+            ("layout", lambda r: str(r["label"])),
+            ("marks", lambda r: text(r["marks"])),
+            ("output tok/s", lambda r: number(r["output_tok_s"])),
+            ("steady", lambda r: number(r["steady_tok_s"])),
+            ("tok/s/GPU", lambda r: number(r["output_tok_s_per_gpu"])),
+            ("tok/s/user", lambda r: number(r["tok_s_per_user"], 3)),
+            ("TTFT p50 ms", lambda r: number(r["ttft_p50_ms"])),
+            ("p99", lambda r: number(r["ttft_p99_ms"])),
+            ("ITL p50 ms", lambda r: number(r["itl_p50_ms"])),
+            ("p99", lambda r: number(r["itl_p99_ms"])),
+            ("goodput req/s", lambda r: number(r["goodput_s"], 3)),
+            ("preemptions", lambda r: whole(r["preemptions"])),
+            ("cached", lambda r: percent(r["cached_share"])),
+            ("finished", _finished),
+            ("repeats apart", lambda r: percent(r["spread"])),
+        ],
+        text_columns=4,
+        optional=("marks", "goodput req/s", "repeats apart"),
+    )
+
+
+def details(served: pd.DataFrame, mode: str) -> Table:
+    """The other latencies, and how the steps went."""
+    found = _mode(served, mode)
+    return make_table(
+        f"More of each point, {words.MODES.get(mode, mode)}",
+        found,
+        [
+            *LOADED,
+            ("layout", lambda r: str(r["label"])),
+            ("TTFT mean ms", lambda r: number(r["ttft_mean_ms"])),
+            ("p90", lambda r: number(r["ttft_p90_ms"])),
+            ("p95", lambda r: number(r["ttft_p95_ms"])),
+            ("ITL mean ms", lambda r: number(r["itl_mean_ms"])),
+            ("p90", lambda r: number(r["itl_p90_ms"])),
+            ("p95", lambda r: number(r["itl_p95_ms"])),
+            ("TPOT p50 ms", lambda r: number(r["tpot_p50_ms"])),
+            ("E2EL p50 ms", lambda r: number(r["e2el_p50_ms"])),
+            ("input + output tok/s", lambda r: number(r["total_tok_s"])),
+            ("wall s", lambda r: number(r["wall_s"])),
+            ("steps", lambda r: whole(r["steps"])),
+            ("without prefill", lambda r: percent(_share(r["decode_steps"], r["steps"]))),
+            ("requests in these", lambda r: number(r["decode_batch"], 3)),
+            ("of these eager", lambda r: whole(r["eager_decode_steps"])),
+            ("GPU idle between", lambda r: ABSENT if r["cpu"] else percent(r["idle_fraction"])),
+            ("host syncs per step", lambda r: number(r["host_syncs_per_step"], 3)),
+            ("rejected", lambda r: whole(r["rejected"])),
+            ("cut off", lambda r: whole(r["cancelled"])),
+        ],
+        text_columns=3,
+        optional=("GPU idle between", "host syncs per step"),
+        fold=len(found) > FOLD_ABOVE // 4,
+    )
+
+
+def best(found: pd.DataFrame, mode: str) -> Table:
+    """Best layout per load."""
+    return make_table(
+        f"Highest output throughput of each load, {words.MODES.get(mode, mode)}",
+        _mode(found, mode),
+        [
+            *LOADED,
+            ("best layout", lambda r: r["label"] if r["clear"] else f"{r['label']} (not clearly)"),
+            ("next", lambda r: str(r["next"])),
+            ("output tok/s", lambda r: number(r["output_tok_s"])),
+            ("over the next", lambda r: f"{r['lead']:.3f}×"),
+            ("TTFT p50 ms", lambda r: number(r["ttft_p50_ms"])),
+            ("ITL p50 ms", lambda r: number(r["itl_p50_ms"])),
+        ],
+        text_columns=4,
+    )
+
+
+def ratios(found: pd.DataFrame, mode: str) -> Table:
+    """DCP against its baseline."""
+    return make_table(
+        f"DCP over the same layout without it, {words.MODES.get(mode, mode)}",
+        _mode(found, mode),
+        [
+            *LOADED,
+            ("layout", lambda r: str(r["label"])),
+            ("baseline", lambda r: text(r.get("baseline"))),
+            ("verdict", lambda r: str(r["verdict"])),
+            ("output tok/s", lambda r: _times(r.get("ratio"))),
+            ("TTFT p50", lambda r: _times(r.get("ttft_ratio"))),
+            ("ITL p50", lambda r: _times(r.get("itl_ratio"))),
+        ],
+        text_columns=5,
+    )
+
+
+def replay(found: pd.DataFrame) -> Table:
+    """How far replay lies from live."""
+    columns: list[Column] = [*LOADED, ("layout", lambda r: str(r["label"]))]
+    for name, what in findings.COMPARED.items():
+        unit = "" if name == "output_tok_s" else " ms"
+        columns += [(f"{what}{unit} live", _shown(name)), ("error", _error(f"{name}_error"))]
+    cpu = len(found) > 0 and bool(found["cpu"].any())
+    return make_table(
+        "Replay against live" + (" (CPU: functional run)" if cpu else "") + ": replay / live - 1",
+        found,
+        columns,
+        text_columns=3,
+    )
+
+
+def repeats(found: pd.DataFrame) -> Table:
+    """Points whose repeats disagree."""
+    apart = found[found["apart"] > REPEATS_AGREE_WITHIN].sort_values("apart", ascending=False) if len(found) else found
+    return make_table(
+        f"Served points whose repeats differ by more than {REPEATS_AGREE_WITHIN * 100:.0f} % in output throughput",
+        apart,
+        [
+            *LOADED,
+            ("layout", lambda r: str(r["label"])),
+            ("output tok/s", lambda r: f"{number(r['output_tok_s_low'])} to {number(r['output_tok_s_high'])}"),
+            ("apart", lambda r: percent(r["apart"])),
+        ],
+        text_columns=3,
+    )
+
+
+def whole(value: float | None) -> str:
+    """A count; the median of repeats may lie between two."""
+    if value is None or missing(value):
+        return ABSENT
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
+
+
+def absent(served: pd.DataFrame) -> list[str]:
+    """Why a dash stands where a percentile could be, and how many samples it needs."""
+    why = []
+    for name, what, samples in (("ttft", "TTFT", "finished requests"), ("itl", "ITL", "gaps between tokens")):
+        for p in (90, 95, 99):
+            lacking = served[served[f"{name}_p{p}_ms"].isna() & served[f"{name}_p50_ms"].notna()]
+            if len(lacking):
+                most = int(lacking[f"{name}_samples"].max())
+                why.append(
+                    f"{what} p{p} needs {least_samples(p)} {samples} in one run (where it is missing: at most {most:,})"
+                )
+    said = [f"A dash means not known: {'; '.join(why)}."] if why else []
+    if (served["steady_tok_s"].isna() & served["output_tok_s"].notna()).any():
+        said.append("No steady throughput: nothing is targeted in an open loop, or the target was never reached.")
+    if (served["cancelled"] > 0).any():
+        said.append(
+            "Some runs ended before their requests did: tokens of requests that were cut off count as output, and "
+            "their latencies are not known. Those that wait longest are missing, so latencies look better than they "
+            "were."
+        )
+    if (served["rejected"] > 0).any():
+        said.append("Some requests could never fit and were rejected; all figures are of the others.")
+    return said
+
+
+def _mode(table: pd.DataFrame, mode: str) -> pd.DataFrame:
+    return table if table.empty else table[table["mode"] == mode]
+
+
+def _finished(row: pd.Series[Any]) -> str:
+    if missing(row["finished"]):
+        return ABSENT
+    return f"{row['finished']:,.0f} of {row['submitted']:,.0f}"
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _times(ratio: float | None) -> str:
+    return ABSENT if missing(ratio) else f"{ratio:.3f}×"
+
+
+def _shown(name: str) -> Any:  # noqa: ANN401 - what prints a column
+    return lambda r: number(r[name])
+
+
+def _error(name: str) -> Any:  # noqa: ANN401 - what prints a column
+    return lambda r: ABSENT if missing(r[name]) else f"{r[name] * 100:+.1f} %"

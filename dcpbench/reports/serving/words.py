@@ -1,0 +1,84 @@
+"""A load in words: `closed 48 · 4,000 in · 1,500 out`, and what its requests had to meet."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dcpbench.choices import CLOSED, GAMMA, LIVE
+from dcpbench.metrics import GAPS_PER_MISS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dcpbench.records import Point
+    from dcpbench.serve_records import Load
+
+MODES = {
+    LIVE: "live",
+    "replay": "replay",
+}
+"""In titles and sentences."""
+OBJECTIVES = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2el": "E2EL"}
+SEPARATOR = " · "
+
+
+def arrival(point: Point) -> str:
+    """When requests come: `closed 48`, `2 req/s Poisson`, `2 req/s gamma 0.5`, `trace conversations.jsonl`."""
+    load = _load(point)
+    if load.arrival == CLOSED:
+        return f"closed {point.concurrency:,}"
+    if load.arrival == GAMMA:
+        kind = "Poisson" if load.burstiness == 1 else f"gamma {load.burstiness:g}"
+        return f"{load.request_rate or 0:g} req/s {kind}"
+    return f"trace {load.trace}".rstrip()
+
+
+def shape(load: Load) -> str:
+    """What requests look like: `4,000 in · 1,500 out · 50 % shared by 4 groups`."""
+    parts = [f"{lengths(load.input_tokens)} in", f"{lengths(load.output_tokens)} out"]
+    if load.input_tokens == load.output_tokens == "trace":
+        parts = ["its lengths"]
+    if load.prefix_share:
+        groups = f" by {load.prefix_groups:,} groups" if load.prefix_groups > 1 else ""
+        parts.append(f"{load.prefix_share * 100:g} % shared{groups}")
+    return SEPARATOR.join(parts)
+
+
+def lengths(spec: str) -> str:
+    """`4000` as `4,000`, `uniform:1000-7000` as `1,000–7,000`, `lognormal:4000:0.5` as `≈4,000 (σ 0.5)`."""
+    kind, _, rest = spec.partition(":")
+    try:
+        if kind == "uniform":
+            return "–".join(f"{int(n):,}" for n in rest.split("-"))
+        if kind == "lognormal":
+            median, _, sigma = rest.partition(":")
+            return f"≈{int(median):,} (σ {sigma})"
+        return f"{int(spec):,}"
+    except ValueError:
+        return spec
+
+
+def typical(spec: str) -> float | None:
+    """Tokens in the middle of such lengths; None where the file says."""
+    kind, _, rest = spec.partition(":")
+    try:
+        if kind == "uniform":
+            low, high = rest.split("-")
+            return (int(low) + int(high)) / 2
+        return float(rest.partition(":")[0] if kind == "lognormal" else spec)
+    except ValueError:
+        return None
+
+
+def objectives(slo_ms: Mapping[str, float]) -> str:
+    """`TTFT ≤ 500 ms, ITL ≤ 50 ms in 99 of 100 gaps`; empty without any."""
+    return ", ".join(
+        f"{OBJECTIVES.get(name, name)} ≤ {limit:,g} ms"
+        + (f" in {GAPS_PER_MISS - 1} of {GAPS_PER_MISS} gaps" if name == "itl" else "")
+        for name, limit in slo_ms.items()
+    )
+
+
+def _load(point: Point) -> Load:
+    assert point.load is not None
+    return point.load

@@ -1,0 +1,95 @@
+"""Records of served loads, made by the real scheduler in virtual time with made-up step times. Nothing is measured."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dcpbench.layout import Layout
+from dcpbench.records import Kv, Record
+from dcpbench.serve_records import Load, ServeMetrics
+from dcpbench.serving.outcome import marks, serve_metrics
+from tests.unit import record_builder, virtual_serving
+
+if TYPE_CHECKING:
+    from dcpbench.records import Point
+    from dcpbench.serving.requests import Step
+
+TP, DCP, DP = Layout(4), Layout(4, 1, 4), Layout(4, 4)
+SLO = {"ttft": 2000.0, "itl": 30.0}
+
+
+def load(**changes: Any) -> Load:
+    """96 requests of a closed loop, 400 tokens in and 40 out."""
+    plain = {"requests": 96, "input_tokens": "400", "output_tokens": "40", "chunk": 2048}
+    return Load(**(plain | changes))
+
+
+def point(layout: Layout = TP, concurrency: int = 8, changed: dict[str, Any] | None = None, **changes: Any) -> Point:
+    """A served point of kimi-k2; `changed` are fields of its load."""
+    served = load(**(changed or {}))
+    plain = {"workload": "serve", "concurrency": concurrency, "context": 440, "load": served}
+    return record_builder.point(layout, **(plain | changes))
+
+
+def step_s(step: Step, layout: Layout, exchange: str) -> float:
+    """A made-up step time: a floor, weights, 25 ns for each KV row that a rank reads, an exchange, and prefill."""
+    rows = max(len(r.decodes) for r in step.replicas)
+    kv = max(sum(r.positions) for r in step.replicas)
+    prefill = max(sum(c.tokens for c in r.chunks) for r in step.replicas)
+    extra = {"ag_rs": 2.5e-3, "symm": 1.2e-3}.get(exchange, 0.0)
+    return 9e-3 + 1e-4 * rows + 1e-6 * kv / layout.dcp + extra + 2e-5 * prefill
+
+
+@functools.cache
+def metrics(of: Point, pages: int = 1000, until_s: float = float("inf"), faster: float = 1.0) -> ServeMetrics:
+    """What a run of a point gave; with `pages` of 16 tokens for each rank. Steps are `faster` times as fast."""
+    layout, served = of.layout, of.load
+    assert served is not None
+    inputs, outputs = int(served.input_tokens), int(served.output_tokens)
+    rate = served.request_rate
+    requests = [
+        virtual_serving.request(i, inputs, outputs, arrival_s=i / rate if rate else None)
+        for i in range(served.requests)
+    ]
+    traffic, steps = virtual_serving.serve(
+        requests,
+        concurrency=None if rate else of.concurrency,
+        seconds=lambda step: step_s(step, layout, of.exchange) / faster,
+        until_s=until_s,
+        pages=pages, dcp=layout.dcp, replicas=layout.dp, chunk=served.chunk // layout.dp,
+    )  # fmt: skip
+    return serve_metrics(traffic, tp=of.tp, concurrency=traffic.concurrency, slo=SLO, steps=steps, idle_fraction=0.012)
+
+
+def served(of: Point, pages: int = 1000, **changes: Any) -> Record:
+    """A finished record of a served point; `until_s` and `faster` as in `metrics`."""
+    how = {name: changes.pop(name) for name in ("until_s", "faster") if name in changes}
+    tokens = pages * 16 * of.layout.dcp * of.layout.dp
+    kv = Kv(
+        pool_bytes_per_gpu=pages * 16 * record_builder.KV_ROW_BYTES,
+        bytes_per_token_per_gpu=record_builder.KV_ROW_BYTES / of.layout.dcp / of.layout.dp,
+        capacity_tokens=tokens, capacity_requests=tokens // of.context, bounded_by="kv_memory", fragmentation=0.0,
+    )  # fmt: skip
+    found = metrics(of, pages, **how)
+    plain = record_builder.ok(msgspec.structs.replace(of, load=None), steps=20)
+    fields = {"point": of, "metrics": None, "phases": None, "serve": found, "kv": kv, "marks": marks(found)}
+    return msgspec.structs.replace(plain, **(fields | changes))
+
+
+def run() -> list[Record]:
+    """tp4, tp4·dcp4 with two exchanges and tp4·dp4 at three concurrencies live, and replayed at one more length."""
+    found = []
+    for layout, exchange in ((TP, "none"), (DCP, "ag_rs"), (DCP, "symm"), (DP, "none")):
+        for concurrency in (8, 32, 48):
+            of = point(layout, concurrency, exchange=exchange)
+            found.append(served(of))
+            replayed = msgspec.structs.replace(of, load=load(mode="replay"))
+            found.append(served(replayed, faster=1.03))
+            long = point(
+                layout, concurrency, {"mode": "replay", "input_tokens": "1600"}, exchange=exchange, context=1640
+            )
+            found.append(served(long))
+    return found

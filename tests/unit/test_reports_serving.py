@@ -1,0 +1,359 @@
+"""reports/serving/: what a report says of served requests, with its arithmetic, and that live and replay stay apart."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from dcpbench.layout import Layout
+from dcpbench.reports import frames, opening, terminal_table, write_report
+from dcpbench.reports.serving import findings, tables, words
+from tests.unit import record_builder
+from tests.unit import serve_record_builder as build
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.records import Point, Record
+
+TP, DCP = build.TP, build.DCP
+HOSTILE = "<script>alert(1)</script> $\\frac{1}{ | `a` \x1b[31m [red]r[/red]"
+
+
+def exact(of: Point, tok_s: float, environment: Any = record_builder.GPU, **changes: Any) -> Record:
+    """A record whose output throughput, and whatever else is given of its metrics, is as said."""
+    made = build.served(of)
+    assert made.serve
+    return msgspec.structs.replace(
+        made, serve=msgspec.structs.replace(made.serve, output_tok_s=tok_s, **changes), environment=environment
+    )
+
+
+def times(p50: float, **changes: Any) -> Any:
+    """Latencies of which the median is known."""
+    from dcpbench.serve_records import Latencies
+
+    return Latencies(p50=p50, samples=99, **changes)
+
+
+def loaded(tmp_path: Path, *records: Record) -> frames.Frames:
+    """One run with these records."""
+    return frames.load([record_builder.write(tmp_path / "run", records)])
+
+
+def terminal(folder: Path) -> str:
+    """What a pipe of 80 columns would get."""
+    console = Console(width=80, force_terminal=False)
+    with console.capture() as captured:
+        console.print(terminal_table([folder]))
+    return captured.get()
+
+
+def replayed(of: Point) -> Point:
+    """The same load in virtual time."""
+    assert of.load
+    return msgspec.structs.replace(of, load=msgspec.structs.replace(of.load, mode="replay"))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of tp4 and tp4·dcp4 at two concurrencies, live and replayed 3 % faster, and its report."""
+    folder = tmp_path_factory.mktemp("served")
+    points = [build.point(layout, c) for c in (8, 48) for layout in (TP, DCP)]
+    records = [*map(build.served, points), *(build.served(replayed(p), faster=1.03) for p in points)]
+    write_report([record_builder.write(folder / "run", records)], folder / "report")
+    return folder
+
+
+def section(written: Path, title: str) -> str:
+    """A section of the Markdown report."""
+    return (written / "report" / "report.md").read_text(encoding="utf-8").split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+class TestReport:
+    def test_live_and_replay_never_share_a_table_or_a_figure(self, written: Path) -> None:
+        """Four points each; 545 tok/s of tp4 at 8 clients live, and 562 in replay, stand in one section each."""
+        live, replay = section(written, "Serving, live"), section(written, "Serving, replayed in virtual time")
+        assert live.count("| closed 8 ·") == replay.count("| closed 8 ·") == 2 * 2
+        assert "545.4" in live
+        assert "545.4" not in replay
+        assert "561.8" in replay
+        assert "561.8" not in live
+        assert "replay" not in live.lower()
+        figures = {p.stem for p in (written / "report" / "figures").iterdir()}
+        kinds = ("throughput", "ttft", "itl", "frontier")
+        drawn = {f"serve-{kind}-{mode}-closed-kimi-k2" for kind in kinds for mode in ("live", "replay")}
+        assert figures == drawn | {"serve-break-even-live-all", "serve-break-even-replay-all", "kv-kimi-k2"}
+
+    def test_how_far_replay_lies_from_live_has_a_table_of_its_own(self, written: Path) -> None:
+        """Every step 3 % faster: 1.03 times the rate, and 1 / 1.03 - 1 = -2.9 % of each latency."""
+        text = section(written, "Replay against live")
+        assert text.count("| kimi-k2 |") == 4
+        assert text.count("+3.0 %") == 4
+        assert text.count("-2.9 %") == 4 * 3
+        assert "replay / live - 1" in text
+
+    def test_a_percentile_without_its_samples_is_a_dash_that_says_how_many_it_needs(self, written: Path) -> None:
+        """96 requests: enough for p90 of TTFT (64), not for p95 and p99; 3,744 gaps are enough for all."""
+        text = section(written, "Serving, live")
+        assert "TTFT p95 needs 130 finished requests in one run (where it is missing: at most 96)" in text
+        assert "TTFT p99 needs 662" in text
+        assert "ITL p" not in text.split("**Served live**")[0].split("A dash")[1].split("![")[0]
+
+    def test_the_objectives_in_force_are_printed(self, written: Path) -> None:
+        """Goodput without them is a number without a meaning."""
+        said = "TTFT ≤ 2,000 ms, ITL ≤ 30 ms in 99 of 100 gaps"
+        assert f"Objectives behind goodput: {said}." in section(written, "Serving, live")
+        assert said in terminal(written / "run").replace("\n", " ")
+
+    def test_a_run_of_served_points_has_no_section_of_decode(self, written: Path) -> None:
+        """No empty tables, no sentences about steps that nobody timed; KV, honesty and method are there."""
+        text = (written / "report" / "report.md").read_text(encoding="utf-8")
+        for title in ("Throughput and latency", "Every point", "Where a step's time goes"):
+            assert f"## {title}" not in text
+        for title in ("KV capacity and what bounded it", "Before you believe a number", "How it was measured"):
+            assert f"## {title}" in text
+        assert "CUDA graph, timed by CUDA events" not in text
+        assert "A replay runs the same scheduler" in text
+
+    def test_the_page_says_what_each_picture_shows(self, written: Path) -> None:
+        page = (written / "report" / "report.html").read_text(encoding="utf-8")
+        assert page.count("<img ") == page.count("alt=") == 11
+        assert 'id="serving-live"' in page
+        assert "http" not in page.replace("http-equiv", "")
+
+    def test_the_csv_has_a_row_per_point_with_its_load_in_columns(self, written: Path) -> None:
+        table = pd.read_csv(written / "report" / "points.csv")
+        assert sorted(table["mode"]) == ["live"] * 4 + ["replay"] * 4
+        assert set(table["load_input_tokens"]) == {400}
+        assert set(table["load"]) == {"closed 8 · 400 in · 40 out", "closed 48 · 400 in · 40 out"}
+        assert table["ttft_p50_ms"].notna().all()
+        assert table["ttft_p99_ms"].isna().all()
+
+    def test_the_terminal_table_fits_eighty_columns(self, written: Path) -> None:
+        text = terminal(written / "run")
+        assert max(map(len, text.splitlines())) <= 80
+        assert "…" not in text
+        assert text.count("kimi-k2, live: closed loop · 400 in · 40 out") == 1
+        assert text.count("kimi-k2, replay: closed loop · 400 in · 40 out") == 1
+        assert "preemptions: tp4 at closed 48 4" in text
+
+    def test_decode_and_serve_records_share_a_report(self, tmp_path: Path) -> None:
+        """Each has its sections, and the CSV has a row of each."""
+        records = [record_builder.ok(record_builder.point(TP), steps=30, phases=None), build.served(build.point(TP))]
+        folder = record_builder.write(tmp_path / "run", records)
+        write_report([folder], tmp_path / "report")
+        text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+        for title in ("Throughput and latency", "Every point", "Serving, live"):
+            assert f"## {title}\n" in text
+        assert list(pd.read_csv(tmp_path / "report" / "points.csv")["workload"]) == ["decode", "serve"]
+        assert max(map(len, terminal(folder).splitlines())) <= 80
+
+    def test_points_that_did_not_run_are_listed_with_their_load(self, tmp_path: Path) -> None:
+        folder = record_builder.write(tmp_path / "run", [record_builder.rejected(build.point(TP, 48))])
+        write_report([folder], tmp_path / "report")
+        text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+        assert "live: closed 48 · 400 in · 40 out" in text
+        assert "No point finished" in terminal(folder)
+
+    def test_a_finished_point_without_metrics_has_dashes(self, tmp_path: Path) -> None:
+        """Nothing is drawn, nothing is said, and nothing breaks."""
+        bare = msgspec.structs.replace(build.served(build.point(TP)), serve=None, kv=None, honesty=None)
+        folder = record_builder.write(tmp_path / "run", [bare])
+        write_report([folder], tmp_path / "report")
+        assert "| — | — |" in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+        assert not list((tmp_path / "report" / "figures").iterdir())
+        assert "tp4" in terminal(folder)
+
+    def test_hostile_names_stay_text(self, tmp_path: Path) -> None:
+        """The name of a trace comes from a user's file system."""
+        of = build.point(TP, 8, {"arrival": "trace", "trace": HOSTILE}, model=HOSTILE)
+        other = build.point(TP, 8, model=HOSTILE)
+        records = [msgspec.structs.replace(build.served(other), point=of), build.served(other)]
+        folder = record_builder.write(tmp_path / "run", records)
+        write_report([folder], tmp_path / "report")
+        assert "<script>" not in (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+        assert "\x1b" not in terminal(folder)
+
+    def test_a_cpu_run_speaks_of_no_speed(self, tmp_path: Path) -> None:
+        """Tables and figures are marked; no finding compares."""
+        cpu = [
+            exact(of, 100.0 * (1 + i), record_builder.CPU)
+            for i, of in enumerate((build.point(TP), build.point(DCP), replayed(build.point(TP))))
+        ]
+        read = loaded(tmp_path, *cpu)
+        assert findings.timed(read.served).empty
+        said = " ".join(opening.sentences(read))
+        assert "CPU: functional run." in said
+        assert "throughput" not in said
+        assert "Replay against live" not in said
+        folder = tmp_path / "run"
+        write_report([folder], tmp_path / "report")
+        text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+        assert "Highest output throughput" not in text
+        assert "Replay against live (CPU: functional run)" in text
+        assert not list((tmp_path / "report" / "figures").glob("*break-even*"))
+        assert "(CPU: functional run)" in " ".join(terminal(folder).split())
+
+    def test_an_open_loop_is_drawn_against_its_rate_and_a_trace_is_not_drawn(self, tmp_path: Path) -> None:
+        """A trace is one load, through which no line goes."""
+        rates = [
+            build.served(build.point(TP, 64, {"arrival": "gamma", "request_rate": rate})) for rate in (0.5, 4.0, 8.0)
+        ]
+        of = build.point(TP, 64, {"arrival": "trace", "trace": "chat.jsonl", "input_tokens": "trace"})
+        trace = msgspec.structs.replace(build.served(build.point(TP, 8)), point=of)
+        folder = record_builder.write(tmp_path / "run", [*rates, trace])
+        write_report([folder], tmp_path / "report")
+        names = {p.name for p in (tmp_path / "report" / "figures").glob("serve*.png")}
+        kinds = ("throughput", "ttft", "itl", "frontier")
+        assert names == {f"serve-{kind}-live-gamma-kimi-k2.png" for kind in kinds}
+        text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+        assert "4 req/s Poisson · 400 in · 40 out" in text
+        assert "trace chat.jsonl" in text
+        assert "No steady throughput: nothing is targeted in an open loop" in text
+
+
+class TestFindings:
+    def test_dcp_is_compared_under_the_same_load_and_mode_alone(self, tmp_path: Path) -> None:
+        """150 over 100 tok/s live = 1.5; the replay of the baseline, another chunk and another layout are not it."""
+        other = build.point(TP, 8, {"chunk": 4096})
+        read = loaded(
+            tmp_path,
+            exact(build.point(TP), 100, ttft_ms=times(80), itl_ms=times(20)),
+            exact(replayed(build.point(TP)), 500), exact(other, 600), exact(build.point(build.DP), 700),
+            exact(build.point(DCP), 150, ttft_ms=times(40), itl_ms=times(25)),
+        )  # fmt: skip
+        (row,) = findings.dcp_against_baseline(read.served).to_dict("records")
+        assert (row["ratio"], row["verdict"], row["baseline"]) == (1.5, "higher", "tp4")
+        assert (row["ttft_ratio"], row["itl_ratio"]) == (0.5, 1.25)
+
+    @pytest.mark.parametrize(
+        ("rates", "found", "least", "said"),
+        [
+            ((90, 101, 110), 48, False, "from concurrency 48 with tp4·dcp4 (1.10×)"),
+            ((110, 120, 130), 8, True, "from concurrency 8, the lowest tried, with tp4·dcp4 (1.10×)"),
+            ((110, 90, 130), 48, False, "from concurrency 48 with tp4·dcp4 (1.30×)"),
+            ((90, 120, 101), None, False, "at the highest concurrency tried DCP does not pay for 400 in · 40 out with"),
+        ],
+        ids=["from-the-last", "from-the-first", "not-twice", "not-at-the-last"],
+    )
+    def test_dcp_pays_from_the_concurrency_after_which_it_always_does(
+        self, tmp_path: Path, rates: tuple[float, ...], found: int | None, least: bool, said: str
+    ) -> None:
+        """Against 100 tok/s at 8, 32 and 48 clients; 1 % more is less than repeats may differ."""
+        records = [
+            exact(build.point(layout, c), rate)
+            for c, dcp_rate in zip((8, 32, 48), rates, strict=True)
+            for layout, rate in ((TP, 100), (DCP, dcp_rate))
+        ]
+        read = loaded(tmp_path, *records)
+        (row,) = findings.break_even(findings.dcp_against_baseline(read.served)).to_dict("records")
+        assert (row["from"] if found else None) == found
+        assert row["least"] is least
+        assert said in " ".join(findings.sentences(read))
+
+    def test_a_dcp_point_without_a_baseline_is_told_not_compared(self, tmp_path: Path) -> None:
+        read = loaded(tmp_path, exact(build.point(DCP), 150))
+        (row,) = findings.dcp_against_baseline(read.served).to_dict("records")
+        assert row["verdict"] == "no baseline"
+        assert findings.break_even(findings.dcp_against_baseline(read.served)).empty
+
+    def test_kv_pressure_is_said_of_all_layouts_under_that_load(self, tmp_path: Path) -> None:
+        """1,000 pages of 16 hold 36 requests of 440 tokens on tp4, and 145 with dcp 4; 48 are in flight."""
+        read = loaded(tmp_path, *(build.served(build.point(layout, c)) for layout in (TP, DCP) for c in (8, 48)))
+        assert list(findings.pressure(read.served)["layout"]) == ["tp4"]
+        (said,) = [s for s in findings.sentences(read) if "KV pressure" in s]
+        assert "under closed 48 · 400 in · 40 out: tp4 has room for 36 requests, 4 preemptions, TTFT p50 261 ms" in said
+        assert "tp4·dcp4 has room for 145 requests, 0 preemptions" in said
+
+    def test_the_best_layout_is_clear_only_beyond_what_repeats_may_differ(self, tmp_path: Path) -> None:
+        """110 against 100; 101 against 100 is within 2 %."""
+        read = loaded(
+            tmp_path,
+            exact(build.point(TP, 8), 100), exact(build.point(DCP, 8), 110),
+            exact(build.point(TP, 32), 100), exact(build.point(DCP, 32), 101),
+        )  # fmt: skip
+        assert list(findings.best_per_load(read.served)["clear"]) == [True, False]
+
+    def test_replay_is_held_against_the_live_run_of_its_own_load(self, tmp_path: Path) -> None:
+        """102 over 100 tok/s = +2 %; TTFT 45 over 50 ms = -10 %; p99 has too few samples. 32 clients ran live only."""
+        read = loaded(
+            tmp_path,
+            exact(build.point(TP), 100, ttft_ms=times(50), itl_ms=times(20, p99=40.0)),
+            exact(replayed(build.point(TP)), 102, ttft_ms=times(45), itl_ms=times(20, p99=44.0)),
+            exact(build.point(TP, 32), 300),
+        )
+        (row,) = findings.replay_against_live(read.served).to_dict("records")
+        assert row["output_tok_s_error"] == pytest.approx(0.02)
+        assert row["ttft_p50_ms_error"] == pytest.approx(-0.1)
+        assert row["itl_p99_ms_error"] == pytest.approx(0.1)
+        assert pd.isna(row["ttft_p99_ms_error"])
+        (said,) = [s for s in findings.sentences(read) if s.startswith("Replay")]
+        assert said == (
+            "Replay against live, largest errors over 1 point that was run both ways: "
+            "output tok/s 2 %, TTFT p50 10 %, ITL p50 0 %, ITL p99 10 %."
+        )
+
+    def test_repeats_of_a_live_point_are_merged_and_compared(self, tmp_path: Path) -> None:
+        """100 and 110 tok/s: the median is 105, and they lie 10 / 105 = 9.5 % apart."""
+        read = loaded(tmp_path, *(exact(build.point(TP, repeat=i), rate) for i, rate in enumerate((100, 110))))
+        (row,) = read.served.to_dict("records")
+        assert (row["output_tok_s"], row["output_tok_s_low"], row["output_tok_s_high"]) == (105, 100, 110)
+        assert opening.apart(read) == [pytest.approx(10 / 105)]
+        assert len(tables.repeats(findings.repeats(read.served)).rows) == 1
+
+    def test_a_replay_repeated_proves_nothing(self, tmp_path: Path) -> None:
+        """The same integers in give the same numbers out."""
+        read = loaded(tmp_path, *(exact(replayed(build.point(TP, repeat=i)), 100) for i in range(2)))
+        assert opening.apart(read) == []
+
+    def test_repeats_with_different_objectives_have_no_goodput_in_common(self, tmp_path: Path) -> None:
+        read = loaded(tmp_path, *(exact(build.point(TP, repeat=i), 9, slo_ms={"itl": 10.0 + i}) for i in range(2)))
+        assert read.served["goodput_s"].isna().all()
+
+    def test_what_was_cut_off_or_rejected_is_told(self, tmp_path: Path) -> None:
+        """Stopped after a second: what waited longest is missing."""
+        read = loaded(tmp_path, build.served(build.point(TP, 32), until_s=1.0))
+        assert "cut_off" in read.served["marks"][0]
+        assert "latencies look better than they were" in " ".join(tables.absent(read.served))
+
+
+class TestWords:
+    @pytest.mark.parametrize(
+        ("spec", "text", "middle"),
+        [
+            ("4000", "4,000", 4000),
+            ("uniform:1000-7000", "1,000–7,000", 4000),
+            ("lognormal:4000:0.5", "≈4,000 (σ 0.5)", 4000),
+            ("trace", "trace", None),
+            ("uniform:x", "uniform:x", None),
+        ],
+    )
+    def test_lengths(self, spec: str, text: str, middle: float | None) -> None:
+        assert words.lengths(spec) == text
+        assert words.typical(spec) == middle
+
+    @pytest.mark.parametrize(
+        ("changes", "text"),
+        [
+            ({}, "closed 48"),
+            ({"arrival": "gamma", "request_rate": 2.5}, "2.5 req/s Poisson"),
+            ({"arrival": "gamma", "request_rate": 2.0, "burstiness": 0.5}, "2 req/s gamma 0.5"),
+            ({"arrival": "trace", "trace": "chat.jsonl"}, "trace chat.jsonl"),
+        ],
+    )
+    def test_arrivals(self, changes: dict[str, Any], text: str) -> None:
+        assert words.arrival(build.point(Layout(4), 48, changes)) == text
+
+    def test_shared_prefixes_are_named(self) -> None:
+        assert words.shape(build.load(prefix_share=0.5, prefix_groups=4)) == "400 in · 40 out · 50 % shared by 4 groups"
+
+    def test_what_tells_loads_of_a_report_apart_is_added(self, tmp_path: Path) -> None:
+        """Two chunks and both settings of the prefix cache; what all share is left out."""
+        points = [build.point(TP, 8, {"chunk": c, "prefix_cache": on}) for c in (1024, 2048) for on in (True, False)]
+        read = loaded(tmp_path, *(exact(of, 100) for of in points))
+        assert "closed 8 · 400 in · 40 out · chunk 1,024 · prefix cache off" in set(read.served["load"])
