@@ -1,0 +1,87 @@
+"""A step with prompt chunks on a GPU that is only pretended: nothing waits for it, and kernels agree with the CPU."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from dcpbench import memory
+from dcpbench.engine.kv_pool import KvPool
+from dcpbench.engine.model import Model, StepInput
+from dcpbench.engine.prefill import Prefiller
+from dcpbench.engine.synthetic import SyntheticSource
+from dcpbench.engine.weights import load_weights
+from dcpbench.kernels.prefill import PrefillSpec, make_prefill
+from dcpbench.layout import Layout
+from dcpbench.serving.requests import Chunk
+from dcpbench.syncs.dry_run import DryRun, dry_run
+from tests.unit.engine_builder import alone, plan, shape_like_tiny
+
+SHAPE = shape_like_tiny(layers=2, first_dense=2)
+"""Experts in fp32 are a reference that waits."""
+ONE = Layout(1)
+CHUNKS = [Chunk(None, 1, 8, 20, samples=True), Chunk(None, 2, 0, 3, samples=True), Chunk(None, 3, 4, 6, samples=True)]
+"""12 tokens behind 8 stored ones, a prompt of 3, and 2 behind 4: two windows of 6 tokens, of which one has both."""
+ROWS = 17 + 3
+"""Three are padding."""
+
+
+def step(device: torch.device, run: DryRun | None = None) -> torch.Tensor:
+    """Logits of the last token of each chunk; the prefixes are random rows."""
+    source = SyntheticSource(0, torch.float32, torch.device("cpu"))
+    weights = moved(load_weights(source, SHAPE, ONE, 0, plan(SHAPE)), device)
+    kv = KvPool(SHAPE.layers, 40, 2, SHAPE.kv_width, torch.float32, device)
+    generator = torch.Generator().manual_seed(0)
+    kv.data.copy_(torch.randn(kv.data.shape, generator=generator))
+    model = Model(SHAPE, ONE, alone(ONE, 0), weights, kv, interleave=1, max_context=24, device=device)
+    nbytes = memory.window_bytes(SHAPE, ONE, 6, 4)
+    prefiller = Prefiller(model, backend="sdpa", tokens=32, window_bytes=nbytes)
+    table = torch.arange(4 * 20, dtype=torch.int32).view(4, 20).to(device)
+    rows = [(c.slot, i) for c in CHUNKS for i in range(c.start, c.stop)] + [(0, 0)] * (ROWS - 17)
+    slots, positions = torch.tensor(rows).T.contiguous().to(device)
+    wanted = torch.tensor([11, 14, 16]).to(device)
+    if run is not None:
+        run.syncs.clear()
+    planned = prefiller.plan(CHUNKS, table)
+    assert [window.tokens for window in planned.windows] == [6, 6]
+    inputs = StepInput(positions + 7, positions, table[slots, positions], logit_rows=wanted)
+    return model.step(inputs, [], None, planned)
+
+
+def moved(node, device):
+    """Weights on a device."""
+    if isinstance(node, torch.Tensor):
+        return node.to(device)
+    if isinstance(node, list):
+        return [moved(child, device) for child in node]
+    if dataclasses.is_dataclass(node):
+        fields = {f.name: moved(getattr(node, f.name), device) for f in dataclasses.fields(node)}
+        return dataclasses.replace(node, **fields)
+    return node
+
+
+@pytest.fixture
+def run():
+    """A dry run around the test."""
+    with dry_run() as seen:
+        yield seen
+
+
+def test_neither_planning_nor_running_waits_and_logits_are_those_of_the_cpu(run):
+    """Kernels that fill tables, pack rows, rotate and merge run in Triton's interpreter, on the values of a GPU."""
+    found = step(torch.device("cuda", 0), run)
+    assert [(sync.rule, sync.user) for sync in run.syncs] == []
+    expected = step(torch.device("cpu"))
+    assert (found.cpu() - expected).abs().max() < 1e-5
+
+
+def test_a_plan_for_flash_attention_does_not_wait(run):
+    spec = PrefillSpec(
+        heads=2, width=192, value=128, scale=1.0, dtype=torch.bfloat16, device=torch.device("cuda", 0)
+    )  # fmt: skip
+    backend = make_prefill("sdpa", spec)
+    assert backend.value_width == 192, "it takes values no narrower than keys"
+    run.syncs.clear()
+    planned = backend.plan([3, 1], [5, 0], causal=False)
+    assert [(sync.rule, sync.user) for sync in run.syncs] == []
+    assert planned.kv_ends.tolist() == [0, 5, 5]
