@@ -189,6 +189,10 @@ class Honesty(msgspec.Struct, frozen=True, kw_only=True):
     graph_batch: int | None = None
     """Rows per replica in the captured graph; more than the requests means padding rows on slot 0."""
     cuda_graph: bool = False
+    step_times: str = ""
+    """Of a replay: the file that its step times come from; not measured with this point."""
+    step_error: float | None = None
+    """Of a replay: largest |predicted / measured - 1| of the steps that were measured to check predictions."""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 
 from dcpbench import budget, jobs, memory
+from dcpbench.choices import REPLAY
 from dcpbench.environment import environment, probe
 from dcpbench.jobs import Failure, Job, Probe
 from dcpbench.records import RecordFile
 from dcpbench.shapes import load_shape
-from dcpbench.workloads import decode, serve, verify
+from dcpbench.workloads import decode, replay, serve, verify
 from dcpbench.workloads.ranks import start
 from dcpbench.workloads.session import build, free_memory
 
@@ -42,6 +43,7 @@ class Worker:
         self.environment = environment(device, job.command)
         self.records = RecordFile(Path(job.folder))
         self.session: Session | None = None
+        self.step_times: replay.Known = {}
         self.point: Point | None = None
 
     def tell(self, stage: str, note: str = "") -> None:
@@ -88,12 +90,18 @@ class Worker:
         )  # fmt: skip
 
     def serve(self, session: Session, point: Point) -> Record:
-        """Workload `serve`."""
+        """Workload `serve`, live or in replay."""
         chunks = [p.load.chunk for p in self.job.points if p.load and budget.same_engine(p, point)]
+        serving = serve.serving_for(session, point, max(chunks))
+        job, folder, bounded_by = self.job, Path(self.job.folder), self.bounded_by(session)
+        if point.load is not None and point.load.mode == REPLAY:
+            return replay.run(
+                serving, point, job.points, job.settings, self.environment, folder, self.step_times,
+                bounded_by=bounded_by, tell=self.tell,
+            )  # fmt: skip
         return serve.run(
-            session, serve.serving_for(session, point, max(chunks)), point, self.job.settings, self.environment,
-            Path(self.job.folder), bounded_by=self.bounded_by(session), tell=self.tell,
-        )  # fmt: skip
+            session, serving, point, job.settings, self.environment, folder, bounded_by=bounded_by, tell=self.tell
+        )
 
     def bounded_by(self, session: Session) -> str:
         """See records.Kv."""

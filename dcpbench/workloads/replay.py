@@ -1,0 +1,88 @@
+"""`--mode replay` in a job: measure the step times of an engine path once, then serve each point in virtual time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from dcpbench.choices import REPLAY
+from dcpbench.errors import RecordsError
+from dcpbench.exchange.collectives import gather_objects
+from dcpbench.serving.loads import make_requests
+from dcpbench.serving.replay_point import Pool, replay_point, step_times_name
+from dcpbench.serving.step_grid import grid
+from dcpbench.serving.step_times import EnginePath, StepTimes, read_step_times, write_step_times
+from dcpbench.workloads import step_times
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dcpbench.jobs import Settings
+    from dcpbench.records import Environment, Point, Record
+    from dcpbench.workloads.serve import Serving
+
+Known = dict[EnginePath, StepTimes]
+"""Step times that this job has, on every rank."""
+
+
+def run(
+    serving: Serving, point: Point, points: Sequence[Point], settings: Settings, environment: Environment,
+    folder: Path, known: Known, *, bounded_by: str, tell: Callable[..., None],
+) -> Record:  # fmt: skip
+    """Replay a point on rank 0, with step times for all of `points` that share its path. Collective.
+
+    Every rank returns the record. The step times lie below the run's folder afterwards.
+    """
+    path, session = EnginePath.of(point), serving.session
+    name = step_times_name(path)
+    trace = Path(settings.trace_path) if settings.trace_path else None
+    assert point.load is not None
+    requests = make_requests(point.load, session.shape.vocab, trace)
+    if path not in known:
+        sharing = [p for p in points if p.load and p.load.mode == REPLAY and EnginePath.of(p) == path]
+        old = _measured_before(serving, sharing, environment, folder / name)
+        if old is None:
+            tell("capture")
+            serving.warm_up(point, requests, lambda: tell("capture"))
+            old = step_times.measure(serving, sharing, environment, tell)
+            if _first():
+                write_step_times(folder / name, old)
+        known[path] = old
+    tell("measure", "replay")
+    record = None
+    if _first():
+        engine = session.engine
+        pool = Pool(pages=engine.allocator.pages, max_context=engine.max_context, bounded_by=bounded_by)
+        record = replay_point(
+            point, requests, known[path], settings, folder, shape=session.shape, pool=pool, file=name,
+            command=environment.command,
+        )  # fmt: skip
+    found = gather_objects(record)[0]
+    assert found is not None
+    return found
+
+
+def _measured_before(
+    serving: Serving, points: Sequence[Point], environment: Environment, file: Path
+) -> StepTimes | None:
+    """The file that an earlier job of this run left, where it is of this machine and code and has every case."""
+    found: StepTimes | None = None
+    if _first() and file.is_file():
+        try:
+            found = read_step_times(file)
+        except RecordsError:
+            found = None  # of another version, or cut short: measured anew
+        cases = grid(step_times.extent_of(serving, points))
+        if found is not None and not (
+            found.environment.host_hash == environment.host_hash
+            and found.environment.git_commit == environment.git_commit
+            and {m.case for m in found.cases} >= set(cases)
+        ):
+            found = None
+    return gather_objects(found)[0]
+
+
+def _first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0

@@ -1,0 +1,195 @@
+"""Measures the step times of a built engine: cases of a grid, one step behind the other, as the live loop runs them.
+
+    agree ─▶ launch ─▶ read the step before ─▶ …        the same turns as serving_loop.py, without a scheduler
+
+A sample is the time from the end of the step before to its own on the device, so that what the device waits for between
+two steps is in it. Positions stand still: every sample of a case is the same work on random KV rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from dcpbench.exchange.collectives import gather_objects
+from dcpbench.gpu_state import GpuSampler, worst
+from dcpbench.kernels.synthetic_kv import fill_request
+from dcpbench.records import Honesty
+from dcpbench.serving.step_cases import CaseMaker
+from dcpbench.serving.step_grid import Extent, grid
+from dcpbench.serving.step_times import EnginePath, Measured, StepTimes
+from dcpbench.workloads.point_facts import device_marks
+from dcpbench.workloads.serve import scheduler_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dcpbench.engine.serve import Launched, ServeEngine
+    from dcpbench.records import Environment, Point
+    from dcpbench.serving.requests import Step
+    from dcpbench.serving.step_cases import CaseSteps
+    from dcpbench.workloads.serve import Serving
+    from dcpbench.workloads.serving_loop import Agreement
+
+SLOW_MS, SLOW_LEAST, LEAST, MOST = 150, 2, 3, 8
+"""Samples of a case: LEAST, or SLOW_LEAST of a step longer than SLOW_MS, and MOST where they differ."""
+SPREAD = 0.02
+"""Samples agree when their range is within this share of the median."""
+CASE_MS = 1000
+"""A case is not continued past this."""
+LAUNCHES = 5
+"""Steps that are launched on a device that has nothing to do, for launch_ms."""
+FILL_TOKENS = 1 << 20
+"""KV locations filled at once."""
+
+
+def extent_of(serving: Serving, points: Sequence[Point]) -> Extent:
+    """What the steps of these points can be like on a built engine."""
+    engine = serving.session.engine
+    return Extent.of(points, pages=engine.allocator.pages, max_context=engine.max_context)
+
+
+def measure(
+    serving: Serving, points: Sequence[Point], environment: Environment, tell: Callable[..., None]
+) -> StepTimes:
+    """Step times for all of `points`, which share one engine path. Collective; every rank returns the same samples.
+
+    The engine is warm (Serving.warm_up). What its KV cache held is gone.
+    """
+    session, started = serving.session, time.perf_counter()
+    engine = session.engine
+    cases = grid(extent_of(serving, points))
+    _fill(serving)
+    serving.engine.forget()
+    most = max(points, key=lambda p: p.concurrency)
+    maker = CaseMaker(scheduler_config(most, session), session.shape.vocab)
+    pipeline = Pipeline(serving.engine, serving.agree)
+    mine = []
+    with GpuSampler(engine.device) as sampler:
+        for index, case in enumerate(cases):
+            tell("measure", f"step times: {index} of {len(cases)} cases")
+            mine.append(pipeline.run(maker.steps(case)))
+        pipeline.drain()
+        launch_ms = _launch_ms(serving, pipeline, maker.steps(cases[0]), mine[0])
+        gpu = worst(gather_objects(sampler.state()))
+    serving.engine.forget()
+    throttled = gpu is not None and bool(gpu.throttle_reasons)
+    return StepTimes(
+        path=EnginePath.of(points[0]),
+        cases=[Measured(case=c, samples_ms=samples) for c, samples in zip(cases, slowest(mine), strict=True)],
+        launch_ms=launch_ms,
+        measuring_s=time.perf_counter() - started,
+        honesty=Honesty(
+            weights=points[0].weights,
+            layers=session.plan.layers,
+            layers_held=session.plan.layers_held,
+            full_weights_bytes_per_gpu=session.plan.full_weight_bytes,
+            cuda_graph=engine.device.type == "cuda",
+        ),
+        environment=environment,
+        marks=device_marks(points[0], engine.device) + (["throttled"] if throttled else []),
+    )
+
+
+def slowest(mine: list[list[float]]) -> list[list[float]]:
+    """Every rank's samples of each case, as those of its slowest rank. Collective."""
+    ranks = gather_objects(mine)
+    return [[max(times) for times in zip(*case, strict=True)] for case in zip(*ranks, strict=True)]
+
+
+def enough(samples: Sequence[float], on_its_way: int = 1) -> bool:
+    """Whether a case needs no further step beside those on their way."""
+    if not samples:
+        return False
+    median, count = statistics.median(samples), len(samples) + on_its_way
+    if count < (SLOW_LEAST if median > SLOW_MS else LEAST):
+        return False
+    calm = max(samples) - min(samples) <= SPREAD * median
+    return calm or count >= MOST or sum(samples) >= CASE_MS
+
+
+@dataclasses.dataclass
+class _Unread:
+    launched: Launched
+    at_s: float
+    """When the call that launched it returned; on the CPU it had run by then."""
+    samples: list[float] | None
+    """Where its time goes; None where it is not wanted."""
+
+
+class Pipeline:
+    """Turns of the live loop with steps made by hand."""
+
+    def __init__(self, engine: ServeEngine, agree: Agreement) -> None:
+        self.engine, self.agree = engine, agree
+        self.pending: _Unread | None = None
+        self.last: _Unread | None = None
+
+    def run(self, steps: CaseSteps) -> list[float]:
+        """Samples of a case in ms, still without the last one, which the next case or `drain` brings. Collective.
+
+        The first step is not counted: others than it ran before, and it writes tables.
+        """
+        samples: list[float] = []
+        self.turn(steps.first, None)
+        self.turn(steps.again, samples)
+        while not self.agree(int(enough(samples)))[0]:
+            self.turn(steps.again, samples)
+        return samples
+
+    def turn(self, step: Step, samples: list[float] | None) -> None:
+        """Launch a step, then read the one before it."""
+        launched = self.engine.launch(step)
+        now = time.perf_counter()
+        self._read()
+        self.pending = _Unread(launched, now, samples)
+
+    def drain(self) -> None:
+        """Read what is on its way."""
+        self._read()
+        self.pending = self.last = None
+
+    def _read(self) -> None:
+        read = self.pending
+        if read is None:
+            return
+        read.launched.wait()
+        if self.last is not None and read.samples is not None:
+            read.samples.append(_between_ms(self.last, read))
+        self.last = read
+
+
+def _between_ms(before: _Unread, after: _Unread) -> float:
+    start, end = before.launched.ended, after.launched.ended
+    return (after.at_s - before.at_s) * 1e3 if start is None or end is None else start.elapsed_time(end)
+
+
+def _launch_ms(serving: Serving, pipeline: Pipeline, steps: CaseSteps, samples: list[float]) -> float:
+    """How much longer a step takes from decision to read where the device waits for it; the slowest rank's."""
+    pipeline.turn(steps.first, None)
+    pipeline.drain()
+    times = []
+    for _ in range(LAUNCHES):
+        start = time.perf_counter()
+        serving.agree(0)
+        serving.engine.launch(steps.again).wait()
+        times.append((time.perf_counter() - start) * 1e3)
+    return max(gather_objects(max(statistics.median(times) - statistics.median(samples), 0.0)))
+
+
+def _fill(serving: Serving) -> None:
+    """Random KV rows everywhere, and token ids: zeros would make a GPU clock higher, and one expert do all the work."""
+    session = serving.session
+    model, engine = session.engine.model, session.engine
+    for index, first in enumerate(range(0, engine.allocator.pages * engine.allocator.virtual_page, FILL_TOKENS)):
+        last = min(first + FILL_TOKENS, engine.allocator.pages * engine.allocator.virtual_page)
+        fill_request(
+            model.kv.all_rows(), torch.arange(first, last, dtype=torch.int32, device=engine.device), request=index,
+            seed=0, rank=model.groups.dcp.rank, dcp=model.layout.dcp, interleave=model.interleave,
+        )  # fmt: skip
+    generator = torch.Generator(engine.device).manual_seed(0)
+    engine.requests.tokens[1:].random_(0, session.shape.vocab, generator=generator)

@@ -1,0 +1,105 @@
+"""Step times through real torchrun jobs: every case of the grid runs on an engine, and a replay is made of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from dcpbench import launch
+from dcpbench.jobs import Settings
+from dcpbench.layout import Layout
+from dcpbench.records import Point, Record, read_records
+from dcpbench.serve_records import Load
+from dcpbench.serving.replay_point import replay_from_file, step_times_name
+from dcpbench.serving.samples import read_samples
+from dcpbench.serving.step_grid import grid
+from dcpbench.serving.step_times import EnginePath, StepTimes, read_step_times
+from dcpbench.torchrun import Machines
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.distributed
+
+LOAD = Load(mode="replay", requests=12, input_tokens="uniform:1-40", output_tokens="uniform:1-8", chunk=16)
+SETTINGS = Settings(profile=False)
+
+
+def point(layout: Layout = Layout(2, dcp=2), concurrency: int = 6, **changes: object) -> Point:  # noqa: B008 - frozen
+    """A point of the tiny model on the CPU."""
+    return Point(
+        model="tiny", workload="serve", tp=layout.tp, dp=layout.dp, dcp=layout.dcp, concurrency=concurrency, context=48,
+        load=msgspec.structs.replace(LOAD, **changes), exchange="ag_rs" if layout.dcp > 1 else "none",
+        backend="reference", dtype="fp32", page_size=2,
+    )  # fmt: skip
+
+
+def run(points: list[Point], folder: Path) -> list[Record]:
+    """What a job of these points records."""
+    launch.run(points, launch.Work(folder=folder, settings=SETTINGS, device="cpu"), Machines(), lambda _: None)
+    records = read_records(folder)
+    assert [(r.outcome, r.reason, r.detail) for r in records] == [("ok", None, {})] * len(points)
+    return records
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Record], StepTimes]:
+    """Two points of one engine path replayed in one job, and their step times."""
+    folder = tmp_path_factory.mktemp("run")
+    records = run([point(), point(concurrency=2, seed=1)], folder)
+    (file,) = (folder / "step-times").iterdir()
+    return folder, records, read_step_times(file)
+
+
+def test_points_of_one_path_share_a_file_that_their_records_name(job) -> None:
+    folder, records, _ = job
+    name = step_times_name(EnginePath.of(records[0].point))
+    assert [r.honesty.step_times for r in records] == [name] * 2
+    assert (folder / name).is_file()
+
+
+def test_every_case_was_measured_alike_on_all_ranks(job) -> None:
+    """Three samples or more, and as many cases as the larger point needs."""
+    _, _, times = job
+    assert all(len(m.samples_ms) >= 2 for m in times.cases)
+    assert max(m.case.requests for m in times.cases) == 6
+    assert {bool(m.case.decodes) + 2 * bool(m.case.chunks) for m in times.cases} == {1, 2, 3}
+
+
+def test_the_grid_is_that_of_the_larger_point(job) -> None:
+    from dcpbench.serving.step_grid import Extent
+
+    _, records, times = job
+    pages = records[0].kv.capacity_tokens // 4 + 1
+    extent = Extent.of([r.point for r in records], pages=pages, max_context=49)
+    assert [m.case for m in times.cases] == grid(extent)
+
+
+def test_every_request_is_answered_in_virtual_time(job) -> None:
+    folder, records, _ = job
+    for record in records:
+        assert (record.serve.finished, record.serve.idle_fraction) == (12, None)
+        rows = read_samples(folder / record.serve.samples_file)
+        assert all(len(row.token_s) == row.output_tokens and not row.tokens for row in rows)
+        assert record.marks[0] == "cpu"
+
+
+def test_the_same_file_gives_the_same_record_without_a_job(job, tmp_path) -> None:
+    """Word for word, but for when, where to and by which command."""
+    folder, records, _ = job
+    points = [r.point for r in records]
+    for record in records:
+        file = folder / record.honesty.step_times
+        again = replay_from_file(record.point, points, file, SETTINGS, tmp_path)
+        honesty = msgspec.structs.replace(again.honesty, step_times=record.honesty.step_times)
+        assert honesty == record.honesty
+        assert (again.serve, again.kv, again.marks) == (record.serve, record.kv, record.marks)
+        assert again.measured_with == record.measured_with
+
+
+@pytest.mark.parametrize("layout", [Layout(1), Layout(2, dp=2)], ids=str)
+def test_other_layouts_are_measured_too(layout: Layout, tmp_path: Path) -> None:
+    (record,) = run([point(layout, policy="prefill-first", prefix_share=0.5)], tmp_path)
+    assert record.serve.finished == 12
