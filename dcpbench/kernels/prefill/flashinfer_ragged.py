@@ -94,7 +94,10 @@ class FlashInferRagged:
 
     def run(self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See Ragged. A tile of values may reach past a request: what is behind the last one is not in the tensors."""
-        o_ThV, lse_Th = self.wrapper.run(q_ThX[: self.rows], k_ShX[: self.keys], v_ShW[: self.keys], return_lse=True)
+        q_ThX = q_ThX[: self.rows]
+        if not self.keys:  # of which fa3 could describe no tile
+            return q_ThX[..., :VALUE], q_ThX.new_full(q_ThX.shape[:2], float("-inf"), dtype=torch.float32)
+        o_ThV, lse_Th = self.wrapper.run(q_ThX, k_ShX[: self.keys], v_ShW[: self.keys], return_lse=True)
         return o_ThV, lse_Th.mul_(math.log(2))
 
 
