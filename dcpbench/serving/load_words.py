@@ -97,9 +97,9 @@ def load_name(load: Load, concurrency: int) -> str:
         who = f"{load.request_rate:g} req/s{bursts}"
     else:
         who = "at the trace's times"
-    tokens = load.trace or f"{load.input_tokens}→{load.output_tokens} tokens"
+    what = f"of {load.trace}" if load.trace else f"× {load.input_tokens}→{load.output_tokens} tokens"
     shared = f", {load.prefix_share:.0%} shared by {load.prefix_groups}" if load.prefix_share else ""
-    return f"{who}, {load.requests:,} × {tokens}{shared}"
+    return f"{who}, {load.requests:,} {what}{shared}"
 
 
 def _tokens(option: str, text: str, number: str) -> int:

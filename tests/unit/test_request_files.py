@@ -1,0 +1,159 @@
+"""Files of requests: what each format says, and what is wrong in which line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dcpbench.errors import UsageError
+from dcpbench.serving.request_files import Row, Trace, read_requests
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+MOONCAKE = '{"timestamp": 5, "input_length": 3, "output_length": 4}'
+OWN = '{"input_tokens": 3, "output_tokens": 4}'
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[[str | bytes], Trace]:
+    """Read a file with this text; its name says nothing about its format."""
+
+    def read(text: str | bytes) -> Trace:
+        path = tmp_path / "requests.data"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return read_requests(path)
+
+    return read
+
+
+def sizes(trace: Trace) -> list[tuple[float | None, int, int]]:
+    """(arrival, prompt, output) of each request."""
+    return [(row.arrival_s, row.input_tokens, row.output_tokens) for row in trace.rows]
+
+
+class TestFormats:
+    def test_mooncake_counts_ms_from_anywhere(self, read) -> None:
+        """27,482 ms is when the trace begins; other tools' fields are left alone."""
+        trace = read(
+            '{"timestamp": 27482, "input_length": 600, "output_length": 52, "hash_ids": [46, 47]}\n'
+            '{"timestamp": 30982, "input_length": 512, "output_length": 1, "hash_ids": [46], "type": "chat"}\n'
+        )
+        assert sizes(trace) == [(0.0, 600, 52), (3.5, 512, 1)]
+        assert [row.hash_ids for row in trace.rows] == [(46, 47), (46,)]
+        assert trace.timed
+        assert not trace.takes_shares
+
+    def test_hashes_may_leave_out_the_last_short_block(self, read) -> None:
+        """Tools differ: 600 tokens are one full block and a rest."""
+        assert read(MOONCAKE.replace("3", "600", 1)[:-1] + ', "hash_ids": [46]}').rows[0].hash_ids == (46,)
+
+    def test_our_own_lines_have_times_and_groups_if_they_like(self, read) -> None:
+        trace = read(OWN + "\n\n" + '{"input_tokens": 5, "output_tokens": 1, "prefix_group": 2}' + "\n")
+        assert sizes(trace) == [(None, 3, 4), (None, 5, 1)]
+        assert not trace.timed
+        assert trace.grouped
+        assert trace.takes_shares
+
+    def test_our_own_lines_may_name_token_ids(self, read) -> None:
+        trace = read('{"prompt": [17, 3, 99], "output_tokens": 2, "arrival_s": 1.5}')
+        assert sizes(trace) == [(0.0, 3, 2)]
+        assert trace.rows[0].prompt.tolist() == [17, 3, 99]
+        assert trace.largest_id == 99
+
+    def test_csv_begins_with_the_names_of_its_columns(self, read) -> None:
+        """In any order; an empty cell says nothing."""
+        trace = read("output_tokens, input_tokens,arrival_s,prefix_group\r\n4,3,0.5,1\r\n2,8,0.75,\r\n")
+        assert sizes(trace) == [(0.0, 3, 4), (0.25, 8, 2)]
+        assert [row.prefix_group for row in trace.rows] == [1, None]
+
+    def test_a_byte_order_mark_is_no_column(self, read) -> None:
+        assert sizes(read(b"\xef\xbb\xbfinput_tokens,output_tokens\n3,4\n")) == [(None, 3, 4)]
+
+    def test_equal_bytes_have_equal_hashes(self, read) -> None:
+        assert read(OWN).sha256 == read(OWN).sha256 != read(OWN + "\n").sha256
+
+
+class TestOrder:
+    def test_requests_out_of_order_are_sorted_and_it_is_known(self, read) -> None:
+        trace = read("arrival_s,input_tokens,output_tokens\n2,1,1\n1,2,1\n1,3,1\n")
+        assert sizes(trace) == [(0.0, 2, 1), (0.0, 3, 1), (1.0, 1, 1)]
+        assert trace.sorted
+
+    def test_equal_times_are_in_order(self, read) -> None:
+        assert not read("arrival_s,input_tokens,output_tokens\n1,2,1\n1,3,1\n").sorted
+
+    def test_times_before_the_start_are_only_earlier(self, read) -> None:
+        assert sizes(read("arrival_s,input_tokens,output_tokens\n-2,1,1\n0,1,1\n"))[1][0] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is empty; it should hold lines such as"),
+        ("\n \n", "is empty"),
+        (b"\xff\xfe\x00", "is not text"),
+        ("hello\n", "line 1: neither JSON nor the names of CSV columns"),
+        ("3,4\n5,6\n", "line 1: neither JSON nor the names of CSV columns"),
+        ("{\n", "line 1: not JSON"),
+        ("[" * 100_000, "line 1: not JSON"),
+        (f"[{OWN}]", "line 1: list, not a JSON object; each line is one request"),
+        (f"{OWN}\nnull\n", "line 2: NoneType, not a JSON object"),
+        (f"{OWN}\n{OWN[:-1]}\n", "line 2: not JSON"),
+        (f"\n{OWN}\n\n{OWN},\n", "line 4: not JSON"),
+        ("{}", "line 1: neither 'prompt' nor 'input_tokens'"),
+        ('{"input_tokens": 3}', "line 1: no 'output_tokens'"),
+        ('{"input_tokens": 3, "output_token": 4}', "'output_token' is not known; did you mean 'output_tokens'?"),
+        ('{"arrival": 3, "input_tokens": 3, "output_tokens": 4}', "did you mean 'arrival_s'?"),
+        ('{"input_tokens": 3, "output_tokens": 4, "x": 1}', "'x' is not known; known are arrival_s"),
+        ('{"input_tokens": -3, "output_tokens": 4}', "'input_tokens' is -3; a request has at least 1 token in"),
+        ('{"input_tokens": 3, "output_tokens": 0}', "'output_tokens' is 0"),
+        ('{"input_tokens": 3.5, "output_tokens": 4}', "'input_tokens' is 3.5, not a whole number"),
+        ('{"input_tokens": "3", "output_tokens": 4}', "'input_tokens' is '3', not a whole number"),
+        ('{"input_tokens": true, "output_tokens": 4}', "'input_tokens' is True, not a whole number"),
+        ('{"input_tokens": 3, "output_tokens": 4, "arrival_s": NaN}', "'arrival_s' is nan, not a time"),
+        ('{"input_tokens": 3, "output_tokens": 4, "arrival_s": "now"}', "'arrival_s' is 'now', not a time"),
+        (f'{OWN}\n{OWN[:-1]}, "arrival_s": 1}}', "line 2: an arrival time, and the first request has none"),
+        (f'{OWN[:-1]}, "arrival_s": 1}}\n{OWN}', "line 2: no arrival time, and the first request has one"),
+        ('{"prompt": [], "output_tokens": 4}', "'prompt' is not a list of token ids"),
+        ('{"prompt": [1, -1], "output_tokens": 4}', "'prompt' is not a list of token ids"),
+        ('{"prompt": [1, 99999999999], "output_tokens": 4}', "'prompt' is not a list of token ids"),
+        ('{"prompt": "hi", "output_tokens": 4}', "'prompt' is not a list of token ids"),
+        ('{"prompt": [1], "input_tokens": 1, "output_tokens": 4}', "both 'prompt' and 'input_tokens'"),
+        ('{"prompt": [1], "prefix_group": 1, "output_tokens": 4}', "both 'prompt' and 'prefix_group'"),
+        ('{"input_tokens": 3, "output_tokens": 4, "prefix_group": -1}', "'prefix_group' is -1"),
+        (MOONCAKE.replace('"timestamp": 5, ', ""), "line 1: no 'timestamp'"),
+        (MOONCAKE.replace('"output_length": 4', '"x": 4'), "line 1: no 'output_length'"),
+        (MOONCAKE.replace("3", "-3"), "'input_length' is -3"),
+        (MOONCAKE.replace("5", "Infinity"), "'timestamp' is inf, not a time"),
+        (MOONCAKE[:-1] + ', "hash_ids": [1, 2]}', "2 'hash_ids' for 3 tokens, which are 1 blocks of 512"),
+        (MOONCAKE[:-1] + ', "hash_ids": [-1]}', "'hash_ids' is not a list of whole numbers"),
+        (MOONCAKE[:-1] + ', "hash_ids": 1}', "'hash_ids' is not a list of whole numbers"),
+        (f"{MOONCAKE}\n{OWN}", "line 2: no 'input_length'"),
+        ("input_tokens,output_tokens\n", "line 1: the names of the columns and no request below them"),
+        ("input_tokens,output_tokens\n3\n", "line 2: 1 cells, and 2 columns have names"),
+        ("input_tokens,output_tokens\n3,x\n", "line 2: 'output_tokens' is 'x', not a whole number"),
+        ("input_tokens,output_tokens\n3,\n", "line 2: no 'output_tokens'"),
+        ("input_tokens,output_tokens,arrival_s\n3,4,nan\n", "line 2: 'arrival_s' is nan, not a time"),
+        ("input_tokens,output_tokens,arrival\n3,4,1\n", "line 1: 'arrival' is not known; did you mean 'arrival_s'?"),
+        ("input_tokens,output_tokens,output_tokens\n3,4,1\n", "line 1: a column is named twice"),
+    ],
+    ids=lambda x: (x if isinstance(x, str) else "bytes")[:40],
+)
+def test_what_is_wrong_is_said_with_its_line(read, text: str | bytes, words: str) -> None:
+    with pytest.raises(UsageError, match=r"--requests .*requests\.data") as e:
+        read(text)
+    assert words in str(e.value)
+
+
+def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--requests .*none cannot be read"):
+        read_requests(tmp_path / "none")
+    with pytest.raises(UsageError, match="is not a file"):
+        read_requests(tmp_path)
+
+
+def test_a_request_counts_prompt_and_output() -> None:
+    assert Row(arrival_s=None, input_tokens=3, output_tokens=4).tokens == 7
