@@ -54,6 +54,7 @@ def example(name: str) -> str:
         "model": "deepseek-v3,kimi-k2", "backend": ",".join(BACKENDS), "exchange": EXCHANGES[0], "dtype": "bf16",
         "weights": SYNTHETIC, "all_reduce": ALL_REDUCES[0],
         "tp": "4,8", "dcp": "1,4", "concurrency": "8,32", "context": "4000,32000", "request_rate": "0.5,2",
+        "input_tokens": "4000,lognormal:8000:0.5", "output_tokens": "500,1500",
     }  # fmt: skip
     return f"{flag(name)} {examples.get(name, '1')}"
 

@@ -1,0 +1,352 @@
+"""What `serve` expands to, what it rejects and why, and the KV pool that its points get."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from dcpbench import budget, memory, sweep
+from dcpbench.choices import CLOSED, GAMMA, TRACE
+from dcpbench.errors import CapacityError, DcpbenchError, MissingPackageError, UsageError
+from dcpbench.jobs import Probe
+from dcpbench.layout import Layout
+from dcpbench.serve_spec import SERVE_PARSERS, make_serve_spec
+from dcpbench.shapes import SHAPES, load_shape
+from dcpbench.spec import read_options
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.serve_records import Load
+
+GIB = 1 << 30
+CPU = Probe(device="cpu", count=0, name="CPU")
+H200X4 = Probe(
+    device="cuda", count=4, name="NVIDIA H200", memory_bytes=139 * GIB, l2_bytes=60 << 20,
+    packages={"flashinfer": "0.6.18"},
+)  # fmt: skip
+
+
+def expand(probe: Probe = CPU, **options: object) -> list[sweep.Candidate]:
+    """Candidates of options given as on the command line, without baselines."""
+    return sweep.expand(make_serve_spec({"baseline": False, **options}, probe), probe)
+
+
+def loads(probe: Probe = CPU, **options: object) -> list[Load]:
+    """What the points serve."""
+    found = [c.point.load for c in expand(probe, **options)]
+    return [load for load in found if load is not None]
+
+
+def reason(probe: Probe = CPU, **options: object) -> str:
+    """Why the one point of these options cannot run."""
+    (found,) = expand(probe, **options)
+    return str(found.error)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Four requests with times, of 20 to 50 tokens in all."""
+    path = tmp_path / "trace.csv"
+    path.write_text("arrival_s,input_tokens,output_tokens\n0,10,10\n1,20,10\n2,30,10\n3,40,10\n")
+    return path
+
+
+class TestPoints:
+    def test_on_gpus_the_default_is_the_load_dcp_was_first_measured_with(self) -> None:
+        """480 requests of 4,000 tokens in and 1,500 out at 8, 32 and 48 clients."""
+        found = sweep.expand(make_serve_spec({}, H200X4), H200X4)
+        assert [(c.point.dcp, c.point.concurrency, c.added) for c in found] == [
+            (1, 8, True), (1, 32, True), (1, 48, True), (4, 8, False), (4, 32, False), (4, 48, False),
+        ]  # fmt: skip
+        load = found[0].point.load
+        assert load is not None
+        assert (load.requests, load.input_tokens, load.output_tokens, load.chunk) == (480, "4000", "1500", 8192)
+        assert (load.mode, load.arrival, load.policy, load.prefill) == ("live", CLOSED, "mixed", "sdpa")
+        assert {(c.point.workload, c.point.context, c.error) for c in found} == {("serve", 5500, None)}
+
+    def test_on_a_cpu_it_is_small(self) -> None:
+        (found,) = expand()
+        assert (found.point.model, found.point.tp, found.point.dcp, found.point.concurrency) == ("tiny", 4, 4, 4)
+        assert found.point.context == 40
+
+    def test_lengths_are_axes(self) -> None:
+        """In the order of the longest request: 11, 12, 12 and 13 tokens."""
+        found = loads(input_tokens="10,uniform:5-9", output_tokens="2,3")
+        assert [(x.input_tokens, x.output_tokens) for x in found] == [
+            ("uniform:5-9", "2"), ("10", "2"), ("uniform:5-9", "3"), ("10", "3"),
+        ]  # fmt: skip
+
+    def test_lengths_are_written_in_one_way_so_that_equal_points_are_one(self) -> None:
+        assert [x.input_tokens for x in loads(input_tokens="010,10")] == ["10"]
+
+    def test_the_context_is_the_longest_request_that_is_drawn(self) -> None:
+        """16 prompts of 5 to 9 tokens, one of which has 9, and 3 out."""
+        (found,) = expand(input_tokens="uniform:5-9", output_tokens=3)
+        assert found.point.context == 12
+
+    def test_rates_are_an_axis_of_open_loops(self) -> None:
+        found = expand(request_rate="0.5,2")
+        assert [(c.point.load.arrival, c.point.load.request_rate) for c in found] == [(GAMMA, 0.5), (GAMMA, 2.0)]
+
+    def test_an_open_loop_has_as_many_in_flight_as_layouts_take(self) -> None:
+        """512 for each replica, or all requests where they are fewer; --concurrency bounds them."""
+        assert [c.point.concurrency for c in expand(request_rate=2, num_requests=2000, dp="1,2", tp=4)] == [512, 1024]
+        assert [c.point.concurrency for c in expand(request_rate=2)] == [16]
+        assert [c.point.concurrency for c in expand(request_rate=2, concurrency="3,5")] == [3, 5]
+
+    def test_every_option_of_a_load_reaches_it(self) -> None:
+        (found,) = loads(
+            num_requests=40, prefix_share=0.5, prefix_groups=3, policy="prefill-first", chunk=128, prefix_cache=False,
+            mode="replay", seed=7, request_rate=2, burstiness=0.5,
+        )  # fmt: skip
+        assert (found.requests, found.prefix_share, found.prefix_groups, found.policy) == (40, 0.5, 3, "prefill-first")
+        assert (found.chunk, found.prefix_cache, found.mode, found.seed) == (128, False, "replay", 7)
+        assert (found.request_rate, found.burstiness) == (2.0, 0.5)
+
+    def test_settings_hold_what_is_the_same_for_all_points(self, trace: Path) -> None:
+        spec = make_serve_spec({"slo": "ttft=500", "limit": "60s", "requests": str(trace), "profile": False}, CPU)
+        assert (spec.settings.slo, spec.settings.limit_seconds) == ({"ttft": 500.0}, 60.0)
+        assert (spec.settings.trace_path, spec.settings.profile) == (str(trace), False)
+
+    def test_a_limit_in_requests_shortens_the_load(self) -> None:
+        (found,) = loads(limit="5")
+        assert found.requests == 5
+        assert make_serve_spec({"limit": 5}, CPU).settings.limit_seconds is None
+
+    def test_fewer_requests_than_usual_clients_have_as_many_clients(self) -> None:
+        assert [c.point.concurrency for c in expand(num_requests=3)] == [3]
+        assert [c.point.concurrency for c in expand(H200X4, num_requests=40)] == [8, 32]
+
+    def test_baselines_serve_the_same_load(self) -> None:
+        one, two = sweep.expand(make_serve_spec({"request_rate": 2}, CPU), CPU)
+        assert (one.point.dcp, two.point.dcp, one.added) == (1, 4, True)
+        assert one.point.load == two.point.load
+
+    def test_points_have_a_name_and_a_row(self) -> None:
+        (found,) = expand()
+        assert sweep.point_name(found.point) == "tiny tp4·dcp4 reference ag_rs, 4 clients, 16 × 32→8 tokens"
+        (row,) = sweep.table([found])
+        assert (row["workload"], row["load"]["requests"]) == ("serve", 16)
+
+    def test_loads_make_points_different(self) -> None:
+        one, two = (expand(seed=seed)[0].point.key() for seed in (0, 1))
+        assert one != two
+
+
+class TestTraces:
+    def test_a_trace_with_times_is_an_open_loop_at_them(self, trace: Path) -> None:
+        (found,) = expand(requests=str(trace))
+        load = found.point.load
+        assert (load.arrival, load.requests, load.trace, load.input_tokens) == (TRACE, 4, "trace.csv", "trace")
+        assert (found.point.context, found.point.concurrency) == (50, 4)
+        assert len(load.trace_sha256) == 64
+
+    def test_with_concurrency_it_is_a_closed_loop_and_with_a_rate_its_lengths_come_at_that(self, trace: Path) -> None:
+        assert [x.arrival for x in loads(requests=str(trace), concurrency=2)] == [CLOSED]
+        assert [x.arrival for x in loads(requests=str(trace), request_rate=2)] == [GAMMA]
+
+    def test_a_file_without_times_is_a_closed_loop(self, tmp_path: Path) -> None:
+        path = tmp_path / "r.jsonl"
+        path.write_text('{"input_tokens": 3, "output_tokens": 4}\n' * 9)
+        assert [(c.point.load.arrival, c.point.concurrency) for c in expand(requests=str(path))] == [(CLOSED, 4)]
+
+    def test_a_limit_takes_the_first_requests(self, trace: Path) -> None:
+        (found,) = expand(requests=str(trace), limit=2)
+        assert (found.point.load.requests, found.point.context) == (2, 30)
+
+    @pytest.mark.parametrize("name", ["num_requests", "input_tokens", "output_tokens"])
+    def test_what_it_says_itself_cannot_be_typed(self, trace: Path, name: str) -> None:
+        with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} and --requests .* contradict each other"):
+            expand(requests=str(trace), **{name: 5})
+
+    def test_groups_need_a_share(self, tmp_path: Path) -> None:
+        path = tmp_path / "r.jsonl"
+        path.write_text('{"input_tokens": 3, "output_tokens": 4, "prefix_group": 1}\n')
+        with pytest.raises(UsageError, match="say with --prefix-share how much"):
+            expand(requests=str(path))
+        assert loads(requests=str(path), prefix_share=0.5)
+
+    def test_hashes_say_what_is_shared(self, tmp_path: Path) -> None:
+        path = tmp_path / "r.jsonl"
+        path.write_text('{"timestamp": 0, "input_length": 512, "output_length": 4, "hash_ids": [1]}\n')
+        with pytest.raises(UsageError, match="says itself what its prompts share; leave --prefix-share out"):
+            expand(requests=str(path), prefix_share=0.5)
+
+    def test_token_ids_must_be_the_models(self, tmp_path: Path) -> None:
+        path = tmp_path / "r.jsonl"
+        path.write_text('{"prompt": [512], "output_tokens": 4}\n')
+        with pytest.raises(UsageError, match="token id 512, and tiny has 512 of them"):
+            expand(requests=str(path))
+
+    def test_a_request_too_long_for_the_model_does_not_stop_the_others(self, tmp_path: Path) -> None:
+        """65,536 positions: the scheduler rejects the second request by name, the point runs."""
+        path = tmp_path / "r.csv"
+        path.write_text("input_tokens,output_tokens\n10,10\n65537,10\n")
+        (found,) = expand(requests=str(path))
+        assert (found.error, found.point.context) == (None, 65536)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"request_rate": "0"}, "--request-rate 0 is not a positive number of requests per second; try"),
+        ({"request_rate": "-1"}, "--request-rate -1 is not"),
+        ({"request_rate": "inf"}, "--request-rate inf is not"),
+        ({"request_rate": "nan"}, "--request-rate nan is not"),
+        ({"request_rate": "fast"}, "--request-rate fast: not a number; write for example --request-rate 0.5,2"),
+        ({"request_rate": ""}, "--request-rate is empty"),
+        ({"request_rate": True}, "--request-rate True: not a number"),
+        ({"burstiness": 0, "request_rate": 1}, "--burstiness 0 is not positive"),
+        ({"burstiness": 2}, "--burstiness shapes --request-rate, which was not given"),
+        ({"prefix_share": 1}, "--prefix-share 1 is not a share"),
+        ({"prefix_share": -0.1}, "--prefix-share -0.1 is not a share"),
+        ({"prefix_groups": 2}, "--prefix-groups without --prefix-share"),
+        ({"prefix_groups": 0, "prefix_share": 0.5}, "--prefix-groups 0 is not positive"),
+        ({"num_requests": 0}, "--num-requests 0 is not positive"),
+        ({"concurrency": "0"}, "--concurrency 0 is not positive"),
+        ({"concurrency": "17"}, "--concurrency 17 is more than the 16 requests"),
+        ({"seed": -1}, "--seed -1 is negative"),
+        ({"chunk": 0}, "--chunk 0 is not positive"),
+        ({"policy": "fair"}, "--policy fair is unknown. Known: mixed, prefill-first"),
+        ({"prefill": "flashinfr"}, "did you mean flashinfer?"),
+        ({"mode": "reply"}, "--mode reply is unknown; did you mean replay?"),
+        ({"step_times": "x.json"}, "--step-times x.json is for a replay; add --mode replay"),
+        ({"step_times": "x.json", "mode": "replay"}, "--step-times x.json: no such file"),
+        ({"input_tokens": "uniform:9-4"}, "--input-tokens uniform:9-4: 9 is more than 4"),
+        ({"output_tokens": "4,,5"}, "has an empty entry; write a comma list such as --output-tokens 500,1500"),
+        ({"limit": "-5"}, "--limit -5 is not positive"),
+        ({"slo": "p99=3"}, "--slo p99: not one of ttft"),
+        ({"requests": "none.jsonl"}, "--requests none.jsonl cannot be read"),
+    ],
+    ids=lambda x: "-".join(f"{k}={v}" for k, v in x.items()) if isinstance(x, dict) else "",
+)
+def test_what_cannot_work_is_said_before_anything_runs(options: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError) as e:
+        expand(**options)
+    assert words in str(e.value)
+
+
+class TestRejections:
+    def test_more_output_than_context(self) -> None:
+        """32 + 65,536 tokens in 65,536 positions."""
+        assert reason(output_tokens=65536) == (
+            "requests of --input-tokens 32 --output-tokens 65536, 65,568 tokens together, pass tiny's 65,536 "
+            "positions; lower --input-tokens or --output-tokens."
+        )
+
+    def test_a_chunk_holds_a_page_of_every_rank_of_every_replica(self) -> None:
+        """tp8·dp2·dcp4 with pages of 8: 8 × 4 = 32 tokens for each of 2 replicas."""
+        assert "use --chunk 64 or more, or a smaller --page-size" in reason(tp=8, dp=2, dcp=4, page_size=8, chunk=63)
+        assert expand(tp=8, dp=2, dcp=4, page_size=8, chunk=64)[0].error is None
+
+    def test_flashinfer_prefills_on_gpus_that_have_it_with_its_widths(self) -> None:
+        assert "needs a GPU" in reason(prefill="flashinfer")
+        without = msgspec.structs.replace(H200X4, packages={})
+        (found, *_) = expand(without, prefill="flashinfer", concurrency=8)
+        assert isinstance(found.error, MissingPackageError)
+        assert "keys of 192 and values of 128" in reason(
+            H200X4, model="tiny", backend="triton", prefill="flashinfer", concurrency=8
+        )
+
+    @pytest.mark.parametrize("name", ["backend", "exchange"])
+    def test_nothing_is_chosen_by_time(self, name: str) -> None:
+        assert f"dcpbench sweep --{name} auto says which is fastest" in reason(H200X4, concurrency=8, **{name: "auto"})
+
+    def test_a_model_that_needs_gpus_is_told_what_to_type_instead(self) -> None:
+        assert "type: dcpbench serve --model tiny" in reason(model="deepseek-v3")
+        assert "Type instead: dcpbench serve --model kimi-k2" in reason(H200X4, tp=8, model="kimi-k2", concurrency=8)
+
+    def test_more_clients_than_the_largest_graph_run_eagerly(self) -> None:
+        assert expand(H200X4, concurrency=600, num_requests=600, model="deepseek-v2-lite")[0].error is None
+
+
+class TestPools:
+    def of(self, **options: object) -> sweep.Candidate:
+        (found,) = expand(H200X4, model="deepseek-v3", concurrency=48, **options)
+        return found
+
+    def test_it_holds_all_requests_in_flight_where_not_all_weights_fit(self) -> None:
+        """48 requests of ceil(5500 / (64·4)) = 22 pages, one more for each, and the padding page."""
+        point = self.of().point
+        assert budget.pages_needed(point) == 48 * (22 + 1) + 1
+        pages = budget.kv_pages(point, [point], make_serve_spec({}, H200X4).settings, SHAPES["deepseek-v3"], H200X4)
+        assert pages == 48 * 23 + 1
+
+    def test_no_more_requests_are_in_flight_than_there_are(self) -> None:
+        point = msgspec.structs.replace(self.of().point, concurrency=1000)
+        assert budget.pages_needed(point) == 480 * 23 + 1
+
+    def test_requests_that_do_not_fit_at_once_wait(self) -> None:
+        """A decode sweep rejects 48 requests of 128,000 tokens on tp4; serving them is a point under pressure."""
+        found = self.of(dcp=1, input_tokens=128000)
+        assert found.error is None
+        need = budget.pages_needed(found.point)
+        most = budget.most_pages(found.point, SHAPES["deepseek-v3"], H200X4)
+        page = memory.page_bytes(SHAPES["deepseek-v3"], 64, 2)
+        assert found.plan.kv_bytes == most * page < need * page
+
+    def test_beside_all_weights_it_is_what_they_leave(self) -> None:
+        """V2-Lite, 31 GB of weights on 4 GPUs: far more than the load needs."""
+        (found,) = expand(H200X4, model="deepseek-v2-lite", concurrency=8)
+        assert found.plan.layers_held == found.plan.layers
+        assert found.plan.kv_bytes > 100 * GIB
+
+    def test_memory_for_chunks_is_kept(self) -> None:
+        """Larger chunks, smaller pool."""
+        small, large = (
+            expand(H200X4, model="deepseek-v2-lite", concurrency=8, chunk=chunk)[0].plan.kv_bytes
+            for chunk in (8192, 65536)
+        )
+        layout, shape = Layout(tp=4, dcp=4), SHAPES["deepseek-v2-lite"]
+        more, less = (memory.prefill_bytes(shape, layout, chunk, 2) for chunk in (65536, 8192))
+        assert abs(small - large - (more - less)) < memory.page_bytes(shape, 64, 2)
+
+    def test_a_given_size_is_taken_even_if_requests_have_to_wait(self) -> None:
+        found = self.of(kv_memory="2GiB")
+        assert found.error is None
+        assert (
+            found.plan.kv_bytes
+            <= 2 * GIB
+            < budget.pages_needed(found.point) * memory.page_bytes(SHAPES["deepseek-v3"], 64, 2)
+        )
+
+    def test_a_size_in_which_no_request_fits_is_refused_with_what_would(self) -> None:
+        """22 pages of 64 rows of 70,272 B and the padding page: 98.6 MiB."""
+        found = self.of(kv_memory="50MiB")
+        assert isinstance(found.error, CapacityError)
+        assert "all requests here need 98.6MiB or more" in str(found.error)
+        assert self.of(kv_memory="99MiB").error is None
+
+    def test_a_size_in_which_only_short_requests_fit_serves_those(self) -> None:
+        assert self.of(kv_memory="50MiB", input_tokens="uniform:10-4000", output_tokens=10).error is None
+
+    def test_a_size_that_no_gpu_has_is_refused(self) -> None:
+        assert "--kv-memory can be up to" in str(self.of(kv_memory="500GiB").error)
+
+
+def test_a_file_holds_the_same_names_as_the_command_line(tmp_path: Path) -> None:
+    """Tables and numbers of TOML, and `no-` for what is on by default."""
+    path = tmp_path / "serve.toml"
+    path.write_text(
+        'request-rate = [0.5, 2]\ninput_tokens = [10, "uniform:5-9"]\nno-prefix-cache = true\nno-baseline = true\n'
+        'limit = "9s"\n[slo]\nttft = 500\n'
+    )
+    given = read_options(path, SERVE_PARSERS)
+    spec = make_serve_spec(given, CPU)
+    assert (spec.settings.slo, spec.settings.limit_seconds, spec.baseline) == ({"ttft": 500.0}, 9.0, False)
+    found = spec.loads(1, load_shape("tiny"))
+    assert [(x.load.input_tokens, x.load.request_rate) for x in found] == [
+        ("10", 0.5), ("10", 2.0), ("uniform:5-9", 0.5), ("uniform:5-9", 2.0),
+    ]  # fmt: skip
+    assert not found[0].load.prefix_cache
+
+
+@pytest.mark.parametrize("name", ["context", "seconds"])
+def test_what_only_a_sweep_has_is_not_known(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "serve.toml"
+    path.write_text(f"{name} = 5\n")
+    with pytest.raises(DcpbenchError, match=f"unknown option '{name}'"):
+        read_options(path, SERVE_PARSERS)
