@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 STEADY_SHARE = 0.95
 """Share of the target concurrency that must be in flight for a moment to count as steady."""
+TURNAROUND_S = 1e-3
+"""What a client of a closed loop may take from its last token to its next request: no dip of the concurrency."""
 GAPS_PER_MISS = 100
 """Of so many gaps of a request, one may miss an ITL objective."""
 OBJECTIVES = ("ttft", "itl", "tpot", "e2el")
@@ -150,8 +152,9 @@ def steady_window(
     """Longest time in which at least 95 % of `concurrency` requests are in flight, as (start, end) in s.
 
     A request is in flight from t0 to tn, or to the run's last token where it was cut off. `waiting_s` are t0 of
-    requests that were cut off before their first token. One that starts at the moment another ends leaves no gap. None
-    if the target is never reached. Raises UsageError for a concurrency below 1.
+    requests that were cut off before their first token. One that starts at the moment another ends leaves no gap, and
+    neither does a client that takes up to TURNAROUND_S to send its next request. None if the target is never reached.
+    Raises UsageError for a concurrency below 1.
     """
     if concurrency < 1:
         raise UsageError(f"a concurrency of {concurrency} cannot be reached; give at least 1.")
@@ -159,7 +162,7 @@ def steady_window(
     spans = [(r.submitted_s, r.end_s if r.finished else last) for r in requests]
     spans += [(t, last) for t in waiting_s if t < last]
     events = sorted([(start, -1) for start, _ in spans] + [(end, 1) for _, end in spans])
-    best: tuple[float, float] | None = None
+    windows: list[tuple[float, float]] = []
     start: float | None = None
     flying = 0
     for time, change in events:
@@ -167,10 +170,11 @@ def steady_window(
         if flying >= STEADY_SHARE * concurrency:
             start = time if start is None else start
         elif start is not None:
-            if time > start and (best is None or time - start > best[1] - best[0]):
-                best = (start, time)
+            if windows and start - windows[-1][1] <= TURNAROUND_S:
+                start = windows.pop()[0]
+            windows.append((start, time))
             start = None
-    return best
+    return max((w for w in windows if w[1] > w[0]), key=lambda w: w[1] - w[0], default=None)
 
 
 def tok_s_within(requests: Sequence[RequestTimes], window: tuple[float, float]) -> float:

@@ -63,6 +63,15 @@ def test_a_request_that_starts_when_another_ends_does_not_break_the_window() -> 
     assert metrics.steady_window([RequestTimes(0.0, (1.0,)), RequestTimes(1.0, (3.0,))], 1) == (0.0, 3.0)
 
 
+def test_a_client_that_takes_a_moment_to_send_its_next_request_does_not_break_the_window() -> None:
+    """0-1 s, then 1.0005-3 s: half a millisecond is no dip, and the window is 3 s. From 1.002 s on it is one."""
+    first = RequestTimes(0.0, (1.0,))
+    assert metrics.steady_window([first, RequestTimes(1.0005, (3.0,))], 1) == (0.0, 3.0)
+    assert metrics.steady_window([first, RequestTimes(1.002, (3.0,))], 1) == (1.002, 3.0)
+    chain = [RequestTimes(i + 0.0005, (i + 1.0,)) for i in range(4)]
+    assert metrics.steady_window(chain, 1) == (0.0005, 4.0)
+
+
 def test_the_longest_of_several_steady_windows_counts() -> None:
     """0-1 s and 2-5 s with a gap between: the second is longer."""
     assert metrics.steady_window([RequestTimes(0.0, (1.0,)), RequestTimes(2.0, (5.0,))], 1) == (2.0, 5.0)

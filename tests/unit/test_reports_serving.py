@@ -234,10 +234,10 @@ class TestFindings:
     @pytest.mark.parametrize(
         ("rates", "found", "least", "said"),
         [
-            ((90, 101, 110), 48, False, "from concurrency 48 with tp4·dcp4 (1.10×)"),
-            ((110, 120, 130), 8, True, "from concurrency 8, the lowest tried, with tp4·dcp4 (1.10×)"),
-            ((110, 90, 130), 48, False, "from concurrency 48 with tp4·dcp4 (1.30×)"),
-            ((90, 120, 101), None, False, "at the highest concurrency tried DCP does not pay for 400 in · 40 out with"),
+            ((90, 101, 110), 48, False, "with tp4·dcp4 from 48 × 400 in · 40 out (1.10×)."),
+            ((110, 120, 130), 8, True, "with tp4·dcp4 from ≤ 8 × 400 in · 40 out (1.10×). ≤ marks"),
+            ((110, 90, 130), 48, False, "with tp4·dcp4 from 48 × 400 in · 40 out (1.30×)."),
+            ((90, 120, 101), None, False, "does not pay with tp4·dcp4 at 48 × 400 in · 40 out (best 1.20×, at 32)."),
         ],
         ids=["from-the-last", "from-the-first", "not-twice", "not-at-the-last"],
     )
@@ -257,9 +257,11 @@ class TestFindings:
         assert said in " ".join(findings.sentences(read))
 
     def test_a_dcp_point_without_a_baseline_is_told_not_compared(self, tmp_path: Path) -> None:
-        read = loaded(tmp_path, exact(build.point(DCP), 150))
+        read = loaded(tmp_path, exact(build.point(DCP), 150), record_builder.rejected(build.point(TP)))
         (row,) = findings.dcp_against_baseline(read.served).to_dict("records")
         assert row["verdict"] == "no baseline"
+        said = "1 point with DCP ran where the same layout without it did not, because it was rejected."
+        assert findings.sentences(read) == [f"kimi-k2, live: {said}"]
         assert findings.break_even(findings.dcp_against_baseline(read.served)).empty
 
     def test_kv_pressure_is_said_of_all_layouts_under_that_load(self, tmp_path: Path) -> None:

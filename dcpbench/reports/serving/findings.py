@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from dcpbench.choices import CLOSED, LIVE, REPLAY
-from dcpbench.reports.findings import verdict
+from dcpbench.reports.findings import NOT_RUN, verdict
 from dcpbench.reports.serving import words
 from dcpbench.reports.tables import missing, number
 from dcpbench.stats import REPEATS_AGREE_WITHIN
@@ -162,11 +162,13 @@ def sentences(frames: Frames) -> list[str]:
     if points.empty:
         return []
     said = []
-    tables = (best_per_load(points), break_even(dcp_against_baseline(points)), pressure(points))
+    ratios = dcp_against_baseline(points)
+    tables = (best_per_load(points), ratios, break_even(ratios), pressure(points))
     for run, model, mode in dict.fromkeys(zip(points["run"], points["model"], points["mode"], strict=True)):
         where = f"{model}, run {run}" if len(frames.runs) > 1 else str(model)
-        best, even, short = (_of(table, run, model, mode) for table in tables)
-        told = [*_best(best), *_even(even), *_pressure(short, _of(points, run, model, mode))]
+        best, over, even, short = (_of(table, run, model, mode) for table in tables)
+        told = [*_best(best), *_even(even), *_without_baseline(over, _of(frames.others, run, model, mode))]
+        told += _pressure(short, _of(points, run, model, mode))
         said += [f"{where}, {words.MODES.get(mode, mode)}: {sentence}" for sentence in told]
     return said + _replay(replay_against_live(points))
 
@@ -185,33 +187,46 @@ def _best(best: pd.DataFrame) -> list[str]:
 
 
 def _even(even: pd.DataFrame) -> list[str]:
-    """`DCP starts to pay …`: for each shape of requests, from which concurrency with which layout and exchange."""
-    if even.empty:
-        return []
-    pays, never = even[even["from"].notna()], even[even["from"].isna()]
+    """`DCP starts to pay …`: with each layout and exchange, from which concurrency on for each shape of requests."""
+    pays, never = (even[even["from"].notna()], even[even["from"].isna()]) if len(even) else (even, even)
     said = []
     if len(pays):
-        clauses = [f"for {rest} {_list([_from(r) for _, r in rows.iterrows()])}" for rest, rows in _by_shape(pays)]
-        said.append(f"DCP starts to pay, in output tok/s over the same layout without it, {'; '.join(clauses)}.")
+        clauses = [
+            f"with {label} from {_list([_from(r) for _, r in rows.iterrows()])}"
+            for label, rows in pays.groupby("label", sort=False)
+        ]
+        least = " ≤ marks the lowest concurrency tried." if pays["least"].any() else ""
+        said.append(
+            "DCP starts to pay, in output tok/s over the same layout without it, at concurrency × load: "
+            f"{'; '.join(clauses)}.{least}"
+        )
     if len(never):
         clauses = [
-            f"for {rest} with {_list([_at_most(r) for _, r in rows.iterrows()])}" for rest, rows in _by_shape(never)
+            f"{label} at {_list([_at_most(r) for _, r in rows.iterrows()])}"
+            for label, rows in never.groupby("label", sort=False)
         ]
-        said.append(f"at the highest concurrency tried DCP does not pay {'; '.join(clauses)}.")
+        said.append(f"at the highest concurrency tried DCP does not pay with {'; '.join(clauses)}.")
     return said
 
 
-def _by_shape(even: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    return [(str(rest), rows) for rest, rows in even.groupby("rest", sort=False)]
-
-
 def _from(row: pd.Series[Any]) -> str:
-    lowest = ", the lowest tried," if row["least"] else ""
-    return f"from concurrency {row['from']:,.0f}{lowest} with {row['label']} ({row['ratio']:.2f}×)"
+    return f"{'≤ ' if row['least'] else ''}{row['from']:,.0f} × {row['rest']} ({row['ratio']:.2f}×)"
 
 
 def _at_most(row: pd.Series[Any]) -> str:
-    return f"{row['label']} (at most {row['best']:.2f}×, at concurrency {row['best_at']:,})"
+    return f"{max(row['measured']):,} × {row['rest']} (best {row['best']:.2f}×, at {row['best_at']:,})"
+
+
+def _without_baseline(ratios: pd.DataFrame, others: pd.DataFrame) -> list[str]:
+    """DCP points with nothing to be compared with, and why that did not run."""
+    alone = 0 if ratios.empty else int((ratios["verdict"] == "no baseline").sum())
+    if not alone:
+        return []
+    lost = others[others["dcp"] == 1] if len(others) else others
+    whys = [said for outcome, said in NOT_RUN.items() if outcome in set(lost["outcome"])]
+    why = f", because it {' or '.join(whys)}" if whys else ""
+    points = "1 point" if alone == 1 else f"{alone} points"
+    return [f"{points} with DCP ran where the same layout without it did not{why}."]
 
 
 def _pressure(short: pd.DataFrame, points: pd.DataFrame) -> list[str]:

@@ -53,6 +53,7 @@ def columns(records: list[Record]) -> dict[str, Any]:
         "output_tok_s_low": min(rates, default=None),
         "output_tok_s_high": max(rates, default=None),
         "spread": spread([once(rate) for rate in rates]),
+        "step_error": max((e for r in records if r.honesty and (e := r.honesty.step_error) is not None), default=None),
         "idle_fraction": median(m.idle_fraction for m in measured),
     }
     row |= {name: median(getattr(m, name) for m in measured) for name in SCALARS}

@@ -11,6 +11,8 @@ from dcpbench.reports.serving import findings as found
 from dcpbench.reports.serving import tables
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from dcpbench.reports.frames import Frames
     from dcpbench.reports.plots import Picture
     from dcpbench.reports.tables import Table
@@ -36,7 +38,7 @@ def sections(frames: Frames, pictures: list[Picture]) -> list[Section]:
                 Section(
                     slug=f"serving-{mode}",
                     title=title,
-                    paragraphs=[*_objectives(frames, mode), *tables.absent(points)],
+                    paragraphs=[*_objectives(frames, mode), *_step_times(points), *tables.absent(points)],
                     bullets=explain.marks(points),
                     tables=[tables.points(served, mode), tables.details(served, mode)],
                     pictures=[p for p in pictures if p.kind.startswith("serve-") and mode in p.kind.split("-")],
@@ -50,6 +52,15 @@ def sections(frames: Frames, pictures: list[Picture]) -> list[Section]:
 def repeats(frames: Frames) -> Table:
     """Points whose repeats disagree."""
     return tables.repeats(found.repeats(frames.served))
+
+
+def _step_times(points: pd.DataFrame) -> list[str]:
+    """How well the steps of a replay were predicted."""
+    known = points["step_error"].dropna()
+    if known.empty:
+        return []
+    among = f"known for {len(known)} of {len(points)} points"
+    return [f"Steps that were measured to check their prediction were up to {known.max() * 100:.2g} % off ({among})."]
 
 
 def _objectives(frames: Frames, mode: str) -> list[str]:
