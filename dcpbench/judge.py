@@ -58,7 +58,7 @@ def check(point: Point, settings: Settings, shape: ModelShape, machine: Machine)
     if probe.device == "cuda":
         _check_gpu_kernels(point, shape)
     if point.load:
-        check_serve(point, point.load, shape, probe)
+        check_serve(point, point.load, settings, shape, probe)
         check_serve_memory(point, settings, shape, probe)
         return
     _check_concurrency(point)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench import memory
@@ -9,17 +11,21 @@ from dcpbench.budget import ITEMSIZE, kv_pages, least_pages, memory_plan, most_p
 from dcpbench.choices import AUTO
 from dcpbench.errors import CapacityError, MissingPackageError, UsageError
 from dcpbench.serving.loads import extent
+from dcpbench.serving.step_times import read_step_times
 from dcpbench.shapes import NOPE, ROPE, VALUE
 
 if TYPE_CHECKING:
     from dcpbench.jobs import Probe, Settings
     from dcpbench.records import Point
     from dcpbench.serve_records import Load
+    from dcpbench.serving.step_times import StepTimes
     from dcpbench.shapes import ModelShape
 
 
-def check_serve(point: Point, load: Load, shape: ModelShape, probe: Probe) -> None:
+def check_serve(point: Point, load: Load, settings: Settings, shape: ModelShape, probe: Probe) -> None:
     """Raise an error that says what to type instead, unless the load can be served by this model in this layout."""
+    if settings.step_times:
+        known_times(settings.step_times).must_be_of(point, settings.step_times)
     open_ = [f"--{name} {AUTO}" for name in ("backend", "exchange") if getattr(point, name) == AUTO]
     if open_:
         raise UsageError(
@@ -32,6 +38,12 @@ def check_serve(point: Point, load: Load, shape: ModelShape, probe: Probe) -> No
         )
     _check_chunk(point, load)
     _check_prefill(point, load, shape, probe)
+
+
+@functools.cache
+def known_times(path: str) -> StepTimes:
+    """The step times of --step-times, read once."""
+    return read_step_times(Path(path))
 
 
 def check_serve_memory(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> None:

@@ -25,7 +25,7 @@ from dcpbench.spec import effective
 from dcpbench.torchrun import Machines
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from rich.console import Console
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from dcpbench.jobs import Probe
     from dcpbench.records import Point, Record
     from dcpbench.spec import SweepSpec
+
+    WorkOff = Callable[[Sequence[Point], launch.Work, "Run"], None]
 
 WORKER = launch.WORKER
 PLAIN_WIDTH = 140
@@ -61,8 +63,11 @@ def machine(run: Run) -> Probe:
     return effective(launch.probe(WORKER), run.device)
 
 
-def measure(spec: SweepSpec, probe: Probe, run: Run) -> int:
-    """Expand what was asked for, then list it (--dry-run), or run it and write the report. Returns the exit code."""
+def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = None) -> int:
+    """Expand what was asked for, then list it (--dry-run), or run it and write the report. Returns the exit code.
+
+    `work_off` leaves a record of every point in the folder; None: jobs of torchrun do.
+    """
     candidates = grid.expand(spec, probe, run.machines.nnodes)
     if run.dry_run:
         print_plan(candidates, run)
@@ -74,14 +79,14 @@ def measure(spec: SweepSpec, probe: Probe, run: Run) -> int:
     if run.machines.node_rank:
         folders.make_folder(folder)
         say(f"Node {run.machines.node_rank}: works for node 0 at {run.machines.rdzv_endpoint}; the records are there.")
-        with _stoppable(work):
+        with stoppable(work):
             launch.run([], work, run.machines, lambda _: None)
         return 0
     with folders.locked(folder) as lock:
         points = _prepare(candidates, folder, work, run)
         pool_points = tuple(c.point for c in candidates if c.error is None)
         announce(candidates, points, folder, probe)
-        run_points(points, dataclasses.replace(work, pool_points=pool_points, lock=lock), run)
+        (work_off or run_points)(points, dataclasses.replace(work, pool_points=pool_points, lock=lock), run)
         return _finish(candidates, folder, probe, run)
 
 
@@ -127,12 +132,12 @@ def run_points(points: Sequence[Point], work: launch.Work, run: Run) -> None:
     """Run the points and show how far they are; an interrupt ends the workers, then the command."""
     from dcpbench.terminal import Watch
 
-    with _stoppable(work), Watch(points, console(error=True)) as watch:
+    with stoppable(work), Watch(points, console(error=True)) as watch:
         launch.run(points, work, run.machines, watch)
 
 
 @contextlib.contextmanager
-def _stoppable(work: launch.Work) -> Iterator[None]:
+def stoppable(work: launch.Work) -> Iterator[None]:
     """Ctrl-C, SIGTERM and a lost terminal (SIGHUP) end the workers first; the records stay valid."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():

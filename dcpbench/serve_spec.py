@@ -113,7 +113,7 @@ class ServeLoads:
         """What the points of a model have to do in `dp` replicas, in the order typed."""
         self._check_ids(shape)
         found = []
-        for concurrency, load in self._each():
+        for concurrency, load in self.each():
             most = concurrency or min(GRAPH_BATCHES[-1] * dp, load.requests)
             sizes = extent(load, str(self.trace.path) if self.trace else "")
             served = sizes.longest if sizes.shortest > shape.max_position else min(sizes.longest, shape.max_position)
@@ -126,7 +126,7 @@ class ServeLoads:
                 f"{self.trace.path} has token id {self.trace.largest_id}, and {shape.name} has {shape.vocab:,} of them."
             )
 
-    def _each(self) -> Iterator[tuple[int | None, Load]]:
+    def each(self) -> Iterator[tuple[int | None, Load]]:
         """(concurrency, load), the former None where an open loop bounds nothing."""
         count = self.count
         lengths = [(TRACE_LENGTHS, TRACE_LENGTHS)] if self.trace else itertools.product(*self._lengths())
@@ -161,6 +161,7 @@ class ServeLoads:
 def make_serve_spec(given: Mapping[str, object], probe: Probe) -> SweepSpec:
     """Options as typed (None = not typed; comma strings, numbers or lists) and the device's defaults for the rest."""
     options = {name: SERVE_PARSERS[name](name, value) for name, value in given.items() if value is not None}
+    options.pop("step_times", None)
     typed = {name: options.pop(name) for name in SERVED if name in options}
     limit, seconds = cast("tuple[int | None, float | None]", options.pop("limit", (None, None)))
     trace = _trace(typed)
@@ -171,7 +172,7 @@ def make_serve_spec(given: Mapping[str, object], probe: Probe) -> SweepSpec:
         usual = tuple(c for c in usual_concurrency(probe) if c <= loads.count)
         loads = dataclasses.replace(loads, concurrency=usual or (loads.count,))
     settings = {
-        "slo": options.pop("slo", {}), "limit_seconds": seconds, "step_times": _step_times(options, loads.mode),
+        "slo": options.pop("slo", {}), "limit_seconds": seconds, "step_times": measured_before(given) or "",
         "trace_path": str(trace.path.absolute()) if trace else "",
     }  # fmt: skip
     rest = {name: value for name, value in base.items() if name not in (*SERVED, *OTHERS)}
@@ -207,11 +208,12 @@ def _trace(typed: dict[str, object]) -> Trace | None:
     return read_requests(Path(str(path)))
 
 
-def _step_times(options: dict[str, object], mode: str) -> str:
-    path = options.pop("step_times", None)
+def measured_before(given: Mapping[str, object]) -> str | None:
+    """The absolute path of --step-times, where it was given. Raises UsageError where it cannot be."""
+    path = given.get("step_times")
     if path is None:
-        return ""
-    if mode != REPLAY:
+        return None
+    if given.get("mode", LIVE) != REPLAY:
         raise UsageError(f"--step-times {path} is for a replay; add --mode replay, or leave it out.")
     if not Path(str(path)).is_file():
         raise UsageError(f"--step-times {path}: no such file; without it a replay measures them.")
