@@ -61,6 +61,8 @@ class ServeEngine:
         self.engine, self.prefiller, self.router_inputs = engine, prefiller, router_inputs
         self.model, self.requests, self.device = engine.model, engine.requests, engine.device
         self.replica = self.model.groups.dp.rank
+        self.least = 2 if engine.overlap else 1
+        """Rows of a decode batch: halves need two."""
         self.numbers: dict[int, int] = {}
         """Whose prompt the table of tokens holds, by slot."""
         while self.requests.available:  # the scheduler hands out slots
@@ -72,7 +74,7 @@ class ServeEngine:
     def capture(self) -> None:
         """Capture the step of every batch size, on padding rows alone; on the CPU, only run it."""
         for size in reversed(GRAPH_BATCHES):
-            if size > self.engine.largest:
+            if not self.least <= size <= self.engine.largest:
                 continue
             batch = self._batch([], [], size)
             if self.device.type == "cuda":
@@ -111,9 +113,30 @@ class ServeEngine:
                 self.requests.set_tokens(chunk.slot, 0, request.prompt)
 
     def _batch(self, slots: list[int], positions: list[int], rows: int) -> Batch:
+        rows = max(rows, self.least)
         batch = self.engine.batch(rows)
         batch.router_inputs = self.router_inputs
         return self.engine.plan_rows(slots, positions, rows)
+
+    def _decode_rows(self, replica: ReplicaStep) -> int:
+        """Rows that a replica's decodes take in a step with chunks, padded as in a graph."""
+        return batch_rows(max(len(replica.decodes), self.least)) if replica.decodes else 0
+
+    def _rows(self, mine: ReplicaStep, count: int) -> tuple[np.ndarray, list[int]]:
+        """Slot and position of each of `count` rows, int64 [2, count], and the rows whose next token is sampled."""
+        rows = np.empty((2, count), dtype=np.int64)
+        rows[0], rows[1] = PADDING_SLOT, PADDING_POSITION
+        decodes = len(mine.decodes)
+        rows[:, :decodes] = mine.slots, mine.positions
+        sampled = list(range(decodes))
+        at = self._decode_rows(mine)
+        for chunk in mine.chunks:
+            rows[0, at : at + chunk.tokens] = chunk.slot
+            rows[1, at : at + chunk.tokens] = np.arange(chunk.start, chunk.stop)
+            at += chunk.tokens
+            if chunk.samples:
+                sampled.append(at - 1)
+        return rows, sampled
 
     def _decode(self, step: Step, mine: ReplicaStep) -> tuple[Callable[[], torch.Tensor], bool]:
         batch = self._batch(mine.slots, mine.positions, max(len(r.decodes) for r in step.replicas))
@@ -128,7 +151,8 @@ class ServeEngine:
     def _mixed(self, step: Step, mine: ReplicaStep) -> tuple[Callable[[], torch.Tensor], bool]:
         """Decode rows, padded as in a graph, then the chunks, then padding up to what the fullest replica has."""
         batch = self._batch(mine.slots, mine.positions, len(mine.decodes)) if mine.decodes else None
-        rows, sampled = _rows(mine, max(_row_count(r) for r in step.replicas))
+        count = max(self._decode_rows(r) + sum(c.tokens for c in r.chunks) for r in step.replicas)
+        rows, sampled = self._rows(mine, count)
         slots, positions = self._to_device(rows)
         (last,) = self._to_device(np.asarray([sampled or [0]]))
         prefill = self.prefiller.plan(mine.chunks, self.requests.table) if mine.chunks else None
@@ -151,28 +175,6 @@ class ServeEngine:
         on_device = torch.empty(values.shape, dtype=torch.int64, device=self.device)
         copy_async(values.astype(np.int64, copy=False), on_device)
         return on_device
-
-
-def _row_count(replica: ReplicaStep) -> int:
-    """Rows of a step with chunks, without those that other replicas make it pad."""
-    return (batch_rows(len(replica.decodes)) if replica.decodes else 0) + sum(c.tokens for c in replica.chunks)
-
-
-def _rows(mine: ReplicaStep, count: int) -> tuple[np.ndarray, list[int]]:
-    """Slot and position of each of `count` rows, int64 [2, count], and the rows whose next token is sampled."""
-    rows = np.empty((2, count), dtype=np.int64)
-    rows[0], rows[1] = PADDING_SLOT, PADDING_POSITION
-    decodes = len(mine.decodes)
-    rows[:, :decodes] = mine.slots, mine.positions
-    sampled = list(range(decodes))
-    at = batch_rows(decodes) if decodes else 0
-    for chunk in mine.chunks:
-        rows[0, at : at + chunk.tokens] = chunk.slot
-        rows[1, at : at + chunk.tokens] = np.arange(chunk.start, chunk.stop)
-        at += chunk.tokens
-        if chunk.samples:
-            sampled.append(at - 1)
-    return rows, sampled
 
 
 def _events(count: int, device: torch.device, *, timing: bool) -> list[torch.cuda.Event | None]:

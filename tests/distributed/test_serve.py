@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.distributed
 
-LONGEST, OUTPUT = 40, 8
+LONGEST, OUTPUT = 40, 20
 LOAD = Load(
-    requests=12, input_tokens=f"uniform:1-{LONGEST}", output_tokens=f"uniform:1-{OUTPUT}", chunk=16, prefix_share=0.5,
+    requests=12, input_tokens=f"uniform:1-{LONGEST}", output_tokens="uniform:1-8", chunk=16, prefix_share=0.5,
 )  # fmt: skip
 EXCHANGES = {True: "ag_rs", False: "none"}
 
@@ -86,3 +86,52 @@ def test_forty_requests_on_tp4_dcp4_are_answered_as_by_transformers(checkpoint, 
     assert record.serve.cached_tokens > 0
     assert record.serve.decode_steps < record.serve.steps
     assert record.marks[0] == "cpu"
+
+
+A2A_WIDE = {"exchange": "a2a", "q_replicate": True, "project_first": True}
+TIGHT = {"prefix_cache": False, "policy": "prefill-first", "prefix_share": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields", "changes"),
+    [
+        (Layout(2, dp=2), {}, {"chunk": 8}),
+        (Layout(2, dcp=2), {"exchange": "symm", "page_size": 4, "interleave": 2}, {"policy": "prefill-first"}),
+        (Layout(4, dp=2, dcp=2), A2A_WIDE, {}),
+        (Layout(4, dcp=4), {"overlap": True, "page_size": 1}, TIGHT),
+    ],
+    ids=["tp2-dp2", "tp2-dcp2-symm", "tp4-dp2-dcp2-a2a", "tp4-dcp4-halves"],
+)
+def test_every_kind_of_layout_answers_as_transformers(layout, fields, changes, checkpoint, truth, tmp_path):
+    """Replicas with unequal rows, stripes, both policies, each exchange and its options."""
+    load = msgspec.structs.replace(LOAD, **changes)
+    (record,) = serve([point(checkpoint, layout, load, **fields)], tmp_path)
+    assert streams(record, tmp_path) == truth(load)
+
+
+def test_requests_that_lose_their_kv_are_answered_all_the_same(checkpoint, truth, tmp_path):
+    """A pool of 11 pages of 2 · 2 tokens under requests that grow by five pages each: they are preempted, and those
+    that need more than all 44 tokens are rejected with their size and the limit.
+    """
+    layout = Layout(2, dcp=2)
+    page_bytes = 2 * 3 * (32 + 16) * 4
+    load = msgspec.structs.replace(LOAD, input_tokens="uniform:1-30", output_tokens=f"{OUTPUT}", prefix_share=0.0)
+    settings = Settings(kv_memory_bytes=12 * page_bytes)
+    (record,) = serve([point(checkpoint, layout, load)], tmp_path, settings)
+    rejected = [i for i, r in enumerate(make_requests(load, VOCAB)) if r.kv_tokens > 11 * 4]
+    assert record.serve.preemptions > 0
+    assert (record.serve.rejected, record.serve.finished) == (len(rejected), 12 - len(rejected))
+    found = streams(record, tmp_path)
+    assert [t for i, t in enumerate(found) if i not in rejected] == [
+        t for i, t in enumerate(truth(load)) if i not in rejected
+    ]
+    assert all(not found[i] for i in rejected)
+
+
+def test_an_open_loop_serves_what_comes_and_a_limit_cancels_the_rest(checkpoint, tmp_path):
+    """Requests that come once in a thousand seconds: one is served, and the limit of a second ends the run."""
+    load = msgspec.structs.replace(LOAD, arrival="gamma", request_rate=0.001, output_tokens="2")
+    (record,) = serve([point(checkpoint, Layout(1), load)], tmp_path, Settings(limit_seconds=1.0))
+    assert record.outcome == "ok"
+    assert (record.serve.submitted, record.serve.finished) == (1, 1)
+    assert record.serve.steady_tok_s is None
