@@ -9,6 +9,7 @@ import math
 import re
 from typing import TYPE_CHECKING
 
+from dcpbench.batches import padded_batch
 from dcpbench.bench_records import Case
 from dcpbench.choices import BACKENDS, EXCHANGES
 from dcpbench.errors import UsageError
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 KV_WRITE_VARIANTS = ("check-all", "filter", "masked-kernel")
 DP_SLICE_VARIANTS = ("cuda-slice", "host-slice")
+PADDED_SLOTS_VARIANTS = ("slot-0-live", "slot-0-padding")
+PROMPT_IDS = ("elsewhere", "known")
+SHORTEST_PADDED = 3
+"""Tokens of a request of padded-slots: two that padding rows may overwrite, and the one that the step reads."""
 DTYPES = ("bf16", "fp8")
 MERGE_VARIANTS = ("head-order", "correct", "pack", "combine", "value-proj")
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "all-reduce-symm")
@@ -235,6 +240,26 @@ def dp_slice_cases(
         Case(variant=name, calls=calls, sizes={"tokens": size, "dp": n})
         for n, size, name in itertools.product(ranks, sizes, variants)
     ]
+
+
+def padded_slots_cases(
+    machine: Machine, *, requests: str | None, context: str | None, ids: str | None, variant: str | None
+) -> list[Case]:
+    """Both variants at every size. Raises UsageError as above, and for batches without a padding row."""
+    cases = []
+    for b, s, kind, name in itertools.product(
+        _counts("--requests", requests, (3,) if machine.cpu else (3, 33)),
+        _counts("--context", context, (16,) if machine.cpu else (64, 8192)),
+        _names("--ids", ids, PROMPT_IDS),
+        _names("--variant", variant, PADDED_SLOTS_VARIANTS),
+    ):
+        rows = padded_batch(b)
+        if rows == b:
+            raise UsageError(f"--requests {b} fill a graph of {rows} rows, and nothing is padded; try --requests 3.")
+        if s < SHORTEST_PADDED:
+            raise UsageError(f"--context {s} leaves nothing to overwrite; try --context {SHORTEST_PADDED}.")
+        cases.append(Case(variant=name, calls=1, sizes={"requests": b, "rows": rows, "context": s, "ids": kind}))
+    return cases
 
 
 def _heads(heads: Sequence[int], option: str, ranks: int) -> Sequence[int]:

@@ -150,6 +150,21 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True):
     correct: bool | None = None
 
 
+class Overwritten(msgspec.Struct, frozen=True, kw_only=True):
+    """What the padding rows of a step did to live requests, and the memory that is set aside for them."""
+
+    kv_rows: int
+    """KV rows, of all layers, that were stored before the step and are others after it."""
+    token_ids: int
+    """Likewise of the prompts' ids in the request table."""
+    logit_error: float
+    """‖x − ref‖ / ‖ref‖ of the live request that is off furthest, against the same step without padding rows."""
+    table_bytes: int
+    """Of the request tables' row for slot 0; 0 where that is a request's."""
+    page_bytes: int
+    """Of the KV pool's page 0 on a rank, all layers."""
+
+
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """What was found for one case."""
 
@@ -163,6 +178,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     correct: bool | None = None
     difference: str = ""
     """Where it differs from the reference."""
+    overwritten: Overwritten | None = None
+    """Of padded-slots, whose results are `correct` where padding rows did what is said of the variant, be it harm."""
     error: float | None = None
     """‖x − ref‖ / ‖ref‖ against fp64, of the worst rank; null where results must be equal bit by bit."""
     work: Work | None = None

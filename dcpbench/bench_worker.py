@@ -33,6 +33,7 @@ from dcpbench.workloads.exchange import ExchangeBench
 from dcpbench.workloads.kv_gather import KvGather
 from dcpbench.workloads.kv_write import KvWrite
 from dcpbench.workloads.merge import Merge
+from dcpbench.workloads.padded_slots import PaddedSlots
 from dcpbench.workloads.ranks import RankError, join, one_of, together
 from dcpbench.workloads.sync_count import count_syncs
 
@@ -68,6 +69,7 @@ BENCHES = {
     "kv-gather": Bench(workload=KvGather, limits=("copy", "peer", "barrier"), eager_calls=2),
     "kv-write": Bench(workload=KvWrite, limits=("copy",), host=True),
     "dp-slice": Bench(workload=DpSlice, host=True),
+    "padded-slots": Bench(workload=PaddedSlots),
 }
 """A further bench is a class with `build(case) -> Calls`, in a file of its own, and its line here."""
 
@@ -126,7 +128,7 @@ class BenchWorker:
         difference, error = checked(calls, calls.check, calls.run)
         result = Result(
             case=case, calls=len(calls.calls), work=calls.work, correct=not difference, difference=difference,
-            error=error,
+            error=error, overwritten=calls.overwritten and calls.overwritten(),
         )  # fmt: skip
         if self.device.type == "cpu":
             return result
@@ -148,8 +150,9 @@ class BenchWorker:
             difference = difference or (wrong and f"replayed graph: {wrong}")
             graph = Graph(captured=True, time=graph_time, correct=not wrong)
             result = msgspec.structs.replace(
-                result, graph=graph, correct=not difference, difference=difference, error=error
-            )
+                result, graph=graph, correct=not difference, difference=difference, error=error,
+                overwritten=calls.overwritten and calls.overwritten(),
+            )  # fmt: skip
             states.append(gpu)
         gpu = worst(state for each in gather_objects(states) for state in each)
         return msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""Benches that move rows: `kv-write` and `dp-slice`."""
+"""Case studies: `kv-write`, `dp-slice` and `padded-slots`."""
 
 from typing import Annotated
 
@@ -58,6 +58,26 @@ Steps = Annotated[
 SliceVariant = Annotated[
     str | None,
     typer.Option("--variant", metavar="NAME,…", rich_help_panel=WHAT, help="cuda-slice, host-slice. Default: both."),
+]  # fmt: skip
+PaddedRequests = Annotated[
+    str | None,
+    typer.Option("--requests", metavar="N,…", rich_help_panel=WHAT, help="Requests of a decode step, fewer than the "
+    "rows of its CUDA graph. Default: 3,33 on a GPU, in graphs of 4 and 40; 3 on the CPU."),
+]  # fmt: skip
+PaddedContext = Annotated[
+    str | None,
+    typer.Option("--context", metavar="N,…", rich_help_panel=WHAT, help="Tokens of each request. Default: 64,8192 on "
+    "a GPU; 16 on the CPU."),
+]  # fmt: skip
+PromptIds = Annotated[
+    str | None,
+    typer.Option("--ids", metavar="NAME,…", rich_help_panel=WHAT, help="elsewhere: prompts were prefilled by another "
+    "server, and their token ids are 0 here. known: they are in the request table. Default: both."),
+]  # fmt: skip
+PaddedVariant = Annotated[
+    str | None,
+    typer.Option("--variant", metavar="NAME,…", rich_help_panel=WHAT, help="slot-0-live, slot-0-padding. Default: "
+    "both."),
 ]  # fmt: skip
 
 
@@ -137,6 +157,41 @@ def dp_slice(
             bench.options(
                 seconds=seconds, backlog=backlog, timeout=timeout, device=device, output=output, force=force,
                 as_json=as_json,
+            ),
+        )
+    )  # fmt: skip
+
+
+def padded_slots(
+    requests: PaddedRequests = None,
+    context: PaddedContext = None,
+    ids: PromptIds = None,
+    variant: PaddedVariant = None,
+    seconds: Seconds = 0.3,
+    timeout: Timeout = 300.0,
+    device: Device = "auto",
+    output: Output = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Decode fewer requests than a CUDA graph has rows, with slot 0 of the request table live or set aside.
+
+    `slot-0-live` gives slot 0 to a request, which the unused rows then write to; `slot-0-padding` gives it to nobody.
+    A step of deepseek-v2-lite on one GPU, of a tiny model on the CPU. docs/case-studies.md tells the story.
+
+    For example:
+
+      dcpbench bench padded-slots --requests 3,33 --context 64,8192 -o results
+    """
+    from dcpbench import bench
+    from dcpbench.bench_cases import padded_slots_cases
+
+    raise typer.Exit(
+        bench.run(
+            "padded-slots",
+            lambda machine: padded_slots_cases(machine, requests=requests, context=context, ids=ids, variant=variant),
+            bench.options(
+                seconds=seconds, timeout=timeout, device=device, output=output, force=force, as_json=as_json
             ),
         )
     )  # fmt: skip

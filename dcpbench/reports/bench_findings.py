@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dcpbench.bench_records import Overwritten
 from dcpbench.reports.bench_rate_findings import rate_findings
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def findings(record: BenchRecord) -> list[str]:
     told += [sentence for name in variants if (sentence := _where(name, of[name]))]
     if host := _range_by_variant(of, lambda r: r.host):
         told.append(f"Host time inside a call while the GPU is {record.settings.backlog_us:g} µs behind: {host}.")
+    told += [sentence for name in variants if (sentence := _overwritten(name, of[name]))]
     told += rate_findings(record)
     replay = _range_by_variant(of, lambda r: r.graph.time if r.graph else None)
     if replay and any(r.host for r in ok):
@@ -42,6 +44,11 @@ def findings(record: BenchRecord) -> list[str]:
         if r.graph and not r.graph.captured
     ]
     return told
+
+
+def corrupts(r: Result) -> bool:
+    """Whether padding rows changed anything that a live request had stored."""
+    return r.overwritten is not None and bool(r.overwritten.kv_rows or r.overwritten.token_ids)
 
 
 def marks_told(results: Sequence[Result]) -> list[str]:
@@ -84,6 +91,26 @@ def _where(variant: str, results: Sequence[Result]) -> str:
         for s in most.sites
     ]
     return f"{variant} waits for {'; '.join(sites)}."
+
+
+def _overwritten(variant: str, results: Sequence[Result]) -> str:
+    """What padding rows did, in how many cases, or what it costs that they did nothing."""
+    found = [r.overwritten for r in results if r.overwritten]
+    if not found:
+        return ""
+    hurt = sum(corrupts(r) for r in results)
+    most = {name: max(getattr(o, name) for o in found) for name in Overwritten.__struct_fields__}
+    error = f"{100 * most['logit_error']:.3g} % of their norm"
+    if hurt:
+        return (
+            f"{variant}: in {hurt} of {len(found)} cases padding rows wrote over a live request, up to "
+            f"{most['kv_rows']:,} of its stored KV rows and {most['token_ids']:,} of its token ids; its logits are off "
+            f"by up to {error}."
+        )
+    return (
+        f"{variant}: padding rows changed nothing that a live request had stored, and its logits by {error}; the slot "
+        f"takes up to {most['table_bytes']:,} bytes, beside {most['page_bytes']:,} of the KV pool's padding page."
+    )
 
 
 def _range_by_variant(of: dict[str, list[Result]], timing: Callable[[Result], Timing | None]) -> str:

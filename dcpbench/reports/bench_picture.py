@@ -42,10 +42,14 @@ OTHERS: dict[str, Callable[[BenchRecord, Path], None]] = {
     "kv-gather": write_curves,
 }  # fmt: skip
 """Benches with a picture of their own; they have none on the CPU, where nothing of theirs is timed."""
+WITHOUT = ("padded-slots",)
+"""Benches that are told in numbers: two times that should be equal are no picture."""
 
 
 def write_picture(record: BenchRecord, path: Path) -> None:
     """Write a PNG: times on a GPU; synchronisations alone on the CPU, where a time would be no performance."""
+    if record.bench in WITHOUT:
+        return
     if record.bench in OTHERS:
         if record.performance:
             OTHERS[record.bench](record, path)

@@ -9,7 +9,10 @@ if TYPE_CHECKING:
 
     from dcpbench.bench_records import BenchRecord, Limit, Result, Timing
 
-BASELINES = {"attention": ("flashinfer",), "exchange": ("ag_rs", "ag_rs-bf16"), "collectives": ("all-reduce",)}
+BASELINES = {
+    "attention": ("flashinfer",), "exchange": ("ag_rs", "ag_rs-bf16"), "collectives": ("all-reduce",),
+    "padded-slots": ("slot-0-live",),
+}  # fmt: skip
 """Variants that the others of a bench are compared with."""
 ALIKE = {"all-reduce": ("all-reduce", "all-reduce-symm")}
 """Who can be compared with a baseline, where not all variants of its bench do the same."""

@@ -8,12 +8,13 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from dcpbench.reports.bench_findings import corrupts
 from dcpbench.reports.bench_rates import baselines, limits_told, share, speed_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dcpbench.bench_records import BenchRecord, Result, Timing
+    from dcpbench.bench_records import BenchRecord, Overwritten, Result, Timing
 
     Cell = Callable[[Result], str]
 
@@ -32,6 +33,9 @@ LEGEND = {
     "wire KB": "wire: what a rank receives by the variant's own formula.",
     "of limit": "of limit: the least time that this machine allows for that (docs/benches.md), over the time taken.",
     "error": "error: ‖x − ref‖ / ‖ref‖ against fp64, of the worst rank.",
+    "KV rows lost": "KV rows, ids lost: stored rows of all layers, and prompt ids, of live requests that padding rows "
+    "overwrote; logit error: ‖x − ref‖ / ‖ref‖ of the request that is off furthest, against no padding.",
+    "slot KB": "slot, page: memory of the request tables' row 0 and of the KV pool's page 0 where they are set aside.",
     "syncs": "syncs: how often the host waits for the GPU in a call, counted apart from the timing ({detector}).",
 }
 """What columns mean, by a column that is there."""
@@ -116,6 +120,7 @@ def _columns(record: BenchRecord, width: int) -> dict[str, Cell]:
     }
     for name in baselines(record):
         columns[f"× {name}"] = (True, lambda r, name=name: _ratio(speed_up(r, name, results)))  # type: ignore[misc]
+    columns |= _overwritten(results)
     columns["syncs"] = (
         host or any(r.syncs for r in results),
         lambda r: f"{r.syncs.per_call:g}" if r.syncs else "",
@@ -128,9 +133,27 @@ def _columns(record: BenchRecord, width: int) -> dict[str, Cell]:
     return {name: cell for name, (there, cell) in columns.items() if there and name not in left_out}
 
 
+def _overwritten(results: Sequence[Result]) -> dict[str, tuple[bool, Cell]]:
+    """What padding rows did to live requests, and what is set aside for them."""
+    cells: dict[str, Callable[[Overwritten], str]] = {
+        "KV rows lost": lambda o: f"{o.kv_rows:,}",
+        "ids lost": lambda o: f"{o.token_ids:,}",
+        "logit error": lambda o: f"{o.logit_error:.1e}" if o.logit_error else "0",
+        "slot KB": lambda o: _digits(o.table_bytes / 1e3),
+        "page KB": lambda o: _digits(o.page_bytes / 1e3),
+    }
+    there = any(r.overwritten for r in results)
+    return {
+        name: (there, lambda r, cell=cell: cell(r.overwritten) if r.overwritten else "")  # type: ignore[misc]
+        for name, cell in cells.items()
+    }
+
+
 def _verdict(r: Result) -> str:
     if r.outcome != "ok":
         return f"[red]failed[/]: {escape(r.reason)}"
+    if r.correct and corrupts(r):
+        return "[yellow]corrupts, as said[/]"
     return "[green]yes[/]" if r.correct else "[red bold]WRONG[/]"
 
 

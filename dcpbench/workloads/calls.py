@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dcpbench import measure
-    from dcpbench.bench_records import BenchSettings, Case, Work
+    from dcpbench.bench_records import BenchSettings, Case, Overwritten, Work
     from dcpbench.records import Gpu
 
     Run = Callable[[], None]
@@ -62,6 +62,8 @@ class Calls:
     """‖x − ref‖ / ‖ref‖ of what the last pass left, where results are not equal bit by bit."""
     work: Work | None = None
     """The least that one call must do; None where no limit is approached."""
+    overwritten: Callable[[], Overwritten] | None = None
+    """What the last pass that was checked overwrote, where a variant is known to."""
 
     def run(self) -> None:
         """One pass, eagerly."""

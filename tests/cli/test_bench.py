@@ -250,6 +250,16 @@ def test_dp_slice_for_real_reads_both_ends_of_a_slice_from_the_gpu() -> None:
     assert (site["op"], site["function"], site["kind"]) == ("aten::_local_scalar_dense", "take", "scalar-read")
 
 
+def test_padded_slots_for_real_shows_the_harm_and_that_the_fix_ends_it() -> None:
+    """Three layers: three KV rows and an id are lost; being what is to be shown, that is no error of the command."""
+    record = real("padded-slots", "--ids", "elsewhere")
+    lost = {
+        r["case"]["variant"]: (r["overwritten"]["kv_rows"], r["overwritten"]["token_ids"]) for r in record["results"]
+    }
+    assert lost == {"slot-0-live": (3, 1), "slot-0-padding": (0, 0)}
+    assert all(r["graph"] is None for r in record["results"]), "times of a CPU are no performance"
+
+
 @pytest.mark.distributed
 def test_exchange_for_real_runs_every_exchange_on_two_ranks() -> None:
     """With all that is left out and without; errors are of the worst rank, and nothing is timed."""

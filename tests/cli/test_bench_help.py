@@ -28,6 +28,7 @@ OPTIONS = {
     | {"--backlog"}
     | {"--tokens", "--dcp", "--empty", "--no-empty", "--dtype", "--scale", "--layers", "--variant"},
     "dp-slice": SHARED | {"--backlog"} | {"--tokens", "--dp", "--steps", "--variant"},
+    "padded-slots": SHARED | {"--requests", "--context", "--ids", "--variant"},
 }
 HEAVY = ("torch", "triton", "pandas", "matplotlib", "numpy", "dcpbench.reports", "rich.progress")
 
