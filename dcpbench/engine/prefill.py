@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from dcpbench.kernels.prefill import Ragged
     from dcpbench.serving.requests import Chunk
 
+FEWEST = 32
+"""Prefixes that kernels which look up, gather and order rows are compiled for at least; absent ones are empty."""
 GATHERS = ("nccl", "direct")
 """Ways in which prefixes come from the ranks; see exchange/prefix.py."""
 
@@ -216,19 +218,21 @@ class Prefiller:
 
     def _rows(self, slots: list[int], prefixes: list[int], table_SC: torch.Tensor) -> torch.Tensor:
         """This rank's rows of all prefixes, request by request in token order."""
-        numbers = torch.tensor([slots, prefixes], dtype=torch.int32)
+        absent = [0] * (FEWEST - len(slots))
+        numbers = torch.tensor([slots + absent, prefixes + absent], dtype=torch.int32)
         if self.device.type == "cuda":
             numbers = numbers.pin_memory()
         slots_B, lengths_B = numbers.to(self.device, non_blocking=True)
         rows = torch.empty(sum(prefixes) // self.group.size, dtype=torch.int32, device=self.device)
-        ends, shares = (torch.empty(len(slots) + 1, dtype=torch.int32, device=self.device) for _ in range(2))
+        ends, shares = torch.empty(2, len(slots_B) + 1, dtype=torch.int32, device=self.device)
         fill_kv_indices(rows, ends, shares, table_SC, slots_B, lengths_B, self.share)
         return rows
 
     def _task(self, window: Window, rows: torch.Tensor) -> Task | None:
         if self.group.size == 1:
             return None
-        prefix = Prefix(window.lengths, self.group.size, self.share.interleave)
+        lengths = window.lengths + (0,) * (FEWEST - len(window.lengths))
+        prefix = Prefix(lengths, self.group.size, self.share.interleave)
         table = request_table(prefix, self.device)
         return Task(prefix=prefix, table=table, rows=rows, width=self.model.shape.kv_width, dtype=self.dtype)
 
