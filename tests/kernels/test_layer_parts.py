@@ -49,6 +49,20 @@ def test_fused_rope_agrees_between_strided_views(heads, interleaved, device):
     assert bool((outs[1][..., :36] == 7.0).all())
 
 
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rope_in_place_is_rope_into_another_tensor(interleaved, device):
+    """The tail of q's columns; its head stays untouched."""
+    table = rope_table(SHAPES["deepseek-v3"], 128, device)
+    q = torch.randn(5, 40, 80, device=device)
+    positions = torch.tensor([0, 127, 1, 64, 64], device=device)
+    expected = q.clone()
+    rope_reference.rope(q[..., 16:], positions, table, expected[..., 16:], interleaved=interleaved)
+    for version in (rope_reference, rope_fused):
+        found = q.clone()
+        version.rope(found[..., 16:], positions, table, found[..., 16:], interleaved=interleaved)
+        assert torch.allclose(found, expected, atol=1e-6)
+
+
 def test_position_zero_is_not_rotated_and_norms_are_kept(device):
     """Rotation preserves length: table without YaRN's attention factor."""
     table = rope_table(SHAPES["tiny"], 10, device)

@@ -16,7 +16,7 @@ __all__ = ["rope", "rope_table", "softmax_scale"]
 def rope(
     x_BhP: torch.Tensor, positions_B: torch.Tensor, table: torch.Tensor, out_BhP: torch.Tensor, *, interleaved: bool
 ) -> None:
-    """Rotate `x` by its position into `out`, both possibly strided views with unit last stride.
+    """Rotate `x` by its position into `out`, both possibly strided views with unit last stride; `out` may be `x`.
 
     `table` [positions, P] fp32 holds cos in its first P/2 columns and sin in the rest. Pair i is columns (2i, 2i+1)
     where `interleaved` (DeepSeek's storage order), else (i, i + P/2). Pairs stay where they are: q·k does not depend on
