@@ -48,7 +48,8 @@ class SdpaPrefill:
         return FlashRagged(
             q_ends=_ends(q_lengths, spec.device), kv_ends=_ends(kv_lengths, spec.device),
             rows=sum(q_lengths), keys=sum(kv_lengths), most_q=max(q_lengths), most_kv=max(kv_lengths),
-            some_empty=any(keys < queries if causal else not keys for queries, keys in lengths), causal=causal, scale=spec.scale, value=spec.value,
+            some_empty=any(keys < queries if causal else not keys for queries, keys in lengths),
+            causal=causal, scale=spec.scale, value=spec.value,
         )  # fmt: skip
 
 
