@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dcpbench.batches import GRAPH_BATCHES, batch_rows
 from dcpbench.errors import UsageError
 from dcpbench.serving.load_words import FIXED, TRACE_LENGTHS, parse_lengths
-from dcpbench.serving.step_times import CHECK, GATHER, Case, Chunks, Decodes
+from dcpbench.serving.step_times import CHECK, GATHER, LINE, Case, Chunks, Decodes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -28,6 +28,8 @@ SHORT_CHUNKS = 8
 """Chunks of a step with short prompts."""
 ATTENTION_SHOWS = 2048
 """From so many tokens on, how they are divided over prompts, and that there is some prefix at all, is measured."""
+LATE = 4
+"""A chunk at the end of a long prompt is a LATE-th of it at most: nearly all that it attends to lies before it."""
 MIXED_TOKENS = (128, 2048)
 """Chunks beside which decode rows are measured: as many tokens, or the next fewer that there are."""
 SAME = 0.1
@@ -50,6 +52,11 @@ class Extent:
     """Requests that loads keep in flight on a replica: the numbers of rows that come most."""
     prompts: tuple[int, ...] = ()
     """Lengths that all prompts of a load have."""
+
+    @property
+    def at_once(self) -> int:
+        """Requests that can run at the same time: each has a page at least."""
+        return min(self.requests, self.pages)
 
     @classmethod
     def of(cls, points: Iterable[Point], *, pages: int, max_context: int) -> Extent:
@@ -104,7 +111,7 @@ def grid(extent: Extent) -> list[Case]:
 
 def row_sizes(requests: int, targets: Iterable[int] = ()) -> list[int]:
     """Padded sizes to measure for up to so many decode rows, of captured graphs and of eager steps past them."""
-    wanted = {batch_rows(n) for n in targets}
+    wanted = {batch_rows(min(n, requests)) for n in targets}
     graphs = [s for s in GRAPH_BATCHES if s <= batch_rows(requests)]
     eager = sorted({batch_rows(n) for n in range(GRAPH_BATCHES[-1] + 1, requests + 1)})
     return [*_thinned(graphs, wanted), *_thinned(eager, wanted)]
@@ -132,9 +139,9 @@ def _thinned(sizes: Sequence[int], wanted: Iterable[int]) -> list[int]:
 
 def _decodes(extent: Extent) -> Iterator[Case]:
     """For each size few and most KV tokens, at the largest something between."""
-    sizes = row_sizes(extent.requests, extent.targets)
+    sizes = row_sizes(extent.at_once, extent.targets)
     for size in sizes:
-        requests = min(size, extent.requests)
+        requests = min(size, extent.at_once)
         for context in _contexts(extent, requests, middle=size == sizes[-1]):
             yield Case(decodes=(Decodes(requests, context),))
 
@@ -148,24 +155,30 @@ def _contexts(extent: Extent, requests: int, pages_taken: int = 0, *, middle: bo
 
 
 def _prefills(extent: Extent, sizes: Sequence[int]) -> Iterator[Case]:
-    """For each size prompts without prefix and with the longest; where attention shows, short prompts, too.
+    """For each size prompts without prefix, and at the end of long ones; where attention shows, short prompts, too.
 
     From no prefix to some, work begins that even the shortest brings: it is measured once.
     """
     once = _at_most(ATTENTION_SHOWS, sizes)
     for size in sizes:
         fewest = -(-size // extent.context)
-        many = min(SHORT_CHUNKS, extent.requests, size)
-        if size >= once and many > fewest:
-            yield Case(chunks=_even(size, many))
-        most = extent.longest_prefix(fewest, -(-size // fewest))
-        for prefix in sorted({0, most} | ({extent.virtual_page} if size == once else set())):
-            if 0 <= prefix <= max(most, 0):
-                yield Case(chunks=_even(size, fewest, prefix))
-    fewest, many = -(-once // extent.context), min(SHORT_CHUNKS, extent.requests, once)
-    prefix = extent.longest_prefix(many, -(-once // many))
-    if many > fewest and prefix > 0:
-        yield Case(chunks=_even(once, many, prefix), use=GATHER)
+        if size >= once:
+            yield from _chunks(extent, size, max(fewest, min(SHORT_CHUNKS, extent.at_once, size)))
+        yield from _chunks(extent, size, fewest)
+        if size == once:
+            yield from _chunks(extent, size, fewest, prefix=extent.virtual_page)
+        late = max(fewest, min(-(-LATE * size // extent.context), extent.at_once))
+        yield from _chunks(extent, size, late, prefix=extent.context)
+    many = min(SHORT_CHUNKS, extent.at_once, once)
+    if many > max(-(-once // extent.context), -(-LATE * once // extent.context)):
+        yield from _chunks(extent, once, many, prefix=extent.context, use=GATHER)
+
+
+def _chunks(extent: Extent, size: int, chunks: int, *, prefix: int = 0, use: str = LINE) -> Iterator[Case]:
+    """A case of so many chunks with the prefix, or the longest that they can have; none where they can have none."""
+    longest = extent.longest_prefix(chunks, -(-size // chunks)) if prefix else 0
+    if not prefix or longest > 0:
+        yield Case(chunks=_even(size, chunks, min(prefix, longest)), use=use)
 
 
 def _mixed(extent: Extent, sizes: Sequence[int]) -> Iterator[Case]:
@@ -173,7 +186,7 @@ def _mixed(extent: Extent, sizes: Sequence[int]) -> Iterator[Case]:
     for size in sorted({_at_most(tokens, sizes) for tokens in MIXED_TOKENS}):
         chunks = _even(size, -(-size // extent.context))
         taken = sum(c.chunks * -(-c.tokens // extent.virtual_page) for c in chunks)
-        room = extent.requests - sum(c.chunks for c in chunks)
+        room = extent.at_once - sum(c.chunks for c in chunks)
         if room < 1:
             continue
         between = max((n for n in GRAPH_BATCHES if n <= room / 3), default=1)
@@ -184,7 +197,7 @@ def _mixed(extent: Extent, sizes: Sequence[int]) -> Iterator[Case]:
 
 def _checks(extent: Extent, sizes: Sequence[int]) -> Iterator[Case]:
     """What the prediction takes to be alike: uneven requests, sizes and prefixes between the measured ones."""
-    half = extent.requests // 2
+    half = extent.at_once // 2
     most = extent.longest(max(2 * half, 1))
     if half and most > 8:  # noqa: PLR2004 - something to divide unevenly
         yield Case(decodes=(Decodes(half, most), Decodes(half, most // 8)), use=CHECK)

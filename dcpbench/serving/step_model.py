@@ -6,7 +6,7 @@
 
 All are linear in KV tokens, as attention reads each row once, and in pairs of tokens that attend to each other. In
 rows they bend (experts that are hit, the ridge between reading and computing), so neighbouring sizes are measured.
-What lies outside is refused, but for a tenth more KV or pairs, where the line goes on.
+What lies outside is refused, but for a fifth more KV or pairs, where the line goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from dcpbench.serving.requests import ReplicaStep, Step
 
-BEYOND = 1.1
+BEYOND = 1.2
 """How far a line in KV tokens or pairs goes on past its last case."""
 
 
@@ -197,10 +197,11 @@ class MixedTimes:
 
     def _at(self, index: int, work: Work) -> float:
         surface, each = self.surfaces[index], work.kv_tokens / work.rows
-        if not surface.sizes[0] <= work.rows <= surface.sizes[-1] or each > surface.top(work.rows):
+        most = batch_rows(surface.sizes[-1] + 1)  # with attention DP, a replica without chunks has a request more
+        if not surface.sizes[0] <= work.rows <= most or each > surface.top(work.rows):
             raise _outside(
                 f"{work.rows} decode rows with {work.kv_tokens:,} KV tokens beside chunks",
-                f"{surface.sizes[0]} to {surface.sizes[-1]} rows, there with {surface.top(work.rows):,.0f} tokens each",
+                f"{surface.sizes[0]} to {most} rows, there with {surface.top(work.rows):,.0f} tokens each",
             )
         return surface(work.rows, each)
 
@@ -220,7 +221,7 @@ class StepModel:
             )
         self.graphs = DecodeTimes(graphs)
         self.eager = DecodeTimes(eager) if eager else None
-        self.prefill = PrefillTimes(chunks, gather, max((w.rows for w, _ in mixed), default=0))
+        self.prefill = PrefillTimes(chunks, gather, max((batch_rows(w.rows + 1) for w, _ in mixed), default=0))
         self.mixed = MixedTimes(mixed, self.prefill)
 
     def step_ms(self, works: Sequence[Work]) -> float:

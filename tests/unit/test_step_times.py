@@ -182,7 +182,7 @@ class TestRefusal:
             ms(step)
         assert "--step-times" in str(caught.value)
 
-    def test_a_tenth_more_kv_is_predicted(self) -> None:
+    def test_a_fifth_more_kv_is_predicted(self) -> None:
         """As what grows there is the reading of KV: 48 × 5,500 measured, 48 × 5,800 asked for."""
         assert ms(replica([5799] * 48)) == pytest.approx(40 + 1.4 * 48 + 1e-4 * 48 * 5800)
 

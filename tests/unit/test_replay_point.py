@@ -1,0 +1,140 @@
+"""One replayed point: its record, what it refuses, and the KV cache that it schedules for."""
+
+import msgspec
+import pytest
+
+from dcpbench import memory
+from dcpbench.errors import RecordsError, UsageError
+from dcpbench.jobs import Settings
+from dcpbench.records import Point, Record
+from dcpbench.serve_records import Load
+from dcpbench.serving.replay_point import replay_from_file, step_times_name
+from dcpbench.serving.samples import read_samples
+from dcpbench.serving.step_times import EnginePath, StepTimes, write_step_times
+from dcpbench.shapes import SHAPES
+from tests.unit.step_times_builder import EXTENT, step_times
+
+LOAD = Load(mode="replay", requests=60, input_tokens="4000", output_tokens="30", chunk=8192)
+POINT = Point(
+    model="deepseek-v3", tp=4, dcp=4, workload="serve", concurrency=8, context=4030, load=LOAD, exchange="ag_rs",
+    backend="flashinfer", dtype="bf16", page_size=64,
+)  # fmt: skip
+TIMES = step_times(path=EnginePath.of(POINT))
+PAGE = memory.page_bytes(SHAPES["deepseek-v3"], 64, 2)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "times.json"
+    write_step_times(path, TIMES)
+    return path
+
+
+def run(file, tmp_path, point: Point = POINT, settings: Settings = Settings()) -> Record:  # noqa: B008 - frozen
+    return replay_from_file(point, [point], file, settings, tmp_path, "dcpbench serve --mode replay")
+
+
+def changed(**changes: object) -> Point:
+    """The point with another load."""
+    return msgspec.structs.replace(POINT, load=msgspec.structs.replace(LOAD, **changes))
+
+
+class TestRecord:
+    def test_it_is_that_of_a_served_load(self, file, tmp_path) -> None:
+        record = run(file, tmp_path)
+        assert (record.outcome, record.point) == ("ok", POINT)
+        assert (record.serve.finished, record.serve.output_tokens) == (60, 1800)
+        assert record.serve.idle_fraction is None
+        assert record.started_at
+        assert record.measured_with["kv_memory_bytes"] is None
+
+    def test_it_says_where_its_step_times_come_from_and_how_good_they_are(self, file, tmp_path) -> None:
+        """The engine on paper is linear, so that the cases to check with are met exactly."""
+        honesty = run(file, tmp_path).honesty
+        assert honesty.step_times == str(file)
+        assert honesty.step_error == pytest.approx(0, abs=1e-9)
+
+    def test_it_names_the_worst_error_of_a_step(self, file, tmp_path) -> None:
+        """The times of cases to check with are half of what is predicted: predicted / measured - 1 = 1."""
+        cases = [
+            msgspec.structs.replace(m, samples_ms=[m.samples_ms[0] / 2]) if m.case.use == "check" else m
+            for m in TIMES.cases
+        ]
+        write_step_times(file, msgspec.structs.replace(TIMES, cases=cases))
+        assert run(file, tmp_path).honesty.step_error == pytest.approx(1.0)
+
+    def test_its_environment_is_that_of_the_step_times_with_the_command_typed(self, file, tmp_path) -> None:
+        environment = run(file, tmp_path).environment
+        assert environment.device == "NVIDIA H200"
+        assert environment.command == "dcpbench serve --mode replay"
+
+    def test_marks_of_the_step_times_stay(self, file, tmp_path) -> None:
+        write_step_times(file, msgspec.structs.replace(TIMES, marks=["throttled"]))
+        assert run(file, tmp_path).marks[0] == "throttled"
+
+    def test_samples_lie_beside_it(self, file, tmp_path) -> None:
+        record = run(file, tmp_path)
+        rows = read_samples(tmp_path / record.serve.samples_file)
+        assert [len(row.token_s) for row in rows] == [30] * 60
+
+    def test_the_same_point_gives_the_same_metrics(self, file, tmp_path) -> None:
+        assert run(file, tmp_path).serve == run(file, tmp_path).serve
+
+    def test_an_open_loop_has_no_target(self, file, tmp_path) -> None:
+        record = run(file, tmp_path, changed(arrival="gamma", request_rate=0.5))
+        assert record.serve.steady_tok_s is None
+        assert record.serve.finished == 60
+
+    def test_a_limit_of_time_ends_it(self, file, tmp_path) -> None:
+        record = run(file, tmp_path, settings=Settings(limit_seconds=5.0))
+        assert record.serve.cancelled == 8
+        assert record.serve.wall_s < 6
+
+    def test_points_of_one_path_share_a_file(self) -> None:
+        """Whatever their load; the name tells model and layout."""
+        name = step_times_name(EnginePath.of(POINT))
+        assert name.startswith("step-times/deepseek-v3-tp4-dp1-dcp4-ag_rs-")
+        assert step_times_name(EnginePath.of(changed(requests=1))) == name
+        assert step_times_name(EnginePath.of(msgspec.structs.replace(POINT, backend="triton"))) != name
+
+
+class TestPool:
+    def test_kv_memory_is_obeyed(self, file, tmp_path) -> None:
+        """141 pages of 64 rows on each of 4 ranks, one of them padding: 140 · 256 = 35,840 tokens, 8 requests."""
+        record = run(file, tmp_path, settings=Settings(kv_memory_bytes=141 * PAGE))
+        assert (record.kv.capacity_tokens, record.kv.bounded_by) == (35_840, "kv_memory")
+        assert record.kv.capacity_requests == 140 // 16
+
+    def test_without_it_the_pool_is_that_of_a_live_run_on_the_machine_of_the_step_times(self, file, tmp_path) -> None:
+        """DeepSeek-V3 in bf16 does not fit beside it, so it is sized for the load: 8 requests of 17 pages and one."""
+        record = run(file, tmp_path)
+        assert record.kv.bounded_by == "sweep"
+        assert record.kv.capacity_tokens == 8 * 17 * 256
+
+    def test_less_kv_makes_requests_wait(self, file, tmp_path) -> None:
+        scarce = run(file, tmp_path, settings=Settings(kv_memory_bytes=60 * PAGE))
+        assert scarce.serve.decode_batch < run(file, tmp_path).serve.decode_batch
+        assert scarce.serve.finished == 60
+
+
+class TestRefusal:
+    def test_times_of_another_engine_are_refused_by_what_differs(self, file, tmp_path) -> None:
+        with pytest.raises(UsageError, match="--exchange ag_rs instead of symm") as caught:
+            run(file, tmp_path, msgspec.structs.replace(POINT, exchange="symm"))
+        assert str(file) in str(caught.value)
+
+    def test_a_load_beyond_the_times_is_refused_by_what_is_missing(self, file, tmp_path) -> None:
+        """They go up to requests of 5,500 tokens."""
+        with pytest.raises(UsageError, match="no step time is known"):
+            run(file, tmp_path, msgspec.structs.replace(changed(input_tokens="9000"), context=9030))
+
+    def test_a_missing_file_is_named(self, tmp_path) -> None:
+        with pytest.raises(RecordsError, match=r"none\.json"):
+            run(tmp_path / "none.json", tmp_path)
+
+
+def test_the_machine_of_the_step_times_can_be_asked_for() -> None:
+    probe = TIMES.probe()
+    assert (probe.device, probe.count, probe.memory_bytes) == ("cuda", 4, 141 << 30)
+    cpu: StepTimes = step_times(EXTENT, device="CPU")
+    assert (cpu.probe().device, cpu.blocking) == ("cpu", True)

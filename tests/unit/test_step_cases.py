@@ -1,0 +1,77 @@
+"""Cases as steps for an engine: the right work, in slots and pages of their own, the same on every rank."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from dcpbench.serving.step_cases import CaseMaker, CaseSteps
+from dcpbench.serving.step_grid import Extent, grid
+from dcpbench.serving.step_model import step_works
+from dcpbench.serving.step_times import Case, Chunks, Decodes
+from tests.unit.serving_builder import config
+
+CONFIG = config(pages=33, page_size=2, dcp=2, max_requests=6, chunk=16, max_context=40)
+EXTENT = Extent(requests=6, context=40, pages=32, virtual_page=4, chunk=16)
+VOCAB = 50
+
+
+def steps(case: Case, **changes: object) -> CaseSteps:
+    return CaseMaker(config(pages=33, max_requests=6, chunk=16, max_context=40, **changes), VOCAB).steps(case)
+
+
+@pytest.mark.parametrize("case", grid(EXTENT), ids=str)
+def test_a_step_does_the_work_of_its_case(case: Case) -> None:
+    """Both the first and those that repeat it; what is predicted for one is what was measured with the other."""
+    made = steps(case)
+    assert step_works(made.first) == step_works(made.again) == [case.work()]
+
+
+@pytest.mark.parametrize("case", grid(EXTENT), ids=str)
+def test_requests_have_slots_and_places_of_their_own(case: Case) -> None:
+    """Slot 0 and page 0, locations 0 to 3, are padding; every token that a request reads or writes has a location."""
+    (todo,) = steps(case).first.replicas
+    assert [write.slot for write in todo.table] == list(range(1, case.requests + 1))
+    locs = np.concatenate([write.locs for write in todo.table])
+    assert len(set(locs.tolist())) == len(locs)
+    assert locs.min() >= 4
+    assert locs.max() < 33 * 4
+    reads = [p + 1 for p in todo.positions] + [c.stop for c in todo.chunks]
+    assert [len(write.locs) for write in todo.table] == reads
+
+
+def test_chunks_begin_with_a_page_and_sample() -> None:
+    """Two chunks of 5 tokens after 8: [8, 13), in slots 1 and 2."""
+    (todo,) = steps(Case(chunks=(Chunks(2, 5, 8),))).again.replicas
+    assert [(c.slot, c.start, c.stop, c.samples) for c in todo.chunks] == [(1, 8, 13, True), (2, 8, 13, True)]
+
+
+def test_no_position_moves_when_a_step_is_repeated() -> None:
+    """So a case can be repeated past any number of tokens."""
+    made = steps(Case(decodes=(Decodes(2, 40),)))
+    assert made.first.replicas[0].positions == made.again.replicas[0].positions == [39, 39]
+    assert not made.again.replicas[0].table
+
+
+def test_replicas_do_the_same() -> None:
+    made = steps(Case(decodes=(Decodes(2, 40),)), replicas=3)
+    assert len(made.again.replicas) == 3
+    assert len({id(replica) for replica in made.again.replicas}) == 1
+
+
+def test_no_request_finishes() -> None:
+    made = steps(Case(decodes=(Decodes(2, 40),), chunks=(Chunks(1, 4, 0),)))
+    assert not made.first.finished
+    assert not any(s.finished for s in made.first.replicas[0].emits)
+
+
+def test_prompts_are_the_same_on_every_rank_and_numbered_apart_from_those_of_loads() -> None:
+    """An engine knows by its number whose prompt a slot holds."""
+    makers = [CaseMaker(CONFIG, VOCAB) for _ in range(2)]
+    case = Case(chunks=(Chunks(2, 5, 8),))
+    found = [[c.sequence.request for _ in range(2) for c in m.steps(case).first.replicas[0].chunks] for m in makers]
+    for mine, others in zip(*found, strict=True):
+        assert mine.number == others.number < 0
+        assert (mine.prompt == others.prompt).all()
+        assert 0 <= mine.prompt.min() <= mine.prompt.max() < VOCAB
+    assert all(a.number != b.number for a, b in itertools.combinations(found[0], 2))

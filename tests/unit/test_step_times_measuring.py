@@ -1,0 +1,96 @@
+"""Measuring step times: how often a case is repeated, and what a sample is."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from dcpbench.serving.requests import ReplicaStep, Step
+from dcpbench.serving.step_cases import CaseSteps
+from dcpbench.workloads.step_times import Pipeline, enough
+
+FIRST, AGAIN = Step(1, [ReplicaStep()]), Step(2, [ReplicaStep()])
+
+
+class TestEnough:
+    @pytest.mark.parametrize(
+        ("samples", "verdict"),
+        [
+            ([], False),
+            ([100.0], False),
+            ([100.0, 101.0], True),
+            ([100.0, 103.0], False),
+            ([100.0, 103.0] * 3, False),
+            ([100.0, 103.0, 100.0, 103.0, 100.0, 103.0, 100.0], True),
+            ([300.0], True),
+            ([300.0, 330.0], False),
+            ([300.0, 330.0, 360.0, 300.0], True),
+        ],
+        ids=["none", "one", "calm", "spread", "six", "most", "slow", "slow-spread", "a-second"],
+    )
+    def test_a_case_ends_when_samples_agree_or_cost_too_much(self, samples: list[float], verdict: bool) -> None:
+        """One more is always on its way: 3 samples within 2 %, 2 of a slow step, 8 at most, or a second in all."""
+        assert enough(samples) is verdict
+
+
+@dataclasses.dataclass
+class Event:
+    """A moment on a device, in ms."""
+
+    at_ms: float
+
+    def elapsed_time(self, later: Event) -> float:
+        return later.at_ms - self.at_ms
+
+
+@dataclasses.dataclass
+class Launched:
+    step: Step
+    ended: Event
+    log: list[str]
+
+    def wait(self) -> None:
+        self.log.append(f"read {self.step.number}")
+
+
+class Engine:
+    """Steps that take as long as a list says."""
+
+    def __init__(self, times: list[float]) -> None:
+        self.times, self.now_ms, self.log = iter(times), 0.0, []
+
+    def launch(self, step: Step) -> Launched:
+        self.log.append(f"launch {step.number}")
+        self.now_ms += next(self.times)
+        return Launched(step, Event(self.now_ms), self.log)
+
+
+class TestPipeline:
+    def test_a_step_is_launched_before_the_one_in_front_of_it_is_read(self) -> None:
+        """As in the live loop; the first step of a case is not counted."""
+        engine = Engine([500, 100, 101, 102])
+        pipeline = Pipeline(engine, lambda done: [done])
+        samples = pipeline.run(CaseSteps(FIRST, AGAIN))
+        assert samples == [100, 101]
+        pipeline.drain()
+        assert samples == [100, 101, 102]
+        assert engine.log == [
+            "launch 1", "launch 2", "read 1", "launch 2", "read 2", "launch 2", "read 2", "read 2",
+        ]  # fmt: skip
+
+    def test_the_next_case_brings_the_last_sample_and_begins_anew(self) -> None:
+        """Device time between the cases is nobody's: 900 ms of the second case's first step."""
+        pipeline = Pipeline(Engine([500, 100, 101, 102, 900, 50, 50, 50]), lambda done: [done])
+        first = pipeline.run(CaseSteps(FIRST, AGAIN))
+        second = pipeline.run(CaseSteps(FIRST, AGAIN))
+        pipeline.drain()
+        assert (first, second) == ([100, 101, 102], [50, 50, 50])
+
+    def test_rank_0_decides(self) -> None:
+        """Its answers, not this rank's samples: four turns although three would do here."""
+        answers = iter([0, 0, 0, 1])
+        pipeline = Pipeline(Engine([500, *[100] * 9]), lambda _: [next(answers)])
+        samples = pipeline.run(CaseSteps(FIRST, AGAIN))
+        pipeline.drain()
+        assert samples == [100] * 4
