@@ -101,6 +101,15 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.pages == len(self.pages)
         assert self.cache.evictable == len(self.pages.keys() - self.locked())
 
+    @invariant()
+    def candidates_for_eviction_are_nodes_of_the_tree_each_once(self) -> None:
+        """So the queue cannot grow for ever; and no page that could go is forgotten."""
+        nodes = [node for node, _, _ in pages_of(self.cache.root)]
+        queued = [node for _, _, node in self.cache._queue]
+        assert len(set(map(id, queued))) == len(queued)
+        assert set(map(id, queued)) <= set(map(id, nodes))
+        assert {id(n) for n in nodes if not n.locks and not n.children} <= set(map(id, queued))
+
 
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
