@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from dcpbench.records import Point
 
-NEAR_TOP, GROWTH, FAR_GROWTH = 4, 1.3, 2.0
+NEAR_TOP, GROWTH, FAR_GROWTH = 4, 1.19, 2.0
 """Neighbouring numbers of decode rows differ by GROWTH at least, and by FAR_GROWTH below a NEAR_TOP-th of the most:
 those come while a run begins and ends."""
 CHUNK_TOKENS = (1, 16, 128, 512, 2048, 4096, 8192, 16384, 32768)

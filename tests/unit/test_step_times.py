@@ -67,7 +67,7 @@ class TestGrid:
 
     @pytest.mark.parametrize(
         ("requests", "sizes"),
-        [(1, [1]), (3, [1, 2, 4]), (48, [1, 2, 4, 12, 16, 24, 32, 48]), (600, [1, 2, 4, 8, 16, 32, 64])],
+        [(1, [1]), (3, [1, 2, 4]), (48, [1, 2, 4, 12, 16, 24, 32, 40, 48]), (600, [1, 2, 4, 8, 16, 32, 64])],
         ids=["1", "3", "48", "600"],
     )
     def test_rows_are_dense_near_the_most_and_sparse_below(self, requests: int, sizes: list[int]) -> None:
