@@ -3,7 +3,11 @@
 A step is written as (numbers of those that decode, chunks as (number, first token, end)).
 """
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +17,7 @@ from dcpbench.serving.scheduler import Scheduler
 from tests.unit.serving_builder import config, request
 from tests.unit.serving_simulation import signature
 
+ROOT = Path(__file__).parents[2]
 Decided = tuple[list[int], list[tuple[int, int, int]]]
 
 
@@ -212,6 +217,15 @@ class TestPrefixCache:
         scheduler.submit(request(1, list(range(8)), 1))
         assert decide(scheduler) == ([], [(1, 4, 8)])
 
+    def test_a_prompt_adds_the_pages_that_the_cache_did_not_have(self) -> None:
+        """One page of the first prompt; the second one finds it and adds its own, which the third one finds, too."""
+        scheduler = serve(([1, 2, 3, 4, 5], 1))
+        assert decide(scheduler) == ([], [(0, 0, 5)])
+        scheduler.submit(request(1, [1, 2, 3, 4, 6, 7, 8, 9, 10], 1))
+        assert decide(scheduler) == ([], [(1, 4, 9)])
+        scheduler.submit(request(2, [1, 2, 3, 4, 6, 7, 8, 9, 11], 1))
+        assert decide(scheduler) == ([], [(2, 8, 9)])
+
     def test_a_prompt_can_be_found_once_it_is_stored_and_not_before(self) -> None:
         """Both come at once: neither can read the other's pages in the step that writes them."""
         scheduler = serve((list(range(8)), 2), (list(range(8)), 2), chunk=16)
@@ -275,18 +289,34 @@ class TestCancel:
         assert [w.slot for w in step.replicas[0].table] == [step.replicas[0].chunks[0].slot]
 
 
-@pytest.mark.parametrize("offset", [1, 100_000])
-def test_decisions_do_not_depend_on_what_tokens_mean(offset):
-    """Other token ids, alike where the first ones are alike: the same steps. What is sampled is never asked for."""
+def all_steps(shift: int) -> list[object]:
+    """Steps of prompts that share pages, on two replicas with too few slots; `shift` makes other token ids of them."""
     prompts = [list(range(9)), [*range(8), 50, 51], list(range(6)), [*range(8), 50, 51], list(range(30, 50))]
+    load = [([t + shift for t in prompt], 9) for prompt in prompts]
+    scheduler = serve(*load, max_requests=3, replicas=2)
+    out = []
+    while step := scheduler.next_step():
+        out.append(signature(step))
+    return out
 
-    def steps(shift: int) -> list[object]:
-        load = [([t + shift for t in prompt], 7) for prompt in prompts]
-        scheduler = serve(*load, max_requests=3, replicas=2)
-        out = []
-        while step := scheduler.next_step():
-            out.append(signature(step))
-        return out
 
-    assert steps(0) == steps(offset)
-    assert len(steps(0)) > 10
+class TestRanksAgree:
+    """Every rank runs a scheduler of its own, and none asks another one what it decided."""
+
+    @pytest.mark.parametrize("shift", [1, 100_000])
+    def test_decisions_do_not_depend_on_what_tokens_mean(self, shift: int) -> None:
+        """Other token ids, alike where the first ones are alike: the same steps. What is sampled is never asked for."""
+        assert all_steps(0) == all_steps(shift)
+        assert len(all_steps(0)) > 10
+
+    def test_decisions_are_the_same_in_processes_that_hash_differently(self) -> None:
+        """Sets and dicts of strings come in another order under another PYTHONHASHSEED."""
+        code = "from tests.unit.test_scheduler import all_steps; print(all_steps(0))"
+        said = [
+            subprocess.run(
+                [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": seed}, check=True,
+                capture_output=True, text=True,
+            ).stdout
+            for seed in ("1", "2")
+        ]  # fmt: skip
+        assert said[0] == said[1] == f"{all_steps(0)}\n"

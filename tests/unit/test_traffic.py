@@ -92,6 +92,10 @@ class TestStop:
         with pytest.raises(UsageError, match="give --requests 1 or more"):
             traffic([], 1)
 
+    def test_no_client_is_an_error_and_not_a_run_without_end(self) -> None:
+        with pytest.raises(UsageError, match="try --concurrency 1"):
+            traffic([request(0, 4)], 0)
+
 
 LOADS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12), st.integers(0, 6)), min_size=1, max_size=15)
 """(prompt, output, seconds after the request before)"""
