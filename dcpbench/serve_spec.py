@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from dcpbench.shapes import ModelShape
     from dcpbench.spec import SweepSpec
 
-OTHERS = ("context", "seconds")
-"""Options that only `sweep` has."""
+OTHERS = ("context", "seconds", "overlap")
+"""Options that only `sweep` has; a batch of one request, which serving meets, has no halves to overlap."""
 SERVED = (
     "concurrency", "request_rate", "burstiness", "requests", "num_requests", "input_tokens", "output_tokens",
     "prefix_share", "prefix_groups", "policy", "chunk", "prefix_cache", "prefill", "mode", "seed",

@@ -1,5 +1,7 @@
 """Stands in for dcpbench.worker without torch: what a rank does is written in its point's context.
 
+Points of `serve` are answered with three of their requests; 130 tokens wait for an interrupt and record it.
+
 Contexts: 13 rank 1 raises · 99 rank 1 kills itself · 66 every rank hangs · 7 it ends before its first point ·
 21 and 22 the engine cannot be built, for want of a tensor or of memory · anything else is measured.
 """
@@ -19,8 +21,9 @@ import msgspec
 from dcpbench import jobs
 from dcpbench.errors import CapacityError, ModelError
 from dcpbench.records import Interval, Metrics, Percentiles, Point, Record, RecordFile
+from dcpbench.serve_records import Latencies, ServeMetrics
 
-RAISES, HANGS, STILLBORN, KILLED, NO_TENSOR, NO_MEMORY = 13, 66, 7, 99, 21, 22
+RAISES, HANGS, STILLBORN, KILLED, NO_TENSOR, NO_MEMORY, LONG = 13, 66, 7, 99, 21, 22, 130
 RANK = int(os.environ.get("RANK", "0"))
 
 
@@ -36,6 +39,33 @@ def record(point: Point) -> Record:
         step_samples_ms=[10.0] * 100,
     )
     return Record(point=point, outcome="ok", metrics=metrics, marks=["cpu"])
+
+
+def served(point: Point, finished: int = 3) -> Record:
+    """A point of `serve`, whose requests take 0.1 s each."""
+    times = Latencies(mean=100.0, p50=100.0, samples=finished)
+    serve = ServeMetrics(
+        ttft_ms=times, itl_ms=times, tpot_ms=times, e2el_ms=times, output_tok_s=10.0,
+        output_tok_s_per_gpu=10.0 / point.tp, total_tok_s=20.0, request_s=10.0, tok_s_per_user=10.0, steady_tok_s=None,
+        steady_s=None, wall_s=0.1 * finished, submitted=3, finished=finished, rejected=0, cancelled=3 - finished,
+        input_tokens=9, output_tokens=3, cached_tokens=0, preemptions=0, steps=9, decode_steps=6, decode_batch=1.0,
+    )  # fmt: skip
+    outcome = "ok" if finished == 3 else "failed"
+    return Record(point=point, outcome=outcome, serve=serve, reason=None if outcome == "ok" else "interrupted")
+
+
+def serve(job: jobs.Job, point: Point) -> None:
+    """Answer, or wait for SIGTERM and keep what has finished, which takes a second."""
+    came: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    while point.context == LONG and not came:
+        time.sleep(0.05)
+    if came:
+        time.sleep(1.0)
+    if RANK == 0:
+        RecordFile(Path(job.folder)).append(served(point, finished=1 if came else 3))
+    if came:
+        sys.exit(130)
 
 
 def wait_for(job: jobs.Job, point: Point) -> None:
@@ -64,14 +94,25 @@ def work(job: jobs.Job) -> None:
         if point.context in (RAISES, KILLED, HANGS):
             wait_for(job, point)
             misbehave(point)
-        if RANK == 0 and job.kind == "verify":
-            check(job, point)
-            jobs.tell(job, "done", point, index=index, note="1 check")
-        elif RANK == 0:
-            RecordFile(Path(job.folder)).append(record(point))
-            jobs.tell(job, "done", point, index=index, note="step 10.0 ms")
+        note = answer(job, point)
+        if RANK == 0:
+            jobs.tell(job, "done", point, index=index, note=note)
     if RANK == 0:
         jobs.tell(job, "end")
+
+
+def answer(job: jobs.Job, point: Point) -> str:
+    """Leave what a point found, and say it in short."""
+    if point.load:
+        serve(job, point)
+        return "10 tok/s"
+    if job.kind == "verify":
+        if RANK == 0:
+            check(job, point)
+        return "1 check"
+    if RANK == 0:
+        RecordFile(Path(job.folder)).append(record(point))
+    return "step 10.0 ms"
 
 
 def build(point: Point) -> None:

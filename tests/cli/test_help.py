@@ -14,6 +14,7 @@ from typer.models import OptionInfo
 
 from dcpbench import cli
 from dcpbench.choices import flag
+from dcpbench.serve_spec import SERVE_PARSERS
 from dcpbench.spec import PARSERS
 
 ROOT = Path(cli.__file__).parents[1]
@@ -28,13 +29,26 @@ SWEEP_OPTIONS = {
 }  # fmt: skip
 
 
+SERVE_OPTIONS = {
+    "--tp", "--dp", "--dcp", "--model", "--weights", "--concurrency", "--request-rate", "--burstiness", "--requests",
+    "--limit", "--num-requests", "--input-tokens", "--output-tokens", "--prefix-share", "--prefix-groups", "--seed",
+    "--policy", "--chunk", "--prefix-cache", "--no-prefix-cache", "--prefill", "--kv-memory", "--backend", "--exchange",
+    "--q-replicate", "--no-q-replicate", "--project-first", "--no-project-first", "--all-reduce", "--dtype",
+    "--page-size", "--interleave", "--mode", "--step-times", "--slo", "--repeats", "--baseline", "--no-baseline",
+    "--profile", "--no-profile", "--timeout", "--config", "-o", "--output", "--resume", "--force", "--dry-run",
+    "--json", "--device", "--nnodes", "--node-rank", "--rdzv-endpoint", "--rdzv-id", "-h", "--help",
+}  # fmt: skip
+
+
 def python(code: str) -> str:
     """Output of a fresh interpreter."""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout
 
 
-@pytest.mark.parametrize("args", [["--help"], ["sweep", "--help"], ["verify", "--help"], ["--version"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "args", [["--help"], ["sweep", "--help"], ["verify", "--help"], ["serve", "--help"], ["--version"]], ids=" ".join
+)
 def test_help_imports_nothing_heavy(args: list[str]) -> None:
     """torch alone takes seconds; a help text must not."""
     loaded = python(
@@ -65,15 +79,16 @@ def help_of(*command: str) -> str:
     return " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.stdout).split())
 
 
-def test_the_options_of_sweep_are_these() -> None:
+@pytest.mark.parametrize(("command", "options"), [("sweep", SWEEP_OPTIONS), ("serve", SERVE_OPTIONS)])
+def test_the_options_of_a_command_are_these(command: str, options: set[str]) -> None:
     """Scripts rely on them: a new or a lost one must be noticed."""
     import typer
 
-    found = {o for p in typer.main.get_command(cli.app).commands["sweep"].params for o in [*p.opts, *p.secondary_opts]}
-    assert found | {"-h", "--help"} == SWEEP_OPTIONS
+    found = {o for p in typer.main.get_command(cli.app).commands[command].params for o in [*p.opts, *p.secondary_opts]}
+    assert found | {"-h", "--help"} == options
 
 
-COMMANDS = ("sweep", "verify", "report", "show", "env")
+COMMANDS = ("sweep", "serve", "verify", "report", "show", "env")
 VALUES = {"--new-tokens": "8", "--timeout": "3", "--seconds": "3"}
 
 
@@ -111,8 +126,9 @@ def test_every_option_has_the_name_that_is_written_beside_it(name: str) -> None:
 
 
 def test_every_name_of_a_configuration_file_is_an_option_of_sweep() -> None:
-    """The same names in both, as --config promises."""
+    """The same names in both, as --config promises; so it is for serve."""
     assert {flag(name) for name in PARSERS} <= SWEEP_OPTIONS
+    assert {flag(name) for name in SERVE_PARSERS} <= SERVE_OPTIONS
 
 
 @pytest.mark.parametrize("command", COMMANDS)

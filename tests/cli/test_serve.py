@@ -1,0 +1,192 @@
+"""`dcpbench serve` as a user meets it, with the fake worker in place of the real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dcpbench import cli
+from dcpbench.jobs import Probe
+from dcpbench.records import Environment, Honesty, read_records
+from dcpbench.serving.step_times import Case, Chunks, Decodes, EnginePath, Measured, StepTimes, write_step_times
+
+HERE = Path(__file__).parent
+ROOT = Path(cli.__file__).parents[1]
+ENV = os.environ | {"PYTHONPATH": f"{HERE}:{ROOT}", "COLUMNS": "140"}
+GPUS = Probe(
+    device="cuda", count=4, name="NVIDIA H200", memory_bytes=139 << 30, l2_bytes=60 << 20,
+    packages={"flashinfer": "0.6.18"},
+)  # fmt: skip
+CPU = Probe(device="cpu", count=0, name="CPU", packages={"torch": "2.9", "flashinfer": None})
+COMMAND = [sys.executable, str(HERE / "dcpbench_fake.py"), "serve"]
+
+
+def dcpbench(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run `dcpbench serve` with the fake worker in `folder`."""
+    return subprocess.run(
+        [*COMMAND, *args], cwd=folder, env=ENV, capture_output=True, text=True, check=False, timeout=200
+    )
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Run `dcpbench serve` in this process on a given machine."""
+
+    def run(*args: str, machine: Probe = CPU) -> tuple[int, str, str]:
+        monkeypatch.setattr("dcpbench.launch.probe", lambda _: machine)
+        with pytest.raises(SystemExit) as end:
+            cli.main(["serve", *args])
+        out, err = capsys.readouterr()
+        return int(end.value.code or 0), out, err
+
+    return run
+
+
+@pytest.mark.distributed
+def test_points_are_served_reported_and_skipped_when_they_are_there(tmp_path: Path) -> None:
+    """Two loads; the file's times are out of order, which is said; --json is nothing but JSON."""
+    (tmp_path / "t.csv").write_text("arrival_s,input_tokens,output_tokens\n2,9,3\n1,8,3\n0,7,3\n")
+    serve = ["--tp", "2", "--dcp", "1,2", "--no-baseline", "--requests", "t.csv", "-o", "run"]
+    first = dcpbench(tmp_path, *serve, "--json")
+    assert first.returncode == 0, first.stderr
+    assert "t.csv: its times were out of order; the requests are sent by time." in first.stderr
+    assert "[2/2] tiny tp2·dcp2 reference ag_rs, at the trace's times, 3 of t.csv  10 tok/s" in first.stderr
+    summary = json.loads(first.stdout)
+    assert summary["ok"] == 2
+    assert [r["serve"]["finished"] for r in summary["results"]] == [3, 3]
+    job = json.loads((tmp_path / "run" / "job-tp2-0.json").read_text())
+    assert job["settings"]["trace_path"] == str(tmp_path / "t.csv")
+    assert {p["workload"] for p in job["points"]} == {"serve"}
+
+    again = dcpbench(tmp_path, *serve, "--resume")
+    assert "0 points to run, 2 already measured" in again.stderr
+    other = dcpbench(tmp_path, *serve, "--resume", "--slo", "ttft=5")
+    assert other.returncode == 2
+    assert "--slo was not given and is ttft=5" in other.stderr
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_waits_for_what_has_finished(tmp_path: Path, number: int, code: int) -> None:
+    """The ranks get the time to write a record; --resume serves the load anew."""
+    command = [*COMMAND, "--tp", "2", "--input-tokens", "120", "--output-tokens", "10", "--no-baseline", "-o", "run"]
+    run = subprocess.Popen(command, cwd=tmp_path, env=ENV, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    progress = tmp_path / "run" / "progress-tp2-0.jsonl"
+    deadline = time.monotonic() + 60
+    while not (progress.exists() and '"measure"' in progress.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.5)  # rank 1 has its handler by then
+    run.send_signal(number)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == code
+    assert "Interrupted: writing the requests that have finished; Ctrl-C again ends at once" in err
+    assert "--resume" in err
+    assert "Traceback" not in err
+    (record,) = read_records(tmp_path / "run")
+    assert record.serve is not None
+    assert (record.outcome, record.serve.finished, record.serve.cancelled) == ("failed", 1, 2)
+    assert not list((tmp_path / "run").glob("rank-*.pid"))
+
+
+def test_a_dry_run_lists_loads_and_reasons(call) -> None:
+    """tp8 has no GPUs; the others have a pool."""
+    code, out, _ = call("--tp", "4,8", "--request-rate", "0.5,2", "--dry-run", machine=GPUS)
+    assert code == 0
+    assert "0.5 req/s, 480 × 4000→1500 tokens" in out
+    assert "cannot run: tp8·dcp8 0.5 req/s, 480 × 4000→1500 tokens, tp8·dcp8 2 req/s" in out
+    code, out, _ = call("--tp", "4", "--concurrency", "8", "--dry-run", "--json", machine=GPUS)
+    rows = json.loads(out)
+    assert [(r["layout"], r["workload"], r["load"]["arrival"], r["added"]) for r in rows] == [
+        ("tp4", "serve", "closed", True), ("tp4·dcp4", "serve", "closed", False),
+    ]  # fmt: skip
+
+
+def test_a_long_live_run_is_announced(call) -> None:
+    """480 × 1,500 tokens at 8 clients are 90,000 steps: 75 min, were a step 50 ms. A limit, or a replay, is short."""
+    _, _, err = call("--dry-run", machine=GPUS)
+    assert "about 75 min for the longest load of each layout, were a step 50 ms. --mode replay" in err
+    assert "takes long" not in call("--dry-run", "--limit", "60s", machine=GPUS)[2]
+    assert "takes long" not in call("--dry-run", "--mode", "replay", machine=GPUS)[2]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--request-rate", "0"], "--request-rate 0 is not a positive number"),
+        (["--input-tokens", "-5"], "--input-tokens -5: -5 tokens"),
+        (["--output-tokens", "999999"], "lower --input-tokens or --output-tokens"),
+        (["--chunk", "3"], "use --chunk 4 or more"),
+        (["--limit", "soon"], "--limit soon: write a number of requests such as 200, or seconds such as 60s"),
+        (["--slo", "ttft"], "write for example --slo ttft=500,itl=50, in ms"),
+        (["--requests", "none"], "--requests none cannot be read"),
+        (["--prefill", "flashinfer"], "use --prefill sdpa"),
+        (["--step-times", "x"], "add --mode replay"),
+        (["--mode", "replay", "--step-times", "x"], "no such file"),
+        (["--kv-memory", "1KiB"], "all requests here need"),
+        (["--resume"], "--resume needs the run to go on with"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_mistakes_are_sentences(call, args: list[str], words: str) -> None:
+    """`error: …` on stderr, nothing on stdout, no traceback, the next thing to type."""
+    code, out, err = call(*args)
+    assert code in {2, 3}
+    assert err.startswith("error: ")
+    assert words in err
+    assert out == ""
+
+
+@pytest.fixture
+def step_times(tmp_path: Path) -> Path:
+    """10 ms for every step of a tp2·dcp2 engine of the tiny model; up to 4 requests or 96 prompt tokens."""
+    decodes = [Case(decodes=(Decodes(n, c),)) for n in (1, 4) for c in (1, 200)]
+    chunks = [Case(chunks=(Chunks(1, t, p),)) for t in (1, 96) for p in (0, 200)]
+    path = tmp_path / "times.json"
+    write_step_times(
+        path,
+        StepTimes(
+            path=EnginePath(model="tiny", tp=2, dcp=2, dtype="fp32", backend="reference", exchange="ag_rs"),
+            cases=[Measured(case=case, samples_ms=[10.0]) for case in decodes + chunks],
+            launch_ms=0.0, measuring_s=1.0,
+            honesty=Honesty(weights="synthetic", layers=3, layers_held=3, full_weights_bytes_per_gpu=1),
+            environment=Environment(device="CPU", device_count=0), marks=["cpu"],
+        ),
+    )  # fmt: skip
+    return path
+
+
+def test_a_replay_takes_its_engine_from_the_step_times(call, step_times: Path, tmp_path: Path) -> None:
+    """No GPU, no job: --tp, --dcp, --backend, … are those of the file. A closed loop of 4 clients, 16 × 8 tokens."""
+    run = ["--mode", "replay", "--step-times", str(step_times), "-o", str(tmp_path / "run")]
+    code, out, err = call(
+        *run, "--policy", "prefill-first", "--json", machine=msgspec.structs.replace(CPU, name="asked for nothing")
+    )
+    assert code == 0, err
+    (record,) = read_records(tmp_path / "run")
+    assert (record.point.tp, record.point.dcp, record.point.load.mode) == (2, 2, "replay")
+    assert (record.serve.finished, record.outcome) == (16, "ok")
+    assert json.loads(out)["results"][0]["serve"]["finished"] == 16
+    assert not list((tmp_path / "run").glob("job-*"))
+
+
+def test_step_times_of_another_engine_are_refused(call, step_times: Path) -> None:
+    code, _, err = call("--mode", "replay", "--step-times", str(step_times), "--tp", "4")
+    assert code == 2
+    assert "measured with --tp 2 instead of 4" in err
+
+
+def test_a_load_beyond_the_step_times_fails_with_what_is_missing(call, step_times: Path, tmp_path: Path) -> None:
+    """Prompts of 30,000 tokens, of which chunks attend to a prefix longer than the 200 that were measured."""
+    run = ["--mode", "replay", "--step-times", str(step_times), "-o", str(tmp_path / "run")]
+    code, _, _ = call(*run, "--input-tokens", "30000", "--output-tokens", "4")
+    (record,) = read_records(tmp_path / "run")
+    assert (code, record.outcome) == (4, "failed")
+    assert "no step time is known" in record.reason
