@@ -58,7 +58,7 @@ def measure(
 ) -> StepTimes:
     """Step times for all of `points`, which share one engine path. Collective; every rank returns the same samples.
 
-    The engine is warm (Serving.warm_up). What its KV cache held is gone.
+    Graphs have been captured (ServeEngine.capture). What the KV cache held is gone.
     """
     session, started = serving.session, time.perf_counter()
     engine = session.engine
