@@ -101,8 +101,8 @@ def draw_lengths(load: Load) -> tuple[np.ndarray, np.ndarray]:
 def arrival_times(load: Load) -> list[float | None]:
     """Seconds after the start at which requests come, the first at 0; None each in a closed loop.
 
-    Gaps are gamma distributed with shape `burstiness` and mean 1 / `request_rate`, as in vLLM's and SGLang's benches:
-    1 makes them exponential (a Poisson process); their coefficient of variation is burstiness^-½.
+    Gaps are gamma distributed with shape `burstiness` and mean 1 / `request_rate`, as in vLLM's bench: 1
+    makes them exponential (a Poisson process); their coefficient of variation is burstiness^-½.
     """
     if load.arrival == CLOSED:
         return [None] * load.requests
