@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.reports.tables import missing, number
+from dcpbench.reports.merge import missing
+from dcpbench.reports.tables import number
 from dcpbench.stats import least_samples
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ def write_csv(frames: Frames, path: Path) -> None:
     table = pd.DataFrame([*({**row, "outcome": "ok"} for row in ran), *others])
     if table.empty:
         table = frames.others
-    table = table.drop(columns="same_load", errors="ignore")
+    table = table.drop(columns=["same_load", "served_with"], errors="ignore")
     words = [c for c in table.columns if not pd.api.types.is_numeric_dtype(table[c])]
     for column in words:
         table[column] = pd.Series([_inert(v) for v in table[column]], index=table.index, dtype=object)

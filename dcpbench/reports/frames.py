@@ -11,7 +11,7 @@ import pandas as pd
 from dcpbench.choices import NO_EXCHANGE, OPTIONS, with_options
 from dcpbench.errors import LayoutError, RecordsError, UsageError
 from dcpbench.records import ASIDE_FILE, RECORDS_FILE, read_records
-from dcpbench.reports.merge import median, spread, worst
+from dcpbench.reports.merge import GIB, median, spread, worst
 from dcpbench.reports.serving import frame as serving
 from dcpbench.reports.serving import words
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from dcpbench.records import Environment, Point, Record
 
-GIB = 1 << 30
 VARIANTS = {
     "workload": "{}",
     "backend": "{}",

@@ -1,9 +1,12 @@
-"""How repeats of a point become one value; None where nothing was measured."""
+"""How repeats of a point become one value, and which values were not measured."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import TYPE_CHECKING
+
+import pandas as pd
 
 from dcpbench.stats import agreement
 
@@ -11,6 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from dcpbench.records import Interval
+
+
+GIB = 1 << 30
+
+
+def missing(value: object) -> bool:
+    """Whether a value was not measured."""
+    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
 
 
 def median(values: Iterable[float | None]) -> float | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from dcpbench.reports.frames import GIB
+from dcpbench.reports.merge import GIB, missing
 from dcpbench.stats import REPEATS_AGREE_WITHIN
 
 if TYPE_CHECKING:
@@ -32,11 +32,6 @@ class Table:
     text_columns: int = 1
     """How many leading columns hold words; the others are numbers and go to the right."""
     fold: bool = False
-
-
-def missing(value: object) -> bool:
-    """Whether a value was not measured."""
-    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
 
 
 def text(value: object) -> str:

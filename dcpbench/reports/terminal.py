@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 
 from dcpbench.reports import opening
+from dcpbench.reports.merge import missing
 from dcpbench.reports.serving.terminal import served
-from dcpbench.reports.tables import ABSENT, missing, number
+from dcpbench.reports.tables import ABSENT, number
 from dcpbench.reports.terminal_parts import empty, plain, told_marks
 
 if TYPE_CHECKING:

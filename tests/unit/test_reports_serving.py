@@ -213,7 +213,7 @@ class TestReport:
         assert names == {f"serve-{kind}-live-gamma-kimi-k2.png" for kind in kinds}
         text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
         assert "4 req/s Poisson · 400 in · 40 out" in text
-        assert "trace chat.jsonl" in text
+        assert "at the trace's times · requests of chat.jsonl" in text
         assert "No steady throughput: nothing is targeted in an open loop" in text
 
 
@@ -300,6 +300,13 @@ class TestFindings:
             "output tok/s 2 %, TTFT p50 10 %, ITL p50 0 %, ITL p99 10 %."
         )
 
+    def test_runs_with_other_limits_are_not_held_against_each_other(self, tmp_path: Path) -> None:
+        """A replay of all requests, and a live run that ended at 60 s or had a smaller KV cache, are two loads."""
+        live, replay = exact(build.point(TP), 100), exact(replayed(build.point(TP)), 102)
+        for settings in ({"limit_seconds": 60.0}, {"kv_memory_bytes": 8 << 30}):
+            other = msgspec.structs.replace(live, measured_with=settings)
+            assert findings.replay_against_live(loaded(tmp_path / str(settings), other, replay).served).empty
+
     def test_repeats_of_a_live_point_are_merged_and_compared(self, tmp_path: Path) -> None:
         """100 and 110 tok/s: the median is 105, and they lie 10 / 105 = 9.5 % apart."""
         read = loaded(tmp_path, *(exact(build.point(TP, repeat=i), rate) for i, rate in enumerate((100, 110))))
@@ -345,7 +352,7 @@ class TestWords:
             ({}, "closed 48"),
             ({"arrival": "gamma", "request_rate": 2.5}, "2.5 req/s Poisson"),
             ({"arrival": "gamma", "request_rate": 2.0, "burstiness": 0.5}, "2 req/s gamma 0.5"),
-            ({"arrival": "trace", "trace": "chat.jsonl"}, "trace chat.jsonl"),
+            ({"arrival": "trace", "trace": "chat.jsonl"}, "at the trace's times"),
         ],
     )
     def test_arrivals(self, changes: dict[str, Any], text: str) -> None:
@@ -359,3 +366,17 @@ class TestWords:
         points = [build.point(TP, 8, {"chunk": c, "prefix_cache": on}) for c in (1024, 2048) for on in (True, False)]
         read = loaded(tmp_path, *(exact(of, 100) for of in points))
         assert "closed 8 · 400 in · 40 out · chunk 1,024 · prefix cache off" in set(read.served["load"])
+
+    def test_a_smaller_kv_cache_is_part_of_the_words(self, tmp_path: Path) -> None:
+        """Two runs of one grid, one of them with --kv-memory 8GiB."""
+        runs = [
+            record_builder.write(
+                tmp_path / str(gib),
+                [msgspec.structs.replace(exact(build.point(TP), 9), measured_with={"kv_memory_bytes": gib << 30})],
+            )
+            for gib in (8, 16)
+        ]
+        assert [text.rpartition(" · ")[2] for text in frames.load(runs).served["load"]] == [
+            "16 GiB of KV",
+            "8 GiB of KV",
+        ]

@@ -12,8 +12,9 @@ import pandas as pd
 
 from dcpbench.choices import CLOSED, LIVE, REPLAY
 from dcpbench.reports.findings import NOT_RUN, verdict
+from dcpbench.reports.merge import missing
 from dcpbench.reports.serving import words
-from dcpbench.reports.tables import missing, number
+from dcpbench.reports.tables import number
 from dcpbench.stats import REPEATS_AGREE_WITHIN
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ LOAD = ["run", "model", "mode", "same_load"]
 BASELINE_OF = [*LOAD, "tp", "dp", "backend", "dtype", "page_size", "weights", "all_reduce"]
 """What a DCP point and its dcp=1 baseline have in common."""
 SAME_BUT_MODE = [
-    "model", "device", "same_load", "tp", "dp", "dcp", "exchange", "q_replicate", "project_first", "overlap",
-    "all_reduce", "backend", "dtype", "page_size", "interleave", "weights",
+    "model", "device", "same_load", "served_with", "tp", "dp", "dcp", "exchange", "q_replicate", "project_first",
+    "overlap", "all_reduce", "backend", "dtype", "page_size", "interleave", "weights",
 ]  # fmt: skip
 """What a replay and the live run that it stands for have in common."""
 SHOWN = ["run", "model", "mode", "load", "arrival", "rest", "concurrency", "input_typical", "label", "layout", "tp"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.records import Interval
-from dcpbench.reports.merge import median, spread
+from dcpbench.reports.merge import GIB, median, missing, spread
 from dcpbench.reports.serving import words
 
 if TYPE_CHECKING:
@@ -32,8 +32,10 @@ VARIES = {
     "prefill": "{} prefill",
     "seed": "seed {}",
     "trace_sha256": "file {:.8}",
+    "kv_memory_gib": "{:g} GiB of KV",
+    "limit_seconds": "ended at {:g} s",
 }
-"""What else of a load may tell two points of a report apart, and how it is printed."""
+"""What else of a load, or of the settings it was served with, may tell two points of a report apart, as printed."""
 
 
 def columns(records: list[Record]) -> dict[str, Any]:
@@ -44,7 +46,12 @@ def columns(records: list[Record]) -> dict[str, Any]:
     measured = [r.serve for r in records if r.serve]
     rates = [m.output_tok_s for m in measured]
     row: dict[str, Any] = {f"load_{name}": getattr(load, name) for name in load.__struct_fields__ if name != "mode"}
+    settings = records[0].measured_with
+    limit, kv_memory = settings.get("limit_seconds"), settings.get("kv_memory_bytes")
     row |= {
+        "load_kv_memory_gib": kv_memory / GIB if isinstance(kv_memory, int) else None,
+        "load_limit_seconds": limit if isinstance(limit, float | int) else None,
+        "served_with": f"{limit} {kv_memory}",
         "mode": load.mode,
         "arrival": words.arrival(point),
         "shape": words.shape(load),
@@ -71,9 +78,9 @@ def tidy(table: pd.DataFrame) -> pd.DataFrame:
         return table
     parts = [table["shape"].tolist()]
     for name, form in VARIES.items():
-        values = [("on" if v else "off") if isinstance(v, bool) else v for v in table[f"load_{name}"].tolist()]
-        if len(set(values)) > 1:
-            parts.append([form.format(v) if v != "" else "" for v in values])
+        values = [None if v == "" or missing(v) else v for v in table[f"load_{name}"].tolist()]
+        if len(set(values) - ({None} if name == "trace_sha256" else set())) > 1:
+            parts.append(["" if v is None else form.format(_word(v)) for v in values])
     rest = [words.SEPARATOR.join(filter(None, texts)) for texts in zip(*parts, strict=True)]
     table = table.assign(
         rest=rest, load=[f"{a}{words.SEPARATOR}{r}" for a, r in zip(table["arrival"], rest, strict=True)]
@@ -83,6 +90,10 @@ def tidy(table: pd.DataFrame) -> pd.DataFrame:
         "dcp", "variant",
     ]  # fmt: skip
     return table.sort_values(order, kind="stable", ignore_index=True)
+
+
+def _word(value: object) -> object:
+    return ("on" if value else "off") if isinstance(value, bool) else value
 
 
 def once(value: float) -> Interval:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dcpbench.reports.merge import missing
 from dcpbench.reports.serving import findings, words
 from dcpbench.reports.tables import (
     ABSENT,
@@ -11,7 +12,6 @@ from dcpbench.reports.tables import (
     Column,
     Table,
     make_table,
-    missing,
     number,
     percent,
     text,
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 LOADED: list[Column] = [("model", lambda r: str(r["model"])), ("load", lambda r: str(r["load"]))]
+FEW_SAMPLES = "few_samples"
+"""The mark that dashes in a row, and the words above the table, say already."""
 TITLES = {
     "live": "Served live",
     "replay": "Replay: the same scheduler in virtual time, over step times measured before",
@@ -36,7 +38,7 @@ def points(served: pd.DataFrame, mode: str) -> Table:
         [
             *LOADED,
             ("layout", lambda r: str(r["label"])),
-            ("marks", lambda r: text(r["marks"])),
+            ("marks", lambda r: text(", ".join(m for m in str(r["marks"]).split(", ") if m != FEW_SAMPLES))),
             ("output tok/s", lambda r: number(r["output_tok_s"])),
             ("steady", lambda r: number(r["steady_tok_s"])),
             ("tok/s/GPU", lambda r: number(r["output_tok_s_per_gpu"])),
@@ -46,7 +48,7 @@ def points(served: pd.DataFrame, mode: str) -> Table:
             ("ITL p50 ms", lambda r: number(r["itl_p50_ms"])),
             ("p99", lambda r: number(r["itl_p99_ms"])),
             ("goodput req/s", lambda r: number(r["goodput_s"], 3)),
-            ("preemptions", lambda r: whole(r["preemptions"])),
+            ("preempted", lambda r: whole(r["preemptions"])),
             ("cached", lambda r: percent(r["cached_share"])),
             ("finished", _finished),
             ("repeats apart", lambda r: percent(r["spread"])),

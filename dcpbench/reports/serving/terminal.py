@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.choices import CLOSED, GAMMA
-from dcpbench.reports.serving.tables import whole
+from dcpbench.choices import CLOSED, GAMMA, TRACE
+from dcpbench.reports.serving.tables import FEW_SAMPLES, whole
 from dcpbench.reports.serving.words import MODES
 from dcpbench.reports.tables import number
 from dcpbench.reports.terminal_parts import empty, plain, told_marks
@@ -17,11 +17,9 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.frames import Frames
 
-KINDS = {CLOSED: "closed loop", GAMMA: "open loop"}
+KINDS = {CLOSED: "closed loop", GAMMA: "open loop", TRACE: "at the trace's times"}
 LOADS = {CLOSED: "conc.", GAMMA: "req/s"}
 NUMBERS = ("tok/s", "/GPU", "TTFT ms", "p99", "ITL ms", "p99")
-SAID = "few_samples"
-"""A mark that the dashes of a table say."""
 
 
 def served(frames: Frames) -> list[RenderableType]:
@@ -41,11 +39,12 @@ def served(frames: Frames) -> list[RenderableType]:
 
 def _table(title: str, arrival: str, points: pd.DataFrame) -> Table:
     goodput = bool(points["goodput_s"].notna().any())
-    table = empty(title, (LOADS.get(arrival, "load"), *NUMBERS, *(["good/s"] if goodput else [])), gap=1)
+    loads = [LOADS[arrival]] if arrival in LOADS else []
+    table = empty(title, (*loads, *NUMBERS, *(["good/s"] if goodput else [])), gap=1)
     for _, p in points.iterrows():
         table.add_row(
             plain(p["label"]),
-            _load(p),
+            *([_load(p)] if loads else []),
             number(p["output_tok_s"]),
             number(p["output_tok_s_per_gpu"], 3),
             *(number(p[name], 3) for name in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")),
@@ -57,8 +56,6 @@ def _table(title: str, arrival: str, points: pd.DataFrame) -> Table:
 def _load(point: pd.Series[Any]) -> str:
     if point["load_arrival"] == CLOSED:
         return f"{point['concurrency']:,}"
-    if point["load_arrival"] != GAMMA:
-        return str(point["load_trace"])[:12]
     burst = "" if point["load_burstiness"] == 1 else f" γ{point['load_burstiness']:g}"
     return f"{point['load_request_rate']:g}{burst}"
 
@@ -68,7 +65,7 @@ def _below(points: pd.DataFrame) -> list[str]:
     told = []
     marks: dict[str, list[str]] = {}
     for text, (_, p) in zip(told_marks(points), points.iterrows(), strict=True):
-        if said := ", ".join(mark for mark in text.split(", ") if mark and mark != SAID):
+        if said := ", ".join(mark for mark in text.split(", ") if mark and mark != FEW_SAMPLES):
             marks.setdefault(said, []).append(f"{p['label']} at {p['arrival']}")
     told += [f"{mark}: {', '.join(where)}" for mark, where in marks.items()]
     preempted = points[points["preemptions"] > 0]

@@ -23,21 +23,21 @@ SEPARATOR = " · "
 
 
 def arrival(point: Point) -> str:
-    """When requests come: `closed 48`, `2 req/s Poisson`, `2 req/s gamma 0.5`, `trace conversations.jsonl`."""
+    """When requests come: `closed 48`, `2 req/s Poisson`, `2 req/s gamma 0.5`, `at the trace's times`."""
     load = _load(point)
     if load.arrival == CLOSED:
         return f"closed {point.concurrency:,}"
     if load.arrival == GAMMA:
         kind = "Poisson" if load.burstiness == 1 else f"gamma {load.burstiness:g}"
         return f"{load.request_rate or 0:g} req/s {kind}"
-    return f"trace {load.trace}".rstrip()
+    return "at the trace's times"
 
 
 def shape(load: Load) -> str:
-    """What requests look like: `4,000 in · 1,500 out · 50 % shared by 4 groups`."""
+    """What requests look like: `4,000 in · 1,500 out · 50 % shared by 4 groups`, `requests of chat.jsonl`."""
     parts = [f"{lengths(load.input_tokens)} in", f"{lengths(load.output_tokens)} out"]
-    if load.input_tokens == load.output_tokens == "trace":
-        parts = ["its lengths"]
+    if load.trace:
+        parts = [f"requests of {load.trace}"]
     if load.prefix_share:
         groups = f" by {load.prefix_groups:,} groups" if load.prefix_groups > 1 else ""
         parts.append(f"{load.prefix_share * 100:g} % shared{groups}")
