@@ -1,0 +1,53 @@
+"""What a prefill step takes on a GPU, against what the budget leaves for it."""
+
+import pytest
+import torch
+
+from dcpbench import memory
+from dcpbench.engine.kv_pool import KvPool
+from dcpbench.engine.model import Model, StepInput
+from dcpbench.engine.prefill import Prefiller
+from dcpbench.engine.synthetic import SyntheticSource
+from dcpbench.engine.weights import load_weights
+from dcpbench.layout import Layout
+from dcpbench.serving.requests import Chunk
+from tests.unit.engine_builder import alone, plan, shape_like_tiny
+
+SHAPE = shape_like_tiny(
+    hidden=2048, layers=2, heads=16, q_lora=512, experts=16, top_k=4, moe_inter=512, dense_inter=2048, vocab=1024,
+    latent=512, rope=64, nope=128, value=128,
+)  # fmt: skip
+ONE = Layout(1)
+TOKENS, STORED, PAGE = 4096, 20480, 64
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["sdpa", "flashinfer"])
+def test_a_step_takes_no_more_than_its_formula_says(backend):
+    """4,096 tokens of one prompt behind 20,480 stored ones, in two windows; FlashInfer's workspaces are not counted.
+
+    Weights, pool and table are there before; the peak is of what is allocated from then on, prefill buffers included.
+    """
+    if backend == "flashinfer":
+        pytest.importorskip("flashinfer")
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    weights = load_weights(SyntheticSource(0, dtype, device), SHAPE, ONE, 0, plan(SHAPE))
+    kv = KvPool(SHAPE.layers, (STORED + TOKENS) // PAGE, PAGE, SHAPE.kv_width, dtype, device)
+    model = Model(SHAPE, ONE, alone(ONE, 0), weights, kv, interleave=1, max_context=STORED + TOKENS, device=device)
+    table = torch.arange(STORED + TOKENS, dtype=torch.int32, device=device).unsqueeze(0)
+    positions = torch.arange(STORED, STORED + TOKENS, device=device)
+    inputs = StepInput(positions % SHAPE.vocab, positions, table[0, STORED:], logit_rows=positions[-1:] - STORED)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    prefiller = Prefiller(model, backend=backend, tokens=TOKENS)
+    workspaces = 128 + 8 * 8 << 20 if backend == "flashinfer" else 0  # one for all, and one for each wrapper
+    for _ in range(2):
+        planned = prefiller.plan([Chunk(None, 0, STORED, STORED + TOKENS, samples=True)], table)
+        logits = model.step(inputs, [], None, planned)
+    taken = torch.cuda.max_memory_allocated() - before - workspaces
+    assert logits.isfinite().all()
+    assert len(planned.windows) == 2
+    said = memory.prefill_bytes(SHAPE, ONE, TOKENS, dtype.itemsize)
+    assert taken <= said
+    assert taken >= 0.5 * said, "nor is it far less"
