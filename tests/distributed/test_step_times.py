@@ -39,7 +39,7 @@ def point(layout: Layout = Layout(2, dcp=2), concurrency: int = 6, **changes: ob
 def run(points: list[Point], folder: Path) -> list[Record]:
     """What a job of these points records."""
     launch.run(points, launch.Work(folder=folder, settings=SETTINGS, device="cpu"), Machines(), lambda _: None)
-    records = read_records(folder)
+    records = read_records(folder)[-len(points) :]
     assert [(r.outcome, r.reason, r.detail) for r in records] == [("ok", None, {})] * len(points)
     return records
 
@@ -103,3 +103,16 @@ def test_the_same_file_gives_the_same_record_without_a_job(job, tmp_path) -> Non
 def test_other_layouts_are_measured_too(layout: Layout, tmp_path: Path) -> None:
     (record,) = run([point(layout, policy="prefill-first", prefix_share=0.5)], tmp_path)
     assert record.serve.finished == 12
+
+
+def test_a_run_that_goes_on_uses_the_file_that_it_has(tmp_path, monkeypatch) -> None:
+    """As long as machine and code are the same and every case is in it."""
+    monkeypatch.setenv("DCPBENCH_GIT_COMMIT", "one")
+    (first,) = run([point(Layout(1))], tmp_path)
+    file = tmp_path / first.honesty.step_times
+    written = file.stat().st_mtime_ns
+    run([point(Layout(1), seed=1)], tmp_path)
+    assert file.stat().st_mtime_ns == written
+    monkeypatch.setenv("DCPBENCH_GIT_COMMIT", "two")
+    run([point(Layout(1), seed=2)], tmp_path)
+    assert file.stat().st_mtime_ns != written

@@ -1,0 +1,98 @@
+"""Replay against the live loop's own code, on a device and a clock on paper."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dcpbench.serving.replay import replay
+from dcpbench.serving.scheduler import Scheduler
+from dcpbench.serving.traffic import Traffic
+from dcpbench.workloads import serving_loop
+from dcpbench.workloads.serving_loop import Agreement, Loop
+from tests.unit.test_replay import SETUPS, Fixed, load
+
+if TYPE_CHECKING:
+    from dcpbench.serving.requests import ServeRequest, Step
+    from dcpbench.serving.scheduler import SchedulerConfig
+
+
+@dataclasses.dataclass
+class Clock:
+    """Stands for the module `time`."""
+
+    now: float = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@dataclasses.dataclass
+class Launched:
+    """Its tokens can be read once the clock has come to the step's end."""
+
+    step: Step
+    end: float
+    clock: Clock
+    graph: bool = True
+    started: None = None
+    ended: None = None
+
+    def wait(self) -> list[int]:
+        self.clock.now = max(self.clock.now, self.end)
+        return [0] * len(self.step.replicas[0].emits)
+
+
+@dataclasses.dataclass
+class Device:
+    """Runs what is launched, one step after the other; where launching is running, the host is busy meanwhile."""
+
+    times: Fixed
+    clock: Clock
+    free: float = 0.0
+    replica: int = 0
+
+    def launch(self, step: Step) -> Launched:
+        self.free = max(self.clock.now + self.times.launch_ms / 1e3, self.free) + self.times.duration_ms(step) / 1e3
+        if self.times.blocking:
+            self.clock.now = self.free
+        return Launched(step, self.free, self.clock)
+
+
+def live(
+    requests: list[ServeRequest], setup: SchedulerConfig, clients: int | None, times: Fixed, limit_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[Traffic, Loop]:  # fmt: skip
+    """What the live loop makes of it."""
+    clock = Clock()
+    monkeypatch.setattr(serving_loop, "time", clock)
+    scheduler = Scheduler(setup)
+    traffic = Traffic(requests, scheduler, clients)
+    loop = Loop(Device(times, clock), scheduler, traffic, Agreement(), ends=lambda now: now >= limit_s)
+    loop.run()
+    return traffic, loop
+
+
+@pytest.mark.parametrize("limit_s", [math.inf, 0.3], ids=["whole", "cut"])
+@pytest.mark.parametrize("times", [Fixed(), Fixed(4.0), Fixed(blocking=True)], ids=["plain", "launch", "blocking"])
+@pytest.mark.parametrize(("clients", "rate"), [(1, None), (8, None), (None, 20.0)], ids=["closed1", "closed8", "open"])
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+def test_tokens_come_when_they_come_live(setup, clients, rate, times, limit_s, monkeypatch) -> None:
+    """
+    Every token at the same moment and equally many steps of each kind. An open loop naps in pieces until the next
+    arrival, whose sum may differ from it in the last bit.
+    """
+    requests = load(3, 40, rate=rate)
+    traffic, loop = live(requests, setup, clients, times, limit_s, monkeypatch)
+    found = replay(requests, Scheduler(setup), clients, times, limit_s)
+    assert found.counts == loop.counts
+    assert len(found.traffic.samples) == len(traffic.samples)
+    for mine, theirs in zip(found.traffic.samples, traffic.samples, strict=True):
+        assert mine.token_s == pytest.approx(theirs.token_s, abs=1e-9)
+        assert (mine.submitted_s, mine.finished) == (pytest.approx(theirs.submitted_s, abs=1e-9), theirs.finished)
