@@ -33,6 +33,8 @@ STACKS_WAIT_S = 2.0
 END_WAIT_S = 5.0
 KEEP_WAIT_S = 25.0
 """How long ranks may take to write what they have when a run of requests is interrupted; torchrun ends them at 30."""
+REAP_WAIT_S = 2.0
+"""How long torchrun may take to see that its ranks are gone."""
 RANK_SHELL = 'exec "$0" -m "$1" "$2" >>"$3/rank-$RANK.log" 2>&1'
 """Each rank's output in a file whose name is known beforehand; torchrun's own --log-dir makes up random ones."""
 
@@ -141,6 +143,8 @@ class Running:
                 self._agent.wait(wait_s)
         for pid in self._pids():
             _signal(pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            self._agent.wait(REAP_WAIT_S)
         if self._agent.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._agent.pid, signal.SIGKILL)

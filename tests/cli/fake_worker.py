@@ -1,6 +1,7 @@
 """Stands in for dcpbench.worker without torch: what a rank does is written in its point's context.
 
-Points of `serve` are answered with three of their requests; 130 tokens wait for an interrupt and record it.
+Points of `serve` are answered with three of their requests; 130 tokens wait for an interrupt and record it,
+131 wait for one and go on waiting.
 
 Contexts: 13 rank 1 raises · 99 rank 1 kills itself · 66 every rank hangs · 7 it ends before its first point ·
 21 and 22 the engine cannot be built, for want of a tensor or of memory · anything else is measured.
@@ -23,7 +24,7 @@ from dcpbench.errors import CapacityError, ModelError
 from dcpbench.records import Interval, Metrics, Percentiles, Point, Record, RecordFile
 from dcpbench.serve_records import Latencies, ServeMetrics
 
-RAISES, HANGS, STILLBORN, KILLED, NO_TENSOR, NO_MEMORY, LONG = 13, 66, 7, 99, 21, 22, 130
+RAISES, HANGS, STILLBORN, KILLED, NO_TENSOR, NO_MEMORY, LONG, STUBBORN = 13, 66, 7, 99, 21, 22, 130, 131
 RANK = int(os.environ.get("RANK", "0"))
 
 
@@ -58,7 +59,7 @@ def serve(job: jobs.Job, point: Point) -> None:
     """Answer, or wait for SIGTERM and keep what has finished, which takes a second."""
     came: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
-    while point.context == LONG and not came:
+    while point.context == STUBBORN or (point.context == LONG and not came):
         time.sleep(0.05)
     if came:
         time.sleep(1.0)

@@ -73,17 +73,25 @@ def test_points_are_served_reported_and_skipped_when_they_are_there(tmp_path: Pa
     assert "--slo was not given and is ttft=5" in other.stderr
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupt_waits_for_what_has_finished(tmp_path: Path, number: int, code: int) -> None:
-    """The ranks get the time to write a record; --resume serves the load anew."""
-    command = [*COMMAND, "--tp", "2", "--input-tokens", "120", "--output-tokens", "10", "--no-baseline", "-o", "run"]
-    run = subprocess.Popen(command, cwd=tmp_path, env=ENV, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    progress = tmp_path / "run" / "progress-tp2-0.jsonl"
+def start(folder: Path, input_tokens: int) -> subprocess.Popen[str]:
+    """A run of 2 ranks that do not end by themselves, once both are at work."""
+    command = [*COMMAND, "--tp", "2", "--input-tokens", str(input_tokens), "--output-tokens", "10", "--no-baseline"]
+    run = subprocess.Popen(
+        [*command, "-o", "run"], cwd=folder, env=ENV, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    progress = folder / "run" / "progress-tp2-0.jsonl"
     deadline = time.monotonic() + 60
     while not (progress.exists() and '"measure"' in progress.read_text()) and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(0.5)  # rank 1 has its handler by then
+    return run
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_waits_for_what_has_finished(tmp_path: Path, number: int, code: int) -> None:
+    """The ranks get the time to write a record; --resume serves the load anew."""
+    run = start(tmp_path, 120)
     run.send_signal(number)
     _, err = run.communicate(timeout=60)
     assert run.returncode == code
@@ -94,6 +102,26 @@ def test_an_interrupt_waits_for_what_has_finished(tmp_path: Path, number: int, c
     assert record.serve is not None
     assert (record.outcome, record.serve.finished, record.serve.cancelled) == ("failed", 1, 2)
     assert not list((tmp_path / "run").glob("rank-*.pid"))
+
+
+@pytest.mark.distributed
+def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
+    """These ranks would write for ever: they are killed, and nothing is recorded."""
+    run = start(tmp_path, 121)
+    pids = [int(path.read_text()) for path in (tmp_path / "run").glob("rank-*.pid")]
+    run.send_signal(signal.SIGINT)
+    assert run.stderr is not None
+    while "Interrupted: writing" not in run.stderr.readline():
+        pass
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert "Traceback" not in err
+    assert not (tmp_path / "run" / "records.jsonl").exists()
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def test_a_dry_run_lists_loads_and_reasons(call) -> None:

@@ -1,0 +1,38 @@
+"""What a run says while it works, where there is no terminal to draw a bar in."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from dcpbench import terminal
+from dcpbench.jobs import Progress
+from dcpbench.records import Point
+
+POINT = Point(model="tiny", tp=1, concurrency=2, context=100, backend="reference", dtype="fp32")
+
+
+@pytest.mark.parametrize(
+    ("quiet_s", "lines"),
+    [
+        (60.0, ["[1/1] tiny tp1 reference, 2 × 100 tokens  10 tok/s"]),
+        (-1.0, [
+            "tiny tp1 reference, 2 × 100 tokens measure: 3/9 requests",
+            "[1/1] tiny tp1 reference, 2 × 100 tokens  10 tok/s",
+        ]),
+    ],
+    ids=["a minute has not passed", "it has"],
+)  # fmt: skip
+def test_a_long_point_says_how_far_it_is_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, quiet_s: float, lines: list[str]
+) -> None:
+    """A log should show that something happens, and not every second."""
+    monkeypatch.setattr(terminal, "QUIET_S", quiet_s)
+    out = io.StringIO()
+    with terminal.Watch([POINT], Console(file=out, width=140)) as watch:
+        watch(Progress(stage="build", key=POINT.key()))
+        watch(Progress(stage="measure", key=POINT.key(), note="3/9 requests"))
+        watch(Progress(stage="done", key=POINT.key(), note="10 tok/s"))
+    assert out.getvalue().splitlines() == lines
