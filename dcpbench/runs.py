@@ -96,7 +96,7 @@ def check_run(run: Run) -> None:
     if run.resume and run.force:
         raise UsageError("--resume and --force contradict each other; --resume goes on, --force starts over.")
     if run.resume and run.output is None:
-        raise UsageError("--resume needs the run to go on with; for example: dcpbench sweep … -o runs/NAME --resume")
+        raise UsageError("--resume needs the run to go on with; add for example -o runs/NAME.")
     check_seconds("--timeout", run.timeout, 300)
     if m.nnodes < 1:
         raise UsageError(f"--nnodes {m.nnodes} is not positive; try --nnodes 2, or leave it out.")

@@ -186,7 +186,7 @@ def effective(probe: Probe, device: str) -> Probe:
     if device == "cuda" and probe.device != "cuda":
         raise CapacityError(
             "--device cuda, but no GPU is visible; `dcpbench env` says why. "
-            "Without one, type `dcpbench sweep --device cpu` for a functional run."
+            "Without one, --device cpu makes a functional run."
         )
     if device == "cpu" and probe.device != "cpu":
         return msgspec.structs.replace(probe, device="cpu", count=0, name="CPU", memory_bytes=None, l2_bytes=None)
