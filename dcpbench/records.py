@@ -271,7 +271,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     marks: list[str] = []
     """What to be careful about; reports/explain.py has a sentence for each: `cpu`, `oversubscribed`, `noisy`,
     `unsettled`, `drift`, `throttled`, `l2_warm`, `host_sync`, `allocates`, `gpu_idle`, `graph_differs`,
-    `inaccurate`, `compiled`."""
+    `inaccurate`, `compiled`, `few_samples`, `cut_off`, `rejections`."""
     metrics: Metrics | None = None
     """Of the workload `decode`."""
     serve: ServeMetrics | None = None

@@ -21,8 +21,8 @@ from dcpbench.gpu_state import GpuSampler, worst
 from dcpbench.measure import compiled_kernels
 from dcpbench.profiling import record, sync_sites
 from dcpbench.records import Honesty, Record
+from dcpbench.serving import outcome
 from dcpbench.serving.loads import make_requests
-from dcpbench.serving.outcome import rows, serve_metrics
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.samples import write_samples
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
@@ -150,7 +150,7 @@ def run(
         outcome="failed" if cut else "ok",
         reason=_cut_reason(loop, metrics) if cut else None,
         detail={"compiled": ", ".join(late)} if late else {},
-        marks=device_marks(point, device) + _marks(gpu, metrics, sites, late),
+        marks=device_marks(point, device) + _marks(gpu, metrics, sites, late) + outcome.marks(metrics),
         serve=metrics,
         host_syncs_per_step=None if sites is None else sum(s.per_step for s in sites),
         sync_sites=(sites or [])[:WORST_SITES],
@@ -177,8 +177,8 @@ def _metrics(loop: Loop, point: Point, settings: Settings, folder: Path) -> Serv
     idle = [share for share in gather_objects(loop.gaps.idle_fraction) if share is not None]
     name = ""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        name = write_samples(folder, point, rows(loop.traffic.samples))
-    return serve_metrics(
+        name = write_samples(folder, point, outcome.rows(loop.traffic.samples))
+    return outcome.serve_metrics(
         loop.traffic, tp=point.tp, concurrency=point.concurrency if load.arrival == CLOSED else None,
         slo=settings.slo, steps=loop.counts, idle_fraction=max(idle, default=None), samples_file=name,
     )  # fmt: skip
@@ -228,7 +228,7 @@ def _profile(serving: Serving, point: Point) -> list[SyncSite] | None:
 def _warm_up_lengths(config: SchedulerConfig) -> list[int]:
     """Prompts, one after the other: a chunk of each power of two, short of a token, and one of several chunks."""
     most = min(config.max_context, (config.pages - 1) * config.virtual_page) - WARM_UP_OUTPUT
-    sizes = {min(2**k, config.chunk) - 1 for k in range(6, config.chunk.bit_length() + 1)}
+    sizes = {min(2**k, config.chunk) - 1 for k in range(1, config.chunk.bit_length() + 1)}
     sizes |= {config.chunk, 2 * config.chunk + 1}
     return sorted({max(min(size, most), 1) for size in sizes})
 

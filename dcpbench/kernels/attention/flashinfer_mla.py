@@ -34,7 +34,7 @@ def _pinned(values: np.ndarray) -> torch.Tensor:
 
 
 class FlashInferBackend:
-    """BatchMLAPagedAttentionWrapper in CUDA-graph mode. `plan` takes pinned tensors, which it copies without waiting."""
+    """BatchMLAPagedAttentionWrapper in CUDA-graph mode. `plan` copies from pinned memory, without waiting."""
 
     name = "flashinfer"
     tables = None

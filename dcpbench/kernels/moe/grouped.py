@@ -10,7 +10,7 @@ MOST_COUNTED = 4096
 """Assignments up to which places are counted: 512 requests, the largest graph, with 8 experts each."""
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "first"])
 def _sort_kernel(ids, place, ends, count, first, LOCAL: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr):
     """Place of each assignment among those sorted by local expert; the last program counts where experts end."""
     j = tl.arange(0, ALL)

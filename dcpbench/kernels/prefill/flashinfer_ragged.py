@@ -58,7 +58,9 @@ class FlashInferPrefill:
             causal=causal, sm_scale=spec.scale, q_data_type=spec.dtype, kv_data_type=spec.dtype,
         )  # fmt: skip
         slot.sent.record()
-        planned = FlashInferRagged(slot.wrapper, sum(q_lengths), sum(kv_lengths))
+        ends = list(itertools.accumulate(q_lengths, initial=0))
+        empty = [slice(*rows) for rows, keys in zip(itertools.pairwise(ends), kv_lengths, strict=True) if not keys]
+        planned = FlashInferRagged(slot.wrapper, sum(q_lengths), sum(kv_lengths), tuple(empty))
         slot.user = weakref.ref(planned)
         return planned
 
@@ -91,6 +93,8 @@ class FlashInferRagged:
     wrapper: BatchPrefillWithRaggedKVCacheWrapper
     rows: int
     keys: int
+    empty: tuple[slice, ...]
+    """Rows of requests without keys, of which fa3 says nothing that could be used."""
 
     def run(self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See Ragged. A tile of values may reach past a request: what is behind the last one is not in the tensors."""
@@ -98,7 +102,10 @@ class FlashInferRagged:
         if not self.keys:  # of which fa3 could describe no tile
             return q_ThX[..., :VALUE], q_ThX.new_full(q_ThX.shape[:2], float("-inf"), dtype=torch.float32)
         o_ThV, lse_Th = self.wrapper.run(q_ThX, k_ShX[: self.keys], v_ShW[: self.keys], return_lse=True)
-        return o_ThV, lse_Th.mul_(math.log(2))
+        lse_Th.mul_(math.log(2))
+        for rows in self.empty:
+            lse_Th[rows] = float("-inf")
+        return o_ThV, lse_Th
 
 
 def _ends(lengths: Sequence[int]) -> torch.Tensor:

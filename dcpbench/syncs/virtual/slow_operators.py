@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,6 +73,32 @@ def histc(values: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Te
     return torch.histc(values.double(), bins, min, max).to(values.dtype)
 
 
+def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """A product whose result is wider than its factors."""
+    return torch.mm(a.to(out_dtype), b.to(out_dtype))
+
+
+def flash_attention_forward(
+    query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor, cum_seq_k: Tensor, max_q: int, max_k: int,
+    dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float | None = None, **others: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Attention of sequences one behind the other, (tokens, heads, width) each; the last query sees the last key."""
+    del max_q, max_k, dropout_p, return_debug_mask, others
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    out, lse = torch.zeros_like(query), query.new_full((query.shape[1], len(query)), float("inf"), dtype=torch.float32)
+    ends = zip(itertools.pairwise(cum_seq_q.tolist()), itertools.pairwise(cum_seq_k.tolist()), strict=True)
+    for (q0, q1), (k0, k1) in ends:
+        scores = torch.einsum("qhd,khd->hqk", query[q0:q1].float(), key[k0:k1].float()) * scale
+        if is_causal:
+            hidden = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).triu(k1 - k0 - (q1 - q0) + 1)
+            scores = scores.masked_fill(hidden, float("-inf"))
+        if k1 > k0:
+            lse[:, q0:q1] = scores.logsumexp(-1)
+            out[q0:q1] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[k0:k1].float()).to(out.dtype)
+    state = torch.zeros(2, dtype=torch.int64)
+    return out, lse, state, state, query.new_empty(0)
+
+
 def in_float32(func: Any, args: Any, kwargs: Any) -> Any:
     """Runs an operator that the CPU lacks for a narrow dtype in float32, results in the dtype of its first tensor."""
     narrow = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and _is_narrow(t)]
@@ -93,6 +120,8 @@ def _biased(gates: Tensor, bias: Tensor | None) -> Tensor:
 
 _OURS: dict[str, Callable[..., Any]] = {
     "aten::histc": histc,
+    "aten::mm": mm,
+    "aten::_flash_attention_forward": flash_attention_forward,
     "aten::_thnn_fused_lstm_cell": lstm_cell,
     "aten::_thnn_fused_lstm_cell_backward_impl": lstm_cell_backward,
     "aten::_thnn_fused_gru_cell": gru_cell,

@@ -1,0 +1,54 @@
+"""The sync gate of the serving loop: on a virtual GPU, the host waits once a step, for the tokens of the step before."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dcpbench.engine.decode import DecodeEngine
+from dcpbench.engine.kv_pool import KvPool
+from dcpbench.engine.model import Model
+from dcpbench.engine.serve import READ
+from dcpbench.engine.synthetic import SyntheticSource
+from dcpbench.engine.weights import load_weights
+from dcpbench.layout import Layout
+from dcpbench.records import Point
+from dcpbench.serve_records import Load
+from dcpbench.syncs.dry_run import DryRun, dry_run
+from dcpbench.workloads.serve import Serving, _requests
+from dcpbench.workloads.serving_loop import Loop
+from tests.unit import engine_builder as build
+
+SHAPE = build.shape_like_tiny(layers=2)
+"""One dense layer and one of experts."""
+LOAD = Load(requests=3, input_tokens="1", output_tokens="1", chunk=8)
+POINT = Point(
+    model="tiny", workload="serve", tp=1, concurrency=2, context=32, backend="triton", dtype="bf16", page_size=4,
+    load=LOAD,
+)  # fmt: skip
+
+
+def served(run: DryRun) -> tuple[Loop, int]:
+    """A run of three prompts, the second of two chunks and one that comes later; and the waits before it."""
+    device, layout = torch.device("cuda", 0), Layout(1)
+    weights = load_weights(SyntheticSource(0, torch.bfloat16, device), SHAPE, layout, 0, build.plan(SHAPE))
+    kv = KvPool(SHAPE.layers, 32, POINT.page_size, SHAPE.kv_width, torch.bfloat16, device)
+    groups = build.alone(layout, 0)
+    model = Model(SHAPE, layout, groups, weights, kv, interleave=1, max_context=POINT.context, device=device)
+    engine = DecodeEngine(model, backend=POINT.backend, exchange="none", max_requests=2, max_context=POINT.context)
+    serving = Serving(SimpleNamespace(engine=engine, point=POINT, shape=SHAPE), LOAD.chunk, "sdpa")
+    loop = serving.loop(POINT, _requests([3, 14, 2], 3, SHAPE.vocab), concurrency=2)
+    before = len(run.syncs)
+    loop.run()
+    return loop, before
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # arithmetic of rows that nobody reads
+def test_the_loop_waits_for_nothing_but_the_tokens_of_the_step_before():
+    """Prefill, chunks with a stored prefix, mixed steps and decodes: all that a step needs comes from the host."""
+    with torch.inference_mode(mode=False), dry_run() as run:
+        loop, before = served(run)
+    waits = run.syncs[before:]
+    assert [w.allowed for w in waits] == [READ] * loop.counts.steps
+    assert 0 < loop.counts.decode_steps < loop.counts.steps
+    assert all(s.finished for s in loop.traffic.samples)
