@@ -10,6 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from dcpbench.batches import GRAPH_BATCHES, batch_rows
+from dcpbench.choices import CLOSED
 from dcpbench.errors import UsageError
 from dcpbench.serving.load_words import FIXED, TRACE_LENGTHS, parse_lengths
 from dcpbench.serving.step_times import CHECK, GATHER, LINE, Case, Chunks, Decodes
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
 
     from dcpbench.records import Point
 
-NEAR_TOP, GROWTH, FAR_GROWTH = 4, 1.19, 2.0
+NEAR_TOP, GROWTH, FAR_GROWTH = 4, 1.19, 1.5
 """Neighbouring numbers of decode rows differ by GROWTH at least, and by FAR_GROWTH below a NEAR_TOP-th of the most:
-those come while a run begins and ends."""
-CHUNK_TOKENS = (1, 16, 128, 512, 2048, 4096, 8192, 16384, 32768)
+clients that wait for answers leave those to a run's beginning and end. In an open loop they are as usual as others."""
+CHUNK_TOKENS = (1, 16, 48, 128, 512, 2048, 4096, 8192, 16384, 32768)
 """Up to here experts are hit by few tokens, then all of them, then products outgrow the reading of weights."""
 SHORT_CHUNKS = 8
 """Chunks of a step with short prompts."""
@@ -49,7 +50,9 @@ class Extent:
     chunk: int
     """Prompt tokens of a step."""
     targets: tuple[int, ...] = ()
-    """Requests that loads keep in flight on a replica: the numbers of rows that come most."""
+    """Requests that closed loops keep in flight on a replica: the numbers of rows that come most."""
+    open_loop: bool = False
+    """Whether there are loads that keep no number in flight."""
     prompts: tuple[int, ...] = ()
     """Lengths that all prompts of a load have."""
 
@@ -65,10 +68,11 @@ class Extent:
         one = points[0]
         loads = [p.load for p in points if p.load is not None]
         lengths = (parse_lengths("input", x.input_tokens) for x in loads if x.input_tokens != TRACE_LENGTHS)
-        targets = tuple(sorted({-(-p.concurrency // p.dp) for p in points}))
+        closed = [p for p in points if p.load is not None and p.load.arrival == CLOSED]
         return cls(
-            requests=targets[-1],
-            targets=targets,
+            requests=max(-(-p.concurrency // p.dp) for p in points),
+            targets=tuple(sorted({-(-p.concurrency // p.dp) for p in closed})),
+            open_loop=len(closed) < len(points),
             context=min(max(p.context for p in points), max_context),
             pages=pages - 1,
             virtual_page=one.page_size * one.dcp,
@@ -109,12 +113,12 @@ def grid(extent: Extent) -> list[Case]:
     return [case for case in dict.fromkeys(wanted) if extent.fits(case)]
 
 
-def row_sizes(requests: int, targets: Iterable[int] = ()) -> list[int]:
+def row_sizes(requests: int, targets: Iterable[int] = (), *, open_loop: bool = False) -> list[int]:
     """Padded sizes to measure for up to so many decode rows, of captured graphs and of eager steps past them."""
     wanted = {batch_rows(min(n, requests)) for n in targets}
     graphs = [s for s in GRAPH_BATCHES if s <= batch_rows(requests)]
     eager = sorted({batch_rows(n) for n in range(GRAPH_BATCHES[-1] + 1, requests + 1)})
-    return [*_thinned(graphs, wanted), *_thinned(eager, wanted)]
+    return [size for kind in (graphs, eager) for size in _thinned(kind, wanted, GROWTH if open_loop else FAR_GROWTH)]
 
 
 def chunk_sizes(extent: Extent) -> list[int]:
@@ -127,11 +131,11 @@ def chunk_sizes(extent: Extent) -> list[int]:
     return sorted({*sizes, *own})
 
 
-def _thinned(sizes: Sequence[int], wanted: Iterable[int]) -> list[int]:
+def _thinned(sizes: Sequence[int], wanted: Iterable[int], far: float) -> list[int]:
     """From the largest down, each smaller by a factor; the smallest and those wanted always."""
     kept: list[int] = []
     for size in reversed(sizes):
-        factor = GROWTH if size * NEAR_TOP >= sizes[-1] else FAR_GROWTH
+        factor = GROWTH if size * NEAR_TOP >= sizes[-1] else far
         if not kept or size * factor <= kept[-1] or size == sizes[0] or size in wanted:
             kept.append(size)
     return kept[::-1]
@@ -139,7 +143,7 @@ def _thinned(sizes: Sequence[int], wanted: Iterable[int]) -> list[int]:
 
 def _decodes(extent: Extent) -> Iterator[Case]:
     """For each size few and most KV tokens, at the largest something between."""
-    sizes = row_sizes(extent.at_once, extent.targets)
+    sizes = row_sizes(extent.at_once, extent.targets, open_loop=extent.open_loop)
     for size in sizes:
         requests = min(size, extent.at_once)
         for context in _contexts(extent, requests, middle=size == sizes[-1]):

@@ -67,14 +67,24 @@ class TestGrid:
 
     @pytest.mark.parametrize(
         ("requests", "sizes"),
-        [(1, [1]), (3, [1, 2, 4]), (48, [1, 2, 4, 12, 16, 24, 32, 40, 48]), (600, [1, 2, 4, 8, 16, 32, 64])],
+        [
+            (1, [1]),
+            (3, [1, 2, 4]),
+            (48, [1, 2, 4, 8, 12, 16, 24, 32, 40, 48]),
+            (600, [1, 2, 4, 8, 16, 32, 48, 80, 128, 160]),
+        ],
         ids=["1", "3", "48", "600"],
     )
     def test_rows_are_dense_near_the_most_and_sparse_below(self, requests: int, sizes: list[int]) -> None:
         assert row_sizes(requests)[: len(sizes)] == sizes
 
     def test_rows_that_loads_aim_at_are_measured(self) -> None:
-        assert 8 in row_sizes(48, targets=(8, 48))
+        """64 is skipped between 80 and 48 else."""
+        assert 64 not in row_sizes(600)
+        assert 64 in row_sizes(600, targets=(64,))
+
+    def test_an_open_loop_may_have_any_number_of_rows(self) -> None:
+        assert row_sizes(256, open_loop=True)[:8] == [1, 2, 4, 8, 12, 16, 24, 32]
 
     def test_steps_past_the_largest_graph_have_sizes_of_their_own(self) -> None:
         """513 to 600 requests run eagerly in 576 and 640 rows."""
