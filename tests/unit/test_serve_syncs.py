@@ -1,4 +1,4 @@
-"""The sync gate of the serving loop: on a virtual GPU, the host waits once a step, for the tokens of the step before."""
+"""The sync gate of the serving loop: on a virtual GPU the host waits once a step, for the tokens of the one before."""
 
 from types import SimpleNamespace
 
