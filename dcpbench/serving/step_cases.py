@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcpbench.serving.allocator import DcpAllocator
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step, TableWrite
 
 if TYPE_CHECKING:
@@ -35,19 +34,19 @@ class CaseMaker:
         self.config = config
         generator = np.random.Generator(np.random.PCG64(0))
         self.prompt = generator.integers(0, vocab, config.max_context, dtype=np.int32)
+        self.next_page = 0
         self.numbers = itertools.count(-1, -1)
         """No request of a load has a negative number, so its prompt is not taken for one of these."""
 
     def steps(self, case: Case) -> CaseSteps:
         """The steps of a case, alike on all replicas."""
-        config = self.config
-        allocator = DcpAllocator(config.pages, config.page_size, config.dcp, config.interleave)
+        self.next_page = 0
         todo, writes = ReplicaStep(), []
         slots = itertools.count(1)
         for decodes in case.decodes:
             for _ in range(decodes.requests):
-                sequence = self._sequence(allocator, next(slots), decodes.context)
-                writes.append(_where(sequence))
+                sequence = self._sequence(next(slots), decodes.context)
+                writes.append(self._where(sequence, decodes.context))
                 sequence.computed = decodes.context
                 todo.decodes.append(sequence)
                 todo.slots.append(sequence.slot)
@@ -55,20 +54,23 @@ class CaseMaker:
         for chunks in case.chunks:
             for _ in range(chunks.chunks):
                 stop = chunks.prefix + chunks.tokens
-                sequence = self._sequence(allocator, next(slots), stop)
-                writes.append(_where(sequence))
+                sequence = self._sequence(next(slots), stop)
+                writes.append(self._where(sequence, stop))
                 todo.chunks.append(Chunk(sequence, sequence.slot, chunks.prefix, stop, samples=True))
         return CaseSteps(self._step(dataclasses.replace(todo, table=writes)), self._step(todo))
 
-    def _sequence(self, allocator: DcpAllocator, slot: int, tokens: int) -> Sequence:
+    def _sequence(self, slot: int, tokens: int) -> Sequence:
         number = next(self.numbers)
         request = ServeRequest(number=number, prompt=self.prompt[:tokens], output_tokens=OUTPUT_TOKENS)
-        return Sequence(request, -number, replica=0, slot=slot, allocation=allocator.alloc(tokens))
+        return Sequence(request, -number, replica=0, slot=slot)
+
+    def _where(self, sequence: Sequence, tokens: int) -> TableWrite:
+        """The pool's pages in turn, without the padding page; past the last one, those of other requests again."""
+        config, page = self.config, self.config.virtual_page
+        pages = np.arange(self.next_page, self.next_page - (-tokens // page)) % (config.pages - 1) + 1
+        self.next_page += len(pages)
+        locs = (pages[:, None] * page + np.arange(page)).ravel()[:tokens]
+        return TableWrite(sequence.slot, 0, locs.astype(np.int32))
 
     def _step(self, todo: ReplicaStep) -> Step:
         return Step(0, [todo] * self.config.replicas)
-
-
-def _where(sequence: Sequence) -> TableWrite:
-    assert sequence.allocation is not None
-    return TableWrite(sequence.slot, 0, sequence.allocation.locs(0, sequence.allocation.tokens))

@@ -33,6 +33,8 @@ LATE = 4
 """A chunk at the end of a long prompt is a LATE-th of it at most: nearly all that it attends to lies before it."""
 MIXED_TOKENS = (128, 2048)
 """Chunks beside which decode rows are measured: as many tokens, or the next fewer that there are."""
+KEPT = 8
+"""They take no more than a KEPT-th of the cache: beside a short chunk requests may have nearly all of it."""
 SAME = 0.1
 """A prompt this near to a measured size needs none of its own."""
 
@@ -55,6 +57,8 @@ class Extent:
     """Whether there are loads that keep no number in flight."""
     prompts: tuple[int, ...] = ()
     """Lengths that all prompts of a load have."""
+    shared: bool = False
+    """Whether prompts share prefixes, so that requests together attend to more than the cache holds."""
 
     @property
     def at_once(self) -> int:
@@ -78,6 +82,7 @@ class Extent:
             virtual_page=one.page_size * one.dcp,
             chunk=max(x.chunk for x in loads) // one.dp,
             prompts=tuple(sorted({x.low for x in lengths if x.kind == FIXED})),
+            shared=any(x.prefix_cache and (x.prefix_share or x.trace) for x in loads),
         )
 
     def fits(self, case: Case) -> bool:
@@ -86,22 +91,37 @@ class Extent:
         lengths += [(c.chunks, c.prefix + c.tokens) for c in case.chunks]
         pages = sum(count * -(-tokens // self.virtual_page) for count, tokens in lengths)
         return (
-            case.requests <= self.requests
-            and pages <= self.pages
+            case.requests <= self.at_once
+            and (pages <= self.pages or self.shared)
             and max(tokens for _, tokens in lengths) <= self.context
             and sum(c.chunks * c.tokens for c in case.chunks) <= self.chunk
         )
 
     def longest(self, requests: int, pages_taken: int = 0) -> int:
-        """Most tokens that each of so many requests can have at once; 0 where they have no room."""
-        pages = (self.pages - pages_taken) // requests
-        return min(self.context, pages * self.virtual_page)
+        """Most tokens that each of so many requests can have at once, sharing none; 0 where they have no room."""
+        return min(self.context, (self.pages - pages_taken) // requests * self.virtual_page)
 
     def longest_prefix(self, chunks: int, tokens: int) -> int:
         """Most stored tokens before each of so many chunks; chunks begin with a page. Negative: no room for them."""
-        pages = -(-tokens // self.virtual_page)
-        room = min(self.context - tokens, (self.pages // chunks - pages) * self.virtual_page)
-        return room // self.virtual_page * self.virtual_page
+        room, page = self.context - tokens, self.virtual_page
+        if not self.shared:
+            room = min(room, (self.pages // chunks - -(-tokens // page)) * page)
+        return room // page * page
+
+    def fewest(self, tokens: int) -> int | None:
+        """Chunks that a step of so many prompt tokens has at least; None where there can be no such step."""
+        each = ((n, min(self.context, self.pages // n * self.virtual_page)) for n in range(1, self.at_once + 1))
+        return next((n for n, most in each if n * most >= tokens and -(-tokens // n) <= most), None)
+
+    def latest(self, tokens: int) -> int | None:
+        """Chunks with which they attend to most: many, so that little of their prompts is in them, if KV allows that.
+
+        None where no chunk can have a prefix.
+        """
+        fewest = self.fewest(tokens) or 1
+        several = range(fewest, max(fewest, min(-(-LATE * tokens // self.context), self.at_once)) + 1)
+        able = [n for n in several if self.longest_prefix(n, -(-tokens // n)) > 0]
+        return max(able, key=lambda n: self.longest_prefix(n, -(-tokens // n)) + tokens / n / 2, default=None)
 
 
 def grid(extent: Extent) -> list[Case]:
@@ -123,9 +143,8 @@ def row_sizes(requests: int, targets: Iterable[int] = (), *, open_loop: bool = F
 
 def chunk_sizes(extent: Extent) -> list[int]:
     """Tokens of the steps with chunks alone, up to the most that requests and KV allow."""
-    top = min(extent.chunk, extent.requests * extent.context, extent.pages * extent.virtual_page)
-    while top > 1 and not extent.fits(Case(chunks=_even(top, -(-top // extent.context)))):
-        top = max(top - extent.virtual_page, 1)
+    able = (n * min(extent.context, extent.pages // n * extent.virtual_page) for n in range(1, extent.at_once + 1))
+    top = min(extent.chunk, max(able))
     sizes = [s for s in CHUNK_TOKENS if s < top] + [top]
     own = [p for p in extent.prompts if p < top and all(abs(p - s) > SAME * s for s in sizes)]
     return sorted({*sizes, *own})
@@ -151,11 +170,12 @@ def _decodes(extent: Extent) -> Iterator[Case]:
 
 
 def _contexts(extent: Extent, requests: int, pages_taken: int = 0, *, middle: bool = False) -> list[int]:
+    """Few and most KV tokens that each of so many requests attends to."""
     most = extent.longest(requests, pages_taken)
     if most < 1:
         return []
-    least = min(extent.virtual_page, most)
-    return sorted({least, (least + most) // 2, most} if middle else {least, most})
+    found = {min(extent.virtual_page, most), most} | ({extent.context} if extent.shared else set())
+    return sorted(found | ({(min(found) + most) // 2} if middle else set()))
 
 
 def _prefills(extent: Extent, sizes: Sequence[int]) -> Iterator[Case]:
@@ -165,16 +185,16 @@ def _prefills(extent: Extent, sizes: Sequence[int]) -> Iterator[Case]:
     """
     once = _at_most(ATTENTION_SHOWS, sizes)
     for size in sizes:
-        fewest = -(-size // extent.context)
+        fewest = extent.fewest(size) or 1
         if size >= once:
             yield from _chunks(extent, size, max(fewest, min(SHORT_CHUNKS, extent.at_once, size)))
         yield from _chunks(extent, size, fewest)
         if size == once:
             yield from _chunks(extent, size, fewest, prefix=extent.virtual_page)
-        late = max(fewest, min(-(-LATE * size // extent.context), extent.at_once))
-        yield from _chunks(extent, size, late, prefix=extent.context)
+        if late := extent.latest(size):
+            yield from _chunks(extent, size, late, prefix=extent.context)
     many = min(SHORT_CHUNKS, extent.at_once, once)
-    if many > max(-(-once // extent.context), -(-LATE * once // extent.context)):
+    if many > max(extent.fewest(once) or 1, extent.latest(once) or 1):
         yield from _chunks(extent, once, many, prefix=extent.context, use=GATHER)
 
 
@@ -186,11 +206,12 @@ def _chunks(extent: Extent, size: int, chunks: int, *, prefix: int = 0, use: str
 
 
 def _mixed(extent: Extent, sizes: Sequence[int]) -> Iterator[Case]:
-    """Decode rows beside one chunk, or as many as its tokens need."""
-    for size in sorted({_at_most(tokens, sizes) for tokens in MIXED_TOKENS}):
-        chunks = _even(size, -(-size // extent.context))
+    """Decode rows beside a chunk that leaves them most of the cache and all other slots."""
+    largest = min(max(extent.pages // KEPT, 1) * extent.virtual_page, extent.context)
+    for size in sorted({_at_most(min(tokens, largest), sizes) for tokens in MIXED_TOKENS}):
+        chunks = _even(size, extent.fewest(size) or 1)
         taken = sum(c.chunks * -(-c.tokens // extent.virtual_page) for c in chunks)
-        room = extent.at_once - sum(c.chunks for c in chunks)
+        room = min(extent.at_once - sum(c.chunks for c in chunks), extent.pages - taken)
         if room < 1:
             continue
         between = max((n for n in GRAPH_BATCHES if n <= room / 3), default=1)

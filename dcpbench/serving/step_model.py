@@ -146,13 +146,31 @@ class PrefillTimes:
         self.ms = Surface((w.tokens, w.pairs / w.tokens, ms) for w, ms in line)
         self.prefix = Surface((w.tokens, w.pairs / w.tokens, w.prefix) for w, _ in line)
         self.most = self.ms.sizes[-1] + decode_rows
-        self.gather_ms: float | None = None
-        if gather:
-            extra = [(w.prefix - self.prefix(w.tokens, x), ms - self.ms(w.tokens, x)) for w, ms, x in _with_x(gather)]
-            if any(tokens == 0 for tokens, _ in extra):
-                raise RecordsError("a case for gathering has no more prefix than the others; measure step times again.")
-            slope = sum(tokens * ms for tokens, ms in extra) / sum(tokens**2 for tokens, _ in extra)
-            self.gather_ms = max(slope, 0.0)  # below 0 is noise: nothing is faster with more to gather
+        if any(w.prefix == self.prefix(w.tokens, w.pairs / w.tokens) for w, _ in gather):
+            raise RecordsError("a case for gathering has no more prefix than the others; measure step times again.")
+        slope = self._beyond_line(gather) if gather else self._along_lines()
+        self.gather_ms = max(slope, 0.0)  # below 0 is noise: nothing is faster with more to gather
+
+    def _beyond_line(self, gather: Sequence[Sample]) -> float:
+        """ms of a stored token, from cases with more of them than those of the line."""
+        extra = [(w.prefix - self.prefix(w.tokens, x), ms - self.ms(w.tokens, x)) for w, ms, x in _with_x(gather)]
+        return sum(tokens * ms for tokens, ms in extra) / sum(tokens**2 for tokens, _ in extra)
+
+    def _along_lines(self) -> float:
+        """The same where no step can have many prefixes, from the last pieces of the lines.
+
+        There ms grow with pairs and with prefix. The more rows, the more pairs for each stored token, which tells the
+        two apart: least squares of Δms = a · Δpairs + b · Δprefix, each line weighed by its 1 / Δprefix.
+        """
+        pieces = []
+        for rows, ms, prefix in zip(self.ms.sizes, self.ms.lines, self.prefix.lines, strict=True):
+            if len(ms.xs) > 1 and (stored := prefix.ys[-1] - prefix.ys[-2]) > 0:
+                pieces.append((rows * (ms.xs[-1] - ms.xs[-2]) / stored, (ms.ys[-1] - ms.ys[-2]) / stored))
+        if len({x for x, _ in pieces}) < 2:  # noqa: PLR2004 - a line through points
+            return pieces[0][1] if pieces else 0.0
+        x_mean, y_mean = (sum(values) / len(pieces) for values in zip(*pieces, strict=True))
+        slope = sum((x - x_mean) * (y - y_mean) for x, y in pieces) / sum((x - x_mean) ** 2 for x, _ in pieces)
+        return float(y_mean - slope * x_mean)
 
     def __call__(self, rows: int, pairs: float, prefix: int) -> float:
         """ms of a step's `rows` rows, decode rows among them, without the attention of the latter."""
@@ -162,12 +180,7 @@ class PrefillTimes:
                 f"{rows:,} rows whose chunks' tokens attend to {x:,.0f} tokens on average",
                 f"{surface.sizes[0]:,} to {self.most:,} rows, there with {surface.top(rows):,.0f} tokens",
             )
-        usual = self.prefix(rows, x)
-        if self.gather_ms is not None:
-            return surface(rows, x) + self.gather_ms * (prefix - usual)
-        if prefix > max(usual, 0) + 1:
-            raise _outside(f"{prefix:,} stored tokens before its chunks", "steps with fewer")
-        return surface(rows, x)
+        return surface(rows, x) + self.gather_ms * (prefix - self.prefix(rows, x))
 
 
 class MixedTimes:
@@ -187,8 +200,6 @@ class MixedTimes:
 
     def __call__(self, work: Work) -> float:
         """ms on top of what PrefillTimes says."""
-        if not self.tokens:
-            raise _outside(f"{work.rows} decode rows beside chunks", "steps with only one of both")
         i = min(max(bisect.bisect_left(self.tokens, work.tokens), 1), len(self.tokens) - 1) if self.tokens[1:] else 0
         low, high = max(i - 1, 0), i
         span = self.tokens[high] - self.tokens[low]
@@ -237,7 +248,14 @@ class StepModel:
 
     def _with_chunks(self, rows: int, work: Work) -> float:
         alone = self.prefill(rows, work.pairs, work.prefix)
-        return alone + self.mixed(work) if work.rows else alone
+        if not work.rows:
+            return alone
+        if self.mixed.tokens:
+            return alone + self.mixed(work)
+        if work.tokens:
+            raise _outside(f"{work.rows} decode rows beside chunks", "steps with only one of both")
+        # Replicas of one request each: beside one with a chunk, another decodes. What is left of G is reading its KV.
+        return alone + self.graphs(work.rows, work.kv_tokens) - self.graphs(work.rows, 0)
 
 
 def _with_x(samples: Iterable[Sample]) -> list[tuple[Work, float, float]]:

@@ -40,6 +40,14 @@ def test_requests_have_slots_and_places_of_their_own(case: Case) -> None:
     assert [len(write.locs) for write in todo.table] == reads
 
 
+def test_requests_that_together_pass_the_pool_have_pages_in_common() -> None:
+    """32 pages of 4 tokens; six requests of ten pages each. Within a request no page comes twice, and none is padding."""
+    (todo,) = steps(Case(decodes=(Decodes(6, 40),))).first.replicas
+    pages = [set((write.locs // 4).tolist()) for write in todo.table]
+    assert [len(own) for own in pages] == [10] * 6
+    assert set.union(*pages) == set(range(1, 33))
+
+
 def test_chunks_begin_with_a_page_and_sample() -> None:
     """Two chunks of 5 tokens after 8: [8, 13), in slots 1 and 2."""
     (todo,) = steps(Case(chunks=(Chunks(2, 5, 8),))).again.replicas

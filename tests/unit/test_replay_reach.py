@@ -1,0 +1,57 @@
+"""No step that a scheduler can decide lies beyond the grid that was made for its engine and loads."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from dcpbench.serving.replay import replay
+from dcpbench.serving.requests import ServeRequest
+from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
+from dcpbench.serving.step_grid import Extent, grid
+from dcpbench.serving.step_times import Measured
+from tests.unit.step_times_builder import step_times, true_ms
+
+
+def prompts(rng: np.random.Generator, count: int, context: int, share: float, rate: float | None) -> list[ServeRequest]:
+    """Of any lengths that fit, the beginning of each the same."""
+    common, found, at = rng.integers(0, 1000, context, dtype=np.int32), [], 0.0
+    for number in range(count):
+        output = int(rng.integers(1, max(2, min(60, context // 3))))
+        length = int(rng.integers(1, context - output + 1))
+        shared = int(share * length)
+        own = rng.integers(0, 1000, length - shared, dtype=np.int32)
+        at += 0.0 if rate is None else float(rng.exponential(1 / rate))
+        found.append(
+            ServeRequest(
+                number=number,
+                prompt=np.concatenate([common[:shared], own]),
+                output_tokens=output,
+                arrival_s=None if rate is None else at,
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_load_within_the_extent_can_be_replayed(seed: int) -> None:
+    """Any layout, pool of 3 pages or more, chunk, policy, sharing and arrival; every request is answered."""
+    rng = np.random.default_rng(seed)
+    replicas, dcp, page_size = (int(rng.choice(of)) for of in ([1, 1, 2, 4], [1, 2, 4], [1, 2, 16, 64]))
+    page, slots = page_size * dcp, int(rng.choice([1, 2, 3, 8, 17, 48, 64]))
+    context = int(rng.choice([60, 300, 1000, 5500, 20_000]))
+    chunk = max(page, int(rng.choice([16, 64, 256, 1000, 2048, 8192])))
+    pages = max(3, int(-(-context // page) * rng.choice([1, 1.3, 2, 4, slots + 1])))
+    share, rate = float(rng.choice([0, 0, 0.5, 0.95])), None if rng.random() < 0.7 else 3.0
+    extent = Extent(
+        requests=slots, context=context, pages=pages, virtual_page=page, chunk=chunk, open_loop=rate is not None,
+        targets=() if rate else (slots,), shared=share > 0,
+    )  # fmt: skip
+    setup = SchedulerConfig(
+        replicas=replicas, pages=pages + 1, page_size=page_size, dcp=dcp, max_requests=slots, chunk=chunk,
+        policy=str(rng.choice(["mixed", "prefill-first"])), max_context=context + 1,
+    )  # fmt: skip
+    cases = [Measured(case=case, samples_ms=[true_ms(case.work())]) for case in grid(extent)]
+    times = msgspec.structs.replace(step_times(), cases=cases)
+    load = prompts(rng, 40, context, share, rate)
+    found = replay(load, Scheduler(setup), None if rate else slots * replicas, times)
+    assert all(sample.finished for sample in found.traffic.samples)
