@@ -29,6 +29,8 @@ SHORT_CHUNKS = 8
 """Chunks of a step with short prompts."""
 ATTENTION_SHOWS = 2048
 """From so many tokens on, how they are divided over prompts, and that there is some prefix at all, is measured."""
+MANY_PREFIX = 8192
+"""Stored tokens before each of many chunks: more would only cost more time."""
 LATE = 4
 """A chunk at the end of a long prompt is a LATE-th of it at most: nearly all that it attends to lies before it."""
 MIXED_TOKENS = (128, 2048)
@@ -195,14 +197,15 @@ def _prefills(extent: Extent, sizes: Sequence[int]) -> Iterator[Case]:
             yield from _chunks(extent, size, late, prefix=extent.context)
     many = min(SHORT_CHUNKS, extent.at_once, once)
     if many > max(extent.fewest(once) or 1, extent.latest(once) or 1):
-        yield from _chunks(extent, once, many, prefix=extent.context, use=GATHER)
+        yield from _chunks(extent, once, many, prefix=MANY_PREFIX, use=GATHER)
 
 
 def _chunks(extent: Extent, size: int, chunks: int, *, prefix: int = 0, use: str = LINE) -> Iterator[Case]:
-    """A case of so many chunks with the prefix, or the longest that they can have; none where they can have none."""
+    """A case of so many chunks with that prefix in whole pages, or the longest that they can have, if they can."""
+    page = extent.virtual_page
     longest = extent.longest_prefix(chunks, -(-size // chunks)) if prefix else 0
     if not prefix or longest > 0:
-        yield Case(chunks=_even(size, chunks, min(prefix, longest)), use=use)
+        yield Case(chunks=_even(size, chunks, min(max(prefix // page, 1) * page, longest)), use=use)
 
 
 def _mixed(extent: Extent, sizes: Sequence[int]) -> Iterator[Case]:
