@@ -118,8 +118,9 @@ Dtype = Annotated[
 ]  # fmt: skip
 Mode = Annotated[
     str | None,
-    typer.Option("--mode", metavar="NAME", rich_help_panel=opt.MEASURE, help="live: every token is computed. replay: "
-    "step times are measured once for a layout, then the same scheduler runs in virtual time. Default: live."),
+    typer.Option("--mode", metavar="NAME,…", rich_help_panel=opt.MEASURE, help="live: every token is computed. replay: "
+    "step times are measured once for a layout, then the same scheduler runs in virtual time. live,replay: both, and "
+    "the report says how far they are apart. Default: live."),
 ]  # fmt: skip
 StepTimes = Annotated[
     Path | None,

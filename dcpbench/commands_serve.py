@@ -83,7 +83,7 @@ def _say_about(spec: SweepSpec, probe: Probe) -> None:
     loads = cast("ServeLoads", spec.serve)
     if loads.trace and loads.trace.sorted:
         say(f"{loads.trace.path}: its times were out of order; the requests are sent by time.")
-    if loads.mode != LIVE or probe.device == "cpu":
+    if LIVE not in loads.mode or probe.device == "cpu":
         return
     seconds = max(_seconds(concurrency, load, spec.settings) for concurrency, load in loads.each())
     if seconds > LONG_S:

@@ -53,7 +53,7 @@ class ServeLoads:
     chunk: int
     prefix_cache: bool = True
     prefill: str = PREFILLS[0]
-    mode: str = LIVE
+    mode: tuple[str, ...] = (LIVE,)
     seed: int = 0
     trace: Trace | None = None
     limit: int | None = None
@@ -64,8 +64,10 @@ class ServeLoads:
             check_positive(name, getattr(self, name))
         for value in self.concurrency:
             check_positive("concurrency", value)
-        for name, known in (("policy", POLICIES), ("prefill", PREFILLS), ("mode", MODES)):
+        for name, known in (("policy", POLICIES), ("prefill", PREFILLS)):
             check_known(name, getattr(self, name), known)
+        for mode in self.mode:
+            check_known("mode", mode, MODES)
         if self.seed < 0:
             raise UsageError(f"--seed {self.seed} is negative; write 0 or more.")
         self._check_arrivals()
@@ -130,8 +132,8 @@ class ServeLoads:
         """(concurrency, load), the former None where an open loop bounds nothing."""
         count = self.count
         lengths = [(TRACE_LENGTHS, TRACE_LENGTHS)] if self.trace else itertools.product(*self._lengths())
-        for (inputs, outputs), rate, concurrency in itertools.product(
-            lengths, self.request_rate or (None,), self.concurrency or (None,)
+        for (inputs, outputs), rate, concurrency, mode in itertools.product(
+            lengths, self.request_rate or (None,), self.concurrency or (None,), self.mode
         ):
             arrival = self._arrival(rate)
             if arrival == CLOSED and concurrency and concurrency > count:
@@ -141,7 +143,7 @@ class ServeLoads:
                     "--concurrency."
                 )
             yield concurrency, Load(
-                mode=self.mode, requests=count, arrival=arrival, request_rate=rate, burstiness=self.burstiness,
+                mode=mode, requests=count, arrival=arrival, request_rate=rate, burstiness=self.burstiness,
                 input_tokens=inputs, output_tokens=outputs, prefix_share=self.prefix_share,
                 prefix_groups=self.prefix_groups, trace=self.trace.path.name if self.trace else "",
                 trace_sha256=self.trace.sha256 if self.trace else "", chunk=self.chunk, policy=self.policy,
@@ -213,8 +215,8 @@ def measured_before(given: Mapping[str, object]) -> str | None:
     path = given.get("step_times")
     if path is None:
         return None
-    if given.get("mode", LIVE) != REPLAY:
-        raise UsageError(f"--step-times {path} is for a replay; add --mode replay, or leave it out.")
+    if set(read.names("mode", given.get("mode", LIVE))) != {REPLAY}:
+        raise UsageError(f"--step-times {path} is for replays alone; add --mode replay, or leave it out.")
     if not Path(str(path)).is_file():
         raise UsageError(f"--step-times {path}: no such file; without it a replay measures them.")
     return str(Path(str(path)).absolute())
@@ -250,7 +252,7 @@ SERVE_PARSERS: dict[str, Callable[[str, object], object]] = {
     "chunk": read.whole,
     "prefix_cache": read.switch,
     "prefill": read.name_of,
-    "mode": read.name_of,
+    "mode": read.names,
     "step_times": read.name_of,
     "slo": lambda _, value: parse_slo(value),
     "limit": lambda _, value: parse_limit(value),

@@ -213,7 +213,7 @@ class TestTraces:
         ({"policy": "fair"}, "--policy fair is unknown. Known: mixed, prefill-first"),
         ({"prefill": "flashinfr"}, "did you mean flashinfer?"),
         ({"mode": "reply"}, "--mode reply is unknown; did you mean replay?"),
-        ({"step_times": "x.json"}, "--step-times x.json is for a replay; add --mode replay"),
+        ({"step_times": "x.json"}, "--step-times x.json is for replays alone; add --mode replay"),
         ({"step_times": "x.json", "mode": "replay"}, "--step-times x.json: no such file"),
         ({"input_tokens": "uniform:9-4"}, "--input-tokens uniform:9-4: 9 is more than 4"),
         ({"output_tokens": "4,,5"}, "has an empty entry; write a comma list such as --output-tokens 500,1500"),
@@ -350,3 +350,11 @@ def test_what_only_a_sweep_has_is_not_known(tmp_path: Path, name: str) -> None:
     path.write_text(f"{name} = 5\n")
     with pytest.raises(DcpbenchError, match=f"unknown option '{name}'"):
         read_options(path, SERVE_PARSERS)
+
+
+def test_both_modes_are_two_points_of_one_engine():
+    """`--mode live,replay` holds a replay against a live run: the same load twice, side by side in the job."""
+    points = [c.point for c in expand(mode="live,replay", concurrency="2", tp="1")]
+    assert [p.load.mode for p in points] == ["live", "replay"]
+    assert budget.same_engine(*points)
+    assert msgspec.structs.replace(points[0].load, mode="replay") == points[1].load
