@@ -10,6 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
 PHASES = (
     "embed", "norm", "qkv_proj", "q_gather", "kv_write", "attention", "merge", "prefill", "prefix_gather", "o_proj",
@@ -19,8 +20,27 @@ PHASES = (
 rank: `mlp_reduce` shows how unevenly the experts were loaded."""
 
 
+_quiet = False
+_NOTHING = contextlib.nullcontext()
+
+
 @contextlib.contextmanager
-def phase(name: str) -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """Without ranges: where a step is launched kernel by kernel, marking them delays each of them."""
+    global _quiet  # noqa: PLW0603 - one host thread launches
+    before, _quiet = _quiet, True
+    try:
+        yield
+    finally:
+        _quiet = before
+
+
+def phase(name: str) -> AbstractContextManager[None]:
     """Mark a stretch of a step."""
+    return _NOTHING if _quiet else _marked(name)
+
+
+@contextlib.contextmanager
+def _marked(name: str) -> Iterator[None]:
     with nvtx.annotate(name, domain="dcpbench"), torch.profiler.record_function(name):
         yield

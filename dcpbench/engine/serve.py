@@ -18,6 +18,7 @@ from dcpbench.batches import GRAPH_BATCHES, batch_rows
 from dcpbench.engine.decode import PADDING_POSITION
 from dcpbench.engine.model import StepInput
 from dcpbench.engine.request_pool import PADDING_SLOT, copy_async
+from dcpbench.ranges import quiet
 from dcpbench.syncs.allowed import allow
 
 if TYPE_CHECKING:
@@ -162,7 +163,8 @@ class ServeEngine:
             inputs = StepInput(
                 requests.tokens[slots, positions], positions, requests.table[slots, positions], self.router_inputs, last
             )
-            logits = self.model.step(inputs, batch.parts if batch else [], self.engine.beside, prefill)
+            with quiet():
+                logits = self.model.step(inputs, batch.parts if batch else [], self.engine.beside, prefill)
             if not sampled:
                 return last[:0]
             tokens = self.model.greedy(logits)

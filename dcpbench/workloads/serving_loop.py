@@ -9,7 +9,9 @@ the device is busy. All else follows from the same integers on every rank.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import time
 from typing import TYPE_CHECKING
 
@@ -19,7 +21,7 @@ import torch.distributed as dist
 from dcpbench.serving.outcome import StepCounts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from dcpbench.engine.serve import Launched, ServeEngine
     from dcpbench.serving.scheduler import Scheduler
@@ -27,6 +29,17 @@ if TYPE_CHECKING:
 
 LONGEST_NAP_S = 0.05
 """A loop without work looks again after this long."""
+
+
+@contextlib.contextmanager
+def settled_heap() -> Iterator[None]:
+    """Keep what lives already out of the garbage collector's sight: a walk through all of it takes as long as a step."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class Agreement:
@@ -93,8 +106,9 @@ class Loop:
 
     def run(self, alive: Callable[[], None] = lambda: None) -> None:
         """To the end; `alive` is called now and then."""
-        while self.iterate():
-            alive()
+        with settled_heap():
+            while self.iterate():
+                alive()
 
     def iterate(self) -> bool:
         """One turn; False when there is nothing left to do."""

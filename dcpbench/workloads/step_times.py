@@ -24,6 +24,7 @@ from dcpbench.serving.step_grid import Extent, grid
 from dcpbench.serving.step_times import EnginePath, Measured, StepTimes
 from dcpbench.workloads.point_facts import device_marks
 from dcpbench.workloads.serve import scheduler_config
+from dcpbench.workloads.serving_loop import settled_heap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,7 +70,7 @@ def measure(
     maker = CaseMaker(scheduler_config(most, session), session.shape.vocab)
     pipeline = Pipeline(serving.engine, serving.agree)
     mine = []
-    with GpuSampler(engine.device) as sampler:
+    with GpuSampler(engine.device) as sampler, settled_heap():
         for index, case in enumerate(cases):
             tell("measure", f"step times: {index} of {len(cases)} cases")
             mine.append(pipeline.run(maker.steps(case)))
