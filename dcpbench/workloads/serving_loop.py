@@ -33,7 +33,7 @@ LONGEST_NAP_S = 0.05
 
 @contextlib.contextmanager
 def settled_heap() -> Iterator[None]:
-    """Keep what lives already out of the garbage collector's sight: a walk through all of it takes as long as a step."""
+    """Keep what lives already out of the garbage collector's sight: to walk through it all takes as long as a step."""
     gc.collect()
     gc.freeze()
     try:
