@@ -87,7 +87,7 @@ class Serving:
         first = [_short(request) for request in requests[: min(point.concurrency, WARM_UP_REQUESTS * point.dp)]]
         self.loop(point, first, concurrency=len(first)).run(alive)
         lengths = _warm_up_lengths(scheduler_config(point, self.session))
-        requests = _requests(lengths, WARM_UP_OUTPUT, self.session.shape.vocab)
+        requests = _requests(lengths, 1, self.session.shape.vocab)
         self.loop(point, requests, concurrency=1).run(alive)
 
 
@@ -227,7 +227,7 @@ def _profile(serving: Serving, point: Point) -> list[SyncSite] | None:
 
 def _warm_up_lengths(config: SchedulerConfig) -> list[int]:
     """Prompts, one after the other: a chunk of each power of two, short of a token, and one of several chunks."""
-    most = min(config.max_context, (config.pages - 1) * config.virtual_page) - WARM_UP_OUTPUT
+    most = min(config.max_context, (config.pages - 1) * config.virtual_page) - 1
     sizes = {min(2**k, config.chunk) - 1 for k in range(1, config.chunk.bit_length() + 1)}
     sizes |= {config.chunk, 2 * config.chunk + 1}
     return sorted({max(min(size, most), 1) for size in sizes})

@@ -48,26 +48,23 @@ def both(model, layout, *args, **options):
     return [point(model, layout, mode, *args, **options) for mode in ("live", "replay")]
 
 
-CLOSED = (32, "uniform:1000-4000", "uniform:20-60", 80, 4060)
-OPEN = (64, "uniform:1000-4000", "uniform:20-60", 80, 4060)
+CLOSED = (32, "uniform:1000-4000", "uniform:20-60", 72, 4060)
+OPEN = (64, "uniform:1000-4000", "uniform:20-60", 72, 4060)
 PARTS = {
     "v3": [
         *both(V3, DCP, *CLOSED), *both(V3, DCP, *OPEN, rate=2.5), *seed(V3, DCP, 48, 32, 8), *long(V3, DCP, 32000, 8, 32, 48),
         *both(V3, TP, 24, *CLOSED[1:]), *seed(V3, TP, 8, 32, 48), *long(V3, TP, 32000, 8, 32),
         *both(V3, DP, *CLOSED, policy="prefill-first"), *seed(V3, DP, 8, 32, 48), *long(V3, DP, 32000, 8, 32, 48),
     ],
-    "v3-exchanges": [
-        *seed(V3, SYMM, 48, 32, 8), *long(V3, SYMM, 32000, 8, 32, 48),
-        *seed(V3, A2A, 48, 32, 8), *long(V3, A2A, 32000, 8, 32, 48),
-    ],
+    "v3-symm": [*seed(V3, SYMM, 48, 32, 8), *long(V3, SYMM, 32000, 8, 32, 48)],
+    "v3-a2a": [*seed(V3, A2A, 48, 32, 8), *long(V3, A2A, 32000, 8, 32, 48)],
     "v3-128k": [*long(V3, DCP, 128000, 1, 4, 8), *long(V3, TP, 128000, 1, 4)],
     "k2": [
         *seed(K2, DCP, 48, 32, 8), *long(K2, DCP, 32000, 8, 32, 48),
         *seed(K2, TP, 8, 32, 48), *long(K2, TP, 32000, 8, 32),
         *seed(K2, DP, 8, 32, 48), *long(K2, DP, 32000, 8, 32, 48),
-        *seed(K2, SYMM, 48, 32, 8), *long(K2, SYMM, 32000, 8, 32, 48),
     ],
-    "v3-pressure": both(V3, TP, 32, "uniform:1000-4000", "uniform:20-200", 64, 4200),
+    "v3-pressure": [point(V3, TP, "live", 32, "uniform:1000-4000", "uniform:20-100", 66, 4100)],
 }  # fmt: skip
 KV = {"v3-pressure": 3 * GIB}
 DEFAULT_KV = 32 * GIB
