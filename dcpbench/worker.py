@@ -182,6 +182,7 @@ def main(path: str) -> int:
         os._exit(1)  # not sys.exit: tearing down a group whose other ranks wait in a collective would hang
     if worker is not None:
         worker.session = None
+        free_memory(device)  # a communicator does not end while graphs live that hold its kernels
     dist.destroy_process_group()
     return 0
 
