@@ -78,11 +78,12 @@ class Model:
 
     def step(
         self, batch: StepInput, parts: Sequence[Part], beside: torch.cuda.Stream | None = None,
-        prefill: PrefillPlan | None = None,
+        prefill: PrefillPlan | None = None, meanwhile: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:  # fmt: skip
         """Logits of this rank's vocabulary rows, [B or wanted rows, V_local] in the model's dtype. Collective.
 
         `parts`, `beside`: the decode rows, see parts.py; there may be none. `prefill`: the rows behind them.
+        `meanwhile` is called whenever a layer has been launched.
         """
         eps = self.shape.rms_eps
         residual_BD = self.embed(batch.tokens)
@@ -93,6 +94,7 @@ class Model:
             x_BD = self.attention(x_BD, layer.attention, index, batch, parts, beside, prefill)
             x_BD = self.norm(x_BD, residual_BD, layer.attention.post_norm)
             x_BD = self.mlp(x_BD, layer.mlp, self.router_input(batch, index))
+            meanwhile()
         assert x_BD is not None
         with phase("lm_head"):
             if batch.logit_rows is not None:

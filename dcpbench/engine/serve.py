@@ -46,6 +46,11 @@ class Launched:
     started: torch.cuda.Event | None = None
     ended: torch.cuda.Event | None = None
 
+    @property
+    def arrived(self) -> bool:
+        """Whether its tokens are on the host; asked without waiting. Never on the CPU, where nothing runs beside."""
+        return self.read is not None and self.read.query()
+
     def wait(self) -> list[int]:
         """Sampled token ids, once they are on the host."""
         if self.read is not None:
@@ -87,11 +92,14 @@ class ServeEngine:
         """What the slots hold is of no use any longer: another scheduler begins."""
         self.numbers = {}
 
-    def launch(self, step: Step) -> Launched:
-        """Queue a step on the device. At most IN_FLIGHT may be unread."""
+    def launch(self, step: Step, meanwhile: Callable[[], None] = lambda: None) -> Launched:
+        """Queue a step on the device. At most IN_FLIGHT may be unread.
+
+        A step with chunks takes the host a while to launch; then `meanwhile` is called now and again.
+        """
         mine = step.replicas[self.replica]
         self._write_tables(mine)
-        kernels, graph = self._mixed(step, mine) if step.prefills else self._decode(step, mine)
+        kernels, graph = self._mixed(step, mine, meanwhile) if step.prefills else self._decode(step, mine)
         started, ended = _events(2, self.device, timing=True)
         _record(started)
         sampled = kernels()
@@ -149,7 +157,9 @@ class ServeEngine:
 
         return kernels, batch.captured is not None
 
-    def _mixed(self, step: Step, mine: ReplicaStep) -> tuple[Callable[[], torch.Tensor], bool]:
+    def _mixed(
+        self, step: Step, mine: ReplicaStep, meanwhile: Callable[[], None]
+    ) -> tuple[Callable[[], torch.Tensor], bool]:
         """Decode rows, padded as in a graph, then the chunks, then padding up to what the fullest replica has."""
         batch = self._batch(mine.slots, mine.positions, len(mine.decodes)) if mine.decodes else None
         count = max(self._decode_rows(r) + sum(c.tokens for c in r.chunks) for r in step.replicas)
@@ -164,7 +174,8 @@ class ServeEngine:
                 requests.tokens[slots, positions], positions, requests.table[slots, positions], self.router_inputs, last
             )
             with quiet():
-                logits = self.model.step(inputs, batch.parts if batch else [], self.engine.beside, prefill)
+                parts = batch.parts if batch else []
+                logits = self.model.step(inputs, parts, self.engine.beside, prefill, meanwhile)
             if not sampled:
                 return last[:0]
             tokens = self.model.greedy(logits)

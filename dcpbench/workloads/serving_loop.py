@@ -3,6 +3,9 @@
     agree ─▶ submit ─▶ decide k+1 ─▶ launch k+1 ─▶ wait for the tokens of k ─▶ stamp them ─▶ …
     device:  ────────── step k ──────────────────▶│────────── step k+1 ────────
 
+A step with chunks is launched kernel by kernel, which may take longer than step k runs: then the tokens of k are read
+as soon as they are there, between two layers of the launch.
+
 Rank 0's clock decides how many requests have come and when the run ends; it tells the others, through sockets, while
 the device is busy. All else follows from the same integers on every rank.
 """
@@ -119,7 +122,7 @@ class Loop:
             return False
         self.traffic.submit(due, now)
         step = self.scheduler.next_step()
-        launched = self.engine.launch(step) if step else None
+        launched = self.engine.launch(step, self._read_what_is_there) if step else None
         if self.pending is not None:
             self._read()
         elif launched is None:
@@ -133,6 +136,10 @@ class Loop:
         """End the run: read what is on its way, give up what has not finished."""
         self._read()
         self.traffic.stop()
+
+    def _read_what_is_there(self) -> None:
+        if self.pending is not None and self.pending.arrived:
+            self._read()
 
     def _read(self) -> None:
         """Wait for the step on its way, and note what it sampled."""

@@ -1,0 +1,85 @@
+"""The live loop: tokens are read when they are there, also while the next step is still being launched."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dcpbench.serving.requests import ServeRequest
+from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
+from dcpbench.serving.traffic import Traffic
+from dcpbench.workloads.serving_loop import Gaps, Loop
+
+
+class Launched:
+    """A step of a device on paper, whose tokens arrive after so many looks."""
+
+    def __init__(self, step, looks, log):
+        self.step, self.looks, self.log, self.graph = step, looks, log, not step.prefills
+        self.started = self.ended = None
+
+    @property
+    def arrived(self):
+        self.looks -= 1
+        return self.looks < 0
+
+    def wait(self):
+        self.log.append(f"read {self.step.number}")
+        return [7] * len(self.step.replicas[0].emits)
+
+
+class Engine:
+    """Launches a step with chunks in three layers."""
+
+    replica = 0
+
+    def __init__(self, looks):
+        self.looks, self.log = looks, []
+
+    def launch(self, step, meanwhile):
+        for layer in range(3 if step.prefills else 0):
+            self.log.append(f"launch {step.number}.{layer}")
+            meanwhile()
+        return Launched(step, self.looks, self.log)
+
+
+def loop(looks):
+    """A prompt of three chunks, served to the end."""
+    config = SchedulerConfig(replicas=1, pages=20, page_size=1, dcp=1, max_requests=1, chunk=2, max_context=16)
+    scheduler = Scheduler(config)
+    request = ServeRequest(number=0, prompt=np.arange(6, dtype=np.int32), output_tokens=2)
+    engine = Engine(looks)
+    made = Loop(engine, scheduler, Traffic([request], scheduler, 1), lambda *numbers: list(numbers))
+    made.run()
+    return made, engine.log
+
+
+def test_tokens_are_read_between_two_layers_of_the_next_launch_once_they_are_there():
+    """One look comes too early; the second, behind the second layer of the next step, finds them."""
+    made, log = loop(looks=1)
+    start = log.index("launch 1.0")
+    assert log[start : start + 4] == ["launch 1.0", "launch 1.1", "read 0", "launch 1.2"]
+    assert made.traffic.samples[0].tokens == [7, 7]
+
+
+@pytest.mark.parametrize("looks", [0, 1, 2, 100])
+def test_every_step_is_read_once_and_in_order(looks):
+    """Whenever they arrive: three chunks and a decode."""
+    made, log = loop(looks)
+    assert [line for line in log if line.startswith("read")] == [f"read {n}" for n in range(4)]
+    assert made.counts.steps == 4
+    assert made.traffic.samples[0].finished
+
+
+def test_gaps_count_only_between_steps_that_follow_each_other_without_prefill():
+    """Two steps of 4 ms with 1 ms between them, one with chunks, and one more: 1 of 5 ms was idle."""
+
+    def read(start, end, *, prefills=False):
+        event = lambda at: SimpleNamespace(at=at, elapsed_time=lambda other: other.at - at)  # noqa: E731
+        return SimpleNamespace(step=SimpleNamespace(prefills=prefills), started=event(start), ended=event(end))
+
+    gaps = Gaps()
+    for launched in (read(0, 4), read(5, 9), read(20, 30, prefills=True), read(31, 35)):
+        gaps.see(launched)
+    assert (gaps.busy_ms, gaps.idle_ms) == (4, 1)
+    assert gaps.idle_fraction == 0.2
