@@ -28,6 +28,8 @@ LIVE, REPLAY = MODES = ("live", "replay")
 """How requests are served: for real, or in virtual time from step times that were measured."""
 PREFILLS = ("sdpa", "flashinfer")
 """What --prefill can be; kernels/prefill makes them."""
+OBJECTIVES = ("ttft", "itl", "tpot", "e2el")
+"""What --slo can bound, in ms; metrics.py defines them."""
 CLOSED, GAMMA, TRACE = ARRIVALS = ("closed", "gamma", "trace")
 """When requests come: as others are answered, at random with a rate, or as a file says."""
 

@@ -28,7 +28,7 @@ RequestRate = Annotated[
     "average, which come whether or not earlier ones are answered. Default: a closed loop."),
 ]  # fmt: skip
 Burstiness = Annotated[
-    float | None,
+    str | None,
     typer.Option("--burstiness", metavar="B", rich_help_panel=WHEN, help="With --request-rate: shape of the gamma "
     "distribution of the gaps. 1 is Poisson, less comes in bursts, more regularly. Default: 1."),
 ]  # fmt: skip
@@ -44,7 +44,7 @@ Limit = Annotated[
     "requests; 60s ends each run then and counts what has not finished as cancelled. Default: no limit."),
 ]  # fmt: skip
 NumRequests = Annotated[
-    int | None,
+    str | None,
     typer.Option("--num-requests", metavar="N", rich_help_panel=WHAT, help="Requests of each point. Default: 480 on "
     "GPUs; 16 on the CPU."),
 ]  # fmt: skip
@@ -60,17 +60,17 @@ OutputTokens = Annotated[
     "request, written likewise; nothing ends one earlier. Default: 1500 on GPUs; 8 on the CPU."),
 ]  # fmt: skip
 PrefixShare = Annotated[
-    float | None,
+    str | None,
     typer.Option("--prefix-share", metavar="S", rich_help_panel=WHAT, help="Share of each prompt, from 0 to less than "
     "1, that begins like the prompts of its group. Default: 0."),
 ]  # fmt: skip
 PrefixGroups = Annotated[
-    int | None,
+    str | None,
     typer.Option("--prefix-groups", metavar="N", rich_help_panel=WHAT, help="With --prefix-share: groups, which take "
     "requests in turn. Default: 1."),
 ]  # fmt: skip
 Seed = Annotated[
-    int | None,
+    str | None,
     typer.Option("--seed", metavar="N", rich_help_panel=WHAT, help="Of lengths, gaps and tokens: the same requests for "
     "every layout and machine. Default: 0."),
 ]  # fmt: skip
@@ -80,7 +80,7 @@ Policy = Annotated[
     "of running requests; prefill-first: these wait while there are chunks. Default: mixed."),
 ]  # fmt: skip
 Chunk = Annotated[
-    int | None,
+    str | None,
     typer.Option("--chunk", metavar="TOKENS", rich_help_panel=SERVED, help="Prompt tokens of a step at most, over the "
     "whole layout; page size × dcp × dp at least. Default: 8192 on GPUs; 64 on the CPU."),
 ]  # fmt: skip
@@ -190,8 +190,9 @@ def serve(
 ) -> None:
     """Serve requests over layouts and loads: TTFT, ITL, throughput and goodput, with prefill and a real scheduler.
 
-    Every combination of the comma lists is a point, and those that cannot run are listed with the reason. The times of
-    every request are kept as Parquet beside the records, of those that finished also where Ctrl-C ends the run.
+    Every combination of the comma lists is a point; those that cannot run are
+    listed with the reason. The times of every request are kept as Parquet beside
+    the records, of those that finished also where Ctrl-C ends the run.
 
     For example:
 
@@ -201,7 +202,9 @@ def serve(
 
       dcpbench serve --tp 4 --dcp 4 --requests trace.jsonl --limit 600s
 
-      dcpbench serve --tp 4 --dcp 1,4 --concurrency 32 --input-tokens lognormal:8000:0.7 --mode replay
+      dcpbench serve --tp 4 --input-tokens lognormal:8000:0.7 --mode replay
+
+      dcpbench serve --mode replay --step-times FILE --concurrency 64
     """
     from dcpbench import commands_serve, runs
     from dcpbench.torchrun import Machines

@@ -37,6 +37,7 @@ def check_serve(point: Point, load: Load, settings: Settings, shape: ModelShape,
             f"{shape.max_position:,} positions; lower --input-tokens or --output-tokens."
         )
     _check_chunk(point, load)
+    _check_chunk_memory(point, load, shape, probe)
     _check_prefill(point, load, shape, probe)
 
 
@@ -76,6 +77,17 @@ def _check_chunk(point: Point, load: Load) -> None:
         raise UsageError(
             f"--chunk {load.chunk} leaves {load.chunk // point.dp} tokens{of}, and {point.layout} cuts prompts at "
             f"multiples of page size × dcp = {page}; use --chunk {page * point.dp} or more, or a smaller --page-size."
+        )
+
+
+def _check_chunk_memory(point: Point, load: Load, shape: ModelShape, probe: Probe) -> None:
+    """A step's chunks must leave something of the GPU; whether weights and KV fit beside them is judged later."""
+    total = probe.memory_bytes if probe.device == "cuda" else None
+    need = memory.prefill_bytes(shape, point.layout, load.chunk, ITEMSIZE[point.dtype])
+    if total is not None and need > total:
+        raise CapacityError(
+            f"--chunk {load.chunk}: a step of so many prompt tokens needs {size_text(need)} on a GPU of "
+            f"{size_text(total)}; use a smaller one, such as --chunk 8192."
         )
 
 

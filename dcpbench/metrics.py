@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from dcpbench.choices import OBJECTIVES
 from dcpbench.errors import UsageError
 from dcpbench.records import Interval, Metrics, Percentiles
 from dcpbench.serve_records import Latencies
@@ -31,8 +32,6 @@ TURNAROUND_S = 1e-3
 """What a client of a closed loop may take from its last token to its next request: no dip of the concurrency."""
 GAPS_PER_MISS = 100
 """Of so many gaps of a request, one may miss an ITL objective."""
-OBJECTIVES = ("ttft", "itl", "tpot", "e2el")
-"""What a service level objective can be set for."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from dcpbench.choices import ALL_REDUCES, BACKENDS, EXCHANGES, flag
+from dcpbench.choices import ALL_REDUCES, BACKENDS, EXCHANGES, MIXED, PREFILLS, REPLAY, flag
 from dcpbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,9 +38,8 @@ def parse_bytes(name: str, value: object) -> int:
 
 def items(name: str, value: object) -> list[object]:
     """A comma list, a list or one value; never empty."""
-    if isinstance(value, str):
-        value = [part.strip() for part in value.split(",")]
-    found = value if isinstance(value, list | tuple) else [value]
+    found = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    found = found if isinstance(found, list | tuple) else [found]
     if not found or found == [""]:
         raise UsageError(f"{flag(name)} is empty; write for example {example(name)}, or leave it out.")
     if "" in found:
@@ -54,7 +53,9 @@ def example(name: str) -> str:
         "model": "deepseek-v3,kimi-k2", "backend": ",".join(BACKENDS), "exchange": EXCHANGES[0], "dtype": "bf16",
         "weights": SYNTHETIC, "all_reduce": ALL_REDUCES[0],
         "tp": "4,8", "dcp": "1,4", "concurrency": "8,32", "context": "4000,32000", "request_rate": "0.5,2",
-        "input_tokens": "4000,lognormal:8000:0.5", "output_tokens": "500,1500",
+        "input_tokens": "4000,lognormal:8000:0.5", "output_tokens": "500,1500", "num_requests": "480",
+        "burstiness": "0.5", "prefix_share": "0.5", "chunk": "8192", "policy": MIXED, "prefill": PREFILLS[0],
+        "mode": REPLAY, "requests": "trace.jsonl", "step_times": "runs/NAME/step-times/FILE.json",
     }  # fmt: skip
     return f"{flag(name)} {examples.get(name, '1')}"
 
@@ -66,7 +67,7 @@ def ints(name: str, value: object) -> tuple[int, ...]:
 
 def whole(name: str, value: object) -> int:
     """`4`."""
-    digits = re.fullmatch(r"[+-]?\d+", value.strip()) if isinstance(value, str) else None
+    digits = re.fullmatch(r"[+-]?\d{1,99}", value.strip()) if isinstance(value, str) else None
     if digits or (isinstance(value, int) and not isinstance(value, bool)):
         return int(value)  # type: ignore[call-overload, no-any-return]
     raise UsageError(f"{flag(name)} {value}: not a whole number; write for example {example(name)}.")

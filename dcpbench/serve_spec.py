@@ -34,6 +34,10 @@ SERVED = (
     "prefix_share", "prefix_groups", "policy", "chunk", "prefix_cache", "prefill", "mode", "seed",
 )  # fmt: skip
 """Options that make the loads."""
+MOST_REQUESTS = 10_000_000
+"""Of made-up requests: their prompts, of even 100 tokens, are 4 GB on every rank."""
+LEAST_BURSTINESS = 1e-3
+"""Gaps are then 32 times as uneven as Poisson's; below, floating point leaves only gaps of 0."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,11 @@ class ServeLoads:
     def __post_init__(self) -> None:
         for name in ("num_requests", "chunk", "prefix_groups"):
             check_positive(name, getattr(self, name))
+        if self.num_requests > MOST_REQUESTS:
+            raise UsageError(
+                f"--num-requests {self.num_requests} is more than {MOST_REQUESTS:,}, which would not fit in memory; "
+                "lower it."
+            )
         for value in self.concurrency:
             check_positive("concurrency", value)
         for name, known in (("policy", POLICIES), ("prefill", PREFILLS)):
@@ -79,9 +88,10 @@ class ServeLoads:
                 raise UsageError(
                     f"--request-rate {rate:g} is not a positive number of requests per second; try --request-rate 2."
                 )
-        if not 0 < self.burstiness < math.inf:
+        if not LEAST_BURSTINESS <= self.burstiness < math.inf:
             raise UsageError(
-                f"--burstiness {self.burstiness:g} is not positive; 1 is Poisson, less comes in bursts, more regularly."
+                f"--burstiness {self.burstiness:g} is not positive, or too near to 0; 1 is Poisson, less comes in "
+                f"bursts, down to {LEAST_BURSTINESS:g}, more regularly."
             )
         if self.burstiness != 1 and not self.request_rate:
             raise UsageError("--burstiness shapes --request-rate, which was not given; add --request-rate 2, say.")
@@ -139,8 +149,7 @@ class ServeLoads:
             if arrival == CLOSED and concurrency and concurrency > count:
                 raise UsageError(
                     f"--concurrency {concurrency} is more than the {count} requests, so that fewer are in flight; use "
-                    f"{'a longer file' if self.trace else f'--num-requests {10 * concurrency}'}, or a smaller "
-                    "--concurrency."
+                    f"{self._more(concurrency)}, or a smaller --concurrency."
                 )
             yield concurrency, Load(
                 mode=mode, requests=count, arrival=arrival, request_rate=rate, burstiness=self.burstiness,
@@ -149,6 +158,12 @@ class ServeLoads:
                 trace_sha256=self.trace.sha256 if self.trace else "", chunk=self.chunk, policy=self.policy,
                 prefix_cache=self.prefix_cache, prefill=self.prefill, seed=self.seed,
             )  # fmt: skip
+
+    def _more(self, concurrency: int) -> str:
+        """What to type for more requests than clients."""
+        if self.limit == self.count:
+            return f"--limit {10 * concurrency} or none"
+        return "a longer file" if self.trace else f"--num-requests {10 * concurrency}"
 
     def _arrival(self, rate: float | None) -> str:
         if rate is not None:
@@ -217,6 +232,10 @@ def measured_before(given: Mapping[str, object]) -> str | None:
         return None
     if set(read.names("mode", given.get("mode", LIVE))) != {REPLAY}:
         raise UsageError(f"--step-times {path} is for replays alone; add --mode replay, or leave it out.")
+    if Path(str(path)).is_dir():
+        files = sorted(Path(str(path)).glob("**/step-times/*.json")) or sorted(Path(str(path)).glob("*.json"))
+        such = f"a file in it, such as {files[0]}" if files else "a file below step-times/ of a run"
+        raise UsageError(f"--step-times {path} is a folder; name {such}.")
     if not Path(str(path)).is_file():
         raise UsageError(f"--step-times {path}: no such file; without it a replay measures them.")
     return str(Path(str(path)).absolute())

@@ -7,7 +7,7 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from dcpbench.choices import CLOSED, GAMMA
+from dcpbench.choices import CLOSED, GAMMA, OBJECTIVES, REPLAY
 from dcpbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -16,16 +16,14 @@ if TYPE_CHECKING:
 FIXED, UNIFORM, LOGNORMAL = "fixed", "uniform", "lognormal"
 TRACE_LENGTHS = "trace"
 """Load.input_tokens and output_tokens where a file says them."""
-OBJECTIVES = ("ttft", "itl", "tpot", "e2el")
-"""What --slo can bound, in ms; metrics.py defines them."""
 MOST_TOKENS = 1_000_000_000
 MOST_SIGMA = 3.0
 """One prompt in forty is then 400 times the median, and the median 400 times another's: more is a mistake."""
 _LENGTHS = "write a number such as 4000, uniform:1000-7000 or lognormal:4000:0.5 (median and sigma)"
-_PLAIN = re.compile(r"[+-]?\d+")
-_UNIFORM = re.compile(r"uniform:([+-]?\d+)-([+-]?\d+)")
-_LOGNORMAL = re.compile(r"lognormal:([+-]?\d+):([^:]+)")
-_LIMIT = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*(s?)")
+_PLAIN = re.compile(r"[+-]?\d{1,99}")
+_UNIFORM = re.compile(r"uniform:([+-]?\d{1,99})-([+-]?\d{1,99})")
+_LOGNORMAL = re.compile(r"lognormal:([+-]?\d{1,99}):([^:]+)")
+_LIMIT = re.compile(r"([+-]?\d{1,99}(?:\.\d+)?)\s*(s?)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +72,8 @@ def parse_limit(value: object) -> tuple[int | None, float | None]:
 def parse_slo(value: object) -> dict[str, float]:
     """`ttft=500,itl=50`, or a table of a configuration file, in ms. Raises UsageError."""
     example = "write for example --slo ttft=500,itl=50, in ms"
+    if value in ("", {}):
+        raise UsageError(f"--slo is empty; {example}, or leave it out.")
     pairs = list(value.items()) if isinstance(value, dict) else [_pair(part, example) for part in str(value).split(",")]
     found: dict[str, float] = {}
     for name, limit in pairs:
@@ -89,7 +89,7 @@ def parse_slo(value: object) -> dict[str, float]:
 
 
 def load_name(load: Load, concurrency: int) -> str:
-    """`8 clients, 480 × 4000→1500 tokens`; docs/serving.md explains closed and open loops."""
+    """`8 clients, 480 × 4000→1500 tokens`, with `, replay` where it is one; docs/serving.md explains the loops."""
     if load.arrival == CLOSED:
         who = "1 client" if concurrency == 1 else f"{concurrency} clients"
     elif load.arrival == GAMMA:
@@ -99,7 +99,8 @@ def load_name(load: Load, concurrency: int) -> str:
         who = "at the trace's times"
     what = f"of {load.trace}" if load.trace else f"× {load.input_tokens}→{load.output_tokens} tokens"
     shared = f", {load.prefix_share:.0%} shared by {load.prefix_groups}" if load.prefix_share else ""
-    return f"{who}, {load.requests:,} {what}{shared}"
+    bound = f", {concurrency} at once" if load.arrival != CLOSED and concurrency < load.requests else ""
+    return f"{who}, {load.requests:,} {what}{shared}{bound}{', replay' if load.mode == REPLAY else ''}"
 
 
 def _tokens(option: str, text: str, number: str) -> int:

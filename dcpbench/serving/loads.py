@@ -28,6 +28,8 @@ INPUTS, OUTPUTS, GAPS = range(3)
 """Streams of numpy's generator."""
 OWN, GROUP, HASH = range(3)
 """Kinds of token streams: of one request, of a group that shares a prefix, of a block with one hash."""
+MOST_SECONDS = 1e8
+"""Three years: an open loop that takes longer is a mistake in its rate."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
@@ -102,14 +104,21 @@ def arrival_times(load: Load) -> list[float | None]:
     """Seconds after the start at which requests come, the first at 0; None each in a closed loop.
 
     Gaps are gamma distributed with shape `burstiness` and mean 1 / `request_rate`, as in vLLM's bench: 1
-    makes them exponential (a Poisson process); their coefficient of variation is burstiness^-½.
+    makes them exponential (a Poisson process); their coefficient of variation is burstiness^-½. Raises UsageError where
+    the last request would come after MOST_SECONDS.
     """
     if load.arrival == CLOSED:
         return [None] * load.requests
     assert load.request_rate is not None
     shape = load.burstiness
-    gaps = _generator(load.seed, GAPS).gamma(shape, 1 / (load.request_rate * shape), size=load.requests - 1)
-    return [0.0, *np.cumsum(gaps).tolist()]
+    gaps = _generator(load.seed, GAPS).gamma(shape, 1 / load.request_rate / shape, size=load.requests - 1)
+    times = [0.0, *np.cumsum(gaps).tolist()]
+    if not times[-1] <= MOST_SECONDS:
+        raise UsageError(
+            f"--request-rate {load.request_rate:g}: the last of {load.requests:,} requests would come after years; "
+            "write requests per second, such as --request-rate 0.5."
+        )
+    return times
 
 
 def token_ids(seed: int, kind: int, stream: int, count: int, vocab: int) -> np.ndarray:

@@ -84,7 +84,7 @@ def serve_metrics(
 
     Latencies, goodput and request rate are those of finished requests, and null where none finished. Token rates count
     every token that came, also of requests that were cut off. `concurrency` is the target of a closed loop; None where
-    nothing is targeted, and then nothing is steady. `slo` in ms by name (metrics.OBJECTIVES).
+    nothing is targeted, and then nothing is steady. `slo` in ms by name (choices.OBJECTIVES).
 
     Raises UsageError where no token came at all, as then there is no rate, and for objectives that cannot be.
     """
@@ -163,7 +163,7 @@ def _pooled_itl(times: list[metrics.RequestTimes]) -> metrics.Floats:
 def _nothing_came(by_outcome: Mapping[str, list[Sample]]) -> str:
     rejected, cancelled = by_outcome[REJECTED], by_outcome[CANCELLED]
     if not rejected and not cancelled:
-        return "no request was submitted, so there is nothing to report; give --requests 1 or more."
+        return "no request was submitted, so there is nothing to report; give --num-requests 1 or more."
     said = f"no output token came: {len(rejected)} requests were rejected and {len(cancelled)} were cut off"
     return said + (f"; the first one rejected: {rejected[0].rejected}" if rejected else "; use a longer --limit.")
 

@@ -16,6 +16,7 @@ import difflib
 import hashlib
 import json
 import math
+import reprlib
 from typing import TYPE_CHECKING, NoReturn, TypeGuard
 
 import numpy as np
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 BLOCK = 512
 """Tokens that one of Mooncake's hash ids stands for."""
 MOST_ID = (1 << 31) - 1
+MOST_TIME = 1e15
+"""Of a time stamp in its own unit, far past today's date in ms: larger ones are no times."""
 CSV_FIELDS = ("arrival_s", "input_tokens", "output_tokens", "prefix_group")
 JSON_FIELDS = (*CSV_FIELDS, "prompt")
 MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
@@ -145,9 +148,13 @@ def _json_rows(path: Path, lines: list[tuple[int, str]]) -> Iterator[tuple[int, 
 def _csv_rows(path: Path, lines: list[tuple[int, str]]) -> Iterator[tuple[int, Row]]:
     (first, header), *rest = lines
     names = _cells(path, first, header)
-    if not {"input_tokens", "output_tokens"} <= set(names):
-        _wrong(path, first, f"neither JSON nor the names of CSV columns; the file should hold {_FORMATS}")
+    if not set(CSV_FIELDS) & set(names):
+        apart = "; columns are separated by commas" if any(name in header for name in CSV_FIELDS) else ""
+        _wrong(path, first, f"neither JSON nor the names of CSV columns{apart}; the file should hold {_FORMATS}")
     _known_fields(path, first, names, CSV_FIELDS)
+    for needed in ("input_tokens", "output_tokens"):
+        if needed not in names:
+            _wrong(path, first, f"no column '{needed}'")
     if len(set(names)) < len(names):
         _wrong(path, first, "a column is named twice")
     if not rest:
@@ -217,8 +224,10 @@ def _tokens(path: Path, number: int, given: Mapping[str, object], name: str) -> 
     value = given[name]
     if not _is_int(value):
         _wrong(path, number, f"'{name}' is {value!r}, not a whole number")
-    if not 1 <= value <= MOST_TOKENS:
-        _wrong(path, number, f"'{name}' is {value}; a request has at least 1 token in and 1 out")
+    if value < 1:
+        _wrong(path, number, f"'{name}' is {reprlib.repr(value)}; a request has at least 1 token in and 1 out")
+    if value > MOST_TOKENS:
+        _wrong(path, number, f"'{name}' is {reprlib.repr(value)}, more than any model takes")
     return value
 
 
@@ -226,8 +235,8 @@ def _time(path: Path, number: int, given: Mapping[str, object], name: str) -> fl
     if name not in given:
         _wrong(path, number, f"no '{name}'")
     value = given[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        _wrong(path, number, f"'{name}' is {value!r}, not a time")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST_TIME:
+        _wrong(path, number, f"'{name}' is {reprlib.repr(value)}, not a time")
     return float(value)
 
 
@@ -255,4 +264,4 @@ def _is_int(value: object) -> TypeGuard[int]:
 
 
 def _wrong(path: Path, number: int, what: str) -> NoReturn:
-    raise UsageError(f"--requests {path}, line {number}: {what.rstrip('.')}.")
+    raise UsageError(f"--requests {path}, line {number}: {what if what.endswith('?') else what.rstrip('.') + '.'}")

@@ -47,7 +47,7 @@ class Traffic:
     def __init__(self, requests: SequenceOf[ServeRequest], scheduler: Scheduler, concurrency: int | None) -> None:
         """`requests` by arrival; `concurrency` clients send them, or None: each at its arrival_s."""
         if not requests:
-            raise UsageError("there is no request to serve; give --requests 1 or more.")
+            raise UsageError("there is no request to serve; give --num-requests 1 or more.")
         if concurrency is not None and concurrency < 1:
             raise UsageError(f"--concurrency {concurrency}: no client would send anything; try --concurrency 1.")
         self.requests, self.scheduler, self.concurrency = requests, scheduler, concurrency

@@ -253,7 +253,9 @@ def test_objectives_are_named_in_ms() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("", "not NAME=MS"),
+        ("", "--slo is empty"),
+        ({}, "--slo is empty"),
+        (",", "not NAME=MS"),
         ("ttft", "--slo ttft: not NAME=MS"),
         ("ttft=", "not a positive number of ms"),
         ("ttft=0", "not a positive number of ms"),
@@ -285,6 +287,8 @@ def test_any_other_objective_is_refused(value: object, words: str) -> None:
             "2 req/s burstiness 0.5, 8 × 10→3 tokens",
         ),
         ({"arrival": TRACE, "trace": "a.jsonl"}, 512, "at the trace's times, 8 of a.jsonl"),
+        ({"arrival": GAMMA, "request_rate": 0.5}, 3, "0.5 req/s, 8 × 10→3 tokens, 3 at once"),
+        ({"mode": "replay"}, 8, "8 clients, 8 × 10→3 tokens, replay"),
     ],
 )
 def test_a_load_has_a_name(changes: dict[str, object], concurrency: int, name: str) -> None:

@@ -189,6 +189,19 @@ class TestTraces:
         assert (found.error, found.point.context) == (None, 65536)
 
 
+def test_a_folder_of_step_times_is_no_file_of_them(tmp_path: Path) -> None:
+    """A run's folder, or step-times/ in it: the error names a file in it."""
+    with pytest.raises(UsageError, match="is a folder; name a file below step-times/ of a run"):
+        expand(mode="replay", step_times=str(tmp_path))
+    file = tmp_path / "step-times" / "a.json"
+    file.parent.mkdir()
+    file.write_text("{}")
+    for folder in (tmp_path, file.parent):
+        with pytest.raises(UsageError) as e:
+            expand(mode="replay", step_times=str(folder))
+        assert str(e.value).endswith(f"is a folder; name a file in it, such as {file}.")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -200,12 +213,22 @@ class TestTraces:
         ({"request_rate": ""}, "--request-rate is empty"),
         ({"request_rate": True}, "--request-rate True: not a number"),
         ({"burstiness": 0, "request_rate": 1}, "--burstiness 0 is not positive"),
+        ({"burstiness": 1e-300, "request_rate": 1}, "--burstiness 1e-300 is not positive, or too near to 0"),
+        ({"burstiness": "x", "request_rate": 1}, "--burstiness x: not a number; write for example --burstiness 0.5"),
+        ({"request_rate": "1e-308"}, "the last of 16 requests would come after years"),
         ({"burstiness": 2}, "--burstiness shapes --request-rate, which was not given"),
         ({"prefix_share": 1}, "--prefix-share 1 is not a share"),
         ({"prefix_share": -0.1}, "--prefix-share -0.1 is not a share"),
         ({"prefix_groups": 2}, "--prefix-groups without --prefix-share"),
         ({"prefix_groups": 0, "prefix_share": 0.5}, "--prefix-groups 0 is not positive"),
         ({"num_requests": 0}, "--num-requests 0 is not positive"),
+        ({"num_requests": 10**11}, "which would not fit in memory"),
+        ({"num_requests": "9" * 5000}, "not a whole number; write for example --num-requests 480"),
+        ({"prefix_share": "50%"}, "--prefix-share 50%: not a number; write for example --prefix-share 0.5"),
+        ({"chunk": "2k"}, "--chunk 2k: not a whole number; write for example --chunk 8192"),
+        ({"mode": ""}, "--mode is empty; write for example --mode replay"),
+        ({"slo": ""}, "--slo is empty"),
+        ({"concurrency": "4", "limit": "2"}, "more than the 2 requests, so that fewer are in flight; use --limit 40"),
         ({"concurrency": "0"}, "--concurrency 0 is not positive"),
         ({"concurrency": "17"}, "--concurrency 17 is more than the 16 requests"),
         ({"seed": -1}, "--seed -1 is negative"),
@@ -216,7 +239,10 @@ class TestTraces:
         ({"step_times": "x.json"}, "--step-times x.json is for replays alone; add --mode replay"),
         ({"step_times": "x.json", "mode": "replay"}, "--step-times x.json: no such file"),
         ({"input_tokens": "uniform:9-4"}, "--input-tokens uniform:9-4: 9 is more than 4"),
-        ({"output_tokens": "4,,5"}, "has an empty entry; write a comma list such as --output-tokens 500,1500"),
+        (
+            {"output_tokens": "4,,5"},
+            "--output-tokens '4,,5' has an empty entry; write a comma list such as --output-tokens 500,1500",
+        ),
         ({"limit": "-5"}, "--limit -5 is not positive"),
         ({"slo": "p99=3"}, "--slo p99: not one of ttft"),
         ({"requests": "none.jsonl"}, "--requests none.jsonl cannot be read"),
@@ -241,6 +267,11 @@ class TestRejections:
         """tp8·dp2·dcp4 with pages of 8: 8 × 4 = 32 tokens for each of 2 replicas."""
         assert "use --chunk 64 or more, or a smaller --page-size" in reason(tp=8, dp=2, dcp=4, page_size=8, chunk=63)
         assert expand(tp=8, dp=2, dcp=4, page_size=8, chunk=64)[0].error is None
+
+    def test_a_chunk_larger_than_a_gpu_is_refused_with_what_it_would_need(self) -> None:
+        found = reason(H200X4, concurrency=8, chunk=10**8)
+        assert found.startswith("--chunk 100000000: a step of so many prompt tokens needs")
+        assert found.endswith("on a GPU of 139.0 GiB; use a smaller one, such as --chunk 8192.")
 
     def test_flashinfer_prefills_on_gpus_that_have_it_with_its_widths(self) -> None:
         assert "needs a GPU" in reason(prefill="flashinfer")
