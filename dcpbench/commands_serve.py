@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from dcpbench.choices import LIVE
+from dcpbench.choices import LIVE, NO_EXCHANGE
 from dcpbench.errors import DcpbenchError
 from dcpbench.jobs import Progress
 from dcpbench.judge_serve import known_times
@@ -51,7 +51,8 @@ def serve(given: dict[str, object], run: Run) -> int:
         times.probe(), count=max(times.probe().count, times.path.tp),
         packages={"flashinfer": times.environment.flashinfer},
     )  # fmt: skip
-    own = {name: value for name, value in msgspec.to_builtins(times.path).items() if name != "overlap"}
+    unsaid = ("overlap", "exchange") if times.path.exchange == NO_EXCHANGE else ("overlap",)
+    own = {name: value for name, value in msgspec.to_builtins(times.path).items() if name not in unsaid}
     spec = make_serve_spec({"baseline": False, **own, **typed}, probe)
     _say_about(spec, probe)
     return measure(spec, probe, run, _replay_points)

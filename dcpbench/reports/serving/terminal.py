@@ -67,7 +67,7 @@ def _below(points: pd.DataFrame) -> list[str]:
     for text, (_, p) in zip(told_marks(points), points.iterrows(), strict=True):
         if said := ", ".join(mark for mark in text.split(", ") if mark and mark != FEW_SAMPLES):
             marks.setdefault(said, []).append(f"{p['label']} at {p['arrival']}")
-    told += [f"{mark}: {', '.join(where)}" for mark, where in marks.items()]
+    told += [f"{mark}: {', '.join(where) if len(where) < len(points) else 'all'}" for mark, where in marks.items()]
     preempted = points[points["preemptions"] > 0]
     clauses = [f"{p['label']} at {p['arrival']} {whole(p['preemptions'])}" for _, p in preempted.iterrows()]
     told += [f"preemptions: {', '.join(clauses)}"] if clauses else []
