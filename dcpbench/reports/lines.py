@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 WIDE_PANEL = (3.7, 3.0)
 GREY = "#555555"
 NARROW_PANEL = (4.4, 3.0)
+TITLE_WIDTH = 42
+"""Characters of a line above a panel."""
 
 
 def draw_throughput(points: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:
@@ -114,7 +117,7 @@ def panels(
     found = []
     for ax, value in zip(axes, values, strict=False):
         panel = points[points[by] == value]
-        ax.set_title(plain(form.format(value)))
+        ax.set_title(textwrap.fill(plain(form.format(value)), TITLE_WIDTH))
         ax.tick_params(labelleft=True)
         if bool(panel["cpu"].any()):
             watermark(ax)
