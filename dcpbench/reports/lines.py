@@ -117,7 +117,7 @@ def panels(
     found = []
     for ax, value in zip(axes, values, strict=False):
         panel = points[points[by] == value]
-        ax.set_title(textwrap.fill(plain(form.format(value)), TITLE_WIDTH))
+        ax.set_title(textwrap.fill(plain(form.format(value), 2 * TITLE_WIDTH), TITLE_WIDTH))
         ax.tick_params(labelleft=True)
         if bool(panel["cpu"].any()):
             watermark(ax)

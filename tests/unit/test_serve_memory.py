@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dcpbench import ranges
 from dcpbench.records import Point
 from dcpbench.serve_records import Load
 from dcpbench.workloads.serve import Serving, _requests
@@ -15,7 +16,7 @@ from tests.unit import engine_builder as build
 SHAPE = build.shape_like_tiny(layers=1, first_dense=1)
 LOAD = Load(requests=1, input_tokens="1", output_tokens="1", chunk=16)
 POINT = Point(
-    model="tiny", workload="serve", tp=1, concurrency=4, context=64, backend="reference", dtype="fp32", page_size=4,
+    model="tiny", workload="serve", tp=1, concurrency=2, context=64, backend="reference", dtype="fp32", page_size=4,
     load=LOAD,
 )  # fmt: skip
 RUNS, STEPS = 10, 3_000
@@ -42,14 +43,14 @@ def one_thread():
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the kernel tells no process its size here")
 def test_thirty_thousand_steps_leave_nothing_behind():
-    """Ten runs of 3,000 steps, with 23 pages for four requests of up to 10 each: hits, evictions and preemptions."""
-    engine = build.engine(shape=SHAPE, pages=24, page_size=POINT.page_size, requests=4, context=POINT.context)
+    """Ten runs of 3,000 steps, with 13 pages for two requests of up to 10 each: hits, evictions and preemptions."""
+    engine = build.engine(shape=SHAPE, pages=14, page_size=POINT.page_size, requests=2, context=POINT.context)
     serving = Serving(SimpleNamespace(engine=engine, point=POINT, shape=SHAPE), LOAD.chunk, "sdpa")
     requests = _requests([1 + 7 * i % 20 for i in range(STEPS)], 20, SHAPE.vocab)
     sizes = []
-    with torch.inference_mode():
+    with torch.inference_mode(), ranges.quiet():
         for _ in range(RUNS):
-            loop = serving.loop(POINT, requests, concurrency=4)
+            loop = serving.loop(POINT, requests, concurrency=2)
             while loop.counts.steps < STEPS:
                 loop.iterate()
             loop.cut()
