@@ -1,4 +1,5 @@
-"""What holds for every test: no deadlines, as nothing here measures time; GPU tests only where there is a GPU.
+"""What holds for every test: no deadlines, as nothing here measures time; GPU tests only where there is a GPU; one
+thread, as tensors are tiny and several threads of several processes spend their time waiting for each other.
 
 Without a GPU, Triton kernels run in its interpreter; that has to be decided before anything imports Triton.
 """
@@ -11,6 +12,8 @@ from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+torch.set_num_threads(1)
 
 settings.register_profile("dcpbench", deadline=None, print_blob=True)
 settings.load_profile("dcpbench")

@@ -31,16 +31,6 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
 
 
-@pytest.fixture
-def one_thread():
-    """Tensors this small are slower on several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the kernel tells no process its size here")
 def test_thirty_thousand_steps_leave_nothing_behind():
     """Ten runs of 3,000 steps, with 13 pages for two requests of up to 10 each: hits, evictions and preemptions."""
