@@ -14,7 +14,7 @@ from dcpbench.reports.merge import spread
 from dcpbench.stats import REPEATS_AGREE_WITHIN
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dcpbench.records import Interval
     from dcpbench.reports.frames import Frames
@@ -67,13 +67,24 @@ def dcp_against_baseline(points: pd.DataFrame) -> pd.DataFrame:
     `ratio` is missing where the baseline did not run. `verdict` is `higher` or `lower` only if the intervals lie apart
     and the ratio differs from 1 by more than repeats may.
     """
+    return over_baseline(points, BASELINE_OF, [*LOAD, "label", "tp", "dp"])
+
+
+def over_baseline(
+    points: pd.DataFrame, same: list[str], shown: list[str],
+    more: Callable[[pd.Series[Any], pd.Series[Any]], dict[str, Any]] = lambda *_: {},
+) -> pd.DataFrame:  # fmt: skip
+    """A row for each DCP point: its columns `shown`, and its throughput over that of the point without DCP.
+
+    The two agree in the columns `same`; `more` adds to a row, of the point and its baseline.
+    """
     if points.empty:
         return pd.DataFrame()
-    base = points[points["dcp"] == 1].drop_duplicates(BASELINE_OF).set_index(BASELINE_OF)
+    base = points[points["dcp"] == 1].drop_duplicates(same).set_index(same)
     rows: list[dict[str, Any]] = []
     for _, point in points[points["dcp"] > 1].iterrows():
-        row = {name: point[name] for name in [*LOAD, "label", "tp", "dp"]}
-        key = tuple(point[BASELINE_OF])
+        row = {name: point[name] for name in shown}
+        key = tuple(point[same])
         if key in base.index:
             over = base.loc[key]
             row |= {
@@ -81,6 +92,7 @@ def dcp_against_baseline(points: pd.DataFrame) -> pd.DataFrame:
                 "ratio": point["output_tok_s"] / over["output_tok_s"],
                 "low": point["output_tok_s_low"] / over["output_tok_s_high"],
                 "high": point["output_tok_s_high"] / over["output_tok_s_low"],
+                **more(point, over),
             }
         told = verdict(row, above="higher", below="lower") if "ratio" in row else "no baseline"
         rows.append(row | {"verdict": told})

@@ -41,14 +41,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def truth(checkpoint: str):
-    """Greedy continuations of the prompts of a load by `transformers`, computed once per prompt."""
+    """Greedy continuations of the prompts of a load by `transformers`, as long as that load needs them."""
     known: dict[tuple[int, ...], list[int]] = {}
 
     def of(load: Load) -> list[list[int]]:
         requests = make_requests(load, VOCAB)
         prompts = [tuple(r.prompt.tolist()) for r in requests]
-        new = [p for p in dict.fromkeys(prompts) if p not in known]
-        for prompt, found in zip(new, oracle.greedy(checkpoint, [list(p) for p in new], OUTPUT), strict=True):
+        longest = max(r.output_tokens for r in requests)
+        new = [p for p in dict.fromkeys(prompts) if len(known.get(p, [])) < longest]
+        for prompt, found in zip(new, oracle.greedy(checkpoint, [list(p) for p in new], longest), strict=True):
             known[prompt] = found.tokens
         return [known[p][: r.output_tokens] for p, r in zip(prompts, requests, strict=True)]
 
@@ -77,36 +78,56 @@ def streams(record: Record, folder: Path) -> list[list[int]]:
     return [row.tokens for row in rows]
 
 
-def test_forty_requests_on_tp4_dcp4_are_answered_as_by_transformers(checkpoint, truth, tmp_path):
+A2A_WIDE = {"exchange": "a2a", "q_replicate": True, "project_first": True}
+TIGHT = {"prefix_cache": False, "policy": "prefill-first", "prefix_share": 0.0}
+
+CASES: dict[str, tuple[Layout, dict[str, object], dict[str, object]]] = {
+    "forty": (Layout(4, dcp=4), {}, {"requests": 40}),
+    "tp2-dp2": (Layout(2, dp=2), {}, {"chunk": 8}),
+    "tp2-dcp2-symm": (
+        Layout(2, dcp=2), {"exchange": "symm", "page_size": 4, "interleave": 2}, {"policy": "prefill-first"},
+    ),
+    "tp4-dp2-dcp2-a2a": (Layout(4, dp=2, dcp=2), A2A_WIDE, {}),
+    "tp4-dcp4-halves": (Layout(4, dcp=4), {"overlap": True, "page_size": 1}, TIGHT),
+}  # fmt: skip
+"""Layout, fields of the point and changes of LOAD."""
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint: str, tmp_path_factory: pytest.TempPathFactory):
+    """Load, token streams and record of a case. All cases of as many ranks are points of one job."""
+    known: dict[str, tuple[Load, list[list[int]], Record]] = {}
+
+    def of(name: str) -> tuple[Load, list[list[int]], Record]:
+        if name not in known:
+            mine = {n: case for n, case in CASES.items() if case[0].tp == CASES[name][0].tp}
+            loads = {n: msgspec.structs.replace(LOAD, **changes) for n, (_, _, changes) in mine.items()}
+            points = {n: point(checkpoint, mine[n][0], load, **mine[n][1]) for n, load in loads.items()}
+            folder = tmp_path_factory.mktemp("run")
+            records = {record.key: record for record in serve(list(points.values()), folder)}
+            for n, load in loads.items():
+                record = records[points[n].key()]
+                known[n] = load, streams(record, folder), record
+        return known[name]
+
+    return of
+
+
+def test_forty_requests_on_tp4_dcp4_are_answered_as_by_transformers(served, truth):
     """40 prompts, half of each shared, six at a time: chunks of two pages, hits in the prefix cache, mixed steps."""
-    load = msgspec.structs.replace(LOAD, requests=40)
-    (record,) = serve([point(checkpoint, Layout(4, dcp=4), load)], tmp_path)
-    assert streams(record, tmp_path) == truth(load)
+    load, found, record = served("forty")
+    assert found == truth(load)
     assert (record.serve.finished, record.serve.rejected, record.serve.cancelled) == (40, 0, 0)
     assert record.serve.cached_tokens > 0
     assert record.serve.decode_steps < record.serve.steps
     assert record.marks[0] == "cpu"
 
 
-A2A_WIDE = {"exchange": "a2a", "q_replicate": True, "project_first": True}
-TIGHT = {"prefix_cache": False, "policy": "prefill-first", "prefix_share": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("layout", "fields", "changes"),
-    [
-        (Layout(2, dp=2), {}, {"chunk": 8}),
-        (Layout(2, dcp=2), {"exchange": "symm", "page_size": 4, "interleave": 2}, {"policy": "prefill-first"}),
-        (Layout(4, dp=2, dcp=2), A2A_WIDE, {}),
-        (Layout(4, dcp=4), {"overlap": True, "page_size": 1}, TIGHT),
-    ],
-    ids=["tp2-dp2", "tp2-dcp2-symm", "tp4-dp2-dcp2-a2a", "tp4-dcp4-halves"],
-)
-def test_every_kind_of_layout_answers_as_transformers(layout, fields, changes, checkpoint, truth, tmp_path):
+@pytest.mark.parametrize("case", [name for name in CASES if name != "forty"])
+def test_every_kind_of_layout_answers_as_transformers(case, served, truth):
     """Replicas with unequal rows, stripes, both policies, each exchange and its options."""
-    load = msgspec.structs.replace(LOAD, **changes)
-    (record,) = serve([point(checkpoint, layout, load, **fields)], tmp_path)
-    assert streams(record, tmp_path) == truth(load)
+    load, found, _ = served(case)
+    assert found == truth(load)
 
 
 def test_requests_that_lose_their_kv_are_answered_all_the_same(checkpoint, truth, tmp_path):

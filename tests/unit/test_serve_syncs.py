@@ -15,6 +15,7 @@ from dcpbench.layout import Layout
 from dcpbench.records import Point
 from dcpbench.serve_records import Load
 from dcpbench.syncs.dry_run import DryRun, dry_run
+from dcpbench.syncs.virtual import virtual_cuda
 from dcpbench.workloads.serve import Serving, _requests
 from dcpbench.workloads.serving_loop import Loop
 from tests.unit import engine_builder as build
@@ -43,6 +44,13 @@ def served(run: DryRun) -> tuple[Loop, int]:
     return loop, before
 
 
+@pytest.fixture
+def small_gpu(monkeypatch):
+    """A virtual GPU on which Triton's interpreter has eight programs of a kernel to run instead of 132."""
+    monkeypatch.setattr(virtual_cuda, "_PROCESSORS", 8)
+
+
+@pytest.mark.usefixtures("small_gpu")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # arithmetic of rows that nobody reads
 def test_the_loop_waits_for_nothing_but_the_tokens_of_the_step_before():
     """Prefill, chunks with a stored prefix, mixed steps and decodes: all that a step needs comes from the host."""

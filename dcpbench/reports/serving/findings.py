@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from dcpbench.choices import CLOSED, LIVE, REPLAY
-from dcpbench.reports.findings import NOT_RUN, verdict
+from dcpbench.reports.findings import NOT_RUN, over_baseline
 from dcpbench.reports.merge import missing
 from dcpbench.reports.serving import words
 from dcpbench.reports.tables import number
@@ -70,26 +70,13 @@ def dcp_against_baseline(points: pd.DataFrame) -> pd.DataFrame:
     `ratio` is missing where the baseline did not run. `verdict` is `higher` or `lower` only if what repeats reached
     lies apart, and the ratio differs from 1 by more than repeats may.
     """
-    if points.empty:
-        return pd.DataFrame()
-    base = points[points["dcp"] == 1].drop_duplicates(BASELINE_OF).set_index(BASELINE_OF)
-    rows: list[dict[str, Any]] = []
-    for _, point in points[points["dcp"] > 1].iterrows():
-        row = {name: point[name] for name in (*SHOWN, "dcp", "variant", "load_arrival")}
-        key = tuple(point[BASELINE_OF])
-        if key in base.index:
-            over = base.loc[key]
-            row |= {
-                "baseline": over["label"],
-                "ratio": point["output_tok_s"] / over["output_tok_s"],
-                "low": point["output_tok_s_low"] / over["output_tok_s_high"],
-                "high": point["output_tok_s_high"] / over["output_tok_s_low"],
-                "ttft_ratio": _over(point["ttft_p50_ms"], over["ttft_p50_ms"]),
-                "itl_ratio": _over(point["itl_p50_ms"], over["itl_p50_ms"]),
-            }
-        told = verdict(row, above="higher", below="lower") if "ratio" in row else "no baseline"
-        rows.append(row | {"verdict": told})
-    return pd.DataFrame(rows)
+    return over_baseline(
+        points, BASELINE_OF, [*SHOWN, "dcp", "variant", "load_arrival"],
+        lambda point, over: {
+            "ttft_ratio": _over(point["ttft_p50_ms"], over["ttft_p50_ms"]),
+            "itl_ratio": _over(point["itl_p50_ms"], over["itl_p50_ms"]),
+        },
+    )  # fmt: skip
 
 
 def break_even(ratios: pd.DataFrame) -> pd.DataFrame:
