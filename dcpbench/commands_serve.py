@@ -17,6 +17,7 @@ from dcpbench.records import Record, RecordFile
 from dcpbench.runs import check_run, console, machine, measure, say, stoppable
 from dcpbench.serve_spec import SERVE_PARSERS, ServeLoads, make_serve_spec, measured_before
 from dcpbench.serving.loads import extent
+from dcpbench.serving.outcome import in_short
 from dcpbench.serving.replay_point import replay_from_file
 from dcpbench.spec import read_options
 
@@ -75,7 +76,7 @@ def _replay_points(points: Sequence[Point], work: Work, run: Run) -> None:
                 record = Record(point=point, outcome="failed", reason=str(e))
             out.append(record)
             stage = "done" if record.outcome == "ok" else record.outcome
-            note = record.reason or (f"{record.serve.output_tok_s:,.0f} tok/s" if record.serve else "")
+            note = record.reason or (in_short(record.serve) if record.serve else "")
             watch(Progress(stage=stage, key=point.key(), note=note, at=time.time()))
 
 

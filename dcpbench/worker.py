@@ -21,6 +21,7 @@ from dcpbench.choices import REPLAY
 from dcpbench.environment import environment, probe
 from dcpbench.jobs import Failure, Job, Probe
 from dcpbench.records import RecordFile
+from dcpbench.serving.outcome import in_short
 from dcpbench.shapes import load_shape
 from dcpbench.workloads import decode, replay, serve, verify
 from dcpbench.workloads.ranks import start
@@ -144,9 +145,7 @@ class Worker:
 def _numbers(record: Record) -> str:
     """The last numbers, for the progress line."""
     if record.serve is not None:
-        ttft, itl = (x.p50 for x in (record.serve.ttft_ms, record.serve.itl_ms))
-        times = ", ".join(f"{name} {ms:,.1f} ms" for name, ms in (("TTFT", ttft), ("ITL", itl)) if ms is not None)
-        return f"{record.serve.output_tok_s:,.0f} tok/s, {times}"
+        return in_short(record.serve)
     assert record.metrics is not None
     chosen = f" with {record.choice}" if record.choice else ""
     return f"{record.metrics.step_ms.median:.2f} ms/step{chosen}"

@@ -153,6 +153,14 @@ def marks(found: ServeMetrics) -> list[str]:
     return [mark for mark, holds in told.items() if holds]
 
 
+def in_short(found: ServeMetrics) -> str:
+    """`408 tok/s, TTFT 981.8 ms, ITL 111.5 ms`, for a line of progress; medians, where any request finished."""
+    medians = (("TTFT", found.ttft_ms.p50), ("ITL", found.itl_ms.p50))
+    return ", ".join(
+        [f"{found.output_tok_s:,.0f} tok/s", *(f"{n} {ms:,.1f} ms" for n, ms in medians if ms is not None)]
+    )
+
+
 def _pooled_itl(times: list[metrics.RequestTimes]) -> metrics.Floats:
     import numpy as np
 

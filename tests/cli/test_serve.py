@@ -152,6 +152,8 @@ def test_a_long_live_run_is_announced(call) -> None:
         (["--input-tokens", "-5"], "--input-tokens -5: -5 tokens"),
         (["--output-tokens", "999999"], "lower --input-tokens or --output-tokens"),
         (["--chunk", "3"], "use --chunk 4 or more"),
+        (["--chunk", "2k"], "--chunk 2k: not a whole number; write for example --chunk 8192"),
+        (["--prefix-share", "50%"], "--prefix-share 50%: not a number; write for example --prefix-share 0.5"),
         (["--limit", "soon"], "--limit soon: write a number of requests such as 200, or seconds such as 60s"),
         (["--slo", "ttft"], "write for example --slo ttft=500,itl=50, in ms"),
         (["--requests", "none"], "--requests none cannot be read"),

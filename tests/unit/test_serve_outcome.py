@@ -13,7 +13,7 @@ import pytest
 from dcpbench.errors import OutputError, RecordsError, UsageError
 from dcpbench.records import Point
 from dcpbench.serve_records import Load, ServeMetrics
-from dcpbench.serving.outcome import CANCELLED, FINISHED, REJECTED, StepCounts, rows, serve_metrics
+from dcpbench.serving.outcome import CANCELLED, FINISHED, REJECTED, StepCounts, in_short, rows, serve_metrics
 from dcpbench.serving.samples import POINT_KEY, read_samples, samples_name, samples_point, write_samples
 from tests.unit import virtual_serving as build
 
@@ -85,6 +85,14 @@ class TestMetrics:
         assert (got.finished, got.cancelled, got.output_tokens, got.output_tok_s) == (0, 2, 8, 2)
         assert (got.ttft_ms.p50, got.ttft_ms.samples, got.itl_ms.p50, got.tok_s_per_user) == (None, 0, None, None)
         assert (got.goodput_s, got.request_s, got.steady_tok_s) == (0, 0, 2)
+
+    def test_a_line_of_progress_has_the_medians_that_there_are(self) -> None:
+        done, cut = (
+            metrics(build.serve([build.request(i) for i in range(4)], concurrency=2, until_s=until))
+            for until in (99, 4)
+        )
+        assert in_short(done) == "2 tok/s, TTFT 1,000.0 ms, ITL 1,000.0 ms"
+        assert in_short(cut) == "2 tok/s"
 
     def test_a_rejected_request_is_counted_and_nothing_else(self) -> None:
         """2,000 tokens into 1,600."""
