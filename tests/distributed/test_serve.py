@@ -95,19 +95,17 @@ CASES: dict[str, tuple[Layout, dict[str, object], dict[str, object]]] = {
 
 @pytest.fixture(scope="module")
 def served(checkpoint: str, tmp_path_factory: pytest.TempPathFactory):
-    """Load, token streams and record of a case. All cases of as many ranks are points of one job."""
-    known: dict[str, tuple[Load, list[list[int]], Record]] = {}
+    """Load, record and folder of a case. All cases of as many ranks are points of one job."""
+    known: dict[str, tuple[Load, Record, Path]] = {}
 
-    def of(name: str) -> tuple[Load, list[list[int]], Record]:
+    def of(name: str) -> tuple[Load, Record, Path]:
         if name not in known:
             mine = {n: case for n, case in CASES.items() if case[0].tp == CASES[name][0].tp}
             loads = {n: msgspec.structs.replace(LOAD, **changes) for n, (_, _, changes) in mine.items()}
             points = {n: point(checkpoint, mine[n][0], load, **mine[n][1]) for n, load in loads.items()}
             folder = tmp_path_factory.mktemp("run")
-            records = {record.key: record for record in serve(list(points.values()), folder)}
-            for n, load in loads.items():
-                record = records[points[n].key()]
-                known[n] = load, streams(record, folder), record
+            records = {record.point.key(): record for record in serve(list(points.values()), folder)}
+            known.update({n: (load, records[points[n].key()], folder) for n, load in loads.items()})
         return known[name]
 
     return of
@@ -115,8 +113,8 @@ def served(checkpoint: str, tmp_path_factory: pytest.TempPathFactory):
 
 def test_forty_requests_on_tp4_dcp4_are_answered_as_by_transformers(served, truth):
     """40 prompts, half of each shared, six at a time: chunks of two pages, hits in the prefix cache, mixed steps."""
-    load, found, record = served("forty")
-    assert found == truth(load)
+    load, record, folder = served("forty")
+    assert streams(record, folder) == truth(load)
     assert (record.serve.finished, record.serve.rejected, record.serve.cancelled) == (40, 0, 0)
     assert record.serve.cached_tokens > 0
     assert record.serve.decode_steps < record.serve.steps
@@ -126,8 +124,8 @@ def test_forty_requests_on_tp4_dcp4_are_answered_as_by_transformers(served, trut
 @pytest.mark.parametrize("case", [name for name in CASES if name != "forty"])
 def test_every_kind_of_layout_answers_as_transformers(case, served, truth):
     """Replicas with unequal rows, stripes, both policies, each exchange and its options."""
-    load, found, _ = served(case)
-    assert found == truth(load)
+    load, record, folder = served(case)
+    assert streams(record, folder) == truth(load)
 
 
 def test_requests_that_lose_their_kv_are_answered_all_the_same(checkpoint, truth, tmp_path):
