@@ -44,12 +44,35 @@ def run(points: list[Point], folder: Path) -> list[Record]:
     return records
 
 
+LONE, REPLICAS = Layout(1), Layout(2, dp=2)
+OTHERS = {"policy": "prefill-first", "prefix_share": 0.5}
+
+
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Record], StepTimes]:
-    """Two points of one engine path replayed in one job, and their step times."""
-    folder = tmp_path_factory.mktemp("run")
-    records = run([point(), point(concurrency=2, seed=1)], folder)
-    (file,) = (folder / "step-times").iterdir()
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the run that all jobs of this module belong to."""
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> list[Record]:
+    """Two points of one engine path and one of another, replayed in one job."""
+    return run([point(), point(concurrency=2, seed=1), point(REPLICAS, **OTHERS)], folder)
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder: Path) -> Record:
+    """A point of one rank; the code is said to be of commit "one"."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DCPBENCH_GIT_COMMIT", "one")
+        return run([point(LONE, **OTHERS)], folder)[0]
+
+
+@pytest.fixture(scope="module")
+def job(folder: Path, two_ranks: list[Record]) -> tuple[Path, list[Record], StepTimes]:
+    """The two points of one engine path, and their step times."""
+    records = two_ranks[:2]
+    (file,) = {folder / record.honesty.step_times for record in records}
     return folder, records, read_step_times(file)
 
 
@@ -99,20 +122,21 @@ def test_the_same_file_gives_the_same_record_without_a_job(job, tmp_path) -> Non
         assert again.measured_with == record.measured_with
 
 
-@pytest.mark.parametrize("layout", [Layout(1), Layout(2, dp=2)], ids=str)
-def test_other_layouts_are_measured_too(layout: Layout, tmp_path: Path) -> None:
-    (record,) = run([point(layout, policy="prefill-first", prefix_share=0.5)], tmp_path)
+@pytest.mark.parametrize("layout", [LONE, REPLICAS], ids=str)
+def test_other_layouts_are_measured_too(layout: Layout, request: pytest.FixtureRequest) -> None:
+    record = request.getfixturevalue("one_rank") if layout == LONE else request.getfixturevalue("two_ranks")[2]
+    assert record.point.layout == layout
+    assert record.honesty.step_times == step_times_name(EnginePath.of(record.point))
     assert record.serve.finished == 12
 
 
-def test_a_run_that_goes_on_uses_the_file_that_it_has(tmp_path, monkeypatch) -> None:
+def test_a_run_that_goes_on_uses_the_file_that_it_has(folder, one_rank, monkeypatch) -> None:
     """As long as machine and code are the same and every case is in it."""
-    monkeypatch.setenv("DCPBENCH_GIT_COMMIT", "one")
-    (first,) = run([point(Layout(1))], tmp_path)
-    file = tmp_path / first.honesty.step_times
+    file = folder / one_rank.honesty.step_times
     written = file.stat().st_mtime_ns
-    run([point(Layout(1), seed=1)], tmp_path)
+    monkeypatch.setenv("DCPBENCH_GIT_COMMIT", "one")
+    run([point(LONE, seed=1, **OTHERS)], folder)
     assert file.stat().st_mtime_ns == written
     monkeypatch.setenv("DCPBENCH_GIT_COMMIT", "two")
-    run([point(Layout(1), seed=2)], tmp_path)
+    run([point(LONE, seed=2, **OTHERS)], folder)
     assert file.stat().st_mtime_ns != written
