@@ -1,5 +1,6 @@
 """What 30,000 steps of the serving loop leave in memory: nothing but the samples of the requests."""
 
+import dataclasses
 import gc
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,10 +34,14 @@ def resident_bytes() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the kernel tells no process its size here")
 def test_thirty_thousand_steps_leave_nothing_behind():
-    """Ten runs of 3,000 steps, with 13 pages for two requests of up to 10 each: hits, evictions and preemptions."""
+    """Ten runs of 3,000 steps, with 13 pages for two requests of up to 10 each, and each prompt three times.
+
+    So there are hits in the prefix cache, evictions and preemptions.
+    """
     engine = build.engine(shape=SHAPE, pages=14, page_size=POINT.page_size, requests=2, context=POINT.context)
     serving = Serving(SimpleNamespace(engine=engine, point=POINT, shape=SHAPE), LOAD.chunk, "sdpa")
-    requests = _requests([1 + 7 * i % 20 for i in range(STEPS)], 20, SHAPE.vocab)
+    alone = _requests([1 + 7 * i % 20 for i in range(STEPS)], 20, SHAPE.vocab)
+    requests = [dataclasses.replace(r, prompt=alone[r.number // 3].prompt) for r in alone]
     sizes = []
     with torch.inference_mode(), ranges.quiet():
         for _ in range(RUNS):
@@ -44,7 +49,9 @@ def test_thirty_thousand_steps_leave_nothing_behind():
             while loop.counts.steps < STEPS:
                 loop.iterate()
             loop.cut()
-            assert sum(s.preemptions for s in (x.sequence for x in loop.traffic.samples) if s) > 0
-            del loop
+            sequences = [sample.sequence for sample in loop.traffic.samples if sample.sequence]
+            assert sum(s.preemptions for s in sequences) > 0
+            assert sum(s.cached > 0 for s in sequences) > 0
+            del loop, sequences
             sizes.append(resident_bytes())
     assert max(sizes[2:]) - sizes[1] < GROWTH_BYTES, sizes
