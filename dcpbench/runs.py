@@ -151,7 +151,8 @@ def stoppable(work: launch.Work) -> Iterator[None]:
         if work.kind == "verify":
             again = f"check again, repeat the command with: -o {folder} --force"
         with contextlib.suppress(OSError):  # the terminal may be gone
-            say(f"\nInterrupted; the workers have ended and what was measured is in {work.folder}. To {again}")
+            ended = "" if work.settings.step_times else "the workers have ended and "
+            say(f"\nInterrupted; {ended}what was measured is in {work.folder}. To {again}")
         sys.exit(e.code if isinstance(e, SystemExit) else INTERRUPTED)
     finally:
         for number, handler in before.items():

@@ -70,11 +70,12 @@ def parse_limit(value: object) -> tuple[int | None, float | None]:
 
 
 def parse_slo(value: object) -> dict[str, float]:
-    """`ttft=500,itl=50`, or a table of a configuration file, in ms. Raises UsageError."""
+    """`ttft=500,itl=50`, or a table or a list of a configuration file, in ms. Raises UsageError."""
     example = "write for example --slo ttft=500,itl=50, in ms"
-    if value in ("", {}):
+    if value in ("", {}, []):
         raise UsageError(f"--slo is empty; {example}, or leave it out.")
-    pairs = list(value.items()) if isinstance(value, dict) else [_pair(part, example) for part in str(value).split(",")]
+    parts = value if isinstance(value, list) else str(value).split(",")
+    pairs = list(value.items()) if isinstance(value, dict) else [_pair(str(part), example) for part in parts]
     found: dict[str, float] = {}
     for name, limit in pairs:
         if name not in OBJECTIVES:

@@ -248,6 +248,7 @@ def test_objectives_are_named_in_ms() -> None:
     """As text on the command line, as a table in a file."""
     assert parse_slo("ttft=500, itl=50.5") == {"ttft": 500.0, "itl": 50.5}
     assert parse_slo({"e2el": 9000}) == {"e2el": 9000.0}
+    assert parse_slo(["ttft=500", "itl=50.5"]) == {"ttft": 500.0, "itl": 50.5}
 
 
 @pytest.mark.parametrize(
@@ -255,6 +256,8 @@ def test_objectives_are_named_in_ms() -> None:
     [
         ("", "--slo is empty"),
         ({}, "--slo is empty"),
+        ([], "--slo is empty"),
+        (["ttft=1", 5], "--slo 5: not NAME=MS"),
         (",", "not NAME=MS"),
         ("ttft", "--slo ttft: not NAME=MS"),
         ("ttft=", "not a positive number of ms"),

@@ -10,23 +10,17 @@ import pytest
 from dcpbench import budget, memory, sweep
 from dcpbench.choices import CLOSED, GAMMA, TRACE
 from dcpbench.errors import CapacityError, DcpbenchError, MissingPackageError, UsageError
-from dcpbench.jobs import Probe
 from dcpbench.layout import Layout
 from dcpbench.serve_spec import SERVE_PARSERS, make_serve_spec
 from dcpbench.shapes import SHAPES, load_shape
 from dcpbench.spec import read_options
+from tests.unit.test_judge import CPU, GIB, H200X4
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from dcpbench.jobs import Probe
     from dcpbench.serve_records import Load
-
-GIB = 1 << 30
-CPU = Probe(device="cpu", count=0, name="CPU")
-H200X4 = Probe(
-    device="cuda", count=4, name="NVIDIA H200", memory_bytes=139 * GIB, l2_bytes=60 << 20,
-    packages={"flashinfer": "0.6.18"},
-)  # fmt: skip
 
 
 def expand(probe: Probe = CPU, **options: object) -> list[sweep.Candidate]:
