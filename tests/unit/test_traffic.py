@@ -89,7 +89,7 @@ class TestStop:
         assert (flow.done, flow.due(9.0), flow.in_flight, flow.scheduler.idle) == (True, 0, 0, True)
 
     def test_nothing_to_serve_is_an_error_that_says_what_to_type(self) -> None:
-        with pytest.raises(UsageError, match="give --requests 1 or more"):
+        with pytest.raises(UsageError, match="give --num-requests 1 or more"):
             traffic([], 1)
 
     def test_no_client_is_an_error_and_not_a_run_without_end(self) -> None:
