@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from dcpbench.shapes import ModelShape
 
 
+MOST_LISTED = 4096
+"""Largest stripe that an error about --interleave names."""
+
+
 @dataclasses.dataclass(frozen=True)
 class PointLoad:
     """The fields of a point that say what it has to do."""
@@ -100,7 +104,7 @@ class SweepSpec:
 
     def _check_sizes(self) -> None:
         if self.page_size % self.interleave:
-            valid = [str(i) for i in range(1, self.page_size + 1) if self.page_size % i == 0]
+            valid = [str(i) for i in range(1, min(self.page_size, MOST_LISTED) + 1) if self.page_size % i == 0]
             raise UsageError(
                 f"--interleave {self.interleave} does not divide --page-size {self.page_size}; these do: "
                 f"{', '.join(valid)}. A stripe must not cross a page."

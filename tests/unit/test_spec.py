@@ -101,6 +101,7 @@ def test_a_missing_or_binary_file_is_a_usage_error(tmp_path: Path) -> None:
         ({"backend": "tritn"}, "did you mean triton"),
         ({"dtype": "bfloat16"}, "did you mean bf16"),
         ({"page_size": 64, "interleave": 3}, "--interleave 3 does not divide --page-size 64; these do: 1, 2, 4"),
+        ({"page_size": 10**9, "interleave": 3}, "these do: 1, 2, 4, 5, 8"),
         ({"page_size": 0}, "--page-size 0 is not positive"),
         ({"seconds": -1.0}, "--seconds -1 is not a positive number of seconds; try --seconds 10"),
         ({"seconds": 0.0}, "try --seconds 10"),
