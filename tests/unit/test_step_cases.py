@@ -41,7 +41,7 @@ def test_requests_have_slots_and_places_of_their_own(case: Case) -> None:
 
 
 def test_requests_that_together_pass_the_pool_have_pages_in_common() -> None:
-    """32 pages of 4 tokens; six requests of ten pages each. Within a request no page comes twice, and none is padding."""
+    """32 pages of 4 tokens; six requests of ten pages each. No request has a page twice, and none is padding."""
     (todo,) = steps(Case(decodes=(Decodes(6, 40),))).first.replicas
     pages = [set((write.locs // 4).tolist()) for write in todo.table]
     assert [len(own) for own in pages] == [10] * 6
