@@ -38,8 +38,6 @@ class Launched:
     """A step on its way."""
 
     step: Step
-    graph: bool
-    """Whether it is a captured one."""
     tokens: torch.Tensor
     """On the host, what it samples for this replica's `emits`; valid once `wait` has returned."""
     read: torch.cuda.Event | None = None
@@ -99,7 +97,7 @@ class ServeEngine:
         """
         mine = step.replicas[self.replica]
         self._write_tables(mine)
-        kernels, graph = self._mixed(step, mine, meanwhile) if step.prefills else self._decode(step, mine)
+        kernels = self._mixed(step, mine, meanwhile) if step.prefills else self._decode(step, mine)
         started, ended = _events(2, self.device, timing=True)
         _record(started)
         sampled = kernels()
@@ -110,7 +108,7 @@ class ServeEngine:
         tokens.copy_(sampled[:count], non_blocking=True)
         (read,) = _events(1, self.device, timing=False)
         _record(read)
-        return Launched(step, graph, tokens, read, started, ended)
+        return Launched(step, tokens, read, started, ended)
 
     def _write_tables(self, mine: ReplicaStep) -> None:
         for write in mine.table:
@@ -147,7 +145,7 @@ class ServeEngine:
                 sampled.append(at - 1)
         return rows, sampled
 
-    def _decode(self, step: Step, mine: ReplicaStep) -> tuple[Callable[[], torch.Tensor], bool]:
+    def _decode(self, step: Step, mine: ReplicaStep) -> Callable[[], torch.Tensor]:
         batch = self._batch(mine.slots, mine.positions, max(len(r.decodes) for r in step.replicas))
 
         def kernels() -> torch.Tensor:
@@ -155,11 +153,9 @@ class ServeEngine:
             assert batch.next_tokens is not None
             return batch.next_tokens
 
-        return kernels, batch.captured is not None
+        return kernels
 
-    def _mixed(
-        self, step: Step, mine: ReplicaStep, meanwhile: Callable[[], None]
-    ) -> tuple[Callable[[], torch.Tensor], bool]:
+    def _mixed(self, step: Step, mine: ReplicaStep, meanwhile: Callable[[], None]) -> Callable[[], torch.Tensor]:
         """Decode rows, padded as in a graph, then the chunks, then padding up to what the fullest replica has."""
         batch = self._batch(mine.slots, mine.positions, len(mine.decodes)) if mine.decodes else None
         count = max(self._decode_rows(r) + sum(c.tokens for c in r.chunks) for r in step.replicas)
@@ -182,7 +178,7 @@ class ServeEngine:
             requests.tokens[slots[last], positions[last] + 1] = tokens
             return tokens
 
-        return kernels, False
+        return kernels
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
         on_device = torch.empty(values.shape, dtype=torch.int64, device=self.device)

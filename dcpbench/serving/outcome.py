@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from dcpbench import metrics
+from dcpbench.batches import GRAPH_BATCHES
 from dcpbench.errors import UsageError
 from dcpbench.serve_records import ServeMetrics
 
@@ -31,13 +32,14 @@ class StepCounts:
     decode_rows: int = 0
     """Requests in steps without prefill, over the layout, summed over these steps."""
 
-    def add(self, step: Step, *, eager: bool = False) -> None:
-        """Count a step that ran; `eager` where it had no prefill and no graph ran it."""
+    def add(self, step: Step) -> None:
+        """Count a step that ran."""
         self.steps += 1
         if not step.prefills:
+            rows = [len(r.decodes) for r in step.replicas]
             self.decode_steps += 1
-            self.eager_decode_steps += eager
-            self.decode_rows += sum(len(r.decodes) for r in step.replicas)
+            self.eager_decode_steps += max(rows) > GRAPH_BATCHES[-1]
+            self.decode_rows += sum(rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

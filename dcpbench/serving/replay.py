@@ -14,7 +14,6 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from dcpbench.batches import GRAPH_BATCHES
 from dcpbench.serving.outcome import StepCounts
 from dcpbench.serving.traffic import Traffic
 
@@ -88,7 +87,7 @@ def replay(
         launched = None
         if step is not None:
             launched = step, device.launch(step, now)
-            counts.add(step, eager=not step.prefills and max(len(r.decodes) for r in step.replicas) > GRAPH_BATCHES[-1])
+            counts.add(step)
             if times.blocking:
                 now = launched[1]
         if pending is not None:

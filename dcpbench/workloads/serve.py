@@ -280,7 +280,7 @@ def _now_and_then(tell: Callable[[], None]) -> Callable[[], None]:
 def _cut_reason(loop: Loop, metrics: ServeMetrics) -> str:
     return (
         f"interrupted with {metrics.finished} of {len(loop.traffic.requests)} requests finished; they are in "
-        f"{metrics.samples_file}. Serve the load anew with --resume"
+        f"{metrics.samples_file}. Serve the load anew with --resume."
     )
 
 

@@ -151,7 +151,7 @@ class Loop:
         emits = pending.step.replicas[self.engine.replica].emits
         for sequence, token in zip(emits, tokens, strict=True):
             self.traffic.sample_of[sequence.request.number].tokens.append(token)
-        self.counts.add(pending.step, eager=not pending.graph and not pending.step.prefills)
+        self.counts.add(pending.step)
         self.gaps.see(pending)
 
     def _nap(self) -> None:

@@ -367,6 +367,17 @@ class TestWords:
         read = loaded(tmp_path, *(exact(of, 100) for of in points))
         assert "closed 8 · 400 in · 40 out · chunk 1,024 · prefix cache off" in set(read.served["load"])
 
+    def test_how_many_an_open_loop_serves_at_once_tells_two_of_them_apart(self, tmp_path: Path) -> None:
+        """The same rate with 4 and with 8 requests in flight; a closed loop beside them says nothing of it."""
+        rate = {"arrival": "gamma", "request_rate": 2.0}
+        points = [build.point(TP, 4, rate), build.point(TP, 8, rate), build.point(TP, 8)]
+        found = loaded(tmp_path, *(exact(of, 100) for of in points)).served["load"]
+        assert sorted(found) == [
+            "2 req/s Poisson · 400 in · 40 out · 4 at once",
+            "2 req/s Poisson · 400 in · 40 out · 8 at once",
+            "closed 8 · 400 in · 40 out",
+        ]
+
     def test_a_smaller_kv_cache_is_part_of_the_words(self, tmp_path: Path) -> None:
         """Two runs of one grid, one of them with --kv-memory 8GiB."""
         runs = [

@@ -15,7 +15,7 @@ class Launched:
     """A step of a device on paper, whose tokens arrive after so many looks."""
 
     def __init__(self, step, looks, log):
-        self.step, self.looks, self.log, self.graph = step, looks, log, not step.prefills
+        self.step, self.looks, self.log = step, looks, log
         self.started = self.ended = None
 
     @property

@@ -208,13 +208,12 @@ def _at_most(row: pd.Series[Any]) -> str:
 def _without_baseline(ratios: pd.DataFrame, others: pd.DataFrame) -> list[str]:
     """DCP points with nothing to be compared with, and why that did not run."""
     alone = 0 if ratios.empty else int((ratios["verdict"] == "no baseline").sum())
-    if not alone:
-        return []
     lost = others[others["dcp"] == 1] if len(others) else others
+    if not alone or lost.empty:
+        return []  # where nobody asked for it, nothing is missing
     whys = [said for outcome, said in NOT_RUN.items() if outcome in set(lost["outcome"])]
-    why = f", because it {' or '.join(whys)}" if whys else ""
     points = "1 point" if alone == 1 else f"{alone} points"
-    return [f"{points} with DCP ran where the same layout without it did not{why}."]
+    return [f"{points} with DCP ran where the same layout without it did not, because it {' or '.join(whys)}."]
 
 
 def _pressure(short: pd.DataFrame, points: pd.DataFrame) -> list[str]:

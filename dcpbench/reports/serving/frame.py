@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dcpbench.choices import CLOSED
 from dcpbench.records import Interval
 from dcpbench.reports.merge import GIB, median, missing, spread
 from dcpbench.reports.serving import words
@@ -25,6 +26,7 @@ SCALARS = (
 )  # fmt: skip
 """Fields of ServeMetrics that are the median over repeats."""
 VARIES = {
+    "at_once": "{:,.0f} at once",
     "requests": "{:,} requests",
     "chunk": "chunk {:,}",
     "policy": "{}",
@@ -36,6 +38,9 @@ VARIES = {
     "limit_seconds": "ended at {:g} s",
 }
 """What else of a load, or of the settings it was served with, may tell two points of a report apart, as printed."""
+
+SOME_HAVE = ("at_once", "trace_sha256")
+"""Of these, what only some points have: that the others have none tells nothing new."""
 
 
 def columns(records: list[Record]) -> dict[str, Any]:
@@ -49,6 +54,7 @@ def columns(records: list[Record]) -> dict[str, Any]:
     settings = records[0].measured_with
     limit, kv_memory = settings.get("limit_seconds"), settings.get("kv_memory_bytes")
     row |= {
+        "load_at_once": None if load.arrival == CLOSED else point.concurrency,
         "load_kv_memory_gib": kv_memory / GIB if isinstance(kv_memory, int) else None,
         "load_limit_seconds": limit if isinstance(limit, float | int) else None,
         "served_with": f"{limit} {kv_memory}",
@@ -79,7 +85,7 @@ def tidy(table: pd.DataFrame) -> pd.DataFrame:
     parts = [table["shape"].tolist()]
     for name, form in VARIES.items():
         values = [None if v == "" or missing(v) else v for v in table[f"load_{name}"].tolist()]
-        if len(set(values) - ({None} if name == "trace_sha256" else set())) > 1:
+        if len(set(values) - ({None} if name in SOME_HAVE else set())) > 1:
             parts.append(["" if v is None else form.format(_word(v)) for v in values])
     rest = [words.SEPARATOR.join(filter(None, texts)) for texts in zip(*parts, strict=True)]
     table = table.assign(
