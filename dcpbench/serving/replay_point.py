@@ -70,7 +70,13 @@ def replay_point(
     assert load is not None
     target = point.concurrency if load.arrival == CLOSED else None
     limit_s = math.inf if settings.limit_seconds is None else settings.limit_seconds
-    found = replay(requests, Scheduler(_config(point, pool)), target, times, limit_s)
+    found = replay(
+        requests,
+        Scheduler(SchedulerConfig.of(point, pages=pool.pages, max_context=pool.max_context)),
+        target,
+        times,
+        limit_s,
+    )
     name = write_samples(folder, point, rows(found.traffic.samples))
     metrics = serve_metrics(
         found.traffic, tp=point.tp, concurrency=target, slo=settings.slo, steps=found.counts, samples_file=name
@@ -118,16 +124,6 @@ def replay_from_file(
         started_at=started.isoformat(timespec="seconds"),
         seconds=round(time.perf_counter() - begin, 3),
     )
-
-
-def _config(point: Point, pool: Pool) -> SchedulerConfig:
-    load = point.load
-    assert load is not None
-    return SchedulerConfig(
-        replicas=point.dp, pages=pool.pages, page_size=point.page_size, dcp=point.dcp, interleave=point.interleave,
-        max_requests=-(-point.concurrency // point.dp), chunk=load.chunk // point.dp, policy=load.policy,
-        prefix_cache=load.prefix_cache, max_context=pool.max_context,
-    )  # fmt: skip
 
 
 def _kv(point: Point, shape: ModelShape, pool: Pool) -> Kv:

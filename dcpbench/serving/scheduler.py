@@ -28,6 +28,7 @@ from dcpbench.serving.radix import PrefixCache
 from dcpbench.serving.requests import Chunk, Rejection, ReplicaStep, Sequence, ServeRequest, Step, TableWrite
 
 if TYPE_CHECKING:
+    from dcpbench.records import Point
     from dcpbench.serving.allocator import Allocation
     from dcpbench.serving.radix import Node
 
@@ -50,6 +51,17 @@ class SchedulerConfig:
     prefix_cache: bool = True
     max_context: int
     """Tokens of a request that can be stored; all but the last one that is sampled are."""
+
+    @classmethod
+    def of(cls, point: Point, *, pages: int, max_context: int) -> SchedulerConfig:
+        """That of a point with so much room, live and in replay alike."""
+        load = point.load
+        assert load is not None
+        return cls(
+            replicas=point.dp, pages=pages, page_size=point.page_size, dcp=point.dcp, interleave=point.interleave,
+            max_requests=-(-point.concurrency // point.dp), chunk=load.chunk // point.dp, policy=load.policy,
+            prefix_cache=load.prefix_cache, max_context=max_context,
+        )  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.chunk < self.virtual_page:

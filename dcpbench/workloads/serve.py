@@ -104,13 +104,8 @@ def serving_for(session: Session, point: Point, chunk: int) -> Serving:
 
 def scheduler_config(point: Point, session: Session) -> SchedulerConfig:
     """The scheduler of a point on a built engine."""
-    engine, load = session.engine, point.load
-    assert load is not None
-    return SchedulerConfig(
-        replicas=point.dp, pages=engine.allocator.pages, page_size=point.page_size, dcp=point.dcp,
-        interleave=point.interleave, max_requests=-(-point.concurrency // point.dp), chunk=load.chunk // point.dp,
-        policy=load.policy, prefix_cache=load.prefix_cache, max_context=engine.max_context,
-    )  # fmt: skip
+    engine = session.engine
+    return SchedulerConfig.of(point, pages=engine.allocator.pages, max_context=engine.max_context)
 
 
 def run(
