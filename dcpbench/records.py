@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.choices import NO_EXCHANGE, OPTIONS, with_options
+from dcpbench.choices import CLOSED, NO_EXCHANGE, OPTIONS, with_options
 from dcpbench.errors import RecordsError
 from dcpbench.layout import GroupWide, Layout
 from dcpbench.serve_records import Load, ServeMetrics
@@ -65,6 +65,11 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     def group_wide(self) -> GroupWide:
         """What each rank holds for all heads of its DCP group."""
         return GroupWide(query=self.q_replicate, value=self.project_first)
+
+    @property
+    def clients(self) -> int | None:
+        """Of a closed loop, each with one request in flight; None where requests come whatever is answered."""
+        return self.concurrency if self.load is not None and self.load.arrival == CLOSED else None
 
     def exchange_label(self) -> str:
         """The exchange with the options that are on: `a2a +q-replicate`; empty without an exchange."""

@@ -220,7 +220,7 @@ class DecodeEngine:
         return Shards(pages=tables, lengths=lengths)
 
     def _fill_tables(self, batch: Batch, part: Part) -> None:
-        """The same on the device, for backends that read tables there; part of a captured step."""
+        """The same on the device, in place, for backends that read tables there."""
         assert part.backend.tables is not None
         fill_page_tables(
             part.backend.tables.pages, part.backend.tables.lengths, self.requests.table,
@@ -229,9 +229,6 @@ class DecodeEngine:
 
     def run(self, batch: Batch) -> None:
         """One eager step: logits and next tokens of the planned batch, which become the requests' tokens."""
-        for part in batch.parts:
-            if part.backend.tables is not None:
-                self._fill_tables(batch, part)
         locs = self.requests.table[batch.slots, batch.positions]
         tokens = self.requests.tokens[batch.slots, batch.positions]
         inputs = StepInput(tokens, batch.positions, locs, batch.router_inputs)

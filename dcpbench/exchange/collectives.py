@@ -75,6 +75,11 @@ def gather_objects(value: Value) -> list[Value]:
     return values
 
 
+def is_first() -> bool:
+    """Whether this is rank 0, which writes what all have found."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def largest_error(value: float) -> float:
     """The largest of all ranks' errors; NaN, which a maximum may lose, counts as infinite."""
     return max(gather_objects(math.inf if math.isnan(value) else value))

@@ -20,6 +20,8 @@ from dcpbench.serving.request_files import BLOCK, read_requests
 from dcpbench.serving.requests import ServeRequest
 
 if TYPE_CHECKING:
+    from dcpbench.jobs import Settings
+    from dcpbench.records import Point
     from dcpbench.serve_records import Load
     from dcpbench.serving.load_words import Lengths
     from dcpbench.serving.request_files import Row, Trace
@@ -50,6 +52,12 @@ def make_requests(load: Load, vocab: int, trace: Path | None = None) -> list[Ser
         ServeRequest(number=i, prompt=prompt, output_tokens=int(outputs[i]), arrival_s=times[i])
         for i, prompt in enumerate(prompts)
     ]
+
+
+def requests_of(point: Point, settings: Settings, vocab: int) -> list[ServeRequest]:
+    """Those of a point's load, with the file that the settings name. Raises as `make_requests`."""
+    assert point.load is not None
+    return make_requests(point.load, vocab, Path(settings.trace_path) if settings.trace_path else None)
 
 
 def from_trace(load: Load, vocab: int, trace: Trace) -> list[ServeRequest]:

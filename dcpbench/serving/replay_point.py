@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench import budget, memory
-from dcpbench.choices import CLOSED
 from dcpbench.records import Kv, Record
-from dcpbench.serving.loads import make_requests
+from dcpbench.serving.loads import requests_of
 from dcpbench.serving.outcome import marks, rows, serve_metrics
 from dcpbench.serving.replay import replay
 from dcpbench.serving.samples import write_samples
@@ -66,20 +65,17 @@ def replay_point(
     Raises UsageError where the times are not those of the point's engine, or do not reach as far as its load.
     """
     times.must_be_of(point, file or "the step times")
-    load = point.load
-    assert load is not None
-    target = point.concurrency if load.arrival == CLOSED else None
     limit_s = math.inf if settings.limit_seconds is None else settings.limit_seconds
     found = replay(
         requests,
         Scheduler(SchedulerConfig.of(point, pages=pool.pages, max_context=pool.max_context)),
-        target,
+        point.clients,
         times,
         limit_s,
     )
     name = write_samples(folder, point, rows(found.traffic.samples))
     metrics = serve_metrics(
-        found.traffic, tp=point.tp, concurrency=target, slo=settings.slo, steps=found.counts, samples_file=name
+        found.traffic, tp=point.tp, concurrency=point.clients, slo=settings.slo, steps=found.counts, samples_file=name
     )
     error = max((abs(error) for _, error in times.check_errors()), default=None)
     return Record(
@@ -112,9 +108,7 @@ def replay_from_file(
         pages=pages, max_context=max(p.context for p in sharing) + memory.HEADROOM_TOKENS,
         bounded_by=budget.bounded_by(plan, settings, probe),
     )  # fmt: skip
-    trace = Path(settings.trace_path) if settings.trace_path else None
-    assert point.load is not None
-    requests = make_requests(point.load, shape.vocab, trace)
+    requests = requests_of(point, settings, shape.vocab)
     record = replay_point(
         point, requests, times, settings, folder, shape=shape, pool=pool, file=str(path), command=command
     )

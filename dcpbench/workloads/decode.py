@@ -12,19 +12,19 @@ import statistics
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
-import torch.distributed as dist
 
 from dcpbench import memory, metrics
 from dcpbench.engine.synthetic_routing import router_inputs
-from dcpbench.exchange.collectives import gather_objects, largest_error
+from dcpbench.exchange.collectives import gather_objects, is_first, largest_error
 from dcpbench.gpu_state import GpuSampler, worst
 from dcpbench.measure import time_steps
 from dcpbench.profiling import profile_cpu_step, profile_step
-from dcpbench.records import Honesty, Record
+from dcpbench.records import Record
 from dcpbench.workloads.attention_error import LIMIT, attention_error
 from dcpbench.workloads.choice import Load, choose
-from dcpbench.workloads.point_facts import device_allocations, device_marks, kv_facts, memory_in_use
+from dcpbench.workloads.point_facts import device_allocations, device_marks, held, kv_facts, memory_in_use
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,11 +109,8 @@ def run(
         host_plan_us=plan_us,
         kv=kv,
         memory_peak_bytes=memory_in_use(device),
-        honesty=Honesty(
-            weights=point.weights,
-            layers=session.plan.layers,
-            layers_held=session.plan.layers_held,
-            full_weights_bytes_per_gpu=session.plan.full_weight_bytes,
+        honesty=msgspec.structs.replace(
+            held(session),
             graph_error=graph_error,
             attention_error=error,
             experts_hit=hit,
@@ -194,7 +191,7 @@ def _experts_hit(engine: DecodeEngine, batch: Batch) -> float:
 
 
 def _profile(engine: DecodeEngine, batch: Batch) -> Profile:
-    first = not dist.is_initialized() or dist.get_rank() == 0
+    first = is_first()
     if engine.device.type != "cuda":
         return Profile(phases=profile_cpu_step(lambda: engine.step(batch), enabled=first))
     found = profile_step(lambda: engine.run(batch), lambda: engine.step(batch), enabled=first)

@@ -9,7 +9,7 @@ import torch
 
 from dcpbench import memory
 from dcpbench.exchange.collectives import gather_objects
-from dcpbench.records import Kv
+from dcpbench.records import Honesty, Kv
 
 if TYPE_CHECKING:
     from dcpbench.records import Point
@@ -38,6 +38,16 @@ def kv_facts(session: Session, bounded_by: str, tokens: int) -> Kv:
         capacity_requests=pages // one * point.dp,
         bounded_by=bounded_by,
         fragmentation=allocator.fragmentation(),
+    )
+
+
+def held(session: Session) -> Honesty:
+    """What weights stand behind the numbers; callers add how they were used."""
+    return Honesty(
+        weights=session.point.weights,
+        layers=session.plan.layers,
+        layers_held=session.plan.layers_held,
+        full_weights_bytes_per_gpu=session.plan.full_weight_bytes,
     )
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-import torch.distributed as dist
 
 from dcpbench.choices import REPLAY
 from dcpbench.errors import RecordsError
-from dcpbench.exchange.collectives import gather_objects
-from dcpbench.serving.loads import make_requests
+from dcpbench.exchange.collectives import gather_objects, is_first
+from dcpbench.serving.loads import requests_of
 from dcpbench.serving.replay_point import Pool, replay_point, step_times_name
 from dcpbench.serving.step_grid import grid
 from dcpbench.serving.step_times import EnginePath, StepTimes, read_step_times, write_step_times
@@ -18,6 +15,7 @@ from dcpbench.workloads import step_times
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from dcpbench.jobs import Settings
     from dcpbench.records import Environment, Point, Record
@@ -44,15 +42,13 @@ def run(
             tell("capture")
             serving.engine.capture()  # all else is compiled in the first step of a case, which is not counted
             old = step_times.measure(serving, sharing, environment, tell)
-            if _first():
+            if is_first():
                 write_step_times(folder / name, old)
         known[path] = old
     tell("measure", "replay")
     record = None
-    if _first():
-        trace = Path(settings.trace_path) if settings.trace_path else None
-        assert point.load is not None
-        requests = make_requests(point.load, session.shape.vocab, trace)
+    if is_first():
+        requests = requests_of(point, settings, session.shape.vocab)
         engine = session.engine
         pool = Pool(pages=engine.allocator.pages, max_context=engine.max_context, bounded_by=bounded_by)
         record = replay_point(
@@ -69,7 +65,7 @@ def _measured_before(
 ) -> StepTimes | None:
     """The file that an earlier job of this run left, where it is of this machine and code and has every case."""
     found: StepTimes | None = None
-    if _first() and file.is_file():
+    if is_first() and file.is_file():
         try:
             found = read_step_times(file)
         except RecordsError:
@@ -82,7 +78,3 @@ def _measured_before(
         ):
             found = None
     return gather_objects(found)[0]
-
-
-def _first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0

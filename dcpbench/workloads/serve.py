@@ -6,33 +6,32 @@ import contextlib
 import dataclasses
 import signal
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
-import torch.distributed as dist
 
-from dcpbench.choices import CLOSED
 from dcpbench.engine.prefill import Prefiller
 from dcpbench.engine.serve import ServeEngine
 from dcpbench.engine.synthetic_routing import router_inputs
-from dcpbench.exchange.collectives import gather_objects
+from dcpbench.exchange.collectives import gather_objects, is_first
 from dcpbench.gpu_state import GpuSampler, worst
 from dcpbench.measure import compiled_kernels
 from dcpbench.profiling import record, sync_sites
-from dcpbench.records import Honesty, Record
+from dcpbench.records import Record
 from dcpbench.serving import outcome
-from dcpbench.serving.loads import make_requests
+from dcpbench.serving.loads import requests_of
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.samples import write_samples
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from dcpbench.serving.traffic import Traffic
 from dcpbench.workloads.decode import MOST_IDLE, WORST_SITES
-from dcpbench.workloads.point_facts import device_allocations, device_marks, kv_facts, memory_in_use
+from dcpbench.workloads.point_facts import device_allocations, device_marks, held, kv_facts, memory_in_use
 from dcpbench.workloads.serving_loop import Agreement, Loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     import torch
 
@@ -116,15 +115,13 @@ def run(
 
     An interruption ends the run: what has finished is kept, and the outcome says so.
     """
-    load, device = point.load, session.engine.device
-    assert load is not None
-    trace = Path(settings.trace_path) if settings.trace_path else None
-    requests = make_requests(load, session.shape.vocab, trace)
+    device = session.engine.device
+    requests = requests_of(point, settings, session.shape.vocab)
     tell("capture")
     serving.warm_up(point, requests, _now_and_then(lambda: tell("capture")))
     with _interruptions() as interrupted:
         loop = serving.loop(
-            point, requests, point.concurrency if load.arrival == CLOSED else None,
+            point, requests, point.clients,
             lambda now: bool(interrupted) or (settings.limit_seconds is not None and now >= settings.limit_seconds),
         )  # fmt: skip
         allocated = device_allocations(device)
@@ -152,11 +149,8 @@ def run(
         allocations_per_step=allocated / loop.counts.steps if device.type == "cuda" else None,
         kv=kv_facts(session, bounded_by, point.context),
         memory_peak_bytes=memory_in_use(device),
-        honesty=Honesty(
-            weights=point.weights,
-            layers=session.plan.layers,
-            layers_held=session.plan.layers_held,
-            full_weights_bytes_per_gpu=session.plan.full_weight_bytes,
+        honesty=msgspec.structs.replace(
+            held(session),
             kv="served",
             cuda_graph=device.type == "cuda",
         ),
@@ -167,14 +161,12 @@ def run(
 
 def _metrics(loop: Loop, point: Point, settings: Settings, folder: Path) -> ServeMetrics:
     """Metrics of a run that has ended; rank 0 leaves its samples in the folder."""
-    load = point.load
-    assert load is not None
     idle = [share for share in gather_objects(loop.gaps.idle_fraction) if share is not None]
     name = ""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first():
         name = write_samples(folder, point, outcome.rows(loop.traffic.samples))
     return outcome.serve_metrics(
-        loop.traffic, tp=point.tp, concurrency=point.concurrency if load.arrival == CLOSED else None,
+        loop.traffic, tp=point.tp, concurrency=point.clients,
         slo=settings.slo, steps=loop.counts, idle_fraction=max(idle, default=None), samples_file=name,
     )  # fmt: skip
 
@@ -215,7 +207,7 @@ def _profile(serving: Serving, point: Point) -> list[SyncSite] | None:
     )
     while not loop.counts.decode_steps:
         loop.iterate()
-    found = record(loop.iterate, PROFILED_STEPS, enabled=dist.get_rank() == 0, stacks=True)
+    found = record(loop.iterate, PROFILED_STEPS, enabled=is_first(), stacks=True)
     loop.cut()
     return None if found is None else sync_sites(found.sites, "serve")
 

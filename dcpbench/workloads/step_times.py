@@ -13,16 +13,16 @@ import statistics
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from dcpbench.exchange.collectives import gather_objects
 from dcpbench.gpu_state import GpuSampler, worst
 from dcpbench.kernels.synthetic_kv import fill_request
-from dcpbench.records import Honesty
 from dcpbench.serving.step_cases import CaseMaker
 from dcpbench.serving.step_grid import Extent, grid
 from dcpbench.serving.step_times import EnginePath, Measured, StepTimes
-from dcpbench.workloads.point_facts import device_marks
+from dcpbench.workloads.point_facts import device_marks, held
 from dcpbench.workloads.serve import scheduler_config
 from dcpbench.workloads.serving_loop import settled_heap
 
@@ -84,11 +84,8 @@ def measure(
         cases=[Measured(case=c, samples_ms=samples) for c, samples in zip(cases, slowest(mine), strict=True)],
         launch_ms=launch_ms,
         measuring_s=time.perf_counter() - started,
-        honesty=Honesty(
-            weights=points[0].weights,
-            layers=session.plan.layers,
-            layers_held=session.plan.layers_held,
-            full_weights_bytes_per_gpu=session.plan.full_weight_bytes,
+        honesty=msgspec.structs.replace(
+            held(session),
             cuda_graph=engine.device.type == "cuda",
         ),
         environment=environment,
