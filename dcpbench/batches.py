@@ -1,4 +1,4 @@
-"""The batch sizes that CUDA graphs are captured for, for the sweep and for the engine. No torch."""
+"""The batch sizes that CUDA graphs are captured for, and what pads batches up to them. No torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dcpbench.errors import UsageError
 GRAPH_BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 """Requests of one replica in a graph; a batch is padded up to the next size."""
 EAGER_STEP = 64
+PADDING_SLOT, PADDING_POSITION = 0, 0
+"""A padding row has one token, on slot 0: it attends to and writes the padding page."""
 
 
 def padded_batch(requests: int) -> int:

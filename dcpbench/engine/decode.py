@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from dcpbench import layout as arithmetic
-from dcpbench.batches import batch_rows
+from dcpbench.batches import PADDING_POSITION, PADDING_SLOT, batch_rows
 from dcpbench.engine.model import Model, StepInput
 from dcpbench.engine.parts import Part
-from dcpbench.engine.request_pool import PADDING_SLOT, RequestPool, copy_async
+from dcpbench.engine.request_pool import RequestPool, copy_async
 from dcpbench.errors import CapacityError, UsageError
 from dcpbench.exchange import ExchangeSpec, make_exchange
 from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
     from dcpbench.exchange import Exchange
     from dcpbench.serving.allocator import Allocation
-
-PADDING_POSITION = 0
-"""A padding row has one token, on slot 0: it attends to and writes the padding page."""
 
 
 @dataclasses.dataclass

@@ -12,10 +12,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from dcpbench.batches import PADDING_SLOT
 from dcpbench.errors import CapacityError
-
-PADDING_SLOT = 0
-
 
 class OutOfSlotsError(CapacityError):
     """Every slot is taken. Raised before anything changes, so the caller may wait and try again."""

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dcpbench.batches import GRAPH_BATCHES, batch_rows
-from dcpbench.engine.decode import PADDING_POSITION
+from dcpbench.batches import GRAPH_BATCHES, PADDING_POSITION, PADDING_SLOT, batch_rows
 from dcpbench.engine.model import StepInput
-from dcpbench.engine.request_pool import PADDING_SLOT, copy_async
+from dcpbench.engine.request_pool import copy_async
 from dcpbench.ranges import quiet
 from dcpbench.syncs.allowed import allow
 

@@ -3,9 +3,9 @@
     host     decide k + 1 │ wait for k ············│ read k, decide k + 2 │ wait for k + 1 ···
     device   ··· step k ···························│ step k + 1 ······················
 
-A live run launches step k + 1 while step k runs, then reads what k sampled. So clients learn of step k when it ends,
+A live run launches step k + 1 while step k runs, and reads what k sampled. So clients learn of step k when it ends,
 and what they send then can join step k + 2 at the earliest. The same order of events here, one by one; only the end of
-a step is computed: max(launched, end of the step before) + its duration.
+a step is computed: the end of the step before + its duration, but not before the host has launched all of it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
         def duration_ms(self, step: Step) -> float:
             """How long a step takes behind another."""
 
+        def host_ms(self, step: Step) -> float:
+            """How long the host is busy with launching it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
@@ -56,12 +59,15 @@ class VirtualDevice:
     def __init__(self, times: Durations) -> None:
         self.times, self.free_s, self.busy_s = times, 0.0, 0.0
 
-    def launch(self, step: Step, now_s: float) -> float:
-        """When a step ends that is launched now."""
-        duration_s = self.times.duration_ms(step) / 1e3
-        self.busy_s += duration_s
-        self.free_s = max(now_s + self.times.launch_ms / 1e3, self.free_s) + duration_s
-        return self.free_s
+    def launch(self, step: Step, now_s: float) -> tuple[float, float]:
+        """When the host has launched a step that it begins with now, and when the step ends."""
+        times = self.times
+        start = max(now_s + times.launch_ms / 1e3, self.free_s)
+        end = start + times.duration_ms(step) / 1e3
+        launched = end if times.blocking else now_s + times.host_ms(step) / 1e3
+        self.free_s = max(end, launched)
+        self.busy_s += self.free_s - start
+        return launched, self.free_s
 
 
 def replay(
@@ -84,16 +90,19 @@ def replay(
             break
         traffic.submit(traffic.due(now), now)
         step = scheduler.next_step()
-        launched = None
+        launched, on_its_way = now, None
         if step is not None:
-            launched = step, device.launch(step, now)
+            launched, end = device.launch(step, now)
+            on_its_way = step, end
             counts.add(step)
-            if times.blocking:
-                now = launched[1]
         if pending is not None:
-            now = max(now, pending[1])
-            traffic.read(pending[0], now)
-        elif launched is None:
+            # Where launching is not running, tokens are read as soon as they are there, between two layers of a launch.
+            read = max(launched if times.blocking else now, pending[1])
+            traffic.read(pending[0], read)
+            now = max(launched, read)
+        elif on_its_way is None:
             now = max(now, traffic.next_arrival_s() or now)
-        pending = launched
+        else:
+            now = launched
+        pending = on_its_way
     return Replayed(traffic, counts, device.busy_s, now)

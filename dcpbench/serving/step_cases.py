@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dcpbench.batches import PADDING_POSITION, PADDING_SLOT
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step, TableWrite
 
 if TYPE_CHECKING:
@@ -58,6 +59,11 @@ class CaseMaker:
                 writes.append(self._where(sequence, stop))
                 todo.chunks.append(Chunk(sequence, sequence.slot, chunks.prefix, stop, samples=True))
         return CaseSteps(self._step(dataclasses.replace(todo, table=writes)), self._step(todo))
+
+    def padding(self, rows: int) -> Step:
+        """A decode step of so many padding rows."""
+        nobody = [self._sequence(PADDING_SLOT, 1) for _ in range(rows)]
+        return self._step(ReplicaStep(decodes=nobody, slots=[PADDING_SLOT] * rows, positions=[PADDING_POSITION] * rows))
 
     def _sequence(self, slot: int, tokens: int) -> Sequence:
         number = next(self.numbers)

@@ -18,6 +18,7 @@ from dcpbench.records import Environment, Honesty
 from dcpbench.serving.step_model import StepModel, Work, step_works
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from dcpbench.records import Point
@@ -77,12 +78,21 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     case: Case
     samples_ms: list[float]
-    """Of steps one behind the other, as the live loop launches and reads them; each the slowest rank's."""
+    """Of steps as the live loop launches and reads them, each the slowest rank's: from the end of the step before to
+    its own. The step before is the same again; with chunks it is one that only decodes, while which they are launched.
+    """
+    host_ms: list[float] = []
+    """How long the host was busy with launching such a step, behind itself; the slowest rank's."""
 
     @property
     def median_ms(self) -> float:
         """What predictions use."""
         return statistics.median(self.samples_ms)
+
+    @property
+    def median_host_ms(self) -> float:
+        """What predictions use; 0 where it was not measured."""
+        return statistics.median(self.host_ms) if self.host_ms else 0.0
 
 
 class EnginePath(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,15 +162,27 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def model(self) -> StepModel:
         """The prediction made of the cases. Raises RecordsError where they are too few for one."""
-        made: StepModel | None = self.__dict__.get("_model")
+        return self._made_of(lambda m: m.median_ms, "_model")
+
+    @property
+    def host_model(self) -> StepModel:
+        """The same for the host's time."""
+        return self._made_of(lambda m: m.median_host_ms, "_host_model")
+
+    def _made_of(self, ms: Callable[[Measured], float], name: str) -> StepModel:
+        made: StepModel | None = self.__dict__.get(name)
         if made is None:
-            made = StepModel(*([(m.case.work(), m.median_ms) for m in self.cases_for(use)] for use in (LINE, GATHER)))
-            self.__dict__["_model"] = made
+            made = StepModel(*([(m.case.work(), ms(m)) for m in self.cases_for(use)] for use in (LINE, GATHER)))
+            self.__dict__[name] = made
         return made
 
     def duration_ms(self, step: Step) -> float:
         """How long a step takes after the one before it. Raises UsageError for one outside of what was measured."""
         return self.model.step_ms(step_works(step))
+
+    def host_ms(self, step: Step) -> float:
+        """How long the host is busy with launching it. Raises as duration_ms does."""
+        return max(self.host_model.step_ms(step_works(step)), 0.0)
 
     def check_errors(self) -> list[tuple[Case, float]]:
         """Cases that predictions do not use, each with (predicted - measured) / measured."""

@@ -3,7 +3,9 @@
     agree ─▶ launch ─▶ read the step before ─▶ …        the same turns as serving_loop.py, without a scheduler
 
 A sample is the time from the end of the step before to its own on the device, so that what the device waits for between
-two steps is in it. Positions stand still: every sample of a case is the same work on random KV rows.
+two steps is in it. A step with chunks is launched kernel by kernel, which may take the host longer than the device
+needs for it: how long it does is measured one behind the other, and how long the step takes else, as usual, behind a
+step that decodes. Positions stand still: every sample of a case is the same work on random KV rows.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
+from dcpbench.batches import GRAPH_BATCHES
 from dcpbench.exchange.collectives import gather_objects
 from dcpbench.gpu_state import GpuSampler, worst
 from dcpbench.kernels.synthetic_kv import fill_request
@@ -42,6 +45,8 @@ SPREAD = 0.02
 """Samples agree when their range is within this share of the median."""
 CASE_MS = 1000
 """A case is not continued past this."""
+LAUNCH_MS = 500
+"""Launches of a step with chunks are timed LEAST times, or until that has taken so long."""
 LAUNCHES = 5
 """Steps that are launched on a device that has nothing to do, for launch_ms."""
 FILL_TOKENS = 1 << 20
@@ -63,25 +68,31 @@ def measure(
     """
     session, started = serving.session, time.perf_counter()
     engine = session.engine
-    cases = grid(extent_of(serving, points))
+    extent = extent_of(serving, points)
+    cases = grid(extent)
     _fill(serving)
     serving.engine.forget()
     most = max(points, key=lambda p: p.concurrency)
     maker = CaseMaker(scheduler_config(most, session), session.shape.vocab)
-    pipeline = Pipeline(serving.engine, serving.agree)
+    pipeline = Pipeline(serving.engine, serving.agree, maker.padding(min(extent.at_once, GRAPH_BATCHES[-1])))
     mine = []
     with GpuSampler(engine.device) as sampler, settled_heap():
         for index, case in enumerate(cases):
             tell("measure", f"step times: {index} of {len(cases)} cases")
             mine.append(pipeline.run(maker.steps(case)))
         pipeline.drain()
-        launch_ms = _launch_ms(serving, pipeline, maker.steps(cases[0]), mine[0])
+        launch_ms = _launch_ms(serving, pipeline, maker.steps(cases[0]), mine[0].samples_ms)
         gpu = worst(gather_objects(sampler.state()))
     serving.engine.forget()
     throttled = gpu is not None and bool(gpu.throttle_reasons)
     return StepTimes(
         path=EnginePath.of(points[0]),
-        cases=[Measured(case=c, samples_ms=samples) for c, samples in zip(cases, slowest(mine), strict=True)],
+        cases=[
+            Measured(case=case, samples_ms=samples, host_ms=host)
+            for case, samples, host in zip(
+                cases, slowest([m.samples_ms for m in mine]), slowest([m.host_ms for m in mine]), strict=True
+            )
+        ],
         launch_ms=launch_ms,
         measuring_s=time.perf_counter() - started,
         honesty=msgspec.structs.replace(
@@ -111,6 +122,14 @@ def enough(samples: Sequence[float], on_its_way: int = 1) -> bool:
 
 
 @dataclasses.dataclass
+class Times:
+    """Of one case on this rank; see Measured."""
+
+    samples_ms: list[float] = dataclasses.field(default_factory=list)
+    host_ms: list[float] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
 class _Unread:
     launched: Launched
     at_s: float
@@ -122,29 +141,39 @@ class _Unread:
 class Pipeline:
     """Turns of the live loop with steps made by hand."""
 
-    def __init__(self, engine: ServeEngine, agree: Agreement) -> None:
-        self.engine, self.agree = engine, agree
+    def __init__(self, engine: ServeEngine, agree: Agreement, between: Step) -> None:
+        """`between`: what runs before each step with chunks whose time is taken."""
+        self.engine, self.agree, self.between = engine, agree, between
         self.pending: _Unread | None = None
         self.last: _Unread | None = None
 
-    def run(self, steps: CaseSteps) -> list[float]:
-        """Samples of a case in ms, still without the last one, which the next case or `drain` brings. Collective.
+    def run(self, steps: CaseSteps) -> Times:
+        """Times of a case, still without the last sample, which the next case or `drain` brings. Collective.
 
         The first step is not counted: others than it ran before, and it writes tables.
         """
-        samples: list[float] = []
+        times = Times()
+        chunks = launching = steps.again.prefills
         self.turn(steps.first, None)
-        self.turn(steps.again, samples)
-        while not self.agree(int(enough(samples)))[0]:
-            self.turn(steps.again, samples)
-        return samples
+        while launching:
+            times.host_ms.append(self.turn(steps.again, None))
+            launching = not self.agree(int(len(times.host_ms) == LEAST or sum(times.host_ms) >= LAUNCH_MS))[0]
+        done = False
+        while not done:
+            if chunks:
+                self.turn(self.between, None)
+            self.turn(steps.again, times.samples_ms)
+            done = bool(self.agree(int(enough(times.samples_ms)))[0])
+        return times
 
-    def turn(self, step: Step, samples: list[float] | None) -> None:
-        """Launch a step, then read the one before it."""
+    def turn(self, step: Step, samples: list[float] | None) -> float:
+        """Launch a step, then read the one before it; how many ms the launch took."""
+        start = time.perf_counter()
         launched = self.engine.launch(step)
         now = time.perf_counter()
         self._read()
         self.pending = _Unread(launched, now, samples)
+        return (now - start) * 1e3
 
     def drain(self) -> None:
         """Read what is on its way."""

@@ -61,10 +61,11 @@ PARTS = {
     "v3-128k": [*long(V3, DCP, 128000, 1, 4, 8), *long(V3, TP, 128000, 1, 4)],
     "k2": [
         *seed(K2, DCP, 48, 32, 8), *long(K2, DCP, 32000, 8, 32, 48),
+        *seed(K2, SYMM, 48, 32, 8), *long(K2, SYMM, 32000, 8, 32, 48),
         *seed(K2, TP, 8, 32, 48), *long(K2, TP, 32000, 8, 32),
         *seed(K2, DP, 8, 32, 48), *long(K2, DP, 32000, 8, 32, 48),
     ],
-    "v3-pressure": [point(V3, TP, "live", 32, "uniform:1000-4000", "uniform:20-100", 66, 4100)],
+    "v3-pressure": both(V3, TP, 32, "uniform:1000-4000", "uniform:20-100", 66, 4100),
 }  # fmt: skip
 KV = {"v3-pressure": 3 * GIB}
 DEFAULT_KV = 32 * GIB

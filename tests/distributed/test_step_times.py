@@ -87,6 +87,7 @@ def test_every_case_was_measured_alike_on_all_ranks(job) -> None:
     """Three samples or more, and as many cases as the larger point needs."""
     _, _, times = job
     assert all(len(m.samples_ms) >= 2 for m in times.cases)
+    assert all(bool(m.host_ms) is bool(m.case.chunks) for m in times.cases)
     assert max(m.case.requests for m in times.cases) == 6
     assert {bool(m.case.decodes) + 2 * bool(m.case.chunks) for m in times.cases} == {1, 2, 3}
 

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpbench import layout
-from dcpbench.engine.request_pool import PADDING_SLOT, RequestPool
+from dcpbench.batches import PADDING_SLOT
+from dcpbench.engine.request_pool import RequestPool
 from dcpbench.kernels.kv_indices import Share, fill_kv_indices, fill_page_tables, fused, reference
 from dcpbench.serving.allocator import DcpAllocator
 

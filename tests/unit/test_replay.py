@@ -28,15 +28,22 @@ class Fixed:
 
     launch_ms: float = 0.0
     blocking: bool = False
+    host: float = 0.0
+    """What the host needs to launch a step with chunks, and as much for each token of them."""
 
     def duration_ms(self, step: Step) -> float:
         return 10.0 + max(len(r.decodes) + 2 * sum(c.tokens for c in r.chunks) for r in step.replicas)
 
+    def host_ms(self, step: Step) -> float:
+        tokens = max(sum(c.tokens for c in r.chunks) for r in step.replicas)
+        return self.host * (1 + tokens) if tokens else 0.0
+
 
 class Events:
-    """The live pipeline as events on one clock: the device ends a step, a request arrives.
+    """The live pipeline as events on one clock: the device ends a step, a request arrives, a step has been launched.
 
-    The host sleeps until one of them, reads what the device ended, lets clients send, and decides the next step.
+    The host reads what the device ended, even while it launches. When it has nothing else to do and fewer than two
+    steps are unread, it lets clients send, decides the next step and begins to launch it.
     """
 
     def __init__(self, requests: list[ServeRequest], setup: SchedulerConfig, clients: int | None, times: Fixed) -> None:
@@ -45,7 +52,7 @@ class Events:
         self.busy_clients = 0
         self.came: dict[int, list[float]] = {}
         self.sent: dict[int, float] = {}
-        self.device_free = 0.0
+        self.device_free = self.host_free = 0.0
         self.unread: list[Step] = []
         self.heap: list[tuple[float, int, Step | None]] = []
         self.tick = itertools.count()
@@ -55,28 +62,26 @@ class Events:
         self.wake(0.0)
         while self.heap:
             now, _, ended = heapq.heappop(self.heap)
-            if ended is None:
-                if not self.unread:  # an arrival wakes a host that sleeps without work; else it is seen later
-                    self.wake(now)
-                continue
-            self.read(ended, now)
-            self.wake(now)
+            if ended is not None:
+                self.read(ended, now)
+            if now >= self.host_free:
+                self.wake(now)
         return self
 
     def wake(self, now: float) -> None:
-        """The host's turn: decide and launch until it has to wait for a token."""
-        while True:
-            self.send(now)
-            step = self.scheduler.next_step()
-            if step is None:
-                break
+        """The host has time."""
+        if len(self.unread) == 2:
+            return
+        self.send(now)
+        step = self.scheduler.next_step()
+        if step is not None:
             start = max(now + self.times.launch_ms / 1e3, self.device_free)
-            self.device_free = start + self.times.duration_ms(step) / 1e3
+            self.host_free = now + self.times.host_ms(step) / 1e3
+            self.device_free = max(start + self.times.duration_ms(step) / 1e3, self.host_free)
             self.unread.append(step)
+            heapq.heappush(self.heap, (self.host_free, next(self.tick), None))  # first, where both are at once
             heapq.heappush(self.heap, (self.device_free, next(self.tick), step))
-            if len(self.unread) == 2:
-                return
-        if not self.unread and self.unsent and self.clients is None:
+        elif not self.unread and self.unsent and self.clients is None:
             heapq.heappush(self.heap, (self.unsent[0].arrival_s, next(self.tick), None))
         elif not self.unread and self.unsent:
             self.wake(now)  # all that clients sent was rejected
@@ -128,10 +133,17 @@ class TestAgainstEvents:
     def test_a_closed_loop_is_the_same(self, setup: SchedulerConfig, clients: int, launch_ms: float) -> None:
         self.compare(load(1, 40), setup, clients, Fixed(launch_ms))
 
+    @pytest.mark.parametrize("clients", [1, 3, 8])
+    @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+    def test_a_host_that_is_slower_than_the_device_is_the_same(self, setup: SchedulerConfig, clients: int) -> None:
+        """Up to twice as long as the device needs for a step with chunks, which is shorter for small ones."""
+        self.compare(load(5, 40), setup, clients, Fixed(4.0, host=5.3))
+
     @pytest.mark.parametrize("rate", [2, 20, 200], ids=["rate2", "rate20", "rate200"])
     @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
     def test_an_open_loop_is_the_same(self, setup: SchedulerConfig, rate: float) -> None:
         self.compare(load(2, 40, rate=rate), setup, None, Fixed(4.0))
+        self.compare(load(2, 40, rate=rate), setup, None, Fixed(4.0, host=5.3))
 
     @staticmethod
     def compare(requests: list[ServeRequest], setup: SchedulerConfig, clients: int | None, times: Fixed) -> None:
@@ -167,6 +179,28 @@ class TestPipeline:
         """
         requests = [request(0, 1, 1), request(1, 3, 3), request(2, 2, 1)]
         assert token_times(requests, 2, Fixed()) == [[18], [18, 29, 44], [44]]
+
+    def test_a_step_does_not_end_before_it_has_been_launched(self) -> None:
+        """30 ms for the prompt of 5, although the device needs 10 + 2 · 5; what follows is not later for that."""
+        assert token_times([request(0, 5, 3)], 1, Fixed(host=5)) == [[30, 41, 52]]
+
+    def test_the_step_before_hides_what_launching_takes(self) -> None:
+        """
+        Two clients, three requests. Steps 0 (A and B are prefilled, 18 ms) and 1 (B decodes, 29 ms) are launched at 0
+        and 20, when the host has step 0 behind it. C, sent at 20, is launched from 20 to 29, which step 1, to 31 ms,
+        hides: it ends at 31 + 10 + 1 + 2 · 2.
+        """
+        requests = [request(0, 1, 1), request(1, 3, 3), request(2, 2, 1)]
+        assert token_times(requests, 2, Fixed(host=4)) == [[20], [20, 31, 46], [46]]
+
+    def test_tokens_are_read_during_a_launch(self) -> None:
+        """
+        B comes at 12 ms, during A's prefill (to 16 ms). Launching A's takes till 8; step 1, A's decode, is decided at
+        8 and ends at 27; step 2, with B's prompt of 7, is decided at 16 and launched till 32. Meanwhile step 1 is read,
+        at 27. It ends at 27 + 10 + 1 + 14 = 52.
+        """
+        requests = [request(0, 3, 3, 0.0), request(1, 7, 1, 0.012)]
+        assert token_times(requests, None, Fixed(host=2)) == [[16, 27, 52], [52]]
 
     def test_an_idle_device_waits_for_the_next_arrival(self) -> None:
         """The second comes 1 s later, with an empty pipeline: 1,000 + 10 + 2 · 3."""

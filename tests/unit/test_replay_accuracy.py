@@ -52,6 +52,9 @@ class Truth:
     launch_ms: float = 2.0
     blocking: bool = False
 
+    def host_ms(self, _step: Step) -> float:
+        return 0.0
+
     def duration_ms(self, step: Step) -> float:
         works = step_works(step)
         rows = max(w.rows + w.tokens for w in works)

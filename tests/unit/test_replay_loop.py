@@ -42,9 +42,12 @@ class Launched:
     step: Step
     end: float
     clock: Clock
-    graph: bool = True
     started: None = None
     ended: None = None
+
+    @property
+    def arrived(self) -> bool:
+        return self.clock.now >= self.end
 
     def wait(self) -> list[int]:
         self.clock.now = max(self.clock.now, self.end)
@@ -60,10 +63,18 @@ class Device:
     free: float = 0.0
     replica: int = 0
 
-    def launch(self, step: Step, _meanwhile: Callable[[], None]) -> Launched:
-        self.free = max(self.clock.now + self.times.launch_ms / 1e3, self.free) + self.times.duration_ms(step) / 1e3
+    def launch(self, step: Step, meanwhile: Callable[[], None]) -> Launched:
+        begin, before = self.clock.now, self.free
+        launched = begin + self.times.host_ms(step) / 1e3
+        end = max(begin + self.times.launch_ms / 1e3, before) + self.times.duration_ms(step) / 1e3
+        self.free = max(end, launched)
         if self.times.blocking:
             self.clock.now = self.free
+        else:
+            if begin <= before <= launched and step.prefills:
+                self.clock.now = before
+                meanwhile()
+            self.clock.now = launched
         return Launched(step, self.free, self.clock)
 
 
@@ -82,8 +93,13 @@ def live(
     return traffic, loop
 
 
+TIMES = {
+    "plain": Fixed(), "launch": Fixed(4.0), "blocking": Fixed(blocking=True), "slow-host": Fixed(4.0, host=5.3),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("limit_s", [math.inf, 0.3], ids=["whole", "cut"])
-@pytest.mark.parametrize("times", [Fixed(), Fixed(4.0), Fixed(blocking=True)], ids=["plain", "launch", "blocking"])
+@pytest.mark.parametrize("times", TIMES.values(), ids=TIMES)
 @pytest.mark.parametrize(("clients", "rate"), [(1, None), (8, None), (None, 20.0)], ids=["closed1", "closed8", "open"])
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 def test_tokens_come_when_they_come_live(setup, clients, rate, times, limit_s, monkeypatch) -> None:

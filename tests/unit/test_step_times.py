@@ -223,6 +223,22 @@ class TestRefusal:
             _ = msgspec.structs.replace(TIMES, cases=only).model
 
 
+class TestHost:
+    def test_launching_is_interpolated_between_its_own_times(self) -> None:
+        """50 ms for a step with chunks, 0.01 more for each of their tokens and of the decode rows beside them."""
+
+        def host_ms(case: Case) -> list[float]:
+            work = case.work()
+            return [50 + 0.01 * (work.rows + work.tokens)] if case.chunks else []
+
+        times = msgspec.structs.replace(
+            TIMES, cases=[msgspec.structs.replace(m, host_ms=host_ms(m.case)) for m in TIMES.cases]
+        )
+        assert times.host_ms(Step(0, [replica([], [(700, 256)])])) == pytest.approx(57.0)
+        assert times.host_ms(Step(0, [replica([99, 1000], [(700, 256)])])) == pytest.approx(57.02)
+        assert times.host_ms(Step(0, [replica([99, 1000])])) == 0.0
+
+
 class TestPath:
     def test_differences_are_named_as_options(self) -> None:
         other = msgspec.structs.replace(PATH, backend="triton", page_size=1)
@@ -247,6 +263,16 @@ class TestFile:
         write_step_times(path, TIMES)
         step = Step(0, [replica([99, 1000], [(700, 256)])])
         assert read_step_times(path).duration_ms(step) == TIMES.duration_ms(step)
+
+    def test_one_without_the_host_s_time_has_none(self, tmp_path) -> None:
+        """As files have that are older than it."""
+        path = tmp_path / "one.json"
+        write_step_times(path, TIMES)
+        older = msgspec.json.decode(path.read_bytes())
+        for measured in older["cases"]:
+            del measured["host_ms"]
+        path.write_bytes(msgspec.json.encode(older))
+        assert read_step_times(path).host_ms(Step(0, [replica([99, 1000], [(700, 256)])])) == 0.0
 
     def test_units_stand_in_its_names(self) -> None:
         text = msgspec.json.encode(TIMES).decode()

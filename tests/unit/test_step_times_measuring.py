@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
-from dcpbench.serving.requests import ReplicaStep, Step
+from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step
 from dcpbench.serving.step_cases import CaseSteps
-from dcpbench.workloads.step_times import Pipeline, enough
+from dcpbench.workloads import step_times
+from dcpbench.workloads.step_times import Pipeline, Times, enough
 
+PROMPT = Sequence(ServeRequest(number=-1, prompt=np.zeros(9, np.int32), output_tokens=2), 1, replica=0, slot=1)
+CHUNK = ReplicaStep(chunks=[Chunk(PROMPT, slot=1, start=0, stop=9, samples=True)])
 FIRST, AGAIN = Step(1, [ReplicaStep()]), Step(2, [ReplicaStep()])
+CHUNKS_FIRST, CHUNKS = Step(3, [CHUNK]), Step(4, [CHUNK])
+BETWEEN = Step(5, [ReplicaStep()])
 
 
 class TestEnough:
@@ -66,31 +72,64 @@ class Engine:
         return Launched(step, Event(self.now_ms), self.log)
 
 
+@dataclasses.dataclass
+class Clock:
+    """Stands for the module `time`: each launch takes the host as long."""
+
+    engine: Engine
+    each_s: float
+
+    def perf_counter(self) -> float:
+        return self.each_s * sum(line.startswith("launch") for line in self.engine.log)
+
+
 class TestPipeline:
     def test_a_step_is_launched_before_the_one_in_front_of_it_is_read(self) -> None:
         """As in the live loop; the first step of a case is not counted."""
         engine = Engine([500, 100, 101, 102])
-        pipeline = Pipeline(engine, lambda done: [done])
-        samples = pipeline.run(CaseSteps(FIRST, AGAIN))
-        assert samples == [100, 101]
+        pipeline = Pipeline(engine, lambda done: [done], BETWEEN)
+        times = pipeline.run(CaseSteps(FIRST, AGAIN))
+        assert times == Times([100, 101])
         pipeline.drain()
-        assert samples == [100, 101, 102]
+        assert times == Times([100, 101, 102])
         assert engine.log == [
             "launch 1", "launch 2", "read 1", "launch 2", "read 2", "launch 2", "read 2", "read 2",
         ]  # fmt: skip
 
     def test_the_next_case_brings_the_last_sample_and_begins_anew(self) -> None:
         """Device time between the cases is nobody's: 900 ms of the second case's first step."""
-        pipeline = Pipeline(Engine([500, 100, 101, 102, 900, 50, 50, 50]), lambda done: [done])
+        pipeline = Pipeline(Engine([500, 100, 101, 102, 900, 50, 50, 50]), lambda done: [done], BETWEEN)
         first = pipeline.run(CaseSteps(FIRST, AGAIN))
         second = pipeline.run(CaseSteps(FIRST, AGAIN))
         pipeline.drain()
-        assert (first, second) == ([100, 101, 102], [50, 50, 50])
+        assert (first, second) == (Times([100, 101, 102]), Times([50, 50, 50]))
 
     def test_rank_0_decides(self) -> None:
         """Its answers, not this rank's samples: four turns although three would do here."""
         answers = iter([0, 0, 0, 1])
-        pipeline = Pipeline(Engine([500, *[100] * 9]), lambda _: [next(answers)])
-        samples = pipeline.run(CaseSteps(FIRST, AGAIN))
+        pipeline = Pipeline(Engine([500, *[100] * 9]), lambda _: [next(answers)], BETWEEN)
+        times = pipeline.run(CaseSteps(FIRST, AGAIN))
         pipeline.drain()
-        assert samples == [100] * 4
+        assert times.samples_ms == [100] * 4
+
+    def test_steps_with_chunks_are_launched_behind_themselves_and_timed_behind_another(self, monkeypatch) -> None:
+        """
+        Three launches of 40 ms of the host, which no sample comes of; then samples from the end of the step between to
+        the end of the case's.
+        """
+        engine = Engine([500, 90, 90, 90, *[20, 70] * 3])
+        clock = Clock(engine, 0.04)
+        monkeypatch.setattr(step_times, "time", clock)
+        pipeline = Pipeline(engine, lambda done: [done], BETWEEN)
+        times = pipeline.run(CaseSteps(CHUNKS_FIRST, CHUNKS))
+        pipeline.drain()
+        assert times == Times([70, 70, 70], pytest.approx([40, 40, 40]))
+        assert [line for line in engine.log if line.startswith("launch")] == [
+            f"launch {number}" for number in (3, 4, 4, 4, 5, 4, 5, 4, 5, 4)
+        ]
+
+    def test_nothing_runs_between_steps_that_only_decode(self) -> None:
+        pipeline = Pipeline(Engine([500, 100, 100, 100]), lambda done: [done], BETWEEN)
+        times = pipeline.run(CaseSteps(FIRST, AGAIN))
+        pipeline.drain()
+        assert times == Times([100, 100, 100])
