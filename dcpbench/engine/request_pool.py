@@ -15,6 +15,7 @@ import torch
 from dcpbench.batches import PADDING_SLOT
 from dcpbench.errors import CapacityError
 
+
 class OutOfSlotsError(CapacityError):
     """Every slot is taken. Raised before anything changes, so the caller may wait and try again."""
 

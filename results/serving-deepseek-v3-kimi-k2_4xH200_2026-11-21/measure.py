@@ -63,8 +63,11 @@ PARTS = {
         *seed(K2, DCP, 48, 32, 8), *long(K2, DCP, 32000, 8, 32, 48),
         *seed(K2, SYMM, 48, 32, 8), *long(K2, SYMM, 32000, 8, 32, 48),
         *seed(K2, TP, 8, 32, 48), *long(K2, TP, 32000, 8, 32),
-        *seed(K2, DP, 8, 32, 48), *long(K2, DP, 32000, 8, 32, 48),
     ],
+    "k2-dp": [
+        *both(K2, DP, *CLOSED, policy="prefill-first"), *seed(K2, DP, 8, 32, 48), *long(K2, DP, 32000, 8, 32, 48),
+    ],
+    "v3-open": both(V3, DCP, 64, "uniform:1000-4000", "uniform:20-60", 200, 4060, rate=2.5),
     "v3-pressure": both(V3, TP, 32, "uniform:1000-4000", "uniform:20-100", 66, 4100),
 }  # fmt: skip
 KV = {"v3-pressure": 3 * GIB}
