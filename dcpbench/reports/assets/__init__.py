@@ -1,6 +1,6 @@
 """What pages are made of beside their text: scripts, styles, and data that no browser takes for markup.
 
-`plotly-basic.min.js` is plotly.js-basic-dist-min 4.1.1 as npm has it (MIT, see plotly-LICENSE): lines, bars and points.
+`plotly-basic.min.js` is plotly.js-basic-dist-min 4.1.1 as npm has it (MIT, see plotly-license.txt): lines, bars and points.
 Pages carry it inside, because they must open without a network.
 """
 
