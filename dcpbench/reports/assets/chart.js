@@ -1,0 +1,168 @@
+/* Charts by Plotly that follow the page's theme. One global object, `dcp`:
+
+   dcp.draw(element, traces, layout)  draws or redraws; colours may be written "var(--name)" anywhere in both, and are
+                                      read anew when the theme changes, and for paper. Size: that of the element.
+   dcp.series(i), symbol(i), dash(i)  colour, marker and line of the i-th thing to tell apart, as in style.py
+   dcp.text(string)                   any string as text for Plotly, which takes <b> and <a href> for markup
+   dcp.hover(title, [[name, value]])  one point's hover text, escaped; give it as `customdata` with `hovertemplate: dcp.HOVER`
+   dcp.number(value)                  1234.5 as "1,235"; "–" for what is not known
+   dcp.watermark(text)                a layout annotation across the whole chart
+   dcp.switches(element, items, change)  buttons that switch series: items {name, colour, symbol, dash, on};
+                                      change(i, on) is called when one is pressed, by mouse or keyboard
+   dcp.redraw()                       all charts, as after a change of theme */
+"use strict";
+globalThis.dcp = (() => {
+  const COLOURS = 7;
+  const SYMBOLS = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "x"];
+  const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "8px,3px,2px,3px,2px,3px", "longdashdot", "3px,6px"];
+  const STROKES = { solid: "", dash: "6 3", dot: "2 2", dashdot: "6 2 2 2", longdash: "10 3", longdashdot: "10 3 2 3" };
+  const HOVER = "%{customdata}<extra></extra>";
+  const PAPER_WIDTH = 660; // A4 or Letter between usual margins, in CSS pixels
+  const drawn = new Map();
+  const root = document.documentElement;
+  const coarse = matchMedia("(pointer: coarse)");
+  let probe = null;
+
+  function colour(name) {
+    if (!probe) {
+      probe = document.createElement("span");
+      probe.hidden = true;
+      document.body.append(probe);
+    }
+    probe.style.color = name;
+    return getComputedStyle(probe).color;
+  }
+
+  /** A copy in which every "var(--name)" is the colour that it stands for now. */
+  function resolved(value, seen = new Map()) {
+    if (typeof value === "string" && value.startsWith("var(--")) {
+      if (!seen.has(value)) seen.set(value, colour(value));
+      return seen.get(value);
+    }
+    if (Array.isArray(value)) return value.map((item) => resolved(item, seen));
+    if (value === null || typeof value !== "object") return value;
+    return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, resolved(item, seen)]));
+  }
+
+  function merged(base, more) {
+    const result = { ...base };
+    for (const [key, value] of Object.entries(more)) {
+      const both = [result[key], value].every((x) => x !== null && typeof x === "object" && !Array.isArray(x));
+      result[key] = both ? merged(result[key], value) : value;
+    }
+    return result;
+  }
+
+  function themed(layout) {
+    const axis = {
+      automargin: true, gridcolor: "var(--grid)", linecolor: "var(--edge)", tickcolor: "var(--edge)", showline: true,
+      zeroline: false, ticks: "outside", ticklen: 4, title: { standoff: 8 }, fixedrange: coarse.matches,
+    };
+    const axes = ["xaxis", "yaxis", ...Object.keys(layout).filter((key) => /^[xy]axis\d+$/.test(key))];
+    const base = {
+      autosize: true, showlegend: false, hovermode: "closest", dragmode: coarse.matches ? false : "zoom",
+      paper_bgcolor: "var(--paper)", plot_bgcolor: "var(--paper)",
+      font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: "var(--ink)" },
+      margin: { l: 12, r: 16, t: 12, b: 12 }, colorway: Array.from({ length: COLOURS }, (_, i) => series(i)),
+      hoverlabel: { align: "left", bgcolor: "var(--panel)", bordercolor: "var(--edge)", font: { color: "var(--ink)", size: 12.5 }, namelength: -1 },
+      ...Object.fromEntries(axes.map((name) => [name, axis])),
+    };
+    return merged(base, layout);
+  }
+
+  function draw(element, traces, layout = {}) {
+    if (!drawn.has(element)) widths.observe(element);
+    drawn.set(element, { traces, layout });
+    const seen = new Map();
+    const full = resolved(themed(layout), seen);
+    if ("print" in root.dataset) Object.assign(full, { autosize: false, width: PAPER_WIDTH });
+    return Plotly.react(element, resolved(traces, seen), full, { displayModeBar: false, scrollZoom: false, doubleClick: "reset" });
+  }
+
+  function redraw() {
+    for (const [element, { traces, layout }] of drawn) {
+      if (element.isConnected) draw(element, traces, layout);
+      else drawn.delete(element);
+    }
+  }
+
+  const widths = new ResizeObserver((entries) => requestAnimationFrame(() => {
+    for (const { target } of entries) {
+      const fits = Math.abs((target._fullLayout?.width ?? 0) - target.clientWidth) < 1;
+      if (target.clientWidth && !fits && !("print" in root.dataset)) Plotly.Plots.resize(target);
+    }
+  }));
+
+  const series = (i) => `var(--series-${(i % COLOURS) + 1})`;
+  const symbol = (i) => SYMBOLS[i % SYMBOLS.length];
+  const dash = (i) => DASHES[i % DASHES.length];
+  const text = (string) => String(string).replace(/[&<>]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[c]);
+  const hover = (title, rows) =>
+    [`<b>${text(title)}</b>`, ...rows.map(([name, value]) => `${text(name)}: ${text(value)}`)].join("<br>");
+
+  function number(value) {
+    if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+    const size = Math.abs(value);
+    const digits = size >= 1000 || Number.isInteger(value) ? 0 : size >= 100 ? 1 : size >= 10 ? 2 : 3;
+    const form = size && size < 1 ? { maximumSignificantDigits: 3 } : { maximumFractionDigits: digits };
+    return new Intl.NumberFormat("en-US", form).format(value);
+  }
+
+  const watermark = (words) => ({
+    text: text(words), xref: "paper", yref: "paper", x: 0.5, y: 0.5, showarrow: false, textangle: -12,
+    font: { size: 19, color: "var(--watermark)" }, opacity: 0.8, captureevents: false,
+  });
+
+  /** The line and the marker of a series, as a small picture. */
+  function sample(item) {
+    const space = "http://www.w3.org/2000/svg";
+    const make = (name, attributes) => {
+      const node = document.createElementNS(space, name);
+      for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+      return node;
+    };
+    const svg = make("svg", { width: 26, height: 12, viewBox: "0 0 26 12", "aria-hidden": "true" });
+    svg.style.color = item.colour;
+    if (item.dash) {
+      const stroke = STROKES[item.dash] ?? item.dash.replaceAll("px", "").replaceAll(",", " ");
+      svg.append(make("line", { x1: 0, x2: 26, y1: 6, y2: 6, stroke: "currentColor", "stroke-width": 2, "stroke-dasharray": stroke }));
+    }
+    const shapes = {
+      square: "M9 2h8v8h-8z", "triangle-up": "M13 1l5 9h-10z", diamond: "M13 1l5 5l-5 5l-5-5z", "triangle-down": "M13 11l5-9h-10z",
+      cross: "M11.5 1.5h3v3h3v3h-3v3h-3v-3h-3v-3h3z", x: "M9 3.5l1.5-1.5l2.5 2.5l2.5-2.5l1.5 1.5l-2.5 2.5l2.5 2.5l-1.5 1.5l-2.5-2.5l-2.5 2.5l-1.5-1.5l2.5-2.5z",
+    };
+    const shape = (item.symbol ?? "").replace("-open", "");
+    const paint = item.symbol?.endsWith("-open") ? { fill: "var(--paper)", stroke: "currentColor", "stroke-width": 1.5 } : { fill: "currentColor" };
+    if (shape === "circle") svg.append(make("circle", { cx: 13, cy: 6, r: 4, ...paint }));
+    else if (shapes[shape]) svg.append(make("path", { d: shapes[shape], ...paint }));
+    else if (!item.dash) svg.append(make("rect", { x: 6, y: 0, width: 14, height: 12, ...paint }));
+    return svg;
+  }
+
+  function switches(element, items, change) {
+    element.classList.add("switches");
+    element.setAttribute("role", "group");
+    element.replaceChildren(...items.map((item, i) => {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.className = "switch";
+      button.setAttribute("aria-pressed", String(item.on !== false));
+      const name = document.createElement("span");
+      name.textContent = item.name;
+      button.append(sample(item), name);
+      button.addEventListener("click", () => {
+        const on = button.getAttribute("aria-pressed") !== "true";
+        button.setAttribute("aria-pressed", String(on));
+        change(i, on);
+      });
+      return button;
+    }));
+  }
+
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  new MutationObserver(redraw).observe(root, { attributes: true, attributeFilter: ["data-theme"] });
+  addEventListener("beforeprint", () => { root.dataset.print = ""; redraw(); });
+  addEventListener("afterprint", () => { delete root.dataset.print; redraw(); });
+
+  return { HOVER, draw, redraw, series, symbol, dash, text, hover, number, watermark, switches };
+})();
