@@ -77,7 +77,8 @@ class Serving:
         return Loop(self.engine, scheduler, Traffic(requests, scheduler, concurrency), self.agree, ends=ends)
 
     def warm_up(self, point: Point, requests: Sequence[ServeRequest], alive: Callable[[], None]) -> None:
-        """Run every kind of step: each graph, chunks of every size with and without a prefix, and the load's beginning.
+        """Run every kind of step: each graph, chunks of every size with and without a prefix, full ones of many
+        prompts, and the load's beginning.
 
         What is compiled or loaded on first use must not be part of somebody's latency.
         """
@@ -85,9 +86,9 @@ class Serving:
         alive()
         first = [_short(request) for request in requests[: min(point.concurrency, WARM_UP_REQUESTS * point.dp)]]
         self.loop(point, first, concurrency=len(first)).run(alive)
-        lengths = _warm_up_lengths(scheduler_config(point, self.session))
-        requests = _requests(lengths, 1, self.session.shape.vocab)
-        self.loop(point, requests, concurrency=1).run(alive)
+        config = scheduler_config(point, self.session)
+        for lengths, at_once in ((_warm_up_lengths(config), 1), (_full_steps(config), point.concurrency)):
+            self.loop(point, _requests(lengths, 1, self.session.shape.vocab), concurrency=at_once).run(alive)
 
 
 def serving_for(session: Session, point: Point, chunk: int) -> Serving:
@@ -218,6 +219,16 @@ def _warm_up_lengths(config: SchedulerConfig) -> list[int]:
     sizes = {min(2**k, config.chunk) - 1 for k in range(1, config.chunk.bit_length() + 1)}
     sizes |= {config.chunk, 2 * config.chunk + 1}
     return sorted({max(min(size, most), 1) for size in sizes})
+
+
+def _full_steps(config: SchedulerConfig) -> list[int]:
+    """Prompts of whole pages that fill two steps when they come at once, however short a request must be."""
+    page = config.virtual_page
+    most = min(config.max_context, (config.pages - 1) * page) - 1
+    longest, step = most // page * page, config.chunk // page * page
+    if not longest:
+        return []
+    return 2 * config.replicas * [*[longest] * (step // longest), *([step % longest] if step % longest else [])]
 
 
 def _short(request: ServeRequest) -> ServeRequest:
