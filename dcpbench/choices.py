@@ -30,6 +30,10 @@ PREFILLS = ("sdpa", "flashinfer")
 """What --prefill can be; kernels/prefill makes them."""
 OBJECTIVES = ("ttft", "itl", "tpot", "e2el")
 """What --slo can bound, in ms; metrics.py defines them."""
+VLLM, SGLANG = ENGINES = ("vllm", "sglang")
+"""What `dcpbench import --from` reads, and so what the origin of a record and the backend of its point can be."""
+UNKNOWN = "unknown"
+"""What a point of an import has where nobody says."""
 CLOSED, GAMMA, TRACE = ARRIVALS = ("closed", "gamma", "trace")
 """When requests come: as others are answered, at random with a rate, or as a file says."""
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench.choice_records import Choice
 from dcpbench.choices import CLOSED, NO_EXCHANGE, OPTIONS, with_options
-from dcpbench.errors import RecordsError
+from dcpbench.errors import LayoutError, RecordsError
 from dcpbench.layout import GroupWide, Layout
 from dcpbench.serve_records import Load, ServeMetrics
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 RECORDS_FILE = "records.jsonl"
 ASIDE_FILE = "records.truncated.txt"
+UNKNOWN_LAYOUT = "layout unknown"
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +30,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     tp: int
+    """0 where nobody knows the layout: of an import that does not say; dp and dcp likewise."""
     dp: int = 1
     dcp: int = 1
     workload: str = "decode"
@@ -46,6 +49,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     all_reduce: str = "nccl"
     """How partial sums of tensor parallelism are reduced."""
     backend: str
+    """The attention kernel; of an import the engine, which chose its own."""
     dtype: str
     page_size: int = 1
     interleave: int = 1
@@ -60,6 +64,16 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     def layout(self) -> Layout:
         """The point's layout. Raises LayoutError where degrees do not nest."""
         return Layout(tp=self.tp, dp=self.dp, dcp=self.dcp)
+
+    @property
+    def layout_name(self) -> str:
+        """As printed; for degrees that do not nest, those that were asked for."""
+        if not self.tp:
+            return UNKNOWN_LAYOUT
+        try:
+            return str(self.layout)
+        except LayoutError:
+            return f"tp{self.tp}·dp{self.dp}·dcp{self.dcp}"
 
     @property
     def group_wide(self) -> GroupWide:
@@ -234,34 +248,6 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     command: str = ""
 
 
-class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """A backend with an exchange that `auto` tried."""
-
-    backend: str
-    exchange: str
-    layer_us: float | None = None
-    """Median time of q's exchange, attention and merge in one layer, slowest rank; null where it cannot run."""
-    reason: str | None = None
-    """Why it cannot."""
-
-    def __str__(self) -> str:
-        """`triton symm`."""
-        return _name(self.backend, self.exchange)
-
-
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """What stood for `auto` while the point was measured."""
-
-    backend: str
-    exchange: str
-    candidates: list[Tried]
-    """All that were tried, in order."""
-
-    def __str__(self) -> str:
-        """`triton symm`."""
-        return _name(self.backend, self.exchange)
-
-
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One line of records.jsonl."""
 
@@ -303,10 +289,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """UTC, ISO 8601."""
     seconds: float = 0.0
     """Wall time the point took, set-up included."""
-
-
-def _name(backend: str, exchange: str) -> str:
-    return backend if exchange == NO_EXCHANGE else f"{backend} {exchange}"
+    origin: str | msgspec.UnsetType = msgspec.UNSET
+    """Of an import: the tool that measured it (choices.ENGINES). Not in the line of a record of our own."""
 
 
 class _Version(msgspec.Struct):

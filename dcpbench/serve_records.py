@@ -59,7 +59,8 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     e2el_ms: Latencies
     output_tok_s: float
     """Of the whole run, ramp and drain included."""
-    output_tok_s_per_gpu: float
+    output_tok_s_per_gpu: float | None
+    """Null where nobody knows how many GPUs there were, as of an import that does not say."""
     total_tok_s: float
     """Of prompt and output tokens; cached prompt tokens count."""
     request_s: float
@@ -75,23 +76,24 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Requests per second that meet all of them; null without any."""
     wall_s: float
     """First submission to last token."""
-    submitted: int
+    submitted: int | None
+    """Null, like all counts below that may be, where an import does not say."""
     finished: int
-    rejected: int
+    rejected: int | None
     """Requests that can never fit."""
-    cancelled: int
+    cancelled: int | None
     """Submitted and not finished when the run was ended."""
     input_tokens: int
     """Of requests that got a token."""
     output_tokens: int
     """That came, also of requests that were cut off."""
-    cached_tokens: int
+    cached_tokens: int | None
     """Prompt tokens that the prefix cache had."""
-    preemptions: int
-    steps: int
-    decode_steps: int
+    preemptions: int | None
+    steps: int | None
+    decode_steps: int | None
     """Steps without prefill."""
-    eager_decode_steps: int = 0
+    eager_decode_steps: int | None = 0
     """Of these, those past the largest captured graph."""
     decode_batch: float | None
     """Mean requests in a step without prefill, over the layout."""

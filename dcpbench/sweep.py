@@ -10,7 +10,7 @@ import msgspec
 
 from dcpbench.budget import kv_pages, memory_plan
 from dcpbench.choices import ALL_REDUCES, NO_EXCHANGE, OPTIONS, flag
-from dcpbench.errors import DcpbenchError, LayoutError, UsageError
+from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.judge import Machine, check
 from dcpbench.records import Point, Record
 from dcpbench.serving.load_words import load_name
@@ -75,10 +75,7 @@ def check_any(candidates: Sequence[Candidate]) -> None:
 
 def layout_name(point: Point) -> str:
     """`tp8·dcp8`; also for degrees that do not nest."""
-    try:
-        return str(point.layout)
-    except LayoutError:
-        return f"tp{point.tp}·dp{point.dp}·dcp{point.dcp}"
+    return point.layout_name
 
 
 def point_name(point: Point) -> str:

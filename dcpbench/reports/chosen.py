@@ -10,7 +10,7 @@ from dcpbench.reports.frames import layout_name
 from dcpbench.reports.tables import ABSENT, Table, make_table, number
 
 if TYPE_CHECKING:
-    from dcpbench.records import Choice
+    from dcpbench.choice_records import Choice
     from dcpbench.reports.frames import Frames
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pandas as pd
 
 from dcpbench.choices import NO_EXCHANGE, OPTIONS, with_options
-from dcpbench.errors import LayoutError, RecordsError, UsageError
+from dcpbench.errors import RecordsError, UsageError
 from dcpbench.records import ASIDE_FILE, RECORDS_FILE, read_records
 from dcpbench.reports.merge import GIB, median, spread, worst
 from dcpbench.reports.serving import frame as serving
@@ -114,10 +114,7 @@ def load(folders: Iterable[Path], *, as_repeats: bool = False) -> Frames:
 
 def layout_name(point: Point) -> str:
     """The layout as printed; for degrees that do not nest, the degrees as they were asked for."""
-    try:
-        return str(point.layout)
-    except LayoutError:
-        return f"tp{point.tp}·dp{point.dp}·dcp{point.dcp}"
+    return point.layout_name
 
 
 def cut_short(folder: Path) -> bool:

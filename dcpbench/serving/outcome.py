@@ -151,7 +151,7 @@ def marks(found: ServeMetrics) -> list[str]:
     `few_samples` where a percentile of TTFT or ITL has too few (stats.least_samples).
     """
     lacking = any(None in (times.p90, times.p95, times.p99) for times in (found.ttft_ms, found.itl_ms))
-    told = {"cut_off": found.cancelled > 0, "few_samples": lacking, "rejections": found.rejected > 0}
+    told = {"cut_off": bool(found.cancelled), "few_samples": lacking, "rejections": bool(found.rejected)}
     return [mark for mark, holds in told.items() if holds]
 
 

@@ -32,7 +32,7 @@ def samples_name(point: Point) -> str:
     The same for the same point; those of others differ in the hash, which is of the point's key with its repeat.
     """
     mode = point.load.mode if point.load else point.workload
-    words = re.sub(r"[^A-Za-z0-9]+", "-", f"{point.model}-{point.layout}-{mode}").strip("-")
+    words = re.sub(r"[^A-Za-z0-9]+", "-", f"{point.model}-{point.layout_name}-{mode}").strip("-")
     return f"{FOLDER}/{words[:60]}-{hashlib.sha256(point.key().encode()).hexdigest()[:12]}.parquet"
 
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dcpbench.choice_records import Choice, Tried
 from dcpbench.choices import AUTO, EXCHANGES, TIMED_BACKENDS
 from dcpbench.errors import DcpbenchError
 from dcpbench.exchange.collectives import gather_objects
 from dcpbench.measure import Timer, time_chunks
-from dcpbench.records import Choice, Tried
 from dcpbench.stats import StopRule
 from dcpbench.workloads.calls import capture
 

@@ -4,10 +4,11 @@ import msgspec
 import pytest
 import torch
 
+from dcpbench.choice_records import Choice, Tried
 from dcpbench.errors import CapacityError, DcpbenchError
 from dcpbench.layout import Layout
 from dcpbench.measure import Timer
-from dcpbench.records import Choice, Point, Record, Tried
+from dcpbench.records import Point, Record
 from dcpbench.reports import chosen, frames
 from dcpbench.workloads import choice
 from dcpbench.workloads.choice import Load, choose

@@ -165,3 +165,31 @@ class TestPoint:
         assert str(POINT.layout) == "tp8·dcp8"
         with pytest.raises(LayoutError):
             _ = msgspec.structs.replace(POINT, dcp=3).layout
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("**/records.jsonl")), ids=lambda p: p.parent.name)
+def test_a_record_of_our_own_names_no_origin(path: Path) -> None:
+    assert not any(b'"origin"' in msgspec.json.encode(record) for record in read_records(path))
+
+
+def test_a_record_written_today_is_the_same_bytes_when_it_is_read_and_written_again(tmp_path: Path) -> None:
+    line = written(tmp_path, FULL).read_bytes().rstrip(b"\n")
+    assert msgspec.json.encode(read_records(tmp_path)[0]) == line
+
+
+def test_an_import_names_its_origin_and_keeps_it(tmp_path: Path) -> None:
+    record = msgspec.structs.replace(FULL, origin="vllm")
+    assert msgspec.json.decode(written(tmp_path, record).read_bytes())["origin"] == "vllm"
+    assert read_records(tmp_path) == [record]
+    assert not FULL.origin, "ours has none, and that is no name"
+
+
+def test_a_layout_that_nobody_knows_says_so() -> None:
+    """An import of which the degrees were not told has 0 in their place."""
+    unknown = msgspec.structs.replace(POINT, tp=0, dp=0, dcp=0)
+    assert unknown.layout_name == "layout unknown"
+    assert POINT.layout_name == "tp8·dcp8"
+    assert msgspec.structs.replace(POINT, tp=4, dcp=3).layout_name == "tp4·dp1·dcp3", "as it was asked for"
