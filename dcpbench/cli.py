@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dcpbench import __version__, cli_bench, cli_serve, cli_syncs_checks
+from dcpbench import __version__, cli_bench, cli_serve, cli_syncs_checks, cli_top
 from dcpbench import cli_options as opt
 from dcpbench.errors import DcpbenchError
 
@@ -140,6 +140,9 @@ def show(runs: opt.Runs, as_repeats: opt.AsRepeats = False) -> None:
     from dcpbench import commands
 
     raise typer.Exit(commands.show(runs, as_repeats=as_repeats))
+
+
+app.command(rich_help_panel="Read results")(cli_top.top)
 
 
 @app.command(rich_help_panel="Check")

@@ -10,19 +10,12 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from dcpbench.records import Gpu
+from dcpbench.throttling import throttle_reasons
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 PERIOD_S = 0.05
-# Bits of nvmlDeviceGetCurrentClocksEventReasons that slow a busy GPU down; idle and application clocks do not.
-THROTTLE_BITS = {
-    0x04: "sw_power_cap",
-    0x08: "hw_slowdown",
-    0x20: "sw_thermal",
-    0x40: "hw_thermal",
-    0x80: "hw_power_brake",
-}
 
 
 class GpuSampler:
@@ -62,7 +55,7 @@ class GpuSampler:
             sm_clock_mhz_max=max(seen["clock"]) if "clock" in seen else None,
             power_w_max=max(seen["power"]) / 1e3 if "power" in seen else None,
             temperature_c_max=max(seen["temperature"]) if "temperature" in seen else None,
-            throttle_reasons=[name for bit, name in THROTTLE_BITS.items() if reasons & bit],
+            throttle_reasons=throttle_reasons(reasons),
         )
 
 

@@ -1,0 +1,218 @@
+"""What the files of a run say, read piece by piece: jobs, their events, and records as far as they are shown.
+
+Whatever cannot be read is left out and counted. Texts come from others and may be of any length: they are cut short and
+made inert here, once for all that follows.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import datetime as dt
+import math
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import msgspec
+
+from dcpbench.errors import DcpbenchError
+from dcpbench.jobs import CHECKS_FILE, FAILED_FILE, Check, Failure, Job, Progress, read_job
+from dcpbench.launch import blame
+from dcpbench.records import RECORDS_FILE, SCHEMA_VERSION, Point, Record
+from dcpbench.sweep import point_name
+from dcpbench.syncs.words import plain
+from dcpbench.top.tail import Tail
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+T = TypeVar("T")
+LONGEST = 300
+"""Characters of a text that are kept."""
+SHOWN = 50
+"""Finished points that are kept in full."""
+VERIFY = "verify"
+_events, _checks = msgspec.json.Decoder(Progress), msgspec.json.Decoder(Check)
+_records = msgspec.json.Decoder(Record)
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True):
+    """A point that has a record."""
+
+    point: str
+    outcome: str
+    reason: str = ""
+    tok_s: float | None = None
+    tok_s_per_gpu: float | None = None
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    """Medians, as ttft_ms is."""
+    seconds: float | None = None
+    """Wall time of the point, set-up included."""
+
+
+class Ended(NamedTuple):
+    """How and when a point ended."""
+
+    outcome: str
+    at: float | None
+    """Unix time; None where the record does not say."""
+    ran: bool = True
+    """False for one that was not tried, because it would have failed as another one had."""
+
+
+@dataclasses.dataclass
+class JobFacts:
+    """One torchrun job and its events."""
+
+    job: Job
+    began: float
+    """Unix time at which its file was written."""
+    events: Tail
+    heard: float = 0.0
+    """Time of the last event; 0 before the first."""
+    stage: str = ""
+    since: float = 0.0
+    """When this stage of this point began."""
+    key: str = ""
+    """Of the point at work."""
+    note: str = ""
+    """Its last numbers."""
+    done: dict[int, float] = dataclasses.field(default_factory=dict)
+    """When points finished, by point_id."""
+
+    def see(self, event: Progress) -> None:
+        """Take one event."""
+        stage = inert(event.stage)
+        if event.key != self.key:
+            self.note = ""
+        if (stage, event.key) != (self.stage, self.key):
+            self.since = event.at
+        self.stage, self.key, self.heard = stage, event.key, event.at
+        self.note = inert(event.note) or self.note
+        if stage == "done":
+            self.done[hash(event.key)] = event.at
+
+
+class Facts:
+    """All files of a run's folder; `look` reads what has come since."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._forget()
+
+    def _forget(self) -> None:
+        self.jobs: dict[str, JobFacts] = {}
+        """By file name."""
+        self.ended: dict[int, Ended] = {}
+        """The last record of each point, by point_id."""
+        self.last: collections.deque[Finished] = collections.deque(maxlen=SHOWN)
+        self.unread: dict[str, int] = {}
+        """Lines, or files, that could not be read, by file name."""
+        self.wrong = 0
+        """Checks of `verify` that are wrong."""
+        self._records = [Tail(self.folder / name) for name in (RECORDS_FILE, FAILED_FILE)]
+        self._checks = Tail(self.folder / CHECKS_FILE)
+
+    def look(self) -> None:
+        """Read what has come. After --force all that was read before is forgotten."""
+        if any(tail.replaced() for tail in self._tails()):
+            self._forget()
+        self._look_for_jobs()
+        for found in self.jobs.values():
+            for event in self._decoded(found.events, _events):
+                found.see(event)
+        for tail in self._records:
+            for record in self._decoded(tail, _records):
+                self._take(record)
+        self.wrong += sum(not check.ok for check in self._decoded(self._checks, _checks))
+
+    @property
+    def newest(self) -> JobFacts | None:
+        """The job that began last."""
+        return max(self.jobs.values(), key=lambda j: j.began, default=None)
+
+    def failure(self) -> str:
+        """What a rank of the newest job died of, or nothing."""
+        found = []
+        for path in sorted(self.folder.glob("error-*.json")):
+            with contextlib.suppress(OSError, msgspec.DecodeError):
+                found.append(msgspec.json.decode(path.read_bytes(), type=Failure))
+        cause = blame(found)
+        return inert(f"rank {cause.rank}: {cause.kind}: {cause.message}") if cause else ""
+
+    def ranks_at_work(self) -> bool:
+        """Whether ranks have left their process ids, which go when a job is ended in an orderly way."""
+        return any(self.folder.glob("rank-*.pid"))
+
+    def _tails(self) -> list[Tail]:
+        return [*self._records, self._checks, *(j.events for j in self.jobs.values())]
+
+    def _look_for_jobs(self) -> None:
+        for path in self.folder.glob("job-*.json"):
+            if path.name in self.jobs:
+                continue
+            try:
+                job, began = read_job(path), path.stat().st_mtime
+            except (DcpbenchError, OSError):  # it may be half written; the next look tries again
+                self.unread[path.name] = 1
+                continue
+            self.unread.pop(path.name, None)
+            name = path.name.removeprefix("job-").removesuffix(".json")
+            self.jobs[path.name] = JobFacts(job, began, Tail(self.folder / f"progress-{name}.jsonl"))
+
+    def _decoded(self, tail: Tail, decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
+        for line in tail.lines():
+            try:
+                found = decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                found = None
+            if found is None or getattr(found, "schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
+                self.unread[tail.path.name] = self.unread.get(tail.path.name, 0) + bool(line.strip())
+            else:
+                yield found
+
+    def _take(self, record: Record) -> None:
+        ended = Ended(inert(record.outcome), _finished_at(record), ran=record.seconds > 0)
+        self.ended[point_id(record.point)] = ended
+        if record.outcome != "rejected":
+            self.last.append(finished(record))
+
+
+def point_id(point: Point) -> int:
+    """Stands for Point.key(), which is long."""
+    return hash(point.key())
+
+
+def finished(record: Record) -> Finished:
+    """What is shown of a record."""
+    m, s = record.metrics, record.serve
+    figures: dict[str, float | None] = {}
+    if m:
+        figures = {
+            "tok_s": m.output_tok_s.median, "tok_s_per_gpu": m.output_tok_s_per_gpu, "itl_ms": m.itl_ms.p50,
+        }  # fmt: skip
+    elif s:
+        figures = {
+            "tok_s": s.output_tok_s, "tok_s_per_gpu": s.output_tok_s_per_gpu, "ttft_ms": s.ttft_ms.p50,
+            "itl_ms": s.itl_ms.p50,
+        }  # fmt: skip
+    return Finished(
+        point=inert(point_name(record.point)), outcome=inert(record.outcome), reason=inert(record.reason or ""),
+        seconds=record.seconds or None, **figures,
+    )  # fmt: skip
+
+
+def inert(text: str) -> str:
+    """One short line that no terminal obeys."""
+    cut = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+    return plain(" ".join(cut.split()))
+
+
+def _finished_at(record: Record) -> float | None:
+    """Unix time; None where the record does not say."""
+    with contextlib.suppress(ValueError, OverflowError):
+        at = dt.datetime.fromisoformat(record.started_at).timestamp() + record.seconds
+        return at if math.isfinite(at) else None
+    return None

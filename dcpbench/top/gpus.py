@@ -1,0 +1,78 @@
+"""What NVML says of this machine's GPUs right now. Absent where it does not say; no torch, and no GPU is needed."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from dcpbench.throttling import throttle_reasons
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+
+class GpuNow(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU."""
+
+    index: int
+    name: str = ""
+    utilisation: int | None = None
+    """Percent of the last sampling period in which any kernel ran."""
+    sm_clock_mhz: int | None = None
+    sm_clock_max_mhz: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    temperature_c: int | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    throttle_reasons: list[str] = []
+
+
+class Gpus:
+    """The machine's GPUs; none where NVML cannot be used."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        self._handles: list[Any] = []
+        with contextlib.suppress(Exception):  # NVML is a bonus: whatever it lacks, a run can be watched
+            import pynvml
+
+            pynvml.nvmlInit()
+            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+            self._nvml = pynvml
+
+    def now(self) -> list[GpuNow]:
+        """Ask each."""
+        return [self._one(index, handle) for index, handle in enumerate(self._handles)]
+
+    def _one(self, index: int, gpu: Any) -> GpuNow:  # noqa: ANN401 -- NVML's handle
+        nvml = self._nvml
+        memory = _known(lambda: nvml.nvmlDeviceGetMemoryInfo(gpu))
+        name = _known(lambda: nvml.nvmlDeviceGetName(gpu)) or ""
+        return GpuNow(
+            index=index,
+            name=name.decode(errors="replace") if isinstance(name, bytes) else name,
+            utilisation=_known(lambda: int(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)),
+            sm_clock_mhz=_known(lambda: int(nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM))),
+            sm_clock_max_mhz=_known(lambda: int(nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM))),
+            power_w=_known(lambda: float(nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3)),
+            power_limit_w=_known(lambda: float(nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3)),
+            temperature_c=_known(lambda: int(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU))),
+            memory_used_bytes=int(memory.used) if memory else None,
+            memory_total_bytes=int(memory.total) if memory else None,
+            throttle_reasons=throttle_reasons(
+                _known(lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))) or 0
+            ),
+        )
+
+
+def _known(query: Callable[[], T]) -> T | None:
+    """The answer, or None where this GPU or its driver has none."""
+    try:
+        return query()
+    except Exception:  # noqa: BLE001 -- NVML raises a class for each kind of refusal
+        return None

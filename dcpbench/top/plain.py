@@ -1,0 +1,49 @@
+"""Two states, one line for each change between them: for a pipe, a log, or a terminal that can do no more."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dcpbench.terminal import CPU_NOTE
+from dcpbench.top import words
+from dcpbench.top.state import SILENT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dcpbench.top.state import Now, State
+
+
+def changes(before: State | None, after: State) -> Iterator[str]:
+    """What to print after `before`, which is None at first. Nothing where nothing but time has passed."""
+    if before is None:
+        yield f"{after.kind or 'run'} in {after.folder}: {words.status(after)}"
+        if after.device == "cpu":
+            yield CPU_NOTE
+    elif before.status != after.status:
+        yield words.status(after)
+    done = after.ok + after.failed
+    if before is None or (before.ok + before.failed, before.total) != (done, after.total):
+        new = 1 if before is None else max(done - before.ok - before.failed, 0)
+        news = after.last[-new:] if new else []
+        yield from (f"{p.point}: {words.figures(p)}" for p in news)
+        yield " · ".join(filter(None, (words.counts(after), words.rates(after))))
+    if after.now and after.now.point and _moved(before.now if before else None, after.now):
+        yield f"now: {after.now.point}, {after.now.stage}"
+    if before and after.unread != before.unread:
+        yield f"could not be read, and is left out: {', '.join(after.unread)}"
+
+
+def snapshot(state: State) -> Iterator[str]:
+    """One state in full, as `--once` prints it where there is no terminal."""
+    yield from changes(None, state)
+    if state.now and state.status != SILENT:
+        yield words.stage(state.now)
+    for g in state.gpus:
+        clock, power = words.number(g.sm_clock_mhz), words.number(g.power_w)
+        slowed = f", slowed: {', '.join(g.throttle_reasons)}" if g.throttle_reasons else ""
+        yield f"GPU {g.index}: {clock} MHz, {power} W, {words.number(g.temperature_c)} °C{slowed}"
+
+
+def _moved(before: Now | None, after: Now) -> bool:
+    return before is None or (before.point, before.stage) != (after.point, after.stage)

@@ -1,0 +1,122 @@
+"""A state as a terminal shows it, at any width: tables lose columns where it is narrow, and the newest stands first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from dcpbench.terminal import CPU_NOTE
+from dcpbench.top import words
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from dcpbench.top.facts import Finished
+    from dcpbench.top.gpus import GpuNow
+    from dcpbench.top.state import State
+
+GIB = 1 << 30
+BAR = 60
+"""Columns of the bar at most."""
+WIDE, NARROW = 70, 50
+"""Columns of the terminal from which on, and below which, tables have all and least columns."""
+FIXED_LINES = 12
+"""Lines above and around the last points."""
+MOST, LEAST = 20, 3
+"""Last points that are shown."""
+
+
+def render(state: State, width: int, height: int) -> RenderableType:
+    """The whole view, for a terminal of `width` columns and `height` lines."""
+    parts: list[RenderableType] = [_head(state), Text()]
+    if state.total:
+        bar = Table.grid()  # ends the bar's line
+        bar.add_row(ProgressBar(total=state.total, completed=state.ok + state.failed, width=min(width, BAR)))
+        parts.append(bar)
+    parts += [Text(line) for line in (words.counts(state), words.rates(state), _sizes(state)) if line]
+    if state.now:
+        parts += [Text(), Text(state.now.point or "no point at work", "bold"), Text(words.stage(state.now))]
+    room = height - FIXED_LINES - (len(state.gpus) + 3 if state.gpus else 0)
+    last = state.last[-max(min(room, MOST), LEAST) :]
+    if state.gpus:
+        parts += [Text(), _gpus(state.gpus, width)]
+    if last:
+        parts += [Text(), _last(last, width)]
+    if state.unread:
+        lines = ", ".join(f"{name}: {count}" for name, count in state.unread.items())
+        parts += [Text(), Text(f"could not be read, and is left out: {lines}", "yellow")]
+    return Group(*parts)
+
+
+def _head(state: State) -> Text:
+    kind = f"{state.kind} in " if state.kind else ""
+    text = Text(f"{kind}{state.folder}: ", "bold")
+    text.append(words.status(state), words.STYLES.get(state.status, ""))
+    if state.device == "cpu":
+        text.append(f"\n{CPU_NOTE}", "yellow")
+    return text
+
+
+def _sizes(state: State) -> str:
+    if len(state.sizes) < 2:  # noqa: PLR2004 -- one size says what the counts say
+        return ""
+    return " · ".join(f"tp{s.tp}: {s.finished} of {s.total}" for s in state.sizes)
+
+
+def _last(points: list[Finished], width: int) -> Table:
+    """The newest first."""
+    served = any(p.ttft_ms is not None for p in points)
+    numbers = ["tok/s", *(["/GPU"] if width >= WIDE else []), *(["TTFT ms"] if served and width >= WIDE else [])]
+    numbers += ["ITL ms"] if width >= NARROW else []
+    numbers += ["took"] if width >= WIDE else []
+    table = _table("last points", numbers)
+    for p in reversed(points):
+        cells = {
+            "tok/s": words.number(p.tok_s), "/GPU": words.number(p.tok_s_per_gpu), "TTFT ms": words.number(p.ttft_ms),
+            "ITL ms": words.number(p.itl_ms), "took": words.ABSENT if p.seconds is None else words.span(p.seconds),
+        }  # fmt: skip
+        name = Text(p.point) if p.outcome == "ok" else Text(f"{p.point}  {words.figures(p)}", "red")
+        table.add_row(name, *(cells[name] for name in numbers))
+    return table
+
+
+def _gpus(gpus: list[GpuNow], width: int) -> Table:
+    columns = ["busy", "SM MHz", *(["W", "°C", "GiB"] if width >= NARROW else [])]
+    table = _table("GPU", columns)
+    for g in gpus:
+        power = _of(words.number(g.power_w), None if g.power_limit_w is None else words.number(g.power_limit_w))
+        memory = _of(_gib(g.memory_used_bytes), None if g.memory_total_bytes is None else _gib(g.memory_total_bytes))
+        cells = {
+            "busy": words.ABSENT if g.utilisation is None else f"{g.utilisation} %",
+            "SM MHz": _of(_whole(g.sm_clock_mhz), None if g.sm_clock_max_mhz is None else _whole(g.sm_clock_max_mhz)),
+            "W": power, "°C": _whole(g.temperature_c), "GiB": memory,
+        }  # fmt: skip
+        slowed = f"  slowed: {', '.join(g.throttle_reasons)}" if g.throttle_reasons else ""
+        name = Text(f"{g.index}{f' {g.name}' if width >= WIDE and g.name else ''}{slowed}", "yellow" if slowed else "")
+        table.add_row(name, *(cells[name] for name in columns))
+    return table
+
+
+def _table(first: str, numbers: list[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(first, overflow="fold", ratio=1)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _of(value: str, most: str | None) -> str:
+    return value if most is None else f"{value}/{most}"
+
+
+def _whole(value: int | None) -> str:
+    return words.ABSENT if value is None else str(value)
+
+
+def _gib(value: int | None) -> str:
+    return words.ABSENT if value is None else f"{value / GIB:.0f}"

@@ -1,0 +1,236 @@
+"""How far a run is: facts of its files and who of it is alive, made a State. Pure; the clock is an argument."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.choices import REPLAY
+from dcpbench.errors import WorkerError
+from dcpbench.sweep import point_name
+from dcpbench.top.estimate import Estimate, estimate
+from dcpbench.top.facts import VERIFY, Ended, Finished, inert, point_id
+from dcpbench.top.gpus import GpuNow
+from dcpbench.top.processes import COMMAND, NONE, WORKERS
+
+if TYPE_CHECKING:
+    from dcpbench.records import Point
+    from dcpbench.top.facts import Facts, JobFacts
+
+STARTING, RUNNING, SILENT, FINISHING = "starting", "running", "silent", "finishing"
+ORPHANED, ELSEWHERE = "orphaned", "elsewhere"
+ENDED, STOPPED = "ended", "stopped"
+OVER = (ENDED, STOPPED)
+"""Statuses after which nothing comes: all points have ended, or some are left."""
+REJECTED = "rejected"
+BETWEEN = ("done", "start", "end")
+"""Stages of no point."""
+QUIET_S = 60.0
+"""Without a sign of life for so long a run is shown as silent; dcpbench itself ends such a job at --timeout."""
+TIMEOUT_S = 300.0
+"""--timeout, where the command does not say."""
+SLACK_S = 2.0
+"""How far a record's times may be off, which are written in whole seconds."""
+WRONG, SOME_FAILED, INTERRUPTED = 1, WorkerError.exit_code, 130
+"""Exit codes of commands that measure."""
+
+
+class Now(msgspec.Struct, frozen=True, kw_only=True):
+    """What the run is at."""
+
+    point: str = ""
+    """Empty between points."""
+    stage: str
+    """See jobs.Progress.stage."""
+    stage_s: float
+    note: str = ""
+    silent_s: float
+    """Time since the last sign of life."""
+    timeout_s: float
+    """After how long dcpbench takes it for hung."""
+
+
+class Size(msgspec.Struct, frozen=True, kw_only=True):
+    """The points of one world size, which one torchrun job after the other runs."""
+
+    tp: int
+    total: int
+    finished: int
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """All that top shows. Texts are inert, and short."""
+
+    folder: str
+    kind: str
+    """`sweep`, `serve`, `verify`, or `replay`, which needs no jobs; empty where nothing has begun."""
+    device: str
+    """`cuda`, `cpu`, or empty where there are no jobs."""
+    status: str
+    exit_code: int | None = None
+    """What the run's command ended with, as far as its files tell; null while it runs."""
+    problem: str = ""
+    """What a rank died of."""
+    total: int | None = None
+    """Points that can run; null where no file says."""
+    ok: int = 0
+    failed: int = 0
+    """Hung ones included."""
+    rejected: int = 0
+    left: int | None = None
+    elapsed_s: float | None = None
+    """Of this command; an earlier one that it resumes does not count."""
+    points_per_minute: float | None = None
+    """Of this command, failed points included."""
+    eta: Estimate | None = None
+    now: Now | None = None
+    sizes: list[Size] = []
+    last: list[Finished] = []
+    """Newest last."""
+    unread: dict[str, int] = {}
+    """Lines that could not be read, by file."""
+    gpus: list[GpuNow] = []
+    at: float
+    """Unix time of this state."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing will come any more."""
+        return self.status in OVER
+
+
+def state_of(
+    facts: Facts, now: float, *, alive: str = NONE, began: float | None = None, known_here: bool = False
+) -> State:
+    """The state at `now` (Unix time).
+
+    `alive` and `began` are what processes.alive says; `known_here`: this run was alive on this machine before, so that
+    it cannot be one of another machine whose files are seen from here.
+    """
+    job = facts.newest
+    jobs = _jobs_of_command(facts, began)
+    began = began if began is not None else min((j.began for j in jobs), default=None)
+    points = _points(facts)
+    ended = _ended(facts, points, began)
+    ends = _ends(ended, jobs, began)
+    heard = max((*ends[-1:], *(max(j.began, j.heard) for j in jobs)), default=began or now)
+    left = len(points) - len(ended) if job else None
+    failed = sum(end.outcome != "ok" for end in ended.values())
+    status = _status(facts, left, max(now - heard, 0.0), alive, known_here=known_here)
+    over = status in OVER
+    until = heard if over else now
+    problem = facts.failure() if status == STOPPED else ""
+    durations = [max(b - a, 0.0) for a, b in itertools.pairwise([began, *ends])] if began is not None else []
+    spent = until - (ends[-1] if ends else began or until)
+    at_work = not over and status != FINISHING
+    return State(
+        folder=inert(str(facts.folder)), kind=_kind(facts), device=job.job.device if job else "", status=status,
+        exit_code=_exit_code(facts, status, failed, problem) if over else None, problem=problem,
+        total=len(points) if job else None, ok=len(ended) - failed, failed=failed,
+        rejected=sum(e.outcome == REJECTED and key not in points for key, e in facts.ended.items()), left=left,
+        elapsed_s=None if began is None else max(until - began, 0.0),
+        points_per_minute=60 * len(durations) / sum(durations) if sum(durations) > 0 else None,
+        eta=estimate(durations, left or 0, spent) if at_work else None,
+        now=_now(job, points, now) if job and at_work else None,
+        sizes=_sizes(points, ended), last=list(facts.last), unread=dict(facts.unread), at=now,
+    )  # fmt: skip
+
+
+def _kind(facts: Facts) -> str:
+    job = facts.newest
+    if job is None:
+        return REPLAY if facts.ended else ""
+    return "serve" if job.job.points and job.job.points[0].load else inert(job.job.kind)
+
+
+def _jobs_of_command(facts: Facts, began: float | None) -> list[JobFacts]:
+    """Jobs of the command that is at work, or of the last one: what it resumed was typed otherwise."""
+    jobs = sorted(facts.jobs.values(), key=lambda j: j.began)
+    if began is not None:
+        return [j for j in jobs if j.began >= began - SLACK_S]
+    return [j for j in jobs if j.job.command == jobs[-1].job.command]
+
+
+def _points(facts: Facts) -> dict[int, Point]:
+    """Every point that can run; without a list of them, those of the jobs so far."""
+    newest = facts.newest
+    if newest is None:
+        return {}
+    known = newest.job.pool_points or [p for j in facts.jobs.values() for p in j.job.points]
+    return {point_id(p): p for p in known}
+
+
+def _ended(facts: Facts, points: dict[int, Point], began: float | None) -> dict[int, Ended]:
+    """How points ended. One that failed under an earlier command is still to come under this one."""
+    ended = dict(facts.ended)
+    if facts.newest and facts.newest.job.kind == VERIFY:  # leaves checks, and records of failures alone
+        ended = {key: Ended("ok", at) for j in facts.jobs.values() for key, at in j.done.items()} | ended
+    return {
+        key: end
+        for key, end in ended.items()
+        if end.outcome != REJECTED and (key in points or not points)
+        if end.outcome == "ok" or began is None or end.at is None or end.at >= began - SLACK_S
+    }
+
+
+def _ends(ended: dict[int, Ended], jobs: list[JobFacts], began: float | None) -> list[float]:
+    """When points ended under this command. Events say it to the microsecond, records to the second."""
+    told = {key: at for j in jobs for key, at in j.done.items()}
+    recorded = {key: e.at for key, e in ended.items() if e.ran and e.at is not None and (e.outcome != "ok" or not jobs)}
+    since = float("-inf") if began is None else began
+    return sorted(at for at in (recorded | told).values() if at >= since)
+
+
+def _status(facts: Facts, left: int | None, silent_s: float, alive: str, *, known_here: bool) -> str:
+    job = facts.newest
+    if alive == COMMAND:
+        if left == 0:
+            return FINISHING
+        if silent_s > QUIET_S:
+            return SILENT
+        return RUNNING if facts.ended or (job and job.heard) else STARTING
+    if alive == WORKERS:
+        return ORPHANED
+    if left == 0 or (job is None and facts.ended):
+        return ENDED
+    # A job between its first and its last event whose ranks' process ids are gone was ended by its command.
+    goes_on = job is not None and (not job.heard or job.stage == "end" or facts.ranks_at_work())
+    return ELSEWHERE if goes_on and silent_s < QUIET_S and not known_here else STOPPED
+
+
+def _exit_code(facts: Facts, status: str, failed: int, problem: str) -> int:
+    """As far as files tell: a run that was interrupted and one that was killed look the same."""
+    if facts.wrong:
+        return WRONG
+    if status == STOPPED and not problem:
+        return INTERRUPTED
+    return SOME_FAILED if failed or problem else 0
+
+
+def _now(job: JobFacts, points: dict[int, Point], now: float) -> Now:
+    point = None if job.stage in BETWEEN else points.get(hash(job.key))
+    heard = job.heard or job.began
+    return Now(
+        point=inert(point_name(point)) if point else "", stage=job.stage or "start",
+        stage_s=max(now - (job.since or job.began), 0.0), note=job.note if point else "",
+        silent_s=max(now - heard, 0.0), timeout_s=_timeout(job.job.command),
+    )  # fmt: skip
+
+
+def _timeout(command: str) -> float:
+    """--timeout as typed."""
+    try:
+        words = shlex.split(command.replace("--timeout=", "--timeout "))
+        return float(words[words.index("--timeout") + 1])
+    except (ValueError, IndexError):
+        return TIMEOUT_S
+
+
+def _sizes(points: dict[int, Point], ended: dict[int, Ended]) -> list[Size]:
+    by_tp: dict[int, list[bool]] = {}
+    for key, point in points.items():
+        by_tp.setdefault(point.tp, []).append(key in ended)
+    return [Size(tp=tp, total=len(seen), finished=sum(seen)) for tp, seen in by_tp.items()]

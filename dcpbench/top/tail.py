@@ -1,0 +1,55 @@
+"""Lines that were appended to a file since the last look."""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+class Tail:
+    """A growing file of lines. A line that is still being written waits for the next look."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._read = 0
+        self._inode = 0
+
+    def replaced(self) -> bool:
+        """Whether this is no longer the file that was read: another of its name, or a shorter one. Then starts anew."""
+        found = _regular(self.path)
+        if not self._inode or (found and found.st_ino == self._inode and found.st_size >= self._read):
+            return False
+        self._read = self._inode = 0
+        return True
+
+    def lines(self) -> Iterator[bytes]:
+        """Whole lines that have come, without their ends; none where the file is missing or cannot be read."""
+        found = _regular(self.path)
+        if found is None or (self._inode and found.st_size == self._read):
+            return
+        try:
+            file = self.path.open("rb")
+        except OSError:
+            return
+        with file:
+            self._inode = os.fstat(file.fileno()).st_ino
+            file.seek(self._read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._read += len(line)
+                yield line[:-1]
+
+
+def _regular(path: Path) -> os.stat_result | None:
+    """None for anything that could make a reader wait, such as a pipe."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found if stat.S_ISREG(found.st_mode) else None

@@ -1,0 +1,188 @@
+"""The command `dcpbench top`: which run to watch, how often to look, and how to end."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import UsageError
+from dcpbench.folders import LOCK_FILE
+from dcpbench.records import RECORDS_FILE
+from dcpbench.top import processes
+from dcpbench.top.facts import Facts
+from dcpbench.top.gpus import Gpus
+from dcpbench.top.plain import changes, snapshot
+from dcpbench.top.state import INTERRUPTED, State, state_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rich.console import Console
+
+    Show = Callable[[State], None]
+
+RUNS = Path("runs")
+"""Where sweep and serve put runs that were given no folder."""
+
+
+def top(folder: Path | None, *, every: float = 1.0, once: bool = False, as_json: bool = False) -> int:
+    """Watch a run until it ends; returns the exit code of its command as far as files tell, 130 after Ctrl-C.
+
+    `folder` None: the newest running one below RUNS. `every`: seconds between looks. `once`: one look, and 0 while the
+    run goes on. Raises UsageError where there is no such run.
+    """
+    look = _Look(running_below(RUNS) if folder is None else _checked(folder))
+    try:
+        if once:
+            state = look()
+            (_print_json if as_json else _print_once)(state)
+            return state.exit_code or 0
+        with _ended_by_signals(), _json() if as_json else _shown() as show:
+            return _watch(look, show, every)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.flush()
+
+
+def running_below(runs: Path) -> Path:
+    """The running run whose lock was written last. Raises UsageError where none runs."""
+    locks = {path.parent: path.stat().st_mtime for path in runs.glob(f"*/{LOCK_FILE}")}
+    newest = sorted(locks, key=lambda folder: locks[folder], reverse=True)
+    for folder in newest:
+        if processes.alive(folder)[0]:
+            return folder
+    last = f" The last one was {newest[0]}: dcpbench top {newest[0]}" if newest else ""
+    raise UsageError(f"no run below {runs}/ is running here; name one, as in: dcpbench top /data/RUN.{last}")
+
+
+class _Look:
+    """Makes a state of the folder, again and again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._facts, self._gpus = folder, Facts(folder), Gpus()
+        self._here = False
+
+    def __call__(self) -> State:
+        alive, began = processes.alive(self._folder)  # before the files: what its last breath wrote must be seen
+        self._facts.look()
+        state = state_of(self._facts, time.time(), alive=alive, began=began, known_here=self._here)
+        self._here |= bool(alive)
+        gpus = self._gpus.now() if state.device == "cuda" and alive else []
+        return msgspec.structs.replace(state, gpus=gpus)
+
+
+def _checked(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is no folder; name a run's, as in: dcpbench top runs/NAME")
+    known = (LOCK_FILE, RECORDS_FILE)
+    if not any((folder / name).exists() for name in known) and not any(folder.glob("job-*.json")):
+        inside = sorted(str(p.parent) for p in folder.glob(f"*/{LOCK_FILE}"))
+        others = f" It holds some: {' '.join(inside[-3:])}" if inside else ""
+        raise UsageError(f"{folder} holds no run of sweep, serve or verify; name one, or start it first.{others}")
+    return folder
+
+
+def _watch(look: _Look, show: Show, every: float) -> int:
+    while True:
+        state = look()
+        show(state)
+        if state.exit_code is not None:
+            return state.exit_code
+        time.sleep(every)
+
+
+@contextlib.contextmanager
+def _json() -> Iterator[Show]:
+    yield _print_json
+
+
+@contextlib.contextmanager
+def _shown() -> Iterator[Show]:
+    """A live view on a terminal that can show one, else lines."""
+    console = _console()
+    if sys.stdout.isatty() and not console.is_dumb_terminal:
+        with _live(console) as show:
+            yield show
+        return
+    before: State | None = None
+
+    def lines(state: State) -> None:
+        nonlocal before
+        _print_lines(changes(before, state))
+        before = state
+
+    yield lines
+
+
+@contextlib.contextmanager
+def _live(console: Console) -> Iterator[Show]:
+    """On the terminal's second screen, which follows its size; what was seen last stays on the first one."""
+    from rich.live import Live
+
+    from dcpbench.top.render import render
+
+    last: State | None = None
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+
+        def show(state: State) -> None:
+            nonlocal last
+            last = state
+            live.update(render(state, console.width, console.height), refresh=True)
+
+        try:
+            yield show
+        finally:
+            live.stop()
+            if last is not None:
+                console.print(render(last, console.width, console.height))
+
+
+def _print_once(state: State) -> None:
+    console = _console()
+    if sys.stdout.isatty():
+        from dcpbench.top.render import render
+
+        console.print(render(state, console.width, console.height))
+    else:
+        _print_lines(snapshot(state))
+
+
+def _print_lines(lines: Iterator[str]) -> None:
+    for line in lines:
+        sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _print_json(state: State) -> None:
+    sys.stdout.write(msgspec.json.encode(state).decode() + "\n")
+    sys.stdout.flush()
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and a lost terminal end it as Ctrl-C does, so that the terminal is as it was."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, _stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(number: int, _: object) -> None:
+    sys.exit(128 + number)

@@ -1,0 +1,94 @@
+"""Parts of a state in words and numbers, the same on a terminal and in a line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dcpbench.top import state as st
+
+if TYPE_CHECKING:
+    from dcpbench.top.estimate import Estimate
+    from dcpbench.top.facts import Finished
+    from dcpbench.top.state import Now, State
+
+ABSENT = "—"
+MINUTE, HOUR = 60, 3600
+EXACT_BELOW = 2 * MINUTE
+STYLES = {
+    st.STARTING: "cyan", st.RUNNING: "green", st.FINISHING: "green", st.SILENT: "yellow", st.ORPHANED: "red",
+    st.ELSEWHERE: "yellow", st.ENDED: "green", st.STOPPED: "red",
+}  # fmt: skip
+
+
+def span(seconds: float) -> str:
+    """`8 s`, `12 min`, `3 h 20 min`."""
+    if seconds < EXACT_BELOW:
+        return f"{seconds:.0f} s"
+    if seconds < 2 * HOUR:
+        return f"{seconds / MINUTE:.0f} min"
+    return f"{seconds // HOUR:,.0f} h {seconds % HOUR // MINUTE:.0f} min"
+
+
+def number(value: float | None) -> str:
+    """Three significant digits, whole from 100 on."""
+    return ABSENT if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"  # noqa: PLR2004
+
+
+def status(state: State) -> str:
+    """What the run is doing, or how it ended."""
+    silent = span(state.now.silent_s) if state.now else ""
+    if state.status == st.SILENT and state.now:
+        return f"no sign of life for {silent}; dcpbench ends such a job after {span(state.now.timeout_s)}"
+    if state.status == st.ELSEWHERE:
+        return f"no process of it on this machine; last sign of life {silent} ago"
+    if state.status == st.ENDED:
+        return f"ended, {state.failed} failed" if state.failed else "ended"
+    if state.status == st.STOPPED:
+        left = "" if state.left is None else f" with {state.left} left; go on with --resume"
+        return f"stopped{left}{f' ({state.problem})' if state.problem else ''}"
+    return {
+        st.FINISHING: "all points have ended; the report is being written",
+        st.ORPHANED: "its command is gone; its workers are not",
+    }.get(state.status, state.status)
+
+
+def counts(state: State) -> str:
+    """`12 of 34 points · 1 failed · 2 rejected · 22 left`."""
+    finished = state.ok + state.failed
+    parts = [f"{finished} of {state.total} points" if state.total is not None else f"{finished} points"]
+    parts += [f"{n} {word}" for n, word in ((state.failed, "failed"), (state.rejected, "rejected")) if n]
+    return " · ".join([*parts, *([f"{state.left} left"] if state.left else [])])
+
+
+def rates(state: State) -> str:
+    """Points per minute, time spent and time left, as far as known."""
+    rate = state.points_per_minute
+    parts = [f"{number(rate)} points/min"] if rate else []
+    parts += [f"{span(state.elapsed_s)} so far"] if state.elapsed_s is not None else []
+    parts += [left(state.eta)] if state.eta else []
+    return " · ".join(parts)
+
+
+def left(eta: Estimate) -> str:
+    """`about 9 min left (7 min to 12 min)`; with few points, from how many."""
+    text = f"about {span(eta.seconds)} left"
+    if eta.low is None or eta.high is None:
+        return f"{text}, by {eta.points} point{'s' if eta.points > 1 else ''} alone"
+    low, high = span(eta.low), span(eta.high)
+    return text if low == high else f"{text} ({low} to {high})"
+
+
+def stage(now: Now) -> str:
+    """`measure for 8 s · 123/480 requests`."""
+    words = {"start": "starting a job", "end": "between jobs", "done": "between points"}
+    return f"{words.get(now.stage, now.stage)} for {span(now.stage_s)}{f' · {now.note}' if now.note else ''}"
+
+
+def figures(point: Finished) -> str:
+    """`1,234 tok/s, ITL 3.4 ms`, or why there are none."""
+    if point.outcome != "ok":
+        return f"{point.outcome.upper()}: {point.reason}" if point.reason else point.outcome.upper()
+    parts = [f"{number(point.tok_s)} tok/s"] if point.tok_s is not None else []
+    parts += [f"TTFT {number(point.ttft_ms)} ms"] if point.ttft_ms is not None else []
+    parts += [f"ITL {number(point.itl_ms)} ms"] if point.itl_ms is not None else []
+    return ", ".join(parts) or "ok"
