@@ -30,9 +30,6 @@ NO_STEPS = (
     "warning: not every trace marks steps, so whole counts are compared there: record the same number of steps each "
     "time, or name the range around a step with --step-range '^NAME'.\n"
 )
-SUMMARY = "GITHUB_STEP_SUMMARY"
-SUMMARY_BYTES = 1_000_000
-"""GitHub drops a summary of more than 1 MiB as a whole."""
 SHOWN = 10
 """Findings that are repeated on stderr where the report went elsewhere."""
 
@@ -157,19 +154,11 @@ def _skipped(path: Path) -> None:
 
 
 def _step_summary(report: Report) -> None:
-    """Everything, for the annotations are few. A summary that cannot be written is worth a warning, not a failure."""
-    path = os.environ.get(SUMMARY)
-    if not path:
-        return
+    """Everything, for the annotations are few."""
     left = github.left_out(report)
-    text = markdown.render(cleaned(report)) + (f"\n{left} of these sites have no annotation.\n" if left else "")
-    try:
-        with Path(path).open("a", encoding="utf-8") as f:
-            f.write(
-                text if len(text.encode()) <= SUMMARY_BYTES else text.encode()[:SUMMARY_BYTES].decode(errors="ignore")
-            )
-    except OSError as e:
-        sys.stderr.write(f"warning: {SUMMARY}={plain(path)} cannot be written ({e.strerror}).\n")
+    github.step_summary(
+        markdown.render(cleaned(report)) + (f"\n{left} of these sites have no annotation.\n" if left else "")
+    )
 
 
 def _tell(report: Report) -> None:

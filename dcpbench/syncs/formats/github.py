@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.syncs.rules import BY_ID
-from dcpbench.syncs.words import marks, standing, told
+from dcpbench.syncs.words import marks, plain, standing, told
 
 if TYPE_CHECKING:
     from dcpbench.syncs.model import Report, Site
 
 MOST = 10
 """Annotations of one level that GitHub shows for a step; it drops the others without a word."""
+SUMMARY = "GITHUB_STEP_SUMMARY"
+"""Names the file of the step summary, where there is one."""
+SUMMARY_BYTES = 1_000_000
+"""GitHub drops a summary of more than 1 MiB as a whole."""
 LEVELS = {
     "finding": "error", "counted": "warning", "known": "notice", "allowed": "notice", "warm-up": "notice",
     "may block": "notice",
@@ -83,3 +90,15 @@ def _data(text: str) -> str:
 
 def _property(text: str) -> str:
     return _data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def step_summary(text: str) -> None:
+    """Append Markdown to the step summary, if there is one; that it cannot be written is a warning, no failure."""
+    path = os.environ.get(SUMMARY)
+    if not path:
+        return
+    try:
+        with Path(path).open("a", encoding="utf-8") as f:
+            f.write(text.encode()[:SUMMARY_BYTES].decode(errors="ignore"))
+    except OSError as e:
+        sys.stderr.write(f"warning: {SUMMARY}={plain(path)} cannot be written ({e.strerror}).\n")

@@ -24,18 +24,24 @@ def render(report: Report) -> str:
     """
     root = ET.Element("testsuites", name="dcpbench syncs")
     sites = [s for s in report.sites if standing(s, report.verdict) != "own"]
-    _suite(root, SITES, _numbered([_site(site, report) for site in sites]))
+    add_suite(root, SITES, _numbered([_site(site, report) for site in sites]))
     overall = [f for f in report.verdict.findings if not f.fingerprint]
     if overall:
-        _suite(root, LIMITS, [_failed("dcpbench.syncs.limits", f.reason, f.message, f.message) for f in overall])
-    _suite(root, TRACES, _traces(report))
+        add_suite(root, LIMITS, [_failed("dcpbench.syncs.limits", f.reason, f.message, f.message) for f in overall])
+    add_suite(root, TRACES, _traces(report))
+    return document(root)
+
+
+def document(root: ET.Element) -> str:
+    """The file of all suites below `root`, whose numbers are summed up."""
     for name in ("tests", "failures", "errors", "skipped"):
         root.set(name, str(sum(int(suite.get(name, "0")) for suite in root)))
     ET.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
 
 
-def _suite(root: ET.Element, name: str, cases: list[ET.Element]) -> None:
+def add_suite(root: ET.Element, name: str, cases: list[ET.Element]) -> None:
+    """Add a suite of these cases, with its numbers."""
     counts = {tag: sum(case.find(tag) is not None for case in cases) for tag in ("failure", "error", "skipped")}
     suite = ET.SubElement(root, "testsuite", name=name, tests=str(len(cases)), failures=str(counts["failure"]))
     suite.set("errors", str(counts["error"]))
@@ -58,7 +64,7 @@ def _site(site: Site, report: Report) -> ET.Element:
     """A site's case. Its name holds no numbers that change from run to run, as runners compare names."""
     dotted = modules(site)[0] if site.file and site.function else PurePosixPath(site.file).stem
     parts = (site.rule, site.kind, site.op or site.call, site.direction, f"in {subject(site)}", site.fingerprint)
-    case = _case(dotted.rpartition(".")[0] or dotted or site.range or site.kind, " ".join(p for p in parts if p))
+    case = new_case(dotted.rpartition(".")[0] or dotted or site.range or site.kind, " ".join(p for p in parts if p))
     if site.file:
         case.set("file", site.file)
     if site.line is not None:
@@ -81,7 +87,7 @@ def _traces(report: Report) -> list[ET.Element]:
     cases = []
     blamed = set()
     for trace in report.traces:
-        case = _case("dcpbench.syncs.traces", trace.path)
+        case = new_case("dcpbench.syncs.traces", trace.path)
         reasons = [r for r in report.verdict.reasons if r == blind(trace) or r.startswith(f"{trace.path} ")]
         blamed.update(reasons)
         if reasons:
@@ -91,17 +97,18 @@ def _traces(report: Report) -> list[ET.Element]:
         cases.append(case)
     for reason in report.verdict.reasons:
         if reason not in blamed:
-            case = _case("dcpbench.syncs.traces", "all traces")
+            case = new_case("dcpbench.syncs.traces", "all traces")
             ET.SubElement(case, "error", message=reason, type="cannot answer")
             cases.append(case)
     return cases
 
 
 def _failed(classname: str, name: str, message: str, text: str) -> ET.Element:
-    case = _case(classname, name)
+    case = new_case(classname, name)
     ET.SubElement(case, "failure", message=message, type=name).text = text
     return case
 
 
-def _case(classname: str, name: str) -> ET.Element:
+def new_case(classname: str, name: str) -> ET.Element:
+    """One test, which passes unless it is given a failure or an error."""
     return ET.Element("testcase", classname=classname, name=name, time="0")
