@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dcpbench import __version__, cli_bench, cli_serve, cli_syncs_checks, cli_top
+from dcpbench import __version__, cli_bench, cli_exports, cli_serve, cli_syncs_checks, cli_top
 from dcpbench import cli_options as opt
 from dcpbench.errors import DcpbenchError
 
@@ -143,6 +143,8 @@ def show(runs: opt.Runs, as_repeats: opt.AsRepeats = False) -> None:
 
 
 app.command(rich_help_panel="Read results")(cli_top.top)
+app.command(rich_help_panel="Read results")(cli_exports.export)
+app.command("import", rich_help_panel="Read results")(cli_exports.import_)
 
 
 @app.command(rich_help_panel="Check")

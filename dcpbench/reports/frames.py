@@ -86,10 +86,7 @@ def load(folders: Iterable[Path], *, as_repeats: bool = False) -> Frames:
 
     Raises RecordsError for a folder without records, UsageError for no folder.
     """
-    folders = list(dict.fromkeys(folders))
-    if not folders:
-        raise UsageError("no run folder given; name at least one, as in `dcpbench report runs/latest`.")
-    runs = [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+    runs = read_runs(folders)
     if as_repeats:
         runs = [_joined(runs)]
     rows: list[dict[str, Any]] = []
@@ -110,6 +107,14 @@ def load(folders: Iterable[Path], *, as_repeats: bool = False) -> Frames:
         served=serving.tidy(_tidy(served)),
         others=pd.DataFrame(others, columns=list(_OTHER_COLUMNS)),
     )
+
+
+def read_runs(folders: Iterable[Path]) -> list[Run]:
+    """Each folder once, as a run with a name that tells it from the others; errors as of `load`."""
+    folders = list(dict.fromkeys(folders))
+    if not folders:
+        raise UsageError("no run folder given; name at least one, as in `dcpbench report runs/latest`.")
+    return [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
 
 
 def layout_name(point: Point) -> str:

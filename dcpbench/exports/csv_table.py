@@ -1,0 +1,37 @@
+"""CSV: the tidy table as text. An absent value is empty; what a spreadsheet would run starts with an apostrophe."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import TYPE_CHECKING
+
+from dcpbench.exports.columns import COLUMNS, Cell, rows
+from dcpbench.exports.files import Rendered
+from dcpbench.reports.export import FORMULA_STARTS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dcpbench.exports.measured import Measured
+
+FILE = "points.csv"
+
+
+def render(points: Sequence[Measured]) -> Rendered:
+    """One file with every point."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([column.name for column in COLUMNS])
+    writer.writerows([_text(row[column.name]) for column in COLUMNS] for row in rows(list(points)))
+    return Rendered({FILE: out.getvalue().encode("utf-8", "backslashreplace")})
+
+
+def _text(value: Cell) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return f"'{value}" if value.startswith(FORMULA_STARTS) else value
+    return repr(value)

@@ -1,0 +1,47 @@
+"""github-action-benchmark: a list of entries, one file for what is better smaller and one for what is better bigger."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dcpbench.exports import measured
+from dcpbench.exports.files import Rendered, as_json
+from dcpbench.exports.metrics import Value, values
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dcpbench.exports.measured import Measured
+
+FILES = {"smaller": "gha-smaller-is-better.json", "bigger": "gha-bigger-is-better.json"}
+"""By the action's `tool`: customSmallerIsBetter and customBiggerIsBetter."""
+
+
+def render(points: Sequence[Measured]) -> Rendered:
+    """Both files; the action fails on an empty list, so that one without entries is not written."""
+    kept, left_out = measured.sieve(points, measured.DID_NOT_RUN)
+    groups = measured.by_point(kept)
+    entries: dict[str, list[dict[str, Any]]] = {better: [] for better in FILES}
+    for name, group in zip(measured.names(groups), groups, strict=True):
+        for value in values(group):
+            if value.metric.better:
+                entries[value.metric.better].append(_entry(name, group, value))
+    return Rendered({FILES[better]: as_json(found) for better, found in entries.items() if found}, left_out)
+
+
+def _entry(name: str, group: Sequence[Measured], v: Value) -> dict[str, Any]:
+    entry: dict[str, Any] = {"name": f"{name}: {v.metric.name}", "unit": v.metric.unit, "value": v.value}
+    if v.low is not None and v.high is not None:
+        entry["range"] = f"± {max(v.high - v.value, v.value - v.low):g}"
+    first = group[0]
+    facts = [
+        v.metric.help,
+        f"measured by {first.origin}" + (f" on {measured.clip(first.device)}" if first.device else ""),
+        f"{len(v.each)} repeats" if len(v.each) > 1 else "",
+        {
+            measured.FUNCTIONAL: "functional run on a CPU: no performance number",
+            measured.REPLAYED: "replay: computed",
+        }.get(first.standing, ""),
+        "marks: " + ", ".join(marks) if (marks := sorted({mark for m in group for mark in m.record.marks})) else "",
+    ]
+    return entry | {"extra": "\n".join(filter(None, facts))}

@@ -1,0 +1,95 @@
+"""PyTorch's benchmark database (HUD), schema v3: one record per metric, `extra_info` of strings alone.
+
+The uploader adds time, repository and workflow; runners and dependencies are ours, because where the file is uploaded
+is not where it was measured. Only what was measured on GPUs goes in: the database is public.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dcpbench.exports import measured
+from dcpbench.exports.files import Rendered, as_json
+from dcpbench.exports.metrics import Value, values
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dcpbench.exports.measured import Measured
+    from dcpbench.records import Environment
+
+FILE = "hud.json"
+PACKAGES = ("torch", "triton", "nccl", "flashinfer", "dcpbench")
+GB = 10**9
+
+
+def render(points: Sequence[Measured]) -> Rendered:
+    """One file with a list of records."""
+    kept, left_out = measured.sieve(points, *measured.PUBLIC)
+    found = [_record(group, value) for group in measured.by_point(kept) for value in values(group)]
+    return Rendered({FILE: as_json(found)} if found else {}, left_out)
+
+
+def _record(group: Sequence[Measured], v: Value) -> dict[str, Any]:
+    first = group[0]
+    point, env = first.record.point, next((m.record.environment for m in group if m.record.environment), None)
+    return {
+        "benchmark": {
+            "name": measured.OURS,
+            "mode": "inference",
+            "dtype": point.dtype,
+            "extra_info": _strings(_facts(first)),
+        },
+        "model": {
+            "name": point.model,
+            "type": "mla-moe-decoder",
+            "backend": point.backend,
+            "origins": [first.origin],
+            "extra_info": _strings({"weights": point.weights}),
+        },
+        "metric": {
+            "name": v.metric.name,
+            "benchmark_values": list(v.each),
+            "extra_info": _strings({"unit": v.metric.unit, "better": v.metric.better}),
+        },
+        "runners": [] if env is None else [_runner(env)],
+        "dependencies": {} if env is None else _dependencies(env),
+    }
+
+
+def _facts(m: Measured) -> dict[str, object]:
+    """What a point is, in words that one can filter by."""
+    point = m.record.point
+    facts: dict[str, object] = {
+        "workload": point.workload, "layout": point.layout_name, "tensor_parallel_size": point.tp or "",
+        "data_parallel_size": point.dp or "", "decode_context_parallel_size": point.dcp or "",
+        "exchange": point.exchange_label(), "all_reduce": point.all_reduce, "concurrency": point.concurrency,
+        "context": point.context or "", "marks": ", ".join(m.record.marks), "point": m.point_id,
+    }  # fmt: skip
+    if point.load is not None:
+        facts |= {
+            "arrival": point.load.arrival, "request_rate": point.load.request_rate or "",
+            "input_tokens": point.load.input_tokens, "output_tokens": point.load.output_tokens,
+            "requests": point.load.requests,
+        }  # fmt: skip
+    return facts
+
+
+def _runner(env: Environment) -> dict[str, Any]:
+    memory = (env.device_memory_bytes or 0) // GB
+    return {
+        "name": env.host_hash, "type": env.device, "gpu_info": env.device, "gpu_count": env.device_count,
+        "avail_gpu_mem_in_gb": memory, "extra_info": _strings({"driver": env.driver or "", "cuda": env.cuda or ""}),
+    }  # fmt: skip
+
+
+def _dependencies(env: Environment) -> dict[str, Any]:
+    return {
+        name: {"repo": "", "branch": "", "sha": "", "version": str(version), "extra_info": {}}
+        for name in PACKAGES
+        if (version := getattr(env, name))
+    }
+
+
+def _strings(facts: dict[str, object]) -> dict[str, str]:
+    return {name: str(value) for name, value in facts.items() if value != ""}

@@ -1,0 +1,88 @@
+"""InferenceX: a row per served point as its `process_result.py` makes them of vLLM's file. Times in seconds.
+
+A row counts input and output tokens in `tput_per_gpu`, and `*_intvty` is 1000 / TPOT in ms. Only what was measured
+on GPUs goes in: rows stand in a public ranking beside those of others.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from dcpbench.choices import CLOSED
+from dcpbench.exports import bench_files
+from dcpbench.exports.files import Rendered, as_json
+from dcpbench.exports.measured import PUBLIC, Measured, Rule
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dcpbench.exports.bench_files import Served
+
+NAMES = {"ttft": "ttft", "tpot": "tpot", "itl": "itl", "e2el": "e2el"}
+FILE = "inferencex.json"
+GPU = re.compile(r"\b(?:gb|mi|h|b|a)\d{2,3}[a-z]?\b")
+"""`h200` in `NVIDIA H200`, `mi355x`, `gb200`: what InferenceX calls hardware."""
+OPEN_LOOPS = Rule(
+    "open loops, while a row has one concurrency",
+    lambda m: not (m.record.point.load and m.record.point.load.arrival == CLOSED),
+)
+NO_LAYOUT = Rule("say nothing of their layout, so nothing is known per GPU", lambda m: not m.record.point.tp)
+NO_HARDWARE = Rule("say nothing of their hardware", lambda m: not m.device)
+UNEVEN = Rule(
+    "have requests of different lengths, while a row has one isl and one osl",
+    lambda m: None in _lengths(m),
+)
+
+
+def render(points: Sequence[Measured]) -> Rendered:
+    """One file with a list of rows."""
+    kept, left_out = bench_files.served(points, *PUBLIC, OPEN_LOOPS, NO_LAYOUT, NO_HARDWARE, UNEVEN)
+    return Rendered({FILE: as_json([_row(p) for p in kept])} if kept else {}, left_out)
+
+
+def _row(p: Served) -> dict[str, Any]:
+    point, totals, wall = p.m.record.point, p.totals, p.serve.wall_s
+    isl, osl = _lengths(p.m)
+    gpus = point.tp
+    times = bench_files.statistics(p, NAMES)
+    found: dict[str, Any] = {
+        "hw": _hardware(p.m.device),
+        "conc": point.concurrency,
+        "image": None,
+        "model": point.model,
+        "infmax_model_prefix": point.model,
+        "framework": p.m.origin,
+        "precision": point.dtype,
+        "spec_decoding": "none",
+        "disagg": False,
+        "isl": isl,
+        "osl": osl,
+        "is_multinode": False,
+        "tp": point.tp,
+        "pp": 1,
+        "dcp_size": point.dcp,
+        "pcp_size": 1,
+        "ep": point.tp if bench_files.is_ours(p.m) else None,
+        "dp_attention": "true" if point.dp > 1 else "false",
+        "tput_per_gpu": (totals.input_tokens + totals.output_tokens) / wall / gpus,
+        "output_tput_per_gpu": totals.output_tokens / wall / gpus,
+        "input_tput_per_gpu": totals.input_tokens / wall / gpus,
+    }
+    found |= {name.removesuffix("_ms"): ms / 1e3 for name, ms in times.items()}
+    found |= {
+        name.replace("tpot_ms", "intvty"): 1e3 / ms
+        for name, ms in times.items()
+        if name.endswith("tpot_ms") and not name.startswith("std") and ms > 0
+    }
+    return found
+
+
+def _lengths(m: Measured) -> tuple[int | None, int | None]:
+    load = m.record.point.load
+    return (bench_files.fixed(load.input_tokens), bench_files.fixed(load.output_tokens)) if load else (None, None)
+
+
+def _hardware(device: str) -> str:
+    found = GPU.search(device.lower())
+    return found.group() if found else device.lower()

@@ -1,0 +1,145 @@
+"""The points that are exported: which there are, what to call them, and which of them may pass as measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from dcpbench.choices import REPLAY
+from dcpbench.reports.serving import words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+    from dcpbench.records import Record
+
+OURS = "dcpbench"
+"""Origin of what this package measured."""
+CPU = "CPU"
+FUNCTIONAL, REPLAYED = "functional", "replay"
+"""Standings of what is no measurement of speed."""
+WRONG = ("graph_differs", "inaccurate")
+"""Marks of points that computed something else than they should."""
+MOST_IN_A_NAME = 200
+"""Characters of any one word of a point's name; a model may be called anything."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One record of a run."""
+
+    run: str
+    folder: Path
+    """Where the record's files lie."""
+    record: Record
+
+    @property
+    def origin(self) -> str:
+        """The tool that measured it."""
+        return str(self.record.origin) if self.record.origin else OURS
+
+    @property
+    def device(self) -> str:
+        """`NVIDIA H200`, `CPU`, or nothing where nobody says."""
+        return self.record.environment.device if self.record.environment else ""
+
+    @property
+    def standing(self) -> str:
+        """`functional` for a run on a CPU, `replay` for what was computed in virtual time, or nothing."""
+        if "cpu" in self.record.marks or self.device == CPU:
+            return FUNCTIONAL
+        load = self.record.point.load
+        return REPLAYED if load is not None and load.mode == REPLAY else ""
+
+    @property
+    def point_id(self) -> str:
+        """The same 12 digits for all repeats of a point, other ones for every other point."""
+        return digest(self.record.point.same_but_repeat())
+
+
+def read(folders: Sequence[Path]) -> list[Measured]:
+    """Every point of these runs, the last record of each. Raises RecordsError and UsageError as reports do."""
+    from dcpbench.reports import frames
+
+    folders = list(dict.fromkeys(folders))
+    return [
+        Measured(run.name, folder if folder.is_dir() else folder.parent, record)
+        for folder, run in zip(folders, frames.read_runs(folders), strict=True)
+        for record in run.records
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What a format cannot carry, or must not."""
+
+    reason: str
+    """Completes `3 points left out: …`."""
+    holds: Callable[[Measured], bool]
+
+
+DID_NOT_RUN = Rule("did not run", lambda m: m.record.outcome != "ok" or not (m.record.metrics or m.record.serve))
+DECODE_STEPS = Rule("decode steps, which have no requests", lambda m: m.record.serve is None)
+ON_CPU = Rule("functional runs on a CPU, whose times mean nothing", lambda m: m.standing == FUNCTIONAL)
+IN_REPLAY = Rule("replays, which are computed and not measured", lambda m: m.standing == REPLAYED)
+COMPUTED_WRONG = Rule("computed something wrong (see their marks)", lambda m: bool(set(WRONG) & set(m.record.marks)))
+PUBLIC = (DID_NOT_RUN, ON_CPU, IN_REPLAY, COMPUTED_WRONG)
+"""What never goes to where results of others stand beside ours."""
+
+
+def sieve(points: Iterable[Measured], *rules: Rule) -> tuple[list[Measured], Counter[str]]:
+    """The points that no rule holds for, and how many each first rule kept out."""
+    kept: list[Measured] = []
+    left_out: Counter[str] = Counter()
+    for point in points:
+        reason = next((rule.reason for rule in rules if rule.holds(point)), None)
+        if reason is None:
+            kept.append(point)
+        else:
+            left_out[reason] += 1
+    return kept, left_out
+
+
+def by_point(points: Iterable[Measured]) -> list[list[Measured]]:
+    """Repeats of a point together, in order of their first."""
+    groups: dict[tuple[str, str, str], list[Measured]] = {}
+    for m in points:
+        groups.setdefault((m.run, m.origin, m.record.point.same_but_repeat()), []).append(m)
+    return list(groups.values())
+
+
+def names(groups: Sequence[Sequence[Measured]]) -> list[str]:
+    """A name for each point, different from all others and the same whenever the same points are exported.
+
+    `deepseek-v3 tp4·dcp4 ag_rs flashinfer bf16, decode: 8 × 4,000`; the run in front where there are several.
+    """
+    several = len({group[0].run for group in groups}) > 1
+    plain = [_name(group[0], several=several) for group in groups]
+    count = Counter(plain)
+    return [f"{n} #{group[0].point_id[:6]}" if count[n] > 1 else n for n, group in zip(plain, groups, strict=True)]
+
+
+def digest(text: str) -> str:
+    """12 hexadecimal digits."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+
+
+def clip(text: str, most: int = MOST_IN_A_NAME) -> str:
+    """At most so many characters, none of which controls a terminal or ends a line."""
+    shown = "".join(c if c.isprintable() else " " for c in text[: most + 1])
+    return shown if len(shown) <= most else shown[: most - 1] + "…"
+
+
+def _name(m: Measured, *, several: bool) -> str:
+    point = m.record.point
+    who = [point.model, point.layout_name, point.exchange_label(), point.backend, point.dtype]
+    if point.load is None:
+        load = f"{point.workload}: {point.concurrency:,} × {point.context:,}"
+    else:
+        load = f"{point.workload}: {words.arrival(point)}{words.SEPARATOR}{words.shape(point.load)}"
+    standing = f" [{m.standing}]" if m.standing else ""
+    run = f"{clip(m.run)}: " if several else ""
+    return f"{run}{' '.join(clip(w) for w in who if w)}, {clip(load)}{standing}"

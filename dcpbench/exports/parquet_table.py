@@ -1,0 +1,39 @@
+"""Parquet: the tidy table with types, the same schema for every run, so that files of many runs are one data set."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from dcpbench.exports.columns import COLUMNS, rows
+from dcpbench.exports.files import Rendered
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dcpbench.exports.measured import Measured
+
+FILE = "points.parquet"
+
+
+def render(points: Sequence[Measured]) -> Rendered:
+    """One file with every point."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    found = rows(list(points))
+    table = pa.table({c.name: [_plain(row[c.name]) for row in found] for c in COLUMNS}, schema=schema(pa))
+    out = io.BytesIO()
+    pq.write_table(table, out, compression="zstd")
+    return Rendered({FILE: out.getvalue()})
+
+
+def schema(pa: Any) -> Any:  # noqa: ANN401 - pyarrow has no types
+    """Of every such file."""
+    kinds = {"text": pa.string(), "whole": pa.int64(), "number": pa.float64(), "yes": pa.bool_()}
+    return pa.schema([pa.field(column.name, kinds[column.kind]) for column in COLUMNS])
+
+
+def _plain(value: object) -> object:
+    """Text that UTF-8 can hold."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value

@@ -1,0 +1,64 @@
+"""SGLang's `bench_serving --output-details`: one JSON line per served point, times of requests in seconds.
+
+Fields as of python/sglang/bench_serving.py; docs/exports.md names the commit.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from dcpbench.choices import TRACE
+from dcpbench.exports import bench_files
+from dcpbench.exports.files import Rendered, as_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dcpbench.exports.bench_files import Served
+    from dcpbench.exports.measured import Measured
+
+NAMES = {"e2el": "e2e_latency", "ttft": "ttft", "tpot": "tpot", "itl": "itl"}
+FILE = "sglang.jsonl"
+
+
+def render(points: Sequence[Measured]) -> Rendered:
+    """One file, a line per point that served requests. A closed loop's rate is Infinity, as SGLang writes it."""
+    kept, left_out = bench_files.served(points)
+    lines = [as_json(_result(p), indent=None, infinity=True) for p in kept]
+    return Rendered({FILE: b"".join(lines)} if lines else {}, left_out)
+
+
+def _result(p: Served) -> dict[str, Any]:
+    serve, totals, wall = p.serve, p.totals, p.serve.wall_s
+    inputs, outputs = bench_files.fixed(p.load.input_tokens), bench_files.fixed(p.load.output_tokens)
+    found: dict[str, Any] = {
+        "tag": p.m.record.point.layout_name,
+        "backend": p.label,
+        "dataset_name": p.load.trace or "random",
+        "request_rate": "trace" if p.load.arrival == TRACE else math.inf if p.request_rate is None else p.request_rate,
+        "max_concurrency": p.max_concurrency,
+        "random_input_len": inputs,
+        "random_output_len": outputs,
+        "random_range_ratio": 1.0 if inputs is not None and outputs is not None else None,
+        "server_info": {"model_path": p.m.record.point.model},
+        "duration": wall,
+        "completed": totals.finished,
+        "total_input_tokens": totals.input_tokens,
+        "total_output_tokens": totals.output_tokens,
+        "request_throughput": totals.finished / wall,
+        "input_throughput": totals.input_tokens / wall,
+        "output_throughput": totals.output_tokens / wall,
+        "total_throughput": (totals.input_tokens + totals.output_tokens) / wall,
+        **bench_files.statistics(p, NAMES),
+        "accept_length": None,
+    }
+    if serve.e2el_ms.mean is not None:
+        found["concurrency"] = serve.e2el_ms.mean / 1e3 * serve.e2el_ms.samples / wall
+    if p.requests is not None:
+        found |= {
+            "max_concurrent_requests": p.requests.most_at_once(), "input_lens": p.requests.input_lens,
+            "output_lens": p.requests.output_lens, "ttfts": p.requests.ttfts, "itls": p.requests.itls,
+            "generated_texts": [""] * len(p.requests.errors), "errors": p.requests.errors,
+        }  # fmt: skip
+    return found

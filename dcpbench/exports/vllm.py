@@ -1,0 +1,93 @@
+"""`vllm bench serve --save-result --save-detailed`: one JSON file per served point, times of requests in seconds.
+
+Fields as of vllm/benchmarks/serve.py; docs/exports.md names the commit.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from dcpbench.exports import bench_files
+from dcpbench.exports.files import Rendered, as_json
+from dcpbench.exports.measured import clip, digest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dcpbench.exports.bench_files import Served
+    from dcpbench.exports.measured import Measured
+
+NAMES = {"ttft": "ttft", "tpot": "tpot", "itl": "itl", "e2el": "e2el"}
+TP, DP, DCP = "tensor_parallel_size", "data_parallel_size", "decode_context_parallel_size"
+"""Metadata under vLLM's own option names; its tp counts inside one dp replica, ours over all of them."""
+GOODPUT_OF = ("ttft", "tpot", "e2el")
+"""What vLLM's --goodput can bound; it has no objective for ITL."""
+
+
+def render(points: Sequence[Measured]) -> Rendered:
+    """A file per point that served requests."""
+    kept, left_out = bench_files.served(points)
+    return Rendered({_file_name(p): as_json(_result(p), indent=None) for p in kept}, left_out)
+
+
+def _result(p: Served) -> dict[str, Any]:
+    point, serve, totals = p.m.record.point, p.serve, p.totals
+    found: dict[str, Any] = {
+        "date": re.sub(r"[-:Z]", "", p.m.record.started_at).replace("T", "-")[:15],
+        "endpoint_type": p.label,
+        "backend": p.label,
+        "label": p.label,
+        "model_id": point.model,
+        "tokenizer_id": None,
+        "num_prompts": p.load.requests,
+        **_metadata(p),
+        "request_rate": "inf" if p.request_rate is None else p.request_rate,
+        "burstiness": p.load.burstiness,
+        "max_concurrency": p.max_concurrency,
+        "duration": serve.wall_s,
+        "completed": totals.finished,
+        **({} if totals.failed is None else {"failed": totals.failed}),
+        "total_input_tokens": totals.input_tokens,
+        "total_output_tokens": totals.output_tokens,
+        "request_throughput": totals.finished / serve.wall_s,
+        "request_goodput": serve.goodput_s if _goodput(p) else None,
+        "output_throughput": totals.output_tokens / serve.wall_s,
+        "total_token_throughput": (totals.input_tokens + totals.output_tokens) / serve.wall_s,
+    }
+    if p.requests is not None:
+        found |= {
+            "input_lens": p.requests.input_lens, "output_lens": p.requests.output_lens, "ttfts": p.requests.ttfts,
+            "itls": p.requests.itls, "latencies": p.requests.latencies, "start_times": p.requests.start_times,
+            "generated_texts": [""] * len(p.requests.errors), "errors": p.requests.errors,
+            "max_concurrent_requests": p.requests.most_at_once(),
+        }  # fmt: skip
+    return found | bench_files.statistics(p, NAMES)
+
+
+def _metadata(p: Served) -> dict[str, str]:
+    """What vLLM has no field for, as its --metadata would write it."""
+    point = p.m.record.point
+    found = {}
+    if point.tp:
+        found = {TP: str(point.tp // max(point.dp, 1)), DP: str(point.dp), DCP: str(point.dcp)}
+    if goodput := _goodput(p):
+        found["goodput"] = goodput
+    if marks := p.m.record.marks:
+        found["marks"] = ",".join(marks)
+    return found
+
+
+def _goodput(p: Served) -> str:
+    """The objectives as --goodput has them, `ttft:500 e2el:9000`; nothing where it could not have had them."""
+    slo = p.serve.slo_ms
+    return " ".join(f"{n}:{ms:g}" for n, ms in slo.items()) if slo and set(slo) <= set(GOODPUT_OF) else ""
+
+
+def _file_name(p: Served) -> str:
+    point = p.m.record.point
+    rate = "inf" if p.request_rate is None else f"{p.request_rate:g}"
+    at_once = "" if p.max_concurrency is None else f"-concurrency{p.max_concurrency}"
+    words = f"{p.label}-{rate}qps{at_once}-{clip(point.model, 40)}-{point.layout_name.replace('·', '-')}"
+    safe = re.sub(r"[^A-Za-z0-9.-]+", "_", words).strip("._-")
+    return f"{safe}-{digest(f'{p.m.run} {point.key()}')}.json"

@@ -1,0 +1,156 @@
+"""What an engine's result file says, whichever engine it is, once it has been read and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dcpbench.errors import RecordsError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dcpbench.imports.documents import Document
+    from dcpbench.serve_records import Latencies
+
+MOST_IN_A_NAME = 1000
+"""Characters of a model's name and its like."""
+PER_TOKEN = 0.98
+"""Gaps for each token after the first, from which on a gap stands for a token."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Details:
+    """Lists of one length with an entry per request; times in seconds."""
+
+    input_lens: list[int]
+    output_lens: list[int]
+    ttfts: list[float]
+    itls: list[list[float]]
+    """Gaps between the chunks of a stream, of which each may hold several tokens."""
+    errors: list[str]
+    latencies: list[float] | None = None
+    start_times: list[float] | None = None
+
+    def finished(self) -> list[int]:
+        """Indices of requests that brought tokens and no error."""
+        return [
+            i for i, (n, error) in enumerate(zip(self.output_lens, self.errors, strict=True)) if n > 0 and not error
+        ]
+
+    def latency(self, i: int) -> float:
+        """Of a request, in s."""
+        return self.latencies[i] if self.latencies is not None else self.ttfts[i] + math.fsum(self.itls[i])
+
+    def per_token(self) -> bool:
+        """Whether each gap of each request is that between two tokens, so that the moment of every token is known."""
+        return all(len(self.itls[i]) == self.output_lens[i] - 1 for i in self.finished())
+
+    def in_chunks(self) -> bool:
+        """Whether so many tokens came beside others that gaps are those of chunks: more than 2 in 100."""
+        gaps = sum(len(self.itls[i]) for i in self.finished())
+        return gaps < PER_TOKEN * sum(self.output_lens[i] - 1 for i in self.finished())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """One run of an engine's benchmark; None where the file does not say."""
+
+    where: str
+    model: str | None
+    arrival: str
+    """One of choices.ARRIVALS."""
+    request_rate: float | None
+    burstiness: float = 1.0
+    concurrency: int | None
+    """Clients of a closed loop, or the most requests that were sent at once."""
+    trace: str = ""
+    submitted: int | None
+    completed: int
+    failed: int | None
+    duration_s: float
+    input_tokens: int
+    output_tokens: int
+    lengths: tuple[int, int] | None = None
+    """Prompt and answer, where the file says that all were alike."""
+    summary: Mapping[str, Latencies]
+    """`ttft`, `itl`, `tpot`, `e2el` in ms, as the tool computed them."""
+    several_tokens: bool = False
+    """Whether the file says that a step brought several tokens of a request: speculative decoding."""
+    goodput_s: float | None = None
+    slo_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    layout: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """tp, dp and dcp, in our words."""
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    details: Details | None = None
+
+
+def convert(document: Document, into: type[Any], tool: str) -> Any:  # noqa: ANN401 - one of the tools' structs
+    """The document as one of the tools' files. Raises RecordsError that says which field is wrong."""
+    try:
+        found = msgspec.convert(document.fields, into)
+    except msgspec.ValidationError as e:
+        raise RecordsError(f"{document.where} is not what {tool} writes: {_plain(str(e))}.") from e
+    for name in found.__struct_fields__:
+        _check(getattr(found, name), f"{document.where}: {name}")
+    return found
+
+
+def details(document: Document, into: type[Details], completed: int) -> Details | None:
+    """The lists with an entry per request, None where the file has none.
+
+    Raises RecordsError where they do not fit each other or the summary.
+    """
+    names = [f.name for f in dataclasses.fields(into)]
+    given = {name: document.fields[name] for name in names if document.fields.get(name)}
+    needed = [f.name for f in dataclasses.fields(into) if f.default is dataclasses.MISSING]
+    if not any(name in given for name in needed):
+        return None
+    if lacking := [name for name in needed if name not in given]:
+        raise RecordsError(f"{document.where} has details, but no {', '.join(lacking)}; it is not whole.")
+    try:
+        found = msgspec.convert(given, into)
+    except msgspec.ValidationError as e:
+        raise RecordsError(f"{document.where}: {_plain(str(e))}.") from e
+    sizes = {name: len(getattr(found, name)) for name in given}
+    if len(set(sizes.values())) > 1:
+        raise RecordsError(f"{document.where}: lists of requests differ in length: {_counts(sizes)}; it is not whole.")
+    for name in ("ttfts", "itls", "latencies", "start_times"):
+        _check(getattr(found, name), f"{document.where}: {name}", signed=name == "start_times")
+    if (listed := len(found.finished())) != completed:
+        raise RecordsError(
+            f"{document.where} says that {completed:,} requests completed, while its lists hold {listed:,} "
+            "with tokens and without error; remove the lists (ttfts, itls, …) to import its summary alone."
+        )
+    return found
+
+
+def integer(value: object) -> int | None:
+    """A whole number above 0, also as text."""
+    text = str(value)
+    return int(text) if text.isdecimal() and len(text) < 7 and int(text) else None  # noqa: PLR2004 - a degree
+
+
+def _check(value: object, what: str, *, signed: bool = False) -> None:
+    """Numbers are finite and not negative, texts no longer than a name."""
+    if isinstance(value, list):
+        for entry in value:
+            _check(entry, what, signed=signed)
+    elif isinstance(value, str) and len(value) > MOST_IN_A_NAME:
+        raise RecordsError(f"{what} has {len(value):,} characters, which is no name; was the file written by hand?")
+    elif isinstance(value, float | int) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise RecordsError(f"{what} is {value}; a result with NaN or infinity cannot be compared. Run it again.")
+        if value < 0 and not signed:
+            raise RecordsError(f"{what} is {value}, less than nothing.")
+
+
+def _plain(message: str) -> str:
+    return message[:300]
+
+
+def _counts(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size:,}" for name, size in sizes.items())
