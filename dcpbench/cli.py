@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dcpbench import __version__, cli_bench, cli_exports, cli_serve, cli_syncs_checks, cli_top
+from dcpbench import __version__, cli_bench, cli_dashboard, cli_exports, cli_serve, cli_syncs_checks, cli_top
 from dcpbench import cli_options as opt
 from dcpbench.errors import DcpbenchError
 
@@ -27,6 +27,7 @@ app = typer.Typer(
 )
 app.add_typer(cli_bench.app, rich_help_panel="Measure")
 app.add_typer(cli_syncs_checks.app, rich_help_panel="Check")
+app.add_typer(cli_dashboard.app, rich_help_panel="Read results")
 
 
 def _version(value: bool) -> None:

@@ -1,0 +1,1 @@
+"""Template, script and style of the dashboard's page."""

@@ -1,0 +1,194 @@
+/* The history of the points that are ticked: a chart for each metric, changes in words, all runs in a table.
+   dash.draw()  loads what is missing and draws; called again whenever ticks, axis or data change. */
+"use strict";
+(() => {
+  const { state, find, el } = dash;
+  const FIRST = 4;
+  const LEAST_OTHERS = 6;
+  const AXES = [["date", "date"], ["commit", "commit"], ["run", "run"]];
+  let turn = 0;
+
+  function plotly() {
+    if (globalThis.Plotly) return Promise.resolve();
+    plotly.loading ??= new Promise((done, failed) => {
+      const script = el("script", { src: document.documentElement.dataset.plotly });
+      script.addEventListener("load", done);
+      script.addEventListener("error", () => failed(new Error("assets/plotly-basic.min.js is missing from this site; build it again.")));
+      document.head.append(script);
+    });
+    return plotly.loading;
+  }
+
+  async function historyOf(line) {
+    const { starts, shards } = dash.index;
+    let shard = starts.length - 1;
+    while (starts[shard] > line) shard -= 1;
+    const found = (await dash.load(shards[shard]))[line - starts[shard]];
+    return { line, ...found, run: dash.summed(found.run) };
+  }
+
+  dash.draw = async () => {
+    const mine = ++turn;
+    const lines = state.picked.map((id) => dash.numberOf.get(id)).filter((line) => line !== undefined);
+    find("nothing").hidden = lines.length > 0;
+    if (!lines.length) { find("picked").replaceChildren(); find("charts").replaceChildren(); return; }
+    try {
+      const histories = await Promise.all([...lines.map(historyOf), plotly()]);
+      if (mine !== turn) return; // ticks changed meanwhile
+      histories.pop();
+      controls(histories);
+      charts(histories);
+    } catch (error) {
+      dash.trouble(error);
+    }
+  };
+
+  function controls(histories) {
+    const axis = el("select", { name: "x" }, ...AXES.map(([value, text]) => el("option", { value, selected: state.x === value }, text)));
+    axis.addEventListener("change", () => { state.x = axis.value; dash.save(); charts(histories); });
+    const clear = el("button", { type: "button" }, "Untick all");
+    clear.addEventListener("click", () => { for (const id of [...state.picked]) dash.pick(id, false); find("points").querySelector("input").focus(); });
+    const rows = histories.map(({ line }, i) => {
+      const key = el("span", { class: "key", "aria-hidden": "true" });
+      key.style.background = dcp.series(i);
+      const untick = el("button", { type: "button", "aria-label": `Untick ${dash.name(line)}` }, "Untick");
+      untick.addEventListener("click", () => dash.pick(dash.columns.id[line], false));
+      return el("li", {}, key, el("span", {}, `${dash.name(line)} · ${dash.word("how", line)}`, el("span", { class: "note" }, ` — ${place(line)}`)), untick);
+    });
+    find("picked").replaceChildren(el("ul", {}, ...rows), elsewhere(histories), el("div", { class: "controls" }, el("label", {}, "By", axis), clear));
+  }
+
+  const place = (line) => [dash.word("hardware", line), dash.word("driver", line) && `driver ${dash.word("driver", line)}`, dash.word("conditions", line)].filter(Boolean).join(", ");
+
+  /** The same points on other hardware, drivers and conditions, to be ticked as well. */
+  function elsewhere(histories) {
+    const { point, id, cpu } = dash.columns;
+    const shown = new Set(histories.map(({ line }) => line));
+    const points = new Set(histories.map(({ line }) => point[line]));
+    const others = [];
+    for (let line = 0; line < point.length && others.length < LEAST_OTHERS; line++) {
+      if (points.has(point[line]) && !shown.has(line) && (state.cpu || !cpu[line])) others.push(line);
+    }
+    if (!others.length) return "";
+    return el("p", { class: "note" }, "The same elsewhere: ", ...others.map((line) => {
+      const button = el("button", { type: "button", "aria-label": `Show ${dash.name(line)}, ${place(line)}` }, place(line));
+      button.addEventListener("click", () => dash.pick(id[line], true));
+      return button;
+    }));
+  }
+
+  function charts(histories) {
+    const having = dash.index.measures.filter((m) => histories.some((h) => h.values[m.id]));
+    const chosen = having.filter((m) => m.id === state.metric);
+    const rest = having.filter((m) => m.id !== state.metric);
+    const changed = rest.filter((m) => histories.some((h) => h.changes[m.id]));
+    const order = [...chosen, ...changed, ...rest.filter((m) => !changed.includes(m))];
+    const shown = state.all ? order : order.slice(0, Math.max(FIRST, chosen.length + changed.length));
+    const figures = shown.map((m) => figure(m, histories));
+    const parts = figures.map(({ node }) => node);
+    if (order.length > shown.length || state.all) {
+      const more = el("button", { type: "button" }, state.all ? "Fewer metrics" : `All ${order.length} metrics`);
+      more.addEventListener("click", () => { state.all = !state.all; dash.save(); charts(histories); });
+      parts.push(el("p", {}, more));
+    }
+    find("charts").replaceChildren(...parts, ...histories.map(runsTable));
+    for (const { draw } of figures) draw();
+    for (const box of find("charts").querySelectorAll("p, details")) box.style.gridColumn = "1 / -1";
+  }
+
+  /** Where runs lie on the axis; null where a run has no date. */
+  function axisOf(histories) {
+    const { date, commit, name } = dash.index.runs;
+    if (state.x === "date") return { at: (run) => date[run], between: (a, b) => (date[a] && date[b] ? new Date((Date.parse(date[a]) + Date.parse(date[b])) / 2).toISOString() : null), layout: { type: "date" } };
+    const runs = [...new Set(histories.flatMap((h) => h.run))].sort((a, b) => a - b);
+    const text = (run) => (state.x === "commit" ? commit[run] || "no commit" : name[run]);
+    const labels = [...new Set(runs.map(text))];
+    const number = new Map(labels.map((label, i) => [label, i]));
+    const at = (run) => number.get(text(run));
+    const step = Math.ceil(labels.length / 14);
+    const ticks = labels.map((label, i) => [i, label]).filter(([i]) => i % step === 0);
+    const short = (label) => (label.length > 14 ? `…${label.slice(-13)}` : label);
+    return { at, between: (a, b) => (at(a) + at(b)) / 2, layout: { tickvals: ticks.map(([i]) => i), ticktext: ticks.map(([, label]) => dcp.text(state.x === "commit" ? label.slice(0, 7) : short(label))), tickangle: -40 } };
+  }
+
+  function figure(measure, histories) {
+    const axis = axisOf(histories);
+    const traces = [];
+    const shapes = [];
+    const annotations = [];
+    const said = [];
+    let undated = 0;
+    histories.forEach((history, i) => {
+      const values = history.values[measure.id];
+      if (!values) return;
+      const known = history.run.map((_, k) => k).filter((k) => values[0][k] !== null);
+      const placed = known.filter((k) => axis.at(history.run[k]) !== null);
+      undated += known.length - placed.length;
+      traces.push(trace(measure, history, placed, axis, i));
+      for (const change of history.changes[measure.id] ?? []) {
+        const [before, after] = change.map((k) => history.run[k]);
+        said.push(sentence(measure, history.line, before, after, change, histories.length > 1));
+        const x = axis.between(before, after);
+        if (x === null) continue;
+        shapes.push({ type: "line", xref: "x", yref: "paper", x0: x, x1: x, y0: 0, y1: 1, line: { color: dcp.series(i), width: 1.5, dash: "dash" } });
+        annotations.push({ x, xref: "x", y: 1, yref: "paper", yanchor: "bottom", showarrow: false, text: dcp.text(size(change)), font: { size: 12, color: "var(--ink)" } });
+      }
+    });
+    if (histories.some(({ line }) => dash.columns.cpu[line])) annotations.push(dcp.watermark("CPU: functional, times say nothing"));
+    const chart = el("div", { class: "chart", role: "img", "aria-label": `${measure.label} over ${histories.length} histories; the values are in the tables below` });
+    const title = measure.unit ? `${measure.label} (${measure.unit})` : measure.label;
+    const notes = [measure.better ? `${measure.better} is better` : "", undated ? `${undated} values of runs without a date are not shown; choose “by run”` : ""].filter(Boolean);
+    const node = el("figure", { "data-measure": measure.id }, el("figcaption", {}, title), el("p", { class: "note" }, notes.join("; ")), chart, ...(said.length ? [el("ul", {}, ...said)] : []));
+    const layout = { xaxis: { ...axis.layout }, yaxis: { tickformat: "~r", separatethousands: true }, shapes, annotations, margin: { t: 26 } };
+    return { node, draw: () => dcp.draw(chart, traces, layout) };
+  }
+
+  function trace(measure, history, placed, axis, i) {
+    const [median, low, high] = history.values[measure.id];
+    const { name, date, commit } = dash.index.runs;
+    const made = {
+      type: "scatter", mode: placed.length > 1 ? "lines+markers" : "markers", name: dcp.text(dash.name(history.line)),
+      x: placed.map((k) => axis.at(history.run[k])), y: placed.map((k) => median[k]),
+      line: { color: dcp.series(i), width: 1.5, dash: dcp.dash(i) }, marker: { color: dcp.series(i), symbol: dcp.symbol(i), size: 7 },
+      customdata: placed.map((k) => dcp.hover(dash.name(history.line), [
+        [measure.label, `${dcp.number(median[k])} ${measure.unit}`], ...(interval(low, high, k) ? [["interval", interval(low, high, k)]] : []),
+        ["run", name[history.run[k]]], ["date", dash.when(date[history.run[k]])], ["commit", commit[history.run[k]] || "–"], ...(history.marks[k] ? [["marks", history.marks[k]]] : []),
+      ])),
+      hovertemplate: dcp.HOVER,
+    };
+    if (low) made.error_y = { type: "data", symmetric: false, array: placed.map((k) => (high[k] === null ? 0 : high[k] - median[k])), arrayminus: placed.map((k) => (low[k] === null ? 0 : median[k] - low[k])), thickness: 1.2, width: 3, color: dcp.series(i) };
+    return made;
+  }
+
+  const interval = (low, high, k) => (low && low[k] !== null ? `${dcp.number(low[k])} – ${dcp.number(high[k])}` : "");
+  const size = ([, , ratio, , , old, fresh]) => (ratio === null ? `${dcp.number(old)} → ${dcp.number(fresh)}` : dash.percent(ratio));
+
+  function sentence(measure, line, before, after, change, named) {
+    const [, , ratio, low, high, old, fresh] = change;
+    const { name, date, commit } = dash.index.runs;
+    const at = (run) => `${name[run]} (${[dash.when(date[run]), commit[run]].filter(Boolean).join(", ")})`;
+    const kind = dash.worse(measure.better, ratio ?? (fresh > old ? 2 : 0.5));
+    const sure = ratio === null ? "" : ` (95 %: ${dash.percent(low)} to ${dash.percent(high)})`;
+    return el("li", {}, el("span", { class: kind }, `${size(change)}${kind === "bad" ? ", worse" : kind === "good" ? ", better" : ""}`),
+      `${sure}, ${dcp.number(old)} → ${dcp.number(fresh)} ${measure.unit}, between ${at(before)} and ${at(after)}${named ? `: ${dash.name(line)}` : ""}`);
+  }
+
+  function runsTable(history) {
+    const { name, slug, page, date, commit } = dash.index.runs;
+    const shown = dash.index.measures.filter((m) => history.values[m.id]);
+    const head = ["Run", "Date", "Commit", "Outcome", "Repeats", ...shown.map((m) => (m.unit ? `${m.label} (${m.unit})` : m.label)), "Marks"];
+    const rows = history.run.map((run, k) => {
+      const ok = history.outcome[k] === "ok";
+      return el("tr", {}, el("td", {}, page[run] ? el("a", { href: `runs/${slug[run]}/report.html` }, name[run]) : name[run]),
+        el("td", { class: "w" }, dash.when(date[run])), el("td", {}, commit[run]),
+        el("td", { class: ok ? null : "long" }, el("span", { class: ok ? "" : "bad" }, history.outcome[k]), history.reason[k] ? ` ${history.reason[k]}` : ""),
+        el("td", { class: "n" }, history.repeats[k]),
+        ...shown.map((m) => { const [median, low, high] = history.values[m.id]; return el("td", { class: "n" }, dcp.number(median[k]), el("span", { class: "note" }, interval(low, high, k) && ` [${interval(low, high, k)}]`)); }),
+        el("td", {}, history.marks[k] ?? ""));
+    }).reverse();
+    return el("details", {}, el("summary", {}, `All ${history.run.length} runs of ${dash.name(history.line)}`), el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Runs of ${dash.name(history.line)}` },
+      el("table", {}, el("thead", {}, el("tr", {}, ...head.map((text) => el("th", { scope: "col" }, text)))), el("tbody", {}, ...rows))));
+  }
+
+  dash.onPick = dash.draw;
+})();

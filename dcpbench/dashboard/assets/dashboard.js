@@ -1,0 +1,121 @@
+/* Starts the page, shows the runs, and follows a server that builds the site again while runs are at work. */
+"use strict";
+(() => {
+  const { state, find, el } = dash;
+  const root = document.documentElement;
+  const RUNS = 20;
+  const POLL_MS = 2000;
+  let runPage = 0;
+  let version = null;
+
+  function summary() {
+    const { runs, lines, measures } = dash.index;
+    const dates = runs.date.filter(Boolean).sort();
+    const span = dates.length ? `, ${dates[0].slice(0, 10)} to ${dates.at(-1).slice(0, 10)}` : "";
+    const changed = measures.reduce((sum, m) => sum + m.changes, 0);
+    const entries = lines.runs.reduce((sum, one) => sum + one, 0);
+    const count = (n, what) => `${n.toLocaleString("en-US")} ${what}${n === 1 ? "" : "s"}`;
+    find("summary").textContent = `${count(runs.name.length, "run")}${span} · ${count(lines.id.length, "point")} with ${count(entries, "result")} · ${count(changed, "latest change")} marked in all metrics`;
+  }
+
+  function runs() {
+    const r = dash.index.runs;
+    const newest = r.name.map((_, i) => i).reverse();
+    const head = ["Run", "Date", "Commit", "Hardware", "Driver", "Workloads", "Models", "ok", "failed", "rejected", "Headline", "Files"];
+    find("run-table").tHead.replaceChildren(el("tr", {}, ...head.map((text) => el("th", { scope: "col", class: ["ok", "failed", "rejected"].includes(text) ? "n" : null }, text))));
+    find("run-table").tBodies[0].replaceChildren(...newest.slice(runPage * RUNS, (runPage + 1) * RUNS).map((i) => {
+      const folder = `runs/${r.slug[i]}`;
+      const failed = r.failed[i] + r.hung[i];
+      const files = r.page[i] ? [el("a", { href: `${folder}/records.jsonl` }, "records"), " ", el("a", { href: `${folder}/points.csv` }, "CSV")] : [el("span", { class: "soft" }, root.dataset.live === "yes" ? "page to come" : "no page")];
+      return el("tr", {}, el("td", {}, r.page[i] ? el("a", { href: `${folder}/report.html` }, r.name[i]) : r.name[i], r.cpu[i] ? el("span", { class: "pill" }, "functional") : ""),
+        el("td", { class: "w" }, dash.when(r.date[i])), el("td", {}, r.commit[i]), el("td", {}, r.hardware[i]), el("td", {}, r.driver[i]), el("td", {}, r.workloads[i]), el("td", {}, r.models[i]),
+        el("td", { class: "n" }, r.ok[i]), el("td", { class: "n" }, el("span", { class: failed ? "bad" : "" }, failed)), el("td", { class: "n" }, r.rejected[i]), el("td", {}, r.headline[i]), el("td", { class: "w" }, ...files));
+    }));
+    dash.pager(find("run-pager"), Math.ceil(newest.length / RUNS), runPage, (page) => { runPage = page; runs(); });
+    const skipped = dash.index.skipped;
+    find("skipped").replaceChildren(...(skipped.length ? [el("details", {}, el("summary", {}, `${skipped.length} left out`), el("ul", {}, ...skipped.map((text) => el("li", {}, text))))] : []));
+  }
+
+  async function metric(id) {
+    const wanted = dash.index.measures.find((m) => m.id === id);
+    state.metric = id;
+    try {
+      if (wanted) dash.takeMeasure(await dash.load(wanted.file));
+      else dash.measure = null;
+      dash.trouble(null);
+    } catch (error) {
+      dash.trouble(error);
+    }
+  }
+
+  dash.onMetric = async (id) => {
+    await metric(id);
+    dash.show();
+    dash.draw();
+  };
+
+  /** Everything anew from an index; what is typed, chosen and focused stays. */
+  async function take(file) {
+    const index = await dash.load(file);
+    dash.take(index);
+    await metric(state.metric);
+    const at = document.activeElement?.closest("#filters")?.contains(document.activeElement) ? document.activeElement.name : "";
+    const caret = at === "q" ? document.activeElement.selectionStart : null;
+    dash.filters();
+    if (at) {
+      const field = find("filters").elements.namedItem(at);
+      field?.focus({ preventScroll: true });
+      if (caret !== null) field.setSelectionRange(caret, caret);
+    }
+    dash.show();
+    summary();
+    runs();
+    return dash.draw();
+  }
+
+  function job(one) {
+    const total = one.of || 1;
+    const left = one.left_s === null ? "" : ` · about ${one.left_s >= 120 ? `${Math.round(one.left_s / 60)} min` : `${Math.round(one.left_s)} s`} left`;
+    const name = `${one.run}: ${one.done} of ${one.of} points${one.failed ? `, ${one.failed} failed` : ""}${left}`;
+    return el("div", {}, el("p", { class: "title" }, name), el("progress", { max: total, value: one.done, "aria-label": name }), el("p", { class: "note" }, [one.point, one.stage, one.note].filter(Boolean).join(" · ")));
+  }
+
+  async function follow() {
+    if (document.visibilityState === "visible") {
+      try {
+        const news = await (await fetch("live.json", { cache: "no-store" })).json();
+        find("live").hidden = !news.jobs.length && !news.note;
+        find("jobs").replaceChildren(...news.jobs.map(job), ...(news.note ? [el("p", { class: "note" }, news.note)] : []));
+        if (version === null) version = root.dataset.index;
+        if (news.index && news.index !== version) {
+          version = news.index;
+          await take(news.index);
+        }
+        if (find("trouble").dataset.lost) { dash.trouble(null); delete find("trouble").dataset.lost; }
+      } catch {
+        dash.trouble(new Error("The server does not answer; what you see is no longer brought up to date."));
+        find("trouble").dataset.lost = "yes";
+      }
+    }
+    setTimeout(follow, POLL_MS);
+  }
+
+  async function start() {
+    dcp.themeButton(find("theme"));
+    dash.restore();
+    try {
+      await take(root.dataset.index);
+    } catch (error) {
+      dash.trouble(error);
+    }
+    performance.mark("dcpbench-usable");
+    root.dataset.usable = String(Math.round(performance.now()));
+    addEventListener("hashchange", async () => {
+      if (!location.hash.includes("=")) { dash.save(); return; }
+      dash.restore();
+      await take(version ?? root.dataset.index);
+    });
+    if (root.dataset.live === "yes") follow();
+  }
+  document.addEventListener("DOMContentLoaded", start);
+})();

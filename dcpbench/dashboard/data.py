@@ -1,0 +1,240 @@
+"""Runs as files that a browser loads quickly: columns instead of rows, words once, histories in shards.
+
+Each file calls `dcpbenchData(name, data)`: pages opened from a disk may load scripts, and nothing else. Its name holds
+a digest of its content, so that a page never reads half of an old site and half of a new one.
+
+    index                    runs, lines, and the names of all other files; columns of lines are numbers of words
+    measure-ID               the newest value of every line that has one, and its latest change
+    history-N                all entries and changes of some neighbouring lines
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from typing import TYPE_CHECKING
+
+from dcpbench.dashboard import changes, lines
+from dcpbench.dashboard.measures import DEFAULT, MEASURES
+from dcpbench.reports.assets import json_block
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dcpbench.dashboard.changes import Change
+    from dcpbench.dashboard.finding import Found, RunData
+    from dcpbench.dashboard.lines import Entry, Line
+
+SHARD_ENTRIES = 800
+DIGITS = 5
+DIGEST = 12
+WORDS = ("model", "workload", "layout", "exchange", "how", "load", "hardware", "driver", "conditions")
+NUMBERS = ("context", "concurrency")
+FOLDER = "data"
+
+
+@dataclasses.dataclass(frozen=True)
+class History:
+    """A line with what each run says of it, oldest first."""
+
+    line: Line
+    entries: list[tuple[int, Entry]]
+    """With the number of the run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataFiles:
+    """What goes into the site's data folder."""
+
+    files: dict[str, str]
+    """Path in the site -> text."""
+    index: str
+    first: str
+    """Paths of what the page loads at once: the index and the measure that it shows first."""
+    lines: int
+    entries: int
+    changes: int
+
+
+def make(found: Found, pages: Sequence[str], tell: Callable[[str], None]) -> DataFiles:
+    """All data of a site; `pages` are slugs of the runs that have a page.
+
+    Raises MissingPackageError where change points cannot be looked for.
+    """
+    histories = _histories(found.runs)
+    steps: list[dict[str, list[tuple[list[int], Change]]]] = []
+    for number, history in enumerate(histories, 1):
+        steps.append(_changes(history))
+        tell(f"changes of {number:,} of {len(histories):,} points")
+    files: dict[str, str] = {}
+    shards = _shards(histories, steps, files)
+    measures = _measures(histories, steps, files)
+    index = {
+        "runs": _runs(found.runs, set(pages)),
+        "skipped": found.skipped,
+        **_columns(histories, shards),
+        "measures": measures,
+        "shards": [path for _, path in shards],
+        "first": DEFAULT if any(m["id"] == DEFAULT for m in measures) else (measures[0]["id"] if measures else ""),
+    }
+    first = next((str(m["file"]) for m in measures if m["id"] == index["first"]), "")
+    count = sum(len(found) for step in steps for found in step.values())
+    entries = sum(len(h.entries) for h in histories)
+    return DataFiles(files, _add(files, "index", index), first, len(histories), entries, count)
+
+
+def _histories(runs: Sequence[RunData]) -> list[History]:
+    """All lines, neighbours alike, so that what is looked at together lies in one shard."""
+    found: dict[Line, list[tuple[int, Entry]]] = {}
+    for number, run in enumerate(runs):
+        for line, entry in run.entries.items():
+            found.setdefault(line, []).append((number, entry))
+    return [History(line, found[line]) for line in sorted(found, key=_order)]
+
+
+def _order(line: Line) -> tuple[object, ...]:
+    p = line.example
+    where = (line.hardware, line.driver, line.conditions, line.point)
+    return (p.model, p.workload, p.context, p.concurrency, p.tp, p.dp, p.dcp, p.exchange, *where)
+
+
+def _changes(history: History) -> dict[str, list[tuple[list[int], Change]]]:
+    """Changes by measure, each with the entries that have a value; none of functional runs."""
+    if history.line.cpu or len(history.entries) < changes.LEAST_RUNS:
+        return {}
+    found = {}
+    for measure in MEASURES:
+        having = [i for i, (_, entry) in enumerate(history.entries) if measure.id in entry.values]
+        steps = changes.find([history.entries[i][1].values[measure.id].median for i in having])
+        if steps:
+            found[measure.id] = [(having, step) for step in steps]
+    return found
+
+
+def _runs(runs: Sequence[RunData], pages: set[str]) -> dict[str, list[object]]:
+    names = ("name", "slug", "date", "commit", "hardware", "driver", "version", "workloads", "models", "headline")
+    columns: dict[str, list[object]] = {name: [getattr(run, name) for run in runs] for name in names}
+    for outcome in ("ok", "failed", "hung", "rejected"):
+        columns[outcome] = [run.outcomes.get(outcome, 0) for run in runs]
+    columns["cpu"] = [int(run.cpu) for run in runs]
+    columns["page"] = [int(run.slug in pages) for run in runs]
+    return columns
+
+
+def _columns(histories: Sequence[History], shards: Sequence[tuple[int, str]]) -> dict[str, object]:
+    said = [lines.described(history.line) for history in histories]
+    words: dict[str, list[str]] = {}
+    columns: dict[str, list[int] | list[str]] = {"id": [history.line.id for history in histories]}
+    for name in WORDS:
+        numbers = {word: i for i, word in enumerate(dict.fromkeys(str(row[name]) for row in said))}
+        words[name], columns[name] = list(numbers), [numbers[str(row[name])] for row in said]
+    for name in NUMBERS:
+        columns[name] = [int(row[name]) for row in said]
+    known = {point: i for i, point in enumerate(dict.fromkeys(history.line.point for history in histories))}
+    columns["point"] = [known[history.line.point] for history in histories]
+    columns["cpu"] = [int(history.line.cpu) for history in histories]
+    columns["runs"] = [len(history.entries) for history in histories]
+    columns["last"] = [history.entries[-1][0] for history in histories]
+    outcomes = ["ok", "failed", "hung", "rejected"]
+    columns["outcome"] = [_number(outcomes, history.entries[-1][1].outcome) for history in histories]
+    return {"words": words | {"outcome": outcomes}, "lines": columns, "starts": [start for start, _ in shards]}
+
+
+def _number(words: list[str], word: str) -> int:
+    if word not in words:
+        words.append(word)
+    return words.index(word)
+
+
+def _measures(
+    histories: Sequence[History], steps: Sequence[dict[str, list[tuple[list[int], Change]]]], files: dict[str, str]
+) -> list[dict[str, object]]:
+    told = []
+    for measure in MEASURES:
+        rows, latest = [], []
+        for i, history in enumerate(histories):
+            values = [(run, e.values[measure.id]) for run, e in history.entries if measure.id in e.values]
+            if not values:
+                continue
+            rows.append((i, values[-1][0], values[-1][1]))
+            if found := steps[i].get(measure.id):
+                having, change = found[-1]
+                runs = [history.entries[having[change.before + k]][0] for k in (0, 1)]
+                latest.append([i, *runs, *_levels(change)])
+        if not rows:
+            continue
+        data = {
+            "id": measure.id,
+            "line": _gaps([i for i, _, _ in rows]),
+            "run": [run for _, run, _ in rows],
+            "value": [_short(v.median) for _, _, v in rows],
+            "low": [_short(v.low) for _, _, v in rows],
+            "high": [_short(v.high) for _, _, v in rows],
+            "changes": latest,
+        }
+        about = {"id": measure.id, "label": measure.label, "unit": measure.unit, "better": measure.better}
+        told.append(about | {"file": _add(files, f"measure-{measure.id}", data), "changes": len(latest)})
+    return told
+
+
+def _shards(
+    histories: Sequence[History], steps: Sequence[dict[str, list[tuple[list[int], Change]]]], files: dict[str, str]
+) -> list[tuple[int, str]]:
+    """First line and path of each."""
+    found: list[tuple[int, str]] = []
+    start = size = 0
+    for i, history in enumerate(histories):
+        size += len(history.entries)
+        if size >= SHARD_ENTRIES or i + 1 == len(histories):
+            rows = [_history(h, s) for h, s in zip(histories[start : i + 1], steps[start : i + 1], strict=True)]
+            found.append((start, _add(files, f"history-{len(found)}", rows)))
+            start, size = i + 1, 0
+    return found
+
+
+def _history(history: History, steps: dict[str, list[tuple[list[int], Change]]]) -> dict[str, object]:
+    entries = [entry for _, entry in history.entries]
+    values: dict[str, list[list[float | None]]] = {}
+    for measure in MEASURES:
+        found = [entry.values.get(measure.id) for entry in entries]
+        if any(found):
+            parts = [[_short(getattr(v, name, None)) for v in found] for name in ("median", "low", "high")]
+            values[measure.id] = parts if any(x is not None for x in parts[1]) else parts[:1]
+    changed = {
+        name: [[having[c.before], having[c.before + 1], *_levels(c)] for having, c in found]
+        for name, found in steps.items()
+    }
+    return {
+        "run": _gaps([run for run, _ in history.entries]),
+        "outcome": [entry.outcome for entry in entries],
+        "repeats": [entry.repeats for entry in entries],
+        "marks": {i: entry.marks for i, entry in enumerate(entries) if entry.marks},
+        "reason": {i: entry.reason for i, entry in enumerate(entries) if entry.reason},
+        "values": values,
+        "changes": changed,
+    }
+
+
+def _levels(change: Change) -> list[float | None]:
+    return [_short(x) for x in (change.ratio, change.low, change.high, change.old, change.new)]
+
+
+def _gaps(numbers: Sequence[int]) -> list[int]:
+    """Each as the distance from the one before it: small numbers are short."""
+    return [b - a for a, b in zip([0, *numbers], numbers, strict=False)]
+
+
+def _short(value: float | None) -> float | int | None:
+    """Five significant digits, which is more than any of these figures is known to; null for what is not finite."""
+    if value is None or not math.isfinite(value):
+        return None
+    short = float(f"{value:.{DIGITS}g}")
+    return int(short) if short.is_integer() else short
+
+
+def _add(files: dict[str, str], name: str, data: object) -> str:
+    text = f"dcpbenchData({json_block(name)},{json_block(data)});\n"
+    path = f"{FOLDER}/{name}-{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:DIGEST]}.js"
+    files[path] = text
+    return path

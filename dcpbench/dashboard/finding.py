@@ -1,0 +1,213 @@
+"""Runs below a folder: every record file that can be read, and a sentence about every one that cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import re
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dcpbench.dashboard import lines, measures
+from dcpbench.errors import RecordsError, UsageError
+from dcpbench.records import RECORDS_FILE, read_records
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from dcpbench.dashboard.lines import Entry, Line
+    from dcpbench.records import Record
+
+STATE_FILE = "site.json"
+"""In a folder that the dashboard wrote; its copies of records are not runs."""
+MOST_BYTES = 1 << 30
+"""A larger record file holds samples of more points than a page can show."""
+MOST_POINTS = 200_000
+LONGEST_SLUG = 80
+COMMIT = 12
+"""Characters of a git commit that are shown."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stamp:
+    """A record file as it lies there, to see whether it changed without reading it."""
+
+    path: Path
+    size: int
+    mtime_ns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RunData:
+    """One run, without its samples."""
+
+    name: str
+    """Folder below the one that was given."""
+    slug: str
+    """The same as one safe name of a folder in the site."""
+    path: Path
+    sha256: str
+    """Of the record file."""
+    date: str | None
+    """UTC, ISO 8601: when its first point was started; null where no record says."""
+    commit: str
+    hardware: str
+    driver: str
+    version: str
+    workloads: str
+    models: str
+    outcomes: dict[str, int]
+    cpu: bool
+    headline: str
+    entries: dict[Line, Entry]
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Everything below a folder."""
+
+    runs: list[RunData]
+    """Oldest first; those without a date before all others."""
+    skipped: list[str]
+    """A sentence for each record file that was left out."""
+
+
+def stamps(root: Path) -> list[Stamp]:
+    """All record files below `root`, in order of their paths; links to folders are not followed.
+
+    Raises UsageError where `root` is no folder.
+    """
+    if not root.is_dir():
+        raise UsageError(f"{root} is no folder; name the one that holds your runs, such as runs.")
+    found = []
+    for path in _record_files(root):
+        try:
+            stat = path.stat()
+        except OSError:
+            continue  # gone meanwhile
+        found.append(Stamp(path, stat.st_size, stat.st_mtime_ns))
+    return found
+
+
+def find(root: Path, known: dict[Stamp, RunData], tell: Callable[[str], None]) -> Found:
+    """Read every run below `root`. `known` saves reading those that did not change, and is brought up to date."""
+    runs: list[RunData] = []
+    skipped: list[str] = []
+    by_digest: dict[str, str] = {}
+    now = stamps(root)
+    for number, stamp in enumerate(now, 1):
+        name = _name(root, stamp.path)
+        try:
+            run = known.get(stamp) or _read(stamp, name)
+        except RecordsError as e:
+            skipped.append(f"{name}: {_one_line(str(e))}")
+            continue
+        known[stamp] = run
+        if run.sha256 in by_digest:
+            skipped.append(f"{name}: the same records as {by_digest[run.sha256]}")
+            continue
+        by_digest[run.sha256] = name
+        runs.append(run)
+        tell(f"read {number} of {len(now)}")
+    for gone in set(known) - set(now):
+        del known[gone]
+    points = sum(len(run.entries) for run in runs)
+    if points > MOST_POINTS:
+        raise UsageError(
+            f"{root} holds {points:,} points in {len(runs):,} runs, and a site takes {MOST_POINTS:,}; name a folder "
+            "below it that holds fewer."
+        )
+    return Found(sorted(runs, key=lambda run: (run.date or "", run.name)), skipped)
+
+
+def _record_files(root: Path) -> Iterator[Path]:
+    for folder, below, files in os.walk(root):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        if STATE_FILE in files and "index.html" in files:
+            below.clear()
+        elif RECORDS_FILE in files:
+            yield Path(folder) / RECORDS_FILE
+
+
+def _read(stamp: Stamp, name: str) -> RunData:
+    if stamp.size > MOST_BYTES:
+        raise RecordsError(f"{stamp.size:,} bytes of records; a site takes runs of up to {MOST_BYTES:,}.")
+    try:
+        records = read_records(stamp.path)
+        digest = hashlib.sha256(stamp.path.read_bytes()).hexdigest()
+    except OSError as e:
+        raise RecordsError(f"cannot be read ({e.strerror}).") from e
+    if not records:
+        raise RecordsError("holds no whole record.")
+    last = list({record.point.key(): record for record in records}.values())
+    return _run(name, stamp.path, digest, last)
+
+
+def _run(name: str, path: Path, digest: str, records: Sequence[Record]) -> RunData:
+    try:
+        entries = lines.of_run(records)
+    except (ArithmeticError, ValueError, TypeError) as e:
+        raise RecordsError(f"a record holds values that none of ours has ({e}).") from e
+    environments = [r.environment for r in records if r.environment]
+    commits = dict.fromkeys(lines.clip(e.git_commit or "", COMMIT + 1).rstrip("…")[:COMMIT] for e in environments)
+    return RunData(
+        name=lines.clip(name), slug=_slug(name), path=path, sha256=digest,
+        date=min(filter(None, (_date(r.started_at) for r in records)), default=None),
+        commit=", ".join(filter(None, commits)),
+        hardware=_several(lines.hardware_of(e) for e in environments),
+        driver=_several(e.driver or "" for e in environments),
+        version=_several(e.dcpbench for e in environments),
+        workloads=_several(str(lines.described(line)["workload"]) for line in entries),
+        models=_several(line.example.model for line in entries),
+        outcomes=dict(sorted(Counter(entry.outcome for entry in entries.values()).items())),
+        cpu=any(line.cpu for line in entries), headline=_headline(entries), entries=entries,
+    )  # fmt: skip
+
+
+def _headline(entries: dict[Line, Entry]) -> str:
+    """The point with the highest output throughput per GPU, in words."""
+    timed = {line: e.values[measures.DEFAULT] for line, e in entries.items() if measures.DEFAULT in e.values}
+    if not timed:
+        return "no point finished"
+    if all(line.cpu for line in timed):
+        return "functional run on a CPU: its times say nothing about performance"
+    line = max((line for line in timed if not line.cpu), key=lambda line: timed[line].median)
+    said = lines.described(line)
+    load = said["load"] or f"{said['concurrency']:,} × {said['context']:,}"
+    return f"highest {timed[line].median:,.0f} tok/s/GPU: {said['model']} {said['layout']}, {load}"
+
+
+def _several(names: Iterator[str]) -> str:
+    return lines.clip(", ".join(filter(None, dict.fromkeys(names))))
+
+
+def _date(text: str) -> str | None:
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    at = at if at.tzinfo else at.replace(tzinfo=UTC)
+    try:
+        return at.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (OverflowError, ValueError):
+        return None
+
+
+def _name(root: Path, path: Path) -> str:
+    below = path.parent.relative_to(root)
+    return str(below) if below.parts else (root.resolve().name or "run")
+
+
+def _slug(name: str) -> str:
+    """Letters, digits and `._~-` alone; told apart by a digest where that changed the name."""
+    safe = re.sub(r"[^A-Za-z0-9._~-]+", "-", name.replace("/", "~")).strip(".-")[:LONGEST_SLUG]
+    if safe == name.replace("/", "~"):
+        return safe
+    return f"{safe or 'run'}-{hashlib.sha256(name.encode(errors='replace')).hexdigest()[:8]}"
+
+
+def _one_line(text: str) -> str:
+    return lines.clip(" ".join(text.split()), 300)

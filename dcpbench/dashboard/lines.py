@@ -1,0 +1,170 @@
+"""A line is what one history joins: the same point, taken on the same hardware and driver under the same conditions."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from dcpbench.choices import ALL_REDUCES
+from dcpbench.dashboard import measures
+from dcpbench.reports.frames import layout_name
+from dcpbench.reports.serving import words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from dcpbench.dashboard.measures import Value
+    from dcpbench.records import Environment, Point, Record
+
+LONGEST = 160
+"""Characters of a name that the page carries; what is longer is cut, and still told apart."""
+LONGEST_REASON = 600
+UNKNOWN = "not recorded"
+CPU = "CPU"
+WORST = ("hung", "failed", "rejected")
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """Two records belong to one line exactly where all of this is equal."""
+
+    point: str
+    """Point.same_but_repeat()."""
+    hardware: str
+    """`4 × NVIDIA H200`, or `CPU`."""
+    driver: str
+    conditions: str
+    """What of the settings changes the figures: KV memory, a limit of time, objectives, NCCL's variables, and
+    where it was imported from."""
+    example: Point = dataclasses.field(compare=False)
+    cpu: bool
+    """Functional: its times say nothing about performance."""
+
+    @property
+    def id(self) -> str:
+        """Short name that stays the same over builds, for addresses."""
+        known = "\n".join((self.point, self.hardware, self.driver, self.conditions, str(self.cpu)))
+        return hashlib.sha256(known.encode(errors="replace")).hexdigest()[:10]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """What one run says of a line."""
+
+    outcome: str
+    values: dict[str, Value]
+    repeats: int
+    marks: str
+    reason: str
+
+
+def of_run(records: Sequence[Record]) -> dict[Line, Entry]:
+    """The lines of one run; a record without an environment, as a rejected one, takes the run's most common."""
+    usual = Counter(_hardware(r.environment) for r in records if r.environment)
+    fallback = usual.most_common(1)[0][0] if usual else (UNKNOWN, UNKNOWN)
+    conditions = Counter(_conditions(r) for r in records if r.outcome == "ok")
+    same: dict[Line, list[Record]] = {}
+    for record in records:
+        hardware, driver = _hardware(record.environment) if record.environment else fallback
+        said = _conditions(record)
+        if record.outcome != "ok" and not record.measured_with and len(conditions) == 1:
+            said = next(iter(conditions))
+        line = Line(
+            point=record.point.same_but_repeat(), hardware=hardware, driver=driver, conditions=said,
+            example=record.point, cpu=hardware == CPU or "cpu" in record.marks,
+        )  # fmt: skip
+        same.setdefault(line, []).append(record)
+    return {line: _entry(found) for line, found in same.items()}
+
+
+def described(line: Line) -> dict[str, str | int]:
+    """What the page shows of a line and filters by."""
+    point = line.example
+    mode = f"{words.SEPARATOR}{point.load.mode}" if point.load else ""
+    return {
+        "model": clip(point.model),
+        "workload": clip(f"{point.workload}{mode}"),
+        "layout": layout_name(point),
+        "exchange": clip(point.exchange_label() or "none"),
+        "how": clip(_how(point)),
+        "context": point.context,
+        "concurrency": point.concurrency,
+        "load": clip(f"{words.arrival(point)}{words.SEPARATOR}{words.shape(point.load)}" if point.load else ""),
+        "hardware": clip(line.hardware),
+        "driver": clip(line.driver),
+        "conditions": clip(line.conditions),
+    }  # fmt: skip
+
+
+def clip(text: str, longest: int = LONGEST) -> str:
+    """`text`, or its beginning with `…`."""
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def hardware_of(environment: Environment) -> str:
+    """`4 × NVIDIA H200`, or `CPU`."""
+    if environment.device == CPU:
+        return CPU
+    return f"{environment.device_count} × {environment.device}"
+
+
+def _hardware(environment: Environment) -> tuple[str, str]:
+    driver = environment.driver or ("none" if environment.device == CPU else UNKNOWN)
+    return hardware_of(environment), driver
+
+
+def _conditions(record: Record) -> str:
+    known = record.measured_with
+    parts = []
+    if memory := known.get("kv_memory_bytes"):
+        parts.append(f"KV memory {float(str(memory)) / measures.GIB:g} GiB")
+    if limit := known.get("limit_seconds"):
+        parts.append(f"ended after {limit} s")
+    if record.serve and record.serve.slo_ms:
+        parts.append(words.objectives(dict(sorted(record.serve.slo_ms.items()))))
+    if origin := record.origin:
+        parts.append(f"from {origin}")
+    if record.environment:
+        parts += [f"{name}={value}" for name, value in sorted(record.environment.settings.items())]
+    return ", ".join(parts)
+
+
+def _how(point: Point) -> str:
+    parts = [point.backend, point.dtype]
+    if point.page_size != 1:
+        parts.append(f"page {point.page_size}")
+    if point.interleave != 1:
+        parts.append(f"interleave {point.interleave}")
+    if point.all_reduce != ALL_REDUCES[0]:
+        parts.append(f"{point.all_reduce} all-reduce")
+    if point.weights != "synthetic":
+        parts.append(f"weights {point.weights}")
+    if point.load:
+        parts += _serving(point)
+    return words.SEPARATOR.join(parts)
+
+
+def _serving(point: Point) -> Iterable[str]:
+    load = point.load
+    assert load is not None
+    yield f"chunk {load.chunk:,}"
+    yield load.policy
+    yield f"{load.requests:,} requests"
+    if not load.prefix_cache:
+        yield "no prefix cache"
+    yield f"prefill {load.prefill}"
+    if load.seed:
+        yield f"seed {load.seed}"
+
+
+def _entry(records: Sequence[Record]) -> Entry:
+    ok = [r for r in records if r.outcome == "ok"]
+    failed = [r for r in records if r.outcome != "ok"]
+    outcome = "ok" if ok else next((o for o in WORST if any(r.outcome == o for r in failed)), failed[0].outcome)
+    reason = next((r.reason for r in failed if r.reason), "")
+    if ok and failed:
+        reason = f"{len(failed)} of {len(records)} repeats did not finish: {reason}"
+    marks = ", ".join(sorted({mark for r in ok for mark in r.marks}))
+    return Entry(clip(outcome), measures.of_records(ok), len(ok), clip(marks), clip(reason, LONGEST_REASON))

@@ -1,0 +1,122 @@
+"""How far the runs are that are at work below a folder, from their progress files. Reads, and never touches a lock."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.dashboard.lines import clip
+from dcpbench.errors import DcpbenchError
+from dcpbench.folders import LOCK_FILE
+from dcpbench.jobs import Job, Progress, read_job
+from dcpbench.sweep import point_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FINISHED = ("done", "failed", "hung")
+FAILED = ("failed", "hung")
+ENDED = "end"
+LONGEST_NOTE = 200
+MOST_BYTES = 16 << 20
+"""Of a progress file: a line is 300 bytes, and a job has some for each point."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Working:
+    """One torchrun job that is at work."""
+
+    run: str
+    done: int
+    """Points that were recorded or have failed."""
+    failed: int
+    of: int
+    left_s: float | None
+    """By the mean time of a point so far; null before the first is done."""
+    stage: str
+    point: str
+    note: str
+
+
+def working(root: Path, now: float | None = None) -> list[Working]:
+    """The newest job of every run below `root` whose command is still alive, in order of folders."""
+    found = []
+    for folder in _locked(root):
+        jobs = sorted(folder.glob("job-*.json"), key=_mtime, reverse=True)
+        if jobs and (one := _job(root, folder, jobs[0], time.time() if now is None else now)):
+            found.append(one)
+    return found
+
+
+def is_working(folder: Path) -> bool:
+    """Whether a process that has the folder's lock, by its own word, is alive on this machine."""
+    try:
+        pids = [int(word) for word in (folder / LOCK_FILE).read_text(encoding="ascii").split()[:64]]
+    except (OSError, ValueError):
+        return False
+    return any(_alive(pid) for pid in pids if pid > 0)
+
+
+def _locked(root: Path) -> Iterator[Path]:
+    for folder, below, files in os.walk(root):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        if LOCK_FILE in files and is_working(Path(folder)):
+            yield Path(folder)
+
+
+def _job(root: Path, folder: Path, path: Path, now: float) -> Working | None:
+    try:
+        job = read_job(path)
+        events = _events(folder / f"progress-{job.tag}.jsonl")
+    except (DcpbenchError, OSError):
+        return None
+    if not events or events[-1].stage == ENDED:
+        return None
+    ended = {event.key: event.stage for event in events if event.stage in FINISHED and event.key}
+    last = events[-1]
+    spent = now - events[0].at
+    left = spent / len(ended) * (len(job.points) - len(ended)) if ended and spent > 0 else None
+    return Working(
+        run=clip(str(folder.relative_to(root)) if folder != root else folder.name),
+        done=len(ended), failed=sum(stage in FAILED for stage in ended.values()), of=len(job.points),
+        left_s=left, stage=clip(last.stage), point=clip(_name(job, last.key)), note=clip(last.note, LONGEST_NOTE),
+    )  # fmt: skip
+
+
+def _name(job: Job, key: str) -> str:
+    return next((point_name(point) for point in job.points if point.key() == key), "")
+
+
+def _events(path: Path) -> list[Progress]:
+    """All whole lines of a progress file; what is no event is left out."""
+    if path.stat().st_size > MOST_BYTES:
+        return []
+    found = []
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            found.append(msgspec.json.decode(line, type=Progress))
+        except msgspec.DecodeError:
+            continue
+    return found
+
+
+def _mtime(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True

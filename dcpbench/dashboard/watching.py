@@ -1,0 +1,81 @@
+"""Keeps a site up to date while runs are at work: looks at record files, and builds again what changed."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from dcpbench.dashboard import finding, pages, running, site
+from dcpbench.errors import DcpbenchError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from dcpbench.dashboard.finding import RunData, Stamp
+    from dcpbench.dashboard.running import Working
+
+EVERY_S = 2.0
+
+
+class Watcher:
+    """A folder of runs and the site that shows it. Pages of runs are made when somebody asks for them.
+
+    A machine that measures has better things to do than to draw reports that nobody reads.
+    """
+
+    def __init__(self, root: Path, out: Path, tell: Callable[[str], None]) -> None:
+        self.root = root
+        self.site = out
+        self.note = ""
+        """What went wrong with the last build; empty if nothing did."""
+        self._tell = tell
+        self._known: dict[Stamp, RunData] = {}
+        self._seen: list[Stamp] | None = None
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+
+    def refresh(self) -> bool:
+        """Build again if a record file came, went or changed; whether one did. Raises as site.build."""
+        now = finding.stamps(self.root)
+        if now == self._seen:
+            return False
+        with self._lock:
+            site.build(self.root, self.site, tell=self._tell, known=self._known, wanted=lambda _: False)
+        self._seen = now
+        return True
+
+    def follow(self) -> None:
+        """Refresh until `stop`; what fails is said on the page, and tried again when the records change."""
+        while not self._stop.wait(EVERY_S):
+            try:
+                self.refresh()
+            except UsageError as e:
+                self.note = f"The page shows the last state that could be read: {e}"
+            except DcpbenchError as e:
+                self.note = str(e)
+            else:
+                self.note = ""
+
+    def stop(self) -> None:
+        """End `follow`."""
+        self._stop.set()
+
+    def page(self, slug: str) -> str:
+        """Make a run's page if it is missing or older than its records; why there is none, or nothing."""
+        with self._lock:
+            run = next((run for run in self._known.values() if run.slug == slug), None)
+            if run is None or pages.is_made(self.site, run, site.made(self.site)):
+                return ""
+            note = pages.make(self.site, run)
+            if not note:
+                site.note_page(self.site, run)
+            return note
+
+    def index(self) -> str:
+        """Path of the newest index in the site."""
+        return site.index(self.site)
+
+    def working(self) -> list[Working]:
+        """Runs that are at work."""
+        return running.working(self.root)
