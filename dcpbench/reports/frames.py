@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pandas as pd
 
-from dcpbench.choices import NO_EXCHANGE, OPTIONS, with_options
+from dcpbench.choices import NO_EXCHANGE, OPTIONS, UNKNOWN, with_options
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.records import ASIDE_FILE, RECORDS_FILE, read_records
+from dcpbench.reports import origins
 from dcpbench.reports.merge import GIB, median, spread, worst
 from dcpbench.reports.serving import frame as serving
 from dcpbench.reports.serving import words
@@ -32,6 +33,8 @@ VARIANTS = {
     "weights": "weights {}",
 }
 """What else than the layout may tell two points of one load apart, and how it is printed."""
+NOT_SAID = (UNKNOWN, 0)
+"""Of these, what an import does not say."""
 
 
 SAME_ENVIRONMENT = ("device", "device_count", "torch", "cuda", "nccl", "flashinfer", "triton")
@@ -231,6 +234,7 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
         "run": run,
         "layout": layout_name(point),
         "repeats": len(records),
+        "origin": origins.origin(records[0]),
         "marks": ", ".join(sorted({mark for r in records for mark in r.marks})),
         "cpu": any("cpu" in r.marks or (r.environment and r.environment.device == "CPU") for r in records),
         "device": next((r.environment.device for r in records if r.environment), None),
@@ -318,8 +322,8 @@ def _tidy(rows: list[dict[str, Any]]) -> pd.DataFrame:
     for column, form in VARIANTS.items():
         if column == "exchange":
             parts.append(_exchanges(table))
-        elif len(set(table[column])) > 1:
-            parts.append([form.format(v) for v in table[column]])
+        elif len(set(table[column]) - set(NOT_SAID)) > 1:
+            parts.append(["" if v in NOT_SAID else form.format(v) for v in table[column]])
     table["variant"] = [", ".join(filter(None, texts)) for texts in zip(*parts, strict=True)]
     table["label"] = [
         f"{lay} ({var})" if var else lay for lay, var in zip(table["layout"], table["variant"], strict=True)
@@ -330,7 +334,7 @@ def _tidy(rows: list[dict[str, Any]]) -> pd.DataFrame:
 
 def _exchanges(table: pd.DataFrame) -> list[str]:
     """`a2a +q-replicate`: of each point that exchanges, what not all of these have in common; else empty."""
-    exchanging = table["exchange"] != NO_EXCHANGE
+    exchanging = ~table["exchange"].isin((NO_EXCHANGE, UNKNOWN))
     varies = {name: len(set(table[name][exchanging])) > 1 for name in ("exchange", *OPTIONS)}
     texts = [""] * len(table)
     for i in table.index[exchanging]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pandas as pd
 
 from dcpbench.choices import CLOSED
 from dcpbench.records import Interval
@@ -12,8 +13,6 @@ from dcpbench.reports.merge import GIB, median, missing, spread
 from dcpbench.reports.serving import words
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from dcpbench.records import Record
     from dcpbench.serve_records import ServeMetrics
 
@@ -39,8 +38,12 @@ VARIES = {
 }
 """What else of a load, or of the settings it was served with, may tell two points of a report apart, as printed."""
 
-SOME_HAVE = ("at_once", "trace_sha256")
+SOME_HAVE = ("at_once", "trace_sha256", "chunk", "policy", "prefix_cache", "prefill", "seed")
 """Of these, what only some points have: that the others have none tells nothing new."""
+NOT_TOLD = ("load_at_once", "load_chunk", "load_policy", "load_prefix_cache", "load_prefill", "load_seed")
+"""What no import says."""
+MAY_LACK = (*SCALARS, "kv_capacity_requests", "kv_capacity_tokens", "kv_tokens_per_gib")
+"""Columns of numbers that may be unknown in every row, which pandas would not take for numbers."""
 
 
 def columns(records: list[Record]) -> dict[str, Any]:
@@ -74,7 +77,10 @@ def columns(records: list[Record]) -> dict[str, Any]:
         times = [getattr(m, f"{name}_ms") for m in measured]
         row |= {f"{name}_{s}_ms": median(getattr(t, s) for t in times) for s in STATISTICS}
         row[f"{name}_samples"] = max((t.samples for t in times), default=0)
-    row["cached_share"] = row["cached_tokens"] / row["input_tokens"] if row["input_tokens"] else None
+    cached = row["cached_tokens"]
+    row["cached_share"] = cached / row["input_tokens"] if row["input_tokens"] and cached is not None else None
+    if records[0].origin:
+        row |= dict.fromkeys(NOT_TOLD)
     return row | _objectives(measured)
 
 
@@ -82,6 +88,7 @@ def tidy(table: pd.DataFrame) -> pd.DataFrame:
     """With `load` in words, and in reading order: modes apart, then loads from light to heavy, then layouts."""
     if table.empty:
         return table
+    table = table.assign(**{name: pd.to_numeric(table[name]) for name in MAY_LACK})
     parts = [table["shape"].tolist()]
     for name, form in VARIES.items():
         values = [None if v == "" or missing(v) else v for v in table[f"load_{name}"].tolist()]

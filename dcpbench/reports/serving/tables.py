@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.reports.merge import missing
+from dcpbench.reports.origins import some_imported
 from dcpbench.reports.serving import findings, words
 from dcpbench.reports.tables import (
     ABSENT,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 LOADED: list[Column] = [("model", lambda r: str(r["model"])), ("load", lambda r: str(r["load"]))]
+WHOSE: list[Column] = [("origin", lambda r: str(r["origin"]))]
 FEW_SAMPLES = "few_samples"
 """The mark that dashes in a row, and the words above the table, say already."""
 TITLES = {
@@ -38,6 +40,7 @@ def points(served: pd.DataFrame, mode: str) -> Table:
         [
             *LOADED,
             ("layout", lambda r: str(r["label"])),
+            *WHOSE[: some_imported(served)],
             ("marks", lambda r: text(", ".join(m for m in str(r["marks"]).split(", ") if m != FEW_SAMPLES))),
             ("output tok/s", lambda r: number(r["output_tok_s"])),
             ("steady", lambda r: number(r["steady_tok_s"])),
@@ -53,7 +56,7 @@ def points(served: pd.DataFrame, mode: str) -> Table:
             ("finished", _finished),
             ("repeats apart", lambda r: percent(r["spread"])),
         ],
-        text_columns=4,
+        text_columns=4 + some_imported(served),
         optional=("marks", "goodput req/s", "repeats apart"),
     )
 
@@ -198,7 +201,8 @@ def _mode(table: pd.DataFrame, mode: str) -> pd.DataFrame:
 def _finished(row: pd.Series[Any]) -> str:
     if missing(row["finished"]):
         return ABSENT
-    return f"{row['finished']:,.0f} of {row['submitted']:,.0f}"
+    of = "" if missing(row["submitted"]) else f" of {row['submitted']:,.0f}"
+    return f"{row['finished']:,.0f}{of}"
 
 
 def _share(part: float, whole: float) -> float | None:

@@ -45,7 +45,7 @@ def shape(load: Load) -> str:
 
 
 def lengths(spec: str) -> str:
-    """`4000` as `4,000`, `uniform:1000-7000` as `1,000–7,000`, `lognormal:4000:0.5` as `≈4,000 (σ 0.5)`."""
+    """`4000` as `4,000`, `uniform:1000-7000` as `1,000–7,000`, `lognormal:4000:0.5` as `≈4,000 (σ 0.5)`; of an import `mean:3552`."""
     kind, _, rest = spec.partition(":")
     try:
         if kind == "uniform":
@@ -53,6 +53,8 @@ def lengths(spec: str) -> str:
         if kind == "lognormal":
             median, _, sigma = rest.partition(":")
             return f"≈{int(median):,} (σ {sigma})"
+        if kind == "mean":
+            return f"{int(rest):,} on average"
         return f"{int(spec):,}"
     except ValueError:
         return spec
@@ -65,7 +67,7 @@ def typical(spec: str) -> float | None:
         if kind == "uniform":
             low, high = rest.split("-")
             return (int(low) + int(high)) / 2
-        return float(rest.partition(":")[0] if kind == "lognormal" else spec)
+        return float(rest.partition(":")[0] if kind in ("lognormal", "mean") else spec)
     except ValueError:
         return None
 

@@ -1,0 +1,46 @@
+"""Points that another tool measured: which they are, and how their numbers differ from ours."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from dcpbench.choices import SGLANG, VLLM
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from dcpbench.records import Record
+    from dcpbench.reports.frames import Frames
+
+OURS = "dcpbench"
+TOOLS = {VLLM: "vLLM (`vllm bench serve`)", SGLANG: "SGLang (`bench_serving`)"}
+
+
+def origin(record: Record) -> str:
+    """The tool that measured a point, as an origin is written: `dcpbench`, `vllm`, `sglang`."""
+    return str(record.origin) if record.origin else OURS
+
+
+def some_imported(table: pd.DataFrame) -> bool:
+    """Whether a table holds points of others, so that each row must say whose it is."""
+    return not table.empty and bool((table["origin"] != OURS).any())
+
+
+def sentence(frames: Frames) -> str:
+    """Whose points stand beside ours, and what keeps them from being compared digit by digit; empty without any."""
+    table = frames.served
+    if not some_imported(table):
+        return ""
+    counts = Counter(name for name in table["origin"] if name != OURS)
+    whose = " and ".join(f"{_points(n)} of {TOOLS.get(name, name)}" for name, n in counts.items())
+    others = len(table) - counts.total()
+    beside = f", beside {_points(others)} of dcpbench" if others else ""
+    return (
+        f"Imported: {whose}{beside}. Engines were measured through HTTP with a tokenizer and real answers, dcpbench "
+        "without: what they differ in is more than the layout. What their files do not say is a dash."
+    )
+
+
+def _points(n: int) -> str:
+    return "1 point" if n == 1 else f"{n} points"
