@@ -45,7 +45,10 @@ def shape(load: Load) -> str:
 
 
 def lengths(spec: str) -> str:
-    """`4000` as `4,000`, `uniform:1000-7000` as `1,000–7,000`, `lognormal:4000:0.5` as `≈4,000 (σ 0.5)`; of an import `mean:3552`."""
+    """`4000` as `4,000`, `uniform:1000-7000` as `1,000–7,000`, `lognormal:4000:0.5` as `≈4,000 (σ 0.5)`.
+
+    Of an import that has lengths of its own, `mean:3552` as `3,552 on average`.
+    """
     kind, _, rest = spec.partition(":")
     try:
         if kind == "uniform":
