@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.frames import Frames
 
+INNER = ("same_load", "served_with", "slo_recorded")
+"""Columns that only tell points apart."""
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 """A spreadsheet would run a cell that starts with one of these."""
 
@@ -22,7 +24,7 @@ def write_csv(frames: Frames, path: Path) -> None:
     table = pd.DataFrame([*({**row, "outcome": "ok"} for row in ran), *others])
     if table.empty:
         table = frames.others
-    table = table.drop(columns=["same_load", "served_with"], errors="ignore")
+    table = table.drop(columns=[c for c in table if str(c) in INNER or str(c).startswith("slo_limit")])
     words = [c for c in table.columns if not pd.api.types.is_numeric_dtype(table[c])]
     for column in words:
         table[column] = pd.Series([_inert(v) for v in table[column]], index=table.index, dtype=object)

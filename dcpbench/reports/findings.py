@@ -1,7 +1,7 @@
-"""What the records say, computed: best layout per load, DCP against its baseline, KV capacity, repeats.
+"""What the records say, computed: best layout per load, DCP against its baseline, break-even, KV capacity, repeats.
 
-No sentence here is true in general. Each is made from the points at hand, with their uncertainty, and none is made
-about the speed of a CPU run.
+Points of `decode` and of `serve` go the same way, live runs and replays apart. Nothing is said about the speed of a CPU
+run.
 """
 
 from __future__ import annotations
@@ -10,93 +10,143 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from dcpbench.choices import CLOSED
 from dcpbench.reports.merge import spread
+from dcpbench.reports.slo import LOAD, SCOPE
 from dcpbench.stats import REPEATS_AGREE_WITHIN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from dcpbench.records import Interval
     from dcpbench.reports.frames import Frames
 
-LOAD = ["run", "model", "workload", "context", "concurrency"]
 BASELINE_OF = [*LOAD, "tp", "dp", "backend", "dtype", "page_size", "weights", "all_reduce"]
 """What a DCP point and its dcp=1 baseline have in common."""
+SHOWN = [
+    *SCOPE, "workload", "same_load", "load", "load_arrival", "arrival", "rest", "input_typical", "context",
+    "concurrency", "label", "layout", "variant", "tp", "dp", "dcp",
+]  # fmt: skip
+"""Columns that a finding takes over from its point."""
 
-NOT_RUN = {"rejected": "was rejected", "failed": "failed", "hung": "hung"}
-"""What became of a point without numbers, in a sentence."""
+
+def timed(points: pd.DataFrame) -> pd.DataFrame:
+    """Points whose speed may be spoken about: measured or replayed, and not on a CPU."""
+    return points if points.empty else points[points["output_tok_s"].notna() & ~points["cpu"].astype(bool)]
 
 
-def timed(frames: Frames) -> pd.DataFrame:
-    """Points whose speed may be spoken about: measured, and not on a CPU."""
-    points = frames.points
-    return points if points.empty else points[points["output_tok_s"].notna() & ~points["cpu"]]
+def rivals(frames: Frames) -> pd.DataFrame:
+    """Such points of both workloads, in the columns that they share."""
+    tables = [table for table in (timed(frames.points), timed(frames.served)) if len(table)]
+    if len(tables) < 2:  # noqa: PLR2004 - there are two workloads
+        return tables[0] if tables else pd.DataFrame()
+    return pd.DataFrame([row for table in tables for row in table.to_dict("records")])
 
 
 def best_per_load(points: pd.DataFrame) -> pd.DataFrame:
-    """The layout with the highest throughput of each load that at least two layouts ran.
+    """The layout with the highest throughput of each load that at least two layouts ran, of those that meet its SLO.
 
-    `clear` is False where its interval overlaps the next one's or it leads by no more than repeats may differ.
-    """
-    rows: list[dict[str, Any]] = []
-    for load, group in points.groupby(LOAD, sort=False) if len(points) else ():
-        if len(group) < 2:  # noqa: PLR2004 - a best of one says nothing
-            continue
-        first, second = (row for _, row in group.sort_values("output_tok_s", ascending=False).head(2).iterrows())
-        lead = first["output_tok_s"] / second["output_tok_s"]
-        clear = first["output_tok_s_low"] > second["output_tok_s_high"] and lead > 1 + REPEATS_AGREE_WITHIN
-        rows.append(
-            dict(zip(LOAD, load, strict=True))
-            | {
-                "best": first["label"],
-                "tok_s": first["output_tok_s"],
-                "low": first["output_tok_s_low"],
-                "high": first["output_tok_s_high"],
-                "next": second["label"],
-                "lead": lead,
-                "clear": bool(clear),
-                "layouts": len(group),
-            }
-        )
-    return pd.DataFrame(rows)
-
-
-def dcp_against_baseline(points: pd.DataFrame) -> pd.DataFrame:
-    """Throughput of every DCP point over that of its dcp=1 baseline: the ratio and the widest it may be.
-
-    `ratio` is missing where the baseline did not run. `verdict` is `higher` or `lower` only if the intervals lie apart
-    and the ratio differs from 1 by more than repeats may.
-    """
-    return over_baseline(points, BASELINE_OF, [*LOAD, "label", "tp", "dp"])
-
-
-def over_baseline(
-    points: pd.DataFrame, same: list[str], shown: list[str],
-    more: Callable[[pd.Series[Any], pd.Series[Any]], dict[str, Any]] = lambda *_: {},
-) -> pd.DataFrame:  # fmt: skip
-    """A row for each DCP point: its columns `shown`, and its throughput over that of the point without DCP.
-
-    The two agree in the columns `same`; `more` adds to a row, of the point and its baseline.
+    `clear` is False where its interval overlaps the next one's or it leads by no more than repeats may differ; `level`
+    lists it and all that it does not clearly lead. `next` is missing where no other meets the SLO. Where none does,
+    `meets` is False, and `label` is the one that comes nearest to it.
     """
     if points.empty:
         return pd.DataFrame()
-    base = points[points["dcp"] == 1].drop_duplicates(same).set_index(same)
-    rows: list[dict[str, Any]] = []
-    for _, point in points[points["dcp"] > 1].iterrows():
-        row = {name: point[name] for name in shown}
-        key = tuple(point[same])
-        if key in base.index:
-            over = base.loc[key]
-            row |= {
-                "baseline": over["label"],
-                "ratio": point["output_tok_s"] / over["output_tok_s"],
-                "low": point["output_tok_s_low"] / over["output_tok_s_high"],
-                "high": point["output_tok_s_high"] / over["output_tok_s_low"],
-                **more(point, over),
-            }
-        told = verdict(row, above="higher", below="lower") if "ratio" in row else "no baseline"
-        rows.append(row | {"verdict": told})
-    return pd.DataFrame(rows)
+    points = points[points.groupby(LOAD)["label"].transform("size") > 1]
+    if points.empty:
+        return pd.DataFrame()
+    order = {load: i for i, load in enumerate(dict.fromkeys(zip(*(points[name] for name in LOAD), strict=True)))}
+    fits = points[~(points["slo_excess"] > 1)]
+    fits = fits.sort_values("output_tok_s", ascending=False, kind="stable")
+    rank = fits.groupby(LOAD).cumcount()
+    first = fits[rank == 0].set_index(LOAD, drop=False)
+    second = fits[rank == 1].set_index(LOAD)[["label", "output_tok_s"]].set_axis(["next", "next_tok_s"], axis=1)
+    found = first.join(second)
+    found["lead"] = found["output_tok_s"] / found["next_tok_s"]
+    top = found[["output_tok_s", "output_tok_s_low"]].set_axis(["top", "top_low"], axis=1)
+    behind = fits.join(top, on=LOAD)
+    clearly = (behind["top_low"] > behind["output_tok_s_high"]) & (
+        behind["top"] > behind["output_tok_s"] * (1 + REPEATS_AGREE_WITHIN)
+    )
+    level: dict[Any, list[str]] = behind[~clearly].groupby(LOAD)["label"].agg(list).to_dict()
+    found["level"] = pd.Series(
+        [list(dict.fromkeys([row.label, *level.get(row.Index, [])])) for row in found[["label"]].itertuples()],
+        found.index, dtype=object,
+    )  # fmt: skip
+    found["clear"] = found["level"].map(len) == 1
+    found["meets"] = True
+    missed = points[~_loads(points).isin(set(found.index))]
+    nearest = missed.sort_values("slo_excess", kind="stable").drop_duplicates(LOAD).set_index(LOAD, drop=False)
+    tables = [table for table in (found, nearest.assign(meets=False, clear=False)) if len(table)]
+    found = pd.concat(tables).reindex(columns=found.columns)
+    found["best"] = found["label"]
+    places = [order[load] for load in found.index.to_list()]
+    return found.iloc[sorted(range(len(found)), key=places.__getitem__)].reset_index(drop=True)
+
+
+def _loads(points: pd.DataFrame) -> pd.Series[Any]:
+    return pd.Series(list(zip(*(points[name] for name in LOAD), strict=True)), points.index)
+
+
+def most_per_shape(points: pd.DataFrame) -> pd.DataFrame:
+    """Over all loads with one length of requests: the highest throughput that meets the SLO, with DCP and without.
+
+    A row per run, model, mode and `rest`: the best point, `other` and `other_tok_s`, `other_load`: the best of the
+    other kind (without DCP if the best has it), missing where none meets the SLO.
+    """
+    if points.empty:
+        return pd.DataFrame()
+    fits = points[points["slo_excess"] <= 1].sort_values("output_tok_s", ascending=False, kind="stable")
+    if fits.empty:
+        return pd.DataFrame()
+    keys = [*SCOPE, "rest"]
+    best = fits.drop_duplicates(keys).set_index(keys, drop=False)
+    split = fits.assign(with_dcp=fits["dcp"] > 1).drop_duplicates([*keys, "with_dcp"])
+    other = split.set_index(keys)
+    other = other[other["with_dcp"] != best["dcp"].reindex(other.index).gt(1)]
+    names = {
+        "label": "other",
+        "output_tok_s": "other_tok_s",
+        "output_tok_s_high": "other_high",
+        "arrival": "other_load",
+    }
+    found = best.join(other[list(names)].rename(columns=names))
+    found = found.reset_index(drop=True)
+    return found.sort_values(["run", "model", "mode", "input_typical", "rest"], kind="stable", ignore_index=True)
+
+
+def dcp_against_baseline(points: pd.DataFrame) -> pd.DataFrame:
+    """Throughput of every DCP point over that of the same layout without DCP under the same load.
+
+    `low` and `high` are the widest that the ratio may be. `verdict` is `higher` or `lower` only if the intervals lie
+    apart and the ratio differs from 1 by more than repeats may; `no baseline` where that did not run, and there the
+    ratios are missing. `ttft_ratio` and `itl_ratio` compare the medians.
+    """
+    if points.empty:
+        return pd.DataFrame()
+    split = points[points["dcp"] > 1]
+    if split.empty:
+        return pd.DataFrame()
+    base = points[points["dcp"] == 1].drop_duplicates(BASELINE_OF).set_index(BASELINE_OF)
+    names = {name: f"over_{name}" for name in ("label", "slo_said", *RATES, "ttft_p50_ms", "itl_p50_ms")}
+    found = split.join(base[list(names)].rename(columns=names), on=BASELINE_OF)
+    row = pd.DataFrame({name: found[name] for name in [*SHOWN, "slo_said"]})
+    row["baseline"], row["baseline_slo"] = found["over_label"], found["over_slo_said"]
+    row["ratio"] = found["output_tok_s"] / found["over_output_tok_s"]
+    row["low"] = found["output_tok_s_low"] / found["over_output_tok_s_high"]
+    row["high"] = found["output_tok_s_high"] / found["over_output_tok_s_low"]
+    for name in ("ttft", "itl"):
+        row[f"{name}_ratio"] = found[f"{name}_p50_ms"].astype(float) / found[f"over_{name}_p50_ms"].astype(float)
+    row["verdict"] = [
+        "no baseline"
+        if pd.isna(ratio)
+        else verdict({"ratio": ratio, "low": low, "high": high}, above="higher", below="lower")
+        for ratio, low, high in zip(row["ratio"], row["low"], row["high"], strict=True)
+    ]
+    return row.reset_index(drop=True)
+
+
+RATES = ("output_tok_s", "output_tok_s_low", "output_tok_s_high")
 
 
 def verdict(row: dict[str, Any], *, above: str, below: str) -> str:
@@ -106,6 +156,39 @@ def verdict(row: dict[str, Any], *, above: str, below: str) -> str:
     if row["high"] < 1 and row["ratio"] < 1 - REPEATS_AGREE_WITHIN:
         return below
     return "no clear difference"
+
+
+def break_even(ratios: pd.DataFrame) -> pd.DataFrame:
+    """Per layout with its exchange and length of requests: the least concurrency from which on DCP pays.
+
+    It pays where the verdict is `higher`. `from` is missing where it does not at the highest concurrency tried;
+    `least` says whether it is the lowest one tried, so that the true one may be lower. `best` is the highest ratio, at
+    `best_at`, and `lower` whether DCP is clearly lower wherever it was compared. Open loops, whose throughput is their
+    rate until they cannot keep up, have no break-even.
+    """
+    known = ratios[ratios["ratio"].notna() & (ratios["load_arrival"] == CLOSED)] if len(ratios) else ratios
+    rows: list[dict[str, Any]] = []
+    keys = [*SCOPE, "label", "rest"]
+    for key, group in known.groupby(keys, sort=False) if len(known) else ():
+        ordered = group.sort_values("concurrency", kind="stable")
+        pays = ordered["verdict"].eq("higher").tolist()
+        first = next((i for i in range(len(pays)) if all(pays[i:])), None)
+        top = ordered.sort_values("ratio", kind="stable").iloc[-1]
+        at = None if first is None else ordered.iloc[first]
+        rows.append(
+            dict(zip(keys, key, strict=True))
+            | {
+                "input_typical": ordered["input_typical"].iloc[0], "baseline": ordered["baseline"].iloc[0],
+                "layout": ordered["layout"].iloc[0], "variant": ordered["variant"].iloc[0],
+                "from": None if at is None else int(at["concurrency"]),
+                "ratio": None if at is None else float(at["ratio"]),
+                "low": None if at is None else float(at["low"]), "high": None if at is None else float(at["high"]),
+                "least": first == 0, "measured": ordered["concurrency"].tolist(),
+                "best": float(top["ratio"]), "best_at": int(top["concurrency"]),
+                "lower": bool(ordered["verdict"].eq("lower").all()),
+            }
+        )  # fmt: skip
+    return pd.DataFrame(rows)
 
 
 def kv_by_layout(points: pd.DataFrame) -> pd.DataFrame:
@@ -151,39 +234,6 @@ def repeats(frames: Frames) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def headline(frames: Frames) -> list[str]:
-    """The sentences a report opens with."""
-    said = []
-    if frames.everything.empty:
-        said.append(f"No point finished: {_outcomes(frames)}. There is nothing to compare.")
-    if frames.cpu:
-        said.append(
-            "CPU: functional run. It shows which layouts run. "
-            "No conclusion about performance can be drawn from its times."
-        )
-    points = timed(frames)
-    best, ratios, kv = best_per_load(points), dcp_against_baseline(points), kv_by_layout(frames.everything)
-    for run, model in _models(frames):
-        where = f"{model}, run {run}" if len(frames.runs) > 1 else str(model)
-        said += [
-            f"{where}: {sentence}"
-            for sentence in (
-                *_best_sentences(_of(best, run, model)),
-                *_dcp_sentences(_of(ratios, run, model), frames),
-                *_kv_sentences(_of(kv, run, model)),
-            )
-        ]
-    return said
-
-
-def closing(frames: Frames, apart: Sequence[float]) -> list[str]:
-    """The sentences after all that is found: how well repeats agree, and what did not run."""
-    if frames.everything.empty:
-        return []
-    missing = f"Not every point ran: {_outcomes(frames)}. Each is listed with its reason."
-    return [repeats_sentence(apart), *([missing] if len(frames.others) else [])]
-
-
 def repeats_sentence(apart: Sequence[float]) -> str:
     """Whether repeats agree; `apart` says of each point measured more than once by how much they differ."""
     if not len(apart):
@@ -198,88 +248,8 @@ def repeats_sentence(apart: Sequence[float]) -> str:
     return f"Repeats: all {_points(len(apart))} measured more than once agree within {_percent(max(apart))}."
 
 
-def _models(frames: Frames) -> list[tuple[str, str]]:
-    points = frames.everything
-    return [] if points.empty else list(dict.fromkeys(zip(points["run"], points["model"], strict=True)))
-
-
-def _of(table: pd.DataFrame, run: str, model: str) -> pd.DataFrame:
-    return table if table.empty else table[(table["run"] == run) & (table["model"] == model)]
-
-
-def _best_sentences(best: pd.DataFrame) -> list[str]:
-    if best.empty:
-        return []
-    clear = best[best["clear"]]
-    won = [f"{label} in {n}" for label, n in clear["best"].value_counts().items()]
-    ties = len(best) - len(clear)
-    won += [f"no layout clearly in {ties}"] if ties else []
-    top = best.sort_values(["context", "concurrency"]).iloc[-1]
-    lead = f"{top['lead']:.2f} times {top['next']}" if top["clear"] else f"not clearly more than {top['next']}"
-    text = (
-        f"of {_loads(len(best))}, the highest throughput is that of {_list(won)}. At the heaviest load ({_load(top)}) "
-    )
-    return [
-        text + f"it is {top['best']} with {top['tok_s']:,.0f} tok/s [{top['low']:,.0f}–{top['high']:,.0f}], {lead}."
-    ]
-
-
-def _dcp_sentences(ratios: pd.DataFrame, frames: Frames) -> list[str]:
-    if ratios.empty:
-        return []
-    said = []
-    known = ratios.dropna(subset=["ratio"]) if "ratio" in ratios else ratios.iloc[:0]
-    if len(known):
-        counts = known["verdict"].value_counts()
-        parts = [f"{v} in {counts[v]}" for v in ("higher", "lower", "no clear difference") if v in counts]
-        ordered = known.sort_values("ratio", kind="stable")
-        low, high = ordered.iloc[0], ordered.iloc[-1]
-        reach = f"from {_ratio(low)} to {_ratio(high)}" if len(known) > 1 else _ratio(low)
-        said.append(
-            f"throughput with DCP over that of the same layout without it, {_points(len(known))}: {_list(parts)}; "
-            f"{reach}."
-        )
-    if missing := ratios[ratios["verdict"] == "no baseline"].shape[0]:
-        lost = _of(frames.others, ratios["run"].iloc[0], ratios["model"].iloc[0])
-        ended = set(lost[lost["dcp"] == 1]["outcome"])
-        whys = [words for outcome, words in NOT_RUN.items() if outcome in ended]
-        why = f", because it {' or '.join(whys)}" if whys else ""
-        said.append(f"{_points(missing)} with DCP ran where the same layout without it did not{why}.")
-    return said
-
-
-def _kv_sentences(kv: pd.DataFrame) -> list[str]:
-    more = kv if kv.empty else kv[(kv["dcp"] > 1) & kv["kv_ratio"].notna()]
-    if more.empty:
-        return []
-    top = more.sort_values("kv_ratio", kind="stable").iloc[-1]
-    times = f"{top['kv_ratio']:.2f} times as many tokens as tp{top['tp']}"
-    return [f"per GiB of KV memory on each GPU, {top['layout']} holds {times}."]
-
-
-def _load(row: pd.Series[Any]) -> str:
-    return f"context {row['context']:,}, concurrency {row['concurrency']:,}"
-
-
-def _ratio(row: pd.Series[Any]) -> str:
-    return f"{row['ratio']:.3f} [{row['low']:.3f}–{row['high']:.3f}] ({row['label']}, {_load(row)})"
-
-
-def _outcomes(frames: Frames) -> str:
-    counts = frames.others["outcome"].value_counts()
-    return _list([f"{n} {outcome}" for outcome, n in counts.items()]) or "the record file holds no point"
-
-
-def _list(parts: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
-
-
 def _points(n: int) -> str:
-    return "1 point" if n == 1 else f"{n} points"
-
-
-def _loads(n: int) -> str:
-    return "1 load" if n == 1 else f"{n} loads"
+    return "1 point" if n == 1 else f"{n:,} points"
 
 
 def _percent(share: float) -> str:

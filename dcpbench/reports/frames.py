@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pandas as pd
 
-from dcpbench.choices import NO_EXCHANGE, OPTIONS, UNKNOWN, with_options
+from dcpbench.choices import CLOSED, NO_EXCHANGE, OPTIONS, UNKNOWN, with_options
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.records import ASIDE_FILE, RECORDS_FILE, read_records
 from dcpbench.reports import origins
+from dcpbench.reports import slo as objectives
 from dcpbench.reports.merge import GIB, median, spread, worst
 from dcpbench.reports.serving import frame as serving
 from dcpbench.reports.serving import words
@@ -65,6 +66,8 @@ class Frames:
     """The same of `serve` (serving/frame.py)."""
     others: pd.DataFrame
     """Points of any workload that did not: run, model, layout, context, concurrency, outcome, reason, detail."""
+    slo: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Objectives asked for, in ms; empty: those that the runs were measured with (slo.py)."""
 
     @property
     def records(self) -> list[Record]:
@@ -84,8 +87,10 @@ class Frames:
         return pd.DataFrame([*self.points.to_dict("records"), *self.served.to_dict("records")])
 
 
-def load(folders: Iterable[Path], *, as_repeats: bool = False) -> Frames:
+def load(folders: Iterable[Path], *, as_repeats: bool = False, slo: dict[str, float] | None = None) -> Frames:
     """Read and join run folders; with `as_repeats` as one run in which each folder is a pass over the same grid.
+
+    `slo` are objectives in ms by name, instead of those that the runs were measured with.
 
     Raises RecordsError for a folder without records, UsageError for no folder.
     """
@@ -104,12 +109,28 @@ def load(folders: Iterable[Path], *, as_repeats: bool = False) -> Frames:
                 others.append(_other_row(run.name, record))
         for records in same.values():
             (served if records[0].point.load else rows).append(_point_row(run.name, records))
+    slo = slo or {}
     return Frames(
         runs=runs,
-        points=_tidy(rows),
-        served=serving.tidy(_tidy(served)),
+        points=objectives.judged(_as_loads(_tidy(rows)), slo),
+        served=objectives.judged(serving.tidy(_tidy(served)), slo),
+        slo=slo,
         others=pd.DataFrame(others, columns=list(_OTHER_COLUMNS)),
     )
+
+
+def _as_loads(points: pd.DataFrame) -> pd.DataFrame:
+    """Points of `decode` with the columns that say of served points what their load was."""
+    if points.empty:
+        return points
+    contexts, loads = points["context"].tolist(), points["concurrency"].tolist()
+    rest = [f"context {c:,}" for c in contexts]
+    arrival = [f"concurrency {n:,}" for n in loads]
+    return points.assign(
+        mode="decode", load_arrival=CLOSED, input_typical=points["context"].astype(float), rest=rest, arrival=arrival,
+        load=[f"{n} · {c}" for n, c in zip(arrival, rest, strict=True)],
+        same_load=[f"{w} {c} {n}" for w, c, n in zip(points["workload"], contexts, loads, strict=True)],
+    )  # fmt: skip
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:
@@ -238,6 +259,7 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
         "marks": ", ".join(sorted({mark for r in records for mark in r.marks})),
         "cpu": any("cpu" in r.marks or (r.environment and r.environment.device == "CPU") for r in records),
         "device": next((r.environment.device for r in records if r.environment), None),
+        "slo_recorded": objectives.recorded(records[0]),
     }
     row |= _kv_columns(records) | _phase_columns(records) | _other_columns(records)
     return row | (serving.columns(records) if point.load else _metric_columns(records))

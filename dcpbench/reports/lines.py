@@ -51,19 +51,37 @@ def draw_throughput(points: pd.DataFrame, style: Style, title: str, *, narrow: b
 
 
 def draw_itl(points: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:
-    """Median inter-token latency with its 95 % interval; p99 as a dash where there are samples enough."""
+    """Median inter-token latency with its 95 % interval; p99 as a dash, or the highest percentile that has samples."""
     figure, drawn = panels(points, title, narrow=narrow)
+    top = tail_percentile(points, "itl")
+    tail = f"itl_{top or 'p99'}_ms"
     for ax, panel in drawn:
         for line, look in series(panel, style):
             low, high = line["step_ms"] - line["step_ms_low"], line["step_ms_high"] - line["step_ms"]
             ax.errorbar(line["concurrency"], line["step_ms"], yerr=[low, high], **look)
-            ax.plot(line["concurrency"], line["itl_p99_ms"], "_", color=look["color"], markersize=9)
+            ax.plot(line["concurrency"], line[tail].astype(float), "_", color=look["color"], markersize=9)
         measured_ticks(ax, panel["concurrency"])
-        value_axis(ax, [*points["step_ms_high"].dropna(), *points["itl_p99_ms"].dropna()], "y")
+        value_axis(ax, [*points["step_ms_high"].dropna(), *points[tail].dropna()], "y")
     axis_labels(figure, "concurrency (requests in flight)", "inter-token latency (ms)")
-    p99 = Line2D([], [], color="#555555", marker="_", linestyle="", markersize=9, label="p99")
-    legend(figure, points, style, [p99] if points["itl_p99_ms"].notna().any() else [])
+    legend(figure, points, style, tail_legend(top, 9))
     return figure
+
+
+def tail_percentile(points: pd.DataFrame, name: str) -> str:
+    """The highest percentile of a latency that all points have that have a median, else one that some have, else ''."""
+    some = points[points[f"{name}_p50_ms"].notna()]
+    known = {p: some[f"{name}_{p}_ms"].notna() for p in ("p99", "p95", "p90")}
+    return next((p for p, has in known.items() if len(some) and has.all()), "") or next(
+        (p for p, has in known.items() if has.any()), ""
+    )
+
+
+def tail_legend(percentile: str, size: float) -> list[Line2D]:
+    """A dash for this percentile, which says that p99 lacks samples where it is another."""
+    if not percentile:
+        return []
+    label = percentile if percentile == "p99" else f"{percentile} (p99 lacks samples)"
+    return [Line2D([], [], color=GREY, marker="_", linestyle="", markersize=size, markeredgewidth=2, label=label)]
 
 
 def draw_frontier(points: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:

@@ -1,4 +1,4 @@
-"""The report as Markdown, for pull requests and READMEs."""
+"""The report as Markdown, for pull requests and READMEs: the answer first, long tables folded, pictures beside it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ if TYPE_CHECKING:
     from dcpbench.reports.section import Section
     from dcpbench.reports.tables import Table
 
+FOLD_ABOVE = 12
+"""Rows of a table that is shown without a click."""
+MOST_CHARACTERS = 900_000
+"""GitHub shows no Markdown file above 1 MB; of longer reports, the last rows of long tables are left out."""
+
 
 def render(title: str, sections: list[Section], folder: Path) -> str:
     """The whole report; pictures are linked relative to `folder`."""
     parts = [f"# {escape(title)}"]
+    rows = _rows_that_fit(sections)
     for section in sections:
         parts.append(f"## {section.title}")
         parts += [escape(p) for p in section.paragraphs]
@@ -22,13 +28,13 @@ def render(title: str, sections: list[Section], folder: Path) -> str:
             parts.append("\n".join(f"- {escape(b)}" for b in section.bullets))
         parts += [_code(command) for command in section.commands]
         parts += [f"![{escape(p.alt)}]({p.png.relative_to(folder).as_posix()})" for p in section.pictures]
-        parts += [_table(table) for table in section.tables]
+        parts += [_table(table, rows) for table in section.tables]
     return "\n\n".join(parts) + "\n"
 
 
 def escape(text: str) -> str:
     """Text that Markdown shows as it is: on one line, no markup, no HTML."""
-    text = re.sub(r"\s+", " ", text).strip()
+    text = re.sub(r"\s+", " ", "".join(c if c.isprintable() else " " for c in text)).strip()
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|#~])", r"\\\1", text)
 
@@ -39,7 +45,23 @@ def _code(text: str) -> str:
     return f"{fence}\n{text}\n{fence}"
 
 
-def _table(table: Table) -> str:
+def _rows_that_fit(sections: list[Section]) -> int:
+    """Rows that each table may have for the whole to stay below MOST_CHARACTERS."""
+    tables = [table for section in sections for table in section.tables]
+    sizes = [sum(map(len, row)) + 4 * len(row) for table in tables for row in table.rows]
+    if sum(sizes) < MOST_CHARACTERS:
+        return max((len(table.rows) for table in tables), default=0)
+    return max(FOLD_ABOVE, int(MOST_CHARACTERS / len(tables) / (sum(sizes) / len(sizes))))
+
+
+def _table(table: Table, most: int) -> str:
     align = [":--" if i < table.text_columns else "--:" for i in range(len(table.columns))]
-    lines = [[escape(c) for c in table.columns], align, *([escape(c) for c in row] for row in table.rows)]
-    return f"**{escape(table.title)}**\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    shown = table.rows[:most]
+    lines = [[escape(c) for c in table.columns], align, *([escape(c) for c in row] for row in shown)]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    if len(shown) < len(table.rows):
+        text += f"\n\n{len(table.rows) - len(shown):,} rows more in points.csv."
+    if not table.fold and len(table.rows) <= FOLD_ABOVE:
+        return f"**{escape(table.title)}**\n\n{text}"
+    rows = "" if table.fold and len(table.rows) <= FOLD_ABOVE else f" ({len(table.rows):,} rows)"
+    return f"<details><summary>{escape(table.title)}{rows}</summary>\n\n{text}\n\n</details>"

@@ -1,27 +1,89 @@
-"""The sentences that a report opens with, and how well repeats agree, over all workloads."""
+"""The sentences of a report: the few it opens with, and the others, over all workloads, models and runs."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.reports import exchanges, findings
+from dcpbench.reports import answer, exchanges, findings, origins
 from dcpbench.reports.serving import findings as serving
 
 if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
 
+MOST = 8
+"""Sentences that a report opens with; what counts less stands further below."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Told:
+    """A sentence, and how much it counts: 0 most."""
+
+    text: str
+    weight: float
+
 
 def sentences(frames: Frames) -> list[str]:
-    """In reading order: what ran, who is fastest, where DCP pays, what exchanges cost, and how far to trust it."""
-    return [
-        *findings.headline(frames),
-        *exchanges.sentences(exchanges.frame(findings.timed(frames)), frames),
-        *serving.sentences(frames),
-        *findings.closing(frames, apart(frames)),
-    ]
+    """What a report opens with, in reading order: SLO, best layouts, break-even, room, and how far to trust it."""
+    return _split(frames)[0]
+
+
+def more(frames: Frames) -> list[str]:
+    """What else the records say."""
+    everything = exchanges.sentences(exchanges.frame(findings.timed(frames.points)), frames)
+    return _split(frames)[1] + everything
 
 
 def apart(frames: Frames) -> list[float]:
     """By how much repeats differ, of each point that was measured more than once."""
     tables = (findings.repeats(frames), serving.repeats(frames.served))
     return [float(value) for table in tables if len(table) for value in table["apart"]]
+
+
+def _split(frames: Frames) -> tuple[list[str], list[str]]:
+    told = [t for t in _told(frames) if t.text]
+    kept = sorted(range(len(told)), key=lambda i: (told[i].weight, i))[:MOST]
+    return [t.text for i, t in enumerate(told) if i in kept], [t.text for i, t in enumerate(told) if i not in kept]
+
+
+def _told(frames: Frames) -> list[Told]:
+    if frames.everything.empty:
+        return [Told(text=f"No point finished: {answer.outcomes(frames)}. There is nothing to compare.", weight=0)]
+    told = []
+    if frames.cpu:
+        told.append(Told(
+            text="CPU: functional run. It shows which layouts run. No conclusion about performance can be drawn from "
+            "its times.", weight=0,
+        ))  # fmt: skip
+    told.append(Told(text=origins.sentence(frames), weight=0.15))
+    points = findings.rivals(frames)
+    if len(points):
+        told.append(Told(text=answer.slo_sentence(frames), weight=0.1))
+        told += _scopes(frames)
+        told.append(Told(text=answer.replay(serving.replay_against_live(findings.timed(frames.served))), weight=3.5))
+    told.append(Told(text=answer.room(findings.kv_by_layout(frames.everything)), weight=3))
+    return [*told, Told(text=answer.trust(frames, apart(frames)), weight=0.2)]
+
+
+def _scopes(frames: Frames) -> list[Told]:
+    """Of each run, model and mode: the best layouts, the most within the SLO, where DCP pays, and KV pressure."""
+    points = findings.rivals(frames)
+    ratios = findings.dcp_against_baseline(points)
+    tables = (findings.best_per_load(points), findings.most_per_shape(points), findings.break_even(ratios), ratios)
+    short = serving.pressure(findings.timed(frames.served))
+    told = []
+    scopes = list(dict.fromkeys(zip(points["run"], points["model"], points["mode"], strict=True)))
+    for i, scope in enumerate(scopes):
+        best, most, even, over = (answer.of(table, *scope) for table in tables)
+        lost = answer.of(frames.others, *scope[:2])
+        lost = lost[lost["mode"].fillna("decode") == scope[2]] if len(lost) else lost
+        judged = len(best) and best["slo_excess"].notna().any()
+        parts = (
+            (1.0 if len(best) else 4.5, answer.best(best)),
+            (2.0, answer.most(most, best) if judged else ""),
+            (1.5, answer.dcp(even, over, lost)),
+            (4.0, answer.pressure(answer.of(short, *scope), answer.of(points, *scope))),
+        )
+        name = answer.scope_name(frames, *scope)
+        told += [Told(text=f"{name}: {text}" if text else "", weight=w + i / 10) for w, text in parts]
+    return told

@@ -1,4 +1,4 @@
-"""Every figure of a report, written as PNG and SVG by matplotlib without a display: one per model and question."""
+"""Every figure of a report, written as PNG, SVG and PDF by matplotlib without a display: one per model and question."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import matplotlib as mpl
 
 from dcpbench.choices import CLOSED
-from dcpbench.reports import bars, lines, style
+from dcpbench.reports import bars, findings, lines, style
 from dcpbench.reports.serving import figures
-from dcpbench.reports.serving import findings as serving
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,8 +25,9 @@ if TYPE_CHECKING:
 
     Draw = Callable[..., Figure]
 
-BREAK_EVEN = "serve-break-even"
-"""Kind of the figure that shows all models at once."""
+BREAK_EVEN = "break-even"
+"""Kind of the figures that show all models at once."""
+SUBJECTS = (BREAK_EVEN, "throughput", "ttft", "itl", "frontier")
 LINES = (
     ("throughput", "Output throughput against concurrency", lines.draw_throughput),
     ("itl", "Inter-token latency against concurrency", lines.draw_itl),
@@ -47,6 +47,12 @@ class Picture:
     svg: Path
     narrow_svg: bytes
     """The same with its panels below each other, for small screens."""
+    pdf: Path | None = None
+
+    @property
+    def subject(self) -> str:
+        """The kind without workload, mode and arrival: `throughput`, `ttft`, `itl`, `frontier`, `break-even`."""
+        return next((name for name in SUBJECTS if name in self.kind), self.kind)
 
 
 def draw_all(read: Frames, folder: Path) -> list[Picture]:
@@ -57,6 +63,7 @@ def draw_all(read: Frames, folder: Path) -> list[Picture]:
     studio = _Studio(folder, style.Style.of(read.everything))
     _draw_steps(read.points, studio)
     _draw_served(read.served, studio)
+    _draw_break_even(read, studio)
     for _, points in read.everything.groupby("model", sort=False):
         _draw_bars(points, studio, "kv", "KV cache capacity by layout", bars.draw_capacity, bars.has_capacity)
     return studio.pictures
@@ -97,14 +104,16 @@ def _draw_served(served: pd.DataFrame, studio: _Studio) -> None:
         for kind, title, draw in figures.LINES:
             told = f"{title.format(figures.ALONG[arrival].against)}, {style.plain(model)}, {mode}"
             studio.add(f"serve-{kind}-{mode}-{arrival}", told, group, draw, figures.alt(told, group))
-    ratios = serving.dcp_against_baseline(serving.timed(known))
-    for mode in dict.fromkeys(map(str, ratios["mode"])) if "ratio" in ratios else ():
-        loops = ratios[(ratios["mode"] == mode) & (ratios["load_arrival"] == CLOSED) & ratios["ratio"].notna()]
-        if len(loops):
-            told = f"Where DCP pays: output tok/s over the same layout without it, {mode}"
-            studio.add(
-                f"{BREAK_EVEN}-{mode}", told, loops, figures.draw_break_even, figures.alt_break_even(told, loops)
-            )
+
+
+def _draw_break_even(read: Frames, studio: _Studio) -> None:
+    """Where DCP pays: a figure for decode, one for live runs and one for replays, over all models."""
+    ratios = findings.dcp_against_baseline(findings.rivals(read))
+    loops = ratios[ratios["ratio"].notna() & (ratios["load_arrival"] == CLOSED)] if len(ratios) else ratios
+    for mode, group in loops.groupby("mode", sort=False) if len(loops) else ():
+        told = f"Where DCP pays: output tok/s over the same layout without it, {mode}"
+        kind = BREAK_EVEN if mode == "decode" else f"serve-{BREAK_EVEN}-{mode}"
+        studio.add(kind, told, group, figures.draw_break_even, figures.alt_break_even(told, group))
 
 
 @dataclasses.dataclass
@@ -121,13 +130,15 @@ class _Studio:
             wide = draw(points, self.look, title, narrow=False)
             wide.savefig(path.with_suffix(".png"), dpi=150)
             path.with_suffix(".svg").write_bytes(_svg(wide))
+            wide.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None})
             narrow = _svg(draw(points, self.look, title, narrow=True))
         alt = alt or _alt(kind, title, points)
-        self.pictures.append(Picture(kind, title, alt, path.with_suffix(".png"), path.with_suffix(".svg"), narrow))
+        png, svg, pdf = (path.with_suffix(end) for end in (".png", ".svg", ".pdf"))
+        self.pictures.append(Picture(kind, title, alt, png, svg, narrow, pdf))
 
     def _name(self, kind: str, points: pd.DataFrame) -> str:
         """A file name of plain letters, whatever the model is called, and no name twice."""
-        model = "all" if kind.startswith(BREAK_EVEN) else points["model"].iloc[0]
+        model = "all" if BREAK_EVEN in kind else points["model"].iloc[0]
         parts = [kind, model, *(points["run"].iloc[:1] if kind in ("phases", "kv") else ())]
         parts = parts if len(self.look.runs) > 1 else parts[:2]
         name = "-".join(re.sub(r"[^A-Za-z0-9_]+", "-", str(part)).strip("-")[:40] or "unnamed" for part in parts)

@@ -21,3 +21,7 @@ class Section:
     commands: list[str] = dataclasses.field(default_factory=list)
     tables: list[Table] = dataclasses.field(default_factory=list)
     pictures: list[Picture] = dataclasses.field(default_factory=list)
+
+    def told(self) -> bool:
+        """Whether it says or shows anything besides tables."""
+        return bool(self.paragraphs or self.bullets or self.commands or self.pictures)

@@ -4,58 +4,74 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.reports import chosen, exchanges, explain, findings, opening, sync_sites, tables
+from dcpbench.choices import MODES
+from dcpbench.reports import (
+    answer_tables,
+    chosen,
+    definitions,
+    exchanges,
+    explain,
+    findings,
+    opening,
+    sync_sites,
+    tables,
+)
 from dcpbench.reports.section import Section
 from dcpbench.reports.serving import sections as served
 
 if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
     from dcpbench.reports.plots import Picture
+    from dcpbench.reports.tables import Table
+
+RATES = ("output throughput", "per GPU", "steady", "goodput")
+LATENCIES = ("TTFT", "ITL", "TPOT", "p50, p90, p95, p99", "SLO")
+COMPARED = ("output throughput", "ratio, ×", "clearly")
 
 
 def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
     """All sections that have something to say."""
-    points = frames.points
-    timed = findings.timed(frames)
     everything = frames.everything
-    exchanged = exchanges.frame(timed)
     sections = [
+        _answer(frames, pictures),
         Section(
-            slug="findings",
-            title="What the records say",
-            bullets=opening.sentences(frames),
-            tables=[
-                tables.best(findings.best_per_load(timed)), tables.ratios(findings.dcp_against_baseline(timed)),
-                exchanges.table(exchanged), *served.findings(frames),
-            ],
+            slug="throughput", title="Throughput against concurrency",
+            pictures=_drawn(pictures, "throughput"), tables=[definitions.table(frames, RATES)],
         ),
         Section(
-            slug="run", title="What was run", commands=explain.commands(frames), tables=[tables.runs(frames)],
-            paragraphs=explain.file_notes(frames),
+            slug="latency", title="TTFT and ITL, p50 and p99",
+            pictures=_drawn(pictures, "ttft", "itl"), tables=[definitions.table(frames, LATENCIES)],
         ),
         Section(
-            slug="figures", title="Throughput and latency",
-            pictures=[p for p in pictures if p.kind in ("throughput", "itl", "frontier")],
-        ),
-        Section(
-            slug="points", title="Every point", tables=[tables.points(points), chosen.table(frames)],
-            paragraphs=explain.absent(points), bullets=explain.marks(points),
-        ),
-        *served.sections(frames, pictures),
-        Section(
-            slug="time", title="Where a step's time goes",
-            paragraphs=explain.phases(points), pictures=[p for p in pictures if p.kind == "phases"],
-            tables=[tables.steps(points), sync_sites.table(frames)],
+            slug="frontier", title="Throughput per GPU against speed per user",
+            pictures=_drawn(pictures, "frontier"), tables=[definitions.table(frames, ("per GPU", "per user"))],
         ),
         Section(
             slug="kv", title="KV capacity and what bounded it",
-            pictures=[p for p in pictures if p.kind == "kv"], tables=[tables.kv(findings.kv_by_layout(everything))],
+            pictures=_drawn(pictures, "kv"),
+            tables=[
+                tables.kv(findings.kv_by_layout(everything)), definitions.table(frames, ("KV tokens per GiB",)),
+            ],
             bullets=explain.bounds(everything),
+        ),
+        Section(
+            slug="time", title="Where a step's time goes",
+            paragraphs=explain.phases(frames.points), pictures=_drawn(pictures, "phases"),
+            tables=[
+                tables.steps(frames.points), definitions.table(frames, ("step time", "phases, GPU idle", "host syncs")),
+            ],
+        ),
+        Section(
+            slug="syncs", title="Where the host waited", tables=[sync_sites.table(frames)],
+            paragraphs=sync_sites.sentences(frames),
         ),
         Section(
             slug="failures", title="Points that did not run",
             paragraphs=[] if len(frames.others) else ["Every point ran."], tables=[tables.others(frames.others)],
         ),
+        _points(frames),
+        *served.sections(frames),
+        _comparisons(frames),
         Section(
             slug="repeats", title="Whether repeats agree",
             paragraphs=[] if everything.empty else [findings.repeats_sentence(opening.apart(frames))],
@@ -65,9 +81,55 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
             slug="honesty", title="Before you believe a number",
             paragraphs=explain.honesty(everything), tables=[tables.honesty(everything)],
         ),
-        Section(slug="method", title="How it was measured", bullets=explain.method(frames)),
+        Section(
+            slug="run", title="What was run", commands=explain.commands(frames), tables=[tables.runs(frames)],
+            paragraphs=explain.file_notes(frames),
+        ),
+        Section(
+            slug="method", title="How it was measured", bullets=explain.method(frames),
+            tables=[definitions.table(frames)],
+        ),
         Section(slug="environment", title="Environment", tables=[tables.environment(frames)]),
     ]  # fmt: skip
     for section in sections:
         section.tables = [table for table in section.tables if table.rows]
-    return [s for s in sections if s.paragraphs or s.bullets or s.commands or s.tables or s.pictures]
+        if all(table.title == definitions.TITLE for table in section.tables) and not section.told():
+            section.tables = []
+    return [s for s in sections if s.tables or s.told()]
+
+
+def _answer(frames: Frames, pictures: list[Picture]) -> Section:
+    points = findings.rivals(frames)
+    best, ratios = findings.best_per_load(points), findings.dcp_against_baseline(points)
+    grids = answer_tables.grids(best, findings.most_per_shape(points), ratios, frames)
+    return Section(
+        slug="answer", title="The answer", bullets=opening.sentences(frames), pictures=_drawn(pictures, "break-even"),
+        tables=[*grids, definitions.table(frames, COMPARED)] if grids else [],
+    )  # fmt: skip
+
+
+def _points(frames: Frames) -> Section:
+    points = frames.points
+    return Section(
+        slug="points", title="Every point", tables=[tables.points(points), chosen.table(frames)],
+        paragraphs=explain.absent(points), bullets=explain.marks(points),
+    )  # fmt: skip
+
+
+def _comparisons(frames: Frames) -> Section:
+    points = findings.rivals(frames)
+    best, ratios = findings.best_per_load(points), findings.dcp_against_baseline(points)
+    by_mode: list[Table] = [
+        table
+        for mode in ("decode", *MODES)
+        for table in (answer_tables.best(best, mode), answer_tables.ratios(ratios, mode))
+    ]
+    return Section(
+        slug="comparisons", title="Every comparison", bullets=opening.more(frames),
+        tables=[*by_mode, exchanges.table(exchanges.frame(findings.timed(frames.points)))],
+    )  # fmt: skip
+
+
+def _drawn(pictures: list[Picture], *kinds: str) -> list[Picture]:
+    """Pictures of these kinds: of decode, then of served requests, live before replayed."""
+    return [p for kind in kinds for p in pictures if kind in (p.kind, p.subject)]

@@ -33,6 +33,17 @@ def frame(frames: Frames) -> pd.DataFrame:
     return pd.DataFrame(rows).groupby(SITE, as_index=False).agg(worst).sort_values("bubble_us", ascending=False)
 
 
+def sentences(frames: Frames) -> list[str]:
+    """That no site was found, where a profiled pass looked for some and nothing else says so."""
+    looked = [r for r in frames.records if r.host_syncs_per_step is not None]
+    if not looked or any(r.sync_sites for r in looked):
+        return []
+    most = max(r.host_syncs_per_step or 0 for r in looked)
+    if most:
+        return [f"Up to {number(most, 3)} calls in a step made the host wait; the records do not say on which lines."]
+    return [f"No step of the {len(looked):,} profiled points made the host wait for the GPU."]
+
+
 def table(frames: Frames) -> Table:
     """The same for people; empty where no step made the host wait."""
     return make_table(

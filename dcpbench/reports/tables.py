@@ -67,38 +67,6 @@ def with_interval(value: float | None, low: float | None, high: float | None, di
     return ABSENT if missing(value) else f"{number(value, digits)} [{number(low, digits)}–{number(high, digits)}]"
 
 
-def best(found: pd.DataFrame) -> Table:
-    """Best layout per load."""
-    return make_table(
-        "Highest throughput of each load",
-        found,
-        [
-            ("best layout", lambda r: r["best"] if r["clear"] else f"{r['best']} (not clearly)"),
-            ("next", lambda r: r["next"]),
-            ("output tok/s [95 %]", lambda r: with_interval(r["tok_s"], r["low"], r["high"])),
-            ("over the next", lambda r: f"{r['lead']:.3f}×"),
-        ],
-        load=True,
-        text_columns=2,
-    )
-
-
-def ratios(found: pd.DataFrame) -> Table:
-    """DCP against its baseline."""
-    return make_table(
-        "Throughput with DCP over that of the same layout without it",
-        found,
-        [
-            ("layout", lambda r: r["label"]),
-            ("baseline", lambda r: text(r.get("baseline"))),
-            ("verdict", lambda r: r["verdict"]),
-            ("ratio [widest]", lambda r: with_interval(r.get("ratio"), r.get("low"), r.get("high"), 3)),
-        ],
-        load=True,
-        text_columns=3,
-    )
-
-
 def points(found: pd.DataFrame) -> Table:
     """Every point's numbers."""
     return make_table(
@@ -115,12 +83,14 @@ def points(found: pd.DataFrame) -> Table:
             ("p95", lambda r: number(r["itl_p95_ms"])),
             ("p99", lambda r: number(r["itl_p99_ms"])),
             ("TTFT p50 ms", lambda r: number(r["ttft_p50_ms"])),
+            ("SLO", lambda r: text(r["slo_said"])),
             ("steps", lambda r: f"{r['samples']:,.0f}" if r["samples"] else ABSENT),
             ("repeats apart", lambda r: percent(r["spread"])),
         ],
         load=True,
         text_columns=2,
-        optional=("marks", "TTFT p50 ms"),
+        optional=("marks", "TTFT p50 ms", "SLO", "repeats apart"),
+        fold=len(found) > FOLD_ABOVE,
     )
 
 

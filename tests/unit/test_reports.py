@@ -78,12 +78,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, Path]:
     return report(tmp_path_factory.mktemp("small"), small())
 
 
-def test_a_report_holds_page_markdown_table_and_every_figure_twice(written: tuple[Page, Path]) -> None:
-    """One model: throughput, ITL, frontier, phases and KV, each as PNG and SVG."""
+def test_a_report_holds_page_markdown_table_and_every_figure_in_three_formats(written: tuple[Page, Path]) -> None:
+    """One model: throughput, ITL, frontier, phases, KV and where DCP pays, each as PNG, SVG and PDF."""
     _, out = written
     assert {p.name for p in out.iterdir()} == {"report.html", "report.md", "points.csv", "figures"}
     kinds = ("throughput", "itl", "frontier", "phases", "kv")
-    assert {p.name for p in (out / "figures").iterdir()} == {f"{k}-kimi-k2.{e}" for k in kinds for e in ("png", "svg")}
+    names = [*(f"{kind}-kimi-k2" for kind in kinds), "break-even-all"]
+    assert {p.name for p in (out / "figures").iterdir()} == {f"{n}.{e}" for n in names for e in ("png", "svg", "pdf")}
 
 
 def test_the_page_needs_nothing_but_itself(written: tuple[Page, Path]) -> None:
@@ -96,10 +97,10 @@ def test_the_page_needs_nothing_but_itself(written: tuple[Page, Path]) -> None:
 
 
 def test_every_picture_says_what_it_shows_to_those_who_cannot_see_it(written: tuple[Page, Path]) -> None:
-    """Five figures, five alternative texts that name the layouts."""
+    """Six figures, six alternative texts that name the layouts."""
     page, _ = written
-    assert len(page.alts) == 5
-    assert all("tp4, tp4·dcp4" in alt for alt in page.alts)
+    assert len(page.alts) == 6
+    assert all("tp4·dcp4" in alt for alt in page.alts)
 
 
 def test_two_reports_of_the_same_records_are_the_same_bytes(tmp_path: Path) -> None:
@@ -269,7 +270,7 @@ def test_many_points_stay_a_small_page(tmp_path: Path) -> None:
     """136 measurements of 68 points and 8 rejections: under 3 MB with all pictures."""
     page, out = report(tmp_path, build.gpu_sweep())
     assert (out / "report.html").stat().st_size < 3_000_000
-    assert len(page.alts) == 10
+    assert len(page.alts) == 11
     assert "2 of 68 points measured more than once disagree by more than 2 %" in page.text
 
 

@@ -41,7 +41,7 @@ def test_each_exchange_is_compared_with_the_plain_one_of_the_same_point(tmp_path
     wide = build.point(DCP, exchange="a2a", q_replicate=True)
     halves = build.point(DCP, exchange="ag_rs", overlap=True)
     read = loaded(tmp_path, exact(PLAIN, 10), exact(SYMM, 9), exact(wide, 10), exact(halves, 12))
-    found = exchanges.frame(findings.timed(read)).set_index("with")
+    found = exchanges.frame(findings.timed(read.points)).set_index("with")
     assert dict(found["ratio"]) == pytest.approx({"symm": 0.9, "a2a +q-replicate": 1.0, "ag_rs +overlap": 1.2})
     assert dict(found["verdict"]) == {
         "symm": "shorter", "a2a +q-replicate": "no clear difference", "ag_rs +overlap": "longer"
@@ -59,9 +59,9 @@ def test_points_that_differ_in_more_than_the_exchange_are_not_compared(tmp_path:
         for change in ({"backend": "triton"}, {"all_reduce": "symm"}, {"context": 5})
     ]
     read = loaded(tmp_path, exact(PLAIN, 10), *(exact(point, 9) for point in others))
-    assert exchanges.frame(findings.timed(read)).empty
+    assert exchanges.frame(findings.timed(read.points)).empty
     alone = loaded(tmp_path / "alone", exact(SYMM, 9), exact(A2A, 9))
-    found = exchanges.frame(findings.timed(alone))
+    found = exchanges.frame(findings.timed(alone.points))
     assert found.empty
     assert exchanges.sentences(found, alone) == []
     assert exchanges.table(found).rows == []
@@ -71,7 +71,7 @@ def test_several_loads_are_one_sentence_with_the_least_and_the_most(tmp_path: Pa
     """0.9 at one context, 0.95 at the other."""
     longer = [msgspec.structs.replace(p, context=64000) for p in (PLAIN, SYMM)]
     read = loaded(tmp_path, exact(PLAIN, 10), exact(SYMM, 9), exact(longer[0], 20), exact(longer[1], 19))
-    [said] = exchanges.sentences(exchanges.frame(findings.timed(read)), read)
+    [said] = exchanges.sentences(exchanges.frame(findings.timed(read.points)), read)
     assert said.endswith("symm 0.900 to 0.950.")
 
 

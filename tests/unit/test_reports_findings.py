@@ -10,7 +10,7 @@ import pytest
 from dcpbench.errors import UsageError
 from dcpbench.layout import Layout
 from dcpbench.metrics import decode_metrics
-from dcpbench.reports import findings, frames
+from dcpbench.reports import findings, frames, opening
 from dcpbench.reports.lines import frontier
 from dcpbench.reports.tables import number, percent
 from tests.unit import record_builder as build
@@ -140,20 +140,19 @@ def test_the_best_layout_of_a_load_is_clear_only_if_intervals_lie_apart_and_it_l
         exact(build.point(DCP, context=3), 10, 12, 13),
         exact(build.point(TP, context=4), 10),
     )
-    best = findings.best_per_load(findings.timed(read))
+    best = findings.best_per_load(findings.rivals(read))
     assert list(best["context"]) == [1, 2, 3], "a best of one layout says nothing"
     assert list(best["clear"]) == [True, False, False]
     assert best["lead"][0] == pytest.approx(1.1)
-    assert (
-        "of 3 loads, the highest throughput is that of tp4 in 1 and no layout clearly in 2"
-        in findings.headline(read)[0]
-    )
+    assert list(best["level"]) == [["tp4"], ["tp4", "tp4·dcp4"], ["tp4", "tp4·dcp4"]]
+    (said,) = [s for s in opening.sentences(read) if "Best layout" in s]
+    assert "Context 1: tp4 at 8 (1.10× the next); context 2: not clearly tp4 or tp4·dcp4 at 8; context 3: not" in said
 
 
 def test_dcp_is_compared_with_the_same_layout_without_it(tmp_path: Path) -> None:
     """20 ms with tp4, 10 ms [9, 11] with dcp4: 2 times, from 20/11 = 1.82 to 20/9 = 2.22. dp4 is not its baseline."""
     read = loaded(tmp_path, exact(build.point(TP), 20), exact(build.point(DCP), 9, 10, 11), exact(build.point(DP), 5))
-    (row,) = findings.dcp_against_baseline(findings.timed(read)).to_dict("records")
+    (row,) = findings.dcp_against_baseline(findings.rivals(read)).to_dict("records")
     assert row["baseline"] == "tp4"
     assert row["ratio"] == pytest.approx(2)
     assert (row["low"], row["high"]) == (pytest.approx(20 / 11), pytest.approx(20 / 9))
@@ -167,16 +166,16 @@ def test_dcp_is_compared_with_the_same_layout_without_it(tmp_path: Path) -> None
 def test_dcp_verdicts_need_more_than_noise(tmp_path: Path, steps: tuple[float, ...], verdict: str) -> None:
     """Against 20 ms: 2.0, 0.67, 1.005 (less than repeats may differ), and 1.11 with an interval from 0.8 to 2."""
     read = loaded(tmp_path, exact(build.point(TP), 20), exact(build.point(DCP), *steps))
-    assert findings.dcp_against_baseline(findings.timed(read))["verdict"][0] == verdict
+    assert findings.dcp_against_baseline(findings.rivals(read))["verdict"][0] == verdict
 
 
 def test_a_dcp_point_whose_baseline_was_rejected_is_told_not_compared(tmp_path: Path) -> None:
     """That only DCP ran is a finding, not a ratio of infinity."""
     read = loaded(tmp_path, build.rejected(build.point(TP)), exact(build.point(DCP), 10))
-    (row,) = findings.dcp_against_baseline(findings.timed(read)).to_dict("records")
+    (row,) = findings.dcp_against_baseline(findings.rivals(read)).to_dict("records")
     assert row["verdict"] == "no baseline"
-    said = " ".join(findings.headline(read))
-    assert "1 point with DCP ran where the same layout without it did not, because it was rejected" in said
+    said = " ".join(opening.sentences(read))
+    assert "1 point with DCP ran where the same layout without it was rejected" in said
 
 
 def test_kv_capacity_is_compared_per_gib_whatever_the_pools_sizes(tmp_path: Path) -> None:
@@ -223,7 +222,7 @@ def test_cpu_points_are_left_out_of_every_comparison_of_speed(tmp_path: Path) ->
     """By their mark, and by their device where the mark is missing."""
     read = loaded(tmp_path, build.on_cpu(build.point(TP)), exact(build.point(DCP), 10, environment=build.CPU))
     assert read.cpu
-    assert findings.timed(read).empty
+    assert findings.rivals(read).empty
 
 
 def test_the_frontier_holds_the_points_that_no_other_beats_in_both(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from dcpbench.layout import Layout
-from dcpbench.reports import frames, opening, terminal_table, write_report
-from dcpbench.reports.serving import findings, tables, words
+from dcpbench.reports import findings, frames, opening, terminal_table, write_report
+from dcpbench.reports.serving import findings as serving
+from dcpbench.reports.serving import tables, words
 from tests.unit import record_builder
 from tests.unit import serve_record_builder as build
 
@@ -28,9 +29,8 @@ def exact(of: Point, tok_s: float, environment: Any = record_builder.GPU, **chan
     """A record whose output throughput, and whatever else is given of its metrics, is as said."""
     made = build.served(of)
     assert made.serve
-    return msgspec.structs.replace(
-        made, serve=msgspec.structs.replace(made.serve, output_tok_s=tok_s, **changes), environment=environment
-    )
+    changes = {"output_tok_s": tok_s, "slo_ms": {}, **changes}
+    return msgspec.structs.replace(made, serve=msgspec.structs.replace(made.serve, **changes), environment=environment)
 
 
 def times(p50: float, **changes: Any) -> Any:
@@ -113,7 +113,7 @@ class TestReport:
     def test_a_run_of_served_points_has_no_section_of_decode(self, written: Path) -> None:
         """No empty tables, no sentences about steps that nobody timed; KV, honesty and method are there."""
         text = (written / "report" / "report.md").read_text(encoding="utf-8")
-        for title in ("Throughput and latency", "Every point", "Where a step's time goes"):
+        for title in ("Every point", "Where a step's time goes"):
             assert f"## {title}" not in text
         for title in ("KV capacity and what bounded it", "Before you believe a number", "How it was measured"):
             assert f"## {title}" in text
@@ -148,7 +148,7 @@ class TestReport:
         folder = record_builder.write(tmp_path / "run", records)
         write_report([folder], tmp_path / "report")
         text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
-        for title in ("Throughput and latency", "Every point", "Serving, live"):
+        for title in ("Throughput against concurrency", "Every point", "Serving, live"):
             assert f"## {title}\n" in text
         assert list(pd.read_csv(tmp_path / "report" / "points.csv")["workload"]) == ["decode", "serve"]
         assert max(map(len, terminal(folder).splitlines())) <= 80
@@ -234,10 +234,10 @@ class TestFindings:
     @pytest.mark.parametrize(
         ("rates", "found", "least", "said"),
         [
-            ((90, 101, 110), 48, False, "with tp4·dcp4 from 48 × 400 in · 40 out (1.10×)."),
-            ((110, 120, 130), 8, True, "with tp4·dcp4 from ≤ 8 × 400 in · 40 out (1.10×). ≤ marks"),
-            ((110, 90, 130), 48, False, "with tp4·dcp4 from 48 × 400 in · 40 out (1.30×)."),
-            ((90, 120, 101), None, False, "does not pay with tp4·dcp4 at 48 × 400 in · 40 out (best 1.20×, at 32)."),
+            ((90, 101, 110), 48, False, "over tp4. 400 in · 40 out: from concurrency 48 (tp4·dcp4 1.10×)."),
+            ((110, 120, 130), 8, True, "400 in · 40 out: from concurrency 8, the lowest tried (tp4·dcp4 1.10×)."),
+            ((110, 90, 130), 48, False, "400 in · 40 out: from concurrency 48 (tp4·dcp4 1.30×)."),
+            ((90, 120, 101), None, False, "400 in · 40 out: tp4·dcp4 not clearly up to 48 (at most 1.20×, at 32)."),
         ],
         ids=["from-the-last", "from-the-first", "not-twice", "not-at-the-last"],
     )
@@ -254,21 +254,21 @@ class TestFindings:
         (row,) = findings.break_even(findings.dcp_against_baseline(read.served)).to_dict("records")
         assert (row["from"] if found else None) == found
         assert row["least"] is least
-        assert said in " ".join(findings.sentences(read))
+        assert said in " ".join(opening.sentences(read))
 
     def test_a_dcp_point_without_a_baseline_is_told_not_compared(self, tmp_path: Path) -> None:
         read = loaded(tmp_path, exact(build.point(DCP), 150), record_builder.rejected(build.point(TP)))
         (row,) = findings.dcp_against_baseline(read.served).to_dict("records")
         assert row["verdict"] == "no baseline"
-        said = "1 point with DCP ran where the same layout without it did not, because it was rejected."
-        assert findings.sentences(read) == [f"kimi-k2, live: {said}"]
+        said = "1 point with DCP ran where the same layout without it was rejected (closed 8 · 400 in · 40 out)."
+        assert f"kimi-k2, live: {said}" in opening.sentences(read)
         assert findings.break_even(findings.dcp_against_baseline(read.served)).empty
 
     def test_kv_pressure_is_said_of_all_layouts_under_that_load(self, tmp_path: Path) -> None:
         """1,000 pages of 16 hold 36 requests of 440 tokens on tp4, and 145 with dcp 4; 48 are in flight."""
         read = loaded(tmp_path, *(build.served(build.point(layout, c)) for layout in (TP, DCP) for c in (8, 48)))
-        assert list(findings.pressure(read.served)["layout"]) == ["tp4"]
-        (said,) = [s for s in findings.sentences(read) if "KV pressure" in s]
+        assert list(serving.pressure(read.served)["layout"]) == ["tp4"]
+        (said,) = [s for s in opening.sentences(read) if "KV pressure" in s]
         assert "under closed 48 · 400 in · 40 out: tp4 has room for 36 requests, 4 preemptions, TTFT p50 261 ms" in said
         assert "tp4·dcp4 has room for 145 requests, 0 preemptions" in said
 
@@ -289,12 +289,12 @@ class TestFindings:
             exact(replayed(build.point(TP)), 102, ttft_ms=times(45), itl_ms=times(20, p99=44.0)),
             exact(build.point(TP, 32), 300),
         )
-        (row,) = findings.replay_against_live(read.served).to_dict("records")
+        (row,) = serving.replay_against_live(read.served).to_dict("records")
         assert row["output_tok_s_error"] == pytest.approx(0.02)
         assert row["ttft_p50_ms_error"] == pytest.approx(-0.1)
         assert row["itl_p99_ms_error"] == pytest.approx(0.1)
         assert pd.isna(row["ttft_p99_ms_error"])
-        (said,) = [s for s in findings.sentences(read) if s.startswith("Replay")]
+        (said,) = [s for s in opening.sentences(read) if s.startswith("Replay")]
         assert said == (
             "Replay against live, largest errors over 1 point that was run both ways: "
             "output tok/s 2 %, TTFT p50 10 %, ITL p50 0 %, ITL p99 10 %."
@@ -305,7 +305,7 @@ class TestFindings:
         live, replay = exact(build.point(TP), 100), exact(replayed(build.point(TP)), 102)
         for settings in ({"limit_seconds": 60.0}, {"kv_memory_bytes": 8 << 30}):
             other = msgspec.structs.replace(live, measured_with=settings)
-            assert findings.replay_against_live(loaded(tmp_path / str(settings), other, replay).served).empty
+            assert serving.replay_against_live(loaded(tmp_path / str(settings), other, replay).served).empty
 
     def test_repeats_of_a_live_point_are_merged_and_compared(self, tmp_path: Path) -> None:
         """100 and 110 tok/s: the median is 105, and they lie 10 / 105 = 9.5 % apart."""
@@ -313,7 +313,7 @@ class TestFindings:
         (row,) = read.served.to_dict("records")
         assert (row["output_tok_s"], row["output_tok_s_low"], row["output_tok_s_high"]) == (105, 100, 110)
         assert opening.apart(read) == [pytest.approx(10 / 105)]
-        assert len(tables.repeats(findings.repeats(read.served)).rows) == 1
+        assert len(tables.repeats(serving.repeats(read.served)).rows) == 1
 
     def test_a_replay_repeated_proves_nothing(self, tmp_path: Path) -> None:
         """The same integers in give the same numbers out."""

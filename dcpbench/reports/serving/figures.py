@@ -68,12 +68,12 @@ def draw_rate(points: pd.DataFrame, style: Style, title: str, *, narrow: bool) -
 
 
 def draw_ttft(points: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:
-    """Median time to first token, p99 as a dash where there are samples enough."""
+    """Median time to first token, p99 as a dash, or the highest percentile that has samples."""
     return _draw_latency(points, style, title, "ttft", "time to first token (ms)", narrow=narrow)
 
 
 def draw_itl(points: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:
-    """Median inter-token latency, p99 as a dash where there are samples enough."""
+    """Median inter-token latency, p99 as a dash, or the highest percentile that has samples."""
     return _draw_latency(points, style, title, "itl", "inter-token latency (ms)", narrow=narrow)
 
 
@@ -105,35 +105,62 @@ LINES = (
 )
 
 
-def draw_break_even(ratios: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:  # noqa: ARG001 - same call for all
-    """Output tok/s with DCP over that without, a panel per model; above 1 it pays.
+MOST_CURVES = 8
+"""Curves of a panel of the break-even figure; of more, each layout with its exchange has a panel of its own."""
 
-    Along the x axis runs whichever of concurrency and prompt length has more values, and a curve stands for each layout
-    with its exchange at each value of the other.
+
+def draw_break_even(ratios: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:  # noqa: ARG001 - same call for all
+    """Output tok/s with DCP over that without; above 1 it pays.
+
+    Along the x axis runs whichever of concurrency and length of requests has more values, a curve stands for each value
+    of the other, and a panel for each model; where that makes too many curves, for each layout with its exchange.
     """
-    figure, panels = lines.panels(ratios.assign(cpu=False), title, narrow=narrow, by="model", form=_said("{}", ratios))
-    lengths, loads = ratios["rest"].nunique(), ratios["concurrency"].nunique()
-    known = bool(ratios["input_typical"].notna().all())
-    x, other = ("input_typical", "concurrency") if known and lengths > loads else ("concurrency", "rest")
+    x, other = _axes(ratios)
+    others = list(dict.fromkeys(ratios.sort_values(["input_typical", "concurrency"], kind="stable")[other]))
     order = ratios.sort_values(["tp", "dcp", "variant"], kind="stable")
     labels = list(dict.fromkeys(order["label"]))
-    others = list(dict.fromkeys(ratios.sort_values(["input_typical", "concurrency"], kind="stable")[other]))
+    split = len(labels) > 1 and len(labels) * len(others) > MOST_CURVES
+    names = ratios["model"].str.cat(ratios["label"], sep=": ") if split else ratios["model"]
+    table = ratios.assign(cpu=False, panel=names)
+    figure, panels = lines.panels(table, title, narrow=narrow, by="panel", form=_said("{}", ratios))
     for ax, panel in panels:
         for (_, label, value), line in panel.sort_values(x).groupby(["run", "label", other], sort=False):
-            look = {"color": LAYOUT_COLOURS[labels.index(label) % len(LAYOUT_COLOURS)], **_curve(others.index(value))}
+            i = others.index(value)
+            colour = LAYOUT_COLOURS[(i if split else labels.index(label)) % len(LAYOUT_COLOURS)]
+            look = {"color": colour, **_curve(i)}
             spread = [line["ratio"] - line["low"], line["high"] - line["ratio"]]
             ax.errorbar(line[x], line["ratio"], yerr=spread, capsize=3, **look, **_marked(panel, look))
         ax.axhline(1, color=GREY, linewidth=1)
         measured_ticks(ax, panel[x])
         ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}×"))
-    lines.axis_labels(figure, "prompt (tokens)" if x == "input_typical" else ALONG[CLOSED].label, "with DCP / without")
-    handles = [
-        Line2D([], [], color=LAYOUT_COLOURS[i % len(LAYOUT_COLOURS)], label=plain(x)) for i, x in enumerate(labels)
-    ]
-    named = [f"concurrency {v}" if other == "concurrency" else str(v) for v in others]
-    handles += [Line2D([], [], color=GREY, label=plain(name), **_curve(i)) for i, name in enumerate(named)]
-    legend_below(figure, handles)
+    decode = bool((ratios["mode"] == "decode").all())
+    length = "context (tokens)" if decode else "prompt (tokens)"
+    loads = "concurrency (requests in flight)" if decode else ALONG[CLOSED].label
+    lines.axis_labels(figure, length if x == "input_typical" else loads, "with DCP / without")
+    legend_below(figure, _break_even_legend(labels, others, other, split=split))
     return figure
+
+
+def _axes(ratios: pd.DataFrame) -> tuple[str, str]:
+    """The column along the x axis, and the one that has a curve for each of its values."""
+    lengths, loads = ratios["rest"].nunique(), ratios["concurrency"].nunique()
+    known = bool(ratios["input_typical"].notna().all())
+    return ("input_typical", "concurrency") if known and lengths > loads else ("concurrency", "rest")
+
+
+def _break_even_legend(labels: list[str], others: list[Any], other: str, *, split: bool) -> list[Line2D]:
+    named = [f"concurrency {v}" if other == "concurrency" else str(v) for v in others]
+    colours = [LAYOUT_COLOURS[i % len(LAYOUT_COLOURS)] if split else GREY for i in range(len(named))]
+    curves = [
+        Line2D([], [], color=colour, label=plain(name), **_curve(i))
+        for i, (colour, name) in enumerate(zip(colours, named, strict=True))
+    ]
+    if split:
+        return curves
+    return [
+        *(Line2D([], [], color=LAYOUT_COLOURS[i % len(LAYOUT_COLOURS)], label=plain(x)) for i, x in enumerate(labels)),
+        *curves,
+    ]
 
 
 def alt(title: str, points: pd.DataFrame) -> str:
@@ -155,15 +182,17 @@ def alt_break_even(title: str, ratios: pd.DataFrame) -> str:
 
 def _draw_latency(points: pd.DataFrame, style: Style, title: str, name: str, label: str, *, narrow: bool) -> Figure:
     figure, panels, along = _start(points, title, narrow=narrow)
-    p50, p99 = f"{name}_p50_ms", f"{name}_p99_ms"
+    top = lines.tail_percentile(points, name)
+    p50, high = f"{name}_p50_ms", f"{name}_{top or 'p99'}_ms"
     for ax, panel in panels:
         for line, look in _series(panel, style, along):
             ax.plot(line[along.column], line[p50], **look)
-            ax.plot(line[along.column], line[p99], "_", color=look["color"], markersize=11, markeredgewidth=2)
+            ax.plot(
+                line[along.column], line[high].astype(float), "_", color=look["color"], markersize=11, markeredgewidth=2
+            )
         measured_ticks(ax, panel[along.column])
-        value_axis(ax, [*points[p50].dropna(), *points[p99].dropna()], "y")
-    dash = Line2D([], [], color=GREY, marker="_", linestyle="", markersize=11, markeredgewidth=2, label="p99")
-    return _end(figure, points, style, along, label, [dash] if points[p99].notna().any() else [])
+        value_axis(ax, [*points[p50].dropna(), *points[high].dropna()], "y")
+    return _end(figure, points, style, along, label, lines.tail_legend(top, 11))
 
 
 def _start(points: pd.DataFrame, title: str, *, narrow: bool) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]], Along]:

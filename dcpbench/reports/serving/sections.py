@@ -1,10 +1,9 @@
-"""The parts of a report that are about served requests, in reading order."""
+"""The parts of a report that are about served requests alone, in reading order."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.choices import MODES
 from dcpbench.reports import explain
 from dcpbench.reports.section import Section
 from dcpbench.reports.serving import findings as found
@@ -14,19 +13,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from dcpbench.reports.frames import Frames
-    from dcpbench.reports.plots import Picture
     from dcpbench.reports.tables import Table
 
 
-def findings(frames: Frames) -> list[Table]:
-    """Tables beside the opening sentences: the best of each load, and DCP against its baseline, each mode by itself."""
-    points = found.timed(frames.served)
-    best, ratios = found.best_per_load(points), found.dcp_against_baseline(points)
-    return [table for mode in MODES for table in (tables.best(best, mode), tables.ratios(ratios, mode))]
-
-
-def sections(frames: Frames, pictures: list[Picture]) -> list[Section]:
-    """A section for live runs, one for replays, and one for how far these lie from each other."""
+def sections(frames: Frames) -> list[Section]:
+    """Every live point, every replayed one, and how far these lie from each other."""
     served = frames.served
     if served.empty:
         return []
@@ -41,7 +32,6 @@ def sections(frames: Frames, pictures: list[Picture]) -> list[Section]:
                     paragraphs=[*_objectives(frames, mode), *_step_times(points), *tables.absent(points)],
                     bullets=explain.marks(points),
                     tables=[tables.points(served, mode), tables.details(served, mode)],
-                    pictures=[p for p in pictures if p.kind.startswith("serve-") and mode in p.kind.split("-")],
                 )
             )
     compared = found.replay_against_live(served)

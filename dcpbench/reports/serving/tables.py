@@ -50,6 +50,7 @@ def points(served: pd.DataFrame, mode: str) -> Table:
             ("p99", lambda r: number(r["ttft_p99_ms"])),
             ("ITL p50 ms", lambda r: number(r["itl_p50_ms"])),
             ("p99", lambda r: number(r["itl_p99_ms"])),
+            ("SLO", lambda r: text(r["slo_said"])),
             ("goodput req/s", lambda r: number(r["goodput_s"], 3)),
             ("preempted", lambda r: whole(r["preemptions"])),
             ("cached", lambda r: percent(r["cached_share"])),
@@ -57,7 +58,8 @@ def points(served: pd.DataFrame, mode: str) -> Table:
             ("repeats apart", lambda r: percent(r["spread"])),
         ],
         text_columns=4 + some_imported(served),
-        optional=("marks", "goodput req/s", "repeats apart"),
+        optional=("marks", "SLO", "goodput req/s", "repeats apart"),
+        fold=len(_mode(served, mode)) > FOLD_ABOVE,
     )
 
 
@@ -92,42 +94,6 @@ def details(served: pd.DataFrame, mode: str) -> Table:
         text_columns=3,
         optional=("GPU idle between", "host syncs per step"),
         fold=len(found) > FOLD_ABOVE // 4,
-    )
-
-
-def best(found: pd.DataFrame, mode: str) -> Table:
-    """Best layout per load."""
-    return make_table(
-        f"Highest output throughput of each load, {words.MODES.get(mode, mode)}",
-        _mode(found, mode),
-        [
-            *LOADED,
-            ("best layout", lambda r: r["label"] if r["clear"] else f"{r['label']} (not clearly)"),
-            ("next", lambda r: str(r["next"])),
-            ("output tok/s", lambda r: number(r["output_tok_s"])),
-            ("over the next", lambda r: f"{r['lead']:.3f}×"),
-            ("TTFT p50 ms", lambda r: number(r["ttft_p50_ms"])),
-            ("ITL p50 ms", lambda r: number(r["itl_p50_ms"])),
-        ],
-        text_columns=4,
-    )
-
-
-def ratios(found: pd.DataFrame, mode: str) -> Table:
-    """DCP against its baseline."""
-    return make_table(
-        f"DCP over the same layout without it, {words.MODES.get(mode, mode)}",
-        _mode(found, mode),
-        [
-            *LOADED,
-            ("layout", lambda r: str(r["label"])),
-            ("baseline", lambda r: text(r.get("baseline"))),
-            ("verdict", lambda r: str(r["verdict"])),
-            ("output tok/s", lambda r: _times(r.get("ratio"))),
-            ("TTFT p50", lambda r: _times(r.get("ttft_ratio"))),
-            ("ITL p50", lambda r: _times(r.get("itl_ratio"))),
-        ],
-        text_columns=5,
     )
 
 

@@ -1,0 +1,262 @@
+"""The answer that a report opens with: the best layout per load, by how much, and where DCP starts to pay.
+
+Every sentence is made from the records at hand. One with an uncertainty says it: intervals in brackets, `not clearly`
+where intervals overlap or a lead is within what repeats may differ.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from dcpbench.choices import CLOSED
+from dcpbench.reports import findings, slo
+from dcpbench.reports.merge import missing
+from dcpbench.reports.prose import capital, counted, listed, reach, short_shapes, tok_s, with_reach
+from dcpbench.reports.serving import findings as serving
+from dcpbench.reports.serving import words
+from dcpbench.reports.tables import ABSENT, number
+from dcpbench.stats import REPEATS_AGREE_WITHIN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import pandas as pd
+
+    from dcpbench.reports.frames import Frames
+
+MOST_SHAPES = 4
+"""Of more lengths of requests than this a sentence counts loads instead of naming them; the table names them."""
+MOST_MARKS = 4
+FEW_SAMPLES = "few_samples"
+"""The mark that is said with the percentile that an SLO is held against, and by dashes."""
+NOT_RUN = {"rejected": "was rejected", "failed": "failed", "hung": "hung"}
+"""What became of a point without numbers, in a sentence."""
+
+
+def best(found: pd.DataFrame) -> str:
+    """The best layout of each load of one run, model and mode; loads in a row with the same answer together."""
+    if found.empty:
+        return "No load was run with two layouts, so none can be called the best."
+    judged = bool(found["slo_excess"].notna().any())
+    what = "Best layout by output tok/s" + (" within the SLO" if judged else "")
+    if found["rest"].nunique() > MOST_SHAPES:
+        return f"{what}: of {counted(len(found), 'load')}, {_counts(found)}."
+    short = short_shapes(found["rest"])
+    shapes = [f"{short[str(rest)]}: {_runs(loads)}" for rest, loads in found.groupby("rest", sort=False)]
+    closed = found["load_arrival"].eq(CLOSED).all()
+    return f"{what}{', at each concurrency' if closed else ''}. {capital('; '.join(shapes))}."
+
+
+def most(found: pd.DataFrame, best_found: pd.DataFrame) -> str:
+    """The most output tok/s of any load that meets the SLO, with DCP and without, for each length of requests."""
+    if found.empty:
+        return f"No point meets the SLO; nearest is {_nearest(best_found)}." if len(best_found) else ""
+    if len(found) > MOST_SHAPES:
+        return ""
+    short = short_shapes(found["rest"])
+    clauses = []
+    for _, r in found.iterrows():
+        kind = "without DCP" if r["dcp"] > 1 else "with DCP"
+        over = f"nothing {kind} meets it"
+        if not missing(r["other"]):
+            times = r["output_tok_s"] / r["other_tok_s"]
+            clear = r["output_tok_s_low"] > r["other_high"] and times > 1 + REPEATS_AGREE_WITHIN
+            lead = f"{times:.2f} times" if clear else "not clearly more than"
+            over = f"{lead} the most {kind} ({number(r['other_tok_s'], 3)}, {r['other']} at {r['other_load']})"
+        value = tok_s(r["output_tok_s"], r["output_tok_s_low"], r["output_tok_s_high"])
+        clauses.append(f"{short[r['rest']]}: {value} with {r['label']} at {r['arrival']}, {over}")
+    return f"The most within the SLO: {'; '.join(clauses)}."
+
+
+def dcp(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame) -> str:
+    """For each length of requests, from which concurrency on DCP pays, with which layouts and exchanges."""
+    alone = _without_baseline(ratios, others)
+    if even.empty:
+        return f"{alone}." if alone else ""
+    short = short_shapes(even["rest"])
+    shapes = []
+    if _one_layout(even):
+        even = even.assign(label=even["variant"])
+    for rest, rows in even.groupby("rest", sort=False):
+        same = rows.assign(key=[_pays_key(r) for _, r in rows.iterrows()])
+        groups = [group for _, group in same.groupby("key", sort=False)]
+        shapes.append(f"{short[str(rest)]}: {', '.join(map(_pays, groups))}")
+    over, one = listed(_unique(even["baseline"]), "or"), _one_layout(even)
+    text = f"Where {one or 'DCP'} starts to pay, in output tok/s over {over}. {capital('; '.join(shapes))}"
+    return f"{text}. Also, {alone}." if alone else f"{text}."
+
+
+def pressure(short_of_kv: pd.DataFrame, points: pd.DataFrame) -> str:
+    """The heaviest load under which a layout was short of KV: the shortest and the best there."""
+    if short_of_kv.empty:
+        return ""
+    heaviest = short_of_kv.sort_values(["input_typical", "concurrency"], kind="stable").iloc[-1]
+    group = points[points["same_load"] == heaviest["same_load"]]
+    least = group.sort_values("kv_capacity_requests", kind="stable").iloc[0]
+    top = group.sort_values("output_tok_s", kind="stable").iloc[-1]
+    clauses = [
+        f"{r['label']} has room for {_whole(r['kv_capacity_requests'])} requests, {_whole(r['preemptions'])} "
+        f"preemptions, TTFT p50 {number(r['ttft_p50_ms'], 3)} ms"
+        for r in ([least, top] if least["label"] != top["label"] else [top])
+    ]
+    return f"KV pressure under {heaviest['load']}: {'; '.join(clauses)}."
+
+
+def room(kv: pd.DataFrame) -> str:
+    """How many more tokens the layout with the most KV room holds, for all models at once where they agree."""
+    more = kv if kv.empty else kv[(kv["dcp"] > 1) & kv["kv_ratio"].notna()]
+    if more.empty:
+        return ""
+    top = more.sort_values("kv_ratio", kind="stable").drop_duplicates(["run", "model"], keep="last")
+    clauses: dict[str, list[str]] = {}
+    for _, r in top.iterrows():
+        said = f"{r['layout']} holds {r['kv_ratio']:.2f} times as many tokens as tp{r['tp']}"
+        clauses.setdefault(said, []).append(str(r["model"]))
+    several = len(set(top["model"])) > 1
+    told = [f"{text} ({listed(_unique(models))})" if several else text for text, models in clauses.items()]
+    return f"Per GiB of KV memory on each GPU, {'; '.join(told)}."
+
+
+def replay(found: pd.DataFrame) -> str:
+    """How far replays lie from the live runs of the same loads."""
+    if found.empty:
+        return ""
+    parts = []
+    for name, what in serving.COMPARED.items():
+        errors = found[f"{name}_error"].dropna().abs()
+        if len(errors):
+            among = "" if len(errors) == len(found) else f" ({len(errors)} of {len(found)})"
+            parts.append(f"{what} {errors.max() * 100:.2g} %{among}")
+    many = "1 point that was" if len(found) == 1 else f"{len(found)} points that were"
+    return f"Replay against live, largest errors over {many} run both ways: {', '.join(parts)}."
+
+
+def trust(frames: Frames, apart: list[float]) -> str:
+    """How well repeats agree, what did not run, and how many points carry a mark."""
+    said = [findings.repeats_sentence(apart)]
+    if len(frames.others):
+        said.append(f"Not every point ran: {outcomes(frames)}, listed with reasons.")
+    marked = findings.timed(frames.everything)
+    marked = marked[marked["marks"] != ""] if len(marked) else marked
+    if len(marked):
+        names = [mark for marks in marked["marks"] for mark in marks.split(", ") if mark != FEW_SAMPLES]
+        counts = [f"{names.count(name)} {name}" for name in dict.fromkeys(names)]
+        more = " and others" if len(counts) > MOST_MARKS else ""
+        said += (
+            [f"Marked, of {len(frames.everything):,} points: {', '.join(counts[:MOST_MARKS])}{more}."] if counts else []
+        )
+    return " ".join(said)
+
+
+def outcomes(frames: Frames) -> str:
+    """`8 rejected and 1 hung`."""
+    counts = frames.others["outcome"].value_counts()
+    return listed([f"{n} {outcome}" for outcome, n in counts.items()]) or "the record file holds no point"
+
+
+def scope_name(frames: Frames, run: str, model: str, mode: str) -> str:
+    """`kimi-k2, run monday, replay`, with what there is more than one of."""
+    where = f"{model}, run {run}" if len(frames.runs) > 1 else str(model)
+    return f"{where}, {words.MODES[mode]}" if mode in words.MODES else where
+
+
+def of(table: pd.DataFrame, run: str, model: str, mode: str | None = None) -> pd.DataFrame:
+    """The rows of one run and model, and mode."""
+    if table.empty:
+        return table
+    rows = table[(table["run"] == run) & (table["model"] == model)]
+    return rows if mode is None else rows[rows["mode"] == mode]
+
+
+def _runs(found: pd.DataFrame) -> str:
+    """`tp4 at 8–24 (1.03–1.05× the next), none within the SLO at 48`."""
+    keyed = [(_winner(r), r) for _, r in found.iterrows()]
+    clauses = []
+    for winner, rows in itertools.groupby(keyed, key=lambda pair: pair[0]):
+        group = [r for _, r in rows]
+        leads = [r["lead"] for r in group if r["clear"] and not missing(r["lead"])]
+        more = f" ({reach(leads)} the next)" if leads else ""
+        clauses.append(f"{winner} at {_at(group)}{more}")
+    return ", ".join(clauses)
+
+
+def _winner(row: pd.Series[Any]) -> str:
+    if not row["meets"]:
+        return "none within the SLO"
+    if missing(row["next"]):
+        return f"only {row['label']}"
+    return str(row["label"]) if row["clear"] else f"not clearly {listed(sorted(row['level']), 'or')}"
+
+
+def _at(group: list[pd.Series[Any]]) -> str:
+    """`8–24`, or the arrivals of loops that are not closed."""
+    if any(r["load_arrival"] != CLOSED for r in group):
+        return listed(_unique(r["arrival"] for r in group))
+    values = [int(r["concurrency"]) for r in group]
+    return f"{values[0]:,}" + (f"–{values[-1]:,}" if len(values) > 1 else "")
+
+
+def _counts(found: pd.DataFrame) -> str:
+    clear = found[found["clear"]]
+    won = [f"{label} in {n}" for label, n in clear["label"].value_counts().items()]
+    tied, none = int((found["meets"] & ~found["clear"]).sum()), int((~found["meets"].astype(bool)).sum())
+    won += [f"no layout clearly in {tied}"] if tied else []
+    return listed(won + ([f"none within the SLO in {none}"] if none else []))
+
+
+def _nearest(found: pd.DataFrame) -> str:
+    near = found.sort_values("slo_excess", kind="stable").iloc[0]
+    return f"{near['label']} at {near['load']} ({near['slo_said']})"
+
+
+def _pays_key(row: pd.Series[Any]) -> str:
+    return f"never {row['measured'][-1]}" if missing(row["from"]) else f"{row['from']} {row['least']}"
+
+
+def _one_layout(even: pd.DataFrame) -> str:
+    """The layout, where it is but one in variants that have names; these stand for it then."""
+    return str(even["layout"].iloc[0]) if len(set(even["layout"])) == 1 and (even["variant"] != "").all() else ""
+
+
+def _pays(group: pd.DataFrame) -> str:
+    """`from concurrency 32 (tp4·dcp4 1.14×)`, `not up to 48 (at most 0.96×, tp4·dcp4 at 8)`."""
+    first = group.iloc[0]
+    if missing(first["from"]):
+        top = group.sort_values("best", kind="stable").iloc[-1]
+        clearly = "not" if group["lower"].all() else "not clearly"
+        who = listed(_unique(group["label"])) + " " if len(group) == 1 else ""
+        where = "" if who else f"{top['label']} "
+        return (
+            f"{who}{clearly} up to {first['measured'][-1]:,} (at most {top['best']:.2f}×, {where}at {top['best_at']:,})"
+        )
+    least = ", the lowest tried" if first["least"] else ""
+    gains = [f"{r['label']} {with_reach(r['ratio'], r['low'], r['high'])}" for _, r in group.iterrows()]
+    if len(gains) > MOST_SHAPES:
+        gains = [reach(group["ratio"])]
+    return f"from concurrency {first['from']:,.0f}{least} ({', '.join(gains)})"
+
+
+def _without_baseline(ratios: pd.DataFrame, others: pd.DataFrame) -> str:
+    """DCP points with nothing to be compared with, where they are, and why that did not run."""
+    alone = ratios[ratios["verdict"] == "no baseline"] if len(ratios) else ratios
+    lost = others[others["dcp"] == 1] if len(others) else others
+    if alone.empty or lost.empty:
+        return ""  # where nobody asked for it, nothing is missing
+    whys = [said for outcome, said in NOT_RUN.items() if outcome in set(lost["outcome"])]
+    loads = _unique(alone["load"])
+    where = f" ({'; '.join(loads)})" if len(loads) <= MOST_SHAPES else ""
+    return f"{counted(len(alone), 'point')} with DCP ran where the same layout without it {' or '.join(whys)}{where}"
+
+
+def _whole(value: float | None) -> str:
+    return ABSENT if missing(value) else f"{value:,.0f}"
+
+
+def _unique(values: Iterable[object]) -> list[str]:
+    return list(dict.fromkeys(map(str, values)))
+
+
+def slo_sentence(frames: Frames) -> str:
+    """Which SLO is in force, and against which percentiles it is held."""
+    return slo.words(findings.rivals(frames), frames.slo)

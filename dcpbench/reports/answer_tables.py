@@ -1,0 +1,173 @@
+"""The answer as tables: a row per length of requests, a column per concurrency, and the same point by point."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dcpbench.choices import CLOSED
+from dcpbench.reports.answer import MOST_SHAPES, scope_name
+from dcpbench.reports.merge import missing
+from dcpbench.reports.prose import listed, shared_shape, short_shapes
+from dcpbench.reports.serving import words
+from dcpbench.reports.slo import SCOPE
+from dcpbench.reports.tables import ABSENT, FOLD_ABOVE, Column, Table, make_table, number, text, with_interval
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pandas as pd
+
+    from dcpbench.reports.frames import Frames
+
+LOADED: list[Column] = [("model", lambda r: str(r["model"])), ("load", lambda r: str(r["load"]))]
+MOST_COLUMNS = 9
+"""Concurrencies side by side; of more the first and the last and some between."""
+MOST_ROWS = 40
+"""Rows of a grid: past these its table is no answer, and the long tables hold the rest."""
+
+
+def grids(best: pd.DataFrame, most: pd.DataFrame, ratios: pd.DataFrame, frames: Frames) -> list[Table]:
+    """Two tables of closed loops for each model and mode: the best layout of each load, and DCP over the baseline."""
+    scopes = list(dict.fromkeys(
+        key for table in (best, ratios) if len(table) for key in zip(*(table[n] for n in SCOPE), strict=True)
+    ))  # fmt: skip
+    found = []
+    for scope in scopes:
+        won, top, over = (_of(table, scope) for table in (best, most, ratios))
+        found.append(_best_grid(won, top, _where(frames, scope)))
+        found.append(_ratio_grid(over, _where(frames, scope)))
+    return [table for table in found if table.rows]
+
+
+def best(found: pd.DataFrame, mode: str) -> Table:
+    """Best layout per load, point by point."""
+    found = found[found["mode"] == mode] if len(found) else found
+    return make_table(
+        f"Highest output throughput of each load{_said(mode)}",
+        found,
+        [
+            *LOADED,
+            ("best layout", _best_label),
+            ("next", lambda r: text(r["next"])),
+            ("output tok/s [95 %]", _rate),
+            ("over the next", lambda r: ABSENT if missing(r["lead"]) else f"{r['lead']:.3f}×"),
+            ("TTFT p50 ms", lambda r: number(r["ttft_p50_ms"])),
+            ("ITL p50 ms", lambda r: number(r["itl_p50_ms"])),
+        ],
+        text_columns=4,
+        optional=("TTFT p50 ms",),
+        fold=len(found) > FOLD_ABOVE // 2,
+    )
+
+
+def ratios(found: pd.DataFrame, mode: str) -> Table:
+    """DCP against its baseline, point by point."""
+    found = found[found["mode"] == mode] if len(found) else found
+    return make_table(
+        f"DCP over the same layout without it{_said(mode)}",
+        found,
+        [
+            *LOADED,
+            ("layout", lambda r: str(r["label"])),
+            ("baseline", lambda r: text(r["baseline"])),
+            ("verdict", lambda r: str(r["verdict"])),
+            ("SLO", lambda r: text(r["slo_said"])),
+            ("baseline's", lambda r: text(r["baseline_slo"])),
+            ("output tok/s [widest]", lambda r: with_interval(r["ratio"], r["low"], r["high"], 3)),
+            ("TTFT p50", lambda r: _times(r["ttft_ratio"])),
+            ("ITL p50", lambda r: _times(r["itl_ratio"])),
+        ],
+        text_columns=7,
+        optional=("SLO", "baseline's", "TTFT p50"),
+        fold=len(found) > FOLD_ABOVE // 2,
+    )
+
+
+def _best_grid(found: pd.DataFrame, most: pd.DataFrame, where: str) -> Table:
+    found = found[found["load_arrival"] == CLOSED] if len(found) else found
+    title = f"Best layout, tok/s, and its lead over the next{where}"
+    grid = _grid(title, found, ["rest"], ["load"], _best_cell)
+    if len(most) and grid.rows and len(most) > MOST_SHAPES:
+        tops = {
+            r["rest"]: f"{number(r['output_tok_s'], 3)}, {r['label']} at {r['arrival']}" for _, r in most.iterrows()
+        }
+        rests = list(dict.fromkeys(found["rest"]))
+        rows = [[*row, tops.get(rest, "none")] for rest, row in zip(rests, grid.rows, strict=False)]
+        grid = Table(grid.title, [*grid.columns, "most within the SLO"], rows, len(grid.columns) + 1)
+    return grid
+
+
+def _ratio_grid(found: pd.DataFrame, where: str) -> Table:
+    found = found[(found["load_arrival"] == CLOSED)] if len(found) else found
+    if found.empty or found["ratio"].isna().all():
+        return Table("", [], [])
+    title = f"DCP over the same layout without it, output tok/s{where}"
+    return _grid(title, found, ["rest", "label"], ["load", "layout"], _ratio_cell)
+
+
+def _grid(title: str, found: pd.DataFrame, keys: list[str], names: list[str], cell: Callable[[Any], str]) -> Table:
+    """A row for each value of `keys`, the first of which is the length of requests, and a column per concurrency."""
+    if found.empty:
+        return Table(title, [], [])
+    short, shared = short_shapes(found["rest"]), shared_shape(found["rest"])
+    loads = _some(sorted(set(map(int, found["concurrency"]))))
+    rows = []
+    for key, group in list(found.groupby(keys, sort=False))[:MOST_ROWS]:
+        cells = {int(r["concurrency"]): cell(r) for _, r in group.iterrows() if int(r["concurrency"]) in loads}
+        rows.append([short[str(key[0])], *map(str, key[1:]), *(cells.get(n, ABSENT) for n in loads)])
+    columns = [*names, *(f"{n:,}" if i else f"concurrency {n:,}" for i, n in enumerate(loads))]
+    return Table(f"{title}; {shared}" if shared else title, columns, rows, len(columns))
+
+
+def _some(values: list[int]) -> list[int]:
+    if len(values) <= MOST_COLUMNS:
+        return values
+    step = (len(values) - 1) / (MOST_COLUMNS - 1)
+    return [values[round(i * step)] for i in range(MOST_COLUMNS)]
+
+
+def _best_cell(row: pd.Series[Any]) -> str:
+    if not row["meets"]:
+        return f"none; nearest {row['label']}: {str(row['slo_said']).removeprefix('misses ').removeprefix('misses: ')}"
+    value = f"{number(row['output_tok_s'], 3)}"
+    if missing(row["next"]):
+        return f"only {row['label']}: {value}"
+    return f"{row['label']}: {value}, {row['lead']:.2f}×" if row["clear"] else f"{' ≈ '.join(row['level'])}: {value}"
+
+
+def _ratio_cell(row: pd.Series[Any]) -> str:
+    if missing(row["ratio"]):
+        return "only with DCP"
+    sign = {"higher": "▲ ", "lower": "▼ "}.get(row["verdict"], "≈ ")
+    return f"{sign}{row['ratio']:.2f}×"
+
+
+def _best_label(row: pd.Series[Any]) -> str:
+    if not row["meets"]:
+        return f"none meets the SLO; nearest {row['label']} ({row['slo_said']})"
+    if missing(row["next"]):
+        return f"{row['label']} (the only one that meets the SLO)"
+    return str(row["label"]) if row["clear"] else f"{listed(row['level'], 'or')} (not clearly)"
+
+
+def _rate(row: pd.Series[Any]) -> str:
+    low, high = row["output_tok_s_low"], row["output_tok_s_high"]
+    return number(row["output_tok_s"]) if low == high else with_interval(row["output_tok_s"], low, high)
+
+
+def _times(ratio: float | None) -> str:
+    return ABSENT if missing(ratio) else f"{ratio:.3f}×"
+
+
+def _said(mode: str) -> str:
+    return f", {words.MODES[mode]}" if mode in words.MODES else ""
+
+
+def _where(frames: Frames, scope: tuple[str, str, str]) -> str:
+    return f": {scope_name(frames, *scope)}"
+
+
+def _of(table: pd.DataFrame, scope: tuple[str, str, str]) -> pd.DataFrame:
+    if table.empty:
+        return table
+    return table[(table["run"] == scope[0]) & (table["model"] == scope[1]) & (table["mode"] == scope[2])]

@@ -1,0 +1,161 @@
+"""Whether points meet service level objectives (SLOs), and which percentile each objective is held against.
+
+An objective bounds p99, as goodput lets one gap in 100 miss it. Where p99 lacks the samples it bounds the highest of
+p95, p90 and p50 that all points of one load have, so that rivals are held against the same, and the report says which.
+The workload decode has ITL alone. Nothing is judged on a CPU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from dcpbench.reports.serving.words import OBJECTIVES
+from dcpbench.reports.tables import number
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dcpbench.records import Record
+
+    Limits = Mapping[str, float]
+
+SCOPE = ["run", "model", "mode"]
+"""What a sentence of the answer speaks of."""
+LOAD = [*SCOPE, "same_load"]
+"""What rivals have in common."""
+PERCENTILES = ("p99", "p95", "p90", "p50")
+NARROWLY = 0.02
+"""A value this close to its limit, as a share of it, meets or misses it by no more than repeats may differ."""
+
+
+def recorded(record: Record) -> dict[str, float]:
+    """Objectives that a record was measured with (`--slo` of its run); empty without any."""
+    if record.serve and record.serve.slo_ms:
+        return dict(record.serve.slo_ms)
+    found = record.measured_with.get("slo")
+    return {name: float(limit) for name, limit in found.items()} if isinstance(found, dict) else {}
+
+
+def in_force(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
+    """With a column `slo_limits`: those given, or those that all points of a run, model and mode were measured with.
+
+    `slo_recorded` goes. Objectives that points of a scope do not share are none.
+    """
+    if table.empty:
+        return table
+    if given:
+        limits = pd.Series([dict(given)] * len(table), table.index)
+    else:
+        texts = table["slo_recorded"].map(lambda slo: repr(sorted(slo.items())))
+        same = texts.groupby([table[name] for name in SCOPE]).transform("nunique") == 1
+        limits = table["slo_recorded"].where(same, pd.Series([{}] * len(table), table.index))
+    return table.assign(slo_limits=limits).drop(columns="slo_recorded")
+
+
+def judged(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
+    """With `slo_excess` and `slo_said`.
+
+    `slo_excess` is the largest value / limit, so that 1 or less meets all; missing where nothing is judged.
+    `slo_said` is `meets`, `misses: ITL p99 414 ms`, with `narrowly` within NARROWLY of the limit, or what is not known.
+    """
+    if table.empty:
+        return table
+    table = in_force(table, given)
+    names = [n for n in OBJECTIVES if any(n in limits for limits in table["slo_limits"]) and f"{n}_p50_ms" in table]
+    keys = [table[name] for name in LOAD]
+    excess = pd.DataFrame(index=table.index)
+    told = pd.DataFrame(index=table.index)
+    for name in names:
+        limit = pd.Series([limits.get(name) for limits in table["slo_limits"]], table.index, dtype=float)
+        limit = limit.where(_measured(table, name) & ~table["cpu"])
+        value, at = _shared(table, name, keys)
+        excess[name] = value / limit
+        unknown = limit.notna() & value.isna()
+        excess.loc[unknown, name] = float("inf")
+        told[name] = [
+            ""
+            if pd.isna(top)
+            else f"{OBJECTIVES[name]} {p} {number(ms, 3)} ms"
+            if p
+            else f"{OBJECTIVES[name]} not known"
+            for top, p, ms in zip(excess[name], at, value, strict=True)
+        ]
+        table[f"slo_{name}_at"] = at.where(limit.notna(), "")
+    worst = excess.max(axis=1) if names else pd.Series(float("nan"), table.index)
+    missed = [
+        ", ".join(text for text, over in zip(texts, overs, strict=True) if over > 1)
+        for texts, overs in zip(told.to_numpy(), excess.to_numpy(), strict=True)
+    ]
+    return table.assign(
+        slo_excess=worst,
+        slo_said=[_said(w, which) for w, which in zip(worst, missed, strict=True)],
+    )
+
+
+def words(table: pd.DataFrame, given: Limits) -> str:
+    """Which objectives are in force, against which percentiles they are held, and who set them, in a sentence."""
+    timed = table if table.empty else table[~table["cpu"]]
+    if timed.empty:
+        return ""
+    same = timed["slo_limits"].map(lambda limits: repr(sorted(limits.items())))
+    clauses = {_limits(points): _who(points) for _, points in timed.groupby(same, sort=False)}
+    if not any(clauses):
+        left = f" --slo {','.join(given)} bounds nothing that these points have." if given else ""
+        return f"No SLO was given (--slo ttft=2000,itl=60, in ms), so the best is the highest output throughput.{left}"
+    source = "--slo" if given else "as the runs were measured with"
+    said = "; ".join(f"{who}: {text or 'none'}" for text, who in clauses.items())
+    if len(clauses) == 1:
+        said = next(iter(clauses))
+    missing = [
+        OBJECTIVES[name] for name in given if f"slo_{name}_at" not in timed or (timed[f"slo_{name}_at"] == "").all()
+    ]
+    left = f" These points have no {' or '.join(missing)}." if missing else ""
+    return f"SLO ({source}): {said}.{left}"
+
+
+def _who(points: pd.DataFrame) -> str:
+    """Of which points the sentence speaks: `deepseek-v3 live, kimi-k2 live`."""
+    pairs = dict.fromkeys(zip(points["run"], points["model"], points["mode"], strict=True))
+    several = len({run for run, _, _ in pairs}) > 1
+    return ", ".join(f"{model} {mode}{f', run {run}' if several else ''}" for run, model, mode in pairs)
+
+
+def _limits(points: pd.DataFrame) -> str:
+    """`TTFT ≤ 2,000 ms at p95, ITL ≤ 60 ms at p99`."""
+    limits = points["slo_limits"].iloc[0]
+    parts = []
+    for name, limit in limits.items():
+        column = f"slo_{name}_at"
+        if column not in points or not (points[column] != "").any():
+            continue
+        used = [p for p in PERCENTILES if (points[column] == p).any()]
+        lower = "" if used == ["p99"] else " (p99 lacks samples)" if "p99" not in used else " (where p99 lacks samples)"
+        parts.append(f"{OBJECTIVES[name]} ≤ {limit:,g} ms at {' or '.join(used)}{lower}")
+    return ", ".join(parts)
+
+
+def _measured(table: pd.DataFrame, name: str) -> pd.Series[Any]:
+    """Whether an objective applies to a point: `decode` has no TTFT, TPOT or E2EL to be missed."""
+    return table["output_tok_s"].notna() & ((table["workload"] != "decode") | (name == "itl"))
+
+
+def _shared(table: pd.DataFrame, name: str, keys: list[pd.Series[Any]]) -> tuple[pd.Series[Any], pd.Series[Any]]:
+    """The highest percentile that all points of a load have, of those that have any: its value and its name."""
+    value = pd.Series(float("nan"), table.index)
+    at = pd.Series("", table.index, dtype=object)
+    some = table[f"{name}_p50_ms"].notna()
+    for p in PERCENTILES:
+        column = table[f"{name}_{p}_ms"].astype(float)
+        everyone = (column.notna() | ~some).groupby(keys).transform("all")
+        take = everyone & some & (at == "")
+        value, at = value.mask(take, column), at.mask(take, p)
+    return value, at
+
+
+def _said(worst: float, missed: str) -> str:
+    if pd.isna(worst):
+        return ""
+    narrowly = " narrowly" if abs(worst - 1) <= NARROWLY else ""
+    return f"meets{narrowly}" if worst <= 1 else f"misses{narrowly}: {missed}"
