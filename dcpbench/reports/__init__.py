@@ -23,7 +23,8 @@ def write_report(folders: list[Path], out: Path, *, as_repeats: bool = False) ->
     folder and OutputError where `out` cannot be written.
     """
     from dcpbench.errors import OutputError
-    from dcpbench.reports import export, frames, html, markdown, plots, sections
+    from dcpbench.reports import export, frames, markdown, plots, sections
+    from dcpbench.reports.page.render import render
 
     read = frames.load(folders, as_repeats=as_repeats)
     title = "dcpbench: " + ", ".join(run.name for run in read.runs)
@@ -32,7 +33,7 @@ def write_report(folders: list[Path], out: Path, *, as_repeats: bool = False) ->
         pictures = plots.draw_all(read, out / "figures")
         told = sections.report(read, pictures)
         page, text, table = out / "report.html", out / "report.md", out / "points.csv"
-        page.write_text(html.render(title, told, cpu=read.cpu), encoding="utf-8")
+        page.write_text(render(title, told, read), encoding="utf-8")
         text.write_text(markdown.render(title, told, out), encoding="utf-8")
         export.write_csv(read, table)
     except OSError as e:

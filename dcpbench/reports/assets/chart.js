@@ -1,12 +1,13 @@
 /* Charts by Plotly that follow the page's theme. One global object, `dcp`:
 
    dcp.draw(element, traces, layout)  draws or redraws; colours may be written "var(--name)" anywhere in both, and are
-                                      read anew when the theme changes, and for paper. Size: that of the element.
+                                      read anew when the theme changes, and for paper. Size: that of the element; on paper
+                                      its `data-paper` pixels wide.
    dcp.series(i), symbol(i), dash(i)  colour, marker and line of the i-th thing to tell apart, as in style.py
    dcp.text(string)                   any string as text for Plotly, which takes <b> and <a href> for markup
    dcp.hover(title, [[name, value]])  one point's hover text, escaped; give it as `customdata` with `hovertemplate: dcp.HOVER`
    dcp.number(value)                  1234.5 as "1,235"; "–" for what is not known
-   dcp.watermark(text)                a layout annotation across the whole chart
+   dcp.watermark(text)                a layout annotation across the whole chart, with its line breaks
    dcp.switches(element, items, change)  buttons that switch series: items {name, colour, symbol, dash, on};
                                       change(i, on) is called when one is pressed, by mouse or keyboard
    dcp.redraw()                       all charts, as after a change of theme */
@@ -56,7 +57,7 @@ globalThis.dcp = (() => {
   function themed(layout) {
     const axis = {
       automargin: true, gridcolor: "var(--grid)", linecolor: "var(--edge)", tickcolor: "var(--edge)", showline: true,
-      zeroline: false, ticks: "outside", ticklen: 4, title: { standoff: 8 }, fixedrange: coarse.matches,
+      zeroline: false, ticks: "outside", ticklen: 4, title: { standoff: 8, font: { size: 13 } }, fixedrange: coarse.matches,
     };
     const axes = ["xaxis", "yaxis", ...Object.keys(layout).filter((key) => /^[xy]axis\d+$/.test(key))];
     const base = {
@@ -75,7 +76,7 @@ globalThis.dcp = (() => {
     drawn.set(element, { traces, layout });
     const seen = new Map();
     const full = resolved(themed(layout), seen);
-    if ("print" in root.dataset) Object.assign(full, { autosize: false, width: PAPER_WIDTH });
+    if ("print" in root.dataset) Object.assign(full, { autosize: false, width: Number(element.dataset.paper ?? PAPER_WIDTH) });
     return Plotly.react(element, resolved(traces, seen), full, { displayModeBar: false, scrollZoom: false, doubleClick: "reset" });
   }
 
@@ -104,13 +105,13 @@ globalThis.dcp = (() => {
     if (value === null || value === undefined || !Number.isFinite(value)) return "–";
     const size = Math.abs(value);
     const digits = size >= 1000 || Number.isInteger(value) ? 0 : size >= 100 ? 1 : size >= 10 ? 2 : 3;
-    const form = size && size < 1 ? { maximumSignificantDigits: 3 } : { maximumFractionDigits: digits };
+    const form = size && size < 1 ? { maximumSignificantDigits: 3 } : { minimumFractionDigits: digits, maximumFractionDigits: digits };
     return new Intl.NumberFormat("en-US", form).format(value);
   }
 
   const watermark = (words) => ({
-    text: text(words), xref: "paper", yref: "paper", x: 0.5, y: 0.5, showarrow: false, textangle: -12,
-    font: { size: 19, color: "var(--watermark)" }, opacity: 0.8, captureevents: false,
+    text: text(words).replaceAll("\n", "<br>"), xref: "paper", yref: "paper", x: 0.5, y: 0.5, showarrow: false, textangle: -12,
+    font: { size: 17, color: "var(--watermark)" }, opacity: 0.8, captureevents: false,
   });
 
   /** The line and the marker of a series, as a small picture. */

@@ -1,0 +1,253 @@
+/* The charts of a report: `dcp.charts[kind](figure, points)` says what the panels of a figure hold. A figure has a
+   `slug`, `off` (names of switched-off series) and `wide` (one panel a row). Each returns {panels, items, note}:
+   panels [{key, title, traces, layout, rows?}], items for dcp.switches with a `key`. */
+"use strict";
+dcp.charts = (() => {
+  const LOG_RANGE = 20; // an axis is logarithmic when its values span more, as in style.py
+  const DOUBLINGS = 4;
+  const MOST_PANELS = 12;
+  const MOST_LOADS = 3;
+  const ROW_PIXELS = 24;
+  const LEAST_GAP = 0.1; // between two labels, as a share of the axis
+  const { series, fields } = dcp.points;
+  const plain = (value) => new Intl.NumberFormat("en-US", { maximumFractionDigits: 3 }).format(value);
+  const known = (value) => value !== null && value !== undefined;
+
+  const grouped = (points, key) => Map.groupBy(points, key);
+  const title = (name) => { const field = fields.get(name); return field.unit ? `${field.label} (${field.unit})` : field.label; };
+  const hoverOf = (point) => (point.hover ??= dcp.hover(dcp.points.brief(series[point.series].name), dcp.points.words(point)));
+  const shape = (look, mode) => dcp.symbol(look.symbol) + (mode === "replay" ? "-open" : "");
+  const watermark = (points) => (points.some((p) => p.marks.includes("cpu") || p.device === "CPU")
+    ? [dcp.watermark("CPU: functional run,\nnot performance")] : []);
+
+  /** From 0, or logarithmic where values are far apart. */
+  function values(numbers, words) {
+    const positive = numbers.filter((v) => known(v) && v > 0);
+    const [least, most] = [Math.min(...positive), Math.max(...positive)];
+    if (positive.length && most / least > LOG_RANGE) {
+      return { type: "log", range: [Math.log10(least / 1.2), Math.log10(most * 1.5)], dtick: most / least > 1000 ? 1 : "D2", tickformat: ",~r", title: { text: `${words}, log scale` } };
+    }
+    return { type: "linear", range: [0, positive.length ? most * 1.1 : 1], nticks: 6, tickformat: ",~r", title: { text: words } };
+  }
+
+  /** Ticks where something was measured. */
+  function loads(numbers, words) {
+    const ticks = [...new Set(numbers)].sort((a, b) => a - b);
+    const [least, most] = [ticks[0], ticks.at(-1)];
+    const log = least > 0 && most / least >= DOUBLINGS;
+    const place = log ? Math.log10 : (v) => v;
+    const span = place(most) - place(least) || 1;
+    const apart = [most];
+    for (const tick of ticks.slice(0, -1).reverse()) if (place(apart[0]) - place(tick) >= LEAST_GAP * span) apart.unshift(tick);
+    const margin = ticks.length === 1 ? Math.abs(place(least)) * 0.5 || 1 : span * 0.06;
+    return {
+      type: log ? "log" : "linear", range: [place(least) - margin, place(most) + margin], tickvals: apart,
+      ticktext: apart.map(plain), tickangle: 0, title: { text: words },
+    };
+  }
+
+  function limited(panels) {
+    const left = panels.length - MOST_PANELS;
+    return [panels.slice(0, MOST_PANELS), left > 0 ? `${MOST_PANELS} of ${panels.length} panels are drawn; filters bring the others.` : ""];
+  }
+
+  /** Panels with lines before those with single points, and titles without what all of a figure share. */
+  function arranged(panels) {
+    const model = (panel) => panel.title.slice(0, panel.title.indexOf(", ") + 2);
+    const one = new Set(panels.map(model)).size === 1 && panels.length > 1;
+    const [lines, single] = [true, false].map((wanted) => panels.filter((panel) => panel.traces.some((trace) => trace.mode.startsWith("lines+") && trace.x.length > 1) === wanted));
+    return [...lines, ...single.map((panel) => ({ ...panel, low: lines.length > 0 }))].map((panel) => ({ ...panel, title: (one ? panel.title.slice(model(panel).length) : panel.title).replace(/, (live|replay)$/, "") }));
+  }
+
+  /** The series that points belong to, each a switch. */
+  function itemsOf(points) {
+    const replayed = points.every((p) => p.mode === "replay") ? "replay" : "";
+    return [...new Set(points.map((p) => p.series))].sort((a, b) => a - b).map((i) => ({
+      key: series[i].name, name: dcp.points.brief(series[i].name), colour: dcp.series(series[i].colour), symbol: shape(series[i], replayed), dash: dcp.dash(series[i].dash),
+    }));
+  }
+
+  function line(points, x, y, more = {}) {
+    const look = series[points[0].series];
+    const [low, high] = [`${y}_low`, `${y}_high`];
+    const spread = points.some((p) => known(p[low]) && p[low] !== p[high]);
+    const colour = dcp.series(look.colour);
+    return {
+      x: points.map(x), y: points.map((p) => p[y]), mode: "lines+markers", customdata: points.map(hoverOf), hovertemplate: dcp.HOVER,
+      line: { color: colour, dash: dcp.dash(look.dash), width: 2 }, marker: { color: colour, symbol: shape(look, points[0].mode), size: 8, line: { color: colour, width: 1.5 } },
+      error_y: spread ? { type: "data", symmetric: false, array: points.map((p) => (p[high] ?? p[y]) - p[y]), arrayminus: points.map((p) => p[y] - (p[low] ?? p[y])), thickness: 1.3, width: 4, color: colour } : { visible: false },
+      ...more,
+    };
+  }
+
+  const along = (point) => (point.arrival === "gamma" ? point.load_request_rate : point.concurrency);
+  const against = (point) => (point.arrival === "gamma" ? "request rate (requests/s)" : "concurrency (requests in flight)");
+
+  /** Lines over load; `stats` are [column, name] pairs, of which the first is the line and others are dashes. */
+  function overLoad(figure, points, stats) {
+    const loaded = points.filter((p) => p.arrival !== "trace" && stats.some(([column]) => known(p[column])));
+    const items = itemsOf(loaded);
+    const present = stats.filter(([column]) => loaded.some((p) => known(p[column])));
+    if (present.length > 1) {
+      items.push(...present.map(([, name], i) => ({ key: name, name, colour: "var(--soft)", symbol: i ? "" : "circle", dash: i ? "dot" : "solid" })));
+    }
+    const on = loaded.filter((p) => !figure.off.has(series[p.series].name));
+    const drawn = present.filter(([, name]) => !figure.off.has(name));
+    const heights = grouped(on, (p) => p.model);
+    const panels = [...grouped(on, (p) => p.panel)].map(([name, inside]) => {
+      const traces = [...grouped(inside, (p) => p.series).values()].flatMap((own) => drawn.map(([column], i) => {
+        const points_ = own.filter((p) => known(p[column])).sort((a, b) => along(a) - along(b));
+        const thin = { mode: "lines+markers", error_y: { visible: false } };
+        return points_.length === 0 ? null : line(points_, along, column, present.findIndex(([c]) => c === column) === 0 ? {} : {
+          ...thin, line: { color: dcp.series(series[own[0].series].colour), dash: "dot", width: 1 },
+          marker: { symbol: "line-ew-open", size: 13, color: dcp.series(series[own[0].series].colour), line: { width: 2.5, color: dcp.series(series[own[0].series].colour) } },
+        });
+      })).filter(Boolean);
+      const all = heights.get(inside[0].model).flatMap((p) => drawn.flatMap(([column]) => [p[column], p[`${column}_high`]]));
+      return {
+        key: name, title: name, traces,
+        layout: { xaxis: loads(inside.map(along), against(inside[0])), yaxis: values(all, figure.axis), annotations: watermark(inside) },
+      };
+    });
+    const traced = points.some((p) => p.arrival === "trace") ? "Requests of a file have one load: they are in the table of points and under Explore. " : "";
+    const missing = stats.length > 1 && present.length < stats.length ? "p99 is drawn where there are at least 662 samples." : "";
+    const [few, left] = limited(arranged(panels));
+    return { panels: few, items, note: [traced, missing, left].join(" ").trim() };
+  }
+
+  /** Points that no other beats in both, fastest user first. */
+  function best(points) {
+    let top = -Infinity;
+    return [...points].sort((a, b) => b.tok_s_per_user - a.tok_s_per_user || b.output_tok_s_per_gpu - a.output_tok_s_per_gpu)
+      .filter((p) => p.output_tok_s_per_gpu > top && ((top = p.output_tok_s_per_gpu), true));
+  }
+
+  function frontier(figure, points) {
+    const placed = points.filter((p) => known(p.tok_s_per_user) && known(p.output_tok_s_per_gpu));
+    const items = itemsOf(placed);
+    const on = placed.filter((p) => !figure.off.has(series[p.series].name));
+    const panels = [...grouped(on, (p) => p.panel)].map(([name, inside]) => {
+      const edge = best(inside);
+      const last = [...new Map(edge.map((p) => [along(p), p])).values()];
+      const traces = [
+        { x: edge.map((p) => p.tok_s_per_user), y: edge.map((p) => p.output_tok_s_per_gpu), mode: "lines", line: { color: "var(--line)", width: 8 }, hoverinfo: "skip" },
+        ...[...grouped(inside, (p) => p.series).values()].map((own) => line([...own].sort((a, b) => along(a) - along(b)), (p) => p.tok_s_per_user, "output_tok_s_per_gpu")),
+        { x: last.map((p) => p.tok_s_per_user), y: last.map((p) => p.output_tok_s_per_gpu), mode: "text", text: last.map((p) => plain(along(p))), textposition: "top right", textfont: { size: 11, color: "var(--soft)" }, hoverinfo: "skip", cliponaxis: false },
+      ];
+      const same = on.filter((p) => p.model === inside[0].model);
+      return {
+        key: name, title: name, traces,
+        layout: {
+          xaxis: { ...values(same.map((p) => p.tok_s_per_user), title("tok_s_per_user")) }, yaxis: values(same.map((p) => p.output_tok_s_per_gpu), title("output_tok_s_per_gpu")),
+          annotations: watermark(inside),
+        },
+      };
+    });
+    const [few, left] = limited(arranged(panels));
+    return { panels: few, items, note: `Up and right is better. The wide line joins the points that no other beats in both; numbers beside them are their load. ${left}`.trim() };
+  }
+
+  function kv(figure, points) {
+    const holding = points.filter((p) => known(p.kv_tokens_per_gib));
+    const models = grouped(holding, (p) => p.model);
+    const measures = [["kv_tokens_per_gib", "tokens per GiB of KV memory on each GPU"], ["kv_capacity_tokens", "tokens held in all"]];
+    const panels = [...models].flatMap(([model, inside]) => measures.map(([column, words]) => {
+      const real = column === "kv_capacity_tokens" ? inside.filter((p) => p.kv_bounded_by !== "sweep") : inside;
+      const tops = [...grouped(real, (p) => p.layout).values()].map((own) => own.reduce((a, b) => (b[column] > a[column] ? b : a)));
+      if (tops.length === 0) return null;
+      tops.sort((a, b) => a.tp - b.tp || a.dp - b.dp || a.dcp - b.dcp);
+      const first = tops[0][column];
+      return {
+        key: `${model} ${column}`, title: `${model}, ${words}`, rows: tops.length,
+        traces: [{
+          type: "bar", orientation: "h", x: tops.map((p) => p[column]), y: tops.map((p) => dcp.text(p.layout)), marker: { color: tops.map((p) => dcp.series(series[p.series].colour)) },
+          text: tops.map((p) => `${dcp.number(p[column])} (${Number((p[column] / first).toPrecision(3))}×)`), textposition: "outside", cliponaxis: false, textfont: { color: "var(--ink)" },
+          customdata: tops.map(hoverOf), hovertemplate: dcp.HOVER,
+        }],
+        layout: {
+          xaxis: { range: [0, Math.max(...tops.map((p) => p[column])) * 1.8], showticklabels: false, ticks: "", showgrid: false, showline: false },
+          yaxis: { type: "category", autorange: "reversed", showline: false, showgrid: false, ticks: "" }, bargap: 0.35, annotations: watermark(inside),
+        },
+      };
+    })).filter(Boolean);
+    const [few, left] = limited(panels);
+    return { panels: few, items: [], note: left };
+  }
+
+  function phases(figure, points) {
+    const profiled = points.filter((p) => known(p["phase:idle"]));
+    const names = [...dcp.points.data.phases, "idle"].filter((name) => profiled.some((p) => p[`phase:${name}`] > 0));
+    const cpu = profiled.every((p) => p.device === "CPU");
+    const called = (name) => (name === "idle" && cpu ? "outside ranges" : name.replaceAll("_", " "));
+    const items = names.map((name) => ({ key: name, name: called(name), colour: `var(--phase-${name})` }));
+    const on = names.filter((name) => !figure.off.has(name));
+    const all = [...new Set(profiled.map((p) => p.concurrency))].sort((a, b) => a - b);
+    const some = all.length > MOST_LOADS ? [all[0], all[all.length >> 1], all.at(-1)] : all;
+    const several = new Set(profiled.map((p) => p.run)).size > 1;
+    const total = (point) => on.reduce((sum, phase) => sum + (point[`phase:${phase}`] ?? 0), 0);
+    const longest = (model) => Math.max(0, ...profiled.filter((p) => p.model === model).map(total));
+    const panels = [...grouped(profiled.filter((p) => some.includes(p.concurrency)), (p) => (several ? `${p.panel}, ${p.run}` : p.panel))].map(([name, inside]) => {
+      const rows = some.flatMap((c) => {
+        const own = inside.filter((p) => p.concurrency === c);
+        return own.length ? [{ heading: `concurrency ${c}` }, ...own.map((point) => ({ point }))] : [];
+      });
+      const bars = rows.map((row, y) => ({ ...row, y })).filter((row) => row.point);
+      return {
+        key: name, title: name, rows: rows.length,
+        traces: on.map((phase) => ({
+          type: "bar", orientation: "h", y: bars.map((bar) => bar.y), x: bars.map((bar) => bar.point[`phase:${phase}`]), marker: { color: `var(--phase-${phase})`, line: { color: "var(--paper)", width: 0.5 } },
+          customdata: bars.map(({ point }) => dcp.hover(called(phase), [
+            ["time", `${dcp.number(point[`phase:${phase}`])} ms`], ["share of the profiled step", `${dcp.number((100 * point[`phase:${phase}`]) / names.reduce((s, n) => s + (point[`phase:${n}`] ?? 0), 0))} %`],
+            ["layout", point.label], ["concurrency", dcp.number(point.concurrency)], ["load", dcp.points.brief(point.panel)],
+          ])), hovertemplate: dcp.HOVER,
+        })),
+        layout: {
+          barmode: "stack", bargap: 0.2, annotations: watermark(inside),
+          xaxis: { title: { text: "profiled step (ms)" }, range: [0, longest(inside[0].model) * 1.04], nticks: 5 },
+          yaxis: {
+            tickvals: rows.map((_, y) => y), ticktext: rows.map((row) => (row.heading ? `<b>${row.heading}</b>` : dcp.text(dcp.points.brief(row.point.label)))),
+            range: [rows.length - 0.4, -0.6], showgrid: false, showline: false, ticks: "", tickfont: { size: 12 },
+          },
+        },
+      };
+    });
+    const [few, left] = limited(panels);
+    const fewer = some.length < all.length ? `Concurrencies ${some.map(dcp.number).join(", ")} of ${all.length}; filters bring others.` : "";
+    return { panels: few, items, note: [fewer, left].join(" ").trim() };
+  }
+
+  /** Any number against any other; a thin line joins points that differ in their load alone. */
+  function explore(figure, points) {
+    const { x, y, colour } = figure;
+    const placed = points.filter((p) => known(p[x]) && known(p[y]));
+    const mixed = new Set(placed.map((p) => p.mode)).size > 1;
+    const group = (p) => `${p[colour] ?? "–"}${mixed && colour !== "mode" ? `, ${p.mode}` : ""}`;
+    const every = [...new Set(dcp.points.all.map((p) => String(p[colour] ?? "–")))];
+    const look = (p) => { const i = every.indexOf(String(p[colour] ?? "–")); return { colour: i, symbol: i + Math.floor(i / 7) }; };
+    const groups = [...grouped(placed, group)].sort((a, b) => every.indexOf(String(a[1][0][colour])) - every.indexOf(String(b[1][0][colour])));
+    const items = groups.map(([name, own]) => ({ key: name, name: dcp.points.brief(name), colour: dcp.series(look(own[0]).colour), symbol: shape(look(own[0]), own[0].mode) }));
+    const joined = ["concurrency", "load_request_rate"].includes(x);
+    const traces = groups.filter(([name]) => !figure.off.has(name)).map(([, own]) => {
+      const parts = joined ? [...grouped(own, (p) => `${p.series} ${p.panel}`).values()] : [own];
+      const ordered = parts.flatMap((part) => [...[...part].sort((a, b) => a[x] - b[x]), null]).slice(0, -1);
+      const [color, symbol] = [dcp.series(look(own[0]).colour), shape(look(own[0]), own[0].mode)];
+      return {
+        x: ordered.map((p) => p?.[x] ?? null), y: ordered.map((p) => p?.[y] ?? null), customdata: ordered.map((p) => (p ? hoverOf(p) : "")), hovertemplate: dcp.HOVER,
+        mode: joined ? "lines+markers" : "markers", line: { color, width: 1 }, marker: { color, symbol, size: 8, line: { color, width: 1.5 } }, connectgaps: false,
+      };
+    });
+    const on = placed.filter((p) => !figure.off.has(group(p)));
+    const axis = (name) => (joined && name === x ? loads(on.map((p) => p[name]), title(name)) : values(on.map((p) => p[name]), title(name)));
+    const panels = on.length === 0 ? [] : [{ key: "explore", title: "", traces, layout: { xaxis: axis(x), yaxis: axis(y), annotations: watermark(on) } }];
+    const without = points.length - placed.length;
+    return { panels, items, note: without > 0 ? `${without} of ${points.length} points have no ${fields.get(x).label} or no ${fields.get(y).label}.` : "", wide: true };
+  }
+
+  return {
+    ROW_PIXELS,
+    throughput: (figure, points) => overLoad({ ...figure, axis: "output (tok/s)" }, points, [["output_tok_s", "output"]]),
+    ttft: (figure, points) => overLoad({ ...figure, axis: "time to first token (ms)" }, points, [["ttft_p50_ms", "p50"], ["ttft_p99_ms", "p99"]]),
+    itl: (figure, points) => overLoad({ ...figure, axis: "inter-token latency (ms)" }, points, [[points.some((p) => known(p.step_ms)) ? "step_ms" : "itl_p50_ms", "p50"], ["itl_p99_ms", "p99"]]),
+    frontier, kv, phases, explore,
+  };
+})();

@@ -1,0 +1,177 @@
+"""Frames as data for the scripts of the page: an array per column, so that names are said once. Nothing is computed anew."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dcpbench.choices import CLOSED, GAMMA, LIVE
+from dcpbench.errors import UsageError
+from dcpbench.records import Point
+from dcpbench.reports import bars, style
+from dcpbench.reports.merge import missing
+from dcpbench.reports.page.fields import COLOURS, FIELDS, FILTERS, RANGES
+from dcpbench.reports.page.words import LONGEST, LONGEST_NAME, brief
+from dcpbench.reports.reproduce import command_of
+from dcpbench.serve_records import Load
+
+if TYPE_CHECKING:
+    from dcpbench.records import Record
+    from dcpbench.reports.frames import Frames
+
+MOST_POINTS = 20_000
+"""Points that a page holds; a browser draws these within seconds, and points.csv has all."""
+DIGITS = 7
+"""Significant digits of numbers in a page; points.csv has all."""
+UNMARKED = "unmarked"
+"""Among the marks by which points are filtered: to have none."""
+Rows = list[dict[str, Any]]
+
+
+def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
+    """What report-*.js read: columns of the first `most` points, looks of their series, and names of everything."""
+    tables = [table for table in (frames.points, frames.served) if len(table)]
+    rows: Rows = []
+    phases: dict[str, None] = {}
+    series = _Series(frames)
+    commands = _Commands(frames)
+    for table in tables:
+        part = table.head(max(most - len(rows), 0))
+        times = bars.phases_in_ms(part).to_dict("records") if bars.has_phases(part) else [{}] * len(part)
+        for row, spent in zip(part.to_dict("records"), times, strict=True):
+            phases |= dict.fromkeys(map(str, spent))
+            rows.append(_row(row, {str(k): v for k, v in spent.items()}) | series.of(row) | commands.of(row))
+    total = sum(map(len, tables))
+    return {
+        "columns": _columns(rows),
+        "count": len(rows),
+        "total": total,
+        "cpu": frames.cpu,
+        "series": series.looks,
+        "phases": list(phases),
+        "fields": [
+            {"name": f.column, "label": f.label, "unit": f.unit, "table": f.table, "range": f.column in RANGES}
+            for f in FIELDS
+            if any(row.get(f.column) is not None for row in rows)
+        ],
+        "unmarked": UNMARKED,
+        "filters": FILTERS,
+        "colours": COLOURS,
+    }
+
+
+def _row(row: dict[str, Any], phases: dict[str, Any]) -> dict[str, Any]:
+    """One point: its words, its numbers in the units of FIELDS, and the ends of their intervals."""
+    found: dict[str, Any] = {
+        "run": row["run"], "model": row["model"], "workload": row["workload"], "layout": row["layout"],
+        "label": row["label"], "backend": row["backend"], "device": row["device"],
+        "exchange": point_of(row).exchange_label() or "none", "mode": row.get("mode") or LIVE,
+        "load": _load(row), "panel": _panel(row), "arrival": row.get("load_arrival") or CLOSED,
+        "marks": [mark for mark in row["marks"].split(", ") if mark] or [UNMARKED],
+        "kv_bounded_by": row["kv_bounded_by"], "samples": row.get("samples") or row.get("itl_samples"),
+    }  # fmt: skip
+    for field in FIELDS:
+        found[field.column] = _number(row.get(field.column), field.scale)
+        if field.column in RANGES:
+            for end in ("_low", "_high"):
+                found[field.column + end] = _number(row.get(field.column + end), field.scale)
+    found = {k: brief(v, LONGEST_NAME) if isinstance(v, str) else v for k, v in found.items()}
+    found |= {f"phase:{name}": _number(ms) for name, ms in phases.items()}
+    return found | {"phase:idle": _number(row.get("idle_us"), 1e-3) if phases else None}
+
+
+def _served(row: dict[str, Any]) -> bool:
+    return not missing(row.get("load_requests"))
+
+
+def _load(row: dict[str, Any]) -> str:
+    return str(row["rest"]) if _served(row) else "decode"
+
+
+def _panel(row: dict[str, Any]) -> str:
+    """Points of one panel differ in nothing but the layout, how it is computed, and how heavy the load is."""
+    if not _served(row):
+        return f"{row['model']}, context {row['context']:,} tokens"
+    arrival = {CLOSED: "closed loop", GAMMA: "open loop"}.get(row["load_arrival"], "at the trace's times")
+    return f"{row['model']}, {arrival}, {row['rest']}, {row['mode']}"
+
+
+def _number(value: Any, scale: float = 1.0) -> float | int | None:  # noqa: ANN401 - whatever a table holds
+    if missing(value) or isinstance(value, str):
+        return None
+    value = value if scale == 1 else value * scale
+    return value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")
+
+
+def _columns(rows: Rows) -> dict[str, list[Any]]:
+    """Columns in which any point has a value."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    found = {name: [row.get(name) for row in rows] for name in names}
+    return {name: values for name, values in found.items() if any(v is not None for v in values)}
+
+
+def point_of(row: dict[str, Any]) -> Point:
+    """The point that a row of Frames was made of, as its first repeat."""
+    fields = {name: row[name] for name in Point.__struct_fields__ if name not in ("repeat", "load")}
+    load = None
+    if _served(row):
+        names = [name for name in Load.__struct_fields__ if name != "mode"]
+        load = Load(mode=row["mode"], **{n: None if missing(v := row[f"load_{n}"]) else v for n in names})
+    return Point(**fields, load=load)
+
+
+class _Series:
+    """Which line a point belongs to, and how that looks: as in the figures (plots.py)."""
+
+    def __init__(self, frames: Frames) -> None:
+        self.looks: list[dict[str, Any]] = []
+        self._places: dict[tuple[str, ...], int] = {}
+        self._styles: dict[bool, style.Style] = {}
+        if not frames.everything.empty:
+            whole = style.Style.of(frames.everything)
+            of = {
+                served: style.Style.of(t).variants
+                for served, t in ((False, frames.points), (True, frames.served))
+                if len(t)
+            }
+            self._styles = {served: dataclasses.replace(whole, variants=names) for served, names in of.items()}
+
+    def of(self, row: dict[str, Any]) -> dict[str, int]:
+        """The place of a row's series in `looks`."""
+        look = self._styles[_served(row)]
+        layout, variant, run = str(row["layout"]), str(row["variant"]), str(row["run"])
+        key = (row["workload"], layout, variant, run)
+        if key not in self._places:
+            self._places[key] = len(self.looks)
+            several = f", {run}" if len(look.runs) > 1 else ""
+            self.looks.append({
+                "name": brief(f"{row['label']}{several}", LONGEST_NAME),
+                "colour": style.LAYOUT_COLOURS.index(look.colour(layout, variant)),
+                "dash": style.LINES.index(look.line(variant)),
+                "symbol": style.MARKERS.index(look.marker(layout, run, variant)),
+            })  # fmt: skip
+        return {"series": self._places[key]}
+
+
+class _Commands:
+    """The command of each point, with the settings that its record was measured with."""
+
+    def __init__(self, frames: Frames) -> None:
+        self._records: dict[tuple[str, Point], Record] = {}
+        for run in frames.runs:
+            for record in run.records:
+                if record.outcome == "ok":
+                    point = msgspec.structs.replace(record.point, repeat=0)
+                    self._records.setdefault((run.name, point), record)
+
+    def of(self, row: dict[str, Any]) -> dict[str, str | None]:
+        """Null for a point that no option can say, or none of bearable length."""
+        point = point_of(row)
+        record = self._records[row["run"], point]
+        try:
+            command = command_of(point, record.measured_with, cpu=bool(row["cpu"]))
+        except UsageError:
+            return {"command": None}
+        return {"command": command if len(command) <= LONGEST else None}

@@ -1,0 +1,96 @@
+"""The command that measures one point of a report again, alone."""
+
+from __future__ import annotations
+
+import shlex
+from decimal import Decimal
+from typing import TYPE_CHECKING
+
+from dcpbench.choices import GAMMA, NO_EXCHANGE, OPTIONS, TRACE, flag
+from dcpbench.errors import UsageError
+from dcpbench.option_values import SYNTHETIC
+from dcpbench.reports.merge import GIB
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dcpbench.records import Point
+    from dcpbench.serve_records import Load
+
+
+def command_of(point: Point, settings: Mapping[str, object], *, cpu: bool = False) -> str:
+    """`dcpbench sweep …` or `dcpbench serve …` for a shell, whose only point is this one, as its first repeat.
+
+    `settings` are Record.measured_with, of which those are typed that an option can say. Where the point's KV pool was
+    sized for a larger point of its sweep (kv_memory_bytes is null), it is sized for this point alone.
+    Raises UsageError for a point that no option can say: a name with a comma, or an empty one.
+    """
+    words = ["dcpbench", "serve" if point.load else "sweep"]
+    for name, value in (_layout(point) | _load(point, settings) | _how(point) | _measured(point, settings)).items():
+        words += _option(name, value)
+    words += ["--no-baseline"]
+    words += ["--device", "cpu"] if cpu else []
+    return shlex.join(words)
+
+
+def _layout(point: Point) -> dict[str, object]:
+    checkpoint = {} if point.weights == SYNTHETIC else {"weights": point.weights}
+    return {"model": point.model, "tp": point.tp, "dp": point.dp, "dcp": point.dcp} | checkpoint
+
+
+def _how(point: Point) -> dict[str, object]:
+    exchanged = {} if point.exchange == NO_EXCHANGE else {name: getattr(point, name) for name in ("exchange", *OPTIONS)}
+    names = ("backend", "all_reduce", "dtype", "page_size", "interleave")
+    return exchanged | {name: getattr(point, name) for name in names}
+
+
+def _load(point: Point, settings: Mapping[str, object]) -> dict[str, object]:
+    load = point.load
+    if load is None:
+        return {"concurrency": point.concurrency, "context": point.context}
+    found: dict[str, object] = {"mode": load.mode}
+    if load.arrival != TRACE:  # a file's own times are taken where nothing else says when requests come
+        found["concurrency"] = point.concurrency
+    if load.arrival == GAMMA:
+        found |= {"request_rate": load.request_rate, "burstiness": load.burstiness}
+    found |= _requests(load, settings)
+    if load.prefix_share:
+        found |= {"prefix_share": load.prefix_share, "prefix_groups": load.prefix_groups}
+    found |= {name: getattr(load, name) for name in ("chunk", "policy", "prefill", "seed")}
+    return found | ({} if load.prefix_cache else {"no_prefix_cache": True})
+
+
+def _requests(load: Load, settings: Mapping[str, object]) -> dict[str, object]:
+    """What is sent, and when a run of it ends."""
+    seconds = settings.get("limit_seconds")
+    limit: dict[str, object] = {} if seconds is None else {"limit": f"{Decimal(str(seconds)):f}s"}
+    if not load.trace:
+        return {
+            "num_requests": load.requests, "input_tokens": load.input_tokens, "output_tokens": load.output_tokens,
+        } | limit  # fmt: skip
+    return {"requests": settings.get("trace_path") or load.trace} | (limit or {"limit": load.requests})
+
+
+def _measured(point: Point, settings: Mapping[str, object]) -> dict[str, object]:
+    """How it was measured, as far as it differs from what happens where nothing is typed."""
+    found: dict[str, object] = {}
+    memory, slo = settings.get("kv_memory_bytes"), settings.get("slo")
+    if isinstance(memory, int):
+        found["kv_memory"] = f"{memory}B" if memory % GIB else f"{memory // GIB}GiB"
+    if point.load is None and "seconds" in settings:
+        found["seconds"] = settings["seconds"]
+    if point.load and isinstance(slo, dict) and slo:
+        found["slo"] = ",".join(f"{name}={limit!r}" for name, limit in slo.items())
+    if point.load and settings.get("step_times"):
+        found["step_times"] = settings["step_times"]
+    return found | ({"no_profile": True} if settings.get("profile") is False else {})
+
+
+def _option(name: str, value: object) -> list[str]:
+    """An option as typed; switches that are off are left out."""
+    if isinstance(value, bool):
+        return [flag(name)] if value else []
+    text = str(value)
+    if not text or ("," in text and name in ("model", "backend", "exchange", "all_reduce")):
+        raise UsageError(f"{flag(name)} cannot be {text!r}: a comma list, and nothing, have another meaning.")
+    return [f"{flag(name)}={text}"] if text.startswith("-") else [flag(name), text]
