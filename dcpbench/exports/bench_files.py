@@ -19,7 +19,8 @@ NOT_KNOWN = Rule(
     "had requests cut off, and no samples that say which tokens were theirs",
     lambda m: m.record.serve is not None and bool(m.record.serve.cancelled) and samples_path(m) is None,
 )
-CARRIES = (DID_NOT_RUN, DECODE_STEPS, NOT_KNOWN)
+NO_TIME = Rule("took no time", lambda m: m.record.serve is not None and not m.record.serve.wall_s > 0)
+CARRIES = (DID_NOT_RUN, DECODE_STEPS, NO_TIME, NOT_KNOWN)
 """What neither file has a place for."""
 
 

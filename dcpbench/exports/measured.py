@@ -82,7 +82,9 @@ class Rule:
 
 
 DID_NOT_RUN = Rule("did not run", lambda m: m.record.outcome != "ok" or not (m.record.metrics or m.record.serve))
-DECODE_STEPS = Rule("decode steps, which have no requests", lambda m: m.record.serve is None)
+DECODE_STEPS = Rule(
+    "decode steps, which have no requests", lambda m: m.record.serve is None or m.record.point.load is None
+)
 ON_CPU = Rule("functional runs on a CPU, whose times mean nothing", lambda m: m.standing == FUNCTIONAL)
 IN_REPLAY = Rule("replays, which are computed and not measured", lambda m: m.standing == REPLAYED)
 COMPUTED_WRONG = Rule("computed something wrong (see their marks)", lambda m: bool(set(WRONG) & set(m.record.marks)))
@@ -104,10 +106,10 @@ def sieve(points: Iterable[Measured], *rules: Rule) -> tuple[list[Measured], Cou
 
 
 def by_point(points: Iterable[Measured]) -> list[list[Measured]]:
-    """Repeats of a point together, in order of their first."""
-    groups: dict[tuple[str, str, str], list[Measured]] = {}
+    """Repeats of a point together, in order of their first; never one that was measured with one that was not."""
+    groups: dict[tuple[str, str, str, str], list[Measured]] = {}
     for m in points:
-        groups.setdefault((m.run, m.origin, m.record.point.same_but_repeat()), []).append(m)
+        groups.setdefault((m.run, m.origin, m.standing, m.record.point.same_but_repeat()), []).append(m)
     return list(groups.values())
 
 
