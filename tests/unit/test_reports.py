@@ -153,7 +153,7 @@ def test_a_model_name_cannot_write_outside_the_report(tmp_path: Path) -> None:
 def test_very_long_strings_do_not_break_the_report(tmp_path: Path) -> None:
     """A megabyte of log in a failure is shown by its end only."""
     long = msgspec.structs.replace(build.failed(build.point()), detail={"log": "x" * 1_000_000 + "END"})
-    page, out = report(tmp_path, [long])
+    page, _ = report(tmp_path, [long])
     assert "END" in page.text
     assert len(page.text) < 100_000
 

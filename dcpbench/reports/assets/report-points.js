@@ -40,7 +40,7 @@ dcp.points = (() => {
       const ends = range(point, field);
       rows.push([field.label, withUnit(value, field.unit) + (ends ? ` [${ends}]` : "")]);
     }
-    return [...rows, ["marks", marks(point)], ["run", brief(point.run)]].filter(([, value]) => value);
+    return [...rows, ["marks", marks(point)], ["run", brief(point.run)], ["measured by", point.origin]].filter(([, value]) => value);
   }
 
   function fragment() {

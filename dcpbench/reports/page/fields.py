@@ -67,8 +67,21 @@ RANGES = ("output_tok_s", "step_ms")
 """Columns that have a `_low` and a `_high` beside them."""
 FILTERS = {
     "model": "model", "layout": "layout", "exchange": "exchange", "context": "context", "concurrency": "concurrency",
-    "workload": "workload", "mode": "live or replay", "load": "load", "run": "run", "marks": "marks",
+    "workload": "workload", "mode": "live or replay", "load": "load", "origin": "measured by", "run": "run",
+    "marks": "marks",
 }  # fmt: skip
 """Names in the page's data, and what the page calls them."""
-COLOURS = ("layout", "exchange", "model", "run", "backend", "context", "concurrency", "mode", "workload", "device")
+COLOURS = (
+    "layout",
+    "exchange",
+    "model",
+    "run",
+    "backend",
+    "context",
+    "concurrency",
+    "mode",
+    "workload",
+    "device",
+    "origin",
+)
 """By what the chart that a reader makes can be coloured."""

@@ -1,4 +1,4 @@
-"""Frames as data for the scripts of the page: an array per column, so that names are said once. Nothing is computed anew."""
+"""Frames as data for the scripts of the page: an array per column. Nothing is computed anew."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dcpbench.records import Point
 from dcpbench.reports import bars, style
 from dcpbench.reports.merge import missing
 from dcpbench.reports.page.fields import COLOURS, FIELDS, FILTERS, RANGES
-from dcpbench.reports.page.words import LONGEST, LONGEST_NAME, brief
+from dcpbench.reports.page.words import LONGEST_COMMAND, LONGEST_NAME, brief
 from dcpbench.reports.reproduce import command_of
 from dcpbench.serve_records import Load
 
@@ -40,7 +40,8 @@ def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
     for table in tables:
         part = table.head(max(most - len(rows), 0))
         times = bars.phases_in_ms(part).to_dict("records") if bars.has_phases(part) else [{}] * len(part)
-        for row, spent in zip(part.to_dict("records"), times, strict=True):
+        for named, spent in zip(part.to_dict("records"), times, strict=True):
+            row = {str(name): value for name, value in named.items()}
             phases |= dict.fromkeys(map(str, spent))
             rows.append(_row(row, {str(k): v for k, v in spent.items()}) | series.of(row) | commands.of(row))
     total = sum(map(len, tables))
@@ -66,7 +67,7 @@ def _row(row: dict[str, Any], phases: dict[str, Any]) -> dict[str, Any]:
     """One point: its words, its numbers in the units of FIELDS, and the ends of their intervals."""
     found: dict[str, Any] = {
         "run": row["run"], "model": row["model"], "workload": row["workload"], "layout": row["layout"],
-        "label": row["label"], "backend": row["backend"], "device": row["device"],
+        "label": row["label"], "backend": row["backend"], "device": row["device"], "origin": row.get("origin"),
         "exchange": point_of(row).exchange_label() or "none", "mode": row.get("mode") or LIVE,
         "load": _load(row), "panel": _panel(row), "arrival": row.get("load_arrival") or CLOSED,
         "marks": [mark for mark in row["marks"].split(", ") if mark] or [UNMARKED],
@@ -118,7 +119,8 @@ def point_of(row: dict[str, Any]) -> Point:
     load = None
     if _served(row):
         names = [name for name in Load.__struct_fields__ if name != "mode"]
-        load = Load(mode=row["mode"], **{n: None if missing(v := row[f"load_{n}"]) else v for n in names})
+        asked: dict[str, Any] = {n: None if missing(v := row[f"load_{n}"]) else v for n in names}
+        load = Load(mode=row["mode"], **asked)
     return Point(**fields, load=load)
 
 
@@ -167,11 +169,11 @@ class _Commands:
                     self._records.setdefault((run.name, point), record)
 
     def of(self, row: dict[str, Any]) -> dict[str, str | None]:
-        """Null for a point that no option can say, or none of bearable length."""
+        """Null for a point of another tool, one that no option can say, and one that takes no bearable length."""
         point = point_of(row)
         record = self._records[row["run"], point]
         try:
-            command = command_of(point, record.measured_with, cpu=bool(row["cpu"]))
+            command = None if record.origin else command_of(point, record.measured_with, cpu=bool(row["cpu"]))
         except UsageError:
-            return {"command": None}
-        return {"command": command if len(command) <= LONGEST else None}
+            command = None
+        return {"command": command if command and len(command) <= LONGEST_COMMAND else None}

@@ -1,0 +1,162 @@
+"""reports/reproduce.py: a command that the command line reads back to exactly the point that it was made of."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from dcpbench import cli, commands, commands_serve, sweep
+from dcpbench.errors import UsageError
+from dcpbench.jobs import Settings
+from dcpbench.reports.reproduce import command_of
+from dcpbench.serve_spec import make_serve_spec
+from dcpbench.spec import make_spec
+from tests.unit import record_builder
+from tests.unit.test_judge import CPU, H200X4
+from tests.unit.test_shapes import V3
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from dcpbench.jobs import Probe
+    from dcpbench.records import Point
+    from dcpbench.spec import SweepSpec
+
+    ReadBack = Callable[[str], SweepSpec]
+
+
+@pytest.fixture
+def read_back(monkeypatch: pytest.MonkeyPatch) -> ReadBack:
+    """What the command line makes of a command, on the machine that its --device asks for."""
+    typed: list[SweepSpec] = []
+
+    def note(make: Callable[..., SweepSpec]) -> Callable[..., int]:
+        def read(given: dict[str, object], run: object) -> int:
+            typed.append(make(given, CPU if run.device == "cpu" else H200X4))  # type: ignore[attr-defined]
+            return 0
+
+        return read
+
+    monkeypatch.setattr(commands, "sweep", note(make_spec))
+    monkeypatch.setattr(commands_serve, "serve", note(make_serve_spec))
+
+    def back(command: str) -> SweepSpec:
+        words = shlex.split(command)
+        assert words[0] == "dcpbench"
+        with pytest.raises(SystemExit) as end:
+            cli.main(words[1:])
+        assert end.value.code == 0
+        return typed[-1]
+
+    return back
+
+
+def check(spec: SweepSpec, probe: Probe, read_back: ReadBack, least: int = 1) -> None:
+    """Each point of a grid has a command whose grid is that point alone, measured in the same way."""
+    points = [c.point for c in sweep.expand(spec, probe) if c.error is None]
+    assert len(points) >= least
+    for point in points:
+        again = read_back(command_of(point, msgspec.to_builtins(spec.settings), cpu=probe.device == "cpu"))
+        (found,) = sweep.expand(again, probe)
+        assert found.point == msgspec.structs.replace(point, repeat=0)
+        assert again.settings == spec.settings
+
+
+DECODE: dict[str, dict[str, object]] = {
+    "defaults": {},
+    "grid": {"model": "deepseek-v3,kimi-k2", "tp": 4, "dp": "1,2", "dcp": "1,2", "context": "4000,32000"},
+    "exchanges": {"backend": "triton,flashinfer,auto", "exchange": "ag_rs,a2a,symm,auto", "concurrency": 8},
+    "options": {"exchange": "a2a", "q_replicate": [False, True], "project_first": [False, True]},
+    "overlap": {"overlap": True, "all_reduce": "nccl,symm"},
+    "pages": {"page_size": 32, "interleave": 8},
+    "kv": {"kv_memory": "60GiB"},
+    "kv-bytes": {"kv_memory": "61234567891B"},
+    "measured": {"seconds": 2.5, "profile": False, "repeats": 2},
+}
+
+
+@pytest.mark.parametrize("options", DECODE.values(), ids=DECODE)
+def test_a_decode_point_is_measured_again_alone(options: dict[str, object], read_back: ReadBack) -> None:
+    check(make_spec(options, H200X4), H200X4, read_back, least=2)
+
+
+def test_a_cpu_point_asks_for_the_cpu(read_back: ReadBack) -> None:
+    check(make_spec({"tp": 2, "dtype": "bf16", "seconds": 1}, CPU), CPU, read_back, least=2)
+
+
+def test_a_point_of_a_checkpoint_names_its_folder(tmp_path: Path, read_back: ReadBack) -> None:
+    """A folder with a space in its name, and one that begins with a dash."""
+    for name in ("my model", "-x"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(V3))
+        (folder / "model.safetensors").touch()
+        check(make_spec({"weights": str(folder), "concurrency": 8}, H200X4), H200X4, read_back)
+
+
+SERVE: dict[str, dict[str, object]] = {
+    "defaults": {},
+    "layouts": {"dp": "1,2", "dcp": "1,2", "concurrency": "3,8", "model": "deepseek-v3,kimi-k2"},
+    "lengths": {"input_tokens": "4000,uniform:1000-7000,lognormal:4000:0.5", "output_tokens": "20,uniform:5-9"},
+    "rates": {"request_rate": "0.5,2", "burstiness": 0.25},
+    "rates-bounded": {"request_rate": 3, "concurrency": 5},
+    "prefixes": {"prefix_share": 0.3, "prefix_groups": 4, "prefix_cache": False},
+    "how": {"policy": "prefill-first", "chunk": 4096, "prefill": "flashinfer", "seed": 7, "exchange": "a2a,symm"},
+    "modes": {"mode": "live,replay", "q_replicate": True, "project_first": True, "all_reduce": "symm"},
+    "limits": {"limit": "0.00005s", "slo": "ttft=500,itl=49.5", "profile": False, "kv_memory": "20GiB"},
+    "limited": {"limit": "40", "repeats": 2},
+}
+
+
+@pytest.mark.parametrize("options", SERVE.values(), ids=SERVE)
+def test_a_served_point_is_measured_again_alone(options: dict[str, object], read_back: ReadBack) -> None:
+    check(make_serve_spec(options, H200X4), H200X4, read_back, least=2)
+
+
+def test_a_served_point_of_a_cpu_asks_for_the_cpu(read_back: ReadBack) -> None:
+    check(make_serve_spec({"tp": 2, "mode": "live,replay"}, CPU), CPU, read_back, least=2)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"concurrency": 2}, {"request_rate": 2}, {"limit": "60s"}, {"limit": "3"}], ids=str
+)
+def test_a_file_of_requests_is_named_with_its_folder(
+    more: dict[str, object], tmp_path: Path, read_back: ReadBack
+) -> None:
+    path = tmp_path / "my trace.csv"
+    path.write_text("arrival_s,input_tokens,output_tokens\n0,10,10\n1,20,10\n2,30,10\n3,40,10\n")
+    check(make_serve_spec({"requests": str(path), **more}, H200X4), H200X4, read_back)
+
+
+def test_a_replay_from_a_file_names_the_file(tmp_path: Path, read_back: ReadBack) -> None:
+    """An empty file, which no grid could replay from."""
+    path = tmp_path / "times.json"
+    path.touch()
+    spec = make_serve_spec({"mode": "replay", "step_times": str(path), "concurrency": 8, "baseline": False}, H200X4)
+    (candidate,) = sweep.expand(spec, H200X4)
+    again = read_back(command_of(candidate.point, msgspec.to_builtins(spec.settings)))
+    assert again.settings.step_times == str(path)
+    assert sweep.expand(again, H200X4)[0].point == candidate.point
+
+
+def test_a_command_is_safe_to_paste(read_back: ReadBack) -> None:
+    """A name from a record cannot end the command and begin another."""
+    name = "$(touch x); `touch y` '\n--force"
+    command = command_of(record_builder.point(model=name, dtype="bf16"), {})
+    assert read_back(command).model == (name,)
+
+
+@pytest.mark.parametrize("changes", [{"model": "a,b"}, {"backend": "x,"}, {"model": ""}], ids=str)
+def test_what_no_option_can_say_has_no_command(changes: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match="comma list"):
+        command_of(record_builder.point(**changes), msgspec.to_builtins(Settings()))
+
+
+def test_a_repeat_is_measured_as_a_first_pass() -> None:
+    of: Point = record_builder.point(repeat=3)
+    assert command_of(of, {}) == command_of(msgspec.structs.replace(of, repeat=0), {})
