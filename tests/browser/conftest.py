@@ -1,0 +1,71 @@
+"""A real Chromium without a window: the system's own, driven by Playwright, which downloads none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from playwright.sync_api import Browser, Page
+
+    Visit = Callable[..., Page]
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+INSTALL = "no Chromium was found: apt-get install chromium"
+NOTICE = """
+addEventListener("securitypolicyviolation", (e) => console.error(`policy: ${e.violatedDirective} ${e.blockedURI}`));
+"""
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """Chromium, headless. Without one its tests are skipped, except where CI says that nothing may be."""
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(INSTALL)
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # A sandbox of its own needs rights that root in a container has not; pages here are ours.
+        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def visit(browser: Browser) -> Iterator[Visit]:
+    """Opens a file, or an address below `allowed`, without a network; arguments are those of a browser context.
+
+    At the end of the test no page may have asked for anything else, written an error to its console, raised one, or
+    violated its policy.
+    """
+    troubles: list[str] = []
+    contexts = []
+
+    def open_page(path: Path, fragment: str = "", *, allowed: str = "file:", **options: object) -> Page:
+        context = browser.new_context(offline=allowed == "file:", **options)  # type: ignore[arg-type]
+        context.add_init_script(NOTICE)
+        contexts.append(context)
+        page = context.new_page()
+
+        def asked(address: str) -> None:
+            if not address.startswith((allowed, "data:")):
+                troubles.append(f"asked for {address}")
+
+        page.on("request", lambda request: asked(request.url))
+        page.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: troubles.append(f"raised {error}"))
+        page.on("dialog", lambda dialog: (troubles.append(f"dialog {dialog.message}"), dialog.dismiss()))
+        page.goto((path.absolute().as_uri() if allowed == "file:" else str(path)) + fragment)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert troubles == []
