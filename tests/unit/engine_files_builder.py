@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import types
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,10 +19,10 @@ from tests.unit import serve_record_builder as build
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from dcpbench.records import Point, Record
 
+NOWHERE = Path("nowhere")
 TIMES = [(0.0, [0.5, 0.53, 0.56, 0.60]), (0.1, [0.6, 0.65]), (0.2, [0.7])]
 """When three requests were submitted and when their tokens came, in s: TTFT 0.5 s each, gaps 30, 30, 40 and 50 ms."""
 
@@ -106,3 +107,28 @@ def measured(
         plain, **({"point": of, "metrics": None, "phases": None, "serve": found, "marks": marks(found)} | changes)
     )
     return Measured("run", folder, record)
+
+
+def served(**changes: Any) -> Measured:
+    """A measured point of fixed lengths, 400 in and 40 out, without samples beside it."""
+    return Measured("run", NOWHERE, build.served(build.point(build.DCP), **changes))
+
+
+def decoded(**changes: Any) -> Measured:
+    """A measured point of decode steps."""
+    return Measured("run", NOWHERE, record_builder.ok(record_builder.point(build.DCP), **changes))
+
+
+def replayed() -> Measured:
+    """The served point in virtual time."""
+    m = served()
+    assert m.record.point.load
+    load = msgspec.structs.replace(m.record.point.load, mode="replay")
+    return Measured(
+        m.run, m.folder, msgspec.structs.replace(m.record, point=msgspec.structs.replace(m.record.point, load=load))
+    )
+
+
+def functional() -> Measured:
+    """The served point on a CPU."""
+    return served(environment=record_builder.CPU, marks=["cpu"])

@@ -2,47 +2,30 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import importlib
-import io
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jsonschema
 import msgspec
-import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from dcpbench.errors import OutputError, RecordsError, UsageError
+from dcpbench.errors import RecordsError
 from dcpbench.exports import (
-    FORMATS,
     bmf,
-    columns,
-    csv_table,
-    export,
     gha,
     hud,
     inferencex,
-    measured,
-    parquet_table,
     sglang,
     vllm,
 )
 from dcpbench.exports.measured import Measured
-from dcpbench.exports.metrics import METRICS
-from dcpbench.layout import Layout
 from dcpbench.serving import samples
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder
 from tests.unit import serve_record_builder as build
-
-if TYPE_CHECKING:
-    from dcpbench.records import Record
 
 NOWHERE = Path("nowhere")
 TP, DCP = build.TP, build.DCP
@@ -100,31 +83,6 @@ def only(rendered: Any) -> Any:
     return json.loads(data)
 
 
-def served(**changes: Any) -> Measured:
-    """A measured point of fixed lengths, 400 in and 40 out, without samples beside it."""
-    return Measured("run", NOWHERE, build.served(build.point(DCP), **changes))
-
-
-def decoded(**changes: Any) -> Measured:
-    """A measured point of decode steps."""
-    return Measured("run", NOWHERE, record_builder.ok(record_builder.point(DCP), **changes))
-
-
-def replayed() -> Measured:
-    """The served point in virtual time."""
-    m = served()
-    assert m.record.point.load
-    load = msgspec.structs.replace(m.record.point.load, mode="replay")
-    return Measured(
-        m.run, m.folder, msgspec.structs.replace(m.record, point=msgspec.structs.replace(m.record.point, load=load))
-    )
-
-
-def functional() -> Measured:
-    """The served point on a CPU."""
-    return served(environment=record_builder.CPU, marks=["cpu"])
-
-
 class TestVllm:
     def test_it_has_the_fields_of_a_detailed_result(self, tmp_path: Path) -> None:
         """Three requests: 7 tokens out and 300 in within 0.7 s, at 10 and 438.57 tok/s; gaps 30, 30, 40, 50 ms."""
@@ -148,7 +106,7 @@ class TestVllm:
         assert not [name for name in found if name.startswith(("p90_", "p95_", "p99_"))]
 
     def test_known_percentiles_are_the_records(self) -> None:
-        m = served()
+        m = files.served()
         assert m.record.serve
         found = only(vllm.render([m]))
         assert found["p90_ttft_ms"] == m.record.serve.ttft_ms.p90
@@ -162,7 +120,7 @@ class TestVllm:
 
     def test_the_layout_is_metadata_in_vllms_words(self) -> None:
         """Our tp8·dp2·dcp2 is vLLM's tensor parallel 4 in each of 2 replicas. Metadata are strings."""
-        m = served()
+        m = files.served()
         point = msgspec.structs.replace(m.record.point, tp=8, dp=2, dcp=2)
         found = only(vllm.render([Measured("run", m.folder, msgspec.structs.replace(m.record, point=point))]))
         assert found["tensor_parallel_size"] == "4"
@@ -191,20 +149,20 @@ class TestVllm:
         assert (found["completed"], found["failed"], found["total_output_tokens"]) == (2, 1, 6)
 
     def test_a_point_of_which_that_is_not_known_is_left_out(self) -> None:
-        cut = served(until_s=2.0)
+        cut = files.served(until_s=2.0)
         rendered = vllm.render([cut])
         assert not rendered.files
         assert list(rendered.left_out) == ["had requests cut off, and no samples that say which tokens were theirs"]
 
     def test_replays_and_cpu_runs_say_so_where_a_reader_looks(self) -> None:
-        assert only(vllm.render([replayed()]))["backend"] == "dcpbench-replay"
-        assert only(vllm.render([functional()]))["label"] == "dcpbench-functional"
-        assert only(vllm.render([served()]))["backend"] == "dcpbench"
+        assert only(vllm.render([files.replayed()]))["backend"] == "dcpbench-replay"
+        assert only(vllm.render([files.functional()]))["label"] == "dcpbench-functional"
+        assert only(vllm.render([files.served()]))["backend"] == "dcpbench"
 
     def test_each_point_has_a_file_of_its_own(self) -> None:
-        m = served()
+        m = files.served()
         other = Measured("run", m.folder, build.served(build.point(TP)))
-        assert len(vllm.render([m, other, replayed()]).files) == 3
+        assert len(vllm.render([m, other, files.replayed()]).files) == 3
 
     def test_samples_outside_the_run_are_not_read(self, tmp_path: Path) -> None:
         m = files.measured(tmp_path)
@@ -217,7 +175,7 @@ class TestVllm:
 class TestSglang:
     def test_it_has_the_fields_of_a_detailed_line(self, tmp_path: Path) -> None:
         """In flight on average: (0.6 + 0.55 + 0.5) s / 0.7 s = 2.357 requests."""
-        rendered = sglang.render([files.measured(tmp_path), served()])
+        rendered = sglang.render([files.measured(tmp_path), files.served()])
         (data,) = rendered.files.values()
         lines = data.decode().splitlines()
         assert len(lines) == 2, "one line each"
@@ -231,13 +189,13 @@ class TestSglang:
         assert found["itls"] == [pytest.approx([0.03, 0.03, 0.04]), pytest.approx([0.05]), []]
 
     def test_fixed_lengths_are_told(self) -> None:
-        found = only(sglang.render([served()]))
+        found = only(sglang.render([files.served()]))
         assert (found["random_input_len"], found["random_output_len"], found["random_range_ratio"]) == (400, 40, 1.0)
 
 
 class TestInferencex:
     def test_a_row_counts_input_and_output_and_times_in_seconds(self) -> None:
-        m = served()
+        m = files.served()
         s = m.record.serve
         assert s
         (row,) = only(inferencex.render([m]))
@@ -250,14 +208,14 @@ class TestInferencex:
         assert (row["hw"], row["isl"], row["osl"], row["dcp_size"], row["ep"]) == ("h200", 400, 40, 4, 4)
         assert not [name for name in row if name.endswith("_ms")]
 
-    @pytest.mark.parametrize("make", [replayed, functional, decoded], ids=["replay", "cpu", "decode"])
+    @pytest.mark.parametrize("make", [files.replayed, files.functional, files.decoded], ids=["replay", "cpu", "decode"])
     def test_what_was_not_measured_by_serving_on_gpus_stays_out(self, make: Any) -> None:
-        rendered = inferencex.render([make(), served()])
+        rendered = inferencex.render([make(), files.served()])
         assert len(only(rendered)) == 1
         assert rendered.left_out.total() == 1
 
     def test_points_that_computed_something_wrong_stay_out(self) -> None:
-        assert not inferencex.render([served(marks=["graph_differs"])]).files
+        assert not inferencex.render([files.served(marks=["graph_differs"])]).files
 
     def test_open_loops_and_uneven_lengths_have_no_row(self, tmp_path: Path) -> None:
         of = files.point(changed={"arrival": "gamma", "request_rate": 2.5})
@@ -268,7 +226,7 @@ class TestInferencex:
 
 class TestGha:
     def test_each_file_has_one_direction(self) -> None:
-        rendered = gha.render([decoded(), served()])
+        rendered = gha.render([files.decoded(), files.served()])
         smaller, bigger = (json.loads(rendered.files[gha.FILES[b]]) for b in ("smaller", "bigger"))
         for entries, words in ((smaller, ("_ms", "_us", "syncs")), (bigger, ("tok_s", "tokens", "goodput"))):
             assert any(word in e["name"] for e in entries for word in words)
@@ -281,7 +239,7 @@ class TestGha:
         assert not [e for e in bigger if e["name"].endswith("_ms")]
 
     def test_names_are_unique_so_that_histories_stay_apart(self) -> None:
-        rendered = gha.render([decoded(), served(), replayed(), functional()])
+        rendered = gha.render([files.decoded(), files.served(), files.replayed(), files.functional()])
         names = [e["name"] for data in rendered.files.values() for e in json.loads(data)]
         assert len(names) == len(set(names))
         assert any("[replay]" in name for name in names)
@@ -303,7 +261,7 @@ class TestGha:
 
 class TestBmf:
     def test_it_meets_benchers_schema(self) -> None:
-        found = only(bmf.render([decoded(), served(), replayed()]))
+        found = only(bmf.render([files.decoded(), files.served(), files.replayed()]))
         jsonschema.validate(found, BMF_SCHEMA)
         assert len(found) == 3
         for name, measures in found.items():
@@ -312,7 +270,7 @@ class TestBmf:
 
     def test_built_in_measures_with_other_units_are_not_used(self) -> None:
         """Bencher's `latency` is in ns and its `throughput` in operations per second."""
-        (measures,) = only(bmf.render([decoded()])).values()
+        (measures,) = only(bmf.render([files.decoded()])).values()
         assert not {"latency", "throughput"} & set(measures)
         step = measures["step-ms"]
         assert step["lower_value"] <= step["value"] <= step["upper_value"]
@@ -320,7 +278,7 @@ class TestBmf:
 
 class TestHud:
     def test_a_record_is_one_metric_and_its_extra_info_are_strings(self) -> None:
-        found = only(hud.render([decoded()]))
+        found = only(hud.render([files.decoded()]))
         names = [r["metric"]["name"] for r in found]
         assert len(names) == len(set(names))
         for r in found:
@@ -340,117 +298,6 @@ class TestHud:
         (rate,) = [r for r in found if r["metric"]["name"] == "output_tok_s"]
         assert len(rate["metric"]["benchmark_values"]) == 2
 
-    @pytest.mark.parametrize("make", [replayed, functional], ids=["replay", "cpu"])
+    @pytest.mark.parametrize("make", [files.replayed, files.functional], ids=["replay", "cpu"])
     def test_nothing_computed_enters_a_public_database(self, make: Any) -> None:
         assert not hud.render([make()]).files
-
-
-class TestTables:
-    def everything(self) -> list[Measured]:
-        """Points of both workloads, one that failed, and one whose every word is a formula."""
-        failed = Measured("run", NOWHERE, record_builder.failed(record_builder.point(TP)))
-        hostile = Measured("run", NOWHERE, record_builder.rejected(record_builder.point(TP, model="=1+1"), '-2"\n;x'))
-        return [decoded(), served(), replayed(), functional(), failed, hostile]
-
-    def test_csv_holds_every_point_and_is_read_back_as_it_was(self) -> None:
-        (data,) = csv_table.render(self.everything()).files.values()
-        rows = list(csv.DictReader(io.StringIO(data.decode())))
-        assert [r["outcome"] for r in rows] == ["ok"] * 4 + ["failed", "rejected"]
-        assert [r["standing"] for r in rows[:4]] == ["measured", "measured", "replay", "functional"]
-        for row, was in zip(rows, columns.rows(self.everything()), strict=True):
-            for column in columns.COLUMNS:
-                if column.kind == "number" and was[column.name] is not None:
-                    assert float(row[column.name]) == was[column.name]
-                if was[column.name] is None:
-                    assert row[column.name] == "", "an absent value is empty, and no 0"
-        assert rows[-1]["model"] == "'=1+1", "a spreadsheet would run it"
-        assert rows[-1]["reason"] == "'-2\"\n;x"
-
-    def test_parquet_has_the_same_schema_for_every_run_and_keeps_every_value(self) -> None:
-        schemas = []
-        for points in (self.everything(), [decoded()], [served()]):
-            (data,) = parquet_table.render(points).files.values()
-            table = pq.read_table(io.BytesIO(data))
-            schemas.append(table.schema)
-            assert table.to_pylist() == columns.rows(points)
-        assert all(schema.equals(parquet_table.schema(pa)) for schema in schemas)
-
-    def test_pandas_reads_numbers_as_numbers(self) -> None:
-        (data,) = parquet_table.render(self.everything()).files.values()
-        frame = pd.read_parquet(io.BytesIO(data))
-        assert frame["output_tok_s"].dtype == "float64"
-        assert frame["output_tok_s"].isna().sum() == 2, "of the two that did not run"
-
-    def test_every_metric_is_a_column(self) -> None:
-        assert {m.name for m in METRICS} <= {c.name for c in columns.COLUMNS}
-
-
-class TestNumbersThatAreNone:
-    @pytest.mark.parametrize("to", ["gha", "bmf", "hud", "prometheus", "csv", "parquet"])
-    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
-    def test_they_are_absent_everywhere(self, to: str, value: float, tmp_path: Path) -> None:
-        """msgspec would not read such a record, but one can be made."""
-        record = record_builder.ok(record_builder.point(DCP), host_plan_us=value)
-        rendered = importlib.import_module(f"dcpbench.exports.{FORMATS[to]}").render(
-            [Measured("run", tmp_path, record)]
-        )
-        for name, data in rendered.files.items():
-            if not name.endswith(".parquet"):
-                assert b"host_plan" not in data or name.endswith(".csv")
-                assert b"nan" not in data.lower().replace(b"tenant", b"")
-                assert b"inf" not in data.lower().replace(b"flashinfer", b"").replace(b"info", b"").replace(
-                    b"inference", b""
-                )
-
-
-class TestFiles:
-    def run(self, tmp_path: Path, *records: Record) -> Path:
-        return record_builder.write(tmp_path / "run", records or (record_builder.ok(record_builder.point(DCP)),))
-
-    def test_they_go_below_the_run_unless_told_otherwise(self, tmp_path: Path) -> None:
-        run = self.run(tmp_path)
-        assert export([run], "csv", None).paths == [run / "exports" / "points.csv"]
-        assert [p.parent for p in export([run], "gha", None).paths] == [run / "exports" / "gha"] * 2
-
-    def test_a_name_that_ends_like_a_file_is_the_file(self, tmp_path: Path) -> None:
-        run = self.run(tmp_path)
-        assert export([run], "prometheus", tmp_path / "a.prom").paths == [tmp_path / "a.prom"]
-        assert export([run], "prometheus", tmp_path / "new").paths == [tmp_path / "new" / "dcpbench.prom"]
-
-    def test_nothing_is_written_over_without_force(self, tmp_path: Path) -> None:
-        run, path = self.run(tmp_path), tmp_path / "a.csv"
-        path.write_text("mine")
-        with pytest.raises(OutputError, match="--force"):
-            export([run], "csv", path)
-        assert path.read_text() == "mine"
-        export([run], "csv", path, force=True)
-        assert path.read_text().startswith("run,point,origin")
-        assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".part")] == []
-
-    def test_a_format_that_carries_none_of_the_points_says_why(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match=r"1 of 1 points left out: 1 decode steps, .* --to csv"):
-            export([self.run(tmp_path)], "vllm", None)
-
-    def test_what_was_left_out_is_told(self, tmp_path: Path) -> None:
-        run = self.run(tmp_path, build.served(build.point(DCP)), record_builder.ok(record_builder.point(DCP)))
-        assert export([run], "vllm", None).told == "1 of 2 points left out: 1 decode steps, which have no requests."
-
-    def test_an_unknown_format_is_answered_with_the_nearest(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match="did you mean prometheus"):
-            export([self.run(tmp_path)], "promethues", None)
-
-    @pytest.mark.parametrize("to", list(FORMATS))
-    def test_a_name_of_ten_million_characters_makes_no_file_of_that_size(self, to: str, tmp_path: Path) -> None:
-        """In names and labels it is cut; where a format keeps the model itself, it is there once."""
-        m = served()
-        huge = msgspec.structs.replace(m.record.point, model="\x1b<script>" + "x" * 10_000_000)
-        render = importlib.import_module(f"dcpbench.exports.{FORMATS[to]}").render
-        rendered = render([Measured("run", tmp_path, msgspec.structs.replace(m.record, point=huge))])
-        assert all(len(name) < 200 for name in rendered.files)
-        if to in ("gha", "bmf", "prometheus"):
-            assert sum(map(len, rendered.files.values())) < 200_000
-
-
-def test_a_layout_without_dcp_has_no_exchange_in_its_name() -> None:
-    plain = Measured("run", NOWHERE, record_builder.ok(record_builder.point(Layout(4))))
-    assert measured.names([[plain]]) == ["kimi-k2 tp4 flashinfer bfloat16, decode: 8 × 4,000"]

@@ -1,0 +1,143 @@
+"""exports/: tables that hold every point, numbers that are none, and files that are whole or not there."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import math
+from typing import TYPE_CHECKING
+
+import msgspec
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dcpbench.errors import OutputError, UsageError
+from dcpbench.exports import FORMATS, columns, csv_table, export, measured, parquet_table
+from dcpbench.exports.measured import Measured
+from dcpbench.exports.metrics import METRICS
+from dcpbench.layout import Layout
+from tests.unit import engine_files_builder as files
+from tests.unit import record_builder
+from tests.unit import serve_record_builder as build
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.records import Record
+
+NOWHERE = files.NOWHERE
+TP, DCP = build.TP, build.DCP
+
+
+class TestTables:
+    def everything(self) -> list[Measured]:
+        """Points of both workloads, one that failed, and one whose every word is a formula."""
+        failed = Measured("run", NOWHERE, record_builder.failed(record_builder.point(TP)))
+        hostile = Measured("run", NOWHERE, record_builder.rejected(record_builder.point(TP, model="=1+1"), '-2"\n;x'))
+        return [files.decoded(), files.served(), files.replayed(), files.functional(), failed, hostile]
+
+    def test_csv_holds_every_point_and_is_read_back_as_it_was(self) -> None:
+        (data,) = csv_table.render(self.everything()).files.values()
+        rows = list(csv.DictReader(io.StringIO(data.decode())))
+        assert [r["outcome"] for r in rows] == ["ok"] * 4 + ["failed", "rejected"]
+        assert [r["standing"] for r in rows[:4]] == ["measured", "measured", "replay", "functional"]
+        for row, was in zip(rows, columns.rows(self.everything()), strict=True):
+            for column in columns.COLUMNS:
+                if column.kind == "number" and was[column.name] is not None:
+                    assert float(row[column.name]) == was[column.name]
+                if was[column.name] is None:
+                    assert row[column.name] == "", "an absent value is empty, and no 0"
+        assert rows[-1]["model"] == "'=1+1", "a spreadsheet would run it"
+        assert rows[-1]["reason"] == "'-2\"\n;x"
+
+    def test_parquet_has_the_same_schema_for_every_run_and_keeps_every_value(self) -> None:
+        schemas = []
+        for points in (self.everything(), [files.decoded()], [files.served()]):
+            (data,) = parquet_table.render(points).files.values()
+            table = pq.read_table(io.BytesIO(data))
+            schemas.append(table.schema)
+            assert table.to_pylist() == columns.rows(points)
+        assert all(schema.equals(parquet_table.schema(pa)) for schema in schemas)
+
+    def test_pandas_reads_numbers_as_numbers(self) -> None:
+        (data,) = parquet_table.render(self.everything()).files.values()
+        frame = pd.read_parquet(io.BytesIO(data))
+        assert frame["output_tok_s"].dtype == "float64"
+        assert frame["output_tok_s"].isna().sum() == 2, "of the two that did not run"
+
+    def test_every_metric_is_a_column(self) -> None:
+        assert {m.name for m in METRICS} <= {c.name for c in columns.COLUMNS}
+
+
+class TestNumbersThatAreNone:
+    @pytest.mark.parametrize("to", ["gha", "bmf", "hud", "prometheus", "csv", "parquet"])
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+    def test_they_are_absent_everywhere(self, to: str, value: float, tmp_path: Path) -> None:
+        """msgspec would not read such a record, but one can be made."""
+        record = record_builder.ok(record_builder.point(DCP), host_plan_us=value)
+        rendered = importlib.import_module(f"dcpbench.exports.{FORMATS[to]}").render(
+            [Measured("run", tmp_path, record)]
+        )
+        for name, data in rendered.files.items():
+            if not name.endswith(".parquet"):
+                assert b"host_plan" not in data or name.endswith(".csv")
+                assert b"nan" not in data.lower().replace(b"tenant", b"")
+                assert b"inf" not in data.lower().replace(b"flashinfer", b"").replace(b"info", b"").replace(
+                    b"inference", b""
+                )
+
+
+class TestFiles:
+    def run(self, tmp_path: Path, *records: Record) -> Path:
+        return record_builder.write(tmp_path / "run", records or (record_builder.ok(record_builder.point(DCP)),))
+
+    def test_they_go_below_the_run_unless_told_otherwise(self, tmp_path: Path) -> None:
+        run = self.run(tmp_path)
+        assert export([run], "csv", None).paths == [run / "exports" / "points.csv"]
+        assert [p.parent for p in export([run], "gha", None).paths] == [run / "exports" / "gha"] * 2
+
+    def test_a_name_that_ends_like_a_file_is_the_file(self, tmp_path: Path) -> None:
+        run = self.run(tmp_path)
+        assert export([run], "prometheus", tmp_path / "a.prom").paths == [tmp_path / "a.prom"]
+        assert export([run], "prometheus", tmp_path / "new").paths == [tmp_path / "new" / "dcpbench.prom"]
+
+    def test_nothing_is_written_over_without_force(self, tmp_path: Path) -> None:
+        run, path = self.run(tmp_path), tmp_path / "a.csv"
+        path.write_text("mine")
+        with pytest.raises(OutputError, match="--force"):
+            export([run], "csv", path)
+        assert path.read_text() == "mine"
+        export([run], "csv", path, force=True)
+        assert path.read_text().startswith("run,point,origin")
+        assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".part")] == []
+
+    def test_a_format_that_carries_none_of_the_points_says_why(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"1 of 1 points left out: 1 decode steps, .* --to csv"):
+            export([self.run(tmp_path)], "vllm", None)
+
+    def test_what_was_left_out_is_told(self, tmp_path: Path) -> None:
+        run = self.run(tmp_path, build.served(build.point(DCP)), record_builder.ok(record_builder.point(DCP)))
+        assert export([run], "vllm", None).told == "1 of 2 points left out: 1 decode steps, which have no requests."
+
+    def test_an_unknown_format_is_answered_with_the_nearest(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="did you mean prometheus"):
+            export([self.run(tmp_path)], "promethues", None)
+
+    @pytest.mark.parametrize("to", list(FORMATS))
+    def test_a_name_of_ten_million_characters_makes_no_file_of_that_size(self, to: str, tmp_path: Path) -> None:
+        """In names and labels it is cut; where a format keeps the model itself, it is there once."""
+        m = files.served()
+        huge = msgspec.structs.replace(m.record.point, model="\x1b<script>" + "x" * 10_000_000)
+        render = importlib.import_module(f"dcpbench.exports.{FORMATS[to]}").render
+        rendered = render([Measured("run", tmp_path, msgspec.structs.replace(m.record, point=huge))])
+        assert all(len(name) < 200 for name in rendered.files)
+        if to in ("gha", "bmf", "prometheus"):
+            assert sum(map(len, rendered.files.values())) < 200_000
+
+
+def test_a_layout_without_dcp_has_no_exchange_in_its_name() -> None:
+    plain = Measured("run", NOWHERE, record_builder.ok(record_builder.point(Layout(4))))
+    assert measured.names([[plain]]) == ["kimi-k2 tp4 flashinfer bfloat16, decode: 8 × 4,000"]
