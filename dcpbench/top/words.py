@@ -71,6 +71,8 @@ def rates(state: State) -> str:
 
 def left(eta: Estimate) -> str:
     """`about 9 min left (7 min to 12 min)`; with few points, from how many."""
+    if not eta.seconds:
+        return "the last point takes longer than others did"
     text = f"about {span(eta.seconds)} left"
     if eta.low is None or eta.high is None:
         return f"{text}, by {eta.points} point{'s' if eta.points > 1 else ''} alone"

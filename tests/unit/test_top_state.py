@@ -1,0 +1,235 @@
+"""What `dcpbench top` makes of a run's files."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from dcpbench.jobs import Check, Failure
+from dcpbench.top.estimate import estimate
+from dcpbench.top.facts import LONGEST, Facts
+from dcpbench.top.processes import COMMAND, NONE, WORKERS
+from tests.unit import top_builder as build
+from tests.unit.serve_record_builder import load
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FOUR = [build.point(context) for context in (100, 200, 300, 400)]
+
+
+class TestPoints:
+    def test_points_are_counted_by_how_they_ended(self, tmp_path: Path) -> None:
+        """Four can run: one is measured, one failed, one is at work, one is to come; a fifth was rejected."""
+        job = build.job(tmp_path, FOUR)
+        build.record(tmp_path, build.point(999), start=0, seconds=0, outcome="rejected", reason="too long")
+        build.done(job, tmp_path, FOUR[0], 1, 11)
+        build.record(tmp_path, FOUR[1], start=11, outcome="failed", reason="rank 1: ValueError")
+        build.tell(job, 22, "measure", FOUR[2], "3/9 requests")
+        found = build.state(tmp_path, 25)
+        assert (found.total, found.ok, found.failed, found.rejected, found.left) == (4, 1, 1, 1, 2)
+        assert found.now
+        assert found.now.point == "tiny tp2 reference, 2 × 300 tokens"
+        assert (found.now.stage, found.now.stage_s, found.now.note) == ("measure", 3, "3/9 requests")
+        assert [(p.outcome, p.tok_s, p.itl_ms) for p in found.last] == [("ok", 200, 10), ("failed", None, None)]
+
+    def test_a_hung_point_counts_as_failed(self, tmp_path: Path) -> None:
+        build.job(tmp_path, FOUR)
+        build.record(tmp_path, FOUR[0], start=0, outcome="hung", reason="no sign of life for 300 s")
+        assert build.state(tmp_path, 25).failed == 1
+
+    def test_a_resumed_run_measures_again_what_had_failed(self, tmp_path: Path) -> None:
+        """The first command measured one and lost one; the second, 1,000 s later, knows all four points."""
+        first = build.job(tmp_path, FOUR)
+        build.done(first, tmp_path, FOUR[0], 0, 10)
+        build.record(tmp_path, FOUR[1], start=10, outcome="failed", reason="rank 1")
+        build.job(tmp_path, FOUR[1:], pool=FOUR, tag="tp2-1", at=1005, command="dcpbench sweep --tp 2 --resume")
+        found = build.state(tmp_path, 1010, began=1000)
+        assert (found.ok, found.failed, found.left, found.elapsed_s) == (1, 0, 3, 10)
+        assert found.points_per_minute is None
+
+    def test_points_of_each_world_size_are_told_apart(self, tmp_path: Path) -> None:
+        wide = build.point(100, tp=4)
+        job = build.job(tmp_path, FOUR, pool=[*FOUR, wide])
+        build.done(job, tmp_path, FOUR[0], 0, 10)
+        found = build.state(tmp_path, 11)
+        assert [(s.tp, s.finished, s.total) for s in found.sizes] == [(2, 1, 4), (4, 0, 1)]
+
+    def test_a_replay_without_jobs_has_no_list_of_its_points(self, tmp_path: Path) -> None:
+        build.record(tmp_path, FOUR[0], start=0, seconds=2)
+        found = build.state(tmp_path, 3)
+        assert (found.kind, found.ok, found.total, found.left, found.eta) == ("replay", 1, None, None, None)
+
+    def test_served_points_are_a_serve(self, tmp_path: Path) -> None:
+        build.job(tmp_path, [build.point(100, workload="serve", load=load())])
+        assert build.state(tmp_path, 1).kind == "serve"
+
+
+class TestTime:
+    def test_time_left_is_that_of_points_like_those_that_ended(self, tmp_path: Path) -> None:
+        """10 s each, two left, and 5 s into the third: 2 · 10 - 5 = 15. 2 points in 20 s are 6 a minute."""
+        job = build.job(tmp_path, FOUR)
+        build.done(job, tmp_path, FOUR[0], 0, 10)
+        build.done(job, tmp_path, FOUR[1], 10, 20)
+        build.tell(job, 20, "measure", FOUR[2])
+        found = build.state(tmp_path, 25)
+        assert found.eta
+        assert (found.eta.seconds, found.eta.low, found.eta.points) == (15, None, 2)
+        assert (found.points_per_minute, found.elapsed_s) == (6, 25)
+
+    def test_points_that_were_not_tried_took_no_time(self, tmp_path: Path) -> None:
+        """One failed after 10 s and spared two others the same; the fourth may take 10 s."""
+        build.job(tmp_path, FOUR)
+        build.record(tmp_path, FOUR[0], start=0, outcome="failed")
+        for spared in FOUR[1:3]:
+            build.record(tmp_path, spared, start=0, seconds=0, outcome="failed")
+        found = build.state(tmp_path, 10)
+        assert (found.failed, found.left) == (3, 1)
+        assert found.eta
+        assert (found.eta.seconds, found.eta.points) == (10, 1)
+
+    def test_a_range_is_the_prediction_interval_of_a_sum(self) -> None:
+        """8, 10 and 12 s: mean 10, s = 2, t(2) = 4.30. Four left: 40 ± 4.30 · 2 · √(4 + 16/3) = 40 ± 26.27."""
+        found = estimate([8, 10, 12], 4)
+        assert found
+        half = 4.30 * 2 * math.sqrt(4 + 16 / 3)
+        assert (found.seconds, found.low, found.high) == (40, pytest.approx(40 - half), pytest.approx(40 + half))
+
+    def test_no_time_is_left_below_zero(self) -> None:
+        """One left, 100 s at work where points take 10: it may end any moment."""
+        found = estimate([8, 10, 12], 1, spent=100)
+        assert found
+        assert (found.seconds, found.low) == (0, 0)
+
+    @pytest.mark.parametrize(("durations", "left"), [([], 3), ([10.0], 0)], ids=["nothing ended", "nothing is left"])
+    def test_nothing_is_estimated_from_nothing(self, durations: list[float], left: int) -> None:
+        assert estimate(durations, left) is None
+
+
+class TestStatus:
+    @pytest.mark.parametrize(
+        ("alive", "at", "status"),
+        [
+            (COMMAND, 20, "running"), (COMMAND, 80, "silent"), (WORKERS, 20, "orphaned"), (NONE, 20, "stopped"),
+        ],
+    )  # fmt: skip
+    def test_a_run_with_points_left(self, tmp_path: Path, alive: str, at: float, status: str) -> None:
+        job = build.job(tmp_path, FOUR)
+        build.tell(job, 10, "measure", FOUR[0])
+        assert build.state(tmp_path, at, alive=alive).status == status
+
+    @pytest.mark.parametrize(("alive", "status"), [(COMMAND, "finishing"), (NONE, "ended")])
+    def test_a_run_whose_points_have_all_ended(self, tmp_path: Path, alive: str, status: str) -> None:
+        job = build.job(tmp_path, FOUR[:1])
+        build.done(job, tmp_path, FOUR[0], 0, 10)
+        found = build.state(tmp_path, 11, alive=alive)
+        assert (found.status, found.now, found.eta) == (status, None, None)
+
+    def test_a_run_that_has_just_begun(self, tmp_path: Path) -> None:
+        assert build.state(tmp_path, 1).status == "starting"
+        build.job(tmp_path, FOUR)
+        assert build.state(tmp_path, 2).status == "starting"
+
+    def test_fresh_files_without_a_process_may_be_of_another_machine(self, tmp_path: Path) -> None:
+        """Ranks' ids lie there, as nobody has ended the job; but not for long, and not once it was seen here."""
+        job = build.job(tmp_path, FOUR)
+        build.tell(job, 10, "measure", FOUR[0])
+        (tmp_path / "rank-0.pid").write_text("1")
+        assert build.state(tmp_path, 20, alive=NONE, began=None).status == "elsewhere"
+        assert build.state(tmp_path, 20, alive=NONE, began=None, known_here=True).status == "stopped"
+        assert build.state(tmp_path, 80, alive=NONE, began=None).status == "stopped"
+
+    @pytest.mark.parametrize(
+        ("typed", "seconds"), [("", 300), (" --timeout 60", 60), (" --timeout=90", 90), (" --timeout 'x", 300)]
+    )
+    def test_how_long_a_silence_may_last_is_what_was_typed(self, tmp_path: Path, typed: str, seconds: float) -> None:
+        build.job(tmp_path, FOUR, command=build.COMMAND_LINE + typed)
+        found = build.state(tmp_path, 1)
+        assert found.now
+        assert found.now.timeout_s == seconds
+
+
+class TestExitCode:
+    @pytest.mark.parametrize(("outcome", "code"), [("ok", 0), ("failed", 4), ("hung", 4)])
+    def test_a_run_that_ended(self, tmp_path: Path, outcome: str, code: int) -> None:
+        build.job(tmp_path, FOUR[:1])
+        build.record(tmp_path, FOUR[0], start=0, outcome=outcome)
+        assert build.state(tmp_path, 11, alive=NONE).exit_code == code
+        assert build.state(tmp_path, 11).exit_code is None, "its command is alive"
+
+    def test_a_run_that_was_stopped(self, tmp_path: Path) -> None:
+        """As by Ctrl-C; a rank's last words mean that it failed instead."""
+        build.job(tmp_path, FOUR)
+        assert build.state(tmp_path, 99, alive=NONE).exit_code == 130
+        failure = Failure(rank=1, key="", kind="ValueError", message="no such row", traceback="")
+        (tmp_path / "error-1.json").write_bytes(msgspec.json.encode(failure))
+        found = build.state(tmp_path, 99, alive=NONE)
+        assert (found.exit_code, found.problem) == (4, "rank 1: ValueError: no such row")
+
+    @pytest.mark.parametrize(("ok", "code"), [(True, 0), (False, 1)], ids=["all agree", "one is wrong"])
+    def test_verify_ends_with_1_where_a_check_is_wrong(self, tmp_path: Path, ok: bool, code: int) -> None:
+        job = build.job(tmp_path, FOUR[:1], kind="verify", pool=[])
+        build.tell(job, 5, "done", FOUR[0])
+        check = Check(
+            name="reduce", layout="tp2", backend="reference", exchange="none", dtype="fp32", error=0.1, limit=1, ok=ok
+        )
+        build.add(tmp_path / "checks.jsonl", msgspec.json.encode(check) + b"\n")
+        found = build.state(tmp_path, 9, alive=NONE)
+        assert (found.kind, found.total, found.ok, found.exit_code) == ("verify", 1, 1, code)
+
+
+class TestFiles:
+    def test_a_line_that_is_being_written_waits(self, tmp_path: Path) -> None:
+        job = build.job(tmp_path, FOUR)
+        build.tell(job, 1, "build", FOUR[0])
+        whole = job.progress_path().read_bytes()
+        facts = Facts(tmp_path)
+        build.state(facts, 2)
+        build.add(job.progress_path(), whole.replace(b"build", b"check")[:40])
+        assert (before := build.state(facts, 3).now)
+        build.add(job.progress_path(), whole.replace(b"build", b"check")[40:])
+        assert (after := build.state(facts, 4).now)
+        assert (before.stage, after.stage) == ("build", "check")
+
+    def test_what_cannot_be_read_is_counted_and_the_rest_is_shown(self, tmp_path: Path) -> None:
+        """No JSON, other JSON, bytes that are no text, another version, and a job file that is half written."""
+        job = build.job(tmp_path, FOUR)
+        build.tell(job, 1, "measure", FOUR[0])
+        build.add(job.progress_path(), b'{"stage":\n[1]\n\xff\xfe\n\n')
+        build.tell(job, 2, "profile", FOUR[0])
+        build.record(tmp_path, FOUR[1], start=0, schema_version=99)
+        (tmp_path / "job-tp4-0.json").write_bytes(b'{"kind": "sw')
+        found = build.state(tmp_path, 3)
+        assert found.now
+        assert found.now.stage == "profile"
+        assert found.unread == {"progress-tp2-0.jsonl": 3, "records.jsonl": 1, "job-tp4-0.json": 1}
+
+    def test_a_run_that_starts_over_is_read_anew(self, tmp_path: Path) -> None:
+        """--force removes job, events and records, and writes files of the same names."""
+        job = build.job(tmp_path, FOUR)
+        build.done(job, tmp_path, FOUR[0], 0, 10)
+        facts = Facts(tmp_path)
+        assert build.state(facts, 11).ok == 1
+        for path in tmp_path.iterdir():
+            path.unlink()
+        build.job(tmp_path, FOUR[:2])
+        found = build.state(facts, 12)
+        assert (found.ok, found.total, found.last) == (0, 2, [])
+
+    def test_texts_of_any_length_and_kind_become_short_and_inert(self, tmp_path: Path) -> None:
+        hostile = build.point(100, model="\x1b[2J\x1b]0;owned\x07[red]" + "m" * 10_000_000)
+        job = build.job(tmp_path, [hostile])
+        build.tell(job, 1, "\x1b[31mmeasure", hostile, "\x9b2J\r\n" + "n" * 10_000_000)
+        build.record(tmp_path, hostile, start=0, outcome="failed", reason="\u202e" + "r" * 10_000_000)
+        found = build.state(tmp_path, 2, began=-99)
+        told = msgspec.json.encode(found).decode()
+        assert all(c.isprintable() for c in told)
+        assert len(told) < 10 * LONGEST
+
+    def test_a_pipe_in_the_place_of_a_file_does_not_make_it_wait(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "records.jsonl")
+        assert build.state(tmp_path, 1).ok == 0

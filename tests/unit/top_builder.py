@@ -1,0 +1,83 @@
+"""Made-up files of a run, for tests of `dcpbench top`. Times are seconds after BEGAN."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dcpbench.jobs import Job, Progress, Settings
+from dcpbench.records import Interval, Metrics, Percentiles, Point, Record
+from dcpbench.top.facts import Facts
+from dcpbench.top.processes import COMMAND
+from dcpbench.top.state import State, state_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+BEGAN = 1_700_000_000
+COMMAND_LINE = "dcpbench sweep --tp 2"
+
+
+def point(context: int, **changes: Any) -> Point:
+    """A point of the tiny model, told from others by its context."""
+    fields: dict[str, Any] = {"model": "tiny", "tp": 2, "concurrency": 2, "backend": "reference", "dtype": "fp32"}
+    return Point(context=context, **(fields | changes))
+
+
+def job(
+    folder: Path, points: Sequence[Point], *, tag: str = "tp2-0", at: float = 0, pool: Sequence[Point] | None = None,
+    kind: str = "sweep", command: str = COMMAND_LINE, device: str = "cuda",
+) -> Job:  # fmt: skip
+    """A job file that was written at that time; `pool`: all points of the run, by default these."""
+    folder.mkdir(exist_ok=True)
+    told = Job(
+        kind=kind, tag=tag, folder=str(folder), device=device, points=list(points), settings=Settings(),
+        pool_points=list(points if pool is None else pool), command=command,
+    )  # fmt: skip
+    told.path().write_bytes(msgspec.json.encode(told))
+    os.utime(told.path(), (BEGAN + at, BEGAN + at))
+    return told
+
+
+def tell(of: Job, at: float, stage: str, about: Point | None = None, note: str = "") -> None:
+    """One event."""
+    event = Progress(stage=stage, key=about.key() if about else "", note=note, at=BEGAN + at)
+    add(of.progress_path(), msgspec.json.encode(event) + b"\n")
+
+
+def record(folder: Path, of: Point, *, start: float, seconds: float = 10, outcome: str = "ok", **changes: Any) -> None:
+    """A record; an ok one with 200 tok/s and 10 ms."""
+    started = dt.datetime.fromtimestamp(BEGAN + start, dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    metrics = Metrics(
+        step_ms=Interval(median=10, low=10, high=10, samples=100), itl_ms=Percentiles(p50=10, samples=100),
+        output_tok_s=Interval(median=200, low=200, high=200, samples=100), output_tok_s_per_gpu=100, tok_s_per_user=100,
+    )  # fmt: skip
+    told = Record(
+        point=of, outcome=outcome, started_at=started, seconds=seconds, metrics=metrics if outcome == "ok" else None,
+        **changes,
+    )  # fmt: skip
+    add(folder / "records.jsonl", msgspec.json.encode(told) + b"\n")
+
+
+def done(of: Job, folder: Path, about: Point, start: float, end: float) -> None:
+    """A point from its first event to its last one, with its record."""
+    tell(of, start, "measure", about)
+    record(folder, about, start=start, seconds=end - start)
+    tell(of, end, "done", about, "10.00 ms/step")
+
+
+def add(path: Path, data: bytes) -> None:
+    """Append to a file."""
+    with path.open("ab") as file:
+        file.write(data)
+
+
+def state(facts: Facts | Path, at: float, *, alive: str = COMMAND, began: float | None = 0, **more: Any) -> State:
+    """The state at that time, of a command that began at `began`."""
+    found = facts if isinstance(facts, Facts) else Facts(facts)
+    found.look()
+    return state_of(found, BEGAN + at, alive=alive, began=None if began is None else BEGAN + began, **more)
