@@ -10,6 +10,7 @@ import pandas as pd
 from dcpbench.choices import CLOSED
 from dcpbench.records import Interval
 from dcpbench.reports.merge import GIB, median, missing, spread
+from dcpbench.reports.origins import OURS
 from dcpbench.reports.serving import words
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ VARIES = {
 
 SOME_HAVE = ("at_once", "trace_sha256", "chunk", "policy", "prefix_cache", "prefill", "seed")
 """Of these, what only some points have: that the others have none tells nothing new."""
-NOT_TOLD = ("load_at_once", "load_chunk", "load_policy", "load_prefix_cache", "load_prefill", "load_seed")
+NOT_TOLD = ("at_once", "chunk", "policy", "prefix_cache", "prefill", "seed")
 """What no import says."""
 MAY_LACK = (*SCALARS, "kv_capacity_requests", "kv_capacity_tokens", "kv_tokens_per_gib")
 """Columns of numbers that may be unknown in every row, which pandas would not take for numbers."""
@@ -79,8 +80,6 @@ def columns(records: list[Record]) -> dict[str, Any]:
         row[f"{name}_samples"] = max((t.samples for t in times), default=0)
     cached = row["cached_tokens"]
     row["cached_share"] = cached / row["input_tokens"] if row["input_tokens"] and cached is not None else None
-    if records[0].origin:
-        row |= dict.fromkeys(NOT_TOLD)
     return row | _objectives(measured)
 
 
@@ -91,7 +90,9 @@ def tidy(table: pd.DataFrame) -> pd.DataFrame:
     table = table.assign(**{name: pd.to_numeric(table[name]) for name in MAY_LACK})
     parts = [table["shape"].tolist()]
     for name, form in VARIES.items():
-        values = [None if v == "" or missing(v) else v for v in table[f"load_{name}"].tolist()]
+        told = table["origin"].eq(OURS).tolist() if name in NOT_TOLD else [True] * len(table)
+        loads = table[f"load_{name}"].tolist()
+        values = [None if v == "" or missing(v) or not said else v for v, said in zip(loads, told, strict=True)]
         if len(set(values) - ({None} if name in SOME_HAVE else set())) > 1:
             parts.append(["" if v is None else form.format(_word(v)) for v in values])
     rest = [words.SEPARATOR.join(filter(None, texts)) for texts in zip(*parts, strict=True)]

@@ -1,0 +1,305 @@
+"""imports/: real engines' result files as records; the arithmetic of ours from their requests, and nothing invented."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpbench.errors import OutputError, UsageError
+from dcpbench.exports import vllm as to_vllm
+from dcpbench.imports import Told, import_files, metrics, sglang, vllm
+from dcpbench.imports.documents import Document
+from dcpbench.records import Record, read_records
+from dcpbench.reports import frames, opening
+from dcpbench.serving import samples
+from tests.unit import engine_files_builder as files
+from tests.unit import record_builder
+from tests.unit import serve_record_builder as build
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.serve_records import ServeMetrics
+
+
+def imported(tmp_path: Path, engine: str, *results: dict[str, Any], **told: Any) -> list[Record]:
+    """The records that a file with these results makes."""
+    path = files.file(tmp_path, *results)
+    import_files([path], engine, tmp_path / "run", Told(**told), force=True)
+    return read_records(tmp_path / "run")
+
+
+def one(tmp_path: Path, engine: str, result: dict[str, Any], **told: Any) -> tuple[Record, ServeMetrics]:
+    """The record that a result makes, and its metrics."""
+    (record,) = imported(tmp_path, engine, result, **told)
+    assert record.serve
+    return record, record.serve
+
+
+class TestWithDetails:
+    """Three requests: TTFT 500 ms each; gaps 30, 30, 40 and 50 ms; 7 tokens and 300 of prompts in 0.7 s."""
+
+    def test_our_definitions_are_computed_from_requests(self, tmp_path: Path) -> None:
+        """ITL pools 4 gaps: mean 37.5, median 35. TPOT of two requests: 33.3 and 50 ms. The third has one token."""
+        _, found = one(tmp_path, "vllm", files.vllm())
+        assert found.ttft_ms.p50 == pytest.approx(500)
+        assert (found.itl_ms.mean, found.itl_ms.p50, found.itl_ms.samples) == (
+            pytest.approx(37.5), pytest.approx(35), 4,
+        )  # fmt: skip
+        assert (found.tpot_ms.mean, found.tpot_ms.samples) == (pytest.approx((100 / 3 + 50) / 2), 2)
+        assert found.e2el_ms.mean == pytest.approx(550)
+        assert found.tok_s_per_user == pytest.approx(1000 / 35)
+
+    def test_wall_time_is_ours_where_requests_have_a_start(self, tmp_path: Path) -> None:
+        """First submission to last token: 0.7 s. vLLM's own duration, 0.8 s, has the client's set-up in it."""
+        _, found = one(tmp_path, "vllm", files.vllm())
+        assert found.wall_s == pytest.approx(0.7)
+        assert found.output_tok_s == pytest.approx(10)
+        assert found.total_tok_s == pytest.approx(307 / 0.7)
+
+    def test_sglang_keeps_no_start_so_that_the_duration_is_its_own(self, tmp_path: Path) -> None:
+        _, found = one(tmp_path, "sglang", files.sglang())
+        assert found.wall_s == 0.8
+        assert found.output_tok_s == pytest.approx(7 / 0.8)
+        assert found.itl_ms.p50 == pytest.approx(35)
+        assert found.samples_file == ""
+
+    def test_percentiles_have_our_floors(self, tmp_path: Path) -> None:
+        """vLLM says p99 of three requests; we do not."""
+        record, found = one(tmp_path, "vllm", files.vllm())
+        assert found.ttft_ms.p99 is None
+        assert record.marks == ["few_samples"]
+
+    def test_samples_lie_beside_the_record(self, tmp_path: Path) -> None:
+        _, found = one(tmp_path, "vllm", files.vllm())
+        rows = samples.read_samples(tmp_path / "run" / found.samples_file)
+        assert [r.submitted_s for r in rows] == pytest.approx([0, 0.1, 0.2])
+        assert rows[0].token_s == pytest.approx([0.5, 0.53, 0.56, 0.6])
+        assert rows[0].cached_tokens is None
+
+    def test_failed_requests_are_left_out_and_marked(self, tmp_path: Path) -> None:
+        result = files.vllm(
+            num_prompts=4, failed=1, input_lens=[100] * 4, output_lens=[4, 2, 1, 0], ttfts=[0.5, 0.5, 0.5, 0.0],
+            itls=[[0.03, 0.03, 0.04], [0.05], [], []], errors=["", "", "", "HTTP 500"], generated_texts=[""] * 4,
+            latencies=[0.6, 0.55, 0.5, 0.0], start_times=[1000.0, 1000.1, 1000.2, 1000.3], queue_times=[0.0] * 4,
+        )  # fmt: skip
+        record, found = one(tmp_path, "vllm", result)
+        assert "requests_failed" in record.marks
+        assert (found.submitted, found.finished) == (4, 3)
+        assert found.output_tok_s == pytest.approx(10)
+
+    def test_chunks_of_several_tokens_are_marked_and_have_no_rate_per_user(self, tmp_path: Path) -> None:
+        """Four tokens in two chunks: one gap of 100 ms, which is that of no token."""
+        result = files.vllm(itls=[[0.1], [0.05], []])
+        record, found = one(tmp_path, "vllm", result)
+        assert "chunk_gaps" in record.marks
+        assert found.itl_ms.samples == 2, "the gaps there are"
+        assert found.tok_s_per_user is None
+        assert found.tpot_ms.mean == pytest.approx((100 / 3 + 50) / 2), "TPOT knows how many tokens came"
+        assert found.samples_file == "", "the moments of tokens are not known"
+
+    def test_answers_that_were_not_streamed_have_no_ttft(self, tmp_path: Path) -> None:
+        """vLLM writes 0 for them."""
+        result = files.vllm(ttfts=[0.0, 0.0, 0.0], itls=[[], [], []])
+        _, found = one(tmp_path, "vllm", result)
+        assert found.ttft_ms.p50 is None
+        assert found.tpot_ms.p50 is None
+        assert found.e2el_ms.mean == pytest.approx(550)
+
+
+class TestWithoutDetails:
+    def test_the_tools_own_summary_is_taken_and_marked(self, tmp_path: Path) -> None:
+        record, found = one(tmp_path, "vllm", files.without_details(files.vllm()))
+        assert record.marks == ["summary_only"]
+        assert (found.ttft_ms.p50, found.ttft_ms.p99, found.ttft_ms.p90) == (500.0, 500.0, None)
+        assert found.e2el_ms.p50 is None, "vLLM leaves it out unless asked"
+        assert found.wall_s == 0.8
+
+    def test_sglangs_names_are_read(self, tmp_path: Path) -> None:
+        _, found = one(tmp_path, "sglang", files.without_details(files.sglang()))
+        assert (found.e2el_ms.mean, found.e2el_ms.p90, found.e2el_ms.p99) == (550.0, 590.0, 599.0)
+        assert (found.itl_ms.p50, found.itl_ms.p95) == (35.0, 48.5)
+        assert found.submitted is None, "it does not say how many it sent"
+
+    def test_speculative_decoding_is_known_by_its_fields(self, tmp_path: Path) -> None:
+        spec = files.without_details(files.vllm(spec_decode_acceptance_length=2.4))
+        record, found = one(tmp_path, "vllm", spec)
+        assert record.marks == ["summary_only", "chunk_gaps"]
+        assert found.tok_s_per_user is None
+        (again,) = imported(tmp_path, "sglang", files.without_details(files.sglang(accept_length=2.4)))
+        assert "chunk_gaps" in again.marks
+
+
+class TestPoint:
+    def test_an_unknown_layout_says_nothing_per_gpu(self, tmp_path: Path) -> None:
+        record, found = one(tmp_path, "vllm", files.vllm())
+        assert record.point.layout_name == "layout unknown"
+        assert found.output_tok_s_per_gpu is None
+        assert record.environment is None
+
+    def test_what_no_file_says_is_unknown_and_never_zero(self, tmp_path: Path) -> None:
+        record, found = one(tmp_path, "sglang", files.sglang())
+        point = record.point
+        assert (point.dtype, point.weights, point.all_reduce, point.page_size) == ("unknown", "unknown", "unknown", 0)
+        for name in ("rejected", "cancelled", "cached_tokens", "preemptions", "steps", "decode_steps", "decode_batch"):
+            assert getattr(found, name) is None
+        assert record.kv is None
+        assert record.started_at == "", "its clock has no zone"
+
+    def test_the_layout_can_be_told(self, tmp_path: Path) -> None:
+        """10 tok/s over 8 GPUs."""
+        record, found = one(tmp_path, "vllm", files.vllm(), tp=8, dcp=8, gpu="NVIDIA H200", dtype="fp8")
+        assert record.point.layout_name == "tp8·dcp8"
+        assert found.output_tok_s_per_gpu == pytest.approx(10 / 8)
+        assert record.environment
+        assert (record.environment.device, record.environment.device_count) == ("NVIDIA H200", 8)
+        assert record.point.dtype == "fp8"
+
+    def test_metadata_of_vllm_tell_it_too(self, tmp_path: Path) -> None:
+        """vLLM's tp counts inside a replica: 4 in each of 2 are our tp8·dp2·dcp2."""
+        degrees = {"tensor_parallel_size": "4", "data_parallel_size": "2", "decode_context_parallel_size": "2"}
+        record, _ = one(tmp_path, "vllm", files.vllm(**degrees))
+        assert record.point.layout_name == "tp8·dp2·dcp2"
+        with pytest.raises(UsageError, match="says tp 8, dp 2, dcp 2; leave --tp"):
+            imported(tmp_path, "vllm", files.vllm(**degrees), tp=4)
+
+    @pytest.mark.parametrize(
+        ("changes", "arrival", "rate", "concurrency"),
+        [
+            ({}, "closed", None, 3),
+            ({"max_concurrency": None}, "closed", None, 3),
+            ({"request_rate": 2.5, "burstiness": 0.5, "max_concurrency": None}, "gamma", 2.5, 3),
+        ],
+        ids=["closed", "all-at-once", "open"],
+    )
+    def test_loads_of_vllm(
+        self, changes: Any, arrival: str, rate: float | None, concurrency: int, tmp_path: Path
+    ) -> None:
+        record, _ = one(tmp_path, "vllm", files.vllm(**changes))
+        load = record.point.load
+        assert load
+        assert (load.arrival, load.request_rate, record.point.concurrency) == (arrival, rate, concurrency)
+
+    def test_a_trace_of_sglang_is_a_trace(self, tmp_path: Path) -> None:
+        record, _ = one(tmp_path, "sglang", files.sglang(request_rate="trace", dataset_name="mooncake"))
+        assert record.point.load
+        assert (record.point.load.arrival, record.point.load.trace) == ("trace", "mooncake")
+
+    def test_the_same_result_twice_is_a_repeat(self, tmp_path: Path) -> None:
+        records = imported(tmp_path, "vllm", files.vllm(), files.vllm())
+        assert [r.point.repeat for r in records] == [0, 1]
+
+    def test_sglang_without_a_model_needs_one(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="names no model; add --model NAME"):
+            imported(tmp_path, "sglang", files.sglang(server_info=None))
+        record, _ = one(tmp_path, "sglang", files.sglang(server_info=None), model="deepseek-v3")
+        assert record.point.model == "deepseek-v3"
+
+    def test_a_run_in_which_nothing_completed_failed(self, tmp_path: Path) -> None:
+        result = files.without_details(files.vllm(completed=0, failed=3, total_output_tokens=0))
+        (record,) = imported(tmp_path, "vllm", result)
+        assert record.outcome == "failed"
+        assert record.serve is None
+
+    @pytest.mark.parametrize("told", [{"dcp": 8}, {"gpu": "NVIDIA H200"}, {"tp": 0}, {"tp": 8, "dcp": 3}], ids=str)
+    def test_options_that_cannot_be_are_refused(self, told: Any, tmp_path: Path) -> None:
+        with pytest.raises(UsageError):
+            imported(tmp_path, "vllm", files.vllm(), **told)
+
+
+class TestReport:
+    def test_one_report_shows_all_three_by_origin(self, tmp_path: Path) -> None:
+        runs = [record_builder.write(tmp_path / "ours", [build.served(build.point(build.DCP))])]
+        for engine, result in (("vllm", files.vllm()), ("sglang", files.without_details(files.sglang()))):
+            folder = tmp_path / f"of-{engine}"
+            path = files.file(tmp_path, result, name=f"{engine}.json")
+            import_files([path], engine, folder, Told(tp=8, dcp=8), force=False)
+            runs.append(folder)
+        read = frames.load(runs)
+        assert set(read.served["origin"]) == {"dcpbench", "vllm", "sglang"}
+        labels = dict(zip(read.served["origin"], read.served["label"], strict=True))
+        assert "vllm" in labels["vllm"]
+        assert "unknown" not in " ".join(labels.values())
+        said = " ".join(opening.sentences(read))
+        assert "1 point of vLLM" in said
+        assert "1 point of SGLang" in said
+
+    def test_a_run_of_imports_alone_makes_a_whole_report(self, tmp_path: Path) -> None:
+        """Nothing in it fails on what an import does not know."""
+        from dcpbench.reports import write_report
+
+        path = files.file(tmp_path, files.vllm(), files.without_details(files.vllm(max_concurrency=2)))
+        import_files([path], "vllm", tmp_path / "run", Told())
+        paths = write_report([tmp_path / "run"], tmp_path / "report")
+        text = (tmp_path / "report" / "report.md").read_text()
+        assert "layout unknown" in text
+        assert "nan" not in text.lower().replace("finance", "")
+        assert paths
+
+
+class TestFolder:
+    def test_records_that_are_there_stay(self, tmp_path: Path) -> None:
+        path = files.file(tmp_path, files.vllm())
+        import_files([path], "vllm", tmp_path / "run", Told())
+        with pytest.raises(OutputError, match="--force"):
+            import_files([path], "vllm", tmp_path / "run", Told())
+        assert len(read_records(tmp_path / "run")) == 1
+
+    def test_nothing_is_left_half_written(self, tmp_path: Path) -> None:
+        imported(tmp_path, "vllm", files.vllm())
+        assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["records.jsonl", "samples"]
+
+
+@st.composite
+def times(draw: st.DrawFn) -> list[tuple[float, list[float]]]:
+    """1 to 12 requests, each with 1 to 20 tokens some time after its submission."""
+    found = []
+    for _ in range(draw(st.integers(1, 12))):
+        submitted = draw(st.floats(0, 100))
+        gaps = draw(st.lists(st.floats(1e-4, 2), min_size=1, max_size=20))
+        at, token_s = submitted, []
+        for gap in gaps:
+            at += gap
+            token_s.append(at)
+        found.append((submitted, token_s))
+    first = min(submitted for submitted, _ in found)
+    return sorted((submitted - first, [t - first for t in token_s]) for submitted, token_s in found)
+
+
+def close(value: Any, share: float) -> Any:
+    """What equals a number that differs by no more than rounding; None and words are themselves."""
+    return pytest.approx(value, rel=share, abs=share) if isinstance(value, float | int) else value
+
+
+@settings(deadline=None, max_examples=60)
+@given(times=times(), closed=st.booleans())
+def test_what_goes_out_as_vllms_file_comes_back_with_the_same_metrics(
+    times: list[tuple[float, list[float]]], closed: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Every latency, rate, count and the steady window, to 1 part in a billion: sums in another order."""
+    load = {} if closed else {"arrival": "gamma", "request_rate": 2.5}
+    m = files.measured(tmp_path_factory.mktemp("run"), times, files.point(changed={"requests": len(times), **load}))
+    (data,) = to_vllm.render([m]).files.values()
+    back, _ = metrics.serve_metrics(vllm.read(Document("file", json.loads(data))), m.record.point.tp)
+    was = m.record.serve
+    assert was
+    ours = msgspec.to_builtins(was)
+    theirs = msgspec.to_builtins(back)
+    unknown = {
+        "rejected", "cancelled", "cached_tokens", "preemptions", "steps", "decode_steps", "eager_decode_steps",
+        "decode_batch", "samples_file", "idle_fraction",
+    }  # fmt: skip
+    for name in set(ours) - unknown - {"ttft_ms", "itl_ms", "tpot_ms", "e2el_ms"}:
+        assert theirs[name] == close(ours[name], 1e-9), name
+    for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2el_ms"):
+        assert theirs[name] == {statistic: close(value, 1e-6) for statistic, value in ours[name].items()}, name
+
+
+def test_fields_of_both_engines_are_read_by_one_reader_each() -> None:
+    assert vllm.read(Document("a", files.vllm())).model == "deepseek-ai/DeepSeek-V3"
+    assert sglang.read(Document("a", files.sglang())).model == "deepseek-ai/DeepSeek-V3"
