@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.errors import RecordsError
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 4 << 30
 """Of a file that is read into memory."""
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""How JSON spells halves of characters, which mostly come in pairs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +72,15 @@ def _line(path: Path, number: int, line: str) -> object:
 def _parse(text: str) -> object:
     """Raises ValueError, as which json reports numbers that are too long, too."""
     try:
-        return json.loads(text)
+        found = json.loads(text)
     except RecursionError as e:
         raise ValueError("it is nested too deeply") from e
+    if SURROGATE.search(text):
+        try:
+            json.dumps(found, ensure_ascii=False).encode()
+        except UnicodeEncodeError as e:
+            raise ValueError("a text holds half a character") from e
+    return found
 
 
 def _is_object(line: str) -> bool:

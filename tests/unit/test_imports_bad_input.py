@@ -1,0 +1,175 @@
+"""imports/: whatever a file holds, the answer is a record or one sentence that names the file; nothing half done."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dcpbench.errors import DcpbenchError, RecordsError, UsageError
+from dcpbench.imports import Told, import_files
+from dcpbench.records import read_records
+from tests.unit import engine_files_builder as files
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+VLLM, SGLANG = files.vllm(), files.sglang()
+
+
+def said(tmp_path: Path, content: str | bytes, engine: str = "vllm") -> str:
+    """The sentence about a file, which leaves no run behind."""
+    path = tmp_path / "bad.json"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(RecordsError) as caught:
+        import_files([path], engine, tmp_path / "run", Told())
+    assert not (tmp_path / "run" / "records.jsonl").exists()
+    text = str(caught.value)
+    assert text.startswith(str(path)), "it names the file"
+    assert len(text) < 1000
+    return text
+
+
+def line(result: dict[str, Any], **changes: Any) -> str:
+    """A result as JSON."""
+    return json.dumps(result | changes)
+
+
+class TestNoJson:
+    @pytest.mark.parametrize("content", ["", "\n \n"], ids=["empty", "blank"])
+    def test_an_empty_file(self, content: str, tmp_path: Path) -> None:
+        assert "is empty" in said(tmp_path, content)
+
+    def test_one_that_was_cut_short(self, tmp_path: Path) -> None:
+        text = line(VLLM)
+        assert "is cut short" in said(tmp_path, text[: len(text) // 2])
+        pretty = json.dumps(VLLM, indent=1)
+        assert "is cut short" in said(tmp_path, pretty[: len(pretty) - 1])
+
+    def test_a_broken_line_among_others_is_named(self, tmp_path: Path) -> None:
+        text = said(tmp_path, f"{line(SGLANG)}\n{line(SGLANG)[:-40]}\n{line(SGLANG)}\n", "sglang")
+        assert ", line 2 is" in text
+        assert "Remove that line" in text
+
+    def test_bytes_that_are_no_text(self, tmp_path: Path) -> None:
+        assert "is no text" in said(tmp_path, b"\x93NUMPY\xff\xfe")
+
+    def test_numbers_and_nesting_without_end(self, tmp_path: Path) -> None:
+        assert "is no JSON" in said(tmp_path, '{"duration": ' + "9" * 5000 + "}")
+        assert "nested too deeply" in said(tmp_path, "[" * 100_000)
+
+    @pytest.mark.parametrize("content", ["3", '"a"', "[]", "[1]"], ids=["number", "text", "empty-list", "list"])
+    def test_json_that_is_no_object(self, content: str, tmp_path: Path) -> None:
+        said(tmp_path, content)
+
+    def test_a_file_that_is_not_there(self, tmp_path: Path) -> None:
+        with pytest.raises(RecordsError, match="cannot be read"):
+            import_files([tmp_path / "none.json"], "vllm", tmp_path / "run", Told())
+        with pytest.raises(RecordsError, match="cannot be read"):
+            import_files([tmp_path], "vllm", tmp_path / "run", Told())
+
+
+class TestOtherFiles:
+    def test_the_other_engines_file_is_recognised(self, tmp_path: Path) -> None:
+        assert "import it with --from sglang" in said(tmp_path, line(SGLANG), "vllm")
+        assert "import it with --from vllm" in said(tmp_path, line(VLLM), "sglang")
+
+    def test_our_own_records_need_no_import(self, tmp_path: Path) -> None:
+        assert "dcpbench report RUN" in said(tmp_path, '{"schema_version": 1, "point": {}}')
+
+    @pytest.mark.parametrize("label", ["dcpbench", "dcpbench-replay", "dcpbench-functional"])
+    def test_what_we_exported_does_not_come_back_as_another_engines(self, label: str, tmp_path: Path) -> None:
+        """A replay would pass as measured."""
+        assert "exported by dcpbench" in said(tmp_path, line(VLLM, backend=label))
+
+    def test_json_of_something_else(self, tmp_path: Path) -> None:
+        assert "is no result of vllm bench serve" in said(tmp_path, '{"name": "x"}')
+
+    def test_an_embedding_benchmark_lacks_output_tokens(self, tmp_path: Path) -> None:
+        result = {n: v for n, v in files.without_details(VLLM).items() if n != "total_output_tokens"}
+        assert "total_output_tokens" in said(tmp_path, json.dumps(result))
+
+
+class TestValues:
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0], ids=str)
+    @pytest.mark.parametrize("name", ["duration", "mean_ttft_ms", "p99_itl_ms", "burstiness", "request_goodput"])
+    def test_numbers_that_cannot_be(self, name: str, value: float, tmp_path: Path) -> None:
+        assert name in said(tmp_path, line(files.without_details(VLLM), **{name: value}))
+
+    @pytest.mark.parametrize("name", ["ttfts", "itls", "latencies", "start_times"])
+    def test_nan_among_the_requests(self, name: str, tmp_path: Path) -> None:
+        values = [float("nan"), 0.5, 0.5] if name != "itls" else [[float("nan")], [], []]
+        assert name in said(tmp_path, line(VLLM, **{name: values}))
+
+    def test_lists_of_different_lengths(self, tmp_path: Path) -> None:
+        assert "differ in length" in said(tmp_path, line(VLLM, ttfts=[0.5, 0.5]))
+
+    def test_lists_that_are_not_all_there(self, tmp_path: Path) -> None:
+        result = {n: v for n, v in VLLM.items() if n != "itls"}
+        assert "no itls" in said(tmp_path, json.dumps(result))
+
+    def test_lists_that_contradict_the_summary(self, tmp_path: Path) -> None:
+        assert "says that 2 requests completed, while its lists hold 3" in said(tmp_path, line(VLLM, completed=2))
+
+    def test_a_run_that_took_no_time(self, tmp_path: Path) -> None:
+        assert "took no time" in said(tmp_path, line(files.without_details(VLLM), duration=0.0))
+
+    def test_a_text_where_a_number_belongs(self, tmp_path: Path) -> None:
+        assert "duration" in said(tmp_path, line(VLLM, duration="long"))
+        assert "request_rate" in said(tmp_path, line(VLLM, request_rate="often"))
+
+    def test_a_model_of_ten_million_characters(self, tmp_path: Path) -> None:
+        assert "10,000,000 characters" in said(tmp_path, line(files.without_details(VLLM), model_id="x" * 10_000_000))
+
+    def test_hostile_names_stay_words(self, tmp_path: Path) -> None:
+        path = files.file(tmp_path, files.vllm(model_id="../../<script>\x1b[31m"))
+        import_files([path], "vllm", tmp_path / "run", Told())
+        (record,) = read_records(tmp_path / "run")
+        assert record.point.model == "../../<script>\x1b[31m"
+        assert record.serve
+        assert (tmp_path / "run" / record.serve.samples_file).resolve().is_relative_to((tmp_path / "run").resolve())
+
+    def test_one_bad_file_keeps_the_good_ones_out_too(self, tmp_path: Path) -> None:
+        good = files.file(tmp_path, VLLM, name="good.json")
+        bad = tmp_path / "bad.json"
+        bad.write_text("{")
+        with pytest.raises(RecordsError, match=r"bad\.json"):
+            import_files([good, bad], "vllm", tmp_path / "run", Told())
+        assert not (tmp_path / "run").exists()
+
+    def test_an_unknown_engine_is_answered_with_the_nearest(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="did you mean vllm"):
+            import_files([tmp_path], "vlm", tmp_path / "run", Told())
+
+    def test_half_a_character_is_no_name(self, tmp_path: Path) -> None:
+        """JSON can spell half of a surrogate pair, which UTF-8 cannot hold."""
+        assert "half a character" in said(tmp_path, line(VLLM).replace("deepseek-ai/DeepSeek-V3", "\\ud800"))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(st.characters(exclude_categories=()), max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=st.sampled_from(sorted(VLLM.keys() | SGLANG.keys())), value=JSON, engine=st.sampled_from(["vllm", "sglang"])
+)
+def test_any_value_in_any_field_gives_a_record_or_a_sentence(
+    name: str, value: Any, engine: str, tmp_path: Path
+) -> None:
+    result = (VLLM if engine == "vllm" else SGLANG) | {name: value}
+    path = files.file(tmp_path, result)
+    try:
+        import_files([path], engine, tmp_path / "run", Told(model="m"), force=True)
+    except DcpbenchError as e:
+        told = str(e)
+    else:
+        told = str(path)
+        assert len(read_records(tmp_path / "run")) == 1
+    assert str(path) in told
