@@ -1,0 +1,128 @@
+"""`dcpbench export` and `import` from the outside: what they print, where they write, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dcpbench import cli
+from dcpbench.exports import FORMATS
+from tests.unit import engine_files_builder as files
+from tests.unit import record_builder
+from tests.unit import serve_record_builder as build
+
+ROOT = Path(cli.__file__).parents[1]
+HEAVY = ("torch", "pandas", "numpy", "matplotlib", "pyarrow", "dcpbench.exports", "dcpbench.imports")
+
+
+def dcpbench(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """The command, in a pipe of 80 columns without colour."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
+    command = [sys.executable, "-m", "dcpbench.cli", *map(str, args)]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with a served point and a decode step."""
+    found = [build.served(build.point(build.DCP)), record_builder.ok(record_builder.point(build.DCP))]
+    return record_builder.write(tmp_path / "run", found)
+
+
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_help_shows_examples_and_imports_nothing_heavy(command: str) -> None:
+    code = (
+        "import sys\nfrom dcpbench import cli\n"
+        f"try:\n    cli.main([{command!r}, '--help'])\nexcept SystemExit:\n    pass\n"
+        f"print('LOADED', [m for m in {HEAVY} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "LOADED []" in done.stdout
+    assert f"dcpbench {command} " in done.stdout
+    assert "For example" in done.stdout
+
+
+def test_the_options_are_these() -> None:
+    """A name that is gone breaks somebody's script."""
+    options = {
+        "export": {"--to", "-o", "--output", "--force", "-h", "--help"},
+        "import": {
+            "--from", "-o", "--output", "--force", "--model", "--tp", "--dp", "--dcp", "--gpu", "--dtype", "-h",
+            "--help",
+        },
+    }  # fmt: skip
+    for command, names in options.items():
+        text = re.sub(r"[│╭╮╰╯─]", " ", dcpbench(command, "--help").stdout)
+        assert set(re.findall(r"(?<![\w-])--?[a-z][\w-]*(?= )", text)) >= names
+
+
+@pytest.mark.parametrize("to", list(FORMATS))
+def test_every_format_is_written_and_its_place_printed(to: str, run: Path, tmp_path: Path) -> None:
+    done = dcpbench("export", run, "--to", to, "-o", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    paths = [Path(p) for p in re.findall(r"^Wrote (.*)$", done.stdout, re.MULTILINE)]
+    assert paths
+    assert all(path.is_file() and path.is_relative_to(tmp_path / "out") for path in paths)
+    if to in ("vllm", "sglang", "inferencex"):
+        assert done.stderr == "1 of 2 points left out: 1 decode steps, which have no requests.\n"
+    else:
+        assert done.stderr == ""
+
+
+def test_results_of_an_engine_go_in_and_a_table_comes_out(run: Path, tmp_path: Path) -> None:
+    path = files.file(tmp_path, files.vllm(), files.without_details(files.vllm(max_concurrency=2)))
+    done = dcpbench("import", path, "--from", "vllm", "--tp", 8, "--dcp", 8, "-o", tmp_path / "engine")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"Wrote {tmp_path / 'engine' / 'records.jsonl'}\n"
+    assert "1 of 2 without times of requests" in done.stderr
+    shown = dcpbench("show", run, tmp_path / "engine")
+    assert shown.returncode == 0, shown.stderr
+    assert "vllm" in shown.stdout
+    assert "Traceback" not in shown.stdout + shown.stderr
+
+
+def test_a_run_without_a_name_goes_where_runs_go(tmp_path: Path) -> None:
+    path = files.file(tmp_path, files.vllm())
+    done = dcpbench("import", path, "--from", "vllm", cwd=tmp_path)
+    assert re.fullmatch(r"Wrote runs/\d{4}-\d\d-\d\d-\d{6}-import-vllm/records\.jsonl\n", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("export", "RUN", "--to", "prometeus"), "did you mean prometheus"),
+        (("export", "nowhere", "--to", "csv"), "does not exist"),
+        (("import", "nowhere.json", "--from", "vllm"), "cannot be read"),
+        (("import", "RUN/records.jsonl", "--from", "vllm"), "is a record of dcpbench"),
+        (("import", "RESULT", "--from", "sglang"), "import it with --from vllm"),
+        (("import", "RESULT", "--from", "vllm", "--dcp", "8"), "--dcp without --tp"),
+    ],
+    ids=["format", "run", "file", "ours", "engine", "dcp"],
+)
+def test_a_mistake_ends_with_a_sentence_and_2(args: tuple[str, ...], says: str, run: Path, tmp_path: Path) -> None:
+    result = files.file(tmp_path, files.vllm())
+    typed = [a.replace("RUN", str(run)).replace("RESULT", str(result)) for a in args]
+    done = dcpbench(*typed, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_two_files_are_never_mixed_up_when_one_is_written_twice(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a.prom"
+    assert dcpbench("export", run, "--to", "prometheus", "-o", out).returncode == 0
+    assert dcpbench("export", run, "--to", "prometheus", "-o", out).returncode == 2
+    assert dcpbench("export", run, "--to", "prometheus", "-o", out, "--force").returncode == 0
+
+
+def test_a_vllm_file_of_ours_can_be_read_by_whoever_reads_vllms(run: Path, tmp_path: Path) -> None:
+    dcpbench("export", run, "--to", "vllm", "-o", tmp_path / "out")
+    (path,) = (tmp_path / "out").iterdir()
+    assert json.loads(path.read_text())["backend"] == "dcpbench"
