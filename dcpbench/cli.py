@@ -9,7 +9,16 @@ from typing import Annotated
 
 import typer
 
-from dcpbench import __version__, cli_bench, cli_dashboard, cli_exports, cli_serve, cli_syncs_checks, cli_top
+from dcpbench import (
+    __version__,
+    cli_bench,
+    cli_compare,
+    cli_dashboard,
+    cli_exports,
+    cli_serve,
+    cli_syncs_checks,
+    cli_top,
+)
 from dcpbench import cli_options as opt
 from dcpbench.errors import DcpbenchError
 
@@ -113,6 +122,8 @@ def sweep(
 
 
 app.command(rich_help_panel="Measure")(cli_serve.serve)
+app.command(rich_help_panel="Measure")(cli_compare.ab)
+app.command(rich_help_panel="Read results")(cli_compare.compare)
 
 
 @app.command(rich_help_panel="Read results")

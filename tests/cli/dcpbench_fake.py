@@ -26,6 +26,7 @@ def terminal_table(folders: list[Path]) -> str:
 
 if __name__ == "__main__":
     reports = types.ModuleType("dcpbench.reports")
+    reports.__path__ = [str(Path(cli.__file__).parent / "reports")]  # its modules are the real ones
     reports.write_report, reports.terminal_table = write_report, terminal_table  # type: ignore[attr-defined]
     sys.modules["dcpbench.reports"] = reports
     runs.WORKER = "fake_worker"

@@ -88,7 +88,7 @@ def test_the_options_of_a_command_are_these(command: str, options: set[str]) -> 
     assert found | {"-h", "--help"} == options
 
 
-COMMANDS = ("sweep", "serve", "verify", "report", "show", "env")
+COMMANDS = ("sweep", "serve", "ab", "compare", "verify", "report", "show", "env")
 VALUES = {"--new-tokens": "8", "--timeout": "3", "--seconds": "3"}
 
 
@@ -98,7 +98,7 @@ def test_every_option_in_the_help_is_parsed(name: str) -> None:
     import typer
 
     command = typer.main.get_command(cli.app).commands[name]
-    arguments = ["run"] if name in {"report", "show"} else []
+    arguments = {"report": ["run"], "show": ["run"], "compare": ["run", "other"]}.get(name, [])
     words = re.sub(r"\[.*?\]|`.*?`", " ", help_of(name)).partition(" Options ")[2]
     printed = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", words)) - {"-h", "--help"}
     for option in command.params:

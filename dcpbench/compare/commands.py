@@ -1,0 +1,125 @@
+"""What `dcpbench compare` does, and how every comparison ends: printed, written, judged by --fail-on."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.compare import gate, github, junit, markdown, table
+from dcpbench.compare.judging import Options, judge
+from dcpbench.compare.measures import NAMES
+from dcpbench.compare.sides import read_side
+from dcpbench.errors import OutputError, UsageError
+from dcpbench.syncs.formats.github import step_summary
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from dcpbench.compare.model import Comparison
+    from dcpbench.compare.sides import Launch
+
+FAILS = 1
+PLAIN_WIDTH = 140
+LEAST_ALPHA, MOST_SHARE = 1e-6, 0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Out:
+    """Where a comparison goes."""
+
+    fail_on: str = ""
+    folder: Path | None = None
+    junit: Path | None = None
+    github: bool = False
+    as_json: bool = False
+    every: bool = False
+
+
+def compare(a: Sequence[Path], b: Sequence[Path], options: Options, out: Out) -> int:
+    """`dcpbench compare`: returns the exit code."""
+    check(options, out)
+    return conclude(read_side(a), read_side(b), options, out)
+
+
+def check(options: Options, out: Out) -> None:
+    """Raise UsageError for options that cannot work, before anything takes long."""
+    gate.read_rules(out.fail_on)
+    for name, value in (("--margin", options.margin), ("--launch-noise", options.launch_noise)):
+        if not 0 <= value <= MOST_SHARE:
+            raise UsageError(f"{name} {value * 100:g}% cannot be; give a share from 0% to 50%, such as {name} 1%.")
+    if not LEAST_ALPHA <= options.alpha <= MOST_SHARE:
+        raise UsageError(f"--alpha {options.alpha:g} cannot be; give a probability such as --alpha 0.05.")
+    if unknown := [name for name in options.metrics if name not in NAMES]:
+        raise UsageError(f"--metric {unknown[0]}: there is none; give some of {', '.join(NAMES)}.")
+
+
+def conclude(a: Sequence[Launch], b: Sequence[Launch], options: Options, out: Out) -> int:
+    """Compare two sides, show and write what was found; 1 where a rule of --fail-on fails, else 0."""
+    rules = gate.read_rules(out.fail_on)
+    found = judge(a, b, options)
+    gate.apply(found, rules)
+    found.notes += [f"--fail-on {text} guards nothing: no compared point has it." for text in gate.unused(found, rules)]
+    paths = write(found, out)
+    if out.as_json:
+        _print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
+    else:
+        _show(found, out)
+    if out.github:
+        _print(github.render(found))
+        step_summary(markdown.render(found))
+    for path in paths:
+        (sys.stderr if out.as_json else sys.stdout).write(f"Wrote {path}\n")
+    return FAILS if found.fails else 0
+
+
+def write(found: Comparison, out: Out) -> list[Path]:
+    """Markdown, JSON and the forest plot into `out.folder`, JUnit into its file; the paths.
+
+    Raises OutputError where one cannot be written.
+    """
+    paths: list[Path] = []
+    try:
+        if out.folder:
+            from dcpbench.compare import picture
+
+            out.folder.mkdir(parents=True, exist_ok=True)
+            pictures = picture.draw(found, out.folder)
+            page, data = out.folder / "compare.md", out.folder / "compare.json"
+            page.write_text(markdown.render(found, picture=pictures[0].name if pictures else ""), encoding="utf-8")
+            data.write_bytes(msgspec.json.encode(found) + b"\n")
+            paths += [page, data, *pictures]
+        if out.junit:
+            out.junit.write_text(junit.render(found), encoding="utf-8")
+            paths.append(out.junit)
+    except OSError as e:
+        raise OutputError(
+            f"{e.filename} cannot be written ({e.strerror}); give another place with -o or --junit."
+        ) from e
+    return paths
+
+
+def _show(found: Comparison, out: Out) -> None:
+    console = _console()
+    for line in table.render(found, every=out.every):
+        console.print(line, soft_wrap=not console.is_terminal)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, no_color="NO_COLOR" in os.environ or None)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    return console
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,288 @@
+"""From two sides to verdicts: effects of all rows, one correction for all of them, and what would decide the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import zlib
+from typing import TYPE_CHECKING
+
+from dcpbench.compare import effects, multiple
+from dcpbench.compare.environments import differences, marks, on_cpu
+from dcpbench.compare.measures import Requests, measures_of, of, requests_of
+from dcpbench.compare.model import WORST_FIRST, Broken, Comparison, PointResult, Row
+from dcpbench.compare.sides import match
+from dcpbench.errors import UsageError
+from dcpbench.stats import REPEATS_AGREE_WITHIN
+from dcpbench.sweep import point_name
+from dcpbench.syncs.words import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from dcpbench.compare.measures import Measure
+    from dcpbench.compare.model import Workload
+    from dcpbench.compare.sides import Launch, Matched, Pair
+    from dcpbench.records import Point, Record
+
+CPU_REASON = "ran on a CPU, whose times say nothing about performance; --allow-cpu judges them all the same"
+FIRST_LAUNCHES = 4
+"""With one launch of each side these make five, from which their scatter is known well enough to reckon with."""
+LARGEST_LOG = 700.0
+"""exp of more does not fit into a double."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """How two sides are compared."""
+
+    margin: float = 0.01
+    """Two values within this share of each other are as good as the same."""
+    alpha: float = 0.05
+    """Chance of any FASTER or SLOWER where nothing differs."""
+    launch_noise: float = REPEATS_AGREE_WITHIN
+    """Standard deviation of the difference of two launches of the same thing; used where each side has one."""
+    metrics: Sequence[str] = ()
+    across: Sequence[str] = ()
+    paired: bool = False
+    allow_cpu: bool = False
+
+
+@dataclasses.dataclass
+class _Test:
+    """A row on its way to a verdict."""
+
+    row: Row
+    effect: effects.Effect
+
+
+def judge(a: Sequence[Launch], b: Sequence[Launch], options: Options) -> Comparison:
+    """Compare B with A, every metric of every point that both have.
+
+    Raises UsageError where they have no point in common, and where `paired` is asked of sides of different length.
+    """
+    if options.paired and len(a) != len(b):
+        raise UsageError(
+            f"--paired needs as many launches of A as of B, not {len(a)} and {len(b)}; leave it out to compare sides "
+            "that are not made in pairs."
+        )
+    matched = match(a, b, options.across)
+    if not matched.pairs:
+        raise UsageError(_nothing(matched))
+    requests: dict[int, Requests] = {}
+    tests: list[_Test] = []
+    points = [_point(pair, options, a, b, tests, requests) for pair in matched.pairs]
+    _decide(tests, options)
+    points.sort(key=lambda p: p.rank)
+    rows = [row for p in points for row in p.rows]
+    records = [r for pair in matched.pairs for r in pair.records]
+    cpu = any(map(on_cpu, records))
+    return Comparison(
+        a=[plain(x.name) for x in a], b=[plain(x.name) for x in b], paired=options.paired, across=list(options.across),
+        margin=options.margin, alpha=options.alpha, launch_noise=options.launch_noise, tests=len(tests),
+        counts={v: n for v in WORST_FIRST if (n := sum(row.verdict == v for row in rows))},
+        cpu=cpu, performance=not cpu or options.allow_cpu,
+        differences=differences(matched.pairs), points=points,
+        only_a=[name_of(r.point) for r in matched.only_a], only_b=[name_of(r.point) for r in matched.only_b],
+        broken=[_broken(record, "a") for record, _ in matched.broken_a]
+        + [_broken(record, "b") for record, _ in matched.broken_b],
+        notes=_notes(a, b, tests),
+    )  # fmt: skip
+
+
+def name_of(point: Point) -> str:
+    """The point in a line, whatever stands in its record; the repeat left out."""
+    mode = f", {point.load.mode}" if point.load else ""
+    try:
+        said = point_name(point).partition(", repeat ")[0]
+    except (ArithmeticError, ValueError, UsageError):
+        said = f"{point.model} tp{point.tp}·dp{point.dp}·dcp{point.dcp} {point.backend} {point.exchange}"
+    return plain(said[:300] + mode[:20])
+
+
+def _point(
+    pair: Pair, options: Options, a: Sequence[Launch], b: Sequence[Launch], tests: list[_Test],
+    requests: dict[int, Requests],
+) -> PointResult:  # fmt: skip
+    point, other = pair.point, pair.b[0][1][0].point
+    workload: Workload = "serve" if point.load else "decode"
+    found = PointResult(
+        name=name_of(point), other_name=name_of(other) if name_of(other) != name_of(point) else "", workload=workload,
+        mode=plain(point.load.mode[:20]) if point.load else "", cpu=any(map(on_cpu, pair.records)),
+        marks_a=marks(r for _, rs in pair.a for r in rs), marks_b=marks(r for _, rs in pair.b for r in rs),
+    )  # fmt: skip
+    for measure in measures_of(workload, options.metrics):
+        left, right = ([_values(measure, side) for side in sides] for sides in (pair.a, pair.b))
+        if not any(left) or not any(right):
+            if any(left) or any(right):
+                found.not_compared.append(f"{measure.title} (absent in {'B' if any(left) else 'A'})")
+            continue
+        if not measure.sampled:
+            found.rows.append(_counted(measure, left, right, options.margin))
+            continue
+        sides = [
+            {launch.name: e for (launch, records), vs in zip(side, values, strict=True) if vs and
+             (e := _estimate(measure, launch.folder, records, requests))}
+            for side, values in ((pair.a, left), (pair.b, right))
+        ]  # fmt: skip
+        test = _test(measure, sides, options, [x.name for x in a], [x.name for x in b])
+        found.rows.append(test.row)
+        if found.cpu and not options.allow_cpu:
+            test.row.reason = CPU_REASON
+        else:
+            tests.append(test)
+    return found
+
+
+def _values(measure: Measure, side: tuple[Launch, list[Record]]) -> list[float]:
+    return [v for record in side[1] if (v := of(record, measure)) is not None]
+
+
+def _estimate(
+    measure: Measure, folder: Path, records: Sequence[Record], requests: dict[int, Requests]
+) -> effects.Estimate | None:
+    assert measure.error is not None
+    values, errors = [], []
+    for record in records:
+        value = of(record, measure)
+        if value is None:
+            continue
+        if record.serve and id(record) not in requests:
+            requests[id(record)] = requests_of(record, folder)
+        seed = zlib.crc32(f"{measure.name} {record.point.key()}".encode(errors="replace"))
+        values.append(value)
+        errors.append(measure.error(record, requests.get(id(record), Requests([])), seed))
+    return effects.estimate(values, errors) if values else None
+
+
+def _test(
+    measure: Measure, sides: Sequence[dict[str, effects.Estimate]], options: Options, a: list[str], b: list[str]
+) -> _Test:
+    left, right = (list(side.values()) for side in sides)
+    rounds = [(sides[0][x], sides[1][y]) for x, y in zip(a, b, strict=False) if x in sides[0] and y in sides[1]]
+    if options.paired and rounds:
+        left, right = [x for x, _ in rounds], [y for _, y in rounds]
+        effect = effects.compare_paired(left, right, options.launch_noise)
+    else:
+        effect = effects.compare(left, right, options.launch_noise)
+    row = Row(
+        metric=measure.name, title=measure.title, unit=measure.unit, higher_is_better=measure.higher_is_better,
+        a=_exp(statistics.fmean(e.log for e in left)), b=_exp(statistics.fmean(e.log for e in right)),
+        ratio=_exp(effect.log), verdict="UNDECIDED", launches=effect.launches,
+        repeats=(sum(e.repeats for e in left), sum(e.repeats for e in right)),
+    )  # fmt: skip
+    return _Test(row, effect)
+
+
+def _decide(tests: Sequence[_Test], options: Options) -> None:
+    """Correct all rows at once, then give each its interval and its verdict.
+
+    Two families: whether rows differ, and whether they are the same within the margin; a claim of one does not make
+    those of the other cheaper.
+    """
+    margin = math.log1p(options.margin)
+    differ = [t.effect.p_differs() for t in tests]
+    same = [t.effect.p_same(margin) for t in tests]
+    level = multiple.level(differ, options.alpha)
+    same_level = multiple.level(same, options.alpha)
+    cut = level if multiple.rejected(differ, options.alpha) else -1.0
+    same_cut = same_level if multiple.rejected(same, options.alpha) else -1.0
+    for t, p, q in zip(tests, differ, same, strict=True):
+        row = t.row
+        row.p_differs, row.p_same, row.differs = p, q, p <= cut
+        is_same = q <= same_cut
+        tail = same_level if is_same else level / 2
+        if t.effect.variance is not None:
+            row.low, row.high = (_exp(x) for x in t.effect.interval(tail))
+            row.confidence = 1 - 2 * tail
+        if is_same:
+            row.verdict = "SAME"
+        elif row.differs and abs(t.effect.log) > margin:
+            row.verdict = "FASTER" if (t.effect.log > 0) == row.higher_is_better else "SLOWER"
+        else:
+            _undecided(t, margin, level / 2, options.alpha)
+
+
+def _undecided(test: _Test, margin: float, tail: float, alpha: float) -> None:
+    row, effect = test.row, test.effect
+    if effect.variance is None:
+        row.reason = "nothing beside the records says how this scatters; give more launches of each side"
+        row.more_launches = FIRST_LAUNCHES
+        return
+    unit = "rounds" if effect.paired else "launches of each side"
+    if effect.assumed:
+        row.more_launches = FIRST_LAUNCHES
+        row.reason = f"how launches scatter is not known; {FIRST_LAUNCHES} more {unit} show it"
+        return
+    # Sameness is judged in a family of its own, where all rows that are the same help each other.
+    row.more_launches = effects.more_launches(effect, margin, tail if abs(effect.log) > margin else alpha)
+    if row.more_launches is not None:
+        row.reason = f"about {row.more_launches} more {unit} would decide it"
+    elif abs(abs(effect.log) - margin) < margin / 2:
+        row.reason = f"repeats cannot decide it: the ratio lies at the margin of {math.expm1(margin):.2g}"
+    else:
+        row.reason = f"more than {effects.MOST_LAUNCHES} {unit} would be needed; find out what makes launches scatter"
+    if row.differs:
+        row.reason += "; it differs, but perhaps by less than the margin"
+
+
+def _counted(measure: Measure, a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], margin: float) -> Row:
+    """What is counted and not sampled: the same number each time, or else whole ranges that do not overlap."""
+    left, right = ([v for launch in side for v in launch] for side in (a, b))
+    x, y = statistics.median(left), statistics.median(right)
+    slack = 1.0 if measure.absolute else 1 + margin
+    row = Row(
+        metric=measure.name, title=measure.title, unit=measure.unit, higher_is_better=measure.higher_is_better,
+        absolute=measure.absolute, sampled=False, a=x, b=y, ratio=_ratio(y, x), verdict="UNDECIDED",
+        launches=(sum(map(bool, a)), sum(map(bool, b))), repeats=(len(left), len(right)),
+    )  # fmt: skip
+    if max(*left, *right) <= min(*left, *right) * slack:
+        row.verdict = "SAME"
+    elif min(right) > max(left) * slack:
+        row.verdict = "MORE"
+    elif max(right) * slack < min(left):
+        row.verdict = "FEWER"
+    else:
+        row.reason = "repeats of one side differ as much as the sides do"
+    return row
+
+
+def _ratio(y: float, x: float) -> float | None:
+    ratio = y / x if x else math.inf
+    return ratio if math.isfinite(ratio) else None
+
+
+def _exp(log: float) -> float:
+    return math.exp(log) if abs(log) < LARGEST_LOG else (0.0 if log < 0 else math.inf)
+
+
+def _broken(record: Record, side: str) -> Broken:
+    reason = plain((record.reason or "no reason was recorded")[:500])
+    return Broken(name=name_of(record.point), side=side, outcome=plain(record.outcome[:20]), reason=reason)  # type: ignore[arg-type]
+
+
+def _notes(a: Sequence[Launch], b: Sequence[Launch], tests: Sequence[_Test]) -> list[str]:
+    notes = []
+    if any(t.effect.assumed for t in tests):
+        notes.append(
+            "One launch on each side: what differs from launch to launch is not in these records, so it is assumed "
+            "(--launch-noise). More launches of each side, or `dcpbench ab`, measure it."
+        )
+    elif 1 in (len(a), len(b)) and tests:
+        notes.append("One side has a single launch: its launches are taken to scatter as the other side's do.")
+    if {x.folder.resolve() for x in a} & {x.folder.resolve() for x in b}:
+        notes.append("A and B share a folder: its records are compared with themselves.")
+    return notes
+
+
+def _nothing(matched: Matched) -> str:
+    said = "A and B have no measured point in common"
+    if matched.broken_a or matched.broken_b:
+        side, broken = ("B", matched.broken_b) if matched.broken_b else ("A", matched.broken_a)
+        return f"{said}; in {side} {name_of(broken[0][0].point)} did not run: {(broken[0][0].reason or '')[:300]}"
+    if matched.only_a and matched.only_b:
+        x, y = (name_of(side[0].point) for side in (matched.only_a, matched.only_b))
+        return f"{said}: A has {x}, B has {y}; to compare different variants, name the field with --across."
+    return said + "; measure the same points in both."

@@ -1,0 +1,94 @@
+"""The forest plot: every ratio with its interval, and the margin within which two sides are the same."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from typing import TYPE_CHECKING
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from dcpbench.compare.words import label, summary
+from dcpbench.reports.style import RC, WATERMARK
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from matplotlib.axes import Axes
+
+    from dcpbench.compare.model import Comparison, PointResult, Row
+
+MOST = 60
+"""Rows of the picture, worst first."""
+COLOURS = {"SLOWER": "#D55E00", "FASTER": "#009E73", "SAME": "#777777", "UNDECIDED": "#0072B2"}
+"""Okabe and Ito's palette, as in all figures; each verdict has its own mark, too."""
+MARKS = {"SLOWER": "v", "FASTER": "^", "SAME": "s", "UNDECIDED": "o"}
+ROW_INCHES, WIDE, LABEL = 0.24, 9.0, 58
+FURTHEST = 3.0
+"""Intervals that reach further than this factor are cut there."""
+
+
+def draw(c: Comparison, folder: Path) -> list[Path]:
+    """Write forest.png and forest.svg; nothing where no ratio has an interval."""
+    rows = [(p, row) for p in c.points for row in p.rows if row.low is not None and row.ratio and row.ratio > 0]
+    if not rows:
+        return []
+    rows = rows[:MOST]
+    with mpl.rc_context({**RC, "text.parse_math": False}):
+        figure = Figure(figsize=(WIDE, 1.5 + ROW_INCHES * len(rows)), layout="constrained")
+        axes = figure.subplots()
+        _rows(axes, rows)
+        _frame(axes, rows, c)
+        if c.cpu:
+            figure.text(0.5, 0.5, WATERMARK, ha="center", va="center", fontsize=28, color="#BBBBBB", alpha=0.5)
+        paths = [folder / "forest.png", folder / "forest.svg"]
+        for path in paths:
+            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return paths
+
+
+def _rows(axes: Axes, rows: list[tuple[PointResult, Row]]) -> None:
+    for y, (_, row) in enumerate(rows):
+        low, ratio, high = (_within(x) for x in (row.low, row.ratio, row.high))
+        colour = COLOURS[row.verdict]
+        axes.plot([low, high], [y, y], color=colour, linewidth=1.6, solid_capstyle="butt")
+        axes.plot(ratio, y, MARKS[row.verdict], color=colour, markersize=5)
+
+
+def _frame(axes: Axes, rows: list[tuple[PointResult, Row]], c: Comparison) -> None:
+    axes.axvspan(1 / (1 + c.margin), 1 + c.margin, color="#EEEEEE", zorder=0)
+    axes.axvline(1, color="#444444", linewidth=0.8)
+    axes.set_xscale("log")
+    ends = [abs(math.log(_within(x))) for _, row in rows for x in (row.low, row.high, row.ratio)]
+    reach = max(*ends, 2 * math.log1p(c.margin)) * 1.08
+    axes.set_xlim(math.exp(-reach), math.exp(reach))
+    ticks = [t for t in _ticks(reach) if abs(math.log(t)) <= reach]
+    axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    axes.minorticks_off()
+    axes.set_yticks(range(len(rows)), [_name(p, row) for p, row in rows], fontsize=7)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel(f"B / A, with its corrected interval; grey: within {c.margin * 100:g} %")
+    axes.set_title("\n".join(textwrap.wrap(summary(c), 90)), loc="left")
+    for verdict in dict.fromkeys(row.verdict for _, row in rows):
+        axes.plot([], [], MARKS[verdict], color=COLOURS[verdict], markersize=5, label=verdict)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, fontsize=8, borderaxespad=0.2)
+    axes.set_title(axes.get_title(loc="left"), loc="left", pad=22)
+
+
+def _ticks(reach: float) -> list[float]:
+    """Round ratios, denser the closer the picture looks."""
+    for step in (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25):
+        if reach / step <= 5:  # noqa: PLR2004 -- labels on either side
+            return [round(1 + step * k, 4) for k in range(-6, 7) if 1 + step * k > 0]
+    return [0.25, 0.5, 1, 2, 4]
+
+
+def _within(x: float | None) -> float:
+    return 1.0 if x is None else min(max(x, 1 / FURTHEST), FURTHEST)
+
+
+def _name(point: PointResult, row: Row) -> str:
+    name = point.name if len(point.name) <= LABEL else point.name[: LABEL - 1] + "…"
+    return f"{name} · {label(row)}"

@@ -1,0 +1,208 @@
+"""The two sides of a comparison: launches, each the records of one run's folder, and their points matched."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import RecordsError, UsageError
+from dcpbench.records import RECORDS_FILE, Point, read_records
+from dcpbench.serve_records import Load
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from dcpbench.records import Record
+
+MOST_POINTS = 20_000
+"""Points that both sides have; each takes milliseconds."""
+LOAD_FIELDS = tuple(name for name in Load.__struct_fields__ if name != "mode")
+FIELDS = (*(name for name in Point.__struct_fields__ if name not in ("repeat", "load", "workload")), *LOAD_FIELDS)
+"""Of a point and its load, which `across` may leave out of what it is. Live is never compared with replay."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One run's folder."""
+
+    name: str
+    folder: Path
+    records: list[Record]
+    """The last record of each point, its repeats apart."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A point with what each launch of either side measured of it; launches that lack it are left out."""
+
+    a: list[tuple[Launch, list[Record]]]
+    b: list[tuple[Launch, list[Record]]]
+
+    @property
+    def point(self) -> Point:
+        """Of A, the first repeat."""
+        return self.a[0][1][0].point
+
+    @property
+    def records(self) -> list[Record]:
+        """All of both sides."""
+        return [record for _, found in (*self.a, *self.b) for record in found]
+
+
+@dataclasses.dataclass(frozen=True)
+class Matched:
+    """All points of two sides."""
+
+    pairs: list[Pair]
+    only_a: list[Record]
+    """One record of each point that the other side does not have at all."""
+    only_b: list[Record]
+    broken_a: list[tuple[Record, Record]]
+    """Points that ran in B and not in A: A's record, which has the reason, and one of B's."""
+    broken_b: list[tuple[Record, Record]]
+
+
+def read_side(paths: Sequence[Path]) -> list[Launch]:
+    """The launches that paths stand for: runs' folders, their records.jsonl, or folders that hold several runs.
+
+    A folder named twice counts once. Raises RecordsError where a path holds no records.
+    """
+    folders = [inside for path in paths for inside in _runs(path)]
+    unique = {folder.resolve(): folder for folder in folders}
+    launches = []
+    for folder in unique.values():
+        last = {record.point.key(): record for record in read_records(folder)}
+        if not last:
+            raise RecordsError(f"{folder} holds no records yet; wait for its run, or name another one.")
+        launches.append(Launch(str(folder), folder if folder.is_dir() else folder.parent, list(last.values())))
+    return launches
+
+
+def match(a: Sequence[Launch], b: Sequence[Launch], across: Sequence[str] = ()) -> Matched:
+    """Points of A with the same points of B; without the fields in `across` they may be several of one name.
+
+    Raises UsageError for fields that no point has, where a point could be compared with several, and for too many.
+    """
+    if unknown := [name for name in across if name not in FIELDS]:
+        raise UsageError(f"--across {unknown[0]}: no point has that; give some of {', '.join(FIELDS)}.")
+    sides = [_by_point(launches, across) for launches in (a, b)]
+    if across:
+        _check_one_each(sides, across)
+    keys = list(dict.fromkeys([*sides[0], *sides[1]]))
+    found = Matched([], [], [], [], [])
+    for key in keys:
+        left, right = (side.get(key, []) for side in sides)
+        if not left or not right:
+            (found.only_a if left else found.only_b).append((left or right)[0][1][0])
+            continue
+        ran = [_that_ran(side) for side in (left, right)]
+        if all(ran):
+            found.pairs.append(Pair(*ran))
+        elif any(ran):
+            broken = found.broken_b if ran[0] else found.broken_a
+            broken.append(((right if ran[0] else left)[0][1][0], (ran[0] or ran[1])[0][1][0]))
+    if len(found.pairs) > MOST_POINTS:
+        raise UsageError(
+            f"{len(found.pairs):,} points are in both, more than the {MOST_POINTS:,} that are compared at once; "
+            "compare folders that hold fewer."
+        )
+    return found
+
+
+def differing(a: Sequence[Launch], b: Sequence[Launch]) -> list[str]:
+    """Fields that do not take the same values on both sides: what two variants of one sweep were told differently."""
+    points = [[r.point for launch in side for r in launch.records] for side in (a, b)]
+    values = ([{name: _field(p, name) for name in FIELDS} for p in side] for side in points)
+    taken = [{name: {str(v[name]) for v in side} for name in FIELDS} for side in values]
+    return [name for name in FIELDS if taken[0][name] != taken[1][name]]
+
+
+def measured(record: Record) -> bool:
+    """Whether the record has anything to compare."""
+    return record.outcome == "ok" and (record.metrics is not None or record.serve is not None)
+
+
+def _runs(path: Path) -> list[Path]:
+    if not path.is_dir() or (path / RECORDS_FILE).exists():
+        return [path]
+    inside = sorted((p.parent for p in path.glob(f"*/{RECORDS_FILE}")), key=_natural)
+    if not inside:
+        raise RecordsError(f"{path} holds no {RECORDS_FILE}; name the folder of a run, or one that holds several runs.")
+    return inside
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    return [(int(w), "") if w.isdecimal() else (-1, w) for w in re.split(r"([0-9]+)", path.name) if w]
+
+
+def _field(point: Point, name: str) -> object:
+    return getattr(point.load if name in LOAD_FIELDS else point, name, None)
+
+
+def _key(point: Point, across: Iterable[str]) -> str:
+    """Everything that a point is, its repeat and the fields in `across` left out."""
+    left_out = {*across, "repeat", "load"}
+    own = [f"{name}={getattr(point, name)}" for name in Point.__struct_fields__ if name not in left_out]
+    if point.load:
+        own += [f"{name}={getattr(point.load, name)}" for name in Load.__struct_fields__ if name not in left_out]
+    return "/".join(own)
+
+
+def _by_point(launches: Sequence[Launch], across: Sequence[str]) -> dict[str, list[tuple[Launch, list[Record]]]]:
+    """By what a point is: its records in each launch. An exact copy of a measurement counts once."""
+    found: dict[str, list[tuple[Launch, list[Record]]]] = {}
+    seen: set[bytes] = set()
+    replayed: set[tuple[str, str]] = set()
+    for launch in launches:
+        here: dict[str, list[Record]] = {}
+        for record in launch.records:
+            if measured(record) and _copied(record, seen):
+                continue
+            here.setdefault(_key(record.point, across), []).append(record)
+        for key, records in here.items():
+            if not _known(records, launch, replayed, key):
+                found.setdefault(key, []).append((launch, records))
+    return found
+
+
+def _that_ran(side: Sequence[tuple[Launch, list[Record]]]) -> list[tuple[Launch, list[Record]]]:
+    return [(launch, ok) for launch, records in side if (ok := [r for r in records if measured(r)])]
+
+
+def _known(records: Sequence[Record], launch: Launch, seen: set[tuple[str, str]], key: str) -> bool:
+    """Whether these are replays by step times that an earlier launch replayed by: those are one measurement, not two.
+
+    Step times that lie in the launch's own folder were measured by it.
+    """
+    names = {r.honesty.step_times for r in records if r.honesty and r.honesty.step_times}
+    shared = {(key, name) for name in names if not (launch.folder / name).is_file()}
+    known = bool(shared & seen)
+    seen |= shared
+    return known
+
+
+def _copied(record: Record, seen: set[bytes]) -> bool:
+    """Whether the same measurement was there before: taken at the same moment, with the same samples."""
+    if not record.started_at:
+        return False
+    point = msgspec.structs.replace(record.point, repeat=0)
+    what = msgspec.json.encode((point, record.started_at, record.metrics or record.serve))
+    if what in seen:
+        return True
+    seen.add(what)
+    return False
+
+
+def _check_one_each(sides: Sequence[dict[str, list[tuple[Launch, list[Record]]]]], across: Sequence[str]) -> None:
+    for side, name in zip(sides, "AB", strict=True):
+        for found in side.values():
+            points = {record.point.same_but_repeat() for _, records in found for record in records}
+            if len(points) > 1:
+                raise UsageError(
+                    f"without {', '.join(across)} several points of {name} are the same one, so which of them "
+                    "to compare is not clear; measure one value of it on each side (perhaps with --no-baseline)."
+                )

@@ -1,0 +1,106 @@
+"""A comparison in a terminal: what differs first, then rows by point, then the verdict. Fits 80 columns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from dcpbench.compare.words import (
+    CPU_NOTE,
+    gate_text,
+    how,
+    interval_text,
+    label,
+    not_matched,
+    number,
+    ratio_text,
+    summary,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dcpbench.compare.model import Comparison, PointResult, Row
+
+MOST_POINTS = 40
+"""That a terminal shows, worst first; JSON has them all."""
+MOST_DIFFERENCES = 20
+STYLES = {
+    "SLOWER": "red bold", "FASTER": "green bold", "MORE": "yellow bold", "FEWER": "yellow bold", "SAME": "dim",
+    "UNDECIDED": "yellow",
+}  # fmt: skip
+HEAD = f"  {'':<18} {'A':>9} {'B':>9} {'B/A':>6} {'interval':>13}  verdict (+launches)"
+
+
+def render(c: Comparison, *, every: bool = False) -> list[Text]:
+    """Lines for `rich`, none of which is read as markup; `every`: all points."""
+    shown = c.points if every else c.points[:MOST_POINTS]
+    lines = [Text(f"A  {_launches(c.a)}"), Text(f"B  {_launches(c.b)}")]
+    if c.cpu:
+        lines.append(Text(CPU_NOTE, style="yellow"))
+    lines += _differences(c)
+    lines += [Text(line, style="yellow") for line in not_matched(c)]
+    lines += [Text(), Text(HEAD, style="bold")]
+    for point in shown:
+        lines += _point(point)
+    if len(c.points) > len(shown):
+        lines.append(Text(f"… and {len(c.points) - len(shown)} more points, none of them worse; --all shows them."))
+    lines += [Text(), Text(summary(c), style="bold"), Text(how(c))]
+    lines += [Text(note) for note in c.notes]
+    lines += list(_open_ends(c))
+    if gate := gate_text(c):
+        lines += [Text(f"- {f.message}", style="red") for f in c.fails[:MOST_DIFFERENCES]]
+        lines.append(Text(gate, style="red bold" if c.fails else "green"))
+    return lines
+
+
+def _launches(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)} launches)"
+
+
+def _differences(c: Comparison) -> list[Text]:
+    if not c.differences:
+        return [Text("Environment and settings: the same.")]
+    lines = [Text("Not the same in A and B:", style="bold")]
+    lines += [Text(f"  {d.what}: {d.a} | {d.b}") for d in c.differences[:MOST_DIFFERENCES]]
+    if len(c.differences) > MOST_DIFFERENCES:
+        lines.append(Text(f"  and {len(c.differences) - MOST_DIFFERENCES} more"))
+    return lines
+
+
+def _point(point: PointResult) -> Iterator[Text]:
+    yield Text(point.name, style="bold")
+    if point.other_name:
+        yield Text(f"  B: {point.other_name}")
+    marks = [f"{side}: {', '.join(m)}" for side, m in (("A", point.marks_a), ("B", point.marks_b)) if m]
+    if marks:
+        yield Text(f"  marks of {'; of '.join(marks)}", style="yellow")
+    for row in point.rows:
+        yield _row(row)
+    if point.not_compared:
+        yield Text(f"  not compared: {', '.join(point.not_compared)}", style="dim")
+
+
+def _row(row: Row) -> Text:
+    more = f" +{row.more_launches}" if row.more_launches and row.verdict == "UNDECIDED" else ""
+    text = Text(
+        f"  {label(row)[:18]:<18} {number(row.a):>9} {number(row.b):>9} {ratio_text(row):>6} {interval_text(row):>13}  "
+    )
+    text.append(row.verdict, style=STYLES[row.verdict])
+    text.append(more)
+    return text
+
+
+def _open_ends(c: Comparison) -> Iterator[Text]:
+    """What would decide what is undecided, each way once."""
+    reasons: dict[str, int] = {}
+    for point in c.points:
+        for row in point.rows:
+            if row.verdict == "UNDECIDED" and row.reason:
+                reasons[row.reason] = reasons.get(row.reason, 0) + 1
+    ordered = sorted(reasons.items(), key=lambda item: -item[1])
+    for reason, rows in ordered[:6]:
+        yield Text(f"UNDECIDED, {rows}×: {reason}.")
+    if len(ordered) > 6:  # noqa: PLR2004 -- as many as are shown
+        yield Text(f"UNDECIDED, for {len(ordered) - 6} more reasons; +N beside a row: launches that would decide it.")

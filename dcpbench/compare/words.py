@@ -1,0 +1,84 @@
+"""Numbers and sentences that every form of a comparison shares."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dcpbench.compare.model import WORST_FIRST
+from dcpbench.syncs.words import counted
+
+if TYPE_CHECKING:
+    from dcpbench.compare.model import Comparison, Row
+
+CPU_NOTE = "CPU: functional run; its times say nothing about performance."
+LARGE = 1000
+
+
+def number(value: float) -> str:
+    """Four digits, thousands apart."""
+    return f"{value:,.0f}" if abs(value) >= LARGE else f"{value:.4g}"
+
+
+def label(row: Row) -> str:
+    """The metric with its unit."""
+    return row.title if row.unit in row.title else f"{row.title} {row.unit}"
+
+
+def ratio_text(row: Row) -> str:
+    """`1.0312`; what is counted and small, and what cannot be divided, has none."""
+    return "" if row.ratio is None or row.absolute else f"{row.ratio:.3f}" if row.ratio < LARGE else f"{row.ratio:.3g}"
+
+
+def range_text(row: Row) -> str:
+    """` [0.9981, 1.0042]`; empty without an interval."""
+    return "" if row.low is None or row.high is None else f" [{row.low:.4g}, {row.high:.4g}]"
+
+
+def interval_text(row: Row) -> str:
+    """`0.998…1.004`; empty without an interval."""
+    if row.low is None or row.high is None:
+        return ""
+    return "…".join(f"{x:.3f}" if x < LARGE else f"{x:.2g}" for x in (row.low, row.high))
+
+
+def summary(c: Comparison) -> str:
+    """The verdicts in one line."""
+    said = ", ".join(f"{c.counts[v]} {v}" for v in WORST_FIRST if v in c.counts) or "nothing"
+    return f"{said} in {counted(len(c.points), 'point')}, B against A."
+
+
+def how(c: Comparison) -> str:
+    """How verdicts were reached, in a sentence or two."""
+    if not c.tests:
+        return "No time was judged: " + CPU_NOTE if c.cpu else "No time was judged."
+    launches = "1 launch" if len(c.a) == 1 else f"{len(c.a)} launches"
+    paired = ", paired by round" if c.paired else ""
+    return (
+        f"{counted(c.tests, 'test')} of {launches} against {len(c.b)}{paired}; verdicts and intervals are corrected "
+        f"for all of them: where nothing differs, at most {c.alpha * 100:g} % of comparisons show any FASTER or "
+        f"SLOWER. SAME: within {c.margin * 100:g} %."
+    )
+
+
+def gate_text(c: Comparison) -> str:
+    """What --fail-on found, in one line; empty without it."""
+    if not c.rules:
+        return ""
+    undecided = sum(f.status == "undecided" for f in c.findings)
+    more = f"; {undecided} undecided" if undecided else ""
+    rules = ", ".join(c.rules)
+    return (
+        f"{counted(len(c.fails), 'failure')} by --fail-on {rules}{more}."
+        if c.fails
+        else f"--fail-on {rules}: passed{more}."
+    )
+
+
+def not_matched(c: Comparison, most: int = 10) -> list[str]:
+    """Points that could not be compared, one line each."""
+    lines = [f"did not run in {b.side.upper()}: {b.name}: {b.outcome}: {b.reason}" for b in c.broken]
+    for side, names in (("A", c.only_a), ("B", c.only_b)):
+        lines += [f"only in {side}: {name}" for name in names[:most]]
+        if len(names) > most:
+            lines.append(f"only in {side}: {len(names) - most} more")
+    return lines

@@ -1,0 +1,157 @@
+"""`dcpbench ab`: two variants launched in turn, with the fake worker in place of the real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dcpbench import cli
+from dcpbench.commands_ab import State, order
+from dcpbench.compare.model import Comparison
+from dcpbench.records import read_records
+
+HERE = Path(__file__).parent
+ROOT = Path(cli.__file__).parents[1]
+ENV = os.environ | {"PYTHONPATH": f"{HERE}:{ROOT}", "COLUMNS": "140"}
+COMMAND = [sys.executable, str(HERE / "dcpbench_fake.py"), "ab"]
+VARIANTS = ["--both", "--tp 1 --concurrency 2 --no-baseline", "--a", "--context 100"]
+SAME = [*VARIANTS, "--b", "--context 100"]
+
+
+def ab(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in `folder`."""
+    return subprocess.run(
+        [*COMMAND, *args], cwd=folder, env=ENV, capture_output=True, text=True, check=False, timeout=200
+    )
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Run it in this process; for what ends before anything is launched."""
+
+    def run(*args: str) -> tuple[int, str]:
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(SystemExit) as end:
+            cli.main(["ab", *args])
+        return int(end.value.code or 0), capsys.readouterr().err
+
+    return run
+
+
+def test_turns_alternate_so_that_an_even_drift_cancels() -> None:
+    """A B, B A: over two rounds both sides have the same mean place in time, (1 + 4) / 2 = (2 + 3) / 2."""
+    assert "".join("".join(order(n)) for n in range(1, 5)) == "abbaabba"
+
+
+@pytest.mark.distributed
+def test_two_variants_are_launched_in_turn_and_compared_round_by_round(tmp_path: Path) -> None:
+    """Every step of the fake takes 10 ms: the variants are the SAME, once the CPU may be judged at all."""
+    both = ["--both", "--tp 2 --dcp 2 --concurrency 2 --no-baseline --context 100"]
+    done = ab(tmp_path, *both, "--b", "--exchange a2a", "--rounds", "2", "-o", "out", "--allow-cpu", "--json")
+    assert done.returncode == 0, done.stderr
+    turns = [line.split(" (")[0] for line in done.stderr.splitlines() if line.startswith("==")]
+    assert turns == ["== A, round 1 of 2", "== B, round 1 of 2", "== B, round 2 of 2", "== A, round 2 of 2"]
+    assert "Points are matched without exchange, in which the variants differ." in done.stderr
+    found = json.loads(done.stdout)
+    assert (found["paired"], found["across"], found["counts"]) == (True, ["exchange"], {"SAME": 2})
+    record = read_records(tmp_path / "out" / "b" / "round-1")[0]
+    assert record.point.exchange == "a2a"
+    job = json.loads((tmp_path / "out" / "b" / "round-1" / "job-tp2-0.json").read_bytes())
+    assert job["command"] == (
+        "dcpbench sweep --tp 2 --dcp 2 --concurrency 2 --no-baseline --context 100 --exchange a2a -o out/b/round-1"
+    )
+    assert (tmp_path / "out" / "forest.png").exists()
+
+
+@pytest.mark.distributed
+def test_it_goes_on_where_it_was_interrupted_and_keeps_what_there_is(tmp_path: Path) -> None:
+    """Context 66 hangs in B: Ctrl-C then. A's launch is kept, and --resume begins with B's."""
+    command = [*COMMAND, *VARIANTS, "--b", "--context 66", "--rounds", "1", "-o", "out"]
+    run = subprocess.Popen(command, cwd=tmp_path, env=ENV, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 100
+    while not list((tmp_path / "out").glob("b/round-1/rank-0.pid")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert "repeat the command with: -o out --resume" in err
+    assert "Traceback" not in err
+    state = msgspec.json.decode((tmp_path / "out" / "ab.json").read_bytes(), type=State)
+    assert state.done == {"a/round-1": 0}
+
+    again = ab(tmp_path, *VARIANTS, "--b", "--context 66 --timeout 3", "--rounds", "1", "-o", "out", "--resume")
+    assert again.returncode == 2
+    assert "was begun with --a" in again.stderr
+
+
+@pytest.mark.distributed
+def test_more_rounds_are_added_to_those_that_are_there(tmp_path: Path) -> None:
+    first = ab(tmp_path, *SAME, "--rounds", "1", "-o", "out")
+    assert first.returncode == 0, first.stderr
+    assert "A and B are the same" in first.stderr
+    assert "ran on a CPU" in first.stdout
+    refused = ab(tmp_path, *SAME, "--rounds", "2", "-o", "out")
+    assert refused.returncode == 2
+    assert "--resume to go on, --force to start over" in refused.stderr
+    more = ab(
+        tmp_path, *SAME, "--rounds", "2", "-o", "out", "--resume", "--allow-cpu", "--fail-on", "slower:2%,undecided"
+    )
+    assert more.returncode == 0, more.stdout
+    assert "== B, round 2 of 2 (2 of 4 launches done" in more.stderr
+    assert "round 1 of 2" not in more.stderr
+    found = msgspec.json.decode((tmp_path / "out" / "compare.json").read_bytes(), type=Comparison)
+    assert found.points[0].rows[0].launches == (2, 2)
+
+
+@pytest.mark.distributed
+def test_a_point_that_fails_in_b_alone_fails_the_gate_and_not_the_comparison(tmp_path: Path) -> None:
+    """Context 13 raises on rank 1; the other point is compared."""
+    variants = ["--both", "--tp 2 --dcp 2 --concurrency 2 --no-baseline", "--a", "--context 100,13"]
+    done = ab(tmp_path, *variants, "--b", "--context 100,13 --exchange a2a", "--rounds", "1", "-o", "out")
+    assert done.returncode == 4
+    assert "tiny tp2·dcp2 reference ag_rs, 2 × 100 tokens" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "advice"),
+    [
+        (["--a", "--tp 1", "--b", "--contxt 100"], "--b '--contxt 100': No such option"),
+        (["--a", '--tp "1'], "--a or --both: No closing quotation"),
+        (["--a", "--tp 1 -o here"], "--a '--tp 1 -o here': leave -o out"),
+        (["--a", "--resume"], "leave --resume out"),
+        (["--b", "--help"], "see `dcpbench sweep --help`"),
+        (["--b", "stray"], "--b 'stray'"),
+        (["--workload", "bench"], "give sweep or serve"),
+        (["--rounds", "0"], "such as --rounds 6"),
+        (["--resume"], "--resume needs the run to go on with"),
+        (["--fail-on", "slow:2%"], "--fail-on slow:2%: give one of"),
+    ],
+)
+def test_a_mistake_names_its_side_and_what_to_type(args: list[str], advice: str, call) -> None:
+    code, err = call(*args)
+    assert code == 2
+    assert advice in err
+    assert "Traceback" not in err
+
+
+def test_a_folder_of_something_else_is_not_touched(call, tmp_path: Path) -> None:
+    (tmp_path / "out" / "a").mkdir(parents=True)
+    code, err = call("-o", "out")
+    assert code == 2
+    assert "not of ab" in err
+
+
+@pytest.mark.distributed
+def test_a_dry_run_shows_both_plans_and_launches_nothing(tmp_path: Path) -> None:
+    done = ab(tmp_path, *SAME, "--rounds", "3", "--dry-run", "-o", "out")
+    assert done.returncode == 0, done.stderr
+    assert "3 rounds: AB BA AB" in done.stderr
+    assert not (tmp_path / "out").exists()

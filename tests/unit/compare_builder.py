@@ -1,0 +1,82 @@
+"""Made-up launches with the noise that real ones have. None of these numbers was measured."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from dcpbench.compare.judging import Options, judge
+from dcpbench.compare.sides import read_side
+from dcpbench.layout import Layout
+from dcpbench.metrics import decode_metrics
+from tests.unit import record_builder as build
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.compare.model import Comparison
+    from dcpbench.records import Record
+
+STEPS = 24
+"""Samples of a step that a real point has."""
+LOADS = (8, 16, 32, 48)
+
+
+def steps(rng: np.random.Generator, level_ms: float, model: str, cv: float = 0.003, rho: float = 0.6) -> list[float]:
+    """Step times of one launch: neighbours are correlated by `rho`; with `outliers` every 50th takes up to 4 times."""
+    noise, last = [], rng.normal()
+    for _ in range(STEPS):
+        last = rho * last + math.sqrt(1 - rho**2) * rng.normal()
+        noise.append(last)
+    times = level_ms * np.exp(cv * np.array(noise))
+    if model == "outliers":
+        times = np.where(rng.random(STEPS) < 0.02, times * rng.uniform(1.5, 4, STEPS), times)
+    return [float(t) for t in times]
+
+
+def launch(rng: np.random.Generator, model: str, cv: float = 0.01, faster: float = 1.0) -> list[Record]:
+    """One launch of four points of 10 ms a step, each off by `cv` of its own and of what the launch does to all.
+
+    `normal`; `shared`: half of the variance is the launch's; `heavy`: Student's t with 3 degrees of freedom;
+    `throttle`: every tenth point steps up by 3 %; `outliers`: of single steps.
+    """
+    shared = math.sqrt(0.5) if model == "shared" else 0.0
+    common = cv * shared * rng.normal()
+    found = []
+    for load in LOADS:
+        own = rng.standard_t(3) / math.sqrt(3) if model == "heavy" else rng.normal()
+        log = common + cv * math.sqrt(1 - shared**2) * own
+        if model == "throttle" and rng.random() < 0.1:
+            log += math.log(1.03)
+        of = build.point(Layout(4), concurrency=load)
+        metrics = decode_metrics(steps(rng, 10 * math.exp(log) / faster, model), load, of.tp)
+        record = build.ok(of, steps=20)
+        found.append(msgspec.structs.replace(record, metrics=metrics, started_at=f"at {rng.random()}"))
+    return found
+
+
+def write_launches(folder: Path, count: int, **how: object) -> Path:
+    """`count` launches in a folder; `seed`, `model`, `cv` and `faster` as `launch` has them."""
+    rng = np.random.default_rng(how.pop("seed", 0))  # type: ignore[arg-type]
+    for n in range(1, count + 1):
+        build.write(folder / f"round-{n}", launch(rng, str(how.get("model", "normal")), **{
+            k: v for k, v in how.items() if k != "model"
+        }))  # type: ignore[arg-type]  # fmt: skip
+    return folder
+
+
+def compared(tmp_path: Path, a: list[Record], b: list[Record], **options: Any) -> Comparison:
+    """One launch against one."""
+    return judge(
+        read_side([build.write(tmp_path / "a", a)]), read_side([build.write(tmp_path / "b", b)]), Options(**options)
+    )
+
+
+def of_launches(tmp_path: Path, count: int, faster: float = 1.0, **how: Any) -> Comparison:
+    """So many launches of each side, which scatter by 0.2 %."""
+    a = write_launches(tmp_path / "a", count, seed=1, cv=0.002, **how)
+    b = write_launches(tmp_path / "b", count, seed=2, cv=0.002, faster=faster, **how)
+    return judge(read_side([a]), read_side([b]), Options())

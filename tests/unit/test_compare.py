@@ -1,0 +1,263 @@
+"""`dcpbench compare`: which points are compared, and what is said of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+
+from dcpbench.compare import sides
+from dcpbench.compare.judging import CPU_REASON, Options, judge
+from dcpbench.compare.sides import read_side
+from dcpbench.errors import RecordsError, UsageError
+from dcpbench.layout import Layout
+from tests.unit import record_builder as build
+from tests.unit import serve_record_builder as serving
+from tests.unit.compare_builder import compared, launch, of_launches, write_launches
+
+if TYPE_CHECKING:
+    from dcpbench.compare.model import Comparison
+    from dcpbench.records import Record
+
+RESULTS = Path(__file__).parents[2] / "results"
+DECODE = RESULTS / "decode-deepseek-v3-kimi-k2_4xH200_2026-11-20"
+
+
+def rows(c: Comparison) -> dict[str, str]:
+    """Verdict by metric, of one point."""
+    (point,) = c.points
+    return {row.metric: row.verdict for row in point.rows}
+
+
+class TestRealRecords:
+    def test_two_passes_of_one_sweep_are_not_called_different(self) -> None:
+        """run1 and run2 ran the same 55 points one after the other; launches moved whole layouts by up to 0.85 %."""
+        found = judge(read_side([DECODE / "run1"]), read_side([DECODE / "run2"]), Options())
+        assert len(found.points) == 55
+        assert found.tests == 55
+        assert set(found.counts) <= {"SAME", "UNDECIDED"}
+        assert len(found.only_a) == 9
+
+    def test_a_run_is_no_faster_than_itself(self) -> None:
+        found = judge(read_side([DECODE / "run1"]), read_side([DECODE / "run1"]), Options())
+        assert set(found.counts) <= {"SAME", "UNDECIDED"}
+        assert any("with themselves" in note for note in found.notes)
+
+    @pytest.mark.parametrize("folder", sorted(p.parent for p in RESULTS.rglob("records.jsonl")), ids=lambda p: p.name)
+    def test_every_run_that_is_kept_can_be_compared_with_itself(self, folder: Path) -> None:
+        """Decode, live and replay, with and without files of samples."""
+        found = judge(read_side([folder]), read_side([folder]), Options())
+        assert not {"FASTER", "SLOWER", "MORE", "FEWER"} & set(found.counts)
+
+    def test_a_live_run_is_not_compared_with_its_replay(self) -> None:
+        (one,) = read_side([RESULTS / "serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-pressure"])
+        by_mode = {r.point.load.mode: [r] for r in one.records}
+        a, b = ([sides.Launch(mode, one.folder, by_mode[mode])] for mode in ("live", "replay"))
+        with pytest.raises(UsageError, match="no measured point in common"):
+            judge(a, b, Options())
+
+
+class TestMatching:
+    def test_points_of_one_side_are_listed_and_so_are_those_that_failed(self, tmp_path: Path) -> None:
+        p = [build.point(Layout(4), concurrency=n) for n in (8, 16, 32)]
+        found = compared(
+            tmp_path, [build.ok(p[0]), build.ok(p[1])], [build.ok(p[0]), build.failed(p[1]), build.ok(p[2])]
+        )
+        assert [x.name for x in found.points] == ["kimi-k2 tp4 flashinfer, 8 × 4,000 tokens"]
+        assert found.only_b == ["kimi-k2 tp4 flashinfer, 32 × 4,000 tokens"]
+        (broken,) = found.broken
+        assert (broken.side, broken.outcome, broken.name) == (
+            "b",
+            "failed",
+            "kimi-k2 tp4 flashinfer, 16 × 4,000 tokens",
+        )
+
+    def test_repeats_are_measurements_of_one_point(self, tmp_path: Path) -> None:
+        a = [build.ok(build.point(repeat=n), median_ms=10) for n in range(3)]
+        found = compared(tmp_path, a, a[:1])
+        assert found.points[0].rows[0].repeats == (3, 1)
+
+    def test_folders_of_a_folder_are_launches_in_the_order_of_their_numbers(self, tmp_path: Path) -> None:
+        for n in (10, 9, 1):
+            build.write(tmp_path / f"round-{n}", [build.ok(build.point())])
+        assert [x.folder.name for x in read_side([tmp_path])] == ["round-1", "round-9", "round-10"]
+
+    def test_a_folder_named_twice_and_a_copied_record_count_once(self, tmp_path: Path) -> None:
+        one = build.write(tmp_path / "one", [build.ok(build.point())])
+        copy = build.write(tmp_path / "copy", [build.ok(build.point())])
+        other = build.write(tmp_path / "other", [build.ok(build.point(), started_at="later")])
+        assert len(read_side([one, one])) == 1
+        found = judge(read_side([one, copy]), read_side([other]), Options())
+        assert found.points[0].rows[0].launches == (1, 1)
+
+    def test_replays_by_the_same_step_times_are_one_measurement(self, tmp_path: Path) -> None:
+        """However often a file is replayed, it was measured once."""
+        of = serving.point(changed={"mode": "replay"})
+
+        def replay(name: str, moment: str) -> Path:
+            record = serving.served(of)
+            honesty = msgspec.structs.replace(record.honesty, step_times="v3/step-times/x.json")
+            return build.write(tmp_path / name, [msgspec.structs.replace(record, honesty=honesty, started_at=moment)])
+
+        found = judge(read_side([replay("1", "a"), replay("2", "b")]), read_side([replay("3", "c")]), Options())
+        assert {row.launches for row in found.points[0].rows if row.sampled} == {(1, 1)}
+
+    def test_variants_are_matched_across_the_field_that_they_differ_in(self, tmp_path: Path) -> None:
+        a = [build.ok(build.point(Layout(4, 1, 4), exchange="ag_rs")), build.ok(build.point(Layout(4)))]
+        b = [build.ok(build.point(Layout(4, 1, 4), exchange="symm")), build.ok(build.point(Layout(4)))]
+        assert len(compared(tmp_path, a, b).points) == 1
+        left, right = read_side([tmp_path / "a"]), read_side([tmp_path / "b"])
+        assert sides.differing(left, right) == ["exchange"]
+        found = judge(left, right, Options(across=("exchange",)))
+        assert [(p.name, p.other_name) for p in found.points if p.other_name] == [
+            (
+                "kimi-k2 tp4·dcp4 flashinfer ag_rs, 8 × 4,000 tokens",
+                "kimi-k2 tp4·dcp4 flashinfer symm, 8 × 4,000 tokens",
+            )
+        ]
+
+    def test_a_point_that_could_be_compared_with_several_is_refused(self, tmp_path: Path) -> None:
+        a = [build.ok(build.point(Layout(4, 1, 4), exchange=x)) for x in ("ag_rs", "symm")]
+        with pytest.raises(UsageError, match="several points of A are the same"):
+            compared(tmp_path, a, a, across=("exchange",))
+        with pytest.raises(UsageError, match="--across exchang: no point has that"):
+            compared(tmp_path, a, a, across=("exchang",))
+
+    def test_a_variant_of_the_load_can_be_left_out_too_and_the_mode_cannot(self, tmp_path: Path) -> None:
+        a = [serving.served(serving.point(changed={"policy": "mixed"}))]
+        b = [serving.served(serving.point(changed={"policy": "prefill-first"}))]
+        assert len(compared(tmp_path, a, b, across=("policy",)).points) == 1
+        with pytest.raises(UsageError, match="no point has that"):
+            compared(tmp_path, a, b, across=("mode",))
+
+    def test_nothing_in_common_says_what_each_side_has(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"A has kimi-k2 tp4.*B has kimi-k2 tp2"):
+            compared(tmp_path, [build.ok(build.point(Layout(4)))], [build.ok(build.point(Layout(2)))])
+
+    def test_a_folder_without_records_is_told(self, tmp_path: Path) -> None:
+        with pytest.raises(RecordsError, match="name the folder of a run"):
+            read_side([tmp_path])
+
+
+class TestVerdicts:
+    def test_b_is_faster_where_all_launches_say_so(self, tmp_path: Path) -> None:
+        found = of_launches(tmp_path, 3, faster=1.05)
+        assert found.counts["FASTER"] == 4
+        row = found.points[0].rows[0]
+        assert row.ratio == pytest.approx(1 / 1.05, abs=0.01)
+        assert row.high < 1
+        assert row.differs
+
+    def test_b_is_slower_and_the_same(self, tmp_path: Path) -> None:
+        assert of_launches(tmp_path / "x", 3, faster=0.95).counts["SLOWER"] == 4
+        same = of_launches(tmp_path / "y", 6)
+        assert same.points[0].rows[0].verdict == "SAME"
+        assert 0.99 < same.points[0].rows[0].low < 1 < same.points[0].rows[0].high < 1.01
+
+    def test_one_launch_each_decides_only_what_no_launch_noise_explains(self, tmp_path: Path) -> None:
+        """Launches differ by 2 %, one standard deviation: 3 % is within two of these, 30 % is not."""
+        small = of_launches(tmp_path / "x", 1, faster=1.03)
+        assert {row.verdict for p in small.points for row in p.rows if row.sampled} == {"UNDECIDED"}
+        assert (
+            small.points[0].rows[0].reason == "how launches scatter is not known; 4 more launches of each side show it"
+        )
+        assert of_launches(tmp_path / "y", 1, faster=1.3).counts["FASTER"] == 4
+
+    def test_repeats_of_one_launch_do_not_replace_launches(self, tmp_path: Path) -> None:
+        """Ten repeats that agree to 0.01 %, and 3 % apart: undecided, unless one says that launches are alike."""
+
+        def side(ms: float) -> list[Record]:
+            return [build.ok(build.point(repeat=n), median_ms=ms, noise=1e-4) for n in range(10)]
+
+        found = compared(tmp_path, side(10), side(10.3))
+        assert rows(found)["step_time"] == "UNDECIDED"
+        alike = compared(tmp_path, side(10), side(10.3), launch_noise=0.0)
+        assert rows(alike)["step_time"] == "SLOWER"
+
+    def test_an_undecided_row_says_how_many_launches_would_decide_it(self, tmp_path: Path) -> None:
+        a = write_launches(tmp_path / "a", 3, seed=1, cv=0.01)
+        b = write_launches(tmp_path / "b", 3, seed=5, cv=0.01, faster=1.02)
+        found = judge(read_side([a]), read_side([b]), Options(metrics=("step_time",)))
+        open_rows = [row for p in found.points for row in p.rows if row.verdict == "UNDECIDED"]
+        assert open_rows
+        for row in open_rows:
+            assert row.more_launches is None or f"about {row.more_launches} more launches of each side" in row.reason
+            assert row.reason
+
+    def test_counts_need_no_statistics(self, tmp_path: Path) -> None:
+        """One more sync a step is one more; memory within the margin is the same."""
+        p = build.point()
+        b = build.ok(p, host_syncs_per_step=1.0, memory_peak_bytes=int((131 << 30) * 1.005))
+        found = rows(compared(tmp_path, [build.ok(p)], [b]))
+        assert (found["syncs"], found["memory"], found["kv_capacity"]) == ("MORE", "SAME", "SAME")
+
+    def test_a_cpu_claims_nothing_unless_it_is_asked_to(self, tmp_path: Path) -> None:
+        p = build.point(model="tiny")
+        a, b = [build.on_cpu(p, median_ms=10)], [build.on_cpu(p, median_ms=20)]
+        found = compared(tmp_path, a, b)
+        assert found.cpu
+        assert not found.performance
+        assert [(r.verdict, r.reason) for r in found.points[0].rows if r.metric == "step_time"] == [
+            ("UNDECIDED", CPU_REASON)
+        ]
+        assert rows(compared(tmp_path, a, b, allow_cpu=True))["step_time"] == "SLOWER"
+
+    def test_a_metric_that_one_side_lacks_is_named_and_not_invented(self, tmp_path: Path) -> None:
+        p = build.point()
+        found = compared(tmp_path, [build.ok(p)], [build.ok(p, host_syncs_per_step=None)])
+        assert "syncs" not in rows(found)
+        assert found.points[0].not_compared == ["host syncs (absent in B)"]
+
+    def test_served_points_without_samples_beside_them_say_so(self, tmp_path: Path) -> None:
+        of = serving.point()
+        found = compared(tmp_path, [serving.served(of)], [serving.served(of, faster=1.5)])
+        row = next(r for r in found.points[0].rows if r.metric == "tok_s")
+        assert row.verdict == "UNDECIDED"
+        assert row.low is None
+        assert "nothing beside the records" in row.reason
+
+    def test_served_points_of_several_launches_need_no_samples(self, tmp_path: Path) -> None:
+        """Throughput is higher and latencies lower: all of it FASTER."""
+        of = serving.point()
+        for side, by in (("a", 1.0), ("b", 1.2)):
+            for n in range(4):
+                record = serving.served(of, faster=by * (1 + 0.001 * n))
+                build.write(tmp_path / side / f"{n}", [msgspec.structs.replace(record, started_at=f"{side}{n}")])
+        found = judge(read_side([tmp_path / "a"]), read_side([tmp_path / "b"]), Options())
+        verdicts = rows(found)
+        assert verdicts["tok_s"] == verdicts["itl_p50"] == verdicts["e2el_p50"] == "FASTER"
+
+    def test_metrics_can_be_chosen_so_that_fewer_tests_are_corrected_for(self, tmp_path: Path) -> None:
+        found = compared(tmp_path, [build.ok(build.point())], [build.ok(build.point())], metrics=("slower", "memory"))
+        assert set(rows(found)) == {"step_time", "memory"}
+
+    def test_rounds_that_drift_alike_are_told_apart_only_in_pairs(self, tmp_path: Path) -> None:
+        """Each round is 3 % slower than the one before; B is 2 % faster in every one."""
+        rng = np.random.default_rng(3)
+        for n in range(6):
+            for side, by in (("a", 1.0), ("b", 1.02)):
+                build.write(tmp_path / side / f"round-{n}", launch(rng, "normal", cv=0.001, faster=by / 1.03**n))
+        a, b = read_side([tmp_path / "a"]), read_side([tmp_path / "b"])
+        assert judge(a, b, Options(metrics=("step_time",))).counts == {"UNDECIDED": 4}
+        assert judge(a, b, Options(metrics=("step_time",), paired=True)).counts == {"FASTER": 4}
+        with pytest.raises(UsageError, match="as many launches of A as of B, not 6 and 5"):
+            judge(a, b[:5], Options(paired=True))
+
+
+class TestDifferences:
+    def test_what_was_not_the_same_is_listed_with_both_values(self, tmp_path: Path) -> None:
+        p = build.point()
+        env = msgspec.structs.replace(build.GPU, driver="580.2", settings={"NCCL_ALGO": "Ring", "API_TOKEN": "s3cret"})
+        a = build.ok(p)
+        b = build.ok(p, environment=env, marks=["throttled"], gpu=msgspec.structs.replace(a.gpu, sm_clock_mhz_min=1500))
+        found = compared(tmp_path, [a], [b])
+        told = {d.what: (d.a, d.b) for d in found.differences}
+        assert told["driver"] == ("570.1", "580.2")
+        assert told["NCCL_ALGO"] == ("none", "Ring")
+        assert told["lowest SM clock"] == ("1830 MHz", "1500 MHz")
+        assert told["marks"] == ("none", "throttled")
+        assert "torch" not in told
+        assert "s3cret" not in str(found.differences)

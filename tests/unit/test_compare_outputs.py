@@ -1,0 +1,219 @@
+"""`dcpbench compare`: what fails a build, every form of what was found, and records that nobody can trust."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import xml.etree.ElementTree as ET
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from dcpbench import cli
+from dcpbench.compare import gate, github, junit, markdown, picture, sides, table
+from dcpbench.compare.judging import Options, judge
+from dcpbench.compare.model import Comparison
+from dcpbench.errors import UsageError
+from dcpbench.layout import Layout
+from tests.unit import record_builder as build
+from tests.unit import serve_record_builder as serving
+from tests.unit.compare_builder import compared, of_launches, write_launches
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.records import Record
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]):
+    """A command in this process: exit code, stdout, stderr."""
+
+    def run(*args: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            cli.main([str(a) for a in args])
+        return int(end.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
+class TestGate:
+    def apply(self, tmp_path: Path, rules: str, a: Record, *b: Record) -> Comparison:
+        found = compared(tmp_path, [a], list(b))
+        gate.apply(found, gate.read_rules(rules))
+        return found
+
+    def test_one_more_sync_fails_a_limit_of_none(self, tmp_path: Path) -> None:
+        p = build.point()
+        found = self.apply(tmp_path, "syncs:+0", build.ok(p), build.ok(p, host_syncs_per_step=1.0))
+        (failure,) = found.fails
+        assert failure.message == (
+            "kimi-k2 tp1 flashinfer, 8 × 4,000 tokens: host syncs worse by more than +0: 0 → 1 /step"
+        )
+        assert not self.apply(tmp_path, "syncs:+1", build.ok(p), build.ok(p, host_syncs_per_step=1.0)).fails
+
+    def test_a_proven_slowdown_fails_only_beyond_its_limit(self, tmp_path: Path) -> None:
+        found = of_launches(tmp_path, 4, faster=1 / 1.05)
+        gate.apply(found, gate.read_rules("slower:2%"))
+        assert len(found.fails) == 4
+        gate.apply(found, gate.read_rules("slower:10%,itl_p50:10%,tok_s:10%"))
+        assert found.findings == []
+        assert {row.gate for p in found.points for row in p.rows if row.metric == "step_time"} == {"passes"}
+
+    def test_a_limit_may_be_given_in_the_metrics_unit(self, tmp_path: Path) -> None:
+        """10 ms become 10.5."""
+        found = of_launches(tmp_path, 4, faster=1 / 1.05)
+        gate.apply(found, gate.read_rules("step_time:+0.2"))
+        assert len(found.fails) == 4
+        gate.apply(found, gate.read_rules("step_time:+2"))
+        assert found.fails == []
+
+    def test_what_cannot_be_decided_fails_only_where_that_is_asked(self, tmp_path: Path) -> None:
+        p = build.point()
+        a, b = build.ok(p, median_ms=10), build.ok(p, median_ms=10.3)
+        assert [f.status for f in self.apply(tmp_path, "slower:2%", a, b).findings] == ["undecided"]
+        assert [f.status for f in self.apply(tmp_path, "slower:2%,undecided", a, b).findings] == ["fails"]
+
+    def test_a_point_that_fails_in_b_alone_fails_any_gate(self, tmp_path: Path) -> None:
+        p = [build.point(concurrency=n) for n in (8, 16)]
+        found = compared(tmp_path, [build.ok(x) for x in p], [build.ok(p[0]), build.failed(p[1])])
+        gate.apply(found, gate.read_rules("syncs:+0"))
+        assert [f.rule for f in found.fails] == ["failed"]
+
+    def test_a_point_that_b_lacks_fails_where_that_is_asked(self, tmp_path: Path) -> None:
+        p = [build.point(concurrency=n) for n in (8, 16)]
+        found = compared(tmp_path, [build.ok(x) for x in p], [build.ok(p[0])])
+        gate.apply(found, gate.read_rules("missing"))
+        assert [f.message for f in found.fails] == ["kimi-k2 tp1 flashinfer, 16 × 4,000 tokens: only in A"]
+
+    def test_without_rules_nothing_fails(self, tmp_path: Path) -> None:
+        p = build.point()
+        assert self.apply(tmp_path, "", build.ok(p), build.ok(p, host_syncs_per_step=9.0)).findings == []
+
+    @pytest.mark.parametrize(
+        ("text", "advice"),
+        [
+            ("slower", r"slower:2%\) or in its unit"),
+            ("slower:2", "as a share"),
+            ("slower:-2%", "as a share"),
+            ("slower:nan%", "as a share"),
+            ("quicker:2%", "give one of slower, tok_s"),
+            ("slower:2%,", "give one of"),
+            ("undecided:2%", "type undecided alone"),
+        ],
+    )
+    def test_a_rule_that_cannot_be_read_says_what_to_type(self, text: str, advice: str) -> None:
+        with pytest.raises(UsageError, match=advice):
+            gate.read_rules(text)
+
+    def test_a_rule_that_guards_nothing_is_named(self, tmp_path: Path) -> None:
+        p = build.point()
+        found = compared(tmp_path, [build.ok(p)], [build.ok(p)])
+        assert gate.unused(found, gate.read_rules("ttft_p99:5%,slower:2%")) == ["ttft_p99:5%"]
+
+
+class TestOutputs:
+    def test_the_command_prints_writes_and_fails(self, tmp_path: Path, call, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An exit code of 1, a table, annotations, the step summary, JUnit, Markdown, JSON and two pictures."""
+        write_launches(tmp_path / "a", 4, seed=1, cv=0.002)
+        write_launches(tmp_path / "b", 4, seed=2, cv=0.002, faster=0.9)
+        monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+        code, out, _ = call(
+            "compare", tmp_path / "a", tmp_path / "b", "--fail-on", "slower:2%,syncs:+0", "--github",
+            "--junit", tmp_path / "j.xml", "-o", tmp_path / "out",
+        )  # fmt: skip
+        assert code == 1
+        assert "4 SLOWER" in out
+        assert "::error title=dcpbench compare%3A slower%3A2%25::kimi-k2 tp4 flashinfer, 8 × 4,000 tokens" in out
+        assert "🔴 SLOWER" in (tmp_path / "summary.md").read_text()
+        assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+            "compare.json", "compare.md", "forest.png", "forest.svg",
+        ]  # fmt: skip
+        root = ET.fromstring((tmp_path / "j.xml").read_text())  # noqa: S314 -- written by us
+        assert root.get("failures") == "4"
+        found = msgspec.json.decode((tmp_path / "out" / "compare.json").read_bytes(), type=Comparison)
+        assert len(found.fails) == 4
+
+    def test_json_is_all_of_stdout(self, tmp_path: Path, call) -> None:
+        one = build.write(tmp_path / "one", [build.ok(build.point())])
+        code, out, err = call("compare", one, one, "--json", "-o", tmp_path / "out")
+        assert code == 0
+        assert json.loads(out)["points"][0]["name"] == "kimi-k2 tp1 flashinfer, 8 × 4,000 tokens"
+        assert "Wrote" in err
+
+    def test_rows_fit_into_80_columns(self, tmp_path: Path) -> None:
+        found = of_launches(tmp_path, 2)
+        for line in table.render(found):
+            if re.match(r"  (step time|KV|memory|host|ITL)", line.plain):
+                assert len(line.plain) <= 80
+
+    def test_mistakes_are_one_sentence(self, tmp_path: Path, call) -> None:
+        one = build.write(tmp_path / "one", [build.ok(build.point())])
+        for arguments, advice in (
+            (["--margin", "x"], "give one such as --margin 1%"),
+            (["--margin", "99%"], "from 0% to 50%"),
+            (["--alpha", "nan"], "--alpha 0.05"),
+            (["--metric", "x"], "--metric x: there is none"),
+            (["--fail-on", "x"], "--fail-on x: give one of"),
+        ):
+            code, _, err = call("compare", one, one, *arguments)
+            assert (code, err.count("\n")) == (2, 1)
+            assert advice in err
+
+
+EVIL = "<script>alert(1)</script>|`$x^2$`\x1b[31m\n::error::x" + "long" * 1000
+
+
+class TestHostileRecords:
+    def records(self) -> list[Record]:
+        """Names that every form would have to show, and numbers that nothing can be done with."""
+        p = build.point(model=EVIL, backend=EVIL, exchange=EVIL)
+        good = build.ok(build.point(Layout(2)))
+        metrics = good.metrics
+        found = []
+        for n, value in enumerate((math.nan, math.inf, -1.0, 0.0, 1e308, 5e-324)):
+            wrong = msgspec.structs.replace(
+                metrics, step_ms=msgspec.structs.replace(metrics.step_ms, median=value), step_samples_ms=[value] * 30
+            )
+            of = msgspec.structs.replace(p, concurrency=n + 1, tp=3, dcp=2)
+            found.append(msgspec.structs.replace(
+                good, point=of, metrics=wrong, marks=[EVIL], host_syncs_per_step=value, memory_peak_bytes=10**300,
+                environment=msgspec.structs.replace(good.environment, device=EVIL, settings={EVIL: EVIL}),
+            ))  # fmt: skip
+        return [*found, good]
+
+    def test_no_form_is_broken_by_them(self, tmp_path: Path) -> None:
+        a = [sides.Launch("a" + EVIL, tmp_path / "a", self.records())]
+        b = [
+            sides.Launch("b", tmp_path / "b", [
+                msgspec.structs.replace(r, memory_peak_bytes=1, started_at="x") for r in self.records()
+            ])
+        ]  # fmt: skip
+        found = judge(a, b, Options())
+        gate.apply(found, gate.read_rules("slower:2%,syncs:+0,memory:1%,missing,undecided"))
+        text = markdown.render(found)
+        assert "<script" not in text
+        assert "\x1b" not in "".join(line.plain for line in table.render(found))
+        assert all(line.startswith("::") for line in github.render(found).splitlines())
+        assert "\n::error::x" not in github.render(found)
+        ET.fromstring(junit.render(found))  # noqa: S314 -- written by us
+        assert picture.draw(found, tmp_path)
+        assert "<script" not in (tmp_path / "forest.svg").read_text()
+        json.loads(msgspec.json.encode(found))
+
+    def test_a_file_of_samples_outside_the_run_is_not_read(self, tmp_path: Path) -> None:
+        record = serving.served(serving.point())
+        for name in ("../../secret.parquet", "/etc/passwd", "samples/../../x", "\0", "a" * 300):
+            evil = msgspec.structs.replace(record, serve=msgspec.structs.replace(record.serve, samples_file=name))
+            assert not compared(tmp_path, [evil], [evil]).counts.get("FASTER")
+
+    def test_damaged_records_are_one_sentence(self, tmp_path: Path, call) -> None:
+        bad = tmp_path / "bad"
+        bad.mkdir()
+        (bad / "records.jsonl").write_text('{"schema_version": 99}\n{"x": NaN}\n')
+        code, _, err = call("compare", bad, bad)
+        assert code == 2
+        assert "schema_version 99" in err
+        assert "Traceback" not in err

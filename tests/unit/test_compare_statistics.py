@@ -1,0 +1,207 @@
+"""The statistics behind verdicts: against closed forms, against scipy, and by simulation with fixed seeds."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from dcpbench.compare import effects, multiple, student
+from dcpbench.compare.judging import Options, judge
+from dcpbench.compare.resampling import LEAST, Error, block_length, error_of, error_of_pooled, mean, quantile
+from dcpbench.compare.sides import Launch
+from tests.unit.compare_builder import launch
+
+
+class TestStudent:
+    @pytest.mark.parametrize("df", [1, 2, 3.7, 8, 120, 1e6, math.inf])
+    @pytest.mark.parametrize("t", [0, 0.3, 2, 9, 60])
+    def test_tails_are_those_of_scipy(self, df: float, t: float) -> None:
+        expected = stats.norm.sf(t) if math.isinf(df) else stats.t.sf(t, df)
+        assert student.sf(t, df) == pytest.approx(expected, rel=1e-6, abs=1e-300)
+        assert student.sf(-t, df) == pytest.approx(1 - expected, rel=1e-9)
+
+    @pytest.mark.parametrize("df", [1, 2, 5.5, 30, math.inf])
+    @pytest.mark.parametrize("tail", [0.5, 0.025, 1e-5])
+    def test_a_quantile_is_exceeded_as_often_as_asked(self, df: float, tail: float) -> None:
+        expected = stats.norm.isf(tail) if math.isinf(df) else stats.t.isf(tail, df)
+        assert student.quantile(tail, df) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+    def test_one_degree_of_freedom_is_cauchys(self) -> None:
+        """P(T > 1) = 1/4."""
+        assert student.sf(1, 1) == pytest.approx(0.25)
+
+
+class TestCorrection:
+    def test_benjamini_and_hochberg_reject_up_to_the_last_p_below_its_line(self) -> None:
+        """m = 4, 0.05·k/4: 0.0125, 0.025, 0.0375, 0.05. 0.03 passes as 0.035, the third, does."""
+        p = [0.03, 0.001, 0.2, 0.035]
+        assert multiple.rejected(p, 0.05) == 3
+        assert multiple.level(p, 0.05) == pytest.approx(0.05 * 3 / 4)
+
+    def test_without_a_rejection_intervals_are_bonferronis(self) -> None:
+        assert multiple.level([0.5, 0.02, 0.9], 0.05) == pytest.approx(0.05 / 3)
+
+    def test_no_tests_need_no_correction(self) -> None:
+        assert multiple.rejected([], 0.05) == 0
+        assert multiple.level([], 0.05) == 0.05
+
+
+class TestBlocks:
+    def test_independent_samples_are_drawn_one_by_one(self) -> None:
+        """Neighbours that alternate are not positively correlated: ρ counts as 0."""
+        assert block_length(np.array([1.0, 2.0] * 20)) == 1
+
+    def test_blocks_grow_with_correlation(self) -> None:
+        """A ramp of 64: ρ near 1, so that a quarter of the series is the limit."""
+        assert block_length(np.arange(64.0)) == 16
+
+    def test_the_error_of_a_mean_is_its_textbook_value(self) -> None:
+        """σ / (µ·√n) = 1 / (50·√400) = 0.001."""
+        samples = np.random.default_rng(1).normal(50, 1, 400)
+        assert math.sqrt(error_of(samples, mean, 1).variance) == pytest.approx(0.001, rel=0.15)
+
+    def test_correlated_samples_know_less_than_their_number_says(self) -> None:
+        """AR(1) with ρ = 0.8: the variance of the mean is (1 + ρ) / (1 - ρ) = 9 times as large; most is seen."""
+        rng = np.random.default_rng(2)
+        noise = [0.0]
+        for _ in range(2000):
+            noise.append(0.8 * noise[-1] + rng.normal())
+        samples = 100 + np.array(noise)
+        shuffled = rng.permutation(samples)
+        assert error_of(samples, mean, 1).variance > 5 * error_of(shuffled, mean, 1).variance
+
+    def test_too_few_samples_say_nothing(self) -> None:
+        assert error_of([1.0] * (LEAST - 1), mean, 1) is None
+        assert error_of_pooled([np.ones(3)] * (LEAST - 1), 0.5, 1) is None
+
+    def test_what_is_not_a_number_is_left_out(self) -> None:
+        samples = [1.0, 1.1] * 10
+        assert error_of([*samples, math.nan, math.inf], mean, 1) == error_of(samples, mean, 1)
+
+    def test_a_million_samples_are_cut_into_batches(self) -> None:
+        """σ / (µ·√n) = 0.1 / √10⁶ = 1e-4."""
+        samples = np.random.default_rng(3).normal(1, 0.1, 1_000_000)
+        assert math.sqrt(error_of(samples, mean, 1).variance) == pytest.approx(1e-4, rel=0.3)
+
+    def test_gaps_of_one_request_count_as_one(self) -> None:
+        """All gaps of a request are equal here, so a hundred of each know no more than one of each does."""
+        levels = np.random.default_rng(4).normal(10, 1, 60)
+        many = error_of_pooled([np.full(100, x) for x in levels], 0.5, 1)
+        one = error_of(levels, quantile(0.5), 1)
+        assert many.variance == pytest.approx(one.variance, rel=0.5)
+
+
+def estimates(*logs: float, within: float = 0.0) -> list[effects.Estimate]:
+    return [effects.Estimate(x, Error(within, 20.0)) for x in logs]
+
+
+class TestEffects:
+    def test_several_launches_on_both_sides_are_welchs_t(self) -> None:
+        a, b = [0.01, 0.03, 0.02, 0.05], [0.08, 0.02, 0.09]
+        expected = stats.ttest_ind(b, a, equal_var=False)
+        found = effects.compare(estimates(*a), estimates(*b), 0.02)
+        assert found.p_differs() == pytest.approx(expected.pvalue, rel=1e-6)
+        assert found.df == pytest.approx(expected.df)
+
+    def test_rounds_are_a_paired_t(self) -> None:
+        """Both sides drift alike from round to round, which only the paired test takes out."""
+        a, b = [0.00, 0.10, 0.21, 0.29], [0.03, 0.14, 0.24, 0.33]
+        found = effects.compare_paired(estimates(*a), estimates(*b), 0.02)
+        assert found.p_differs() == pytest.approx(stats.ttest_rel(b, a).pvalue, rel=1e-6)
+        assert effects.compare(estimates(*a), estimates(*b), 0.02).p_differs() > 0.5
+
+    def test_one_new_launch_against_several_is_a_prediction(self) -> None:
+        """s = 0.01 over 4: error 0.01·√(1 + 1/4), 3 degrees of freedom."""
+        a = estimates(-0.01, -0.01, 0.01, 0.01)
+        found = effects.compare(a, estimates(0.05), 0.02)
+        s = stats.tstd([-0.01, -0.01, 0.01, 0.01])
+        assert found.error == pytest.approx(s * math.sqrt(1.25))
+        assert found.df == 3
+
+    def test_one_launch_each_adds_the_assumed_noise(self) -> None:
+        """0.03² + 0.04² + 0.02² of both samples and of launches."""
+        a, b = estimates(0.0, within=0.03**2), estimates(0.1, within=0.04**2)
+        found = effects.compare(a, b, 0.02)
+        assert found.assumed
+        assert found.error == pytest.approx(math.sqrt(0.03**2 + 0.04**2 + 0.02**2))
+
+    def test_without_samples_one_launch_each_knows_nothing(self) -> None:
+        one = [effects.Estimate(0.0, None)]
+        found = effects.compare(one, [effects.Estimate(1.0, None)], 0.02)
+        assert found.variance is None
+        assert found.p_differs() == found.p_same(0.01) == 1
+        assert found.interval(0.025) == (-math.inf, math.inf)
+
+    def test_launches_never_know_less_noise_than_their_samples_show(self) -> None:
+        """Two launches that agree to the last digit by luck, of samples that scatter by 1 %."""
+        found = effects.compare(estimates(0, 0, within=1e-4), estimates(0, 0, within=1e-4), 0.02)
+        assert found.variance == pytest.approx(1e-4)
+
+    def test_repeats_of_a_launch_are_averaged_with_the_error_of_their_mean(self) -> None:
+        """Logarithms 0 and 0.02: mean 0.01, variance of the mean 0.0002 / 2."""
+        one = effects.estimate([1.0, math.exp(0.02)], [None, None])
+        assert one.log == pytest.approx(0.01)
+        assert one.within.variance == pytest.approx(1e-4)
+
+    def test_more_launches_are_as_many_as_the_power_needs(self) -> None:
+        """Spread 1 %, ratio 3 %: with n each the error is 0.01·√(2/n), and (t + t')·error has to be ≤ 0.03."""
+        effect = effects.Effect(0.03, 1e-4, 2.0, 0.01, (2, 2))
+        needed = next(
+            n for n in range(2, 50)
+            if (stats.t.isf(0.025, 2 * n - 2) + stats.t.isf(0.2, 2 * n - 2)) * 0.01 * math.sqrt(2 / n) <= 0.03
+        )  # fmt: skip
+        assert effects.more_launches(effect, 0.01, 0.025) == needed - 2
+
+    def test_a_ratio_at_the_margin_is_decided_by_no_number_of_launches(self) -> None:
+        effect = effects.Effect(0.0100, 1e-4, 8.0, 0.01, (5, 5))
+        assert effects.more_launches(effect, 0.0101, 0.025) is None
+
+
+def side(name: str, rng: np.random.Generator, launches: int, model: str, **how: float) -> list[Launch]:
+    """Launches that lie in no folder."""
+    return [Launch(f"{name}{n}", Path(f"{name}{n}"), launch(rng, model, **how)) for n in range(launches)]
+
+
+def verdicts(rng: np.random.Generator, model: str, launches: int, faster: float = 1.0) -> dict[str, int]:
+    """Verdicts of one made-up comparison of step times, of four points."""
+    a, b = (side(name, rng, launches, model, faster=by) for name, by in (("a", 1.0), ("b", faster)))
+    return judge(a, b, Options(metrics=("step_time",))).counts
+
+
+MODELS = ("normal", "shared", "heavy", "throttle", "outliers")
+
+
+class TestGuarantees:
+    """Simulated comparisons of four points; between launches 1 %, within them 0.3 % with correlated neighbours."""
+
+    @pytest.mark.parametrize("model", MODELS)
+    def test_of_200_comparisons_of_the_same_at_most_5_percent_show_a_difference(self, model: str) -> None:
+        """5 launches of each side. Ten of 200 are 5 %."""
+        rng = np.random.default_rng(6)
+        found = [verdicts(rng, model, 5) for _ in range(200)]
+        assert sum("FASTER" in v or "SLOWER" in v for v in found) <= 10
+
+    def test_with_one_launch_of_each_the_assumed_noise_keeps_that_promise(self) -> None:
+        rng = np.random.default_rng(7)
+        found = [verdicts(rng, "shared", 1) for _ in range(200)]
+        assert sum("FASTER" in v or "SLOWER" in v for v in found) <= 10
+
+    @pytest.mark.parametrize("model", ["normal", "shared", "outliers"])
+    def test_a_change_of_3_percent_is_found_in_95_of_100_points(self, model: str) -> None:
+        """6 launches of each side, launches scattering by 1 %, all four points faster by 3 %."""
+        rng = np.random.default_rng(8)
+        found = [verdicts(rng, model, 6, faster=1.03).get("FASTER", 0) for _ in range(100)]
+        assert sum(found) >= 0.95 * 4 * 100
+
+    def test_two_equal_variants_are_the_same_once_launches_scatter_little(self) -> None:
+        """Launches of 0.2 %, as of one machine; 5 of each: within 1 %, in nearly all of 400 points."""
+        rng = np.random.default_rng(9)
+        same = 0
+        for _ in range(100):
+            a, b = (side(name, rng, 5, "normal", cv=0.002) for name in "ab")
+            same += judge(a, b, Options(metrics=("step_time",))).counts.get("SAME", 0)
+        assert same >= 0.95 * 400
