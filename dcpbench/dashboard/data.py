@@ -57,8 +57,8 @@ class DataFiles:
     changes: int
 
 
-def make(found: Found, pages: Sequence[str], tell: Callable[[str], None]) -> DataFiles:
-    """All data of a site; `pages` are slugs of the runs that have a page.
+def make(found: Found, pages: Sequence[str], records: Sequence[str], tell: Callable[[str], None]) -> DataFiles:
+    """All data of a site; `pages` are slugs of the runs that have a page, `records` of those with records to download.
 
     Raises MissingPackageError where change points cannot be looked for.
     """
@@ -71,7 +71,7 @@ def make(found: Found, pages: Sequence[str], tell: Callable[[str], None]) -> Dat
     shards = _shards(histories, steps, files)
     measures = _measures(histories, steps, files)
     index = {
-        "runs": _runs(found.runs, set(pages)),
+        "runs": _runs(found.runs, set(pages), set(records)),
         "skipped": found.skipped,
         **_columns(histories, shards),
         "measures": measures,
@@ -112,18 +112,19 @@ def _changes(history: History) -> dict[str, list[tuple[list[int], Change]]]:
     return found
 
 
-def _runs(runs: Sequence[RunData], pages: set[str]) -> dict[str, list[object]]:
+def _runs(runs: Sequence[RunData], pages: set[str], records: set[str]) -> dict[str, list[object]]:
     names = ("name", "slug", "date", "commit", "hardware", "driver", "version", "workloads", "models", "headline")
     columns: dict[str, list[object]] = {name: [getattr(run, name) for run in runs] for name in names}
     for outcome in ("ok", "failed", "hung", "rejected"):
         columns[outcome] = [run.outcomes.get(outcome, 0) for run in runs]
     columns["cpu"] = [int(run.cpu) for run in runs]
     columns["page"] = [int(run.slug in pages) for run in runs]
+    columns["records"] = [int(run.slug in records) for run in runs]
     return columns
 
 
 def _columns(histories: Sequence[History], shards: Sequence[tuple[int, str]]) -> dict[str, object]:
-    said = [lines.described(history.line) for history in histories]
+    said = lines.told_apart([lines.described(history.line) for history in histories])
     words: dict[str, list[str]] = {}
     columns: dict[str, list[int] | list[str]] = {"id": [history.line.id for history in histories]}
     for name in WORDS:

@@ -98,6 +98,16 @@ def described(line: Line) -> dict[str, str | int]:
     }  # fmt: skip
 
 
+def told_apart(rows: list[dict[str, str | int]]) -> list[dict[str, str | int]]:
+    """The same without the parts of `how` and `conditions` that all rows have in common."""
+    for name, separator in (("how", words.SEPARATOR), ("conditions", ", ")):
+        parts = [str(row[name]).split(separator) for row in rows]
+        common = set(parts[0]).intersection(*parts[1:]) if len({str(row[name]) for row in rows}) > 1 else set()
+        for row, mine in zip(rows, parts, strict=True):
+            row[name] = separator.join(part for part in mine if part not in common)
+    return rows
+
+
 def clip(text: str, longest: int = LONGEST) -> str:
     """`text`, or its beginning with `…`."""
     return text if len(text) <= longest else text[: longest - 1] + "…"

@@ -33,14 +33,10 @@ def is_made(site: Path, run: RunData, made: Mapping[str, str]) -> bool:
 
 
 def make(site: Path, run: RunData) -> str:
-    """Write the run's page with a copy of its records; empty, or why there is none.
+    """Write the run's page with a copy of its records; empty, or why there are only the records.
 
     The folder appears whole, in place of the one before it.
     """
-    from dcpbench.reports import write_report
-
-    if len(run.entries) > MOST_POINTS:
-        return f"{run.name}: no page for {len(run.entries):,} points, only for up to {MOST_POINTS:,}"
     parent = site / FOLDER
     new, old = parent / f".new-{run.slug}", parent / f".old-{run.slug}"
     for left in (new, old):
@@ -48,15 +44,25 @@ def make(site: Path, run: RunData) -> str:
     try:
         (new / run.slug).mkdir(parents=True)
         shutil.copyfile(run.path, new / run.slug / RECORDS_FILE)
-        write_report([new / run.slug], new / run.slug)
+        note = _report(new / run.slug, run)
         if (parent / run.slug).exists():
             (parent / run.slug).replace(old)
         (new / run.slug).replace(parent / run.slug)
+    finally:
+        for left in (new, old):
+            shutil.rmtree(left, ignore_errors=True)
+    return note
+
+
+def _report(folder: Path, run: RunData) -> str:
+    from dcpbench.reports import write_report
+
+    if len(run.entries) > MOST_POINTS:
+        return f"{run.name}: no page for {len(run.entries):,} points, only for up to {MOST_POINTS:,}"
+    try:
+        write_report([folder], folder)
     except DcpbenchError as e:
         return f"{run.name}: no page, because {e}"
     except Exception as e:  # noqa: BLE001 - one run's page must not cost the site
         return f"{run.name}: no page, because the report failed ({type(e).__name__}: {str(e)[:200]})"
-    finally:
-        for left in (new, old):
-            shutil.rmtree(left, ignore_errors=True)
     return ""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from dcpbench import __version__
 from dcpbench.dashboard import data, finding, pages
 from dcpbench.errors import OutputError
+from dcpbench.records import RECORDS_FILE
 from dcpbench.reports import assets
 
 if TYPE_CHECKING:
@@ -67,7 +68,9 @@ def build(
     try:
         _enter(site)
         here, notes = _pages(site, found, before, wanted, say)
-        files = data.make(dataclasses.replace(found, skipped=[*found.skipped, *notes]), sorted(here), say)
+        records = [run.slug for run in found.runs if (site / pages.FOLDER / run.slug / RECORDS_FILE).is_file()]
+        told = dataclasses.replace(found, skipped=[*found.skipped, *notes])
+        files = data.make(told, sorted(here), records, say)
         version = _write(site, files, {run.slug: here[run.slug] for run in found.runs if run.slug in here})
         _tidy(site, files, {run.slug for run in found.runs})
     except OSError as e:

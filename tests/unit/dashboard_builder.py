@@ -22,7 +22,7 @@ BEGAN = datetime(2026, 1, 5, 6, tzinfo=UTC)
 
 def environment(run: int, **changes: Any) -> Environment:
     """Four H200s at the run-th commit."""
-    return msgspec.structs.replace(record_builder.GPU, git_commit=f"{run:07d}abcdef", **changes)
+    return msgspec.structs.replace(record_builder.GPU, **({"git_commit": f"{run:07d}abcdef"} | changes))
 
 
 def record(of: Point, run: int, faster: float = 1.0, steps: int = 12, **changes: Any) -> Record:

@@ -174,12 +174,12 @@
   }
 
   function runsTable(history) {
-    const { name, slug, page, date, commit } = dash.index.runs;
+    const { name, slug, date, commit } = dash.index.runs;
     const shown = dash.index.measures.filter((m) => history.values[m.id]);
     const head = ["Run", "Date", "Commit", "Outcome", "Repeats", ...shown.map((m) => (m.unit ? `${m.label} (${m.unit})` : m.label)), "Marks"];
     const rows = history.run.map((run, k) => {
       const ok = history.outcome[k] === "ok";
-      return el("tr", {}, el("td", {}, page[run] ? el("a", { href: `runs/${slug[run]}/report.html` }, name[run]) : name[run]),
+      return el("tr", {}, el("td", {}, dash.hasPage(run) ? el("a", { href: `runs/${slug[run]}/report.html` }, name[run]) : name[run]),
         el("td", { class: "w" }, dash.when(date[run])), el("td", {}, commit[run]),
         el("td", { class: ok ? null : "long" }, el("span", { class: ok ? "" : "bad" }, history.outcome[k]), history.reason[k] ? ` ${history.reason[k]}` : ""),
         el("td", { class: "n" }, history.repeats[k]),

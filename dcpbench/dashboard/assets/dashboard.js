@@ -26,8 +26,9 @@
     find("run-table").tBodies[0].replaceChildren(...newest.slice(runPage * RUNS, (runPage + 1) * RUNS).map((i) => {
       const folder = `runs/${r.slug[i]}`;
       const failed = r.failed[i] + r.hung[i];
-      const files = r.page[i] ? [el("a", { href: `${folder}/records.jsonl` }, "records"), " ", el("a", { href: `${folder}/points.csv` }, "CSV")] : [el("span", { class: "soft" }, root.dataset.live === "yes" ? "page to come" : "no page")];
-      return el("tr", {}, el("td", {}, r.page[i] ? el("a", { href: `${folder}/report.html` }, r.name[i]) : r.name[i], r.cpu[i] ? el("span", { class: "pill" }, "functional") : ""),
+      const page = dash.hasPage(i);
+      const files = [page || r.records[i] ? el("a", { href: `${folder}/records.jsonl` }, "records") : "", page ? " " : "", page ? el("a", { href: `${folder}/points.csv` }, "CSV") : ""];
+      return el("tr", {}, el("td", {}, page ? el("a", { href: `${folder}/report.html` }, r.name[i]) : r.name[i], r.cpu[i] ? el("span", { class: "pill" }, "functional") : ""),
         el("td", { class: "w" }, dash.when(r.date[i])), el("td", {}, r.commit[i]), el("td", {}, r.hardware[i]), el("td", {}, r.driver[i]), el("td", {}, r.workloads[i]), el("td", {}, r.models[i]),
         el("td", { class: "n" }, r.ok[i]), el("td", { class: "n" }, el("span", { class: failed ? "bad" : "" }, failed)), el("td", { class: "n" }, r.rejected[i]), el("td", {}, r.headline[i]), el("td", { class: "w" }, ...files));
     }));

@@ -61,6 +61,9 @@ globalThis.dash = (() => {
     for (const name of FILTERS) if (state[name] && !choices(name).some((choice) => String(choice) === state[name])) state[name] = "";
   };
 
+  /** Whether a run's page can be opened; a server makes it when it is asked for. */
+  self.hasPage = (run) => Boolean(self.index.runs.page[run]) || document.documentElement.dataset.live === "yes";
+
   const choices = (name) => (name in self.index.words ? [...self.index.words[name]] : [...new Set(self.columns[name])])
     .sort((a, b) => (typeof a === "number" ? a - b : a.localeCompare(b, "en", { numeric: true })));
 

@@ -1,0 +1,282 @@
+"""The server: who is answered, what is refused, and how it follows runs that are at work."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dcpbench.dashboard import commands, pages, running, server, watching
+from dcpbench.errors import MissingPackageError, OutputError, UsageError
+from dcpbench.folders import locked
+from dcpbench.jobs import Job, Settings, tell
+from dcpbench.layout import Layout
+from tests.unit import dashboard_builder, record_builder
+from tests.unit.asgi import Client
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def watcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> watching.Watcher:
+    """Two runs and their site; a page is a file that says which run it is of."""
+    monkeypatch.setattr(pages, "_report", lambda folder, run: (folder / pages.PAGE).write_text(run.name) and "")
+    runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
+    made = watching.Watcher(runs, tmp_path / "site", print)
+    made.refresh()
+    (tmp_path / "secret.txt").write_text("secret")
+    return made
+
+
+@pytest.fixture
+def client(watcher: watching.Watcher) -> Client:
+    """A browser on this machine."""
+    return Client(server.make_app(watcher), "127.0.0.1:8321")
+
+
+class TestWhoIsAnswered:
+    @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:8321", "localhost", "localhost:9", "LOCALHOST"])
+    def test_this_machine_is(self, client: Client, host: str) -> None:
+        assert client.get("/", headers={"host": host}).status_code == 200
+
+    @pytest.mark.parametrize(
+        "host",
+        [
+            "evil.example", "127.0.0.1.evil.example", "evil.example:8321", "localhost.evil.example", "10.0.0.7",
+            "[::1]", "",
+        ],
+    )  # fmt: skip
+    @pytest.mark.parametrize("path", ["/", "/live.json", "/runs/run-000/records.jsonl", "/assets/theme.css"])
+    def test_other_names_are_not(self, client: Client, host: str, path: str) -> None:
+        """DNS rebinding: somebody's page, whose name suddenly leads to 127.0.0.1."""
+        answer = client.get(path, headers={"host": host})
+        assert answer.status_code == 400
+        assert "dcpbench" not in answer.text
+
+    @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+    @pytest.mark.parametrize("path", ["/", "/live.json", "/assets/theme.css", "/runs/run-000/report.html"])
+    def test_nothing_but_get_and_head_is(self, client: Client, method: str, path: str) -> None:
+        assert client.request(method, path).status_code == 405
+
+    def test_head_says_what_get_would(self, client: Client) -> None:
+        assert client.request("HEAD", "/assets/theme.css").status_code == 200
+        assert client.request("HEAD", "/live.json").status_code == 200
+
+
+class TestWhatIsShown:
+    @pytest.mark.parametrize(
+        "path",
+        [
+            "/../secret.txt", "/%2e%2e/secret.txt", "/..%2fsecret.txt", "/%2e%2e%2fsecret.txt",
+            "/assets/../../secret.txt",
+            "/runs/../../secret.txt", "/runs/..%5c..%5csecret.txt", "//etc/passwd", "/%2fetc%2fpasswd", "/etc/passwd",
+            "/runs/run-000/../../../secret.txt", "/secret.txt%00.html", "/assets/theme.css%00", "/runs/", "/data/",
+            "/" + "a" * 5000,
+        ],
+        ids=lambda path: path[:30],
+    )  # fmt: skip
+    def test_no_path_leads_out_of_the_site(self, client: Client, path: str) -> None:
+        answer = client.get(path)
+        assert answer.status_code == 404
+        assert "secret" not in answer.text
+        assert "root:" not in answer.text
+
+    def test_a_link_out_of_the_site_is_not_followed(self, client: Client, watcher: watching.Watcher) -> None:
+        (watcher.site / "assets" / "link.txt").symlink_to(watcher.site.parent / "secret.txt")
+        (watcher.site / "assets" / "folder").symlink_to(watcher.site.parent)
+        assert client.get("/assets/link.txt").status_code == 404
+        assert client.get("/assets/folder/secret.txt").status_code == 404
+
+    def test_the_page_knows_that_it_is_served(self, client: Client, watcher: watching.Watcher) -> None:
+        assert 'data-live="yes"' in client.get("/").text
+        assert client.get("/index.html").text == client.get("/").text
+        assert 'data-live="no"' in (watcher.site / "index.html").read_text()
+
+    @pytest.mark.parametrize("path", ["/", "/live.json", "/assets/theme.css", "/nothing", "/runs/run-000/report.html"])
+    def test_every_answer_has_the_headers_that_protect_it(self, client: Client, path: str) -> None:
+        headers = client.get(path).headers
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["cross-origin-resource-policy"] == "same-origin"
+        assert "frame-ancestors 'none'" in headers["content-security-policy"]
+        assert headers["cache-control"] == "no-store"
+        assert "access-control-allow-origin" not in headers
+
+    def test_refusals_have_them_too(self, client: Client) -> None:
+        headers = client.get("/", headers={"host": "evil.example"}).headers
+        assert headers["cross-origin-resource-policy"] == "same-origin"
+
+    def test_data_whose_name_is_its_digest_may_be_kept(self, client: Client, watcher: watching.Watcher) -> None:
+        answer = client.get("/" + watcher.index())
+        assert answer.status_code == 200
+        assert "immutable" in answer.headers["cache-control"]
+
+    def test_a_page_is_made_when_it_is_asked_for(self, client: Client, watcher: watching.Watcher) -> None:
+        assert not (watcher.site / "runs" / "run-001").exists()
+        assert client.get("/runs/run-001/report.html").text == "run-001"
+        assert (
+            client.get("/runs/run-001/records.jsonl").content == (watcher.root / "run-001/records.jsonl").read_bytes()
+        )
+        assert not (watcher.site / "runs" / "run-000").exists()
+
+    def test_a_page_that_cannot_be_made_says_why(self, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pages, "_report", lambda _, run: f"{run.name}: no page, because of <b>")
+        answer = client.get("/runs/run-001/report.html")
+        assert (answer.status_code, answer.text) == (404, "run-001: no page, because of <b>")
+        assert answer.headers["content-type"].startswith("text/plain")
+
+
+class TestFollowing:
+    def test_a_new_record_changes_the_index_and_the_page(self, client: Client, watcher: watching.Watcher) -> None:
+        before = client.get("/live.json").json()["index"]
+        client.get("/runs/run-001/report.html")
+        assert not watcher.refresh()
+        more = dashboard_builder.record(record_builder.point(Layout(4, 4)), 1)
+        with (watcher.root / "run-001" / "records.jsonl").open("ab") as f:
+            f.write(msgspec.json.encode(more) + b"\n")
+        assert watcher.refresh()
+        assert client.get("/live.json").json()["index"] != before
+        assert client.get("/runs/run-001/records.jsonl").content.count(b"\n") == 2
+
+    def test_a_line_that_is_being_written_is_left_out(self, watcher: watching.Watcher, client: Client) -> None:
+        with (watcher.root / "run-001" / "records.jsonl").open("ab") as f:
+            f.write(b'{"schema_version":1,"point":{"mod')
+        watcher.refresh()
+        assert "run-001" in client.get("/" + watcher.index()).text
+
+    def test_a_build_that_fails_is_said_and_the_last_site_stays(
+        self, client: Client, watcher: watching.Watcher, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail() -> bool:
+            watcher.stop()
+            raise UsageError("too many points")
+
+        monkeypatch.setattr(watching, "EVERY_S", 0.01)
+        monkeypatch.setattr(watcher, "refresh", fail)
+        watcher.follow()
+        assert "too many points" in client.get("/live.json").json()["note"]
+        assert client.get("/").status_code == 200
+
+    def test_running_jobs_are_told_with_what_is_left(self, client: Client, watcher: watching.Watcher) -> None:
+        """2 of 4 points in the 60 s since the job began: 60 s more."""
+        folder = watcher.root / "running"
+        points = [record_builder.point(concurrency=n) for n in (1, 2, 3, 4)]
+        job = Job(kind="sweep", tag="tp1", folder=str(folder), device="cpu", points=points, settings=Settings())
+        with locked(folder):
+            job.path().write_bytes(msgspec.json.encode(job))
+            tell(job, "start")
+            tell(job, "done", points[0], index=0)
+            tell(job, "failed", points[1], index=1)
+            tell(job, "measure", points[2], index=2, note="9.1 ms")
+            with job.progress_path().open("ab") as f:
+                f.write(b'{"stage": "do')
+            began = running._events(job.progress_path())[0].at
+            (one,) = running.working(watcher.root, now=began + 60)
+            assert (one.done, one.failed, one.of, one.stage, one.note) == (2, 1, 4, "measure", "9.1 ms")
+            assert one.left_s == pytest.approx(60)
+            (told,) = client.get("/live.json").json()["jobs"]
+            assert (told["run"], told["done"]) == ("running", 2)
+            assert "kimi-k2" in told["point"]
+            with job.progress_path().open("ab") as f:
+                f.write(b"\n")
+            tell(job, "end")
+            assert running.working(watcher.root) == []
+
+    def test_a_job_whose_command_is_gone_is_not_running(self, tmp_path: Path) -> None:
+        """A killed run leaves its lock file with a process id that no longer lives."""
+        dead = subprocess.Popen([sys.executable, "-c", ""])
+        dead.wait()
+        (tmp_path / ".lock").write_text(f"{dead.pid}\n")
+        assert not running.is_working(tmp_path)
+        for text in ("", "x", "-1", "99999999999999999999"):
+            (tmp_path / ".lock").write_text(text)
+            running.is_working(tmp_path)
+
+
+def start(runs: Path, *args: str) -> tuple[subprocess.Popen[str], str]:
+    """The real command, and the address that it prints."""
+    command = [sys.executable, "-m", "dcpbench.cli", "dashboard", "serve", str(runs), *args]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert "http://127.0.0.1:" in line, process.communicate(timeout=30)
+    return process, line.split("http://")[1].split("/")[0]
+
+
+class TestTheRealCommand:
+    def test_it_serves_loopback_alone_follows_and_ends_with_ctrl_c(self, tmp_path: Path) -> None:
+        runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
+        process, address = start(runs, "--port", "0")
+        try:
+            with urllib.request.urlopen(f"http://{address}/live.json", timeout=10) as answer:
+                before = json.load(answer)["index"]
+            host, port = address.split(":")
+            assert host == "127.0.0.1"
+            with pytest.raises(ConnectionRefusedError):  # loopback, too, but not the address that was bound
+                socket.create_connection(("127.0.0.2", int(port)), timeout=5)
+            dashboard_builder.history(runs / "new", runs=1, count=2)
+            for _ in range(100):
+                with urllib.request.urlopen(f"http://{address}/live.json", timeout=10) as answer:
+                    now = json.load(answer)["index"]
+                if now != before:
+                    break
+                time.sleep(0.2)
+            assert now != before
+        finally:
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=20)
+        assert process.returncode == 0
+        assert "Traceback" not in out + err
+        assert err.rstrip().endswith("Ended.")
+
+    def test_a_port_that_is_taken_is_a_sentence_with_a_free_one(self, tmp_path: Path) -> None:
+        runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            with pytest.raises(UsageError, match=rf"port {port} is taken; (\d+) is free: --port \1") as told:
+                commands.serve(runs, None, port=port, open_browser=False)
+        assert f"--port {port}" not in str(told.value)
+
+    def test_its_temporary_site_is_removed(self, tmp_path: Path) -> None:
+        runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
+        before = os.environ.get("TMPDIR")
+        os.environ["TMPDIR"] = str(tmp_path / "tmp")
+        (tmp_path / "tmp").mkdir()
+        try:
+            process, _ = start(runs, "--port", "0")
+        finally:
+            os.environ.pop("TMPDIR") if before is None else os.environ.__setitem__("TMPDIR", before)
+        assert list((tmp_path / "tmp").glob("dcpbench-dashboard-*"))
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=20)
+        assert not list((tmp_path / "tmp").iterdir())
+        assert "Traceback" not in err
+
+    def test_without_starlette_it_says_what_to_install(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "uvicorn", None)
+        with pytest.raises(MissingPackageError, match=r"pip install 'dcpbench\[dashboard\]'"):
+            commands.serve(tmp_path, None, port=0, open_browser=False)
+
+    def test_a_site_among_the_runs_themselves_is_refused(self, tmp_path: Path) -> None:
+        runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
+        for out in (runs, tmp_path):
+            with pytest.raises(OutputError, match="give another folder with -o"):
+                commands.build(runs, out, force=False, as_json=False)
+
+    def test_build_says_what_it_did_as_json(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], watcher: watching.Watcher
+    ) -> None:
+        assert commands.build(watcher.root, tmp_path / "other", force=False, as_json=True) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert (told["runs"], told["points"], told["pages_made"], told["skipped"]) == (2, 1, 2, [])

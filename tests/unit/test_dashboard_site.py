@@ -1,0 +1,311 @@
+"""The site: which runs it holds, what it joins, what it makes again, and whose folder it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from dcpbench.dashboard import finding, lines, pages, site
+from dcpbench.errors import OutputError, UsageError
+from dcpbench.layout import Layout
+from tests.unit import dashboard_builder, record_builder, serve_record_builder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.records import Record
+
+HOSTILE = "</script><script>globalThis.pwned = 1</script><img src=x onerror=alert(1)>\u2028\"'&"
+
+
+@pytest.fixture(autouse=True)
+def quick_pages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Reports have tests of their own; here a page is a file that says which run it is of."""
+    made: list[str] = []
+
+    def report(folder: Path, run: finding.RunData) -> str:
+        (folder / pages.PAGE).write_text(run.name)
+        made.append(run.name)
+        return ""
+
+    monkeypatch.setattr(pages, "_report", report)
+    return made
+
+
+def data(out: Path, name: str) -> Any:
+    """What one data file of the site says; histories by their number."""
+    (path,) = (out / "data").glob(f"{name}-*.js")
+    text = path.read_text()
+    start = f'dcpbenchData("{name}",'
+    assert text.startswith(start)
+    return json.loads(text[len(start) :].removesuffix(");\n"))
+
+
+def tree(out: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()}
+
+
+class TestWhichRuns:
+    def test_runs_are_found_at_any_depth_oldest_first(self, tmp_path: Path) -> None:
+        of = record_builder.point()
+        record_builder.write(tmp_path / "runs" / "b" / "deep", [dashboard_builder.record(of, 1)])
+        record_builder.write(tmp_path / "runs" / "z", [dashboard_builder.record(of, 0)])
+        found = finding.find(tmp_path / "runs", {}, print)
+        assert [(run.name, run.slug) for run in found.runs] == [("z", "z"), ("b/deep", "b~deep")]
+        assert [run.date for run in found.runs] == ["2026-01-05T06:00:00Z", "2026-01-06T06:00:00Z"]
+
+    def test_a_broken_run_is_left_out_with_a_sentence(self, tmp_path: Path) -> None:
+        good = dashboard_builder.record(record_builder.point(), 0)
+        line = msgspec.json.encode(good)
+        broken = {
+            "empty": b"",
+            "binary": b"\x00\xff\xfe\n",
+            "damaged": b"{\n" + line + b"\n",
+            "version": line.replace(b'"schema_version":1', b'"schema_version":99') + b"\n",
+            "number": line.replace(b'"tp":1', b'"tp":NaN') + b"\n",
+            "missing": b'{"schema_version":1}\n',
+        }
+        for name, content in broken.items():
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "records.jsonl").write_bytes(content)
+        record_builder.write(tmp_path / "good", [good])
+        found = finding.find(tmp_path, {}, print)
+        assert [run.name for run in found.runs] == ["good"]
+        assert {sentence.partition(":")[0] for sentence in found.skipped} == set(broken)
+        assert all(len(sentence) < 400 for sentence in found.skipped)
+
+    def test_a_copy_of_a_run_is_counted_once(self, tmp_path: Path) -> None:
+        record_builder.write(tmp_path / "a", [dashboard_builder.record(record_builder.point(), 0)])
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+        found = finding.find(tmp_path, {}, print)
+        assert [run.name for run in found.runs] == ["a"]
+        assert found.skipped == ["b: the same records as a"]
+
+    def test_copies_of_records_in_a_site_are_not_runs(self, tmp_path: Path) -> None:
+        runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
+        site.build(runs, runs / "site")
+        assert [run.name for run in finding.find(runs, {}, print).runs] == ["run-000", "run-001"]
+
+    def test_a_path_that_is_no_folder_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="is no folder"):
+            site.build(tmp_path / "nothing", tmp_path / "site")
+
+    @pytest.mark.parametrize("name", ["a b", "ä", "x" * 200, "..a", "a;rm -rf", "<b>"])
+    def test_a_name_becomes_a_safe_folder_of_its_own(self, name: str) -> None:
+        slug = finding._slug(name)
+        assert slug != finding._slug(name + "2")
+        assert len(slug) <= finding.LONGEST_SLUG + 9
+        assert not set(slug) - set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._~-")
+        assert slug[0] != "."
+
+
+def kinds(*records: Record) -> int:
+    """How many lines some records make."""
+    return len(lines.of_run(records))
+
+
+class TestWhatIsOneLine:
+    def test_other_hardware_and_drivers_are_never_joined(self) -> None:
+        of = record_builder.point()
+        one = dashboard_builder.record(of, 0)
+        others = [
+            dashboard_builder.record(of, 0, environment=dashboard_builder.environment(0, **changed))
+            for changed in ({"device": "NVIDIA B200"}, {"driver": "999.1"}, {"device_count": 8})
+        ]
+        assert kinds(one, *others) == 4
+
+    def test_live_and_replay_are_apart(self) -> None:
+        live = serve_record_builder.served(serve_record_builder.point())
+        replay = serve_record_builder.served(serve_record_builder.point(changed={"mode": "replay"}))
+        assert kinds(live, replay) == 2
+
+    def test_what_changes_the_figures_is_a_line_of_its_own(self) -> None:
+        of = record_builder.point()
+        plain = dashboard_builder.record(of, 0)
+        pool = msgspec.structs.replace(plain, measured_with={"kv_memory_bytes": 8 << 30})
+        nccl = dashboard_builder.environment(0, settings={"NCCL_GRAPH_MIXING_SUPPORT": "0"})
+        imported = msgspec.structs.replace(plain, origin="vllm")
+        assert kinds(plain, pool, msgspec.structs.replace(plain, environment=nccl), imported) == 4
+
+    def test_commit_versions_and_repeats_are_not(self) -> None:
+        """These are what a history is over, or what one entry sums up."""
+        first = dashboard_builder.record(record_builder.point(), 0)
+        again = dashboard_builder.record(record_builder.point(repeat=1), 1)
+        newer = dashboard_builder.environment(2, torch="2.12")
+        found = lines.of_run([first, again, msgspec.structs.replace(first, environment=newer)])
+        assert [entry.repeats for entry in found.values()] == [3]
+
+    def test_a_rejected_point_takes_the_hardware_of_its_run(self) -> None:
+        ok = dashboard_builder.record(record_builder.point(), 0)
+        rejected = record_builder.rejected(record_builder.point(Layout(4)))
+        assert {line.hardware for line in lines.of_run([ok, rejected])} == {"4 × NVIDIA H200"}
+
+    def test_repeats_are_the_median_with_the_envelope_of_their_intervals(self) -> None:
+        """Steps of 10, 12 and 11 ms: the median is 11, the interval reaches from the lowest to the highest."""
+        found = [
+            record_builder.ok(record_builder.point(repeat=i), median_ms=ms, steps=30)
+            for i, ms in enumerate((10.0, 12.0, 11.0))
+        ]
+        (entry,) = lines.of_run(found).values()
+        steps = [r.metrics.step_ms for r in found if r.metrics]
+        assert entry.values["step_ms"].median == pytest.approx(sorted(s.median for s in steps)[1])
+        assert entry.values["step_ms"].low == min(s.low for s in steps)
+        assert entry.values["step_ms"].high == max(s.high for s in steps)
+
+    def test_a_failed_repeat_is_told_beside_those_that_finished(self) -> None:
+        of = record_builder.point()
+        records = [dashboard_builder.record(of, 0), record_builder.failed(record_builder.point(repeat=1))]
+        (entry,) = lines.of_run(records).values()
+        assert entry.outcome == "ok"
+        assert entry.reason.startswith("1 of 2 repeats did not finish")
+
+
+class TestData:
+    def test_a_step_of_3_percent_is_marked_with_its_runs(self, tmp_path: Path) -> None:
+        built = site.build(dashboard_builder.history(tmp_path / "runs", count=2, step_at=25), tmp_path / "site")
+        assert (built.runs, built.points, built.entries) == (40, 2, 80)
+        found = data(tmp_path / "site", "measure-output_tok_s_per_gpu")
+        (change,) = found["changes"]
+        line, before, after, ratio, low, high, *_ = change
+        assert (before, after) == (24, 25)
+        assert low < 0.97 < high
+        assert ratio == pytest.approx(0.97, abs=0.015)
+        history = data(tmp_path / "site", "history-0")[line]
+        assert history["changes"]["step_ms"][0][:2] == [24, 25]
+        assert sum(history["run"]) == 39, "runs are kept as distances: 0, 1, 1, … to the 39th"
+
+    def test_values_are_those_of_the_records(self, tmp_path: Path) -> None:
+        record = dashboard_builder.record(record_builder.point(Layout(4, 1, 4)), 0)
+        record_builder.write(tmp_path / "runs" / "a", [record])
+        site.build(tmp_path / "runs", tmp_path / "site")
+        assert record.metrics is not None
+        found = data(tmp_path / "site", "measure-step_ms")
+        interval = record.metrics.step_ms
+        for name, value in (("value", interval.median), ("low", interval.low), ("high", interval.high)):
+            assert found[name] == [pytest.approx(value, rel=1e-4)]
+        per_gpu = data(tmp_path / "site", "measure-output_tok_s_per_gpu")["value"]
+        assert per_gpu == [pytest.approx(record.metrics.output_tok_s_per_gpu, rel=1e-4)]
+        index = data(tmp_path / "site", "index")
+        assert index["words"]["layout"] == ["tp4·dcp4"]
+        assert index["lines"]["context"] == [4000]
+
+    def test_functional_runs_are_marked_and_have_no_changes(self, tmp_path: Path) -> None:
+        for run in range(12):
+            slow = 40.0 if run < 6 else 60.0
+            of = record_builder.point(Layout(8), model="tiny", backend="reference", dtype="float32")
+            record_builder.write(tmp_path / "runs" / f"{run}", [record_builder.on_cpu(of, median_ms=slow + run / 100)])
+        built = site.build(tmp_path / "runs", tmp_path / "site")
+        index = data(tmp_path / "site", "index")
+        assert built.changes == 0
+        assert index["lines"]["cpu"] == [1]
+        assert set(index["runs"]["cpu"]) == {1}
+        assert "nothing about performance" in index["runs"]["headline"][0]
+
+    def test_hostile_strings_stay_data(self, tmp_path: Path) -> None:
+        of = record_builder.point(model=HOSTILE, backend=HOSTILE)
+        where = dashboard_builder.environment(0, device=HOSTILE, driver=HOSTILE, git_commit=HOSTILE)
+        record = dashboard_builder.record(of, 0, environment=where, marks=[HOSTILE])
+        failed = record_builder.failed(record_builder.point(model="x" * 10_000_000), reason=HOSTILE)
+        record_builder.write(tmp_path / "runs" / "a<b>", [record, failed])
+        site.build(tmp_path / "runs", tmp_path / "site")
+        for name, content in tree(tmp_path / "site").items():
+            if name.startswith(("data/", "index", "site")):
+                assert b"<script>globalThis" not in content
+                assert b"onerror" not in content or b"\\u003cimg" in content
+                assert len(content) < 100_000, "long strings are cut"
+        assert HOSTILE in data(tmp_path / "site", "index")["words"]["model"]
+
+    def test_numbers_that_json_has_not_are_null(self) -> None:
+        from dcpbench.dashboard.data import _short
+
+        assert [_short(x) for x in (float("nan"), float("inf"), None, 0.0, 12345.678)] == [None, None, None, 0, 12346]
+
+    def test_no_runs_make_an_empty_site(self, tmp_path: Path) -> None:
+        (tmp_path / "runs").mkdir()
+        built = site.build(tmp_path / "runs", tmp_path / "site")
+        assert (built.runs, built.points) == (0, 0)
+        assert (tmp_path / "site" / "index.html").is_file()
+
+
+class TestBuildingAgain:
+    def test_unchanged_runs_keep_their_pages(self, tmp_path: Path, quick_pages: list[str]) -> None:
+        runs = dashboard_builder.history(tmp_path / "runs", runs=3, count=1)
+        assert site.build(runs, tmp_path / "site").pages_made == 3
+        dashboard_builder.history(runs / "new", runs=1, count=2)
+        again = site.build(runs, tmp_path / "site")
+        assert (again.pages_made, again.pages_kept) == (1, 3)
+        assert quick_pages[3:] == ["new/run-000"]
+        assert site.build(runs, tmp_path / "site", force=True).pages_made == 4
+
+    def test_a_run_that_grew_gets_a_new_page_and_records(self, tmp_path: Path, quick_pages: list[str]) -> None:
+        runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
+        site.build(runs, tmp_path / "site")
+        more = dashboard_builder.record(record_builder.point(Layout(4, 4)), 1)
+        with (runs / "run-001" / "records.jsonl").open("ab") as f:
+            f.write(msgspec.json.encode(more) + b"\n")
+        site.build(runs, tmp_path / "site")
+        assert quick_pages == ["run-000", "run-001", "run-001"]
+        copy = tmp_path / "site" / "runs" / "run-001" / "records.jsonl"
+        assert copy.read_bytes() == (runs / "run-001" / "records.jsonl").read_bytes()
+
+    def test_the_same_runs_make_the_same_files(self, tmp_path: Path) -> None:
+        """From another folder, with other file times, and over an older site."""
+        one = dashboard_builder.history(tmp_path / "one" / "runs", runs=4, count=3)
+        site.build(one, tmp_path / "a")
+        shutil.copytree(one, tmp_path / "two" / "runs", copy_function=shutil.copyfile)
+        dashboard_builder.history(tmp_path / "two" / "runs" / "more", runs=1, count=1)
+        site.build(tmp_path / "two" / "runs", tmp_path / "b")
+        assert tree(tmp_path / "a") != tree(tmp_path / "b")
+        shutil.rmtree(tmp_path / "two" / "runs" / "more")
+        site.build(tmp_path / "two" / "runs", tmp_path / "b")
+        assert tree(tmp_path / "a") == tree(tmp_path / "b")
+
+    def test_files_that_say_the_same_keep_their_times(self, tmp_path: Path) -> None:
+        runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
+        site.build(runs, tmp_path / "site")
+        before = {p: p.stat().st_mtime_ns for p in (tmp_path / "site").rglob("*") if p.is_file()}
+        site.build(runs, tmp_path / "site")
+        assert {p: p.stat().st_mtime_ns for p in (tmp_path / "site").rglob("*") if p.is_file()} == before
+
+    def test_a_removed_run_leaves_nothing_behind(self, tmp_path: Path) -> None:
+        runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
+        site.build(runs, tmp_path / "site")
+        shutil.rmtree(runs / "run-000")
+        site.build(runs, tmp_path / "site")
+        assert [p.name for p in (tmp_path / "site" / "runs").iterdir()] == ["run-001"]
+        assert len(list((tmp_path / "site" / "data").glob("index-*.js"))) == 1
+
+    def test_a_report_that_fails_costs_only_its_page(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pages, "_report", lambda _, run: f"{run.name}: no page, because of a bug")
+        runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
+        built = site.build(runs, tmp_path / "site")
+        assert built.skipped == ["run-000: no page, because of a bug"]
+        index = data(tmp_path / "site", "index")
+        assert (index["runs"]["page"], index["runs"]["records"]) == ([0], [1])
+
+
+class TestWhoseFolder:
+    def test_a_folder_of_somebody_else_is_refused_and_left_as_it_is(self, tmp_path: Path) -> None:
+        runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "index.html").write_text("mine")
+        for force in (False, True):
+            with pytest.raises(OutputError, match="holds no dashboard; give a new folder with -o"):
+                site.build(runs, tmp_path / "mine", force=force)
+        assert tree(tmp_path / "mine") == {"index.html": b"mine"}
+
+    def test_a_site_that_was_begun_and_not_finished_is_ours(self, tmp_path: Path) -> None:
+        runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
+        site._enter(tmp_path / "site")
+        site.build(runs, tmp_path / "site")
+        assert (tmp_path / "site" / "index.html").is_file()
+
+    def test_a_folder_that_cannot_be_written_is_a_sentence(self, tmp_path: Path) -> None:
+        runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
+        (tmp_path / "file").write_text("")
+        with pytest.raises(OutputError, match="give another folder with -o"):
+            site.build(runs, tmp_path / "file" / "site")
