@@ -6,6 +6,8 @@
    dcp.series(i), symbol(i), dash(i)  colour, marker and line of the i-th thing to tell apart, as in style.py
    dcp.text(string)                   any string as text for Plotly, which takes <b> and <a href> for markup
    dcp.hover(title, [[name, value]])  one point's hover text, escaped; give it as `customdata` with `hovertemplate: dcp.HOVER`
+   trace.tip = (i) => [title, [[name, value]]]  of a trace given to dcp.draw: says all of its i-th mark when a pointer
+                                      comes over it, however much that is; Plotly's own labels must be shorter than a chart
    dcp.number(value)                  1234.5 as "1,235"; "–" for what is not known
    dcp.watermark(text)                a layout annotation across the whole chart, with its line breaks
    dcp.switches(element, items, change)  buttons that switch series: items {name, colour, symbol, dash, on};
@@ -72,12 +74,40 @@ globalThis.dcp = (() => {
   }
 
   function draw(element, traces, layout = {}) {
-    if (!drawn.has(element)) widths.observe(element);
+    const before = drawn.has(element);
+    if (!before) widths.observe(element);
     drawn.set(element, { traces, layout });
     const seen = new Map();
     const full = resolved(themed(layout), seen);
     if ("print" in root.dataset) Object.assign(full, { autosize: false, width: Number(element.dataset.paper ?? PAPER_WIDTH) });
-    return Plotly.react(element, resolved(traces, seen), full, { displayModeBar: false, scrollZoom: false, doubleClick: "reset" });
+    const told = traces.map(({ tip, ...trace }) => (tip ? { ...trace, hoverinfo: "none", hovertemplate: "" } : trace));
+    const done = Plotly.react(element, resolved(told, seen), full, { displayModeBar: false, scrollZoom: false, doubleClick: "reset" });
+    if (!before) {
+      element.on("plotly_hover", ({ points: [point], event }) => {
+        const say = drawn.get(element).traces[point.curveNumber]?.tip;
+        if (say) showTip(say(point.pointNumber), event);
+      });
+      element.on("plotly_unhover", hideTip);
+    }
+    return done;
+  }
+
+  const tip = document.createElement("div");
+  tip.className = "tip";
+  tip.hidden = true;
+  tip.setAttribute("aria-hidden", "true"); // tables say the same
+  const hideTip = () => { tip.hidden = true; };
+
+  function showTip([title, rows], event) {
+    const line = (name, words) => Object.assign(document.createElement(name), { textContent: words });
+    tip.replaceChildren(line("strong", title), ...rows.flatMap(([name, value]) => [line("span", name), line("span", value)]));
+    if (!tip.isConnected) document.body.append(tip);
+    tip.hidden = false;
+    const { width, height } = tip.getBoundingClientRect();
+    const [x, y] = [event.clientX ?? 0, event.clientY ?? 0];
+    const beside = x + 16 + width <= innerWidth ? x + 16 : x - 16 - width;
+    tip.style.left = `${Math.max(4, beside)}px`;
+    tip.style.top = `${Math.max(4, Math.min(y - height / 3, innerHeight - height - 4))}px`;
   }
 
   function redraw() {
@@ -160,6 +190,7 @@ globalThis.dcp = (() => {
     }));
   }
 
+  addEventListener("scroll", hideTip, { passive: true });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   new MutationObserver(redraw).observe(root, { attributes: true, attributeFilter: ["data-theme"] });
   addEventListener("beforeprint", () => { root.dataset.print = ""; redraw(); });

@@ -15,7 +15,7 @@ dcp.charts = (() => {
 
   const grouped = (points, key) => Map.groupBy(points, key);
   const title = (name) => { const field = fields.get(name); return field.unit ? `${field.label} (${field.unit})` : field.label; };
-  const hoverOf = (point) => (point.hover ??= dcp.hover(dcp.points.brief(series[point.series].name), dcp.points.words(point)));
+  const tipOf = (point) => [dcp.points.brief(series[point.series].name), dcp.points.words(point)];
   const shape = (look, mode) => dcp.symbol(look.symbol) + (mode === "replay" ? "-open" : "");
   const watermark = (points) => (points.some((p) => p.marks.includes("cpu") || p.device === "CPU")
     ? [dcp.watermark("CPU: functional run,\nnot performance")] : []);
@@ -73,7 +73,7 @@ dcp.charts = (() => {
     const spread = points.some((p) => known(p[low]) && p[low] !== p[high]);
     const colour = dcp.series(look.colour);
     return {
-      x: points.map(x), y: points.map((p) => p[y]), mode: "lines+markers", customdata: points.map(hoverOf), hovertemplate: dcp.HOVER,
+      x: points.map(x), y: points.map((p) => p[y]), mode: "lines+markers", tip: (i) => tipOf(points[i]),
       line: { color: colour, dash: dcp.dash(look.dash), width: 2 }, marker: { color: colour, symbol: shape(look, points[0].mode), size: 8, line: { color: colour, width: 1.5 } },
       error_y: spread ? { type: "data", symmetric: false, array: points.map((p) => (p[high] ?? p[y]) - p[y]), arrayminus: points.map((p) => p[y] - (p[low] ?? p[y])), thickness: 1.3, width: 4, color: colour } : { visible: false },
       ...more,
@@ -162,7 +162,7 @@ dcp.charts = (() => {
         traces: [{
           type: "bar", orientation: "h", x: tops.map((p) => p[column]), y: tops.map((p) => dcp.text(p.layout)), marker: { color: tops.map((p) => dcp.series(series[p.series].colour)) },
           text: tops.map((p) => `${dcp.number(p[column])} (${Number((p[column] / first).toPrecision(3))}×)`), textposition: "outside", cliponaxis: false, textfont: { color: "var(--ink)" },
-          customdata: tops.map(hoverOf), hovertemplate: dcp.HOVER,
+          tip: (i) => tipOf(tops[i]),
         }],
         layout: {
           xaxis: { range: [0, Math.max(...tops.map((p) => p[column])) * 1.8], showticklabels: false, ticks: "", showgrid: false, showline: false },
@@ -185,6 +185,11 @@ dcp.charts = (() => {
     const some = all.length > MOST_LOADS ? [all[0], all[all.length >> 1], all.at(-1)] : all;
     const several = new Set(profiled.map((p) => p.run)).size > 1;
     const total = (point) => on.reduce((sum, phase) => sum + (point[`phase:${phase}`] ?? 0), 0);
+    const whole = (point) => names.reduce((sum, phase) => sum + (point[`phase:${phase}`] ?? 0), 0);
+    const shareOf = (point, phase) => [called(phase), [
+      ["time", `${dcp.number(point[`phase:${phase}`])} ms`], ["share of the profiled step", `${dcp.number((100 * point[`phase:${phase}`]) / whole(point))} %`],
+      ["layout", point.label], ["concurrency", dcp.number(point.concurrency)], ["load", dcp.points.brief(point.panel)],
+    ]];
     const longest = (model) => Math.max(0, ...profiled.filter((p) => p.model === model).map(total));
     const panels = [...grouped(profiled.filter((p) => some.includes(p.concurrency)), (p) => (several ? `${p.panel}, ${p.run}` : p.panel))].map(([name, inside]) => {
       const rows = some.flatMap((c) => {
@@ -196,10 +201,7 @@ dcp.charts = (() => {
         key: name, title: name, rows: rows.length,
         traces: on.map((phase) => ({
           type: "bar", orientation: "h", y: bars.map((bar) => bar.y), x: bars.map((bar) => bar.point[`phase:${phase}`]), marker: { color: `var(--phase-${phase})`, line: { color: "var(--paper)", width: 0.5 } },
-          customdata: bars.map(({ point }) => dcp.hover(called(phase), [
-            ["time", `${dcp.number(point[`phase:${phase}`])} ms`], ["share of the profiled step", `${dcp.number((100 * point[`phase:${phase}`]) / names.reduce((s, n) => s + (point[`phase:${n}`] ?? 0), 0))} %`],
-            ["layout", point.label], ["concurrency", dcp.number(point.concurrency)], ["load", dcp.points.brief(point.panel)],
-          ])), hovertemplate: dcp.HOVER,
+          tip: (i) => shareOf(bars[i].point, phase),
         })),
         layout: {
           barmode: "stack", bargap: 0.2, annotations: watermark(inside),
@@ -232,7 +234,7 @@ dcp.charts = (() => {
       const ordered = parts.flatMap((part) => [...[...part].sort((a, b) => a[x] - b[x]), null]).slice(0, -1);
       const [color, symbol] = [dcp.series(look(own[0]).colour), shape(look(own[0]), own[0].mode)];
       return {
-        x: ordered.map((p) => p?.[x] ?? null), y: ordered.map((p) => p?.[y] ?? null), customdata: ordered.map((p) => (p ? hoverOf(p) : "")), hovertemplate: dcp.HOVER,
+        x: ordered.map((p) => p?.[x] ?? null), y: ordered.map((p) => p?.[y] ?? null), tip: (i) => tipOf(ordered[i]),
         mode: joined ? "lines+markers" : "markers", line: { color, width: 1 }, marker: { color, symbol, size: 8, line: { color, width: 1.5 } }, connectgaps: false,
       };
     });

@@ -129,7 +129,7 @@
     const said = filters(byId("filters"));
     const picked = pickers(document.querySelector("#chart-explore .controls"));
     const figures = [...data.charts, { slug: "explore", kind: "explore", workload: "", mode: "" }].map(figureOf);
-    const table = dcp.pointsTable(byId("points"));
+    const table = dcp.pointsTable(byId("every-point"));
     const all = () => {
       const shown = store.shown();
       said(shown);

@@ -13,7 +13,7 @@ import jinja2
 
 from dcpbench.reports import assets
 from dcpbench.reports.page.charts import chart_of, charts_of
-from dcpbench.reports.page.points import page_data
+from dcpbench.reports.page.points import MOST_POINTS, page_data
 from dcpbench.reports.page.words import brief
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ MOST_ROWS = 1000
 """Rows of a table that the page prints; points.csv has all points."""
 
 
-def render(title: str, sections: Sequence[Section], frames: Frames) -> str:
-    """The page. Everything that comes from records is escaped by the template, or by assets.json_block."""
+def render(title: str, sections: Sequence[Section], frames: Frames, *, most: int = MOST_POINTS) -> str:
+    """The page, with charts of `most` points. What comes from records is escaped here, or by assets.json_block."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"data_uri": _data_uri, "brief": brief}
     environment.globals |= {"charts_of": charts_of, "chart_of": chart_of, "most_rows": MOST_ROWS}
-    data = page_data(frames)
+    data = page_data(frames, most)
     drawn = [chart for section in sections for chart in charts_of(section.pictures)]
     data["charts"] = [{"slug": c.slug, "kind": c.kind, "workload": c.workload, "mode": c.mode} for c in drawn]
     scripts = [assets.read(name) for name in SCRIPTS]

@@ -1,0 +1,57 @@
+"""Pages of made-up records, without the seconds that matplotlib takes for their pictures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dcpbench.layout import Layout
+from dcpbench.reports import frames, sections
+from dcpbench.reports.page.points import MOST_POINTS
+from dcpbench.reports.page.render import render
+from dcpbench.reports.plots import Picture
+from tests.unit import record_builder, serve_record_builder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.records import Record
+
+SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="40" height="30"><rect width="40" height="30"/></svg>'
+DECODE_KINDS = ("throughput", "itl", "frontier", "phases", "kv")
+SERVE_KINDS = tuple(
+    f"serve-{kind}-{mode}-closed" for mode in ("live", "replay") for kind in ("throughput", "ttft", "itl")
+)
+
+
+def page(folder: Path, records: list[Record], *, most: int = MOST_POINTS) -> Path:
+    """The page about a run, with a grey box for each picture."""
+    run = record_builder.write(folder / "run", records)
+    picture = folder / "picture.svg"
+    picture.write_text(SVG)
+    read = frames.load([run])
+    kinds = (DECODE_KINDS if len(read.points) else ()) + (SERVE_KINDS if len(read.served) else ())
+    pictures = [Picture(kind, kind, f"alt of {kind}", picture, picture, b"") for kind in kinds]
+    out = folder / "report.html"
+    out.write_text(render("a run", sections.report(read, pictures), read, most=most), encoding="utf-8")
+    return out
+
+
+def decode() -> list[Record]:
+    """Two models, two contexts, two concurrencies; tp4 and tp4·dcp4: 16 points."""
+    return [
+        record_builder.ok(record_builder.point(layout, model=model, context=context, concurrency=concurrency))
+        for model in ("kimi-k2", "deepseek-v3")
+        for context in (4000, 32000)
+        for concurrency in (8, 32)
+        for layout in (Layout(4), Layout(4, 1, 4))
+    ]
+
+
+def served() -> list[Record]:
+    """tp4 and tp4·dcp4 at two concurrencies, live and replayed: 8 points."""
+    return [
+        serve_record_builder.served(serve_record_builder.point(layout, concurrency, {"mode": mode}))
+        for mode in ("live", "replay")
+        for concurrency in (8, 32)
+        for layout in (serve_record_builder.TP, serve_record_builder.DCP)
+    ]
