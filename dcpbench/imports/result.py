@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 MOST_IN_A_NAME = 1000
 """Characters of a model's name and its like."""
+LARGEST = 1e15
+"""No number of a result is larger: a petabyte, or 31,000 years in ms."""
 PER_TOKEN = 0.98
 """Gaps for each token after the first, from which on a gap stands for a token."""
 
@@ -144,6 +146,8 @@ def _check(value: object, what: str, *, signed: bool = False) -> None:
     elif isinstance(value, float | int) and not isinstance(value, bool):
         if not math.isfinite(value):
             raise RecordsError(f"{what} is {value}; a result with NaN or infinity cannot be compared. Run it again.")
+        if abs(value) > LARGEST:
+            raise RecordsError(f"{what} is above {LARGEST:g}, more than anything measured; was the file damaged?")
         if value < 0 and not signed:
             raise RecordsError(f"{what} is {value}, less than nothing.")
 

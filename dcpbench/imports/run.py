@@ -145,8 +145,8 @@ def _numbered(points: Sequence[Point]) -> list[Point]:
 def _record(result: Result, point: Point, engine: str, told: Told) -> Record:
     detail = {"source": Path(result.where).name, **{name: text for name, text in result.facts.items() if text}}
     environment = Environment(device=told.gpu, device_count=point.tp) if told.gpu else None
-    if not result.completed:
-        reason = f"no request completed; see {result.where} and the server's log."
+    if not result.completed or not result.output_tokens:
+        reason = f"no output token came; see {result.where} and the server's log."
         return Record(
             point=point, outcome="failed", reason=reason, detail=detail, origin=engine, environment=environment
         )

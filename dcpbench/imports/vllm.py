@@ -85,7 +85,7 @@ def number(document: Document, name: str) -> float | None:
     value = document.fields.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= result.LARGEST:
         raise RecordsError(f"{document.where}: {name} is {str(value)[:40]}, which is no time in ms. Run it again.")
     return float(value)
 

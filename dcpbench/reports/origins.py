@@ -37,8 +37,8 @@ def sentence(frames: Frames) -> str:
     others = len(table) - counts.total()
     beside = f", beside {_points(others)} of dcpbench" if others else ""
     return (
-        f"Imported: {whose}{beside}. Engines were measured through HTTP with a tokenizer and real answers, dcpbench "
-        "without: what they differ in is more than the layout. What their files do not say is a dash."
+        f"Imported: {whose}{beside}. Engines are measured through HTTP and with a tokenizer, dcpbench without either, "
+        "so that more than the layout differs. What their files do not say is a dash."
     )
 
 

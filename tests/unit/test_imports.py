@@ -200,8 +200,10 @@ class TestPoint:
         record, _ = one(tmp_path, "sglang", files.sglang(server_info=None), model="deepseek-v3")
         assert record.point.model == "deepseek-v3"
 
-    def test_a_run_in_which_nothing_completed_failed(self, tmp_path: Path) -> None:
-        result = files.without_details(files.vllm(completed=0, failed=3, total_output_tokens=0))
+    @pytest.mark.parametrize("completed", [0, 3])
+    def test_a_run_in_which_no_token_came_failed(self, completed: int, tmp_path: Path) -> None:
+        """There is no rate, and no latency of tokens."""
+        result = files.without_details(files.vllm(completed=completed, failed=3 - completed, total_output_tokens=0))
         (record,) = imported(tmp_path, "vllm", result)
         assert record.outcome == "failed"
         assert record.serve is None

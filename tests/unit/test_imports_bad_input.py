@@ -121,6 +121,9 @@ class TestValues:
         assert "duration" in said(tmp_path, line(VLLM, duration="long"))
         assert "request_rate" in said(tmp_path, line(VLLM, request_rate="often"))
 
+    def test_more_than_can_be_measured(self, tmp_path: Path) -> None:
+        assert "above 1e+15" in said(tmp_path, line(files.without_details(VLLM), total_output_tokens=10**30))
+
     def test_a_model_of_ten_million_characters(self, tmp_path: Path) -> None:
         assert "10,000,000 characters" in said(tmp_path, line(files.without_details(VLLM), model_id="x" * 10_000_000))
 
