@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.choice_records import Choice
-from dcpbench.choices import CLOSED, NO_EXCHANGE, OPTIONS, with_options
+from dcpbench.choices import CLOSED, NO_EXCHANGE, OPTIONS, UNKNOWN, with_options
 from dcpbench.errors import LayoutError, RecordsError
 from dcpbench.layout import GroupWide, Layout
 from dcpbench.serve_records import Load, ServeMetrics
@@ -86,8 +86,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
         return self.concurrency if self.load is not None and self.load.arrival == CLOSED else None
 
     def exchange_label(self) -> str:
-        """The exchange with the options that are on: `a2a +q-replicate`; empty without an exchange."""
-        if self.exchange == NO_EXCHANGE:
+        """The exchange with the options that are on: `a2a +q-replicate`; empty without one that is known."""
+        if self.exchange in (NO_EXCHANGE, UNKNOWN):
             return ""
         return with_options(self.exchange, [name for name in OPTIONS if getattr(self, name)])
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.budget import kv_pages, memory_plan
-from dcpbench.choices import ALL_REDUCES, NO_EXCHANGE, OPTIONS, flag
+from dcpbench.choices import ALL_REDUCES, NO_EXCHANGE, OPTIONS, UNKNOWN, flag
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.judge import Machine, check
 from dcpbench.records import Point, Record
@@ -92,7 +92,7 @@ def load_text(point: Point) -> str:
 
 def path_name(point: Point) -> str:
     """How a point is computed: `triton a2a +q-replicate`; the all-reduce only where it is not the usual one."""
-    reduced = "" if point.all_reduce == ALL_REDUCES[0] else f"{point.all_reduce} all-reduce"
+    reduced = "" if point.all_reduce in (ALL_REDUCES[0], UNKNOWN) else f"{point.all_reduce} all-reduce"
     return " ".join(filter(None, (point.backend, point.exchange_label(), reduced)))
 
 
