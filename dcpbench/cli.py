@@ -133,25 +133,33 @@ def report(
         Path | None, typer.Option("-o", "--output", metavar="DIR", help="Default: RUN/report of the first run.")
     ] = None,
     as_repeats: opt.AsRepeats = False,
+    slo: opt.ReportSlo = None,
 ) -> None:
-    """Write tables, plots and one self-contained HTML page from the records of one or several runs.
+    """Write the answer, tables, figures and one self-contained HTML page from the records of one or several runs.
 
-    Example: dcpbench report runs/monday runs/tuesday --as-repeats -o both
+    Example: dcpbench report runs/monday runs/tuesday --as-repeats --slo ttft=2000,itl=60 -o both
     """
     from dcpbench import commands
 
-    raise typer.Exit(commands.report(runs, output, as_repeats=as_repeats))
+    raise typer.Exit(commands.report(runs, output, as_repeats=as_repeats, slo=slo))
 
 
 @app.command(rich_help_panel="Read results")
-def show(runs: opt.Runs, as_repeats: opt.AsRepeats = False) -> None:
-    """Print the table of one or several runs.
+def show(
+    runs: opt.Runs,
+    as_repeats: opt.AsRepeats = False,
+    slo: opt.ReportSlo = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print rows and findings as one JSON object, for scripts.")
+    ] = False,
+) -> None:
+    """Print the table of one or several runs, in the width of the terminal.
 
     Example: dcpbench show runs/monday
     """
     from dcpbench import commands
 
-    raise typer.Exit(commands.show(runs, as_repeats=as_repeats))
+    raise typer.Exit(commands.show(runs, as_repeats=as_repeats, slo=slo, as_json=as_json))
 
 
 app.command(rich_help_panel="Read results")(cli_top.top)

@@ -221,3 +221,9 @@ AsRepeats = Annotated[
     typer.Option("--as-repeats", help="The runs are passes over the same grid: show them as one, and how well they "
     "agree, instead of side by side."),
 ]  # fmt: skip
+ReportSlo = Annotated[
+    str | None,
+    typer.Option("--slo", metavar="NAME=MS,…", help="Objectives that the answer keeps to: ttft, itl, tpot, e2el in ms, "
+    "such as ttft=2000,itl=60, held against p99 where there are samples enough. Default: those that the runs were "
+    "measured with, else none."),
+]  # fmt: skip

@@ -31,6 +31,7 @@ from dcpbench.runs import (
     say,
     work_of,
 )
+from dcpbench.serving.load_words import parse_slo
 from dcpbench.shapes import check_checkpoint, load_shape
 from dcpbench.spec import make_spec, read_options
 
@@ -109,25 +110,37 @@ def env(*, as_json: bool) -> int:
     return 0
 
 
-def report(folders: Sequence[Path], output: Path | None, *, as_repeats: bool = False) -> int:
+def report(folders: Sequence[Path], output: Path | None, *, as_repeats: bool = False, slo: str | None = None) -> int:
     """`dcpbench report`: write the report of one or several runs."""
     from dcpbench.reports import write_report
 
     out = output or (folders[0] if folders[0].is_dir() else folders[0].parent) / "report"
-    paths = write_report(list(folders), out, as_repeats=as_repeats)
+    paths = write_report(list(folders), out, as_repeats=as_repeats, slo=_objectives(slo))
     _say_cut_short(folders)
     print_paths(paths, sys.stdout)
     return 0
 
 
-def show(folders: Sequence[Path], *, as_repeats: bool = False) -> int:
-    """`dcpbench show`: the table of one or several runs in the terminal."""
+def show(
+    folders: Sequence[Path], *, as_repeats: bool = False, slo: str | None = None, as_json: bool = False
+) -> int:
+    """`dcpbench show`: the table of one or several runs in the terminal, or for a script."""
     from dcpbench.reports import terminal_table
 
-    table = terminal_table(list(folders), as_repeats=as_repeats)
+    if as_json:
+        from dcpbench.reports import frames, terminal_json
+
+        read = frames.load(list(folders), as_repeats=as_repeats, slo=_objectives(slo))
+        sys.stdout.write(terminal_json.dumps(read) + "\n")
+        return 0
+    table = terminal_table(list(folders), as_repeats=as_repeats, slo=_objectives(slo))
     _say_cut_short(folders)
     console().print(table)
     return 0
+
+
+def _objectives(slo: str | None) -> dict[str, float]:
+    return {} if slo is None else parse_slo(slo)
 
 
 def _say_cut_short(folders: Sequence[Path]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench import record_checks
 from dcpbench.choice_records import Choice
 from dcpbench.choices import CLOSED, NO_EXCHANGE, OPTIONS, UNKNOWN, with_options
 from dcpbench.errors import LayoutError, RecordsError
@@ -17,6 +18,7 @@ from dcpbench.layout import GroupWide, Layout
 from dcpbench.serve_records import Load, ServeMetrics
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 SCHEMA_VERSION = 1
@@ -324,45 +326,78 @@ def read_records(folder: Path) -> list[Record]:
     """All records of a run folder, or of a records.jsonl given directly.
 
     A last line that was cut short is left out: a crash did it, or the line is being written right now. Reading never
-    changes the file; the next `RecordFile.append` puts such a line aside. Raises RecordsError for a missing file, for
-    damage anywhere else and for records of another version.
+    changes the file; the next `RecordFile.append` puts such a line aside. Raises RecordsError for a file that is
+    missing or cannot be read, for damage anywhere else, for values that cannot be (record_checks.py) and for records of
+    another version.
     """
+    return list(iter_records(folder))
+
+
+def iter_records(folder: Path) -> Iterator[Record]:
+    """The same one by one, so that what is not needed of each need not stay in memory."""
     path = folder / RECORDS_FILE if folder.is_dir() else folder
     if not path.is_file():
         raise RecordsError(f"{path} does not exist; run `dcpbench sweep -o {folder}` first, or name another folder.")
-    lines = path.read_bytes().split(b"\n")
-    records = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            records.append(_decode(line))
-        except (msgspec.DecodeError, UnicodeDecodeError) as e:
-            if number == len(lines) and not isinstance(e, msgspec.ValidationError):
-                break
-            raise RecordsError(f"{path}, line {number}: {e}. Not written by this version of dcpbench.") from e
-    return records
+    try:
+        with path.open("rb") as f:
+            for number, line in enumerate(f, 1):
+                if line.strip():
+                    try:
+                        yield _decode(line)
+                    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+                        if _cut_short(line, e):
+                            return
+                        raise RecordsError(f"{path}, line {number}: {record_checks.why(line, e)}") from e
+    except OSError as e:
+        raise RecordsError(f"{path} cannot be read: {e}; name another folder.") from e
+
+
+def cut_short(folder: Path) -> bool:
+    """Whether the last line of a record file is not whole, and so is left out."""
+    path = folder / RECORDS_FILE if folder.is_dir() else folder
+    line = record_checks.last_line(path)
+    try:
+        _decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        return bool(line) and _cut_short(line, e)
+    return False
+
+
+def _cut_short(line: bytes, error: Exception) -> bool:
+    """Whether a line that cannot be read is the beginning of a record at the end of its file."""
+    return (
+        not line.endswith(b"\n") and line.lstrip().startswith(b"{") and not isinstance(error, msgspec.ValidationError)
+    )
 
 
 def _decode(line: bytes) -> Record:
-    version = _version_decoder.decode(line).schema_version
+    try:
+        record = _decoder.decode(line)
+    except msgspec.ValidationError:
+        _check_version(_version_decoder.decode(line).schema_version)
+        raise
+    _check_version(record.schema_version)
+    if found := record_checks.problem(record, line):
+        raise msgspec.ValidationError(found)
+    return record
+
+
+def _check_version(version: int) -> None:
     if version != SCHEMA_VERSION:
-        raise msgspec.ValidationError(f"schema_version {version}, while this dcpbench reads {SCHEMA_VERSION}")
-    return _decoder.decode(line)
+        raise record_checks.OtherVersionError(f"schema_version {version}, while this dcpbench reads {SCHEMA_VERSION}")
 
 
 def _end_last_line(path: Path) -> None:
     """Make the file end with a newline: complete a whole last line, move half of one to the file aside."""
-    data = path.read_bytes() if path.exists() else b""
-    line = data.rpartition(b"\n")[2]
+    line = record_checks.last_line(path) if path.exists() else b""
     if not line:
         return
     try:
         _decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         with (path.parent / ASIDE_FILE).open("ab") as f:
             f.write(line + b"\n")
-        os.truncate(path, len(data) - len(line))
+        os.truncate(path, path.stat().st_size - len(line))
     else:
         with path.open("ab") as f:
             f.write(b"\n")

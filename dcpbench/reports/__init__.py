@@ -15,18 +15,21 @@ if TYPE_CHECKING:
 __all__ = ["cut_short", "terminal_table", "write_report"]
 
 
-def write_report(folders: list[Path], out: Path, *, as_repeats: bool = False) -> list[Path]:
+def write_report(
+    folders: list[Path], out: Path, *, as_repeats: bool = False, slo: dict[str, float] | None = None
+) -> list[Path]:
     """Write report.html, report.md, points.csv and figures/ about one or several runs into `out`; paths, page first.
 
     With `as_repeats` the runs are passes over the same grid and shown as one, with how well they agree. Files of an
-    earlier report are written over. Raises RecordsError for a folder without records, UsageError for no
-    folder and OutputError where `out` cannot be written.
+    earlier report are written over. `slo` are objectives in ms (`{"ttft": 2000, "itl": 60}`) that the answer keeps to,
+    instead of those that the runs were measured with. Raises RecordsError for a folder without records, UsageError for
+    no folder and OutputError where `out` cannot be written.
     """
     from dcpbench.errors import OutputError
     from dcpbench.reports import export, frames, markdown, plots, sections
     from dcpbench.reports.page.render import render
 
-    read = frames.load(folders, as_repeats=as_repeats)
+    read = frames.load(folders, as_repeats=as_repeats, slo=slo)
     title = "dcpbench: " + ", ".join(run.name for run in read.runs)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -38,18 +41,20 @@ def write_report(folders: list[Path], out: Path, *, as_repeats: bool = False) ->
         export.write_csv(read, table)
     except OSError as e:
         raise OutputError(f"cannot write the report into {out}: {e}; give another folder with -o.") from e
-    return [page, text, table, *(path for p in pictures for path in (p.png, p.svg))]
+    return [page, text, table, *(path for p in pictures for path in (p.png, p.svg, p.pdf) if path)]
 
 
 def cut_short(folder: Path) -> bool:
     """Whether the last line of a run's record file was cut short, by a crash or because it is being written."""
-    from dcpbench.reports import frames
+    from dcpbench import records
 
-    return frames.cut_short(folder)
+    return records.cut_short(folder)
 
 
-def terminal_table(folders: list[Path], *, as_repeats: bool = False) -> RenderableType:
+def terminal_table(
+    folders: list[Path], *, as_repeats: bool = False, slo: dict[str, float] | None = None
+) -> RenderableType:
     """What `rich` prints about one or several runs; see `write_report` for options and errors."""
     from dcpbench.reports import frames, terminal
 
-    return terminal.render(frames.load(folders, as_repeats=as_repeats))
+    return terminal.render(frames.load(folders, as_repeats=as_repeats, slo=slo))

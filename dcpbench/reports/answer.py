@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 MOST_SHAPES = 4
 """Of more lengths of requests than this a sentence counts loads instead of naming them; the table names them."""
+MOST_LENGTHS = 8
+"""Of more lengths than this the sentence on break-even counts."""
+MOST_CLAUSES = 8
+"""Of more changes along the concurrencies than this a sentence counts loads."""
 MOST_MARKS = 4
 FEW_SAMPLES = "few_samples"
 """The mark that is said with the percentile that an SLO is held against, and by dashes."""
@@ -40,7 +44,7 @@ def best(found: pd.DataFrame) -> str:
         return "No load was run with two layouts, so none can be called the best."
     judged = bool(found["slo_excess"].notna().any())
     what = "Best layout by output tok/s" + (" within the SLO" if judged else "")
-    if found["rest"].nunique() > MOST_SHAPES:
+    if found["rest"].nunique() > MOST_SHAPES or _changes(found) > MOST_CLAUSES:
         return f"{what}: of {counted(len(found), 'load')}, {_counts(found)}."
     short = short_shapes(found["rest"])
     shapes = [f"{short[str(rest)]}: {_runs(loads)}" for rest, loads in found.groupby("rest", sort=False)]
@@ -74,6 +78,10 @@ def dcp(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame) -> str:
     alone = _without_baseline(ratios, others)
     if even.empty:
         return f"{alone}." if alone else ""
+    if even["rest"].nunique() > MOST_LENGTHS:
+        pays = int(even["from"].notna().sum())
+        said = f"DCP starts to pay at some concurrency in {pays:,} of {len(even):,} combinations of layout and length"
+        return f"{said}; the tables below name them."
     short = short_shapes(even["rest"])
     shapes = []
     if _one_layout(even):
@@ -179,6 +187,12 @@ def _runs(found: pd.DataFrame) -> str:
         more = f" ({reach(leads)} the next)" if leads else ""
         clauses.append(f"{winner} at {_at(group)}{more}")
     return ", ".join(clauses)
+
+
+def _changes(found: pd.DataFrame) -> int:
+    """How often the answer changes from one load to the next."""
+    keys = found["rest"].str.cat(found["label"]).where(found["clear"], "tie")
+    return int((keys != keys.shift()).sum())
 
 
 def _winner(row: pd.Series[Any]) -> str:

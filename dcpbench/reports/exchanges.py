@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -22,6 +22,9 @@ SAME = [
 """What two points have in common that differ in their exchange alone."""
 
 
+STEPS = ("step_ms", "step_ms_low", "step_ms_high")
+
+
 def frame(timed: pd.DataFrame) -> pd.DataFrame:
     """One row per point whose twin with the plain exchange was measured, too: `ratio` of their ITL, and its reach.
 
@@ -30,24 +33,26 @@ def frame(timed: pd.DataFrame) -> pd.DataFrame:
     """
     if timed.empty:
         return pd.DataFrame()
-    plain = (
-        timed[(timed["exchange"] == PLAIN) & ~timed[list(OPTIONS)].any(axis=1)].drop_duplicates(SAME).set_index(SAME)
-    )
-    rows: list[dict[str, Any]] = []
-    for _, point in timed[timed["dcp"] > 1].iterrows():
-        key = tuple(point[SAME])
-        if key not in plain.index or (point["exchange"] == PLAIN and not point[list(OPTIONS)].any()):
-            continue
-        base = plain.loc[key]
-        row = {name: point[name] for name in (*SAME, "label", "step_ms")} | {
-            "with": with_options(point["exchange"], [name for name in OPTIONS if point[name]]),
-            "plain_ms": base["step_ms"],
-            "ratio": point["step_ms"] / base["step_ms"],
-            "low": point["step_ms_low"] / base["step_ms_high"],
-            "high": point["step_ms_high"] / base["step_ms_low"],
-        }
-        rows.append(row | {"verdict": verdict(row, above="longer", below="shorter")})
-    return pd.DataFrame(rows)
+    bare = (timed["exchange"] == PLAIN) & ~timed[list(OPTIONS)].any(axis=1)
+    names = {name: f"plain_{name}" for name in STEPS}
+    plain = timed[bare].drop_duplicates(SAME).set_index(SAME)[list(STEPS)].rename(columns=names)
+    others = timed[(timed["dcp"] > 1) & ~bare].join(plain, on=SAME)
+    others = others[others["plain_step_ms"].notna()]
+    if others.empty:
+        return pd.DataFrame()
+    found = others[[*SAME, "label", "step_ms"]].copy()
+    options = others[list(OPTIONS)].to_dict("records")
+    found["with"] = [
+        with_options(exchange, [name for name in OPTIONS if on[name]])
+        for exchange, on in zip(others["exchange"], options, strict=True)
+    ]
+    found["plain_ms"] = others["plain_step_ms"]
+    found["ratio"] = others["step_ms"] / others["plain_step_ms"]
+    found["low"] = others["step_ms_low"] / others["plain_step_ms_high"]
+    found["high"] = others["step_ms_high"] / others["plain_step_ms_low"]
+    rows = found[["ratio", "low", "high"]].to_dict("records")
+    found["verdict"] = [verdict({str(k): v for k, v in row.items()}, above="longer", below="shorter") for row in rows]
+    return found.reset_index(drop=True)
 
 
 def sentences(found: pd.DataFrame, frames: Frames) -> list[str]:

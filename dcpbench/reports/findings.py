@@ -146,6 +146,8 @@ def dcp_against_baseline(points: pd.DataFrame) -> pd.DataFrame:
     return row.reset_index(drop=True)
 
 
+MOST_CURVES = 2_000
+"""Layouts × lengths of requests whose break-even is looked for; those in the tables above all others."""
 RATES = ("output_tok_s", "output_tok_s_low", "output_tok_s_high")
 
 
@@ -167,6 +169,9 @@ def break_even(ratios: pd.DataFrame) -> pd.DataFrame:
     rate until they cannot keep up, have no break-even.
     """
     known = ratios[ratios["ratio"].notna() & (ratios["load_arrival"] == CLOSED)] if len(ratios) else ratios
+    if len(known):
+        kept = [*SCOPE, "label", "rest"]
+        known = known[known.groupby(kept, sort=False).ngroup() < MOST_CURVES]
     rows: list[dict[str, Any]] = []
     keys = [*SCOPE, "label", "rest"]
     for key, group in known.groupby(keys, sort=False) if len(known) else ():
@@ -201,7 +206,7 @@ def kv_by_layout(points: pd.DataFrame) -> pd.DataFrame:
     plain = best[(best["dp"] == 1) & (best["dcp"] == 1)].set_index(["run", "model", "tp"])["kv_tokens_per_gib"]
     keys = zip(best["run"], best["model"], best["tp"], strict=True)
     best["kv_ratio"] = [
-        per_gib / plain[key] if key in plain.index else None
+        per_gib / plain[key] if key in plain.index and plain[key] > 0 else None
         for key, per_gib in zip(keys, best["kv_tokens_per_gib"], strict=True)
     ]
     return best

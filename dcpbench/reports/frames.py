@@ -10,9 +10,10 @@ import pandas as pd
 
 from dcpbench.choices import CLOSED, NO_EXCHANGE, OPTIONS, UNKNOWN, with_options
 from dcpbench.errors import RecordsError, UsageError
-from dcpbench.records import ASIDE_FILE, RECORDS_FILE, read_records
+from dcpbench.records import ASIDE_FILE, RECORDS_FILE, cut_short, iter_records
 from dcpbench.reports import origins
 from dcpbench.reports import slo as objectives
+from dcpbench.reports.clip import Clipper
 from dcpbench.reports.merge import GIB, median, spread, worst
 from dcpbench.reports.serving import frame as serving
 from dcpbench.reports.serving import words
@@ -146,23 +147,21 @@ def layout_name(point: Point) -> str:
     return point.layout_name
 
 
-def cut_short(folder: Path) -> bool:
-    """Whether the last line of a run's record file is not whole, and so is left out."""
-    lines = [line for line in _path(folder).read_bytes().split(b"\n") if line.strip()]
-    return len(lines) > len(read_records(folder))
-
-
 def _read(folder: Path, name: str) -> Run:
     path = _path(folder)
     inside = sorted(p.parent for p in folder.glob(f"*/{RECORDS_FILE}"))
     if inside and not path.exists():
         raise RecordsError(f"{folder} is no run, but holds some; name one or several: {' '.join(map(str, inside))}")
-    records = read_records(folder)
+    last: dict[str, Record] = {}
+    clip, read = Clipper(), 0
+    for record in iter_records(folder):
+        light = clip(record)
+        last[light.point.key()] = light
+        read += 1
     cut = cut_short(folder)
-    if cut and not records:
+    if cut and not read:
         raise RecordsError(f"{path} holds only a part of one record; repeat its sweep with -o {folder} --force.")
-    last = {record.point.key(): record for record in records}
-    return Run(name, list(last.values()), len(records) - len(last), cut or (path.parent / ASIDE_FILE).exists())
+    return Run(name, list(last.values()), read - len(last), cut or (path.parent / ASIDE_FILE).exists())
 
 
 def _path(folder: Path) -> Path:

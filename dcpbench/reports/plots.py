@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import matplotlib as mpl
 
 from dcpbench.choices import CLOSED
-from dcpbench.reports import bars, findings, lines, style
+from dcpbench.reports import bars, findings, lines, style, thinning
 from dcpbench.reports.serving import figures
 
 if TYPE_CHECKING:
@@ -64,9 +64,15 @@ def draw_all(read: Frames, folder: Path) -> list[Picture]:
     _draw_steps(read.points, studio)
     _draw_served(read.served, studio)
     _draw_break_even(read, studio)
-    for _, points in read.everything.groupby("model", sort=False):
+    for _, points in _by_model(read.everything):
         _draw_bars(points, studio, "kv", "KV cache capacity by layout", bars.draw_capacity, bars.has_capacity)
     return studio.pictures
+
+
+def _by_model(points: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """The points of each model, of those that have the most."""
+    names = thinning.first_of(points, "model", thinning.MOST_MODELS)
+    return [(name, points[points["model"] == name]) for name in names]
 
 
 def _draw_steps(points: pd.DataFrame, studio: _Studio) -> None:
@@ -74,10 +80,11 @@ def _draw_steps(points: pd.DataFrame, studio: _Studio) -> None:
     if points.empty:
         return
     studio.look = dataclasses.replace(studio.look, variants=style.Style.of(points).variants)
-    for model, of_model in points.groupby("model", sort=False):
+    for model, found in _by_model(points):
+        of_model, note = thinning.thinned(found)
         if of_model["output_tok_s"].notna().any():
             for kind, title, draw in LINES:
-                studio.add(kind, f"{title}, {style.plain(model)}", of_model, draw)
+                studio.add(kind, f"{title}, {style.plain(model)}{note}", of_model, draw)
         _draw_bars(of_model, studio, "phases", "Where a step's time goes", bars.draw_phases, bars.has_phases)
 
 
@@ -85,11 +92,12 @@ def _draw_bars(
     points: pd.DataFrame, studio: _Studio, kind: str, title: str, draw: Draw, wanted: Callable[[pd.DataFrame], bool]
 ) -> None:
     """A figure of a model for each run that has what it shows."""
-    for run, of_run in points.groupby("run", sort=False):
+    for run in thinning.first_of(points, "run", thinning.MOST_RUNS):
+        of_run, note = thinning.thinned(points[points["run"] == run])
         where = style.plain(points["model"].iloc[0])
         where += f", run {style.plain(run)}" if len(studio.look.runs) > 1 else ""
         if wanted(of_run):
-            studio.add(kind, f"{title}, {where}", of_run, draw)
+            studio.add(kind, f"{title}, {where}{note}", of_run, draw)
 
 
 def _draw_served(served: pd.DataFrame, studio: _Studio) -> None:
@@ -99,10 +107,12 @@ def _draw_served(served: pd.DataFrame, studio: _Studio) -> None:
         return
     studio.look = dataclasses.replace(studio.look, variants=style.Style.of(known).variants)
     along = known[known["load_arrival"].isin(figures.ALONG)]
-    for key, group in along.groupby(["mode", "model", "load_arrival"], sort=False):
+    shown = along[along["model"].isin(thinning.first_of(along, "model", thinning.MOST_MODELS))]
+    for key, found in shown.groupby(["mode", "model", "load_arrival"], sort=False):
         mode, model, arrival = map(str, key)
+        group, note = thinning.thinned(found, figures.ALONG[arrival].column)
         for kind, title, draw in figures.LINES:
-            told = f"{title.format(figures.ALONG[arrival].against)}, {style.plain(model)}, {mode}"
+            told = f"{title.format(figures.ALONG[arrival].against)}, {style.plain(model)}, {mode}{note}"
             studio.add(f"serve-{kind}-{mode}-{arrival}", told, group, draw, figures.alt(told, group))
 
 
@@ -110,8 +120,10 @@ def _draw_break_even(read: Frames, studio: _Studio) -> None:
     """Where DCP pays: a figure for decode, one for live runs and one for replays, over all models."""
     ratios = findings.dcp_against_baseline(findings.rivals(read))
     loops = ratios[ratios["ratio"].notna() & (ratios["load_arrival"] == CLOSED)] if len(ratios) else ratios
-    for mode, group in loops.groupby("mode", sort=False) if len(loops) else ():
-        told = f"Where DCP pays: output tok/s over the same layout without it, {mode}"
+    models = thinning.first_of(loops, "model", thinning.MOST_LENGTHS)
+    for mode, found in loops[loops["model"].isin(models)].groupby("mode", sort=False) if len(loops) else ():
+        group, note = thinning.thinned(found, rate="ratio")
+        told = f"Where DCP pays: output tok/s over the same layout without it, {mode}{note}"
         kind = BREAK_EVEN if mode == "decode" else f"serve-{BREAK_EVEN}-{mode}"
         studio.add(kind, told, group, figures.draw_break_even, figures.alt_break_even(told, group))
 
@@ -158,7 +170,7 @@ def _svg(figure: Figure) -> bytes:
 
 def _alt(kind: str, title: str, points: pd.DataFrame) -> str:
     """A sentence with what a reader would take from the picture; the full numbers stand in the tables."""
-    shown = ", ".join(dict.fromkeys(map(str, points["label"])))
+    shown = ", ".join(style.plain(label) for label in dict.fromkeys(map(str, points["label"])))
     contexts = ", ".join(style.count(c) for c in sorted(points["context"].unique()))
     text = f"{title}. Layouts: {shown}. Contexts: {contexts} tokens."
     known = points[points["output_tok_s"].notna()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ ABSENT = "—"
 OUTCOMES = ("ok", "failed", "hung", "rejected")
 FOLD_ABOVE = 24
 """Tables with more rows than this begin folded where they only support a figure."""
+MOST_ROWS = 2_000
+MOST_LETTERS = 1_000
+"""Rows of a table, and letters of a cell."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,9 +139,8 @@ def kv(found: pd.DataFrame) -> Table:
 def others(found: pd.DataFrame) -> Table:
     """Failed, hung and rejected points, those with the same reason together."""
     rows = []
-    for (run, model, layout, outcome, reason), group in found.groupby(
-        ["run", "model", "layout", "outcome", "reason"], sort=False
-    ):
+    same = ["run", "model", "layout", "outcome", "reason"]
+    for (run, model, layout, outcome, reason), group in itertools.islice(found.groupby(same, sort=False), MOST_ROWS):
         plain = group[group["load"].isna()]
         loads = sorted({(int(c), int(n)) for c, n in zip(plain["context"], plain["concurrency"], strict=True)})
         served = dict.fromkeys(f"{r['mode']}: {r['load']}" for _, r in group[group["load"].notna()].iterrows())
@@ -181,7 +184,9 @@ def repeats(found: pd.DataFrame) -> Table:
 def honesty(found: pd.DataFrame) -> Table:
     """What stood behind the numbers, per layout."""
     rows = []
-    for (run, model, label), group in found.groupby(["run", "model", "label"], sort=False) if len(found) else []:
+    keys = ["run", "model", "label"]
+    groups: Iterable[Any] = found.groupby(keys, sort=False) if len(found) else ()
+    for (run, model, label), group in itertools.islice(groups, MOST_ROWS):
         rows.append(
             {
                 "run": run, "model": model, "layout": label, "weights": group["weights"].iloc[0],
@@ -240,6 +245,11 @@ def environment(frames: Frames) -> Table:
     return Table("Environment", ["what", *columns], rows, text_columns=1 + len(columns))
 
 
+def cut(cell: str, most: int = MOST_LETTERS) -> str:
+    """A cell that no one long name can blow up; points.csv has more of it."""
+    return cell if len(cell) <= most else cell[: most - 1] + "…"
+
+
 Column = tuple[str, "Callable[[Any], str]"]
 
 
@@ -264,7 +274,10 @@ def make_table(
             ("concurrency", lambda r: f"{r['concurrency']:,}"),
         ]
     columns = [*first, *columns]
-    rows = [[show(row) for _, show in columns] for _, row in found.iterrows()]
+    if len(found) > MOST_ROWS:
+        title = f"{title} (the first {MOST_ROWS:,} of {len(found):,}; points.csv has every point)"
+        found = found.head(MOST_ROWS)
+    rows = [[cut(show(row)) for _, show in columns] for _, row in found.iterrows()]
     keep = [i for i, (name, _) in enumerate(columns) if name not in optional or any(r[i] != ABSENT for r in rows)]
     words = sum(i < len(first) + text_columns for i in keep)
     return Table(title, [columns[i][0] for i in keep], [[r[i] for i in keep] for r in rows], words, fold)

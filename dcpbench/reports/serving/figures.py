@@ -165,8 +165,8 @@ def _break_even_legend(labels: list[str], others: list[Any], other: str, *, spli
 
 def alt(title: str, points: pd.DataFrame) -> str:
     """What a reader would take from the picture; the full numbers stand in the tables."""
-    shown = ", ".join(dict.fromkeys(map(str, points["label"])))
-    shapes = "; ".join(dict.fromkeys(map(str, points["rest"])))
+    shown = ", ".join(plain(label) for label in dict.fromkeys(map(str, points["label"])))
+    shapes = "; ".join(plain(rest) for rest in dict.fromkeys(map(str, points["rest"])))
     top = points.sort_values("output_tok_s", kind="stable").iloc[-1]
     text = f"{title}. Layouts: {shown}. Requests: {shapes}."
     text += f" Highest: {top['label']} with {top['output_tok_s']:,.0f} tok/s under {top['load']}."
@@ -176,7 +176,7 @@ def alt(title: str, points: pd.DataFrame) -> str:
 def alt_break_even(title: str, ratios: pd.DataFrame) -> str:
     """The same of the break-even curves."""
     low, high = ratios["ratio"].min(), ratios["ratio"].max()
-    shown = ", ".join(dict.fromkeys(map(str, ratios["label"])))
+    shown = ", ".join(plain(label) for label in dict.fromkeys(map(str, ratios["label"])))
     return f"{title}. Layouts: {shown}. From {low:.2f} to {high:.2f} times."
 
 

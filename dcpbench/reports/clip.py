@@ -1,0 +1,80 @@
+"""Records as reports keep them: strings of sensible length, and one copy of what thousands of records share."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from dcpbench.records import Environment, Record
+
+LONGEST = 2_000
+"""Characters that a report keeps of a string; what is left out is said, and told apart by a hash."""
+LONGEST_DETAIL = 8_000
+"""Of a log, of which the end tells most."""
+
+
+class Clipper:
+    """Cuts the strings of records, and keeps each environment once."""
+
+    def __init__(self) -> None:
+        self._environments: dict[bytes, Environment] = {}
+
+    def __call__(self, record: Record) -> Record:
+        """The record with strings cut, and an environment that equals one seen before replaced by that."""
+        changes: dict[str, Any] = {}
+        if record.environment is not None:
+            key = msgspec.json.encode(record.environment)
+            if key not in self._environments:
+                self._environments[key] = _structure(record.environment)
+            changes["environment"] = self._environments[key]
+        for name in ("point", "phases", "kv", "honesty", "choice", "sync_sites", "marks", "reason", "gpu"):
+            value = getattr(record, name)
+            if value is not None and (cut := _structure(value)) is not value:
+                changes[name] = cut
+        if record.serve and (cut := _structure(record.serve)) is not record.serve:
+            changes["serve"] = cut
+        if record.detail:
+            changes["detail"] = {shortened(k): _end(v) for k, v in record.detail.items()}
+        return msgspec.structs.replace(record, **changes) if changes else record
+
+
+def shortened(text: str, most: int = LONGEST) -> str:
+    """The beginning of a string that is too long, how long it was, and a hash of all of it; on one line, and inert."""
+    if len(text) <= most:
+        return text if text.isprintable() else _inert(text)
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    return f"{_inert(text[:most])}… ({len(text):,} characters, {digest})"
+
+
+def _inert(text: str) -> str:
+    """Without characters that steer a terminal or turn a line around; line ends stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else " " for c in text)
+
+
+def _end(text: str) -> str:
+    short = text if len(text) <= LONGEST_DETAIL else f"({len(text):,} characters) … {text[-LONGEST_DETAIL:]}"
+    return short if short.isprintable() else _inert(short)
+
+
+def _structure(value: Any) -> Any:  # noqa: ANN401 - whatever a record holds
+    """The same with strings cut, also inside; the very same object where nothing is too long."""
+    if isinstance(value, str):
+        return shortened(value)
+    if isinstance(value, msgspec.Struct):
+        changes = {}
+        for name in value.__struct_fields__:
+            old = getattr(value, name)
+            if isinstance(old, str | list | dict | msgspec.Struct) and (new := _structure(old)) is not old:
+                changes[name] = new
+        return msgspec.structs.replace(value, **changes) if changes else value
+    if isinstance(value, list):
+        made = [_structure(v) for v in value]
+        return made if any(a is not b for a, b in zip(made, value, strict=True)) else value
+    if isinstance(value, dict):
+        pairs = {shortened(k): _structure(v) for k, v in value.items()}
+        same = len(pairs) == len(value) and all(k in value and pairs[k] is value[k] for k in pairs)
+        return value if same else pairs
+    return value

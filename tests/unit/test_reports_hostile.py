@@ -1,0 +1,262 @@
+"""Records that nobody measured: what is refused, with its file, line and remedy, and what is shown without harm."""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+import msgspec
+import pytest
+from rich.console import Console
+
+from dcpbench.errors import RecordsError
+from dcpbench.layout import Layout
+from dcpbench.records import RECORDS_FILE, cut_short, read_records
+from dcpbench.reports import (
+    answer_tables,
+    clip,
+    export,
+    findings,
+    frames,
+    lines,
+    markdown,
+    sections,
+    style,
+    terminal,
+    thinning,
+)
+from dcpbench.reports.tables import MOST_LETTERS, MOST_ROWS
+from tests.unit import record_builder as build
+from tests.unit import serve_record_builder as serve
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.records import Record
+
+TP, DCP = Layout(4), Layout(4, 1, 4)
+HTML = "<script>alert(1)</script>\"' onload=x $\\frac{1}{ | `a` \x1b[31m [red] \N{RIGHT-TO-LEFT OVERRIDE}</details>"
+
+
+def line(record: Record | None = None) -> dict[str, Any]:
+    """A record as it is written, to be spoiled."""
+    found: dict[str, Any] = json.loads(msgspec.json.encode(record or build.ok(build.point(TP), steps=5)))
+    return found
+
+
+def run(folder: Path, *found: dict[str, Any] | bytes) -> Path:
+    """A run with these lines, whole ones."""
+    folder.mkdir()
+    texts = [text if isinstance(text, bytes) else json.dumps(text).encode() for text in found]
+    (folder / RECORDS_FILE).write_bytes(b"".join(text + b"\n" for text in texts))
+    return folder
+
+
+def changed(path: str, value: object, record: Record | None = None) -> dict[str, Any]:
+    """A line with another value at `a.b.c`."""
+    found = line(record)
+    *parents, last = path.split(".")
+    at = found
+    for name in parents:
+        at = at[name]
+    at[last] = value
+    return found
+
+
+def everything(folder: Path) -> str:
+    """All that is printed about a run: Markdown, CSV and terminal."""
+    read = frames.load([folder])
+    told = markdown.render("title", sections.report(read, []), folder)
+    export.write_csv(read, folder / "points.csv")
+    console = Console(width=80, force_terminal=False)
+    with console.capture() as captured:
+        console.print(terminal.render(read))
+    return told + (folder / "points.csv").read_text(encoding="utf-8") + captured.get()
+
+
+REFUSED = {
+    "nan": (json.dumps(changed("metrics.output_tok_s.median", float("nan"))).encode(), "malformed"),
+    "infinity": (json.dumps(changed("seconds", float("inf"))).encode(), "malformed"),
+    "beyond-double": (json.dumps(line()).replace('"seconds": 21.0', '"seconds": 1e999').encode(), "out of range"),
+    "huge-integer": (changed("point.context", 10**30), r"point\.context is above 1e\+15"),
+    "huge-float": (changed("metrics.tok_s_per_user", 1e300), r"metrics\.tok_s_per_user is above"),
+    "negative-load": (changed("point.concurrency", -8), r"point\.concurrency is -8, below 0"),
+    "negative-capacity": (changed("kv.capacity_tokens", -1), r"kv\.capacity_tokens is -1"),
+    "zero-time": (changed("metrics.step_ms.low", 0), r"metrics\.step_ms: 0 < low 0"),
+    "interval-inside-out": (changed("metrics.output_tok_s.high", 1.0), "does not hold"),
+    "negative-latency": (changed("metrics.itl_ms.p50", -3.0), r"metrics\.itl_ms\.p50 is -3"),
+    "served-nothing": (
+        changed("serve.output_tok_s", 0, serve.served(serve.point(TP))),
+        r"serve\.output_tok_s is 0, not above 0",
+    ),
+    "missing-field": ({name: value for name, value in line().items() if name != "outcome"}, "missing required field"),
+    "wrong-type": (changed("point.concurrency", "eight"), "Expected `int`"),
+    "no-point": (changed("point", None), "Expected `object`"),
+    "thousands-of-marks": (changed("marks", ["noisy"] * 5000), "marks has 5,000 entries"),
+    "another-version": (changed("schema_version", 99), "schema_version 99.*read it with the version that wrote it"),
+    "another-version-and-fields": ({"schema_version": 99, "new": 1}, "schema_version 99"),
+    "no-version-no-point": ({}, "missing required field"),
+    "a-list": (b"[1, 2]", "no JSON object"),
+    "a-word": (b"hello", "no JSON object"),
+    "binary": (bytes(range(1, 10)) * 40, "no JSON object"),
+    "not-utf-8": (json.dumps(line()).encode().replace(b"kimi-k2", b"\xff\xfe"), "can't decode"),
+    "half-a-surrogate": (json.dumps(changed("point.model", "\ud800")).encode(), "surrogate"),
+    "too-deep": (b'{"schema_version": 1, "x": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "nested too deep|recursion"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_line_that_no_run_wrote_is_refused_with_its_file_and_number_and_what_to_do(tmp_path: Path, name: str) -> None:
+    """It stands second of three, so that it is no line that a crash cut short."""
+    spoiled, words = REFUSED[name]
+    folder = run(tmp_path / "run", line(), spoiled, line())
+    with pytest.raises(RecordsError, match=words) as raised:
+        frames.load([folder])
+    said = str(raised.value)
+    assert f"{folder / RECORDS_FILE}, line 2: " in said
+    assert re.search("measure its point again|the version that wrote it|name a run's folder", said)
+    assert len(said) < 1_000, "whatever the line holds"
+
+
+def test_a_file_that_is_no_record_file_is_not_taken_for_one_cut_short(tmp_path: Path) -> None:
+    """A ZIP archive has no newline at its end, and neither has half a record."""
+    path = tmp_path / "results.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("records.jsonl", "{}")
+    with pytest.raises(RecordsError, match=r"results\.zip, line 1: it is no record"):
+        frames.load([path])
+
+
+def test_a_last_line_is_cut_short_only_where_it_can_be_completed(tmp_path: Path) -> None:
+    """Half a record is left out; a whole one without its newline counts; a wrong one is refused."""
+    folder = run(tmp_path / "run", line())
+    path, whole = folder / RECORDS_FILE, json.dumps(changed("point.concurrency", 9)).encode()
+    before = path.read_bytes()
+    path.write_bytes(before + whole[:99])
+    assert (len(read_records(folder)), cut_short(folder)) == (1, True)
+    path.write_bytes(before + whole)
+    assert (len(read_records(folder)), cut_short(folder)) == (2, False)
+    path.write_bytes(before + json.dumps(changed("point.concurrency", -9)).encode())
+    with pytest.raises(RecordsError, match="line 2"):
+        read_records(folder)
+
+
+STRINGS = (
+    "point.model", "point.backend", "point.weights", "point.dtype", "point.exchange", "environment.command",
+    "environment.torch", "environment.device", "honesty.weights",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("field", STRINGS)
+def test_markup_in_any_string_stays_text(tmp_path: Path, field: str) -> None:
+    """In Markdown no tag begins outside of a fenced command, in a terminal no escape, in a table no column."""
+    told = everything(run(tmp_path / "run", line(), changed(field, HTML, build.ok(build.point(DCP), steps=5))))
+    assert "<script>" not in re.sub(r"```.*?```", "", told, flags=re.DOTALL).split("\nrun,")[0].split("\nmodel,")[0]
+    assert "\x1b" not in told
+
+
+@pytest.mark.parametrize("field", [*STRINGS, "reason"])
+def test_ten_megabytes_in_any_string_are_cut_everywhere(tmp_path: Path, field: str) -> None:
+    """2,000 letters are kept with how many there were, in tables 1,000; nothing grows with the rest."""
+    record = build.failed(build.point(DCP)) if field == "reason" else build.ok(build.point(DCP), steps=5)
+    told = everything(run(tmp_path / "run", line(), changed(field, "x" * 10_000_000, record)))
+    assert len(told) < 200_000
+    assert "x" * (clip.LONGEST + 1) not in told
+    assert "x" * 300 in told.replace("\n", "") or field in {"point.dtype", "honesty.weights", "point.backend"}
+
+
+def test_two_names_that_begin_alike_stay_two_models(tmp_path: Path) -> None:
+    """What is cut off ends in a hash of the whole."""
+    found = [changed("point.model", "x" * 9_000 + end) for end in "ab"]
+    assert frames.load([run(tmp_path / "run", *found)]).points["model"].nunique() == 2
+
+
+def test_a_long_cell_is_cut_in_every_table(tmp_path: Path) -> None:
+    """A model of 1,900 letters is kept by the records, and by points.csv."""
+    folder = run(tmp_path / "run", changed("point.model", "x" * 1_900))
+    told = sections.report(frames.load([folder]), [])
+    cells = [cell for section in told for table in section.tables for row in table.rows for cell in row]
+    assert max(map(len, cells)) <= MOST_LETTERS
+    everything(folder)
+    assert "x" * 1_900 in (folder / "points.csv").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        changed("metrics", None),
+        changed("kv.pool_bytes_per_gpu", 0),
+        changed("kv.capacity_tokens", 0),
+        changed("phases.idle_us", -5.0),
+        changed("phases.phase_us", {HTML: 1e9, "": 0.0}),
+        changed("point.dcp", 0),
+        changed("point.context", 0),
+        changed("marks", [HTML, "", "unheard-of"]),
+        changed("measured_with", {"slo": {"ttft": 1.0, "other": 2.0}}),
+        changed("started_at", "tomorrow"),
+        changed("outcome", "exploded"),
+    ],
+    ids=["no-metrics", "no-pool", "no-room", "idle", "phases", "dcp-0", "context-0", "marks", "slo", "date", "outcome"],
+)  # fmt: skip
+def test_what_is_odd_and_can_be_shown_is_shown(tmp_path: Path, spoiled: dict[str, Any]) -> None:
+    """No crash and no warning; the good point beside it is there."""
+    assert "tp4·dcp4" in everything(run(tmp_path / "run", spoiled, line(build.ok(build.point(DCP), steps=5))))
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [changed("point.model", HTML), changed("point.backend", "x" * 5_000), changed("point.context", 0)],
+    ids=["markup", "long", "context-0"],
+)
+def test_no_figure_breaks(tmp_path: Path, spoiled: dict[str, Any]) -> None:
+    """Titles, legends and axes of lines are drawn."""
+    read = frames.load([run(tmp_path / "run", spoiled, line(build.ok(build.point(DCP), steps=5)))])
+    with mpl.rc_context(style.RC):
+        for draw in (lines.draw_throughput, lines.draw_itl, lines.draw_frontier):
+            draw(read.points, style.Style.of(read.points), "title", narrow=True).savefig(tmp_path / "figure.svg")
+
+
+def grid(folder: Path, contexts: int, loads: int) -> frames.Frames:
+    """tp4 and tp4·dcp4 at every context and load."""
+    template = build.ok(build.point(TP), steps=2)
+    return frames.load([build.write(folder, (
+        msgspec.structs.replace(template, point=build.point(layout, context=c, concurrency=n))
+        for c in range(1, contexts + 1) for n in range(1, loads + 1) for layout in (TP, DCP)
+    ))])  # fmt: skip
+
+
+def test_of_too_many_points_tables_show_the_first_and_figures_some_and_both_say_so(tmp_path: Path) -> None:
+    """20 contexts × 60 loads × 2 layouts = 2,400 points: 2,000 rows, 9 panels, 48 loads a line, both layouts."""
+    read = grid(tmp_path / "run", 20, 60)
+    told = sections.report(read, [])
+    tables = [table for section in told for table in section.tables]
+    assert max(len(table.rows) for table in tables) == MOST_ROWS
+    assert any("the first 2,000 of 2,400; points.csv has every point" in table.title for table in tables)
+    shown, note = thinning.thinned(read.points)
+    assert (shown["context"].nunique(), shown["concurrency"].nunique(), len(shown)) == (9, 48, 9 * 48 * 2)
+    assert note == " (shown: 9 of 20 lengths, 48 of 60 loads; all in points.csv)"
+    assert {1, 20} <= set(shown["context"]), "the ends are always shown"
+    assert max(map(len, told[0].bullets)) < 600, "sentences count what they cannot name"
+    assert all(len(table.columns) <= answer_tables.MOST_COLUMNS + 3 for table in told[0].tables)
+
+
+def test_the_fastest_layouts_are_those_that_a_figure_keeps(tmp_path: Path) -> None:
+    """20 layouts of one load, the step of each 1 ms longer: the first 16 stay."""
+    records = [
+        msgspec.structs.replace(build.ok(build.point(TP, backend=f"b{i:02}"), steps=3, median_ms=10.0 + i))
+        for i in range(20)
+    ]
+    shown, note = thinning.thinned(frames.load([build.write(tmp_path / "run", records)]).points)
+    assert set(shown["backend"]) == {f"b{i:02}" for i in range(16)}
+    assert "the 16 fastest of 20 layouts" in note
+
+
+def test_thousands_of_reasons_are_as_many_rows_as_a_table_holds(tmp_path: Path) -> None:
+    """Every point failed with a reason of its own."""
+    failed = (build.failed(build.point(TP, context=i), f"reason {i}") for i in range(1, 2_100))
+    told = sections.report(frames.load([build.write(tmp_path / "run", failed)]), [])
+    assert max(len(table.rows) for section in told for table in section.tables) == MOST_ROWS
+    assert not findings.rivals(frames.load([tmp_path / "run"])).size
