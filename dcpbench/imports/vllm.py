@@ -71,11 +71,16 @@ def read(document: Document) -> Result:
 
 
 def summary(document: Document, name: str, completed: int, theirs: str = "") -> Latencies:
-    """The tool's own statistics of a latency, by its name in the file."""
+    """The tool's own statistics of a latency, by its name in the file.
+
+    A mean and a median of 0 stand for no sample: both tools average a list with one 0 where theirs is empty.
+    """
     numbers = {
         ours: number(document, f"{word}_{theirs or name}_ms")
         for ours, word in (("mean", "mean"), ("p50", "median"), ("p90", "p90"), ("p95", "p95"), ("p99", "p99"))
     }
+    if not numbers["mean"] and not numbers["p50"]:
+        return Latencies()
     one_each = name in ("ttft", "e2el") and any(v is not None for v in numbers.values())
     return Latencies(**numbers, samples=completed if one_each else 0)
 

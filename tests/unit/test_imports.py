@@ -126,6 +126,12 @@ class TestWithoutDetails:
         assert (found.itl_ms.p50, found.itl_ms.p95) == (35.0, 48.5)
         assert found.submitted is None, "it does not say how many it sent"
 
+    def test_a_latency_without_samples_is_absent_and_not_zero(self, tmp_path: Path) -> None:
+        """Answers of one token have no gap; the tools write 0 for it."""
+        zeros = dict.fromkeys(("mean_itl_ms", "median_itl_ms", "std_itl_ms", "p99_itl_ms"), 0.0)
+        _, found = one(tmp_path, "vllm", files.without_details(files.vllm(**zeros)))
+        assert (found.itl_ms.p50, found.itl_ms.p99, found.tok_s_per_user) == (None, None, None)
+
     def test_speculative_decoding_is_known_by_its_fields(self, tmp_path: Path) -> None:
         spec = files.without_details(files.vllm(spec_decode_acceptance_length=2.4))
         record, found = one(tmp_path, "vllm", spec)
