@@ -1,4 +1,4 @@
-"""The table that a terminal shows after a sweep. Fits 80 columns; plain text when piped."""
+"""The table that a terminal shows after a sweep. Fits 80 columns, and 40 with less in it; plain text when piped."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from dcpbench.reports import opening
 from dcpbench.reports.merge import missing
 from dcpbench.reports.serving.terminal import served
 from dcpbench.reports.tables import ABSENT, number
-from dcpbench.reports.terminal_parts import empty, plain, told_marks
+from dcpbench.reports.terminal_parts import Column, Fitted, plain, told_marks
 
 if TYPE_CHECKING:
     import pandas as pd
     from rich.console import RenderableType
-    from rich.table import Table
 
     from dcpbench.reports.frames import Frames
 
@@ -37,25 +36,18 @@ def render(frames: Frames) -> Group:
     return Group(*parts)
 
 
-def _table(title: str, points: pd.DataFrame) -> Table:
-    table = empty(title, ("context", "conc.", "tok/s", "±", "/GPU", "/user", "ITL ms", "p99"))
-    marks = told_marks(points)
-    if any(marks):
-        table.add_column("marks", overflow="fold")
-    for mark, (_, p) in zip(marks, points.iterrows(), strict=True):
-        table.add_row(
-            plain(p["label"]),
-            f"{p['context']:,}",
-            f"{p['concurrency']:,}",
-            number(p["output_tok_s"]),
-            _half_width(p),
-            number(p["output_tok_s_per_gpu"], 3),
-            number(p["tok_s_per_user"], 3),
-            number(p["itl_p50_ms"], 3),
-            number(p["itl_p99_ms"], 3),
-            *([plain(mark)] if any(marks) else []),
-        )
-    return table
+def _table(title: str, points: pd.DataFrame) -> Fitted:
+    columns = (
+        Column("context", [f"{v:,}" for v in points["context"]]),
+        Column("conc.", [f"{v:,}" for v in points["concurrency"]]),
+        Column("tok/s", [number(v) for v in points["output_tok_s"]]),
+        Column("±", [_half_width(p) for _, p in points.iterrows()], drop=3),
+        Column("/GPU", [number(v, 3) for v in points["output_tok_s_per_gpu"]], drop=2, said="tok/s per GPU"),
+        Column("/user", [number(v, 3) for v in points["tok_s_per_user"]], drop=0, said="tok/s per user"),
+        Column("ITL ms", [number(v, 3) for v in points["itl_p50_ms"]]),
+        Column("p99", [number(v, 3) for v in points["itl_p99_ms"]], drop=1, said="ITL p99"),
+    )
+    return Fitted(title, list(points["label"]), columns, told_marks(points))
 
 
 def _half_width(point: pd.Series[Any]) -> str:

@@ -58,8 +58,7 @@ class Terminal:
         self.before = termios.tcgetattr(self.side)
         self.text = ""
         self.process = subprocess.Popen(
-            [*COMMAND, *args], stdin=self.side, stdout=self.side, stderr=self.side, env=ENV | env,
-            start_new_session=True, preexec_fn=lambda: _own(self.side),
+            ["setsid", "--ctty", *COMMAND, *args], stdin=self.side, stdout=self.side, stderr=self.side, env=ENV | env
         )  # fmt: skip
 
     def until(self, text: str) -> None:
@@ -85,12 +84,6 @@ class Terminal:
         last = {code: self.text.rfind(code) for code in (ENTER, LEAVE, HIDE_CURSOR, SHOW_CURSOR)}
         seen = last[LEAVE] > last[ENTER] > -1 and last[SHOW_CURSOR] > last[HIDE_CURSOR] > -1
         return seen and termios.tcgetattr(self.side) == self.before
-
-
-def _own(side: int) -> None:
-    import fcntl
-
-    fcntl.ioctl(side, termios.TIOCSCTTY, 0)
 
 
 def _plain(text: str) -> str:
@@ -179,7 +172,7 @@ class TestInAPipe:
         assert done.returncode == 0
         assert "now: tiny tp2 reference, 2 × 200 tokens, measure" in done.stdout
 
-    def test_json_is_one_object_a_look(self, running: Path, ended: Path) -> None:
+    def test_json_is_one_object_a_look(self, ended: Path) -> None:
         """Here the run has ended, so there is one look."""
         done = top(ended, "--json")
         (line,) = done.stdout.splitlines()

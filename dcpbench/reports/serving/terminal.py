@@ -5,21 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.choices import CLOSED, GAMMA, TRACE
+from dcpbench.reports.merge import missing
 from dcpbench.reports.serving.tables import FEW_SAMPLES, whole
 from dcpbench.reports.serving.words import MODES
 from dcpbench.reports.tables import number
-from dcpbench.reports.terminal_parts import empty, plain, told_marks
+from dcpbench.reports.terminal_parts import Column, Fitted, plain, told_marks
 
 if TYPE_CHECKING:
     import pandas as pd
     from rich.console import RenderableType
-    from rich.table import Table
 
     from dcpbench.reports.frames import Frames
 
 KINDS = {CLOSED: "closed loop", GAMMA: "open loop", TRACE: "at the trace's times"}
 LOADS = {CLOSED: "conc.", GAMMA: "req/s"}
-NUMBERS = ("tok/s", "/GPU", "TTFT ms", "p99", "ITL ms", "p99")
 
 
 def served(frames: Frames) -> list[RenderableType]:
@@ -37,20 +36,19 @@ def served(frames: Frames) -> list[RenderableType]:
     return told
 
 
-def _table(title: str, arrival: str, points: pd.DataFrame) -> Table:
-    goodput = bool(points["goodput_s"].notna().any())
-    loads = [LOADS[arrival]] if arrival in LOADS else []
-    table = empty(title, (*loads, *NUMBERS, *(["good/s"] if goodput else [])), gap=1)
-    for _, p in points.iterrows():
-        table.add_row(
-            plain(p["label"]),
-            *([_load(p)] if loads else []),
-            number(p["output_tok_s"]),
-            number(p["output_tok_s_per_gpu"], 3),
-            *(number(p[name], 3) for name in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")),
-            *([number(p["goodput_s"], 2)] if goodput else []),
-        )
-    return table
+def _table(title: str, arrival: str, points: pd.DataFrame) -> Fitted:
+    columns = [Column(LOADS[arrival], [_load(p) for _, p in points.iterrows()])] if arrival in LOADS else []
+    columns += [
+        Column("tok/s", [number(v) for v in points["output_tok_s"]]),
+        Column("/GPU", [number(v, 3) for v in points["output_tok_s_per_gpu"]], drop=0, said="tok/s per GPU"),
+        Column("TTFT ms", [number(v, 3) for v in points["ttft_p50_ms"]], drop=4),
+        Column("p99", [number(v, 3) for v in points["ttft_p99_ms"]], drop=1, said="TTFT p99"),
+        Column("ITL ms", [number(v, 3) for v in points["itl_p50_ms"]]),
+        Column("p99", [number(v, 3) for v in points["itl_p99_ms"]], drop=2, said="ITL p99"),
+    ]
+    if points["goodput_s"].notna().any():
+        columns.append(Column("good/s", [number(v, 2) for v in points["goodput_s"]], drop=3))
+    return Fitted(title, list(points["label"]), columns, gap=1)
 
 
 def _load(point: pd.Series[Any]) -> str:
@@ -67,6 +65,7 @@ def _below(points: pd.DataFrame) -> list[str]:
     for text, (_, p) in zip(told_marks(points), points.iterrows(), strict=True):
         if said := ", ".join(mark for mark in text.split(", ") if mark and mark != FEW_SAMPLES):
             marks.setdefault(said, []).append(f"{p['label']} at {p['arrival']}")
+    told += _bounds(points)
     told += [f"{mark}: {', '.join(where) if len(where) < len(points) else 'all'}" for mark, where in marks.items()]
     preempted = points[points["preemptions"] > 0]
     clauses = [f"{p['label']} at {p['arrival']} {whole(p['preemptions'])}" for _, p in preempted.iterrows()]
@@ -75,3 +74,19 @@ def _below(points: pd.DataFrame) -> list[str]:
     told += [f"not served: {cut:,.0f} requests cut off, {rejected:,.0f} that can never fit"] if cut or rejected else []
     slos = [slo for slo in dict.fromkeys(points["slo"]) if slo]
     return told + ([f"good/s: requests per second with {'; or '.join(slos)}"] if slos else [])
+
+
+def _bounds(points: pd.DataFrame) -> list[str]:
+    """What keeps an open loop from serving more at once. A closed loop's clients stand in the table."""
+    found: dict[str, list[str]] = {}
+    for _, p in points[points["load_arrival"] != CLOSED].iterrows():
+        asked, held, sent = p["concurrency"], p["kv_capacity_requests"], p["load_requests"]
+        if not missing(held) and held < min(asked, sent):
+            bound = f"{whole(held)} of full length by KV space ({asked:,} by --concurrency)"
+        elif asked < sent:
+            bound = f"{asked:,} by --concurrency"
+        else:
+            bound = f"all {sent:,}"
+        found.setdefault(bound, []).append(str(p["label"]))
+    clauses = [f"{', '.join(dict.fromkeys(labels))} {bound}" for bound, labels in found.items()]
+    return [f"requests at once, at most: {'; '.join(clauses)}"] if clauses else []

@@ -1,0 +1,160 @@
+"""`dcpbench show`: tables that fit any terminal, what bounds an open loop, and the same for scripts."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from rich.console import Console
+
+from dcpbench.layout import Layout
+from dcpbench.reports import frames, terminal_json, terminal_table
+from dcpbench.reports.terminal_parts import Column, Fitted
+from tests.unit import record_builder as build
+from tests.unit import serve_record_builder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TABLE = Fitted(
+    "title",
+    ["tp4", "tp4·dcp4 (triton)"],
+    [Column("tok/s", ["1,234", "99.50"]), Column("p99", ["12.5", "—"], drop=1, said="ITL p99"),
+     Column("/GPU", ["308", "24.9"], drop=0)],
+    ["noisy, drift", "drift"],
+)  # fmt: skip
+
+
+def shown(what: Any, width: int) -> list[str]:
+    """Lines of a terminal that is so wide."""
+    out = io.StringIO()
+    Console(file=out, width=width).print(what)
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+class TestFitting:
+    """The longest word of a label has 8 columns, the numbers 5, 4 and 4, and marks 12 as words or 2 as letters."""
+
+    def test_where_there_is_room_marks_are_words(self) -> None:
+        """17 + (5 + 3) + (4 + 3) + (4 + 3) + (12 + 3): two spaces more than one between columns."""
+        assert shown(TABLE, 54)[1:4:2] == [
+            "layout              tok/s    p99   /GPU   marks",
+            "tp4                 1,234   12.5    308   noisy, drift",
+        ]
+
+    def test_then_labels_go_on_in_the_next_line_and_no_word_is_cut(self) -> None:
+        assert shown(TABLE, 45)[3:] == [
+            "tp4        1,234   12.5    308   noisy, drift",
+            "tp4·dcp4   99.50      —   24.9   drift",
+            "(triton)",
+        ]
+
+    def test_then_marks_are_letters(self) -> None:
+        """8 + (5 + 2) + (4 + 2) + (4 + 2) + (2 + 2) = 31."""
+        assert shown(TABLE, 31)[1:] == [
+            "layout    tok/s   p99  /GPU", "───────────────────────────────", "tp4       1,234  12.5   308  ab",
+            "tp4·dcp4  99.50     —  24.9  b", "(triton)", "marks: a noisy, b drift",
+        ]  # fmt: skip
+
+    def test_then_columns_go_and_are_named(self) -> None:
+        """8 + (5 + 1) + (4 + 1) + (2 + 1) = 22: without /GPU, which is the least important."""
+        assert shown(TABLE, 22)[1:6] == [
+            "layout   tok/s  p99", "──────────────────────", "tp4      1,234 12.5 ab", "tp4·dcp4 99.50    — b",
+            "(triton)",
+        ]  # fmt: skip
+        assert " ".join(shown(TABLE, 22)[6:]) == "left out, as it is narrow here: /GPU marks: a noisy, b drift"
+
+    def test_a_word_of_any_length_does_not_push_numbers_out(self) -> None:
+        table = Fitted("t", ["m" * 100_000], [Column("tok/s", ["1,234"])])
+        assert shown(table, 40)[3].endswith(" 1,234")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 140, 200])
+def test_no_number_is_cut_at_any_width(tmp_path: Path, width: int) -> None:
+    """Decode and serve, long names, failed and rejected points: every rate of the record stands in the table."""
+    records = build.gpu_sweep()[:40]
+    records += [build.failed(build.point(Layout(4, 1, 4), context=9, model="a/very/long/name-of-a-model" * 4))]
+    records += serve_record_builder.run()
+    folder = build.write(tmp_path / "run", records)
+    lines = shown(terminal_table([folder]), width)
+    assert max(map(len, lines)) <= width
+    assert not any("…" in line for line in lines)
+    for table in (frames.load([folder]).points, frames.load([folder]).served):
+        assert {f"{rate:,.1f}" for rate in table["output_tok_s"] if 100 <= rate < 1000} <= set(" ".join(lines).split())
+
+
+class TestOpenLoops:
+    @pytest.mark.parametrize(
+        ("at_once", "pages", "said"),
+        [
+            (4, 1000, "tp4 4 by --concurrency"), (512, 1000, "tp4 all 16"),
+            (8, 3, "tp4 3 of full length by KV space (8 by --concurrency)"),
+        ],
+        ids=["an option", "nothing", "KV space"],
+    )  # fmt: skip
+    def test_what_bounds_them_is_said(self, tmp_path: Path, at_once: int, pages: int, said: str) -> None:
+        """16 requests are sent; how many are served at once is the least of that, --concurrency and KV space."""
+        of = serve_record_builder.point(concurrency=at_once, changed={
+            "arrival": "gamma", "request_rate": 2.0, "requests": 16,
+        })  # fmt: skip
+        record = serve_record_builder.served(of)
+        kv = build.ok(build.point()).kv
+        assert kv
+        record = build.msgspec.structs.replace(record, kv=build.msgspec.structs.replace(kv, capacity_requests=pages))
+        text = " ".join(shown(terminal_table([build.write(tmp_path / "run", [record])]), 200))
+        assert f"requests at once, at most: {said}" in text
+
+    def test_a_closed_loop_has_its_clients_in_the_table(self, tmp_path: Path) -> None:
+        record = serve_record_builder.served(serve_record_builder.point())
+        assert "at once" not in " ".join(shown(terminal_table([build.write(tmp_path / "run", [record])]), 200))
+
+
+class TestJson:
+    def test_rows_and_findings_are_one_object(self, tmp_path: Path) -> None:
+        points = [build.point(Layout(4)), build.point(Layout(4, 1, 4))]
+        records = [build.ok(p, median_ms=10.0) for p in points] + [build.rejected(build.point(context=10**6))]
+        found = json.loads(terminal_json.dumps(frames.load([build.write(tmp_path / "run", records)])))
+        assert set(found) == {"runs", "cpu", "points", "served", "others", "findings"}
+        assert [(p["layout"], p["concurrency"], p["ttft_p50_ms"]) for p in found["points"]] == [
+            ("tp4", 8, None), ("tp4·dcp4", 8, None),
+        ]  # fmt: skip
+        assert [o["outcome"] for o in found["others"]] == ["rejected"]
+        assert found["runs"] == [{"name": "run", "records": 3, "replaced": 0, "cut_short": False}]
+        assert found["findings"]
+
+    def test_nothing_in_it_steers_a_terminal(self, tmp_path: Path) -> None:
+        records = [build.ok(build.point(model="\x1b[2J\x9b\u202e"))]
+        text = terminal_json.dumps(frames.load([build.write(tmp_path / "run", records)]))
+        assert text.isascii()
+        assert all(c.isprintable() or c == "\n" for c in text)
+
+
+class TestPipes:
+    def dcpbench(self, folder: Path, *args: str, **env: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "dcpbench.cli", "show", str(folder), *args]
+        return subprocess.Popen(
+            command, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    def test_a_reader_that_goes_away_is_no_error(self, tmp_path: Path) -> None:
+        """As in `dcpbench show RUN --json | head -1`, with more to say than a pipe holds."""
+        folder = build.write(tmp_path / "run", build.gpu_sweep())
+        with self.dcpbench(folder, "--json") as show:
+            assert show.stdout
+            assert show.stderr
+            assert show.stdout.readline() == "{\n"
+            show.stdout.close()
+            assert "Traceback" not in show.stderr.read()
+
+    def test_no_colour_means_none_even_where_codes_are_forced(self, tmp_path: Path) -> None:
+        folder = build.write(tmp_path / "run", [build.ok(build.point()), build.failed(build.point(context=9))])
+        with self.dcpbench(folder, NO_COLOR="1", FORCE_COLOR="1", COLUMNS="80", TERM="xterm-256color") as show:
+            text, _ = show.communicate()
+        codes = {code for found in re.findall(r"\x1b\[([\d;]*)m", text) for code in found.split(";")}
+        assert codes <= {"", "0", "1", "2"}
