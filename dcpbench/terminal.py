@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 from rich import box
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from dcpbench.budget import size_text
 from dcpbench.choices import ALL_REDUCES, NO_EXCHANGE
@@ -41,10 +41,13 @@ class Watch:
         self._spoke = self._began
         self._bar: Progress | None = None
         if console.is_terminal:
+            fixed, rest = Column(no_wrap=True), Column(no_wrap=True, ratio=1)  # only the description is cut
             self._bar = Progress(
-                BarColumn(30), MofNCompleteColumn(), TextColumn("points"), TimeElapsedColumn(),
-                TextColumn("{task.fields[left]}"), TextColumn("{task.description}"),
-                console=console, transient=True,
+                BarColumn(min(30, console.width // 8)), MofNCompleteColumn(table_column=fixed),
+                TextColumn("points", table_column=fixed), TimeElapsedColumn(table_column=fixed),
+                TextColumn("{task.fields[left]}", table_column=fixed),
+                TextColumn("{task.description}", table_column=rest),
+                console=console, transient=True, expand=True,
             )  # fmt: skip
             self._task = self._bar.add_task("starting", total=len(points), left="")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -36,3 +37,14 @@ def test_a_long_point_says_how_far_it_is_now_and_then(
         watch(Progress(stage="measure", key=POINT.key(), note="3/9 requests"))
         watch(Progress(stage="done", key=POINT.key(), note="10 tok/s"))
     assert out.getvalue().splitlines() == lines
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_a_narrow_terminal_cuts_the_description_and_no_count(width: int) -> None:
+    """How many points are done says more than which is at work."""
+    out = io.StringIO()
+    other = Point(model="a-long-name-of-a-model", tp=1, concurrency=2, context=200, backend="reference", dtype="fp32")
+    with terminal.Watch([POINT, other], Console(file=out, width=width, force_terminal=True)) as watch:
+        watch(Progress(stage="done", key=POINT.key()))
+        watch(Progress(stage="measure", key=other.key(), note="3/9 requests, 1,000 tok/s"))
+    assert "1/2 points" in re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", out.getvalue())
