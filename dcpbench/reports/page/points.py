@@ -68,8 +68,8 @@ def _row(row: dict[str, Any], phases: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "run": row["run"], "model": row["model"], "workload": row["workload"], "layout": row["layout"],
         "label": row["label"], "backend": row["backend"], "device": row["device"], "origin": row.get("origin"),
-        "exchange": point_of(row).exchange_label() or "none", "mode": row.get("mode") or LIVE,
-        "load": _load(row), "panel": _panel(row), "arrival": row.get("load_arrival") or CLOSED,
+        "exchange": point_of(row).exchange_label() or "none", "mode": row["mode"] if _served(row) else LIVE,
+        "load": _load(row), "panel": _panel(row), "arrival": row["load_arrival"] if _served(row) else CLOSED,
         "marks": [mark for mark in row["marks"].split(", ") if mark] or [UNMARKED],
         "kv_bounded_by": row["kv_bounded_by"], "samples": row.get("samples") or row.get("itl_samples"),
     }  # fmt: skip

@@ -1,0 +1,187 @@
+"""How the report's page looks and holds up: screens, themes, paper, no scripts, hostile records, too many points."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from dcpbench.layout import Layout
+from dcpbench.reports import write_report
+from tests.browser import pages
+from tests.browser.test_report import ROWS, drawn, hover
+from tests.unit import record_builder, serve_record_builder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.browser.conftest import Visit
+
+pytestmark = pytest.mark.browser
+HOSTILE = (
+    '<a href="javascript:alert(1)">x</a>',
+    "<img src=x onerror=alert(1)>",
+    "</script><script>alert(1)</script>",
+    "<b>%{x}</b>",
+)
+CONTRAST = """() => {
+  const light = (c) => { c /= 255; return c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; };
+  const luminance = ([r, g, b]) => 0.2126 * light(r) + 0.7152 * light(g) + 0.0722 * light(b);
+  const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const behind = (node) => {
+    for (; node; node = node.parentElement) {
+      const c = numbers(getComputedStyle(node).backgroundColor);
+      if (c.length === 3 || c[3] === 1) return c;
+    }
+    return [255, 255, 255];
+  };
+  const poor = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  let seen = 0;
+  while (walker.nextNode()) {
+    const node = walker.currentNode.parentElement;
+    const read = walker.currentNode.data.trim() && node.checkVisibility();
+    if (!read || node.closest("svg, script, style, noscript")) continue;
+    const [a, b] = [luminance(numbers(getComputedStyle(node).color)), luminance(behind(node))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    seen += 1;
+    if (ratio < 4.5) poor.push(`${node.tagName} ${walker.currentNode.data.trim().slice(0, 30)} ${ratio.toFixed(2)}`);
+  }
+  return [seen, poor];
+}"""
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Decode and served points in one report, and a point that was rejected."""
+    records = [*pages.decode()[:8], *pages.served(), record_builder.rejected(record_builder.point(Layout(2)))]
+    return pages.page(tmp_path_factory.mktemp("both"), records)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1400])
+def test_nothing_is_wider_than_the_screen_and_all_text_has_contrast(
+    width: int, theme: str, both: Path, visit: Visit
+) -> None:
+    """4.5 to 1 of text and what lies behind it, folded parts open, one series off."""
+    page = visit(both, "#off.throughput=tp4", viewport={"width": width, "height": 800}, color_scheme=theme)
+    drawn(page, "throughput")
+    page.evaluate("for (const d of document.querySelectorAll('details')) d.open = true")
+    assert page.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [width, width]
+    seen, poor = page.evaluate(CONTRAST)
+    assert seen > 200
+    assert poor == []
+    paper = page.evaluate("document.querySelector('#chart-throughput .chart')._fullLayout.paper_bgcolor")
+    assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 24, 29)"}[theme]
+
+
+def test_the_theme_is_switched_by_hand_and_charts_follow(both: Path, visit: Visit) -> None:
+    page = visit(both, color_scheme="light")
+    chart = drawn(page, "throughput").first
+    page.get_by_role("button", name="Dark theme").click()
+    page.wait_for_function("document.querySelector('.chart')._fullLayout.paper_bgcolor === 'rgb(20, 24, 29)'")
+    assert chart.evaluate("chart => chart._fullLayout.font.color") == "rgb(230, 233, 237)"
+    page.reload()
+    assert page.locator("html").get_attribute("data-theme") == "dark"
+
+
+def test_the_page_can_be_used_without_a_mouse(both: Path, visit: Visit) -> None:
+    """The first stop leads past the navigation, a filter is opened and set, and focus can be seen."""
+    page = visit(both)
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+    page.locator("#filters summary").focus()
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    count = page.locator(ROWS).count()
+    page.keyboard.press("Space")
+    assert 0 < page.locator(ROWS).count() < count
+    charts = page.locator(".chart")
+    assert all(chart.get_attribute("role") == "img" and chart.get_attribute("aria-label") for chart in charts.all())
+
+
+def test_on_paper_all_charts_are_drawn_and_fit_and_all_is_unfolded(both: Path, visit: Visit) -> None:
+    """Printed from the dark theme, without having been scrolled to."""
+    page = visit(both, color_scheme="dark")
+    page.wait_for_selector("html[data-ready]")
+    charts = page.locator(".chart").count()
+    assert page.locator(".chart .main-svg").count() < 3 * charts
+    paper = page.pdf(format="A4", print_background=True)
+    assert paper.count(b"/Type /Page\n") >= 5
+    assert page.locator(".chart:not(:has(.main-svg))").count() == 0
+    page.emulate_media(media="print", color_scheme="dark")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.locator("details:not([open])").count() == 0
+    assert page.evaluate("Math.max(...[...document.querySelectorAll('.chart')].map((c) => c._fullLayout.width))") <= 660
+    assert page.evaluate("document.querySelector('.chart')._fullLayout.paper_bgcolor") == "rgb(255, 255, 255)"
+    assert not page.locator("#filters").is_visible()
+    assert not page.locator(".copy").first.is_visible()
+
+
+def test_without_scripts_there_are_the_pictures_and_the_tables(tmp_path: Path, visit: Visit) -> None:
+    """And nothing that would do nothing."""
+    records = [record_builder.ok(record_builder.point(layout), steps=80) for layout in (Layout(4), Layout(4, 1, 4))]
+    report, *_ = write_report([record_builder.write(tmp_path / "run", records)], tmp_path / "report")
+    page = visit(report, java_script_enabled=False)
+    pictures = page.locator("figure img")
+    assert pictures.count() == len(list((tmp_path / "report" / "figures").glob("*.svg")))
+    for picture in pictures.all():
+        assert picture.is_visible()
+        assert (picture.get_attribute("alt") or "").strip()
+    assert page.locator("table").first.is_visible()
+    for name in ("#filters", "#explore", "#theme", ".panels", ".legend"):
+        assert not page.locator(name).first.is_visible(), name
+
+
+def test_names_that_are_markup_are_shown_and_do_nothing(tmp_path: Path, visit: Visit) -> None:
+    """As model, backend, exchange, mark and device of decode and served points; `visit` notes dialogs and errors."""
+    records = []
+    for name in HOSTILE:
+        environment = msgspec.structs.replace(record_builder.GPU, device=name, command=name)
+        fields = {"model": name, "backend": name, "exchange": name, "dtype": name}
+        of = record_builder.point(Layout(4, 1, 4), **fields)
+        records += [
+            record_builder.ok(of, steps=30, environment=environment, marks=[name]),
+            msgspec.structs.replace(
+                serve_record_builder.served(serve_record_builder.point()),
+                point=serve_record_builder.point(**fields),
+                environment=environment,
+            ),
+        ]
+    page = visit(pages.page(tmp_path, records))
+    panels = drawn(page, "throughput")
+    assert {hover(page, panel).split("\n")[2].split(", context")[0] for panel in panels.all()} == set(HOSTILE)
+    for chart in ("kv", "phases", "throughput-serve-live"):
+        drawn(page, chart)
+    page.get_by_label("colour by").select_option("device")
+    drawn(page, "explore")
+    assert set(HOSTILE) <= set(page.locator(f"{ROWS} td").all_inner_texts())
+    assert set(HOSTILE) <= set(page.locator("#chart-explore .switch").all_inner_texts())
+    assert page.locator("a:not([href^='#']), main img[src='x'], .panels a, .panels image, [onerror]").count() == 0
+
+
+def test_more_points_than_a_page_can_draw_are_told(tmp_path: Path, visit: Visit) -> None:
+    page = visit(pages.page(tmp_path, pages.decode(), most=5))
+    assert page.locator(ROWS).count() == 5
+    said = page.locator("#explore .mark").inner_text()
+    assert said.startswith("Charts and the table of points hold the first 5 of 16 points; points.csv")
+
+
+def test_a_long_table_is_shown_by_parts(tmp_path: Path, visit: Visit) -> None:
+    """120 points: 100 rows, and the others when asked for."""
+    records = [record_builder.ok(record_builder.point(concurrency=n), steps=20, phases=None) for n in range(1, 121)]
+    page = visit(pages.page(tmp_path, records))
+    assert page.locator(ROWS).count() == 100
+    page.get_by_role("button", name="Show 20 more").click()
+    assert page.locator(ROWS).count() == 120
+
+
+def test_a_run_without_any_finished_point_has_a_page(tmp_path: Path, visit: Visit) -> None:
+    page = visit(pages.page(tmp_path, [record_builder.rejected(record_builder.point())]))
+    assert page.get_by_text("try --dcp 4").first.is_visible()
+    assert not page.locator("#filters").is_visible()
+    assert page.locator("#explore").count() == 0
