@@ -30,7 +30,7 @@ def serve_metrics(result: Result, tp: int) -> tuple[ServeMetrics, list[str]]:
     if details is None:
         found = _of_summary(result, tp)
         return found, [*told, SUMMARY_ONLY, *([CHUNK_GAPS] if result.several_tokens else [])]
-    chunked = details.in_chunks()
+    chunked = result.several_tokens or details.in_chunks()
     found = _of_details(result, details, tp, chunked=chunked)
     return found, [*told, *([CHUNK_GAPS] if chunked else []), *marks(found)]
 

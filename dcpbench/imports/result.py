@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,11 @@ class Details:
         gaps = sum(len(self.itls[i]) for i in self.finished())
         return gaps < PER_TOKEN * sum(self.output_lens[i] - 1 for i in self.finished())
 
+    def divided(self) -> bool:
+        """Whether gaps were divided among the tokens of a chunk: no clock gives the same one twice in a row so often."""
+        gaps = [gap for i in self.finished() for gap in itertools.pairwise(self.itls[i])]
+        return sum(a == b for a, b in gaps) > (1 - PER_TOKEN) * len(gaps)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
@@ -81,7 +87,7 @@ class Result:
     summary: Mapping[str, Latencies]
     """`ttft`, `itl`, `tpot`, `e2el` in ms, as the tool computed them."""
     several_tokens: bool = False
-    """Whether the file says that a step brought several tokens of a request: speculative decoding."""
+    """Whether a chunk brought several tokens of a request, as with speculative decoding, as far as the file tells."""
     goodput_s: float | None = None
     slo_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
     layout: Mapping[str, int] = dataclasses.field(default_factory=dict)

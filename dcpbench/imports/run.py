@@ -193,7 +193,9 @@ def _sentences(records: Sequence[Record], engine: str) -> list[str]:
             f"({DETAILED[engine]}) ours are computed."
         )
     if n := marks[metrics.CHUNK_GAPS]:
-        said.append(f"{n} of {count} with several tokens in a chunk: ITL is per chunk there, and tok/s/user is absent.")
+        said.append(
+            f"{n} of {count} with several tokens in a chunk: ITL is that of chunks there, and tok/s/user is absent."
+        )
     if n := sum(not record.point.tp for record in records):
         said.append(
             f"{n} of {count} of a layout that nobody told: nothing is known per GPU. Say it with --tp, --dp, --dcp."

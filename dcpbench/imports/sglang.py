@@ -63,7 +63,7 @@ def read(document: Document) -> Result:
         output_tokens=found.total_output_tokens,
         lengths=_lengths(found),
         summary={ours: summary(document, ours, found.completed, theirs) for ours, theirs in NAMES.items()},
-        several_tokens=(found.accept_length or 1.0) > ONE_TOKEN,
+        several_tokens=(found.accept_length or 1.0) > ONE_TOKEN or (details is not None and details.divided()),
         facts={"backend": found.backend, "dataset": found.dataset_name, "tag": found.tag or ""},
         details=details,
     )

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from dcpbench.records import Point, Record
 
 NOWHERE = Path("nowhere")
-TIMES = [(0.0, [0.5, 0.53, 0.56, 0.60]), (0.1, [0.6, 0.65]), (0.2, [0.7])]
-"""When three requests were submitted and when their tokens came, in s: TTFT 0.5 s each, gaps 30, 30, 40 and 50 ms."""
+TIMES = [(0.0, [0.5, 0.53, 0.561, 0.60]), (0.1, [0.6, 0.65]), (0.2, [0.7])]
+"""When three requests were submitted and when their tokens came, in s: TTFT 0.5 s each, gaps 30, 31, 39 and 50 ms."""
 
 
 def vllm(**changes: Any) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def details() -> dict[str, Any]:
     """The lists that both have."""
     return {
         "input_lens": [100, 100, 100], "output_lens": [4, 2, 1], "ttfts": [0.5, 0.5, 0.5],
-        "itls": [[0.03, 0.03, 0.04], [0.05], []], "generated_texts": ["a b c d", "a b", "a"], "errors": ["", "", ""],
+        "itls": [[0.03, 0.031, 0.039], [0.05], []], "generated_texts": ["a b c d", "a b", "a"], "errors": ["", "", ""],
     }  # fmt: skip
 
 

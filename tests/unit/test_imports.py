@@ -42,7 +42,7 @@ def one(tmp_path: Path, engine: str, result: dict[str, Any], **told: Any) -> tup
 
 
 class TestWithDetails:
-    """Three requests: TTFT 500 ms each; gaps 30, 30, 40 and 50 ms; 7 tokens and 300 of prompts in 0.7 s."""
+    """Three requests: TTFT 500 ms each; gaps 30, 31, 39 and 50 ms; 7 tokens and 300 of prompts in 0.7 s."""
 
     def test_our_definitions_are_computed_from_requests(self, tmp_path: Path) -> None:
         """ITL pools 4 gaps: mean 37.5, median 35. TPOT of two requests: 33.3 and 50 ms. The third has one token."""
@@ -79,13 +79,13 @@ class TestWithDetails:
         _, found = one(tmp_path, "vllm", files.vllm())
         rows = samples.read_samples(tmp_path / "run" / found.samples_file)
         assert [r.submitted_s for r in rows] == pytest.approx([0, 0.1, 0.2])
-        assert rows[0].token_s == pytest.approx([0.5, 0.53, 0.56, 0.6])
+        assert rows[0].token_s == pytest.approx([0.5, 0.53, 0.561, 0.6])
         assert rows[0].cached_tokens is None
 
     def test_failed_requests_are_left_out_and_marked(self, tmp_path: Path) -> None:
         result = files.vllm(
             num_prompts=4, failed=1, input_lens=[100] * 4, output_lens=[4, 2, 1, 0], ttfts=[0.5, 0.5, 0.5, 0.0],
-            itls=[[0.03, 0.03, 0.04], [0.05], [], []], errors=["", "", "", "HTTP 500"], generated_texts=[""] * 4,
+            itls=[[0.03, 0.031, 0.039], [0.05], [], []], errors=["", "", "", "HTTP 500"], generated_texts=[""] * 4,
             latencies=[0.6, 0.55, 0.5, 0.0], start_times=[1000.0, 1000.1, 1000.2, 1000.3], queue_times=[0.0] * 4,
         )  # fmt: skip
         record, found = one(tmp_path, "vllm", result)
@@ -102,6 +102,15 @@ class TestWithDetails:
         assert found.tok_s_per_user is None
         assert found.tpot_ms.mean == pytest.approx((100 / 3 + 50) / 2), "TPOT knows how many tokens came"
         assert found.samples_file == "", "the moments of tokens are not known"
+
+    def test_sglang_divides_the_gap_of_a_chunk_among_its_tokens(self, tmp_path: Path) -> None:
+        """Three tokens 100 ms after the first are three gaps of 33.3 ms: as many as tokens, and none was measured."""
+        result = files.sglang(itls=[[0.1 / 3] * 3, [0.05], []])
+        record, found = one(tmp_path, "sglang", result)
+        assert "chunk_gaps" in record.marks
+        assert found.tok_s_per_user is None
+        (plain,) = imported(tmp_path, "sglang", files.sglang())
+        assert "chunk_gaps" not in plain.marks
 
     def test_answers_that_were_not_streamed_have_no_ttft(self, tmp_path: Path) -> None:
         """vLLM writes 0 for them."""
