@@ -58,7 +58,7 @@ class Details:
         return gaps < PER_TOKEN * sum(self.output_lens[i] - 1 for i in self.finished())
 
     def divided(self) -> bool:
-        """Whether gaps were divided among the tokens of a chunk: no clock gives the same one twice in a row so often."""
+        """Whether gaps were divided among the tokens of a chunk: no clock gives so many twice in a row."""
         gaps = [gap for i in self.finished() for gap in itertools.pairwise(self.itls[i])]
         return sum(a == b for a, b in gaps) > (1 - PER_TOKEN) * len(gaps)
 
