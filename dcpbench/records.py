@@ -262,9 +262,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     detail: dict[str, str] = {}
     """For failures: exit code, last log lines, stacks."""
     marks: list[str] = []
-    """What to be careful about; reports/explain.py has a sentence for each: `cpu`, `oversubscribed`, `noisy`,
-    `unsettled`, `drift`, `throttled`, `l2_warm`, `host_sync`, `allocates`, `gpu_idle`, `graph_differs`,
-    `inaccurate`, `compiled`, `few_samples`, `cut_off`, `rejections`."""
+    """What to be careful about; reports/explain.py lists them, with a sentence for each."""
     metrics: Metrics | None = None
     """Of the workload `decode`."""
     serve: ServeMetrics | None = None
