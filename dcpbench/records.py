@@ -178,8 +178,7 @@ class Kv(msgspec.Struct, frozen=True, kw_only=True):
 
     pool_bytes_per_gpu: int
     bytes_per_token_per_gpu: float
-    """What one token takes, all layers, averaged over the layout's GPUs: one replica holds it, on one of its dcp ranks;
-    full rows / (dp · dcp)."""
+    """What a token takes, all layers, averaged over the layout's GPUs: full rows / (dp · dcp)."""
     capacity_tokens: int
     """Tokens that the layout's pools hold, all replicas together, each token counted once."""
     capacity_requests: int
