@@ -1,0 +1,255 @@
+"""The answer that a report opens with: what it names, by how much, under which SLO, and how sure it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from dcpbench.errors import UsageError
+from dcpbench.layout import Layout
+from dcpbench.metrics import decode_metrics
+from dcpbench.reports import answer_tables, findings, frames, markdown, opening, prose, sections
+from dcpbench.reports.tables import Table
+from dcpbench.serve_records import Latencies
+from tests.unit import record_builder as build
+from tests.unit import serve_record_builder as serve
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.records import Point, Record
+
+TP, DCP, DP = Layout(4), Layout(4, 1, 4), Layout(4, 4)
+
+
+def step(of: Point, *steps: float, **changes: Any) -> Record:
+    """A decode record with exactly these step times."""
+    return msgspec.structs.replace(
+        build.ok(of, steps=1, **changes), metrics=decode_metrics(list(steps), of.concurrency, of.tp)
+    )
+
+
+def served(of: Point, tok_s: float, ttft: dict[str, float], itl: dict[str, float], **changes: Any) -> Record:
+    """A served record with this rate and these latencies."""
+    made = serve.served(of)
+    assert made.serve
+    changes = {"slo_ms": {}} | changes
+    times = {"ttft_ms": Latencies(samples=99, **ttft), "itl_ms": Latencies(samples=99, **itl)}
+    return msgspec.structs.replace(
+        made, serve=msgspec.structs.replace(made.serve, output_tok_s=tok_s, **times, **changes)
+    )
+
+
+def read(tmp_path: Path, *records: Record, slo: dict[str, float] | None = None) -> frames.Frames:
+    """One run with these records."""
+    return frames.load([build.write(tmp_path / "run", records)], slo=slo)
+
+
+def said(found: frames.Frames, words: str) -> str:
+    """The one opening sentence with these words."""
+    (sentence,) = [s for s in opening.sentences(found) if words in s]
+    return sentence
+
+
+class TestSlo:
+    def test_without_one_the_best_is_the_highest_throughput_and_that_is_said(self, tmp_path: Path) -> None:
+        found = read(tmp_path, step(build.point(TP), 10), step(build.point(DCP), 20))
+        assert opening.sentences(found)[0].startswith("No SLO was given")
+        assert findings.best_per_load(findings.rivals(found))["label"].tolist() == ["tp4"]
+
+    def test_the_best_is_the_fastest_of_those_that_meet_it(self, tmp_path: Path) -> None:
+        """tp4 gives 200 tok/s with gaps of 60 ms; tp4·dcp4 100 with 50. At 55 ms only the slower one is left."""
+        point, other = serve.point(TP), serve.point(DCP)
+        records = [
+            served(point, 200, {"p50": 9, "p99": 9}, {"p50": 40, "p99": 60}),
+            served(other, 100, {"p50": 9, "p99": 9}, {"p50": 50, "p99": 50}),
+        ]
+        found = read(tmp_path, *records, slo={"itl": 55.0})
+        (row,) = findings.best_per_load(findings.rivals(found)).to_dict("records")
+        assert (row["label"], row["meets"]) == ("tp4·dcp4", True)
+        assert found.served.set_index("label")["slo_said"].to_dict() == {
+            "tp4": "misses: ITL p99 60.0 ms", "tp4·dcp4": "meets",
+        }  # fmt: skip
+        assert "400 in · 40 out: only tp4·dcp4 at 8." in said(found, "Best layout")
+        assert opening.sentences(found)[0] == "SLO (--slo): ITL ≤ 55 ms at p99."
+
+    def test_rivals_are_held_against_the_highest_percentile_that_all_of_them_have(self, tmp_path: Path) -> None:
+        """tp4 has p99 = 80 ms, tp4·dcp4 no more than p90 = 45 ms: both are judged by p90, 40 and 45."""
+        records = [
+            served(serve.point(TP), 200, {"p50": 9}, {"p50": 30, "p90": 40, "p99": 80}),
+            served(serve.point(DCP), 100, {"p50": 9}, {"p50": 30, "p90": 45}),
+        ]
+        found = read(tmp_path, *records, slo={"itl": 50.0})
+        assert set(found.served["slo_said"]) == {"meets"}
+        assert opening.sentences(found)[0] == "SLO (--slo): ITL ≤ 50 ms at p90 (p99 lacks samples)."
+
+    def test_a_value_within_two_percent_of_its_limit_is_narrow(self, tmp_path: Path) -> None:
+        """50 ms against 50.5 and 49.5: as far as repeats may differ."""
+        record = step(build.point(TP), 50.0)
+        for limit, words in ((50.5, "meets narrowly"), (49.5, "misses narrowly: ITL p50 50.0 ms"), (60.0, "meets")):
+            (row,) = read(tmp_path / str(limit), record, slo={"itl": limit}).points.to_dict("records")
+            assert row["slo_said"] == words
+
+    def test_where_none_meets_it_what_came_nearest_is_named(self, tmp_path: Path) -> None:
+        """60 and 90 ms against 50: 1.2 and 1.8 times the limit."""
+        found = read(tmp_path, step(build.point(TP), 90), step(build.point(DCP), 60), slo={"itl": 50.0})
+        assert "none within the SLO at 8" in said(found, "Best layout")
+        assert said(found, "No point meets the SLO").endswith(
+            "nearest is tp4·dcp4 at concurrency 8 · context 4,000 (misses: ITL p50 60.0 ms)."
+        )
+
+    def test_decode_has_no_first_token_to_wait_for(self, tmp_path: Path) -> None:
+        found = read(tmp_path, step(build.point(TP), 40), slo={"ttft": 1.0, "itl": 50.0})
+        assert opening.sentences(found)[0].endswith("These points have no TTFT.")
+        assert found.points["slo_said"].tolist() == ["meets"]
+
+    def test_the_objectives_of_the_run_hold_where_none_are_given(self, tmp_path: Path) -> None:
+        record = served(serve.point(TP), 9, {"p50": 9}, {"p50": 60}, slo_ms={"itl": 50.0})
+        assert "as the runs were measured with" in opening.sentences(read(tmp_path / "own", record))[0]
+        given = read(tmp_path / "given", record, slo={"itl": 70.0})
+        assert "(--slo): ITL ≤ 70 ms" in opening.sentences(given)[0]
+
+    def test_objectives_that_points_do_not_share_are_none(self, tmp_path: Path) -> None:
+        records = [served(serve.point(TP, c), 9, {"p50": 9}, {"p50": 60}, slo_ms={"itl": 50.0 + c}) for c in (8, 32)]
+        assert opening.sentences(read(tmp_path, *records))[0].startswith("No SLO was given")
+
+    def test_a_cpu_run_meets_and_misses_nothing(self, tmp_path: Path) -> None:
+        found = read(tmp_path, *build.cpu_sweep(), slo={"itl": 1e-6})
+        assert set(found.points["slo_said"]) == {""}
+        assert not [s for s in opening.sentences(found) if "SLO" in s]
+
+    def test_names_that_are_no_objectives_are_refused_as_serve_does(self, tmp_path: Path) -> None:
+        from dcpbench import commands
+
+        with pytest.raises(UsageError, match="not one of ttft, itl"):
+            commands.report([tmp_path], None, slo="latency=5")
+
+
+class TestMost:
+    def test_the_most_within_the_slo_is_compared_with_the_most_of_the_other_kind(self, tmp_path: Path) -> None:
+        """tp4 meets 50 ms at 8 (40 ms: 200 tok/s), tp4·dcp4 at 32, too (50 ms: 640): 3.2 times as much."""
+        records = [
+            step(build.point(TP, concurrency=8), 40), step(build.point(TP, concurrency=32), 70),
+            step(build.point(DCP, concurrency=8), 45), step(build.point(DCP, concurrency=32), 50),
+        ]  # fmt: skip
+        found = read(tmp_path, *records, slo={"itl": 50.0})
+        assert "640 tok/s with tp4·dcp4 at concurrency 32, 3.20 times the most without DCP (200, tp4" in said(
+            found, "The most within"
+        )
+
+
+class TestBreakEven:
+    def test_decode_has_one_for_each_layout_and_context(self, tmp_path: Path) -> None:
+        """Over 20 ms: 25 at context 1 (0.8); at context 2 19.9 of 8 requests (level), and 16 of 32 (1.25)."""
+        times = {(1, 8): 25.0, (1, 32): 25.0, (2, 8): 19.9, (2, 32): 16.0}
+        records = [
+            step(build.point(layout, context=c, concurrency=n), 20.0 if layout == TP else ms)
+            for (c, n), ms in times.items()
+            for layout in (TP, DCP)
+        ]
+        found = read(tmp_path, *records)
+        assert "Context 1: tp4·dcp4 not up to 32 (at most 0.80×, at 32); context 2: from concurrency 32" in said(
+            found, "starts to pay"
+        )
+
+    def test_exchanges_are_named_by_themselves(self, tmp_path: Path) -> None:
+        """symm 1.25 times from 8 on, a2a level."""
+        records = [step(build.point(TP), 20)] + [
+            step(build.point(DCP, exchange=exchange), ms) for exchange, ms in (("symm", 16), ("a2a", 20))
+        ]
+        told = said(read(tmp_path, *records), "starts to pay")
+        assert "Where tp4·dcp4 starts to pay" in told
+        assert (
+            "a2a not clearly up to 8 (at most 1.00×, at 8), from concurrency 8, the lowest tried (symm 1.25×)" in told
+        )
+
+    def test_a_ratio_says_how_far_it_may_be_off(self, tmp_path: Path) -> None:
+        """20 ms over 9, 10, 11: 2, from 20/11 = 1.82 to 20/9 = 2.22."""
+        found = read(tmp_path, step(build.point(TP), 20), step(build.point(DCP), 9, 10, 11))
+        assert "tp4·dcp4 2.00× [1.82–2.22]" in said(found, "starts to pay")
+
+
+class TestOpening:
+    def test_it_is_at_most_eight_sentences_and_the_others_stand_below(self, tmp_path: Path) -> None:
+        """Two models × two layouts in three runs are six times what must be said of one."""
+        records = [step(build.point(lay, model=m), 9 + lay.dcp) for m in ("a", "b") for lay in (TP, DCP)]
+        found = frames.load([build.write(tmp_path / name, records) for name in ("x", "y", "z")], slo={"itl": 12.0})
+        assert len(opening.sentences(found)) == opening.MOST
+        assert opening.sentences(found)[0].startswith("SLO")
+        assert opening.sentences(found)[-1].startswith("Repeats")
+        first, *others = sections.report(found, [])
+        assert first.bullets == opening.sentences(found)
+        (below,) = [s for s in others if s.slug == "comparisons"]
+        assert not set(below.bullets) & set(first.bullets)
+        assert len([b for b in below.bullets if "Best layout" in b]) >= 1
+
+    def test_sections_come_in_the_order_of_a_decision(self, tmp_path: Path) -> None:
+        told = sections.report(read(tmp_path, *(step(build.point(x), 9) for x in (TP, DCP))), [])
+        order = ["answer", "kv", "time", "syncs", "failures", "points", "comparisons", "repeats", "honesty", "run",
+                 "method", "environment"]  # fmt: skip
+        assert [s.slug for s in told] == order
+
+    def test_definitions_stand_with_the_tables(self, tmp_path: Path) -> None:
+        told = sections.report(read(tmp_path, *(step(build.point(x), 9) for x in (TP, DCP))), [])
+        titles = {s.slug: [t.title for t in s.tables] for s in told}
+        assert all("What the words mean" in titles[slug] for slug in ("answer", "kv", "time", "method"))
+
+    def test_live_and_replay_are_answered_apart(self, tmp_path: Path) -> None:
+        """The replay of the other layout, three times as fast, beats no live run."""
+        live, slow = serve.point(TP), serve.point(DCP)
+        assert slow.load
+        replay = msgspec.structs.replace(slow, load=msgspec.structs.replace(slow.load, mode="replay"))
+        records = [served(p, rate, {}, {}) for p, rate in ((live, 100), (slow, 90), (replay, 300))]
+        best = findings.best_per_load(findings.rivals(read(tmp_path, *records)))
+        assert best[["mode", "label"]].to_numpy().tolist() == [["live", "tp4"]]
+
+
+class TestTables:
+    def test_the_best_of_each_load_is_a_grid(self, tmp_path: Path) -> None:
+        """200 over 160 tok/s is 1.25 times; at 32 both give 640."""
+        records = [
+            step(build.point(lay, concurrency=n), ms)
+            for lay, n, ms in ((TP, 8, 40), (DCP, 8, 50), (TP, 32, 50), (DCP, 32, 50))
+        ]
+        found = read(tmp_path, *records)
+        points = findings.rivals(found)
+        best, over = answer_tables.grids(
+            findings.best_per_load(points),
+            findings.most_per_shape(points),
+            findings.dcp_against_baseline(points),
+            found,
+        )
+        assert best.columns == ["load", "concurrency 8", "32"]
+        assert best.rows == [["context 4,000", "tp4: 200, 1.25×", "tp4 ≈ tp4·dcp4: 640"]]
+        assert over.rows == [["context 4,000", "tp4·dcp4", "▼ 0.80×", "≈ 1.00×"]]
+
+    def test_long_tables_are_folded_in_markdown(self) -> None:
+        """GitHub folds what stands in details, and shows a table after an empty line."""
+        short, long = (Table("Title", ["a"], [["1"]] * n) for n in (3, 30))
+        assert markdown._table(short, 99).startswith("**Title**")
+        folded = markdown._table(long, 99)
+        assert folded.startswith("<details><summary>Title (30 rows)</summary>\n\n| a |")
+        assert folded.endswith("\n\n</details>")
+
+    def test_markdown_stays_below_what_github_shows(self, tmp_path: Path) -> None:
+        """Rows that are left out are counted."""
+        section = sections.Section(slug="s", title="s", tables=[Table("t", ["a"], [["x" * 900]] * 2_000)])
+        text = markdown.render("title", [section], tmp_path)
+        assert len(text.encode()) < 1_000_000
+        assert "rows more in points.csv" in text
+
+
+class TestProse:
+    @pytest.mark.parametrize(
+        ("values", "text"), [((1.021, 1.058), "1.02–1.06×"), ((1.021, 1.022), "1.02×"), ((2.0,), "2.00×")]
+    )
+    def test_a_reach_is_one_number_where_both_look_alike(self, values: tuple[float, ...], text: str) -> None:
+        assert prose.reach(values) == text
+
+    def test_lengths_are_told_apart_by_what_differs(self) -> None:
+        rests = ["4,000 in · 500 out", "8,000 in · 500 out"]
+        assert list(prose.short_shapes(rests).values()) == ["4,000 in", "8,000 in"]
+        assert prose.shared_shape(rests) == "500 out"
+        assert prose.short_shapes(rests[:1]) == {rests[0]: rests[0]}
