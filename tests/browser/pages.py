@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dcpbench.records import Record
 
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="40" height="30"><rect width="40" height="30"/></svg>'
-DECODE_KINDS = ("throughput", "itl", "frontier", "phases", "kv")
+DECODE_KINDS = ("break-even", "throughput", "itl", "frontier", "phases", "kv")
 SERVE_KINDS = tuple(
     f"serve-{kind}-{mode}-closed" for mode in ("live", "replay") for kind in ("throughput", "ttft", "itl")
 )

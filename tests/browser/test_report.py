@@ -89,6 +89,24 @@ def test_a_pointer_over_a_mark_shows_the_numbers_of_the_record(decode: Path, vis
     assert "tp4" in said
 
 
+def test_where_dcp_pays_is_a_ratio_to_the_same_layout_without_it(decode: Path, visit: Visit) -> None:
+    """The made-up steps of deepseek-v3 at context 4,000 and concurrency 8: tp4·dcp4 over tp4."""
+    alone, split = (
+        record_builder.ok(record_builder.point(layout, model="deepseek-v3", concurrency=8)).metrics
+        for layout in (Layout(4), Layout(4, 1, 4))
+    )
+    assert alone
+    assert split
+    ratio = split.output_tok_s.median / alone.output_tok_s.median
+    page = visit(decode)
+    panels = drawn(page, "break-even")
+    assert panels.count() == 4
+    assert lines(page, "break-even") == 4, "tp4 has no DCP that could pay"
+    said = hover(page, panels.first)
+    assert f"output over the same layout without DCP\n{ratio:.3g} ×" in said
+    assert "compared with\ntp4: " in said
+
+
 def test_a_filter_acts_on_all_charts_and_on_the_table_and_is_remembered(decode: Path, visit: Visit) -> None:
     page = visit(decode)
     assert page.locator(ROWS).count() == 16

@@ -115,6 +115,18 @@ dcp.charts = (() => {
     return { panels: few, items, note: [traced, missing, left].join(" ").trim() };
   }
 
+  /** Ratios to 1, where DCP neither pays nor costs. */
+  function breakEven(figure, points) {
+    const compared = points.filter((p) => known(p.dcp_ratio) && p.arrival === "closed");
+    const { panels, items, note } = overLoad({ ...figure, axis: "with DCP / without" }, compared, [["dcp_ratio", "ratio"]]);
+    const on = compared.filter((p) => !figure.off.has(series[p.series].name)).flatMap((p) => [p.dcp_ratio, p.dcp_ratio_low ?? p.dcp_ratio, p.dcp_ratio_high ?? p.dcp_ratio, 1]);
+    const [least, most] = [Math.min(...on), Math.max(...on)];
+    const margin = (most - least) * 0.08 || 0.05;
+    const level = { type: "line", xref: "paper", x0: 0, x1: 1, y0: 1, y1: 1, line: { color: "var(--ink)", width: 1.5 } };
+    const yaxis = { type: "linear", range: [least - margin, most + margin], nticks: 6, ticksuffix: "×", title: { text: figure.axis ?? "with DCP / without" } };
+    return { items, note: `Above 1 DCP pays. ${note}`.trim(), panels: panels.map((panel) => ({ ...panel, layout: { ...panel.layout, yaxis, shapes: [level] } })) };
+  }
+
   /** Points that no other beats in both, fastest user first. */
   function best(points) {
     let top = -Infinity;
@@ -250,6 +262,6 @@ dcp.charts = (() => {
     throughput: (figure, points) => overLoad({ ...figure, axis: "output (tok/s)" }, points, [["output_tok_s", "output"]]),
     ttft: (figure, points) => overLoad({ ...figure, axis: "time to first token (ms)" }, points, [["ttft_p50_ms", "p50"], ["ttft_p99_ms", "p99"]]),
     itl: (figure, points) => overLoad({ ...figure, axis: "inter-token latency (ms)" }, points, [[points.some((p) => known(p.step_ms)) ? "step_ms" : "itl_p50_ms", "p50"], ["itl_p99_ms", "p99"]]),
-    frontier, kv, phases, explore,
+    "break-even": breakEven, frontier, kv, phases, explore,
   };
 })();

@@ -27,6 +27,7 @@ dcp.points = (() => {
     const [low, high] = [point[`${field.name}_low`] ?? null, point[`${field.name}_high`] ?? null];
     if (!field.range || low === null || high === null || low === high) return "";
     const ends = `${dcp.number(low)}–${dcp.number(high)}`;
+    if (field.name === "dcp_ratio") return `at widest ${ends}`;
     return point.workload === "serve" ? `${ends} over ${point.repeats} repeats` : `95 %: ${ends}`;
   }
 
@@ -39,6 +40,7 @@ dcp.points = (() => {
       if (value === null || ["tp", "dp", "dcp", "context"].includes(field.name)) continue;
       const ends = range(point, field);
       rows.push([field.label, withUnit(value, field.unit) + (ends ? ` [${ends}]` : "")]);
+      if (field.name === "dcp_ratio") rows.push(["compared with", `${point.baseline}: ${point.verdict}`]);
     }
     return [...rows, ["marks", marks(point)], ["run", brief(point.run)], ["measured by", point.origin]].filter(([, value]) => value);
   }

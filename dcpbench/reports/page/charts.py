@@ -38,23 +38,24 @@ TITLES = {
     "ttft": "Time to first token, p50 and p99",
     "itl": "Inter-token latency, p50 and p99",
     "frontier": "Throughput per GPU against speed per user",
+    "break-even": "Where DCP pays: output over that of the same layout without it",
     "kv": "KV cache capacity by layout",
     "phases": "Where a step's time goes",
 }
-"""By the first word of a picture's kind, after `serve-` for served requests."""
+"""By how a picture's kind begins, after `serve-` for served requests."""
 ALL_WORKLOADS = ("kv",)
 
 
 def chart_of(picture: Picture) -> Chart | None:
     """The chart that shows what a picture shows; None where the page shows the picture itself."""
-    words = picture.kind.split("-")
-    served = words[0] == "serve"
-    kind = words[served] if len(words) > served else ""
-    if kind not in TITLES:
+    served = picture.kind.startswith("serve-")
+    name = picture.kind.removeprefix("serve-")
+    kind = next((kind for kind in TITLES if name == kind or name.startswith(f"{kind}-")), None)
+    if kind is None:
         return None
     if kind in ALL_WORKLOADS:
         return Chart(kind, TITLES[kind], alts=(picture.alt,))
-    mode = next((word for word in words if word in MODES), "") if served else ""
+    mode = next((mode for mode in MODES if mode in name.split("-")), "") if served else ""
     title = TITLES[kind] + (f", {mode}" if mode else "")
     return Chart(kind, title, "serve" if served else "decode", mode, (picture.alt,))
 

@@ -32,6 +32,7 @@ FIELDS = (
     Field("output_tok_s", "output", "tok/s", table=True),
     Field("output_tok_s_per_gpu", "output per GPU", "tok/s/GPU", table=True),
     Field("tok_s_per_user", "speed for one user", "tok/s/user", table=True),
+    Field("dcp_ratio", "output over the same layout without DCP", "×"),
     Field("steady_tok_s", "steady output", "tok/s"),
     Field("step_ms", "step time", "ms", table=True),
     Field("itl_p50_ms", "ITL p50", "ms", table=True),
@@ -63,7 +64,7 @@ FIELDS = (
     Field("temperature_c_max", "highest temperature", "°C"),
     Field("repeats", "repeats"),
 )
-RANGES = ("output_tok_s", "step_ms")
+RANGES = ("output_tok_s", "step_ms", "dcp_ratio")
 """Columns that have a `_low` and a `_high` beside them."""
 FILTERS = {
     "model": "model", "layout": "layout", "exchange": "exchange", "context": "context", "concurrency": "concurrency",

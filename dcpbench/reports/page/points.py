@@ -10,7 +10,7 @@ import msgspec
 from dcpbench.choices import CLOSED, GAMMA, LIVE
 from dcpbench.errors import UsageError
 from dcpbench.records import Point
-from dcpbench.reports import bars, style
+from dcpbench.reports import bars, findings, style
 from dcpbench.reports.merge import missing
 from dcpbench.reports.page.fields import COLOURS, FIELDS, FILTERS, RANGES
 from dcpbench.reports.page.words import LONGEST_COMMAND, LONGEST_NAME, brief
@@ -37,11 +37,13 @@ def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
     phases: dict[str, None] = {}
     series = _Series(frames)
     commands = _Commands(frames)
+    ratios = _ratios(frames)
     for table in tables:
         part = table.head(max(most - len(rows), 0))
         times = bars.phases_in_ms(part).to_dict("records") if bars.has_phases(part) else [{}] * len(part)
         for named, spent in zip(part.to_dict("records"), times, strict=True):
             row = {str(name): value for name, value in named.items()}
+            row |= ratios.get(tuple(row[name] for name in SAME), {})
             phases |= dict.fromkeys(map(str, spent))
             rows.append(_row(row, {str(k): v for k, v in spent.items()}) | series.of(row) | commands.of(row))
     total = sum(map(len, tables))
@@ -63,6 +65,21 @@ def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
     }
 
 
+SAME = ("run", "model", "mode", "same_load", "label")
+"""What only a point and its comparison with its baseline share."""
+
+
+def _ratios(frames: Frames) -> dict[tuple[str, ...], dict[str, Any]]:
+    """What findings say of each DCP point and its baseline; nothing where two points would share it."""
+    found = findings.dcp_against_baseline(findings.rivals(frames))
+    if found.empty:
+        return {}
+    found = found[found["ratio"].notna()].drop_duplicates(list(SAME), keep=False)
+    names = {"ratio": "dcp_ratio", "low": "dcp_ratio_low", "high": "dcp_ratio_high"}
+    kept = found.rename(columns=names)[[*SAME, *names.values(), "baseline", "verdict"]].to_dict("records")
+    return {tuple(row[name] for name in SAME): {str(k): v for k, v in row.items()} for row in kept}
+
+
 def _row(row: dict[str, Any], phases: dict[str, Any]) -> dict[str, Any]:
     """One point: its words, its numbers in the units of FIELDS, and the ends of their intervals."""
     found: dict[str, Any] = {
@@ -71,7 +88,8 @@ def _row(row: dict[str, Any], phases: dict[str, Any]) -> dict[str, Any]:
         "exchange": point_of(row).exchange_label() or "none", "mode": row["mode"] if _served(row) else LIVE,
         "load": _load(row), "panel": _panel(row), "arrival": row["load_arrival"] if _served(row) else CLOSED,
         "marks": [mark for mark in row["marks"].split(", ") if mark] or [UNMARKED],
-        "kv_bounded_by": row["kv_bounded_by"], "samples": row.get("samples") or row.get("itl_samples"),
+        "kv_bounded_by": row["kv_bounded_by"], "baseline": row.get("baseline"), "verdict": row.get("verdict"),
+        "samples": row.get("samples") or row.get("itl_samples"),
     }  # fmt: skip
     for field in FIELDS:
         found[field.column] = _number(row.get(field.column), field.scale)
