@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import datetime as dt
+import functools
 import math
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -81,6 +82,11 @@ class JobFacts:
     """Its last numbers."""
     done: dict[int, float] = dataclasses.field(default_factory=dict)
     """When points finished, by point_id."""
+
+    @functools.cached_property
+    def points(self) -> dict[int, Point]:
+        """Every point of the run that can run, where the job has a list of them, else the job's own; by point_id."""
+        return {point_id(p): p for p in self.job.pool_points or self.job.points}
 
     def see(self, event: Progress) -> None:
         """Take one event."""

@@ -12,7 +12,7 @@ from dcpbench.choices import REPLAY
 from dcpbench.errors import WorkerError
 from dcpbench.sweep import point_name
 from dcpbench.top.estimate import Estimate, estimate
-from dcpbench.top.facts import VERIFY, Ended, Finished, inert, point_id
+from dcpbench.top.facts import VERIFY, Ended, Finished, inert
 from dcpbench.top.gpus import GpuNow
 from dcpbench.top.processes import COMMAND, NONE, WORKERS
 
@@ -159,8 +159,9 @@ def _points(facts: Facts) -> dict[int, Point]:
     newest = facts.newest
     if newest is None:
         return {}
-    known = newest.job.pool_points or [p for j in facts.jobs.values() for p in j.job.points]
-    return {point_id(p): p for p in known}
+    if newest.job.pool_points:
+        return newest.points
+    return {key: p for j in facts.jobs.values() for key, p in j.points.items()}
 
 
 def _ended(facts: Facts, points: dict[int, Point], began: float | None) -> dict[int, Ended]:

@@ -81,7 +81,10 @@ class _Look:
 
 def _checked(folder: Path) -> Path:
     if not folder.is_dir():
-        raise UsageError(f"{folder} is no folder; name a run's, as in: dcpbench top runs/NAME")
+        raise UsageError(
+            f"{folder} is no folder; name a run's, as in: dcpbench top runs/NAME. A run makes its folder once it knows "
+            "the machine, some seconds after its start."
+        )
     known = (LOCK_FILE, RECORDS_FILE)
     if not any((folder / name).exists() for name in known) and not any(folder.glob("job-*.json")):
         inside = sorted(str(p.parent) for p in folder.glob(f"*/{LOCK_FILE}"))
