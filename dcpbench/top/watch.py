@@ -140,9 +140,18 @@ def _live(console: Console) -> Iterator[Show]:
             last = state
             live.update(render(state, console.width, console.height), refresh=True)
 
+        def pause(number: int, frame: object) -> None:
+            """Ctrl-Z: the shell gets its own screen and cursor, until `fg`."""
+            del number, frame
+            live.stop()
+            signal.raise_signal(signal.SIGSTOP)
+            live.start(refresh=True)
+
+        before = signal.signal(signal.SIGTSTP, pause)
         try:
             yield show
         finally:
+            signal.signal(signal.SIGTSTP, before)
             live.stop()
             if last is not None:
                 console.print(render(last, console.width, console.height))

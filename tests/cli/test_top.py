@@ -135,6 +135,25 @@ class TestInATerminal:
         assert shown.is_as_it_was()
         assert "stopped with 1 left; go on with --resume" in " ".join(_plain(shown.text).split())
 
+    def test_while_it_is_stopped_the_shell_has_its_terminal(self, running: Path, terminal: list[Terminal]) -> None:
+        """Ctrl-Z, then `fg`."""
+        shown = Terminal("top", str(running), "--every", "0.1")
+        terminal.append(shown)
+        shown.until(RUNNING)
+        shown.type("\x1a")
+        _, status = os.waitpid(shown.process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        while select.select([shown.main], [], [], 0)[0]:
+            shown.text += os.read(shown.main, 65536).decode()
+        assert shown.is_as_it_was()
+        shown.text = ""
+        shown.process.send_signal(signal.SIGCONT)
+        shown.until(RUNNING)
+        assert ENTER in shown.text
+        shown.type("\x03")
+        assert shown.end() == 130
+        assert shown.is_as_it_was()
+
     def test_it_follows_the_size_of_its_terminal(self, running: Path, terminal: list[Terminal]) -> None:
         """At 80 columns the point at work has one line, at 30 two."""
         shown = Terminal("top", str(running), "--every", "0.1")
