@@ -69,6 +69,7 @@ def _values(a: Sequence[Record], b: Sequence[Record]) -> Iterator[tuple[str, set
         for name in sorted({n for r in (*a, *b) for n in r.measured_with})
     ]
     readers += [
+        ("measured by", lambda r: [r.origin if isinstance(r.origin, str) else "dcpbench"]),
         ("auto chose", lambda r: [r.choice] if r.choice else []),
         ("throttled by", lambda r: r.gpu.throttle_reasons if r.gpu else []),
         ("marks", lambda r: r.marks),

@@ -129,6 +129,8 @@ def _point(
         ]  # fmt: skip
         test = _test(measure, sides, options, [x.name for x in a], [x.name for x in b])
         found.rows.append(test.row)
+        if measure.name == "step_time":
+            found.output_tok_s = (point.concurrency * 1e3 / test.row.a, point.concurrency * 1e3 / test.row.b)
         if found.cpu and not options.allow_cpu:
             test.row.reason = CPU_REASON
         else:

@@ -65,6 +65,8 @@ class PointResult(msgspec.Struct, kw_only=True):
     cpu: bool = False
     marks_a: list[str] = []
     marks_b: list[str] = []
+    output_tok_s: tuple[float, float] | None = None
+    """Of A and B in `decode`: concurrency / step time. Null in `serve`, which has rows of its throughput."""
     rows: list[Row] = []
     not_compared: list[str] = []
     """Metrics that one side has and the other has not."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from dcpbench.records import Record
 
-MOST_POINTS = 20_000
+MOST_POINTS = 10_000
 """Points that both sides have; each takes milliseconds."""
 LOAD_FIELDS = tuple(name for name in Load.__struct_fields__ if name != "mode")
 FIELDS = (*(name for name in Point.__struct_fields__ if name not in ("repeat", "load", "workload")), *LOAD_FIELDS)

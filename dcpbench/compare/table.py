@@ -16,6 +16,7 @@ from dcpbench.compare.words import (
     number,
     ratio_text,
     summary,
+    throughput,
 )
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ STYLES = {
     "SLOWER": "red bold", "FASTER": "green bold", "MORE": "yellow bold", "FEWER": "yellow bold", "SAME": "dim",
     "UNDECIDED": "yellow",
 }  # fmt: skip
-HEAD = f"  {'':<18} {'A':>9} {'B':>9} {'B/A':>6} {'interval':>13}  verdict (+launches)"
+HEAD = f"  {'':<18} {'A':>9} {'B':>9} {'B/A':>6} {'interval':>13}  verdict (+more)"
 
 
 def render(c: Comparison, *, every: bool = False) -> list[Text]:
@@ -70,7 +71,7 @@ def _differences(c: Comparison) -> list[Text]:
 
 
 def _point(point: PointResult) -> Iterator[Text]:
-    yield Text(point.name, style="bold")
+    yield Text(point.name + throughput(point), style="bold")
     if point.other_name:
         yield Text(f"  B: {point.other_name}")
     marks = [f"{side}: {', '.join(m)}" for side, m in (("A", point.marks_a), ("B", point.marks_b)) if m]

@@ -8,7 +8,7 @@ from dcpbench.compare.model import WORST_FIRST
 from dcpbench.syncs.words import counted
 
 if TYPE_CHECKING:
-    from dcpbench.compare.model import Comparison, Row
+    from dcpbench.compare.model import Comparison, PointResult, Row
 
 CPU_NOTE = "CPU: functional run; its times say nothing about performance."
 LARGE = 1000
@@ -27,6 +27,14 @@ def label(row: Row) -> str:
 def ratio_text(row: Row) -> str:
     """`1.0312`; what is counted and small, and what cannot be divided, has none."""
     return "" if row.ratio is None or row.absolute else f"{row.ratio:.3f}" if row.ratio < LARGE else f"{row.ratio:.3g}"
+
+
+def throughput(point: PointResult) -> str:
+    """`: 797.5 → 788 tok/s`, of a decode point; empty for others, which have rows of it."""
+    if point.output_tok_s is None:
+        return ""
+    a, b = map(number, point.output_tok_s)
+    return f": {a} → {b} tok/s"
 
 
 def range_text(row: Row) -> str:

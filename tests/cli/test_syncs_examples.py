@@ -23,7 +23,12 @@ RECORD = "python benchmark.py --profile-to traces"
 
 
 @pytest.mark.parametrize(
-    ("schema", "file"), [("vendor.github-workflows", "github-actions.yml"), ("vendor.gitlab-ci", "gitlab-ci.yml")]
+    ("schema", "file"),
+    [
+        ("vendor.github-workflows", "github-actions.yml"),
+        ("vendor.github-workflows", "compare.yml"),
+        ("vendor.gitlab-ci", "gitlab-ci.yml"),
+    ],
 )
 def test_they_are_valid_by_the_published_schemas(schema: str, file: str) -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, str(EXAMPLES / file)]

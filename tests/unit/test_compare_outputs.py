@@ -6,10 +6,12 @@ import json
 import math
 import re
 import xml.etree.ElementTree as ET
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+import yaml
 
 from dcpbench import cli
 from dcpbench.compare import gate, github, junit, markdown, picture, sides, table
@@ -22,9 +24,9 @@ from tests.unit import serve_record_builder as serving
 from tests.unit.compare_builder import compared, of_launches, write_launches
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from dcpbench.records import Record
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
@@ -149,6 +151,17 @@ class TestOutputs:
             if re.match(r"  (step time|KV|memory|host|ITL)", line.plain):
                 assert len(line.plain) <= 80
 
+    def test_the_example_of_a_workflow_types_options_that_there_are(self) -> None:
+        import typer
+
+        commands = typer.main.get_command(cli.app).commands
+        steps = yaml.safe_load((EXAMPLES / "compare.yml").read_text())["jobs"]["compare"]["steps"]
+        (judging,) = (s["run"].split() for s in steps if "dcpbench compare" in s.get("run", ""))
+        with commands["compare"].make_context("compare", judging[2:]) as context:
+            assert gate.read_rules(context.params["fail_on"])
+        sweep = yaml.safe_load((EXAMPLES / "compare.yml").read_text())["jobs"]["compare"]["env"]["SWEEP"]
+        assert commands["sweep"].make_context("sweep", sweep.split()).params["tp"] == "4"
+
     def test_mistakes_are_one_sentence(self, tmp_path: Path, call) -> None:
         one = build.write(tmp_path / "one", [build.ok(build.point())])
         for arguments, advice in (
@@ -208,6 +221,17 @@ class TestHostileRecords:
         for name in ("../../secret.parquet", "/etc/passwd", "samples/../../x", "\0", "a" * 300):
             evil = msgspec.structs.replace(record, serve=msgspec.structs.replace(record.serve, samples_file=name))
             assert not compared(tmp_path, [evil], [evil]).counts.get("FASTER")
+
+    def test_too_many_points_and_endless_names_end_in_a_sentence_or_a_line(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        long = build.ok(build.point(model="m" * 10_000_000))
+        (point,) = compared(tmp_path / "x", [long], [long]).points
+        assert len(point.name) <= 320
+        monkeypatch.setattr(sides, "MOST_POINTS", 1)
+        two = [build.ok(build.point(concurrency=n)) for n in (8, 16)]
+        with pytest.raises(UsageError, match="2 points are in both, more than the 1"):
+            compared(tmp_path / "y", two, two)
 
     def test_damaged_records_are_one_sentence(self, tmp_path: Path, call) -> None:
         bad = tmp_path / "bad"

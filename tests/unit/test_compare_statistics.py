@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from dcpbench.commands_ab import order
 from dcpbench.compare import effects, multiple, student
 from dcpbench.compare.judging import Options, judge
 from dcpbench.compare.resampling import LEAST, Error, block_length, error_of, error_of_pooled, mean, quantile
@@ -73,6 +74,11 @@ class TestBlocks:
         samples = 100 + np.array(noise)
         shuffled = rng.permutation(samples)
         assert error_of(samples, mean, 1).variance > 5 * error_of(shuffled, mean, 1).variance
+
+    def test_quantiles_are_numpys(self) -> None:
+        rows = np.random.default_rng(5).random((7, 24))
+        for q in (0, 0.5, 0.9, 0.99, 1):
+            assert quantile(q)(rows) == pytest.approx(np.quantile(rows, q, axis=1))
 
     def test_too_few_samples_say_nothing(self) -> None:
         assert error_of([1.0] * (LEAST - 1), mean, 1) is None
@@ -196,6 +202,22 @@ class TestGuarantees:
         rng = np.random.default_rng(8)
         found = [verdicts(rng, model, 6, faster=1.03).get("FASTER", 0) for _ in range(100)]
         assert sum(found) >= 0.95 * 4 * 100
+
+    @pytest.mark.parametrize("alternate", [True, False], ids=["A-B-B-A", "A-B-A-B"])
+    def test_a_drift_cancels_where_turns_alternate_and_only_there(self, alternate: bool) -> None:
+        """Every launch is 1 % slower than the one before, of either side: A B A B … makes B 1 % slower than A."""
+        rng = np.random.default_rng(5)
+        different = 0
+        for _ in range(50):
+            taken: dict[str, list[Launch]] = {"a": [], "b": []}
+            turns = [name for n in range(1, 7) for name in (order(n) if alternate else "ab")]
+            for place, name in enumerate(turns):
+                records = launch(rng, "shared", cv=0.005, faster=1.01**-place)
+                taken[name].append(Launch(f"{name}{place}", Path(f"{name}{place}"), records))
+            options = Options(metrics=("step_time",), paired=True)
+            found = judge(taken["a"], taken["b"], options).counts
+            different += "SLOWER" in found or "FASTER" in found
+        assert (different <= 2) if alternate else (different >= 25)
 
     def test_two_equal_variants_are_the_same_once_launches_scatter_little(self) -> None:
         """Launches of 0.2 %, as of one machine; 5 of each: within 1 %, in nearly all of 400 points."""
