@@ -54,8 +54,7 @@ def render(state: State, width: int, height: int) -> RenderableType:
 
 
 def _head(state: State) -> Text:
-    kind = f"{state.kind} in " if state.kind else ""
-    text = Text(f"{kind}{state.folder}: ", "bold")
+    text = Text(f"{state.kind or 'run'} in {state.folder}: ", "bold")
     text.append(words.status(state), words.STYLES.get(state.status, ""))
     if state.device == "cpu":
         text.append(f"\n{CPU_NOTE}", "yellow")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.choices import REPLAY
 from dcpbench.errors import WorkerError
 from dcpbench.sweep import point_name
 from dcpbench.top.estimate import Estimate, estimate
@@ -66,7 +65,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
     folder: str
     kind: str
-    """`sweep`, `serve`, `verify`, or `replay`, which needs no jobs; empty where nothing has begun."""
+    """`sweep`, `serve` or `verify`; empty without a job, as in a replay from --step-times, which needs none."""
     device: str
     """`cuda`, `cpu`, or empty where there are no jobs."""
     status: str
@@ -142,7 +141,7 @@ def state_of(
 def _kind(facts: Facts) -> str:
     job = facts.newest
     if job is None:
-        return REPLAY if facts.ended else ""
+        return ""
     return "serve" if job.job.points and job.job.points[0].load else inert(job.job.kind)
 
 

@@ -62,7 +62,7 @@ class TestPoints:
     def test_a_replay_without_jobs_has_no_list_of_its_points(self, tmp_path: Path) -> None:
         build.record(tmp_path, FOUR[0], start=0, seconds=2)
         found = build.state(tmp_path, 3)
-        assert (found.kind, found.ok, found.total, found.left, found.eta) == ("replay", 1, None, None, None)
+        assert (found.kind, found.ok, found.total, found.left, found.eta) == ("", 1, None, None, None)
 
     def test_served_points_are_a_serve(self, tmp_path: Path) -> None:
         build.job(tmp_path, [build.point(100, workload="serve", load=load())])
