@@ -13,7 +13,7 @@ import anyio
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from starlette.requests import Request
-    from starlette.responses import Response
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from dcpbench.dashboard.watching import Watcher
@@ -56,7 +55,15 @@ def make_app(watcher: Watcher) -> Starlette:
         index = await anyio.to_thread.run_sync(watcher.index)
         return JSONResponse({"index": index, "jobs": [dataclasses.asdict(job) for job in jobs], "note": watcher.note})
 
-    routes = [Route("/", first), Route("/index.html", first), Route("/live.json", live)]
+    async def no_icon(_: Request) -> Response:
+        return Response(status_code=204)  # browsers ask, whatever a page says
+
+    routes = [
+        Route("/", first),
+        Route("/index.html", first),
+        Route("/live.json", live),
+        Route("/favicon.ico", no_icon),
+    ]
     return Starlette(
         routes=[*routes, Mount("/", _Files(watcher))],
         middleware=[

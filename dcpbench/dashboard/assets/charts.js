@@ -150,11 +150,13 @@
       type: "scatter", mode: placed.length > 1 ? "lines+markers" : "markers", name: dcp.text(dash.name(history.line)),
       x: placed.map((k) => axis.at(history.run[k])), y: placed.map((k) => median[k]),
       line: { color: dcp.series(i), width: 1.5, dash: dcp.dash(i) }, marker: { color: dcp.series(i), symbol: dcp.symbol(i), size: 7 },
-      customdata: placed.map((k) => dcp.hover(dash.name(history.line), [
-        [measure.label, `${dcp.number(median[k])} ${measure.unit}`], ...(interval(low, high, k) ? [["interval", interval(low, high, k)]] : []),
-        ["run", name[history.run[k]]], ["date", dash.when(date[history.run[k]])], ["commit", commit[history.run[k]] || "–"], ...(history.marks[k] ? [["marks", history.marks[k]]] : []),
-      ])),
-      hovertemplate: dcp.HOVER,
+      tip: (j) => {
+        const k = placed[j];
+        return [`${dash.name(history.line)}, ${place(history.line)}`, [
+          [measure.label, `${dcp.number(median[k])} ${measure.unit}`], ...(interval(low, high, k) ? [["interval", interval(low, high, k)]] : []),
+          ["run", name[history.run[k]]], ["date", dash.when(date[history.run[k]])], ["commit", commit[history.run[k]] || "–"], ...(history.marks[k] ? [["marks", history.marks[k]]] : []),
+        ]];
+      },
     };
     if (low) made.error_y = { type: "data", symmetric: false, array: placed.map((k) => (high[k] === null ? 0 : high[k] - median[k])), arrayminus: placed.map((k) => (low[k] === null ? 0 : median[k] - low[k])), thickness: 1.2, width: 3, color: dcp.series(i) };
     return made;

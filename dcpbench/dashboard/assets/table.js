@@ -106,7 +106,7 @@ globalThis.dash = (() => {
 
   function sorted(lines) {
     const name = state.sort;
-    if (!name) return lines;
+    if (name !== "value" && name !== "change" && !Object.hasOwn(self.columns, name)) return lines;
     let key;
     if (name === "value") key = (line) => self.measure?.value[line] ?? NaN;
     else if (name === "change") key = (line) => { const found = self.measure?.change.get(line); return found ? Math.abs(Math.log(found[2] ?? 2)) : NaN; };
@@ -132,7 +132,7 @@ globalThis.dash = (() => {
 
   function head() {
     const m = self.measure;
-    const columns = [["", ""], ["model", "Model"], ["workload", "Workload"], ["layout", "Layout"], ["exchange", "Exchange"], ["context", "Context", "n"], ["concurrency", "Conc.", "n"],
+    const columns = [["", ""], ["model", "Point", "narrow"], ["model", "Model", "roomy"], ["workload", "Workload", "roomy"], ["layout", "Layout", "roomy"], ["exchange", "Exchange", "roomy"], ["context", "Context", "n roomy"], ["concurrency", "Conc.", "n roomy"],
       ["value", m ? `${m.label}${m.unit ? ` (${m.unit})` : ""}` : "Value", "n"], ["change", "Last change", "n"], ["runs", "Runs", "n"], ["last", "Newest run"], ["hardware", "Hardware"], ["how", "How"]];
     find("table").tHead.replaceChildren(el("tr", {}, ...columns.map(([name, label, kind]) => {
       if (!name) return el("th", { scope: "col" }, el("span", { class: "unseen" }, "Show history"));
@@ -140,7 +140,7 @@ globalThis.dash = (() => {
       button.addEventListener("click", () => {
         Object.assign(state, { down: state.sort === name ? !state.down : ["value", "change", "runs", "last"].includes(name), sort: name, page: 0 });
         self.show();
-        find("table").querySelector(`[data-sort="${name}"]`).focus();
+        [...find("table").querySelectorAll(`[data-sort="${name}"]`)].find((one) => one.offsetParent)?.focus();
       });
       return el("th", { scope: "col", class: kind, "aria-sort": state.sort === name ? (state.down ? "descending" : "ascending") : null }, button);
     })));
@@ -169,12 +169,13 @@ globalThis.dash = (() => {
     const box = el("input", { type: "checkbox", "aria-label": `History of ${self.name(line)}`, "data-id": id });
     box.checked = on;
     box.addEventListener("change", () => self.pick(id, box.checked));
+    const functional = () => (self.columns.cpu[line] ? el("span", { class: "pill" }, "functional") : "");
     const outcome = self.word("outcome", line);
     const last = self.columns.last[line];
     const cells = [
-      el("td", {}, box), el("td", {}, self.word("model", line)), el("td", { class: "w" }, self.word("workload", line), self.columns.cpu[line] ? el("span", { class: "pill" }, "functional") : ""),
-      el("td", { class: "w" }, self.word("layout", line)), el("td", {}, self.word("exchange", line)),
-      el("td", { class: "n" }, self.columns.context[line].toLocaleString("en-US")), el("td", { class: "n" }, self.columns.concurrency[line].toLocaleString("en-US")),
+      el("td", {}, box), el("td", { class: "narrow" }, self.name(line), functional()), el("td", { class: "roomy" }, self.word("model", line)), el("td", { class: "w roomy" }, self.word("workload", line), functional()),
+      el("td", { class: "w roomy" }, self.word("layout", line)), el("td", { class: "roomy" }, self.word("exchange", line)),
+      el("td", { class: "n roomy" }, self.columns.context[line].toLocaleString("en-US")), el("td", { class: "n roomy" }, self.columns.concurrency[line].toLocaleString("en-US")),
       el("td", { class: "n" }, ...[self.shownValue(line)].flat()), changeCell(line), el("td", { class: "n" }, self.columns.runs[line]),
       el("td", { class: "w" }, self.when(self.index.runs.date[last]), outcome === "ok" ? "" : el("span", { class: "bad" }, ` ${outcome}`)),
       el("td", { class: "w" }, self.word("hardware", line)),

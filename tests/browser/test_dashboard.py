@@ -1,0 +1,280 @@
+"""The dashboard in a real browser: from a disk and from its server, quick with 20,000 points, inert with any record."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+import uvicorn
+
+from dcpbench.dashboard import commands, pages, server, site, watching
+from dcpbench.layout import Layout
+from tests.unit import dashboard_builder, record_builder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from playwright.sync_api import Page
+
+    Visit = Callable[..., Page]
+
+SCREEN = {"width": 1400, "height": 1000}
+PHONE = {"width": 400, "height": 800}
+USABLE = "html[data-usable]"
+DRAWN = "#charts .main-svg"
+HOSTILE = '<img src=x onerror="globalThis.pwned=1"></script><script>globalThis.pwned=1</script>'
+LEAST_LOADS = 3
+MOST_S = 2.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_pages() -> Iterator[None]:
+    """Reports have browser tests of their own; here a page is a file that says which run it is of."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pages, "_report", lambda folder, run: (folder / pages.PAGE).write_text(run.slug) and "")
+        yield
+
+
+@pytest.fixture(scope="module")
+def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 runs of 16 points; the first is 3 % slower from the 26th on."""
+    folder = tmp_path_factory.mktemp("history")
+    site.build(dashboard_builder.history(folder / "runs", count=16), folder / "site")
+    return folder / "site" / "index.html"
+
+
+def opened(visit: Visit, path: Path, fragment: str = "", **options: object) -> Page:
+    page = visit(path, fragment, **{"viewport": SCREEN, **options})
+    page.wait_for_selector(USABLE)
+    return page
+
+
+def until(page: Page, condition: str) -> None:
+    """Wait for a condition; Playwright's own way of waiting needs eval, which the page's policy refuses."""
+    for _ in range(200):
+        if page.evaluate(condition):
+            return
+        page.wait_for_timeout(50)
+    pytest.fail(f"never true: {condition}")
+
+
+def rows(page: Page) -> int:
+    return page.locator("#table tbody tr").count()
+
+
+def choose(page: Page, name: str, value: str) -> None:
+    page.locator(f"#filters [name={name}]").select_option(value)
+
+
+class TestOpening:
+    @pytest.mark.parametrize("screen", [SCREEN, PHONE], ids=["1400px", "400px"])
+    @pytest.mark.parametrize("scheme", ["light", "dark"])
+    def test_it_opens_from_a_disk_without_a_network(
+        self, visit: Visit, history: Path, screen: object, scheme: str
+    ) -> None:
+        """And is no wider than the screen; `visit` holds that nothing was asked for and no error was written."""
+        page = opened(visit, history, viewport=screen, color_scheme=scheme)
+        assert rows(page) == 16
+        page.locator("#table tbody input").first.check()
+        page.wait_for_selector(DRAWN)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+    @pytest.mark.parametrize(("runs", "points"), [(40, 500), (1, 20_000)], ids=["40x500", "1x20000"])
+    def test_20_000_points_are_usable_in_two_seconds(
+        self, visit: Visit, tmp_path: Path, runs: int, points: int
+    ) -> None:
+        """From the start of navigation to a filled table with its filters, the best of three loads."""
+        site.build(dashboard_builder.many(tmp_path / "runs", runs, points), tmp_path / "site", wanted=lambda _: False)
+        seconds = []
+        for _ in range(LEAST_LOADS):
+            page = opened(visit, tmp_path / "site" / "index.html")
+            mark = "performance.getEntriesByName('dcpbench-usable')[0].startTime"
+            seconds.append(page.evaluate(mark) / 1000)
+            assert rows(page) == 50
+            assert f"of {points:,} points" in page.locator("#count").inner_text()
+            page.context.close()
+        assert min(seconds) < MOST_S
+
+    def test_charts_are_loaded_for_what_is_ticked_alone(self, visit: Visit, history: Path) -> None:
+        page = opened(visit, history)
+        scripts = "[...document.scripts].map((s) => s.getAttribute('src')).filter((s) => /plotly|history/.test(s))"
+        assert page.evaluate(scripts) == []
+        page.locator("#table tbody input").first.check()
+        page.wait_for_selector(DRAWN)
+        assert len(page.evaluate(scripts)) == 2
+
+
+class TestFinding:
+    def test_filters_search_and_metric_narrow_the_table(self, visit: Visit, history: Path) -> None:
+        """16 points: 2 models × 2 contexts × 4 layouts at one load."""
+        page = opened(visit, history)
+        choose(page, "model", "kimi-k2")
+        assert rows(page) == 8
+        choose(page, "context", "32000")
+        assert rows(page) == 4
+        page.locator("#filters [name=q]").fill("dcp4")
+        assert rows(page) == 1
+        page.get_by_role("button", name="Clear").click()
+        assert rows(page) == 16
+        choose(page, "metric", "step_ms")
+        until(page, "document.querySelector('#table thead').textContent.includes('Step time')")
+        page.locator("#filters [name=changed]").check()
+        assert rows(page) == 1
+        assert "+3" in page.locator("#table tbody").inner_text()
+
+    def test_columns_sort_both_ways_by_keyboard(self, visit: Visit, history: Path) -> None:
+        page = opened(visit, history)
+        value = "[...document.querySelectorAll('#table tbody tr')].map((r) => parseFloat(r.cells[8].textContent))"
+        button = page.locator("#table [data-sort=value]")
+        button.focus()
+        page.keyboard.press("Enter")
+        down = page.evaluate(value)
+        assert down == sorted(down, reverse=True)
+        page.keyboard.press("Enter")
+        assert page.evaluate(value) == sorted(down)
+        assert page.locator("th[aria-sort=ascending]").count() == 1
+
+    def test_the_address_keeps_what_is_chosen(self, visit: Visit, history: Path) -> None:
+        page = opened(visit, history)
+        choose(page, "model", "kimi-k2")
+        page.locator("#table tbody input").nth(2).check()
+        page.wait_for_selector(DRAWN)
+        fragment = page.evaluate("location.hash")
+        again = opened(visit, history, fragment)
+        again.wait_for_selector(DRAWN)
+        assert rows(again) == 8
+        assert again.locator("#table tbody input").nth(2).is_checked()
+
+    @pytest.mark.parametrize(
+        "fragment", ["#metric=__proto__&model=constructor&page=-7&p=x", "#sort=q&down=1&x=9", "#%ff"]
+    )
+    def test_an_address_that_means_nothing_shows_all(self, visit: Visit, history: Path, fragment: str) -> None:
+        assert rows(opened(visit, history, fragment)) == 16
+
+
+class TestHistory:
+    def test_a_change_is_marked_and_told_with_its_runs_and_uncertainty(self, visit: Visit, history: Path) -> None:
+        page = opened(visit, history, "#metric=step_ms&changed=true")
+        page.locator("#table tbody input").first.check()
+        page.wait_for_selector(DRAWN)
+        told = page.locator("figure[data-measure=step_ms] li").inner_text()
+        assert "worse" in told
+        assert "95 %" in told
+        assert "between run-024" in told
+        assert "run-025" in told
+        assert page.locator("figure[data-measure=step_ms] .shapelayer path").count() == 1
+
+    @pytest.mark.parametrize("axis", ["date", "commit", "run"])
+    def test_hovering_names_run_date_and_commit(self, visit: Visit, history: Path, axis: str) -> None:
+        page = opened(visit, history)
+        page.locator("#table tbody input").first.check()
+        page.wait_for_selector(DRAWN)
+        page.locator("#picked [name=x]").select_option(axis)
+        page.wait_for_selector(f"{DRAWN} .points path")
+        page.locator("figure .points path").nth(3).hover(force=True)
+        page.locator(".tip").wait_for()
+        text = page.locator(".tip").inner_text()
+        assert "run-003" in text
+        assert "2026-01-08" in text
+        assert "0000003" in text
+
+    def test_the_table_below_has_every_run_with_a_link_to_its_page(self, visit: Visit, history: Path) -> None:
+        page = opened(visit, history)
+        page.locator("#table tbody input").first.check()
+        page.wait_for_selector(DRAWN)
+        page.locator("#charts summary").click()
+        assert page.locator("#charts details tbody tr").count() == 40
+        page.locator("#charts details a").first.click()
+        page.wait_for_load_state()
+        assert page.locator("body").inner_text() == "run-039"
+
+    def test_other_hardware_is_a_line_of_its_own_that_can_be_added(self, visit: Visit, tmp_path: Path) -> None:
+        of = record_builder.point(Layout(4))
+        for run in range(4):
+            device = "NVIDIA H200" if run < 2 else "NVIDIA B200"
+            where = dashboard_builder.environment(run, device=device)
+            record_builder.write(tmp_path / "runs" / f"{run}", [dashboard_builder.record(of, run, environment=where)])
+        site.build(tmp_path / "runs", tmp_path / "site")
+        page = opened(visit, tmp_path / "site" / "index.html")
+        assert rows(page) == 2
+        page.locator("#table tbody input").first.check()
+        page.wait_for_selector(DRAWN)
+        traces = "document.querySelector('#charts .chart').data.map((t) => t.x.length)"
+        assert page.evaluate(traces) == [2]
+        page.locator("#picked p button").click()
+        until(page, f"{traces}.length === 2")
+        assert page.evaluate(traces) == [2, 2]
+
+    def test_functional_runs_are_shown_only_when_asked_for_and_watermarked(self, visit: Visit, tmp_path: Path) -> None:
+        record_builder.write(tmp_path / "runs" / "cpu", record_builder.cpu_sweep())
+        record_builder.write(tmp_path / "runs" / "gpu", [dashboard_builder.record(record_builder.point(), 0)])
+        site.build(tmp_path / "runs", tmp_path / "site")
+        page = opened(visit, tmp_path / "site" / "index.html")
+        assert rows(page) == 1
+        assert "4 functional ones of CPU runs are hidden" in page.locator("#count").inner_text()
+        page.locator("#filters [name=cpu]").check()
+        assert rows(page) == 5
+        page.locator("#table tbody tr", has_text="functional").first.locator("input").check()
+        page.wait_for_selector(DRAWN)
+        assert "CPU: functional" in page.locator("#charts .chart").first.inner_text()
+
+
+def test_hostile_records_inject_nothing(visit: Visit, tmp_path: Path) -> None:
+    of = record_builder.point(model=HOSTILE, backend=HOSTILE)
+    where = dashboard_builder.environment(0, device=HOSTILE, driver=HOSTILE, git_commit=HOSTILE)
+    record = dashboard_builder.record(of, 0, environment=where, marks=[HOSTILE, "__proto__"])
+    failed = record_builder.failed(record_builder.point(model="__proto__"), reason=HOSTILE)
+    record_builder.write(tmp_path / "runs" / "<img src=x>", [record, failed])
+    (tmp_path / "runs" / "bad <b>").mkdir()
+    (tmp_path / "runs" / "bad <b>" / "records.jsonl").write_text(HOSTILE + "\n\n")
+    site.build(tmp_path / "runs", tmp_path / "site")
+    page = opened(visit, tmp_path / "site" / "index.html")
+    for i in range(rows(page)):
+        page.locator("#table tbody input").nth(i).check()
+    page.wait_for_selector(DRAWN)
+    page.locator("figure .points path").first.hover(force=True)
+    page.locator(".tip").wait_for()
+    page.locator("#skipped summary").click()
+    assert page.evaluate("globalThis.pwned") is None
+    assert page.locator("img").count() == 0
+    assert HOSTILE in page.locator("#table").inner_text()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[watching.Watcher, str]]:
+    """A server of two runs, and its address."""
+    watcher = watching.Watcher(dashboard_builder.history(tmp_path / "runs", runs=2, count=8), tmp_path / "site", print)
+    watcher.refresh()
+    with commands._bound(0) as bound:
+        config = uvicorn.Config(server.make_app(watcher), log_level="critical", lifespan="off")
+        running = uvicorn.Server(config)
+        thread = threading.Thread(target=running.run, kwargs={"sockets": [bound]})
+        thread.start()
+        yield watcher, f"http://127.0.0.1:{bound.getsockname()[1]}/"
+        running.should_exit = True
+        thread.join(timeout=20)
+
+
+def test_a_served_page_follows_new_records_and_keeps_what_is_chosen(
+    visit: Visit, served: tuple[watching.Watcher, str]
+) -> None:
+    watcher, address = served
+    page = visit(address, allowed=address, viewport=SCREEN)
+    page.wait_for_selector(USABLE)
+    choose(page, "layout", "tp4·dcp4")
+    page.locator("#table tbody input").first.check()
+    page.wait_for_selector(DRAWN)
+    page.locator("#filters [name=q]").fill("kimi")
+    more = dashboard_builder.record(record_builder.point(Layout(4, 1, 4), context=64000), 2)
+    record_builder.write(watcher.root / "run-002", [more, dashboard_builder.record(dashboard_builder.points(3)[2], 2)])
+    watcher.refresh()
+    until(page, "document.querySelector('#summary').textContent.startsWith('3 runs')")
+    assert rows(page) == 3
+    assert page.locator("#filters [name=q]").input_value() == "kimi"
+    assert page.evaluate("document.activeElement.name") == "q"
+    until(page, "document.querySelector('#charts .chart').data[0].x.length === 3")
+    page.locator("#run-table a", has_text="run-002").click()
+    page.wait_for_load_state()
+    assert page.locator("body").inner_text() == "run-002"
