@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help sweep test lint types format clean
+.PHONY: help sweep test results lint types format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -15,6 +15,12 @@ sweep: $(STAMP) ## Measure --tp 8 --dcp 8 and its dcp 1 baseline on this machine
 
 test: $(STAMP) ## Run the whole test suite on two processes
 	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
+
+results: $(STAMP) ## Write the reports under results/ again, from their raw records (results/reports.txt)
+	@grep -v '^#' results/reports.txt | while read -r folder args; do \
+		echo "results/$$folder: dcpbench report $$args"; \
+		(cd "results/$$folder" && "$(abspath $(BIN))/dcpbench" report $$args >/dev/null </dev/null) || exit 1; \
+	done
 
 lint: $(STAMP) ## Check style, formatting and the directions of imports
 	$(BIN)/ruff check .

@@ -60,7 +60,7 @@ def draw_all(read: Frames, folder: Path) -> list[Picture]:
     if read.everything.empty:
         return []
     folder.mkdir(parents=True, exist_ok=True)
-    studio = _Studio(folder, style.Style.of(read.everything))
+    studio = Studio(folder, style.Style.of(read.everything))
     _draw_steps(read.points, studio)
     _draw_served(read.served, studio)
     _draw_break_even(read, studio)
@@ -75,7 +75,7 @@ def _by_model(points: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     return [(name, points[points["model"] == name]) for name in names]
 
 
-def _draw_steps(points: pd.DataFrame, studio: _Studio) -> None:
+def _draw_steps(points: pd.DataFrame, studio: Studio) -> None:
     """Figures of the workload `decode`."""
     if points.empty:
         return
@@ -89,7 +89,7 @@ def _draw_steps(points: pd.DataFrame, studio: _Studio) -> None:
 
 
 def _draw_bars(
-    points: pd.DataFrame, studio: _Studio, kind: str, title: str, draw: Draw, wanted: Callable[[pd.DataFrame], bool]
+    points: pd.DataFrame, studio: Studio, kind: str, title: str, draw: Draw, wanted: Callable[[pd.DataFrame], bool]
 ) -> None:
     """A figure of a model for each run that has what it shows."""
     for run in thinning.first_of(points, "run", thinning.MOST_RUNS):
@@ -100,7 +100,7 @@ def _draw_bars(
             studio.add(kind, f"{title}, {where}{note}", of_run, draw)
 
 
-def _draw_served(served: pd.DataFrame, studio: _Studio) -> None:
+def _draw_served(served: pd.DataFrame, studio: Studio) -> None:
     """Figures of the workload `serve`: live runs and replays in figures of their own, each of which says what it is."""
     known = served if served.empty else served[served["output_tok_s"].notna()]
     if known.empty:
@@ -116,7 +116,7 @@ def _draw_served(served: pd.DataFrame, studio: _Studio) -> None:
             studio.add(f"serve-{kind}-{mode}-{arrival}", told, group, draw, figures.alt(told, group))
 
 
-def _draw_break_even(read: Frames, studio: _Studio) -> None:
+def _draw_break_even(read: Frames, studio: Studio) -> None:
     """Where DCP pays: a figure for decode, one for live runs and one for replays, over all models."""
     ratios = findings.dcp_against_baseline(findings.rivals(read))
     loops = ratios[ratios["ratio"].notna() & (ratios["load_arrival"] == CLOSED)] if len(ratios) else ratios
@@ -129,7 +129,9 @@ def _draw_break_even(read: Frames, studio: _Studio) -> None:
 
 
 @dataclasses.dataclass
-class _Studio:
+class Studio:
+    """Draws figures into a folder, all in one look, and remembers them."""
+
     folder: Path
     look: style.Style
     pictures: list[Picture] = dataclasses.field(default_factory=list)
@@ -137,16 +139,20 @@ class _Studio:
     def add(self, kind: str, title: str, points: pd.DataFrame, draw: Draw, alt: str = "") -> None:
         """Draw one figure in both widths and write it."""
         path = self.folder / self._name(kind, points)
+        narrow = self.draw(path, title, points, draw)
+        png, svg, pdf = (path.with_suffix(end) for end in (".png", ".svg", ".pdf"))
+        alt = alt or _alt(kind, title, points)
+        self.pictures.append(Picture(kind, title, alt, png, svg, narrow, pdf))
+
+    def draw(self, path: Path, title: str, points: pd.DataFrame, draw: Draw) -> bytes:
+        """Write a figure in all formats; its narrow version as SVG."""
         with mpl.rc_context(style.RC), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Glyph .* missing")  # a name in letters that the font lacks
             wide = draw(points, self.look, title, narrow=False)
             wide.savefig(path.with_suffix(".png"), dpi=150)
             path.with_suffix(".svg").write_bytes(_svg(wide))
             wide.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None})
-            narrow = _svg(draw(points, self.look, title, narrow=True))
-        alt = alt or _alt(kind, title, points)
-        png, svg, pdf = (path.with_suffix(end) for end in (".png", ".svg", ".pdf"))
-        self.pictures.append(Picture(kind, title, alt, png, svg, narrow, pdf))
+            return _svg(draw(points, self.look, title, narrow=True))
 
     def _name(self, kind: str, points: pd.DataFrame) -> str:
         """A file name of plain letters, whatever the model is called, and no name twice."""

@@ -1,0 +1,50 @@
+"""The reports under results/: what is committed is what `make results` makes of the raw records."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcpbench.reports import export, frames, markdown, plots, sections
+
+RESULTS = Path(__file__).parents[2] / "results"
+LINES = [
+    line.split(maxsplit=1)
+    for line in (RESULTS / "reports.txt").read_text(encoding="utf-8").splitlines()
+    if line and not line.startswith("#")
+]
+
+
+def arguments(typed: str) -> tuple[list[Path], str, dict[str, bool]]:
+    """The runs, the folder after -o, and how they are read."""
+    *words, _, out = shlex.split(typed)
+    return [Path(w) for w in words if w != "--as-repeats"], out, {"as_repeats": "--as-repeats" in words}
+
+
+@pytest.mark.parametrize(("folder", "typed"), LINES, ids=[shlex.split(typed)[-1] for _, typed in LINES])
+def test_a_committed_report_says_what_its_records_say(
+    folder: str, typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Word for word; the figures are there, and are not drawn again, as fonts differ from one machine to the next."""
+    monkeypatch.chdir(RESULTS / folder)
+    monkeypatch.setattr(plots.Studio, "draw", lambda *_: b"")
+    runs, out, how = arguments(typed)
+    read = frames.load(runs, **how)
+    pictures = plots.draw_all(read, tmp_path / "figures")
+    title = "dcpbench: " + ", ".join(run.name for run in read.runs)
+    text = markdown.render(title, sections.report(read, pictures), tmp_path)
+    assert text == Path(out, "report.md").read_text(encoding="utf-8"), "run `make results` and commit what it wrote"
+    export.write_csv(read, tmp_path / "points.csv")
+    assert (tmp_path / "points.csv").read_bytes() == Path(out, "points.csv").read_bytes()
+    shown: set[Any] = {picture.png.name for picture in pictures}
+    assert shown == {path.name for path in Path(out, "figures").glob("*.png")}
+
+
+def test_every_serving_and_decode_run_stands_in_a_report() -> None:
+    """A folder of records that nothing shows would be forgotten."""
+    shown = {RESULTS / folder / run for folder, typed in LINES for run in arguments(typed)[0]}
+    runs = {path.parent for name in ("decode", "serving") for path in RESULTS.glob(f"{name}*/*/records.jsonl")}
+    assert runs - shown == set()
