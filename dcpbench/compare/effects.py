@@ -12,11 +12,10 @@ import statistics
 from typing import TYPE_CHECKING
 
 from dcpbench.compare import student
+from dcpbench.compare.resampling import Error, joint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from dcpbench.compare.resampling import Error
 
 POWER = 0.8
 """Chance of a verdict with which `more_launches` reckons."""
@@ -81,11 +80,10 @@ def estimate(values: Sequence[float], errors: Sequence[Error | None]) -> Estimat
 
     With several repeats their scatter counts, and never less than what their samples' scatter makes of it.
     """
-    from dcpbench.compare.resampling import Error
-
     logs = [math.log(v) for v in values]
     known = [e for e in errors if e is not None]
-    inside = statistics.fmean(e.variance for e in known) / len(logs) if known else 0.0
+    counted = [0.0 if e.of_requests else e.variance for e in known]
+    inside = statistics.fmean(counted) / len(logs) if counted else 0.0
     if len(logs) > 1:
         variance = max(statistics.variance(logs) / len(logs), inside)
         return Estimate(statistics.fmean(logs), Error(variance, len(logs) - 1.0), len(logs))
@@ -155,7 +153,7 @@ def _assumed(a: Estimate, b: Estimate, launch_noise: float) -> Effect:
     spread = launch_noise / math.sqrt(2)
     if a.within is None or b.within is None:
         return Effect(log, None, 1.0, spread, (1, 1), assumed=True)
-    parts = [(a.within.variance, a.within.df), (b.within.variance, b.within.df), (launch_noise**2, math.inf)]
+    parts = [*joint(a.within, b.within), (launch_noise**2, math.inf)]
     return Effect(log, sum(v for v, _ in parts), satterthwaite(parts), spread, (1, 1), assumed=True)
 
 
@@ -165,7 +163,8 @@ def _of_launch(side: Sequence[Estimate]) -> float:
 
 
 def _within(one: Estimate) -> float:
-    return one.within.variance if one.within else 0.0
+    """Of its steps; requests are the same in every launch."""
+    return one.within.variance if one.within and not one.within.of_requests else 0.0
 
 
 def _times(quantile: float, error: float) -> float:

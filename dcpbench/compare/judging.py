@@ -147,13 +147,13 @@ def _estimate(
 ) -> effects.Estimate | None:
     assert measure.error is not None
     values, errors = [], []
+    seed = zlib.crc32(measure.name.encode())  # the same on both sides, for draws of the same requests
     for record in records:
         value = of(record, measure)
         if value is None:
             continue
         if record.serve and id(record) not in requests:
             requests[id(record)] = requests_of(record, folder)
-        seed = zlib.crc32(f"{measure.name} {record.point.key()}".encode(errors="replace"))
         values.append(value)
         errors.append(measure.error(record, requests.get(id(record), Requests([])), seed))
     return effects.estimate(values, errors) if values else None

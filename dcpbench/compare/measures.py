@@ -105,7 +105,7 @@ def _latency(name: str, q: float) -> Callable[[Record, Requests, int], resamplin
 
     def error(_: Record, requests: Requests, seed: int) -> resampling.Error | None:
         found = [v for t in requests.finished if (v := one(t)) is not None]
-        return resampling.error_of(found, resampling.quantile(q), seed)
+        return resampling.error_of_requests(found, resampling.quantile(q), seed)
 
     return error
 
@@ -131,7 +131,7 @@ def _rate(record: Record, requests: Requests, seed: int, *, steady: bool = False
     if not span[1] > span[0]:
         return None
     counts, _ = np.histogram(np.concatenate([np.asarray(t.token_s) for t in requests.times]), WINDOWS, span)
-    return resampling.error_of(counts.astype(np.float64), resampling.mean, seed)
+    return resampling.error_of_requests(counts.astype(np.float64), resampling.mean, seed)
 
 
 def _steady_rate(record: Record, requests: Requests, seed: int) -> resampling.Error | None:
@@ -145,7 +145,7 @@ def _meets(record: Record, requests: Requests, seed: int) -> resampling.Error | 
     except DcpbenchError:
         return None
     met = np.array([metrics.meets(t, slo) for t in requests.times], np.float64)
-    return resampling.error_of(met, resampling.mean, seed)
+    return resampling.error_of_requests(met, resampling.mean, seed)
 
 
 def _field(*names: str) -> Callable[[Record], float | None]:

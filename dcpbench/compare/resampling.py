@@ -27,12 +27,31 @@ ROOM = 4_000_000
 """Numbers that are drawn at once."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Error:
-    """Standard error of the logarithm of a statistic, and the degrees of freedom that it was estimated with."""
+    """How well the logarithm of a statistic is known, and the degrees of freedom that this was estimated with."""
 
     variance: float
     df: float
+    draws: Floats | None = None
+    """Logarithms of the statistic of resampled requests: the n-th draw of any launch has the same requests."""
+    samples: int = 0
+    """How many requests that were."""
+
+    @property
+    def of_requests(self) -> bool:
+        """Whether it says what other requests would have given, by which launches of the same ones do not differ."""
+        return self.draws is not None
+
+
+def joint(a: Error, b: Error) -> list[tuple[float, float]]:
+    """Variances, with degrees of freedom, of the difference of two launches' logarithms.
+
+    Where both served the same requests, these are drawn for both at once: what a request does to both sides cancels.
+    """
+    if a.draws is None or b.draws is None or a.samples != b.samples:
+        return [(a.variance, a.df), (b.variance, b.df)]
+    return [(float((b.draws - a.draws).var(ddof=1)), min(a.df, b.df))]
 
 
 def block_length(series: Floats) -> int:
@@ -58,23 +77,36 @@ def drawn(n: int, length: int, draws: int, rng: np.random.Generator) -> npt.NDAr
 
 
 def error_of(samples: Sequence[float] | Floats, statistic: Statistic, seed: int) -> Error | None:
-    """Error of `statistic` of one launch's samples, in their order; None where there are too few or it is not positive.
+    """Error of `statistic` of one launch's samples, in their order; None with too few, or where it is not positive.
 
     Samples that are not finite are left out.
     """
-    series = np.asarray(samples, np.float64)
-    series = series[np.isfinite(series)]
-    n = len(series)
-    if n < LEAST or not series.any():
+    series = _usable(samples)
+    if series is None:
         return None
-    series = series / np.abs(series).max()  # no statistic's logarithm scatters otherwise, and no sum overflows
-    if n > MANY:
+    if len(series) > MANY:
         return _by_batches(series, statistic)
     length = block_length(series)
-    rng = np.random.default_rng(seed)
-    at_once = max(1, ROOM // n)
-    found = [statistic(series[drawn(n, length, min(at_once, DRAWS - done), rng)]) for done in range(0, DRAWS, at_once)]
-    return _of_logs(np.concatenate(found), max(n / length - 1, 1.0), 1)
+    return _of_logs(_resampled(series, statistic, length, seed), max(len(series) / length - 1, 1.0), 1)
+
+
+def error_of_requests(samples: Sequence[float] | Floats, statistic: Statistic, seed: int) -> Error | None:
+    """The same of one number for each request, or for each window of a run, so that two launches can be drawn alike.
+
+    The length of blocks is that of `request_blocks`, whatever the samples are.
+    """
+    series = _usable(samples)
+    if series is None or len(series) > MANY:
+        return None if series is None else _by_batches(series, statistic)
+    length = request_blocks(len(series))
+    found = _resampled(series, statistic, length, seed)
+    return _with_draws(_of_logs(found, max(len(series) / length - 1, 1.0), 1), found, len(series))
+
+
+def request_blocks(n: int) -> int:
+    """Neighbouring requests that are drawn together: 2·n^⅓, as they share steps and queues."""
+    wanted: float = 2 * n ** (1 / 3)
+    return max(1, min(round(wanted), n // 4))
 
 
 def error_of_pooled(groups: Sequence[Floats], q: float, seed: int) -> Error | None:
@@ -90,13 +122,13 @@ def error_of_pooled(groups: Sequence[Floats], q: float, seed: int) -> Error | No
     owners = np.repeat(np.arange(n), [len(g) for g in groups])
     order = np.argsort(values, kind="stable")[:: max(1, len(values) // 200_000)]
     values, owners = values[order], owners[order]
-    length = block_length(np.array([g.mean() for g in groups]))
+    length = request_blocks(n)
     rng = np.random.default_rng(seed)
     found = []
     for indices in drawn(n, length, DRAWS // 2, rng):
         below = np.cumsum(np.bincount(indices, minlength=n)[owners])
         found.append(values[min(int(np.searchsorted(below, q * below[-1])), len(values) - 1)])
-    return _of_logs(np.array(found), max(n / length - 1, 1.0), 1)
+    return _with_draws(_of_logs(np.array(found), max(n / length - 1, 1.0), 1), np.array(found), n)
 
 
 def quantile(q: float) -> Statistic:
@@ -115,6 +147,29 @@ def quantile(q: float) -> Statistic:
 def mean(rows: Floats) -> Floats:
     """The mean of each row."""
     return np.asarray(rows.mean(axis=1), np.float64)
+
+
+def _usable(samples: Sequence[float] | Floats) -> Floats | None:
+    """Finite samples over the largest of them; None where there are too few, or nothing but 0."""
+    series = np.asarray(samples, np.float64)
+    series = series[np.isfinite(series)]
+    if len(series) < LEAST or not series.any():
+        return None
+    # No statistic's logarithm scatters otherwise, and no sum overflows.
+    return np.asarray(series / np.abs(series).max(), np.float64)
+
+
+def _resampled(series: Floats, statistic: Statistic, length: int, seed: int) -> Floats:
+    rng = np.random.default_rng(seed)
+    at_once = max(1, ROOM // len(series))
+    return np.concatenate([
+        statistic(series[drawn(len(series), length, min(at_once, DRAWS - done), rng)])
+        for done in range(0, DRAWS, at_once)
+    ])  # fmt: skip
+
+
+def _with_draws(error: Error | None, found: Floats, samples: int) -> Error | None:
+    return None if error is None else dataclasses.replace(error, draws=np.log(found), samples=samples)
 
 
 def _by_batches(series: Floats, statistic: Statistic) -> Error | None:

@@ -12,7 +12,17 @@ from scipy import stats
 from dcpbench.commands_ab import order
 from dcpbench.compare import effects, multiple, student
 from dcpbench.compare.judging import Options, judge
-from dcpbench.compare.resampling import LEAST, Error, block_length, error_of, error_of_pooled, mean, quantile
+from dcpbench.compare.resampling import (
+    LEAST,
+    Error,
+    block_length,
+    error_of,
+    error_of_pooled,
+    error_of_requests,
+    joint,
+    mean,
+    quantile,
+)
 from dcpbench.compare.sides import Launch
 from tests.unit.compare_builder import launch
 
@@ -86,7 +96,7 @@ class TestBlocks:
 
     def test_what_is_not_a_number_is_left_out(self) -> None:
         samples = [1.0, 1.1] * 10
-        assert error_of([*samples, math.nan, math.inf], mean, 1) == error_of(samples, mean, 1)
+        assert error_of([*samples, math.nan, math.inf], mean, 1).variance == error_of(samples, mean, 1).variance
 
     def test_a_million_samples_are_cut_into_batches(self) -> None:
         """σ / (µ·√n) = 0.1 / √10⁶ = 1e-4."""
@@ -99,6 +109,22 @@ class TestBlocks:
         many = error_of_pooled([np.full(100, x) for x in levels], 0.5, 1)
         one = error_of(levels, quantile(0.5), 1)
         assert many.variance == pytest.approx(one.variance, rel=0.5)
+
+    def test_requests_that_both_sides_served_cancel(self) -> None:
+        """Latencies from 1 to 100 s, in B 5 % longer, give or take 1 %: their ratio is known far better."""
+        rng = np.random.default_rng(6)
+        a = rng.uniform(1, 100, 300)
+        b = a * 1.05 * rng.normal(1, 0.01, 300)
+        one, other = (error_of_requests(x, mean, 7) for x in (a, b))
+        ((together, _),) = joint(one, other)
+        assert together < (one.variance + other.variance) / 500
+        assert len(joint(one, error_of_requests(b[:-1], mean, 7))) == 2
+
+    def test_which_requests_there_were_is_no_scatter_of_launches(self) -> None:
+        """Two launches of the same requests agree to 0.1 %, whatever other requests would have given."""
+        wide = Error(0.04, 10.0, draws=np.zeros(3), samples=3)
+        a, b = ([effects.Estimate(x, wide) for x in logs] for logs in ((0.0, 0.001), (0.05, 0.051)))
+        assert effects.compare(a, b, 0.02).error < 0.001
 
 
 def estimates(*logs: float, within: float = 0.0) -> list[effects.Estimate]:
