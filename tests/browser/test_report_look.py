@@ -131,6 +131,7 @@ def test_without_scripts_there_are_the_pictures_and_the_tables(tmp_path: Path, v
     assert pictures.count() == len(list((tmp_path / "report" / "figures").glob("*.svg")))
     for picture in pictures.all():
         assert picture.is_visible()
+        assert picture.evaluate("image => image.naturalWidth") > 200
         assert (picture.get_attribute("alt") or "").strip()
     assert page.locator("table").first.is_visible()
     for name in ("#filters", "#explore", "#theme", ".panels", ".legend"):

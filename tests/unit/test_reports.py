@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from dcpbench.records import Record
 
 HOSTILE = "<script>alert(1)</script>\"' onload=x $\\frac{1}{ | `a` \x1b[31m [red]r[/red] \N{RIGHT-TO-LEFT OVERRIDE}"
+NAMESPACE = re.compile(r"http://www\.w3\.org/[\w./]+")
+"""Names in SVG, which nobody asks for."""
 
 
 class Page(HTMLParser):
@@ -96,10 +99,10 @@ def test_the_page_needs_nothing_but_itself(written: tuple[Page, Path]) -> None:
     """Every address is inside the page, and there is no link to the network; an XML namespace is a name alone."""
     page, out = written
     assert page.addresses
-    assert all(a.startswith(("data:image/svg+xml;base64,", "#")) for a in page.addresses)
+    assert all(a.startswith(("data:image/svg+xml,", "#")) for a in page.addresses)
     assert not {"link", "iframe"} & set(page.tags)
     text = (out / "report.html").read_text(encoding="utf-8")
-    assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
+    assert "http" not in NAMESPACE.sub("", text).replace("http-equiv", "")
 
 
 def test_every_picture_says_what_it_shows_to_those_who_cannot_see_it(written: tuple[Page, Path]) -> None:

@@ -79,7 +79,9 @@ globalThis.dcp = (() => {
     drawn.set(element, { traces, layout });
     const seen = new Map();
     const full = resolved(themed(layout), seen);
-    if ("print" in root.dataset) Object.assign(full, { autosize: false, width: Number(element.dataset.paper ?? PAPER_WIDTH) });
+    if ("print" in root.dataset) {
+      Object.assign(full, { autosize: false, width: Number(element.dataset.paper ?? PAPER_WIDTH), height: element.clientHeight || undefined });
+    }
     const told = traces.map(({ tip, ...trace }) => (tip ? { ...trace, hoverinfo: "none", hovertemplate: "" } : trace));
     const done = Plotly.react(element, resolved(told, seen), full, { displayModeBar: false, scrollZoom: false, doubleClick: "reset" });
     if (!before) {

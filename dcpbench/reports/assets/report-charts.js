@@ -42,7 +42,7 @@ dcp.charts = (() => {
     const margin = ticks.length === 1 ? Math.abs(place(least)) * 0.5 || 1 : span * 0.06;
     return {
       type: log ? "log" : "linear", range: [place(least) - margin, place(most) + margin], tickvals: apart,
-      ticktext: apart.map(plain), tickangle: 0, title: { text: words },
+      ticktext: apart.map(plain), tickangle: 0, title: { text: words.replace(/\)?$/, (end) => (log ? `${end ? ", log scale)" : ", log scale"}` : end)) },
     };
   }
 

@@ -143,20 +143,19 @@ def point_of(row: dict[str, Any]) -> Point:
 
 
 class _Series:
-    """Which line a point belongs to, and how that looks: as in the figures (plots.py)."""
+    """Which line a point belongs to, and how that looks."""
 
     def __init__(self, frames: Frames) -> None:
         self.looks: list[dict[str, Any]] = []
         self._places: dict[tuple[str, ...], int] = {}
         self._styles: dict[bool, style.Style] = {}
-        if not frames.everything.empty:
+        tables = {served: t for served, t in ((False, frames.points), (True, frames.served)) if len(t)}
+        if tables:
             whole = style.Style.of(frames.everything)
-            of = {
-                served: style.Style.of(t).variants
-                for served, t in ((False, frames.points), (True, frames.served))
-                if len(t)
-            }
+            of = {served: style.Style.of(t).variants for served, t in tables.items()}
             self._styles = {served: dataclasses.replace(whole, variants=names) for served, names in of.items()}
+        ordered = [t.sort_values(["tp", "dp", "dcp"], kind="stable")["label"] for t in tables.values()]
+        self._labels = list(dict.fromkeys(str(label) for labels in ordered for label in labels.unique()))
 
     def of(self, row: dict[str, Any]) -> dict[str, int]:
         """The place of a row's series in `looks`."""
@@ -166,13 +165,27 @@ class _Series:
         if key not in self._places:
             self._places[key] = len(self.looks)
             several = f", {run}" if len(look.runs) > 1 else ""
-            self.looks.append({
-                "name": brief(f"{row['label']}{several}", LONGEST_NAME),
-                "colour": style.LAYOUT_COLOURS.index(look.colour(layout, variant)),
-                "dash": style.LINES.index(look.line(variant)),
-                "symbol": style.MARKERS.index(look.marker(layout, run, variant)),
-            })  # fmt: skip
+            name = brief(f"{row['label']}{several}", LONGEST_NAME)
+            self.looks.append({"name": name} | self._look(look, str(row["label"]), layout, variant, run))
         return {"series": self._places[key]}
+
+    def _look(self, look: style.Style, label: str, layout: str, variant: str, run: str) -> dict[str, int]:
+        """Places in the scripts' colours, dashes and symbols: a colour for each label while there are enough of them.
+
+        Of more labels, layouts have the colours and variants the dashes, as in the figures.
+        """
+        if len(self._labels) <= len(style.LAYOUT_COLOURS):
+            place, of_run = self._labels.index(label), look.runs.index(run)
+            return {
+                "colour": place,
+                "dash": of_run % len(style.LINES),
+                "symbol": of_run if len(look.runs) > 1 else place,
+            }
+        return {
+            "colour": style.LAYOUT_COLOURS.index(look.colour(layout, variant)),
+            "dash": style.LINES.index(look.line(variant)),
+            "symbol": style.MARKERS.index(look.marker(layout, run, variant)),
+        }
 
 
 class _Commands:

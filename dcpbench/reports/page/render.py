@@ -8,8 +8,10 @@ import re
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 import jinja2
+from markupsafe import Markup
 
 from dcpbench.reports import assets
 from dcpbench.reports.page.charts import chart_of, charts_of
@@ -66,12 +68,17 @@ def _packed(name: str) -> str:
     return base64.b64encode(gzip.compress(assets.read(name).encode("utf-8"), mtime=0)).decode("ascii")
 
 
-def _data_uri(svg: bytes) -> str:
-    """An SVG as an address that an image can show; scripts inside an image never run."""
-    return "data:image/svg+xml;base64," + base64.b64encode(_shortened(svg)).decode("ascii")
+def _data_uri(svg: bytes) -> Markup:
+    """An SVG as an address between double quotes that an image can show; scripts inside an image never run."""
+    return Markup("data:image/svg+xml," + quote(_shortened(svg), safe=READABLE))  # noqa: S704 - quoted: no " or &
+
+
+READABLE = " <>=/:;,.()'!?*+@$|{}[]-_~^`"
+"""What an address in an attribute can hold as it is, which keeps it a quarter shorter than base64."""
 
 
 def _shortened(svg: bytes) -> bytes:
-    """Without comments and with outlines to a hundredth of their unit, a hundredth of a point at most."""
-    svg = re.sub(rb"<!--.*?-->", b"", svg, flags=re.DOTALL)
-    return re.sub(rb' d="[^"]*"', lambda d: re.sub(rb"(\d+\.\d\d)\d+", rb"\1", d[0]), svg)
+    """Without comments, metadata and indents; outlines to a tenth of their unit, a tenth of a point at most."""
+    svg = re.sub(rb"<!--.*?-->|<metadata>.*?</metadata>", b"", svg, flags=re.DOTALL)
+    svg = re.sub(rb' d="[^"]*"', lambda d: re.sub(rb"(\d+\.\d)\d+", rb"\1", d[0]), svg)
+    return re.sub(rb">\s+<", b"><", re.sub(rb"\s*\n\s*", b" ", svg))
