@@ -1,0 +1,110 @@
+"""reports/page: what its scripts are given is what the records say."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from dcpbench.layout import Layout
+from dcpbench.reports import frames
+from dcpbench.reports.page.charts import chart_of, charts_of
+from dcpbench.reports.page.points import page_data, point_of
+from dcpbench.reports.page.words import brief
+from dcpbench.reports.plots import Picture
+from tests.unit import record_builder, serve_record_builder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.records import Record
+
+
+def data(tmp_path: Path, records: list[Record], **options: Any) -> dict[str, Any]:
+    return page_data(frames.load([record_builder.write(tmp_path / "run", records)]), **options)
+
+
+def picture(kind: str, tmp_path: Path) -> Picture:
+    return Picture(kind, "title", f"alt of {kind}", tmp_path, tmp_path, b"")
+
+
+def mixed() -> list[Record]:
+    """tp4 and tp4·dcp4 as decode, and served live and in replay at a rate."""
+    loads = [{"mode": mode, "arrival": "gamma", "request_rate": 2.5} for mode in ("live", "replay")]
+    served = [serve_record_builder.served(serve_record_builder.point(changed=load)) for load in loads]
+    return [record_builder.ok(record_builder.point(layout)) for layout in (Layout(4), Layout(4, 1, 4))] + served
+
+
+def test_every_point_comes_back_out_of_its_row(tmp_path: Path) -> None:
+    """So that the command of a row is that of its record, whatever pandas made of the columns."""
+    records = mixed()
+    read = frames.load([record_builder.write(tmp_path / "run", records)])
+    rows = [{str(k): v for k, v in row.items()} for t in (read.points, read.served) for row in t.to_dict("records")]
+    assert {point_of(row) for row in rows} == {record.point for record in records}
+
+
+def test_numbers_are_those_of_the_records_in_the_units_told(tmp_path: Path) -> None:
+    record = record_builder.ok(record_builder.point())
+    columns = data(tmp_path, [record])["columns"]
+    assert record.metrics
+    assert columns["output_tok_s"] == [float(f"{record.metrics.output_tok_s.median:.7g}")]
+    assert columns["step_ms_low"] == [float(f"{record.metrics.step_ms.low:.7g}")]
+    assert columns["memory_peak_bytes"] == [131], "131 GiB"
+    assert columns["idle_fraction"] == [1.5], "per cent"
+    assert "ttft_p50_ms" not in columns, "decode has no first token"
+
+
+def test_a_point_has_its_command_and_one_of_another_tool_none(tmp_path: Path) -> None:
+    ours = record_builder.ok(record_builder.point())
+    theirs = msgspec.structs.replace(ours, point=record_builder.point(concurrency=9), origin="vllm")
+    commands = data(tmp_path, [ours, theirs])["columns"]["command"]
+    assert commands[0].startswith("dcpbench sweep --model kimi-k2 --tp 1 --dp 1 --dcp 1 --concurrency 8")
+    assert commands[1] is None
+
+
+def test_the_ratio_to_the_baseline_is_that_of_the_findings(tmp_path: Path) -> None:
+    """tp4·dcp4 over tp4; the latter has none."""
+    columns = data(tmp_path, mixed()[:2])["columns"]
+    alone, split = columns["output_tok_s"]
+    assert columns["dcp_ratio"] == [None, pytest.approx(split / alone, rel=1e-6)]
+    assert columns["baseline"] == [None, "tp4"]
+
+
+def test_no_more_points_than_asked_for_and_how_many_there_are(tmp_path: Path) -> None:
+    found = data(tmp_path, mixed(), most=3)
+    assert (found["count"], found["total"], len(found["columns"]["model"])) == (3, 4, 3)
+
+
+def test_live_and_replayed_points_never_share_a_panel(tmp_path: Path) -> None:
+    panels = data(tmp_path, mixed())["columns"]["panel"][2:]
+    assert [panel.rpartition(", ")[2] for panel in panels] == ["live", "replay"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "slug"),
+    [
+        ("throughput", "throughput"),
+        ("phases", "phases"),
+        ("break-even", "break-even"),
+        ("serve-ttft-live-closed", "ttft-serve-live"),
+        ("serve-ttft-replay-gamma", "ttft-serve-replay"),
+        ("serve-break-even-replay", "break-even-serve-replay"),
+        ("kv", "kv"),
+        ("something-new", None),
+    ],
+)
+def test_a_chart_stands_for_its_picture(kind: str, slug: str | None, tmp_path: Path) -> None:
+    """A picture of a kind that the page cannot draw is shown as it is."""
+    chart = chart_of(picture(kind, tmp_path))
+    assert (chart.slug if chart else None) == slug
+
+
+def test_pictures_of_one_chart_share_it_and_keep_what_they_say(tmp_path: Path) -> None:
+    (chart,) = charts_of([picture(f"serve-itl-live-{arrival}", tmp_path) for arrival in ("closed", "gamma")])
+    assert chart.alts == ("alt of serve-itl-live-closed", "alt of serve-itl-live-gamma")
+
+
+def test_a_long_string_is_cut_and_says_by_how_much() -> None:
+    assert brief("x" * 10, 4) == "xxxx… (6 more characters)"
+    assert brief("x" * 4, 4) == "xxxx"
