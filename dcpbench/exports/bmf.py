@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dcpbench.exports import measured
-from dcpbench.exports.files import Rendered, as_json
+from dcpbench.exports.files import Rendered, as_object
 from dcpbench.exports.metrics import Value, values
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def render(points: Sequence[Measured]) -> Rendered:
         measured.clip(name, MOST_IN_A_NAME): {v.metric.name.replace("_", "-"): _metric(v) for v in values(group)}
         for name, group in zip(measured.names(groups), groups, strict=True)
     }
-    return Rendered({FILE: as_json(found)} if found else {}, left_out)
+    return Rendered({FILE: as_object(found)} if found else {}, left_out)
 
 
 def _metric(v: Value) -> dict[str, float]:

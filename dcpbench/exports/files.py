@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from dcpbench.errors import OutputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 FOLDER = "exports"
 """Below the first run's folder, where -o names no other place."""
@@ -31,11 +31,19 @@ class Rendered:
     """What a reader must know of the points that it does carry."""
 
 
-def as_json(value: object, *, indent: int | None = 1, infinity: bool = False) -> bytes:
-    """JSON with a newline at its end. `infinity` lets a float be Infinity, as Python's own json does; NaN never."""
-    return (json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=infinity) + "\n").encode(
-        "utf-8", "backslashreplace"
-    )
+def as_json(value: object, *, infinity: bool = False) -> bytes:
+    """A line of JSON. `infinity` lets a float be Infinity, as Python's own json does."""
+    return (json.dumps(value, ensure_ascii=False, allow_nan=infinity) + "\n").encode("utf-8", "backslashreplace")
+
+
+def as_list(entries: Iterable[object]) -> bytes:
+    """A JSON list with a line per entry."""
+    return b"[\n" + b",\n".join(as_json(entry).rstrip(b"\n") for entry in entries) + b"\n]\n"
+
+
+def as_object(entries: Mapping[str, object]) -> bytes:
+    """A JSON object with a line per entry."""
+    return b"{\n" + b",\n".join(as_json({name: v})[1:-2] for name, v in entries.items()) + b"\n}\n"
 
 
 def places(rendered: Rendered, output: Path | None, run: Path, folder: str) -> dict[Path, bytes]:
@@ -80,8 +88,6 @@ def _replace(path: Path, data: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as f:
             f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
         half.chmod(0o644)  # mkstemp keeps it to its owner, and the collector of a node runs as another user
         half.replace(path)
     except BaseException:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.exports import measured
-from dcpbench.exports.files import Rendered, as_json
+from dcpbench.exports.files import Rendered, as_list
 from dcpbench.exports.metrics import Value, values
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def render(points: Sequence[Measured]) -> Rendered:
         for value in values(group):
             if value.metric.better:
                 entries[value.metric.better].append(_entry(name, group, value))
-    return Rendered({FILES[better]: as_json(found) for better, found in entries.items() if found}, left_out)
+    return Rendered({FILES[better]: as_list(found) for better, found in entries.items() if found}, left_out)
 
 
 def _entry(name: str, group: Sequence[Measured], v: Value) -> dict[str, Any]:

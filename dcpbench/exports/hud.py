@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.exports import measured
-from dcpbench.exports.files import Rendered, as_json
+from dcpbench.exports.files import Rendered, as_list
 from dcpbench.exports.metrics import Value, values
 
 if TYPE_CHECKING:
@@ -26,11 +26,25 @@ GB = 10**9
 def render(points: Sequence[Measured]) -> Rendered:
     """One file with a list of records."""
     kept, left_out = measured.sieve(points, *measured.PUBLIC)
-    found = [_record(group, value) for group in measured.by_point(kept) for value in values(group)]
-    return Rendered({FILE: as_json(found)} if found else {}, left_out)
+    found = [record for group in measured.by_point(kept) for record in _records(group)]
+    return Rendered({FILE: as_list(found)} if found else {}, left_out)
 
 
-def _record(group: Sequence[Measured], v: Value) -> dict[str, Any]:
+def _records(group: Sequence[Measured]) -> list[dict[str, Any]]:
+    """Of one point, a record per metric; what they share is made once."""
+    shared = _shared(group)
+    return [{"metric": _metric(v), **shared} for v in values(group)]
+
+
+def _metric(v: Value) -> dict[str, Any]:
+    return {
+        "name": v.metric.name,
+        "benchmark_values": list(v.each),
+        "extra_info": _strings({"unit": v.metric.unit, "better": v.metric.better}),
+    }
+
+
+def _shared(group: Sequence[Measured]) -> dict[str, Any]:
     first = group[0]
     point, env = first.record.point, next((m.record.environment for m in group if m.record.environment), None)
     return {
@@ -46,11 +60,6 @@ def _record(group: Sequence[Measured], v: Value) -> dict[str, Any]:
             "backend": point.backend,
             "origins": [first.origin],
             "extra_info": _strings({"weights": point.weights}),
-        },
-        "metric": {
-            "name": v.metric.name,
-            "benchmark_values": list(v.each),
-            "extra_info": _strings({"unit": v.metric.unit, "better": v.metric.better}),
         },
         "runners": [] if env is None else [_runner(env)],
         "dependencies": {} if env is None else _dependencies(env),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.choices import CLOSED
 from dcpbench.exports import bench_files
-from dcpbench.exports.files import Rendered, as_json
+from dcpbench.exports.files import Rendered, as_list
 from dcpbench.exports.measured import PUBLIC, Measured, Rule
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ UNEVEN = Rule(
 def render(points: Sequence[Measured]) -> Rendered:
     """One file with a list of rows."""
     kept, left_out = bench_files.served(points, *PUBLIC, OPEN_LOOPS, NO_LAYOUT, NO_HARDWARE, UNEVEN)
-    return Rendered({FILE: as_json([_row(p) for p in kept])} if kept else {}, left_out)
+    return Rendered({FILE: as_list(_row(p) for p in kept)} if kept else {}, left_out)
 
 
 def _row(p: Served) -> dict[str, Any]:

@@ -72,15 +72,16 @@ def render(points: Sequence[Measured]) -> Rendered:
     kept, left_out = measured.sieve(points, measured.DID_NOT_RUN)
     families: dict[str, list[str]] = {}
     for group in measured.by_point(kept):
-        labels = labels_of(group[0])
+        labels = _told(labels_of(group[0]))
         for v in values(group):
             to = GAUGES[v.metric.name]
-            told = labels | ({"statistic": to.statistic} if to.statistic else {})
-            families.setdefault(to.name, []).append(f"{to.name}{_braces(told)} {v.value * to.scale!r}\n")
+            statistic = f',statistic="{to.statistic}"' if to.statistic else ""
+            series = f"{to.name}{{{labels}{statistic}}} {v.value * to.scale!r}\n"
+            families.setdefault(to.name, []).append(series)
     lines = []
     for to in GAUGES.values():
-        if series := families.pop(to.name, None):
-            lines += [f"# HELP {to.name} {_help(to.help)}\n", f"# TYPE {to.name} gauge\n", *series]
+        if found := families.pop(to.name, None):
+            lines += [f"# HELP {to.name} {_help(to.help)}\n", f"# TYPE {to.name} gauge\n", *found]
     return Rendered({FILE: "".join(lines).encode("utf-8", "backslashreplace")} if lines else {}, left_out)
 
 
@@ -99,8 +100,8 @@ def labels_of(m: Measured) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _braces(labels: dict[str, str]) -> str:
-    return "{" + ",".join(f'{name}="{_escaped(measured.clip(text))}"' for name, text in labels.items()) + "}"
+def _told(labels: dict[str, str]) -> str:
+    return ",".join(f'{name}="{_escaped(measured.clip(text))}"' for name, text in labels.items())
 
 
 def _escaped(text: str) -> str:

@@ -25,7 +25,7 @@ FILE = "sglang.jsonl"
 def render(points: Sequence[Measured]) -> Rendered:
     """One file, a line per point that served requests. A closed loop's rate is Infinity, as SGLang writes it."""
     kept, left_out = bench_files.served(points)
-    lines = [as_json(_result(p), indent=None, infinity=True) for p in kept]
+    lines = [as_json(_result(p), infinity=True) for p in kept]
     return Rendered({FILE: b"".join(lines)} if lines else {}, left_out)
 
 

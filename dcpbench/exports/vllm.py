@@ -28,7 +28,7 @@ GOODPUT_OF = ("ttft", "tpot", "e2el")
 def render(points: Sequence[Measured]) -> Rendered:
     """A file per point that served requests."""
     kept, left_out = bench_files.served(points)
-    return Rendered({_file_name(p): as_json(_result(p), indent=None) for p in kept}, left_out)
+    return Rendered({_file_name(p): as_json(_result(p)) for p in kept}, left_out)
 
 
 def _result(p: Served) -> dict[str, Any]:
