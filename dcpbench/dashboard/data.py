@@ -15,9 +15,11 @@ import hashlib
 import math
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from dcpbench.dashboard import changes, lines
 from dcpbench.dashboard.measures import DEFAULT, MEASURES
-from dcpbench.reports.assets import json_block
+from dcpbench.reports.assets import inert
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 SHARD_ENTRIES = 800
 DIGITS = 5
 DIGEST = 12
+MOST_WHOLE = 1e15
+"""Numbers from here on stay floats: JSON of larger integers is longer, and no script can read it."""
 WORDS = ("model", "workload", "layout", "exchange", "how", "load", "hardware", "driver", "conditions")
 NUMBERS = ("context", "concurrency")
 FOLDER = "data"
@@ -231,11 +235,11 @@ def _short(value: float | None) -> float | int | None:
     if value is None or not math.isfinite(value):
         return None
     short = float(f"{value:.{DIGITS}g}")
-    return int(short) if short.is_integer() else short
+    return int(short) if short.is_integer() and abs(short) < MOST_WHOLE else short
 
 
 def _add(files: dict[str, str], name: str, data: object) -> str:
-    text = f"dcpbenchData({json_block(name)},{json_block(data)});\n"
-    path = f"{FOLDER}/{name}-{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:DIGEST]}.js"
+    text = inert(f'dcpbenchData("{name}",{msgspec.json.encode(data).decode()});\n')
+    path = f"{FOLDER}/{name}-{hashlib.sha256(text.encode()).hexdigest()[:DIGEST]}.js"
     files[path] = text
     return path

@@ -103,7 +103,7 @@ def find(root: Path, known: dict[Stamp, RunData], tell: Callable[[str], None]) -
         try:
             run = known.get(stamp) or _read(stamp, name)
         except RecordsError as e:
-            skipped.append(f"{name}: {_one_line(str(e))}")
+            skipped.append(f"{name}: {_one_line(str(e).replace(str(stamp.path), RECORDS_FILE))}")
             continue
         known[stamp] = run
         if run.sha256 in by_digest:
@@ -136,14 +136,18 @@ def _read(stamp: Stamp, name: str) -> RunData:
     if stamp.size > MOST_BYTES:
         raise RecordsError(f"{stamp.size:,} bytes of records; a site takes runs of up to {MOST_BYTES:,}.")
     try:
+        content = stamp.path.read_bytes()
+        if (lines_here := content.count(b"\n")) > MOST_POINTS:
+            raise RecordsError(f"{lines_here:,} records; a site takes {MOST_POINTS:,}.")
         records = read_records(stamp.path)
-        digest = hashlib.sha256(stamp.path.read_bytes()).hexdigest()
     except OSError as e:
         raise RecordsError(f"cannot be read ({e.strerror}).") from e
+    except RecursionError as e:
+        raise RecordsError("a line is nested deeper than any record.") from e
     if not records:
         raise RecordsError("holds no whole record.")
     last = list({record.point.key(): record for record in records}.values())
-    return _run(name, stamp.path, digest, last)
+    return _run(name, stamp.path, hashlib.sha256(content).hexdigest(), last)
 
 
 def _run(name: str, path: Path, digest: str, records: Sequence[Record]) -> RunData:
@@ -198,7 +202,8 @@ def _date(text: str) -> str | None:
 
 def _name(root: Path, path: Path) -> str:
     below = path.parent.relative_to(root)
-    return str(below) if below.parts else (root.resolve().name or "run")
+    name = str(below) if below.parts else (root.resolve().name or "run")
+    return name.encode(errors="replace").decode()  # a file's name may be no text
 
 
 def _slug(name: str) -> str:

@@ -23,6 +23,8 @@ LONGEST = 160
 LONGEST_REASON = 600
 UNKNOWN = "not recorded"
 CPU = "CPU"
+WITHOUT_EFFECT = ("NCCL_VERSION", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+"""Variables that images and torchrun set: a version, which histories are over, and what happens after an error."""
 WORST = ("hung", "failed", "rejected")
 
 
@@ -137,7 +139,8 @@ def _conditions(record: Record) -> str:
     if origin := record.origin:
         parts.append(f"from {origin}")
     if record.environment:
-        parts += [f"{name}={value}" for name, value in sorted(record.environment.settings.items())]
+        settings = sorted(record.environment.settings.items())
+        parts += [f"{name}={value}" for name, value in settings if name not in WITHOUT_EFFECT]
     return ", ".join(parts)
 
 

@@ -68,6 +68,9 @@ class TestWhichRuns:
             "version": line.replace(b'"schema_version":1', b'"schema_version":99') + b"\n",
             "number": line.replace(b'"tp":1', b'"tp":NaN') + b"\n",
             "missing": b'{"schema_version":1}\n',
+            "nested": b'{"schema_version":1,"point":' + b"[" * 100_000 + b"\n\n",
+            "huge": line.replace(b'"tp":1', b'"tp":' + b"9" * 400) + b"\n\n",
+            "million": b"\n" * 1_000_000,
         }
         for name, content in broken.items():
             (tmp_path / name).mkdir()
@@ -77,6 +80,7 @@ class TestWhichRuns:
         assert [run.name for run in found.runs] == ["good"]
         assert {sentence.partition(":")[0] for sentence in found.skipped} == set(broken)
         assert all(len(sentence) < 400 for sentence in found.skipped)
+        assert str(tmp_path) not in " ".join(found.skipped), "a site says nothing of the machine that built it"
 
     def test_a_copy_of_a_run_is_counted_once(self, tmp_path: Path) -> None:
         record_builder.write(tmp_path / "a", [dashboard_builder.record(record_builder.point(), 0)])

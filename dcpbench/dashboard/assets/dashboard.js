@@ -11,11 +11,11 @@
   function summary() {
     const { runs, lines, measures } = dash.index;
     const dates = runs.date.filter(Boolean).sort();
-    const span = dates.length ? `, ${dates[0].slice(0, 10)} to ${dates.at(-1).slice(0, 10)}` : "";
+    const span = dates.length ? `, ${[...new Set([dates[0].slice(0, 10), dates.at(-1).slice(0, 10)])].join(" to ")}` : "";
     const changed = measures.reduce((sum, m) => sum + m.changes, 0);
     const entries = lines.runs.reduce((sum, one) => sum + one, 0);
     const count = (n, what) => `${n.toLocaleString("en-US")} ${what}${n === 1 ? "" : "s"}`;
-    find("summary").textContent = `${count(runs.name.length, "run")}${span} · ${count(lines.id.length, "point")} with ${count(entries, "result")} · ${count(changed, "latest change")} marked in all metrics`;
+    find("summary").textContent = `${count(runs.name.length, "run")}${span} · ${count(lines.id.length, "point")} with ${count(entries, "result")} · ${changed ? `changes are marked in ${count(changed, changed === 1 ? "history" : "historie")}, counting each metric` : "no change is marked"}`;
   }
 
   function runs() {
@@ -28,9 +28,9 @@
       const failed = r.failed[i] + r.hung[i];
       const page = dash.hasPage(i);
       const files = [page || r.records[i] ? el("a", { href: `${folder}/records.jsonl` }, "records") : "", page ? " " : "", page ? el("a", { href: `${folder}/points.csv` }, "CSV") : ""];
-      return el("tr", {}, el("td", {}, page ? el("a", { href: `${folder}/report.html` }, r.name[i]) : r.name[i], r.cpu[i] ? el("span", { class: "pill" }, "functional") : ""),
-        el("td", { class: "w" }, dash.when(r.date[i])), el("td", {}, r.commit[i]), el("td", {}, r.hardware[i]), el("td", {}, r.driver[i]), el("td", {}, r.workloads[i]), el("td", {}, r.models[i]),
-        el("td", { class: "n" }, r.ok[i]), el("td", { class: "n" }, el("span", { class: failed ? "bad" : "" }, failed)), el("td", { class: "n" }, r.rejected[i]), el("td", {}, r.headline[i]), el("td", { class: "w" }, ...files));
+      return el("tr", {}, el("td", { class: "name" }, page ? el("a", { href: `${folder}/report.html` }, r.name[i]) : r.name[i], r.cpu[i] ? el("span", { class: "pill" }, "functional") : ""),
+        el("td", { class: "w" }, dash.when(r.date[i])), el("td", {}, r.commit[i]), el("td", { class: "w" }, r.hardware[i]), el("td", {}, r.driver[i]), el("td", {}, r.workloads[i]), el("td", {}, r.models[i]),
+        el("td", { class: "n" }, r.ok[i]), el("td", { class: "n" }, el("span", { class: failed ? "bad" : "" }, failed)), el("td", { class: "n" }, r.rejected[i]), el("td", { class: "wide" }, r.headline[i]), el("td", { class: "w" }, ...files));
     }));
     dash.pager(find("run-pager"), Math.ceil(newest.length / RUNS), runPage, (page) => { runPage = page; runs(); });
     const skipped = dash.index.skipped;

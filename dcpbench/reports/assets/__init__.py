@@ -1,7 +1,7 @@
 """What pages are made of beside their text: scripts, styles, and data that no browser takes for markup.
 
-`plotly-basic.min.js` is plotly.js-basic-dist-min 4.1.1 as npm has it (MIT, see plotly-license.txt): lines, bars and points.
-Pages carry it inside, because they must open without a network.
+`plotly-basic.min.js` is plotly.js-basic-dist-min 4.1.1 as npm has it (MIT, see plotly-license.txt): lines, bars and
+points. Pages carry it inside, because they must open without a network.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ def json_block(data: object) -> str:
 
     NaN and infinity, which JSON does not have, become null.
     """
-    text = json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return inert(json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+
+
+def inert(text: str) -> str:
+    """JSON of any kind with the characters escaped that could end a script or begin markup."""
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
