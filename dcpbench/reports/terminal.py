@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
@@ -18,22 +19,54 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.frames import Frames
 
+MOST = 2_000
+"""Rows of all tables; more would scroll by for minutes."""
+MOST_NAMED = 8
+"""Loads of a layout that are named where it misses the SLO."""
+
 
 def render(frames: Frames) -> Group:
     """One table per run and model, what did not run, and the headline."""
     parts: list[RenderableType] = []
-    if len(frames.points):
+    shown = dataclasses.replace(
+        frames, points=frames.points.head(MOST), served=frames.served.head(MOST), others=frames.others.head(MOST)
+    )
+    if len(shown.points):
         several = len(frames.runs) > 1
-        for (run, model), group in frames.points.groupby(["run", "model"], sort=False):
+        for (run, model), group in shown.points.groupby(["run", "model"], sort=False):
             title = f"{model}, run {run}" if several else str(model)
             parts.append(_table(title + (" (CPU: functional run)" if group["cpu"].all() else ""), group))
-    parts += served(frames)
+    parts += served(shown)
+    more = sum(len(a) - len(b) for a, b in zip(_tables(frames), _tables(shown), strict=True))
+    parts += [plain(f"{more:,} points more; `dcpbench report` writes all into points.csv.", "yellow")] if more else []
+    parts += [plain(sentence) for sentence in _misses(shown)]
     same = ["model", "layout", "outcome", "reason"]
-    for (model, layout, outcome, reason), group in frames.others.groupby(same, sort=False):
+    for (model, layout, outcome, reason), group in shown.others.groupby(same, sort=False):
         points = "1 point" if len(group) == 1 else f"{len(group)} points"
         parts.append(plain(f"{outcome}: {points} of {model} {layout}: {reason}", "yellow"))
     parts += [plain(f"• {sentence}") for sentence in opening.sentences(frames)]
     return Group(*parts)
+
+
+def _tables(frames: Frames) -> tuple[pd.DataFrame, ...]:
+    return frames.points, frames.served, frames.others
+
+
+def _misses(frames: Frames) -> list[str]:
+    """Points that miss the SLO, those of one layout together."""
+    told = []
+    for points in (frames.points, frames.served):
+        missed = points[points["slo_excess"] > 1] if len(points) else points
+        for (model, mode, label), group in (
+            missed.groupby(["model", "mode", "label"], sort=False) if len(missed) else ()
+        ):
+            loads = list(dict.fromkeys(group["load"]))
+            named = "; ".join(loads[:MOST_NAMED]) + (
+                f"; {len(loads) - MOST_NAMED:,} more" if loads[MOST_NAMED:] else ""
+            )
+            who = model if mode == "decode" else f"{model}, {mode}"
+            told.append(f"misses the SLO: {who}: {label} at {named}")
+    return told
 
 
 def _table(title: str, points: pd.DataFrame) -> Fitted:
