@@ -79,7 +79,7 @@ def compare(
     fail_on: FailOn = "",
     margin: Margin = "1%",
     launch_noise: LaunchNoise = "2%",
-    alpha: Alpha = 0.05,
+    alpha: Alpha = 0.03,
     metric: Metric = None,
     allow_cpu: AllowCpu = False,
     output: Annotated[
@@ -123,10 +123,10 @@ def ab(
     workload: Annotated[str, typer.Option("--workload", metavar="NAME", rich_help_panel=RUNS, help="sweep or serve: "
     "the command that is run.")] = "sweep",
     rounds: Annotated[int, typer.Option("--rounds", metavar="N", rich_help_panel=RUNS, help="Each round launches both "
-    "variants once: A B, B A, A B, …")] = 6,
+    "variants once: A B, B A, A B, …")] = 8,
     fail_on: FailOn = "",
     margin: Margin = "1%",
-    alpha: Alpha = 0.05,
+    alpha: Alpha = 0.03,
     metric: Metric = None,
     allow_cpu: AllowCpu = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="DIR", rich_help_panel=OUTPUT, help="Folder "

@@ -46,7 +46,7 @@ class Wanted:
     a: str = ""
     b: str = ""
     both: str = ""
-    rounds: int = 6
+    rounds: int = 8
     output: Path | None = None
     resume: bool = False
     force: bool = False
@@ -148,7 +148,7 @@ def _arguments(wanted: Wanted, side: str, known: Mapping[str, Any]) -> list[str]
     if wanted.workload not in WORKLOADS:
         raise UsageError(f"--workload {wanted.workload}: give {' or '.join(WORKLOADS)}.")
     if not 1 <= wanted.rounds <= MOST_ROUNDS:
-        raise UsageError(f"--rounds {wanted.rounds} cannot be; give 1 to {MOST_ROUNDS}, such as --rounds 6.")
+        raise UsageError(f"--rounds {wanted.rounds} cannot be; give 1 to {MOST_ROUNDS}, such as --rounds 8.")
     if wanted.resume and wanted.force:
         raise UsageError("--resume and --force contradict each other; --resume goes on, --force starts over.")
     if wanted.resume and wanted.output is None:

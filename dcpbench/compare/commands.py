@@ -55,7 +55,7 @@ def check(options: Options, out: Out) -> None:
         if not 0 <= value <= MOST_SHARE:
             raise UsageError(f"{name} {value * 100:g}% cannot be; give a share from 0% to 50%, such as {name} 1%.")
     if not LEAST_ALPHA <= options.alpha <= MOST_SHARE:
-        raise UsageError(f"--alpha {options.alpha:g} cannot be; give a probability such as --alpha 0.05.")
+        raise UsageError(f"--alpha {options.alpha:g} cannot be; give a probability such as --alpha 0.03.")
     if unknown := [name for name in options.metrics if name not in NAMES]:
         raise UsageError(f"--metric {unknown[0]}: there is none; give some of {', '.join(NAMES)}.")
 

@@ -40,8 +40,8 @@ class Options:
 
     margin: float = 0.01
     """Two values within this share of each other are as good as the same."""
-    alpha: float = 0.05
-    """Chance of any FASTER or SLOWER where nothing differs."""
+    alpha: float = 0.03
+    """Chance of any FASTER or SLOWER where nothing differs: below the 5 % that are promised, with room."""
     launch_noise: float = REPEATS_AGREE_WITHIN
     """Standard deviation of the difference of two launches of the same thing; used where each side has one."""
     metrics: Sequence[str] = ()

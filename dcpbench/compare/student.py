@@ -11,6 +11,7 @@ TINY = 1e-300
 STEPS = 2000
 """More than the continued fraction ever takes for the arguments that occur here."""
 HALVINGS = 200
+PRECISION = 1e-12
 
 
 def sf(t: float, df: float) -> float:
@@ -38,7 +39,7 @@ def quantile(tail: float, df: float) -> float:
             return math.inf
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        if not low < middle < high:
+        if high - low <= PRECISION * high:
             break
         low, high = (middle, high) if sf(middle, df) > tail else (low, middle)
     return (low + high) / 2

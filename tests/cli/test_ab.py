@@ -130,7 +130,7 @@ def test_a_point_that_fails_in_b_alone_fails_the_gate_and_not_the_comparison(tmp
         (["--b", "--help"], "see `dcpbench sweep --help`"),
         (["--b", "stray"], "--b 'stray'"),
         (["--workload", "bench"], "give sweep or serve"),
-        (["--rounds", "0"], "such as --rounds 6"),
+        (["--rounds", "0"], "such as --rounds 8"),
         (["--resume"], "--resume needs the run to go on with"),
         (["--fail-on", "slow:2%"], "--fail-on slow:2%: give one of"),
     ],

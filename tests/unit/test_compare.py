@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,9 @@ from dcpbench.compare.judging import CPU_REASON, Options, judge
 from dcpbench.compare.sides import read_side
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.layout import Layout
+from dcpbench.serve_records import Latencies
+from dcpbench.serving.outcome import Row
+from dcpbench.serving.samples import write_samples
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serving
 from tests.unit.compare_builder import compared, launch, of_launches, write_launches
@@ -218,6 +222,34 @@ class TestVerdicts:
         assert row.verdict == "UNDECIDED"
         assert row.low is None
         assert "nothing beside the records" in row.reason
+
+    def test_requests_beside_the_records_say_how_well_one_launch_knows_its_numbers(self, tmp_path: Path) -> None:
+        """B's 60 requests are those of A, each 1.2 times as long: what is left is the assumed noise of launches."""
+        of = serving.point()
+
+        def side(name: str, factor: float) -> list[sides.Launch]:
+            tokens = [[n + 0.5 * factor * (1 + n % 7) + 0.01 * factor * k for k in range(40)] for n in range(60)]
+            rows = [
+                Row(
+                    number=n, outcome="finished", reason=None, submitted_s=float(n), first_token_s=times[0],
+                    end_s=times[-1], input_tokens=400, output_tokens=40, cached_tokens=0, preemptions=0, replica=0,
+                    token_s=times, tokens=[],
+                )
+                for n, times in enumerate(tokens)
+            ]  # fmt: skip
+            file = write_samples(tmp_path / name, of, rows)
+            record = serving.served(of)
+            metrics = msgspec.structs.replace(
+                record.serve, samples_file=file, ttft_ms=Latencies(p50=2000 * factor, samples=60)
+            )
+            record = msgspec.structs.replace(record, serve=metrics, started_at=name)
+            return read_side([build.write(tmp_path / name, [record])])
+
+        found = judge(side("a", 1.0), side("b", 1.2), Options(metrics=("ttft_p50",), alpha=0.05))
+        (row,) = found.points[0].rows
+        assert row.verdict == "SLOWER"
+        assert row.low == pytest.approx(1.2 * math.exp(-1.96 * 0.02), rel=1e-3)
+        assert row.high == pytest.approx(1.2 * math.exp(1.96 * 0.02), rel=1e-3)
 
     def test_served_points_of_several_launches_need_no_samples(self, tmp_path: Path) -> None:
         """Throughput is higher and latencies lower: all of it FASTER."""

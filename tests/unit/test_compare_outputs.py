@@ -167,7 +167,7 @@ class TestOutputs:
         for arguments, advice in (
             (["--margin", "x"], "give one such as --margin 1%"),
             (["--margin", "99%"], "from 0% to 50%"),
-            (["--alpha", "nan"], "--alpha 0.05"),
+            (["--alpha", "nan"], "--alpha 0.03"),
             (["--metric", "x"], "--metric x: there is none"),
             (["--fail-on", "x"], "--fail-on x: give one of"),
         ):

@@ -229,6 +229,17 @@ class TestGuarantees:
         found = [verdicts(rng, model, 6, faster=1.03).get("FASTER", 0) for _ in range(100)]
         assert sum(found) >= 0.95 * 4 * 100
 
+    def test_eight_rounds_of_pairs_find_3_percent_too_and_keep_the_promise(self) -> None:
+        rng = np.random.default_rng(10)
+        options = Options(metrics=("step_time",), paired=True)
+        found = wrong = 0
+        for _ in range(100):
+            a, b, equal = (side(x, rng, 8, "normal", faster=by) for x, by in (("a", 1.0), ("b", 1.03), ("c", 1.0)))
+            found += judge(a, b, options).counts.get("FASTER", 0)
+            wrong += bool({"FASTER", "SLOWER"} & set(judge(a, equal, options).counts))
+        assert found >= 0.95 * 4 * 100
+        assert wrong <= 5
+
     @pytest.mark.parametrize("alternate", [True, False], ids=["A-B-B-A", "A-B-A-B"])
     def test_a_drift_cancels_where_turns_alternate_and_only_there(self, alternate: bool) -> None:
         """Every launch is 1 % slower than the one before, of either side: A B A B … makes B 1 % slower than A."""
