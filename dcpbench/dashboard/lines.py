@@ -7,13 +7,13 @@ import hashlib
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from dcpbench.choices import ALL_REDUCES
+from dcpbench.choices import ALL_REDUCES, UNKNOWN
 from dcpbench.dashboard import measures
 from dcpbench.reports.frames import layout_name
 from dcpbench.reports.serving import words
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from dcpbench.dashboard.measures import Value
     from dcpbench.records import Environment, Point, Record
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 LONGEST = 160
 """Characters of a name that the page carries; what is longer is cut, and still told apart."""
 LONGEST_REASON = 600
-UNKNOWN = "not recorded"
+NOT_RECORDED = "not recorded"
 CPU = "CPU"
+SEPARATOR = ", "
+"""Between conditions."""
 WITHOUT_EFFECT = ("NCCL_VERSION", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 """Variables that images and torchrun set: a version, which histories are over, and what happens after an error."""
 WORST = ("hung", "failed", "rejected")
@@ -65,7 +67,7 @@ class Entry:
 def of_run(records: Sequence[Record]) -> dict[Line, Entry]:
     """The lines of one run; a record without an environment, as a rejected one, takes the run's most common."""
     usual = Counter(_hardware(r.environment) for r in records if r.environment)
-    fallback = usual.most_common(1)[0][0] if usual else (UNKNOWN, UNKNOWN)
+    fallback = usual.most_common(1)[0][0] if usual else (NOT_RECORDED, NOT_RECORDED)
     conditions = Counter(_conditions(r) for r in records if r.outcome == "ok")
     same: dict[Line, list[Record]] = {}
     for record in records:
@@ -101,12 +103,11 @@ def described(line: Line) -> dict[str, str | int]:
 
 
 def told_apart(rows: list[dict[str, str | int]]) -> list[dict[str, str | int]]:
-    """The same without the parts of `how` and `conditions` that all rows have in common."""
-    for name, separator in (("how", words.SEPARATOR), ("conditions", ", ")):
-        parts = [str(row[name]).split(separator) for row in rows]
-        common = set(parts[0]).intersection(*parts[1:]) if len({str(row[name]) for row in rows}) > 1 else set()
-        for row, mine in zip(rows, parts, strict=True):
-            row[name] = separator.join(part for part in mine if part not in common)
+    """The same without the environment variables that all rows have in common."""
+    parts = [str(row["conditions"]).split(SEPARATOR) for row in rows]
+    common = {part for part in set(parts[0]).intersection(*parts[1:]) if "=" in part} if rows else set()
+    for row, mine in zip(rows, parts, strict=True):
+        row["conditions"] = SEPARATOR.join(part for part in mine if part not in common)
     return rows
 
 
@@ -123,7 +124,7 @@ def hardware_of(environment: Environment) -> str:
 
 
 def _hardware(environment: Environment) -> tuple[str, str]:
-    driver = environment.driver or ("none" if environment.device == CPU else UNKNOWN)
+    driver = environment.driver or ("none" if environment.device == CPU else NOT_RECORDED)
     return hardware_of(environment), driver
 
 
@@ -141,35 +142,29 @@ def _conditions(record: Record) -> str:
     if record.environment:
         settings = sorted(record.environment.settings.items())
         parts += [f"{name}={value}" for name, value in settings if name not in WITHOUT_EFFECT]
-    return ", ".join(parts)
+    return SEPARATOR.join(parts)
 
 
 def _how(point: Point) -> str:
-    parts = [point.backend, point.dtype]
-    if point.page_size != 1:
-        parts.append(f"page {point.page_size}")
-    if point.interleave != 1:
-        parts.append(f"interleave {point.interleave}")
-    if point.all_reduce != ALL_REDUCES[0]:
-        parts.append(f"{point.all_reduce} all-reduce")
-    if point.weights != "synthetic":
-        parts.append(f"weights {point.weights}")
-    if point.load:
-        parts += _serving(point)
-    return words.SEPARATOR.join(parts)
-
-
-def _serving(point: Point) -> Iterable[str]:
-    load = point.load
-    assert load is not None
-    yield f"chunk {load.chunk:,}"
-    yield load.policy
-    yield f"{load.requests:,} requests"
-    if not load.prefix_cache:
-        yield "no prefix cache"
-    yield f"prefill {load.prefill}"
-    if load.seed:
-        yield f"seed {load.seed}"
+    """What else tells points apart; what an import does not say is left out."""
+    said = [
+        (point.backend, point.backend),
+        (point.dtype, point.dtype),
+        (point.page_size > 1, f"page {point.page_size}"),
+        (point.interleave > 1, f"interleave {point.interleave}"),
+        (point.all_reduce not in (ALL_REDUCES[0], UNKNOWN), f"{point.all_reduce} all-reduce"),
+        (point.weights not in ("synthetic", UNKNOWN), f"weights {point.weights}"),
+    ]
+    if load := point.load:
+        said += [
+            (load.chunk, f"chunk {load.chunk:,}"),
+            (load.policy, load.policy),
+            (load.requests, f"{load.requests:,} requests"),
+            (not load.prefix_cache, "no prefix cache"),
+            (load.prefill != UNKNOWN, f"prefill {load.prefill}"),
+            (load.seed, f"seed {load.seed}"),
+        ]
+    return words.SEPARATOR.join(text for said_at_all, text in said if said_at_all and text != UNKNOWN)
 
 
 def _entry(records: Sequence[Record]) -> Entry:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_module
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -52,7 +53,8 @@ class Client:
             "headers": [(name.encode(), value.encode()) for name, value in sent.items()],
             "client": ("127.0.0.1", 50000), "server": ("127.0.0.1", 8321),
         }  # fmt: skip
-        return anyio.run(self._ask, scope)
+        with ThreadPoolExecutor(1) as apart:  # Playwright leaves a loop at work in the thread of browser tests
+            return apart.submit(anyio.run, self._ask, scope).result()
 
     async def _ask(self, scope: dict[str, Any]) -> Answer:
         messages: list[dict[str, Any]] = []

@@ -107,6 +107,10 @@ class TestWhichRuns:
         assert slug[0] != "."
 
 
+def _objectives() -> str:
+    return "ITL ≤ 30 ms in 99 of 100 gaps, TTFT ≤ 2,000 ms"
+
+
 def kinds(*records: Record) -> int:
     """How many lines some records make."""
     return len(lines.of_run(records))
@@ -134,6 +138,26 @@ class TestWhatIsOneLine:
         nccl = dashboard_builder.environment(0, settings={"NCCL_GRAPH_MIXING_SUPPORT": "0"})
         imported = msgspec.structs.replace(plain, origin="vllm")
         assert kinds(plain, pool, msgspec.structs.replace(plain, environment=nccl), imported) == 4
+
+    def test_what_an_import_does_not_say_is_left_out(self) -> None:
+        of = serve_record_builder.point(
+            backend="vllm", dtype="unknown", all_reduce="unknown", weights="unknown", page_size=0, interleave=0,
+            changed={"chunk": 0, "policy": "unknown", "prefill": "unknown"},
+        )  # fmt: skip
+        served = serve_record_builder.served(serve_record_builder.point())
+        (line,) = lines.of_run([msgspec.structs.replace(served, point=of, origin="vllm", environment=None)])
+        said = lines.described(line)
+        assert (said["how"], said["conditions"]) == ("vllm · 96 requests", f"{_objectives()}, from vllm")
+        assert said["hardware"] == "not recorded"
+
+    def test_variables_that_all_lines_share_are_not_said_and_all_else_is(self) -> None:
+        rows: list[dict[str, str | int]] = [
+            {"conditions": "KV memory 8 GiB, from vllm, NCCL_NVLS_ENABLE=0, NCCL_GRAPH_MIXING_SUPPORT=0"},
+            {"conditions": "KV memory 8 GiB, from vllm, NCCL_NVLS_ENABLE=0"},
+        ]
+        said = [row["conditions"] for row in lines.told_apart(rows)]
+        assert said == ["KV memory 8 GiB, from vllm, NCCL_GRAPH_MIXING_SUPPORT=0", "KV memory 8 GiB, from vllm"]
+        assert lines.told_apart([]) == []
 
     def test_commit_versions_and_repeats_are_not(self) -> None:
         """These are what a history is over, or what one entry sums up."""
