@@ -192,7 +192,7 @@ def test_a_reader_picks_axes_and_colours(decode: Path, visit: Visit) -> None:
     page.get_by_label("y axis").select_option("kv_capacity_tokens")
     page.get_by_label("colour by").select_option("model")
     chart = drawn(page, "explore")
-    chart.locator(".xtitle", has_text="concurrency (requests)").wait_for()
+    chart.locator(".xtitle", has_text="concurrency (requests, log scale)").wait_for()
     assert chart.locator(".ytitle").text_content() == "KV capacity (tokens)"
     assert page.locator("#chart-explore .switch").all_inner_texts() == ["deepseek-v3", "kimi-k2"]
     assert "KV capacity\n" in hover(page, chart)

@@ -20,12 +20,14 @@ dcp.charts = (() => {
   const watermark = (points) => (points.some((p) => p.marks.includes("cpu") || p.device === "CPU")
     ? [dcp.watermark("CPU: functional run,\nnot performance")] : []);
 
+  const scaled = (words) => (words.endsWith(")") ? `${words.slice(0, -1)}, log scale)` : `${words} (log scale)`);
+
   /** From 0, or logarithmic where values are far apart. */
   function values(numbers, words) {
     const positive = numbers.filter((v) => known(v) && v > 0);
     const [least, most] = [Math.min(...positive), Math.max(...positive)];
     if (positive.length && most / least > LOG_RANGE) {
-      return { type: "log", range: [Math.log10(least / 1.2), Math.log10(most * 1.5)], dtick: most / least > 1000 ? 1 : "D2", tickformat: ",~r", title: { text: `${words}, log scale` } };
+      return { type: "log", range: [Math.log10(least / 1.2), Math.log10(most * 1.5)], dtick: most / least > 1000 ? 1 : "D2", tickformat: ",~r", title: { text: scaled(words) } };
     }
     return { type: "linear", range: [0, positive.length ? most * 1.1 : 1], nticks: 6, tickformat: ",~r", title: { text: words } };
   }
@@ -42,7 +44,7 @@ dcp.charts = (() => {
     const margin = ticks.length === 1 ? Math.abs(place(least)) * 0.5 || 1 : span * 0.06;
     return {
       type: log ? "log" : "linear", range: [place(least) - margin, place(most) + margin], tickvals: apart,
-      ticktext: apart.map(plain), tickangle: 0, title: { text: words.replace(/\)?$/, (end) => (log ? `${end ? ", log scale)" : ", log scale"}` : end)) },
+      ticktext: apart.map(plain), tickangle: 0, title: { text: log ? scaled(words) : words },
     };
   }
 
