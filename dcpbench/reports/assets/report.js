@@ -106,7 +106,7 @@
       });
       boxes.push(() => { box.checked = !store.hidden[name].has(value); });
       const number = Number(value);
-      return el("label", {}, box, el("span", {}, value && Number.isFinite(number) ? dcp.number(number) : store.brief(value)));
+      return el("label", {}, box, el("span", {}, value && Number.isFinite(number) ? dcp.number(number) : store.brief(value) || "–"));
     })));
     const reset = el("button", { type: "button" }, "Show all");
     reset.addEventListener("click", () => {

@@ -85,7 +85,7 @@ def _row(row: dict[str, Any], phases: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "run": row["run"], "model": row["model"], "workload": row["workload"], "layout": row["layout"],
         "label": row["label"], "backend": row["backend"], "device": row["device"], "origin": row.get("origin"),
-        "exchange": point_of(row).exchange_label() or "none", "mode": row["mode"] if _served(row) else LIVE,
+        "exchange": point_of(row).exchange_label() or row["exchange"], "mode": row["mode"] if _served(row) else LIVE,
         "load": _load(row), "panel": _panel(row), "arrival": row["load_arrival"] if _served(row) else CLOSED,
         "marks": [mark for mark in row["marks"].split(", ") if mark] or [UNMARKED],
         "kv_bounded_by": row["kv_bounded_by"], "baseline": row.get("baseline"), "verdict": row.get("verdict"),
@@ -98,6 +98,7 @@ def _row(row: dict[str, Any], phases: dict[str, Any]) -> dict[str, Any]:
                 found[field.column + end] = _number(row.get(field.column + end), field.scale)
     found = {k: brief(v, LONGEST_NAME) if isinstance(v, str) else v for k, v in found.items()}
     found |= {f"phase:{name}": _number(ms) for name, ms in phases.items()}
+    found["context"] = found["context"] or None  # 0 where another tool's file does not say
     return found | {"phase:idle": _number(row.get("idle_us"), 1e-3) if phases else None}
 
 
