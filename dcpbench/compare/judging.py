@@ -214,6 +214,7 @@ def _undecided(test: _Test, margin: float, tail: float, alpha: float) -> None:
         row.more_launches = FIRST_LAUNCHES
         return
     unit = "rounds" if effect.paired else "launches of each side"
+    one = unit.replace("rounds", "round").replace("launches", "launch")
     if effect.assumed:
         row.more_launches = FIRST_LAUNCHES
         row.reason = f"how launches scatter is not known; {FIRST_LAUNCHES} more {unit} show it"
@@ -221,7 +222,7 @@ def _undecided(test: _Test, margin: float, tail: float, alpha: float) -> None:
     # Sameness is judged in a family of its own, where all rows that are the same help each other.
     row.more_launches = effects.more_launches(effect, margin, tail if abs(effect.log) > margin else alpha)
     if row.more_launches is not None:
-        row.reason = f"about {row.more_launches} more {unit} would decide it"
+        row.reason = f"about {row.more_launches} more {one if row.more_launches == 1 else unit} would decide it"
     elif abs(abs(effect.log) - margin) < margin / 2:
         row.reason = f"repeats cannot decide it: the ratio lies at the margin of {math.expm1(margin):.2g}"
     else:

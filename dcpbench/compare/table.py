@@ -95,13 +95,17 @@ def _row(row: Row) -> Text:
 
 def _open_ends(c: Comparison) -> Iterator[Text]:
     """What would decide what is undecided, each way once."""
+    rows = [row for point in c.points for row in point.rows if row.verdict == "UNDECIDED" and row.reason]
+    decidable = sorted(row.more_launches for row in rows if row.more_launches and max(row.launches) > 1)
+    if decidable:
+        most = f" to {decidable[-1]}" if decidable[-1] > decidable[0] else ""
+        what = "rounds" if c.paired else "launches of each side"
+        yield Text(
+            f"UNDECIDED, {len(decidable)}×: {decidable[0]}{most} more {what} would decide them (+N beside a row)."
+        )
     reasons: dict[str, int] = {}
-    for point in c.points:
-        for row in point.rows:
-            if row.verdict == "UNDECIDED" and row.reason:
-                reasons[row.reason] = reasons.get(row.reason, 0) + 1
-    ordered = sorted(reasons.items(), key=lambda item: -item[1])
-    for reason, rows in ordered[:6]:
-        yield Text(f"UNDECIDED, {rows}×: {reason}.")
-    if len(ordered) > 6:  # noqa: PLR2004 -- as many as are shown
-        yield Text(f"UNDECIDED, for {len(ordered) - 6} more reasons; +N beside a row: launches that would decide it.")
+    for row in rows:
+        if not row.more_launches or max(row.launches) == 1:
+            reasons[row.reason] = reasons.get(row.reason, 0) + 1
+    for reason, times in sorted(reasons.items(), key=lambda item: -item[1])[:6]:
+        yield Text(f"UNDECIDED, {times}×: {reason}.")

@@ -84,6 +84,11 @@ class TestMatching:
         found = compared(tmp_path, a, a[:1])
         assert found.points[0].rows[0].repeats == (3, 1)
 
+    def test_what_resume_measured_again_replaces_what_was_there(self, tmp_path: Path) -> None:
+        old, new = (build.ok(build.point(), median_ms=ms, started_at=f"{ms}") for ms in (20, 10))
+        found = compared(tmp_path, [build.failed(build.point()), old, new], [new])
+        assert found.points[0].rows[0].ratio == 1
+
     def test_folders_of_a_folder_are_launches_in_the_order_of_their_numbers(self, tmp_path: Path) -> None:
         for n in (10, 9, 1):
             build.write(tmp_path / f"round-{n}", [build.ok(build.point())])
@@ -188,7 +193,7 @@ class TestVerdicts:
         open_rows = [row for p in found.points for row in p.rows if row.verdict == "UNDECIDED"]
         assert open_rows
         for row in open_rows:
-            assert row.more_launches is None or f"about {row.more_launches} more launches of each side" in row.reason
+            assert row.more_launches is None or f"about {row.more_launches} more launch" in row.reason
             assert row.reason
 
     def test_counts_need_no_statistics(self, tmp_path: Path) -> None:

@@ -162,6 +162,16 @@ class TestOutputs:
         sweep = yaml.safe_load((EXAMPLES / "compare.yml").read_text())["jobs"]["compare"]["env"]["SWEEP"]
         assert commands["sweep"].make_context("sweep", sweep.split()).params["tp"] == "4"
 
+    def test_what_would_decide_is_said_once(self, tmp_path: Path) -> None:
+        """One launch each has to show first how launches scatter; of three each, a number of launches is known."""
+        assert "UNDECIDED, 4×: how launches scatter is not known" in str(table.render(of_launches(tmp_path / "x", 1)))
+        write_launches(tmp_path / "a", 3, seed=1, cv=0.01)
+        write_launches(tmp_path / "b", 3, seed=5, cv=0.01, faster=1.03)
+        options = Options(metrics=("step_time",))
+        found = judge(sides.read_side([tmp_path / "a"]), sides.read_side([tmp_path / "b"]), options)
+        said = "".join(line.plain for line in table.render(found))
+        assert re.search(r"UNDECIDED, \d×: \d+( to \d+)? more launches of each side would decide them", said)
+
     def test_mistakes_are_one_sentence(self, tmp_path: Path, call) -> None:
         one = build.write(tmp_path / "one", [build.ok(build.point())])
         for arguments, advice in (
