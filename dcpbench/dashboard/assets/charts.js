@@ -71,7 +71,7 @@
     }
     if (!others.length) return "";
     return el("p", { class: "note" }, "The same elsewhere: ", ...others.map((line) => {
-      const button = el("button", { type: "button", "aria-label": `Show ${dash.name(line)}, ${place(line)}` }, place(line));
+      const button = el("button", { type: "button", "aria-label": `Show ${dash.name(line)}, ${place(line)}` }, points.size > 1 ? `${dash.word("layout", line)}: ${place(line)}` : place(line));
       button.addEventListener("click", () => dash.pick(id[line], true));
       return button;
     }));
