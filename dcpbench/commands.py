@@ -121,9 +121,7 @@ def report(folders: Sequence[Path], output: Path | None, *, as_repeats: bool = F
     return 0
 
 
-def show(
-    folders: Sequence[Path], *, as_repeats: bool = False, slo: str | None = None, as_json: bool = False
-) -> int:
+def show(folders: Sequence[Path], *, as_repeats: bool = False, slo: str | None = None, as_json: bool = False) -> int:
     """`dcpbench show`: the table of one or several runs in the terminal, or for a script."""
     from dcpbench.reports import terminal_table
 

@@ -186,7 +186,7 @@ def _summary(records: Sequence[Record], folder: Path, paths: Sequence[Path], pro
     counts = {o: sum(r.outcome == o for r in records) for o in ("ok", "failed", "hung", "rejected")}
     results = []
     for r in records:
-        row = {"point": msgspec.to_builtins(r.point), "layout": grid.layout_name(r.point), "outcome": r.outcome}
+        row = {"point": msgspec.to_builtins(r.point), "layout": r.point.layout_name, "outcome": r.outcome}
         if r.metrics:
             row |= {
                 "step_ms": r.metrics.step_ms.median,

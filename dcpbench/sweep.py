@@ -73,16 +73,11 @@ def check_any(candidates: Sequence[Candidate]) -> None:
     raise type(typed[0].error)("\n".join(reasons[:MOST_REASONS]) + more)  # type: ignore[misc]
 
 
-def layout_name(point: Point) -> str:
-    """`tp8·dcp8`; also for degrees that do not nest."""
-    return point.layout_name
-
-
 def point_name(point: Point) -> str:
     """One point in a line: `tiny tp8·dcp8 reference ag_rs, 8 × 100 tokens`."""
     repeat = f", repeat {point.repeat}" if point.repeat else ""
     load = load_text(point) + ("" if point.load else " tokens")
-    return f"{point.model} {layout_name(point)} {path_name(point)}, {load}{repeat}"
+    return f"{point.model} {point.layout_name} {path_name(point)}, {load}{repeat}"
 
 
 def load_text(point: Point) -> str:
@@ -103,7 +98,7 @@ def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
         p, plan = c.point, c.plan
         rows.append({
             "model": p.model,
-            "layout": layout_name(p),
+            "layout": p.layout_name,
             "vllm_layout": p.layout.vllm_name() if c.error is None else None,
             "tp": p.tp, "dp": p.dp, "dcp": p.dcp,
             "backend": p.backend, "exchange": p.exchange, "all_reduce": p.all_reduce,

@@ -11,6 +11,7 @@ import numpy as np
 from dcpbench import metrics
 from dcpbench.compare import resampling
 from dcpbench.errors import DcpbenchError
+from dcpbench.memory import GIB
 from dcpbench.serving.samples import FOLDER, read_samples
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 WINDOWS = 64
 """Of a served run, in each of which its tokens are counted: how a rate scatters."""
-GIB = 1 << 30
 SMALLEST = 1e-150
 """Nothing that is measured is smaller, or larger than one by this; ratios of such numbers fit into a double."""
 

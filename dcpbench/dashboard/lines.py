@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from dcpbench.choices import ALL_REDUCES, UNKNOWN
 from dcpbench.dashboard import measures
-from dcpbench.reports.frames import layout_name
 from dcpbench.reports.serving import words
 
 if TYPE_CHECKING:
@@ -90,12 +89,12 @@ def described(line: Line) -> dict[str, str | int]:
     return {
         "model": clip(point.model),
         "workload": clip(f"{point.workload}{mode}"),
-        "layout": layout_name(point),
+        "layout": point.layout_name,
         "exchange": clip(point.exchange_label() or "none"),
         "how": clip(_how(point)),
         "context": point.context,
         "concurrency": point.concurrency,
-        "load": clip(f"{words.arrival(point)}{words.SEPARATOR}{words.shape(point.load)}" if point.load else ""),
+        "load": clip(words.served(point) if point.load else ""),
         "hardware": clip(line.hardware),
         "driver": clip(line.driver),
         "conditions": clip(line.conditions),

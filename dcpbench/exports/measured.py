@@ -141,7 +141,7 @@ def _name(m: Measured, *, several: bool) -> str:
     if point.load is None:
         load = f"{point.workload}: {point.concurrency:,} × {point.context:,}"
     else:
-        load = f"{point.workload}: {words.arrival(point)}{words.SEPARATOR}{words.shape(point.load)}"
+        load = f"{point.workload}: {words.served(point)}"
     standing = f" [{m.standing}]" if m.standing else ""
     run = f"{clip(m.run)}: " if several else ""
     return f"{run}{' '.join(clip(w) for w in who if w)}, {clip(load)}{standing}"

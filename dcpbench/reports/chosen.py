@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from dcpbench.reports.frames import layout_name
 from dcpbench.reports.tables import ABSENT, Table, make_table, number
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ def frame(frames: Frames) -> pd.DataFrame:
     return pd.DataFrame([
         {
             "run": run.name, "model": record.point.model, "context": record.point.context,
-            "concurrency": record.point.concurrency, "layout": layout_name(record.point),
+            "concurrency": record.point.concurrency, "layout": record.point.layout_name,
             "asked": f"{record.point.backend} {record.point.exchange_label()}".rstrip(),
             "chosen": str(record.choice), **_times(record.choice),
         }

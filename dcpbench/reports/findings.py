@@ -12,6 +12,7 @@ import pandas as pd
 
 from dcpbench.choices import CLOSED
 from dcpbench.reports.merge import spread
+from dcpbench.reports.prose import counted
 from dcpbench.reports.slo import LOAD, SCOPE
 from dcpbench.stats import REPEATS_AGREE_WITHIN
 
@@ -245,16 +246,13 @@ def repeats_sentence(apart: Sequence[float]) -> str:
         return "Every point was measured once, so how well repeats agree is not known."
     wide = sum(a > REPEATS_AGREE_WITHIN for a in apart)
     within = f"{REPEATS_AGREE_WITHIN:.0%}".replace("%", " %")
+    points = counted(len(apart), "point")
     if wide:
         verb = "disagrees" if wide == 1 else "disagree"
-        return f"Repeats: {wide} of {_points(len(apart))} measured more than once {verb} by more than {within}."
+        return f"Repeats: {wide} of {points} measured more than once {verb} by more than {within}."
     if len(apart) == 1:
         return f"Repeats: the one point measured more than once agrees within {_percent(max(apart))}."
-    return f"Repeats: all {_points(len(apart))} measured more than once agree within {_percent(max(apart))}."
-
-
-def _points(n: int) -> str:
-    return "1 point" if n == 1 else f"{n:,} points"
+    return f"Repeats: all {points} measured more than once agree within {_percent(max(apart))}."
 
 
 def _percent(share: float) -> str:

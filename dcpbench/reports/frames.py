@@ -10,11 +10,12 @@ import pandas as pd
 
 from dcpbench.choices import CLOSED, NO_EXCHANGE, OPTIONS, UNKNOWN, with_options
 from dcpbench.errors import RecordsError, UsageError
+from dcpbench.memory import GIB
 from dcpbench.records import ASIDE_FILE, RECORDS_FILE, cut_short, iter_records
 from dcpbench.reports import origins
 from dcpbench.reports import slo as objectives
 from dcpbench.reports.clip import Clipper
-from dcpbench.reports.merge import GIB, median, spread, worst
+from dcpbench.reports.merge import median, spread, worst
 from dcpbench.reports.serving import frame as serving
 from dcpbench.reports.serving import words
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from dcpbench.records import Environment, Point, Record
+    from dcpbench.records import Environment, Record
 
 VARIANTS = {
     "workload": "{}",
@@ -142,11 +143,6 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
     return [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
 
 
-def layout_name(point: Point) -> str:
-    """The layout as printed; for degrees that do not nest, the degrees as they were asked for."""
-    return point.layout_name
-
-
 def _read(folder: Path, name: str) -> Run:
     path = _path(folder)
     inside = sorted(p.parent for p in folder.glob(f"*/{RECORDS_FILE}"))
@@ -232,12 +228,12 @@ def _other_row(run: str, record: Record) -> dict[str, Any]:
     return {
         "run": run,
         "model": point.model,
-        "layout": layout_name(point),
+        "layout": point.layout_name,
         "dcp": point.dcp,
         "context": point.context,
         "concurrency": point.concurrency,
         "mode": point.load.mode if point.load else None,
-        "load": f"{words.arrival(point)}{words.SEPARATOR}{words.shape(point.load)}" if point.load else None,
+        "load": words.served(point) if point.load else None,
         "repeat": point.repeat,
         "outcome": record.outcome,
         "reason": record.reason or "no reason was recorded",
@@ -252,7 +248,7 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
     row: dict[str, Any] = {name: getattr(point, name) for name in fields}
     row |= {
         "run": run,
-        "layout": layout_name(point),
+        "layout": point.layout_name,
         "repeats": len(records),
         "origin": origins.origin(records[0]),
         "marks": ", ".join(sorted({mark for r in records for mark in r.marks})),

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from dcpbench.records import Interval
 
 
-GIB = 1 << 30
-
-
 def missing(value: object) -> bool:
     """Whether a value was not measured."""
     return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from dcpbench.choices import SGLANG, VLLM
+from dcpbench.reports.prose import counted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,14 +34,10 @@ def sentence(frames: Frames) -> str:
     if not some_imported(table):
         return ""
     counts = Counter(name for name in table["origin"] if name != OURS)
-    whose = " and ".join(f"{_points(n)} of {TOOLS.get(name, name)}" for name, n in counts.items())
+    whose = " and ".join(f"{counted(n, 'point')} of {TOOLS.get(name, name)}" for name, n in counts.items())
     others = len(table) - counts.total()
-    beside = f", beside {_points(others)} of dcpbench" if others else ""
+    beside = f", beside {counted(others, 'point')} of dcpbench" if others else ""
     return (
         f"Imported: {whose}{beside}. Engines are measured through HTTP and with a tokenizer, dcpbench without either, "
         "so that more than the layout differs. What their files do not say is a dash."
     )
-
-
-def _points(n: int) -> str:
-    return "1 point" if n == 1 else f"{n} points"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from dcpbench.choices import GAMMA, NO_EXCHANGE, OPTIONS, TRACE, flag
 from dcpbench.errors import UsageError
+from dcpbench.memory import GIB
 from dcpbench.option_values import SYNTHETIC
-from dcpbench.reports.merge import GIB
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

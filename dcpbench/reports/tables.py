@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from dcpbench.reports.merge import GIB, missing
+from dcpbench.memory import GIB
+from dcpbench.reports.merge import missing
 from dcpbench.stats import REPEATS_AGREE_WITHIN
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from dcpbench.memory import GIB
 from dcpbench.terminal import CPU_NOTE
 from dcpbench.top import words
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from dcpbench.top.gpus import GpuNow
     from dcpbench.top.state import State
 
-GIB = 1 << 30
 BAR = 60
 """Columns of the bar at most."""
 WIDE, NARROW = 70, 50

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from dcpbench.reports.merge import GIB
+from dcpbench.memory import GIB
 
 
 @dataclasses.dataclass(frozen=True)

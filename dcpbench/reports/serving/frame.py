@@ -8,8 +8,9 @@ import msgspec
 import pandas as pd
 
 from dcpbench.choices import CLOSED
+from dcpbench.memory import GIB
 from dcpbench.records import Interval
-from dcpbench.reports.merge import GIB, median, missing, spread
+from dcpbench.reports.merge import median, missing, spread
 from dcpbench.reports.origins import OURS
 from dcpbench.reports.serving import words
 

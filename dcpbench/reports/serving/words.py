@@ -44,6 +44,11 @@ def shape(load: Load) -> str:
     return SEPARATOR.join(parts)
 
 
+def served(point: Point) -> str:
+    """Both: `closed 48 · 4,000 in · 1,500 out`."""
+    return f"{arrival(point)}{SEPARATOR}{shape(_load(point))}"
+
+
 def lengths(spec: str) -> str:
     """`4000` as `4,000`, `uniform:1000-7000` as `1,000–7,000`, `lognormal:4000:0.5` as `≈4,000 (σ 0.5)`.
 
