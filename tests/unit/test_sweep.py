@@ -7,7 +7,6 @@ import json
 from typing import TYPE_CHECKING
 
 import msgspec
-import pandas as pd
 import pytest
 
 from dcpbench import budget, memory, sweep
@@ -15,8 +14,10 @@ from dcpbench.errors import CapacityError, DcpbenchError, LayoutError, MissingPa
 from dcpbench.jobs import Probe, Settings
 from dcpbench.layout import Layout
 from dcpbench.reports.findings import BASELINE_OF
+from dcpbench.reports.frames import load
 from dcpbench.shapes import load_shape
 from dcpbench.spec import make_spec
+from tests.unit import record_builder
 from tests.unit.test_shapes import V3 as V3_CONFIG
 
 if TYPE_CHECKING:
@@ -81,10 +82,10 @@ def test_the_baseline_of_dcp_inside_dp_is_the_same_dp_without_dcp() -> None:
     ]  # fmt: skip
 
 
-def test_the_report_finds_the_baseline_of_every_dcp_point() -> None:
+def test_the_report_finds_the_baseline_of_every_dcp_point(tmp_path: Path) -> None:
     """As the sweep adds them: what is compared shares all columns of the report's key, interleave aside."""
-    points = [c.point for c in expand(dp="1,2", dcp="2", concurrency=8)]
-    table = pd.DataFrame([msgspec.to_builtins(p) | {"run": "r"} for p in points])
+    found = [record_builder.ok(c.point, median_ms=10) for c in expand(dp="1,2", dcp="2", concurrency=8)]
+    table = load([record_builder.write(tmp_path / "r", found)]).points
     of = {dcp: {tuple(row) for row in table[table["dcp"] == dcp][BASELINE_OF].to_numpy()} for dcp in (1, 2)}
     assert len(of[2]) == 2
     assert of[2] <= of[1]
