@@ -53,18 +53,18 @@ def has_capacity(points: pd.DataFrame) -> bool:
     return bool(points["kv_tokens_per_gib"].notna().any())
 
 
-def draw_phases(points: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:  # noqa: ARG001 - same call for all
+def draw_phases(points: pd.DataFrame, style: Style, title: str) -> Figure:  # noqa: ARG001 - same call for all
     """Stacked bars of GPU time per step by phase, one panel per context, grouped by concurrency."""
     contexts = sorted(points["context"].unique())
     loads = _some(sorted(points["concurrency"].unique()))
     labels = list(dict.fromkeys(points.sort_values(["tp", "dp", "dcp"], kind="stable")["label"]))
     rows: list[tuple[int, str]] = [row for c in loads for row in ((c, ""), *((c, label) for label in labels))]
-    columns = columns_for(len(contexts), narrow=narrow)
+    columns = columns_for(len(contexts))
     height = math.ceil(len(contexts) / columns)
-    width = 4.4 if narrow else max(2.9 * columns + 1.3, 6.0)
+    width = max(2.9 * columns + 1.3, 6.0)
     row_inches = 0.32 if any("\n" in _name(label) for label in labels) else 0.2
     figure = Figure(figsize=(width, height * (row_inches * len(rows) + 0.9) + 1.1), layout="constrained")
-    headline(figure, title, narrow=narrow)
+    headline(figure, title)
     axes = list(figure.subplots(height, columns, squeeze=False).flat)
     for ax in axes[len(contexts) :]:
         ax.remove()
@@ -124,7 +124,7 @@ def _stack(ax: Axes, panel: pd.DataFrame, rows: list[tuple[int, str]], times: pd
     ax.tick_params(axis="y", length=0, labelleft=True)
 
 
-def draw_capacity(points: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:
+def draw_capacity(points: pd.DataFrame, style: Style, title: str) -> Figure:
     """Tokens that each GiB of KV memory on each GPU holds and, where it means something, tokens in all."""
     best = points.dropna(subset=["kv_tokens_per_gib"]).sort_values("kv_tokens_per_gib", ascending=False)
     best = best.drop_duplicates("layout").sort_values(["tp", "dp", "dcp"], kind="stable")
@@ -132,12 +132,11 @@ def draw_capacity(points: pd.DataFrame, style: Style, title: str, *, narrow: boo
     real = best[best["kv_bounded_by"] != "sweep"]
     if len(real):
         panels.append(("kv_capacity_tokens", "tokens held in all", real))
-    columns = 1 if narrow else len(panels)
-    rows = len(panels) // columns
-    size = (4.4 if narrow else max(5.0 * columns, 6.4), rows * (0.38 * len(best) + 0.9) + 0.6)
+    columns = len(panels)
+    size = (max(5.0 * columns, 6.4), (0.38 * len(best) + 0.9) + 0.6)
     figure = Figure(figsize=size, layout="constrained")
-    headline(figure, title, narrow=narrow)
-    for ax, (column, label, table) in zip(figure.subplots(rows, columns, squeeze=False).flat, panels, strict=True):
+    headline(figure, title)
+    for ax, (column, label, table) in zip(figure.subplots(1, columns, squeeze=False).flat, panels, strict=True):
         values = table[column].astype(float).tolist()
         colours = [style.colour(layout) for layout in table["layout"]]
         ax.barh(range(len(values)), values, color=colours, height=0.7)

@@ -42,7 +42,7 @@ def write_curves(record: BenchRecord, path: Path) -> None:
     for r in timed:
         groups.setdefault(_group(r, ALONG.get(record.bench, ("requests",))), []).append(r)
     with mpl.rc_context(RC):
-        columns = columns_for(len(groups), narrow=False)
+        columns = columns_for(len(groups))
         rows = -(-len(groups) // columns)
         figure = Figure((PANEL[0] * columns, PANEL[1] * rows + 0.9), layout="constrained")
         handles: dict[str, Line2D] = {}
@@ -52,7 +52,7 @@ def write_curves(record: BenchRecord, path: Path) -> None:
             ax.set_title(name, fontsize=9)
             ax.set_xlabel(WHAT.get(record.bench, "bytes"))
         device = record.environment.device if record.environment else ""
-        headline(figure, f"bench {record.bench}: time per call against bytes, {device}", narrow=False)
+        headline(figure, f"bench {record.bench}: time per call against bytes, {device}")
         eager = record.bench in ALONG
         figure.supylabel("µs per eager call" if eager else "µs per call", fontsize=10)
         if handles:

@@ -60,7 +60,7 @@ def write_picture(record: BenchRecord, path: Path) -> None:
     for r in ok:
         groups.setdefault(_group(r), []).append(r)
     with mpl.rc_context(RC):
-        columns = columns_for(len(groups), narrow=False)
+        columns = columns_for(len(groups))
         rows = -(-len(groups) // columns)
         figure = Figure((PANEL[0] * columns, PANEL[1] * rows + 0.9), layout="constrained")
         for place, (name, results) in enumerate(groups.items(), 1):
@@ -72,7 +72,7 @@ def write_picture(record: BenchRecord, path: Path) -> None:
                 ax.set_xlabel(X)
         device = record.environment.device if record.environment else ""
         what = "time per call against tokens" if record.performance else "synchronisations per call (nothing is timed)"
-        headline(figure, f"bench {record.bench}: {what}, {device}", narrow=columns == 1)
+        headline(figure, f"bench {record.bench}: {what}, {device}", width=40 if columns == 1 else 90)
         figure.supylabel("µs per call" if record.performance else "syncs per call", fontsize=10)
         if record.performance:
             legend_below(figure, _handles(variants, ok))

@@ -40,7 +40,7 @@ def write_roofline(record: BenchRecord, path: Path) -> None:
         if timed and {"read", "matmul"} <= limits.keys():
             handles.append(_roofs(ax, limits["read"], limits["matmul"]))
         device = record.environment.device if record.environment else ""
-        headline(figure, f"bench {record.bench} under the roofs measured in the same run, {device}", narrow=False)
+        headline(figure, f"bench {record.bench} under the roofs measured in the same run, {device}")
         if handles:
             legend_below(figure, handles)
         figure.savefig(path, dpi=150)

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 WIDE_PANEL = (3.7, 3.0)
 GREY = "#555555"
-NARROW_PANEL = (4.4, 3.0)
+SINGLE_PANEL = (4.4, 3.0)
 TITLE_WIDTH = 42
 """Characters of a line above a panel."""
 
 
-def draw_throughput(points: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:
+def draw_throughput(points: pd.DataFrame, style: Style, title: str) -> Figure:
     """Output tok/s of the whole layout against concurrency, with 95 % intervals."""
-    figure, drawn = panels(points, title, narrow=narrow)
+    figure, drawn = panels(points, title)
     for ax, panel in drawn:
         for line, look in series(panel, style):
             low, high = (
@@ -50,9 +50,9 @@ def draw_throughput(points: pd.DataFrame, style: Style, title: str, *, narrow: b
     return figure
 
 
-def draw_itl(points: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:
+def draw_itl(points: pd.DataFrame, style: Style, title: str) -> Figure:
     """Median inter-token latency with its 95 % interval; p99 as a dash, or the highest percentile that has samples."""
-    figure, drawn = panels(points, title, narrow=narrow)
+    figure, drawn = panels(points, title)
     top = tail_percentile(points, "itl")
     tail = f"itl_{top or 'p99'}_ms"
     for ax, panel in drawn:
@@ -84,9 +84,9 @@ def tail_legend(percentile: str, size: float) -> list[Line2D]:
     return [Line2D([], [], color=GREY, marker="_", linestyle="", markersize=size, markeredgewidth=2, label=label)]
 
 
-def draw_frontier(points: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:
+def draw_frontier(points: pd.DataFrame, style: Style, title: str) -> Figure:
     """Output tok/s/GPU against tok/s/user; grey joins the points that no other beats in both."""
-    figure, drawn = panels(points, title, narrow=narrow)
+    figure, drawn = panels(points, title)
     for ax, panel in drawn:
         best = frontier(panel)
         ax.plot(best["tok_s_per_user"], best["output_tok_s_per_gpu"], color="#D0D0D0", linewidth=7, zorder=1)
@@ -116,7 +116,7 @@ def _one_per_concurrency(best: pd.DataFrame) -> pd.DataFrame:
 
 
 def panels(
-    points: pd.DataFrame, title: str, *, narrow: bool, by: str = "context", form: str = "context {:,} tokens",
+    points: pd.DataFrame, title: str, *, by: str = "context", form: str = "context {:,} tokens",
     order: str = "",
 ) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]]]:  # fmt: skip
     """A figure with one panel per value of the column `by`, on shared axes so that panels compare.
@@ -124,13 +124,13 @@ def panels(
     In the order of these values, or of those that the column `order` has.
     """
     values = list(dict.fromkeys(points.sort_values(order or by, kind="stable")[by]))
-    columns = columns_for(len(values), narrow=narrow)
+    columns = columns_for(len(values))
     rows = math.ceil(len(values) / columns)
-    width, height = NARROW_PANEL if narrow or columns == 1 else WIDE_PANEL
-    size = (max(columns * width, 4.4 if narrow else 6.0), rows * height + 1.0)
+    width, height = SINGLE_PANEL if columns == 1 else WIDE_PANEL
+    size = (max(columns * width, 6.0), rows * height + 1.0)
     figure = Figure(figsize=size, layout="constrained")
-    figure.set_layout_engine("constrained", hspace=0.08 if narrow else 0.03)
-    headline(figure, title, narrow=narrow)
+    figure.set_layout_engine("constrained", hspace=0.03)
+    headline(figure, title)
     axes = figure.subplots(rows, columns, sharex=False, sharey=True, squeeze=False).flat
     found = []
     for ax, value in zip(axes, values, strict=False):

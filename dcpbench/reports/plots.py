@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import re
 import warnings
 from typing import TYPE_CHECKING
@@ -45,8 +44,6 @@ class Picture:
     """What it shows, for those who cannot see it."""
     png: Path
     svg: Path
-    narrow_svg: bytes
-    """The same with its panels below each other, for small screens."""
     pdf: Path | None = None
 
     @property
@@ -137,22 +134,21 @@ class Studio:
     pictures: list[Picture] = dataclasses.field(default_factory=list)
 
     def add(self, kind: str, title: str, points: pd.DataFrame, draw: Draw, alt: str = "") -> None:
-        """Draw one figure in both widths and write it."""
+        """Draw one figure and write it."""
         path = self.folder / self._name(kind, points)
-        narrow = self.draw(path, title, points, draw)
+        self.draw(path, title, points, draw)
         png, svg, pdf = (path.with_suffix(end) for end in (".png", ".svg", ".pdf"))
         alt = alt or _alt(kind, title, points)
-        self.pictures.append(Picture(kind, title, alt, png, svg, narrow, pdf))
+        self.pictures.append(Picture(kind, title, alt, png, svg, pdf))
 
-    def draw(self, path: Path, title: str, points: pd.DataFrame, draw: Draw) -> bytes:
-        """Write a figure in all formats; its narrow version as SVG."""
+    def draw(self, path: Path, title: str, points: pd.DataFrame, draw: Draw) -> None:
+        """Write a figure in all formats."""
         with mpl.rc_context(style.RC), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Glyph .* missing")  # a name in letters that the font lacks
-            wide = draw(points, self.look, title, narrow=False)
-            wide.savefig(path.with_suffix(".png"), dpi=150)
-            path.with_suffix(".svg").write_bytes(_svg(wide))
-            wide.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None})
-            return _svg(draw(points, self.look, title, narrow=True))
+            figure = draw(points, self.look, title)
+            figure.savefig(path.with_suffix(".png"), dpi=150)
+            figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+            figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None})
 
     def _name(self, kind: str, points: pd.DataFrame) -> str:
         """A file name of plain letters, whatever the model is called, and no name twice."""
@@ -166,12 +162,6 @@ class Studio:
         while unique in taken:
             unique, number = f"{name}-{number}", number + 1
         return unique
-
-
-def _svg(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue()
 
 
 def _alt(kind: str, title: str, points: pd.DataFrame) -> str:

@@ -109,9 +109,9 @@ def count(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def headline(figure: Figure, title: str, *, narrow: bool) -> None:
-    """Title of a figure, broken where the figure is narrow."""
-    figure.suptitle("\n".join(textwrap.wrap(title, 40 if narrow else 90)), fontsize=12)
+def headline(figure: Figure, title: str, *, width: int = 90) -> None:
+    """Title of a figure, broken into lines of at most `width` characters."""
+    figure.suptitle("\n".join(textwrap.wrap(title, width)), fontsize=12)
 
 
 LEGEND_LINES = 4
@@ -128,9 +128,9 @@ def legend_below(figure: Figure, handles: list[Any]) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=9)
 
 
-def columns_for(panels: int, *, narrow: bool) -> int:
+def columns_for(panels: int) -> int:
     """Panels side by side: one on a small screen, else up to three, and no single one left over from four."""
-    return 1 if narrow else {1: 1, 2: 2, 4: 2}.get(panels, 3)
+    return {1: 1, 2: 2, 4: 2}.get(panels, 3)
 
 
 def watermark(ax: Axes) -> None:

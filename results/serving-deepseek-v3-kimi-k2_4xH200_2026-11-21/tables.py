@@ -169,7 +169,7 @@ def break_even(model, ratios):
     with mpl.rc_context(RC | {"axes.grid": False, "axes.spines.left": False, "axes.spines.bottom": False}):
         figure = Figure(figsize=(4.4 * len(layouts), 4.0), layout="constrained")
         headline(
-            figure, f"Output tok/s of tp4·dcp4 over tp4, {model}, 500 out, 8 GiB of KV per GPU, replay", narrow=False
+            figure, f"Output tok/s of tp4·dcp4 over tp4, {model}, 500 out, 8 GiB of KV per GPU, replay"
         )
         for ax, layout in zip(figure.subplots(1, len(layouts), sharey=True, squeeze=False).flat, layouts):
             cells = [[ratios.get((model, layout, n, c), float("nan")) for c in clients] for n in inputs]

@@ -30,7 +30,7 @@ def page(folder: Path, records: list[Record], *, most: int = MOST_POINTS) -> Pat
     picture.write_text(SVG)
     read = frames.load([run])
     kinds = (DECODE_KINDS if len(read.points) else ()) + (SERVE_KINDS if len(read.served) else ())
-    pictures = [Picture(kind, kind, f"alt of {kind}", picture, picture, b"") for kind in kinds]
+    pictures = [Picture(kind, kind, f"alt of {kind}", picture, picture) for kind in kinds]
     out = folder / "report.html"
     out.write_text(render("a run", sections.report(read, pictures), read, most=most), encoding="utf-8")
     return out

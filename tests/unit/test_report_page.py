@@ -26,7 +26,7 @@ def data(tmp_path: Path, records: list[Record], **options: Any) -> dict[str, Any
 
 
 def picture(kind: str, tmp_path: Path) -> Picture:
-    return Picture(kind, "title", f"alt of {kind}", tmp_path, tmp_path, b"")
+    return Picture(kind, "title", f"alt of {kind}", tmp_path, tmp_path)
 
 
 def mixed() -> list[Record]:

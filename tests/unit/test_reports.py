@@ -320,5 +320,5 @@ def test_importing_the_reports_imports_nothing_heavy() -> None:
 def test_a_logarithmic_axis_says_so(tmp_path: Path) -> None:
     """Loads 8 and 32 are far apart; equal steps to the right are equal factors."""
     read = frames.load([build.write(tmp_path / "run", small())])
-    figure = lines.draw_itl(read.points, style.Style.of(read.points), "title", narrow=False)
+    figure = lines.draw_itl(read.points, style.Style.of(read.points), "title")
     assert [ax.get_xlabel() for ax in figure.axes] == ["concurrency (requests in flight, log scale)"]

@@ -79,7 +79,7 @@ def test_variants_of_one_layout_have_colours_and_markers_of_their_own(tmp_path: 
     """Otherwise points at one concurrency, where no line is drawn, would all look the same."""
     read = loaded(tmp_path, exact(PLAIN, 10), exact(A2A, 9), exact(SYMM, 8))
     style = Style.of(read.points)
-    figure = draw_itl(read.points, style, "title", narrow=False)
+    figure = draw_itl(read.points, style, "title")
     lines = [line for line in figure.axes[0].get_lines() if line.get_marker() in "os^"]
     assert len({(line.get_color(), line.get_marker()) for line in lines}) == 3
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
@@ -100,7 +100,7 @@ def test_long_labels_of_bars_take_two_lines(tmp_path: Path) -> None:
         for name, backend, reduce in (("a2a", "flashinfer", "nccl"), ("symm", "triton", "symm"))
     ]
     read = loaded(tmp_path, *(exact(point, 9) for point in points))
-    figure = draw_phases(read.points, Style.of(read.points), "title", narrow=False)
+    figure = draw_phases(read.points, Style.of(read.points), "title")
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert any(label.replace("\n", " ").endswith("symm all-reduce)") for label in labels)
     assert all(len(line) <= 30 for label in labels for line in label.splitlines())

@@ -216,7 +216,7 @@ def test_no_figure_breaks(tmp_path: Path, spoiled: dict[str, Any]) -> None:
     read = frames.load([run(tmp_path / "run", spoiled, line(build.ok(build.point(DCP), steps=5)))])
     with mpl.rc_context(style.RC):
         for draw in (lines.draw_throughput, lines.draw_itl, lines.draw_frontier):
-            draw(read.points, style.Style.of(read.points), "title", narrow=True).savefig(tmp_path / "figure.svg")
+            draw(read.points, style.Style.of(read.points), "title").savefig(tmp_path / "figure.svg")
 
 
 def grid(folder: Path, contexts: int, loads: int) -> frames.Frames:

@@ -52,9 +52,9 @@ ALONG = {
 GREY = "#555555"
 
 
-def draw_rate(points: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:
+def draw_rate(points: pd.DataFrame, style: Style, title: str) -> Figure:
     """Output tok/s of the whole run, ramp and drain included; bars reach over the repeats."""
-    figure, panels, along = _start(points, title, narrow=narrow)
+    figure, panels, along = _start(points, title)
     for ax, panel in panels:
         for line, look in _series(panel, style, along):
             low, high = (
@@ -67,19 +67,19 @@ def draw_rate(points: pd.DataFrame, style: Style, title: str, *, narrow: bool) -
     return _end(figure, points, style, along, "output throughput (tok/s)", [])
 
 
-def draw_ttft(points: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:
+def draw_ttft(points: pd.DataFrame, style: Style, title: str) -> Figure:
     """Median time to first token, p99 as a dash, or the highest percentile that has samples."""
-    return _draw_latency(points, style, title, "ttft", "time to first token (ms)", narrow=narrow)
+    return _draw_latency(points, style, title, "ttft", "time to first token (ms)")
 
 
-def draw_itl(points: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:
+def draw_itl(points: pd.DataFrame, style: Style, title: str) -> Figure:
     """Median inter-token latency, p99 as a dash, or the highest percentile that has samples."""
-    return _draw_latency(points, style, title, "itl", "inter-token latency (ms)", narrow=narrow)
+    return _draw_latency(points, style, title, "itl", "inter-token latency (ms)")
 
 
-def draw_frontier(points: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:
+def draw_frontier(points: pd.DataFrame, style: Style, title: str) -> Figure:
     """Output tok/s/GPU against tok/s/user, the load beside each point that no other beats in both."""
-    figure, panels, along = _start(points, title, narrow=narrow)
+    figure, panels, along = _start(points, title)
     for ax, panel in panels:
         best = lines.frontier(panel)
         ax.plot(best["tok_s_per_user"], best["output_tok_s_per_gpu"], color="#D0D0D0", linewidth=7, zorder=1)
@@ -109,7 +109,7 @@ MOST_CURVES = 8
 """Curves of a panel of the break-even figure; of more, each layout with its exchange has a panel of its own."""
 
 
-def draw_break_even(ratios: pd.DataFrame, style: Style, title: str, *, narrow: bool) -> Figure:  # noqa: ARG001 - same call for all
+def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:  # noqa: ARG001 - same call for all
     """Output tok/s with DCP over that without; above 1 it pays.
 
     Along the x axis runs whichever of concurrency and length of requests has more values, a curve stands for each value
@@ -122,7 +122,7 @@ def draw_break_even(ratios: pd.DataFrame, style: Style, title: str, *, narrow: b
     split = len(labels) > 1 and len(labels) * len(others) > MOST_CURVES
     names = ratios["model"].str.cat(ratios["label"], sep=": ") if split else ratios["model"]
     table = ratios.assign(cpu=False, panel=names)
-    figure, panels = lines.panels(table, title, narrow=narrow, by="panel", form=_said("{}", ratios))
+    figure, panels = lines.panels(table, title, by="panel", form=_said("{}", ratios))
     for ax, panel in panels:
         for (_, label, value), line in panel.sort_values(x).groupby(["run", "label", other], sort=False):
             i = others.index(value)
@@ -180,8 +180,8 @@ def alt_break_even(title: str, ratios: pd.DataFrame) -> str:
     return f"{title}. Layouts: {shown}. From {low:.2f} to {high:.2f} times."
 
 
-def _draw_latency(points: pd.DataFrame, style: Style, title: str, name: str, label: str, *, narrow: bool) -> Figure:
-    figure, panels, along = _start(points, title, narrow=narrow)
+def _draw_latency(points: pd.DataFrame, style: Style, title: str, name: str, label: str) -> Figure:
+    figure, panels, along = _start(points, title)
     top = lines.tail_percentile(points, name)
     p50, high = f"{name}_p50_ms", f"{name}_{top or 'p99'}_ms"
     for ax, panel in panels:
@@ -195,10 +195,10 @@ def _draw_latency(points: pd.DataFrame, style: Style, title: str, name: str, lab
     return _end(figure, points, style, along, label, lines.tail_legend(top, 11))
 
 
-def _start(points: pd.DataFrame, title: str, *, narrow: bool) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]], Along]:
+def _start(points: pd.DataFrame, title: str) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]], Along]:
     """A panel for each shape of requests, and what its x axis shows."""
     form = _said("{}", points)
-    figure, panels = lines.panels(points, title, narrow=narrow, by="rest", form=form, order="input_typical")
+    figure, panels = lines.panels(points, title, by="rest", form=form, order="input_typical")
     return figure, panels, ALONG[points["load_arrival"].iloc[0]]
 
 
