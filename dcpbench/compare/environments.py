@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from dcpbench.compare.model import Difference
+from dcpbench.provenance import origin
 from dcpbench.syncs.words import plain
 
 if TYPE_CHECKING:
@@ -42,11 +43,6 @@ def marks(records: Iterable[Record]) -> list[str]:
     return sorted({plain(mark[:LONGEST]) for r in records for mark in r.marks})[:20]
 
 
-def on_cpu(record: Record) -> bool:
-    """Whether the record's times say nothing about performance."""
-    return "cpu" in record.marks or bool(record.environment and record.environment.device == "CPU")
-
-
 def _values(a: Sequence[Record], b: Sequence[Record]) -> Iterator[tuple[str, set[str], set[str]]]:
     """Each thing that a record says of how it was taken, with what either side says."""
     readers: list[tuple[str, Callable[[Record], Iterable[object]]]] = [
@@ -69,7 +65,7 @@ def _values(a: Sequence[Record], b: Sequence[Record]) -> Iterator[tuple[str, set
         for name in sorted({n for r in (*a, *b) for n in r.measured_with})
     ]
     readers += [
-        ("measured by", lambda r: [r.origin if isinstance(r.origin, str) else "dcpbench"]),
+        ("measured by", lambda r: [origin(r)]),
         ("auto chose", lambda r: [r.choice] if r.choice else []),
         ("throttled by", lambda r: r.gpu.throttle_reasons if r.gpu else []),
         ("marks", lambda r: r.marks),

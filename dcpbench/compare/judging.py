@@ -9,11 +9,12 @@ import zlib
 from typing import TYPE_CHECKING
 
 from dcpbench.compare import effects, multiple
-from dcpbench.compare.environments import differences, marks, on_cpu
+from dcpbench.compare.environments import differences, marks
 from dcpbench.compare.measures import Requests, measures_of, of, requests_of
 from dcpbench.compare.model import WORST_FIRST, Broken, Comparison, PointResult, Row
 from dcpbench.compare.sides import match
 from dcpbench.errors import UsageError
+from dcpbench.provenance import functional
 from dcpbench.stats import REPEATS_AGREE_WITHIN
 from dcpbench.sweep import point_name
 from dcpbench.syncs.words import plain
@@ -78,7 +79,7 @@ def judge(a: Sequence[Launch], b: Sequence[Launch], options: Options) -> Compari
     points.sort(key=lambda p: p.rank)
     rows = [row for p in points for row in p.rows]
     records = [r for pair in matched.pairs for r in pair.records]
-    cpu = any(map(on_cpu, records))
+    cpu = any(map(functional, records))
     return Comparison(
         a=[plain(x.name) for x in a], b=[plain(x.name) for x in b], paired=options.paired, across=list(options.across),
         margin=options.margin, alpha=options.alpha, launch_noise=options.launch_noise, tests=len(tests),
@@ -110,7 +111,7 @@ def _point(
     workload: Workload = "serve" if point.load else "decode"
     found = PointResult(
         name=name_of(point), other_name=name_of(other) if name_of(other) != name_of(point) else "", workload=workload,
-        mode=plain(point.load.mode[:20]) if point.load else "", cpu=any(map(on_cpu, pair.records)),
+        mode=plain(point.load.mode[:20]) if point.load else "", cpu=any(map(functional, pair.records)),
         marks_a=marks(r for _, rs in pair.a for r in rs), marks_b=marks(r for _, rs in pair.b for r in rs),
     )  # fmt: skip
     for measure in measures_of(workload, options.metrics):

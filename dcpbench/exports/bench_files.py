@@ -6,8 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from dcpbench.choices import CLOSED, GAMMA
-from dcpbench.exports.measured import DECODE_STEPS, DID_NOT_RUN, OURS, Measured, Rule, sieve
+from dcpbench.exports.measured import DECODE_STEPS, DID_NOT_RUN, Measured, Rule, sieve
 from dcpbench.exports.requests import Requests, Totals, of_point, samples_path, totals_of
+from dcpbench.provenance import OURS
 
 if TYPE_CHECKING:
     from collections import Counter

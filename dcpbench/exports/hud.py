@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.exports import measured
 from dcpbench.exports.files import Rendered, as_list
 from dcpbench.exports.metrics import Value, values
+from dcpbench.provenance import OURS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,7 +50,7 @@ def _shared(group: Sequence[Measured]) -> dict[str, Any]:
     point, env = first.record.point, next((m.record.environment for m in group if m.record.environment), None)
     return {
         "benchmark": {
-            "name": measured.OURS,
+            "name": OURS,
             "mode": "inference",
             "dtype": point.dtype,
             "extra_info": _strings(_facts(first)),

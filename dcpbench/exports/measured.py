@@ -8,6 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from dcpbench.choices import REPLAY
+from dcpbench.provenance import functional, origin
 from dcpbench.reports.serving import words
 
 if TYPE_CHECKING:
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
 
     from dcpbench.records import Record
 
-OURS = "dcpbench"
-"""Origin of what this package measured."""
-CPU = "CPU"
 FUNCTIONAL, REPLAYED = "functional", "replay"
 """Standings of what is no measurement of speed."""
 WRONG = ("graph_differs", "inaccurate")
@@ -39,7 +37,7 @@ class Measured:
     @property
     def origin(self) -> str:
         """The tool that measured it."""
-        return str(self.record.origin) if self.record.origin else OURS
+        return origin(self.record)
 
     @property
     def device(self) -> str:
@@ -49,7 +47,7 @@ class Measured:
     @property
     def standing(self) -> str:
         """`functional` for a run on a CPU, `replay` for what was computed in virtual time, or nothing."""
-        if "cpu" in self.record.marks or self.device == CPU:
+        if functional(self.record):
             return FUNCTIONAL
         load = self.record.point.load
         return REPLAYED if load is not None and load.mode == REPLAY else ""

@@ -15,6 +15,7 @@ from dcpbench.errors import LayoutError, OutputError, RecordsError, UsageError
 from dcpbench.folders import make_folder
 from dcpbench.imports import documents, metrics, sglang, vllm
 from dcpbench.layout import Layout
+from dcpbench.provenance import CPU, OURS
 from dcpbench.records import RECORDS_FILE, Environment, Point, Record, RecordFile
 from dcpbench.serve_records import Load
 from dcpbench.serving.samples import FOLDER, samples_name, write_samples
@@ -30,7 +31,6 @@ READERS = {VLLM: vllm.read, SGLANG: sglang.read}
 """What reads one document, by --from."""
 TOOLS = {VLLM: vllm.TOOL, SGLANG: sglang.TOOL}
 """What wrote it."""
-OURS = "dcpbench"
 
 
 def make(files: Sequence[Path], engine: str, folder: Path, told: Told, *, force: bool) -> tuple[Path, list[str]]:
@@ -154,7 +154,7 @@ def _record(result: Result, point: Point, engine: str, told: Told) -> Record:
     rows = metrics.rows(result.details) if result.details is not None else None
     if rows is not None:
         serve = msgspec.structs.replace(serve, samples_file=samples_name(point))
-    if told.gpu == "CPU":
+    if told.gpu == CPU:
         marks = [*marks, "cpu"]
     return Record(
         point=point, outcome="ok", detail=detail, marks=marks, serve=serve, environment=environment,

@@ -11,8 +11,8 @@ import pandas as pd
 from dcpbench.choices import CLOSED, NO_EXCHANGE, OPTIONS, UNKNOWN, with_options
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.memory import GIB
+from dcpbench.provenance import functional, origin
 from dcpbench.records import ASIDE_FILE, RECORDS_FILE, cut_short, iter_records
-from dcpbench.reports import origins
 from dcpbench.reports import slo as objectives
 from dcpbench.reports.clip import Clipper
 from dcpbench.reports.merge import median, spread, worst
@@ -250,9 +250,9 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
         "run": run,
         "layout": point.layout_name,
         "repeats": len(records),
-        "origin": origins.origin(records[0]),
+        "origin": origin(records[0]),
         "marks": ", ".join(sorted({mark for r in records for mark in r.marks})),
-        "cpu": any("cpu" in r.marks or (r.environment and r.environment.device == "CPU") for r in records),
+        "cpu": any(map(functional, records)),
         "device": next((r.environment.device for r in records if r.environment), None),
         "slo_recorded": objectives.recorded(records[0]),
     }

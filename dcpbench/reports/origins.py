@@ -6,21 +6,15 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from dcpbench.choices import SGLANG, VLLM
+from dcpbench.provenance import OURS
 from dcpbench.reports.prose import counted
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from dcpbench.records import Record
     from dcpbench.reports.frames import Frames
 
-OURS = "dcpbench"
 TOOLS = {VLLM: "vLLM (`vllm bench serve`)", SGLANG: "SGLang (`bench_serving`)"}
-
-
-def origin(record: Record) -> str:
-    """The tool that measured a point, as an origin is written: `dcpbench`, `vllm`, `sglang`."""
-    return str(record.origin) if record.origin else OURS
 
 
 def some_imported(table: pd.DataFrame) -> bool:

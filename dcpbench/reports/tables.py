@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from dcpbench import provenance
 from dcpbench.memory import GIB
 from dcpbench.reports.merge import missing
 from dcpbench.stats import REPEATS_AGREE_WITHIN
@@ -220,7 +221,7 @@ def runs(frames: Frames) -> Table:
         outcomes = [r.outcome for r in run.records]
         env = next((r.environment for r in run.records if r.environment), None)
         started = min((r.started_at for r in run.records if r.started_at), default=None)
-        hardware = None if env is None else "CPU" if env.device == "CPU" else f"{env.device_count} × {env.device}"
+        hardware = None if env is None else provenance.hardware(env)
         versions = [
             f"{n} {getattr(env, n)}" for n in ("dcpbench", "torch", "cuda", "flashinfer") if getattr(env, n, None)
         ]

@@ -14,6 +14,7 @@ import msgspec
 from dcpbench.choices import ALL_REDUCES, AUTO, NO_EXCHANGE, PREFILLS, flag
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.jobs import Probe
+from dcpbench.provenance import CPU
 from dcpbench.records import Environment, Honesty
 from dcpbench.serving.step_model import StepModel, Work, step_works
 
@@ -149,7 +150,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def blocking(self) -> bool:
         """Whether to launch a step is to run it, as on the CPU."""
-        return self.environment.device == "CPU"
+        return self.environment.device == CPU
 
     def probe(self) -> Probe:
         """The machine it was measured on, for budget.py: a replay divides the memory as a live run there would."""

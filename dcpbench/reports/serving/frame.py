@@ -9,9 +9,9 @@ import pandas as pd
 
 from dcpbench.choices import CLOSED
 from dcpbench.memory import GIB
+from dcpbench.provenance import OURS
 from dcpbench.records import Interval
 from dcpbench.reports.merge import median, missing, spread
-from dcpbench.reports.origins import OURS
 from dcpbench.reports.serving import words
 
 if TYPE_CHECKING:
