@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.choices import REPLAY
 from dcpbench.provenance import functional, origin
+from dcpbench.reports.clip import cut, inert
 from dcpbench.reports.serving import words
 
 if TYPE_CHECKING:
@@ -129,8 +130,7 @@ def digest(text: str) -> str:
 
 def clip(text: str, most: int = MOST_IN_A_NAME) -> str:
     """At most so many characters, none of which controls a terminal or ends a line."""
-    shown = "".join(c if c.isprintable() else " " for c in text[: most + 1])
-    return shown if len(shown) <= most else shown[: most - 1] + "…"
+    return inert(cut(text, most))
 
 
 def _name(m: Measured, *, several: bool) -> str:

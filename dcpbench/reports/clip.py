@@ -14,6 +14,8 @@ LONGEST = 2_000
 """Characters that a report keeps of a string; what is left out is said, and told apart by a hash."""
 LONGEST_DETAIL = 8_000
 """Of a log, of which the end tells most."""
+LINES = "\n\t"
+"""What strings of several lines keep."""
 
 
 class Clipper:
@@ -32,10 +34,10 @@ class Clipper:
             changes["environment"] = self._environments[key]
         for name in ("point", "phases", "kv", "honesty", "choice", "sync_sites", "marks", "reason", "gpu"):
             value = getattr(record, name)
-            if value is not None and (cut := _structure(value)) is not value:
-                changes[name] = cut
-        if record.serve and (cut := _structure(record.serve)) is not record.serve:
-            changes["serve"] = cut
+            if value is not None and (new := _structure(value)) is not value:
+                changes[name] = new
+        if record.serve and (new := _structure(record.serve)) is not record.serve:
+            changes["serve"] = new
         if record.detail:
             changes["detail"] = {shortened(k): _end(v) for k, v in record.detail.items()}
         return msgspec.structs.replace(record, **changes) if changes else record
@@ -44,19 +46,24 @@ class Clipper:
 def shortened(text: str, most: int = LONGEST) -> str:
     """The beginning of a string that is too long, how long it was, and a hash of all of it; on one line, and inert."""
     if len(text) <= most:
-        return text if text.isprintable() else _inert(text)
+        return inert(text, LINES)
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
-    return f"{_inert(text[:most])}… ({len(text):,} characters, {digest})"
+    return f"{inert(text[:most], LINES)}… ({len(text):,} characters, {digest})"
 
 
-def _inert(text: str) -> str:
-    """Without characters that steer a terminal or turn a line around; line ends stay."""
-    return "".join(c if c.isprintable() or c in "\n\t" else " " for c in text)
+def cut(text: str, most: int) -> str:
+    """The text, or its beginning with `…`: at most so many characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def inert(text: str, keep: str = "") -> str:
+    """With a space for each character that steers a terminal, ends a line or turns it around; `keep` stays."""
+    return text if text.isprintable() else "".join(c if c.isprintable() or c in keep else " " for c in text)
 
 
 def _end(text: str) -> str:
     short = text if len(text) <= LONGEST_DETAIL else f"({len(text):,} characters) … {text[-LONGEST_DETAIL:]}"
-    return short if short.isprintable() else _inert(short)
+    return inert(short, LINES)
 
 
 def _structure(value: Any) -> Any:  # noqa: ANN401 - whatever a record holds

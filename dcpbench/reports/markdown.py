@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from dcpbench.reports.clip import inert
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -34,7 +36,7 @@ def render(title: str, sections: list[Section], folder: Path) -> str:
 
 def escape(text: str) -> str:
     """Text that Markdown shows as it is: on one line, no markup, no HTML."""
-    text = re.sub(r"\s+", " ", "".join(c if c.isprintable() else " " for c in text)).strip()
+    text = re.sub(r"\s+", " ", inert(text)).strip()
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|#~])", r"\\\1", text)
 

@@ -7,6 +7,8 @@ import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
+from dcpbench.reports.clip import cut, inert
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -99,9 +101,8 @@ class Style:
 
 def plain(text: object, most: int = 48) -> str:
     """Any string as a label: no mathematics, one line, not endless."""
-    text = re.sub(r"\s+", " ", "".join(c if c.isprintable() else " " for c in str(text))).strip()
-    text = text if len(text) <= most else text[: most - 1] + "…"
-    return text.replace("$", r"\$")
+    text = re.sub(r"\s+", " ", inert(str(text))).strip()
+    return cut(text, most).replace("$", r"\$")
 
 
 def count(value: float) -> str:

@@ -11,6 +11,7 @@ import pandas as pd
 
 from dcpbench import provenance
 from dcpbench.memory import GIB
+from dcpbench.reports.clip import cut
 from dcpbench.reports.merge import missing
 from dcpbench.stats import REPEATS_AGREE_WITHIN
 
@@ -25,7 +26,7 @@ FOLD_ABOVE = 24
 """Tables with more rows than this begin folded where they only support a figure."""
 MOST_ROWS = 2_000
 MOST_LETTERS = 1_000
-"""Rows of a table, and letters of a cell."""
+"""Rows of a table, and letters of a cell: no one long name blows it up, and points.csv has more of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,11 +248,6 @@ def environment(frames: Frames) -> Table:
     return Table("Environment", ["what", *columns], rows, text_columns=1 + len(columns))
 
 
-def cut(cell: str, most: int = MOST_LETTERS) -> str:
-    """A cell that no one long name can blow up; points.csv has more of it."""
-    return cell if len(cell) <= most else cell[: most - 1] + "…"
-
-
 Column = tuple[str, "Callable[[Any], str]"]
 
 
@@ -279,7 +275,7 @@ def make_table(
     if len(found) > MOST_ROWS:
         title = f"{title} (the first {MOST_ROWS:,} of {len(found):,}; points.csv has every point)"
         found = found.head(MOST_ROWS)
-    rows = [[cut(show(row)) for _, show in columns] for _, row in found.iterrows()]
+    rows = [[cut(show(row), MOST_LETTERS) for _, show in columns] for _, row in found.iterrows()]
     keep = [i for i, (name, _) in enumerate(columns) if name not in optional or any(r[i] != ABSENT for r in rows)]
     words = sum(i < len(first) + text_columns for i in keep)
     return Table(title, [columns[i][0] for i in keep], [[r[i] for i in keep] for r in rows], words, fold)

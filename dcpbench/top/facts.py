@@ -20,6 +20,7 @@ from dcpbench.errors import DcpbenchError
 from dcpbench.jobs import CHECKS_FILE, FAILED_FILE, Check, Failure, Job, Progress, read_job
 from dcpbench.launch import blame
 from dcpbench.records import RECORDS_FILE, SCHEMA_VERSION, Point, Record
+from dcpbench.reports.clip import cut
 from dcpbench.sweep import point_name
 from dcpbench.syncs.words import plain
 from dcpbench.top.tail import Tail
@@ -212,8 +213,7 @@ def finished(record: Record) -> Finished:
 
 def inert(text: str) -> str:
     """One short line that no terminal obeys."""
-    cut = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
-    return plain(" ".join(cut.split()))
+    return plain(" ".join(cut(text, LONGEST).split()))
 
 
 def _finished_at(record: Record) -> float | None:
