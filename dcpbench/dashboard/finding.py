@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.dashboard import lines, measures
 from dcpbench.errors import RecordsError, UsageError
+from dcpbench.provenance import hardware
 from dcpbench.records import RECORDS_FILE, read_records
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def _run(name: str, path: Path, digest: str, records: Sequence[Record]) -> RunDa
         name=lines.clip(name), slug=_slug(name), path=path, sha256=digest,
         date=min(filter(None, (_date(r.started_at) for r in records)), default=None),
         commit=", ".join(filter(None, commits)),
-        hardware=_several(lines.hardware_of(e) for e in environments),
+        hardware=_several(hardware(e) for e in environments),
         driver=_several(e.driver or "" for e in environments),
         version=_several(e.dcpbench for e in environments),
         workloads=_several(str(lines.described(line)["workload"]) for line in entries),

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 
 from dcpbench.choices import ALL_REDUCES, UNKNOWN
 from dcpbench.dashboard import measures
+from dcpbench.memory import GIB
+from dcpbench.provenance import CPU, hardware
+from dcpbench.reports.clip import cut
 from dcpbench.reports.serving import words
 
 if TYPE_CHECKING:
@@ -21,7 +24,6 @@ LONGEST = 160
 """Characters of a name that the page carries; what is longer is cut, and still told apart."""
 LONGEST_REASON = 600
 NOT_RECORDED = "not recorded"
-CPU = "CPU"
 SEPARATOR = ", "
 """Between conditions."""
 WITHOUT_EFFECT = ("NCCL_VERSION", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
@@ -70,13 +72,13 @@ def of_run(records: Sequence[Record]) -> dict[Line, Entry]:
     conditions = Counter(_conditions(r) for r in records if r.outcome == "ok")
     same: dict[Line, list[Record]] = {}
     for record in records:
-        hardware, driver = _hardware(record.environment) if record.environment else fallback
+        where, driver = _hardware(record.environment) if record.environment else fallback
         said = _conditions(record)
         if record.outcome != "ok" and not record.measured_with and len(conditions) == 1:
             said = next(iter(conditions))
         line = Line(
-            point=record.point.same_but_repeat(), hardware=hardware, driver=driver, conditions=said,
-            example=record.point, cpu=hardware == CPU or "cpu" in record.marks,
+            point=record.point.same_but_repeat(), hardware=where, driver=driver, conditions=said,
+            example=record.point, cpu=where == CPU or "cpu" in record.marks,
         )  # fmt: skip
         same.setdefault(line, []).append(record)
     return {line: _entry(found) for line, found in same.items()}
@@ -112,26 +114,19 @@ def told_apart(rows: list[dict[str, str | int]]) -> list[dict[str, str | int]]:
 
 def clip(text: str, longest: int = LONGEST) -> str:
     """`text`, or its beginning with `…`."""
-    return text if len(text) <= longest else text[: longest - 1] + "…"
-
-
-def hardware_of(environment: Environment) -> str:
-    """`4 × NVIDIA H200`, or `CPU`."""
-    if environment.device == CPU:
-        return CPU
-    return f"{environment.device_count} × {environment.device}"
+    return cut(text, longest)
 
 
 def _hardware(environment: Environment) -> tuple[str, str]:
     driver = environment.driver or ("none" if environment.device == CPU else NOT_RECORDED)
-    return hardware_of(environment), driver
+    return hardware(environment), driver
 
 
 def _conditions(record: Record) -> str:
     known = record.measured_with
     parts = []
     if memory := known.get("kv_memory_bytes"):
-        parts.append(f"KV memory {float(str(memory)) / measures.GIB:g} GiB")
+        parts.append(f"KV memory {float(str(memory)) / GIB:g} GiB")
     if limit := known.get("limit_seconds"):
         parts.append(f"ended after {limit} s")
     if record.serve and record.serve.slo_ms:

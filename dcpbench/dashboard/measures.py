@@ -7,12 +7,13 @@ import math
 from statistics import median
 from typing import TYPE_CHECKING
 
+from dcpbench.memory import GIB
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from dcpbench.records import Interval, Record
 
-GIB = 1 << 30
 HIGHER, LOWER, NEITHER = "higher", "lower", ""
 DEFAULT = "output_tok_s_per_gpu"
 """What the page shows first."""
