@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench import processes
 from dcpbench.dashboard.lines import clip
 from dcpbench.errors import DcpbenchError
 from dcpbench.folders import LOCK_FILE
@@ -53,19 +54,10 @@ def working(root: Path, now: float | None = None) -> list[Working]:
     return found
 
 
-def is_working(folder: Path) -> bool:
-    """Whether a process that has the folder's lock, by its own word, is alive on this machine."""
-    try:
-        pids = [int(word) for word in (folder / LOCK_FILE).read_text(encoding="ascii").split()[:64]]
-    except (OSError, ValueError):
-        return False
-    return any(_alive(pid) for pid in pids if pid > 0)
-
-
 def _locked(root: Path) -> Iterator[Path]:
     for folder, below, files in os.walk(root):
         below[:] = sorted(name for name in below if not name.startswith("."))
-        if LOCK_FILE in files and is_working(Path(folder)):
+        if LOCK_FILE in files and processes.alive(Path(folder))[0] != processes.NONE:
             yield Path(folder)
 
 
@@ -110,13 +102,3 @@ def _mtime(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True

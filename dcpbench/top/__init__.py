@@ -2,7 +2,6 @@
 
 tail.py         lines that were appended to a file
 facts.py        files of a run → what they say
-processes.py    whether a run's processes are alive on this machine
 state.py        facts → State, a pure function; what is shown, printed and written as JSON
 estimate.py     how long the points that are left may take
 gpus.py         clocks, power, temperature and the like, now

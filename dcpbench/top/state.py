@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import WorkerError
+from dcpbench.processes import COMMAND, NONE, WORKERS
 from dcpbench.sweep import point_name
 from dcpbench.top.estimate import Estimate, estimate
 from dcpbench.top.facts import VERIFY, Ended, Finished, inert
 from dcpbench.top.gpus import GpuNow
-from dcpbench.top.processes import COMMAND, NONE, WORKERS
 
 if TYPE_CHECKING:
     from dcpbench.records import Point

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench import processes
 from dcpbench.errors import UsageError
 from dcpbench.folders import LOCK_FILE
 from dcpbench.records import RECORDS_FILE
-from dcpbench.top import processes
 from dcpbench.top.facts import Facts
 from dcpbench.top.gpus import Gpus
 from dcpbench.top.plain import changes, snapshot

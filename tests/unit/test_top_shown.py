@@ -13,8 +13,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from dcpbench import processes
 from dcpbench.errors import UsageError
-from dcpbench.top import processes, watch, words
+from dcpbench.top import watch, words
 from dcpbench.top.estimate import Estimate
 from dcpbench.top.facts import Facts
 from dcpbench.top.gpus import GpuNow, Gpus

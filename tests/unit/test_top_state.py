@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from dcpbench.jobs import Check, Failure
+from dcpbench.processes import COMMAND, NONE, WORKERS
 from dcpbench.top.estimate import estimate
 from dcpbench.top.facts import LONGEST, Facts
-from dcpbench.top.processes import COMMAND, NONE, WORKERS
 from tests.unit import top_builder as build
 from tests.unit.serve_record_builder import load
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.jobs import Job, Progress, Settings
+from dcpbench.processes import COMMAND
 from dcpbench.records import Interval, Metrics, Percentiles, Point, Record
 from dcpbench.top.facts import Facts
-from dcpbench.top.processes import COMMAND
 from dcpbench.top.state import State, state_of
 
 if TYPE_CHECKING:
