@@ -12,7 +12,7 @@ from dcpbench import metrics
 from dcpbench.compare import resampling
 from dcpbench.errors import DcpbenchError
 from dcpbench.memory import GIB
-from dcpbench.serving.samples import FOLDER, read_samples
+from dcpbench.serving.samples import read_samples, samples_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -76,11 +76,10 @@ def requests_of(record: Record, folder: Path) -> Requests:
 
     Empty where there is none, or where it cannot be read: then what a launch knows by itself is not known.
     """
-    name = record.serve.samples_file if record.serve else ""
-    path = folder / FOLDER / name.removeprefix(f"{FOLDER}/")
-    if not name or "/" in name.removeprefix(f"{FOLDER}/") or "\0" in name or not path.is_file():
-        return Requests([])
     try:
+        path = samples_path(folder, record.serve.samples_file) if record.serve else None
+        if path is None:
+            return Requests([])
         rows = sorted(read_samples(path), key=lambda row: row.submitted_s)
         times = [
             metrics.RequestTimes(row.submitted_s, row.token_s, finished=row.outcome == "finished")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.choices import CLOSED, GAMMA
 from dcpbench.exports.measured import DECODE_STEPS, DID_NOT_RUN, Measured, Rule, sieve
-from dcpbench.exports.requests import Requests, Totals, of_point, samples_path, totals_of
+from dcpbench.exports.requests import Requests, Totals, of_point, samples_of, totals_of
 from dcpbench.provenance import OURS
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NOT_KNOWN = Rule(
     "had requests cut off, and no samples that say which tokens were theirs",
-    lambda m: m.record.serve is not None and bool(m.record.serve.cancelled) and samples_path(m) is None,
+    lambda m: m.record.serve is not None and bool(m.record.serve.cancelled) and samples_of(m) is None,
 )
 NO_TIME = Rule("took no time", lambda m: m.record.serve is not None and not m.record.serve.wall_s > 0)
 CARRIES = (DID_NOT_RUN, DECODE_STEPS, NO_TIME, NOT_KNOWN)

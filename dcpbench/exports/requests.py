@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.errors import RecordsError
 from dcpbench.serving.outcome import FINISHED, REJECTED
-from dcpbench.serving.samples import read_samples
+from dcpbench.serving.samples import read_samples, samples_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,18 +79,13 @@ def of_point(m: Measured) -> Requests | None:
 
     Raises RecordsError for samples that cannot be read, or that lie outside the run's folder.
     """
-    path = samples_path(m)
+    path = samples_of(m)
     return None if path is None else of_rows(read_samples(path))
 
 
-def samples_path(m: Measured) -> Path | None:
+def samples_of(m: Measured) -> Path | None:
     """Where the point's samples are, if they are there."""
-    if m.record.serve is None or not m.record.serve.samples_file:
-        return None
-    path = m.folder / m.record.serve.samples_file
-    if not path.resolve().is_relative_to(m.folder.resolve()):
-        raise RecordsError(f"{m.folder}: a record names samples outside its folder; that was not written by dcpbench.")
-    return path if path.is_file() else None
+    return samples_path(m.folder, m.record.serve.samples_file) if m.record.serve else None
 
 
 def of_rows(rows: Sequence[Row]) -> Requests:

@@ -36,6 +36,23 @@ def samples_name(point: Point) -> str:
     return f"{FOLDER}/{words[:60]}-{hashlib.sha256(point.key().encode()).hexdigest()[:12]}.parquet"
 
 
+def samples_path(folder: Path, name: str) -> Path | None:
+    """The file of samples that a record of the run in `folder` names; None where it is not there.
+
+    Raises RecordsError for a file outside of the folder.
+    """
+    if not name:
+        return None
+    path = folder / name
+    try:
+        inside, there = path.resolve().is_relative_to(folder.resolve()), path.is_file()
+    except (OSError, ValueError):  # nothing that a file can be called
+        return None
+    if not inside:
+        raise RecordsError(f"{folder}: a record names samples outside its folder; that was not written by dcpbench.")
+    return path if there else None
+
+
 def write_samples(folder: Path, point: Point, rows: Sequence[Row]) -> str:
     """Write the rows of a point below a run's `folder`; returns the file's place there, for the record.
 

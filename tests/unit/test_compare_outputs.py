@@ -16,9 +16,12 @@ import yaml
 from dcpbench import cli
 from dcpbench.compare import gate, github, junit, markdown, picture, sides, table
 from dcpbench.compare.judging import Options, judge
+from dcpbench.compare.measures import requests_of
 from dcpbench.compare.model import Comparison
 from dcpbench.errors import UsageError
 from dcpbench.layout import Layout
+from dcpbench.serving.outcome import FINISHED, Row
+from dcpbench.serving.samples import write_samples
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serving
 from tests.unit.compare_builder import compared, of_launches, write_launches
@@ -228,9 +231,22 @@ class TestHostileRecords:
 
     def test_a_file_of_samples_outside_the_run_is_not_read(self, tmp_path: Path) -> None:
         record = serving.served(serving.point())
-        for name in ("../../secret.parquet", "/etc/passwd", "samples/../../x", "\0", "a" * 300):
+        row = Row(
+            number=0, outcome=FINISHED, reason=None, submitted_s=0.0, first_token_s=1.0, end_s=2.0, input_tokens=3,
+            output_tokens=2, cached_tokens=0, preemptions=0, replica=0, token_s=[1.0, 2.0], tokens=[1, 2],
+        )  # fmt: skip
+        run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+        inside = write_samples(run, record.point, [row])
+        outside = elsewhere / write_samples(elsewhere, record.point, [row])
+
+        def found(name: str) -> int:
             evil = msgspec.structs.replace(record, serve=msgspec.structs.replace(record.serve, samples_file=name))
-            assert not compared(tmp_path, [evil], [evil]).counts.get("FASTER")
+            return len(requests_of(evil, run).times)
+
+        assert found(inside) == 1
+        up = outside.relative_to(tmp_path)
+        for name in (f"../{up}", str(outside), f"samples/../../{up}", "\0", "a" * 300):
+            assert found(name) == 0
 
     def test_too_many_points_and_endless_names_end_in_a_sentence_or_a_line(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

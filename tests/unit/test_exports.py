@@ -171,6 +171,14 @@ class TestVllm:
         with pytest.raises(RecordsError, match="outside its folder"):
             vllm.render([Measured("run", tmp_path, msgspec.structs.replace(m.record, serve=away))])
 
+    @pytest.mark.parametrize("name", ["\0", "a" * 300], ids=["null", "long"])
+    def test_samples_that_no_file_can_be_called_are_not_there(self, tmp_path: Path, name: str) -> None:
+        m = files.measured(tmp_path)
+        assert m.record.serve
+        odd = msgspec.structs.replace(m.record.serve, samples_file=name)
+        (data,) = vllm.render([Measured("run", tmp_path, msgspec.structs.replace(m.record, serve=odd))]).files.values()
+        assert "itls" not in json.loads(data)
+
 
 class TestSglang:
     def test_it_has_the_fields_of_a_detailed_line(self, tmp_path: Path) -> None:

@@ -81,8 +81,11 @@ class TestNumbersThatAreNone:
         rendered = importlib.import_module(f"dcpbench.exports.{FORMATS[to]}").render(
             [Measured("run", tmp_path, record)]
         )
+        assert rendered.files
         for name, data in rendered.files.items():
-            if not name.endswith(".parquet"):
+            if name.endswith(".parquet"):
+                assert pq.read_table(io.BytesIO(data))["host_plan_us"].to_pylist() == [None]
+            else:
                 assert b"host_plan" not in data or name.endswith(".csv")
                 assert b"nan" not in data.lower().replace(b"tenant", b"")
                 assert b"inf" not in data.lower().replace(b"flashinfer", b"").replace(b"info", b"").replace(

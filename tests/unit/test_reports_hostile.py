@@ -217,6 +217,7 @@ def test_no_figure_breaks(tmp_path: Path, spoiled: dict[str, Any]) -> None:
     with mpl.rc_context(style.RC):
         for draw in (lines.draw_throughput, lines.draw_itl, lines.draw_frontier):
             draw(read.points, style.Style.of(read.points), "title").savefig(tmp_path / "figure.svg")
+            assert (tmp_path / "figure.svg").read_text().endswith("</svg>\n")
 
 
 def grid(folder: Path, contexts: int, loads: int) -> frames.Frames:
