@@ -11,6 +11,7 @@ from dcpbench.reports.prose import listed, shared_shape, short_shapes
 from dcpbench.reports.serving import words
 from dcpbench.reports.slo import SCOPE
 from dcpbench.reports.tables import ABSENT, FOLD_ABOVE, Column, Table, make_table, number, text, with_interval
+from dcpbench.reports.thinning import evenly
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,20 +111,13 @@ def _grid(title: str, found: pd.DataFrame, keys: list[str], names: list[str], ce
     if found.empty:
         return Table(title, [], [])
     short, shared = short_shapes(found["rest"]), shared_shape(found["rest"])
-    loads = _some(sorted(set(map(int, found["concurrency"]))))
+    loads = evenly(sorted(set(map(int, found["concurrency"]))), MOST_COLUMNS)
     rows = []
     for key, group in list(found.groupby(keys, sort=False))[:MOST_ROWS]:
         cells = {int(r["concurrency"]): cell(r) for _, r in group.iterrows() if int(r["concurrency"]) in loads}
         rows.append([short[str(key[0])], *map(str, key[1:]), *(cells.get(n, ABSENT) for n in loads)])
     columns = [*names, *(f"{n:,}" if i else f"concurrency {n:,}" for i, n in enumerate(loads))]
     return Table(f"{title}; {shared}" if shared else title, columns, rows, len(columns))
-
-
-def _some(values: list[int]) -> list[int]:
-    if len(values) <= MOST_COLUMNS:
-        return values
-    step = (len(values) - 1) / (MOST_COLUMNS - 1)
-    return [values[round(i * step)] for i in range(MOST_COLUMNS)]
 
 
 def _best_cell(row: pd.Series[Any]) -> str:

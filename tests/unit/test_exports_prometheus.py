@@ -200,4 +200,6 @@ class TestDashboard:
     def test_only_measured_points_are_shown_unless_somebody_asks(self) -> None:
         (standing,) = [v for v in DASHBOARD["templating"]["list"] if v["name"] == "standing"]
         assert standing["current"]["value"] == ["measured"]
-        assert all('standing=~"$standing"' in query for _, query in expressions() if "label_values" not in query)
+        queries = [query for _, query in expressions() if "label_values" not in query]
+        assert queries
+        assert all('standing=~"$standing"' in query for query in queries)
