@@ -3,6 +3,8 @@
 Every DcpbenchError ends as `error: message` with its own exit code; what nobody foresaw keeps its traceback.
 """
 
+import errno
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -232,6 +234,9 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON."
 
 def main(args: list[str] | None = None) -> None:
     """Entry point: run a command, turn our errors into one sentence and an exit code."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell, as in `>&-`
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 -- until the process ends
     try:
         app(args=args, prog_name="dcpbench")
     except DcpbenchError as e:
@@ -239,6 +244,11 @@ def main(args: list[str] | None = None) -> None:
 
         sys.stderr.write("\n".join(map(plain, f"error: {e}".split("\n"))) + "\n")
         sys.exit(e.exit_code)
+    except OSError as e:
+        if e.errno != errno.ENOSPC or e.filename is not None:
+            raise
+        sys.stderr.write("error: what the command prints, or a file, could not be written: no space left; make room.\n")
+        sys.exit(2)
 
 
 if __name__ == "__main__":

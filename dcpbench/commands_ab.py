@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import shlex
 import sys
 import time
@@ -70,6 +71,8 @@ def ab(wanted: Wanted, options: Options, out: commands.Out, known: Mapping[str, 
     """
     commands.check(options, out)
     sides = {side: _arguments(wanted, side, known) for side in "ab"}
+    if not (sides["a"] or sides["b"]):
+        raise UsageError('what differs? Give both variants, such as --a "--exchange ag_rs" --b "--exchange symm".')
     if sides["a"] == sides["b"]:
         say("A and B are the same: this shows what differs between launches of one variant.")
     if wanted.dry_run:
@@ -77,6 +80,7 @@ def ab(wanted: Wanted, options: Options, out: commands.Out, known: Mapping[str, 
     folder = wanted.output or Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-ab-{wanted.workload}"
     with folders.locked(folder):
         state = _state(folder, wanted, sides)
+        _check_values(wanted.workload, sides, known)
         code = _launch_all(folder, state, wanted, known)
         launches = [_complete(folder, state, side, wanted.rounds) for side in "ab"]
         shared = [n for n in launches[0] if n in launches[1]]
@@ -218,6 +222,17 @@ def _plan(wanted: Wanted, sides: Mapping[str, list[str]], known: Mapping[str, An
     turns = " ".join("".join(order(n)).upper() for n in range(1, min(wanted.rounds, 10) + 1))
     say(f"{wanted.rounds} rounds: {turns}{' …' if wanted.rounds > 10 else ''}")  # noqa: PLR2004 -- as many as are shown
     return 0
+
+
+def _check_values(workload: str, sides: Mapping[str, list[str]], known: Mapping[str, Any]) -> None:
+    """Raise what a variant's options are wrong by before the other one has run for nothing: a dry run, not shown."""
+    for side, arguments in sides.items():
+        nowhere = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+                known[workload].main([*arguments, "--dry-run"], standalone_mode=False)
+        except DcpbenchError as e:
+            raise type(e)(f"--{side} {shlex.join(arguments)!r}: {e}") from e
 
 
 def _complete(folder: Path, state: State, side: str, rounds: int) -> list[str]:

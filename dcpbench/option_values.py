@@ -121,5 +121,5 @@ def check_known(name: str, value: str, known: tuple[str, ...]) -> None:
 
 def did_you_mean(value: str, known: Sequence[str]) -> str:
     """The end of a sentence about a name that is not in `known`."""
-    near = difflib.get_close_matches(value, known, n=1)
+    near = difflib.get_close_matches(value, known, n=1) or difflib.get_close_matches(value.lower(), known, n=1)
     return (f"; did you mean {near[0]}?" if near else ".") + f" Known: {', '.join(known)}."

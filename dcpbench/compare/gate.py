@@ -87,6 +87,10 @@ def apply(comparison: Comparison, rules: Sequence[Rule]) -> None:
             for text in p.not_compared
             if text.endswith("(absent in B)")
         ]
+    findings += [
+        Finding(rule=text, point="", metric="", status="undecided", message=f"{text}: no compared point has it")
+        for text in unused(comparison, rules)
+    ]
     if "undecided" in words:
         for finding in findings:
             finding.status = "fails"

@@ -59,6 +59,8 @@ def places(rendered: Rendered, output: Path | None, run: Path, folder: str) -> d
     if len(files) == 1 and output.suffix and not output.is_dir():
         return {output: next(iter(files.values()))}
     if output.exists() and not output.is_dir():
+        if len(files) == 1:
+            raise OutputError(f"{output} is a file without an ending; give {output}{Path(*files).suffix} or a folder.")
         raise OutputError(f"{output} is a file, and there are {len(files)} to write; give a folder with -o.")
     return {output / name: data for name, data in files.items()}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pandas as pd
 
 from dcpbench.choices import CLOSED
@@ -214,12 +215,20 @@ def kv_by_layout(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def repeats(frames: Frames) -> pd.DataFrame:
-    """How far repeated measurements of one point lie apart, over repeats and over runs on the same hardware."""
+    """How far repeated measurements of one point lie apart, over repeats and over runs on the same hardware.
+
+    A copy of a record, as in a copied run, is no repeat: it agrees by being the same.
+    """
     found: dict[tuple[str, str], list[tuple[str, Any, Interval]]] = {}
+    seen: set[tuple[str, str, str, bytes]] = set()
     for run in frames.runs:
         for record in run.records:
             if record.outcome == "ok" and record.metrics and record.environment:
                 key = (record.point.same_but_repeat(), record.environment.device)
+                whole = (*key, record.started_at, msgspec.json.encode(record.metrics))
+                if whole in seen:
+                    continue
+                seen.add(whole)
                 found.setdefault(key, []).append((run.name, record.point, record.metrics.step_ms))
     rows: list[dict[str, Any]] = []
     for measured in found.values():

@@ -144,9 +144,24 @@ def test_a_mistake_names_its_side_and_what_to_type(args: list[str], advice: str,
 
 def test_a_folder_of_something_else_is_not_touched(call, tmp_path: Path) -> None:
     (tmp_path / "out" / "a").mkdir(parents=True)
-    code, err = call("-o", "out")
+    code, err = call(*SAME, "-o", "out")
     assert code == 2
     assert "not of ab" in err
+
+
+def test_a_value_that_b_cannot_take_is_refused_before_a_is_launched(call, tmp_path: Path) -> None:
+    code, err = call(*VARIANTS, "--b", "--exchange nonesuch", "-o", "out")
+    assert code == 2
+    assert "--b " in err
+    assert "nonesuch" in err
+    assert not (tmp_path / "out" / "a").exists()
+
+
+def test_without_any_variant_nothing_is_launched(call, tmp_path: Path) -> None:
+    code, err = call()
+    assert code == 2
+    assert "--a" in err
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.distributed

@@ -107,6 +107,17 @@ class TestFiles:
         assert export([run], "prometheus", tmp_path / "a.prom").paths == [tmp_path / "a.prom"]
         assert export([run], "prometheus", tmp_path / "new").paths == [tmp_path / "new" / "dcpbench.prom"]
 
+    def test_a_file_that_no_format_is_named_by_is_left_alone_and_a_name_proposed(self, tmp_path: Path) -> None:
+        path = tmp_path / "mine"
+        path.write_text("mine")
+        with pytest.raises(OutputError, match=r"mine is a file without an ending; give .*mine\.csv or a folder"):
+            export([self.run(tmp_path)], "csv", path, force=True)
+        assert path.read_text() == "mine"
+
+    def test_a_format_in_capitals_is_proposed_as_it_is_written(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"did you mean csv\?"):
+            export([self.run(tmp_path)], "CSV", None)
+
     def test_nothing_is_written_over_without_force(self, tmp_path: Path) -> None:
         run, path = self.run(tmp_path), tmp_path / "a.csv"
         path.write_text("mine")

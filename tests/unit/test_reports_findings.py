@@ -211,6 +211,13 @@ def test_repeats_that_agree_say_within_what(tmp_path: Path) -> None:
     )
 
 
+def test_a_copied_run_beside_its_original_is_no_repeat(tmp_path: Path) -> None:
+    """Otherwise every point of it would agree within 0 %."""
+    record = exact(build.point(TP), 10)
+    a, b = (build.write(tmp_path / name, [record]) for name in "ab")
+    assert findings.repeats(frames.load([a, b])).empty
+
+
 def test_runs_on_different_hardware_are_not_repeats_of_each_other(tmp_path: Path) -> None:
     """The same point on an H200 and on a CPU."""
     a = build.write(tmp_path / "a", [exact(build.point(TP), 10)])
