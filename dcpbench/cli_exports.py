@@ -22,7 +22,7 @@ ExportTo = Annotated[
 ]  # fmt: skip
 ForceExport = Annotated[bool, typer.Option("--force", help="Replace files that are already there.")]
 Files = Annotated[
-    list[Path], typer.Argument(metavar="FILE…", help="Result files: JSON or JSON lines, with or without details.")
+    list[Path], typer.Argument(metavar="FILE", help="Result files: JSON or JSON lines, with or without details.")
 ]
 From = Annotated[
     str,

@@ -172,7 +172,7 @@ RdzvEndpoint = Annotated[
 RdzvId = Annotated[
     str, typer.Option("--rdzv-id", metavar="NAME", rich_help_panel=MACHINES, help="Job name for torchrun.")
 ]
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders, or records.jsonl files.")]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, or records.jsonl files.")]
 VerifyTp = Annotated[
     str | None,
     typer.Option("--tp", metavar="N,…", rich_help_panel=LAYOUT, help="Ranks of a layout. Default: the largest --dp "

@@ -9,7 +9,7 @@ import typer
 def top(
     run: Annotated[
         Path | None,
-        typer.Argument(help="A run's folder. Default: the newest below runs/ that is running."),
+        typer.Argument(metavar="RUN", help="A run's folder. Default: the newest below runs/ that is running."),
     ] = None,
     every: Annotated[
         float,

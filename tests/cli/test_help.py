@@ -149,3 +149,15 @@ def test_the_entry_point_without_a_command_shows_help() -> None:
     done = subprocess.run([sys.executable, "-m", "dcpbench.cli"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert "sweep" in done.stdout + done.stderr
     assert done.returncode in (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("command", "usage"), [("report", "{RUN}..."), ("show", "{RUN}..."), ("top", "[RUN]"), ("import", "{FILE}...")]
+)
+def test_the_usage_line_says_each_argument_once_and_in_capitals(
+    command: str, usage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    line = next(line for line in capsys.readouterr().out.splitlines() if "Usage:" in line)
+    assert line.split("[OPTIONS] ")[1].strip() == usage
