@@ -4,6 +4,7 @@ Every DcpbenchError ends as `error: message` with its own exit code; what nobody
 """
 
 import errno
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -230,6 +231,19 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON."
     from dcpbench import commands
 
     raise typer.Exit(commands.env(as_json=as_json))
+
+
+def _let_paragraphs_flow(group: typer.Typer) -> None:
+    """Take the line breaks of docstrings out of the paragraphs of help texts; Typer would keep them at any width."""
+    for command in group.registered_commands:
+        paragraphs = inspect.cleandoc(command.help or getattr(command.callback, "__doc__", None) or "").split("\n\n")
+        command.help = "\n\n".join(p if p.startswith(" ") else p.replace("\n", " ") for p in paragraphs)
+    for part in group.registered_groups:
+        if part.typer_instance is not None:
+            _let_paragraphs_flow(part.typer_instance)
+
+
+_let_paragraphs_flow(app)
 
 
 def main(args: list[str] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import resource
 import subprocess
@@ -161,3 +162,21 @@ def test_the_usage_line_says_each_argument_once_and_in_capitals(
         cli.main([command, "--help"])
     line = next(line for line in capsys.readouterr().out.splitlines() if "Usage:" in line)
     assert line.split("[OPTIONS] ")[1].strip() == usage
+
+
+@pytest.mark.parametrize("command", [["ab"], ["sweep"], ["syncs", "scan"], ["compare"]], ids=" ".join)
+def test_paragraphs_use_the_width_there_is(command: list[str], monkeypatch, capsys) -> None:
+    """No line of a paragraph but its last leaves room for the first word of the next line."""
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--help"])
+    head = capsys.readouterr().out.split("╭─")[0].split("Usage:")[1]
+    paragraphs = [p.strip("\n").split("\n") for p in re.split(r"\n\s*\n", head)[1:]]
+    broken = [
+        (line, after)
+        for lines in paragraphs
+        for line, after in itertools.pairwise(lines)
+        if len(line.rstrip()) + 1 + len(after.split()[0]) < 98
+    ]
+    assert not broken
+    assert sum(len(lines) > 1 for lines in paragraphs) >= 1
