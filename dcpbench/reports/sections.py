@@ -67,7 +67,8 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
         ),
         Section(
             slug="failures", title="Points that did not run",
-            paragraphs=[] if len(frames.others) else ["Every point ran."], tables=[tables.others(frames.others)],
+            paragraphs=[] if len(frames.others) or everything.empty else ["Every point ran."],
+            tables=[tables.others(frames.others)],
         ),
         _points(frames),
         *served.sections(frames),

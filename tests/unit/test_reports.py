@@ -191,6 +191,7 @@ def test_a_run_without_any_record_still_gives_a_report(tmp_path: Path) -> None:
     """An empty record file: a sweep that was stopped before its first point."""
     page, _ = report(tmp_path, [])
     assert "No point finished: the record file holds no point." in page.text
+    assert "Every point ran" not in page.text
 
 
 def test_degrees_that_do_not_nest_are_reported_as_asked_for(tmp_path: Path) -> None:
