@@ -22,7 +22,7 @@ EXAMPLE = ROOT / "examples" / "github-pages.yml"
 def run(*args: str) -> subprocess.CompletedProcess[str]:
     """The real command, in 80 columns and piped."""
     command = [sys.executable, "-m", "dcpbench.cli", "dashboard", *args]
-    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "COLUMNS": "80", "HOME": "/nonexistent"}
+    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "COLUMNS": "80"}
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env)
 
 

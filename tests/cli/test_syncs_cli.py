@@ -148,10 +148,11 @@ class TestOutput:
         assert "2 of these sites have no annotation." in text
 
     def test_a_summary_that_cannot_be_written_is_a_warning(self, syncs: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("GITHUB_STEP_SUMMARY", "/nonexistent/summary.md")
+        summary = syncs.folder / "missing" / "summary.md"
+        monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
         code, _, err = syncs("scan", "t.json", "--format", "github")
         assert code == 1
-        assert "warning: GITHUB_STEP_SUMMARY=/nonexistent/summary.md cannot be written" in err
+        assert f"warning: GITHUB_STEP_SUMMARY={summary} cannot be written" in err
 
     def test_other_formats_leave_the_summary_alone(self, syncs: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(syncs.folder / "summary.md"))

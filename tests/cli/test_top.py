@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HERE = Path(__file__).parent
-ENV = os.environ | {"PYTHONPATH": f"{HERE}:{Path(cli.__file__).parents[1]}", "TERM": "xterm-256color"}
+ENV = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES"}} | {
+    "PYTHONPATH": f"{HERE}:{Path(cli.__file__).parents[1]}", "TERM": "xterm-256color",
+}  # fmt: skip
+"""Without a size: processes of pytest-xdist have one, and it would stand for that of the terminal."""
 COMMAND = [sys.executable, str(HERE / "dcpbench_fake.py")]
 POINTS = [build.point(context) for context in (100, 200)]
 ENTER, LEAVE, HIDE_CURSOR, SHOW_CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25l", "\x1b[?25h"
@@ -159,7 +162,7 @@ class TestInATerminal:
         shown = Terminal("top", str(running), "--every", "0.1")
         terminal.append(shown)
         shown.until("tiny tp2 reference, 2 × 200 tokens")
-        termios.tcsetwinsize(shown.side, (24, 30))
+        termios.tcsetwinsize(shown.side, (40, 30))
         folded = "tiny tp2 reference, 2 × 200".ljust(30) + "\r\ntokens"
         shown.until(folded)
         frame = _plain(shown.text).partition(folded)[2]

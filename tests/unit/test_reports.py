@@ -266,7 +266,10 @@ def test_a_cpu_run_never_speaks_of_performance(tmp_path: Path) -> None:
 
 def test_several_runs_are_joined_and_told_apart(tmp_path: Path) -> None:
     """Two runs of the same sweep: a column for the run, and both in the repeats."""
-    a, b = (build.write(tmp_path / name, small()) for name in ("monday", "tuesday"))
+    a, b = (
+        build.write(tmp_path / name, [msgspec.structs.replace(r, started_at=f"on {name}") for r in small()])
+        for name in ("monday", "tuesday")
+    )
     page, out = report_of_many([a, b], tmp_path / "out")
     table = pd.read_csv(out / "points.csv")
     assert sorted(set(table["run"])) == ["monday", "tuesday"]
