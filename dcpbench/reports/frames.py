@@ -40,6 +40,8 @@ NOT_SAID = (UNKNOWN, 0)
 """Of these, what an import does not say."""
 
 
+MOST_POINTS = 100_000
+"""Of one run. A report about as many takes four minutes; of more nobody could read it."""
 SAME_ENVIRONMENT = ("device", "device_count", "torch", "cuda", "nccl", "flashinfer", "triton")
 """What runs must share to be repeats of each other."""
 
@@ -154,6 +156,11 @@ def _read(folder: Path, name: str) -> Run:
         light = clip(record)
         last[light.point.key()] = light
         read += 1
+        if len(last) > MOST_POINTS:
+            raise RecordsError(
+                f"{path} holds more than {MOST_POINTS:,} points, the most that is read of one run; put its lines into "
+                f"several folders, as with `split -l {MOST_POINTS}`, and name one."
+            )
     cut = cut_short(folder)
     if cut and not read:
         raise RecordsError(f"{path} holds only a part of one record; repeat its sweep with -o {folder} --force.")

@@ -261,3 +261,12 @@ def test_thousands_of_reasons_are_as_many_rows_as_a_table_holds(tmp_path: Path) 
     told = sections.report(frames.load([build.write(tmp_path / "run", failed)]), [])
     assert max(len(table.rows) for section in told for table in section.tables) == MOST_ROWS
     assert not findings.rivals(frames.load([tmp_path / "run"])).size
+
+
+def test_more_points_than_are_read_of_a_run_are_refused_with_what_to_do(tmp_path: Path, monkeypatch) -> None:
+    """At 100,000, which is three here; the same point again is no more of them."""
+    monkeypatch.setattr(frames, "MOST_POINTS", 3)
+    points = [line(build.ok(build.point(context=1000 + n))) for n in range(4)]
+    assert len(frames.load([run(tmp_path / "three", *points[:3], points[0])]).points) == 3
+    with pytest.raises(RecordsError, match=r"four.records\.jsonl holds more than 3 points.*split -l 3"):
+        frames.load([run(tmp_path / "four", *points)])
