@@ -80,7 +80,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     case: Case
     samples_ms: list[float]
     """Of steps as the live loop launches and reads them, each the slowest rank's: from the end of the step before to
-    its own. The step before is the same again; with chunks it is one that only decodes, while which they are launched.
+    its own. The step before is the same again; with chunks it is one that only decodes, which hides their launch.
     """
     host_ms: list[float] = []
     """How long the host was busy with launching such a step, behind itself; the slowest rank's."""
