@@ -81,10 +81,6 @@ class TestImports:
 
 
 class TestSources:
-    @pytest.mark.parametrize("path", [*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))], ids=named)
-    def test_a_file_past_400_lines_has_two_subjects(self, path: Path) -> None:
-        assert len(path.read_text().splitlines()) <= 400
-
     def test_the_tree_of_errors_is_drawn_as_it_is(self) -> None:
         """Each line of the drawing is an exception with its exit code, one level deeper than its base."""
         drawn = re.findall(r"^ {4}([│├└─ ]*)(\w+Error) +(\d)  ", errors.__doc__ or "", re.MULTILINE)
