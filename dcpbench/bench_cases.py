@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
 import itertools
 import math
 import re
@@ -15,7 +16,7 @@ from dcpbench.choices import BACKENDS, EXCHANGES
 from dcpbench.errors import UsageError
 from dcpbench.layout import Prefix, local_length
 from dcpbench.option_values import parse_bytes
-from dcpbench.shapes import KV_WIDTH, LATENT, VALUE
+from dcpbench.shapes import KV_WIDTH, LATENT, VALUE, load_shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +29,9 @@ SHORTEST_PADDED = 3
 """Tokens of a request of padded-slots: two that padding rows may overwrite, and the one that the step reads."""
 DTYPES = ("bf16", "fp8")
 MERGE_VARIANTS = ("head-order", "correct", "pack", "combine", "value-proj")
+MOE_VARIANTS = ("triton", "torch", "deepgemm")
+MOE_PRODUCTS = ("gate-up", "down")
+MOE_ROWS = ("uniform", "skewed", "few")
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "all-reduce-symm")
 EXCHANGE_VARIANTS = tuple(dict.fromkeys(("ag_rs", "ag_rs-bf16", *EXCHANGES)))
 """`ag_rs-bf16` reduces partial outputs in bf16, which the engine does not."""
@@ -135,6 +139,40 @@ def merge_cases(
             for h, name, b in itertools.product(counts, names, batches)
             if (name, b) != ("head-order", 1)
         ]
+    return cases
+
+
+def moe_cases(
+    machine: Machine,
+    *,
+    model: str | None,
+    tp: str | None,
+    requests: str | None,
+    rows: str,
+    variant: str | None,
+    layers: int | None,
+) -> list[Case]:
+    """Both products of a model's experts, each expert cut by width over tp, at every size.
+
+    DeepGEMM takes part where it is installed. Raises UsageError as above, and for a width that tp does not divide.
+    """
+    cpu = machine.cpu
+    shape = load_shape(model or ("tiny" if cpu else "deepseek-v3"))
+    usable = MOE_VARIANTS if importlib.util.find_spec("deep_gemm") and not cpu else MOE_VARIANTS[:-1]
+    names = _names("--variant", variant, MOE_VARIANTS) if variant else usable
+    cases = []
+    for n, b, kind, product, name in itertools.product(
+        _counts("--tp", tp, (1, 2) if cpu else (1, 4, 8)),
+        _counts("--requests", requests, (1, 4) if cpu else (8, 32, 128)),
+        _names("--rows", rows, MOE_ROWS),
+        MOE_PRODUCTS,
+        names,
+    ):
+        if shape.moe_inter % n:
+            raise UsageError(f"--tp {n} does not divide {shape.name}'s experts, {shape.moe_inter} wide; try --tp 1.")
+        sizes: dict[str, int | float | str] = {"product": product, "experts": shape.experts, "top_k": shape.top_k}
+        sizes |= {"hidden": shape.hidden, "width": shape.moe_inter // n, "requests": b, "rows": kind}
+        cases.append(Case(variant=name, calls=_layers(layers), sizes=sizes))
     return cases
 
 

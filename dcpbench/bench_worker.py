@@ -33,6 +33,7 @@ from dcpbench.workloads.exchange import ExchangeBench
 from dcpbench.workloads.kv_gather import KvGather
 from dcpbench.workloads.kv_write import KvWrite
 from dcpbench.workloads.merge import Merge
+from dcpbench.workloads.moe import Moe
 from dcpbench.workloads.padded_slots import PaddedSlots
 from dcpbench.workloads.ranks import RankError, join, one_of, together
 from dcpbench.workloads.sync_count import count_syncs
@@ -65,6 +66,7 @@ BENCHES = {
     "attention": Bench(workload=Attention, limits=("read", "matmul")),
     "exchange": Bench(workload=ExchangeBench, limits=("peer", "barrier"), fresh=True),
     "merge": Bench(workload=Merge, limits=("copy", "matmul")),
+    "moe": Bench(workload=Moe, limits=("read", "matmul")),
     "collectives": Bench(workload=Collectives, limits=("peer", "barrier", "smallest"), fresh=True),
     "kv-gather": Bench(workload=KvGather, limits=("copy", "peer", "barrier"), eager_calls=2),
     "kv-write": Bench(workload=KvWrite, limits=("copy",), host=True),

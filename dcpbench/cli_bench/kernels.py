@@ -1,4 +1,4 @@
-"""Benches of kernels on one GPU: `attention` and `merge`."""
+"""Benches of kernels on one GPU: `attention`, `merge` and `moe`."""
 
 from typing import Annotated
 
@@ -56,6 +56,32 @@ MergeVariant = Annotated[
     str | None,
     typer.Option("--variant", metavar="NAME,…", rich_help_panel=WHAT, help="head-order, correct, pack, combine, "
     "value-proj. Default: all."),
+]  # fmt: skip
+
+Model = Annotated[
+    str | None,
+    typer.Option("--model", metavar="NAME", rich_help_panel=WHAT, help="Model whose experts are multiplied: a "
+    "published one or a config.json. Default: deepseek-v3 on a GPU; tiny on the CPU."),
+]  # fmt: skip
+Tp = Annotated[
+    str | None,
+    typer.Option("--tp", metavar="N,…", rich_help_panel=WHAT, help="Ranks over which each expert is cut by width; one "
+    "rank's share runs. Default: 1,4,8 on a GPU; 1,2 on the CPU."),
+]  # fmt: skip
+MoeRequests = Annotated[
+    str | None,
+    typer.Option("--requests", metavar="N,…", rich_help_panel=WHAT, help="Requests of a decode step. Default: 8,32,128 "
+    "on a GPU; 1,4 on the CPU."),
+]  # fmt: skip
+Rows = Annotated[
+    str,
+    typer.Option("--rows", metavar="NAME,…", rich_help_panel=WHAT, help="uniform: experts are drawn alike. skewed: "
+    "expert i with a chance of 1 / (i + 1). few: one in four is drawn, the others have no row."),
+]  # fmt: skip
+MoeVariant = Annotated[
+    str | None,
+    typer.Option("--variant", metavar="NAME,…", rich_help_panel=WHAT, help="triton, torch, deepgemm. Default: all that "
+    "are installed."),
 ]  # fmt: skip
 
 
@@ -128,6 +154,42 @@ def merge(
             "merge",
             lambda machine: merge_cases(
                 machine, heads=heads, requests=requests, dcp=dcp, variant=variant, layers=layers
+            ),
+            bench.options(seconds=seconds, timeout=timeout, device=device, output=output, force=force, as_json=as_json),
+        )
+    )
+
+
+def moe(
+    model: Model = None,
+    tp: Tp = None,
+    requests: MoeRequests = None,
+    rows: Rows = "uniform",
+    variant: MoeVariant = None,
+    layers: Layers = None,
+    seconds: Seconds = 0.3,
+    timeout: Timeout = 300.0,
+    device: Device = "auto",
+    output: Output = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """The two products of a rank's experts at decode sizes, against the rate at which this GPU reads memory.
+
+    Only experts that have a row count as read. docs/benches.md says what each variant leaves out.
+
+    For example:
+
+      dcpbench bench moe --tp 8 --requests 8,32,128 --rows uniform,skewed,few -o results
+    """
+    from dcpbench import bench
+    from dcpbench.bench_cases import moe_cases
+
+    raise typer.Exit(
+        bench.run(
+            "moe",
+            lambda machine: moe_cases(
+                machine, model=model, tp=tp, requests=requests, rows=rows, variant=variant, layers=layers
             ),
             bench.options(seconds=seconds, timeout=timeout, device=device, output=output, force=force, as_json=as_json),
         )

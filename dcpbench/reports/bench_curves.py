@@ -30,6 +30,7 @@ WHAT = {
     "collectives": "bytes that a rank receives",
     "merge": "bytes read and written",
     "kv-gather": "bytes that a rank must receive",
+    "moe": "bytes of experts that have a row, and of rows",
 }
 """Label of the x axis."""
 

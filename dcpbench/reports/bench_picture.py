@@ -39,7 +39,7 @@ X = "tokens"
 
 OTHERS: dict[str, Callable[[BenchRecord, Path], None]] = {
     "attention": write_roofline, "exchange": write_curves, "collectives": write_curves, "merge": write_curves,
-    "kv-gather": write_curves,
+    "kv-gather": write_curves, "moe": write_curves,
 }  # fmt: skip
 """Benches with a picture of their own; they have none on the CPU, where nothing of theirs is timed."""
 WITHOUT = ("padded-slots",)

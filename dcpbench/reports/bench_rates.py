@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 BASELINES = {
     "attention": ("flashinfer",), "exchange": ("ag_rs", "ag_rs-bf16"), "collectives": ("all-reduce",),
-    "padded-slots": ("slot-0-live",),
+    "padded-slots": ("slot-0-live",), "moe": ("torch", "deepgemm"),
 }  # fmt: skip
 """Variants that the others of a bench are compared with."""
 ALIKE = {"all-reduce": ("all-reduce", "all-reduce-symm")}

@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck python -m tests.kernels.small_shapes [FAMILY…]
     compute-sanitizer --tool racecheck python -m tests.kernels.small_shapes [FAMILY…]
 
-Families: attention, exchange, kv, peers. Results are compared elsewhere; this only has to reach every kernel.
+Families: attention, exchange, kv, moe, peers. Results are compared elsewhere; this only has to reach every kernel.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dcpbench.kernels.kv_gather import pack as pack_rows
 from dcpbench.kernels.kv_indices import Share, fill_kv_indices, fill_page_tables
 from dcpbench.kernels.kv_write import write_kv, write_rows
 from dcpbench.kernels.merge import correct
+from dcpbench.kernels.moe import experts
 from dcpbench.kernels.pack import Message, combine, pack
 from dcpbench.kernels.peers.add_up import one_shot, two_shot
 from dcpbench.kernels.peers.gather import gather
@@ -108,7 +109,17 @@ def peers() -> None:
             two_shot(ranks.peers[rank], met[3][rank], parts[rank], sums[rank], _normal(3, 1001))
 
 
-FAMILIES = {"attention": attention, "exchange": exchange, "kv": kv, "peers": peers}
+def moe() -> None:
+    """Experts 8 to 15 of 16, one of them full and others empty; widths that fill no block; both sizes of tiles."""
+    gate_up, down = _normal(8, 176, 200), _normal(8, 200, 88)
+    for tokens in (5, 300):
+        ids = torch.stack([torch.randperm(15, device="cuda")[:4] for _ in range(tokens)]).int()
+        ids[:, 0] = 9
+        x = _normal(tokens, 200)
+        experts(x, gate_up, down, torch.rand(tokens, 4, device="cuda"), ids, 8, x)
+
+
+FAMILIES = {"attention": attention, "exchange": exchange, "kv": kv, "moe": moe, "peers": peers}
 
 
 def _normal(*shape: int) -> torch.Tensor:

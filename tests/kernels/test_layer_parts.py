@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dcpbench.kernels.moe import Routing, grouped, reference, routing
+from dcpbench.kernels.moe import Routing, decode, experts, grouped, reference, routing
 from dcpbench.kernels.norm import fused as norm_fused
 from dcpbench.kernels.norm import reference as norm_reference
 from dcpbench.kernels.rope import fused as rope_fused
@@ -101,12 +101,11 @@ def test_the_bias_chooses_but_does_not_weigh():
     assert weights.tolist() == [[0.5, 0.5]]
 
 
-@pytest.mark.parametrize("sort", [grouped.count_before, grouped.sort_keys], ids=["counted", "sorted"])
 @pytest.mark.parametrize("tokens", [1, 7, 40])
-def test_sorting_by_expert_is_a_stable_permutation(tokens, sort, device):
+def test_sorting_by_expert_is_a_stable_permutation(tokens, device):
     """Places are all different; local experts come first, in order, and `ends` counts them."""
     ids = torch.randint(0, 8, (tokens, 3), dtype=torch.int32, device=device)
-    place, ends = sort(ids, 2, 4)
+    place, ends = grouped.sort_by_expert(ids, 2, 4)
     assert (place.dtype, ends.dtype) == (torch.int32, torch.int32)
     keys = [e - 2 if 2 <= e < 6 else 4 for e in ids.flatten().tolist()]
     order = sorted(range(len(keys)), key=lambda i: keys[i])
@@ -114,22 +113,26 @@ def test_sorting_by_expert_is_a_stable_permutation(tokens, sort, device):
     assert ends.tolist() == [sum(k <= e for k in keys) for e in range(4)]
 
 
-def test_more_assignments_than_a_decode_step_has_are_sorted_otherwise_and_alike(device):
-    """512 tokens of 8 experts are counted, 513 sorted; both ways agree on either size, also where no token is ours."""
+@pytest.mark.parametrize(("tokens", "first", "local"), [(1, 0, 64), (40, 16, 16), (512, 16, 16), (40, 64, 3)])
+def test_decode_sorts_as_prompts_do_and_cuts_experts_into_tiles(tokens, first, local, device):
+    """Tiles hold every row of every local expert once, none of two experts, none of other ranks; 64 is nobody's."""
     generator = torch.Generator().manual_seed(0)
-    for tokens, chosen in ((512, grouped.count_before), (513, grouped.sort_keys)):
-        ids = torch.randint(0, 64, (tokens, 8), dtype=torch.int32, generator=generator).to(device)
-        for first in (16, 64):
-            ways = [way(ids, first, 16) for way in (grouped.count_before, grouped.sort_keys, grouped.sort_by_expert)]
-            for place, ends in ways[1:]:
-                assert torch.equal(place, ways[0][0])
-                assert torch.equal(ends, ways[0][1])
-        assert (ids.numel() <= grouped.MOST_COUNTED) == (chosen is grouped.count_before)
+    ids = torch.randint(0, 64, (tokens, 8), dtype=torch.int32, generator=generator)
+    ids[: tokens // 2, 0] = first  # one expert of many rows
+    ids = ids.to(device)
+    place, ends = grouped.sort_by_expert(ids, first, local)
+    plan = decode.plan(ids, first, local, rows=16)
+    assert torch.equal(plan.place, place)
+    assert torch.equal(plan.source[place.long()], torch.arange(ids.numel(), dtype=torch.int32, device=device))
+    begins = [0, *ends.tolist()]
+    expected = [(e, row, begins[e + 1]) for e in range(local) for row in range(begins[e], begins[e + 1], 16)]
+    tiles = [tuple(tile) for tile in plan.tiles.T.tolist() if tile[0] >= 0]
+    assert tiles == expected
 
 
 def by_loop(x, weight, ends):
     """The grouped product, one expert at a time, with NaN where it leaves rows undefined."""
-    out = torch.full((x.shape[0], weight.shape[1]), float("nan"), device=x.device)
+    out = torch.full((x.shape[0], weight.shape[1]), float("nan"), dtype=x.dtype, device=x.device)
     start = 0
     for e, end in enumerate(ends.tolist()):
         out[start:end] = x[start:end] @ weight[e].T
@@ -137,32 +140,75 @@ def by_loop(x, weight, ends):
     return out
 
 
+def poisoned(empty):
+    """`torch.empty`, with NaN in what it leaves undefined."""
+
+    def made(*size, **options):
+        out = empty(*size, **options)
+        return out.fill_(float("nan")) if out.is_floating_point() else out
+
+    return made
+
+
+def numbers(device, seed):
+    """Random tensors in what experts are computed in: bf16 on a GPU, fp32 in the interpreter, which has no bf16."""
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return lambda *size: torch.randn(*size, generator=generator, device=device).to(dtype)
+
+
+def error(found, truth):
+    """‖found − truth‖ / ‖truth‖, as a share of what rounding to its dtype explains."""
+    relative = (found.double() - truth).norm() / truth.norm()
+    return float(relative) / (1e-2 if found.dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("tokens", [9, 40])
 @pytest.mark.parametrize("first", [0, 4, 8])
-def test_grouped_experts_agree_and_ignore_other_ranks_tokens(first, device):
-    """Experts [first, first+4) of 12, 9 tokens with 3 experts each; undefined rows of the product must not leak."""
-    generator = torch.Generator(device).manual_seed(first)
-    x = torch.randn(9, 32, generator=generator, device=device)
-    gate_up = torch.randn(4, 48, 32, generator=generator, device=device) * 0.2
-    down = torch.randn(4, 32, 24, generator=generator, device=device) * 0.2
-    shared = torch.randn(9, 32, generator=generator, device=device)
+@pytest.mark.parametrize("way", ["decode", "grouped"])
+def test_experts_agree_and_ignore_other_ranks_tokens(way, first, tokens, device, monkeypatch):
+    """Experts [first, first+4) of 12, 3 for each token; 40 widths of 24 fill no block; undefined rows must not leak."""
+    make = numbers(device, first)
+    x, shared = make(tokens, 40), make(tokens, 40)
+    gate_up, down = make(4, 48, 40) * 0.2, make(4, 40, 24) * 0.2
     rule = Routing(top_k=3, sigmoid=True, groups=1, top_groups=1, normalise=True, scale=2.0)
-    logits = torch.randn(9, 12, generator=generator, device=device)
-    weights, ids = reference.route(logits, torch.zeros(12, device=device), rule)
-    expected = reference.experts(x, gate_up, down, weights, ids, first, shared)
-    assert torch.allclose(
-        grouped.experts(x, gate_up, down, weights, ids, first, shared, matmul=by_loop), expected, atol=1e-5
-    )
+    bias = torch.zeros(12, device=device)
+    bias[5] = 9.0  # an expert that all tokens choose: more rows than a tile has
+    weights, ids = reference.route(make(tokens, 12), bias, rule)
+    truth = reference.experts(*(t.double() for t in (x, gate_up, down)), weights, ids, first, shared.double())
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    if way == "decode":
+        found = decode.experts(x, gate_up, down, weights, ids, first, shared)
+    else:
+        found = grouped.experts(x, gate_up, down, weights, ids, first, shared, matmul=by_loop)
+    assert error(found, truth) < 1
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize("depth", [200, 304, 600])
+def test_every_shape_of_the_product_gives_the_same(rows, depth, device):
+    """Down products of each kernel shape against fp64: 3 experts of which one has no row; depths are no blocks' sum."""
+    make = numbers(device, depth)
+    ids = torch.tensor([[0], [2], [0]] * 12, dtype=torch.int32, device=device)
+    plan = decode.plan(ids, 0, 3, rows)
+    x, weight = make(36, depth), make(3, 130, depth)
+    found = decode.product(x, weight, plan, 1, gated=False)
+    truth = torch.stack([weight[0 if row < 24 else 2].double() @ x[row].double() for row in range(36)])
+    assert error(found, truth) < 1
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 8, 48, 2000])
-def test_grouped_experts_on_gpu_agree_in_bf16(tokens):
-    """torch's grouped product itself, 16 experts of which 8 are local, some without tokens."""
+@pytest.mark.parametrize("tokens", [1, 8, 48, 300, 2000])
+def test_experts_on_gpu_agree_in_bf16(tokens):
+    """16 experts of which 8 are local, one chosen by all tokens and some by none; no worse than torch's product."""
     make = lambda *size: torch.randn(*size, device="cuda", dtype=torch.bfloat16)  # noqa: E731
     x, shared = make(tokens, 512), make(tokens, 512)
     gate_up, down = make(8, 512, 512) * 0.05, make(8, 512, 256) * 0.05
     rule = Routing(top_k=4, sigmoid=True, groups=1, top_groups=1, normalise=True, scale=1.0)
-    weights, ids = reference.route(torch.randn(tokens, 16, device="cuda"), torch.zeros(16, device="cuda"), rule)
+    bias = torch.zeros(16, device="cuda")
+    bias[9] = 9.0
+    weights, ids = reference.route(torch.randn(tokens, 16, device="cuda"), bias, rule)
     expected = reference.experts(*(t.double() for t in (x, gate_up, down)), weights, ids, 8, shared.double())
-    found = grouped.experts(x, gate_up, down, weights, ids, 8, shared).double()
-    assert (found - expected).norm() / expected.norm() < 1e-2
+    by_torch = error(grouped.experts(x, gate_up, down, weights, ids, 8, shared), expected)
+    assert error(experts(x, gate_up, down, weights, ids, 8, shared), expected) <= by_torch
+    assert by_torch < 1

@@ -70,13 +70,15 @@ def experts(
 ) -> torch.Tensor:
     """shared + Σ_k weight · down_e(silu(gate_e x) · up_e x) over this rank's experts [first, first + E_local).
 
-    gate_up [E_local, 2·I, D] and down [E_local, D, I]; other ranks' experts contribute 0 here. The grouped product of
-    the GPU takes bf16; other dtypes, which only comparisons use, run the reference and synchronise.
+    gate_up [E_local, 2·I, D] and down [E_local, D, I]; other ranks' experts contribute 0 here. On a GPU bf16 has
+    kernels of its own, one for decode batches and one for prompts; other dtypes, which only comparisons use, run the
+    reference and synchronise.
     """
     if x_TD.is_cuda and x_TD.dtype == torch.bfloat16:
-        from dcpbench.kernels.moe.grouped import experts as experts_grouped
+        from dcpbench.kernels.moe import decode, grouped
 
-        return experts_grouped(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
+        fast = decode if ids_Tk.numel() <= decode.MOST_ASSIGNMENTS else grouped
+        return fast.experts(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
     from dcpbench.kernels.moe.reference import experts as experts_reference
 
     return experts_reference(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)

@@ -1,33 +1,10 @@
-"""The experts of one rank as two grouped matrix products over tokens sorted by expert. Shapes never depend on data."""
+"""The experts of one rank for prompts: two grouped products of tokens sorted by expert. Shapes never depend on data."""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
-
-MOST_COUNTED = 4096
-"""Assignments up to which places are counted: 512 requests, the largest graph, with 8 experts each."""
-
-
-@triton.jit(do_not_specialize=["count", "first"])
-def _sort_kernel(ids, place, ends, count, first, LOCAL: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr):
-    """Place of each assignment among those sorted by local expert; the last program counts where experts end."""
-    j = tl.arange(0, ALL)
-    key = tl.load(ids + j, mask=j < count, other=0) - first
-    key = tl.where((key >= 0) & (key < LOCAL), key, LOCAL)
-    key = tl.where(j < count, key, LOCAL + 1)
-    program = tl.program_id(0)
-    i = program * BLOCK + tl.arange(0, BLOCK)
-    if program < tl.cdiv(count, BLOCK):
-        mine = tl.load(ids + i, mask=i < count, other=0) - first
-        mine = tl.where((mine >= 0) & (mine < LOCAL), mine, LOCAL)
-        before = (key[None, :] < mine[:, None]) | ((key[None, :] == mine[:, None]) & (j[None, :] < i[:, None]))
-        tl.store(place + i, tl.sum(before.to(tl.int32), 1), mask=i < count)
-    else:
-        expert = i - tl.cdiv(count, BLOCK) * BLOCK
-        until = key[None, :] <= expert[:, None]
-        tl.store(ends + expert, tl.sum(until.to(tl.int32), 1), mask=expert < LOCAL)
 
 
 @triton.jit
@@ -75,25 +52,6 @@ def sort_by_expert(ids_Tk: torch.Tensor, first: int, local: int) -> tuple[torch.
 
     Other ranks' assignments come last. Both int32; stable, so the same on every run. No host sync.
     """
-    sort = count_before if ids_Tk.numel() <= MOST_COUNTED else sort_keys
-    return sort(ids_Tk, first, local)
-
-
-def count_before(ids_Tk: torch.Tensor, first: int, local: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """See sort_by_expert. One kernel, in which each assignment is compared with all: quadratic, for decode steps."""
-    count = ids_Tk.numel()
-    place = torch.empty(count, dtype=torch.int32, device=ids_Tk.device)
-    ends = torch.empty(local, dtype=torch.int32, device=ids_Tk.device)
-    block = 16
-    _sort_kernel[(triton.cdiv(count, block) + triton.cdiv(local, block),)](
-        ids_Tk, place, ends, count, first,
-        LOCAL=local, BLOCK=block, ALL=triton.next_power_of_2(count), num_warps=4,
-    )  # fmt: skip
-    return place, ends
-
-
-def sort_keys(ids_Tk: torch.Tensor, first: int, local: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """See sort_by_expert. torch's stable sort, for prompts."""
     key = ids_Tk.flatten() - first
     key = key.masked_fill_((key < 0) | (key >= local), local)  # by where, the number would be copied to the device
     ordered, source = torch.sort(key, stable=True)
@@ -101,6 +59,26 @@ def sort_keys(ids_Tk: torch.Tensor, first: int, local: int) -> tuple[torch.Tenso
     place = torch.empty_like(rows).scatter_(0, source, rows)
     experts = torch.arange(local, dtype=ordered.dtype, device=key.device)
     return place, torch.searchsorted(ordered, experts, right=True, out_int32=True)
+
+
+def combine(
+    y_ID: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    ids_Tk: torch.Tensor,
+    place: torch.Tensor,
+    shared_TD: torch.Tensor,
+    first: int,
+    local: int,
+) -> torch.Tensor:
+    """shared + Σ_k weight · y[place] over the experts [first, first + local), added up in fp32 in the order of k."""
+    out_TD = torch.empty_like(shared_TD)
+    tokens, width = shared_TD.shape
+    block = min(2048, triton.next_power_of_2(width))
+    _combine_kernel[(tokens, triton.cdiv(width, block))](
+        y_ID, weights_Tk, ids_Tk, place, shared_TD, out_TD, first, width,
+        TOP_K=ids_Tk.shape[1], LOCAL=local, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return out_TD
 
 
 def silu_mul(gate_up_TI: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
@@ -144,9 +122,4 @@ def experts(
     del sorted_ID  # its memory is y's: with the tokens of a prompt they are the largest tensors of a step
     hidden_II = silu_mul(both_II, ends)
     y_ID = matmul(hidden_II, down, ends)
-    out_TD = torch.empty_like(x_TD)
-    _combine_kernel[(tokens, columns)](
-        y_ID, weights_Tk, ids_Tk, place, shared_TD, out_TD, first, width,
-        TOP_K=top_k, LOCAL=local, BLOCK=block, num_warps=4,
-    )  # fmt: skip
-    return out_TD
+    return combine(y_ID, weights_Tk, ids_Tk, place, shared_TD, first, local)

@@ -1,0 +1,198 @@
+"""The experts of one rank for decode batches: each expert that is hit is read once, as fast as memory gives it.
+
+    plan       sorts assignments by expert and cuts each expert's rows into tiles; one kernel
+    gate-up    a tile times a block of columns of gate and of up; their silu and product are its epilogue
+    down       the same for the second matrix
+    combine    shared + Σ weight · row, in the order of k (grouped.py)
+
+A program streams the weights of one block of columns through shared memory. They are the first operand of the product,
+so that a tile of 16 rows is the narrow side of a wgmma and not three quarters of padding. Shapes never depend on data:
+there are as many programs as tiles can be, and those of tiles that do not exist return at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+
+from dcpbench.kernels.moe.grouped import combine
+
+MOST_ASSIGNMENTS = 4096
+"""Of a call: 512 requests, the largest graph, with 8 experts each. Each assignment is compared with all others."""
+WIDE_TILES = 256
+"""Tokens past which a tile has 32 rows: with 16, experts begin to be read more than once."""
+BLOCK = 16
+"""Assignments, or tiles, that a program of the plan places."""
+
+
+@triton.jit(do_not_specialize=["count", "first"])
+def _plan_kernel(
+    ids, source, place, tiles, count, first,
+    LOCAL: tl.constexpr, BINS: tl.constexpr, ALL: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    j = tl.arange(0, ALL)
+    key = tl.load(ids + j, mask=j < count, other=0) - first
+    key = tl.where((key >= 0) & (key < LOCAL), key, LOCAL)
+    key = tl.where(j < count, key, LOCAL + 1)
+    program = tl.program_id(0)
+    of_assignments = tl.cdiv(count, BLOCK)
+    if program < of_assignments:
+        i = program * BLOCK + tl.arange(0, BLOCK)
+        mine = tl.load(ids + i, mask=i < count, other=0) - first
+        mine = tl.where((mine >= 0) & (mine < LOCAL), mine, LOCAL)
+        before = (key[None, :] < mine[:, None]) | ((key[None, :] == mine[:, None]) & (j[None, :] < i[:, None]))
+        row = tl.sum(before.to(tl.int32), 1)
+        tl.store(place + i, row, mask=i < count)
+        tl.store(source + row, i, mask=i < count)
+    else:
+        e = tl.arange(0, BINS)
+        rows = tl.where(e < LOCAL, tl.histogram(key, BINS), 0)
+        ends = tl.cumsum(rows, 0)
+        tiles_until = tl.cumsum(tl.cdiv(rows, ROWS), 0)
+        t = (program - of_assignments) * BLOCK + tl.arange(0, BLOCK)
+        passed = tiles_until[None, :] <= t[:, None]
+        expert = tl.sum(passed.to(tl.int32), 1)
+        chosen = e[None, :] == expert[:, None]
+        end = tl.sum(tl.where(chosen, ends[None, :], 0), 1)
+        begin = end - tl.sum(tl.where(chosen, rows[None, :], 0), 1)
+        first_tile = tl.max(tl.where(passed, tiles_until[None, :], 0), 1)
+        inside = t < TILES
+        tl.store(tiles + t, tl.where(expert < LOCAL, expert, -1), mask=inside)
+        tl.store(tiles + TILES + t, begin + (t - first_tile) * ROWS, mask=inside)
+        tl.store(tiles + 2 * TILES + t, end, mask=inside)
+
+
+@triton.jit
+def _accumulate(x_MK, w_NK, y, WEIGHT_FIRST: tl.constexpr):
+    if WEIGHT_FIRST:
+        y = tl.dot(w_NK, tl.trans(x_MK), y, input_precision="ieee")
+    else:
+        y = tl.dot(x_MK, tl.trans(w_NK), y, input_precision="ieee")
+    return y
+
+
+@triton.jit
+def _product_kernel(
+    x, weight, source, tiles, out, columns, depth,
+    GATED: tl.constexpr, TOP_K: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(columns, BLOCK_N)
+    tile = tl.program_id(0) // blocks
+    expert = tl.load(tiles + tile)
+    if expert < 0:
+        return
+    begin, end = tl.load(tiles + TILES + tile), tl.load(tiles + 2 * TILES + tile)
+    row = begin + tl.arange(0, ROWS)
+    live = row < end
+    read = tl.load(source + row, mask=live, other=0) // TOP_K if GATED else tl.where(live, row, begin)
+    k = tl.arange(0, BLOCK_K)
+    x_at = x + read.to(tl.int64)[:, None] * depth + k[None, :]
+
+    n = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    height = 2 * columns if GATED else columns
+    w_row = expert.to(tl.int64) * height + tl.minimum(n, columns - 1)
+    w_at = weight + w_row[:, None] * depth + k[None, :]
+    up_at = w_at + columns.to(tl.int64) * depth
+    y = tl.zeros([BLOCK_N, ROWS] if WEIGHT_FIRST else [ROWS, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_N, ROWS] if WEIGHT_FIRST else [ROWS, BLOCK_N], tl.float32)
+    for at in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
+        inside = (at + k < depth)[None, :]
+        x_MK = tl.load(x_at + at, mask=inside, other=0.0)
+        y = _accumulate(x_MK, tl.load(w_at + at, mask=inside, other=0.0), y, WEIGHT_FIRST)
+        if GATED:
+            up = _accumulate(x_MK, tl.load(up_at + at, mask=inside, other=0.0), up, WEIGHT_FIRST)
+    if GATED:
+        y *= tl.sigmoid(y) * up
+    if WEIGHT_FIRST:
+        y = tl.trans(y)
+    to = out + row.to(tl.int64)[:, None] * columns + n[None, :]
+    tl.store(to, y.to(out.dtype.element_ty), mask=live[:, None] & (n < columns)[None, :])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Where each assignment (token · top_k + k) lies once sorted by local expert, and how experts' rows are cut."""
+
+    source: torch.Tensor
+    """int32 [assignments]: assignment of each sorted row; other ranks' come last."""
+    place: torch.Tensor
+    """int32 [assignments]: sorted row of each assignment, the inverse."""
+    tiles: torch.Tensor
+    """int32 [3, most tiles]: expert, first row, and row behind the expert's last one; expert -1 where there is none."""
+    rows: int
+    """Of a tile, at most."""
+
+
+def plan(ids_Tk: torch.Tensor, first: int, local: int, rows: int) -> Plan:
+    """How `product` goes over the experts [first, first + local). One kernel, no host sync, the same on every run."""
+    count = ids_Tk.numel()
+    most = min(local, count) + count // rows
+    source, place = (torch.empty(count, dtype=torch.int32, device=ids_Tk.device) for _ in range(2))
+    tiles = torch.empty(3, most, dtype=torch.int32, device=ids_Tk.device)
+    _plan_kernel[(triton.cdiv(count, BLOCK) + triton.cdiv(most, BLOCK),)](
+        ids_Tk, source, place, tiles, count, first,
+        LOCAL=local, BINS=triton.next_power_of_2(local + 2), ALL=triton.next_power_of_2(count),
+        ROWS=rows, TILES=most, BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip
+    return Plan(source=source, place=place, tiles=tiles, rows=rows)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, plan: Plan, top_k: int, *, gated: bool) -> torch.Tensor:
+    """Sorted rows of the products with each row's expert, [assignments, columns]; other ranks' rows are undefined.
+
+    Args:
+        x: gated: the tokens [T, D], whose rows are picked on the way in; else sorted rows [assignments, I].
+        weight: gated: [E_local, 2·I, D], of which silu(x · gateᵀ) · (x · upᵀ) is made; else [E_local, D, I].
+        plan: of the same assignments.
+        top_k: experts of a token.
+        gated: which of the two.
+    """
+    _, height, depth = weight.shape
+    columns = height // 2 if gated else height
+    out = torch.empty(plan.source.numel(), columns, dtype=x.dtype, device=x.device)
+    block_n, stages, warps, weight_first = shape_of(plan.rows, depth, gated)
+    _product_kernel[(plan.tiles.shape[1] * triton.cdiv(columns, block_n),)](
+        x, weight, plan.source, plan.tiles, out, columns, depth,
+        GATED=gated, TOP_K=top_k, TILES=plan.tiles.shape[1], ROWS=plan.rows, WEIGHT_FIRST=weight_first,
+        BLOCK_N=block_n, BLOCK_K=128, STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def tile_rows(tokens: int) -> int:
+    """Rows of a tile."""
+    return 16 if tokens <= WIDE_TILES else 32
+
+
+def shape_of(rows: int, depth: int, gated: bool) -> tuple[int, int, int, bool]:
+    """(columns of a program, stages, warps, whether weights are the first operand), in steps of 128 numbers.
+
+    Fastest of some 500 on an H200 with DeepSeek-V3's experts whole and cut by 2, 4 and 8; docs/kernels-moe.md.
+    """
+    if gated:
+        return 64, 5, 4, True
+    if rows > 16:
+        return 256, 3, 8, True
+    return (128, 2, 4, False) if depth <= 256 else (128, 3, 4, depth > 512)
+
+
+def experts(
+    x_TD: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    ids_Tk: torch.Tensor,
+    first: int,
+    shared_TD: torch.Tensor,
+) -> torch.Tensor:
+    """See kernels.moe.experts. At most MOST_ASSIGNMENTS assignments."""
+    local, top_k = len(gate_up), ids_Tk.shape[1]
+    found = plan(ids_Tk, first, local, tile_rows(len(x_TD)))
+    hidden_II = product(x_TD, gate_up, found, top_k, gated=True)
+    y_ID = product(hidden_II, down, found, top_k, gated=False)
+    return combine(y_ID, weights_Tk, ids_Tk, found.place, shared_TD, first, local)

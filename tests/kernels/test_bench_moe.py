@@ -1,0 +1,125 @@
+"""Bench moe: every variant right, every wrong one noticed, and the bytes that a call must move."""
+
+import dataclasses
+import sys
+import types
+
+import pytest
+import torch
+
+from dcpbench.bench_cases import Machine, moe_cases
+from dcpbench.bench_records import Case
+from dcpbench.errors import MissingPackageError, UsageError
+from dcpbench.workloads import moe
+from dcpbench.workloads.moe import Inputs, Moe, Sizes
+
+SIZES = {"experts": 16, "top_k": 4, "hidden": 48, "width": 24}
+
+
+def case(variant: str, product: str, rows: str = "uniform", requests: int = 20) -> Case:
+    """16 experts, of which each of 20 tokens has 4; two sets of tensors."""
+    return Case(variant=variant, calls=2, sizes={"product": product, **SIZES, "requests": requests, "rows": rows})
+
+
+@pytest.mark.parametrize("rows", ["uniform", "skewed", "few"])
+@pytest.mark.parametrize("product", ["gate-up", "down"])
+@pytest.mark.parametrize("variant", ["triton", "torch"])
+def test_every_variant_agrees_with_fp64(variant, product, rows, device):
+    calls = Moe(device, 0).build(case(variant, product, rows))
+    assert calls.check(calls.run) == ""
+    assert len(calls.calls) == 2
+
+
+@pytest.mark.parametrize("product", ["gate-up", "down"])
+@pytest.mark.parametrize("variant", ["triton", "torch"])
+def test_a_wrong_product_is_noticed(variant, product, device, monkeypatch):
+    """2 % too large; one expert's rows in another order; nothing."""
+    right = moe.VARIANTS[variant]
+    for wrong in (lambda y: y * 1.02, lambda y: y.flip(0), torch.zeros_like):
+        monkeypatch.setitem(
+            moe.VARIANTS, variant,
+            lambda inputs, wrong=wrong: dataclasses.replace(
+                right(inputs), call=lambda: wrong(right(inputs).call())
+            ),
+        )  # fmt: skip
+        calls = Moe(device, 0).build(case(variant, product))
+        assert "relative error" in calls.check(calls.run)
+
+
+def inputs(product: str, counts: list[int]) -> Inputs:
+    """3 tokens of 2 experts each, 8 numbers wide, experts of width 4, bf16."""
+    sizes = Sizes(product=product, experts=4, top_k=2, hidden=8, width=4, requests=3, rows="few")
+    rows, width = (3, 8) if product == "gate-up" else (6, 4)
+    return Inputs(
+        sizes=sizes, x=torch.zeros(rows, width, dtype=torch.bfloat16),
+        weight=torch.zeros(sizes.weight, dtype=torch.bfloat16), ids=torch.zeros(3, 2, dtype=torch.int32), counts=counts,
+    )  # fmt: skip
+
+
+def test_only_experts_that_have_a_row_must_be_read():
+    """gate-up: 2 experts of 8 × 8, 3 tokens of 8 and 6 results of 4; down: 2 of 8 × 4, 6 rows of 4, 6 results of 8."""
+    work = inputs("gate-up", [3, 0, 3, 0]).work()
+    assert work.memory_bytes == 2 * (2 * 8 * 8 + 3 * 8 + 6 * 4)
+    assert work.flops == 2 * 6 * 8 * 8
+    assert work.memory_limit == "read"
+    work = inputs("down", [3, 0, 3, 0]).work()
+    assert work.memory_bytes == 2 * (2 * 8 * 4 + 6 * 4 + 6 * 8)
+    assert work.flops == 2 * 6 * 8 * 4
+
+
+def test_rows_are_drawn_as_their_names_say(device):
+    """few: experts 0, 4, 8 and 12 alone, so every token has all four; skewed: expert 0 has more rows than expert 15."""
+    build = Moe(device, 0)
+    random = torch.Generator(device).manual_seed(0)
+    found = {
+        rows: build._inputs(Sizes(product="down", **SIZES, requests=64, rows=rows), random).counts
+        for rows in ("uniform", "skewed", "few")
+    }
+    assert found["few"] == [64 * (e % 4 == 0) for e in range(16)]
+    assert found["skewed"][0] > 2 * found["skewed"][15]
+    assert all(0 < count < 32 for count in found["uniform"])
+    assert [sum(counts) for counts in found.values()] == [256, 256, 256]
+
+
+def test_deepgemm_gets_a_slab_for_each_expert(device, monkeypatch):
+    """A stand-in with its signature, which multiplies the rows that it was told of: slabs of 64 rows, 4 of them hit."""
+
+    def masked(x, weight, out, counts, expected):
+        assert x.shape[:2] == (16, 64)
+        assert expected == 5
+        assert counts.tolist() == [20 * (e % 4 == 0) for e in range(16)]
+        for e, count in enumerate(counts.tolist()):
+            out[e, :count] = x[e, :count] @ weight[e].T
+
+    module = types.SimpleNamespace(m_grouped_bf16_gemm_nt_masked=masked)
+    monkeypatch.setitem(sys.modules, "deep_gemm", module)
+    for product in ("gate-up", "down"):
+        calls = Moe(device, 0).build(case("deepgemm", product, "few"))
+        assert calls.check(calls.run) == ""
+
+
+def test_without_deepgemm_the_case_says_what_to_type(device, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    with pytest.raises(MissingPackageError, match="--variant triton,torch"):
+        Moe(device, 0).build(case("deepgemm", "down"))
+
+
+class TestCases:
+    def cases(self, cpu=False, **typed):
+        options = {"model": None, "tp": None, "requests": None, "rows": "uniform", "variant": None, "layers": None}
+        return moe_cases(Machine(cpu=cpu), **{**options, **typed})
+
+    def test_experts_are_cut_by_width(self):
+        """DeepSeek-V3's are 2048 wide."""
+        assert {(c.sizes["experts"], c.sizes["width"]) for c in self.cases()} == {(256, 2048), (256, 512), (256, 256)}
+        assert {c.sizes["experts"] for c in self.cases(model="kimi-k2")} == {384}
+
+    def test_a_width_that_cannot_be_cut_is_refused(self):
+        with pytest.raises(UsageError, match="--tp 3 does not divide deepseek-v3's experts, 2048 wide; try --tp 1"):
+            self.cases(tp="3")
+        with pytest.raises(UsageError, match="--rows 'skew' is unknown; did you mean skewed"):
+            self.cases(rows="skew")
+
+    def test_a_variant_that_was_named_is_run_whether_or_not_it_is_installed(self):
+        assert {c.variant for c in self.cases(variant="deepgemm")} == {"deepgemm"}
+        assert {c.variant for c in self.cases(cpu=True)} == {"triton", "torch"}
