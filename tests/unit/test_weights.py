@@ -21,12 +21,12 @@ class Meta:
     def __init__(self, dtype=torch.bfloat16):
         self.dtype, self.names = dtype, []
 
-    def get(self, name, shape, *, rows=None, columns=None):
+    def get(self, name, shape, *, rows=None, columns=None, dtype=None):
         """See weights.Source."""
         self.names.append(name)
         parts = (rows, columns)[: len(shape)]
         size = [len(range(*(part or slice(None)).indices(n))) for part, n in zip(parts, shape, strict=True)]
-        return torch.empty(size, dtype=self.dtype, device="meta")
+        return torch.empty(size, dtype=dtype or self.dtype, device="meta")
 
 
 WIDE = {
