@@ -36,8 +36,6 @@ class CheckpointSource:
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """See weights.Source."""
-        if name == "lm_head.weight" and name not in self.file_of:
-            name = "model.embed_tokens.weight"  # tied
         part = self._slice(name, shape)
         index = (rows or slice(None),) if len(shape) == 1 else (rows or slice(None), columns or slice(None))
         tensor = part[index]

@@ -35,7 +35,7 @@ class Source(Protocol):
         self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Part of the tensor `name`, whose whole shape is `shape`, on the device, in the model's dtype or in `dtype`."""
+        """Part of the tensor `name`, whose whole shape is `shape`, on the device in the model's or this dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,8 @@ class Moe:
     """[E_local, D, I]"""
     first: int
     """Global id of the first local expert."""
-    shared: Mlp
+    shared: Mlp | None
+    """None where the model has no shared experts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +134,7 @@ def load_weights(
     loader = _Loader(source, shape, layout, rank, alive, wide)
     return Weights(
         embed=loader.vocab("model.embed_tokens.weight"),
-        lm_head=loader.vocab("lm_head.weight"),
+        lm_head=loader.vocab("model.embed_tokens.weight" if shape.tied else "lm_head.weight"),
         final_norm=source.get("model.norm.weight", (shape.hidden,)),
         dense=[loader.layer(i) for i in range(plan.dense_held)],
         moe=[loader.layer(shape.first_dense + i) for i in range(plan.moe_held)],
@@ -224,7 +225,7 @@ class _Loader:
         bias = routing_bias(self.source, s, prefix)
         if bias is None:
             bias = torch.zeros(s.experts, device=router.device)
-        shared = self.mlp(m + "shared_experts.", s.shared_experts * s.moe_inter)
+        shared = self.mlp(m + "shared_experts.", s.shared_experts * s.moe_inter) if s.shared_experts else None
         return Moe(router=router, bias=bias, gate_up=gate_up, down=down, first=first, shared=shared)
 
 

@@ -58,14 +58,16 @@ class TestParts:
         assert source(folder).get("b.weight", (1, 2)).tolist() == [[7, 7]]
         assert source(folder).get("a.weight", (6, 4), rows=slice(5, 6)).tolist() == [[20, 21, 22, 23]]
 
-    def test_a_checkpoint_without_lm_head_is_tied_to_the_embedding(self, tmp_path):
-        """And one with it is not."""
-        embedding = torch.arange(6.0).view(3, 2)
-        save_file({"model.embed_tokens.weight": embedding}, tmp_path / "model.safetensors")
-        assert source(tmp_path).get("lm_head.weight", (3, 2), rows=slice(1, 2)).tolist() == [[2, 3]]
-        both = {"model.embed_tokens.weight": embedding, "lm_head.weight": -embedding}
-        save_file(both, tmp_path / "model.safetensors")
-        assert source(tmp_path).get("lm_head.weight", (3, 2), rows=slice(1, 2)).tolist() == [[-2, -3]]
+    def test_the_lm_head_is_the_embedding_where_the_config_says_so_and_only_there(self, tmp_path):
+        """`tie_word_embeddings`: a checkpoint that lacks its LM head is not made whole by a guess."""
+        tensors = build.tensors(build.TINY)
+        del tensors["lm_head.weight"]
+        save_file(tensors, tmp_path / "model.safetensors")
+        tied = build.shape_like_tiny(tied=True)
+        held = load_weights(source(tmp_path), tied, Layout(2), 1, build.plan(tied))
+        assert torch.equal(held.lm_head, tensors["model.embed_tokens.weight"][256:])
+        with pytest.raises(ModelError, match=r"has no tensor 'lm_head\.weight'"):
+            load_weights(source(tmp_path), build.TINY, Layout(1), 0, build.plan(build.TINY))
 
 
 class TestRoutingBias:

@@ -42,6 +42,7 @@ TINY_SHAPES = {
     "vocab-509": build.shape_like_tiny(vocab=509),
     "vocab-9": build.shape_like_tiny(vocab=9),
     "softmax-2-shared": build.shape_like_tiny(routing="softmax", normalise=False, shared_experts=2),
+    "no-shared": build.shape_like_tiny(shared_experts=0),
     "all-dense": build.shape_like_tiny(first_dense=3),
     "no-dense": build.shape_like_tiny(first_dense=0),
 }
