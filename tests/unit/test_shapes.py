@@ -1,12 +1,23 @@
 """Published sizes are right, config.json files become shapes, and what is not MLA is refused in a sentence."""
 
+import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
+import torch
 
-from dcpbench.errors import ModelError
+from dcpbench import judge
+from dcpbench.budget import kv_pages, memory_plan
+from dcpbench.errors import DcpbenchError, ModelError
+from dcpbench.jobs import Probe, Settings
+from dcpbench.kernels.rope import rope_table, softmax_scale
+from dcpbench.records import Point
+from dcpbench.serve_records import Load
 from dcpbench.shapes import SHAPES, from_config, load_shape
 
 V3: dict[str, Any] = {
@@ -275,6 +286,53 @@ def test_yarn_without_its_first_length_stretches_from_the_whole() -> None:
     found = from_config(V3 | {"rope_scaling": left}, Path("config.json")).yarn
     assert found is not None
     assert found.original_max_position == 163_840
+
+
+NASTY: list[object] = [
+    None, True, False, 0, 1, 2, 3, 127, 1 << 14, 10_000, -1, 2**31 - 1, 2**31, 2**53, 10**400, -(10**400), 0.5, -0.0,
+    5e-324, 1e-320, 1e-38, 1e38, 1e308, math.inf, -math.inf, math.nan, "", "x", "1", "yarn", "default", [], [1], [[[]]],
+    {}, {"a": 1}, "\ud800", "a" * 10_000,
+]  # fmt: skip
+BASES = [{k: v for k, v in base.items() if k != "rope_scaling"} for base in (V3, V2, LITE, K2)]
+FIELDS = [*V3, "rope_parameters", "head_dim", "tie_word_embeddings", "rope_interleave", "architectures", "foo"]
+ROPE_FIELDS = [*YARN, "rope_theta", "attention_factor", "truncate", "rope_type", "partial_rotary_factor", "foo"]
+ONE_GPU = Probe(device="cuda", count=8, name="GPU", memory_bytes=80 << 30, l2_bytes=50 << 20)
+CPU = torch.device("cpu")
+ON_CPU = Probe(device="cpu", count=0, name="CPU")
+
+
+@hypothesis.settings(max_examples=400, deadline=None, derandomize=True)
+@hypothesis.given(
+    base=st.sampled_from(BASES),
+    fields=st.dictionaries(st.sampled_from(FIELDS), st.sampled_from(NASTY), max_size=3),
+    rope=st.dictionaries(st.sampled_from(ROPE_FIELDS), st.sampled_from(NASTY), max_size=2),
+    probe=st.sampled_from([ONE_GPU, ON_CPU]),
+    dcp=st.sampled_from([1, 2]),
+    served=st.booleans(),
+)
+def test_whatever_a_config_holds_is_judged_or_refused_in_a_sentence(
+    base: dict[str, Any], fields: dict[str, Any], rope: dict[str, Any], probe: Probe, dcp: int, served: bool
+) -> None:
+    """Huge, tiny, negative and no numbers at all: no other exception of shapes, judge, memory or the rope's table."""
+    cpu = probe.device == "cpu"
+    point = Point(
+        model="m", tp=2, dcp=dcp, concurrency=2, context=9, exchange="ag_rs" if dcp > 1 else "none",
+        backend="reference" if cpu else "triton", dtype="fp32" if cpu else "bf16",
+        workload="serve" if served else "decode",
+        load=Load(requests=2, input_tokens="8", output_tokens="1", chunk=256) if served else None,
+    )  # fmt: skip
+    settings = Settings()
+    said = ""
+    try:
+        shape = from_config(base | {"rope_scaling": YARN | rope} | fields, Path("config.json"))
+        scales = [softmax_scale(shape), *rope_table(dataclasses.replace(shape, rope=64), 2, CPU).flatten().tolist()]
+        assert not any(map(math.isnan, scales))
+        judge.check(point, settings, shape, judge.Machine(probe=probe))
+        plan = memory_plan(point, kv_pages(point, [point], settings, shape, probe), shape, probe)
+        assert plan.kv_bytes > 0
+    except DcpbenchError as e:
+        said = str(e)
+    assert len(said) < 1000, "values of a file are cut where they are long"
 
 
 def test_a_file_nested_too_deeply_is_our_error(tmp_path: Path) -> None:
