@@ -165,6 +165,7 @@ _FIXED: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
     "moe_layer_freq": (1,),
     "partial_rotary_factor": (1, 1.0),
+    "use_mla": (True,),
 }
 """Fields that change what is computed, each with the only values that the engine has; null is as good as absent."""
 

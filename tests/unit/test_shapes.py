@@ -178,6 +178,7 @@ YARN = V3["rope_scaling"]
         (V3 | {"swiglu_limit": 10.0}, "'swiglu_limit' is 10.0"),
         (V3 | {"attention_bias": True}, "'attention_bias' is True; only False is supported"),
         (V3 | {"mlp_bias": True}, "'mlp_bias' is True; only False is supported"),
+        (V3 | {"use_mla": False}, "'use_mla' is False; only True is supported"),
         (V3 | {"hidden_act": "relu"}, "'hidden_act' is 'relu'; only 'silu' is supported"),
         (V3 | {"moe_layer_freq": [0, 1]}, r"'moe_layer_freq' is \[0, 1\]; only 1 is supported"),
         (V3 | {"scoring_func": "softmax"}, "'scoring_func' is 'softmax'; deepseek_v3 has 'sigmoid'"),
@@ -248,7 +249,7 @@ HARMLESS: dict[str, Any] = {
     "attention_bias": None, "hidden_act": "swish", "partial_rotary_factor": 1.0, "mlp_only_layers": [],
     "zero_expert_num": 0, "index_topk": None, "sliding_window": None, "use_sliding_window": False, "head_dim": 64,
     "qk_head_dim": 192, "num_key_value_heads": 128, "num_local_experts": 256, "layer_types": ["full_attention"] * 61,
-    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 58, "task_specific_params": None, "id2label": {"0": "LABEL_0"},
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 58, "use_mla": True, "task_specific_params": None, "id2label": {"0": "LABEL_0"},
 }  # fmt: skip
 
 
