@@ -203,7 +203,7 @@ _ROPE = frozenset({
     "type", "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
     "mscale", "mscale_all_dim", "attention_factor", "truncate", "partial_rotary_factor",
 })  # fmt: skip
-_UNSET = (None, False, 0, "", [], {})
+_UNSET: tuple[object, ...] = (None, False, 0, "", [], {})
 
 LARGEST = (1 << 31) - 1
 """Of whole numbers: sizes of tensors are counted in 32 bits by some kernels."""

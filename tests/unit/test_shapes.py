@@ -249,7 +249,8 @@ HARMLESS: dict[str, Any] = {
     "attention_bias": None, "hidden_act": "swish", "partial_rotary_factor": 1.0, "mlp_only_layers": [],
     "zero_expert_num": 0, "index_topk": None, "sliding_window": None, "use_sliding_window": False, "head_dim": 64,
     "qk_head_dim": 192, "num_key_value_heads": 128, "num_local_experts": 256, "layer_types": ["full_attention"] * 61,
-    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 58, "use_mla": True, "task_specific_params": None, "id2label": {"0": "LABEL_0"},
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 58, "use_mla": True, "task_specific_params": None,
+    "id2label": {"0": "LABEL_0"},
 }  # fmt: skip
 
 
