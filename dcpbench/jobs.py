@@ -108,7 +108,8 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     """One comparison made by `dcpbench verify`."""
 
     name: str
-    """`attention` (merged output against fp64), `kv_write`, `reduce`, `logits`, `tokens`; see workloads/verify.py."""
+    """`attention` (merged output against fp64), `kv_write`, `reduce`, `logits`, `tokens`, `routing`; see
+    workloads/verify.py."""
     layout: str
     backend: str
     exchange: str
@@ -116,10 +117,10 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     all_reduce: str = ALL_REDUCES[0]
     dtype: str
     error: float | None
-    """Relative error ‖x − ref‖ / ‖ref‖; for `logits` the largest absolute difference; for `tokens` the mismatches.
-    Null where it is NaN or infinite, which JSON cannot say; such a check is never ok."""
+    """Relative error ‖x − ref‖ / ‖ref‖; for `logits` the largest absolute difference; for `kv_write`, `tokens` and
+    `routing` how many are wrong. Null where it is NaN or infinite, which JSON cannot say; such a check is never ok."""
     limit: float | None
-    """Null: reported only, as tokens in half precision."""
+    """That of `logits` is a share of the largest logit. Null: reported only, as tokens in half precision."""
     ok: bool
     detail: str = ""
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from dcpbench.serving.step_times import StepTimes
     from dcpbench.shapes import ModelShape
 
+ROW_UNIT = 16
+"""Bytes that a thread of kernels/kv_gather reads at once; a test holds the two together."""
+
 
 def check_serve(point: Point, load: Load, settings: Settings, shape: ModelShape, probe: Probe) -> None:
     """Raise an error that says what to type instead, unless the load can be served by this model in this layout."""
@@ -36,6 +39,7 @@ def check_serve(point: Point, load: Load, settings: Settings, shape: ModelShape,
             f"requests of {_tokens(load)}, {point.context:,} tokens together, pass {shape.name}'s "
             f"{shape.max_position:,} positions; lower --input-tokens or --output-tokens."
         )
+    _check_rows(point, shape)
     _check_chunk(point, load)
     _check_chunk_memory(point, load, shape, probe)
     _check_prefill(point, load, shape, probe)
@@ -68,6 +72,22 @@ def check_serve_memory(point: Point, settings: Settings, shape: ModelShape, prob
             f"request, {shortest:,} tokens, needs {size_text(need * one)}; all requests here need "
             f"{size_text(least_pages(point) * one, '')} or more."
         )
+
+
+def _check_rows(point: Point, shape: ModelShape) -> None:
+    """A stored prefix comes from the DCP ranks in whole units of the kernel that puts its rows in token order."""
+
+    def row_bytes(dtype: str) -> int:
+        return shape.kv_width * ITEMSIZE[dtype]
+
+    if point.dcp == 1 or row_bytes(point.dtype) % ROW_UNIT == 0:
+        return
+    fits = [f"--dtype {dtype}, " for dtype in ITEMSIZE if row_bytes(dtype) % ROW_UNIT == 0]
+    raise UsageError(
+        f"--dcp {point.dcp}: the prefix of a prompt is gathered from the ranks in rows that are multiples of "
+        f"{ROW_UNIT} bytes, and {shape.name} has KV rows of {shape.kv_width} {point.dtype} numbers, "
+        f"{row_bytes(point.dtype)} bytes; use {''.join(fits)}--dcp 1, or dcpbench sweep for decode steps alone."
+    )
 
 
 def _check_chunk(point: Point, load: Load) -> None:

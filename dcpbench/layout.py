@@ -201,7 +201,7 @@ class Prefix:
 
 
 def _divisor_list(n: int, most: int | None = None) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0 and (most is None or d <= most)]
+    return [d for d in range(1, (n if most is None else min(n, most)) + 1) if n % d == 0]
 
 
 def _divisors(n: int, most: int | None = None) -> str:

@@ -32,11 +32,10 @@ class CheckpointSource:
         self.open_files: dict[Path, safe_open] = {}
 
     def get(
-        self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None
-    ) -> torch.Tensor:
+        self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """See weights.Source."""
-        if name == "lm_head.weight" and name not in self.file_of:
-            name = "model.embed_tokens.weight"  # tied
         part = self._slice(name, shape)
         index = (rows or slice(None),) if len(shape) == 1 else (rows or slice(None), columns or slice(None))
         tensor = part[index]
@@ -45,7 +44,7 @@ class CheckpointSource:
             tensor = self._dequantise(tensor, scale_name, shape, rows, columns)
         elif tensor.dtype.itemsize == 1:
             raise ModelError(f"{self.folder}: {name!r} is {tensor.dtype}, and there is no {scale_name!r} to scale it.")
-        return tensor.to(self.device, self.dtype)
+        return tensor.to(self.device, dtype or self.dtype)
 
     def _slice(self, name: str, shape: tuple[int, ...]):  # noqa: ANN202 - safetensors' type is private
         if name not in self.file_of:

@@ -73,8 +73,8 @@ class Model:
         self.heads = shape.heads // layout.attn_tp
         self.routing = moe.Routing.of(shape)
         self.rope_table = rope_table(shape, max_context, device)
-        self.chosen_experts: list[torch.Tensor] | None = None
-        """Set to a list to collect each MoE layer's routing (ids_Tk) during an eager step."""
+        self.chosen_experts: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        """Set to a list to collect each MoE layer's routing (logits_TE, ids_Tk) during an eager step."""
 
     def step(
         self, batch: StepInput, parts: Sequence[Part], beside: torch.cuda.Stream | None = None,
@@ -246,11 +246,14 @@ class Model:
     def experts(self, x_TD: torch.Tensor, w: Moe, router_TD: torch.Tensor | None) -> torch.Tensor:
         """This rank's experts and its slice of the shared expert."""
         with phase("moe"):
-            shared_TD = linear(moe.silu_mul(linear(x_TD, w.shared.gate_up)), w.shared.down)
+            if w.shared is None:
+                shared_TD = torch.zeros_like(x_TD)
+            else:
+                shared_TD = linear(moe.silu_mul(linear(x_TD, w.shared.gate_up)), w.shared.down)
             logits_TE = moe.router_logits(x_TD if router_TD is None else router_TD, w.router)
             weights_Tk, ids_Tk = moe.route(logits_TE, w.bias, self.routing)
             if self.chosen_experts is not None:
-                self.chosen_experts.append(ids_Tk)
+                self.chosen_experts.append((logits_TE, ids_Tk))
             return moe.experts(x_TD, w.gate_up, w.down, weights_Tk, ids_Tk, w.first, shared_TD)
 
     def greedy(self, logits_BV: torch.Tensor) -> torch.Tensor:

@@ -24,28 +24,30 @@ class SyntheticSource:
         self.generator = torch.Generator(device)
 
     def get(
-        self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None
-    ) -> torch.Tensor:
+        self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """See weights.Source. At most one of `rows` and `columns`, and consistently so for one name."""
+        dtype = dtype or self.dtype
         if len(shape) == 1:
             if not name.endswith("bias"):
-                return torch.ones(shape, dtype=self.dtype, device=self.device)
-            return self._normal(name, shape, 0.01)
+                return torch.ones(shape, dtype=dtype, device=self.device)
+            return self._normal(name, shape, 0.01, dtype)
         std = 1.0 if "embed" in name else shape[1] ** -0.5
         if rows is None and columns is None:
-            return self._normal(name, shape, std)
+            return self._normal(name, shape, std, dtype)
         dim, part = (0, rows) if rows is not None else (1, columns)
         assert part is not None
         size = list(shape)
         size[dim] = part.stop - part.start
-        out = torch.empty(size, dtype=self.dtype, device=self.device)
+        out = torch.empty(size, dtype=dtype, device=self.device)
         for start in range(part.start // BLOCK * BLOCK, part.stop, BLOCK):
             size[dim] = min(BLOCK, shape[dim] - start)
-            block = self._normal(f"{name}[{dim}:{start}]", tuple(size), std)
+            block = self._normal(f"{name}[{dim}:{start}]", tuple(size), std, dtype)
             first, last = max(start, part.start), min(start + BLOCK, part.stop)
             out.narrow(dim, first - part.start, last - first).copy_(block.narrow(dim, first - start, last - first))
         return out
 
-    def _normal(self, key: str, size: tuple[int, ...], std: float) -> torch.Tensor:
+    def _normal(self, key: str, size: tuple[int, ...], std: float, dtype: torch.dtype) -> torch.Tensor:
         self.generator.manual_seed(zlib.crc32(f"{self.seed}/{key}".encode()))
-        return torch.empty(size, dtype=self.dtype, device=self.device).normal_(0.0, std, generator=self.generator)
+        return torch.empty(size, dtype=dtype, device=self.device).normal_(0.0, std, generator=self.generator)

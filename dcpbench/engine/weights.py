@@ -4,6 +4,8 @@ One description serves both sources. A `Source` is asked for parts of tensors by
 (synthetic.py) or reads them (checkpoint.py):
 
     source.get(name, shape, rows=…, columns=…)      a [rows, columns] part of a 2-D tensor, or a whole 1-D tensor
+
+All comes in the model's dtype but the routing bias, the one tensor that is computed with in fp32 and published so.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ class Source(Protocol):
     """`synthetic`, or the checkpoint's folder."""
 
     def get(
-        self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None
-    ) -> torch.Tensor:
-        """Part of the tensor `name`, whose whole shape is `shape`, on the device in the model's dtype."""
+        self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Part of the tensor `name`, whose whole shape is `shape`, on the device in the model's or this dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +70,15 @@ class Moe:
 
     router: torch.Tensor
     bias: torch.Tensor
+    """[E], fp32 whatever the model's dtype."""
     gate_up: torch.Tensor
     """[E_local, 2·I, D]"""
     down: torch.Tensor
     """[E_local, D, I]"""
     first: int
     """Global id of the first local expert."""
-    shared: Mlp
+    shared: Mlp | None
+    """None where the model has no shared experts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +134,7 @@ def load_weights(
     loader = _Loader(source, shape, layout, rank, alive, wide)
     return Weights(
         embed=loader.vocab("model.embed_tokens.weight"),
-        lm_head=loader.vocab("lm_head.weight"),
+        lm_head=loader.vocab("model.embed_tokens.weight" if shape.tied else "lm_head.weight"),
         final_norm=source.get("model.norm.weight", (shape.hidden,)),
         dense=[loader.layer(i) for i in range(plan.dense_held)],
         moe=[loader.layer(shape.first_dense + i) for i in range(plan.moe_held)],
@@ -217,12 +222,21 @@ class _Loader:
             gate_up[i, : s.moe_inter] = get(e + "gate_proj.weight", (s.moe_inter, s.hidden))
             gate_up[i, s.moe_inter :] = get(e + "up_proj.weight", (s.moe_inter, s.hidden))
             down[i] = get(e + "down_proj.weight", (s.hidden, s.moe_inter))
-        if s.routing == "sigmoid":
-            bias = get(m + "gate.e_score_correction_bias", (s.experts,)).float()
-        else:
+        bias = routing_bias(self.source, s, prefix)
+        if bias is None:
             bias = torch.zeros(s.experts, device=router.device)
-        shared = self.mlp(m + "shared_experts.", s.shared_experts * s.moe_inter)
+        shared = self.mlp(m + "shared_experts.", s.shared_experts * s.moe_inter) if s.shared_experts else None
         return Moe(router=router, bias=bias, gate_up=gate_up, down=down, first=first, shared=shared)
+
+
+def routing_bias(source: Source, shape: ModelShape, prefix: str) -> torch.Tensor | None:
+    """What is added to the scores of a layer's experts to choose among them, [E] in fp32; None where nothing is.
+
+    Read in fp32: rounded to bf16, biases around 8 would be multiples of 1/16, and scores between 0 and 1 chosen by it.
+    """
+    if shape.routing != "sigmoid":
+        return None
+    return source.get(prefix + "mlp.gate.e_score_correction_bias", (shape.experts,), dtype=torch.float32)
 
 
 def _of(heads: range, part: torch.Tensor, loaded: range) -> torch.Tensor:

@@ -187,7 +187,7 @@ def _experts_hit(engine: DecodeEngine, batch: Batch) -> float:
     chosen, model.chosen_experts = model.chosen_experts, None
     if not chosen:
         return 0.0
-    return statistics.mean(ids.unique().numel() for ids in chosen) / model.shape.experts
+    return statistics.mean(ids_Tk.unique().numel() for _, ids_Tk in chosen) / model.shape.experts
 
 
 def _profile(engine: DecodeEngine, batch: Batch) -> Profile:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from dcpbench.errors import MissingPackageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +24,7 @@ class Truth:
     """[positions, vocab] of the prompt and all new tokens, fp32 on the CPU."""
 
 
+@torch.no_grad()
 def greedy(folder: str, prompts: list[list[int]], new_tokens: int) -> list[Truth]:
     """Truth for each prompt. The whole model must fit in host memory. Raises MissingPackageError."""
     try:
@@ -26,8 +33,25 @@ def greedy(folder: str, prompts: list[list[int]], new_tokens: int) -> list[Truth
         raise MissingPackageError(
             f"comparing logits needs transformers ({e}); pip install 'dcpbench[test]', or leave --checkpoint out."
         ) from e
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    # Plain experts: the grouped product takes only rows that are multiples of 16 bytes.
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, config=_config(folder), dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
     return [_greedy(model, prompt, new_tokens) for prompt in prompts]
+
+
+def _config(folder: str) -> PreTrainedConfig:
+    """The checkpoint's config.json for a class of transformers itself: Kimi-K2 has none of its own, and is V3.
+
+    Null is left to the class, which has no null for most fields; no shared experts are experts of width 0.
+    """
+    from transformers import DeepseekV2Config, DeepseekV3Config
+
+    given = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    kind = DeepseekV2Config if given["model_type"] == "deepseek_v2" else DeepseekV3Config
+    absent = {"n_shared_experts": 0, "q_lora_rank": None, "num_key_value_heads": given["num_attention_heads"]}
+    fields = {name: value for name, value in given.items() if value is not None and name != "model_type"}
+    return kind.from_dict({name: value for name, value in absent.items() if name not in fields} | fields)
 
 
 def _greedy(model: torch.nn.Module, prompt: list[int], new_tokens: int) -> Truth:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Final
 
 import torch
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
+ABSENT: Final = object()
 VOCAB = 203
 """A prime: over 2, 4 or 8 ranks the last one holds padding rows."""
 
@@ -58,6 +60,32 @@ def deepseek_v2_greedy(folder: Path) -> None:
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )  # fmt: skip
     _write(DeepseekV2ForCausalLM, config, folder, "10GB")
+
+
+def deepseek_v3_of(folder: Path, changed: Mapping[str, object], written: Mapping[str, object]) -> None:
+    """V3 as above with `changed` fields, and then a config.json in which `written` replaces what transformers wrote.
+
+    A field that is written as ABSENT is left out.
+    """
+    fields = SIZES | {
+        "q_lora_rank": 40, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, "rope_parameters": yarn(1.0, 0.8),
+    }  # fmt: skip
+    _write(DeepseekV3ForCausalLM, DeepseekV3Config(**(fields | changed)), folder, "10GB")
+    _rewrite(folder, written)
+
+
+def deepseek_v2_of(folder: Path, changed: Mapping[str, object], written: Mapping[str, object]) -> None:
+    """The same of the greedy V2."""
+    fields = SIZES | {"q_lora_rank": 40, "n_shared_experts": 2, "topk_method": "greedy"}
+    _write(DeepseekV2ForCausalLM, DeepseekV2Config(**(fields | changed)), folder, "10GB")
+    _rewrite(folder, written)
+
+
+def _rewrite(folder: Path, written: Mapping[str, object]) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | dict(written)
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not ABSENT}))
 
 
 WRITERS: dict[str, Callable[[Path], None]] = {

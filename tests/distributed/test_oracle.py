@@ -6,21 +6,22 @@ import json
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from dcpbench import launch
-from dcpbench.jobs import FAILED_FILE, Check, Settings
+from dcpbench.jobs import FAILED_FILE, Check, Job, Settings
 from dcpbench.layout import Layout, local_length
 from dcpbench.records import Point
+from dcpbench.shapes import load_shape
 from dcpbench.torchrun import Machines
-from tests.distributed.checkpoints import VOCAB, WRITERS
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from dcpbench.workloads import verify as workload
+from tests.distributed.checkpoints import ABSENT, VOCAB, WRITERS, deepseek_v2_of, deepseek_v3_of, yarn
 
 pytestmark = pytest.mark.distributed
 
@@ -90,7 +91,10 @@ def verify(points: list[Point], prompts: tuple[tuple[int, ...], ...], new: int, 
     reduced = [c for c in checks if c.name == "reduce"]
     assert [c.all_reduce for c in reduced] == [p.all_reduce for p in points if p.all_reduce != "nccl"]
     assert all(c.error <= LIMIT for c in reduced)
-    checks = [c for c in checks if c.name != "reduce"]
+    routed = [c for c in checks if c.name == "routing"]
+    assert [c.layout for c in routed] == [str(p.layout) for p in points if Path(p.model).name == "v3"]
+    assert all(c.error == 0 for c in routed)
+    checks = [c for c in checks if c.name not in ("reduce", "routing")]
     assert [c.name for c in checks] == CHECKS * len(points)
     for i, p in enumerate(points):
         made = checks[i * len(CHECKS) : (i + 1) * len(CHECKS)]
@@ -130,6 +134,84 @@ def test_so_are_those_of_the_triton_backend_and_of_symmetric_memory(checkpoints,
         point(checkpoints["v2"], Layout(2, dcp=2), PLAIN, SYMM | REPLICATED | PROJECTED, context=3),
     ]
     verify(points, ((5, 90, 17), (202,)), 1, tmp_path)
+
+
+YARN = yarn(1.0, 0.8)
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+OF_V3 = {
+    "n_group": 8, "topk_group": 4, "num_hidden_layers": 4, "first_k_dense_replace": 3, "rope_parameters": PLAIN_ROPE
+}  # fmt: skip
+VARIANTS: dict[str, tuple[Any, dict[str, object], dict[str, object]]] = {
+    "no-shared-experts": (deepseek_v3_of, {"n_shared_experts": 0}, {}),
+    "null-shared-experts": (deepseek_v3_of, {"n_shared_experts": 0}, {"n_shared_experts": None}),
+    "v2-null-shared-experts": (deepseek_v2_of, {"n_shared_experts": 0}, {"n_shared_experts": None}),
+    "yarn-not-truncated": (deepseek_v3_of, {"rope_parameters": YARN | {"truncate": False}}, {}),
+    "v2-yarn-not-truncated": (deepseek_v2_of, {"rope_parameters": YARN | {"truncate": False}}, {}),
+    "yarn-truncated": (deepseek_v3_of, {"rope_parameters": YARN | {"truncate": True}}, {}),
+    "yarn-without-its-first-length": (
+        deepseek_v3_of, {},
+        {"rope_parameters": {k: v for k, v in YARN.items() if k != "original_max_position_embeddings"}},
+    ),
+    "yarn-attention-factor": (deepseek_v3_of, {"rope_parameters": YARN | {"attention_factor": 1.3}}, {}),
+    "yarn-of-nulls": (
+        deepseek_v3_of, {},
+        {"rope_parameters": YARN | dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "mscale"))},
+    ),
+    "rope-scaling-as-published": (
+        deepseek_v3_of, {},
+        {"rope_parameters": ABSENT, "rope_theta": 7000, "rope_scaling": {
+            "type": "yarn", "factor": 4, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 1.0,
+        }},
+    ),
+    "two-thetas": (deepseek_v3_of, {}, {"rope_theta": 10.0}),
+    "rope-in-halves": (deepseek_v3_of, {"rope_interleave": False}, {}),
+    "not-normalised": (deepseek_v3_of, {"norm_topk_prob": False}, {}),
+    "v2-normalised": (deepseek_v2_of, {"norm_topk_prob": True}, {}),
+    "v2-groups-that-greedy-ignores": (deepseek_v2_of, {"n_group": 4, "topk_group": 1}, {}),
+    "v2-one-expert-a-group": (
+        deepseek_v2_of, {"topk_method": "group_limited_greedy", "n_group": 16, "topk_group": 5}, {},
+    ),
+    "experts-of-23-columns": (deepseek_v3_of, {"moe_intermediate_size": 23}, {}),
+    "tied": (deepseek_v3_of, {"tie_word_embeddings": True}, {}),
+    "kimi-k2": (deepseek_v3_of, {"n_group": 1, "topk_group": 1}, {
+        "model_type": "kimi_k2", "num_nextn_predict_layers": 0, "ep_size": 1, "aux_loss_alpha": 0.001, "seq_aux": True,
+        "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+    }),
+    "what-v3-leaves-out": (deepseek_v3_of, OF_V3, dict.fromkeys((
+        "n_group", "topk_group", "first_k_dense_replace", "norm_topk_prob", "routed_scaling_factor", "rms_norm_eps",
+        "rope_interleave", "tie_word_embeddings", "attention_bias", "hidden_act", "rope_parameters", "head_dim",
+        "qk_head_dim", "num_key_value_heads", "architectures",
+    ), ABSENT)),
+    "what-v2-leaves-out": (deepseek_v2_of, {"first_k_dense_replace": 0, "rope_parameters": PLAIN_ROPE}, dict.fromkeys((
+        "n_group", "topk_group", "first_k_dense_replace", "norm_topk_prob", "routed_scaling_factor", "rms_norm_eps",
+        "topk_method", "tie_word_embeddings", "attention_bias", "mlp_bias", "hidden_act", "rope_parameters",
+    ), ABSENT)),
+    "harmless": (deepseek_v3_of, {}, {
+        "num_nextn_predict_layers": 2, "mlp_only_layers": [], "zero_expert_num": 0, "partial_rotary_factor": 1.0,
+        "sliding_window": None, "use_qk_norm": False, "index_topk": None, "attention_dropout": 0.1, "head_dim": 16,
+        "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "mlp_layer_types": None,
+        "hidden_act": None, "attention_bias": None,
+    }),
+}  # fmt: skip
+"""Configurations that are accepted: how transformers writes the checkpoint, and what its config.json then says."""
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")  # experts of width 0
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_configuration_that_is_accepted_gives_the_oracles_numbers(variant, tmp_path):
+    """In one process: what is compared is the arithmetic, which all layouts share."""
+    write, changed, written = VARIANTS[variant]
+    write(tmp_path, changed, written)
+    asked = point(str(tmp_path), Layout(1), PLAIN, NONE, context=9)
+    job = Job(
+        kind="verify", tag="t", folder=str(tmp_path), device="cpu", points=[asked], settings=Settings(),
+        prompts=PROMPTS, new_tokens=NEW,
+    )  # fmt: skip
+    shape = load_shape(str(tmp_path))
+    checks = {c.name: c for c in workload.run(asked, shape, job, rank=0, device=torch.device("cpu"))}
+    assert list(checks) == (CHECKS if "v2" in variant else [*CHECKS, "routing"])
+    assert {name: c.error for name, c in checks.items() if not c.ok} == {}
+    assert checks["logits"].error <= LIMIT
 
 
 def command(*arguments: str) -> tuple[int, dict[str, Any], str]:

@@ -56,6 +56,26 @@ def engine(
     )  # fmt: skip
 
 
+class Recorder(SyntheticSource):
+    """Synthetic weights in fp32 that notes every tensor it was asked for."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed, torch.float32, CPU)
+        self.made: dict[str, torch.Tensor] = {}
+
+    def get(self, name: str, *args: object, **kwargs: object) -> torch.Tensor:
+        """See weights.Source."""
+        self.made[name] = super().get(name, *args, **kwargs)  # type: ignore[arg-type]
+        return self.made[name]
+
+
+def tensors(shape: ModelShape) -> dict[str, torch.Tensor]:
+    """All tensors of a model by their names in a checkpoint."""
+    recorder = Recorder()
+    load_weights(recorder, shape, Layout(1), 0, plan(shape))
+    return recorder.made
+
+
 def shape_like_tiny(**changes: object) -> ModelShape:
     """The tiny shape with some fields changed."""
     return dataclasses.replace(TINY, **changes)

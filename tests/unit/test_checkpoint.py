@@ -9,8 +9,11 @@ from safetensors.torch import save_file
 from dcpbench.engine.checkpoint import INDEX_FILE, CheckpointSource
 from dcpbench.engine.weights import load_weights
 from dcpbench.errors import ModelError
+from dcpbench.kernels.moe import Routing, route
 from dcpbench.layout import Layout
 from tests.unit import engine_builder as build
+
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 def source(folder, dtype=torch.float32):
@@ -55,14 +58,46 @@ class TestParts:
         assert source(folder).get("b.weight", (1, 2)).tolist() == [[7, 7]]
         assert source(folder).get("a.weight", (6, 4), rows=slice(5, 6)).tolist() == [[20, 21, 22, 23]]
 
-    def test_a_checkpoint_without_lm_head_is_tied_to_the_embedding(self, tmp_path):
-        """And one with it is not."""
-        embedding = torch.arange(6.0).view(3, 2)
-        save_file({"model.embed_tokens.weight": embedding}, tmp_path / "model.safetensors")
-        assert source(tmp_path).get("lm_head.weight", (3, 2), rows=slice(1, 2)).tolist() == [[2, 3]]
-        both = {"model.embed_tokens.weight": embedding, "lm_head.weight": -embedding}
-        save_file(both, tmp_path / "model.safetensors")
-        assert source(tmp_path).get("lm_head.weight", (3, 2), rows=slice(1, 2)).tolist() == [[-2, -3]]
+    def test_the_lm_head_is_the_embedding_where_the_config_says_so_and_only_there(self, tmp_path):
+        """`tie_word_embeddings`: a checkpoint that lacks its LM head is not made whole by a guess."""
+        tensors = build.tensors(build.TINY)
+        del tensors["lm_head.weight"]
+        save_file(tensors, tmp_path / "model.safetensors")
+        tied = build.shape_like_tiny(tied=True)
+        held = load_weights(source(tmp_path), tied, Layout(2), 1, build.plan(tied))
+        assert torch.equal(held.lm_head, tensors["model.embed_tokens.weight"][256:])
+        with pytest.raises(ModelError, match=r"has no tensor 'lm_head\.weight'"):
+            load_weights(source(tmp_path), build.TINY, Layout(1), 0, build.plan(build.TINY))
+
+
+class TestRoutingBias:
+    """Published in fp32, and kept so: it is added to scores in fp32, and rounding it sends tokens elsewhere."""
+
+    def held(self, folder, tensors, dtype):
+        """The routing of the first MoE layer, loaded in `dtype` from a checkpoint of these tensors."""
+        save_file(tensors, folder / "model.safetensors")
+        return load_weights(source(folder, dtype), build.TINY, Layout(1), 0, build.plan(build.TINY)).moe[0].mlp
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+    def test_it_is_held_as_it_is_published_whatever_the_models_dtype(self, tmp_path, dtype):
+        """bf16 holds 8 and then 8.0625; all biases between the two would become one of them."""
+        tensors = build.tensors(build.TINY)
+        published = 8 + torch.arange(8.0) / 256
+        tensors[BIAS] = published
+        assert torch.equal(self.held(tmp_path, tensors, dtype).bias, published)
+
+    def test_all_biases_8_higher_choose_the_same_experts(self, tmp_path):
+        """What is added to every expert's score changes no order. bf16 would round biases of 0.01 on 8 to 8."""
+        tensors = build.tensors(build.TINY)
+        logits_TE = torch.randn(1000, build.TINY.experts, generator=torch.Generator().manual_seed(0))
+        rule, chosen = Routing.of(build.TINY), []
+        for shift in (0, 8):
+            bias = self.held(tmp_path, tensors | {BIAS: tensors[BIAS] + shift}, torch.bfloat16).bias
+            chosen.append(route(logits_TE, bias, rule)[1].sort(-1).values)
+        moved = (chosen[0] != chosen[1]).any(-1).sum().item()
+        assert moved == 0
+        rounded = route(logits_TE, (tensors[BIAS] + 8).bfloat16().float(), rule)[1].sort(-1).values
+        assert (rounded != chosen[0]).any(-1).sum().item() > 0, "the biases matter"
 
 
 class TestFp8:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from dcpbench import judge, sweep
+from dcpbench import judge, judge_serve, sweep
 from dcpbench.budget import size_text
 from dcpbench.errors import UsageError
 from dcpbench.jobs import Probe, Settings
+from dcpbench.kernels.kv_gather import fused
 from dcpbench.layout import Layout
 from dcpbench.records import Point
+from dcpbench.serve_records import Load
 from dcpbench.shapes import SHAPES
 from dcpbench.spec import make_spec
 
@@ -136,6 +138,38 @@ def test_values_of_other_widths_run_without_dcp_and_on_the_cpu(sizes: dict[str, 
     check(tiny(**sizes), dcp=1, exchange="none")
     check(tiny(**sizes), timed=False, dtype="fp32")
     check(tiny(**sizes), CPU)
+
+
+class TestServedRows:
+    """`serve` with dcp > 1 puts KV rows of all ranks in token order, 16 bytes at a time."""
+
+    LOAD = Load(requests=2, input_tokens="8", output_tokens="1", chunk=64)
+
+    def serve(self, latent: int, dtype: str = "fp32", **changes: object) -> None:
+        """Judge a point of `serve` on the CPU, of a model whose KV rows are `latent` + 16 numbers."""
+        asked = {"backend": "reference", "workload": "serve", "load": self.LOAD, "dtype": dtype} | changes
+        check(tiny(latent=latent), CPU, **asked)
+
+    def test_a_row_that_is_no_multiple_of_16_bytes_is_refused_before_anything_is_launched(self) -> None:
+        """34 + 16 numbers of 4 bytes are 200 = 12.5 · 16 bytes."""
+        said = "of 16 bytes, and tiny has KV rows of 50 fp32 numbers, 200 bytes; use --dcp 1, or dcpbench sweep"
+        with pytest.raises(UsageError, match=f"--dcp 2: .*{said} for decode steps alone"):
+            self.serve(34)
+        self.serve(34, dcp=1, exchange="none")
+
+    def test_a_dtype_in_which_the_row_fits_is_named(self) -> None:
+        """36 + 16 numbers: 104 bytes in bf16, 208 = 13 · 16 in fp32."""
+        with pytest.raises(
+            UsageError, match=r"tiny has KV rows of 52 bf16 numbers, 104 bytes; use --dtype fp32, --dcp 1"
+        ):
+            self.serve(36, "bf16")
+        self.serve(36, "fp32")
+
+    def test_the_unit_is_the_kernels(self) -> None:
+        assert fused.UNIT == judge_serve.ROW_UNIT
+
+    def test_decode_steps_alone_move_no_rows(self) -> None:
+        check(tiny(latent=34), CPU, backend="reference", dtype="fp32")
 
 
 @pytest.mark.parametrize(

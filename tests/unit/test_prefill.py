@@ -98,7 +98,7 @@ class TestLogits:
         router[:, 5:] = float("nan")
         rows = torch.zeros(5, dtype=torch.int64)
         engine.model.step(StepInput(rows, rows, rows, router), [])
-        first, second = engine.model.chosen_experts
+        (_, first), (_, second) = engine.model.chosen_experts
         assert first.shape == (5, 2)
         weights = [engine.model.weights.layer(index).mlp for index in (1, 2)]
         for ids, w in zip((first, second), weights, strict=True):

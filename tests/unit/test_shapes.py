@@ -1,12 +1,23 @@
 """Published sizes are right, config.json files become shapes, and what is not MLA is refused in a sentence."""
 
+import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
+import torch
 
-from dcpbench.errors import ModelError
+from dcpbench import judge
+from dcpbench.budget import kv_pages, memory_plan
+from dcpbench.errors import DcpbenchError, ModelError
+from dcpbench.jobs import Probe, Settings
+from dcpbench.kernels.rope import rope_table, softmax_scale
+from dcpbench.records import Point
+from dcpbench.serve_records import Load
 from dcpbench.shapes import SHAPES, from_config, load_shape
 
 V3: dict[str, Any] = {
@@ -127,7 +138,7 @@ def test_a_size_that_is_no_positive_integer_is_refused(field: str, value: object
         {"attention_bias": True},
         {"hidden_act": "gelu"},
         {"moe_layer_freq": 2},
-        {"scoring_func": "softmax", "norm_topk_prob": True},
+        {"scoring_func": "softmax"},
         {"n_group": 7},
         {"num_experts_per_tok": 300},
         {"num_experts_per_tok": 129},
@@ -145,6 +156,198 @@ def test_a_size_that_is_no_positive_integer_is_refused(field: str, value: object
 def test_nonsense_in_a_config_is_our_error(damage: dict[str, Any]) -> None:
     with pytest.raises(ModelError):
         from_config(V3 | damage, Path("config.json"))
+
+
+YARN = V3["rope_scaling"]
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (V3 | {"model_type": "deepseek_v32", "index_topk": 2048}, "'model_type' is 'deepseek_v32', which may compute"),
+        (V3 | {"model_type": "longcat_flash"}, "deepseek_v2, deepseek_v3, kimi_k2 are supported"),
+        (V3 | {"model_type": None}, "'model_type' is None"),
+        ({k: v for k, v in V3.items() if k != "model_type"}, "lacks the field 'model_type'"),
+        (V3 | {"index_topk": 2048}, "'index_topk' is 2048, and dcpbench does not know what that changes"),
+        (V3 | {"mlp_only_layers": [5]}, r"'mlp_only_layers' is \[5\], .*take it out of a copy of this file"),
+        (V3 | {"zero_expert_num": 128}, "'zero_expert_num' is 128"),
+        (V3 | {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5; only 1 is supported"),
+        (V3 | {"sliding_window": 4096}, "'sliding_window' is 4096"),
+        (V3 | {"use_qk_norm": True}, "'use_qk_norm' is True"),
+        (V3 | {"mla_scale_q_lora": True}, "'mla_scale_q_lora' is True"),
+        (V3 | {"swiglu_limit": 10.0}, "'swiglu_limit' is 10.0"),
+        (V3 | {"attention_bias": True}, "'attention_bias' is True; only False is supported"),
+        (V3 | {"mlp_bias": True}, "'mlp_bias' is True; only False is supported"),
+        (V3 | {"use_mla": False}, "'use_mla' is False; only True is supported"),
+        (V3 | {"hidden_act": "relu"}, "'hidden_act' is 'relu'; only 'silu' is supported"),
+        (V3 | {"moe_layer_freq": [0, 1]}, r"'moe_layer_freq' is \[0, 1\]; only 1 is supported"),
+        (V3 | {"scoring_func": "softmax"}, "'scoring_func' is 'softmax'; deepseek_v3 has 'sigmoid'"),
+        (V2 | {"scoring_func": "sigmoid"}, "'scoring_func' is 'sigmoid'; deepseek_v2 has 'softmax'"),
+        (V3 | {"topk_method": "greedy"}, "'topk_method' is 'greedy'; deepseek_v3 has 'noaux_tc'"),
+        (V2 | {"topk_method": "noaux_tc"}, "'topk_method' is 'noaux_tc'; deepseek_v2 has 'greedy' or 'group_limited"),
+        (V2 | {"topk_method": None}, "'topk_method' is None"),
+        (V2 | {"rope_interleave": False}, "'rope_interleave' is False; deepseek_v2 has no other than True"),
+        (V3 | {"architectures": ["DeepseekV3ForCausalLMNextN"]}, r"'architectures' is \['DeepseekV3ForCausalLMNext"),
+        (V3 | {"num_key_value_heads": 8}, "'num_key_value_heads' is 8; here it must be 'num_attention_heads', 128"),
+        (V3 | {"head_dim": 128}, "'head_dim' is 128; here it must be 'qk_rope_head_dim', 64"),
+        (V3 | {"qk_head_dim": 128}, "'qk_head_dim' is 128; .* 192"),
+        (V3 | {"num_local_experts": 8}, "'num_local_experts' is 8; here it must be 'n_routed_experts', 256"),
+        (V3 | {"layer_types": ["full_attention", "sliding_attention"]}, "'layer_types' is"),
+        (V3 | {"mlp_layer_types": ["sparse"] * 61}, "'mlp_layer_types' is"),
+        (V3 | {"n_group": 256, "topk_group": 128}, "'n_group' is 256 for 256 experts, one in each; .* best two"),
+        (V3 | {"n_group": None}, "'n_group' is None, which is not a positive integer"),
+        ({k: v for k, v in V2.items() if k != "n_group"}, "lacks the field 'n_group'"),
+        (V3 | {"first_k_dense_replace": None}, "'first_k_dense_replace' is None, which is not a non-negative integer"),
+        (V3 | {"first_k_dense_replace": 1.5}, "'first_k_dense_replace' is 1.5"),
+        (V3 | {"n_shared_experts": -1}, "'n_shared_experts' is -1, which is not a non-negative integer"),
+        (V3 | {"routed_scaling_factor": None}, "'routed_scaling_factor' is None, which is not a number"),
+        (V3 | {"routed_scaling_factor": True}, "'routed_scaling_factor' is True, which is not a number"),
+        (V3 | {"rms_norm_eps": None}, "'rms_norm_eps' is None, which is not a number"),
+        (V3 | {"rms_norm_eps": -1e-6}, "'rms_norm_eps' is -1e-06, which is below 0"),
+        (V3 | {"rope_theta": None}, "'rope_theta' is None, which is not a number"),
+        (V3 | {"rope_theta": 1}, "'rope_theta' is 1; frequencies fall only where it is above 1"),
+        (V3 | {"norm_topk_prob": None}, "'norm_topk_prob' is None, which is neither true nor false"),
+        (V3 | {"rope_interleave": None}, "'rope_interleave' is None, which is neither true nor false"),
+        (V3 | {"tie_word_embeddings": "no"}, "'tie_word_embeddings' is 'no', which is neither true nor false"),
+        (V3 | {"rope_scaling": YARN | {"attention_factor": "x"}}, "'attention_factor' is 'x', which is not a number"),
+        (V3 | {"rope_scaling": YARN | {"factor": None}}, "'factor' is None, which is not a number"),
+        (V3 | {"rope_scaling": YARN | {"beta_fast": "32"}}, "'beta_fast' is '32', which is not a number"),
+        (V3 | {"rope_scaling": YARN | {"beta_slow": -1}}, "'beta_slow' is -1, which is not a positive number"),
+        (V3 | {"rope_scaling": YARN | {"mscale_all_dim": -2.71}}, "'mscale_all_dim' is -2.71, which is below 0"),
+        (V3 | {"rope_scaling": YARN | {"truncate": 0}}, "'truncate' is 0, which is neither true nor false"),
+        (
+            V3 | {"rope_scaling": YARN | {"original_max_position_embeddings": None}},
+            "'original_max_position_embeddings' is None, which is not a positive integer",
+        ),
+        (V3 | {"rope_scaling": YARN | {"partial_rotary_factor": 0.5}}, "'partial_rotary_factor' is 0.5; only 1"),
+        (V3 | {"rope_scaling": YARN | {"long_factor": [1.0]}}, r"rope setting 'long_factor' is \[1.0\]"),
+        (V3 | {"rope_scaling": {"full_attention": YARN}}, "rope setting 'full_attention' is"),
+        (V3 | {"rope_scaling": {"type": "linear", "factor": 2}}, "rope scaling 'linear' is not supported, only 'yarn'"),
+        (V3 | {"hidden_size": 10**400}, r"'hidden_size' is 1000\d*\.\.\.\d*; it can be up to 2,147,483,647"),
+        (V3 | {"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000; it can be up to 10,000"),
+        (V3 | {"vocab_size": 1 << 25}, "'vocab_size' is 33554432; it can be up to 16,777,216"),
+        (V3 | {"routed_scaling_factor": 10**400}, r"'routed_scaling_factor' is 1000.*, which fp32 cannot hold"),
+        (V3 | {"rope_theta": float("inf")}, "'rope_theta' is inf, which fp32 cannot hold"),
+        (V3 | {"rms_norm_eps": float("nan")}, "'rms_norm_eps' is nan, which fp32 cannot hold"),
+        (V3 | {"rope_scaling": YARN | {"beta_fast": 1e-320}}, "'beta_fast' is 1e-320, which fp32 cannot hold"),
+    ],
+    ids=lambda x: None if isinstance(x, dict) else x[:40],
+)  # fmt: skip
+def test_what_cannot_be_computed_as_it_is_said_is_refused_by_a_sentence_with_the_field(
+    config: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        from_config(config, Path("config.json"))
+
+
+HARMLESS: dict[str, Any] = {
+    "num_nextn_predict_layers": 1, "ep_size": 8, "aux_loss_alpha": 0.001, "seq_aux": True, "pretraining_tp": 2,
+    "attention_dropout": 0.5, "initializer_range": 0.006, "torch_dtype": "bfloat16", "transformers_version": "4.33.1",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}, "use_cache": True,
+    "auto_map": {"AutoModel": "modeling_deepseek.DeepseekV3Model"}, "_name_or_path": "x", "unsloth_fixed": True,
+    "architectures": ["DeepseekV3ForCausalLM"], "bos_token_id": 0, "eos_token_id": [1, 2], "pad_token_id": None,
+    "attention_bias": None, "hidden_act": "swish", "partial_rotary_factor": 1.0, "mlp_only_layers": [],
+    "zero_expert_num": 0, "index_topk": None, "sliding_window": None, "use_sliding_window": False, "head_dim": 64,
+    "qk_head_dim": 192, "num_key_value_heads": 128, "num_local_experts": 256, "layer_types": ["full_attention"] * 61,
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 58, "use_mla": True, "task_specific_params": None,
+    "id2label": {"0": "LABEL_0"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", HARMLESS)
+def test_what_changes_nothing_is_accepted(field: str) -> None:
+    """And the shape is V3's, whatever the field says."""
+    plain = from_config(V3, Path("v3.json"))
+    assert from_config(V3 | {field: HARMLESS[field]}, Path("v3.json")) == plain
+
+
+def test_a_model_may_have_no_shared_experts() -> None:
+    """DeepSeek writes null, transformers 0."""
+    for none in (0, None):
+        assert from_config(V3 | {"n_shared_experts": none}, Path("config.json")).shared_experts == 0
+
+
+def test_fields_that_are_left_out_are_what_transformers_takes_them_for() -> None:
+    """V3: 8 groups of which 4, 3 dense layers, weights that sum to 1, times 2.5. V2: none of these."""
+    left_out = ("n_group", "topk_group", "first_k_dense_replace", "norm_topk_prob", "routed_scaling_factor")
+    v3 = from_config({k: v for k, v in V3.items() if k not in left_out}, Path("v3.json"))
+    assert v3 == from_config(V3, Path("v3.json"))
+    v2 = from_config({k: v for k, v in LITE.items() if k not in (*left_out, "topk_method")}, Path("v2.json"))
+    assert (v2.groups, v2.top_groups, v2.first_dense, v2.normalise, v2.routed_scale) == (1, 1, 0, False, 1.0)
+
+
+def test_theta_is_read_where_transformers_reads_it_first() -> None:
+    """In the rope settings, where it stands there; else beside them."""
+    assert from_config(V3 | {"rope_scaling": YARN | {"rope_theta": 7.0}}, Path("config.json")).rope_theta == 7
+    assert from_config(V3 | {"rope_theta": 9}, Path("config.json")).rope_theta == 9
+
+
+def test_yarn_without_its_first_length_stretches_from_the_whole() -> None:
+    """As transformers: 163,840 positions stand for the length before stretching."""
+    left = {k: v for k, v in YARN.items() if k != "original_max_position_embeddings"}
+    found = from_config(V3 | {"rope_scaling": left}, Path("config.json")).yarn
+    assert found is not None
+    assert found.original_max_position == 163_840
+
+
+NASTY: list[object] = [
+    None, True, False, 0, 1, 2, 3, 127, 1 << 14, 10_000, -1, 2**31 - 1, 2**31, 2**53, 10**400, -(10**400), 0.5, -0.0,
+    5e-324, 1e-320, 1e-38, 1e38, 1e308, math.inf, -math.inf, math.nan, "", "x", "1", "yarn", "default", [], [1], [[[]]],
+    {}, {"a": 1}, "\ud800", "a" * 10_000,
+]  # fmt: skip
+BASES = [{k: v for k, v in base.items() if k != "rope_scaling"} for base in (V3, V2, LITE, K2)]
+FIELDS = [*V3, "rope_parameters", "head_dim", "tie_word_embeddings", "rope_interleave", "architectures", "foo"]
+ROPE_FIELDS = [*YARN, "rope_theta", "attention_factor", "truncate", "rope_type", "partial_rotary_factor", "foo"]
+ONE_GPU = Probe(device="cuda", count=8, name="GPU", memory_bytes=80 << 30, l2_bytes=50 << 20)
+CPU = torch.device("cpu")
+ON_CPU = Probe(device="cpu", count=0, name="CPU")
+
+
+@hypothesis.settings(max_examples=400, deadline=None, derandomize=True)
+@hypothesis.given(
+    base=st.sampled_from(BASES),
+    fields=st.dictionaries(st.sampled_from(FIELDS), st.sampled_from(NASTY), max_size=3),
+    rope=st.dictionaries(st.sampled_from(ROPE_FIELDS), st.sampled_from(NASTY), max_size=2),
+    probe=st.sampled_from([ONE_GPU, ON_CPU]),
+    dcp=st.sampled_from([1, 2]),
+    served=st.booleans(),
+)
+def test_whatever_a_config_holds_is_judged_or_refused_in_a_sentence(
+    base: dict[str, Any], fields: dict[str, Any], rope: dict[str, Any], probe: Probe, dcp: int, served: bool
+) -> None:
+    """Huge, tiny, negative and no numbers at all: no other exception of shapes, judge, memory or the rope's table."""
+    cpu = probe.device == "cpu"
+    point = Point(
+        model="m", tp=2, dcp=dcp, concurrency=2, context=9, exchange="ag_rs" if dcp > 1 else "none",
+        backend="reference" if cpu else "triton", dtype="fp32" if cpu else "bf16",
+        workload="serve" if served else "decode",
+        load=Load(requests=2, input_tokens="8", output_tokens="1", chunk=256) if served else None,
+    )  # fmt: skip
+    settings = Settings()
+    said = ""
+    try:
+        shape = from_config(base | {"rope_scaling": YARN | rope} | fields, Path("config.json"))
+        scales = [softmax_scale(shape), *rope_table(dataclasses.replace(shape, rope=64), 2, CPU).flatten().tolist()]
+        assert not any(map(math.isnan, scales))
+        judge.check(point, settings, shape, judge.Machine(probe=probe))
+        plan = memory_plan(point, kv_pages(point, [point], settings, shape, probe), shape, probe)
+        assert plan.kv_bytes > 0
+    except DcpbenchError as e:
+        said = str(e)
+    assert len(said) < 1000, "values of a file are cut where they are long"
+
+
+def test_a_file_nested_too_deeply_is_our_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(ModelError, match=r"config\.json is nested too deeply for a model configuration"):
+        load_shape(str(tmp_path))
+
+
+def test_a_name_that_no_file_can_have_is_an_unknown_model() -> None:
+    with pytest.raises(ModelError, match="neither a known model nor a folder"):
+        load_shape("m" * 5000)
+    with pytest.raises(ModelError, match="neither a known model nor a folder"):
+        load_shape("a\0b")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1, 2]", '"model"', "\udcff"], ids=repr)

@@ -21,12 +21,12 @@ class Meta:
     def __init__(self, dtype=torch.bfloat16):
         self.dtype, self.names = dtype, []
 
-    def get(self, name, shape, *, rows=None, columns=None):
+    def get(self, name, shape, *, rows=None, columns=None, dtype=None):
         """See weights.Source."""
         self.names.append(name)
         parts = (rows, columns)[: len(shape)]
         size = [len(range(*(part or slice(None)).indices(n))) for part, n in zip(parts, shape, strict=True)]
-        return torch.empty(size, dtype=self.dtype, device="meta")
+        return torch.empty(size, dtype=dtype or self.dtype, device="meta")
 
 
 WIDE = {
@@ -42,6 +42,7 @@ TINY_SHAPES = {
     "vocab-509": build.shape_like_tiny(vocab=509),
     "vocab-9": build.shape_like_tiny(vocab=9),
     "softmax-2-shared": build.shape_like_tiny(routing="softmax", normalise=False, shared_experts=2),
+    "no-shared": build.shape_like_tiny(shared_experts=0),
     "all-dense": build.shape_like_tiny(first_dense=3),
     "no-dense": build.shape_like_tiny(first_dense=0),
 }

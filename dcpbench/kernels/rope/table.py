@@ -50,8 +50,10 @@ def _stretch(frequencies: torch.Tensor, shape: ModelShape, yarn: Yarn) -> torch.
         span = yarn.original_max_position / (rotations * 2 * math.pi)
         return shape.rope * math.log(span) / (2 * math.log(shape.rope_theta))
 
-    low = max(math.floor(dimension(yarn.beta_fast)), 0)
-    high = min(math.ceil(dimension(yarn.beta_slow)), shape.rope - 1)
+    first, last = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
+    if yarn.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    low, high = max(first, 0), min(last, shape.rope - 1)
     index = torch.arange(frequencies.shape[0], dtype=torch.float32, device=frequencies.device)
     ramp = ((index - low) / (high - low if high != low else 0.001)).clamp(0, 1)
     return frequencies / yarn.factor * ramp + frequencies * (1 - ramp)
