@@ -244,6 +244,12 @@ def test_a_rejected_point_says_what_would_be_valid(options: dict[str, object], w
     assert words in reason([c for c in expand(concurrency=8, **options) if not c.added])
 
 
+@pytest.mark.parametrize("dp", ["8", "5"])
+def test_more_replicas_than_ranks_is_a_mistake_in_dp_whatever_dcp_would_be(dp: str) -> None:
+    """Nobody typed --dcp, and tp / dp rounded down, 0, is none of what can be typed."""
+    assert reason(expand(dp=dp, concurrency=8)) == f"--dp {dp} does not divide --tp 4; with --tp 4 these do: 1, 2, 4."
+
+
 def test_flashinfer_compares_in_half_precision_only() -> None:
     """verify takes fp32 on a GPU, and FlashInfer does not."""
     spec = make_spec({"dtype": "fp32", "context": "37", "concurrency": "4"}, H200X4)
