@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,17 @@ PHONE = {"width": 400, "height": 800}
 USABLE = "html[data-usable]"
 DRAWN = "#charts .main-svg"
 HOSTILE = '<img src=x onerror="globalThis.pwned=1"></script><script>globalThis.pwned=1</script>'
+CHART = "document.querySelector('figure[data-measure=step_ms] .chart')"
+LABELS = f"""[...{CHART}.querySelectorAll('.annotation-text-g')].map((node) => {{
+  const {{ left, right, top, bottom }} = node.getBoundingClientRect();
+  return {{ text: node.textContent, left, right, top, bottom }};
+}})"""
+READABLE = f"""{LABELS}.every((a, i, all) => {{
+  const plot = {CHART}.getBoundingClientRect().top + {CHART}._fullLayout._size.t;
+  const over = (b) => a.left < b.right && b.left < a.right && a.top < b.bottom - 0.5 && b.top < a.bottom - 0.5;
+  return a.top >= {CHART}.getBoundingClientRect().top && a.bottom <= plot + 0.5 && !all.slice(i + 1).some(over);
+}})"""
+"""Whether each label of a change lies inside the chart, above its plot, and over no other."""
 LEAST_LOADS = 3
 MOST_S = 2.0
 
@@ -42,6 +54,20 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """40 runs of 16 points; the first is 3 % slower from the 26th on."""
     folder = tmp_path_factory.mktemp("history")
     site.build(dashboard_builder.history(folder / "runs", count=16), folder / "site")
+    return folder / "site" / "index.html"
+
+
+@pytest.fixture(scope="module")
+def neighbours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 runs of 8 points, all 4.8 % slower from the 13th run on and another 5 % from the 17th on."""
+    folder, rng = tmp_path_factory.mktemp("neighbours"), random.Random(1)
+    for run in range(40):
+        slower = (1.048 if run >= 12 else 1) * (1.05 if run >= 16 else 1)
+        found = [
+            dashboard_builder.record(of, run, faster=rng.gauss(1, 0.001) / slower) for of in dashboard_builder.points(8)
+        ]
+        record_builder.write(folder / "runs" / f"run-{run:03d}", found)
+    site.build(folder / "runs", folder / "site")
     return folder / "site" / "index.html"
 
 
@@ -182,6 +208,48 @@ class TestHistory:
         assert "between run-024" in told
         assert "run-025" in told
         assert page.locator("figure[data-measure=step_ms] .shapelayer path").count() == 1
+
+    @pytest.mark.parametrize("axis", ["date", "commit", "run"])
+    @pytest.mark.parametrize("screen", [SCREEN, PHONE], ids=["1400px", "400px"])
+    def test_labels_of_neighbouring_changes_never_overlap(
+        self, visit: Visit, neighbours: Path, screen: dict[str, int], axis: str
+    ) -> None:
+        """Two changes of one history, four runs apart: over each other, "+4.8 %" and "+5 %" read "+458 %"."""
+        page = opened(visit, neighbours, f"#metric=step_ms&x={axis}", viewport=screen)
+        page.locator("#table tbody input").first.check()
+        page.wait_for_selector(DRAWN)
+        until(page, f"{LABELS}.length === 2 && {READABLE}")
+        told = page.locator("figure[data-measure=step_ms] li > span").all_inner_texts()
+        assert page.evaluate(f"{LABELS}.map((label) => label.text)") == [text.split(",")[0] for text in told]
+
+    def test_labels_of_many_histories_never_overlap_at_any_width_nor_on_paper(
+        self, visit: Visit, neighbours: Path
+    ) -> None:
+        """A new driver, twice: eight histories change between the same two runs. The page becomes narrow and wide."""
+        page = opened(visit, neighbours, "#metric=step_ms", viewport=SCREEN, color_scheme="light")
+        for i in range(8):
+            page.locator("#table tbody input").nth(i).check()
+        page.wait_for_selector(DRAWN)
+        for width in (1400, 400, 1400):
+            page.set_viewport_size({"width": width, "height": 900})
+            fits = f"Math.abs({CHART}.clientWidth - {CHART}._fullLayout.width) < 1"
+            until(page, f"{fits} && {LABELS}.length === 16 && {READABLE}")
+        page.emulate_media(color_scheme="dark")
+        until(page, f"{CHART}._fullLayout.paper_bgcolor === 'rgb(20, 24, 29)' && {READABLE}")
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        until(page, f"{CHART}._fullLayout.width === 660 && {READABLE}")
+
+    def test_labels_that_move_leave_the_stretch_that_a_reader_chose(self, visit: Visit, neighbours: Path) -> None:
+        """Of all dates both labels share a place at 400 pixels; of ten days each has its own."""
+        page = opened(visit, neighbours, "#metric=step_ms", viewport=PHONE)
+        page.locator("#table tbody input").first.check()
+        page.wait_for_selector(DRAWN)
+        rows = f"new Set({LABELS}.map((label) => label.top)).size"
+        until(page, f"{LABELS}.length === 2 && {rows} === 2")
+        chosen = "['2026-01-14', '2026-01-24']"
+        page.evaluate(f"Plotly.relayout({CHART}, {{'xaxis.range': {chosen}}}).then(() => null)")
+        until(page, f"{LABELS}.length === 2 && {rows} === 1 && {READABLE}")
+        assert page.evaluate(f"{CHART}._fullLayout.xaxis.range") == ["2026-01-14", "2026-01-24"]
 
     @pytest.mark.parametrize("axis", ["date", "commit", "run"])
     def test_hovering_names_run_date_and_commit(self, visit: Visit, history: Path, axis: str) -> None:
