@@ -1,4 +1,4 @@
-"""The dashboard in a real browser: from a disk and from its server, quick with 20,000 points, inert with any record."""
+"""The dashboard in a real browser: from a disk and from its server, little work with 20,000 points, inert with any record."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import uvicorn
 
 from dcpbench.dashboard import commands, pages, server, site, watching
 from dcpbench.layout import Layout
+from tests.browser.pointer import point_at
 from tests.unit import dashboard_builder, record_builder
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ READABLE = f"""{LABELS}.every((a, i, all) => {{
   return a.top >= {CHART}.getBoundingClientRect().top && a.bottom <= plot + 0.5 && !all.slice(i + 1).some(over);
 }})"""
 """Whether each label of a change lies inside the chart, above its plot, and over no other."""
-LEAST_LOADS = 3
-MOST_S = 2.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,27 +78,13 @@ def opened(visit: Visit, path: Path, fragment: str = "", **options: object) -> P
 
 def until(page: Page, condition: str) -> None:
     """Wait for a condition; Playwright's own way of waiting needs eval, which the page's policy refuses."""
-    for _ in range(200):
-        if page.evaluate(condition):
-            return
+    while not page.evaluate(condition):
         page.wait_for_timeout(50)
-    pytest.fail(f"never true: {condition}")
 
 
 def hover(page: Page, nth: int) -> str:
     """What the page says of a mark of the first chart when a pointer comes over it."""
-    mark = page.locator("#charts .chart").first.locator(".point").nth(nth)
-    mark.evaluate("element => element.scrollIntoView({block: 'center', behavior: 'instant'})")
-    box = None
-    while box is None or box != mark.bounding_box():  # charts fit their width a moment after they are drawn
-        box = mark.bounding_box()
-        page.wait_for_timeout(200)
-    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
-    page.mouse.move(x, y)
-    page.wait_for_timeout(300)  # Plotly looks at a pointer every 50 ms, and not at one that stays
-    page.mouse.move(x + 1, y)
-    page.wait_for_timeout(300)
-    page.locator(".tip").wait_for()
+    point_at(page, page.locator("#charts .chart").first.locator(".point").nth(nth))
     return page.locator(".tip").inner_text()
 
 
@@ -125,20 +110,28 @@ class TestOpening:
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
     @pytest.mark.parametrize(("runs", "points"), [(40, 500), (1, 20_000)], ids=["40x500", "1x20000"])
-    def test_20_000_points_are_usable_in_two_seconds(
+    def test_20_000_points_are_little_work_for_a_browser(
         self, visit: Visit, tmp_path: Path, runs: int, points: int
     ) -> None:
-        """From the start of navigation to a filled table with its filters, the best of three loads."""
+        """Until the table and its filters can be used, for each point at most 20 blocks of JavaScript and 100 bytes,
+        and 3,000 elements in all. Counted by the browser: seconds are those of a machine. A loop over all pairs of
+        points would be 20,000 blocks for each.
+        """
         site.build(dashboard_builder.many(tmp_path / "runs", runs, points), tmp_path / "site", wanted=lambda _: False)
-        seconds = []
-        for _ in range(LEAST_LOADS):
-            page = opened(visit, tmp_path / "site" / "index.html")
-            mark = "performance.getEntriesByName('dcpbench-usable')[0].startTime"
-            seconds.append(page.evaluate(mark) / 1000)
-            assert rows(page) == 50
-            assert f"of {points:,} points" in page.locator("#count").inner_text()
-            page.context.close()
-        assert min(seconds) < MOST_S
+        page = opened(visit, tmp_path / "site" / "index.html")
+        profiler = page.context.new_cdp_session(page)
+        profiler.send("Profiler.enable")
+        profiler.send("Profiler.startPreciseCoverage", {"callCount": True, "detailed": True})
+        page.reload()
+        page.wait_for_selector(USABLE)
+        counted = profiler.send("Profiler.takePreciseCoverage")["result"]
+        blocks = sum(part["count"] for script in counted for f in script["functions"] for part in f["ranges"])
+        loaded = page.evaluate("[...document.scripts].map((s) => s.getAttribute('src')).filter((src) => src)")
+        assert rows(page) == 50
+        assert f"of {points:,} points" in page.locator("#count").inner_text()
+        assert 1_000 < blocks < 20 * 20_000
+        assert sum((tmp_path / "site" / src.partition("?")[0]).stat().st_size for src in loaded) < 100 * 20_000
+        assert page.evaluate("document.querySelectorAll('*').length") < 3_000
 
     def test_charts_are_loaded_for_what_is_ticked_alone(self, visit: Visit, history: Path) -> None:
         page = opened(visit, history)
@@ -336,7 +329,7 @@ def served(tmp_path: Path) -> Iterator[tuple[watching.Watcher, str]]:
         thread.start()
         yield watcher, f"http://127.0.0.1:{bound.getsockname()[1]}/"
         running.should_exit = True
-        thread.join(timeout=20)
+        thread.join()
 
 
 def test_a_served_page_follows_new_records_and_keeps_what_is_chosen(
