@@ -1,4 +1,4 @@
-"""The dashboard in a real browser: from a disk and from its server, little work with 20,000 points, inert with any record."""
+"""The dashboard in a real browser: from a disk and from its server, light with 20,000 points, inert with any record."""
 
 from __future__ import annotations
 
