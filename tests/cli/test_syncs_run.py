@@ -196,7 +196,7 @@ class TestProcesses:
 
     def test_sigterm_writes_the_trace_and_still_ends_the_process(self, tmp_path: Path, program: Path) -> None:
         """As torchrun does with the other ranks when one has failed."""
-        text = "import os, signal, time, training\ntraining.loop(2)\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(9999)"
+        text = "import os, signal, training\ntraining.loop(2)\nos.kill(os.getpid(), signal.SIGTERM)\nsignal.pause()"
         code, traces, _ = record(tmp_path, script(program, text))
         assert code == -signal.SIGTERM
         assert [steps_of(trace) for trace in traces.values()] == [[0, 1]]
