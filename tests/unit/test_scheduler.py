@@ -108,6 +108,13 @@ class TestAdmission:
         assert step is not None
         assert [[c.sequence.request.number for c in r.chunks] for r in step.replicas] == [[0, 3], [1, 4], [2]]
 
+    def test_of_replicas_with_as_many_requests_the_one_with_the_most_room_takes_the_next(self) -> None:
+        """Request 0 holds four pages of replica 0, request 1 one of replica 1: request 2 joins the latter."""
+        scheduler = serve((16, 9), (4, 9), (4, 1), replicas=2, chunk=64)
+        step = scheduler.next_step()
+        assert step is not None
+        assert [[c.sequence.request.number for c in r.chunks] for r in step.replicas] == [[0], [1, 2]]
+
     def test_each_request_that_runs_keeps_a_page_in_reserve(self) -> None:
         """Eight pages: 16 tokens take four, and one is kept for their next; 13 tokens take four, of which three are
         there. Twelve tokens would fit.

@@ -281,6 +281,18 @@ def test_a_baseline_alone_does_not_make_a_sweep_valid() -> None:
         sweep.check_any(expand(dcp="3"))
 
 
+@pytest.mark.parametrize(
+    ("dcp", "named", "more"), [("3,5,6", "3,5,6", ""), ("3,5,6,7,9", "3,5,6", "(2 more; see them all with --dry-run)")]
+)
+def test_an_error_has_three_reasons_and_says_how_many_more_there_are(dcp: str, named: str, more: str) -> None:
+    """Three are shown, and none of three is left out."""
+    with pytest.raises(LayoutError) as caught:
+        sweep.check_any(expand(dcp=dcp, concurrency=8))
+    lines = str(caught.value).split("\n")
+    assert [line.split()[1] for line in lines if line.startswith("--dcp")] == named.split(",")
+    assert lines[3:] == [more] * bool(more)
+
+
 def test_kv_that_cannot_fit_names_the_gap_the_largest_concurrency_and_the_dcp_that_would_do() -> None:
     """V3, tp4, 128,000 tokens: 2,001 pages of 64 tokens each request, 61·576·2 bytes a token."""
     found = expand(dcp="1", context=128000, concurrency="1,48", baseline=False)
