@@ -203,7 +203,9 @@ class TestPreemption:
         scheduler = serve(*self.LOAD, pages=10, chunk=24)
         for _ in range(9):
             scheduler.next_step()
+        (again,) = scheduler.unfinished
         assert decide(scheduler) == ([], [(1, 12, 17)])
+        assert (again.preemptions, again.cached) == (1, 0), "the cache had nothing when it was admitted first"
 
     def test_new_requests_wait_behind_it_but_not_on_other_replicas(self) -> None:
         """Request 1 has the second replica for itself; request 3 joins it there, though the first has more room."""

@@ -212,6 +212,23 @@ def test_more_ranks_than_gpus_is_an_error_that_names_the_command_to_type() -> No
         sweep.check_any(expand(tp="8", dcp="8"))
 
 
+@pytest.mark.parametrize(
+    ("options", "instead"),
+    [
+        ({"dcp": "8"}, "--tp 4 --dcp 4"),
+        ({"dcp": "2"}, "--tp 4 --dcp 2"),
+        ({"dcp": "1"}, "--tp 4 --dcp 1"),
+        ({"dp": "2", "dcp": "4"}, "--tp 4 --dp 2 --dcp 2"),
+        ({"dp": "4", "dcp": "1"}, "--tp 4 --dp 4 --dcp 1"),
+    ],
+    ids=str,
+)
+def test_what_to_type_instead_is_of_the_same_kind(options: dict[str, object], instead: str) -> None:
+    """tp 8 on 4 GPUs: as many replicas as were typed, and no more dcp than that."""
+    text = reason(expand(tp="8", concurrency=8, **options))
+    assert f"Type instead: dcpbench sweep --model deepseek-v3 {instead} (or run it on 2 such machines" in text
+
+
 def test_only_the_points_that_need_too_many_gpus_are_rejected() -> None:
     """--tp 4,8 on 4 GPUs: tp4 runs, tp8 leaves a record that says why it does not."""
     found = expand(tp="4,8", concurrency=8)
@@ -248,6 +265,13 @@ def test_a_rejected_point_says_what_would_be_valid(options: dict[str, object], w
 def test_more_replicas_than_ranks_is_a_mistake_in_dp_whatever_dcp_would_be(dp: str) -> None:
     """Nobody typed --dcp, and tp / dp rounded down, 0, is none of what can be typed."""
     assert reason(expand(dp=dp, concurrency=8)) == f"--dp {dp} does not divide --tp 4; with --tp 4 these do: 1, 2, 4."
+
+
+def test_the_context_that_a_rejection_names_is_taken() -> None:
+    """163,839 tokens and the one that is decoded are V3's 163,840 positions."""
+    taken, passed = expand(context="163839,163840", concurrency=1, baseline=False)
+    assert taken.error is None
+    assert "--context can be up to 163839" in str(passed.error)
 
 
 def test_flashinfer_compares_in_half_precision_only() -> None:
@@ -305,11 +329,12 @@ def test_kv_that_cannot_fit_names_the_gap_the_largest_concurrency_and_the_dcp_th
     assert "With --dcp 4 it fits." in text
 
 
-def test_the_concurrency_that_a_rejection_names_does_fit_and_one_more_does_not() -> None:
-    """The advice is exact at its edge."""
-    text = reason(expand(dcp="1", context=128000, concurrency=48, baseline=False))
+@pytest.mark.parametrize("dp", ["1", "2", "4"])
+def test_the_concurrency_that_a_rejection_names_does_fit_and_one_more_does_not(dp: str) -> None:
+    """The advice is exact at its edge; it counts the requests of all replicas."""
+    text = reason(expand(dp=dp, dcp="1", context=128000, concurrency=200, baseline=False))
     most = int(text.partition("fits is ")[2].partition(".")[0])
-    edge = expand(dcp="1", context=128000, concurrency=f"{most},{most + 1}", baseline=False)
+    edge = expand(dp=dp, dcp="1", context=128000, concurrency=f"{most},{most + 1}", baseline=False)
     assert [c.error is None for c in edge] == [True, False]
 
 
