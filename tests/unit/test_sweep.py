@@ -278,6 +278,8 @@ def test_flashinfer_compares_in_half_precision_only() -> None:
     """verify takes fp32 on a GPU, and FlashInfer does not."""
     spec = make_spec({"dtype": "fp32", "context": "37", "concurrency": "4"}, H200X4)
     assert "runs in bf16 and fp16, not fp32" in reason(sweep.expand_layouts([Layout(tp=4)], spec, H200X4))
+    half = make_spec({"dtype": "fp16", "context": "37", "concurrency": "4"}, H200X4)
+    assert [c.error for c in sweep.expand_layouts([Layout(tp=4)], half, H200X4)] == [None]
 
 
 def test_flashinfer_that_was_typed_but_is_missing_is_rejected_with_how_to_install_it() -> None:
@@ -297,6 +299,13 @@ def test_a_full_size_model_on_a_machine_without_gpus_is_an_error_not_a_smaller_m
     """The error gives the command that does run there."""
     with pytest.raises(CapacityError, match="dcpbench sweep --model tiny --tp 8 --dcp 8"):
         sweep.check_any(expand(CPU, model="deepseek-v3", tp="8", dcp="8"))
+
+
+def test_gpus_that_are_there_and_not_used_are_not_called_invisible() -> None:
+    """--device cpu on a machine with four."""
+    hidden = msgspec.structs.replace(H200X4, device="cpu")
+    assert "needs GPUs; none are visible" in reason(expand(CPU, model="deepseek-v3", tp="8"))
+    assert "needs GPUs; none are used with --device cpu" in reason(expand(hidden, model="deepseek-v3", tp="8"))
 
 
 def test_a_baseline_alone_does_not_make_a_sweep_valid() -> None:
