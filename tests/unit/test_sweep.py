@@ -410,6 +410,48 @@ def test_kv_pages_ignores_points_of_other_engines() -> None:
     assert budget.kv_pages(small, [small, large], Settings(), shape, CPU) == budget.pages_needed(small)
 
 
+@pytest.mark.parametrize(
+    ("changed", "engine", "path"),
+    [
+        *(({name: value}, False, True) for name, value in (
+            ("model", "deepseek-v3"), ("tp", 8), ("dp", 2), ("dcp", 4), ("dtype", "fp16"), ("page_size", 32),
+            ("interleave", 2), ("weights", "/checkpoint"),
+        )),
+        ({"q_replicate": True}, False, False),
+        ({"project_first": True}, False, False),
+        *(({name: value}, True, False) for name, value in (
+            ("backend", "flashinfer"), ("exchange", "a2a"), ("all_reduce", "symm"), ("overlap", True),
+        )),
+        *(({name: 9}, True, True) for name in ("concurrency", "context", "repeat")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_engine_is_shared_by_points_of_the_same_weights_pools_and_groups(
+    changed: dict[str, object], engine: bool, path: bool
+) -> None:
+    """And a path by those of the same kernels and collectives; loads and repeats are neither."""
+    of = record_builder.point(Layout(4, dcp=2), exchange="ag_rs", backend="triton")
+    other = msgspec.structs.replace(of, **changed)
+    assert (budget.same_engine(of, other), budget.same_path(of, other)) == (engine, path)
+
+
+def test_all_ranks_of_a_cpu_run_share_four_gib() -> None:
+    """8 ranks have 512 MiB each; a token takes 3·48·4 = 576 B, so 4,001 of them 2.3 MB: over 200 requests."""
+    (refused,) = expand(CPU, tp="8", dcp="1", context=4000, concurrency=500, baseline=False)
+    text = str(refused.error)
+    assert "over its 8 ranks, and a CPU run may take 4 GiB" in text
+    most = int(text.partition("fits is ")[2].partition(".")[0])
+    assert 200 < most < (512 << 20) // (4001 * 576)
+    edge = expand(CPU, tp="8", dcp="1", context=4000, concurrency=f"{most},{most + 1}", baseline=False)
+    assert [c.error is None for c in edge] == [True, False]
+
+
+def test_the_pool_of_a_cpu_run_is_bounded_by_the_sweep() -> None:
+    """It holds every layer, and no memory that would be left is given to the pool."""
+    found = expand(CPU, concurrency=2, tp="2", baseline=False)
+    assert {budget.bounded_by(c.plan, Settings(), CPU) for c in found if c.plan} == {"sweep"}
+
+
 def test_more_replicas_than_requests_is_allowed() -> None:
     """Concurrency 1 on dp 4: three replicas hold padding only."""
     assert all(c.error is None for c in expand(dp="4", concurrency=1))
