@@ -8,14 +8,14 @@ import os
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 torch.set_num_threads(1)
 
-settings.register_profile("dcpbench", deadline=None, print_blob=True)
+settings.register_profile("dcpbench", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dcpbench")
 
 

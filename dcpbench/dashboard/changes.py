@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
+    from ruptures import KernelCPD
 
     Floats = NDArray[np.float64]
 
@@ -65,6 +66,11 @@ def find(values: Sequence[float]) -> tuple[Change, ...]:
     Raises MissingPackageError without ruptures.
     """
     return _find(tuple(values))
+
+
+def check_installed() -> None:
+    """Raises MissingPackageError without ruptures."""
+    _detector()
 
 
 @lru_cache(maxsize=100_000)  # a server builds again and again, and few histories grew meanwhile
@@ -111,15 +117,19 @@ def _sigma(x: Floats) -> float:
 
 def _proposed(x: Floats) -> list[int]:
     """PELT's bounds of segments, 0 and the length included."""
+    scale = _sigma(x) or float(abs(x).max()) * 1e-9 or 1.0
+    detector = _detector().fit((x - x.mean()).reshape(-1, 1) / scale)
+    return [0, *(int(end) for end in detector.predict(pen=PENALTY * math.log(len(x))))]
+
+
+def _detector() -> KernelCPD:
     try:
         from ruptures import KernelCPD
     except ImportError as e:
         raise MissingPackageError(
             "change points need the package ruptures; type: pip install 'dcpbench[dashboard]'"
         ) from e
-    scale = _sigma(x) or float(abs(x).max()) * 1e-9 or 1.0
-    detector = KernelCPD(kernel="linear", min_size=LEAST_SIDE).fit((x - x.mean()).reshape(-1, 1) / scale)
-    return [0, *(int(end) for end in detector.predict(pen=PENALTY * math.log(len(x))))]
+    return KernelCPD(kernel="linear", min_size=LEAST_SIDE)
 
 
 def _sure(x: Floats, bounds: list[int]) -> list[int]:

@@ -11,7 +11,7 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from dcpbench import __version__
-from dcpbench.dashboard import data, finding, pages
+from dcpbench.dashboard import changes, data, finding, pages
 from dcpbench.errors import OutputError
 from dcpbench.records import RECORDS_FILE
 from dcpbench.reports import assets
@@ -59,9 +59,11 @@ def build(
     """Bring the site up to date with the runs below `root`.
 
     `force` makes every page again. `tell` hears how far it is. `known` is kept between builds by who builds often.
-    Pages that are not `wanted` now are left as they are. Raises UsageError where `root` is no folder, OutputError where
-    `site` is not ours or cannot be written, MissingPackageError without ruptures.
+    Pages that are not `wanted` now are left as they are; those that were made stay when the build ends early. Raises
+    UsageError where `root` is no folder, OutputError where `site` is not ours or cannot be written, and, before it does
+    anything, MissingPackageError without ruptures.
     """
+    changes.check_installed()
     say = _sometimes(tell)
     before = {} if force else made(site)
     found = finding.find(root, {} if known is None else known, say)
@@ -117,6 +119,7 @@ def _pages(
                 notes.append(note)
             else:
                 here[run.slug] = pages.key(run)
+                note_page(site, run)  # what ends the build later does not cost this page
         elif run.slug in before and (site / pages.FOLDER / run.slug / pages.PAGE).is_file():
             here[run.slug] = before[run.slug]
     return here, notes
@@ -171,7 +174,7 @@ def made(site: Path) -> dict[str, str]:
 
 
 def note_page(site: Path, run: RunData) -> None:
-    """Remember that a run's page was made outside of a build."""
+    """Remember a run's page as soon as it is made, in a build or outside of one."""
     state = _state(site) or {OURS: FORMAT}
     state["pages"] = dict(sorted((made(site) | {run.slug: pages.key(run)}).items()))
     _put(site / finding.STATE_FILE, _json(state))

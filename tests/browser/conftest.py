@@ -21,6 +21,8 @@ INSTALL = "no Chromium was found: apt-get install chromium"
 NOTICE = """
 addEventListener("securitypolicyviolation", (e) => console.error(`policy: ${e.violatedDirective} ${e.blockedURI}`));
 """
+NO_LIMIT = 0
+"""Of Playwright's own limits: a busy machine is slow, and pytest ends what never comes."""
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +35,7 @@ def browser() -> Iterator[Browser]:
 
     with sync_playwright() as playwright:
         # A sandbox of its own needs rights that root in a container has not; pages here are ours.
-        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=NO_LIMIT)
         yield chromium
         chromium.close()
 
@@ -50,6 +52,7 @@ def visit(browser: Browser) -> Iterator[Visit]:
 
     def open_page(path: Path, fragment: str = "", *, allowed: str = "file:", **options: object) -> Page:
         context = browser.new_context(offline=allowed == "file:", **options)  # type: ignore[arg-type]
+        context.set_default_timeout(NO_LIMIT)
         context.add_init_script(NOTICE)
         contexts.append(context)
         page = context.new_page()

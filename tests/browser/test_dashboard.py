@@ -1,7 +1,8 @@
-"""The dashboard in a real browser: from a disk and from its server, quick with 20,000 points, inert with any record."""
+"""The dashboard in a real browser: from a disk and from its server, light with 20,000 points, inert with any record."""
 
 from __future__ import annotations
 
+import random
 import threading
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import uvicorn
 
 from dcpbench.dashboard import commands, pages, server, site, watching
 from dcpbench.layout import Layout
+from tests.browser.pointer import point_at
 from tests.unit import dashboard_builder, record_builder
 
 if TYPE_CHECKING:
@@ -25,8 +27,17 @@ PHONE = {"width": 400, "height": 800}
 USABLE = "html[data-usable]"
 DRAWN = "#charts .main-svg"
 HOSTILE = '<img src=x onerror="globalThis.pwned=1"></script><script>globalThis.pwned=1</script>'
-LEAST_LOADS = 3
-MOST_S = 2.0
+CHART = "document.querySelector('figure[data-measure=step_ms] .chart')"
+LABELS = f"""[...{CHART}.querySelectorAll('.annotation-text-g')].map((node) => {{
+  const {{ left, right, top, bottom }} = node.getBoundingClientRect();
+  return {{ text: node.textContent, left, right, top, bottom }};
+}})"""
+READABLE = f"""{LABELS}.every((a, i, all) => {{
+  const plot = {CHART}.getBoundingClientRect().top + {CHART}._fullLayout._size.t;
+  const over = (b) => a.left < b.right && b.left < a.right && a.top < b.bottom - 0.5 && b.top < a.bottom - 0.5;
+  return a.top >= {CHART}.getBoundingClientRect().top && a.bottom <= plot + 0.5 && !all.slice(i + 1).some(over);
+}})"""
+"""Whether each label of a change lies inside the chart, above its plot, and over no other."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,6 +56,20 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site" / "index.html"
 
 
+@pytest.fixture(scope="module")
+def neighbours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 runs of 8 points, all 4.8 % slower from the 13th run on and another 5 % from the 17th on."""
+    folder, rng = tmp_path_factory.mktemp("neighbours"), random.Random(1)
+    for run in range(40):
+        slower = (1.048 if run >= 12 else 1) * (1.05 if run >= 16 else 1)
+        found = [
+            dashboard_builder.record(of, run, faster=rng.gauss(1, 0.001) / slower) for of in dashboard_builder.points(8)
+        ]
+        record_builder.write(folder / "runs" / f"run-{run:03d}", found)
+    site.build(folder / "runs", folder / "site")
+    return folder / "site" / "index.html"
+
+
 def opened(visit: Visit, path: Path, fragment: str = "", **options: object) -> Page:
     page = visit(path, fragment, **{"viewport": SCREEN, **options})
     page.wait_for_selector(USABLE)
@@ -53,27 +78,13 @@ def opened(visit: Visit, path: Path, fragment: str = "", **options: object) -> P
 
 def until(page: Page, condition: str) -> None:
     """Wait for a condition; Playwright's own way of waiting needs eval, which the page's policy refuses."""
-    for _ in range(200):
-        if page.evaluate(condition):
-            return
+    while not page.evaluate(condition):
         page.wait_for_timeout(50)
-    pytest.fail(f"never true: {condition}")
 
 
 def hover(page: Page, nth: int) -> str:
     """What the page says of a mark of the first chart when a pointer comes over it."""
-    mark = page.locator("#charts .chart").first.locator(".point").nth(nth)
-    mark.evaluate("element => element.scrollIntoView({block: 'center', behavior: 'instant'})")
-    box = None
-    while box is None or box != mark.bounding_box():  # charts fit their width a moment after they are drawn
-        box = mark.bounding_box()
-        page.wait_for_timeout(200)
-    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
-    page.mouse.move(x, y)
-    page.wait_for_timeout(300)  # Plotly looks at a pointer every 50 ms, and not at one that stays
-    page.mouse.move(x + 1, y)
-    page.wait_for_timeout(300)
-    page.locator(".tip").wait_for()
+    point_at(page, page.locator("#charts .chart").first.locator(".point").nth(nth))
     return page.locator(".tip").inner_text()
 
 
@@ -99,20 +110,28 @@ class TestOpening:
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
     @pytest.mark.parametrize(("runs", "points"), [(40, 500), (1, 20_000)], ids=["40x500", "1x20000"])
-    def test_20_000_points_are_usable_in_two_seconds(
+    def test_20_000_points_are_little_work_for_a_browser(
         self, visit: Visit, tmp_path: Path, runs: int, points: int
     ) -> None:
-        """From the start of navigation to a filled table with its filters, the best of three loads."""
+        """Until the table and its filters can be used, for each point at most 20 blocks of JavaScript and 100 bytes,
+        and 3,000 elements in all. Counted by the browser: seconds are those of a machine. A loop over all pairs of
+        points would be 20,000 blocks for each.
+        """
         site.build(dashboard_builder.many(tmp_path / "runs", runs, points), tmp_path / "site", wanted=lambda _: False)
-        seconds = []
-        for _ in range(LEAST_LOADS):
-            page = opened(visit, tmp_path / "site" / "index.html")
-            mark = "performance.getEntriesByName('dcpbench-usable')[0].startTime"
-            seconds.append(page.evaluate(mark) / 1000)
-            assert rows(page) == 50
-            assert f"of {points:,} points" in page.locator("#count").inner_text()
-            page.context.close()
-        assert min(seconds) < MOST_S
+        page = opened(visit, tmp_path / "site" / "index.html")
+        profiler = page.context.new_cdp_session(page)
+        profiler.send("Profiler.enable")
+        profiler.send("Profiler.startPreciseCoverage", {"callCount": True, "detailed": True})
+        page.reload()
+        page.wait_for_selector(USABLE)
+        counted = profiler.send("Profiler.takePreciseCoverage")["result"]
+        blocks = sum(part["count"] for script in counted for f in script["functions"] for part in f["ranges"])
+        loaded = page.evaluate("[...document.scripts].map((s) => s.getAttribute('src')).filter((src) => src)")
+        assert rows(page) == 50
+        assert f"of {points:,} points" in page.locator("#count").inner_text()
+        assert 1_000 < blocks < 20 * 20_000
+        assert sum((tmp_path / "site" / src.partition("?")[0]).stat().st_size for src in loaded) < 100 * 20_000
+        assert page.evaluate("document.querySelectorAll('*').length") < 3_000
 
     def test_charts_are_loaded_for_what_is_ticked_alone(self, visit: Visit, history: Path) -> None:
         page = opened(visit, history)
@@ -182,6 +201,48 @@ class TestHistory:
         assert "between run-024" in told
         assert "run-025" in told
         assert page.locator("figure[data-measure=step_ms] .shapelayer path").count() == 1
+
+    @pytest.mark.parametrize("axis", ["date", "commit", "run"])
+    @pytest.mark.parametrize("screen", [SCREEN, PHONE], ids=["1400px", "400px"])
+    def test_labels_of_neighbouring_changes_never_overlap(
+        self, visit: Visit, neighbours: Path, screen: dict[str, int], axis: str
+    ) -> None:
+        """Two changes of one history, four runs apart: over each other, "+4.8 %" and "+5 %" read "+458 %"."""
+        page = opened(visit, neighbours, f"#metric=step_ms&x={axis}", viewport=screen)
+        page.locator("#table tbody input").first.check()
+        page.wait_for_selector(DRAWN)
+        until(page, f"{LABELS}.length === 2 && {READABLE}")
+        told = page.locator("figure[data-measure=step_ms] li > span").all_inner_texts()
+        assert page.evaluate(f"{LABELS}.map((label) => label.text)") == [text.split(",")[0] for text in told]
+
+    def test_labels_of_many_histories_never_overlap_at_any_width_nor_on_paper(
+        self, visit: Visit, neighbours: Path
+    ) -> None:
+        """A new driver, twice: eight histories change between the same two runs. The page becomes narrow and wide."""
+        page = opened(visit, neighbours, "#metric=step_ms", viewport=SCREEN, color_scheme="light")
+        for i in range(8):
+            page.locator("#table tbody input").nth(i).check()
+        page.wait_for_selector(DRAWN)
+        for width in (1400, 400, 1400):
+            page.set_viewport_size({"width": width, "height": 900})
+            fits = f"Math.abs({CHART}.clientWidth - {CHART}._fullLayout.width) < 1"
+            until(page, f"{fits} && {LABELS}.length === 16 && {READABLE}")
+        page.emulate_media(color_scheme="dark")
+        until(page, f"{CHART}._fullLayout.paper_bgcolor === 'rgb(20, 24, 29)' && {READABLE}")
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        until(page, f"{CHART}._fullLayout.width === 660 && {READABLE}")
+
+    def test_labels_that_move_leave_the_stretch_that_a_reader_chose(self, visit: Visit, neighbours: Path) -> None:
+        """Of all dates both labels share a place at 400 pixels; of ten days each has its own."""
+        page = opened(visit, neighbours, "#metric=step_ms", viewport=PHONE)
+        page.locator("#table tbody input").first.check()
+        page.wait_for_selector(DRAWN)
+        rows = f"new Set({LABELS}.map((label) => label.top)).size"
+        until(page, f"{LABELS}.length === 2 && {rows} === 2")
+        chosen = "['2026-01-14', '2026-01-24']"
+        page.evaluate(f"Plotly.relayout({CHART}, {{'xaxis.range': {chosen}}}).then(() => null)")
+        until(page, f"{LABELS}.length === 2 && {rows} === 1 && {READABLE}")
+        assert page.evaluate(f"{CHART}._fullLayout.xaxis.range") == ["2026-01-14", "2026-01-24"]
 
     @pytest.mark.parametrize("axis", ["date", "commit", "run"])
     def test_hovering_names_run_date_and_commit(self, visit: Visit, history: Path, axis: str) -> None:
@@ -268,7 +329,7 @@ def served(tmp_path: Path) -> Iterator[tuple[watching.Watcher, str]]:
         thread.start()
         yield watcher, f"http://127.0.0.1:{bound.getsockname()[1]}/"
         running.should_exit = True
-        thread.join(timeout=20)
+        thread.join()
 
 
 def test_a_served_page_follows_new_records_and_keeps_what_is_chosen(

@@ -10,6 +10,7 @@ import pytest
 from dcpbench.layout import Layout
 from dcpbench.reports.reproduce import command_of
 from tests.browser import pages
+from tests.browser.pointer import point_at
 from tests.unit import record_builder
 
 if TYPE_CHECKING:
@@ -50,12 +51,7 @@ def lines(page: Page, chart: str) -> int:
 
 def hover(page: Page, chart: Locator, nth: int = 0) -> str:
     """What the page says of a mark when a pointer comes over it."""
-    chart.evaluate("element => element.scrollIntoView({block: 'center', behavior: 'instant'})")
-    box = chart.locator(".point").nth(nth).bounding_box()
-    assert box
-    page.mouse.move(box["x"] + box["width"] / 2 + 30, box["y"] + box["height"] / 2)
-    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2, steps=3)
-    page.locator(".tip").wait_for()
+    point_at(page, chart.locator(".point").nth(nth))
     return "\n".join(page.locator(".tip > *").all_inner_texts())
 
 
@@ -176,6 +172,7 @@ def test_the_command_of_a_point_is_copied(clipboard: bool, decode: Path, visit: 
     page = visit(decode)
     if not clipboard:
         page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+    page.evaluate("globalThis.setTimeout = () => 0")  # what the button says stays until somebody has read it
     button = page.locator(".copy").first
     button.click()
     page.locator(".copy", has_text="copied").wait_for()

@@ -1,7 +1,8 @@
 """Stands in for dcpbench.bench_worker: answers every case at once, or ends as DCPBENCH_FAKE says.
 
 `wrong` finds a difference, `dies` ends after the first case, `stillborn` before it, `hangs` says nothing more, `half`
-leaves half a line before the rest of it, `failed` cannot run the second case, `lonely` loses rank 1 and waits for it.
+leaves half a line before the rest of it, `failed` cannot run the second case, `lonely` loses rank 1 after the first and
+waits for it.
 """
 
 import os
@@ -15,6 +16,13 @@ from dcpbench.bench_records import BenchJob, Event, Limit, Result, Syncs
 from dcpbench.records import Environment
 
 
+def lost(events: Path) -> str:
+    """The last words of a rank that dies when rank 0 has done the first case."""
+    while not (events.exists() and b'"done"' in events.read_bytes()):
+        time.sleep(0.02)
+    return "illegal memory access, as it were"
+
+
 def main(folder: Path) -> None:
     """Write the events of a job."""
     how = os.environ.get("DCPBENCH_FAKE", "")
@@ -22,7 +30,7 @@ def main(folder: Path) -> None:
     if how == "stillborn":
         sys.exit("cannot import name 'x'")
     if os.environ["RANK"] != "0":
-        sys.exit("illegal memory access, as it were" if how == "lonely" else 0)
+        sys.exit(lost(folder / "events.jsonl") if how == "lonely" else 0)
     with (folder / "events.jsonl").open("ab", buffering=0) as f:
 
         def tell(event: Event) -> None:
@@ -45,8 +53,8 @@ def main(folder: Path) -> None:
             tell(Event(stage="done", index=index, result=result))
             if how == "dies":
                 sys.exit("Segmentation fault, as it were")
-            if how in {"hangs", "lonely"}:
-                time.sleep(100)
+            while how in {"hangs", "lonely"}:
+                time.sleep(1)
             tell(Event(stage="counted", index=index, syncs=Syncs(per_call=index, detector="dry-run")))
         tell(Event(stage="end"))
 

@@ -59,6 +59,8 @@ def serve(job: jobs.Job, point: Point) -> None:
     """Answer, or wait for SIGTERM and keep what has finished, which takes a second."""
     came: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    if point.context in (LONG, STUBBORN):
+        (Path(job.folder) / f"waits-{RANK}").touch()
     while point.context == STUBBORN or (point.context == LONG and not came):
         time.sleep(0.05)
     if came:
@@ -94,7 +96,7 @@ def work(job: jobs.Job) -> None:
             jobs.tell(job, "measure", point, index=index)
         if point.context in (RAISES, KILLED, HANGS):
             wait_for(job, point)
-            misbehave(point)
+            misbehave(job, point)
         note = answer(job, point)
         if RANK == 0:
             jobs.tell(job, "done", point, index=index, note=note)
@@ -124,12 +126,14 @@ def build(point: Point) -> None:
         raise CapacityError("3 GiB are missing.")
 
 
-def misbehave(point: Point) -> None:
+def misbehave(job: jobs.Job, point: Point) -> None:
     """Rank 1 fails; the others stay behind as in a collective."""
     if RANK == 1 and point.context == RAISES:
         raise ValueError(f"no such row in {point.model}")
     if RANK == 1 and point.context == KILLED:
         os.kill(os.getpid(), signal.SIGKILL)
+    if point.context == HANGS:
+        (Path(job.folder) / f"hangs-{RANK}").touch()
     while True:
         time.sleep(0.05)
 

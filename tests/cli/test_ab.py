@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -17,6 +16,7 @@ from dcpbench import cli
 from dcpbench.commands_ab import State, order
 from dcpbench.compare.model import Comparison
 from dcpbench.records import read_records
+from tests.cli.waiting import until
 
 HERE = Path(__file__).parent
 ROOT = Path(cli.__file__).parents[1]
@@ -28,9 +28,7 @@ SAME = [*VARIANTS, "--b", "--context 100"]
 
 def ab(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     """Run the command in `folder`."""
-    return subprocess.run(
-        [*COMMAND, *args], cwd=folder, env=ENV, capture_output=True, text=True, check=False, timeout=200
-    )
+    return subprocess.run([*COMMAND, *args], cwd=folder, env=ENV, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
@@ -76,11 +74,9 @@ def test_it_goes_on_where_it_was_interrupted_and_keeps_what_there_is(tmp_path: P
     """Context 66 hangs in B: Ctrl-C then. A's launch is kept, and --resume begins with B's."""
     command = [*COMMAND, *VARIANTS, "--b", "--context 66", "--rounds", "1", "-o", "out"]
     run = subprocess.Popen(command, cwd=tmp_path, env=ENV, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 100
-    while not list((tmp_path / "out").glob("b/round-1/rank-0.pid")) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    until((tmp_path / "out" / "b" / "round-1" / "rank-0.pid").exists, run)
     run.send_signal(signal.SIGINT)
-    _, err = run.communicate(timeout=60)
+    _, err = run.communicate()
     assert run.returncode == 130
     assert "repeat the command with: -o out --resume" in err
     assert "Traceback" not in err

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -17,6 +16,7 @@ from dcpbench import cli
 from dcpbench.jobs import Probe
 from dcpbench.records import Environment, Honesty, read_records
 from dcpbench.serving.step_times import Case, Chunks, Decodes, EnginePath, Measured, StepTimes, write_step_times
+from tests.cli.waiting import is_gone, until
 
 HERE = Path(__file__).parent
 ROOT = Path(cli.__file__).parents[1]
@@ -31,9 +31,7 @@ COMMAND = [sys.executable, str(HERE / "dcpbench_fake.py"), "serve"]
 
 def dcpbench(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     """Run `dcpbench serve` with the fake worker in `folder`."""
-    return subprocess.run(
-        [*COMMAND, *args], cwd=folder, env=ENV, capture_output=True, text=True, check=False, timeout=200
-    )
+    return subprocess.run([*COMMAND, *args], cwd=folder, env=ENV, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
@@ -79,11 +77,7 @@ def start(folder: Path, input_tokens: int) -> subprocess.Popen[str]:
     run = subprocess.Popen(
         [*command, "-o", "run"], cwd=folder, env=ENV, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
-    progress = folder / "run" / "progress-tp2-0.jsonl"
-    deadline = time.monotonic() + 60
-    while not (progress.exists() and '"measure"' in progress.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(0.5)  # rank 1 has its handler by then
+    until(lambda: len(list((folder / "run").glob("waits-*"))) == 2, run)
     return run
 
 
@@ -93,7 +87,7 @@ def test_an_interrupt_waits_for_what_has_finished(tmp_path: Path, number: int, c
     """The ranks get the time to write a record; --resume serves the load anew."""
     run = start(tmp_path, 120)
     run.send_signal(number)
-    _, err = run.communicate(timeout=60)
+    _, err = run.communicate()
     assert run.returncode == code
     assert "Interrupted: writing the requests that have finished; Ctrl-C again ends at once" in err
     assert "--resume" in err
@@ -114,14 +108,12 @@ def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
     while "Interrupted: writing" not in run.stderr.readline():
         pass
     run.send_signal(signal.SIGINT)
-    _, err = run.communicate(timeout=60)
+    _, err = run.communicate()
     assert run.returncode == 130
     assert "Traceback" not in err
     assert not (tmp_path / "run" / "records.jsonl").exists()
     assert len(pids) == 2
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+    until(lambda: all(map(is_gone, pids)))
 
 
 def test_a_dry_run_lists_loads_and_reasons(call) -> None:

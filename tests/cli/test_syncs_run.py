@@ -196,9 +196,7 @@ class TestProcesses:
 
     def test_sigterm_writes_the_trace_and_still_ends_the_process(self, tmp_path: Path, program: Path) -> None:
         """As torchrun does with the other ranks when one has failed."""
-        text = (
-            "import os, signal, time, training\ntraining.loop(2)\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)"
-        )
+        text = "import os, signal, training\ntraining.loop(2)\nos.kill(os.getpid(), signal.SIGTERM)\nsignal.pause()"
         code, traces, _ = record(tmp_path, script(program, text))
         assert code == -signal.SIGTERM
         assert [steps_of(trace) for trace in traces.values()] == [[0, 1]]
@@ -378,7 +376,7 @@ class TestWhole:
 
     def test_ctrl_c_reaches_the_program_and_ends_with_130(self, tmp_path: Path, program: Path) -> None:
         """The terminal sends it to every process of the group; what was recorded is still scanned."""
-        name = script(program, "import time, training\ntraining.loop(1)\nprint('up', flush=True)\ntime.sleep(60)")
+        name = script(program, "import time, training\ntraining.loop(1)\nprint('up', flush=True)\ntime.sleep(9999)")
         command = [sys.executable, "-m", "dcpbench.cli", "syncs", "run", "--format", "json", "--", sys.executable, name]
         code = f"import sys; sys.argv[1:] = {command[3:]!r}; from dcpbench.cli import main; main()"
         running = subprocess.Popen(

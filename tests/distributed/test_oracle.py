@@ -81,9 +81,7 @@ def point(
 
 def verify(points: list[Point], prompts: tuple[tuple[int, ...], ...], new: int, folder: Path) -> None:
     """Run a verify job for each world size, in order, and assert what every point must have found."""
-    work = launch.Work(
-        folder=folder, settings=Settings(), device="cpu", kind="verify", prompts=prompts, new_tokens=new, timeout=120
-    )
+    work = launch.Work(folder=folder, settings=Settings(), device="cpu", kind="verify", prompts=prompts, new_tokens=new)
     launch.run(points, work, Machines(), lambda _: None)
     assert {r.point.key(): r.reason for r in launch.last_records(folder, FAILED_FILE).values()} == {}, "no point failed"
     lines = (folder / "checks.jsonl").read_bytes().splitlines()

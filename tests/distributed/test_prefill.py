@@ -45,7 +45,7 @@ def test_logits_are_those_of_transformers_on_every_layout(world, folder):
     """
     command = [sys.executable, "-m", "tests.distributed.prefill_ranks", str(world), str(folder)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=200)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for rank in range(world):
         errors = json.loads((folder / f"{world}-{rank}.json").read_text())

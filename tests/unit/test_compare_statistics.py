@@ -94,6 +94,32 @@ class TestBlocks:
         assert error_of([1.0] * (LEAST - 1), mean, 1) is None
         assert error_of_pooled([np.ones(3)] * (LEAST - 1), 0.5, 1) is None
 
+    @pytest.mark.parametrize(
+        ("series", "df"), [(np.array([1.0, 2.0] * 20), 39), (np.arange(1.0, 65.0), 3)], ids=["alone", "blocks-of-16"]
+    )
+    def test_as_many_samples_count_as_there_are_blocks(self, series: np.ndarray, df: int) -> None:
+        """40 samples drawn one by one: 39 degrees of freedom. 64 in blocks of 16: 4 blocks, 3 degrees of freedom."""
+        assert error_of(series, mean, 1).df == df
+
+    def test_requests_are_counted_in_blocks_too(self) -> None:
+        """64 requests in blocks of 2·64^⅓ = 8: 7 degrees of freedom; gaps are drawn with their requests."""
+        latencies = np.random.default_rng(1).uniform(1, 2, 64)
+        assert error_of_requests(latencies, mean, 1).df == 7
+        assert error_of_pooled([np.full(5, x) for x in latencies], 0.5, 1).df == 7
+
+    def test_batches_are_counted_where_there_are_many_samples(self) -> None:
+        """64 of them, whatever each holds."""
+        samples = np.random.default_rng(1).uniform(1, 2, 20_001)
+        assert error_of(samples, mean, 1).df == error_of_requests(samples, mean, 1).df == 63
+
+    @pytest.mark.parametrize("times", [1, 1000], ids=["resampled", "in-batches"])
+    def test_a_statistic_that_can_be_0_has_no_error_of_its_logarithm(self, times: int) -> None:
+        """Every other sample is 0, so that the median of some draws is: there is no logarithm, and none is invented."""
+        zeros_and_ones = [0.0] * 25 * times + [1.0] * 25 * times
+        assert error_of(zeros_and_ones, quantile(0.5), 1) is None
+        assert error_of_requests(zeros_and_ones, quantile(0.5), 1) is None
+        assert error_of(zeros_and_ones, lambda rows: np.full(len(rows), np.inf), 1) is None, "nor one that is endless"
+
     def test_what_is_not_a_number_is_left_out(self) -> None:
         samples = [1.0, 1.1] * 10
         assert error_of([*samples, math.nan, math.inf], mean, 1).variance == error_of(samples, mean, 1).variance
@@ -177,6 +203,19 @@ class TestEffects:
         """Logarithms 0 and 0.02: mean 0.01, variance of the mean 0.0002 / 2."""
         one = effects.estimate([1.0, math.exp(0.02)], [None, None])
         assert one.log == pytest.approx(0.01)
+        assert one.within.variance == pytest.approx(1e-4)
+
+    def test_repeats_that_agree_know_no_more_than_their_samples_do(self) -> None:
+        """Two repeats equal to the last digit, of samples with variances 1e-4 and 3e-4: their mean 2e-4, over 2."""
+        one = effects.estimate([1.0, 1.0], [Error(1e-4, 20.0), Error(3e-4, 20.0)])
+        assert one.within.variance == pytest.approx(1e-4)
+        assert one.within.df == 1
+        assert effects.estimate([1.0, 1.0], [Error(1e-4, 20.0), None]).within.variance == pytest.approx(0.5e-4)
+
+    def test_repeats_of_the_same_requests_scatter_by_what_they_differ(self) -> None:
+        """What other requests would have given, 0.04, is not between repeats of these: 0.0002 / 2 as above."""
+        of_requests = Error(0.04, 10.0, draws=np.zeros(3), samples=3)
+        one = effects.estimate([1.0, math.exp(0.02)], [of_requests, of_requests])
         assert one.within.variance == pytest.approx(1e-4)
 
     def test_more_launches_are_as_many_as_the_power_needs(self) -> None:

@@ -66,6 +66,39 @@ def test_one_odd_run_is_not_a_change(factor: float) -> None:
     assert sum(bool(found) for found in found_in(rows)) <= 0.05 * HISTORIES
 
 
+def test_an_odd_run_hides_no_step_and_is_part_of_no_level() -> None:
+    """A step of 3 % at run 15, and run 4 took three times as long: the old level is that of the other 14.
+
+    As a run like any other it would raise the old level to 50·3^(1/15), by 7.6 %: a step down, lost in its noise.
+    """
+    rows = histories(30, step=1.03, at=15, seed=5)
+    rows[:, 4] *= 3
+    found = [f[0] for f in found_in(rows) if len(f) == 1]
+    assert len(found) >= 0.9 * HISTORIES
+    assert all(f.old == pytest.approx(50, rel=0.02) for f in found)
+    assert sum(f.low <= 1.03 <= f.high for f in found if f.low is not None and f.high is not None) >= 0.85 * len(found)
+
+
+def test_odd_is_further_than_four_standard_deviations_from_the_five_runs_around() -> None:
+    """Differences of 2 throughout, ±1 in turn: σ = 2 / √2 = 1.41, a little more for the run looked at; 4·σ is near 6.
+
+    Run 20 of 40 is at 1 in turn and its neighbours are -1, 1, …: their median with a high run is 1. 1 + 4.5 stays, and
+    1 + 8 becomes 1; two such runs beside each other, too, as three of five are others. Three are no odd runs.
+    """
+    flat = np.array([-1.0, 1.0] * 20)
+    flat[20] = 1.0
+
+    def filtered(*high: float) -> list[float]:
+        x = flat.copy()
+        x[20 : 20 + len(high)] = high
+        return list(changes._without_odd(x)[20 : 20 + len(high)])
+
+    assert filtered(1 + 4.5) == [1 + 4.5]
+    assert filtered(1 + 8) == [1]
+    assert filtered(9, 9) == [1, 1]
+    assert filtered(9, 9, 9) == [9, 9, 9]
+
+
 def test_the_newest_run_alone_is_not_a_change() -> None:
     """Whether a step lasts is known after three runs."""
     rows = histories(30, step=1.1, at=29)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
+from dcpbench.dashboard import data as data_files
 from dcpbench.dashboard import finding, lines, pages, site
-from dcpbench.errors import OutputError, UsageError
+from dcpbench.errors import MissingPackageError, OutputError, UsageError
 from dcpbench.layout import Layout
 from tests.unit import dashboard_builder, record_builder, serve_record_builder
 
@@ -306,6 +308,72 @@ class TestBuildingAgain:
         site.build(runs, tmp_path / "site")
         assert [p.name for p in (tmp_path / "site" / "runs").iterdir()] == ["run-001"]
         assert len(list((tmp_path / "site" / "data").glob("index-*.js"))) == 1
+
+    def test_without_ruptures_it_says_so_before_it_makes_a_page(
+        self, tmp_path: Path, quick_pages: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """And leaves no half of a site behind."""
+        runs = dashboard_builder.history(tmp_path / "runs", runs=8, count=1)
+        monkeypatch.setitem(sys.modules, "ruptures", None)
+        with pytest.raises(MissingPackageError, match=r"pip install 'dcpbench\[dashboard\]'"):
+            site.build(runs, tmp_path / "site")
+        assert quick_pages == []
+        assert not (tmp_path / "site").exists()
+
+    @pytest.mark.parametrize("ends", [KeyboardInterrupt, OSError, RuntimeError])
+    def test_pages_that_are_finished_are_kept_when_the_build_ends_early(
+        self, tmp_path: Path, quick_pages: list[str], monkeypatch: pytest.MonkeyPatch, ends: type[BaseException]
+    ) -> None:
+        """The third of three pages, or the data behind them: two and three pages need not be made again."""
+        runs = dashboard_builder.history(tmp_path / "runs", runs=3, count=1)
+
+        def end(*_: object) -> None:
+            raise ends
+
+        report = pages._report
+        chosen = {"run-002": end}
+        monkeypatch.setattr(pages, "_report", lambda folder, run: chosen.get(run.name, report)(folder, run))
+        with pytest.raises((ends, OutputError)):
+            site.build(runs, tmp_path / "site")
+        monkeypatch.setattr(pages, "_report", report)
+        with monkeypatch.context() as patch:
+            patch.setattr(data_files, "make", end)
+            with pytest.raises((ends, OutputError)):
+                site.build(runs, tmp_path / "site")
+        built = site.build(runs, tmp_path / "site")
+        assert quick_pages == ["run-000", "run-001", "run-002"]
+        assert (built.pages_made, built.pages_kept) == (0, 3)
+
+    def test_a_page_of_a_run_that_grew_is_made_again_also_after_a_build_that_ended_early(
+        self, tmp_path: Path, quick_pages: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What is kept is kept for the records that it shows."""
+        runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(data_files, "make", lambda *_: (tmp_path / "no" / "such").read_bytes())
+            with pytest.raises(OutputError):
+                site.build(runs, tmp_path / "site")
+        with (runs / "run-000" / "records.jsonl").open("ab") as f:
+            f.write(msgspec.json.encode(dashboard_builder.record(record_builder.point(Layout(4, 4)), 0)) + b"\n")
+        assert site.build(runs, tmp_path / "site").pages_made == 1
+        assert quick_pages == ["run-000", "run-000"]
+
+    def test_a_build_that_fails_leaves_the_site_that_was_there(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
+        site.build(runs, tmp_path / "site")
+        before = tree(tmp_path / "site")
+        dashboard_builder.history(runs / "new", runs=1, count=2)
+        with monkeypatch.context() as patch:
+            patch.setattr(data_files, "make", lambda *_: (tmp_path / "no" / "such").read_bytes())
+            with pytest.raises(OutputError):
+                site.build(runs, tmp_path / "site")
+        after = tree(tmp_path / "site")
+        assert {name: after[name] for name in before if name != finding.STATE_FILE} == {
+            name: content for name, content in before.items() if name != finding.STATE_FILE
+        }
+        assert site.index(tmp_path / "site").encode() in before["index.html"]
 
     def test_a_report_that_fails_costs_only_its_page(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pages, "_report", lambda _, run: f"{run.name}: no page, because of a bug")

@@ -39,7 +39,7 @@ class TestLock:
     def test_a_job_that_has_the_descriptor_keeps_the_lock(self, tmp_path: Path) -> None:
         """As a torchrun agent whose launcher was killed."""
         with folders.locked(tmp_path) as lock:
-            job = subprocess.Popen(["sleep", "60"], pass_fds=(lock,))
+            job = subprocess.Popen(["sleep", "infinity"], pass_fds=(lock,))
         try:
             with pytest.raises(OutputError, match="still writing here"):
                 folders.locked(tmp_path).__enter__()

@@ -159,7 +159,11 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None,
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     name=st.sampled_from(sorted(VLLM.keys() | SGLANG.keys())), value=JSON, engine=st.sampled_from(["vllm", "sglang"])
 )

@@ -55,8 +55,9 @@ class Sleeper(Running):
         ("RuntimeError", "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
         ("RuntimeError", "Timed out waiting 1800000ms for recv operation to complete"),
         ("ConnectionResetError", "Connection reset by peer"),
+        ("DistBackendError", "unhandled cuda error"),
     ],
-    ids=["nccl", "gloo", "timeout", "reset"],
+    ids=["nccl", "gloo", "timeout", "reset", "by its kind alone"],
 )
 def test_the_rank_that_broke_the_collective_is_blamed_not_those_that_noticed(collective: tuple[str, str]) -> None:
     """Rank 0 reports first, but only that somebody is gone; rank 1 knows why."""
@@ -69,6 +70,28 @@ def test_with_collective_errors_only_the_first_is_blamed() -> None:
     first = failure(0, "RuntimeError", "NCCL error")
     assert launch.blame([first, failure(1, "RuntimeError", "NCCL error")]) is first
     assert launch.blame([]) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "stage", "changed", "shares"),
+    [
+        ("CapacityError", "build", {"context": 200}, True),
+        ("CapacityError", "measure", {"context": 200}, False),
+        ("RuntimeError", "build", {"context": 200}, False),
+        ("CapacityError", "build", {"backend": "triton"}, False),
+        ("CapacityError", "build", {"dcp": 2}, False),
+        ("ModelError", "measure", {"tp": 4, "backend": "triton"}, True),
+        ("ModelError", "measure", {"weights": "/other"}, False),
+        ("ModelError", "measure", {"model": "other"}, False),
+    ],
+    ids=str,
+)
+def test_points_share_a_cause_that_another_job_would_only_meet_again(
+    error: str, stage: str, changed: dict[str, object], shares: bool
+) -> None:
+    """One of our errors while an engine is built is that engine's; one in the model, every point's of its weights."""
+    failed = Record(point=point(), outcome="failed", detail={"error": error, "stage": stage})
+    assert launch._shares(msgspec.structs.replace(point(), **changed), failed) is shares
 
 
 def test_the_last_record_of_a_point_counts(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """Layouts nest or say what would; every token has one owner; row maps are bijections."""
 
+import dataclasses
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -153,6 +156,28 @@ class TestModels:
         with pytest.raises(LayoutError) as caught:
             layout.check_model(SHAPES[model])
         assert says in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("changed", "says"),
+        [
+            ({"dense_inter": 18434}, "a dense width of 18434, which does not divide over --tp 4; --tp can be 1, 2."),
+            (
+                {"moe_inter": 2050, "shared_experts": 3},
+                "a shared expert width of 6150, which does not divide over --tp 4; --tp can be 1, 2.",
+            ),
+        ],
+        ids=["dense", "shared-expert"],
+    )
+    @pytest.mark.parametrize("dp", [1, 2, 4])
+    def test_widths_that_tp_does_not_divide_are_answered_with_degrees(
+        self, changed: dict[str, int], says: str, dp: int
+    ) -> None:
+        """They are split over all of tp, whatever dp is. 18,434 = 2 · 13 · 709 and 3 · 2,050 = 2 · 3 · 5² · 41."""
+        shape = dataclasses.replace(SHAPES["deepseek-v3"], **changed)
+        with pytest.raises(LayoutError, match=re.escape(says)):
+            Layout(tp=4, dp=dp).check_model(shape)
+        Layout(tp=2).check_model(shape)
+        assert valid_layouts(shape, 4) == []
 
     def test_what_four_gpus_can_run_of_deepseek_v3(self) -> None:
         assert [str(layout) for layout in valid_layouts(SHAPES["deepseek-v3"], 4)] == [

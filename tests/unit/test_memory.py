@@ -1,5 +1,6 @@
 """Memory arithmetic against numbers worked out by hand, and a division of a GPU that never promises too much."""
 
+import dataclasses
 import re
 
 import pytest
@@ -111,6 +112,12 @@ def divide(layout: Layout, kv_pages: int, total: int, model: str = "deepseek-v3"
     return memory.plan(
         SHAPES[model], layout, itemsize=BF16, kv_pages=kv_pages, page_size=1, total_bytes=total, l2_bytes=L2
     )
+
+
+def test_a_model_without_dense_layers_holds_none() -> None:
+    """Others hold at least one of theirs."""
+    assert memory.least_layers(V3, Layout(8), BF16, 60 << 20)[0] == 1
+    assert memory.least_layers(dataclasses.replace(V3, first_dense=0), Layout(8), BF16, 60 << 20)[0] == 0
 
 
 def test_where_everything_fits_every_layer_is_held() -> None:

@@ -63,6 +63,12 @@ def test_a_request_that_starts_when_another_ends_does_not_break_the_window() -> 
     assert metrics.steady_window([RequestTimes(0.0, (1.0,)), RequestTimes(1.0, (3.0,))], 1) == (0.0, 3.0)
 
 
+def test_a_target_that_is_reached_for_no_time_at_all_is_not_reached() -> None:
+    """At 1 s one of two requests ends and the other one starts: two for a moment of 0 s, in which no rate is."""
+    assert metrics.steady_window([RequestTimes(0.0, (1.0,)), RequestTimes(1.0, (3.0,))], 2) is None
+    assert metrics.steady_tok_s([RequestTimes(0.0, (1.0,)), RequestTimes(1.0, (3.0,))], 2) is None
+
+
 def test_a_client_that_takes_a_moment_to_send_its_next_request_does_not_break_the_window() -> None:
     """0-1 s, then 1.0005-3 s: half a millisecond is no dip, and the window is 3 s. From 1.002 s on it is one."""
     first = RequestTimes(0.0, (1.0,))
@@ -171,8 +177,9 @@ def test_percentiles_of_arrays_are_those_of_lists(samples: list[float]) -> None:
 
 
 def test_an_objective_that_is_met_exactly_is_met() -> None:
-    """TTFT 250 ms against a limit of 250 ms (both exact in binary)."""
-    assert metrics.meets(RequestTimes(0.0, (0.25,)), Slo(ttft_ms=250))
+    """TTFT 250 ms and two gaps of 500 ms, 1,250 ms in all, against these very limits (exact in binary)."""
+    request = RequestTimes(0.0, (0.25, 0.75, 1.25))
+    assert metrics.meets(request, Slo(ttft_ms=250, itl_ms=500, tpot_ms=500, e2el_ms=1250))
 
 
 @pytest.mark.parametrize("times", [(), (0.5,), (2.0, 1.5), (math.nan,)])

@@ -135,6 +135,21 @@ class TestWindows:
         with pytest.raises(CapacityError, match="need 4480"):
             Prefiller(engine.model, backend="sdpa", tokens=8, window_bytes=4479)
 
+    @pytest.mark.parametrize(("page_size", "tokens"), [(2, 16), (3, 15), (16, 16), (20, 20)])
+    def test_without_a_budget_a_window_is_whole_pages_and_at_least_one(self, page_size, tokens, monkeypatch):
+        """16 tokens: 8 pages of 2, 5 of 3, one of 16, and one of 20, which a window must not be shorter than."""
+        monkeypatch.setattr(memory, "PREFILL_WINDOW", 16)
+        engine = build.engine(page_size=page_size)
+        assert Prefiller(engine.model, backend="sdpa", tokens=8).window == tokens
+
+    def test_a_prompt_on_pages_larger_than_a_window_has_the_same_logits(self, truth, monkeypatch):
+        monkeypatch.setattr(memory, "PREFILL_WINDOW", PAGE - 1)
+        engine = build.engine(page_size=PAGE)
+        prefiller = Prefiller(engine.model, backend="sdpa", tokens=TOKENS)
+        prompt = Prompt.admit(engine, prompt_tokens(0, LENGTH))
+        logits = [step(engine, prefiller, [], [(prompt, count)]) for count in (4, 2, 18)]
+        assert far(torch.cat(logits), truth[0]) < LIMIT
+
 
 class TestMistakes:
     def test_a_step_larger_than_what_was_reserved(self):

@@ -13,7 +13,9 @@ import pytest
 
 from dcpbench.choices import PREFILL_FIRST
 from dcpbench.errors import UsageError
-from dcpbench.serving.scheduler import Scheduler
+from dcpbench.records import Point
+from dcpbench.serve_records import Load
+from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from tests.unit.serving_builder import config, request
 from tests.unit.serving_simulation import signature
 
@@ -108,6 +110,23 @@ class TestAdmission:
         assert step is not None
         assert [[c.sequence.request.number for c in r.chunks] for r in step.replicas] == [[0, 3], [1, 4], [2]]
 
+    def test_of_replicas_with_as_many_requests_the_one_with_the_most_room_takes_the_next(self) -> None:
+        """Request 0 holds four pages of replica 0, request 1 one of replica 1: request 2 joins the latter."""
+        scheduler = serve((16, 9), (4, 9), (4, 1), replicas=2, chunk=64)
+        step = scheduler.next_step()
+        assert step is not None
+        assert [[c.sequence.request.number for c in r.chunks] for r in step.replicas] == [[0], [1, 2]]
+
+    def test_replicas_share_the_chunk_and_the_requests_of_a_point(self) -> None:
+        """Of 64 chunk tokens each of two replicas prefills 32; five clients are three at one of them."""
+        load = Load(requests=9, input_tokens="4", output_tokens="2", chunk=64)
+        of = Point(
+            model="tiny", tp=4, dp=2, dcp=2, workload="serve", concurrency=5, context=6, backend="reference",
+            dtype="fp32", page_size=2, load=load,
+        )  # fmt: skip
+        found = SchedulerConfig.of(of, pages=9, max_context=64)
+        assert (found.replicas, found.chunk, found.max_requests) == (2, 32, 3)
+
     def test_each_request_that_runs_keeps_a_page_in_reserve(self) -> None:
         """Eight pages: 16 tokens take four, and one is kept for their next; 13 tokens take four, of which three are
         there. Twelve tokens would fit.
@@ -196,7 +215,9 @@ class TestPreemption:
         scheduler = serve(*self.LOAD, pages=10, chunk=24)
         for _ in range(9):
             scheduler.next_step()
+        (again,) = scheduler.unfinished
         assert decide(scheduler) == ([], [(1, 12, 17)])
+        assert (again.preemptions, again.cached) == (1, 0), "the cache had nothing when it was admitted first"
 
     def test_new_requests_wait_behind_it_but_not_on_other_replicas(self) -> None:
         """Request 1 has the second replica for itself; request 3 joins it there, though the first has more room."""

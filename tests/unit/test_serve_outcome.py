@@ -13,7 +13,7 @@ import pytest
 from dcpbench.errors import OutputError, RecordsError, UsageError
 from dcpbench.records import Point
 from dcpbench.serve_records import Load, ServeMetrics
-from dcpbench.serving.outcome import CANCELLED, FINISHED, REJECTED, StepCounts, in_short, rows, serve_metrics
+from dcpbench.serving.outcome import CANCELLED, FINISHED, REJECTED, StepCounts, in_short, marks, rows, serve_metrics
 from dcpbench.serving.samples import POINT_KEY, read_samples, samples_name, samples_point, write_samples
 from tests.unit import virtual_serving as build
 
@@ -105,6 +105,26 @@ class TestMetrics:
         with pytest.raises(UsageError, match="longer --limit"):
             metrics(build.serve([build.request(0, inputs=200)], concurrency=1, until_s=1))
 
+    def test_few_samples_are_marked_for_ttft_and_itl_each(self) -> None:
+        """p99 needs 662. 700 requests of 2 tokens have 700 of both; 350 of 3 tokens have 700 gaps and 350 TTFTs."""
+        enough, few_ttft, few_itl = (
+            metrics(build.serve([build.request(i, 1, outputs) for i in range(n)], concurrency=64))
+            for n, outputs in ((700, 2), (350, 3), (700, 1))
+        )
+        assert (few_ttft.ttft_ms.samples, few_ttft.ttft_ms.p99, few_ttft.itl_ms.samples) == (350, None, 700)
+        assert (few_itl.ttft_ms.samples, few_itl.itl_ms.samples) == (700, 0)
+        assert marks(enough) == []
+        assert marks(few_ttft) == ["few_samples"]
+        assert marks(few_itl) == ["few_samples"]
+
+    def test_requests_that_were_cut_off_or_rejected_are_marked(self) -> None:
+        requests = [build.request(i, 1, 2) for i in range(700)]
+        cut = metrics(build.serve([*requests, build.request(700, 1, 50)], concurrency=64, until_s=40))
+        refused = metrics(build.serve([*requests, build.request(700, inputs=2000)], concurrency=64))
+        assert (cut.cancelled, refused.rejected) == (1, 1)
+        assert marks(cut) == ["cut_off"]
+        assert marks(refused) == ["rejections"]
+
     @pytest.mark.parametrize("slo", [{"latency": 5.0}, {"itl": 0.0}, {"itl": float("nan")}])
     def test_objectives_that_cannot_be_are_refused(self, slo: dict[str, float]) -> None:
         with pytest.raises(UsageError):
@@ -130,6 +150,15 @@ class TestSamples:
         assert got[1].cached_tokens is None
         assert (got[2].output_tokens, got[2].end_s, got[3].first_token_s) == (2, None, None)
         assert [p.name for p in (tmp_path / "samples").iterdir()] == [name.removeprefix("samples/")]
+
+    def test_every_replica_is_named_the_first_one_too(self, tmp_path: Path) -> None:
+        """Requests go to the replica with the fewest: 0 and 1 in turn. One that waits, or is refused, is on none."""
+        requests = [build.request(0), build.request(1), build.request(2, inputs=2000), build.request(3, inputs=1590)]
+        traffic, _ = build.serve(requests, concurrency=4, replicas=2, until_s=1)
+        found = read_samples(tmp_path / write_samples(tmp_path, POINT, rows(traffic.samples)))
+        assert [(r.outcome, r.replica, r.cached_tokens, r.preemptions) for r in found] == [
+            (CANCELLED, 0, 0, 0), (CANCELLED, 1, 0, 0), (REJECTED, None, None, None), (CANCELLED, None, None, 0),
+        ]  # fmt: skip
 
     def test_the_file_says_whose_it_is(self, tmp_path: Path) -> None:
         """The point's key stands in the file; the record need not be at hand."""

@@ -49,6 +49,13 @@ def trace(tmp_path: Path) -> Path:
 
 
 class TestPoints:
+    def test_loads_run_from_the_smallest_to_the_largest_however_they_were_typed(self) -> None:
+        """By length of prompts, then by rate."""
+        found = loads(request_rate="2,0.5,1", input_tokens="300,20")
+        assert [(load.input_tokens, load.request_rate) for load in found] == [
+            ("20", 0.5), ("20", 1), ("20", 2), ("300", 0.5), ("300", 1), ("300", 2),
+        ]  # fmt: skip
+
     def test_on_gpus_the_default_is_the_load_dcp_was_first_measured_with(self) -> None:
         """480 requests of 4,000 tokens in and 1,500 out at 8, 32 and 48 clients."""
         found = sweep.expand(make_serve_spec({}, H200X4), H200X4)

@@ -97,6 +97,12 @@ def test_measuring_stops_when_the_interval_is_within_the_precision() -> None:
     assert StopRule(precision=0.004, seconds=10).done(samples, 0.1) is None
 
 
+def test_measuring_goes_on_while_either_end_of_the_interval_is_too_far() -> None:
+    """k = 6 of 20: from 90 to the median 100, which is as high; and the other way round, as steps have outliers."""
+    for far in (90.0, 110.0):
+        assert StopRule(precision=0.01, seconds=10).done([far] * 8 + [100.0] * 12, 0.1) is None
+
+
 def test_measuring_stops_at_the_time_limit_and_says_noisy() -> None:
     """Half 90, half 110: the interval is ±10 % of the median 100."""
     samples = [90.0] * 10 + [110.0] * 10

@@ -212,6 +212,23 @@ def test_more_ranks_than_gpus_is_an_error_that_names_the_command_to_type() -> No
         sweep.check_any(expand(tp="8", dcp="8"))
 
 
+@pytest.mark.parametrize(
+    ("options", "instead"),
+    [
+        ({"dcp": "8"}, "--tp 4 --dcp 4"),
+        ({"dcp": "2"}, "--tp 4 --dcp 2"),
+        ({"dcp": "1"}, "--tp 4 --dcp 1"),
+        ({"dp": "2", "dcp": "4"}, "--tp 4 --dp 2 --dcp 2"),
+        ({"dp": "4", "dcp": "1"}, "--tp 4 --dp 4 --dcp 1"),
+    ],
+    ids=str,
+)
+def test_what_to_type_instead_is_of_the_same_kind(options: dict[str, object], instead: str) -> None:
+    """tp 8 on 4 GPUs: as many replicas as were typed, and no more dcp than that."""
+    text = reason(expand(tp="8", concurrency=8, **options))
+    assert f"Type instead: dcpbench sweep --model deepseek-v3 {instead} (or run it on 2 such machines" in text
+
+
 def test_only_the_points_that_need_too_many_gpus_are_rejected() -> None:
     """--tp 4,8 on 4 GPUs: tp4 runs, tp8 leaves a record that says why it does not."""
     found = expand(tp="4,8", concurrency=8)
@@ -244,10 +261,25 @@ def test_a_rejected_point_says_what_would_be_valid(options: dict[str, object], w
     assert words in reason([c for c in expand(concurrency=8, **options) if not c.added])
 
 
+@pytest.mark.parametrize("dp", ["8", "5"])
+def test_more_replicas_than_ranks_is_a_mistake_in_dp_whatever_dcp_would_be(dp: str) -> None:
+    """Nobody typed --dcp, and tp / dp rounded down, 0, is none of what can be typed."""
+    assert reason(expand(dp=dp, concurrency=8)) == f"--dp {dp} does not divide --tp 4; with --tp 4 these do: 1, 2, 4."
+
+
+def test_the_context_that_a_rejection_names_is_taken() -> None:
+    """163,839 tokens and the one that is decoded are V3's 163,840 positions."""
+    taken, passed = expand(context="163839,163840", concurrency=1, baseline=False)
+    assert taken.error is None
+    assert "--context can be up to 163839" in str(passed.error)
+
+
 def test_flashinfer_compares_in_half_precision_only() -> None:
     """verify takes fp32 on a GPU, and FlashInfer does not."""
     spec = make_spec({"dtype": "fp32", "context": "37", "concurrency": "4"}, H200X4)
     assert "runs in bf16 and fp16, not fp32" in reason(sweep.expand_layouts([Layout(tp=4)], spec, H200X4))
+    half = make_spec({"dtype": "fp16", "context": "37", "concurrency": "4"}, H200X4)
+    assert [c.error for c in sweep.expand_layouts([Layout(tp=4)], half, H200X4)] == [None]
 
 
 def test_flashinfer_that_was_typed_but_is_missing_is_rejected_with_how_to_install_it() -> None:
@@ -269,10 +301,29 @@ def test_a_full_size_model_on_a_machine_without_gpus_is_an_error_not_a_smaller_m
         sweep.check_any(expand(CPU, model="deepseek-v3", tp="8", dcp="8"))
 
 
+def test_gpus_that_are_there_and_not_used_are_not_called_invisible() -> None:
+    """--device cpu on a machine with four."""
+    hidden = msgspec.structs.replace(H200X4, device="cpu")
+    assert "needs GPUs; none are visible" in reason(expand(CPU, model="deepseek-v3", tp="8"))
+    assert "needs GPUs; none are used with --device cpu" in reason(expand(hidden, model="deepseek-v3", tp="8"))
+
+
 def test_a_baseline_alone_does_not_make_a_sweep_valid() -> None:
     """--dcp 3 is a mistake even though tp4 could run; no baseline hides it."""
     with pytest.raises(LayoutError, match="these do: 1, 2, 4"):
         sweep.check_any(expand(dcp="3"))
+
+
+@pytest.mark.parametrize(
+    ("dcp", "named", "more"), [("3,5,6", "3,5,6", ""), ("3,5,6,7,9", "3,5,6", "(2 more; see them all with --dry-run)")]
+)
+def test_an_error_has_three_reasons_and_says_how_many_more_there_are(dcp: str, named: str, more: str) -> None:
+    """Three are shown, and none of three is left out."""
+    with pytest.raises(LayoutError) as caught:
+        sweep.check_any(expand(dcp=dcp, concurrency=8))
+    lines = str(caught.value).split("\n")
+    assert [line.split()[1] for line in lines if line.startswith("--dcp")] == named.split(",")
+    assert lines[3:] == [more] * bool(more)
 
 
 def test_kv_that_cannot_fit_names_the_gap_the_largest_concurrency_and_the_dcp_that_would_do() -> None:
@@ -287,11 +338,12 @@ def test_kv_that_cannot_fit_names_the_gap_the_largest_concurrency_and_the_dcp_th
     assert "With --dcp 4 it fits." in text
 
 
-def test_the_concurrency_that_a_rejection_names_does_fit_and_one_more_does_not() -> None:
-    """The advice is exact at its edge."""
-    text = reason(expand(dcp="1", context=128000, concurrency=48, baseline=False))
+@pytest.mark.parametrize("dp", ["1", "2", "4"])
+def test_the_concurrency_that_a_rejection_names_does_fit_and_one_more_does_not(dp: str) -> None:
+    """The advice is exact at its edge; it counts the requests of all replicas."""
+    text = reason(expand(dp=dp, dcp="1", context=128000, concurrency=200, baseline=False))
     most = int(text.partition("fits is ")[2].partition(".")[0])
-    edge = expand(dcp="1", context=128000, concurrency=f"{most},{most + 1}", baseline=False)
+    edge = expand(dp=dp, dcp="1", context=128000, concurrency=f"{most},{most + 1}", baseline=False)
     assert [c.error is None for c in edge] == [True, False]
 
 
@@ -356,6 +408,48 @@ def test_kv_pages_ignores_points_of_other_engines() -> None:
     small, other = (c.point for c in expand(CPU, concurrency=2, baseline=False, tp="2,4"))
     large = msgspec.structs.replace(other, concurrency=800)
     assert budget.kv_pages(small, [small, large], Settings(), shape, CPU) == budget.pages_needed(small)
+
+
+@pytest.mark.parametrize(
+    ("changed", "engine", "path"),
+    [
+        *(({name: value}, False, True) for name, value in (
+            ("model", "deepseek-v3"), ("tp", 8), ("dp", 2), ("dcp", 4), ("dtype", "fp16"), ("page_size", 32),
+            ("interleave", 2), ("weights", "/checkpoint"),
+        )),
+        ({"q_replicate": True}, False, False),
+        ({"project_first": True}, False, False),
+        *(({name: value}, True, False) for name, value in (
+            ("backend", "flashinfer"), ("exchange", "a2a"), ("all_reduce", "symm"), ("overlap", True),
+        )),
+        *(({name: 9}, True, True) for name in ("concurrency", "context", "repeat")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_engine_is_shared_by_points_of_the_same_weights_pools_and_groups(
+    changed: dict[str, object], engine: bool, path: bool
+) -> None:
+    """And a path by those of the same kernels and collectives; loads and repeats are neither."""
+    of = record_builder.point(Layout(4, dcp=2), exchange="ag_rs", backend="triton")
+    other = msgspec.structs.replace(of, **changed)
+    assert (budget.same_engine(of, other), budget.same_path(of, other)) == (engine, path)
+
+
+def test_all_ranks_of_a_cpu_run_share_four_gib() -> None:
+    """8 ranks have 512 MiB each; a token takes 3·48·4 = 576 B, so 4,001 of them 2.3 MB: over 200 requests."""
+    (refused,) = expand(CPU, tp="8", dcp="1", context=4000, concurrency=500, baseline=False)
+    text = str(refused.error)
+    assert "over its 8 ranks, and a CPU run may take 4 GiB" in text
+    most = int(text.partition("fits is ")[2].partition(".")[0])
+    assert 200 < most <= (512 << 20) // (4001 * 576)
+    edge = expand(CPU, tp="8", dcp="1", context=4000, concurrency=f"{most},{most + 1}", baseline=False)
+    assert [c.error is None for c in edge] == [True, False]
+
+
+def test_the_pool_of_a_cpu_run_is_bounded_by_the_sweep() -> None:
+    """It holds every layer, and no memory that would be left is given to the pool."""
+    found = expand(CPU, concurrency=2, tp="2", baseline=False)
+    assert {budget.bounded_by(c.plan, Settings(), CPU) for c in found if c.plan} == {"sweep"}
 
 
 def test_more_replicas_than_requests_is_allowed() -> None:

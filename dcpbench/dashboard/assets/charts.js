@@ -5,6 +5,8 @@
   const { state, find, el } = dash;
   const FIRST = 4;
   const LEAST_OTHERS = 6;
+  const TOP = 26;
+  const LABEL = { size: 12, height: 17, apart: 8 }; // pixels; Plotly leaves a little around a text
   const AXES = [["date", "date"], ["commit", "commit"], ["run", "run"]];
   let turn = 0;
 
@@ -115,7 +117,7 @@
     const axis = axisOf(histories);
     const traces = [];
     const shapes = [];
-    const annotations = [];
+    const labels = [];
     const said = [];
     let undated = 0;
     histories.forEach((history, i) => {
@@ -131,16 +133,54 @@
         const x = axis.between(before, after);
         if (x === null) continue;
         shapes.push({ type: "line", xref: "x", yref: "paper", x0: x, x1: x, y0: 0, y1: 1, line: { color: dcp.series(i), width: 1.5, dash: "dash" } });
-        annotations.push({ x, xref: "x", y: 1, yref: "paper", yanchor: "bottom", showarrow: false, text: dcp.text(size(change)), font: { size: 12, color: "var(--ink)" } });
+        labels.push({ x, xref: "x", y: 1, yref: "paper", yanchor: "bottom", yshift: 0, showarrow: false, text: dcp.text(size(change)), font: { size: LABEL.size, color: "var(--ink)" } });
       }
     });
-    if (histories.some(({ line }) => dash.columns.cpu[line])) annotations.push(dcp.watermark("CPU: functional, times say nothing"));
+    const marks = histories.some(({ line }) => dash.columns.cpu[line]) ? [dcp.watermark("CPU: functional, times say nothing")] : [];
     const chart = el("div", { class: "chart", role: "img", "aria-label": `${measure.label} over ${histories.length} histories; the values are in the tables below` });
     const title = measure.unit ? `${measure.label} (${measure.unit})` : measure.label;
     const notes = [measure.better ? `${measure.better} is better` : "", undated ? `${undated} values of runs without a date are not shown; choose “by run”` : ""].filter(Boolean);
     const node = el("figure", { "data-measure": measure.id }, el("figcaption", {}, title), el("p", { class: "note" }, notes.join("; ")), chart, ...(said.length ? [el("ul", {}, ...said)] : []));
-    const layout = { xaxis: { ...axis.layout }, yaxis: { tickformat: "~r", separatethousands: true }, shapes, annotations, margin: { t: 26 } };
-    return { node, draw: () => dcp.draw(chart, traces, layout) };
+    const layout = { xaxis: { ...axis.layout }, yaxis: { tickformat: "~r", separatethousands: true }, shapes, annotations: [...labels, ...marks], margin: { t: TOP } };
+    const draw = () => {
+      const done = dcp.draw(chart, traces, layout);
+      const apart = () => keepApart(chart, layout, labels);
+      chart.on("plotly_afterplot", apart); // a narrower page, or paper, brings labels together
+      done.then(apart);
+    };
+    return { node, draw };
+  }
+
+  /** The row of each label, counted from the plot up: the lowest in which it covers no other at the chart's width. */
+  function rowsOf(chart, labels) {
+    const pen = document.createElement("canvas").getContext("2d");
+    pen.font = `${LABEL.size}px ${getComputedStyle(document.body).fontFamily}`;
+    const spans = labels.map(({ x, text }, i) => {
+      const [middle, half] = [chart._fullLayout.xaxis.r2p(x), pen.measureText(text).width / 2];
+      return { i, left: middle - half, right: middle + half + LABEL.apart };
+    });
+    const ends = [];
+    const rows = [];
+    for (const { i, left, right } of spans.sort((a, b) => a.left - b.left)) {
+      const free = ends.findIndex((end) => end <= left);
+      rows[i] = free < 0 ? ends.length : free;
+      ends[rows[i]] = right;
+    }
+    return rows;
+  }
+
+  /** Moves labels up where they would cover each other; the chart grows by their rows, its plot stays as large. */
+  function keepApart(chart, layout, labels) {
+    const changed = {};
+    const rows = labels.length ? rowsOf(chart, labels) : [];
+    rows.forEach((row, i) => {
+      if (labels[i].yshift !== row * LABEL.height) changed[`annotations[${i}].yshift`] = labels[i].yshift = row * LABEL.height;
+    });
+    if (!Object.keys(changed).length) return;
+    const more = Math.max(...rows) * LABEL.height;
+    changed["margin.t"] = layout.margin.t = TOP + more;
+    chart.style.setProperty("--labels", `${more}px`);
+    Plotly.relayout(chart, changed); // not drawn anew: what a reader zoomed to stays
   }
 
   function trace(measure, history, placed, axis, i) {
