@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench import checksums
+from dcpbench.layout import MOST_RANKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sized
@@ -94,8 +95,8 @@ def _layout(record: Record) -> str:
     if record.outcome == NOT_RUN or not any(degrees):
         return ""
     for name, degree in zip(("tp", "dp", "dcp"), degrees, strict=True):
-        if not degree:
-            return f"point.{name} is 0, which no layout that ran has"
+        if not 1 <= degree <= MOST_RANKS:
+            return f"point.{name} is {degree}, which no layout that ran has"
     if tp % dp:
         return f"point.dp {dp} does not divide tp {tp}, so that it cannot have run"
     if tp // dp % dcp:
