@@ -143,7 +143,7 @@ def quoted(value: object) -> str:
 
 
 def _check_size(name: str, value: float, typed: str) -> None:
-    if not abs(value) <= LARGEST:
+    if abs(value) > LARGEST:
         raise UsageError(
             f"{flag(name)} {typed} is above {LARGEST:g}, more than anything that can be measured; write for example "
             f"{example(name)}."

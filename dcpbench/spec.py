@@ -223,7 +223,7 @@ def _parse_yaml(path: Path, text: str) -> object:
 
         def compose_node(self, parent: Any, index: Any) -> Any:  # noqa: ANN401 - yaml has no types
             if self.check_event(yaml.AliasEvent):
-                found = self.peek_event()
+                found: Any = self.peek_event()  # type: ignore[no-untyped-call]
                 raise UsageError(
                     f"{path}, line {found.start_mark.line + 1}: options are read without aliases, and "
                     f"*{read.shown(found.anchor)} is one; write out what it stands for."
