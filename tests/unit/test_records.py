@@ -25,6 +25,7 @@ from dcpbench.records import (
     Record,
     RecordFile,
     cut_short,
+    iter_records,
     read_records,
     records_in,
 )
@@ -345,3 +346,27 @@ class TestChecks:
     def test_one_without_a_checksum_is_read(self, tmp_path: Path) -> None:
         (tmp_path / CHECKS_FILE).write_bytes(msgspec.json.encode(CHECK) + b"\n")
         assert read_checks(tmp_path) == [CHECK]
+
+
+class TestDeleted:
+    """A run's folder that goes away while it is read."""
+
+    def test_its_end_cannot_be_read(self, tmp_path: Path) -> None:
+        with pytest.raises(RecordsError, match=r"gone.* cannot be read: .*No such file.*name another folder"):
+            cut_short(tmp_path / "gone")
+
+    def test_a_file_that_goes_between_the_look_and_the_reading_is_told(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It was there when it was asked for."""
+        monkeypatch.setattr(Path, "is_file", lambda _: True)
+        with pytest.raises(RecordsError, match=r"records\.jsonl.* cannot be read: .*No such file"):
+            read_records(tmp_path / "records.jsonl")
+
+    def test_one_that_is_open_is_read_to_its_end(self, tmp_path: Path) -> None:
+        path = written(tmp_path, FULL, FAILED)
+        found = iter_records(tmp_path)
+        assert next(found) == FULL
+        path.unlink()
+        tmp_path.rmdir()
+        assert list(found) == [FAILED]
