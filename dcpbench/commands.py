@@ -12,7 +12,7 @@ import msgspec
 from dcpbench import folders, launch, runs
 from dcpbench import sweep as grid
 from dcpbench.errors import UsageError
-from dcpbench.jobs import CHECKS_FILE, FAILED_FILE, Check
+from dcpbench.jobs import FAILED_FILE, read_checks
 from dcpbench.layout import Layout, valid_layouts
 from dcpbench.prompts import random_prompts, read_prompts
 from dcpbench.runs import (
@@ -150,9 +150,7 @@ def _say_cut_short(folders: Sequence[Path]) -> None:
 
 
 def _print_checks(points: Sequence[Point], folder: Path, run: Run) -> int:
-    path = folder / CHECKS_FILE
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    checks = [msgspec.json.decode(line, type=Check) for line in lines if line.strip()]
+    checks = read_checks(folder)
     failed = list(launch.last_records(folder, FAILED_FILE).values())
     silent = {str(p.layout) for p in points} - {c.layout for c in checks} - {str(r.point.layout) for r in failed}
     ok = bool(checks) and all(c.ok for c in checks) and not failed and not silent

@@ -190,7 +190,7 @@ def _state(folder: Path, wanted: Wanted, sides: Mapping[str, list[str]]) -> Stat
             )
         try:
             old = msgspec.json.decode(path.read_bytes(), type=State)
-        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
             raise OutputError(f"{path} cannot be read ({e}); start over with --force.") from e
         if (old.workload, old.a, old.b) != (new.workload, new.a, new.b):
             raise OutputError(

@@ -6,7 +6,7 @@ rank-R.pid            process id of a rank, for the watchdog
 stacks-R.txt          Python stacks of a rank, written on SIGUSR1
 error-R.json          Failure, written by a rank that raised
 records.jsonl         finished points (kind `sweep`)
-checks.jsonl          Check, one line each (kind `verify`)
+checks.jsonl          Check, one line each (kind `verify`), with a checksum as records have it
 failed.jsonl          records of points that could not be checked (kind `verify`)
 """
 
@@ -14,12 +14,17 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench import checksums
 from dcpbench.choices import ALL_REDUCES
-from dcpbench.errors import DcpbenchError
-from dcpbench.records import Point
+from dcpbench.errors import DcpbenchError, RecordsError
+from dcpbench.records import UNREADABLE, Point
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 CHECKS_FILE = "checks.jsonl"
 FAILED_FILE = "failed.jsonl"
@@ -142,11 +147,43 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     """What is missing for what, in sentences."""
 
 
+_checks = msgspec.json.Decoder(Check)
+
+
+def write_checks(folder: Path, checks: Iterable[Check]) -> None:
+    """Append checks to a run's, each a line with its checksum."""
+    with (folder / CHECKS_FILE).open("ab") as f:
+        f.writelines(checksums.seal(msgspec.json.encode(check)) + b"\n" for check in checks)
+
+
+def decode_check(line: bytes) -> Check:
+    """The check of one line, held against its checksum first. Raises records.UNREADABLE."""
+    checksums.check(line)
+    return _checks.decode(line)
+
+
+def read_checks(folder: Path) -> list[Check]:
+    """All checks of a run, none where there is no file. Raises RecordsError for a line that is none."""
+    path = folder / CHECKS_FILE
+    try:
+        lines = path.read_bytes().split(b"\n") if path.exists() else []
+    except OSError as e:
+        raise RecordsError(f"{path} cannot be read: {e}; repeat the verification with --force.") from e
+    return [_check(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _check(line: bytes, where: str) -> Check:
+    try:
+        return decode_check(line)
+    except UNREADABLE as e:
+        raise RecordsError(f"{where}: {str(e)[:300]}. Repeat the verification with --force.") from e
+
+
 def read_job(path: Path) -> Job:
     """Read a job file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Job)
-    except (OSError, msgspec.DecodeError) as e:
+    except (OSError, *UNREADABLE) as e:
         raise DcpbenchError(f"cannot read the job file {path}: {e}") from e
 
 

@@ -38,6 +38,8 @@ class GroupWide:
     """W_UV (--project-first): partial outputs are projected before they are exchanged."""
 
 
+MOST_RANKS = 1 << 16
+"""Of a layout: no model is placed on more GPUs, and every divisor of a degree can be named."""
 OWN_HEADS = GroupWide()
 """What a rank holds unless something else was asked for."""
 
@@ -59,6 +61,11 @@ class Layout:
         for name in ("tp", "dp", "dcp"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"--{name} {getattr(self, name)} is not a positive number; try --{name} 1.")
+            if getattr(self, name) > MOST_RANKS:
+                raise LayoutError(
+                    f"--{name} {getattr(self, name)} is more than the {MOST_RANKS:,} ranks that a layout can have; try "
+                    f"--{name} 8."
+                )
         if self.tp % self.dp:
             raise LayoutError(
                 f"--dp {self.dp} does not divide --tp {self.tp}; with --tp {self.tp} these do: {_divisors(self.tp)}."
@@ -125,7 +132,11 @@ class Layout:
 
 
 def valid_layouts(shape: ModelShape, tp: int) -> list[Layout]:
-    """Every layout of `tp` ranks that the model can take, smallest degrees first."""
+    """Every layout of `tp` ranks that the model can take, smallest degrees first.
+
+    Raises LayoutError for a `tp` that no layout has.
+    """
+    Layout(tp=tp)
     found = []
     for dp in _divisor_list(tp):
         for dcp in _divisor_list(tp // dp):

@@ -5,15 +5,21 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import reprlib
 from typing import TYPE_CHECKING
 
 from dcpbench.choices import ALL_REDUCES, BACKENDS, EXCHANGES, MIXED, PREFILLS, REPLAY, flag
 from dcpbench.errors import UsageError
+from dcpbench.record_checks import LARGEST
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SYNTHETIC = "synthetic"
+LONGEST_NAME = 1_000
+"""Characters of a name or a path."""
+LONGEST_SHOWN = 80
+"""Characters of a value that an error repeats."""
 
 
 def check_seconds(option: str, value: float, example: int) -> None:
@@ -24,15 +30,18 @@ def check_seconds(option: str, value: float, example: int) -> None:
 
 def parse_bytes(name: str, value: object) -> int:
     """`100GiB`, `40GB` or `512 MiB`."""
-    if re.fullmatch(r"\s*\d+(\.\d+)?\s*", str(value)):
-        raise UsageError(f"{flag(name)} {value} has no unit; write for example {flag(name)} 100GiB or 40GB.")
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(value), re.IGNORECASE)
+    typed = shown(value)
+    if re.fullmatch(r"\s*\d+(\.\d+)?\s*", typed):
+        raise UsageError(f"{flag(name)} {typed} has no unit; write for example {flag(name)} 100GiB or 40GB.")
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", typed, re.IGNORECASE)
     if not match or isinstance(value, bool):
-        raise UsageError(f"{flag(name)} {value}: not a size; write for example {flag(name)} 100GiB or 40GB.")
+        raise UsageError(f"{flag(name)} {typed}: not a size; write for example {flag(name)} 100GiB or 40GB.")
     digits, unit, binary = match.groups()
-    size = int(float(digits) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+    amount = float(digits) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " ")
+    _check_size(name, amount, typed)
+    size = int(amount)
     if size < 1:
-        raise UsageError(f"{flag(name)} {value}: must be more than 0 bytes; write for example {flag(name)} 100GiB.")
+        raise UsageError(f"{flag(name)} {typed}: must be more than 0 bytes; write for example {flag(name)} 100GiB.")
     return size
 
 
@@ -43,7 +52,9 @@ def items(name: str, value: object) -> list[object]:
     if not found or found == [""]:
         raise UsageError(f"{flag(name)} is empty; write for example {example(name)}, or leave it out.")
     if "" in found:
-        raise UsageError(f"{flag(name)} {value!r} has an empty entry; write a comma list such as {example(name)}.")
+        raise UsageError(
+            f"{flag(name)} {quoted(value)} has an empty entry; write a comma list such as {example(name)}."
+        )
     return list(found)
 
 
@@ -69,8 +80,10 @@ def whole(name: str, value: object) -> int:
     """`4`."""
     digits = re.fullmatch(r"[+-]?\d{1,99}", value.strip()) if isinstance(value, str) else None
     if digits or (isinstance(value, int) and not isinstance(value, bool)):
-        return int(value)  # type: ignore[call-overload, no-any-return]
-    raise UsageError(f"{flag(name)} {value}: not a whole number; write for example {example(name)}.")
+        found = int(value)  # type: ignore[call-overload]
+        _check_size(name, found, shown(value))
+        return found  # type: ignore[no-any-return]
+    raise UsageError(f"{flag(name)} {shown(value)}: not a whole number; write for example {example(name)}.")
 
 
 def names(name: str, value: object) -> tuple[str, ...]:
@@ -83,21 +96,27 @@ def name_of(name: str, value: object) -> str:
     if value == "":
         raise UsageError(f"{flag(name)} is empty; write for example {example(name)}, or leave it out.")
     if not isinstance(value, str):
-        raise UsageError(f"{flag(name)} {value!r}: not a name; write for example {example(name)}.")
+        raise UsageError(f"{flag(name)} {shown(value)}: not a name; write for example {example(name)}.")
+    if len(value) > LONGEST_NAME:
+        raise UsageError(
+            f"{flag(name)} {shown(value)} has {len(value):,} characters; write for example {example(name)}."
+        )
     return value
 
 
 def number(name: str, value: object) -> float:
     """`2.5`."""
     if isinstance(value, int | float) and not isinstance(value, bool):
+        if value not in (math.inf, -math.inf):  # whose option says so itself
+            _check_size(name, value, shown(value))
         return float(value)
-    raise UsageError(f"{flag(name)} {value!r}: not a number; write for example {flag(name)} 10.")
+    raise UsageError(f"{flag(name)} {quoted(value)}: not a number; write for example {flag(name)} 10.")
 
 
 def switch(name: str, value: object) -> bool:
     """`true`."""
     if not isinstance(value, bool):
-        raise UsageError(f"{name} is {value!r}; write true or false.")
+        raise UsageError(f"{name} is {quoted(value)}; write true or false.")
     return value
 
 
@@ -105,6 +124,30 @@ def switches(name: str, value: object) -> tuple[bool, ...]:
     """`true`, or `[false, true]` for an axis of both."""
     values = value if isinstance(value, list) else [value]
     return tuple(dict.fromkeys(switch(name, item) for item in values))
+
+
+def shown(value: object) -> str:
+    """A value in a sentence: as it is where it is short, else its beginning; no list is followed to its depth."""
+    if isinstance(value, int) and value.bit_length() > LONGEST_SHOWN:
+        return f"(a number of {value.bit_length():,} bits)"
+    try:
+        text = value if isinstance(value, str) else reprlib.repr(value)
+    except ValueError:  # a list of numbers that Python does not print
+        text = f"({type(value).__name__})"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
+
+
+def quoted(value: object) -> str:
+    """The same, and text in quotes."""
+    return repr(shown(value)) if isinstance(value, str) else shown(value)
+
+
+def _check_size(name: str, value: float, typed: str) -> None:
+    if abs(value) > LARGEST:
+        raise UsageError(
+            f"{flag(name)} {typed} is above {LARGEST:g}, more than anything that can be measured; write for example "
+            f"{example(name)}."
+        )
 
 
 def check_positive(name: str, value: int) -> None:

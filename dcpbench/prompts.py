@@ -29,7 +29,7 @@ def read_prompts(path: Path, shape: ModelShape, new_tokens: int) -> Prompts:
     """The prompts in a JSON file. Raises UsageError, naming the prompt, for what this model cannot read."""
     try:
         prompts = msgspec.json.decode(path.read_bytes(), type=Prompts)
-    except (OSError, msgspec.DecodeError) as e:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise UsageError(f"--prompts {path}: {e}. {EXAMPLE}") from e
     if not prompts:
         raise UsageError(f"--prompts {path} holds no prompt. {EXAMPLE}")

@@ -12,30 +12,39 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench import checksums
+from dcpbench.layout import MOST_RANKS
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sized
     from pathlib import Path
 
-    from dcpbench.records import Interval, Kv, Metrics, Point, Record
-    from dcpbench.serve_records import ServeMetrics
+    from dcpbench.records import Interval, Metrics, Record
 
 LARGEST = 1e15
 """No number of a record is larger: a petabyte, or 31,000 years in ms."""
 MOST_ENTRIES = 4096
 """Phases, marks, sites, candidates and settings of one record."""
-LARGE_NUMBER = re.compile(rb"[:,\[]\s*-?(?:[0-9][0-9.]*[eE]\+?[0-9]{2}|[0-9]{16})")
-"""Where a line may hold one: only such lines are walked number by number."""
+UNUSUAL_NUMBER = re.compile(rb"[:,\[]\s*(?:-|[0-9][0-9.]*[eE]\+?[0-9]{2}|[0-9]{16})")
+"""Where a line may hold a number below 0 or a large one: only such lines are walked number by number."""
+SIGNED = ("phases.idle_us", "phases.idle_fraction", "serve.idle_fraction")
+"""What is left between two measured times, which rounding brings below 0."""
+SETTINGS = "measured_with."
+"""Options as they were typed, no measurements."""
+WITHOUT_SUM = "take the checksums out: jq -c 'del(.checked, .crc32)' FILE"
+OUTCOMES = ("ok", "failed", "hung", "rejected")
+NOT_RUN = "rejected"
 
 
 def problem(record: Record, line: bytes) -> str:
     """What of a record cannot be, by the name of its field; empty where all can."""
-    if LARGE_NUMBER.search(line) and (found := _too_large(msgspec.json.decode(line), "")):
+    if UNUSUAL_NUMBER.search(line) and (found := _unusual(msgspec.json.decode(line), "")):
         return found
     parts = (
-        _point(record.point),
+        _outcome(record),
+        _layout(record),
         _metrics(record.metrics) if record.metrics else "",
-        _serve(record.serve) if record.serve else "",
-        _kv(record.kv) if record.kv else "",
+        _positive("serve.output_tok_s", record.serve.output_tok_s) if record.serve else "",
         _entries(record),
     )
     return next((part for part in parts if part), "")
@@ -51,6 +60,13 @@ def why(line: bytes, error: Exception) -> str:
         return f"{error}. Not written by this version of dcpbench: read it with the version that wrote it."
     if not line.lstrip().startswith(b"{"):
         return "it is no record, as it is no JSON object; name a run's folder, or its records.jsonl."
+    if isinstance(error, checksums.RewrittenError):
+        return f"{error}. To read such lines, {WITHOUT_SUM}."
+    if isinstance(error, checksums.DamageError | checksums.UnfinishedError):
+        return (
+            f"{error}. Put a copy of the file in its place, or take the line out, and measure its point again with "
+            f"--resume. Where it was changed on purpose, {WITHOUT_SUM}."
+        )
     said = "its brackets are nested too deep" if isinstance(error, RecursionError) else str(error)[:300]
     return f"{said}. Not written by this version of dcpbench; take the line out, and measure its point again."
 
@@ -67,41 +83,34 @@ def last_line(path: Path, block: int = 1 << 20) -> bytes:
     return tail.rpartition(b"\n")[2]
 
 
-def _point(point: Point) -> str:
-    names = ("tp", "dp", "dcp", "concurrency", "context", "page_size", "interleave", "repeat")
-    return _first(_not_negative(f"point.{name}", getattr(point, name)) for name in names)
+def _outcome(record: Record) -> str:
+    if record.outcome in OUTCOMES:
+        return ""
+    return f"outcome is {record.outcome[:40]!r}, none of {', '.join(OUTCOMES)}"
+
+
+def _layout(record: Record) -> str:
+    """Degrees that nest, or of an import none at all; a point that was rejected has those that were asked for."""
+    tp, dp, dcp = degrees = record.point.tp, record.point.dp, record.point.dcp
+    if record.outcome == NOT_RUN or not any(degrees):
+        return ""
+    for name, degree in zip(("tp", "dp", "dcp"), degrees, strict=True):
+        if not 1 <= degree <= MOST_RANKS:
+            return f"point.{name} is {degree}, which no layout that ran has"
+    if tp % dp:
+        return f"point.dp {dp} does not divide tp {tp}, so that it cannot have run"
+    if tp // dp % dcp:
+        return f"point.dcp {dcp} does not divide tp / dp = {tp // dp}, so that it cannot have run"
+    return ""
 
 
 def _metrics(metrics: Metrics) -> str:
     named = {"step_ms": metrics.step_ms, "output_tok_s": metrics.output_tok_s}
-    latencies = [_not_negative(f"metrics.itl_ms.{p}", getattr(metrics.itl_ms, p)) for p in PERCENTILES]
     rates = [
         _positive(f"metrics.{name}", getattr(metrics, name)) for name in ("output_tok_s_per_gpu", "tok_s_per_user")
     ]
-    return _first([*(_interval(f"metrics.{name}", value) for name, value in named.items()), *latencies, *rates])
-
-
-def _serve(serve: ServeMetrics) -> str:
-    counts = ("submitted", "finished", "rejected", "cancelled", "input_tokens", "output_tokens", "preemptions", "steps")
-    return _first(
-        [
-            _positive("serve.output_tok_s", serve.output_tok_s),
-            *(_not_negative(f"serve.{name}", getattr(serve, name)) for name in (*counts, "wall_s", "goodput_s")),
-            *(
-                _not_negative(f"serve.{name}.{p}", getattr(getattr(serve, name), p))
-                for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2el_ms")
-                for p in PERCENTILES
-            ),
-        ]
-    )
-
-
-def _kv(kv: Kv) -> str:
-    names = ("pool_bytes_per_gpu", "bytes_per_token_per_gpu", "capacity_tokens", "capacity_requests")
-    return _first(_not_negative(f"kv.{name}", getattr(kv, name)) for name in names)
-
-
-PERCENTILES = ("p50", "p90", "p95", "p99")
+    samples = _positive("metrics.step_samples_ms", min(metrics.step_samples_ms, default=None))
+    return _first([*(_interval(f"metrics.{name}", value) for name, value in named.items()), *rates, samples])
 
 
 def _entries(record: Record) -> str:
@@ -124,19 +133,19 @@ def _positive(name: str, value: float | None) -> str:
     return f"{name} is {value:g}, not above 0" if value is not None and not value > 0 else ""
 
 
-def _not_negative(name: str, value: float | None) -> str:
-    return f"{name} is {value:g}, below 0" if value is not None and value < 0 else ""
-
-
 def _first(found: Iterable[str]) -> str:
     return next((text for text in found if text), "")
 
 
-def _too_large(value: object, name: str) -> str:
+def _unusual(value: object, name: str) -> str:
     if isinstance(value, dict):
-        return _first(_too_large(v, f"{name}.{k}".lstrip(".")[:80]) for k, v in value.items())
+        return _first(_unusual(v, f"{name}.{k}".lstrip(".")[:80]) for k, v in value.items())
     if isinstance(value, list):
-        return _first(_too_large(v, name) for v in value)
-    if isinstance(value, int | float) and abs(value) > LARGEST:
+        return _first(_unusual(v, name) for v in value)
+    if not isinstance(value, int | float):
+        return ""
+    if abs(value) > LARGEST:
         return f"{name} is above {LARGEST:g}"
+    if value < 0 and name not in SIGNED and not name.startswith(SETTINGS):
+        return f"{name} is {value:g}, below 0"
     return ""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench import record_checks
+from dcpbench import checksums, record_checks
 from dcpbench.choice_records import Choice
 from dcpbench.choices import CLOSED, NO_EXCHANGE, OPTIONS, UNKNOWN, with_options
 from dcpbench.errors import LayoutError, RecordsError
@@ -18,7 +18,7 @@ from dcpbench.layout import GroupWide, Layout
 from dcpbench.serve_records import Load, ServeMetrics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 SCHEMA_VERSION = 1
@@ -296,6 +296,9 @@ class _Version(msgspec.Struct):
     schema_version: int
 
 
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What a line that is no record raises."""
+NUL = b"\0"
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)
 _version_decoder = msgspec.json.Decoder(_Version)
@@ -314,7 +317,7 @@ class RecordFile:
         """
         _end_last_line(self.path)
         with self.path.open("ab") as f:
-            f.write(_encoder.encode(record) + b"\n")
+            f.write(checksums.seal(_encoder.encode(record)) + b"\n")
             f.flush()
             os.fsync(f.fileno())
 
@@ -322,10 +325,11 @@ class RecordFile:
 def read_records(folder: Path) -> list[Record]:
     """All records of a run folder, or of a records.jsonl given directly.
 
-    A last line that was cut short is left out: a crash did it, or the line is being written right now. Reading never
-    changes the file; the next `RecordFile.append` puts such a line aside. Raises RecordsError for a file that is
-    missing or cannot be read, for damage anywhere else, for values that cannot be (record_checks.py) and for records of
-    another version.
+    A last line that was cut short, or ends in the NULs of a power cut, is left out: a crash did it, or the line is
+    being written right now. Reading never changes the file; the next `RecordFile.append` puts such a line aside.
+    Raises RecordsError for a file that is missing or cannot be read, for damage anywhere else, as in a line that its
+    checksum (checksums.py) does not fit, for values that cannot be (record_checks.py) and for records of another
+    version.
     """
     return list(iter_records(folder))
 
@@ -337,26 +341,33 @@ def iter_records(folder: Path) -> Iterator[Record]:
         raise RecordsError(f"{path} does not exist; run `dcpbench sweep -o {folder}` first, or name another folder.")
     try:
         with path.open("rb") as f:
-            for number, line in enumerate(f, 1):
-                if line.strip():
-                    try:
-                        yield _decode(line)
-                    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-                        if _cut_short(line, e):
-                            return
-                        raise RecordsError(f"{path}, line {number}: {record_checks.why(line, e)}") from e
+            yield from records_in(f, path)
     except OSError as e:
         raise RecordsError(f"{path} cannot be read: {e}; name another folder.") from e
+
+
+def records_in(lines: Iterable[bytes], path: Path) -> Iterator[Record]:
+    """The same of an open file, called `path` where something is wrong with it."""
+    for number, whole in enumerate(lines, 1):
+        line = whole if whole.endswith(b"\n") else whole.rstrip(NUL)
+        if line.strip():
+            try:
+                yield decode(line)
+            except UNREADABLE as e:
+                if _cut_short(line, e):
+                    return
+                raise RecordsError(f"{path}, line {number}: {record_checks.why(line, e)}") from e
 
 
 def cut_short(folder: Path) -> bool:
     """Whether the last line of a record file is not whole, and so is left out."""
     path = folder / RECORDS_FILE if folder.is_dir() else folder
-    line = record_checks.last_line(path)
+    whole = _last_line(path)
+    line = whole.rstrip(NUL)
     try:
-        _decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        return bool(line) and _cut_short(line, e)
+        decode(line)
+    except UNREADABLE as e:
+        return bool(whole) and (not line or _cut_short(line, e))
     return False
 
 
@@ -367,7 +378,9 @@ def _cut_short(line: bytes, error: Exception) -> bool:
     )
 
 
-def _decode(line: bytes) -> Record:
+def decode(line: bytes) -> Record:
+    """The record of one line, held against its checksum before anything else. Raises UNREADABLE."""
+    checksums.check(line)
     try:
         record = _decoder.decode(line)
     except msgspec.ValidationError:
@@ -384,17 +397,27 @@ def _check_version(version: int) -> None:
         raise record_checks.OtherVersionError(f"schema_version {version}, while this dcpbench reads {SCHEMA_VERSION}")
 
 
+def _last_line(path: Path) -> bytes:
+    try:
+        return record_checks.last_line(path)
+    except OSError as e:
+        raise RecordsError(f"{path} cannot be read: {e}; name another folder.") from e
+
+
 def _end_last_line(path: Path) -> None:
     """Make the file end with a newline: complete a whole last line, move half of one to the file aside."""
-    line = record_checks.last_line(path) if path.exists() else b""
-    if not line:
+    whole = record_checks.last_line(path) if path.exists() else b""
+    if not whole:
         return
+    line = whole.rstrip(NUL)
+    begin = path.stat().st_size - len(whole)
     try:
-        _decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        decode(line)
+    except UNREADABLE:
         with (path.parent / ASIDE_FILE).open("ab") as f:
             f.write(line + b"\n")
-        os.truncate(path, path.stat().st_size - len(line))
+        os.truncate(path, begin)
     else:
+        os.truncate(path, begin + len(line))
         with path.open("ab") as f:
             f.write(b"\n")

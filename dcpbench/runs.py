@@ -20,6 +20,7 @@ from dcpbench import sweep as grid
 from dcpbench.errors import UsageError
 from dcpbench.nodes import split_endpoint
 from dcpbench.option_values import check_seconds
+from dcpbench.record_checks import OUTCOMES
 from dcpbench.records import RecordFile
 from dcpbench.spec import effective
 from dcpbench.torchrun import Machines
@@ -183,7 +184,7 @@ def _finish(candidates: Sequence[grid.Candidate], folder: Path, probe: Probe, ru
 
 
 def _summary(records: Sequence[Record], folder: Path, paths: Sequence[Path], probe: Probe) -> dict[str, object]:
-    counts = {o: sum(r.outcome == o for r in records) for o in ("ok", "failed", "hung", "rejected")}
+    counts = {o: sum(r.outcome == o for r in records) for o in OUTCOMES}
     results = []
     for r in records:
         row = {"point": msgspec.to_builtins(r.point), "layout": r.point.layout_name, "outcome": r.outcome}

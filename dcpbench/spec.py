@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from dcpbench.shapes import ModelShape
 
 
+MOST_BYTES = 1 << 16
+"""Of a file of options."""
+LONGEST_REASON = 500
 MOST_LISTED = 4096
 """Largest stripe that an error about --interleave names."""
 
@@ -162,15 +165,18 @@ def read_options(path: Path, known: Iterable[str] | None = None) -> dict[str, ob
     """
     names = PARSERS if known is None else list(known)
     try:
-        text = path.read_text()
+        size, text = path.stat().st_size, path.read_text()
     except (OSError, UnicodeDecodeError) as e:
         raise UsageError(f"--config {path} cannot be read: {e}.") from e
+    if size > MOST_BYTES:
+        raise UsageError(f"--config {path} has {size:,} bytes, and options fit into {MOST_BYTES:,}; name another file.")
     found = _parse_toml(path, text) if path.suffix == ".toml" else _parse_yaml(path, text)
     if not isinstance(found, dict):
         raise UsageError(f"{path} holds no options; write lines such as `tp = [4, 8]` (TOML) or `tp: [4, 8]` (YAML).")
     options: dict[str, object] = {}
     for typed, value in found.items():
-        name = str(typed).replace("-", "_")
+        typed = read.shown(typed)  # noqa: PLW2901 - a file may call anything an option
+        name = typed.replace("-", "_")
         off = name.removeprefix("no_")
         if off in SWITCHED_OFF and off in names and name != off and isinstance(value, bool):
             options[off] = not value
@@ -200,8 +206,8 @@ def effective(probe: Probe, device: str) -> Probe:
 def _parse_toml(path: Path, text: str) -> object:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as e:
-        raise UsageError(f"{path} is not valid TOML: {e}.") from e
+    except (ValueError, RecursionError) as e:
+        raise UsageError(f"{path} is not valid TOML: {_why(e)}.") from e
 
 
 def _parse_yaml(path: Path, text: str) -> object:
@@ -211,10 +217,28 @@ def _parse_yaml(path: Path, text: str) -> object:
         import yaml
     except ImportError as e:
         raise MissingPackageError("YAML files need PyYAML: pip install pyyaml, or write the file as TOML.") from e
+
+    class Loader(yaml.SafeLoader):
+        """Without aliases, with which a few lines stand for more than fits in memory."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:  # noqa: ANN401 - yaml has no types
+            if self.check_event(yaml.AliasEvent):
+                found: Any = self.peek_event()  # type: ignore[no-untyped-call]
+                raise UsageError(
+                    f"{path}, line {found.start_mark.line + 1}: options are read without aliases, and "
+                    f"*{read.shown(found.anchor)} is one; write out what it stands for."
+                )
+            return super().compose_node(parent, index)
+
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as e:
-        raise UsageError(f"{path} is not valid YAML: {' '.join(str(e).split())}.") from e
+        return yaml.load(text, Loader)  # noqa: S506 - a safe loader
+    except (yaml.YAMLError, ArithmeticError, ValueError, RecursionError) as e:
+        raise UsageError(f"{path} is not valid YAML: {_why(e)}.") from e
+
+
+def _why(error: Exception) -> str:
+    said = "it is nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split()).rstrip(".")
+    return said[:LONGEST_REASON]
 
 
 PARSERS: dict[str, Callable[[str, object], object]] = {

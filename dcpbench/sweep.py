@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 WITHOUT_EXCHANGE: dict[str, object] = {"exchange": NO_EXCHANGE, **dict.fromkeys(OPTIONS, False)}
 """Fields of a point with dcp 1."""
+MOST_POINTS = 100_000
+"""Of one run, as many as its report reads."""
 MOST_REASONS = 3
 """Reasons that an error message repeats before it points to --dry-run."""
 
@@ -119,6 +121,7 @@ def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
 def _grid(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> Iterable[Point]:
     loads = {(model, dp): spec.loads(dp, shapes[model]) for model in spec.model for dp in spec.dp}
     paths = list(itertools.product(spec.backend, spec.all_reduce, _exchanges(spec)))
+    _check_count(spec, sum(map(len, loads.values())) * len(paths))
     axes = itertools.product(range(spec.repeats), spec.tp, spec.dp, spec.model, paths)
     for repeat, tp, dp, model, (backend, all_reduce, exchange) in axes:
         for given, dcp in itertools.product(loads[model, dp], spec.dcp or (max(tp // dp, 1),)):
@@ -129,6 +132,16 @@ def _grid(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> Iterable[Point]:
                 page_size=spec.page_size, interleave=spec.interleave, weights=spec.weights, repeat=repeat,
                 **(exchange if dcp > 1 else WITHOUT_EXCHANGE),  # type: ignore[arg-type]
             )  # fmt: skip
+
+
+def _check_count(spec: SweepSpec, each: int) -> None:
+    """Raise UsageError for a grid of more points than a report takes; `each`: those of one repeat, tp and dcp."""
+    count = spec.repeats * len(spec.tp) * len(spec.dcp or (1,)) * each
+    if count > MOST_POINTS:
+        raise UsageError(
+            f"{count:,} points are asked for, more than the {MOST_POINTS:,} that a run can have; lower --repeats, or "
+            "give fewer values of an option."
+        )
 
 
 def _exchanges(spec: SweepSpec) -> list[dict[str, object]]:

@@ -137,8 +137,7 @@ class Worker:
         checks = verify.run(point, shape, self.job, rank=self.rank, device=self.device)
         free_memory(self.device)
         if self.rank == 0:
-            with (Path(self.job.folder) / "checks.jsonl").open("ab") as f:
-                f.writelines(msgspec.json.encode(check) + b"\n" for check in checks)
+            jobs.write_checks(Path(self.job.folder), checks)
             self.tell("done", note=f"{sum(c.ok for c in checks)} of {len(checks)} checks agree")
 
 

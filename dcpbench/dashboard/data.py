@@ -19,6 +19,7 @@ import msgspec
 
 from dcpbench.dashboard import changes, lines
 from dcpbench.dashboard.measures import DEFAULT, MEASURES
+from dcpbench.record_checks import OUTCOMES
 from dcpbench.reports.assets import inert
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def _changes(history: History) -> dict[str, list[tuple[list[int], Change]]]:
 def _runs(runs: Sequence[RunData], pages: set[str], records: set[str]) -> dict[str, list[object]]:
     names = ("name", "slug", "date", "commit", "hardware", "driver", "version", "workloads", "models", "headline")
     columns: dict[str, list[object]] = {name: [getattr(run, name) for run in runs] for name in names}
-    for outcome in ("ok", "failed", "hung", "rejected"):
+    for outcome in OUTCOMES:
         columns[outcome] = [run.outcomes.get(outcome, 0) for run in runs]
     columns["cpu"] = [int(run.cpu) for run in runs]
     columns["page"] = [int(run.slug in pages) for run in runs]
@@ -141,7 +142,7 @@ def _columns(histories: Sequence[History], shards: Sequence[tuple[int, str]]) ->
     columns["cpu"] = [int(history.line.cpu) for history in histories]
     columns["runs"] = [len(history.entries) for history in histories]
     columns["last"] = [history.entries[-1][0] for history in histories]
-    outcomes = ["ok", "failed", "hung", "rejected"]
+    outcomes = list(OUTCOMES)
     columns["outcome"] = [_number(outcomes, history.entries[-1][1].outcome) for history in histories]
     return {"words": words | {"outcome": outcomes}, "lines": columns, "starts": [start for start, _ in shards]}
 

@@ -43,7 +43,10 @@ def make(site: Path, run: RunData) -> str:
         shutil.rmtree(left, ignore_errors=True)
     try:
         (new / run.slug).mkdir(parents=True)
-        shutil.copyfile(run.path, new / run.slug / RECORDS_FILE)
+        try:
+            shutil.copyfile(run.path, new / run.slug / RECORDS_FILE)
+        except FileNotFoundError:
+            return f"{run.name}: no page, because its records are gone since they were read"
         note = _report(new / run.slug, run)
         if (parent / run.slug).exists():
             (parent / run.slug).replace(old)

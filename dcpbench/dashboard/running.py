@@ -15,6 +15,7 @@ from dcpbench.dashboard.lines import clip
 from dcpbench.errors import DcpbenchError
 from dcpbench.folders import LOCK_FILE
 from dcpbench.jobs import Job, Progress, read_job
+from dcpbench.records import UNREADABLE
 from dcpbench.sweep import point_name
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _events(path: Path) -> list[Progress]:
     for line in path.read_bytes().split(b"\n"):
         try:
             found.append(msgspec.json.decode(line, type=Progress))
-        except msgspec.DecodeError:
+        except UNREADABLE:
             continue
     return found
 

@@ -189,7 +189,7 @@ def _state(site: Path) -> dict[str, object] | None:
     """What the last build left; None where the folder is not ours."""
     try:
         found = json.loads((site / finding.STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and found.get(OURS) == FORMAT else None
 

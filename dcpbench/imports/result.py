@@ -150,7 +150,7 @@ def _check(value: object, what: str, *, signed: bool = False) -> None:
     elif isinstance(value, str) and len(value) > MOST_IN_A_NAME:
         raise RecordsError(f"{what} has {len(value):,} characters, which is no name; was the file written by hand?")
     elif isinstance(value, float | int) and not isinstance(value, bool):
-        if not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             raise RecordsError(f"{what} is {value}; a result with NaN or infinity cannot be compared. Run it again.")
         if abs(value) > LARGEST:
             raise RecordsError(f"{what} is above {LARGEST:g}, more than anything measured; was the file damaged?")

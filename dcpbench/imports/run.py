@@ -86,12 +86,21 @@ def _check_told(told: Told) -> None:
 def _layout(result: Result, told: Told) -> dict[str, int]:
     """As the user says, else as the file does, else unknown. Raises UsageError where the two contradict each other."""
     if told.tp is None:
-        return dict(result.layout) or {"tp": 0, "dp": 0, "dcp": 0}
+        return _nested(result) if result.layout else {"tp": 0, "dp": 0, "dcp": 0}
     typed = {"tp": told.tp, "dp": told.dp or 1, "dcp": told.dcp or 1}
     if result.layout and typed != result.layout:
         says = ", ".join(f"{name} {degree}" for name, degree in result.layout.items())
         raise UsageError(f"{result.where} says {says}; leave --tp, --dp and --dcp out, or import it by itself.")
     return typed
+
+
+def _nested(result: Result) -> dict[str, int]:
+    """The file's layout. Raises RecordsError for one that nothing can have run on."""
+    try:
+        Layout(**result.layout)
+    except LayoutError as e:
+        raise RecordsError(f"{result.where} says a layout that cannot be, in our degrees: {e}") from e
+    return dict(result.layout)
 
 
 def _point(result: Result, engine: str, told: Told) -> Point:

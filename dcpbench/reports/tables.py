@@ -11,6 +11,7 @@ import pandas as pd
 
 from dcpbench import provenance
 from dcpbench.memory import GIB
+from dcpbench.record_checks import OUTCOMES
 from dcpbench.reports.clip import cut
 from dcpbench.reports.merge import missing
 from dcpbench.stats import REPEATS_AGREE_WITHIN
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
 
 ABSENT = "—"
-OUTCOMES = ("ok", "failed", "hung", "rejected")
 FOLD_ABOVE = 24
 """Tables with more rows than this begin folded where they only support a figure."""
 MOST_ROWS = 2_000

@@ -33,6 +33,7 @@ BLOCK = 512
 MOST_ID = (1 << 31) - 1
 MOST_TIME = 1e15
 """Of a time stamp in its own unit, far past today's date in ms: larger ones are no times."""
+LONGEST_REASON = 500
 CSV_FIELDS = ("arrival_s", "input_tokens", "output_tokens", "prefix_group")
 JSON_FIELDS = (*CSV_FIELDS, "prompt")
 MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
@@ -264,4 +265,5 @@ def _is_int(value: object) -> TypeGuard[int]:
 
 
 def _wrong(path: Path, number: int, what: str) -> NoReturn:
+    what = what if len(what) <= LONGEST_REASON else what[:LONGEST_REASON] + "…"
     raise UsageError(f"--requests {path}, line {number}: {what if what.endswith('?') else what.rstrip('.') + '.'}")

@@ -8,7 +8,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+import zlib
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from dcpbench.errors import OutputError, RecordsError
 from dcpbench.serving.outcome import Row
@@ -19,11 +22,13 @@ if TYPE_CHECKING:
 
     from dcpbench.records import Point
 
-SAMPLES_VERSION = 1
+SAMPLES_VERSION = 2
+"""Files of version 1 have no checksum, and else are the same."""
 FOLDER = "samples"
 """Below the run's folder."""
-VERSION_KEY, POINT_KEY = b"dcpbench.samples_version", b"dcpbench.point"
-"""Of the file's metadata."""
+VERSION_KEY, POINT_KEY, SUM_KEY = b"dcpbench.samples_version", b"dcpbench.point", b"dcpbench.crc32"
+"""Of the file's metadata; the checksum is of what the file says, its rows and its point."""
+AGAIN = "repeat the sweep of this run"
 
 
 def samples_name(point: Point) -> str:
@@ -61,8 +66,10 @@ def write_samples(folder: Path, point: Point, rows: Sequence[Row]) -> str:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = _schema(pa).with_metadata({VERSION_KEY: str(SAMPLES_VERSION), POINT_KEY: point.key()})
+    key, schema = point.key(), _schema(pa)
     table = pa.table({name: [getattr(row, name) for row in rows] for name in schema.names}, schema=schema)
+    told = {VERSION_KEY: str(SAMPLES_VERSION), POINT_KEY: key, SUM_KEY: _checksum(table.to_pylist(), key)}
+    table = table.replace_schema_metadata(told)
     name = samples_name(point)
     path = folder / name
     half = path.with_suffix(".part")
@@ -82,12 +89,18 @@ def read_samples(path: Path) -> list[Row]:
 
     try:
         table = pq.read_table(path)
-    except (OSError, pa.ArrowException) as e:
-        raise RecordsError(f"{path} cannot be read as samples of requests: {e}; repeat the sweep of this run.") from e
-    version = (table.schema.metadata or {}).get(VERSION_KEY, b"none").decode()
-    if version != str(SAMPLES_VERSION):
-        raise RecordsError(f"{path} holds samples of version {version}, while this dcpbench reads {SAMPLES_VERSION}.")
-    return [Row(**row) for row in table.to_pylist()]
+        told = {name: value.decode() for name, value in (table.schema.metadata or {}).items()}
+        version = told.get(VERSION_KEY, "none")
+        if version not in ("1", str(SAMPLES_VERSION)):
+            raise RecordsError(f"{path} holds samples of version {version}, and this dcpbench reads {SAMPLES_VERSION}.")
+        found = table.to_pylist()
+        rows = [Row(**row) for row in found]
+        as_written = version == "1" or told.get(SUM_KEY) == _checksum(found, told.get(POINT_KEY, ""))
+    except (OSError, pa.ArrowException, ValueError, TypeError, OverflowError, MemoryError) as e:
+        raise RecordsError(f"{path} cannot be read as samples of requests: {str(e)[:300]}; {AGAIN}.") from e
+    if not as_written:
+        raise RecordsError(f"{path}: its checksum (crc32) is not that of its samples: some were damaged; {AGAIN}.")
+    return rows
 
 
 def samples_point(path: Path) -> str:
@@ -97,11 +110,17 @@ def samples_point(path: Path) -> str:
 
     try:
         found = (pq.read_schema(path).metadata or {}).get(POINT_KEY)
-    except (OSError, pa.ArrowException) as e:
-        raise RecordsError(f"{path} cannot be read as samples of requests: {e}; repeat the sweep of this run.") from e
-    if found is None:
+        key = None if found is None else found.decode()
+    except (OSError, pa.ArrowException, ValueError, MemoryError) as e:
+        raise RecordsError(f"{path} cannot be read as samples of requests: {str(e)[:300]}; {AGAIN}.") from e
+    if key is None:
         raise RecordsError(f"{path} names no point; it was not written by dcpbench.")
-    return str(found.decode())
+    return str(key)
+
+
+def _checksum(rows: Sequence[dict[str, Any]], key: str) -> str:
+    """Eight hex digits: the CRC-32 of the point's key and of the rows as JSON."""
+    return f"{zlib.crc32(msgspec.json.encode(rows), zlib.crc32(key.encode())):08x}"
 
 
 def _schema(pa: Any) -> Any:  # noqa: ANN401 - pyarrow has no types

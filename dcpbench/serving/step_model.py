@@ -71,6 +71,8 @@ class Line:
 
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
         self.xs, self.ys = zip(*sorted(points), strict=True)
+        if len(set(self.xs)) < len(self.xs):
+            raise RecordsError("step times have two cases of the same work; measure them again.")
 
     @property
     def top(self) -> float:

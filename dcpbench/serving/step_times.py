@@ -15,7 +15,9 @@ from dcpbench.choices import ALL_REDUCES, AUTO, NO_EXCHANGE, PREFILLS, flag
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.jobs import Probe
 from dcpbench.provenance import CPU
-from dcpbench.records import Environment, Honesty
+from dcpbench.record_checks import LARGEST
+from dcpbench.records import UNREADABLE, Environment, Honesty
+from dcpbench.serving.load_words import MOST_TOKENS
 from dcpbench.serving.step_model import StepModel, Work, step_works
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from dcpbench.serving.requests import Step
 
 STEP_TIMES_VERSION = 1
+MOST_REQUESTS = 1 << 20
+"""Of a step that was measured: more than any machine holds, and few enough to count."""
 LINE, GATHER, CHECK = USES = ("line", "gather", "check")
 """What a case is for: to interpolate between, to tell what more stored tokens cost, or to hold predictions against."""
 
@@ -219,11 +223,43 @@ def read_step_times(path: Path) -> StepTimes:
         if version != STEP_TIMES_VERSION:
             raise RecordsError(f"{path} has schema_version {version}, while this dcpbench reads {STEP_TIMES_VERSION}.")
         times = msgspec.json.decode(data, type=StepTimes)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise RecordsError(f"{path} cannot be read as step times: {e}; name a file below step-times/ of a run.") from e
-    if not all(m.samples_ms and min(m.samples_ms) > 0 for m in times.cases):
-        raise RecordsError(f"{path} has a case without samples, or with times that are not positive; measure again.")
+    except (OSError, *UNREADABLE) as e:
+        said = "it is nested too deep" if isinstance(e, RecursionError) else str(e)[:300]
+        raise RecordsError(
+            f"{path} cannot be read as step times: {said}; name a file below step-times/ of a run."
+        ) from e
+    for number, measured in enumerate(times.cases):
+        if found := _problem(measured):
+            raise RecordsError(f"{path}, cases[{number}]: {found}; measure again.")
+    if not 0 <= times.launch_ms <= LARGEST:
+        raise RecordsError(f"{path}: launch_ms is {times.launch_ms:g}, which is no time; measure again.")
     return times
+
+
+def _problem(measured: Measured) -> str:
+    """What of a case cannot have been measured; empty where all can."""
+    case = measured.case
+    counts = {
+        "case.decodes": [n for d in case.decodes for n in (d.requests, d.context)],
+        "case.chunks": [n for c in case.chunks for n in (c.chunks, c.tokens)],
+    }
+    for name, numbers in counts.items():
+        if numbers and not 1 <= min(numbers) <= max(numbers) <= MOST_TOKENS:
+            return f"{name} counts from 1 to {MOST_TOKENS:,}, and not {', '.join(map(str, numbers))[:100]}"
+    prefixes = [c.prefix for c in case.chunks]
+    if prefixes and not 0 <= min(prefixes) <= max(prefixes) <= MOST_TOKENS:
+        return f"case.chunks has prefixes of 0 to {MOST_TOKENS:,} tokens, and not {prefixes[:3]}"
+    if sum(d.requests for d in case.decodes) + sum(c.chunks for c in case.chunks) > MOST_REQUESTS:
+        return f"its step has more than {MOST_REQUESTS:,} requests"
+    if not case.decodes and not case.chunks:
+        return "its step does nothing"
+    if case.use not in USES:
+        return f"case.use is {case.use[:40]!r}, none of {', '.join(USES)}"
+    if not measured.samples_ms or not 0 < min(measured.samples_ms) <= max(measured.samples_ms) <= LARGEST:
+        return "it has no samples_ms, or times that are not positive"
+    if measured.host_ms and not 0 <= min(measured.host_ms) <= max(measured.host_ms) <= LARGEST:
+        return "its host_ms are no times"
+    return ""
 
 
 class _Version(msgspec.Struct):

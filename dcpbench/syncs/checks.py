@@ -78,7 +78,7 @@ def _read(path: Path) -> list[CorpusRun]:
         found = msgspec.json.decode(path.read_bytes(), type=list[CorpusRun] | CorpusRun)
     except OSError as e:
         raise UsageError(f"{path} cannot be read: {e.strerror}; {WRITTEN_BY}") from None
-    except msgspec.DecodeError as e:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise UsageError(f"{path} is no record of a corpus run ({e}); {WRITTEN_BY}") from None
     return found if isinstance(found, list) else [found]
 

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import msgspec
 
 from dcpbench.errors import DcpbenchError
-from dcpbench.jobs import CHECKS_FILE, FAILED_FILE, Check, Failure, Job, Progress, read_job
+from dcpbench.jobs import CHECKS_FILE, FAILED_FILE, Failure, Job, Progress, decode_check, read_job
 from dcpbench.launch import blame
-from dcpbench.records import RECORDS_FILE, SCHEMA_VERSION, Point, Record
+from dcpbench.records import RECORDS_FILE, UNREADABLE, Point, Record, decode
 from dcpbench.reports.clip import cut
 from dcpbench.sweep import point_name
 from dcpbench.syncs.words import plain
 from dcpbench.top.tail import Tail
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 T = TypeVar("T")
@@ -35,8 +35,7 @@ LONGEST = 300
 SHOWN = 50
 """Finished points that are kept in full."""
 VERIFY = "verify"
-_events, _checks = msgspec.json.Decoder(Progress), msgspec.json.Decoder(Check)
-_records = msgspec.json.Decoder(Record)
+_events = msgspec.json.Decoder(Progress)
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,12 +127,12 @@ class Facts:
             self._forget()
         self._look_for_jobs()
         for found in self.jobs.values():
-            for event in self._decoded(found.events, _events):
+            for event in self._decoded(found.events, _events.decode):
                 found.see(event)
         for tail in self._records:
-            for record in self._decoded(tail, _records):
+            for record in self._decoded(tail, decode):
                 self._take(record)
-        self.wrong += sum(not check.ok for check in self._decoded(self._checks, _checks))
+        self.wrong += sum(not check.ok for check in self._decoded(self._checks, decode_check))
 
     @property
     def newest(self) -> JobFacts | None:
@@ -144,7 +143,7 @@ class Facts:
         """What a rank of the newest job died of, or nothing."""
         found = []
         for path in sorted(self.folder.glob("error-*.json")):
-            with contextlib.suppress(OSError, msgspec.DecodeError):
+            with contextlib.suppress(OSError, *UNREADABLE):
                 found.append(msgspec.json.decode(path.read_bytes(), type=Failure))
         cause = blame(found)
         return inert(f"rank {cause.rank}: {cause.kind}: {cause.message}") if cause else ""
@@ -169,13 +168,11 @@ class Facts:
             name = path.name.removeprefix("job-").removesuffix(".json")
             self.jobs[path.name] = JobFacts(job, began, Tail(self.folder / f"progress-{name}.jsonl"))
 
-    def _decoded(self, tail: Tail, decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
+    def _decoded(self, tail: Tail, decoded: Callable[[bytes], T]) -> Iterator[T]:
         for line in tail.lines():
             try:
-                found = decoder.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                found = None
-            if found is None or getattr(found, "schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
+                found = decoded(line)
+            except UNREADABLE:
                 self.unread[tail.path.name] = self.unread.get(tail.path.name, 0) + bool(line.strip())
             else:
                 yield found

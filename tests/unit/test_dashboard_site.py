@@ -375,6 +375,21 @@ class TestBuildingAgain:
         }
         assert site.index(tmp_path / "site").encode() in before["index.html"]
 
+    def test_a_run_that_is_deleted_after_it_was_read_costs_only_its_page(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It goes while the page of the run before it is made."""
+        runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
+
+        def report(*_: object) -> str:
+            shutil.rmtree(runs / "run-001")
+            return ""
+
+        monkeypatch.setattr(pages, "_report", report)
+        built = site.build(runs, tmp_path / "site")
+        assert built.skipped == ["run-001: no page, because its records are gone since they were read"]
+        assert [p.name for p in (tmp_path / "site" / "runs").iterdir()] == ["run-000"]
+
     def test_a_report_that_fails_costs_only_its_page(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pages, "_report", lambda _, run: f"{run.name}: no page, because of a bug")
         runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpbench.errors import OutputError, UsageError
+from dcpbench.errors import OutputError, RecordsError, UsageError
 from dcpbench.exports import vllm as to_vllm
 from dcpbench.imports import Told, import_files, metrics, sglang, vllm
 from dcpbench.imports.documents import Document
@@ -182,6 +182,12 @@ class TestPoint:
         assert record.point.layout_name == "tp8·dp2·dcp2"
         with pytest.raises(UsageError, match="says tp 8, dp 2, dcp 2; leave --tp"):
             imported(tmp_path, "vllm", files.vllm(**degrees), tp=4)
+
+    def test_a_layout_that_nothing_can_have_run_on_is_not_written(self, tmp_path: Path) -> None:
+        """dcp 3 of 4 ranks; a record of it could not be read."""
+        degrees = {"tensor_parallel_size": "4", "decode_context_parallel_size": "3"}
+        with pytest.raises(RecordsError, match=r"says a layout that cannot be.*--dcp 3 does not divide --tp 4"):
+            imported(tmp_path, "vllm", files.vllm(**degrees))
 
     @pytest.mark.parametrize(
         ("changes", "arrival", "rate", "concurrency"),

@@ -24,11 +24,18 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 class TestDegrees:
+    def test_no_layout_of_more_ranks_than_there_are_is_looked_for(self) -> None:
+        """1,000,000,007 is prime: whoever tries its divisors one by one does not come back."""
+        with pytest.raises(LayoutError, match="--tp 1000000007 is more than"):
+            valid_layouts(SHAPES["tiny"], 1_000_000_007)
+
     @pytest.mark.parametrize(
         ("degrees", "says"),
         [
             ({"tp": 0}, "--tp 0 is not a positive number"),
             ({"tp": 8, "dcp": -1}, "--dcp -1 is not a positive number"),
+            ({"tp": 1000000007, "dcp": 2}, "--tp 1000000007 is more than the 65,536 ranks that a layout can have"),
+            ({"tp": 8, "dcp": 1000000007}, "--dcp 1000000007 is more than the 65,536 ranks"),
             ({"tp": 8, "dp": 3}, "--dp 3 does not divide --tp 8; with --tp 8 these do: 1, 2, 4, 8."),
             ({"tp": 8, "dcp": 3}, "--dcp 3 does not divide --tp 8; these do: 1, 2, 4, 8."),
             ({"tp": 8, "dp": 4, "dcp": 4}, "--dcp 4 does not divide --tp 8 / --dp 4 = 2; these do: 1, 2."),

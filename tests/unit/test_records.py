@@ -1,5 +1,8 @@
 """Records survive the disk; a line cut short costs that line only; everything else that is wrong is said."""
 
+import io
+import json
+import zlib
 from pathlib import Path
 
 import msgspec
@@ -7,7 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcpbench.choice_records import Choice, Tried
 from dcpbench.errors import LayoutError, RecordsError
+from dcpbench.jobs import CHECKS_FILE, Check, read_checks, write_checks
+from dcpbench.layout import Layout
 from dcpbench.records import (
     ASIDE_FILE,
     RECORDS_FILE,
@@ -18,8 +24,13 @@ from dcpbench.records import (
     Point,
     Record,
     RecordFile,
+    cut_short,
+    iter_records,
     read_records,
+    records_in,
 )
+from tests.unit import record_builder as build
+from tests.unit import serve_record_builder as serve
 
 POINT = Point(model="tiny", tp=8, dcp=8, concurrency=4, context=128, exchange="ag_rs", backend="triton", dtype="fp32")
 FULL = Record(
@@ -127,6 +138,121 @@ class TestCutShort:
         assert read_records(tmp_path) == [FULL, FULL]
 
 
+class TestPowerCut:
+    """Where the size of a file reached the disk and its last bytes did not, NULs stand in their place."""
+
+    @pytest.mark.parametrize("half", [b"", b'{"schema_ver', msgspec.json.encode(FAILED)[:200]], ids=["", "a", "b"])
+    @pytest.mark.parametrize("nuls", [1, 4096], ids=["one", "a page"])
+    def test_nuls_at_the_end_are_a_line_cut_short(self, half: bytes, nuls: int, tmp_path: Path) -> None:
+        path = written(tmp_path, FULL)
+        with path.open("ab") as f:
+            f.write(half + bytes(nuls))
+        assert read_records(tmp_path) == [FULL]
+        assert cut_short(tmp_path), "and said"
+
+        RecordFile(tmp_path).append(FAILED)
+        assert read_records(tmp_path) == [FULL, FAILED]
+        assert (tmp_path / ASIDE_FILE).read_bytes() == half + b"\n"
+
+    def test_a_whole_line_before_nuls_lacks_its_newline_alone_and_is_kept(self, tmp_path: Path) -> None:
+        path = written(tmp_path, FULL, FAILED)
+        path.write_bytes(path.read_bytes().rstrip(b"\n") + bytes(100))
+        assert read_records(tmp_path) == [FULL, FAILED]
+        RecordFile(tmp_path).append(FULL)
+        assert read_records(tmp_path) == [FULL, FAILED, FULL]
+
+    def test_nuls_before_another_line_are_damage(self, tmp_path: Path) -> None:
+        path = written(tmp_path, FULL, FAILED)
+        first, second, _ = path.read_bytes().split(b"\n")
+        path.write_bytes(first + b"\n" + bytes(100) + second + b"\n")
+        with pytest.raises(RecordsError, match=r"records\.jsonl, line 2: "):
+            read_records(tmp_path)
+
+
+EVERYTHING = msgspec.structs.replace(
+    build.ok(build.point(Layout(4, 1, 4)), steps=9, reason="a reason", detail={"log": "last lines\nof JOB*"}),
+    serve=serve.served(serve.point(Layout(4, 1, 4))).serve,
+    choice=Choice(backend="triton", exchange="symm", candidates=[Tried(backend="triton", exchange="symm")]),
+)
+"""A record with each of its parts, and letters that are one bit away from a newline."""
+
+
+class TestChecksum:
+    """A line of its own begins with "checked" and ends with the CRC-32 of what stands before its last field."""
+
+    @pytest.mark.parametrize("behind", [b"", msgspec.json.encode(FULL) + b"\n"], ids=["last", "a line behind"])
+    def test_every_single_flipped_bit_is_noticed(self, behind: bytes, tmp_path: Path) -> None:
+        """Of the line of a full record, its keys, checksum and newline too: refused, with the file and the line."""
+        path = written(tmp_path, EVERYTHING)
+        line = path.read_bytes()
+        unnoticed = []
+        for bit in range(len(line) * 8):
+            flipped = bytearray(line)
+            flipped[bit // 8] ^= 1 << bit % 8
+            try:
+                found = list(records_in(io.BytesIO(flipped + behind), path))
+            except RecordsError as e:
+                assert str(e).startswith(f"{path}, line "), str(e)  # noqa: PT017 - of each
+            else:
+                unnoticed.append((bit, len(found)))
+        assert list(records_in(io.BytesIO(line), path)) == [EVERYTHING], "as it is, it is read"
+        assert unnoticed == []
+
+    def test_it_is_the_crc_32_of_all_before_its_own_field(self, tmp_path: Path) -> None:
+        """One JSON object, so that jq reads it, and the field is there under its name."""
+        line = written(tmp_path, FULL).read_bytes()
+        body = line[: line.index(b',"crc32"')]
+        assert json.loads(line)["crc32"] == f"{zlib.crc32(body):08x}"
+        assert json.loads(line)["checked"] == "crc32"
+        assert list(json.loads(line))[1:3] == ["schema_version", "point"]
+
+    def test_a_reader_that_knows_no_checksums_reads_the_line(self, tmp_path: Path) -> None:
+        assert msgspec.json.decode(written(tmp_path, FULL).read_bytes(), type=Record) == FULL
+
+    def test_lines_without_one_are_read_as_ever_beside_lines_that_have_one(self, tmp_path: Path) -> None:
+        (tmp_path / RECORDS_FILE).write_bytes(msgspec.json.encode(FULL) + b"\n")
+        written(tmp_path, FAILED)
+        assert read_records(tmp_path) == [FULL, FAILED]
+
+    def test_damage_is_said_with_the_file_the_line_and_what_to_do(self, tmp_path: Path) -> None:
+        path = written(tmp_path, FULL, FULL)
+        path.write_bytes(path.read_bytes().replace(b'"concurrency":4', b'"concurrency":5', 1))
+        with pytest.raises(RecordsError) as raised:
+            read_records(tmp_path)
+        assert str(raised.value) == (
+            f"{path}, line 1: its checksum (crc32) is not that of the line: some of it was damaged after it was "
+            "written. Put a copy of the file in its place, or take the line out, and measure its point again with "
+            "--resume. Where it was changed on purpose, take the checksums out: jq -c 'del(.checked, .crc32)' FILE."
+        )
+
+    def test_nothing_of_a_damaged_line_is_decoded(self, tmp_path: Path) -> None:
+        """Brackets nested deep would be complained of by the decoder."""
+        path = written(tmp_path, FULL)
+        path.write_bytes(path.read_bytes().replace(b'"marks":["cpu"]', b'"marks":' + b"[" * 10**5))
+        with pytest.raises(RecordsError, match="its checksum"):
+            read_records(tmp_path)
+
+    def test_a_line_that_another_program_wrote_anew_says_how_to_do_without(self, tmp_path: Path) -> None:
+        """Its bytes are others, so that nobody can say whether its values are the same."""
+        path = written(tmp_path, FULL)
+        fields = json.loads(path.read_bytes())
+        path.write_text(json.dumps(fields) + "\n")
+        with pytest.raises(RecordsError, match=r"line 1: another program wrote it anew.*jq -c"):
+            read_records(tmp_path)
+        del fields["checked"], fields["crc32"]
+        path.write_text(json.dumps(fields) + "\n")
+        assert read_records(tmp_path) == [FULL]
+
+    @given(cut=st.integers(1, 400), nuls=st.booleans())
+    def test_wherever_a_sealed_line_is_cut_at_the_end_of_the_file_it_is_cut_short(
+        self, cut: int, nuls: bool, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        folder = tmp_path_factory.mktemp("run")
+        path = written(folder, FULL, FAILED)
+        path.write_bytes(path.read_bytes()[: -1 - cut] + bytes(9 * nuls))
+        assert (read_records(folder), cut_short(folder)) == ([FULL], True)
+
+
 class TestDamage:
     @pytest.mark.parametrize("damage", [b'{"half', b"\xff\xfe", b"[]", b"{}", b'{"a": 1}', b"7"], ids=repr)
     def test_damage_before_the_last_line_is_an_error_with_its_line_number(self, damage: bytes, tmp_path: Path) -> None:
@@ -176,8 +302,9 @@ def test_a_record_of_our_own_names_no_origin(path: Path) -> None:
 
 
 def test_a_record_written_today_is_the_same_bytes_when_it_is_read_and_written_again(tmp_path: Path) -> None:
-    line = written(tmp_path, FULL).read_bytes().rstrip(b"\n")
-    assert msgspec.json.encode(read_records(tmp_path)[0]) == line
+    line = written(tmp_path, FULL).read_bytes()
+    (tmp_path / "again").mkdir()
+    assert written(tmp_path / "again", *read_records(tmp_path)).read_bytes() == line
 
 
 def test_an_import_names_its_origin_and_keeps_it(tmp_path: Path) -> None:
@@ -193,3 +320,53 @@ def test_a_layout_that_nobody_knows_says_so() -> None:
     assert unknown.layout_name == "layout unknown"
     assert POINT.layout_name == "tp8·dcp8"
     assert msgspec.structs.replace(POINT, tp=4, dcp=3).layout_name == "tp4·dp1·dcp3", "as it was asked for"
+
+
+CHECK = Check(
+    name="tokens", layout="tp2·dcp2", backend="triton", exchange="ag_rs", dtype="fp32", error=0.0, limit=0.0, ok=True
+)
+
+
+class TestChecks:
+    """Of `verify`, which leaves them line by line as records are."""
+
+    def test_what_is_written_is_read_back(self, tmp_path: Path) -> None:
+        assert read_checks(tmp_path) == []
+        for _ in range(2):
+            write_checks(tmp_path, [CHECK, CHECK])
+        assert read_checks(tmp_path) == [CHECK] * 4
+
+    def test_a_check_that_turned_right_on_the_disk_is_noticed(self, tmp_path: Path) -> None:
+        write_checks(tmp_path, [CHECK, msgspec.structs.replace(CHECK, ok=False)])
+        path = tmp_path / CHECKS_FILE
+        path.write_bytes(path.read_bytes().replace(b'"ok":false', b'"ok":true'))
+        with pytest.raises(RecordsError, match=r"checks\.jsonl, line 2: its checksum.*Repeat the verification"):
+            read_checks(tmp_path)
+
+    def test_one_without_a_checksum_is_read(self, tmp_path: Path) -> None:
+        (tmp_path / CHECKS_FILE).write_bytes(msgspec.json.encode(CHECK) + b"\n")
+        assert read_checks(tmp_path) == [CHECK]
+
+
+class TestDeleted:
+    """A run's folder that goes away while it is read."""
+
+    def test_its_end_cannot_be_read(self, tmp_path: Path) -> None:
+        with pytest.raises(RecordsError, match=r"gone.* cannot be read: .*No such file.*name another folder"):
+            cut_short(tmp_path / "gone")
+
+    def test_a_file_that_goes_between_the_look_and_the_reading_is_told(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It was there when it was asked for."""
+        monkeypatch.setattr(Path, "is_file", lambda _: True)
+        with pytest.raises(RecordsError, match=r"records\.jsonl.* cannot be read: .*No such file"):
+            read_records(tmp_path / "records.jsonl")
+
+    def test_one_that_is_open_is_read_to_its_end(self, tmp_path: Path) -> None:
+        path = written(tmp_path, FULL, FAILED)
+        found = iter_records(tmp_path)
+        assert next(found) == FULL
+        path.unlink()
+        tmp_path.rmdir()
+        assert list(found) == [FAILED]

@@ -187,6 +187,50 @@ class TestSamples:
         with pytest.raises(RecordsError, match="no point"):
             samples_point(tmp_path / "other.parquet")
 
+    def test_no_damage_makes_other_samples_of_them(self, tmp_path: Path) -> None:
+        """Whatever byte is changed, the file cannot be read, or it says what was written."""
+        requests = [build.request(0, outputs=2), build.request(1, inputs=2000), build.request(2)]
+        traffic, _ = build.serve(requests, concurrency=2, until_s=9)
+        written = rows(traffic.samples)
+        path = tmp_path / write_samples(tmp_path, POINT, written)
+        whole = path.read_bytes()
+        refused = 0
+        for place in range(0, len(whole), 23):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+            try:
+                assert read_samples(path) == written
+            except RecordsError:
+                refused += 1
+        assert refused > len(whole) // 50, "and most of it is read"
+
+    def test_samples_that_were_changed_after_they_were_written_are_told(self, tmp_path: Path) -> None:
+        """A file that is whole, and holds another time: 2 s became 3."""
+        import pyarrow.parquet as pq
+
+        traffic, _ = build.serve([build.request(0, outputs=2)], concurrency=1)
+        path = tmp_path / write_samples(tmp_path, POINT, rows(traffic.samples))
+        table = pq.read_table(path)
+        changed_times = table.set_column(table.schema.get_field_index("end_s"), table.schema.field("end_s"), [[3.0]])
+        pq.write_table(changed_times, path)
+        with pytest.raises(RecordsError, match=r"its checksum.*repeat the sweep"):
+            read_samples(path)
+
+    @pytest.mark.parametrize("left", [1, 100, -1, -8])
+    def test_a_file_that_was_cut_short_is_told(self, left: int, tmp_path: Path) -> None:
+        path = tmp_path / write_samples(tmp_path, POINT, [])
+        path.write_bytes(path.read_bytes()[:left])
+        with pytest.raises(RecordsError, match="cannot be read as samples"):
+            read_samples(path)
+
+    def test_files_of_the_first_version_have_no_checksum_and_are_read(self, tmp_path: Path) -> None:
+        import pyarrow.parquet as pq
+
+        traffic, _ = build.serve([build.request(0, outputs=2)], concurrency=1)
+        path = tmp_path / write_samples(tmp_path, POINT, rows(traffic.samples))
+        told = {b"dcpbench.samples_version": b"1", POINT_KEY: POINT.key()}
+        pq.write_table(pq.read_table(path).replace_schema_metadata(told), path)
+        assert read_samples(path) == rows(traffic.samples)
+
     def test_a_folder_that_cannot_be_written_is_told(self, tmp_path: Path) -> None:
         (tmp_path / "samples").touch()
         with pytest.raises(OutputError, match="another folder"):

@@ -75,6 +75,47 @@ def test_nonsense_in_a_file_is_a_usage_error(tmp_path: Path, name: str, text: st
         make_spec(read_options(path), CPU)
 
 
+LAUGHS = "tp: [&a [8,8,8,8,8,8,8,8,8], " + ", ".join(
+    f"&{name} [{','.join([f'*{last}'] * 9)}]" for last, name in zip("abcdefghij", "bcdefghijk", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.yaml", f"model: tiny\n{LAUGHS}]\n", r"a\.yaml, line 2: options are read without aliases, and \*a is one"),
+        ("a.yaml", "one: &one {tp: 4}\n<<: *one\n", "line 2: options are read without aliases"),
+        ("a.yaml", "tp: &a 4\n", ""),
+        ("a.yaml", "tp: " + "[" * 9_000, "is not valid YAML: it is nested too deep"),
+        ("a.toml", "tp = " + "[" * 9_000, "is not valid TOML: it is nested too deep"),
+        ("a.yaml", "tp: " + "9" * 10_000, "is not valid YAML: Exceeds the limit"),
+        ("a.toml", "tp = " + "9" * 10_000, "is not valid TOML: Exceeds the limit"),
+        ("a.yaml", "tp: 1" + ":59" * 3_000, r"--tp \(a number of [\d,]+ bits\) is above 1e\+15"),
+        ("a.toml", "tp = 0x" + "f" * 9_000, r"--tp \(a number of 36,000 bits\) is above 1e\+15"),
+        ("a.toml", "seconds = " + "9" * 400, r"--seconds \(a number of [\d,]+ bits\) is above 1e\+15"),
+        ("a.toml", "seconds = 1e300", r"--seconds 1e\+300 is above 1e\+15"),
+        ("a.toml", f"kv_memory = '{'9' * 70}GiB'", r"--kv-memory 9+GiB is above 1e\+15"),
+        ("a.toml", "kv_memory = " + "9" * 400, r"--kv-memory \(a number of [\d,]+ bits\): not a size"),
+        ("a.yaml", "tp: 2026-99-99", "is not valid YAML: month must be in"),
+        ("a.yaml", "model: " + "x" * 9_000, r"--model x+… has 9,000 characters"),
+        ("a.yaml", "tp: 4\n" + "#" * 70_000, "options fit into 65,536"),
+    ],
+    ids=[
+        "aliases", "merge-key", "anchor-alone", "deep-yaml", "deep-toml", "digits-yaml", "digits-toml", "base-60",
+        "hexadecimal", "seconds-integer", "seconds-float", "bytes", "bytes-integer", "date", "long-name", "long-file",
+    ],
+)  # fmt: skip
+def test_what_no_option_can_be_is_said_at_once(tmp_path: Path, name: str, text: str, words: str) -> None:
+    """600 bytes of aliases stand for 9¹¹ numbers; an anchor that nothing repeats is harmless."""
+    path = tmp_path / name
+    path.write_text(text)
+    if not words:
+        assert make_spec(read_options(path), CPU).tp == (4,)
+        return
+    with pytest.raises(UsageError, match=words):
+        make_spec(read_options(path), CPU)
+
+
 def test_a_missing_or_binary_file_is_a_usage_error(tmp_path: Path) -> None:
     """Both name the file."""
     (tmp_path / "b.toml").write_bytes(b"\xff\xfe\x00")

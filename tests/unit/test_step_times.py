@@ -298,6 +298,42 @@ class TestFile:
         with pytest.raises(RecordsError, match=r"nothing\.json"):
             read_step_times(tmp_path / "nothing.json")
 
+    @pytest.mark.parametrize(
+        ("case", "changes", "words"),
+        [
+            (Case(decodes=(Decodes(0, 1),)), {}, r"case\.decodes counts from 1 to 1,000,000,000, and not 0, 1"),
+            (Case(decodes=(Decodes(1, 10**30),)), {}, r"case\.decodes counts from 1 to 1,000,000,000"),
+            (Case(chunks=(Chunks(1, 0, 0),)), {}, r"case\.chunks counts from 1 to 1,000,000,000, and not 1, 0"),
+            (Case(chunks=(Chunks(10**9, 1, 0),)), {}, "its step has more than 1,048,576 requests"),
+            (Case(chunks=(Chunks(1, 1, -1),)), {}, "prefixes of 0 to 1,000,000,000 tokens"),
+            (Case(), {}, "its step does nothing"),
+            (Case(decodes=(Decodes(1, 1),), use="lines"), {}, "case.use is 'lines', none of line, gather, check"),
+            (Case(decodes=(Decodes(1, 1),)), {"samples_ms": [1e300]}, "no samples_ms, or times that are not positive"),
+            (Case(decodes=(Decodes(1, 1),)), {"host_ms": [-1.0]}, "its host_ms are no times"),
+        ],
+        ids=["no-rows", "huge", "no-tokens", "a-billion", "prefix", "nothing", "use", "time", "host"],
+    )  # fmt: skip
+    def test_cases_that_no_step_can_be_are_refused_by_their_number(
+        self, tmp_path, case: Case, changes: dict[str, object], words: str
+    ) -> None:
+        """Predictions divide by rows and by tokens."""
+        measured = Measured(**{"case": case, "samples_ms": [1.0], **changes})  # type: ignore[arg-type]
+        write_step_times(tmp_path / "x.json", msgspec.structs.replace(TIMES, cases=[measured]))
+        with pytest.raises(RecordsError, match=rf"x\.json, cases\[0\]: .*{words}.*measure again"):
+            read_step_times(tmp_path / "x.json")
+
+    def test_nesting_and_numbers_that_python_does_not_read_are_damage(self, tmp_path) -> None:
+        for text in ("[" * 100_000, '{"schema_version": 1e400}', '{"schema_version": ' + "9" * 10_000 + "}"):
+            (tmp_path / "x.json").write_text(text)
+            with pytest.raises(RecordsError, match=r"x\.json cannot be read as step times"):
+                read_step_times(tmp_path / "x.json")
+
+    def test_two_cases_of_the_same_work_are_refused(self, tmp_path) -> None:
+        """A line through two times at one place has no slope."""
+        write_step_times(tmp_path / "x.json", msgspec.structs.replace(TIMES, cases=[*TIMES.cases, *TIMES.cases[:1]]))
+        with pytest.raises(RecordsError, match="two cases of the same work"):
+            read_step_times(tmp_path / "x.json").check_errors()
+
     @pytest.mark.parametrize("samples", [[], [0.0], [-1.0, 2.0]], ids=["none", "zero", "negative"])
     def test_times_that_cannot_be_are_refused(self, tmp_path, samples: list[float]) -> None:
         path = tmp_path / "x.json"

@@ -250,11 +250,12 @@ def test_the_gpus_of_all_nodes_count() -> None:
     [
         ({"dcp": "3"}, "--dcp 3 does not divide --tp 4; these do: 1, 2, 4"),
         ({"dp": "3"}, "--dp 3 does not divide --tp 4"),
+        ({"tp": "1000000007", "dp": "3"}, "--tp 1000000007 is more than the 65,536 ranks"),
         ({"context": "163840"}, "--context can be up to 163839"),
         ({"model": "tiny", "tp": "2"}, "tiny has 32 + 16; use --backend triton"),
         ({"model": "tiny", "tp": "3", "backend": "triton"}, "tp/dp can be 1, 2, 4, 8"),
     ],
-    ids=["dcp-3", "dp-3", "context-too-long", "flashinfer-tiny", "heads-do-not-divide"],
+    ids=["dcp-3", "dp-3", "tp-1000000007", "context-too-long", "flashinfer-tiny", "heads-do-not-divide"],
 )
 def test_a_rejected_point_says_what_would_be_valid(options: dict[str, object], words: str) -> None:
     """Each reason ends with the next thing to type."""
@@ -272,6 +273,15 @@ def test_the_context_that_a_rejection_names_is_taken() -> None:
     taken, passed = expand(context="163839,163840", concurrency=1, baseline=False)
     assert taken.error is None
     assert "--context can be up to 163839" in str(passed.error)
+
+
+@pytest.mark.parametrize(
+    "options", [{"repeats": 10**9}, {"concurrency": [*range(1, 500)], "context": [*range(1, 500)]}]
+)
+def test_a_grid_of_more_points_than_a_report_reads_is_refused_before_it_is_made(options: dict[str, object]) -> None:
+    """499 × 499 = 249,001 points are more than 100,000; a billion would not fit in memory."""
+    with pytest.raises(UsageError, match="points are asked for, more than the 100,000 that a run can have"):
+        expand(**{"concurrency": 8, **options})
 
 
 def test_flashinfer_compares_in_half_precision_only() -> None:

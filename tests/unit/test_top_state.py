@@ -11,6 +11,7 @@ import pytest
 
 from dcpbench.jobs import Check, Failure
 from dcpbench.processes import COMMAND, NONE, WORKERS
+from dcpbench.records import Record, RecordFile
 from dcpbench.top.estimate import estimate
 from dcpbench.top.facts import LONGEST, Facts
 from tests.unit import top_builder as build
@@ -207,6 +208,15 @@ class TestFiles:
         assert found.now
         assert found.now.stage == "profile"
         assert found.unread == {"progress-tp2-0.jsonl": 3, "records.jsonl": 1, "job-tp4-0.json": 1}
+
+    def test_a_record_that_does_not_fit_its_checksum_is_counted_and_not_shown(self, tmp_path: Path) -> None:
+        build.job(tmp_path, FOUR)
+        RecordFile(tmp_path).append(Record(point=FOUR[0], outcome="failed", reason="it died"))
+        RecordFile(tmp_path).append(Record(point=FOUR[1], outcome="failed", reason="it died"))
+        path = tmp_path / "records.jsonl"
+        path.write_bytes(path.read_bytes().replace(b"it died", b"it dyed", 1))
+        found = build.state(tmp_path, 3)
+        assert (found.failed, found.unread) == (1, {"records.jsonl": 1})
 
     def test_a_run_that_starts_over_is_read_anew(self, tmp_path: Path) -> None:
         """--force removes job, events and records, and writes files of the same names."""

@@ -82,7 +82,7 @@ def read(path: Path) -> Baseline:
         ) from e
     except OSError as e:
         raise UsageError(f"The baseline {path} cannot be read ({e.strerror}).") from e
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as e:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise UsageError(f"{path} is no baseline ({e}); {AGAIN.format(path=path)}.") from e
     if baseline.baseline_version != VERSION:
         raise UsageError(

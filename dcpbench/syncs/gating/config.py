@@ -21,6 +21,7 @@ FILE = "pyproject.toml"
 TABLE = "[tool.dcpbench.syncs]"
 GLOBS = ("function", "range", "file")
 KEYS = ("allow", "max-per-step", "max-bubble-us", "baseline", "step-range")
+LONGEST_REASON = 300
 EXAMPLE = '{ function = "engine.sampler.*", reason = "tokens leave the GPU here", expires = 2026-12-31 }'
 
 
@@ -100,8 +101,10 @@ def _table(path: Path) -> Mapping[str, object] | None:
         return None
     except OSError as e:
         raise UsageError(f"{path} cannot be read ({e.strerror}).") from e
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise UsageError(f"{path} is not TOML: {e}.") from e
+    except RecursionError as e:
+        raise UsageError(f"{path} is not TOML: it is nested too deep.") from e
+    except ValueError as e:  # of TOML, of UTF-8, and of numbers that Python does not read
+        raise UsageError(f"{path} is not TOML: {str(e)[:LONGEST_REASON].rstrip('.')}.") from e
     for key in ("tool", "dcpbench"):
         inner = content.get(key)
         if not isinstance(inner, dict):
@@ -174,7 +177,10 @@ def _number(table: Mapping[str, object], key: str, where: str) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         _wrong(where, key, f"a number that is not negative, such as {key} = 2")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        _wrong(where, key, f"a number that a limit can be, such as {key} = 2")
 
 
 def _wrong(where: str, key: str, should: str) -> NoReturn:
@@ -182,4 +188,4 @@ def _wrong(where: str, key: str, should: str) -> NoReturn:
 
 
 def _listed(keys: list[str]) -> str:
-    return ("key " if len(keys) == 1 else "keys ") + ", ".join(keys)
+    return ("key " if len(keys) == 1 else "keys ") + ", ".join(keys)[:LONGEST_REASON]
