@@ -123,12 +123,20 @@ def blind(trace: TraceSummary) -> str:
             f"{trace.path} put nothing on the virtual GPU: let it use device='cuda', or give --assume-device where it "
             "names no device."
         )
+    if seen.damage:
+        return f"{trace.path} {'. It '.join(seen.damage)}."
     if not seen.complete:
         return (
             f"{trace.path} ends early or is damaged, so that syncs may be missing: record it again, with fewer steps."
         )
     if seen.detector != "scan":
         return ""
+    if seen.foreign:
+        return (
+            f"{trace.path} holds work of another accelerator than CUDA, HIP and XPU ({', '.join(seen.foreign)}), whose "
+            "waits are not known: check the program with `dcpbench syncs dry-run -- python PROGRAM`, or record it on "
+            "one of these."
+        )
     if not seen.gpu_events:
         return f"{trace.path} holds no GPU events: record with profile(activities=[CPU, CUDA]) on a machine with a GPU."
     if not seen.runtime_events:
