@@ -36,8 +36,8 @@ CATEGORIES = {
     "cuda_sync": "syncs", "xpu_sync": "syncs",
 }  # fmt: skip
 """Category of an event, in lower case, to the table it goes to. Names with a capital are those of 2021."""
-CAUSES = ("calls", "gpu", "syncs")
-"""Tables of which each event may be a wait or say what one was for: none of them may be lost in silence."""
+CAUSES = ("calls", "gpu", "syncs", "ranges")
+"""Tables of which each event may be a wait, or say for what or in which step: none of them may be lost in silence."""
 ACCELERATORS = re.compile(r"(?:async_)?(?:mtia|glow|hpu|npu|tpu|xla|xpu|neuron|musa|mlu|gcu|privateuse1)_", re.IGNORECASE)
 """Categories of other accelerators' events."""
 DRIVER = frozenset({"cuda_driver", "xpu_driver"})
@@ -171,7 +171,7 @@ class Builder:
     def _is_damaged(self, category: str) -> bool:
         """Whether it would be a category that is read, were one bit of it another."""
         if category not in self._damaged:
-            self._damaged[category] = one_bit_off(category.lower(), CATEGORIES)
+            self._damaged[category] = any(one_bit_off(word, CATEGORIES) for word in (category, category.lower()))
         return self._damaged[category]
 
     def _labels(self, events: Iterable[Event]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from dcpbench.syncs.traces.blocking import API_NAMES, SYNC_EVENTS, direction_of, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from numpy.typing import NDArray
 
@@ -94,6 +94,7 @@ def _unlinked(columns: Columns) -> list[str]:
     """What is wrong with the links of GPU work to the calls that caused it.
 
     Ids that several calls share, one after the other, link nothing: runtime calls share theirs only with calls within.
+    A launch of one kernel copies nothing.
     """
     gpu, calls = columns.tables["gpu"], columns.tables["calls"]
     if not len(gpu) or not len(calls):
@@ -105,6 +106,9 @@ def _unlinked(columns: Columns) -> list[str]:
     shared = _shared(calls.start[order], calls.end[order], ids)
     if len(shared):
         linked &= ~np.isin(gpu.correlation, shared)
+    launches = _names_with(columns, calls.name, lambda name: "LaunchKernel" in name)
+    copies = _names_with(columns, gpu.name, lambda name: bool(direction_of(name)))
+    linked &= ~(launches[calls.name[order[at]]] & copies[gpu.name])
     said = []
     alone = int((~linked).sum())
     if alone > (1 - LINKED_SHARE) * len(gpu):
@@ -112,14 +116,22 @@ def _unlinked(columns: Columns) -> list[str]:
             f"does not tell of {alone:,} of its {len(gpu):,} GPU events which call caused them, so that copies that "
             "wait are not known: record it again, and one process in each trace"
         )
-    pageable = {n for n in np.unique(gpu.name[~linked]).tolist() if "pageable" in direction_of(columns.names[n])}
-    copies = int(np.isin(gpu.name[~linked], list(pageable)).sum()) if pageable else 0
-    if copies and not said:
+    waiting = _names_with(columns, gpu.name, lambda name: "pageable" in direction_of(name))
+    lost = int((waiting[gpu.name] & ~linked).sum())
+    if lost and not said:
         said.append(
-            f"holds {copies:,} copies from or to pageable memory without the call that made them and may have waited: "
+            f"holds {lost:,} copies from or to pageable memory without the call that made them and may have waited: "
             "record it again"
         )
     return said
+
+
+def _names_with(columns: Columns, used: NDArray[Any], test: Callable[[str], bool]) -> NDArray[np.bool_]:
+    """For each name by number whether it passes, where it is used at all."""
+    passes = np.zeros(len(columns.names), bool)
+    for number in np.unique(used).tolist():
+        passes[number] = test(columns.names[number])
+    return passes
 
 
 def _shared(start: NDArray[Any], end: NDArray[Any], ids: NDArray[Any]) -> NDArray[Any]:

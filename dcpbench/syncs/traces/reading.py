@@ -7,7 +7,6 @@ inside a string or a nested object does not decode, and the next place is tried.
 from __future__ import annotations
 
 import codecs
-import itertools
 import re
 import shlex
 import zlib
@@ -75,6 +74,7 @@ class Trouble(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(list[Event])
 _ONE = msgspec.json.Decoder(Event)
 _RAW = msgspec.json.Decoder(list[msgspec.Raw])
+_KEYS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for text that is none, is not UTF-8, or is nested too deeply."""
 _BLANK = b"\xef\xbb\xbf \t\r\n"
@@ -84,10 +84,10 @@ _ENDED = re.compile(r"trailing characters \(byte (\d+)\)")
 """How msgspec says where a whole array ends and something else begins."""
 _COMMA = re.compile(r"trailing comma in array \(byte (\d+)\)")
 """How it says where an array ends behind a comma too many."""
+CUT = "truncated"
+"""What it says of text that ends too early."""
 COMMAS = 4
 """Such commas that are looked past: one before the end of all events, and a few in an event beside it."""
-_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|["\[\]{}]', re.DOTALL)
-"""A string, a bracket, or the quote of a string that goes on beyond the text."""
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 NAMED = 3
 """Repaired strings that are kept as examples."""
@@ -226,6 +226,18 @@ def _end_of_array(text: bytearray) -> int:
     return 0
 
 
+def _object_of(text: bytes) -> tuple[Iterable[str] | None, bytes]:
+    """(keys of the object with which a text begins, what stands behind it); no keys where it is cut, None if not JSON."""
+    try:
+        return _KEYS.decode(text), b""
+    except NOT_JSON as e:
+        ended = _ENDED.search(str(e))
+        if not ended:
+            return (() if CUT in str(e) else None), b""
+        end = text.rindex(b"}", 0, int(ended[1]) - 1) + 1
+    return _object_of(text[:end])[0], text[end:]
+
+
 def is_something_else(path: Path) -> bool:
     """Whether a file is whole JSON that holds no events: a report or a config beside traces, say.
 
@@ -265,7 +277,7 @@ class TraceReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.trouble = Trouble()
-        self._within = 0
+        self._in_object = False
         found = _RANK_IN_NAME.findall(path.name)
         self.rank: int | None = int(found[-1]) if found else None
 
@@ -332,7 +344,7 @@ class TraceReader:
             if key:
                 rank = _RANK.search(text[: key.start()])
                 self.rank = int(rank[1]) if rank else self.rank
-                self._within = 1
+                self._in_object = True
                 return text[key.end() - 1 :]
             if len(head) > LARGEST_EVENT:
                 break
@@ -348,31 +360,27 @@ class TraceReader:
         with self.path.open("rb") as file:
             return file.read(2) == GZIP_MAGIC
 
-    def _leave(self, rest: bytes | bytearray, chunks: Iterable[bytes]) -> None:
+    def _leave(self, rest: bytearray, chunks: Iterable[bytes]) -> None:
         """Notes what stands behind the end of the trace. Its other keys are of no use, but for a second list of events.
 
         Reads to the end, where the checksum of a gzip file stands.
         """
-        depth, text = self._within, bytes(rest)
-        for chunk in itertools.chain((b"",), chunks):
-            if self.trouble.behind or len(text) > LARGEST_EVENT:
-                continue
-            text += chunk
-            used = 0
-            for token in _TOKEN.finditer(text) if depth else ():
-                if token[0] == b'"':
-                    break
-                used = token.end()
-                depth += (token[0] in b"{[") - (token[0] in b"}]")
-                if depth == 1 and token[0] == b'"traceEvents"':
-                    self.trouble.behind = "a second list of events"
-                if depth <= 0:
-                    break
-            depth = max(depth, 0)
-            text = text[used:] if depth else text[used:].lstrip(_BLANK + b"\0")
-            if text and not depth:
-                begins = text[:SHOWN_BYTES].decode("utf-8", "backslashreplace")
-                self.trouble.behind = f"more text behind its end, beginning {begins!r}"
+        for chunk in chunks:
+            if len(rest) <= LARGEST_EVENT:
+                rest += chunk
+        left = bytes(rest)
+        if self._in_object:
+            keys, left = _object_of(b'{"":0' + left)
+            if keys is None:
+                keys, left = _object_of(b'{"":0' + self._mended(bytes(rest)))
+            if keys is None:
+                left = bytes(rest)
+            elif "traceEvents" in keys:
+                self.trouble.behind = "a second list of events"
+        left = left.strip(_BLANK + b"\0")
+        if left:
+            begins = left[:SHOWN_BYTES].decode("utf-8", "backslashreplace")
+            self.trouble.behind = f"more text behind its end, beginning {begins!r}"
 
     def _take(self, buffer: bytearray) -> tuple[list[Event], int, bool]:
         """(events, bytes used after the first, whether the array ended) of as much of the buffer as is complete."""
