@@ -38,7 +38,9 @@ CATEGORIES = {
 """Category of an event, in lower case, to the table it goes to. Names with a capital are those of 2021."""
 CAUSES = ("calls", "gpu", "syncs", "ranges")
 """Tables of which each event may be a wait, or say for what or in which step: none of them may be lost in silence."""
-ACCELERATORS = re.compile(r"(?:async_)?(?:mtia|glow|hpu|npu|tpu|xla|xpu|neuron|musa|mlu|gcu|privateuse1)_", re.IGNORECASE)
+ACCELERATORS = re.compile(
+    r"(?:async_)?(?:mtia|glow|hpu|npu|tpu|xla|xpu|neuron|musa|mlu|gcu|privateuse1)(?:_|$)", re.IGNORECASE
+)
 """Categories of other accelerators' events."""
 DRIVER = frozenset({"cuda_driver", "xpu_driver"})
 _NO_ARGS = Args()
