@@ -54,7 +54,7 @@ def expand(names: Sequence[str], skipped: Callable[[Path], None] | None = None) 
 
 
 def each_text_once(paths: Sequence[Path], repeated: Callable[[Path, Path], None]) -> list[Path]:
-    """The files without links, copies and packed forms of an earlier one; `repeated` is told of (the copy, the first)."""
+    """The files without links, copies and packed forms of an earlier one; `repeated` is told of (this, the earlier)."""
     by_length: dict[int, list[Path]] = {}
     for path in paths:
         if path.is_file():  # a pipe cannot be looked at twice

@@ -14,7 +14,6 @@ import os
 import subprocess
 import tarfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +28,8 @@ from dcpbench.syncs.traces import reading
 from tests.unit.trace_builder import Trace, exit_code, scanned
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dcpbench.syncs.model import Report
 
 H200 = Path(__file__).parents[1] / "data" / "h200_stacks.trace.json.gz"
@@ -63,7 +64,10 @@ OTHER_FORMATS: dict[str, tuple[Callable[[bytes], bytes], str, str]] = {
     "tar.gz": (lambda text: gzip.compress(tarred(text)), "a tar archive", "tar -xf {file}`"),
     "xz": (lzma.compress, "packed with xz", "xz -dc < {file} > unpacked.json`"),
     "bz2": (bz2.compress, "packed with bzip2", "bzip2 -dc < {file} > unpacked.json`"),
-    "zstd": (lambda text: b"\x28\xb5\x2f\xfd" + text[:99], "packed with Zstandard", "zstd -dc < {file} > unpacked.json`"),
+    "zstd": (
+        lambda text: b"\x28\xb5\x2f\xfd" + text[:99], "packed with Zstandard",
+        "zstd -dc < {file} > unpacked.json`",
+    ),
     "gzip in gzip": (
         lambda text: gzip.compress(gzip.compress(text)), "packed with gzip, and what is in it is packed with gzip",
         "gzip -dc < {file} > unpacked`, then `gzip -dc < unpacked > unpacked.json`",
@@ -92,7 +96,10 @@ OTHER_FORMATS: dict[str, tuple[Callable[[bytes], bytes], str, str]] = {
         lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
         "a pointer of Git LFS and not the trace", "git lfs pull` in its repository",
     ),
-    "HTML": (lambda _: b"\n<!DOCTYPE html>\n<html>", "a web page (HTML) and not the trace", "curl -L -o trace.json.gz URL`"),
+    "HTML": (
+        lambda _: b"\n<!DOCTYPE html>\n<html>", "a web page (HTML) and not the trace",
+        "curl -L -o trace.json.gz URL`",
+    ),
 }  # fmt: skip
 """Kind -> (how it is made of a trace, what it is called, what to type)."""
 FORMATS = ("table", "json", "sarif", "junit", "github", "markdown")

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 SLACK = 1e-3
 """Counts per step are rounded in a baseline; a smaller difference is that."""
+DAMAGED = "ends early or is damaged, so that syncs may be missing: record it again, with fewer steps"
+"""Said of a trace that does not know more."""
 NAMED = 3
 """Sites that a message about a sum names."""
 
@@ -123,12 +125,8 @@ def blind(trace: TraceSummary) -> str:
             f"{trace.path} put nothing on the virtual GPU: let it use device='cuda', or give --assume-device where it "
             "names no device."
         )
-    if seen.damage:
-        return f"{trace.path} {'. It '.join(seen.damage)}."
     if not seen.complete:
-        return (
-            f"{trace.path} ends early or is damaged, so that syncs may be missing: record it again, with fewer steps."
-        )
+        return f"{trace.path} {'. It '.join(seen.damage or [DAMAGED])}."
     if seen.detector != "scan":
         return ""
     if seen.foreign:

@@ -159,7 +159,7 @@ def find_blocking(columns: Columns) -> Blocking:
 
 
 def _copies_of(calls: Table, gpu: Table, is_copy: NDArray[np.bool_]) -> Ints:
-    """Row in the GPU table of each call's copy, or -1. Other GPU work under the same id, of another process, is none."""
+    """Row in the GPU table of each call's copy, or -1. Other GPU work with the same id, of another process, is none."""
     copies = np.flatnonzero(is_copy[gpu.name]) if len(gpu) else np.zeros(0, np.int64)
     at = match(gpu.correlation[copies], calls.correlation)
     return np.where(at >= 0, copies[at], -1) if len(copies) else at

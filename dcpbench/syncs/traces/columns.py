@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dcpbench.syncs.traces.damage import one_bit_off
+from dcpbench.syncs.traces.damage import STEP, one_bit_off
 from dcpbench.syncs.traces.reading import Args, Event, Trouble
 
 if TYPE_CHECKING:
@@ -177,12 +177,12 @@ class Builder:
         return self._damaged[category]
 
     def _labels(self, events: Iterable[Event]) -> None:
-        """Thread names, from metadata events. What else has no category is none of a call or of GPU work, or damaged."""
+        """Thread names, from metadata events. Calls and GPU work, which have ids, and steps have lost a category."""
         for e in events:
             if e.ph == "M":
                 if e.name == "thread_name" and e.args is not None:
                     self.labels[self.thread[e.pid, e.tid]] = str(e.args.name)
-            elif not e.ph or (e.args is not None and e.args.correlation != NONE):
+            elif not e.ph or e.name.startswith(STEP) or (e.args is not None and e.args.correlation != NONE):
                 self.trouble.unreadable_events += 1
 
     def _columns(self, kind: str, events: list[Event]) -> None:
@@ -306,7 +306,8 @@ def _repeats(table: Table) -> NDArray[Any]:
         return rows
     by = np.lexsort(columns)
     same = np.logical_and.reduce([column[by[1:]] == column[by[:-1]] for column in columns])
-    return rows[by[1:][same]]
+    repeats: NDArray[Any] = rows[by[1:][same]]
+    return repeats
 
 
 def read_columns(

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from dcpbench.syncs.traces.columns import Columns
 
 LINKED_SHARE = 0.75
-"""Share of the GPU events whose call must be known. What was queued before the profiler began has none; in public traces
-that is up to an eighth."""
+"""Share of the GPU events whose call must be known. What was queued before the profiler began has none: up to an eighth
+in public traces."""
 NAMED = 3
 """Examples that a sentence names."""
 _COPIES = tuple(
@@ -28,7 +28,8 @@ _COPIES = tuple(
     for host in ("Pageable", "Pinned")
     for to, a, b in (("DtoH", "Device", host), ("HtoD", host, "Device"))
 )
-_STEP = re.compile(r"(.*?)\d+", re.DOTALL)
+STEP = "ProfilerStep#"
+_STEP = re.compile(r"(.*\D)\d+", re.DOTALL)
 
 
 def damages(columns: Columns) -> list[str]:
@@ -43,8 +44,8 @@ def damages(columns: Columns) -> list[str]:
         )
     if trouble.repaired:
         said.append(
-            f"holds text that is not JSON and was repaired ({_listed(trouble.repaired)}), so that calls may not be known "
-            "by their names: record it again"
+            f"holds text that is not JSON and was repaired ({_listed(trouble.repaired)}), so that calls may not be "
+            "known by their names: record it again"
         )
     if trouble.behind:
         said.append(f"goes on with {trouble.behind}, which was not read: scan each trace from a file of its own")
@@ -73,11 +74,11 @@ def _is_damaged(name: str) -> bool:
     """Whether a name that says nothing would be one that does, were a single bit another."""
     if kind_of(name) or name in SYNC_EVENTS:
         return False
-    step = _STEP.match(name)
+    step = _STEP.fullmatch(name)
     return (
         one_bit_off(name, API_NAMES) or one_bit_off(name, SYNC_EVENTS)
         or (name not in _COPIES and one_bit_off(name, _COPIES))
-        or (step is not None and one_bit_off(step[1], ("ProfilerStep#",)))
+        or (step is not None and one_bit_off(step[1], (STEP,)))
     )  # fmt: skip
 
 

@@ -227,7 +227,10 @@ def _end_of_array(text: bytearray) -> int:
 
 
 def _object_of(text: bytes) -> tuple[Iterable[str] | None, bytes]:
-    """(keys of the object with which a text begins, what stands behind it); no keys where it is cut, None if not JSON."""
+    """(keys of the object with which a text begins, what stands behind it).
+
+    No keys where the text ends within the object, None where it is not JSON.
+    """
     try:
         return _KEYS.decode(text), b""
     except NOT_JSON as e:
@@ -296,7 +299,7 @@ class TraceReader:
             raise TraceError(f"{self.path} cannot be read: {e.strerror or e}") from None
 
     def _looked_at(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
-        """The chunks; the first byte that is not UTF-8 is noted, as the decoder looks at no key and at no skipped text."""
+        """The chunks. The first byte that is not UTF-8 is noted, as the decoder looks at no key and no skipped text."""
         utf8, whole = codecs.getincrementaldecoder("utf-8")(), True
         for chunk in chunks:
             if not self.trouble.repaired and not (whole and chunk.isascii()):
