@@ -2,8 +2,8 @@
 
 Each trace here waits once, so that exit 0 would be a lie. Exhaustive over what makes up the wait; the rest is sampled.
 
-Where times decide whether a copy was held up, or whether a wait lies in warm-up, some flips are not noticed: see the second
-test.
+Where times decide whether a copy was held up, or whether a wait lies in warm-up, some flips are not noticed: see the
+second test.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ stands for 0, or for a stream of its own."""
 
 @pytest.mark.parametrize("kind", ["copy that is held up", "step"])
 def test_where_times_decide_only_times_streams_and_steps_can_change_unnoticed(kind: str, folder: Path) -> None:
-    """A copy from pageable memory is held up if it began after the work before it; a wait after the last step is none of
-    steady state.
+    """A copy from pageable memory is held up if it began after the work before it; a wait after the last step is none
+    of steady state.
     """
     data = text(trace_with(kind))
     assert answer(folder, data) == 1

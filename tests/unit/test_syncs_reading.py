@@ -133,7 +133,7 @@ class TestBrokenText:
         trace.call("cudaStreamSynchronize", 10, 90)
         report = scanned(tmp_path, trace.text().encode().replace(b"aStream", b"a\xd3tream"))
         (reason,) = judge(report, Gate(root=tmp_path)).reasons
-        assert r"repaired ('cuda\\xd3treamSynchronize')" in reason
+        assert r"repaired ('cuda\xd3treamSynchronize')" in reason
 
     @pytest.mark.parametrize("at", range(len("cudaStreamSynchronize")))
     @pytest.mark.parametrize("all_of_them", [True, False])
@@ -266,6 +266,14 @@ class TestBehindTheEnd:
         report = scanned(tmp_path, first[:-1] + b", " + second.lstrip(b"{"))
         assert exit_code(report, tmp_path) == 3
         assert "a second list of events" in report.traces[0].coverage.damage[0]
+
+    def test_more_behind_the_events_than_is_looked_at_is_told_of(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A second trace may stand behind it. The limit is 1 MiB here, and so is the padding."""
+        monkeypatch.setattr(reading, "LARGEST_EVENT", 1 << 20)
+        text = self.two()[0][:-1] + b', "extra": "' + b"x" * (2 << 20) + b'"}'
+        assert exit_code(scanned(tmp_path, text), tmp_path) == 3
 
     @pytest.mark.parametrize("end", [b"", b"\n", b"\0" * 600, b" \r\n\0"])
     def test_blanks_and_padding_are_nothing(self, end: bytes, tmp_path: Path) -> None:
@@ -411,7 +419,7 @@ class TestWrittenTwice:
         assert twice.sites == once.sites
         assert twice.totals.syncs == 2
         assert any(
-            note.startswith("15 events stand in the file a second time") for note in twice.traces[0].coverage.notes
+            note.startswith("Of 15 events that stand in the file once more") for note in twice.traces[0].coverage.notes
         )
 
     def test_waits_that_differ_in_one_thing_are_two(self, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from dcpbench.syncs.model import Coverage
 from dcpbench.syncs.traces.blocking import RUNTIMES
 from dcpbench.syncs.traces.damage import damages
+from dcpbench.syncs.words import counted
 
 if TYPE_CHECKING:
     from dcpbench.syncs.steps import Steps
@@ -51,7 +52,7 @@ def _read(columns: Columns) -> list[str]:
     if columns.trouble.not_numbers:
         notes.append("The file holds NaN or infinity, which JSON does not have; they were read as no number.")
     if columns.repeated:
-        notes.append(f"{columns.repeated:,} events stand in the file a second time, and were counted once.")
+        notes.append(f"Of {counted(columns.repeated, 'event')} that stand in the file once more, one each was counted.")
     return notes
 
 

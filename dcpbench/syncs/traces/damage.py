@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dcpbench.syncs.traces.blocking import API_NAMES, SYNC_EVENTS, direction_of, kind_of
+from dcpbench.syncs.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -39,9 +40,8 @@ def damages(columns: Columns) -> list[str]:
     if trouble.truncated:
         said.append("ends early, so that syncs may be missing: record it again, with fewer steps")
     if trouble.unreadable_events:
-        said.append(
-            f"holds {trouble.unreadable_events:,} events that could not be read and may be syncs: record it again"
-        )
+        events = counted(trouble.unreadable_events, "event")
+        said.append(f"holds {events} that could not be read, so that syncs may be missing: record it again")
     if trouble.repaired:
         said.append(
             f"holds text that is not JSON and was repaired ({_listed(trouble.repaired)}), so that calls may not be "
@@ -60,7 +60,7 @@ def damages(columns: Columns) -> list[str]:
 
 def _listed(names: Iterable[str]) -> str:
     first = list(itertools.islice(names, NAMED + 1))
-    return ", ".join(repr(name) for name in first[:NAMED]) + (", …" if len(first) > NAMED else "")
+    return ", ".join(f"'{name}'" for name in first[:NAMED]) + (", …" if len(first) > NAMED else "")
 
 
 def _names_read(columns: Columns) -> list[str]:
@@ -121,8 +121,8 @@ def _unlinked(columns: Columns) -> list[str]:
     lost = int((waiting[gpu.name] & ~linked).sum())
     if lost and not said:
         said.append(
-            f"holds {lost:,} copies from or to pageable memory without the call that made them and may have waited: "
-            "record it again"
+            f"does not tell which calls made {lost:,} of its copies from or to pageable memory, and they may have "
+            "waited: record it again"
         )
     return said
 

@@ -380,6 +380,8 @@ class TraceReader:
                 left = bytes(rest)
             elif "traceEvents" in keys:
                 self.trouble.behind = "a second list of events"
+            elif len(rest) > LARGEST_EVENT:
+                self.trouble.behind = f"more than {LARGEST_EVENT >> 20} MiB behind its events"
         left = left.strip(_BLANK + b"\0")
         if left:
             begins = left[:SHOWN_BYTES].decode("utf-8", "backslashreplace")
