@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import OutputError, UsageError
-from dcpbench.syncs.files import check_output, expand, write
+from dcpbench.syncs.files import check_output, each_text_once, expand, write
 from dcpbench.syncs.formats import PLAIN_WIDTH, check_format, github, markdown, render
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating.config import Allow, find_config, find_root
@@ -143,7 +143,7 @@ def baseline(traces: Sequence[str], options: GateOptions, output: Path | None, *
 def _scan(traces: Sequence[str], gate: Gate) -> Report:
     from dcpbench.syncs.scan import scan as read
 
-    paths = expand(traces, _skipped)
+    paths = each_text_once(expand(traces, _skipped), _repeated)
     with Progress() as progress:
         return read(paths, root=gate.root, step_range=gate.step_range, progress=progress)
 
@@ -151,6 +151,11 @@ def _scan(traces: Sequence[str], gate: Gate) -> Report:
 def _skipped(path: Path) -> None:
     """Says so, as whoever takes it for a trace would believe a clean report."""
     sys.stderr.write(f"note: {plain(str(path))} holds no events of a trace and is left out.\n")
+
+
+def _repeated(path: Path, first: Path) -> None:
+    """Says so, as a count for two ranks is expected to be that of two."""
+    sys.stderr.write(f"note: {plain(str(path))} holds the same trace as {plain(str(first))} and is counted once.\n")
 
 
 def _step_summary(report: Report) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import OutputError, TraceError, UsageError
-from dcpbench.syncs.traces.reading import is_something_else
+from dcpbench.syncs.traces.reading import GZIP_MAGIC, Trouble, is_something_else, read_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+GZIP_LENGTH = 4
+"""Bytes at the end of a gzip file that hold the length of its text."""
 SUFFIXES = (".json", ".json.gz")
 
 
@@ -48,6 +51,49 @@ def expand(names: Sequence[str], skipped: Callable[[Path], None] | None = None) 
         found |= dict.fromkeys(sorted(files, key=_natural))
     unique = {path.resolve(): path for path in reversed(found)}
     return list(reversed(unique.values()))
+
+
+def each_text_once(paths: Sequence[Path], repeated: Callable[[Path, Path], None]) -> list[Path]:
+    """The files without links, copies and packed forms of an earlier one; `repeated` is told of (this, the earlier)."""
+    by_length: dict[int, list[Path]] = {}
+    for path in paths:
+        if path.is_file():  # a pipe cannot be looked at twice
+            by_length.setdefault(_length(path), []).append(path)
+    copies: set[Path] = set()
+    for group in by_length.values():
+        firsts: dict[object, Path] = {}
+        for path in group if len(group) > 1 else ():
+            first = firsts.setdefault(_text_id(path), path)
+            if first is not path:
+                copies.add(path)
+                repeated(path, first)
+    return [path for path in paths if path not in copies]
+
+
+def _length(path: Path) -> int:
+    """Bytes of a file's text, modulo 2^32: gzip ends with them, so that files which differ need not be read."""
+    try:
+        with path.open("rb") as file:
+            packed = file.read(2) == GZIP_MAGIC
+            size = file.seek(0, 2)
+            if packed and size > GZIP_LENGTH:
+                file.seek(-GZIP_LENGTH, 2)
+                return int.from_bytes(file.read(), "little")
+            return size % (1 << 32)
+    except OSError:  # for the reader to say
+        return -1
+
+
+def _text_id(path: Path) -> object:
+    """Equal for files with the same text; the path itself where it cannot be read."""
+    digest = hashlib.blake2b()
+    try:
+        with path.open("rb") as file:
+            for chunk in read_chunks(path, file, Trouble()):
+                digest.update(chunk)
+    except (OSError, TraceError):
+        return path
+    return digest.digest()
 
 
 def _traces(files: Iterable[Path], name: str, skipped: Callable[[Path], None] | None) -> list[Path]:

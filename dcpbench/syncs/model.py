@@ -32,7 +32,11 @@ class Coverage(msgspec.Struct, kw_only=True):
     """Annotation that marks steps; empty where none was found."""
     unreadable_events: int = 0
     complete: bool = True
-    """False where the file ends early or parts of it could not be read."""
+    """False where the file ends early, parts of it could not be read, or it contradicts itself."""
+    damage: list[str] = []
+    """Why it is not complete: clauses that go on from the name of the trace, each with what to type."""
+    foreign: list[str] = []
+    """What accelerators left whose waits are not known: categories of events, or names of calls."""
     notes: list[str] = []
     """What this detector, or this trace, cannot show; one sentence each."""
 

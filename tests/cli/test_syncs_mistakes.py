@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -56,6 +57,19 @@ def test_ranges_that_could_mark_steps_are_listed_where_none_does(
     assert syncs("scan", str(here / "t.json"), "--format", "json") == 0
     (trace,) = json.loads(capsys.readouterr().out)["traces"]
     assert any("Ranges in this trace: 'decode' (1), 'sample' (1)." in note for note in trace["coverage"]["notes"])
+
+
+def test_a_trace_given_twice_is_counted_once_and_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A copy, and the packed form that lies beside it: one wait in all."""
+    trace = Trace().work()
+    trace.call("cudaStreamSynchronize", 0, 50)
+    for name, pack in (("a.json", bytes), ("b.json", bytes), ("a.json.gz", gzip.compress)):
+        (here / name).write_bytes(pack(trace.text().encode()))
+    assert syncs("scan", "a.json", "b.json", "a.json.gz", "--format", "json") == 1
+    out = capsys.readouterr()
+    assert json.loads(out.out)["totals"]["syncs"] == 1
+    for name in ("b.json", "a.json.gz"):
+        assert f"note: {name} holds the same trace as a.json and is counted once." in out.err
 
 
 def test_a_folder_that_is_gone_is_a_sentence(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

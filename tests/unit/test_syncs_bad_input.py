@@ -5,9 +5,15 @@ Everything goes through the command line as well, in which a traceback would be 
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import io
 import json
+import lzma
 import os
+import subprocess
+import tarfile
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +28,8 @@ from dcpbench.syncs.traces import reading
 from tests.unit.trace_builder import Trace, exit_code, scanned
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dcpbench.syncs.model import Report
 
 H200 = Path(__file__).parents[1] / "data" / "h200_stacks.trace.json.gz"
@@ -32,6 +40,68 @@ TRUE_TIMES = {
     if e["name"] in {"cudaStreamSynchronize", "cudaDeviceSynchronize"} or e.get("cat") == "cuda_sync"
 }  # fmt: skip
 TRUE_SITES = {s.fingerprint for s in scan([H200], root=H200.parent).sites}
+
+
+def zipped(text: bytes) -> bytes:
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w") as archive:
+        archive.writestr("inner.json", text)
+    return target.getvalue()
+
+
+def tarred(text: bytes) -> bytes:
+    target = io.BytesIO()
+    with tarfile.open(fileobj=target, mode="w") as archive:
+        member = tarfile.TarInfo("inner.json")
+        member.size = len(text)
+        archive.addfile(member, io.BytesIO(text))
+    return target.getvalue()
+
+
+OTHER_FORMATS: dict[str, tuple[Callable[[bytes], bytes], str, str]] = {
+    "zip": (zipped, "a zip archive", "unzip {file}`"),
+    "tar": (tarred, "a tar archive", "tar -xf {file}`"),
+    "tar.gz": (lambda text: gzip.compress(tarred(text)), "a tar archive", "tar -xf {file}`"),
+    "xz": (lzma.compress, "packed with xz", "xz -dc < {file} > unpacked.json`"),
+    "bz2": (bz2.compress, "packed with bzip2", "bzip2 -dc < {file} > unpacked.json`"),
+    "zstd": (
+        lambda text: b"\x28\xb5\x2f\xfd" + text[:99], "packed with Zstandard",
+        "zstd -dc < {file} > unpacked.json`",
+    ),
+    "gzip in gzip": (
+        lambda text: gzip.compress(gzip.compress(text)), "packed with gzip, and what is in it is packed with gzip",
+        "gzip -dc < {file} > unpacked`, then `gzip -dc < unpacked > unpacked.json`",
+    ),
+    "xz in gzip": (
+        lambda text: gzip.compress(lzma.compress(text)), "packed with gzip, and what is in it is packed with xz",
+        "gzip -dc < {file} > unpacked`, then `xz -dc < unpacked > unpacked.json`",
+    ),
+    "UTF-16": (
+        lambda text: text.decode().encode("utf-16"), "UTF-16 text",
+        "iconv -f UTF-16 -t UTF-8 < {file} > unpacked.json`",
+    ),
+    "UTF-16 without its mark": (
+        lambda text: text.decode().encode("utf-16-le"), "UTF-16 text",
+        "iconv -f UTF-16LE -t UTF-8 < {file} > unpacked.json`",
+    ),
+    "UTF-16, big end first": (
+        lambda text: text.decode().encode("utf-16-be"), "UTF-16 text",
+        "iconv -f UTF-16BE -t UTF-8 < {file} > unpacked.json`",
+    ),
+    "UTF-32": (
+        lambda text: text.decode().encode("utf-32"), "UTF-32 text",
+        "iconv -f UTF-32 -t UTF-8 < {file} > unpacked.json`",
+    ),
+    "Git LFS": (
+        lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
+        "a pointer of Git LFS and not the trace", "git lfs pull` in its repository",
+    ),
+    "HTML": (
+        lambda _: b"\n<!DOCTYPE html>\n<html>", "a web page (HTML) and not the trace",
+        "curl -L -o trace.json.gz URL`",
+    ),
+}  # fmt: skip
+"""Kind -> (how it is made of a trace, what it is called, what to type)."""
 FORMATS = ("table", "json", "sarif", "junit", "github", "markdown")
 
 
@@ -130,6 +200,34 @@ class TestNoTrace:
         path.write_bytes(data)
         assert command("scan", str(path)) == 2
         assert capsys.readouterr().err.startswith("error:")
+
+    @pytest.mark.parametrize("form", OTHER_FORMATS)
+    def test_what_it_is_instead_is_named_with_what_to_type(
+        self, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The suffix says nothing: all of them are called trace.json here."""
+        path = tmp_path / "trace.json"
+        pack, what, command_line = OTHER_FORMATS[form]
+        path.write_bytes(pack(TEXT))
+        assert command("scan", str(path)) == 2
+        said = capsys.readouterr().err
+        assert f"{path} is {what}: type `{command_line.format(file=path)}" in " ".join(said.split())
+        assert "traceEvents" not in said
+
+    @pytest.mark.skipif(os.name != "posix", reason="the commands are those of a POSIX shell")
+    @pytest.mark.parametrize("form", ["gzip in gzip", "UTF-16", "UTF-16 without its mark", "tar.gz", "xz in gzip"])
+    def test_what_is_to_be_typed_makes_a_trace_of_it(
+        self, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        path = tmp_path / "a trace.json"
+        path.write_bytes(OTHER_FORMATS[form][0](TEXT))
+        with pytest.raises(TraceError) as error:
+            scan([path], root=tmp_path)
+        for line in str(error.value).split("`")[1::2]:
+            subprocess.run(line, shell=True, check=True)  # noqa: S602 -- as a user would
+        (made,) = [p for p in tmp_path.iterdir() if p.name in {"unpacked.json", "inner.json"}]
+        assert {s.fingerprint for s in scan([made], root=tmp_path).sites} == TRUE_SITES
 
     @pytest.mark.parametrize(
         "data", [b"[]", b'{"traceEvents": []}', b"[{}]", b'[{"a": 1}, {"b": [1]}]', b"[", b'{"traceEvents": [']

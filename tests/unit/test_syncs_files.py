@@ -66,3 +66,35 @@ def test_a_folder_of_other_json_alone_is_an_error_that_names_one(tmp_path: Path)
     (tmp_path / "report.json").write_text("{}")
     with pytest.raises(TraceError, match=re.escape(f"{tmp_path} holds no Kineto trace") + ".*report.json"):
         files.expand([str(tmp_path)])
+
+
+class TestOneTraceUnderTwoNames:
+    """Its waits would count twice, as if two ranks had made them."""
+
+    @staticmethod
+    def once(folder: Path, *names: str) -> tuple[list[str], list[tuple[str, str]]]:
+        """(names that are kept, pairs of what is left out and the first with its text)."""
+        told: list[tuple[str, str]] = []
+        kept = files.each_text_once([folder / name for name in names], lambda a, b: told.append((a.name, b.name)))
+        return [path.name for path in kept], told
+
+    def test_links_and_copies_are_the_trace_itself(self, tmp_path: Path) -> None:
+        (tmp_path / "a.json").write_bytes(TRACE)
+        (tmp_path / "copy.json").write_bytes(TRACE)
+        (tmp_path / "hard.json").hardlink_to(tmp_path / "a.json")
+        (tmp_path / "soft.json").symlink_to(tmp_path / "a.json")
+        names = ("a.json", "copy.json", "hard.json", "soft.json")
+        assert self.once(tmp_path, *names) == (["a.json"], [(name, "a.json") for name in names[1:]])
+
+    def test_so_is_its_packed_form(self, tmp_path: Path) -> None:
+        (tmp_path / "a.json").write_bytes(TRACE)
+        (tmp_path / "a.json.gz").write_bytes(gzip.compress(TRACE))
+        assert self.once(tmp_path, "a.json", "a.json.gz") == (["a.json"], [("a.json.gz", "a.json")])
+
+    def test_what_differs_is_another_however_long_it_is(self, tmp_path: Path) -> None:
+        (tmp_path / "a.json").write_bytes(TRACE)
+        (tmp_path / "b.json").write_bytes(TRACE.replace(b'"ts": 1', b'"ts": 2'))
+        (tmp_path / "c.json").write_bytes(TRACE + b"\n")
+        (tmp_path / "bad.json.gz").write_bytes(gzip.compress(TRACE)[:20])
+        names = ("a.json", "b.json", "c.json", "bad.json.gz", "gone.json")
+        assert self.once(tmp_path, *names) == (list(names), [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import os
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpbench.errors import TraceError
+from dcpbench.syncs.gating.gate import Gate, judge
 from dcpbench.syncs.traces import reading
 from tests.unit.trace_builder import PAGEABLE, Trace, exit_code, mine, only, scanned, sync_with
 
@@ -114,15 +116,63 @@ class TestBrokenText:
         "name",
         [b"\xff\xfe", b"caf\xe9", b"C:\\dir", b"a\\", b"\\x41", b"\x01\x02", b"\\ud800", b"\\u12", b"\xc3", b"\x00"],
     )
-    def test_what_can_be_repaired_is(self, name: bytes, tmp_path: Path) -> None:
+    def test_what_can_be_repaired_is_and_the_trace_is_not_complete(self, name: bytes, tmp_path: Path) -> None:
+        """The events around it are read; what the name was nobody knows."""
         trace = Trace().work()
         trace.frame("NAME", 90, 200)
         trace.events.append(sync_with())
         report = scanned(tmp_path, trace.text().encode().replace(b"NAME", name + b"(1): f"))
         assert only(report).count == 1
         coverage = report.traces[0].coverage
-        assert coverage.complete
+        assert not coverage.complete
         assert any("repaired" in note for note in coverage.notes)
+
+    def test_a_name_that_was_repaired_is_shown(self, tmp_path: Path) -> None:
+        """Bit 7 of the S of cudaStreamSynchronize."""
+        trace = Trace().work()
+        trace.call("cudaStreamSynchronize", 10, 90)
+        report = scanned(tmp_path, trace.text().encode().replace(b"aStream", b"a\xd3tream"))
+        (reason,) = judge(report, Gate(root=tmp_path)).reasons
+        assert r"repaired ('cuda\xd3treamSynchronize')" in reason
+
+    @pytest.mark.parametrize("at", range(len("cudaStreamSynchronize")))
+    @pytest.mark.parametrize("all_of_them", [True, False])
+    def test_bit_7_in_the_name_of_the_calls_that_wait_is_not_clean(
+        self, at: int, all_of_them: bool, tmp_path: Path
+    ) -> None:
+        trace = Trace().work()
+        for n in range(3):
+            trace.item(100 * n, 100 * n + 50)
+        good = b"cudaStreamSynchronize"
+        bad = good[:at] + bytes([good[at] | 0x80]) + good[at + 1 :]
+        report = scanned(tmp_path, trace.text().encode().replace(good, bad, -1 if all_of_them else 1))
+        assert report.totals.syncs == (0 if all_of_them else 2)
+        assert exit_code(report, tmp_path) == (3 if all_of_them else 1)
+
+    @pytest.mark.parametrize("half", [r"\ud853", r"\udc53", r"\udc00\ud800", r"\ud800\u0041"])
+    def test_half_a_character_in_the_name_of_a_call_is_not_clean(self, half: str, tmp_path: Path) -> None:
+        trace = Trace().work()
+        trace.call("cudaStreamSynchronize", 10, 90)
+        report = scanned(tmp_path, trace.text().replace("aStream", f"a{half}tream"))
+        assert exit_code(report, tmp_path) == 3
+
+    def test_both_halves_of_a_character_are_one(self, tmp_path: Path) -> None:
+        """As json.dumps writes them, beside a number that makes the text be repaired."""
+        trace = Trace().work()
+        trace.frame("a.py(1): \U0001f600", 90, 200)
+        trace.events.append(sync_with(args={"correlation": 9, "x": float("nan")}))
+        report = trace.scan(tmp_path)
+        assert only(report).function == "\U0001f600"
+        assert report.traces[0].coverage.complete
+
+    @pytest.mark.parametrize("key", [b"n\xe1me", b"c\xe1t", b"p\xe8", b"\xe1rgs"])
+    def test_a_key_that_is_not_utf_8_is_not_clean(self, key: bytes, tmp_path: Path) -> None:
+        """The decoder skips keys that it does not know without a look at them."""
+        trace = Trace().work()
+        trace.call("cudaStreamSynchronize", 10, 90)
+        good = bytes(c & 0x7F for c in key)
+        head, _, tail = trace.text().encode().rpartition(b'"' + good + b'"')
+        assert exit_code(scanned(tmp_path, head + b'"' + key + b'"' + tail), tmp_path) in {1, 3}
 
     def test_escapes_that_are_right_survive_a_repair(self, tmp_path: Path) -> None:
         trace = Trace().work()
@@ -177,6 +227,206 @@ class TestBrokenText:
         except TraceError:
             return
         assert exit_code(report, folder) in {1, 3}
+
+
+class TestBehindTheEnd:
+    """What stands behind the root, and how a trace may end."""
+
+    @staticmethod
+    def two() -> tuple[bytes, bytes]:
+        """A clean trace, and one that waits."""
+        other = Trace().work()
+        other.call("cudaStreamSynchronize", 10, 90)
+        return Trace().work().text().encode(), other.text().encode()
+
+    @pytest.mark.parametrize("packed", [False, True])
+    @pytest.mark.parametrize("between", [b"", b"\n", b"\0\0"])
+    def test_a_second_trace_is_told_of_and_what_to_do(self, packed: bool, between: bytes, tmp_path: Path) -> None:
+        """`cat a.json b.json`, `cat a.json.gz b.json.gz`: the first alone is read, and is not clean."""
+        first, second = self.two()
+        data = gzip.compress(first) + gzip.compress(between + second) if packed else first + between + second
+        report = scanned(tmp_path, data)
+        assert report.sites == []
+        assert exit_code(report, tmp_path) == 3
+        (reason,) = judge(report, Gate(root=tmp_path)).reasons
+        assert 'more text behind its end, beginning \'{"schemaVersion"' in reason
+        assert reason.endswith("scan each trace from a file of its own.")
+
+    def test_a_second_trace_is_seen_behind_blocks_and_keys_of_the_first(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(reading, "BLOCK_BYTES", 300)
+        first, second = self.two()
+        first = first[:-1] + b', "extra": [' + b'{"a": "}]}"}, ' * 500 + b'{}], "traceName": "a"}'
+        assert scanned(tmp_path, first).traces[0].coverage.complete
+        assert exit_code(scanned(tmp_path, first + second), tmp_path) == 3
+
+    def test_a_second_list_of_events_is_told_of(self, tmp_path: Path) -> None:
+        first, second = self.two()
+        report = scanned(tmp_path, first[:-1] + b", " + second.lstrip(b"{"))
+        assert exit_code(report, tmp_path) == 3
+        assert "a second list of events" in report.traces[0].coverage.damage[0]
+
+    def test_more_behind_the_events_than_is_looked_at_is_told_of(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A second trace may stand behind it. The limit is 1 MiB here, and so is the padding."""
+        monkeypatch.setattr(reading, "LARGEST_EVENT", 1 << 20)
+        text = self.two()[0][:-1] + b', "extra": "' + b"x" * (2 << 20) + b'"}'
+        assert exit_code(scanned(tmp_path, text), tmp_path) == 3
+
+    @pytest.mark.parametrize("end", [b"", b"\n", b"\0" * 600, b" \r\n\0"])
+    def test_blanks_and_padding_are_nothing(self, end: bytes, tmp_path: Path) -> None:
+        """A file of a fixed size is filled up with zeros."""
+        assert scanned(tmp_path, self.two()[1] + end).traces[0].coverage.complete
+
+    def test_bytes_behind_gzip_data_are_counted_and_are_no_early_end(self, tmp_path: Path) -> None:
+        """The member is whole, and its events are all there."""
+        report = scanned(tmp_path, gzip.compress(self.two()[1]) + b"more" * 5)
+        assert only(report).count == 1
+        (damage,) = report.traces[0].coverage.damage
+        assert damage.startswith("goes on with 20 bytes that are no gzip, behind its gzip data, which was not read")
+
+    @pytest.mark.parametrize("comma", [",", ", ", ",\n  "])
+    @pytest.mark.parametrize("bare", [False, True])
+    def test_a_comma_behind_the_last_event_drops_none(self, comma: str, bare: bool, tmp_path: Path) -> None:
+        """As writers leave it that add one behind each event. Nothing is lost, so that nothing is said."""
+        trace = Trace().work()
+        trace.call("cudaStreamSynchronize", 10, 90)
+        text = json.dumps(trace.events) if bare else trace.text()
+        report = scanned(tmp_path, f"{comma}]".join(text.rsplit("]", 1)))
+        assert only(report).count == 1
+        assert report.traces[0].coverage.complete
+
+    def test_such_a_comma_is_seen_before_other_keys(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reading, "BLOCK_BYTES", 300)
+        trace = Trace().work()
+        trace.call("cudaStreamSynchronize", 10, 90)
+        text = trace.text().removesuffix("]}") + ',\n], "extra": [' + '{"a": 1}, ' * 500 + "{}]}"
+        report = scanned(tmp_path, text)
+        assert only(report).count == 1
+        assert report.traces[0].coverage.complete
+
+    def test_msgspec_says_where_an_array_ends_in_the_words_that_are_looked_for(self) -> None:
+        """Another wording would make good traces incomplete, never bad ones clean."""
+        for array, rest in (
+            (b'[{"a": 1}]', b'  , "b"'),
+            (b'[{"a": 1}   ]', b" x"),
+            (b"[[1], [2]]", b"]"),
+            (b"[]", b""),
+        ):
+            assert reading._end_of_array(bytearray(array + rest)) == len(array)
+        with_comma = bytearray(b'[{"a": [1]},\n] x')
+        assert reading._end_of_array(with_comma) == len(b'[{"a": [1]},\n]')
+        assert with_comma == b'[{"a": [1]} \n] x'
+
+
+class TestEventsThatAreNone:
+    """A part of an event is damaged so that it says nothing: it is counted, as it may have been a wait."""
+
+    @pytest.mark.parametrize(
+        ("key", "instead"), [('"ph"', '"qh"'), ('"X"', '"Y"'), ('"cat"', '"cau"'), ('"cuda_runtime"', '"cuda_runtimd"'),
+                             ('"name"', '"naoe"'), ('"cudaStreamSynchronize"', '"cudaStreamSynchronizd"')],
+    )  # fmt: skip
+    def test_a_wait_that_is_one_bit_off_makes_no_clean(self, key: str, instead: str, tmp_path: Path) -> None:
+        trace = Trace().work()
+        trace.call("cudaStreamSynchronize", 10, 90)
+        head, _, tail = trace.text().rpartition(key)
+        report = scanned(tmp_path, head + instead + tail)
+        assert report.sites == []
+        assert exit_code(report, tmp_path) == 3
+
+    def test_names_that_nobody_knows_are_no_damage(self, tmp_path: Path) -> None:
+        """Newer calls, calls that the profiler has no name for, and other tools' categories."""
+        trace = Trace().work()
+        for name in ("cudaNewCall_v13000", "INVALID", "cudaMemcpyBatchAsync", "cuMemFreeAsync"):
+            trace.call(name, 10, 20)
+        trace.add("my_tool", "span", 0, 5)
+        trace.events.append({"ph": "X", "name": "no category", "pid": 1, "tid": 1, "ts": 1, "dur": 1})
+        report = trace.scan(tmp_path)
+        assert report.traces[0].coverage.complete
+        assert exit_code(report, tmp_path) == 0
+
+
+class TestLinks:
+    """GPU work says by an id which call caused it."""
+
+    @pytest.mark.parametrize(("alone", "code"), [(0, 0), (2, 0), (3, 3), (8, 3)])
+    def test_work_without_its_call_is_a_reason_where_it_is_more_than_a_quarter(
+        self, alone: int, code: int, tmp_path: Path
+    ) -> None:
+        """Of eight kernels: two are a quarter, three are more."""
+        trace = Trace()
+        for n in range(8):
+            trace.kernel(100 * n, 100 * n + 10, 100 * n + 20)
+        for event in [e for e in trace.events if e["cat"] == "kernel"][:alone]:
+            event["args"]["correlation"] += 1000
+        report = trace.scan(tmp_path)
+        assert exit_code(report, tmp_path) == code
+        if code:
+            assert f"{alone} of its 8 GPU events" in judge(report, Gate(root=tmp_path)).reasons[0]
+
+    def test_a_copy_to_pageable_memory_without_its_call_is_one_by_itself(self, tmp_path: Path) -> None:
+        trace = Trace().work()
+        for n in range(20):
+            trace.kernel(100 * n, 100 * n + 10, 100 * n + 20)
+        trace.copy(PAGEABLE, (5000, 5090), (5080, 5085))
+        trace.events[-1]["args"]["correlation"] = 999
+        report = trace.scan(tmp_path)
+        assert mine(report) == []
+        assert exit_code(report, tmp_path) == 3
+
+    def test_copies_whose_ids_are_also_those_of_kernels_are_found(self, tmp_path: Path) -> None:
+        """Two processes in one trace, each of which counts from 1: eight copies wait, eight kernels come first."""
+        trace = Trace()
+        for n in range(8):
+            launch = trace.call("cudaLaunchKernel", 100 * n, 100 * n + 1, tid=1, correlation=n + 1)
+            trace.gpu("gemm", 100 * n + 10, 100 * n + 20, launch, stream=8)
+        for n in range(8):
+            copy = trace.call("cudaMemcpyAsync", 100 * n + 30, 100 * n + 90, tid=2, correlation=n + 1)
+            trace.gpu(PAGEABLE, 100 * n + 80, 100 * n + 85, copy, cat="gpu_memcpy", bytes=8)
+        report = trace.scan(tmp_path)
+        assert report.totals.syncs == 8
+        assert not report.traces[0].coverage.complete
+
+    def test_ids_that_several_calls_share_link_nothing(self, tmp_path: Path) -> None:
+        """All copies have the id of the first, which goes from GPU to GPU."""
+        trace = Trace().work()
+        for n in range(8):
+            trace.copy("Memcpy DtoD (Device -> Device)", (100 * n, 100 * n + 50), (100 * n + 20, 100 * n + 21))
+            trace.events[-1]["args"]["correlation"] = trace.events[-2]["args"]["correlation"] = 77
+        assert exit_code(trace.scan(tmp_path), tmp_path) == 3
+
+    def test_a_driver_call_within_a_runtime_call_may_share_its_id(self, tmp_path: Path) -> None:
+        trace = Trace()
+        for n in range(8):
+            launch = trace.call("cudaLaunchKernel", 100 * n, 100 * n + 9)
+            trace.call("cuLaunchKernel", 100 * n + 1, 100 * n + 8, cat="cuda_driver", correlation=launch)
+            trace.gpu("gemm", 100 * n + 10, 100 * n + 20, launch)
+        assert exit_code(trace.scan(tmp_path), tmp_path) == 0
+
+
+class TestWrittenTwice:
+    def test_events_that_are_the_same_in_everything_are_one(self, tmp_path: Path) -> None:
+        """Counts and chains of operators are those of the trace itself, and a note says how many there were more."""
+        trace = Trace().work()
+        trace.range("ProfilerStep#1", 0, 400)
+        trace.item(0, 50)
+        trace.item(100, 150)
+        once = trace.scan(tmp_path)
+        trace.events = [*trace.events, *trace.events]
+        twice = trace.scan(tmp_path)
+        assert twice.sites == once.sites
+        assert twice.totals.syncs == 2
+        assert any(
+            note.startswith("Of 15 events that stand in the file once more") for note in twice.traces[0].coverage.notes
+        )
+
+    def test_waits_that_differ_in_one_thing_are_two(self, tmp_path: Path) -> None:
+        trace = Trace().work()
+        for changes in ({}, {"tid": 5}, {"dur": 49}, {"args": {"correlation": 10}}, {"name": "cudaEventSynchronize"}):
+            trace.events.append(sync_with(**changes))
+        assert trace.scan(tmp_path).totals.syncs == 5
 
 
 LIMITED = """

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from dcpbench.syncs.gating.gate import Gate, judge
 from dcpbench.syncs.scan import scan
 from dcpbench.syncs.traces.blocking import direction_of, kind_of
 from tests.unit.trace_builder import HOST, PAGEABLE, PINNED, TO_GPU, Trace, mine, only
@@ -103,6 +104,21 @@ class TestCallStacks:
         assert site.stack[0] == "run.py(9): <module>"
         assert report.traces[0].coverage.stacks == "call stack"
 
+    @pytest.mark.parametrize("empty", ["", ";", " ; "])
+    def test_an_empty_call_stack_is_none(self, empty: str, trace: Trace, tmp_path: Path) -> None:
+        trace.op("aten::item", 0, 100, **{"Call stack": empty})
+        trace.call("cudaStreamSynchronize", 10, 90)
+        report = trace.scan(tmp_path)
+        assert only(report).stack == []
+        assert report.traces[0].coverage.stacks == "none"
+        assert any("with_stack=True" in note for note in report.traces[0].coverage.notes)
+
+    def test_an_empty_call_stack_hides_no_other(self, trace: Trace, tmp_path: Path) -> None:
+        trace.op("aten::item", 0, 100, **{"Call stack": "run.py(9): main;"})
+        trace.op("aten::_local_scalar_dense", 5, 95, **{"Call stack": ""})
+        trace.call("cudaStreamSynchronize", 10, 90)
+        assert only(trace.scan(tmp_path)).function == "main"
+
 
 class TestHip:
     def test_an_item_is_one_call_that_names_the_copy_wrongly(self, trace: Trace, tmp_path: Path) -> None:
@@ -157,6 +173,39 @@ class TestXpu:
         assert report.traces[0].coverage.runtime_events == 4
 
 
+class TestOtherAccelerators:
+    """None of them is a program without a GPU, and of none it is known which calls wait."""
+
+    @pytest.mark.parametrize(
+        "category", ["mtia_runtime", "mtia_ccp_events", "hpu_op", "privateuse1_driver", "async_npu", "xla_op"]
+    )
+    def test_its_events_are_named_and_the_trace_cannot_answer(self, category: str, tmp_path: Path) -> None:
+        trace = Trace()
+        trace.op("aten::add", 0, 10)
+        trace.add(category, "run", 0, 10, correlation=1)
+        report = trace.scan(tmp_path)
+        (reason,) = judge(report, Gate(root=tmp_path)).reasons
+        assert f"({category})" in reason
+        assert "dcpbench syncs dry-run" in reason
+        assert not any("ProfilerActivity.CUDA" in note for note in report.traces[0].coverage.notes)
+
+    def test_a_runtime_of_which_no_call_is_known_cannot_answer(self, tmp_path: Path) -> None:
+        """Kernels and calls are there, but whether musaStreamSynchronize waits is in no list of ours."""
+        trace = Trace()
+        launch = trace.call("musaLaunchKernel", 0, 5, cat="privateuse1_runtime")
+        trace.gpu("gemm", 10, 20, launch)
+        trace.call("musaStreamSynchronize", 30, 90, cat="privateuse1_runtime")
+        verdict = judge(trace.scan(tmp_path), Gate(root=tmp_path))
+        assert verdict.exit_code == 3
+        assert "musaLaunchKernel, musaStreamSynchronize" in verdict.reasons[0]
+
+    def test_beside_cuda_they_change_no_answer(self, trace: Trace, tmp_path: Path) -> None:
+        trace.add("mtia_ccp_events", "run", 0, 10)
+        report = trace.scan(tmp_path)
+        assert judge(report, Gate(root=tmp_path)).exit_code == 0
+        assert any("another accelerator (mtia_ccp_events)" in note for note in report.traces[0].coverage.notes)
+
+
 class TestCudaSyncEvents:
     @staticmethod
     def event(trace: Trace, name: str, start: float, end: float, correlation: int, stream: int, **args: Any) -> None:
@@ -184,6 +233,39 @@ class TestCudaSyncEvents:
         self.event(trace, "Stream Sync", 11, 89, correlation, 7)
         site = only(trace.scan(tmp_path))
         assert (site.call, site.count, site.wait_us) == ("cudaStreamSynchronize", 1, 80)
+
+    @pytest.mark.parametrize("without", ["event", "call", "both"])
+    def test_nor_where_ids_are_missing(self, without: str, trace: Trace, tmp_path: Path) -> None:
+        """19 of each, whose times belong together, one to one."""
+        for n in range(19):
+            correlation = trace.call("cudaStreamSynchronize", 100 * n, 100 * n + 90)
+            if without != "event":
+                del trace.events[-1]["args"]
+            self.event(trace, "Stream Sync", 100 * n + 1, 100 * n + 89, correlation, 7)
+            if without != "call":
+                del trace.events[-1]["args"]
+        site = only(trace.scan(tmp_path))
+        assert (site.call, site.count) == ("cudaStreamSynchronize", 19)
+
+    def test_two_events_without_an_id_within_one_call_are_not_both_of_that_call(
+        self, trace: Trace, tmp_path: Path
+    ) -> None:
+        """The second is a library's, on another thread."""
+        trace.call("cudaStreamSynchronize", 0, 90)
+        for start in (1, 40):
+            trace.add("cuda_sync", "Stream Sync", start, start + 20, pid=0, tid=7)
+        assert trace.scan(tmp_path).totals.syncs == 2
+
+    @pytest.mark.parametrize("name", ["cudaStream\u00d3ynchronize", "INVALID", "cudaLaunchKernel"])
+    def test_one_beside_a_call_that_is_no_wait_by_its_name_counts(
+        self, name: str, trace: Trace, tmp_path: Path
+    ) -> None:
+        """A damaged name, a call that the profiler could not name, or another process's with the same id."""
+        trace.frame("lib.py(5): solve", 0, 100)
+        for n in range(19):
+            self.event(trace, "Stream Sync", 5 * n + 1, 5 * n + 3, trace.call(name, 5 * n, 5 * n + 4), 7)
+        site = only(trace.scan(tmp_path))
+        assert (site.count, site.function) == (19, "solve")
 
     def test_an_event_that_is_only_asked_is_no_wait(self, trace: Trace, tmp_path: Path) -> None:
         """For cudaEventQuery and cudaStreamQuery CUPTI writes what it writes for a synchronisation."""

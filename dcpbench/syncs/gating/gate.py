@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 SLACK = 1e-3
 """Counts per step are rounded in a baseline; a smaller difference is that."""
+DAMAGED = "ends early or is damaged, so that syncs may be missing: record it again, with fewer steps"
+"""Said of a trace that does not know more."""
 NAMED = 3
 """Sites that a message about a sum names."""
 
@@ -124,11 +126,15 @@ def blind(trace: TraceSummary) -> str:
             "names no device."
         )
     if not seen.complete:
-        return (
-            f"{trace.path} ends early or is damaged, so that syncs may be missing: record it again, with fewer steps."
-        )
+        return f"{trace.path} {'. It '.join(seen.damage or [DAMAGED])}."
     if seen.detector != "scan":
         return ""
+    if seen.foreign:
+        return (
+            f"{trace.path} holds work of another accelerator than CUDA, HIP and XPU ({', '.join(seen.foreign)}), whose "
+            "waits are not known: check the program with `dcpbench syncs dry-run -- python PROGRAM`, or record it on "
+            "one of these."
+        )
     if not seen.gpu_events:
         return f"{trace.path} holds no GPU events: record with profile(activities=[CPU, CUDA]) on a machine with a GPU."
     if not seen.runtime_events:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from dcpbench.syncs.traces.intervals import chains, match
+from dcpbench.syncs.traces.intervals import chains, containing, match
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,11 +38,18 @@ _XPU: dict[str, Waits] = {
     "urEventWait": "event", "urQueueFinish": "stream", "zeEventHostSynchronize": "event",
     "zeCommandQueueSynchronize": "stream", "zeCommandListHostSynchronize": "stream", "zeFenceHostSynchronize": "event",
 }  # fmt: skip
-_EVENTS: dict[str, Waits] = {
+SYNC_EVENTS: dict[str, Waits] = {
     "Stream Sync": "stream", "Stream Synchronize": "stream", "Event Sync": "event", "Event Synchronize": "event",
     "Context Sync": "device", "Context Synchronize": "device", "Device Sync": "device",
 }  # fmt: skip
 """Names of `cuda_sync` events that block the host; `Stream Wait Event` makes one stream wait for another."""
+API_NAMES = frozenset(
+    prefix + name + version
+    for prefix in ("cuda", "hip", "cu") for name in _KINDS for version in ("", "_v2", "_ptsz", "_ptds", "_spt")
+) | frozenset(_XPU)  # fmt: skip
+"""Names of all calls that concern us, with the usual suffixes."""
+RUNTIMES = ("cuda", "cu", "hip", "ur", "ze")
+"""Beginnings of the names of calls that can be told apart; XPU's are the last two."""
 SYNCHRONISE = ("stream", "event", "device")
 ADJACENT_US = 50.0
 """A copy and a synchronisation outside any operator belong together if no more time than this lies between them."""
@@ -117,8 +124,8 @@ def find_blocking(columns: Columns) -> Blocking:
     rows = np.flatnonzero(~harmless[calls.name]) if len(calls) else np.zeros(0, np.int64)
     rows = rows[np.lexsort((calls.start[rows], calls.thread[rows]))]
     calls = calls.take(rows)
-    copied = match(gpu.correlation, calls.correlation)
     directions = [direction_of(name) for name in columns.names]
+    copied = _copies_of(calls, gpu, np.array([bool(d) for d in directions], bool))
     direction = [directions[gpu.name[c]] if c >= 0 else "" for c in copied.tolist()]
     at = [i for i, name in enumerate(calls.name.tolist()) if kinds[name] is not None]
     kind = {i: kinds[calls.name[i]] for i in at}
@@ -146,7 +153,16 @@ def find_blocking(columns: Columns) -> Blocking:
         copy_waited=np.array([f.copy_waited for f in found], bool),
         may_block=np.array([f.may_block for f in found], bool),
     )  # fmt: skip
-    return _with_sync_events(columns, blocking)
+    explains = harmless[columns.tables["calls"].name]
+    explains[rows[[*at_found, *first_of, *merged]]] = True
+    return _with_sync_events(columns, blocking, explains)
+
+
+def _copies_of(calls: Table, gpu: Table, is_copy: NDArray[np.bool_]) -> Ints:
+    """Row in the GPU table of each call's copy, or -1. Other GPU work with the same id, of another process, is none."""
+    copies = np.flatnonzero(is_copy[gpu.name]) if len(gpu) else np.zeros(0, np.int64)
+    at = match(gpu.correlation[copies], calls.correlation)
+    return np.where(at >= 0, copies[at], -1) if len(copies) else at
 
 
 def _true_links(table: Table) -> Ints:
@@ -213,26 +229,37 @@ def _blocks(kind: Waits | None, direction: str, name: str, held: bool) -> bool:
     return kind in ("free", "pin")
 
 
-def _with_sync_events(columns: Columns, blocking: Blocking) -> Blocking:
-    """Adds what only `cuda_sync` events show: waits through the driver API or in libraries.
+def _with_sync_events(columns: Columns, blocking: Blocking, explains: NDArray[np.bool_]) -> Blocking:
+    """Adds what only `cuda_sync` events show: waits through the driver API, in libraries, or of calls without a name.
 
     A short `Event Sync` without a call may be a mere query, for which CUPTI writes the same event; it only may block.
+
+    Args:
+        columns: The trace.
+        blocking: What its calls show.
+        explains: Calls that are counted, or are known not to wait.
     """
     events, calls, ops = columns.tables["syncs"], columns.tables["calls"], columns.tables["ops"]
-    kinds = [_EVENTS.get(name) for name in columns.names]
-    alone = np.flatnonzero(match(calls.correlation, events.correlation) < 0) if len(events) else np.zeros(0, np.int64)
-    alone = np.array([i for i in alone if kinds[events.name[i]] is not None], np.int64)
+    kinds = [SYNC_EVENTS.get(name) for name in columns.names]
+    waits = np.array([kind is not None for kind in kinds], bool)
+    alone = np.flatnonzero(waits[events.name]) if len(events) else np.zeros(0, np.int64)
+    alone = alone[~_explained(events.take(alone), calls.take(np.flatnonzero(explains)))]
     if not len(alone):
         return blocking
-    linked = _true_links(events)[alone]
+    events = events.take(alone)
+    call = match(calls.correlation, events.correlation)
+    if len(calls):  # an id that two processes share leads to a call of another time
+        call = np.where((calls.start[call] <= _middle(events)) & (_middle(events) <= calls.end[call]), call, -1)
+    linked = _true_links(events)
     op = match(ops.external, linked)
     thread = np.where(op >= 0, ops.thread[op], -1) if len(ops) else np.full(len(alone), -1)
-    what = [kinds[events.name[i]] for i in alone]
-    wait = events.end[alone] - events.start[alone]
+    thread = np.where(call >= 0, calls.thread[call], thread) if len(calls) else thread
+    what = [kinds[name] for name in events.name]
+    wait = events.end - events.start
     none = np.full(len(alone), -1)
     added = Blocking(
-        start=events.start[alone], end=events.end[alone], wait=wait, thread=thread,
-        external=linked, call=[columns.names[events.name[i]] for i in alone], kind=what, copied=none,
+        start=events.start, end=events.end, wait=wait, thread=thread,
+        external=linked, call=[columns.names[name] for name in events.name], kind=what, copied=none,
         copy_waited=none >= 0, may_block=np.array([w == "event" for w in what], bool) & (wait < QUERY_US),
     )  # fmt: skip
     both: dict[str, Any] = {
@@ -242,3 +269,23 @@ def _with_sync_events(columns: Columns, blocking: Blocking) -> Blocking:
         for f in dataclasses.fields(Blocking)
     }
     return Blocking(**both)
+
+
+def _middle(table: Table) -> NDArray[np.float64]:
+    middle: NDArray[np.float64] = (table.start + table.end) / 2
+    return middle
+
+
+def _explained(events: Table, calls: Table) -> NDArray[np.bool_]:
+    """Which `cuda_sync` events belong to one of these calls: by id, or, where either has none, by time, one to each."""
+    known = match(calls.correlation, events.correlation) >= 0
+    free = np.flatnonzero(match(events.correlation, calls.correlation) < 0)
+    left = np.flatnonzero(~known)
+    moment, at = containing(calls.start[free], calls.end[free], _middle(events)[left])
+    taken: set[int] = set()
+    for event, call in zip(left[moment].tolist(), free[at].tolist(), strict=True):
+        without = events.correlation[event] == -1 or calls.correlation[call] == -1
+        if without and not known[event] and call not in taken:
+            known[event] = True
+            taken.add(call)
+    return known

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dcpbench.syncs.traces.damage import STEP, one_bit_off
 from dcpbench.syncs.traces.reading import Args, Event, Trouble
 
 if TYPE_CHECKING:
@@ -34,6 +36,12 @@ CATEGORIES = {
     "cuda_sync": "syncs", "xpu_sync": "syncs",
 }  # fmt: skip
 """Category of an event, in lower case, to the table it goes to. Names with a capital are those of 2021."""
+CAUSES = ("calls", "gpu", "syncs", "ranges")
+"""Tables of which each event may be a wait, or say for what or in which step: none of them may be lost in silence."""
+ACCELERATORS = re.compile(
+    r"(?:async_)?(?:mtia|glow|hpu|npu|tpu|xla|xpu|neuron|musa|mlu|gcu|privateuse1)(?:_|$)", re.IGNORECASE
+)
+"""Categories of other accelerators' events."""
 DRIVER = frozenset({"cuda_driver", "xpu_driver"})
 _NO_ARGS = Args()
 
@@ -56,6 +64,13 @@ class Threads(dict[tuple[object, object], int]):
         plain = tuple(int(v) if isinstance(v, str) and v.isdecimal() else v for v in key)
         number = self[key] = self.numbers[plain]
         return number
+
+
+class CallStacks(Ids):
+    """Numbers for call stacks; none for one without a frame."""
+
+    def __missing__(self, key: object) -> int:
+        return super().__missing__(key) if str(key).strip("; ") else NONE
 
 
 @dataclasses.dataclass
@@ -99,6 +114,10 @@ class Columns:
     driver_calls: int
     devices: int
     """GPUs that had work."""
+    foreign: list[str]
+    """Categories of events of other accelerators."""
+    repeated: int
+    """Events that stood in the file once more, and are left out."""
     trouble: Trouble
 
 
@@ -118,12 +137,14 @@ class Builder:
 
     def __init__(self, trouble: Trouble) -> None:
         self.trouble = trouble
-        self.name, self.stack, self.odd_id, self.thread = Ids(), Ids(), Ids(), Threads()
+        self.name, self.stack, self.odd_id, self.thread = Ids(), CallStacks(), Ids(), Threads()
         self.devices: set[object] = set()
         self.labels: dict[int, str] = {}
+        self.foreign: set[str] = set()
         self.driver_calls = 0
         self.parts: dict[str, list[dict[str, NDArray[Any]]]] = {kind: [] for kind in FIELDS}
         self._kind_of: dict[str | None, str | None] = {}
+        self._damaged: dict[str, bool] = {}
 
     def add(self, events: list[Event]) -> None:
         """Take what is needed of a block."""
@@ -136,19 +157,33 @@ class Builder:
                 timed = [e for e in group if e.ph == "X"]
                 self._columns(kind, timed)
                 self.driver_calls += len(timed) if category in DRIVER else 0
+                self.trouble.unreadable_events += len(group) - len(timed) if kind in CAUSES else 0
             elif not category:
                 self._labels(group)
+            elif ACCELERATORS.match(category):
+                self.foreign.add(category)
+            elif self._is_damaged(category):
+                self.trouble.unreadable_events += len(group)
 
     def _kind(self, category: str | None) -> str | None:
         if category not in self._kind_of:
             self._kind_of[category] = CATEGORIES.get((category or "").lower())
         return self._kind_of[category]
 
+    def _is_damaged(self, category: str) -> bool:
+        """Whether it would be a category that is read, were one bit of it another."""
+        if category not in self._damaged:
+            self._damaged[category] = any(one_bit_off(word, CATEGORIES) for word in (category, category.lower()))
+        return self._damaged[category]
+
     def _labels(self, events: Iterable[Event]) -> None:
-        """Thread names, from metadata events."""
+        """Thread names, from metadata events. Calls and GPU work, which have ids, and steps have lost a category."""
         for e in events:
-            if e.ph == "M" and e.name == "thread_name" and e.args is not None:
-                self.labels[self.thread[e.pid, e.tid]] = str(e.args.name)
+            if e.ph == "M":
+                if e.name == "thread_name" and e.args is not None:
+                    self.labels[self.thread[e.pid, e.tid]] = str(e.args.name)
+            elif not e.ph or e.name.startswith(STEP) or (e.args is not None and e.args.correlation != NONE):
+                self.trouble.unreadable_events += 1
 
     def _columns(self, kind: str, events: list[Event]) -> None:
         if not events:
@@ -165,6 +200,8 @@ class Builder:
         part: dict[str, NDArray[Any]] = {"start": start, "end": start + length}
         for field in FIELDS[kind]:
             part[field] = self._column(field, events, args)
+        if kind in CAUSES and "" in self.name:
+            self.trouble.unreadable_events += int((part["name"] == self.name[""]).sum())
         self.parts[kind].append(part)
         if kind == "gpu":
             self.devices |= {a.device for a in args} - {None}
@@ -209,10 +246,11 @@ class Builder:
         """Everything that was added."""
         numbered = {number: key for key, number in self.thread.numbers.items()}
         names = [self._thread_name(number, numbered[number]) for number in range(len(numbered))]
+        tables, repeated = _once({kind: _join(parts) for kind, parts in self.parts.items()})
         return Columns(
-            tables={kind: _join(parts) for kind, parts in self.parts.items()},
-            names=list(self.name), stacks=list(self.stack), thread_names=names,
-            driver_calls=self.driver_calls, devices=len(self.devices), trouble=self.trouble,
+            tables=tables, names=list(self.name), stacks=list(self.stack), thread_names=names,
+            driver_calls=self.driver_calls, devices=len(self.devices), foreign=sorted(self.foreign), repeated=repeated,
+            trouble=self.trouble,
         )  # fmt: skip
 
     def _thread_name(self, number: int, key: tuple[object, object]) -> str:
@@ -240,6 +278,36 @@ def _join(parts: list[dict[str, NDArray[Any]]]) -> Table:
     columns: list[NDArray[Any]] = [np.concatenate([p[f] for p in parts]) if f in parts[0] else empty for f in fields]
     parts.clear()
     return Table(*columns)
+
+
+def _once(tables: dict[str, Table]) -> tuple[dict[str, Table], int]:
+    """(tables without events that stand there a second time, the number of these).
+
+    Where no call and no GPU work does, nobody wrote events twice, and the larger tables are left as they are.
+    """
+    first = {kind: _repeats(tables[kind]) for kind in CAUSES}
+    if not any(len(rows) for rows in first.values()):
+        return tables, 0
+    rest = {kind: _repeats(table) for kind, table in tables.items() if kind not in CAUSES}
+    again = {**first, **rest}
+    kept = {kind: table.take(np.delete(np.arange(len(table)), again[kind])) for kind, table in tables.items()}
+    return kept, sum(len(rows) for rows in again.values())
+
+
+def _repeats(table: Table) -> NDArray[Any]:
+    """Rows that are the same as an earlier one in every column."""
+    order = np.argsort(table.start, kind="stable")
+    start = table.start[order]
+    together = np.flatnonzero(start[1:] == start[:-1])
+    rows = np.unique(np.concatenate([order[together], order[together + 1]]))
+    fields = [getattr(table, f.name) for f in dataclasses.fields(table)]
+    columns = [column[rows] for column in fields if len(column)]
+    if not len(rows):
+        return rows
+    by = np.lexsort(columns)
+    same = np.logical_and.reduce([column[by[1:]] == column[by[:-1]] for column in columns])
+    repeats: NDArray[Any] = rows[by[1:][same]]
+    return repeats
 
 
 def read_columns(

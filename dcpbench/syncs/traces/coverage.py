@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from dcpbench.syncs.model import Coverage
+from dcpbench.syncs.traces.blocking import RUNTIMES
+from dcpbench.syncs.traces.damage import damages
+from dcpbench.syncs.words import counted
 
 if TYPE_CHECKING:
     from dcpbench.syncs.steps import Steps
     from dcpbench.syncs.traces.attribution import Stacks
     from dcpbench.syncs.traces.columns import Columns
 
+CALLS = 3
+"""Calls that are named where none is known."""
 RANGES = 5
 """Ranges that are listed where none marks a step."""
 
@@ -20,33 +27,43 @@ def coverage(columns: Columns, steps: Steps, stacks: Stacks) -> Coverage:
     """What is in a trace, and what therefore cannot be seen."""
     tables, trouble = columns.tables, columns.trouble
     calls = len(tables["calls"])
+    lost, foreign = damages(columns), _foreign(columns)
     return Coverage(
         detector="scan", gpu_events=len(tables["gpu"]), runtime_events=calls - columns.driver_calls,
         driver_events=columns.driver_calls, sync_events=len(tables["syncs"]), ops=len(tables["ops"]), stacks=stacks,
         steps_from=steps.marked_by, unreadable_events=trouble.unreadable_events,
-        complete=not (trouble.truncated or trouble.unreadable_events),
-        notes=[*_damage(columns), *_missing(columns, steps, stacks)],
+        complete=not lost, damage=lost, foreign=foreign,
+        notes=[*(f"The file {clause}." for clause in lost), *_read(columns), *_missing(columns, steps, stacks)],
     )  # fmt: skip
 
 
-def _damage(columns: Columns) -> list[str]:
-    trouble = columns.trouble
+def _foreign(columns: Columns) -> list[str]:
+    """What another accelerator left where no runtime that is known had work: categories of events, or calls."""
+    calls = [columns.names[n] for n in np.unique(columns.tables["calls"].name).tolist()]
+    known = any(name.startswith(RUNTIMES) for name in calls)
+    if known and len(columns.tables["gpu"]):
+        return []
+    return [*columns.foreign, *([] if known else calls[:CALLS])]
+
+
+def _read(columns: Columns) -> list[str]:
+    """What was read otherwise than it stands there, without loss."""
     notes = []
-    if trouble.truncated:
-        notes.append("The file ends early: what came after is missing.")
-    if trouble.unreadable_events:
-        notes.append(f"{trouble.unreadable_events:,} events could not be read, and were left out.")
-    if trouble.repaired:
-        notes.append("Parts of the file are not JSON (bad UTF-8, NaN, lone backslashes) and were repaired.")
+    if columns.trouble.not_numbers:
+        notes.append("The file holds NaN or infinity, which JSON does not have; they were read as no number.")
+    if columns.repeated:
+        notes.append(f"Of {counted(columns.repeated, 'event')} that stand in the file once more, one each was counted.")
     return notes
 
 
 def _missing(columns: Columns, steps: Steps, stacks: Stacks) -> list[str]:
     tables = columns.tables
     notes = []
-    if not len(tables["gpu"]):
+    if columns.foreign:
+        notes.append(f"Work of another accelerator ({', '.join(columns.foreign)}): its waits are not known to scan.")
+    elif not len(tables["gpu"]):
         notes.append("No GPU events: without them nothing can be said. Profile with ProfilerActivity.CUDA.")
-    if not len(tables["calls"]):
+    if not len(tables["calls"]) and not columns.foreign:
         notes.append("No calls of the CUDA or HIP runtime: without them nothing can be said. Profile with "
                      "ProfilerActivity.CUDA.")  # fmt: skip
     if not len(tables["syncs"]):

@@ -6,16 +6,18 @@ inside a string or a nested object does not decode, and the next place is tried.
 
 from __future__ import annotations
 
+import codecs
 import re
+import shlex
 import zlib
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import msgspec
 
 from dcpbench.errors import TraceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 BLOCK_BYTES = 512 << 10
@@ -60,32 +62,54 @@ class Trouble(msgspec.Struct):
 
     unreadable_events: int = 0
     truncated: bool = False
-    repaired: bool = False
-    """Text that is not JSON was made so: bad UTF-8, NaN, lone backslashes."""
+    not_numbers: bool = False
+    """NaN and infinities, which JSON does not have, were read as no number."""
+    repaired: list[str] = []
+    """Strings that are not JSON and were made so, the first few: bad UTF-8, half characters, lone backslashes, control
+    characters."""
+    behind: str = ""
+    """What stands behind the end of the trace and was not read, in words."""
 
 
 _DECODER = msgspec.json.Decoder(list[Event])
 _ONE = msgspec.json.Decoder(Event)
 _RAW = msgspec.json.Decoder(list[msgspec.Raw])
+_KEYS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for text that is none, is not UTF-8, or is nested too deeply."""
 _BLANK = b"\xef\xbb\xbf \t\r\n"
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(rb"\}\s*,\s*\{")
-_END = re.compile(rb'[\}\[]\s*\](?=\s*(?:,\s*"|\}|\Z))')
-"""What may be the end of all events: one lies before it, or none at all, and a key or nothing after it."""
+_ENDED = re.compile(r"trailing characters \(byte (\d+)\)")
+"""How msgspec says where a whole array ends and something else begins."""
+_COMMA = re.compile(r"trailing comma in array \(byte (\d+)\)")
+"""How it says where an array ends behind a comma too many."""
+CUT = "truncated"
+"""What it says of text that ends too early."""
+COMMAS = 4
+"""Such commas that are looked past: one before the end of all events, and a few in an event beside it."""
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+NAMED = 3
+"""Repaired strings that are kept as examples."""
+SHOWN_BYTES = 40
+"""Bytes on each side of a place that is shown."""
 _TAIL = re.compile(rb"\]\s*(?:,[^\[\]{}]*)?\}?\s*\Z")
 """End of a file that ends as it should."""
 _NOT_A_NUMBER = re.compile(rb"([:\[,]\s*)-?(?:nan|inf|NaN|Infinity|Inf)\b")
-_BACKSLASH = re.compile(rb'\\(?:(["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})|(u[dD][89a-fA-F][0-9a-fA-F]{2})|)')
-"""Groups: an escape; half of a character beyond the first 65,536, good only in pairs; none where it stands alone."""
+_BACKSLASH = re.compile(
+    rb'\\(?:(["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})'
+    rb"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|)"
+)
+"""Groups: an escape, or two that are one character; half of such a pair; none where a backslash stands alone."""
 _CONTROL = re.compile(rb"[\x00-\x1f]")
+_ODD_CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
+"""Control characters that are no blanks."""
 _RANK = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,6})')
 _RANK_IN_NAME = re.compile(r"(?<![a-zA-Z])(?:rank|tp|ep)[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
 
 
 def read_chunks(path: Path, file: BinaryIO, trouble: Trouble) -> Iterator[bytes]:
-    """The file's text in pieces, decompressed where it is gzip.
+    """The file's text in pieces, decompressed where it is gzip; of several members, all of them.
 
     Raises:
         TraceError: The gzip data is damaged at its start, or expands more than a trace can.
@@ -106,7 +130,11 @@ def read_chunks(path: Path, file: BinaryIO, trouble: Trouble) -> Iterator[bytes]
             except zlib.error as e:
                 if text == 0:
                     raise TraceError(f"{path} is no gzip file that can be read ({e}); record the trace again") from None
-                trouble.truncated = True
+                if inside:
+                    trouble.truncated = True
+                else:
+                    size = len(raw) + sum(len(more) for more in iter(lambda: file.read(1 << 20), b""))
+                    trouble.behind = trouble.behind or f"{size:,} bytes that are no gzip, behind its gzip data"
                 return
             text += len(chunk)
             if text > RATIO_FROM and text > MAX_RATIO * packed:
@@ -120,6 +148,97 @@ def read_chunks(path: Path, file: BinaryIO, trouble: Trouble) -> Iterator[bytes]
                 raw = inflater.unused_data.lstrip(b"\0")
                 inflater, inside = zlib.decompressobj(wbits=31), False
     trouble.truncated |= inside
+
+
+class _Format(NamedTuple):
+    """A kind of file that is no trace, but may hold one."""
+
+    name: str
+    start: re.Pattern[bytes]
+    """Its first bytes."""
+    advice: str
+    """What to type; `{file}` stands for its path."""
+
+
+def _format(name: str, start: bytes, advice: str) -> _Format:
+    return _Format(name, re.compile(start, re.DOTALL | re.IGNORECASE), advice)
+
+
+HEAD_BYTES = 1 << 10
+_UTF16 = "`iconv -f {code} -t UTF-8 < {{file}} > unpacked.json`, and scan that"
+_FORMATS = (
+    _format("a zip archive", rb"PK(?-i:\x03\x04|\x05\x06)", "`unzip {file}`, and scan the traces that were in it"),
+    _format("a tar archive", rb".{257}ustar", "`tar -xf {file}`, and scan the traces that were in it"),
+    _format("packed with xz", rb"\xfd7zXZ\0", "`xz -dc < {file} > unpacked.json`, and scan that"),
+    _format("packed with bzip2", rb"BZh[1-9]1AY&SY", "`bzip2 -dc < {file} > unpacked.json`, and scan that"),
+    _format("packed with Zstandard", rb"\x28\xb5\x2f\xfd", "`zstd -dc < {file} > unpacked.json`, and scan that"),
+    _format("packed with gzip", GZIP_MAGIC, "`gzip -dc < {file} > unpacked.json`, and scan that"),
+    _format("UTF-32 text", rb"\xff\xfe\0\0|\0\0\xfe\xff", _UTF16.format(code="UTF-32")),
+    _format("UTF-16 text", rb"\xff\xfe|\xfe\xff", _UTF16.format(code="UTF-16")),
+    _format("UTF-16 text", rb"[\[{]\0", _UTF16.format(code="UTF-16LE")),
+    _format("UTF-16 text", rb"\0[\[{]", _UTF16.format(code="UTF-16BE")),
+    _format(
+        "a pointer of Git LFS and not the trace", rb"version https://git-lfs",
+        "`git lfs pull` in its repository, and scan it then",
+    ),
+    _format(
+        "a web page (HTML) and not the trace", rb"\s*<(?:!doctype\s+html|html|head|!--)",
+        "`curl -L -o trace.json.gz URL` with the address of the file itself, on GitHub that of its button Raw",
+    ),
+)  # fmt: skip
+
+
+def other_format(path: Path, head: bytes, *, packed: bool) -> str:
+    """What a file is by its first bytes, and what to type to have a trace; empty where they say nothing.
+
+    Args:
+        path: The file.
+        head: Its first bytes; where `packed`, those of the text within.
+        packed: It is a gzip file.
+    """
+    found = next((f for f in _FORMATS if f.start.match(head.removeprefix(b"\xef\xbb\xbf"))), None)
+    if found is None:
+        return ""
+    file = shlex.quote(str(path))
+    if packed and found.name != "a tar archive":  # tar sees to it itself
+        return (
+            f"{path} is packed with gzip, and what is in it is {found.name}: "
+            f"type `gzip -dc < {file} > unpacked`, then {found.advice.format(file='unpacked')}"
+        )
+    return f"{path} is {found.name}: type {found.advice.format(file=file)}"
+
+
+def _end_of_array(text: bytearray) -> int:
+    """Bytes of the array with which a text begins; 0 where it does not end. A comma too many at an end is blanked."""
+    for _ in range(COMMAS):
+        try:
+            _RAW.decode(text)
+        except NOT_JSON as e:
+            ended, comma = _ENDED.search(str(e)), _COMMA.search(str(e))
+        else:
+            return len(text)
+        if ended:
+            return text.rindex(b"]", 0, int(ended[1]) - 1) + 1
+        if not comma:
+            return 0
+        at = text.rindex(b",", 0, int(comma[1]))
+        text[at : at + 1] = b" "
+    return 0
+
+
+def _object_of(text: bytes) -> tuple[Iterable[str] | None, bytes]:
+    """(keys of the object with which a text begins, what stands behind it).
+
+    No keys where the text ends within the object, None where it is not JSON.
+    """
+    try:
+        return _KEYS.decode(text), b""
+    except NOT_JSON as e:
+        ended = _ENDED.search(str(e))
+        if not ended:
+            return (() if CUT in str(e) else None), b""
+        end = text.rindex(b"}", 0, int(ended[1]) - 1) + 1
+    return _object_of(text[:end])[0], text[end:]
 
 
 def is_something_else(path: Path) -> bool:
@@ -161,6 +280,7 @@ class TraceReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.trouble = Trouble()
+        self._in_object = False
         found = _RANK_IN_NAME.findall(path.name)
         self.rank: int | None = int(found[-1]) if found else None
 
@@ -174,9 +294,21 @@ class TraceReader:
             if self.path.exists() and not self.path.is_file():  # a pipe may never end, and cannot be looked at twice
                 raise TraceError(f"{self.path} is no file; write the trace into one, and name that")
             with self.path.open("rb") as file:
-                yield from self._blocks(read_chunks(self.path, file, self.trouble))
+                yield from self._blocks(self._looked_at(read_chunks(self.path, file, self.trouble)))
         except OSError as e:
             raise TraceError(f"{self.path} cannot be read: {e.strerror or e}") from None
+
+    def _looked_at(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
+        """The chunks. The first byte that is not UTF-8 is noted, as the decoder looks at no key and no skipped text."""
+        utf8, whole = codecs.getincrementaldecoder("utf-8")(), True
+        for chunk in chunks:
+            if not self.trouble.repaired and not (whole and chunk.isascii()):
+                try:
+                    utf8.decode(chunk)
+                    whole = not utf8.getstate()[0]
+                except UnicodeDecodeError as e:
+                    self._note(e.object, e.start)
+            yield chunk
 
     def _blocks(self, chunks: Iterator[bytes]) -> Iterator[list[Event]]:
         buffer = self._start(chunks)
@@ -191,8 +323,7 @@ class TraceReader:
                 del buffer[1 : used + 1]
             enough = BLOCK_BYTES if used else min(2 * len(buffer), LARGEST_EVENT + 1)
             if ended:
-                for _ in chunks:  # a checksum stands at the very end
-                    pass
+                self._leave(buffer[1:], chunks)
                 return
             if len(buffer) > LARGEST_EVENT:
                 raise TraceError(
@@ -216,15 +347,45 @@ class TraceReader:
             if key:
                 rank = _RANK.search(text[: key.start()])
                 self.rank = int(rank[1]) if rank else self.rank
+                self._in_object = True
                 return text[key.end() - 1 :]
             if len(head) > LARGEST_EVENT:
                 break
         if not head:
             raise TraceError(f"{self.path} is empty; record the trace again")
         raise TraceError(
-            f'{self.path} is not a Kineto trace: no "traceEvents" in it. '
+            other_format(self.path, bytes(head[:HEAD_BYTES]), packed=self._packed())
+            or f'{self.path} is not a Kineto trace: no "traceEvents" in it. '
             'Export one with torch.profiler\'s export_chrome_trace("trace.json")'
         )
+
+    def _packed(self) -> bool:
+        with self.path.open("rb") as file:
+            return file.read(2) == GZIP_MAGIC
+
+    def _leave(self, rest: bytearray, chunks: Iterable[bytes]) -> None:
+        """Notes what stands behind the end of the trace. Its other keys are of no use, but for a second list of events.
+
+        Reads to the end, where the checksum of a gzip file stands.
+        """
+        for chunk in chunks:
+            if len(rest) <= LARGEST_EVENT:
+                rest += chunk
+        left = bytes(rest)
+        if self._in_object:
+            keys, left = _object_of(b'{"":0' + left)
+            if keys is None:
+                keys, left = _object_of(b'{"":0' + self._mended(bytes(rest)))
+            if keys is None:
+                left = bytes(rest)
+            elif "traceEvents" in keys:
+                self.trouble.behind = "a second list of events"
+            elif len(rest) > LARGEST_EVENT:
+                self.trouble.behind = f"more than {LARGEST_EVENT >> 20} MiB behind its events"
+        left = left.strip(_BLANK + b"\0")
+        if left:
+            begins = left[:SHOWN_BYTES].decode("utf-8", "backslashreplace")
+            self.trouble.behind = f"more text behind its end, beginning {begins!r}"
 
     def _take(self, buffer: bytearray) -> tuple[list[Event], int, bool]:
         """(events, bytes used after the first, whether the array ended) of as much of the buffer as is complete."""
@@ -236,12 +397,18 @@ class TraceReader:
         if found is not None:
             return *found, False
         ended = self._until_end(buffer)
-        if ended is not None:
-            return ended, len(buffer) - 1, True
-        if cuts:
+        if ended is None and cuts:
             comma = buffer.rindex(b",", 0, cuts[-1])
-            return self._repair(bytes(buffer[1:comma])), comma, False
-        return [], 0, False
+            mended = self._mended(bytes(buffer[1:comma]))
+            buffer[1:comma] = mended
+            events = self._decode(b"[" + mended + b"]")
+            ended = self._until_end(buffer) if events is None else None
+            if ended is None:
+                return self._pieces(mended) if events is None else events, len(mended) + 1, False
+        if ended is None:
+            return [], 0, False
+        events, end = ended
+        return events, end - 1, True
 
     def _until_cut(self, buffer: bytearray, cuts: list[int]) -> tuple[list[Event], int] | None:
         """(events up to one of the last places where an event may begin, bytes used after the first)."""
@@ -254,24 +421,29 @@ class TraceReader:
                 return events, comma
         return None
 
-    def _until_end(self, buffer: bytearray) -> list[Event] | None:
-        """Events up to the bracket that ends the array, if it lies in the buffer."""
-        ends = [m.end() for m in _END.finditer(buffer)]
-        for end in [*reversed(ends[-4:]), *ends[:4]]:
-            events = self._decode(memoryview(buffer)[:end])
-            if events is not None:
-                return events
-        return None
+    def _until_end(self, buffer: bytearray) -> tuple[list[Event], int] | None:
+        """(events up to the bracket that ends the array, bytes up to behind it), if it lies in the buffer."""
+        end = _end_of_array(buffer)
+        if not end:
+            return None
+        events = self._decode(memoryview(buffer)[:end])
+        if events is None:
+            events = self._decode(self._mended(bytes(buffer[:end])))
+        return None if events is None else (events, end)
 
     def _rest(self, buffer: bytearray) -> list[Event]:
         """The last events; a file that ends before its bracket is marked as truncated."""
-        events = self._until_end(buffer)
-        if events is not None:
-            return events
+        ended = self._until_end(buffer)
+        if ended is None:
+            buffer[1:] = self._mended(bytes(buffer[1:]))
+            ended = self._until_end(buffer)
+        if ended is not None:
+            self._leave(buffer[ended[1] :], ())
+            return ended[0]
         body = bytes(buffer[1:])
         tail = _TAIL.search(body)
         if tail:
-            return self._repair(body[: tail.start()])
+            return self._pieces(body[: tail.start()])
         self.trouble.truncated = True
         events = self._decode(b"[" + body.rstrip(b", \t\r\n") + b"]")
         if events is not None:
@@ -280,7 +452,7 @@ class TraceReader:
         if not cuts:
             return []
         found = self._until_cut(buffer, cuts)
-        return found[0] if found else self._repair(body[: cuts[-1] - 1].rstrip(b", \t\r\n"))
+        return found[0] if found else self._pieces(body[: cuts[-1] - 1].rstrip(b", \t\r\n"))
 
     def _decode(self, text: bytes | memoryview) -> list[Event] | None:
         """Events of a complete array; None where the text is not one."""
@@ -305,14 +477,33 @@ class TraceReader:
                 self.trouble.unreadable_events += 1
         return events
 
-    def _repair(self, body: bytes) -> list[Event]:
+    def _mended(self, text: bytes) -> bytes:
+        """Text with its strings and numbers made JSON; what had to be changed in a string is noted."""
+        fixed = text.decode("utf-8", errors="replace").encode()
+        lone = next((m.start() for m in _BACKSLASH.finditer(fixed) if not m[1]), -1)
+        if lone >= 0:
+            self._note(fixed, lone)
+            fixed = _BACKSLASH.sub(_escaped, fixed)
+        if len(self.trouble.repaired) < NAMED:
+            control = _ODD_CONTROL.search(fixed)
+            within = (_CONTROL.search(fixed, *string.span()) for string in _STRING.finditer(fixed))
+            control = control or next(filter(None, within), None)
+            if control:
+                self._note(fixed, control.start())
+        fixed, numbers = _NOT_A_NUMBER.subn(rb"\1null", _CONTROL.sub(b" ", fixed))
+        self.trouble.not_numbers |= numbers > 0
+        return fixed
+
+    def _note(self, text: bytes, at: int) -> None:
+        """Keeps the string around a byte that is not JSON as an example."""
+        begin = text.rfind(b'"', max(0, at - SHOWN_BYTES), at) + 1 or max(0, at - SHOWN_BYTES)
+        end = text.find(b'"', at + 1, at + SHOWN_BYTES)
+        shown = text[begin : end if end > 0 else at + SHOWN_BYTES].decode("utf-8", "backslashreplace")
+        if len(self.trouble.repaired) < NAMED and shown not in self.trouble.repaired:
+            self.trouble.repaired.append(shown)
+
+    def _pieces(self, body: bytes) -> list[Event]:
         """What can be saved of text between two events that is not JSON."""
-        self.trouble.repaired = True
-        body = body.decode("utf-8", errors="replace").encode()
-        body = _NOT_A_NUMBER.sub(rb"\1null", _BACKSLASH.sub(_escaped, _CONTROL.sub(b" ", body)))
-        events = self._decode(b"[" + body + b"]")
-        if events is not None:
-            return events
         events, part = [], b""
         for piece in _BETWEEN.split(body.strip().removeprefix(b"{").removesuffix(b"}")):
             text = part + b"},{" + piece if part else piece
