@@ -12,7 +12,7 @@
     ├── SyncError            1  code synchronised with the GPU that must not
     └── MissingPackageError  5  an optional package that this option needs
 
-Exit code 130 stands for Ctrl-C, as in any shell.
+Exit code 130 stands for Ctrl-C, and 141 for a reader of the output that went away (streams.py), as in any shell.
 """
 
 

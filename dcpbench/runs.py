@@ -22,6 +22,7 @@ from dcpbench.nodes import split_endpoint
 from dcpbench.option_values import check_seconds
 from dcpbench.records import RecordFile
 from dcpbench.spec import effective
+from dcpbench.streams import write_json
 from dcpbench.torchrun import Machines
 
 if TYPE_CHECKING:
@@ -266,7 +267,7 @@ def say(text: str) -> None:
 
 def print_json(value: object) -> None:
     """A result for a script, on stdout."""
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_json(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def print_paths(paths: Sequence[Path], stream: object) -> None:

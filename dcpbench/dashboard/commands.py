@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.dashboard import finding, site
 from dcpbench.errors import MissingPackageError, OutputError, UsageError
+from dcpbench.streams import write_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +38,7 @@ def build(runs: Path, output: Path, *, force: bool, as_json: bool) -> int:
     for sentence in built.skipped:
         _say(f"left out: {sentence}")
     if as_json:
-        sys.stdout.write(json.dumps(_summary(built, time.monotonic() - began), indent=2, ensure_ascii=False) + "\n")
+        write_json(json.dumps(_summary(built, time.monotonic() - began), indent=2, ensure_ascii=False) + "\n")
         return 0
     if not built.runs:
         _say(f"{runs} holds no run that can be read; the site is empty.")

@@ -15,6 +15,7 @@ from dcpbench import processes
 from dcpbench.errors import UsageError
 from dcpbench.folders import LOCK_FILE
 from dcpbench.records import RECORDS_FILE
+from dcpbench.streams import write_json
 from dcpbench.top.facts import Facts
 from dcpbench.top.gpus import Gpus
 from dcpbench.top.plain import changes, snapshot
@@ -174,7 +175,7 @@ def _print_lines(lines: Iterator[str]) -> None:
 
 
 def _print_json(state: State) -> None:
-    sys.stdout.write(msgspec.json.encode(state).decode() + "\n")
+    write_json(msgspec.json.encode(state).decode() + "\n")
     sys.stdout.flush()
 
 
