@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,7 @@ class TestNoJson:
     def test_a_file_that_is_not_there(self, tmp_path: Path) -> None:
         with pytest.raises(RecordsError, match="cannot be read"):
             import_files([tmp_path / "none.json"], "vllm", tmp_path / "run", Told())
-        with pytest.raises(RecordsError, match="cannot be read"):
+        with pytest.raises(RecordsError, match=r"holds no \*\.json or \*\.jsonl"):
             import_files([tmp_path], "vllm", tmp_path / "run", Told())
 
 
@@ -120,6 +121,59 @@ class TestValues:
     def test_a_text_where_a_number_belongs(self, tmp_path: Path) -> None:
         assert "duration" in said(tmp_path, line(VLLM, duration="long"))
         assert "request_rate" in said(tmp_path, line(VLLM, request_rate="often"))
+
+    @pytest.mark.parametrize("engine", ["vllm", "sglang"])
+    @pytest.mark.parametrize(
+        "rate", [0, 0.0, -1, float("nan"), True, "often", "0", [], 10**400], ids=lambda r: str(r)[:8]
+    )
+    def test_a_rate_at_which_nothing_comes(self, engine: str, rate: Any, tmp_path: Path) -> None:
+        """It would be the load of a point, by which other numbers are divided."""
+        result = VLLM if engine == "vllm" else SGLANG
+        assert "request_rate is" in said(tmp_path, line(result, request_rate=rate), engine)
+
+    @pytest.mark.parametrize("lens", [[10**400, 1, 1], [10**12, 1, 1], [-5, 1, 1]], ids=["huge", "large", "negative"])
+    @pytest.mark.parametrize("name", ["input_lens", "output_lens"])
+    def test_lengths_that_no_request_has(self, name: str, lens: list[int], tmp_path: Path) -> None:
+        assert name in said(tmp_path, line(VLLM, **{name: lens}))
+
+    @pytest.mark.parametrize("engine", ["vllm", "sglang"])
+    def test_numbers_that_json_can_spell_and_no_clock_shows(self, engine: str, tmp_path: Path) -> None:
+        """1e400 is read as infinity; 5e-324 s make a rate of infinity."""
+        result = files.without_details(VLLM if engine == "vllm" else SGLANG)
+        text = line(result, duration="HERE")
+        assert "duration is inf" in said(tmp_path, text.replace('"HERE"', "1e400"), engine)
+        assert "output_tok_s would be inf" in said(tmp_path, text.replace('"HERE"', "5e-324"), engine)
+        assert "duration" in said(tmp_path, text.replace('"HERE"', "1" + "0" * 400), engine)
+
+    def test_a_wall_time_of_which_nothing_is_left(self, tmp_path: Path) -> None:
+        """Three requests of two tokens each at once."""
+        at_once = {"ttfts": [0.0] * 3, "itls": [[0.0]] * 3, "output_lens": [2] * 3, "latencies": [0.0] * 3}
+        text = line(VLLM, start_times=[1.0] * 3, **at_once)
+        assert "took no time" in said(tmp_path, text)
+
+    def test_gaps_too_short_for_any_clock(self, tmp_path: Path) -> None:
+        result = files.without_details(VLLM)
+        assert "tok_s_per_user would be inf" in said(tmp_path, line(result, median_itl_ms=5e-324, mean_itl_ms=5e-324))
+
+    def test_nesting_just_short_of_the_end(self, tmp_path: Path) -> None:
+        """Where Python reads it, and could not write it again, which is tried for halves of characters."""
+        for depth in range(940, 1010, 3):
+            text = line(VLLM, label="HERE", date="\ud83d\ude00").replace('"HERE"', "[" * depth + "]" * depth)
+            path = tmp_path / "deep.json"
+            path.write_text(text)
+            with contextlib.suppress(RecordsError):
+                import_files([path], "vllm", tmp_path / "run", Told(), force=True)
+
+    def test_a_sweep_of_a_thousand_parameters(self, tmp_path: Path) -> None:
+        many = {"run_number": 0} | {f"p{i}": i for i in range(1000)}
+        assert "1,000 parameters" in said(tmp_path, line(VLLM, **many))
+
+    def test_names_of_fields_are_said_short_and_inert(self, tmp_path: Path) -> None:
+        path = files.file(tmp_path, files.vllm(**{"\x1b[31m" + "x" * 10_000: 1, **{f"f{i}": 1 for i in range(50)}}))
+        told = import_files([path], "vllm", tmp_path / "run", Told()).told[-1]
+        assert "and 46 more" in told
+        assert "\x1b" not in told
+        assert len(told) < 1000
 
     def test_more_than_can_be_measured(self, tmp_path: Path) -> None:
         assert "above 1e+15" in said(tmp_path, line(files.without_details(VLLM), total_output_tokens=10**30))
