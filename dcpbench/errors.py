@@ -16,6 +16,11 @@ Exit code 130 stands for Ctrl-C, and 141 for a reader of the output that went aw
 """
 
 
+def how_to_install(extra: str) -> str:
+    """What to type for an optional part of dcpbench, as the README does: no package index has it."""
+    return f"pip install '.[{extra}]' in the folder with dcpbench's pyproject.toml"
+
+
 class DcpbenchError(Exception):
     """Base of all errors that end a command with a sentence instead of a traceback."""
 

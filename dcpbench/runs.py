@@ -113,6 +113,8 @@ def _prepare(candidates: Sequence[grid.Candidate], folder: Path, work: launch.Wo
     """Make the folder, record the rejected points once, and return those that are still to be measured."""
     folders.prepare_sweep(folder, resume=run.resume, force=run.force)
     known = launch.last_records(folder)
+    if run.resume:
+        folders.check_same_command(folder, candidates[0].point, known.values())
     if run.resume and not known:
         say(f"{folder} holds no run yet; starting one.")
     elif run.resume and not any(c.point.key() in known for c in candidates):

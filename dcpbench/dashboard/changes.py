@@ -18,7 +18,7 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from dcpbench.errors import MissingPackageError
+from dcpbench.errors import MissingPackageError, how_to_install
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,7 +115,7 @@ def _proposed(x: Floats) -> list[int]:
         from ruptures import KernelCPD
     except ImportError as e:
         raise MissingPackageError(
-            "change points need the package ruptures; type: pip install 'dcpbench[dashboard]'"
+            f"change points need the package ruptures; type: {how_to_install('dashboard')}"
         ) from e
     scale = _sigma(x) or float(abs(x).max()) * 1e-9 or 1.0
     detector = KernelCPD(kernel="linear", min_size=LEAST_SIDE).fit((x - x.mean()).reshape(-1, 1) / scale)

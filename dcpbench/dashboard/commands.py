@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.dashboard import finding, site
-from dcpbench.errors import MissingPackageError, OutputError, UsageError
+from dcpbench.errors import MissingPackageError, OutputError, UsageError, how_to_install
 from dcpbench.streams import write_json
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 PORTS_TO_TRY = 100
-INSTALL = "pip install 'dcpbench[dashboard]'"
+INSTALL = how_to_install("dashboard")
 
 
 def build(runs: Path, output: Path, *, force: bool, as_json: bool) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from dcpbench.errors import MissingPackageError
+from dcpbench.errors import MissingPackageError, how_to_install
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ def greedy(folder: str, prompts: list[list[int]], new_tokens: int) -> list[Truth
         from transformers import AutoModelForCausalLM
     except ImportError as e:
         raise MissingPackageError(
-            f"comparing logits needs transformers ({e}); pip install 'dcpbench[test]', or leave --checkpoint out."
+            f"comparing logits needs transformers ({e}); {how_to_install('test')}, or leave --checkpoint out."
         ) from e
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     return [_greedy(model, prompt, new_tokens) for prompt in prompts]
