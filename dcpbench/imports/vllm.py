@@ -96,7 +96,7 @@ def read(document: Document) -> Result:
         nominal=nominal,
         summary={name: summary(document, name, found.completed) for name in TIMES},
         several_tokens="spec_decode_acceptance_length" in document.fields,
-        goodput_s=found.request_goodput if slo else None,
+        goodput_s=found.request_goodput,
         slo_ms=slo,
         layout=layout,
         settings={name: value for name, value in sorted(varied.items()) if name not in known},
