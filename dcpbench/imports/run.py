@@ -23,7 +23,7 @@ from dcpbench.serving.samples import FOLDER, samples_name, write_samples
 from dcpbench.syncs.words import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from dcpbench.imports import Told
     from dcpbench.imports.documents import Document
@@ -53,7 +53,7 @@ def _measurements(found: Sequence[Document], engine: str) -> tuple[list[Document
 
     Raises RecordsError where none is.
     """
-    alone = [document.fields for document in found if not document.listed]
+    alone = {_numbers(document.fields) for document in found if not document.listed}
     kept: list[Document] = []
     others: dict[str, list[Document]] = {}
     for document in found:
@@ -61,22 +61,33 @@ def _measurements(found: Sequence[Document], engine: str) -> tuple[list[Document
         (others.setdefault(what, []) if what else kept).append(document)
     left_out = [f"Left out, {what}: {_few(dict.fromkeys(d.file for d in those))}." for what, those in others.items()]
     if not kept:
+        for document in others.get(_other(engine), [])[:1]:
+            _read(document, engine)  # says what it is instead
         raise RecordsError(f"{found[0].where}: no result of {TOOLS[engine]} was found. {' '.join(left_out)}")
     return kept, left_out
 
 
-def _instead(document: Document, engine: str, alone: Sequence[dict[str, Any]]) -> str:
+def _instead(document: Document, engine: str, alone: Collection[frozenset[tuple[str, object]]]) -> str:
     """What a document is that is no measurement of its own; empty for one that is, and for a file that was named."""
     fields = document.fields
     if "error_type" in fields:
         return "runs of the sweep that failed"
     if fields.get("run_number") == WARM_UP:
         return "warm-ups"
-    if document.listed and fields in alone:
+    if document.listed and _numbers(fields) in alone:
         return "summaries of results that have files of their own"
     if document.found and (_looks_like(fields) != engine or _is_ours(fields)):
-        return f"no result of {TOOLS[engine]}"
+        return _other(engine)
     return ""
+
+
+def _numbers(fields: dict[str, Any]) -> frozenset[tuple[str, object]]:
+    """What two results cannot have in common, as all their times are among it."""
+    return frozenset((name, value) for name, value in fields.items() if isinstance(value, str | int | float))
+
+
+def _other(engine: str) -> str:
+    return f"no result of {TOOLS[engine]}"
 
 
 WARM_UP = -1
@@ -99,7 +110,10 @@ def _read(document: Document, engine: str) -> Result:
             f"{document.where} is no result of {TOOLS[engine]}: it has none of the fields by which one is known "
             f"({', '.join(KNOWN_BY[engine])})."
         )
-    return READERS[engine](document)
+    try:
+        return READERS[engine](document)
+    except RecursionError as e:
+        raise RecordsError(f"{document.where} is nested too deeply, and so no result of {TOOLS[engine]}.") from e
 
 
 KNOWN_BY = {VLLM: ("model_id", "num_prompts"), SGLANG: ("median_e2e_latency_ms", "dataset_name")}

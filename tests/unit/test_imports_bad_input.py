@@ -86,6 +86,23 @@ class TestOtherFiles:
         """A replay would pass as measured."""
         assert "exported by dcpbench" in said(tmp_path, line(VLLM, backend=label))
 
+    def test_a_folder_of_something_else_says_of_what(self, tmp_path: Path) -> None:
+        """With several the first one tells; nothing is imported of a folder that has none."""
+        for content, sentence in (
+            (line(SGLANG), "import it with --from sglang"),
+            ('{"schema_version": 1, "point": {}}', "dcpbench report RUN"),
+            (line(VLLM, backend="dcpbench-replay"), "exported by dcpbench"),
+            ('{"name": "x"}', "is no result of vllm bench serve"),
+            (line(VLLM, run_number=-1), "Left out, warm-ups"),
+        ):
+            folder = tmp_path / "results"
+            folder.mkdir(exist_ok=True)
+            (folder / "a.json").write_text(content)
+            with pytest.raises(RecordsError) as caught:
+                import_files([folder], "vllm", tmp_path / "run", Told())
+            assert sentence in str(caught.value)
+            assert not (tmp_path / "run").exists()
+
     def test_json_of_something_else(self, tmp_path: Path) -> None:
         assert "is no result of vllm bench serve" in said(tmp_path, '{"name": "x"}')
 
@@ -155,12 +172,13 @@ class TestValues:
         result = files.without_details(VLLM)
         assert "tok_s_per_user would be inf" in said(tmp_path, line(result, median_itl_ms=5e-324, mean_itl_ms=5e-324))
 
-    def test_nesting_just_short_of_the_end(self, tmp_path: Path) -> None:
-        """Where Python reads it, and could not write it again, which is tried for halves of characters."""
-        for depth in range(940, 1010, 3):
-            text = line(VLLM, label="HERE", date="\ud83d\ude00").replace('"HERE"', "[" * depth + "]" * depth)
-            path = tmp_path / "deep.json"
-            path.write_text(text)
+    @pytest.mark.parametrize("name", ["label", "mean_ttft_ms", "request_rate", "max_num_seqs", "ttfts"])
+    def test_nesting_just_short_of_the_end(self, name: str, tmp_path: Path) -> None:
+        """Where Python reads it, and cannot write it again: for halves of characters, or in a sentence."""
+        path = tmp_path / "deep.json"
+        for depth in range(880, 1010, 10):
+            text = line(VLLM, run_number=0, date="\ud83d\ude00", **{name: "HERE"})
+            path.write_text(text.replace('"HERE"', "[" * depth + "]" * depth))
             with contextlib.suppress(RecordsError):
                 import_files([path], "vllm", tmp_path / "run", Told(), force=True)
 
