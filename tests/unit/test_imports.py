@@ -332,14 +332,15 @@ class TestLengths:
         assert [load.input_tokens for load in points if load] == ["mean:1028", "mean:1028", "mean:1100"]
 
     def test_what_a_sweep_asked_for_joins_answers_that_ended_early(self, tmp_path: Path) -> None:
-        """Answers of 80 and 60 tokens on average, of 100: one load, of 70."""
-        for clients, mean in ((1, 80), (2, 60)):
+        """Answers of 80 and 60 tokens on average, of 100: one load, of 70. Of 200 another one, though it has 61."""
+        for clients, mean, most in ((1, 80, 100), (2, 60, 100), (3, 61, 200)):
             sums = {"total_input_tokens": 3000, "total_output_tokens": 3 * mean}
-            asked = {"max_concurrency": clients, "random_input_len": 1000, "random_output_len": 100}
+            asked = {"max_concurrency": clients, "random_input_len": 1000, "random_output_len": most}
             files.sweep(tmp_path / "sweep", {}, asked, runs=1, **sums)
         import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Told())
         points = [record.point for record in read_records(tmp_path / "run")]
-        assert {(p.load.input_tokens, p.load.output_tokens) for p in points if p.load} == {("1000", "mean:70")}
+        lengths = {p.concurrency: (p.load.input_tokens, p.load.output_tokens) for p in points if p.load}
+        assert lengths == {1: ("1000", "mean:70"), 2: ("1000", "mean:70"), 3: ("1000", "mean:61")}
         assert {p.settings for p in points} == {""}
 
     def test_one_curve_whatever_the_number_of_requests(self, tmp_path: Path) -> None:
