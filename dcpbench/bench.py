@@ -19,6 +19,7 @@ from dcpbench.bench_records import BenchJob, BenchRecord, BenchSettings, Event
 from dcpbench.errors import CapacityError, OutputError, UsageError, WorkerError
 from dcpbench.option_values import check_seconds
 from dcpbench.spec import effective
+from dcpbench.streams import write_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -162,7 +163,7 @@ def _finish(record: BenchRecord, paths: list[Path], problem: str, options: Optio
     if paths:
         _write(record, paths)
     if options.as_json:
-        sys.stdout.write(msgspec.json.format(_without_samples(record), indent=2).decode() + "\n")
+        write_json(msgspec.json.format(_without_samples(record), indent=2).decode() + "\n")
     else:
         _print(record)
     for path in (p for p in paths if p.exists()):

@@ -3,14 +3,16 @@
 Every DcpbenchError ends as `error: message` with its own exit code; what nobody foresaw keeps its traceback.
 """
 
+import contextlib
 import errno
 import inspect
-import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.core import TyperCommand
 
 from dcpbench import (
     __version__,
@@ -21,9 +23,10 @@ from dcpbench import (
     cli_serve,
     cli_syncs_checks,
     cli_top,
+    streams,
 )
 from dcpbench import cli_options as opt
-from dcpbench.errors import DcpbenchError
+from dcpbench.errors import DcpbenchError, UsageError
 
 app = typer.Typer(
     name="dcpbench",
@@ -35,7 +38,7 @@ app = typer.Typer(
     help="Measure how to serve long-context MLA models: tensor (tp), decode-context (dcp) and attention-data (dp) "
     "parallelism.\n\nStart with: dcpbench sweep --tp 8 --dcp 8\n\nExit codes: 0 all well · 1 wrong result · 2 options "
     "that cannot work · 3 not enough GPUs or memory · 4 a rank or some points failed · 5 a package is missing · "
-    "130 interrupted.",
+    "130 interrupted · 141 whoever read the output went away, as in `dcpbench show RUN | head -1`.",
 )
 app.add_typer(cli_bench.app, rich_help_panel="Measure")
 app.add_typer(cli_syncs_checks.app, rich_help_panel="Check")
@@ -233,36 +236,73 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON."
     raise typer.Exit(commands.env(as_json=as_json))
 
 
-def _let_paragraphs_flow(group: typer.Typer) -> None:
-    """Take the line breaks of docstrings out of the paragraphs of help texts; Typer would keep them at any width."""
+class _Command(TyperCommand):
+    """A command that takes each comma list once: of two, the parser would drop the first without a word."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # as Click's own
+        """As Click's. Raises UsageError for a list that is given twice."""
+        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        for option, times in Counter(order).items():
+            if times > 1 and "…" in (getattr(option, "metavar", None) or ""):
+                name = max(option.opts, key=len)
+                values = [value for typed in option.opts for value in _values(typed, args)]
+                raise UsageError(f"{name} is given {times} times; write one list: {name} {','.join(values)}")
+        return super().parse_args(ctx, args)
+
+
+def _values(option: str, args: list[str]) -> list[str]:
+    """What is typed for an option, as `--tp 2` or `--tp=2`."""
+    pairs = zip(args, [*args[1:], ""], strict=True)
+    return [after if word == option else word[len(option) + 1 :] for word, after in pairs
+            if word == option or word.startswith(f"{option}=")]  # fmt: skip
+
+
+def _prepare(group: typer.Typer) -> None:
+    """Make all commands ours, and take the line breaks of docstrings out of the paragraphs of their help texts.
+
+    Typer would keep these at any width.
+    """
     for command in group.registered_commands:
+        command.cls = _Command
         paragraphs = inspect.cleandoc(command.help or getattr(command.callback, "__doc__", None) or "").split("\n\n")
         command.help = "\n\n".join(p if p.startswith(" ") else p.replace("\n", " ") for p in paragraphs)
     for part in group.registered_groups:
         if part.typer_instance is not None:
-            _let_paragraphs_flow(part.typer_instance)
+            _prepare(part.typer_instance)
 
 
-_let_paragraphs_flow(app)
+_prepare(app)
 
 
 def main(args: list[str] | None = None) -> None:
     """Entry point: run a command, turn our errors into one sentence and an exit code."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the shell, as in `>&-`
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 -- until the process ends
+    streams.settle()
     try:
-        app(args=args, prog_name="dcpbench")
+        try:
+            app(args=args, prog_name="dcpbench")
+        finally:
+            sys.stdout.flush()
     except DcpbenchError as e:
         from dcpbench.syncs.words import plain  # names in a message come from others, and a terminal would obey them
 
-        sys.stderr.write("\n".join(map(plain, f"error: {e}".split("\n"))) + "\n")
-        sys.exit(e.exit_code)
+        _end("\n".join(map(plain, f"error: {e}".split("\n"))), e.exit_code)
+    except BrokenPipeError:
+        _end("", streams.CLOSED)
+    except SystemExit as e:
+        if isinstance(e.__context__, BrokenPipeError):  # for which Click and Rich end with 1, and that is a verdict
+            _end("", streams.CLOSED)
+        raise
     except OSError as e:
         if e.errno != errno.ENOSPC or e.filename is not None:
             raise
-        sys.stderr.write("error: what the command prints, or a file, could not be written: no space left; make room.\n")
-        sys.exit(2)
+        _end("error: what the command prints, or a file, could not be written: no space left; make room.", 2)
+
+
+def _end(said: str, code: int) -> None:
+    with contextlib.suppress(OSError):  # nobody may read that either
+        sys.stderr.write(f"{said}\n" if said else "")
+    streams.forget_output()
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -94,8 +94,8 @@ def compare(
     """Say for every point that two runs share whether B is FASTER, SLOWER or the SAME, or that this is UNDECIDED.
 
     One launch of each side cannot tell what differs from launch to launch; give several, or use `dcpbench ab`. Exit
-    codes: 0 · 1 a rule of --fail-on fails · 2 options or records that cannot be used. docs/comparing.md says how it is
-    computed.
+    codes: 0 · 1 a rule of --fail-on fails · 2 options or records that cannot be used · 141 whoever read the output went
+    away, which is no verdict. docs/comparing.md says how it is computed.
 
     For example:
 

@@ -22,7 +22,12 @@ ExportTo = Annotated[
 ]  # fmt: skip
 ForceExport = Annotated[bool, typer.Option("--force", help="Replace files that are already there.")]
 Files = Annotated[
-    list[Path], typer.Argument(metavar="FILE", help="Result files: JSON or JSON lines, with or without details.")
+    list[Path],
+    typer.Argument(
+        metavar="FILE|FOLDER",
+        help="Result files: JSON or JSON lines, with or without details; or folders of them, such "
+        "as the tree of a `vllm bench sweep`.",
+    ),
 ]
 From = Annotated[
     str,
@@ -106,11 +111,14 @@ def import_(
     """Make a run of another engine's benchmark results, to show them beside ours.
 
     With times of each request our definitions are computed from these; without them the tool's own summary is taken,
-    and marked. What a file does not say stays unknown.
+    and marked. What a file does not say stays unknown, and what of it is not read is named. Of a sweep, settings of the
+    server are variants of a point and its runs are repeats.
 
     For example:
 
       dcpbench import results/*.json --from vllm --tp 8 --dcp 8 --gpu 'NVIDIA H200' -o runs/vllm
+
+      dcpbench import results/20261121_101112 --from vllm -o runs/vllm-sweep
 
       dcpbench report runs/monday runs/vllm -o both
     """

@@ -23,8 +23,9 @@ def top(
     """Watch a sweep, serve or verify that is running, from another terminal.
 
     Points, rates, what is left, the point at work, and clocks, power and temperature of this machine's GPUs. It reads
-    the run's files alone and does not disturb it. Without a terminal it prints a line for each change. It ends when the
-    run ends, with the run's exit code as far as files tell (docs/top.md), and with 130 on Ctrl-C.
+    the run's files alone and does not disturb it. A run that has not begun is waited for. Without a terminal it prints
+    a line for each change. It ends when the run ends, with the run's exit code as far as files tell (docs/top.md), and
+    with 130 on Ctrl-C.
 
     For example:
 

@@ -17,18 +17,25 @@ from typing import TYPE_CHECKING
 import torch
 
 import dcpbench
+from dcpbench.errors import how_to_install
 from dcpbench.jobs import Probe
 from dcpbench.records import Environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-PACKAGES = ("torch", "triton", "flashinfer", "nvtx", "pynvml", "safetensors", "transformers", "pandas", "matplotlib")
+PACKAGES = (
+    "torch", "triton", "flashinfer", "nvtx", "pynvml", "safetensors", "transformers", "pandas", "matplotlib",
+    "ruptures", "starlette", "uvicorn",
+)  # fmt: skip
 WANTED_FOR = {
     "triton": "--backend triton and every run on a GPU",
-    "flashinfer": "--backend flashinfer, the default on GPUs; pip install 'dcpbench[flashinfer]'",
+    "flashinfer": f"--backend flashinfer, the default on GPUs; {how_to_install('flashinfer')}",
     "pynvml": "clocks, power and throttling in records; pip install nvidia-ml-py",
-    "transformers": "comparing logits with `dcpbench verify --checkpoint`; pip install 'dcpbench[test]'",
+    "transformers": f"comparing logits with `dcpbench verify --checkpoint`; {how_to_install('test')}",
+    "ruptures": f"the change points of `dcpbench dashboard`; {how_to_install('dashboard')}",
+    "starlette": f"`dcpbench dashboard serve`; {how_to_install('dashboard')}",
+    "uvicorn": f"`dcpbench dashboard serve`; {how_to_install('dashboard')}",
 }
 
 

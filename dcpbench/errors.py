@@ -12,8 +12,13 @@
     ├── SyncError            1  code synchronised with the GPU that must not
     └── MissingPackageError  5  an optional package that this option needs
 
-Exit code 130 stands for Ctrl-C, as in any shell.
+Exit code 130 stands for Ctrl-C, and 141 for a reader of the output that went away (streams.py), as in any shell.
 """
+
+
+def how_to_install(extra: str) -> str:
+    """What to type for an optional part of dcpbench, as the README does: no package index has it."""
+    return f"pip install '.[{extra}]' in the folder with dcpbench's pyproject.toml"
 
 
 class DcpbenchError(Exception):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
 import shutil
 import tempfile
 import time
@@ -19,13 +20,15 @@ from dcpbench.jobs import CHECKS_FILE, FAILED_FILE, read_job
 from dcpbench.records import RECORDS_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from dcpbench.jobs import Settings
-    from dcpbench.records import Point
+    from dcpbench.jobs import Job, Settings
+    from dcpbench.records import Point, Record
 
 LOCK_FILE = ".lock"
 """Locked while a run writes here; holds the process ids of the command and of its torchrun jobs."""
+COMMANDS = {"decode": "sweep", "serve": "serve"}
+"""By workload, which leaves records there."""
 MAY_CHANGE = ("--seconds", "--profile")
 """Options that only make some points of a run better known than others."""
 
@@ -129,6 +132,24 @@ def settings_of(point: Point, settings: Settings, device: str) -> dict[str, obje
     }
 
 
+def check_same_command(folder: Path, point: Point, records: Iterable[Record]) -> None:
+    """Raise OutputError where the folder holds a run of another command than that of `point`: sweep, or serve."""
+    job = _last_job(folder)
+    known = list(records)
+    before = job.points[0] if job else next((record.point for record in known), point)
+    if before.workload == point.workload:
+        return
+    theirs, mine = (COMMANDS.get(p.workload, p.workload) for p in (before, point))
+    typed = [job.command] if job else [r.environment.command for r in known if r.environment]
+    again = next((command for command in typed if command.startswith("dcpbench ")), f"dcpbench {theirs} …")
+    words = again.split()
+    again += "" if {"-o", "--output"} & set(words) else f" -o {shlex.quote(str(folder))}"
+    again += "" if "--resume" in words else " --resume"
+    raise OutputError(
+        f"--resume: {folder} holds a run of {theirs}, and this is {mine}; to go on with that run, type: {again}"
+    )
+
+
 def check_resumed(folder: Path, now: Mapping[str, object]) -> str:
     """What differs from the settings with which the folder's last job ran, as a sentence; empty if nothing does.
 
@@ -148,11 +169,16 @@ def check_resumed(folder: Path, now: Mapping[str, object]) -> str:
 
 
 def _last_settings(folder: Path) -> dict[str, object]:
+    job = _last_job(folder)
+    return settings_of(job.points[0], job.settings, job.device) if job else {}
+
+
+def _last_job(folder: Path) -> Job | None:
+    """Of those that can be read."""
     for path in sorted(folder.glob("job-*.json"), key=lambda p: p.stat().st_mtime, reverse=True):
         with contextlib.suppress(DcpbenchError):
-            job = read_job(path)
-            return settings_of(job.points[0], job.settings, job.device)
-    return {}
+            return read_job(path)
+    return None
 
 
 def _text(value: object) -> str:

@@ -11,7 +11,7 @@ from dcpbench import memory
 from dcpbench.batches import GRAPH_BATCHES
 from dcpbench.budget import CPU_BYTES, ITEMSIZE, kv_pages, memory_plan, most_pages, pages_needed, size_text
 from dcpbench.choices import AUTO, EXCHANGES, NO_EXCHANGE, OPTIONS, flag
-from dcpbench.errors import CapacityError, LayoutError, MissingPackageError, UsageError
+from dcpbench.errors import CapacityError, LayoutError, MissingPackageError, UsageError, how_to_install
 from dcpbench.judge_serve import check_serve, check_serve_memory
 from dcpbench.layout import Layout, valid_layouts
 from dcpbench.memory import GIB
@@ -158,8 +158,8 @@ def _check_flashinfer(point: Point, shape: ModelShape, probe: Probe) -> None:
         )
     if not probe.packages.get("flashinfer"):
         raise MissingPackageError(
-            "--backend flashinfer: FlashInfer cannot be imported; pip install 'dcpbench[flashinfer]', "
-            "or use --backend triton."
+            f"--backend flashinfer: FlashInfer cannot be imported; {how_to_install('flashinfer')}, or use --backend "
+            "triton."
         )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dcpbench import memory
 from dcpbench.budget import ITEMSIZE, kv_pages, least_pages, memory_plan, most_pages, size_text
 from dcpbench.choices import AUTO
-from dcpbench.errors import CapacityError, MissingPackageError, UsageError
+from dcpbench.errors import CapacityError, MissingPackageError, UsageError, how_to_install
 from dcpbench.serving.loads import extent
 from dcpbench.serving.step_times import read_step_times
 from dcpbench.shapes import NOPE, ROPE, VALUE
@@ -118,8 +118,8 @@ def _check_prefill(point: Point, load: Load, shape: ModelShape, probe: Probe) ->
         raise UsageError("--prefill flashinfer needs a GPU; use --prefill sdpa.")
     if not probe.packages.get("flashinfer"):
         raise MissingPackageError(
-            "--prefill flashinfer: FlashInfer cannot be imported; pip install 'dcpbench[flashinfer]', or use "
-            "--prefill sdpa."
+            f"--prefill flashinfer: FlashInfer cannot be imported; {how_to_install('flashinfer')}, or use --prefill "
+            "sdpa."
         )
     if (shape.nope + shape.rope, shape.value) != (NOPE + ROPE, VALUE) or point.dtype not in ("bf16", "fp16"):
         raise UsageError(

@@ -25,6 +25,8 @@ SCHEMA_VERSION = 1
 RECORDS_FILE = "records.jsonl"
 ASIDE_FILE = "records.truncated.txt"
 UNKNOWN_LAYOUT = "layout unknown"
+SETTING = ", "
+"""Stands between the settings of a point."""
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +63,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     """Which pass over the whole sweep this is, from 0."""
     load: Load | None = None
     """Null for `decode`."""
+    settings: str = ""
+    """Of an import: what its benchmark varied of the server or the load and no other field says, such as
+    `max_num_seqs=4`; comma list."""
 
     @property
     def layout(self) -> Layout:
@@ -94,8 +99,12 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
         return with_options(self.exchange, [name for name in OPTIONS if getattr(self, name)])
 
     def key(self) -> str:
-        """Everything that makes this point itself; `--resume` and comparisons match on it."""
-        return "/".join(f"{name}={getattr(self, name)}" for name in self.__struct_fields__)
+        """Everything that makes this point itself; `--resume` and comparisons match on it.
+
+        The same for a point for ever: what was added to points later is in it only where it says something.
+        """
+        names = (name for name in self.__struct_fields__ if name != "settings" or self.settings)
+        return "/".join(f"{name}={getattr(self, name)}" for name in names)
 
     def same_but_repeat(self) -> str:
         """Key without the repeat, equal for all measurements of the same thing."""

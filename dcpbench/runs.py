@@ -23,6 +23,7 @@ from dcpbench.option_values import check_seconds
 from dcpbench.record_checks import OUTCOMES
 from dcpbench.records import RecordFile
 from dcpbench.spec import effective
+from dcpbench.streams import write_json
 from dcpbench.torchrun import Machines
 
 if TYPE_CHECKING:
@@ -113,6 +114,8 @@ def _prepare(candidates: Sequence[grid.Candidate], folder: Path, work: launch.Wo
     """Make the folder, record the rejected points once, and return those that are still to be measured."""
     folders.prepare_sweep(folder, resume=run.resume, force=run.force)
     known = launch.last_records(folder)
+    if run.resume:
+        folders.check_same_command(folder, candidates[0].point, known.values())
     if run.resume and not known:
         say(f"{folder} holds no run yet; starting one.")
     elif run.resume and not any(c.point.key() in known for c in candidates):
@@ -267,7 +270,7 @@ def say(text: str) -> None:
 
 def print_json(value: object) -> None:
     """A result for a script, on stdout."""
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_json(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def print_paths(paths: Sequence[Path], stream: object) -> None:

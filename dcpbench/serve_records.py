@@ -24,8 +24,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Length of prompts: `4000`, `uniform:1000-7000` or `lognormal:4000:0.5` (median and sigma); `trace`."""
     output_tokens: str
     """Tokens sampled per request, likewise."""
-    prefix_share: float = 0.0
-    """Share of each prompt that it has in common with others of its group, at the beginning."""
+    prefix_share: float | None = 0.0
+    """Share of each prompt that it has in common with others of its group, at the beginning. Null, like `prefix_cache`
+    and `seed`, where an import does not say."""
     prefix_groups: int = 1
     trace: str = ""
     """Name of the file of requests, without its folder."""
@@ -33,10 +34,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     chunk: int
     """Prompt tokens that a step prefills at most, over the whole layout."""
     policy: str = MIXED
-    prefix_cache: bool = True
+    prefix_cache: bool | None = True
     prefill: str = PREFILLS[0]
     """Attention of prompts: `sdpa` (torch) or `flashinfer` (ragged prefill)."""
-    seed: int = 0
+    seed: int | None = 0
 
 
 class Latencies(msgspec.Struct, frozen=True, kw_only=True):

@@ -90,7 +90,7 @@ def load_text(point: Point) -> str:
 def path_name(point: Point) -> str:
     """How a point is computed: `triton a2a +q-replicate`; the all-reduce only where it is not the usual one."""
     reduced = "" if point.all_reduce in (ALL_REDUCES[0], UNKNOWN) else f"{point.all_reduce} all-reduce"
-    return " ".join(filter(None, (point.backend, point.exchange_label(), reduced)))
+    return " ".join(filter(None, (point.backend, point.exchange_label(), reduced, point.settings)))
 
 
 def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:

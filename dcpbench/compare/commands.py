@@ -14,6 +14,7 @@ from dcpbench.compare.judging import Options, judge
 from dcpbench.compare.measures import NAMES
 from dcpbench.compare.sides import read_side
 from dcpbench.errors import OutputError, UsageError
+from dcpbench.streams import write_json
 from dcpbench.syncs.formats.github import step_summary
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def conclude(a: Sequence[Launch], b: Sequence[Launch], options: Options, out: Ou
     found.notes += [f"--fail-on {text} guards nothing: no compared point has it." for text in gate.unused(found, rules)]
     paths = write(found, out)
     if out.as_json:
-        _print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
+        write_json(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
     else:
         _show(found, out)
     if out.github:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,6 +10,7 @@ import msgspec
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.records import RECORDS_FILE, Point, read_records
 from dcpbench.serve_records import Load
+from dcpbench.syncs.words import natural
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -129,14 +129,10 @@ def measured(record: Record) -> bool:
 def _runs(path: Path) -> list[Path]:
     if not path.is_dir() or (path / RECORDS_FILE).exists():
         return [path]
-    inside = sorted((p.parent for p in path.glob(f"*/{RECORDS_FILE}")), key=_natural)
+    inside = sorted((p.parent for p in path.glob(f"*/{RECORDS_FILE}")), key=lambda folder: natural(folder.name))
     if not inside:
         raise RecordsError(f"{path} holds no {RECORDS_FILE}; name the folder of a run, or one that holds several runs.")
     return inside
-
-
-def _natural(path: Path) -> list[tuple[int, str]]:
-    return [(int(w), "") if w.isdecimal() else (-1, w) for w in re.split(r"([0-9]+)", path.name) if w]
 
 
 def _field(point: Point, name: str) -> object:

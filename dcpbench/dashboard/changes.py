@@ -18,7 +18,7 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from dcpbench.errors import MissingPackageError
+from dcpbench.errors import MissingPackageError, how_to_install
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -127,7 +127,7 @@ def _detector() -> KernelCPD:
         from ruptures import KernelCPD
     except ImportError as e:
         raise MissingPackageError(
-            "change points need the package ruptures; type: pip install 'dcpbench[dashboard]'"
+            f"change points need the package ruptures; type: {how_to_install('dashboard')}"
         ) from e
     return KernelCPD(kernel="linear", min_size=LEAST_SIDE)
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.dashboard import finding, site
-from dcpbench.errors import MissingPackageError, OutputError, UsageError
+from dcpbench.errors import MissingPackageError, OutputError, UsageError, how_to_install
+from dcpbench.streams import write_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 PORTS_TO_TRY = 100
-INSTALL = "pip install 'dcpbench[dashboard]'"
+INSTALL = how_to_install("dashboard")
 
 
 def build(runs: Path, output: Path, *, force: bool, as_json: bool) -> int:
@@ -37,7 +38,7 @@ def build(runs: Path, output: Path, *, force: bool, as_json: bool) -> int:
     for sentence in built.skipped:
         _say(f"left out: {sentence}")
     if as_json:
-        sys.stdout.write(json.dumps(_summary(built, time.monotonic() - began), indent=2, ensure_ascii=False) + "\n")
+        write_json(json.dumps(_summary(built, time.monotonic() - began), indent=2, ensure_ascii=False) + "\n")
         return 0
     if not built.runs:
         _say(f"{runs} holds no run that can be read; the site is empty.")

@@ -148,13 +148,14 @@ def _how(point: Point) -> str:
         (point.interleave > 1, f"interleave {point.interleave}"),
         (point.all_reduce not in (ALL_REDUCES[0], UNKNOWN), f"{point.all_reduce} all-reduce"),
         (point.weights not in ("synthetic", UNKNOWN), f"weights {point.weights}"),
+        (point.settings, point.settings),
     ]
     if load := point.load:
         said += [
             (load.chunk, f"chunk {load.chunk:,}"),
             (load.policy, load.policy),
             (load.requests, f"{load.requests:,} requests"),
-            (not load.prefix_cache, "no prefix cache"),
+            (load.prefix_cache is False, "no prefix cache"),
             (load.prefill != UNKNOWN, f"prefill {load.prefill}"),
             (load.seed, f"seed {load.seed}"),
         ]

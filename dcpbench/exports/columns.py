@@ -86,6 +86,7 @@ COLUMNS: tuple[Column, ...] = (
     _load("output_tokens", "text"),
     _load("prefix_share", "number"),
     _load("trace", "text"),
+    _point("settings", "text"),
     _load("policy", "text"),
     _load("chunk", "whole"),
     *(

@@ -135,7 +135,7 @@ def clip(text: str, most: int = MOST_IN_A_NAME) -> str:
 
 def _name(m: Measured, *, several: bool) -> str:
     point = m.record.point
-    who = [point.model, point.layout_name, point.exchange_label(), point.backend, point.dtype]
+    who = [point.model, point.layout_name, point.exchange_label(), point.backend, point.dtype, point.settings]
     if point.load is None:
         load = f"{point.workload}: {point.concurrency:,} × {point.context:,}"
     else:

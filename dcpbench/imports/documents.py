@@ -8,12 +8,17 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.errors import RecordsError
+from dcpbench.syncs.words import natural
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 MOST_BYTES = 4 << 30
 """Of a file that is read into memory."""
+SUFFIXES = (".json", ".jsonl")
+SWEEPS = ("SERVE-", "BENCH-")
+"""How `vllm bench sweep` names the folder of a set of parameters."""
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """How JSON spells halves of characters, which mostly come in pairs."""
 
@@ -25,6 +30,40 @@ class Document:
     where: str
     """`results/a.json`, or `results/a.jsonl, line 3`."""
     fields: dict[str, Any]
+    listed: bool = False
+    """Whether the file is a list, as summaries are of what lies beside them."""
+    folders: tuple[str, ...] = ()
+    """Names of the folders around it that may say something of it, as `SERVE--max_num_seqs=4` does."""
+    file: str = ""
+    found: bool = False
+    """Whether a folder was given and not the file, so that it may be something else."""
+
+
+def gather(paths: Iterable[Path]) -> list[Document]:
+    """Of files, and of all files below folders, in the order of the numbers in their names; no file twice.
+
+    Raises RecordsError as `read`, and for a folder without any.
+    """
+    documents: dict[Path, list[Document]] = {}
+    for path in paths:
+        files = _inside(path) if path.is_dir() else [path]
+        if not files:
+            raise RecordsError(f"{path} holds no *{' or *'.join(SUFFIXES)}; give the folder of results, or a file.")
+        for file in files:
+            if (key := file.resolve()) not in documents:
+                around = [name for name in key.parent.parts if name.startswith(SWEEPS)]
+                below = file.parent.relative_to(path).parts if path != file else ()
+                folders = tuple(dict.fromkeys([*around, *below]))
+                documents[key] = [
+                    dataclasses.replace(d, folders=folders, file=str(file), found=path != file) for d in read(file)
+                ]
+    return [document for found in documents.values() for document in found]
+
+
+def _inside(folder: Path) -> list[Path]:
+    files = (path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    shown = (path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    return sorted(shown, key=natural)
 
 
 def read(path: Path) -> list[Document]:
@@ -45,7 +84,8 @@ def read(path: Path) -> list[Document]:
     if isinstance(found, list):
         if not found:
             raise RecordsError(f"{path} holds an empty list, and no result.")
-        return [_document(f"{path}, entry {number}", entry) for number, entry in enumerate(found, 1)]
+        entries = enumerate(found, 1)
+        return [dataclasses.replace(_document(f"{path}, entry {n}", entry), listed=True) for n, entry in entries]
     return [_document(str(path), found)]
 
 
@@ -73,13 +113,12 @@ def _parse(text: str) -> object:
     """Raises ValueError, as which json reports numbers that are too long, too."""
     try:
         found = json.loads(text)
+        if SURROGATE.search(text):
+            json.dumps(found, ensure_ascii=False).encode()
     except RecursionError as e:
         raise ValueError("it is nested too deeply") from e
-    if SURROGATE.search(text):
-        try:
-            json.dumps(found, ensure_ascii=False).encode()
-        except UnicodeEncodeError as e:
-            raise ValueError("a text holds half a character") from e
+    except UnicodeEncodeError as e:
+        raise ValueError("a text holds half a character") from e
     return found
 
 

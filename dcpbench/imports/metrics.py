@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from dcpbench import metrics
 from dcpbench.choices import CLOSED
 from dcpbench.errors import RecordsError
+from dcpbench.imports.result import LARGEST
 from dcpbench.serve_records import Latencies, ServeMetrics
 from dcpbench.serving.outcome import FINISHED, Row, marks
 
@@ -94,7 +95,7 @@ def _metrics(
     if not wall_s > 0:
         raise RecordsError(f"{result.where}: the run took no time, so that there are no rates. Run it again.")
     rate, itl = output_tokens / wall_s, times["itl"].p50
-    return ServeMetrics(
+    found = ServeMetrics(
         ttft_ms=times["ttft"],
         itl_ms=times["itl"],
         tpot_ms=times["tpot"],
@@ -122,6 +123,11 @@ def _metrics(
         eager_decode_steps=None,
         decode_batch=None,
     )
+    for name in ("output_tok_s", "total_tok_s", "request_s", "tok_s_per_user"):
+        value = getattr(found, name)
+        if value is not None and value > LARGEST:
+            raise RecordsError(f"{result.where}: its {name} would be {value:g}, so its times cannot be. Run it again.")
+    return found
 
 
 def _steady(result: Result, details: Details) -> tuple[float | None, float | None]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from dcpbench.errors import RecordsError
+from dcpbench.serving.load_words import MOST_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from dcpbench.imports.documents import Document
     from dcpbench.serve_records import Latencies
@@ -82,8 +84,10 @@ class Result:
     duration_s: float
     input_tokens: int
     output_tokens: int
-    lengths: tuple[int, int] | None = None
-    """Prompt and answer, where the file says that all were alike."""
+    lengths: tuple[str | None, str | None] = (None, None)
+    """Of prompts and answers as a load has them, where the file says it of all: `1024`, `uniform:256-1024`."""
+    nominal: tuple[int | None, int | None] = (None, None)
+    """Of prompts and answers the length that was asked for, where nothing says whether all had it."""
     summary: Mapping[str, Latencies]
     """`ttft`, `itl`, `tpot`, `e2el` in ms, as the tool computed them."""
     several_tokens: bool = False
@@ -92,7 +96,11 @@ class Result:
     slo_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
     layout: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """tp, dp and dcp, in our words."""
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Of the server and the load, where a sweep says that it varied them and nothing here has a place for them."""
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    unread: Sequence[str] = ()
+    """Fields of the file that say nothing to us, and may say something to the reader."""
     details: Details | None = None
 
 
@@ -126,8 +134,10 @@ def details(document: Document, into: type[Details], completed: int) -> Details 
     sizes = {name: len(getattr(found, name)) for name in given}
     if len(set(sizes.values())) > 1:
         raise RecordsError(f"{document.where}: lists of requests differ in length: {_counts(sizes)}; it is not whole.")
-    for name in ("ttfts", "itls", "latencies", "start_times"):
-        _check(getattr(found, name), f"{document.where}: {name}", signed=name == "start_times")
+    for name in sizes:
+        most = MOST_TOKENS if name in ("input_lens", "output_lens") else LARGEST
+        if name != "errors":
+            _check(getattr(found, name), f"{document.where}: {name}", signed=name == "start_times", most=most)
     if (listed := len(found.finished())) != completed:
         raise RecordsError(
             f"{document.where} says that {completed:,} requests completed, while its lists hold {listed:,} "
@@ -136,24 +146,70 @@ def details(document: Document, into: type[Details], completed: int) -> Details 
     return found
 
 
+def rate(document: Document, tool: str, words: Sequence[str]) -> float | None:
+    """Requests per second; None where nothing spaces them (`inf`), or the file has another of `words` for it.
+
+    Raises RecordsError for what is neither.
+    """
+    value = document.fields.get("request_rate")
+    if value is None or value in words:
+        return None
+    number = _number(value)
+    if number == math.inf:
+        return None
+    if number is None or not 0 < number <= LARGEST:
+        said = f"{document.where}: request_rate is {str(value)[:40]}"
+        raise RecordsError(f"{said}; {tool} writes a number above 0, or {' or '.join(words)}.")
+    return number
+
+
+def unread(document: Document, known: Collection[str], times: Sequence[str], details: Details | None) -> list[str]:
+    """Fields with a value that are neither `known` nor statistics of `times` that we have, or compute of details."""
+    ours = "mean|median|std|p90|p95|p99" if details is None else r"mean|median|std|max|p[\d.]+"
+    statistic = re.compile(rf"(?:{ours})_(?:{'|'.join(times)})_ms")
+    return [
+        name
+        for name, value in document.fields.items()
+        if value not in (None, "", [], {}) and name not in known and not statistic.fullmatch(name)
+    ]
+
+
+def model(name: object, where: str) -> str | None:
+    """A model's name; None for an empty one. Raises RecordsError for one that is too long."""
+    if not isinstance(name, str) or not name.strip():
+        return None
+    _check(name, f"{where}: the model's name")
+    return name
+
+
+def _number(value: object) -> float | None:
+    """Also of a text, as parameters of a sweep may be; None for what is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
 def integer(value: object) -> int | None:
     """A whole number above 0, also as text."""
     text = str(value)
     return int(text) if text.isdecimal() and len(text) < 7 and int(text) else None  # noqa: PLR2004 - a degree
 
 
-def _check(value: object, what: str, *, signed: bool = False) -> None:
-    """Numbers are finite and not negative, texts no longer than a name."""
+def _check(value: object, what: str, *, signed: bool = False, most: float = LARGEST) -> None:
+    """Numbers are finite, not negative and at most `most`, texts no longer than a name."""
     if isinstance(value, list):
         for entry in value:
-            _check(entry, what, signed=signed)
+            _check(entry, what, signed=signed, most=most)
     elif isinstance(value, str) and len(value) > MOST_IN_A_NAME:
         raise RecordsError(f"{what} has {len(value):,} characters, which is no name; was the file written by hand?")
     elif isinstance(value, float | int) and not isinstance(value, bool):
         if isinstance(value, float) and not math.isfinite(value):
             raise RecordsError(f"{what} is {value}; a result with NaN or infinity cannot be compared. Run it again.")
-        if abs(value) > LARGEST:
-            raise RecordsError(f"{what} is above {LARGEST:g}, more than anything measured; was the file damaged?")
+        if abs(value) > most:
+            raise RecordsError(f"{what} is above {most:g}, more than anything measured; was the file damaged?")
         if value < 0 and not signed:
             raise RecordsError(f"{what} is {value}, less than nothing.")
 

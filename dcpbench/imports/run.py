@@ -6,25 +6,28 @@ import shutil
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from dcpbench.choices import CLOSED, NO_EXCHANGE, SGLANG, UNKNOWN, VLLM
 from dcpbench.errors import LayoutError, OutputError, RecordsError, UsageError
 from dcpbench.folders import make_folder
-from dcpbench.imports import documents, metrics, sglang, vllm
+from dcpbench.imports import documents, lengths, metrics, sglang, vllm
 from dcpbench.layout import Layout
 from dcpbench.provenance import CPU, OURS
-from dcpbench.records import RECORDS_FILE, Environment, Point, Record, RecordFile
+from dcpbench.records import RECORDS_FILE, SETTING, Environment, Point, Record, RecordFile
+from dcpbench.reports.clip import cut
 from dcpbench.serve_records import Load
 from dcpbench.serving.samples import FOLDER, samples_name, write_samples
+from dcpbench.syncs.words import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from dcpbench.imports import Told
     from dcpbench.imports.documents import Document
+    from dcpbench.imports.lengths import Shape
     from dcpbench.imports.result import Result
 
 READERS = {VLLM: vllm.read, SGLANG: sglang.read}
@@ -36,17 +39,66 @@ TOOLS = {VLLM: vllm.TOOL, SGLANG: sglang.TOOL}
 def make(files: Sequence[Path], engine: str, folder: Path, told: Told, *, force: bool) -> tuple[Path, list[str]]:
     """Read everything, then write it; returns the record file and what to say. Errors as of `import_files`."""
     _check_told(told)
-    results = [_read(document, engine) for path in files for document in documents.read(path)]
-    points = _numbered([_point(result, engine, told) for result in results])
+    kept, left_out = _measurements(documents.gather(files), engine)
+    results = [_read(document, engine) for document in kept]
+    shapes = lengths.of_all(results)
+    points = _numbered([_point(result, shape, engine, told) for result, shape in zip(results, shapes, strict=True)])
     records = [_record(r, p, engine, told) for r, p in zip(results, points, strict=True)]
-    return _write(list(zip(results, records, strict=True)), folder, force=force), _sentences(records, engine)
+    path = _write(list(zip(results, records, strict=True)), folder, force=force)
+    return path, [*_sentences(records, engine), *_unread(results), *left_out]
+
+
+def _measurements(found: Sequence[Document], engine: str) -> tuple[list[Document], list[str]]:
+    """The documents that are a measurement of their own, and a sentence for each kind of those that are not.
+
+    Raises RecordsError where none is.
+    """
+    alone = {_numbers(document.fields) for document in found if not document.listed}
+    kept: list[Document] = []
+    others: dict[str, list[Document]] = {}
+    for document in found:
+        what = _instead(document, engine, alone)
+        (others.setdefault(what, []) if what else kept).append(document)
+    left_out = [f"Left out, {what}: {_few(dict.fromkeys(d.file for d in those))}." for what, those in others.items()]
+    if not kept:
+        for document in others.get(_other(engine), [])[:1]:
+            _read(document, engine)  # says what it is instead
+        raise RecordsError(f"{found[0].where}: no result of {TOOLS[engine]} was found. {' '.join(left_out)}")
+    return kept, left_out
+
+
+def _instead(document: Document, engine: str, alone: Collection[frozenset[tuple[str, object]]]) -> str:
+    """What a document is that is no measurement of its own; empty for one that is, and for a file that was named."""
+    fields = document.fields
+    if "error_type" in fields:
+        return "runs of the sweep that failed"
+    if fields.get("run_number") == WARM_UP:
+        return "warm-ups"
+    if document.listed and _numbers(fields) in alone:
+        return "summaries of results that have files of their own"
+    if document.found and (_looks_like(fields) != engine or _is_ours(fields)):
+        return _other(engine)
+    return ""
+
+
+def _numbers(fields: dict[str, Any]) -> frozenset[tuple[str, object]]:
+    """What two results cannot have in common, as all their times are among it."""
+    return frozenset((name, value) for name, value in fields.items() if isinstance(value, str | int | float))
+
+
+def _other(engine: str) -> str:
+    return f"no result of {TOOLS[engine]}"
+
+
+WARM_UP = -1
+"""Number of a sweep's run that only warms the server up."""
 
 
 def _read(document: Document, engine: str) -> Result:
     fields = document.fields
-    if "schema_version" in fields and "point" in fields:
+    if _is_record(fields):
         raise RecordsError(f"{document.where} is a record of dcpbench; no import is needed: dcpbench report RUN.")
-    if str(fields.get("backend", "")).startswith(OURS):
+    if _is_ours(fields):
         raise RecordsError(
             f"{document.where} was exported by dcpbench, not measured by {engine}; report the run that it came from."
         )
@@ -58,11 +110,22 @@ def _read(document: Document, engine: str) -> Result:
             f"{document.where} is no result of {TOOLS[engine]}: it has none of the fields by which one is known "
             f"({', '.join(KNOWN_BY[engine])})."
         )
-    return READERS[engine](document)
+    try:
+        return READERS[engine](document)
+    except RecursionError as e:
+        raise RecordsError(f"{document.where} is nested too deeply, and so no result of {TOOLS[engine]}.") from e
 
 
 KNOWN_BY = {VLLM: ("model_id", "num_prompts"), SGLANG: ("median_e2e_latency_ms", "dataset_name")}
 """Fields that the other engine's file does not have."""
+
+
+def _is_record(fields: dict[str, Any]) -> bool:
+    return "schema_version" in fields and "point" in fields
+
+
+def _is_ours(fields: dict[str, Any]) -> bool:
+    return str(fields.get("backend", "")).startswith(OURS)
 
 
 def _looks_like(fields: dict[str, object]) -> str:
@@ -103,42 +166,24 @@ def _nested(result: Result) -> dict[str, int]:
     return dict(result.layout)
 
 
-def _point(result: Result, engine: str, told: Told) -> Point:
+def _point(result: Result, shape: Shape, engine: str, told: Told) -> Point:
     model = told.model or result.model
     if not model:
         raise UsageError(f"{result.where} names no model; add --model NAME.")
     layout = _layout(result, told)
-    inputs, outputs, context = _lengths(result)
     requests = result.submitted if result.submitted is not None else result.completed
     return Point(
         model=model, tp=layout["tp"], dp=layout["dp"], dcp=layout["dcp"], workload="serve",
-        concurrency=result.concurrency or max(requests, 1), context=context,
-        exchange=UNKNOWN if layout["dcp"] > 1 else NO_EXCHANGE, all_reduce=UNKNOWN, backend=engine,
+        concurrency=result.concurrency or max(requests, 1), context=shape.most,
+        exchange=NO_EXCHANGE if layout["dcp"] == 1 else UNKNOWN, all_reduce=UNKNOWN, backend=engine,
         dtype=told.dtype or UNKNOWN, page_size=0, interleave=0, weights=UNKNOWN,
         load=Load(
             requests=requests, arrival=result.arrival, request_rate=result.request_rate, burstiness=result.burstiness,
-            input_tokens=inputs, output_tokens=outputs, trace=result.trace, chunk=0, policy=UNKNOWN, prefill=UNKNOWN,
+            input_tokens=shape.prompts, output_tokens=shape.answers, prefix_share=None, trace=result.trace, chunk=0,
+            policy=UNKNOWN, prefix_cache=None, prefill=UNKNOWN, seed=None,
         ),
+        settings=SETTING.join(f"{name}={value}" for name, value in result.settings.items()),
     )  # fmt: skip
-
-
-def _lengths(result: Result) -> tuple[str, str, int]:
-    """Lengths of prompts and answers as a load has them, and the most tokens of a request, 0 where nobody knows."""
-    details = result.details
-    if details is not None and (done := details.finished()):
-        inputs, outputs = ([lens[i] for i in done] for lens in (details.input_lens, details.output_lens))
-        most = max(a + b for a, b in zip(inputs, outputs, strict=True))
-        return _spec(inputs), _spec(outputs), most
-    if result.lengths:
-        return str(result.lengths[0]), str(result.lengths[1]), sum(result.lengths)
-    if not result.completed:
-        return UNKNOWN, UNKNOWN, 0
-    inputs_s, outputs_s = (f"mean:{n / result.completed:.0f}" for n in (result.input_tokens, result.output_tokens))
-    return inputs_s, outputs_s, 0
-
-
-def _spec(lengths: list[int]) -> str:
-    return str(lengths[0]) if len(set(lengths)) == 1 else f"mean:{sum(lengths) / len(lengths):.0f}"
 
 
 def _numbered(points: Sequence[Point]) -> list[Point]:
@@ -214,5 +259,22 @@ def _sentences(records: Sequence[Record], engine: str) -> list[str]:
     return said
 
 
+def _unread(results: Sequence[Result]) -> list[str]:
+    """Names the fields that are not read, and in how many results they are."""
+    counts = Counter(name for result in results for name in result.unread)
+    if not counts:
+        return []
+    names = _few([f"{name} (in {n:,} of {len(results):,})" for name, n in counts.items()])
+    return [f"Not read, as no field of ours means the same: {names}."]
+
+
+def _few(these: Iterable[str]) -> str:
+    """The first of them, inert and short, and how many more there are."""
+    names = list(these)
+    shown = ", ".join(plain(cut(name, LONGEST_NAME)) for name in names[:MOST_NAMED])
+    return shown + (f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else "")
+
+
+MOST_NAMED, LONGEST_NAME = 5, 200
 DETAILED = {VLLM: "--save-detailed", SGLANG: "--output-details"}
 """The option that keeps them."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from dcpbench.choices import CLOSED, GAMMA, TRACE
-from dcpbench.errors import RecordsError
 from dcpbench.imports import result
 from dcpbench.imports.result import Details, Result
 from dcpbench.imports.vllm import summary
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
 TOOL = "SGLang's bench_serving"
 NAMES = {"ttft": "ttft", "itl": "itl", "tpot": "tpot", "e2el": "e2e_latency"}
+RANDOM = ("random", "random-ids")
 ONE_TOKEN = 1.05
 """Accepted tokens of a step above which several came at once."""
 
@@ -41,12 +41,21 @@ class File(msgspec.Struct, kw_only=True):
     tag: str | None = None
 
 
+KNOWN = (
+    *File.__struct_fields__, *(f.name for f in dataclasses.fields(Details)), "request_rate", "server_info",
+    "total_input", "total_output", "total_output_tokens_retokenized", "total_output_retokenized",
+    "total_input_text_tokens", "request_throughput", "input_throughput", "output_throughput",
+    "output_throughput_retokenized", "total_throughput", "total_throughput_retokenized", "concurrency",
+    "sharegpt_output_len", "fixed_output_len", "generated_texts", "max_output_tokens_per_s", "max_concurrent_requests",
+)  # fmt: skip
+"""Fields that are read, follow from those, or say nothing of how fast it was."""
+
+
 def read(document: Document) -> Result:
     """One result. Raises RecordsError for what is none of SGLang's."""
     fields = _renamed(document.fields)
     found: File = result.convert(type(document)(document.where, fields), File, TOOL)
-    rate = fields.get("request_rate")
-    traced, per_s = rate == "trace", _rate(rate, document)
+    traced, per_s = fields.get("request_rate") == TRACE, result.rate(document, "SGLang", ("inf", TRACE))
     details = result.details(document, Details, found.completed)
     return Result(
         where=document.where,
@@ -65,6 +74,7 @@ def read(document: Document) -> Result:
         summary={ours: summary(document, ours, found.completed, theirs) for ours, theirs in NAMES.items()},
         several_tokens=(found.accept_length or 1.0) > ONE_TOKEN or (details is not None and details.divided()),
         facts={"backend": found.backend, "dataset": found.dataset_name, "tag": found.tag or ""},
+        unread=result.unread(document, KNOWN, list(NAMES.values()), details),
         details=details,
     )
 
@@ -75,23 +85,25 @@ def _renamed(fields: dict[str, Any]) -> dict[str, Any]:
     return {**{long: fields[name] for name, long in short.items() if name in fields}, **fields}
 
 
-def _rate(rate: object, document: Document) -> float | None:
-    """Requests per second; None where nothing spaces them, or a trace does."""
-    if rate is None or rate in ("trace", "inf"):
+def _lengths(found: File) -> tuple[str | None, str | None]:
+    """Of its random data set, which draws every length from a share of the longest one up to that.
+
+    Of others the file has the same fields, and they say nothing.
+    """
+    ratio = found.random_range_ratio
+    if found.dataset_name not in RANDOM or ratio is None or not 0 <= ratio <= 1:
+        return None, None
+    prompts, answers = (_drawn(longest, ratio) for longest in (found.random_input_len, found.random_output_len))
+    return prompts, answers
+
+
+def _drawn(longest: int | None, ratio: float) -> str | None:
+    if not longest:
         return None
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0:
-        raise RecordsError(f"{document.where}: request_rate is {str(rate)[:40]}; SGLang writes a number, inf or trace.")
-    return None if rate == math.inf else float(rate)
+    shortest = max(int(longest * ratio), 1)
+    return str(longest) if shortest == longest else f"uniform:{shortest}-{longest}"
 
 
 def _model(document: Document) -> str | None:
     info = document.fields.get("server_info")
-    name = info.get("model_path") if isinstance(info, dict) else None
-    return name if isinstance(name, str) and 0 < len(name) <= result.MOST_IN_A_NAME else None
-
-
-def _lengths(found: File) -> tuple[int, int] | None:
-    alike = found.dataset_name.startswith("random") and found.random_range_ratio == 1
-    if not alike or found.random_input_len is None or found.random_output_len is None:
-        return None
-    return found.random_input_len, found.random_output_len
+    return result.model(info.get("model_path"), document.where) if isinstance(info, dict) else None

@@ -1,9 +1,15 @@
-"""`vllm bench serve --save-result`: fields as of vllm/benchmarks/serve.py; docs/exports.md names the commit."""
+"""`vllm bench serve --save-result`: fields as of vllm/benchmarks/serve.py; docs/exports.md names the commit.
+
+And what `vllm bench sweep` adds to them: the parameters of a run stand behind `run_number`, and in its folder's name.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -11,13 +17,17 @@ from dcpbench.choices import CLOSED, GAMMA, TRACE
 from dcpbench.errors import RecordsError
 from dcpbench.imports import result
 from dcpbench.imports.result import Details, Result
+from dcpbench.reports.clip import shortened
 from dcpbench.serve_records import Latencies
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dcpbench.imports.documents import Document
 
 TOOL = "vllm bench serve"
 GOODPUT_OF = ("ttft", "tpot", "e2el")
+TIMES = ("ttft", "itl", "tpot", "e2el")
 
 
 class File(msgspec.Struct, kw_only=True):
@@ -31,7 +41,6 @@ class File(msgspec.Struct, kw_only=True):
     total_output_tokens: int
     date: str = ""
     backend: str = ""
-    request_rate: float | str | None = None
     burstiness: float = 1.0
     max_concurrency: int | None = None
     failed: int | None = None
@@ -41,14 +50,37 @@ class File(msgspec.Struct, kw_only=True):
     """Metadata, as --goodput has it."""
 
 
+KNOWN = (
+    *File.__struct_fields__, *(f.name for f in dataclasses.fields(Details)), "request_rate", "endpoint_type", "label",
+    "tokenizer_id", "best_of", "use_beam_search", "ramp_up_start_rps", "ramp_up_end_rps", "request_throughput",
+    "output_throughput", "total_token_throughput", "max_output_tokens_per_s", "max_concurrent_requests", "rtfx",
+    "queue_times", "generated_texts", "run_number", "_benchmark_name", "spec_decode_acceptance_rate",
+    "spec_decode_acceptance_length", "spec_decode_num_drafts", "spec_decode_draft_tokens",
+    "spec_decode_accepted_tokens", "spec_decode_per_position_acceptance_rates",
+)  # fmt: skip
+"""Fields that are read, follow from those, or say nothing of how fast it was."""
+DEGREES = {"tp": "tensor_parallel_size", "dp": "data_parallel_size", "dcp": "decode_context_parallel_size"}
+LENGTHS = (("random_input_len", "input_len"), ("random_output_len", "output_len"))
+"""Options of the benchmark that ask for lengths of prompts, and of answers."""
+IN_A_NAME = re.compile(r"([A-Za-z_][\w.]*)=(.*?)(?=-[A-Za-z_][\w.]*=|-(?:BENCH|WL)-|$)")
+"""A parameter in a folder's name: `SERVE--max_num_seqs=4-max_model_len=8192-BENCH--request_rate=2`."""
+MOST_SETTINGS, LONGEST_SETTING = 100, 200
+
+
 def read(document: Document) -> Result:
     """One result. Raises RecordsError for what is none of vLLM's."""
     found: File = result.convert(document, File, TOOL)
-    rate = _rate(found, document)
+    rate = result.rate(document, "vLLM", ("inf",))
     arrival = CLOSED if rate is None else GAMMA
+    details = result.details(document, Details, found.completed)
+    varied = _varied(document)
+    layout = _layout({**{option(name): value for name, value in document.fields.items()}, **varied})
+    nominal = _nominal(varied)
+    slo = _objectives(found.goodput)
+    known = {*KNOWN, *(DEGREES.values() if layout else ()), *(name for names in LENGTHS for name in names)}
     return Result(
         where=document.where,
-        model=found.model_id,
+        model=result.model(found.model_id, document.where),
         arrival=TRACE if found.ramp_up_strategy else arrival,
         trace=f"ramp-up {found.ramp_up_strategy}" if found.ramp_up_strategy else "",
         request_rate=rate,
@@ -60,29 +92,36 @@ def read(document: Document) -> Result:
         duration_s=found.duration,
         input_tokens=found.total_input_tokens,
         output_tokens=found.total_output_tokens,
-        summary={name: summary(document, name, found.completed) for name in ("ttft", "itl", "tpot", "e2el")},
+        lengths=_all_as_asked(found, nominal),
+        nominal=nominal,
+        summary={name: summary(document, name, found.completed) for name in TIMES},
         several_tokens="spec_decode_acceptance_length" in document.fields,
-        goodput_s=found.request_goodput if found.goodput else None,
-        slo_ms=_objectives(found.goodput),
-        layout=_layout(document),
+        goodput_s=found.request_goodput,
+        slo_ms=slo,
+        layout=layout,
+        settings={name: value for name, value in sorted(varied.items()) if name not in known},
         facts={"date": found.date, "backend": found.backend},
-        details=result.details(document, Details, found.completed),
+        unread=[
+            *result.unread(document, {*known, *(n for n in document.fields if option(n) in varied)}, TIMES, details),
+            *(["request_goodput (its objectives are not there)"] if found.request_goodput and not slo else []),
+        ],
+        details=details,
     )
 
 
 def summary(document: Document, name: str, completed: int, theirs: str = "") -> Latencies:
     """The tool's own statistics of a latency, by its name in the file.
 
-    A mean and a median of 0 stand for no sample: both tools average a list with one 0 where theirs is empty.
+    Where all are 0 there was no sample: both tools average a list with one 0 where theirs is empty. Of each completed
+    request there is one TTFT and one E2EL; of how many tokens the others are, no file says.
     """
     numbers = {
         ours: number(document, f"{word}_{theirs or name}_ms")
         for ours, word in (("mean", "mean"), ("p50", "median"), ("p90", "p90"), ("p95", "p95"), ("p99", "p99"))
     }
-    if not numbers["mean"] and not numbers["p50"]:
+    if not any(numbers.values()):
         return Latencies()
-    one_each = name in ("ttft", "e2el") and any(v is not None for v in numbers.values())
-    return Latencies(**numbers, samples=completed if one_each else 0)
+    return Latencies(**numbers, samples=completed if name in ("ttft", "e2el") else 0)
 
 
 def number(document: Document, name: str) -> float | None:
@@ -95,20 +134,50 @@ def number(document: Document, name: str) -> float | None:
     return float(value)
 
 
-def _rate(found: File, document: Document) -> float | None:
-    """Requests per second; None where nothing spaces them (`inf`)."""
-    rate = found.request_rate
-    if rate is None or rate == "inf":
-        return None
-    if isinstance(rate, str) or rate <= 0:
-        raise RecordsError(f"{document.where}: request_rate is {str(rate)[:40]}; vLLM writes a number or inf.")
-    return rate
+def option(name: str) -> str:
+    """A parameter's name in one of the two ways to write it."""
+    return name.replace("-", "_")
 
 
-def _layout(document: Document) -> dict[str, int]:
-    """Of --metadata under vLLM's option names. Its tp counts inside one dp replica, ours over all of them."""
-    names = {"tp": "tensor_parallel_size", "dp": "data_parallel_size", "dcp": "decode_context_parallel_size"}
-    degrees = {ours: result.integer(document.fields.get(theirs)) for ours, theirs in names.items()}
+def _varied(document: Document) -> dict[str, str]:
+    """The parameters of a sweep's run, of server and benchmark alike; empty where it is of none.
+
+    The folder's name is read for them only where the file has none: it is abridged, and may be chosen.
+    """
+    names = list(document.fields)
+    behind = set(names[names.index("run_number") + 1 :]) if "run_number" in names else set()
+    written = [n for n in names if n in behind or any(f"{n}=" in folder for folder in document.folders)]
+    found = {option(name): _text(document.fields[name]) for name in written}
+    if not found:
+        found = {option(n): value for folder in document.folders for n, value in IN_A_NAME.findall(folder)}
+    if len(found) > MOST_SETTINGS:
+        raise RecordsError(f"{document.where} has {len(found):,} parameters of a sweep; was the file damaged?")
+    return {name: shortened(value, LONGEST_SETTING) for name, value in found.items()}
+
+
+def _text(value: object) -> str:
+    return json.dumps(value) if isinstance(value, dict | list) else str(value)
+
+
+def _nominal(varied: Mapping[str, str]) -> tuple[int | None, int | None]:
+    prompts, answers = (
+        next((length for name in names if (length := result.integer(varied.get(name)))), None) for names in LENGTHS
+    )
+    return prompts, answers
+
+
+def _all_as_asked(found: File, nominal: tuple[int | None, int | None]) -> tuple[str | None, str | None]:
+    """The lengths asked for, where the sums are those of requests that all had them."""
+    prompts, answers = (
+        str(length) if length and found.completed and tokens == length * found.completed else None
+        for length, tokens in zip(nominal, (found.total_input_tokens, found.total_output_tokens), strict=True)
+    )
+    return prompts, answers
+
+
+def _layout(fields: Mapping[str, Any]) -> dict[str, int]:
+    """By vLLM's option names, of --metadata or of a sweep. Its tp counts inside one dp replica, ours over all."""
+    degrees = {ours: result.integer(fields.get(theirs)) for ours, theirs in DEGREES.items()}
     tp, dp, dcp = degrees["tp"], degrees["dp"] or 1, degrees["dcp"] or 1
     return {} if tp is None else {"tp": tp * dp, "dp": dp, "dcp": dcp}
 

@@ -19,12 +19,14 @@ def write_csv(frames: Frames, path: Path) -> None:
     """Every point that ran, then every point that did not with its outcome and reason. Absent values are empty."""
     import pandas as pd
 
+    imported = any(row for table in (frames.points, frames.served) for row in table.get("settings", ()))
     ran = [*frames.points.to_dict("records"), *frames.served.to_dict("records")]
     others = frames.others.drop(columns="detail").to_dict("records")
     table = pd.DataFrame([*({**row, "outcome": "ok"} for row in ran), *others])
     if table.empty:
         table = frames.others
-    table = table.drop(columns=[c for c in table if str(c) in INNER or str(c).startswith("slo_limit")])
+    inner = INNER if imported else (*INNER, "settings")
+    table = table.drop(columns=[c for c in table if str(c) in inner or str(c).startswith("slo_limit")])
     words = [c for c in table.columns if not pd.api.types.is_numeric_dtype(table[c])]
     for column in words:
         table[column] = pd.Series([_inert(v) for v in table[column]], index=table.index, dtype=object)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dcpbench.records import Interval
     from dcpbench.reports.frames import Frames
 
-BASELINE_OF = [*LOAD, "tp", "dp", "backend", "dtype", "page_size", "weights", "all_reduce"]
+BASELINE_OF = [*LOAD, "tp", "dp", "backend", "dtype", "page_size", "weights", "all_reduce", "settings"]
 """What a DCP point and its dcp=1 baseline have in common."""
 SHOWN = [
     *SCOPE, "workload", "same_load", "load", "load_arrival", "arrival", "rest", "input_typical", "context",

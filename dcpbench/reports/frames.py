@@ -12,10 +12,10 @@ from dcpbench.choices import CLOSED, NO_EXCHANGE, OPTIONS, UNKNOWN, with_options
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.memory import GIB
 from dcpbench.provenance import functional, origin
-from dcpbench.records import ASIDE_FILE, RECORDS_FILE, cut_short, iter_records
+from dcpbench.records import ASIDE_FILE, RECORDS_FILE, SETTING, cut_short, iter_records
 from dcpbench.reports import slo as objectives
 from dcpbench.reports.clip import Clipper
-from dcpbench.reports.merge import median, spread, worst
+from dcpbench.reports.merge import in_order, median, spread, worst
 from dcpbench.reports.serving import frame as serving
 from dcpbench.reports.serving import words
 
@@ -34,6 +34,7 @@ VARIANTS = {
     "page_size": "page {}",
     "interleave": "interleave {}",
     "weights": "weights {}",
+    "settings": "{}",
 }
 """What else than the layout may tell two points of one load apart, and how it is printed."""
 NOT_SAID = (UNKNOWN, 0)
@@ -346,6 +347,8 @@ def _tidy(rows: list[dict[str, Any]]) -> pd.DataFrame:
     for column, form in VARIANTS.items():
         if column == "exchange":
             parts.append(_exchanges(table))
+        elif column == "settings":
+            parts.append(_settings(table))
         elif len(set(table[column]) - set(NOT_SAID)) > 1:
             parts.append(["" if v in NOT_SAID else form.format(v) for v in table[column]])
     table["variant"] = [", ".join(filter(None, texts)) for texts in zip(*parts, strict=True)]
@@ -353,7 +356,14 @@ def _tidy(rows: list[dict[str, Any]]) -> pd.DataFrame:
         f"{lay} ({var})" if var else lay for lay, var in zip(table["layout"], table["variant"], strict=True)
     ]
     order = ["run", "model", "context", "concurrency", "tp", "dp", "dcp", "variant"]
-    return table.sort_values(order, kind="stable", ignore_index=True)
+    return table.sort_values(order, kind="stable", ignore_index=True, key=in_order)
+
+
+def _settings(table: pd.DataFrame) -> list[str]:
+    """`max_num_seqs=4`: of each point's settings those that not all points have in common."""
+    told = [text.split(SETTING) if text else [] for text in table["settings"]]
+    common = set(told[0]).intersection(*told[1:])
+    return [SETTING.join(part for part in parts if part not in common) for parts in told]
 
 
 def _exchanges(table: pd.DataFrame) -> list[str]:

@@ -9,11 +9,20 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from dcpbench.stats import agreement
+from dcpbench.syncs.words import natural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from dcpbench.records import Interval
+
+
+def in_order(column: pd.Series) -> pd.Series:
+    """What to sort a column by: numbers in texts by their size, so that `max_num_seqs=8` comes before `=32`."""
+    if not any(isinstance(value, str) for value in column):
+        return column
+    places = {text: place for place, text in enumerate(sorted(set(column), key=natural))}
+    return column.map(places)
 
 
 def missing(value: object) -> bool:

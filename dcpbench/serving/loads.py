@@ -102,7 +102,7 @@ def draw_lengths(load: Load) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of each prompt and of each answer, int64, in the order in which they are sent."""
     lengths = parse_lengths("--input-tokens", load.input_tokens), parse_lengths("--output-tokens", load.output_tokens)
     inputs, outputs = (
-        _draw(one, load.requests, _generator(load.seed, stream))
+        _draw(one, load.requests, _generator(_seed(load), stream))
         for one, stream in zip(lengths, (INPUTS, OUTPUTS), strict=True)
     )
     return inputs, outputs
@@ -119,7 +119,7 @@ def arrival_times(load: Load) -> list[float | None]:
         return [None] * load.requests
     assert load.request_rate is not None
     shape = load.burstiness
-    gaps = _generator(load.seed, GAPS).gamma(shape, 1 / load.request_rate / shape, size=load.requests - 1)
+    gaps = _generator(_seed(load), GAPS).gamma(shape, 1 / load.request_rate / shape, size=load.requests - 1)
     times = [0.0, *np.cumsum(gaps).tolist()]
     if not times[-1] <= MOST_SECONDS:
         raise UsageError(
@@ -139,6 +139,12 @@ def token_ids(seed: int, kind: int, stream: int, count: int, vocab: int) -> np.n
     return ids
 
 
+def _seed(load: Load) -> int:
+    """Of a load that is served here; an import's is not known."""
+    assert load.seed is not None
+    return load.seed
+
+
 def _draw(lengths: Lengths, count: int, generator: np.random.Generator) -> np.ndarray:
     if lengths.kind == UNIFORM:
         return generator.integers(lengths.low, lengths.high, size=count, endpoint=True, dtype=np.int64)
@@ -150,9 +156,9 @@ def _draw(lengths: Lengths, count: int, generator: np.random.Generator) -> np.nd
 
 def _prompt(load: Load, vocab: int, number: int, length: int, group: int) -> np.ndarray:
     """The group's tokens first, then its own."""
-    shared = round(load.prefix_share * length)
-    own = token_ids(load.seed, OWN, number, length - shared, vocab)
-    return np.concatenate([token_ids(load.seed, GROUP, group, shared, vocab), own]) if shared else own
+    shared = round((load.prefix_share or 0) * length)
+    own = token_ids(_seed(load), OWN, number, length - shared, vocab)
+    return np.concatenate([token_ids(_seed(load), GROUP, group, shared, vocab), own]) if shared else own
 
 
 def _row_prompt(load: Load, vocab: int, number: int, row: Row) -> np.ndarray:
@@ -161,9 +167,9 @@ def _row_prompt(load: Load, vocab: int, number: int, row: Row) -> np.ndarray:
             raise UsageError(f"token id {row.prompt.max()} in {load.trace}, and the model has {vocab:,} of them.")
         return row.prompt
     if row.hash_ids is not None:
-        blocks = [token_ids(load.seed, HASH, block, BLOCK, vocab) for block in row.hash_ids]
+        blocks = [token_ids(_seed(load), HASH, block, BLOCK, vocab) for block in row.hash_ids]
         rest = row.input_tokens - BLOCK * len(blocks)  # positive where the last block is too short to have a hash
-        tail = [token_ids(load.seed, OWN, number, rest, vocab)] if rest > 0 else []
+        tail = [token_ids(_seed(load), OWN, number, rest, vocab)] if rest > 0 else []
         whole: np.ndarray = np.concatenate([*blocks, *tail])
         return whole[: row.input_tokens]
     group = number % load.prefix_groups if row.prefix_group is None else row.prefix_group

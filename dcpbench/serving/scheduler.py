@@ -60,7 +60,7 @@ class SchedulerConfig:
         return cls(
             replicas=point.dp, pages=pages, page_size=point.page_size, dcp=point.dcp, interleave=point.interleave,
             max_requests=-(-point.concurrency // point.dp), chunk=load.chunk // point.dp, policy=load.policy,
-            prefix_cache=load.prefix_cache, max_context=max_context,
+            prefix_cache=bool(load.prefix_cache), max_context=max_context,
         )  # fmt: skip
 
     def __post_init__(self) -> None:

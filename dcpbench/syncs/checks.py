@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import DcpbenchError, OutputError, UsageError
+from dcpbench.streams import write_json
 from dcpbench.syncs.corpus.score import CorpusRun, contradictions, markdown, score
 from dcpbench.syncs.files import check_output, write
 from dcpbench.syncs.progress import Progress
@@ -37,7 +38,7 @@ def corpus(read: Sequence[Path], *, keep: Path | None, as_json: bool, output: Pa
     runs = [run for path in read for run in _read(path)] if read else _run(keep)
     text = msgspec.json.format(msgspec.json.encode(runs), indent=1).decode() if as_json else markdown(runs)
     if output is None:
-        sys.stdout.write(text)
+        (write_json if as_json else sys.stdout.write)(text)
     else:
         write(output, text, force=force)
         sys.stderr.write(f"Wrote {output}\n")
@@ -91,7 +92,7 @@ def speed(trace: Path, size: str, *, hta: Path | None, runs: int, keep: Path | N
     with Progress() as progress:
         found = measure(trace, parse_size(size), hta=hta, runs=runs, keep=keep, progress=progress)
     as_text = msgspec.json.format(msgspec.json.encode(found), indent=1).decode() + "\n" if as_json else table(found)
-    sys.stdout.write(as_text)
+    (write_json if as_json else sys.stdout.write)(as_text)
     return 0
 
 

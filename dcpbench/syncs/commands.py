@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dcpbench import streams
 from dcpbench.errors import OutputError, UsageError
 from dcpbench.syncs.files import check_output, each_text_once, expand, write
 from dcpbench.syncs.formats import PLAIN_WIDTH, check_format, github, markdown, render
@@ -104,7 +105,7 @@ def conclude(report: Report, gate: Gate, out: Out) -> int:
     if out.form == "github":
         _step_summary(report)
     if out.output is None:
-        _print(text)
+        _print(text, as_json=out.form in ("json", "sarif"))
     else:
         write(out.output, text, force=out.force)
     if out.output is not None or out.form != "table":
@@ -178,13 +179,16 @@ def _tell(report: Report) -> None:
     sys.stderr.write("".join(f"- {plain(line)}\n" for line in lines) + summary(report) + "\n")
 
 
-def _print(text: str) -> None:
+def _print(text: str, *, as_json: bool = False) -> None:
     """To stdout, whatever its encoding: a C locale must not end in a traceback, nor a full disk."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
-        sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
+        if as_json:
+            streams.write_json(text)
+        else:
+            sys.stdout.write(text.encode(encoding, errors=streams.HANDLER).decode(encoding))
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head` is no mistake, and Typer ends quietly
+    except BrokenPipeError:  # `| head` is no mistake, and has an exit code of its own
         raise
     except OSError as e:
         # What is left in the buffer would fail once more when Python ends, with an exit code of its own.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import OutputError, TraceError, UsageError
 from dcpbench.syncs.traces.reading import GZIP_MAGIC, Trouble, is_something_else, read_chunks
+from dcpbench.syncs.words import natural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -48,7 +48,7 @@ def expand(names: Sequence[str], skipped: Callable[[Path], None] | None = None) 
             raise UsageError(missing)
         if path not in files:
             files = _traces(files, name, skipped)
-        found |= dict.fromkeys(sorted(files, key=_natural))
+        found |= dict.fromkeys(sorted(files, key=natural))
     unique = {path.resolve(): path for path in reversed(found)}
     return list(reversed(unique.values()))
 
@@ -98,7 +98,7 @@ def _text_id(path: Path) -> object:
 
 def _traces(files: Iterable[Path], name: str, skipped: Callable[[Path], None] | None) -> list[Path]:
     """The files without those that are something else."""
-    files = sorted(files, key=_natural)
+    files = sorted(files, key=natural)
     others = [path for path in files if is_something_else(path)]
     if len(others) == len(files):
         raise TraceError(
@@ -113,10 +113,6 @@ def _traces(files: Iterable[Path], name: str, skipped: Callable[[Path], None] | 
 
 def _in_folder(folder: Path) -> list[Path]:
     return [p for p in folder.iterdir() if p.is_file() and p.name.endswith(SUFFIXES)]
-
-
-def _natural(path: Path) -> list[tuple[int, str]]:
-    return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"([0-9]+)", str(path)) if word]
 
 
 def check_output(path: Path | None, *, force: bool) -> None:

@@ -36,6 +36,11 @@ def plain(text: str) -> str:
     return "".join(_spelled(c) if unicodedata.category(c) in HIDDEN else c for c in text)
 
 
+def natural(text: object) -> list[tuple[int, str]]:
+    """What to sort a text by, so that `2` comes before `10`."""
+    return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"([0-9]+)", str(text)) if word]
+
+
 def _spelled(c: str) -> str:
     return c.encode("unicode_escape", "surrogatepass").decode("ascii")
 

@@ -15,6 +15,8 @@ from dcpbench import processes
 from dcpbench.errors import UsageError
 from dcpbench.folders import LOCK_FILE
 from dcpbench.records import RECORDS_FILE
+from dcpbench.streams import write_json
+from dcpbench.syncs.words import plain
 from dcpbench.top.facts import Facts
 from dcpbench.top.gpus import Gpus
 from dcpbench.top.plain import changes, snapshot
@@ -34,17 +36,20 @@ RUNS = Path("runs")
 def top(folder: Path | None, *, every: float = 1.0, once: bool = False, as_json: bool = False) -> int:
     """Watch a run until it ends; returns the exit code of its command as far as files tell, 130 after Ctrl-C.
 
-    `folder` None: the newest running one below RUNS. `every`: seconds between looks. `once`: one look, and 0 while the
-    run goes on. Raises UsageError where there is no such run.
+    `folder` None: the newest running one below RUNS. One that has not begun is waited for. `every`: seconds between
+    looks. `once`: one look, and 0 while the run goes on. Raises UsageError where there can be no such run, and with
+    `once` where there is none.
     """
-    look = _Look(running_below(RUNS) if folder is None else _checked(folder))
     try:
         if once:
+            look = _Look(_begun(folder))
             state = look()
             (_print_json if as_json else _print_once)(state)
             return state.exit_code or 0
-        with _ended_by_signals(), _json() if as_json else _shown() as show:
-            return _watch(look, show, every)
+        with _ended_by_signals():
+            look = _Look(_awaited(folder, every))
+            with _json() if as_json else _shown() as show:
+                return _watch(look, show, every)
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
@@ -52,15 +57,19 @@ def top(folder: Path | None, *, every: float = 1.0, once: bool = False, as_json:
             sys.stdout.flush()
 
 
+class NotBegunError(UsageError):
+    """There is no run yet where one was asked for."""
+
+
 def running_below(runs: Path) -> Path:
-    """The running run whose lock was written last. Raises UsageError where none runs."""
+    """The running run whose lock was written last. Raises NotBegunError where none runs."""
     locks = {path.parent: path.stat().st_mtime for path in runs.glob(f"*/{LOCK_FILE}")}
     newest = sorted(locks, key=lambda folder: locks[folder], reverse=True)
     for folder in newest:
         if processes.alive(folder)[0]:
             return folder
     last = f" The last one was {newest[0]}: dcpbench top {newest[0]}" if newest else ""
-    raise UsageError(f"no run below {runs}/ is running here; name one, as in: dcpbench top /data/RUN.{last}")
+    raise NotBegunError(f"no run below {runs}/ is running here; name one, as in: dcpbench top /data/RUN.{last}")
 
 
 class _Look:
@@ -79,17 +88,38 @@ class _Look:
         return msgspec.structs.replace(state, gpus=gpus)
 
 
+def _awaited(folder: Path | None, every: float) -> Path:
+    """The run's folder, once there is one; meanwhile what is waited for is said, and again where that changes."""
+    said = ""
+    while True:
+        try:
+            return _begun(folder)
+        except NotBegunError as e:
+            if str(e) != said:
+                sys.stderr.write(f"{plain(str(e))} Waiting for it to begin; Ctrl-C ends this.\n")
+                sys.stderr.flush()
+            said = str(e)
+        time.sleep(every)
+
+
+def _begun(folder: Path | None) -> Path:
+    return running_below(RUNS) if folder is None else _checked(folder)
+
+
 def _checked(folder: Path) -> Path:
-    if not folder.is_dir():
-        raise UsageError(
-            f"{folder} is no folder; name a run's, as in: dcpbench top runs/NAME. A run makes its folder once it knows "
-            "the machine, some seconds after its start."
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is no folder; name a run's, as in: dcpbench top runs/NAME")
+    if not folder.exists():
+        raise NotBegunError(
+            f"{folder} has not begun, as there is no such folder: a run makes it once it knows the machine, some "
+            "seconds after its start."
         )
     known = (LOCK_FILE, RECORDS_FILE)
     if not any((folder / name).exists() for name in known) and not any(folder.glob("job-*.json")):
         inside = sorted(str(p.parent) for p in folder.glob(f"*/{LOCK_FILE}"))
-        others = f" It holds some: {' '.join(inside[-3:])}" if inside else ""
-        raise UsageError(f"{folder} holds no run of sweep, serve or verify; name one, or start it first.{others}")
+        if inside:
+            raise UsageError(f"{folder} is no run, but holds some; name one: {' '.join(inside[-3:])}")
+        raise NotBegunError(f"{folder} holds no run of sweep, serve or verify yet.")
     return folder
 
 
@@ -174,7 +204,7 @@ def _print_lines(lines: Iterator[str]) -> None:
 
 
 def _print_json(state: State) -> None:
-    sys.stdout.write(msgspec.json.encode(state).decode() + "\n")
+    write_json(msgspec.json.encode(state).decode() + "\n")
     sys.stdout.flush()
 
 

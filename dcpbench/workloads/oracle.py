@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench.errors import MissingPackageError
+from dcpbench.errors import MissingPackageError, how_to_install
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -31,7 +31,7 @@ def greedy(folder: str, prompts: list[list[int]], new_tokens: int) -> list[Truth
         from transformers import AutoModelForCausalLM
     except ImportError as e:
         raise MissingPackageError(
-            f"comparing logits needs transformers ({e}); pip install 'dcpbench[test]', or leave --checkpoint out."
+            f"comparing logits needs transformers ({e}); {how_to_install('test')}, or leave --checkpoint out."
         ) from e
     # Plain experts: the grouped product takes only rows that are multiples of 16 bytes.
     model = AutoModelForCausalLM.from_pretrained(

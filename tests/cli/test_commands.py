@@ -20,6 +20,7 @@ from dcpbench.spec import make_spec
 from dcpbench.sweep import expand_layouts
 from tests.cli import fake_worker
 from tests.cli.waiting import is_gone, until
+from tests.unit import record_builder, serve_record_builder
 from tests.unit.test_shapes import V3
 
 HERE = Path(__file__).parent
@@ -51,6 +52,16 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
         return int(end.value.code or 0), out, err
 
     return run
+
+
+def test_resuming_a_serve_run_with_sweep_says_what_to_type(call, tmp_path: Path) -> None:
+    """Not that --slo was given and now is not."""
+    served = serve_record_builder.served(serve_record_builder.point(serve_record_builder.DCP))
+    record_builder.write(tmp_path / "run", [served])
+    code, _, err = call("sweep", "--tp", "2", "-o", str(tmp_path / "run"), "--resume")
+    assert code == 2
+    assert "holds a run of serve, and this is sweep; to go on with that run, type: dcpbench" in err
+    assert "--slo" not in err
 
 
 @pytest.mark.distributed

@@ -8,7 +8,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import pytest
 from typer.models import OptionInfo
@@ -17,6 +17,9 @@ from dcpbench import cli
 from dcpbench.choices import flag
 from dcpbench.serve_spec import SERVE_PARSERS
 from dcpbench.spec import PARSERS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(cli.__file__).parents[1]
 HEAVY = ("torch", "triton", "pandas", "matplotlib", "numpy", "jinja2", "dcpbench.reports", "rich.progress")
@@ -110,6 +113,37 @@ def test_every_option_in_the_help_is_parsed(name: str) -> None:
             value = [] if option.is_flag else [VALUES.get(typed, "1")]
             with command.make_context(name, [typed, *value, *arguments]) as context:
                 assert context.params[option.name] is not None
+
+
+def lists() -> Iterator[tuple[tuple[str, ...], str]]:
+    """Every option of every command that takes a comma list, by its longest name."""
+    import typer
+
+    def below(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+        for name, part in getattr(command, "commands", {}).items():
+            yield from below(part, (*path, name))
+        if not hasattr(command, "commands"):
+            yield from ((path, max(p.opts, key=len)) for p in command.params if "…" in (p.metavar or ""))
+
+    return below(typer.main.get_command(cli.app), ())
+
+
+@pytest.mark.parametrize(
+    ("command", "option"), [*lists()], ids=lambda value: value if type(value) is str else value[-1]
+)
+def test_a_list_that_is_given_twice_is_refused_with_what_to_type(
+    command: tuple[str, ...], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Click takes the last one, and the first is dropped without a word."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command, option, "2", f"{option}=4"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: {option} is given 2 times; write one list: {option} 2,4\n"
+
+
+def test_there_are_lists_in_many_commands() -> None:
+    found = {" ".join(command) for command, _ in lists()}
+    assert {"sweep", "serve", "verify", "compare", "report", "show", "bench attention"} <= found
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -214,18 +214,53 @@ class TestInAPipe:
             assert json.loads(shown.stdout.readline())["left"] == 1
             shown.stdout.close()
             assert shown.stderr.read() == ""
-            assert shown.wait() == 1
+            assert shown.wait() == 141, "as of any command that SIGPIPE ends"
 
     def test_mistakes_say_what_to_type(self, tmp_path: Path) -> None:
         for args, said in (
-            ([tmp_path / "none"], "is no folder; name a run's"),
-            ([tmp_path], "holds no run of sweep, serve or verify"),
+            ([tmp_path / "none", "--once"], "has not begun, as there is no such folder"),
+            ([tmp_path, "--once"], "holds no run of sweep, serve or verify yet"),
+            ([__file__], "is no folder; name a run's"),
             ([tmp_path, "--every", "0"], "--every 0 is not a positive number of seconds"),
         ):
             done = top(*args)
             assert done.returncode == 2
             assert said in done.stderr
             assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["empty", "none"])
+def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path, *, there: bool) -> None:
+    """It says so, shows the run once that has begun, and ends with it."""
+    folder = tmp_path / "run"
+    if there:
+        folder.mkdir()
+    command = [*COMMAND, "top", str(folder), "--every", "0.1"]
+    with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as shown:
+        assert shown.stderr
+        said = shown.stderr.readline()
+        assert ("holds no run" if there else "has not begun") in said
+        assert "Waiting for it to begin; Ctrl-C ends this." in said
+        (tmp_path / "made").mkdir()
+        job = build.job(tmp_path / "made", POINTS, device="cpu")
+        for number, point in enumerate(POINTS):
+            build.done(job, tmp_path / "made", point, 10 * number, 10 * number + 10)
+        if there:
+            folder.rmdir()
+        (tmp_path / "made").rename(folder)
+        assert "2 of 2" in shown.communicate(timeout=60)[0]
+        assert shown.returncode == 0
+
+
+def test_waiting_ends_like_any_wait(tmp_path: Path) -> None:
+    command = [*COMMAND, "top", str(tmp_path / "none"), "--every", "0.1"]
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        with subprocess.Popen(command, env=ENV, stderr=subprocess.PIPE, text=True) as shown:
+            assert shown.stderr
+            assert "Waiting" in shown.stderr.readline()
+            shown.send_signal(number)
+            assert shown.wait(timeout=60) == code
+            assert "Traceback" not in shown.stderr.read()
 
 
 @pytest.mark.distributed

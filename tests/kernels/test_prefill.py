@@ -141,7 +141,7 @@ class TestFlashInfer:
         monkeypatch.delitem(
             sys.modules, "dcpbench.kernels.prefill.flashinfer_ragged", raising=False
         )  # fmt: skip
-        with pytest.raises(MissingPackageError, match=r"pip install 'dcpbench\[flashinfer\]'"):
+        with pytest.raises(MissingPackageError, match=r"pip install '\.\[flashinfer\]'"):
             make_prefill("flashinfer", spec(torch.bfloat16, "cpu"))
 
 

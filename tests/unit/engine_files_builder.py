@@ -80,6 +80,23 @@ def file(folder: Path, *results: dict[str, Any], name: str = "result.json") -> P
     return path
 
 
+def sweep(folder: Path, server: dict[str, Any], bench: dict[str, Any], runs: int = 2, **changes: Any) -> Path:
+    """The folder that `vllm bench sweep serve` makes of one set of parameters: its runs, and a summary of them.
+
+    Parameters stand behind `run_number`, but for those that a result has a field of its own for.
+    """
+    names = ["-".join(f"{name}={value}" for name, value in part.items()) for part in (server, bench)]
+    inside = folder / "-".join(f"{kind}--{name}" for kind, name in zip(("SERVE", "BENCH"), names, strict=True) if name)
+    inside.mkdir(parents=True)
+    results = []
+    for number in range(runs):
+        result = without_details(vllm(duration=0.8 + 0.01 * number)) | changes | {"run_number": number}
+        results.append(result | server | bench)
+        (inside / f"run={number}.json").write_text(json.dumps(results[-1], indent=4))
+    (inside / "summary.json").write_text(json.dumps(results, indent=4))
+    return inside
+
+
 def point(**changes: Any) -> Point:
     """tp4·dcp4 with three clients; their requests are 100 tokens in and of several lengths out."""
     load = {"requests": 3, "input_tokens": "100", "output_tokens": "uniform:1-4"}

@@ -152,5 +152,5 @@ def test_the_same_history_always_has_the_same_marks() -> None:
 def test_without_ruptures_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ruptures", None)
     changes._find.cache_clear()
-    with pytest.raises(MissingPackageError, match=r"pip install 'dcpbench\[dashboard\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install '\.\[dashboard\]'"):
         changes.find([1.0] * 5 + [2.0] * 5)

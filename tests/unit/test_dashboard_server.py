@@ -265,7 +265,7 @@ class TestTheRealCommand:
 
     def test_without_starlette_it_says_what_to_install(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "uvicorn", None)
-        with pytest.raises(MissingPackageError, match=r"pip install 'dcpbench\[dashboard\]'"):
+        with pytest.raises(MissingPackageError, match=r"pip install '\.\[dashboard\]'"):
             commands.serve(tmp_path, None, port=0, open_browser=False)
 
     def test_a_site_among_the_runs_themselves_is_refused(self, tmp_path: Path) -> None:

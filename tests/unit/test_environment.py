@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
+import tomllib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench import environment
 
 if TYPE_CHECKING:
     import pytest
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_all_packages_are_looked_up_in_one_reading(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,6 +27,24 @@ def test_all_packages_are_looked_up_in_one_reading(monkeypatch: pytest.MonkeyPat
     assert calls == [1]
     assert found["torch"] == importlib.metadata.version("torch")
     assert found["pynvml"] == importlib.metadata.version("nvidia-ml-py"), "named otherwise than it is imported"
+
+
+def test_what_is_missing_is_named_with_what_the_readme_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each package of each extra that users choose; `dcpbench[…]` is in no package index."""
+    monkeypatch.setattr(environment, "_version", lambda _: None)
+    problems = environment.probe().problems
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert "pip install '.[flashinfer]'" in (ROOT / "README.md").read_text(encoding="utf-8")
+    for extra in ("flashinfer", "dashboard"):
+        for package in project["optional-dependencies"][extra]:
+            name = re.split(r"[^a-z]", package)[0]
+            (said,) = (problem for problem in problems if problem.startswith(f"{name} is missing"))
+            assert f"pip install '.[{extra}]'" in said
+
+
+def test_no_message_names_an_extra_as_if_an_index_had_it() -> None:
+    texts = [*(ROOT / "dcpbench").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    assert [path.name for path in texts if "'dcpbench[" in path.read_text(encoding="utf-8")] == []
 
 
 def test_a_missing_package_has_no_version() -> None:

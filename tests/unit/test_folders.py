@@ -13,6 +13,7 @@ from dcpbench import folders
 from dcpbench.errors import OutputError
 from dcpbench.jobs import CHECKS_FILE, FAILED_FILE, Job, Settings
 from dcpbench.records import RECORDS_FILE, Point, Record, RecordFile, read_records
+from tests.unit import serve_record_builder
 
 POINT = Point(model="tiny", tp=2, concurrency=2, context=100, backend="triton", dtype="fp32", page_size=64)
 RECORD = Record(point=POINT, outcome="ok")
@@ -20,9 +21,11 @@ SETTINGS = Settings(kv_memory_bytes=1 << 30)
 NOW = folders.settings_of(POINT, SETTINGS, "cpu")
 
 
-def job(folder: Path, tag: str, settings: Settings = SETTINGS, point: Point = POINT) -> None:
+def job(folder: Path, tag: str, settings: Settings = SETTINGS, point: Point = POINT, command: str = "") -> None:
     """A job file as the launcher leaves it."""
-    made = Job(kind="sweep", tag=tag, folder=str(folder), device="cpu", points=[point], settings=settings)
+    made = Job(
+        kind="sweep", tag=tag, folder=str(folder), device="cpu", points=[point], settings=settings, command=command
+    )
     made.path().write_bytes(msgspec.json.encode(made))
     made.progress_path().touch()
     (folder / "logs" / tag).mkdir(parents=True)
@@ -146,6 +149,25 @@ class TestResume:
         with pytest.raises(OutputError, match="give what it was, or another folder with -o") as caught:
             folders.check_resumed(tmp_path, NOW | changed)
         assert words in str(caught.value)
+
+    def test_a_run_of_another_command_is_named_with_what_to_type(self, tmp_path: Path) -> None:
+        """Options that one of the two does not have would be the wrong complaint."""
+        served = serve_record_builder.point(serve_record_builder.DCP)
+        folders.check_same_command(tmp_path, POINT, [])
+        job(tmp_path, "tp2-0", point=served, command=f"dcpbench serve --tp 2 -o {tmp_path}")
+        with pytest.raises(OutputError, match="holds a run of serve, and this is sweep") as caught:
+            folders.check_same_command(tmp_path, POINT, [])
+        assert str(caught.value).endswith(f"type: dcpbench serve --tp 2 -o {tmp_path} --resume")
+        folders.check_same_command(tmp_path, served, [])
+
+    def test_records_speak_where_there_is_no_job(self, tmp_path: Path) -> None:
+        """As of a replay, which needs none."""
+        served = serve_record_builder.served(serve_record_builder.point(serve_record_builder.DCP))
+        assert served.environment
+        typed = msgspec.structs.replace(served.environment, command="dcpbench serve --mode replay")
+        record = msgspec.structs.replace(served, environment=typed)
+        with pytest.raises(OutputError, match=rf"type: dcpbench serve --mode replay -o {tmp_path} --resume$"):
+            folders.check_same_command(tmp_path, POINT, [record])
 
     def test_the_last_job_speaks_for_the_run_and_a_damaged_file_does_not(self, tmp_path: Path) -> None:
         """Three jobs with 10, 3 and unreadable settings, written in this order."""

@@ -141,6 +141,23 @@ class TestWithoutDetails:
         _, found = one(tmp_path, "vllm", files.without_details(files.vllm(**zeros)))
         assert (found.itl_ms.p50, found.itl_ms.p99, found.tok_s_per_user) == (None, None, None)
 
+    def test_of_a_request_there_is_one_ttft_and_one_e2el(self, tmp_path: Path) -> None:
+        """How many gaps the tool pooled, and how many requests had a TPOT, no file says."""
+        times = {"mean_e2el_ms": 550.0, "median_e2el_ms": 550.0}
+        _, found = one(tmp_path, "vllm", files.without_details(files.vllm(**times)))
+        counts = [t.samples for t in (found.ttft_ms, found.e2el_ms, found.tpot_ms, found.itl_ms)]
+        assert counts == [3, 3, 0, 0]
+        _, found = one(tmp_path, "sglang", files.without_details(files.sglang()))
+        counts = [t.samples for t in (found.ttft_ms, found.e2el_ms, found.tpot_ms, found.itl_ms)]
+        assert counts == [3, 3, 0, 0]
+
+    def test_a_percentile_without_a_median_is_one_all_the_same(self, tmp_path: Path) -> None:
+        result = {
+            n: v for n, v in files.without_details(files.vllm()).items() if n not in {"mean_ttft_ms", "median_ttft_ms"}
+        }
+        _, found = one(tmp_path, "vllm", result)
+        assert (found.ttft_ms.p50, found.ttft_ms.p99, found.ttft_ms.samples) == (None, 500.0, 3)
+
     def test_speculative_decoding_is_known_by_its_fields(self, tmp_path: Path) -> None:
         spec = files.without_details(files.vllm(spec_decode_acceptance_length=2.4))
         record, found = one(tmp_path, "vllm", spec)
@@ -161,6 +178,9 @@ class TestPoint:
         record, found = one(tmp_path, "sglang", files.sglang())
         point = record.point
         assert (point.dtype, point.weights, point.all_reduce, point.page_size) == ("unknown", "unknown", "unknown", 0)
+        assert point.load
+        assert (point.load.prefix_cache, point.load.seed, point.load.prefix_share) == (None, None, None)
+        assert point.exchange == "unknown", "nor does anybody know whether there was one"
         for name in ("rejected", "cancelled", "cached_tokens", "preemptions", "steps", "decode_steps", "decode_batch"):
             assert getattr(found, name) is None
         assert record.kv is None
@@ -233,6 +253,245 @@ class TestPoint:
     def test_options_that_cannot_be_are_refused(self, told: Any, tmp_path: Path) -> None:
         with pytest.raises(UsageError):
             imported(tmp_path, "vllm", files.vllm(), **told)
+
+    def test_sglang_says_how_many_it_sent_where_it_kept_each_of_them(self, tmp_path: Path) -> None:
+        """Four requests, one of which came to nothing."""
+        result = files.sglang(
+            input_lens=[100] * 4, output_lens=[4, 2, 1, 0], ttfts=[0.5, 0.5, 0.5, 0.0],
+            itls=[[0.03, 0.031, 0.039], [0.05], [], []], errors=["", "", "", "HTTP 500"], generated_texts=[""] * 4,
+        )  # fmt: skip
+        record, found = one(tmp_path, "sglang", result)
+        assert (found.submitted, found.finished) == (4, 3)
+        assert record.point.load
+        assert record.point.load.requests == 4
+        assert "requests_failed" in record.marks
+
+    @pytest.mark.parametrize("rate", ["2.5", 2.5], ids=["text", "number"])
+    def test_a_rate_may_be_a_text_as_parameters_of_a_sweep_are(self, rate: Any, tmp_path: Path) -> None:
+        record, _ = one(tmp_path, "vllm", files.vllm(request_rate=rate))
+        assert record.point.load
+        assert (record.point.load.arrival, record.point.load.request_rate) == ("gamma", 2.5)
+
+    @pytest.mark.parametrize("engine", ["vllm", "sglang"])
+    @pytest.mark.parametrize("rate", ["inf", float("inf"), None], ids=str)
+    def test_a_rate_without_end_is_a_closed_loop(self, engine: str, rate: Any, tmp_path: Path) -> None:
+        record, _ = one(tmp_path, engine, getattr(files, engine)(request_rate=rate))
+        assert record.point.load
+        assert (record.point.load.arrival, record.point.load.request_rate) == ("closed", None)
+
+    @pytest.mark.parametrize("name", ["", "  "], ids=repr)
+    @pytest.mark.parametrize("engine", ["vllm", "sglang"])
+    def test_an_empty_name_is_none(self, engine: str, name: str, tmp_path: Path) -> None:
+        result = files.vllm(model_id=name) if engine == "vllm" else files.sglang(server_info={"model_path": name})
+        with pytest.raises(UsageError, match="names no model; add --model NAME"):
+            imported(tmp_path, engine, result)
+
+    @pytest.mark.parametrize(
+        ("goodput", "slo"),
+        [
+            ("ttft:500 e2el:9000", {"ttft": 500.0, "e2el": 9000.0}),
+            ("ttft:inf", {}), ("ttft:0", {}), ("ttft:-1", {}), ("ttft:nan", {}), ("ttft", {}), ("itl:50", {}),
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_objectives_are_those_that_can_be_met_and_missed(
+        self, goodput: str, slo: dict[str, float], tmp_path: Path
+    ) -> None:
+        """Without them a goodput means nothing: it is left out."""
+        _, found = one(tmp_path, "vllm", files.vllm(goodput=goodput, request_goodput=1.25))
+        assert found.slo_ms == slo
+        assert found.goodput_s == (1.25 if slo else None)
+
+
+class TestLengths:
+    """A curve is of one load, whose requests are as long as was asked for."""
+
+    @pytest.mark.parametrize(
+        ("changes", "prompts", "answers", "most"),
+        [
+            ({"random_range_ratio": 1.0}, "100", "4", 104),
+            ({"random_range_ratio": 0.25}, "uniform:25-100", "uniform:1-4", 104),
+            ({"random_range_ratio": 0.0}, "uniform:1-100", "uniform:1-4", 104),
+            ({"dataset_name": "random-ids", "random_range_ratio": 0.5}, "uniform:50-100", "uniform:2-4", 104),
+            ({"dataset_name": "sharegpt", "random_range_ratio": 1.0}, "mean:100", "mean:2", 0),
+            ({"random_range_ratio": None}, "mean:100", "mean:2", 0),
+            ({"random_input_len": None, "random_range_ratio": 1.0}, "mean:100", "4", 0),
+        ],
+        ids=["fixed", "quarter", "default", "ids", "sharegpt", "no-ratio", "no-input"],
+    )  # fmt: skip
+    def test_sglang_draws_its_random_lengths_from_a_share_of_the_longest(
+        self, changes: Any, prompts: str, answers: str, most: int, tmp_path: Path
+    ) -> None:
+        """300 and 7 tokens of three requests. ShareGPT's file has the options of `random`, too; they had no say."""
+        record, _ = one(tmp_path, "sglang", files.without_details(files.sglang(**changes)))
+        load = record.point.load
+        assert load
+        assert (load.input_tokens, load.output_tokens, record.point.context) == (prompts, answers, most)
+
+    def test_means_that_are_nearly_the_same_are_one_load_with_the_mean_of_all(self, tmp_path: Path) -> None:
+        """10 of 1,022 and 30 of 1,030 tokens: (10,220 + 30,900) / 40 = 1,028. 1,100 is another load."""
+        results = [
+            files.without_details(files.vllm(num_prompts=n, completed=n, total_input_tokens=n * length))
+            for n, length in ((10, 1022), (30, 1030), (10, 1100))
+        ]  # fmt: skip
+        points = [record.point.load for record in imported(tmp_path, "vllm", *results)]
+        assert [load.input_tokens for load in points if load] == ["mean:1028", "mean:1028", "mean:1100"]
+
+    def test_what_a_sweep_asked_for_joins_answers_that_ended_early(self, tmp_path: Path) -> None:
+        """Answers of 80 and 60 tokens on average, of 100: one load, of 70. Of 200 another one, though it has 61."""
+        for clients, mean, most in ((1, 80, 100), (2, 60, 100), (3, 61, 200)):
+            sums = {"total_input_tokens": 3000, "total_output_tokens": 3 * mean}
+            asked = {"max_concurrency": clients, "random_input_len": 1000, "random_output_len": most}
+            files.sweep(tmp_path / "sweep", {}, asked, runs=1, **sums)
+        import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Told())
+        points = [record.point for record in read_records(tmp_path / "run")]
+        lengths = {p.concurrency: (p.load.input_tokens, p.load.output_tokens) for p in points if p.load}
+        assert lengths == {1: ("1000", "mean:70"), 2: ("1000", "mean:70"), 3: ("1000", "mean:61")}
+        assert {p.settings for p in points} == {""}
+
+    def test_one_curve_whatever_the_number_of_requests(self, tmp_path: Path) -> None:
+        """Ten for each client, as is usual."""
+        results = [
+            files.without_details(
+                files.vllm(
+                    num_prompts=10 * n, completed=10 * n, max_concurrency=n, total_input_tokens=10 * n * 1022 + n,
+                    total_output_tokens=10 * n * 128,
+                )
+            )
+            for n in (1, 8, 64)
+        ]  # fmt: skip
+        imported(tmp_path, "vllm", *results)
+        served = frames.load([tmp_path / "run"]).served
+        assert served["rest"].unique().tolist() == ["1,022 on average in · 128 on average out"]
+        assert served["concurrency"].tolist() == [1, 8, 64]
+
+    def test_what_only_the_number_of_requests_tells_apart_is_told_apart(self, tmp_path: Path) -> None:
+        results = [
+            files.without_details(
+                files.vllm(num_prompts=n, completed=n, total_input_tokens=100 * n, total_output_tokens=4 * n)
+            )
+            for n in (3, 30)
+        ]
+        imported(tmp_path, "vllm", *results)
+        served = frames.load([tmp_path / "run"]).served
+        assert [rest.rpartition(" · ")[2] for rest in served["rest"]] == ["3 requests", "30 requests"]
+
+
+class TestSweeps:
+    """Trees of `vllm bench sweep serve`: a folder for each set of parameters, with its runs and a summary of them."""
+
+    def said(self, tmp_path: Path, *paths: Path) -> list[str]:
+        """What a reader is told of the tree `sweep`, imported by its folder or by files."""
+        return import_files(paths or [tmp_path / "sweep"], "vllm", tmp_path / "run", Told(), force=True).told
+
+    def test_settings_of_the_server_are_variants_and_runs_are_repeats(self, tmp_path: Path) -> None:
+        """Two settings of two runs each are two points, in the order of the numbers."""
+        for seqs in (8, 32, 4, 128):
+            files.sweep(tmp_path / "sweep", {"max_num_seqs": seqs}, {"max_concurrency": 3})
+        self.said(tmp_path)
+        records = read_records(tmp_path / "run")
+        assert [(r.point.settings, r.point.repeat) for r in records] == [
+            (f"max_num_seqs={seqs}", run) for seqs in (4, 8, 32, 128) for run in (0, 1)
+        ]
+        served = frames.load([tmp_path / "run"]).served
+        assert served["variant"].tolist() == [f"max_num_seqs={seqs}" for seqs in (4, 8, 32, 128)]
+        assert served["repeats"].tolist() == [2] * 4
+
+    def test_a_setting_that_all_have_is_in_no_label(self, tmp_path: Path) -> None:
+        for seqs in (4, 8):
+            files.sweep(tmp_path / "sweep", {"block_size": 64, "max_num_seqs": seqs}, {})
+        self.said(tmp_path)
+        assert {r.point.settings for r in read_records(tmp_path / "run")} == {
+            "block_size=64, max_num_seqs=4", "block_size=64, max_num_seqs=8",
+        }  # fmt: skip
+        served = frames.load([tmp_path / "run"]).served
+        assert served["variant"].tolist() == ["max_num_seqs=4", "max_num_seqs=8"]
+
+    def test_a_summary_is_not_counted_again(self, tmp_path: Path) -> None:
+        inside = files.sweep(tmp_path / "sweep", {"max_num_seqs": 4}, {})
+        assert self.said(tmp_path)[-1] == (
+            f"Left out, summaries of results that have files of their own: {inside / 'summary.json'}."
+        )
+        assert len(read_records(tmp_path / "run")) == 2
+        self.said(tmp_path, *sorted(inside.iterdir(), reverse=True))
+        assert len(read_records(tmp_path / "run")) == 2, "nor where the shell names it first"
+
+    def test_a_summary_alone_is_its_runs(self, tmp_path: Path) -> None:
+        inside = files.sweep(tmp_path / "sweep", {"max_num_seqs": 4}, {})
+        self.said(tmp_path, inside / "summary.json")
+        assert [r.point.repeat for r in read_records(tmp_path / "run")] == [0, 1]
+
+    def test_files_of_a_tree_say_the_same_as_its_folder(self, tmp_path: Path) -> None:
+        for seqs in (4, 8):
+            files.sweep(tmp_path / "sweep", {"max_num_seqs": seqs}, {"max_concurrency": 3})
+        self.said(tmp_path)
+        whole = read_records(tmp_path / "run")
+        self.said(tmp_path, *sorted((tmp_path / "sweep").glob("*/*.json")))
+        assert read_records(tmp_path / "run") == whole
+
+    def test_warm_ups_failures_and_other_files_are_left_out_and_named(self, tmp_path: Path) -> None:
+        inside = files.sweep(tmp_path / "sweep", {"max_num_seqs": 4}, {}, runs=1)
+        warm = json.loads((inside / "run=0.json").read_text()) | {"run_number": -1}
+        failed = {
+            "run_number": 1,
+            "error_type": "ServerDied",
+            "error": "…",
+            "serve_overrides": {},
+            "bench_overrides": {},
+        }
+        for name, content in (("warmup", warm), ("run=1.failure", failed), ("params", [{"max_num_seqs": 4}])):
+            (inside / f"{name}.json").write_text(json.dumps(content))
+        (tmp_path / "sweep" / "summary.csv").write_text("no JSON")
+        said = " ".join(self.said(tmp_path))
+        assert f"Left out, warm-ups: {inside / 'warmup.json'}." in said
+        assert f"Left out, runs of the sweep that failed: {inside / 'run=1.failure.json'}." in said
+        assert f"Left out, no result of vllm bench serve: {inside / 'params.json'}." in said
+        assert len(read_records(tmp_path / "run")) == 1
+
+    def test_degrees_are_the_layout_and_no_setting(self, tmp_path: Path) -> None:
+        for tp in (4, 8):
+            files.sweep(tmp_path / "sweep", {"tensor-parallel-size": tp, "max-num-seqs": 4}, {})
+        self.said(tmp_path)
+        points = {r.point.layout_name: r.point.settings for r in read_records(tmp_path / "run")}
+        assert points == {"tp4": "max_num_seqs=4", "tp8": "max_num_seqs=4"}
+
+    def test_a_folder_says_what_its_files_do_not(self, tmp_path: Path) -> None:
+        """Of a tree that another tool made, or an older version."""
+        for seqs in (4, 8):
+            folder = tmp_path / "sweep" / f"max_num_seqs={seqs}"
+            folder.mkdir(parents=True)
+            files.file(folder, files.vllm())
+        self.said(tmp_path)
+        assert [r.point.settings for r in read_records(tmp_path / "run")] == ["max_num_seqs=4", "max_num_seqs=8"]
+
+    def test_a_point_without_settings_has_the_key_it_always_had(self) -> None:
+        """Names of files and addresses of pages are made of it."""
+        assert "settings" not in build.point(build.DCP).key()
+        assert "/settings=a=1" in msgspec.structs.replace(build.point(build.DCP), settings="a=1").key()
+
+
+class TestUnread:
+    def test_fields_that_are_not_read_are_named(self, tmp_path: Path) -> None:
+        """A median in seconds under a name of its own, and a percentile that no record has."""
+        results = [
+            files.without_details(files.vllm(median_ttft=0.5)),
+            files.without_details(files.vllm(p75_itl_ms=40.0)),
+        ]
+        path = files.file(tmp_path, *results)
+        said = import_files([path], "vllm", tmp_path / "run", Told()).told
+        assert "Not read, as no field of ours means the same: median_ttft (in 1 of 2), p75_itl_ms (in 1 of 2)." in said
+
+    def test_a_goodput_without_its_objectives_is_named(self, tmp_path: Path) -> None:
+        path = files.file(tmp_path, files.vllm(request_goodput=1.25))
+        said = " ".join(import_files([path], "vllm", tmp_path / "run", Told()).told)
+        assert "request_goodput (its objectives are not there) (in 1 of 1)" in said
+
+    @pytest.mark.parametrize("engine", ["vllm", "sglang"])
+    def test_the_tools_own_fields_are_known(self, engine: str, tmp_path: Path) -> None:
+        result = getattr(files, engine)()
+        path = files.file(tmp_path, result, files.without_details(result))
+        said = " ".join(import_files([path], engine, tmp_path / "run", Told()).told)
+        assert "Not read" not in said
 
 
 class TestReport:

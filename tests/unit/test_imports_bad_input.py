@@ -68,7 +68,7 @@ class TestNoJson:
     def test_a_file_that_is_not_there(self, tmp_path: Path) -> None:
         with pytest.raises(RecordsError, match="cannot be read"):
             import_files([tmp_path / "none.json"], "vllm", tmp_path / "run", Told())
-        with pytest.raises(RecordsError, match="cannot be read"):
+        with pytest.raises(RecordsError, match=r"holds no \*\.json or \*\.jsonl"):
             import_files([tmp_path], "vllm", tmp_path / "run", Told())
 
 
@@ -84,6 +84,23 @@ class TestOtherFiles:
     def test_what_we_exported_does_not_come_back_as_another_engines(self, label: str, tmp_path: Path) -> None:
         """A replay would pass as measured."""
         assert "exported by dcpbench" in said(tmp_path, line(VLLM, backend=label))
+
+    def test_a_folder_of_something_else_says_of_what(self, tmp_path: Path) -> None:
+        """With several the first one tells; nothing is imported of a folder that has none."""
+        for content, sentence in (
+            (line(SGLANG), "import it with --from sglang"),
+            ('{"schema_version": 1, "point": {}}', "dcpbench report RUN"),
+            (line(VLLM, backend="dcpbench-replay"), "exported by dcpbench"),
+            ('{"name": "x"}', "is no result of vllm bench serve"),
+            (line(VLLM, run_number=-1), "Left out, warm-ups"),
+        ):
+            folder = tmp_path / "results"
+            folder.mkdir(exist_ok=True)
+            (folder / "a.json").write_text(content)
+            with pytest.raises(RecordsError) as caught:
+                import_files([folder], "vllm", tmp_path / "run", Told())
+            assert sentence in str(caught.value)
+            assert not (tmp_path / "run").exists()
 
     def test_json_of_something_else(self, tmp_path: Path) -> None:
         assert "is no result of vllm bench serve" in said(tmp_path, '{"name": "x"}')
@@ -120,6 +137,68 @@ class TestValues:
     def test_a_text_where_a_number_belongs(self, tmp_path: Path) -> None:
         assert "duration" in said(tmp_path, line(VLLM, duration="long"))
         assert "request_rate" in said(tmp_path, line(VLLM, request_rate="often"))
+
+    @pytest.mark.parametrize("engine", ["vllm", "sglang"])
+    @pytest.mark.parametrize(
+        "rate", [0, 0.0, -1, float("nan"), True, "often", "0", [], 10**400], ids=lambda r: str(r)[:8]
+    )
+    def test_a_rate_at_which_nothing_comes(self, engine: str, rate: Any, tmp_path: Path) -> None:
+        """It would be the load of a point, by which other numbers are divided."""
+        result = VLLM if engine == "vllm" else SGLANG
+        assert "request_rate is" in said(tmp_path, line(result, request_rate=rate), engine)
+
+    @pytest.mark.parametrize("lens", [[10**400, 1, 1], [10**12, 1, 1], [-5, 1, 1]], ids=["huge", "large", "negative"])
+    @pytest.mark.parametrize("name", ["input_lens", "output_lens"])
+    def test_lengths_that_no_request_has(self, name: str, lens: list[int], tmp_path: Path) -> None:
+        assert name in said(tmp_path, line(VLLM, **{name: lens}))
+
+    @pytest.mark.parametrize("engine", ["vllm", "sglang"])
+    def test_numbers_that_json_can_spell_and_no_clock_shows(self, engine: str, tmp_path: Path) -> None:
+        """1e400 is read as infinity; 5e-324 s make a rate of infinity."""
+        result = files.without_details(VLLM if engine == "vllm" else SGLANG)
+        text = line(result, duration="HERE")
+        assert "duration is inf" in said(tmp_path, text.replace('"HERE"', "1e400"), engine)
+        assert "output_tok_s would be inf" in said(tmp_path, text.replace('"HERE"', "5e-324"), engine)
+        assert "duration" in said(tmp_path, text.replace('"HERE"', "1" + "0" * 400), engine)
+
+    def test_a_wall_time_of_which_nothing_is_left(self, tmp_path: Path) -> None:
+        """Three requests of two tokens each at once."""
+        at_once = {"ttfts": [0.0] * 3, "itls": [[0.0]] * 3, "output_lens": [2] * 3, "latencies": [0.0] * 3}
+        text = line(VLLM, start_times=[1.0] * 3, **at_once)
+        assert "took no time" in said(tmp_path, text)
+
+    def test_gaps_too_short_for_any_clock(self, tmp_path: Path) -> None:
+        result = files.without_details(VLLM)
+        assert "tok_s_per_user would be inf" in said(tmp_path, line(result, median_itl_ms=5e-324, mean_itl_ms=5e-324))
+
+    @pytest.mark.parametrize("name", ["label", "mean_ttft_ms", "max_num_seqs"])
+    def test_nesting_just_short_of_the_end(self, name: str, tmp_path: Path) -> None:
+        """The deepest that Python reads it may not write again: for halves of characters, a setting, or a sentence."""
+        path = tmp_path / "deep.json"
+        text = line(VLLM, run_number=0, date="\ud83d\ude00", **{name: "HERE"})
+        read = 0
+        for depth in range(1000, 500, -1):
+            path.write_text(text.replace('"HERE"', "[" * depth + "]" * depth))
+            try:
+                import_files([path], "vllm", tmp_path / "run", Told(), force=True)
+            except RecordsError as e:
+                read += "nested too deeply" not in str(e)
+            else:
+                read += 1
+            if read > 3:
+                return
+        pytest.fail("nothing was read at any depth")
+
+    def test_a_sweep_of_a_thousand_parameters(self, tmp_path: Path) -> None:
+        many = {"run_number": 0} | {f"p{i}": i for i in range(1000)}
+        assert "1,000 parameters" in said(tmp_path, line(VLLM, **many))
+
+    def test_names_of_fields_are_said_short_and_inert(self, tmp_path: Path) -> None:
+        path = files.file(tmp_path, files.vllm(**{"\x1b[31m" + "x" * 10_000: 1, **{f"f{i}": 1 for i in range(50)}}))
+        told = import_files([path], "vllm", tmp_path / "run", Told()).told[-1]
+        assert "and 46 more" in told
+        assert "\x1b" not in told
+        assert len(told) < 1000
 
     def test_more_than_can_be_measured(self, tmp_path: Path) -> None:
         assert "above 1e+15" in said(tmp_path, line(files.without_details(VLLM), total_output_tokens=10**30))

@@ -389,6 +389,6 @@ class TestWords:
             for gib in (8, 16)
         ]
         assert [text.rpartition(" · ")[2] for text in frames.load(runs).served["load"]] == [
-            "16 GiB of KV",
             "8 GiB of KV",
+            "16 GiB of KV",
         ]

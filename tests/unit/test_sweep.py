@@ -295,7 +295,7 @@ def test_flashinfer_compares_in_half_precision_only() -> None:
 def test_flashinfer_that_was_typed_but_is_missing_is_rejected_with_how_to_install_it() -> None:
     """What was typed is never replaced silently."""
     probe = msgspec.structs.replace(H200X4, packages={})
-    with pytest.raises(MissingPackageError, match=r"pip install 'dcpbench\[flashinfer\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install '\.\[flashinfer\]'"):
         sweep.check_any(expand(probe, backend="flashinfer"))
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
 from dcpbench.choices import BACKENDS
-from dcpbench.errors import MissingPackageError, UsageError
+from dcpbench.errors import MissingPackageError, UsageError, how_to_install
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,8 +80,7 @@ def make_backend(name: str, spec: AttentionSpec) -> Backend:
             from dcpbench.kernels.attention.flashinfer_mla import FlashInferBackend
         except ImportError as e:
             raise MissingPackageError(
-                f"--backend flashinfer needs FlashInfer ({e}); install it with pip install 'dcpbench[flashinfer]', "
-                "or use --backend triton."
+                f"--backend flashinfer needs FlashInfer ({e}); {how_to_install('flashinfer')}, or use --backend triton."
             ) from e
         return FlashInferBackend(spec)
     raise UsageError(f"--backend {name} does not exist; choose one of {', '.join(BACKENDS)}.")

@@ -12,7 +12,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
 from dcpbench.choices import PREFILLS
-from dcpbench.errors import MissingPackageError, UsageError
+from dcpbench.errors import MissingPackageError, UsageError, how_to_install
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,8 +73,7 @@ def make_prefill(name: str, spec: PrefillSpec) -> PrefillBackend:
             from dcpbench.kernels.prefill.flashinfer_ragged import FlashInferPrefill
         except ImportError as e:
             raise MissingPackageError(
-                f"--prefill flashinfer needs FlashInfer ({e}); install it with pip install 'dcpbench[flashinfer]', "
-                "or use --prefill sdpa."
+                f"--prefill flashinfer needs FlashInfer ({e}); {how_to_install('flashinfer')}, or use --prefill sdpa."
             ) from e
         return FlashInferPrefill(spec)
     raise UsageError(f"--prefill {name} does not exist; choose one of {', '.join(PREFILLS)}.")

@@ -11,7 +11,7 @@ from dcpbench.choices import CLOSED
 from dcpbench.memory import GIB
 from dcpbench.provenance import OURS
 from dcpbench.records import Interval
-from dcpbench.reports.merge import median, missing, spread
+from dcpbench.reports.merge import in_order, median, missing, spread
 from dcpbench.reports.serving import words
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ VARIES = {
 }
 """What else of a load, or of the settings it was served with, may tell two points of a report apart, as printed."""
 
-SOME_HAVE = ("at_once", "trace_sha256", "chunk", "policy", "prefix_cache", "prefill", "seed")
+SOME_HAVE = ("at_once", "requests", "trace_sha256", "chunk", "policy", "prefix_cache", "prefill", "seed")
 """Of these, what only some points have: that the others have none tells nothing new."""
 NOT_TOLD = ("at_once", "chunk", "policy", "prefix_cache", "prefill", "seed")
 """What no import says."""
@@ -91,7 +91,7 @@ def tidy(table: pd.DataFrame) -> pd.DataFrame:
     table = table.assign(**{name: pd.to_numeric(table[name]) for name in MAY_LACK})
     parts = [table["shape"].tolist()]
     for name, form in VARIES.items():
-        told = table["origin"].eq(OURS).tolist() if name in NOT_TOLD else [True] * len(table)
+        told = _told(table, name).tolist()
         loads = table[f"load_{name}"].tolist()
         values = [None if v == "" or missing(v) or not said else v for v, said in zip(loads, told, strict=True)]
         if len(set(values) - ({None} if name in SOME_HAVE else set())) > 1:
@@ -104,7 +104,18 @@ def tidy(table: pd.DataFrame) -> pd.DataFrame:
         "run", "model", "mode", "load_arrival", "input_typical", "rest", "load_request_rate", "concurrency", "tp", "dp",
         "dcp", "variant",
     ]  # fmt: skip
-    return table.sort_values(order, kind="stable", ignore_index=True)
+    return table.sort_values(order, kind="stable", ignore_index=True, key=in_order)
+
+
+def _told(table: pd.DataFrame, name: str) -> pd.Series:
+    """Of which points it is said. How many requests an import sent is, where nothing else tells two points apart.
+
+    Other tools send as many as a load needs, often a multiple of the clients: the points are of one curve all the same.
+    """
+    ours = table["origin"].eq(OURS)
+    if name == "requests":
+        return ours | table.duplicated(["run", "model", "mode", "label", "arrival", "shape"], keep=False)
+    return ours | (name not in NOT_TOLD)
 
 
 def _word(value: object) -> object:
