@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from dcpbench.syncs.traces.attribution import Stacks
     from dcpbench.syncs.traces.blocking import Blocking
+    from dcpbench.syncs.traces.columns import Table
 
     Ints = NDArray[Any]
 
@@ -193,18 +194,32 @@ def _with_linked_ops(columns: Columns, blocking: Blocking, found: list[Ints]) ->
 
 def _window_edges(columns: Columns, blocking: Blocking, op_chains: list[Ints]) -> list[bool]:
     """Device synchronisations outside any operator before the first or after the last work: the profiler makes them."""
-    gpu, calls = columns.tables["gpu"], columns.tables["calls"]
+    gpu, calls, ops = columns.tables["gpu"], columns.tables["calls"], columns.tables["ops"]
+    step = np.array([bool(PROFILER_STEP.match(name)) for name in columns.names], bool)
     launched = match(calls.correlation, gpu.correlation)
-    work = [(t.start, t.end) for t in (columns.tables["ops"], columns.tables["ranges"])]
+    marks = _closed(columns, step)
+    work = [(t.start, t.end) for t in (ops.take(~step[ops.name]) if len(ops) else ops, marks)]
     work.append((calls.start[launched[launched >= 0]],) * 2)
     first = min(start.min(initial=np.inf) for start, _ in work)
     last = max(end.max(initial=-np.inf) for _, end in work)
     if first > last:  # nothing that a profiler could begin before
         return [False] * len(blocking)
-    devices = [i for i, kind in enumerate(blocking.kind) if kind == "device" and not len(op_chains[i])]
+    outside = [all(step[ops.name[row]] for row in chain) for chain in op_chains]
+    devices = [i for i, kind in enumerate(blocking.kind) if kind == "device" and outside[i]]
     ends = [i for i in devices if blocking.start[i] >= last]
     own = {i for i in devices if blocking.end[i] <= first} | set(ends[-1:])
     return [i in own for i in range(len(blocking))]
+
+
+def _closed(columns: Columns, step: NDArray[np.bool_]) -> Table:
+    """Annotations, without steps that end behind everything else: the profiler stopped in them, and closed them so."""
+    ranges = columns.tables["ranges"]
+    if not len(ranges):
+        return ranges
+    marks_step = step[ranges.name]
+    others = [t.end[~step[t.name]] for kind, t in columns.tables.items() if len(t) and kind != "python"]
+    end = max(ends.max(initial=-np.inf) for ends in others)
+    return ranges.take(~(marks_step & (ranges.end >= end)))
 
 
 def _range_of(columns: Columns, rows: Ints, step_starts: set[float]) -> str:
