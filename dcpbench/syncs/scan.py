@@ -12,7 +12,7 @@ from dcpbench.syncs.model import Report, Site, TraceSummary, order, totals
 from dcpbench.syncs.sites import Occurrence, Place, make_sites, merge, rule_of
 from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, find_steps
 from dcpbench.syncs.traces.attribution import Attribution
-from dcpbench.syncs.traces.blocking import SYNCHRONISE, direction_of, find_blocking
+from dcpbench.syncs.traces.blocking import SYNCHRONISE, cause_of_frees, direction_of, find_blocking
 from dcpbench.syncs.traces.bubbles import bubbles, busy_and_idle, waited_for
 from dcpbench.syncs.traces.columns import Columns, read_columns
 from dcpbench.syncs.traces.coverage import coverage
@@ -143,6 +143,7 @@ def _occurrences(
     of_step, own = steps.of(blocking.start), _window_edges(columns, blocking, op_chains)
     attribute = Attribution(columns, repository, stacks)
     directions = [direction_of(name) for name in names]
+    frees = cause_of_frees(columns)
     found = []
     for i in range(len(blocking)):
         chain = tuple(names[ops.name[row]] for row in op_chains[i] if not PROFILER_STEP.match(names[ops.name[row]]))
@@ -153,7 +154,7 @@ def _occurrences(
         within = _range_of(columns, inside[i], step_starts)
         rule = rule_of(
             kind, chain, direction, copied=copied >= 0, waited=bool(blocking.copy_waited[i]),
-            called=bool(blocking.thread[i] >= 0),
+            called=bool(blocking.thread[i] >= 0), timed=bool(blocking.timed[i]),
         )  # fmt: skip
         size = int(columns.tables["gpu"].bytes[copied]) if copied >= 0 else -1
         found.append(
@@ -168,6 +169,8 @@ def _occurrences(
                 range=within, bytes=size if size >= 0 else None, waited_for=reasons[i],
                 line=where.line, line_is=where.line_is, stack=where.stack, call=blocking.call[i],
                 explicit=kind in SYNCHRONISE and copied < 0 and not chain and where.asks,
+                waited=None if priced is None else bool(reasons[i]), called_from=where.called_from,
+                cause=frees if kind == "free" else "",
             )
         )  # fmt: skip
     return found

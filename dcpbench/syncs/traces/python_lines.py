@@ -49,6 +49,13 @@ def is_profiler(frame: Frame) -> bool:
     return bool(_PROFILER.search(frame.file))
 
 
+@functools.cache
+def _installed() -> frozenset[str]:
+    """Names of the packages that are installed beside this program."""
+    folders = [Path(folder) for folder in sys.path if folder.endswith("-packages")]
+    return frozenset(p.name for folder in folders if folder.is_dir() for p in folder.iterdir() if p.is_dir())
+
+
 class Repository:
     """Where files of traces lie below a folder."""
 
@@ -100,6 +107,28 @@ class Repository:
         candidates = [i for i, f in enumerate(frames) if f.file and not _FRAMEWORK.search(f.file)]
         own = [i for i in candidates if not self._is_python(frames[i].file)]
         return next(reversed(own or candidates), None)
+
+    def caller(self, frames: Sequence[Frame], at: int) -> int | None:
+        """Index of the innermost frame outside libraries, where the frame at this index lies in one; else None.
+
+        Args:
+            frames: Outermost first.
+            at: What `user_frame` found.
+        """
+        if not self._is_library(frames[at].file):
+            return None
+        own = (i for i in range(at - 1, -1, -1) if frames[i].file and not self._is_library(frames[i].file))
+        return next(own, None)
+
+    def _is_library(self, file: str) -> bool:
+        """Whether a file belongs to something installed. The profiler shortens paths by the folder on sys.path, so that
+        a package's name may be all there is; then the packages of this Python decide.
+        """
+        if self.has(file):
+            return False
+        if "-packages/" in file or _FRAMEWORK.search(file) or self._is_python(file):
+            return True
+        return "/" in file and not file.startswith("/") and file.split("/", maxsplit=1)[0] in _installed()
 
     def _is_python(self, file: str) -> bool:
         """Whether a file is part of Python's own library, shortened or not."""
