@@ -103,6 +103,18 @@ class TestWorkedOut:
         trace.kernel(325, 330, 400)
         assert charged(trace, tmp_path) == [15 + 20, 25]
 
+    def test_a_short_call_ends_no_lead_as_it_may_wait_for_nothing(self, tmp_path: Path) -> None:
+        """The wait on stream 7 lasts 85 µs; then stream 8 happens to end while a call takes 3 µs. Without the wait the
+        kernel of 120 begins at 100, and of the 10 µs from 110 on nothing is left; without the short call 3 are won.
+        """
+        trace = Trace()
+        trace.kernel(0, 10, 100)
+        trace.kernel(5, 10, 110, stream=8)
+        trace.call("cudaStreamSynchronize", 20, 105)
+        trace.call("cudaEventSynchronize", 108, 111)
+        trace.kernel(115, 120, 200)
+        assert charged(trace, tmp_path) == [10, 3]
+
     def test_the_breath_between_queued_kernels_is_no_ones_fault(self, tmp_path: Path) -> None:
         """Both kernels behind the wait were launched by 112; the second begins 2 µs after the first nevertheless."""
         trace = Trace()
