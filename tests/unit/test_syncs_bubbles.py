@@ -103,6 +103,14 @@ class TestWorkedOut:
         trace.kernel(325, 330, 400)
         assert charged(trace, tmp_path) == [15 + 20, 25]
 
+    def test_a_call_before_any_work_costs_nothing(self, tmp_path: Path) -> None:
+        """Without it the first kernel begins earlier, and so does the second: the GPU idles as long between them."""
+        trace = Trace()
+        trace.call("cudaStreamSynchronize", 0, 50)
+        trace.kernel(60, 65, 100)
+        trace.kernel(160, 165, 200)
+        assert charged(trace, tmp_path) == [0]
+
     def test_a_short_call_ends_no_lead_as_it_may_wait_for_nothing(self, tmp_path: Path) -> None:
         """The wait on stream 7 lasts 85 µs; then stream 8 happens to end while a call takes 3 µs. Without the wait the
         kernel of 120 begins at 100, and of the 10 µs from 110 on nothing is left; without the short call 3 are won.

@@ -43,7 +43,26 @@ def bubbles(columns: Columns, blocking: Blocking) -> Floats:
     for thread in np.intersect1d(gaps.thread, blocking.thread):
         calls = np.flatnonzero(blocking.thread == thread)
         found[calls] = _of_thread(columns, blocking, calls, gaps.take(gaps.thread == thread), waits)
-    return np.minimum(found, blocking.end - blocking.start)
+    return np.minimum(found, _own(columns, blocking))
+
+
+def _own(columns: Columns, blocking: Blocking) -> Floats:
+    """Of each call's own time what the GPU can lose by it: idle time meanwhile, and work that was left when it began.
+
+    All of it on a GPU that one host thread feeds; nothing before the first work.
+    """
+    gpu, calls = columns.tables["gpu"], columns.tables["calls"]
+    start, end = blocking.start, blocking.end
+    if not len(gpu):
+        return np.zeros(len(blocking))
+    busy = union(gpu.start, gpu.end)
+    gaps = busy[1][:-1], busy[0][1:]
+    row = match(calls.correlation, gpu.correlation)
+    launched = np.where(row >= 0, calls.start[row], -np.inf) if len(calls) else np.full(len(gpu), -np.inf)
+    order = np.argsort(launched, kind="stable")
+    done = np.append(-np.inf, np.maximum.accumulate(gpu.end[order]))
+    left = np.clip(done[np.searchsorted(launched[order], start, "right")] - start, 0.0, end - start)
+    return np.minimum(covered(*gaps, end) - covered(*gaps, start) + left, end - start)
 
 
 class _Gaps(NamedTuple):
