@@ -97,7 +97,8 @@ class Site(msgspec.Struct, kw_only=True):
     threads: list[str] = []
     count: int = 0
     waited: int | None = None
-    """Occurrences during which GPU work ended; the others found nothing to wait for. None without GPU events."""
+    """Occurrences during which GPU work ended, or that took more than 50 µs; the others found nothing to wait for. None
+    without GPU events."""
     count_per_step: float | None = None
     """Mean over the steps of steady state: all but the first, where there are at least three; None without steps."""
     warmup_only: bool = False

@@ -12,7 +12,7 @@ from dcpbench.syncs.model import Report, Site, TraceSummary, order, totals
 from dcpbench.syncs.sites import Occurrence, Place, make_sites, merge, rule_of
 from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, find_steps
 from dcpbench.syncs.traces.attribution import Attribution
-from dcpbench.syncs.traces.blocking import SYNCHRONISE, cause_of_frees, direction_of, find_blocking
+from dcpbench.syncs.traces.blocking import QUERY_US, SYNCHRONISE, cause_of_frees, direction_of, find_blocking
 from dcpbench.syncs.traces.bubbles import bubbles, busy_and_idle, waited_for
 from dcpbench.syncs.traces.columns import Columns, read_columns
 from dcpbench.syncs.traces.coverage import coverage
@@ -169,7 +169,8 @@ def _occurrences(
                 range=within, bytes=size if size >= 0 else None, waited_for=reasons[i],
                 line=where.line, line_is=where.line_is, stack=where.stack, call=blocking.call[i],
                 explicit=kind in SYNCHRONISE and copied < 0 and not chain and where.asks,
-                waited=None if priced is None else bool(reasons[i]), called_from=where.called_from,
+                waited=None if priced is None else bool(reasons[i]) or bool(blocking.wait[i] > QUERY_US),
+                called_from=where.called_from,
                 cause=frees if kind == "free" else "",
             )
         )  # fmt: skip

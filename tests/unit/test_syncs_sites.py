@@ -12,6 +12,7 @@ import pytest
 
 from dcpbench.syncs import words
 from dcpbench.syncs.formats import FORMATS, render
+from dcpbench.syncs.frames import Frame, Sync, sites_of
 from dcpbench.syncs.gating.gate import Gate, judge
 from dcpbench.syncs.model import Example
 from dcpbench.syncs.scan import scan
@@ -209,10 +210,12 @@ class TestWaitedFor:
         assert site.example.waited_for == "last"
 
     def test_a_call_during_which_nothing_ended_waited_for_nothing(self, trace: Trace, tmp_path: Path) -> None:
-        trace.call("cudaEventSynchronize", 10, 90)
+        """Unless it took so long that it must have waited for something that was not recorded."""
+        trace.call("cudaEventSynchronize", 10, 14)
+        trace.call("cudaEventSynchronize", 100, 190)
         site = only(trace.scan(tmp_path))
         assert site.example is not None
-        assert (site.example.waited_for, site.waited) == ("", 0)
+        assert (site.example.waited_for, site.count, site.waited) == ("", 2, 1)
 
     def test_only_the_last_events_are_looked_at(self, trace: Trace, tmp_path: Path) -> None:
         """A kernel behind which 64 copies end is not looked for; behind 63 it is found."""
@@ -270,6 +273,18 @@ class TestCalledFrom:
         report.verdict = judge(report, Gate(root=tmp_path))
         text = html.unescape(render(report, form, root=tmp_path))
         assert re.search(r'called.?from(?:": ")? ?(?:<code>)?run\.py\(3\): main', text, re.IGNORECASE)
+
+    def test_live_detection_and_dry_run_say_it_too(self) -> None:
+        """With the line of the call; torch between the two is no caller."""
+        library = Frame("/opt/v/lib/python3.11/site-packages/gen/g.py", 7, "sample")
+        torch = Frame("/opt/v/lib/python3.11/site-packages/torch/nn/m.py", 8, "_call_impl")
+        mine = Frame("/work/app/serve.py", 41, "step")
+        (site,) = sites_of(
+            [Sync(rule="SYNC001", frames=(mine, torch, library), user=library)], root=Path("/work"), trace="t"
+        )
+        assert site.called_from == "app/serve.py(41): step"
+        (site,) = sites_of([Sync(rule="SYNC001", frames=(mine, torch), user=mine)], root=Path("/work"))
+        assert site.called_from == ""
 
 
 class TestFrees:

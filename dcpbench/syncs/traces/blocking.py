@@ -47,7 +47,7 @@ SYNCHRONISE = ("stream", "event", "device")
 ADJACENT_US = 50.0
 """A copy and a synchronisation outside any operator belong together if no more time than this lies between them."""
 QUERY_US = 50.0
-"""No query takes longer."""
+"""No query takes longer, nor a call that finds nothing to wait for."""
 _ELAPSED = re.compile("^(?:cuda|hip|cu)EventElapsedTime")
 _ALLOCATES = re.compile("^(?:cuda|hip)Malloc(?:Managed|Pitch)?$|^cuMemAlloc(?:_v2)?$")
 MANY_FREES = 20

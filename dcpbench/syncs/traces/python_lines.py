@@ -18,6 +18,12 @@ _FRAMEWORK = re.compile(r"(?:^|-packages/|/pytorch/)(?:torch|triton)/|/torchindu
 _PROFILER = re.compile(r"(?:^|/)torch/(?:profiler/|autograd/profiler)")
 _LIBRARIES = re.compile(r"^.*/(?:site|dist)-packages/")
 _INTERPRETER = re.compile(r"^.*/lib/python3(?:\.\d+)?t?/")
+PACKAGES = frozenset({
+    "accelerate", "apex", "deepspeed", "diffusers", "flash_attn", "flashinfer", "lightning", "megatron", "numpy",
+    "peft", "pytorch_lightning", "sentence_transformers", "sglang", "tensorrt_llm", "timm", "torchaudio", "torchvision",
+    "transformer_engine", "transformers", "trl", "vllm", "xformers",
+})  # fmt: skip
+"""Packages that programs call and seldom are, wherever a trace is read; what is installed here is added to them."""
 SOURCE_FOLDERS = ("", "src", "python", "lib")
 """Folders of a repository from which Python may import; the profiler shortens paths by the folder on sys.path."""
 
@@ -122,13 +128,13 @@ class Repository:
 
     def _is_library(self, file: str) -> bool:
         """Whether a file belongs to something installed. The profiler shortens paths by the folder on sys.path, so that
-        a package's name may be all there is; then the packages of this Python decide.
+        a package's name may be all there is.
         """
         if self.has(file):
             return False
         if "-packages/" in file or _FRAMEWORK.search(file) or self._is_python(file):
             return True
-        return "/" in file and not file.startswith("/") and file.split("/", maxsplit=1)[0] in _installed()
+        return "/" in file and not file.startswith("/") and file.split("/", maxsplit=1)[0] in PACKAGES | _installed()
 
     def _is_python(self, file: str) -> bool:
         """Whether a file is part of Python's own library, shortened or not."""
