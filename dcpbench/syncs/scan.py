@@ -220,10 +220,9 @@ def _closed(columns: Columns, step: NDArray[np.bool_]) -> Table:
     ranges = columns.tables["ranges"]
     if not len(ranges):
         return ranges
-    marks_step = step[ranges.name]
     others = [t.end[~step[t.name]] for kind, t in columns.tables.items() if len(t) and kind != "python"]
     end = max(ends.max(initial=-np.inf) for ends in others)
-    return ranges.take(~(marks_step & (ranges.end >= end)))
+    return ranges.take(~(step[ranges.name] & (ranges.end >= end)))
 
 
 def _range_of(columns: Columns, rows: Ints, step_starts: set[float]) -> str:

@@ -119,7 +119,8 @@ def _waits_for(columns: Columns, blocking: Blocking) -> _WaitsFor:
         ends = np.sort(gpu.end[gpu.thread == stream])
         ended = np.searchsorted(ends, blocking.end, "right") > np.searchsorted(ends, blocking.start, "right")
         streams[stream] = blocks & ((of_copy == stream) | long & ended)
-    return _WaitsFor(blocks & np.isin(np.array(blocking.kind, object), ("device", "free")), streams)
+    everything = np.array([kind in ("device", "free") for kind in blocking.kind], bool)
+    return _WaitsFor(blocks & everything, streams)
 
 
 def _of_thread(columns: Columns, blocking: Blocking, calls: Ints, gaps: _Gaps, waits: _WaitsFor) -> Floats:
