@@ -102,7 +102,8 @@ class _WaitsFor(NamedTuple):
     @property
     def known(self) -> NDArray[np.bool_]:
         """Calls of which something is known."""
-        return np.any([self.everything, *self.streams.values()], axis=0)
+        known: NDArray[np.bool_] = np.any([self.everything, *self.streams.values()], axis=0)
+        return known
 
 
 def _waits_for(columns: Columns, blocking: Blocking) -> _WaitsFor:
@@ -129,7 +130,7 @@ def _of_thread(columns: Columns, blocking: Blocking, calls: Ints, gaps: _Gaps, w
     idle = np.concatenate([[0.0], np.cumsum(gaps.wet - gaps.dry)])
     first = np.searchsorted(np.maximum.accumulate(gaps.launched), end)
     before = np.maximum(covered(gaps.dry, gaps.wet, start), idle[first])
-    behind = idle[-1] - before
+    behind: Floats = idle[-1] - before
     order = np.lexsort((end, before))
     waiting = np.flatnonzero(waits.known[calls[order]])
     at = np.searchsorted(waiting, np.arange(len(order)), "right")
