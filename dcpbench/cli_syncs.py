@@ -49,8 +49,8 @@ MaxPerStep = Annotated[
 ]  # fmt: skip
 MaxBubbleUs = Annotated[
     float | None,
-    typer.Option("--max-bubble-us", metavar="MICROSECONDS", rich_help_panel=GATE, help="GPU time lost, an upper bound, "
-    "over all sites and traces; more is a finding. Default: none."),
+    typer.Option("--max-bubble-us", metavar="MICROSECONDS", rich_help_panel=GATE, help="GPU idle time that removing "
+    "each wait would win, at most, summed over all sites and traces; more is a finding. Default: none."),
 ]  # fmt: skip
 AllowOption = Annotated[
     list[str] | None,

@@ -179,7 +179,7 @@ class SyncSite(msgspec.Struct, frozen=True, kw_only=True):
     wait_us: float
     """Median of one occurrence; profiled, so no share of `step_ms`."""
     bubble_us: float | None = None
-    """Mean GPU idle time of one occurrence, an upper bound."""
+    """GPU idle time that removing one occurrence would win, at most; their mean."""
 
 
 class Kv(msgspec.Struct, frozen=True, kw_only=True):

@@ -158,9 +158,22 @@ def is_user(file: str, outside: Sequence[str]) -> bool:
         return False
     if file.startswith(tuple(outside)):
         return False
-    if any(part in file for part in _SITE_PACKAGES):
-        return True
-    return not file.startswith(_STDLIB)
+    return _is_installed(file) or not file.startswith(_STDLIB)
+
+
+def _is_installed(file: str) -> bool:
+    return any(part in file for part in _SITE_PACKAGES)
+
+
+def called_from(sync: Sync, root: Path | None = None) -> str:
+    """First frame outside libraries, `file(line): function`, where the user's frame lies in one; else empty."""
+    if sync.user is None or sync.user not in sync.frames or not _is_installed(sync.user.file):
+        return ""
+    outside = outside_of()
+    inner = len(sync.frames) - sync.frames[::-1].index(sync.user) - 1
+    own = (f for f in sync.frames[:inner][::-1] if is_user(f.file, outside) and not _is_installed(f.file))
+    caller = next(own, None)
+    return str(caller._replace(file=relative_path(caller.file, root))) if caller else ""
 
 
 def sites_of(
@@ -211,6 +224,7 @@ def _site(print_: str, group: Sequence[Sync], steps: int, trace: str, root: Path
         line=first.line,
         line_is="call" if first.user else "",
         stack=[str(frame) for frame in first.frames],
+        called_from=called_from(first, root),
         range=first.range,
         direction=first.direction,
         call=first.call,

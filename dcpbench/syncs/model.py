@@ -90,6 +90,8 @@ class Site(msgspec.Struct, kw_only=True):
     line_is: Literal["call", "function", ""] = ""
     stack: list[str] = []
     """Python frames, `file(line): function`, outermost first."""
+    called_from: str = ""
+    """First frame outside libraries, `file(line): function`, where the site itself lies in a library."""
     range: str = ""
     """Innermost `record_function` range that is not a step."""
     direction: str = ""
@@ -98,6 +100,9 @@ class Site(msgspec.Struct, kw_only=True):
     """Runtime or driver call that blocked, such as cudaStreamSynchronize; `cudaMemcpyAsync` where a copy blocked."""
     threads: list[str] = []
     count: int = 0
+    waited: int | None = None
+    """Occurrences during which GPU work ended, or that took more than 50 µs; the others found nothing to wait for. None
+    without GPU events."""
     count_per_step: float | None = None
     """Mean over the steps of steady state: all but the first, where there are at least three; None without steps."""
     warmup_only: bool = False
@@ -108,14 +113,16 @@ class Site(msgspec.Struct, kw_only=True):
     wait_p99_us: float | None = None
     """None with fewer than 662 occurrences, as for every percentile of ours."""
     bubble_us: float | None = None
-    """Sum over all occurrences; an upper bound of the GPU time lost."""
+    """Sum over all occurrences of the GPU idle time that removing that one would win, at most."""
     bytes: int | None = None
     """Sum over all occurrences."""
     may_block: bool = False
     """It could wait and did not, or a detector without times cannot tell; in no total and no reason to fail.
     Small copies from pageable memory: CUDA stages them until its staging memory is full."""
     explicit: bool = False
-    """Asked for by name: synchronize() of a device, stream or event."""
+    """Asked for by name, as a stack shows: synchronize() of a device, stream or event."""
+    cause: str = ""
+    """What probably makes the site, where other calls of the trace tell; a sentence."""
     own: bool = False
     """The profiler's or detector's own; in no total."""
     allowed: str = ""

@@ -96,11 +96,17 @@ DRIVER = Rule(
 )  # fmt: skip
 COPY = Rule(
     "SYNC011", "blocking-copy", "A copy blocks the host",
-    "A copy whose direction the trace does not say was made with a blocking call.",
+    "A copy whose direction the trace does not say was made with a blocking call, or waited for.",
     "Use pinned memory and non_blocking=True, or cudaMemcpyAsync on a stream of your own.",
 )  # fmt: skip
+TIMING = Rule(
+    "SYNC012", "timing", "The host waits to read a timer",
+    "Right behind the wait `Event.elapsed_time()` is called, for which the GPU must have reached both events.",
+    "Keep the events of several steps and read them once all steps are done, or read those of a step some steps later, "
+    "when query() says that they have passed.",
+)  # fmt: skip
 
-RULES = (SCALAR, SHAPE, TO_HOST, FROM_HOST, PAGEABLE, STREAM, EVENT, DEVICE, ALLOCATION, DRIVER, COPY)
+RULES = (SCALAR, SHAPE, TO_HOST, FROM_HOST, PAGEABLE, STREAM, EVENT, DEVICE, ALLOCATION, DRIVER, COPY, TIMING)
 BY_ID = {rule.id: rule for rule in RULES}
 
 SCALAR_OPS = frozenset({"_local_scalar_dense", "item", "is_nonzero", "equal"})

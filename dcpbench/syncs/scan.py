@@ -12,7 +12,7 @@ from dcpbench.syncs.model import Report, Site, TraceSummary, order, totals
 from dcpbench.syncs.sites import Occurrence, Place, make_sites, merge, rule_of
 from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, find_steps
 from dcpbench.syncs.traces.attribution import Attribution
-from dcpbench.syncs.traces.blocking import SYNCHRONISE, direction_of, find_blocking
+from dcpbench.syncs.traces.blocking import QUERY_US, SYNCHRONISE, cause_of_frees, direction_of, find_blocking
 from dcpbench.syncs.traces.bubbles import bubbles, busy_and_idle, waited_for
 from dcpbench.syncs.traces.columns import Columns, read_columns
 from dcpbench.syncs.traces.coverage import coverage
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from dcpbench.syncs.traces.attribution import Stacks
     from dcpbench.syncs.traces.blocking import Blocking
+    from dcpbench.syncs.traces.columns import Table
 
     Ints = NDArray[Any]
 
@@ -142,6 +143,7 @@ def _occurrences(
     of_step, own = steps.of(blocking.start), _window_edges(columns, blocking, op_chains)
     attribute = Attribution(columns, repository, stacks)
     directions = [direction_of(name) for name in names]
+    frees = cause_of_frees(columns)
     found = []
     for i in range(len(blocking)):
         chain = tuple(names[ops.name[row]] for row in op_chains[i] if not PROFILER_STEP.match(names[ops.name[row]]))
@@ -152,7 +154,7 @@ def _occurrences(
         within = _range_of(columns, inside[i], step_starts)
         rule = rule_of(
             kind, chain, direction, copied=copied >= 0, waited=bool(blocking.copy_waited[i]),
-            called=bool(blocking.thread[i] >= 0),
+            called=bool(blocking.thread[i] >= 0), timed=bool(blocking.timed[i]),
         )  # fmt: skip
         size = int(columns.tables["gpu"].bytes[copied]) if copied >= 0 else -1
         found.append(
@@ -167,6 +169,9 @@ def _occurrences(
                 range=within, bytes=size if size >= 0 else None, waited_for=reasons[i],
                 line=where.line, line_is=where.line_is, stack=where.stack, call=blocking.call[i],
                 explicit=kind in SYNCHRONISE and copied < 0 and not chain and where.asks,
+                waited=None if priced is None else bool(reasons[i]) or bool(blocking.wait[i] > QUERY_US),
+                called_from=where.called_from,
+                cause=frees if kind == "free" else "",
             )
         )  # fmt: skip
     return found
@@ -193,18 +198,31 @@ def _with_linked_ops(columns: Columns, blocking: Blocking, found: list[Ints]) ->
 
 def _window_edges(columns: Columns, blocking: Blocking, op_chains: list[Ints]) -> list[bool]:
     """Device synchronisations outside any operator before the first or after the last work: the profiler makes them."""
-    gpu, calls = columns.tables["gpu"], columns.tables["calls"]
+    gpu, calls, ops = columns.tables["gpu"], columns.tables["calls"], columns.tables["ops"]
+    step = np.array([bool(PROFILER_STEP.match(name)) for name in columns.names], bool)
     launched = match(calls.correlation, gpu.correlation)
-    work = [(t.start, t.end) for t in (columns.tables["ops"], columns.tables["ranges"])]
+    marks = _closed(columns, step)
+    work = [(t.start, t.end) for t in (ops.take(~step[ops.name]) if len(ops) else ops, marks)]
     work.append((calls.start[launched[launched >= 0]],) * 2)
     first = min(start.min(initial=np.inf) for start, _ in work)
     last = max(end.max(initial=-np.inf) for _, end in work)
     if first > last:  # nothing that a profiler could begin before
         return [False] * len(blocking)
-    devices = [i for i, kind in enumerate(blocking.kind) if kind == "device" and not len(op_chains[i])]
+    outside = [all(step[ops.name[row]] for row in chain) for chain in op_chains]
+    devices = [i for i, kind in enumerate(blocking.kind) if kind == "device" and outside[i]]
     ends = [i for i in devices if blocking.start[i] >= last]
     own = {i for i in devices if blocking.end[i] <= first} | set(ends[-1:])
     return [i in own for i in range(len(blocking))]
+
+
+def _closed(columns: Columns, step: NDArray[np.bool_]) -> Table:
+    """Annotations, without steps that end behind everything else: the profiler stopped in them, and closed them so."""
+    ranges = columns.tables["ranges"]
+    if not len(ranges):
+        return ranges
+    others = [t.end[~step[t.name]] for kind, t in columns.tables.items() if len(t) and kind != "python"]
+    end = max(ends.max(initial=-np.inf) for ends in others)
+    return ranges.take(~(step[ranges.name] & (ranges.end >= end)))
 
 
 def _range_of(columns: Columns, rows: Ints, step_starts: set[float]) -> str:

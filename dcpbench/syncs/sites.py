@@ -14,6 +14,7 @@ from dcpbench.syncs.model import Example, Site
 from dcpbench.syncs.rules import (
     ALLOCATION,
     BY_ID,
+    COPY,
     DEVICE,
     DRIVER,
     EVENT,
@@ -22,6 +23,7 @@ from dcpbench.syncs.rules import (
     SHAPE,
     SHAPE_OPS,
     STREAM,
+    TIMING,
     Rule,
     op_name,
     rule_of_copy,
@@ -75,6 +77,9 @@ class Occurrence:
     stack: tuple[str, ...]
     call: str
     explicit: bool
+    waited: bool | None
+    called_from: str
+    cause: str
 
 
 def fingerprint(rule: str, file: str, function: str, op_chain: Sequence[str], direction: str) -> str:
@@ -93,7 +98,7 @@ def fingerprint(rule: str, file: str, function: str, op_chain: Sequence[str], di
 
 
 def rule_of(
-    kind: str | None, op_chain: Sequence[str], direction: str, *, copied: bool, waited: bool, called: bool
+    kind: str | None, op_chain: Sequence[str], direction: str, *, copied: bool, waited: bool, called: bool, timed: bool
 ) -> Rule:
     """Rule of a blocking call.
 
@@ -104,6 +109,7 @@ def rule_of(
         copied: Whether it waits for a copy.
         waited: Whether a synchronisation follows the copy, rather than the copy blocking by itself.
         called: Whether a runtime call was seen, rather than a `cuda_sync` event alone.
+        timed: Whether the time between two events is read right behind it.
     """
     if kind in ("free", "pin"):
         return ALLOCATION
@@ -116,6 +122,10 @@ def rule_of(
         return SCALAR
     if not called:
         return DRIVER
+    if timed:
+        return TIMING
+    if waited and kind == "stream":
+        return COPY
     return {"stream": STREAM, "event": EVENT}.get(kind or "", DEVICE)
 
 
@@ -143,14 +153,21 @@ def _site(trace: str, group: list[Occurrence], steps: int) -> Site:
         op=place.op_chain[-1] if place.op_chain else "", op_chain=list(place.op_chain),
         function=place.function, file=place.file, line=first.line,
         line_is=first.line_is,  # type: ignore[arg-type]
-        stack=list(first.stack), range=first.range, direction=place.direction, call=first.call,
+        stack=list(first.stack), called_from=first.called_from, cause=first.cause,
+        range=first.range, direction=place.direction, call=first.call,
         threads=sorted({o.thread for o in group if o.thread}),
-        count=len(group), count_per_step=mean, warmup_only=warmup,
+        count=len(group), waited=_waited(group), count_per_step=mean, warmup_only=warmup,
         wait_us=float(np.sum(waits)), wait_median_us=float(np.median(waits)), wait_p99_us=percentile(waits, 99),
         bubble_us=float(np.sum(bubbles)) if bubbles else None, bytes=sum(sizes) if sizes else None,
         may_block=place.may_block, explicit=all(o.explicit for o in group), own=place.own,
         example=_example(trace, first), worst=_example(trace, worst), traces=[trace],
     )  # fmt: skip
+
+
+def _waited(group: list[Occurrence]) -> int | None:
+    """How many of them found something to wait for, where the trace can tell."""
+    known = [o.waited for o in group if o.waited is not None]
+    return sum(known) if known else None
 
 
 def _example(trace: str, o: Occurrence) -> Example:
@@ -175,12 +192,13 @@ def merge(per_trace: Sequence[Sequence[Site]]) -> list[Site]:
 def _add(a: Site, b: Site) -> Site:
     """One site of the same place in two traces."""
     a.count += b.count
-    for name in ("wait_us", "bubble_us", "bytes"):
+    for name in ("wait_us", "bubble_us", "bytes", "waited"):
         setattr(a, name, _sum(getattr(a, name), getattr(b, name)))
     for name in ("count_per_step", "wait_median_us", "wait_p99_us"):
         setattr(a, name, _max(getattr(a, name), getattr(b, name)))
     a.warmup_only &= b.warmup_only
     a.explicit &= b.explicit
+    a.called_from, a.cause = a.called_from or b.called_from, a.cause or b.cause
     a.threads = sorted({*a.threads, *b.threads})
     a.traces = [*a.traces, *b.traces]
     if a.worst and b.worst:

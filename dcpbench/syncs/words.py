@@ -24,8 +24,9 @@ HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 MILLI, WHOLE = 1e3, 1e6
 KIB = 1024.0
 BOUND_NOTE = (
-    "Bubble is an upper bound of the GPU time that a wait cost: from the GPU running dry to its next start, where that "
-    "was launched after the wait. Wait alone is not a cost."
+    "Bubble is an upper bound of the GPU idle time that removing a wait, and no other, would win: idle time from its "
+    "start until the next wait, as far as later launches end it, and never more than the call takes. Wait alone is not "
+    "a cost."
 )
 
 
@@ -114,9 +115,22 @@ def sentence(site: Site) -> str:
     where = f" ({place(site)})" if place(site) else ""
     what = site.op or site.call
     much = f"{per_step(site.count_per_step)} per step, " if site.count_per_step is not None else ""
-    much += f"{site.count} in all"
+    much += f"{site.count:,} in all" + (f" ({waited_share(site)})" if waited_share(site) else "")
     cost = "" if site.bubble_us is None else f", bubble at most {microseconds(site.bubble_us)}"
-    return f"{site.kind}: {f'{what} in ' if what else ''}{subject(site)}{where}, {much}{cost}"
+    called = f", called from {site.called_from}" if site.called_from else ""
+    return f"{site.kind}: {f'{what} in ' if what else ''}{subject(site)}{where}{called}, {much}{cost}"
+
+
+def advice(site: Site, fix: str) -> str:
+    """The cause, where the trace tells, and the usual way out."""
+    return f"{site.cause} {fix}" if site.cause else fix
+
+
+def waited_share(site: Site) -> str:
+    """`550 of 1,360 waited`, where some found nothing to wait for; empty where all did wait, or nobody knows."""
+    if site.waited is None or site.waited >= site.count:
+        return ""
+    return f"{site.waited:,} of {site.count:,} waited"
 
 
 def marks(site: Site, verdict: Verdict) -> list[str]:

@@ -6,16 +6,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpbench.syncs.traces.blocking import find_blocking
 from dcpbench.syncs.traces.bubbles import bubbles, busy_and_idle
 from dcpbench.syncs.traces.columns import read_columns
 from dcpbench.syncs.traces.reading import Args, Event, Trouble
+from tests.unit.syncs_simulation import Run, Step, run, traced
 from tests.unit.trace_builder import HOST, Trace, mine
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from dcpbench.syncs.traces.columns import Columns
@@ -37,12 +39,12 @@ class TestWorkedOut:
         assert charged(trace, tmp_path) == [15]
 
     def test_idle_time_before_the_wait_is_not_its_own(self, tmp_path: Path) -> None:
-        """The GPU has nothing from 50, the wait begins at 80: of the gap to 115 it is charged 35 µs."""
+        """The GPU has nothing from 50, the wait lasts from 80 to 85: of the 65 µs to 115 it is charged its own 5."""
         trace = Trace()
         trace.kernel(0, 10, 50)
         trace.call("cudaStreamSynchronize", 80, 85)
         trace.kernel(110, 115, 200)
-        assert charged(trace, tmp_path) == [35]
+        assert charged(trace, tmp_path) == [5]
 
     def test_a_wait_while_another_stream_has_work_costs_nothing(self, tmp_path: Path) -> None:
         """Stream 7 is dry at 100, stream 8 works from 50 to 300, the next kernel begins at 115."""
@@ -68,24 +70,76 @@ class TestWorkedOut:
         trace.kernel(110, 115, 200, tid=HOST + 1)
         assert charged(trace, tmp_path) == [0]
 
-    def test_a_gap_is_charged_once(self, tmp_path: Path) -> None:
-        """Both waits return in the gap from 100 to 135: the first is charged all of it."""
+    def test_a_long_gap_is_not_blamed_on_a_short_call_in_it(self, tmp_path: Path) -> None:
+        """The GPU is dry from 100 on, nothing is queued, and 499 ms later a call takes 8 µs: without it the next kernel
+        would begin 8 µs earlier.
+        """
+        trace = Trace()
+        trace.kernel(0, 10, 100)
+        trace.call("cudaStreamSynchronize", 499_100, 499_108)
+        trace.kernel(500_100, 500_105, 500_200)
+        assert charged(trace, tmp_path) == [8]
+
+    def test_of_two_calls_in_a_gap_each_is_charged_what_it_holds_up(self, tmp_path: Path) -> None:
+        """Both return in the gap from 100 to 135. Without the first, the second still waits until 100, and all behind
+        it comes 10 µs earlier; without the second, 2 µs.
+        """
         trace = Trace()
         trace.kernel(0, 10, 100)
         trace.call("cudaStreamSynchronize", 20, 105)
         trace.call("cudaDeviceSynchronize", 110, 112)
         trace.kernel(120, 135, 200)
         trace.op("aten::add", 119, 140)
-        assert charged(trace, tmp_path) == [35, 0]
+        assert charged(trace, tmp_path) == [10, 2]
+
+    def test_a_host_that_did_not_wait_would_be_ahead_until_it_waits_the_next_time(self, tmp_path: Path) -> None:
+        """Behind a wait of 85 µs lie gaps of 15 and 20, then a wait of 25 and a gap of 30: 35 and 25."""
+        trace = Trace()
+        trace.kernel(0, 10, 100)
+        trace.call("cudaStreamSynchronize", 20, 105)
+        trace.kernel(110, 115, 200)
+        trace.kernel(215, 220, 300)
+        trace.call("cudaDeviceSynchronize", 280, 305)
+        trace.kernel(325, 330, 400)
+        assert charged(trace, tmp_path) == [15 + 20, 25]
+
+    def test_a_call_before_any_work_costs_nothing(self, tmp_path: Path) -> None:
+        """Without it the first kernel begins earlier, and so does the second: the GPU idles as long between them."""
+        trace = Trace()
+        trace.call("cudaStreamSynchronize", 0, 50)
+        trace.kernel(60, 65, 100)
+        trace.kernel(160, 165, 200)
+        assert charged(trace, tmp_path) == [0]
+
+    def test_a_short_call_ends_no_lead_as_it_may_wait_for_nothing(self, tmp_path: Path) -> None:
+        """The wait on stream 7 lasts 85 µs; then stream 8 happens to end while a call takes 3 µs. Without the wait the
+        kernel of 120 begins at 100, and of the 10 µs from 110 on nothing is left; without the short call 3 are won.
+        """
+        trace = Trace()
+        trace.kernel(0, 10, 100)
+        trace.kernel(5, 10, 110, stream=8)
+        trace.call("cudaStreamSynchronize", 20, 105)
+        trace.call("cudaEventSynchronize", 108, 111)
+        trace.kernel(115, 120, 200)
+        assert charged(trace, tmp_path) == [10, 3]
+
+    def test_the_breath_between_queued_kernels_is_no_ones_fault(self, tmp_path: Path) -> None:
+        """Both kernels behind the wait were launched by 112; the second begins 2 µs after the first nevertheless."""
+        trace = Trace()
+        trace.kernel(0, 10, 100)
+        trace.call("cudaStreamSynchronize", 20, 105)
+        trace.kernel(110, 115, 200)
+        trace.kernel(111, 202, 300)
+        assert charged(trace, tmp_path) == [15]
 
     def test_what_only_may_block_takes_no_gap_from_what_blocks(self, tmp_path: Path) -> None:
-        """A call that pins memory returns in the gap first, at 103; the wait begins at 104: 115 - 104."""
+        """A call that pins memory returns in the gap first, at 103; the wait from 104 to 112 has its 8 µs still."""
         trace = Trace()
         trace.kernel(0, 10, 100)
         trace.call("cudaHostAlloc", 15, 103)
-        trace.call("cudaStreamSynchronize", 104, 105)
-        trace.kernel(110, 115, 200)
-        assert [s.bubble_us for s in mine(trace.scan(tmp_path))] == [11]
+        trace.call("cudaStreamSynchronize", 104, 112)
+        trace.kernel(113, 115, 200)
+        assert [s.bubble_us for s in mine(trace.scan(tmp_path))] == [8]
 
     def test_a_graph_launch_after_the_wait_is_a_launch(self, tmp_path: Path) -> None:
         """All kernels of a replay have the correlation of its cudaGraphLaunch: 130 - 100."""
@@ -139,6 +193,66 @@ def columns_of(trace: Trace) -> Columns:
     return read_columns([events], Trouble())
 
 
+def priced(program: Sequence[Step], done: Run) -> dict[int, float]:
+    """Bubble of each step that waits."""
+    columns = columns_of(traced(program, done))
+    blocking = find_blocking(columns)
+    assert len(blocking) == len(done.waits)
+    order = np.argsort(blocking.start, kind="stable")
+    return dict(zip(done.waits, bubbles(columns, blocking)[order].tolist(), strict=True))
+
+
+def programs(streams: int) -> st.SearchStrategy[list[Step]]:
+    """Programs of up to 24 steps on up to so many streams; lengths in microseconds."""
+    stream = st.integers(1, streams)
+    return st.lists(
+        st.one_of(
+            st.builds(Step, st.just("work"), st.integers(0, 60)),
+            st.builds(Step, st.just("launch"), st.integers(1, 60), stream, st.none() | stream),
+            st.builds(Step, st.just("item"), st.integers(1, 3), stream),
+            st.builds(Step, st.just("stream"), st.just(0), stream),
+            st.builds(Step, st.just("device")),
+            st.builds(Step, st.just("event"), st.integers(0, 3)),
+        ),
+        max_size=24,
+    )
+
+
+class TestNoCallWinsMoreThanItsBubble:
+    """A simulated host that waits, and the same host that does not: what the GPU has won is never more than told."""
+
+    @settings(max_examples=400)
+    @given(program=programs(3))
+    def test_removing_any_one_call_takes_away_no_more_idle_time(self, program: list[Step]) -> None:
+        done = run(program)
+        for step, bubble in priced(program, done).items():
+            assert done.idle - run(program, without={step}).idle <= bubble
+
+    @settings(max_examples=400)
+    @given(program=programs(1))
+    def test_on_one_stream_that_is_time_from_end_to_end(self, program: list[Step]) -> None:
+        done = run(program)
+        for step, bubble in priced(program, done).items():
+            assert done.length - run(program, without={step}).length <= bubble
+
+    @settings(max_examples=400)
+    @given(program=programs(3))
+    def test_no_call_is_blamed_for_more_than_its_own_time_or_the_idle_time(self, program: list[Step]) -> None:
+        """So it is, above all, where the GPU was dry and nothing was queued when the call began."""
+        done = run(program)
+        for step, bubble in priced(program, done).items():
+            start, end = done.waits[step]
+            assert 0 <= bubble <= min(end - start, done.idle)
+
+    def test_the_simulated_programs_have_such_calls(self) -> None:
+        """Both kinds: of the first wait the GPU has work left, of the second it is dry and nothing is queued."""
+        program = [Step("launch", 50, 1), Step("stream", 0, 1), Step("work", 90), Step("device"), Step("launch", 9, 1)]
+        done = run(program)
+        assert done.dry == {1: False, 3: True}
+        assert done.waits == {1: (2, 57), 3: (147, 149)}
+        assert priced(program, done) == {1: 55, 3: 2}
+
+
 TIME = st.integers(0, 400)
 LENGTH = st.integers(0, 60)
 
@@ -152,7 +266,7 @@ class TestWhatAlwaysHolds:
             st.tuples(TIME, LENGTH, st.sampled_from(["cudaStreamSynchronize", "cudaFree", "cudaHostAlloc"])), max_size=8
         ),
     )
-    def test_bubbles_are_no_more_than_the_idle_time_and_none_is_negative(
+    def test_a_bubble_is_no_more_than_the_idle_time_and_never_negative(
         self, kernels: list[tuple[int, int, int, int, int]], waits: list[tuple[int, int, str]]
     ) -> None:
         trace = Trace()
@@ -162,12 +276,13 @@ class TestWhatAlwaysHolds:
             trace.call(name, start, start + length)
         columns = columns_of(trace)
         blocking = find_blocking(columns)
-        priced = bubbles(columns, blocking)
-        assert len(priced) == len(waits)
-        assert (priced >= 0).all()
-        assert priced.sum() <= busy_and_idle(columns)[1]
-        late = np.where(priced > 0, columns.tables["gpu"].start.max(initial=0) - blocking.start, 0)
-        assert (priced <= late).all()
+        found = bubbles(columns, blocking)
+        assert len(found) == len(waits)
+        assert (found >= 0).all()
+        assert (found <= busy_and_idle(columns)[1]).all()
+        assert (found <= blocking.end - blocking.start).all()
+        late = np.where(found > 0, columns.tables["gpu"].start.max(initial=0) - blocking.start, 0)
+        assert (found <= late).all()
 
 
 def test_an_item_is_one_synchronisation_with_its_copy(tmp_path: Path) -> None:

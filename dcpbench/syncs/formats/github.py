@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.syncs.rules import BY_ID
-from dcpbench.syncs.words import marks, plain, standing, told
+from dcpbench.syncs.words import advice, marks, plain, standing, told
 
 if TYPE_CHECKING:
     from dcpbench.syncs.model import Report, Site
@@ -67,7 +67,7 @@ def _annotation(level: str, site: Site, report: Report) -> str:
     if site.allowed:
         message += f". Allowed: {site.allowed}"
     elif rule and level != "notice":
-        message += f". {rule.fix}"
+        message += f". {advice(site, rule.fix)}"
     title = f"{site.rule} {site.kind}" + "".join(f", {word}" for word in marks(site, report.verdict))
     properties = {"title": title}
     if site.file and not site.file.startswith(("/", "<")):

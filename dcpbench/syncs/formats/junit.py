@@ -72,7 +72,7 @@ def _site(site: Site, report: Report) -> ET.Element:
     rule, stands = BY_ID.get(site.rule), standing(site, report.verdict)
     text = sentence(site) + "".join(f"\nat {frame}" for frame in site.stack)
     if rule:
-        text += f"\nWhy: {rule.why}\nFix: {rule.fix}"
+        text += f"\nWhy: {rule.why}" + (f"\nCause: {site.cause}" if site.cause else "") + f"\nFix: {rule.fix}"
     if stands == "finding":
         ET.SubElement(case, "failure", message=told(site, report.verdict), type=f"{site.rule} {site.kind}").text = text
     elif stands == "allowed":

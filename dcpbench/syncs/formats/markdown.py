@@ -17,6 +17,7 @@ from dcpbench.syncs.words import (
     size_text,
     standing,
     subject,
+    waited_share,
 )
 
 if TYPE_CHECKING:
@@ -66,11 +67,13 @@ def _sites(report: Report) -> str:
 
 def _row(site: Site, report: Report) -> tuple[str, ...]:
     where = code(subject(site)) + (f"<br>{code(place(site))}" if place(site) else "")
+    where += f"<br>called from {code(site.called_from)}" if site.called_from else ""
+    count = str(site.count) + (f"<br>{site.waited:,} waited" if waited_share(site) else "")
     words = marks(site, report.verdict)
     kind = f"{escape(site.rule)}<br>{escape(site.kind)}" + (f"<br>*{', '.join(words)}*" if words else "")
     copy = " ".join(part for part in (site.direction, size_text(site.bytes)) if part)
     return (
-        SIGNS[standing(site, report.verdict)], kind, where, code(site.op or site.call), str(site.count),
+        SIGNS[standing(site, report.verdict)], kind, where, code(site.op or site.call), count,
         per_step(site.count_per_step), microseconds(site.wait_us), microseconds(site.wait_median_us),
         microseconds(site.wait_p99_us), microseconds(site.bubble_us), escape(copy) or NOTHING,
     )  # fmt: skip
@@ -78,7 +81,12 @@ def _row(site: Site, report: Report) -> tuple[str, ...]:
 
 def _rules(report: Report) -> str:
     ids = dict.fromkeys(site.rule for site in report.sites if not site.own and site.rule in BY_ID)
-    return "\n".join(f"- **{BY_ID[i].id} {BY_ID[i].kind}**: {BY_ID[i].why} *Fix:* {BY_ID[i].fix}" for i in ids)
+    causes = {i: dict.fromkeys(s.cause for s in report.sites if s.rule == i and s.cause) for i in ids}
+    return "\n".join(
+        f"- **{BY_ID[i].id} {BY_ID[i].kind}**: {BY_ID[i].why} *Fix:* {BY_ID[i].fix}"
+        + "".join(f" *Cause:* {escape(cause)}" for cause in causes[i])
+        for i in ids
+    )
 
 
 def _totals(report: Report) -> str:

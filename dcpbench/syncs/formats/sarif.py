@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from dcpbench import __version__
 from dcpbench.syncs.rules import BY_ID, RULES
-from dcpbench.syncs.words import modules, place, standing, told
+from dcpbench.syncs.words import advice, modules, place, standing, told
 
 if TYPE_CHECKING:
     from dcpbench.syncs.model import Report, Site
@@ -68,7 +68,7 @@ def _result(site: Site, report: Report) -> Json:
     result: Json = {
         "ruleId": site.rule,
         "level": LEVELS[stands],
-        "message": {"text": message(text + (f". {rule.fix}" if rule else ""))},
+        "message": {"text": message(text + (f". {advice(site, rule.fix)}" if rule else ""))},
         "locations": [_location(site)],
         "partialFingerprints": {FINGERPRINT: site.fingerprint},
         "occurrenceCount": max(1, site.count),
@@ -114,7 +114,8 @@ def _properties(site: Site) -> Json:
         kind=site.kind, op=site.op or None, call=site.call or None, range=site.range or None,
         direction=site.direction or None, place=place(site) or None, lineIs=site.line_is or None, count=site.count,
         countPerStep=site.count_per_step, waitUs=site.wait_us, bubbleUpperBoundUs=site.bubble_us, bytes=site.bytes,
-        explicit=site.explicit, warmupOnly=site.warmup_only, mayBlock=site.may_block, stack=site.stack or None,
+        explicit=site.explicit, waited=site.waited, calledFrom=site.called_from or None, cause=site.cause or None,
+        warmupOnly=site.warmup_only, mayBlock=site.may_block, stack=site.stack or None,
         traces=site.traces or None,
     )  # fmt: skip
 

@@ -23,6 +23,7 @@ from dcpbench.syncs.words import (
     size_text,
     standing,
     subject,
+    waited_share,
 )
 
 if TYPE_CHECKING:
@@ -86,11 +87,16 @@ def _table(report: Report, root: Path, width: int) -> Table:
     for site in report.sites:
         style = STYLES[standing(site, report.verdict)]
         table.add_row(
-            _kind(site, report, style), _where(site, root, room), Text(_op(site)), str(site.count),
+            _kind(site, report, style), _where(site, root, room), Text(_op(site)), _count(site),
             per_step(site.count_per_step), microseconds(site.wait_us), microseconds(site.wait_median_us),
             microseconds(site.wait_p99_us), microseconds(site.bubble_us), Text(_copy(site, "\n")),
         )  # fmt: skip
     return table
+
+
+def _count(site: Site) -> str:
+    """How often, and below it how often there was something to wait for."""
+    return f"{site.count}\n{site.waited:,} waited" if waited_share(site) else str(site.count)
 
 
 def _kind(site: Site, report: Report, style: str) -> Text:
@@ -105,6 +111,8 @@ def _where(site: Site, root: Path, room: int) -> Text:
     if place(site):
         text.append("\n")
         text.append_text(_link(site, root, room))
+    if site.called_from:
+        text.append(f"\ncalled from {site.called_from}", style=Style(bold=False))
     return text
 
 
@@ -134,7 +142,7 @@ def _block(console: Console, site: Site, report: Report, root: Path) -> None:
     waits = (microseconds(t) for t in (site.wait_us, site.wait_median_us, site.wait_p99_us))
     facts = [
         f"op {_op(site)}" if _op(site) else "",
-        f"{counted(site.count, 'time')}{steps}",
+        f"{counted(site.count, 'time')}{steps}" + (f", {waited_share(site)}" if waited_share(site) else ""),
         "wait {}, median {}, p99 {}".format(*waits),
         f"bubble at most {microseconds(site.bubble_us)}",
         f"copy {_copy(site)}" if _copy(site) else "",
@@ -154,12 +162,14 @@ def _copy(site: Site, between: str = " ") -> str:
 
 
 def _rules(console: Console, report: Report) -> None:
-    """Each kind that occurs: why it waits, and the usual way out."""
+    """Each kind that occurs: why it waits, the usual way out, and the cause where the trace shows one."""
     for rule_id in dict.fromkeys(site.rule for site in report.sites if not site.own):
         rule = BY_ID.get(rule_id)
         if rule:
             console.print(Text.assemble((f"{rule.id} {rule.kind}", "bold"), f"  {rule.why}"))
             console.print(Text.assemble(("  fix: ", "bold"), rule.fix))
+        for cause in dict.fromkeys(site.cause for site in report.sites if site.rule == rule_id and site.cause):
+            console.print(Text.assemble(("  cause: ", "bold"), cause))
     console.print()
 
 

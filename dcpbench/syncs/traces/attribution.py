@@ -28,10 +28,12 @@ class Line(NamedTuple):
     profiler: bool
     """Torch's profiler made the call."""
     asks: bool
-    """Something named synchronize is called, or there are no frames that could say otherwise."""
+    """Frames show that something named synchronize is called."""
+    called_from: str = ""
+    """First frame outside libraries, where the line itself lies in one."""
 
 
-NOWHERE = Line("", "", None, "", (), profiler=False, asks=True)
+NOWHERE = Line("", "", None, "", (), profiler=False, asks=False)
 
 
 class Attribution:
@@ -66,4 +68,11 @@ class Attribution:
             return Line("", "", None, "", stack, any(is_profiler(f) for f in frames), asks)
         user = frames[at]
         profiler = any(is_profiler(f) for f in frames[at + 1 :])
-        return Line(self.repository.path(user.file), user.function, user.line, line_is, stack, profiler, asks)
+        caller = self.repository.caller(frames, at)
+        called_from = "" if caller is None else self._told(frames[caller])
+        return Line(
+            self.repository.path(user.file), user.function, user.line, line_is, stack, profiler, asks, called_from
+        )
+
+    def _told(self, frame: Frame) -> str:
+        return f"{self.repository.path(frame.file)}({frame.line}): {frame.function}"

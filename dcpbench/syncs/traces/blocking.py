@@ -54,7 +54,11 @@ SYNCHRONISE = ("stream", "event", "device")
 ADJACENT_US = 50.0
 """A copy and a synchronisation outside any operator belong together if no more time than this lies between them."""
 QUERY_US = 50.0
-"""No query takes longer."""
+"""No query takes longer, nor a call that finds nothing to wait for."""
+_ELAPSED = re.compile("^(?:cuda|hip|cu)EventElapsedTime")
+_ALLOCATES = re.compile("^(?:cuda|hip)Malloc(?:Managed|Pitch)?$|^cuMemAlloc(?:_v2)?$")
+MANY_FREES = 20
+"""Frees in a trace from which their cause is looked for; a caching allocator at work frees next to nothing."""
 _HARMLESS = re.compile("Query|Captur|Attribute|LastError|GetDevice|Occupancy")
 """Calls that may stand between a copy and the synchronisation that waits for it."""
 
@@ -79,6 +83,8 @@ class Blocking:
     copy_waited: NDArray[np.bool_]
     """A synchronisation followed the copy; False where the copy itself blocked."""
     may_block: NDArray[np.bool_]
+    timed: NDArray[np.bool_]
+    """The next call of the thread reads the time between two events."""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -116,6 +122,21 @@ def direction_of(name: str) -> str:
     return f"{found[1]} {memory}".strip()
 
 
+def cause_of_frees(columns: Columns) -> str:
+    """Why so much memory is freed, as far as the calls tell; empty where little is, or nothing allocated besides."""
+    calls = columns.tables["calls"]
+    freed, allocated = (
+        int(np.isin(calls.name, [n for n, name in enumerate(columns.names) if wanted(name)]).sum())
+        for wanted in (lambda name: kind_of(name) == "free", _ALLOCATES.match)
+    )
+    if freed < MANY_FREES or 2 * allocated < freed:
+        return ""
+    return (
+        f"{freed:,} frees and {allocated:,} allocations in one trace: PyTorch's caching allocator is off "
+        "(PYTORCH_NO_CUDA_MEMORY_CACHING=1 in the environment), or memory is so full that it frees to allocate."
+    )
+
+
 def find_blocking(columns: Columns) -> Blocking:
     """All calls that block the host, each copy merged with the synchronisation that waits for it."""
     calls, gpu = columns.tables["calls"], columns.tables["gpu"]
@@ -151,7 +172,7 @@ def find_blocking(columns: Columns) -> Blocking:
         call=[columns.names[calls.name[i]] for i in at_found], kind=[kind[f.row] for f in found],
         copied=np.array([f.copied for f in found], np.int64),
         copy_waited=np.array([f.copy_waited for f in found], bool),
-        may_block=np.array([f.may_block for f in found], bool),
+        may_block=np.array([f.may_block for f in found], bool), timed=_timed(columns, calls)[at_found],
     )  # fmt: skip
     explains = harmless[columns.tables["calls"].name]
     explains[rows[[*at_found, *first_of, *merged]]] = True
@@ -168,6 +189,14 @@ def _copies_of(calls: Table, gpu: Table, is_copy: NDArray[np.bool_]) -> Ints:
 def _true_links(table: Table) -> Ints:
     """`External id` of operators. Older traces give a call without operator its own correlation instead."""
     return np.where(table.external == table.correlation, -1, table.external)
+
+
+def _timed(columns: Columns, calls: Table) -> NDArray[np.bool_]:
+    """Calls behind which the same thread reads the time between two events before it does anything else."""
+    reads = np.array([bool(_ELAPSED.match(name)) for name in columns.names], bool)
+    timed = np.zeros(len(calls), bool)
+    timed[:-1] = reads[calls.name[1:]] & (calls.thread[1:] == calls.thread[:-1]) if len(calls) else False
+    return timed
 
 
 def _copies_before(
@@ -260,7 +289,8 @@ def _with_sync_events(columns: Columns, blocking: Blocking, explains: NDArray[np
     added = Blocking(
         start=events.start, end=events.end, wait=wait, thread=thread,
         external=linked, call=[columns.names[name] for name in events.name], kind=what, copied=none,
-        copy_waited=none >= 0, may_block=np.array([w == "event" for w in what], bool) & (wait < QUERY_US),
+        copy_waited=none >= 0, timed=none >= 0,
+        may_block=np.array([w == "event" for w in what], bool) & (wait < QUERY_US),
     )  # fmt: skip
     both: dict[str, Any] = {
         f.name: [*getattr(blocking, f.name), *getattr(added, f.name)]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dcpbench.syncs.traces.intervals import match, union
+from dcpbench.syncs.traces.intervals import covered, match, union
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from dcpbench.syncs.traces.blocking import Blocking
     from dcpbench.syncs.traces.columns import Columns
-    from dcpbench.syncs.traces.intervals import Floats
+    from dcpbench.syncs.traces.intervals import Floats, Ints
 
 
 def busy_and_idle(columns: Columns) -> tuple[float, float]:
@@ -22,34 +24,138 @@ def busy_and_idle(columns: Columns) -> tuple[float, float]:
 
 
 def bubbles(columns: Columns, blocking: Blocking) -> Floats:
-    """Microseconds of GPU idle time charged to each blocking call.
+    """Microseconds of GPU idle time that removing each blocking call would win, at most.
 
-    A call is charged the gap that is open when it returns: from the moment the GPU ran dry, but no earlier than the
-    call's start, to the next start of GPU work, if that work was launched after the call returned and on its thread. A
-    gap is charged once, to the first call in it that blocks, and to one that only may block where there is no other.
-    This is an upper bound: the host may have had other things to do.
+    Idle is the time between the first and the last GPU work in which no stream has any. To remove a call is to let the
+    host go on at once: what it does later comes earlier by the call's own time, until it waits the next time, and
+    whatever waits for something still waits for the same. In a program of one host thread, removing any one call takes
+    no more idle time away than its bubble. On one stream that is the time from end to end; with several, work may
+    overlap better besides, so that the end comes earlier by more than idle time tells, but by the call's own time at
+    most. Removing several calls may win more than their sum, as one that stays waits for what another no longer does.
+
+    A bubble is the idle time behind the call's start that ends with work launched after the call on its thread, and
+    launched late, as far as the next wait there; and never more than the call's own time. Where the GPU was dry and
+    nothing queued when a call began, it is therefore not blamed for a long gap around it.
+    """
+    found = np.zeros(len(blocking))
+    gaps = _late_gaps(columns)
+    waits = _waits_for(columns, blocking)
+    for thread in np.intersect1d(gaps.thread, blocking.thread):
+        calls = np.flatnonzero(blocking.thread == thread)
+        found[calls] = _of_thread(columns, blocking, calls, gaps.take(gaps.thread == thread), waits)
+    return np.minimum(found, _own(columns, blocking))
+
+
+def _own(columns: Columns, blocking: Blocking) -> Floats:
+    """Of each call's own time what the GPU can lose by it: idle time meanwhile, and work that was left when it began.
+
+    All of it on a GPU that one host thread feeds; nothing before the first work.
     """
     gpu, calls = columns.tables["gpu"], columns.tables["calls"]
-    charged = np.zeros(len(blocking))
-    if len(gpu) < 2 or not len(blocking):  # noqa: PLR2004 - a gap lies between two
-        return charged
+    start, end = blocking.start, blocking.end
+    if not len(gpu):
+        return np.zeros(len(blocking))
+    busy = union(gpu.start, gpu.end)
+    gaps = busy[1][:-1], busy[0][1:]
+    row = match(calls.correlation, gpu.correlation)
+    launched = np.where(row >= 0, calls.start[row], -np.inf) if len(calls) else np.full(len(gpu), -np.inf)
+    order = np.argsort(launched, kind="stable")
+    done = np.append(-np.inf, np.maximum.accumulate(gpu.end[order]))
+    left = np.clip(done[np.searchsorted(launched[order], start, "right")] - start, 0.0, end - start)
+    return np.minimum(covered(*gaps, end) - covered(*gaps, start) + left, end - start)
+
+
+class _Gaps(NamedTuple):
+    """Idle times that end with work which the host launched late, in order."""
+
+    dry: Floats
+    wet: Floats
+    launched: Floats
+    """When the host began to launch that work."""
+    thread: Ints
+
+    def take(self, which: NDArray[Any]) -> _Gaps:
+        """Those that a mask picks."""
+        return _Gaps(*(column[which] for column in self))
+
+
+def _late_gaps(columns: Columns) -> _Gaps:
+    """Gaps before work that did not lie in the queue when the GPU ran dry."""
+    gpu, calls = columns.tables["gpu"], columns.tables["calls"]
     start, end = union(gpu.start, gpu.end)
     dry, wet = end[:-1], start[1:]
-    gap = np.searchsorted(dry, blocking.end, "right") - 1
-    inside = (gap >= 0) & (blocking.end < wet[np.maximum(gap, 0)]) if len(dry) else np.zeros(len(blocking), bool)
     by_start = np.argsort(gpu.start, kind="stable")
     following = by_start[np.searchsorted(gpu.start[by_start], wet)]
     launch = match(calls.correlation, gpu.correlation[following])
-    known = launch >= 0
-    launched = np.where(known, calls.start[launch] if len(calls) else 0.0, -np.inf)
-    thread = np.where(known, calls.thread[launch] if len(calls) else -1, -1)
-    taken: set[int] = set()
-    for i in np.lexsort((blocking.start, blocking.may_block)).tolist():
-        g = int(gap[i])
-        if inside[i] and g not in taken and launched[g] >= blocking.end[i] and thread[g] == blocking.thread[i]:
-            charged[i] = wet[g] - max(dry[g], blocking.start[i])
-            taken.add(g)
-    return charged
+    known = np.flatnonzero(launch >= 0)
+    late = known[calls.end[launch[known]] > dry[known] - LAUNCH_US]
+    return _Gaps(dry[late], wet[late], calls.start[launch[late]], calls.thread[launch[late]])
+
+
+class _WaitsFor(NamedTuple):
+    """What calls wait for, one mask over all calls each."""
+
+    everything: NDArray[np.bool_]
+    streams: dict[int, NDArray[np.bool_]]
+    """Stream -> calls that may have waited for it."""
+
+    @property
+    def known(self) -> NDArray[np.bool_]:
+        """Calls of which something is known."""
+        known: NDArray[np.bool_] = np.any([self.everything, *self.streams.values()], axis=0)
+        return known
+
+
+def _waits_for(columns: Columns, blocking: Blocking) -> _WaitsFor:
+    """A trace names no stream or event. The stream of a copy is known, and a long call waited for what ended meanwhile.
+
+    Nothing is known of a short call, which may have waited for another stream or for none, nor of what may not block.
+    """
+    gpu = columns.tables["gpu"]
+    blocks = ~blocking.may_block
+    of_copy = np.where(blocking.copied >= 0, gpu.thread[blocking.copied], -1) if len(gpu) else blocking.copied
+    long = (blocking.copied < 0) & (blocking.end - blocking.start > NO_WAIT_US)
+    streams = {}
+    for stream in np.unique(gpu.thread).tolist():
+        ends = np.sort(gpu.end[gpu.thread == stream])
+        ended = np.searchsorted(ends, blocking.end, "right") > np.searchsorted(ends, blocking.start, "right")
+        streams[stream] = blocks & ((of_copy == stream) | long & ended)
+    everything = np.array([kind in ("device", "free") for kind in blocking.kind], bool)
+    return _WaitsFor(blocks & everything, streams)
+
+
+def _of_thread(columns: Columns, blocking: Blocking, calls: Ints, gaps: _Gaps, waits: _WaitsFor) -> Floats:
+    """Idle time behind these calls of a thread, in gaps that end with its launches, as far as its next wait."""
+    start, end = blocking.start[calls], blocking.end[calls]
+    idle = np.concatenate([[0.0], np.cumsum(gaps.wet - gaps.dry)])
+    first = np.searchsorted(np.maximum.accumulate(gaps.launched), end)
+    before = np.maximum(covered(gaps.dry, gaps.wet, start), idle[first])
+    behind: Floats = idle[-1] - before
+    order = np.lexsort((end, before))
+    waiting = np.flatnonzero(waits.known[calls[order]])
+    at = np.searchsorted(waiting, np.arange(len(order)), "right")
+    followed = at < len(waiting)
+    one, following = order[followed], order[waiting[at[followed]]]
+    until = before[following] - before[one] + _unseen(columns, waits, calls[following], start[one], end[following])
+    behind[one] = np.minimum(behind[one], until)
+    return behind
+
+
+def _unseen(columns: Columns, waits: _WaitsFor, calls: Ints, start: Floats, end: Floats) -> Floats:
+    """Time from start to end in which only streams had work for which each of these calls does not wait.
+
+    By so much the host may still be ahead after the call, without any gap of the GPU's to show for it.
+    """
+    gpu = columns.tables["gpu"]
+    most = np.zeros(len(calls))
+    busy = union(gpu.start, gpu.end)
+    for stream, waiting in waits.streams.items() if len(waits.streams) > 1 else ():
+        at = np.flatnonzero(waiting[calls] & ~waits.everything[calls])
+        rows = np.flatnonzero(gpu.thread == stream)
+        its = union(gpu.start[rows], gpu.end[rows])
+        begin, until = (covered(*busy, moment) - covered(*its, moment) for moment in (start[at], end[at]))
+        most[at] = np.maximum(most[at], until - begin)
+    return most
 
 
 def waited_for(columns: Columns, blocking: Blocking) -> list[str]:
@@ -70,3 +176,7 @@ def waited_for(columns: Columns, blocking: Blocking) -> list[str]:
 
 LOOK_BACK = 64
 """GPU events to look at for a kernel before a copy is named."""
+LAUNCH_US = 10.0
+"""Work that was launched longer than this before the GPU ran dry lay in the queue: the host is not what came late."""
+NO_WAIT_US = 10.0
+"""A call that finds nothing to wait for takes less."""

@@ -69,6 +69,16 @@ def union(start: Floats, end: Floats) -> tuple[Floats, Floats]:
     return start[first], until[last] if len(first) else until
 
 
+def covered(start: Floats, end: Floats, moments: Floats) -> Floats:
+    """For each moment how much time before it lies in these intervals, which are disjoint and in order."""
+    if not len(start):
+        return np.zeros(len(moments))
+    before = np.concatenate([[0.0], np.cumsum(end - start)])
+    at = np.searchsorted(start, moments, "right") - 1
+    reached = np.clip(moments - start[at], 0.0, (end - start)[at])
+    return np.where(at < 0, 0.0, before[at] + reached)
+
+
 def match(keys: Ints, wanted: Ints) -> Ints:
     """For each wanted key the row of the first equal one in `keys`, -1 where there is none or the key is -1."""
     if not len(keys) or not len(wanted):

@@ -18,6 +18,12 @@ _FRAMEWORK = re.compile(r"(?:^|-packages/|/pytorch/)(?:torch|triton)/|/torchindu
 _PROFILER = re.compile(r"(?:^|/)torch/(?:profiler/|autograd/profiler)")
 _LIBRARIES = re.compile(r"^.*/(?:site|dist)-packages/")
 _INTERPRETER = re.compile(r"^.*/lib/python3(?:\.\d+)?t?/")
+PACKAGES = frozenset({
+    "accelerate", "apex", "deepspeed", "diffusers", "flash_attn", "flashinfer", "lightning", "megatron", "numpy",
+    "peft", "pytorch_lightning", "sentence_transformers", "sglang", "tensorrt_llm", "timm", "torchaudio", "torchvision",
+    "transformer_engine", "transformers", "trl", "vllm", "xformers",
+})  # fmt: skip
+"""Packages that programs call and seldom are, wherever a trace is read; what is installed here is added to them."""
 SOURCE_FOLDERS = ("", "src", "python", "lib")
 """Folders of a repository from which Python may import; the profiler shortens paths by the folder on sys.path."""
 
@@ -47,6 +53,13 @@ def parse_frame(name: str) -> Frame:
 def is_profiler(frame: Frame) -> bool:
     """Whether a frame is torch's profiler."""
     return bool(_PROFILER.search(frame.file))
+
+
+@functools.cache
+def _installed() -> frozenset[str]:
+    """Names of the packages that are installed beside this program."""
+    folders = [Path(folder) for folder in sys.path if folder.endswith("-packages")]
+    return frozenset(p.name for folder in folders if folder.is_dir() for p in folder.iterdir() if p.is_dir())
 
 
 class Repository:
@@ -100,6 +113,28 @@ class Repository:
         candidates = [i for i, f in enumerate(frames) if f.file and not _FRAMEWORK.search(f.file)]
         own = [i for i in candidates if not self._is_python(frames[i].file)]
         return next(reversed(own or candidates), None)
+
+    def caller(self, frames: Sequence[Frame], at: int) -> int | None:
+        """Index of the innermost frame outside libraries, where the frame at this index lies in one; else None.
+
+        Args:
+            frames: Outermost first.
+            at: What `user_frame` found.
+        """
+        if not self._is_library(frames[at].file):
+            return None
+        own = (i for i in range(at - 1, -1, -1) if frames[i].file and not self._is_library(frames[i].file))
+        return next(own, None)
+
+    def _is_library(self, file: str) -> bool:
+        """Whether a file belongs to something installed. The profiler shortens paths by the folder on sys.path, so that
+        a package's name may be all there is.
+        """
+        if self.has(file):
+            return False
+        if "-packages/" in file or _FRAMEWORK.search(file) or self._is_python(file):
+            return True
+        return "/" in file and not file.startswith("/") and file.split("/", maxsplit=1)[0] in PACKAGES | _installed()
 
     def _is_python(self, file: str) -> bool:
         """Whether a file is part of Python's own library, shortened or not."""

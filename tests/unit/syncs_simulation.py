@@ -1,0 +1,115 @@
+"""A host and the streams of a GPU, in virtual microseconds: a program runs as it is, or without some of its waits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from dcpbench.syncs.traces.intervals import union
+from tests.unit.trace_builder import PINNED, Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+LAUNCH, LATENCY, RETURN = 2, 3, 2
+"""The host needs LAUNCH for a launch, work begins no earlier than LATENCY after it, and a host that waited, or found
+nothing to wait for, goes on RETURN later."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One thing that the host does next.
+
+    work: something else, `length` long. launch: a kernel of this length on a stream, after all that stream `behind` has
+    to do, where one is named. item: a copy on a stream, and a wait for it. stream, device, event: waits for a stream,
+    for all of them, for a piece of work behind which `length` others were launched.
+    """
+
+    do: Literal["work", "launch", "item", "stream", "device", "event"]
+    length: int = 0
+    stream: int = 0
+    behind: int | None = None
+
+
+@dataclasses.dataclass
+class Run:
+    """What a program did. Times are (start, end)."""
+
+    waits: dict[int, tuple[int, int]]
+    """Step -> the call in which the host waited."""
+    dry: dict[int, bool]
+    """Step -> whether nothing ran and nothing was queued when that call began."""
+    launches: list[tuple[int, int]]
+    work: list[tuple[int, int]]
+    """Of each launch, in the same order."""
+
+    @property
+    def idle(self) -> float:
+        """Time between the first and the last work in which no stream had any."""
+        if not self.work:
+            return 0.0
+        start, end = union(*np.array(self.work, float).T)
+        return float(end[-1] - start[0] - (end - start).sum())
+
+    @property
+    def length(self) -> int:
+        """From the first work to the end of the last."""
+        return max(end for _, end in self.work) - min(start for start, _ in self.work) if self.work else 0
+
+
+def run(program: Sequence[Step], *, without: Collection[int] = ()) -> Run:
+    """The program, in whose steps `without` the host goes on at once."""
+    now = 0
+    done = Run({}, {}, [], [])
+    streams: dict[int, int] = {}
+    for number, step in enumerate(program):
+        if step.do == "work":
+            now += step.length
+            continue
+        if step.do in ("launch", "item"):
+            ready = max(now + LAUNCH + LATENCY, streams.get(step.stream, 0), streams.get(step.behind or -1, 0))
+            done.launches.append((now, now + LAUNCH))
+            now += LAUNCH
+            streams[step.stream] = ready + max(1, step.length)
+            done.work.append((ready, streams[step.stream]))
+        if step.do != "launch" and number not in without:
+            until = max([now, *_waited_for(step, streams, done)]) + RETURN
+            done.waits[number] = (now, until)
+            done.dry[number] = all(end <= now for _, end in done.work)
+            now = until
+    return done
+
+
+def _waited_for(step: Step, streams: dict[int, int], done: Run) -> list[int]:
+    """When the work ends that a step waits for."""
+    if step.do == "device":
+        return list(streams.values())
+    if step.do == "event":
+        return [end for _, end in done.work[: len(done.work) - step.length][-1:]]
+    return [streams.get(step.stream, 0)]
+
+
+CALLS = {
+    "item": "cudaStreamSynchronize", "stream": "cudaStreamSynchronize", "device": "cudaDeviceSynchronize",
+    "event": "cudaEventSynchronize",
+}  # fmt: skip
+
+
+def traced(program: Sequence[Step], done: Run) -> Trace:
+    """The trace that a profiler would have written; waits are in the order of `done.waits`."""
+    trace = Trace()
+    pieces = iter(zip(done.launches, done.work, strict=True))
+    for number, step in enumerate(program):
+        if step.do in ("launch", "item"):
+            (begin, end), work = next(pieces)
+            copied = step.do == "item"
+            if copied:
+                trace.op("aten::item", begin, done.waits[number][1] + 1)
+            correlation = trace.call("cudaMemcpyAsync" if copied else "cudaLaunchKernel", begin, end)
+            name, category = (PINNED, "gpu_memcpy") if copied else ("gemm", "kernel")
+            trace.gpu(name, *work, correlation, stream=step.stream, cat=category)
+        if number in done.waits:
+            trace.call(CALLS[step.do], *done.waits[number])
+    return trace

@@ -1,0 +1,318 @@
+"""Sites: what one says of its calls, of whom it is called and why, and what becomes of the same site on two ranks."""
+
+from __future__ import annotations
+
+import copy
+import html
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from dcpbench.syncs import words
+from dcpbench.syncs.formats import FORMATS, render
+from dcpbench.syncs.frames import Frame, Sync, sites_of
+from dcpbench.syncs.gating.gate import Gate, judge
+from dcpbench.syncs.model import Example
+from dcpbench.syncs.scan import scan
+from dcpbench.syncs.sites import merge
+from tests.unit import syncs_builder as build
+from tests.unit.trace_builder import PAGEABLE, PINNED, TO_GPU, Trace, exit_code, mine, only
+
+if TYPE_CHECKING:
+    from dcpbench.syncs.model import Report, Site
+
+NOWHERE = Path("/nonexistent")
+
+
+@pytest.fixture
+def trace() -> Trace:
+    """Two kernels, long before what a test adds."""
+    return Trace().work()
+
+
+def both(*changes: dict[str, Any]) -> Site:
+    """The same site of two ranks as one."""
+    (site,) = merge([[build.site(**change)] for change in changes])
+    return site
+
+
+class TestTwoRanks:
+    def test_counts_waits_bubbles_and_bytes_add_up(self) -> None:
+        """10 + 4 times, 420 + 80 µs of wait, 300 + 20 of bubble, 10 + 4 bytes, 10 + 3 of them with something to do."""
+        site = both({"waited": 10}, {"count": 4, "wait_us": 80.0, "bubble_us": 20.0, "bytes": 4, "waited": 3})
+        assert (site.count, site.wait_us, site.bubble_us, site.bytes, site.waited) == (14, 500.0, 320.0, 14, 13)
+
+    @pytest.mark.parametrize("unknown", [0, 1])
+    def test_what_one_rank_does_not_know_is_what_the_other_says(self, unknown: int) -> None:
+        ranks: list[dict[str, Any]] = [{}, {}]
+        ranks[unknown] = {"wait_us": None, "bubble_us": None, "bytes": None, "count_per_step": None}
+        site = both(*ranks)
+        assert (site.wait_us, site.bubble_us, site.bytes, site.count_per_step) == (420.0, 300.0, 10, 1.0)
+
+    @pytest.mark.parametrize(("a", "b"), [(3.0, 2.0), (2.0, 3.0)])
+    def test_per_step_counts_the_worst_rank_whichever_comes_last(self, a: float, b: float) -> None:
+        """A step is as slow as its slowest rank: three per step fail a limit of two."""
+        site = both({"count_per_step": a}, {"count_per_step": b})
+        assert site.count_per_step == 3.0
+        assert judge(build.report(site), Gate(root=NOWHERE, max_per_step=2.0)).exit_code == 1
+
+    @pytest.mark.parametrize(("a", "b"), [(9.0, 7.0), (7.0, 9.0)])
+    def test_waits_of_one_time_are_those_of_the_worst_rank(self, a: float, b: float) -> None:
+        site = both({"wait_median_us": a, "wait_p99_us": 2 * a}, {"wait_median_us": b, "wait_p99_us": 2 * b})
+        assert (site.wait_median_us, site.wait_p99_us) == (9.0, 18.0)
+
+    @pytest.mark.parametrize(("a", "b", "is_so"), [(True, False, False), (False, True, False), (True, True, True)])
+    def test_it_is_explicit_where_it_is_on_both(self, a: bool, b: bool, is_so: bool) -> None:
+        assert both({"explicit": a}, {"explicit": b}).explicit is is_so
+        assert both({"warmup_only": a}, {"warmup_only": b}).warmup_only is is_so
+
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_the_worst_time_is_that_with_the_larger_bubble(self, first: int) -> None:
+        worst = [Example(trace="r0", bubble_us=5.0, wait_us=1.0), Example(trace="r1", bubble_us=2.0, wait_us=9.0)]
+        site = both({"worst": worst[first]}, {"worst": worst[1 - first]})
+        assert site.worst == worst[0]
+
+    def test_two_ranks_of_a_trace_are_twice_one(self, trace: Trace, tmp_path: Path) -> None:
+        """The same file of two ranks: every sum is twice that of one, nothing that is not a sum has changed."""
+        trace.item(100, 150)
+        trace.kernel(170, 175, 300)
+        alone = only(trace.scan(tmp_path, "rank0.json"))
+        (tmp_path / "rank1.json").write_text(trace.text())
+        site = only(scan([tmp_path / "rank0.json", tmp_path / "rank1.json"], root=tmp_path))
+        for name in ("count", "wait_us", "bubble_us", "bytes", "waited"):
+            assert getattr(site, name) == 2 * getattr(alone, name) > 0, name
+        assert site.wait_median_us == alone.wait_median_us
+
+
+class TestRules:
+    def test_the_innermost_operator_sets_the_rule(self, trace: Trace, tmp_path: Path) -> None:
+        """No copy is seen: a read of a value in somebody's operator is a read, a wait in an `item` is a wait."""
+        trace.op("my::sample", 0, 100)
+        trace.op("aten::item", 5, 95)
+        trace.call("cudaStreamSynchronize", 10, 90)
+        trace.op("aten::item", 1000, 1100)
+        trace.op("my::wait", 1005, 1095)
+        trace.call("cudaStreamSynchronize", 1010, 1090)
+        rules = {tuple(s.op_chain): s.kind for s in trace.scan(tmp_path).sites}
+        assert rules == {("my::sample", "aten::item"): "scalar-read", ("aten::item", "my::wait"): "stream-sync"}
+
+    @pytest.mark.parametrize("runtime", ["cuda", "hip"])
+    @pytest.mark.parametrize("call", ["EventSynchronize", "DeviceSynchronize", "StreamSynchronize"])
+    def test_a_wait_behind_which_a_timer_is_read_is_timing(
+        self, runtime: str, call: str, trace: Trace, tmp_path: Path
+    ) -> None:
+        """`elapsed_time()` asks for both events first."""
+        trace.call(f"{runtime}{call}", 10, 90)
+        for start in (91, 92):
+            trace.call(f"{runtime}EventQuery", start, start + 0.5)
+        trace.call(f"{runtime}EventElapsedTime", 93, 94)
+        trace.op("aten::add", 100, 101)
+        site = only(trace.scan(tmp_path))
+        assert (site.rule, site.kind) == ("SYNC012", "timing")
+
+    def test_a_wait_before_other_work_or_on_another_thread_is_not(self, trace: Trace, tmp_path: Path) -> None:
+        trace.call("cudaDeviceSynchronize", 10, 90)
+        trace.kernel(91, 95, 99)
+        trace.call("cudaEventElapsedTime", 93, 94)
+        trace.call("cudaDeviceSynchronize", 110, 190, tid=7)
+        trace.call("cudaEventElapsedTime", 193, 194)
+        trace.op("aten::add", 200, 201)
+        assert {s.kind for s in trace.scan(tmp_path).sites} == {"device-sync"}
+
+    def test_its_advice_is_not_that_of_other_waits(self, trace: Trace, tmp_path: Path) -> None:
+        trace.call("cudaEventSynchronize", 10, 90)
+        trace.call("cudaEventElapsedTime", 93, 94)
+        report = trace.scan(tmp_path)
+        text = render(report, "table", root=tmp_path)
+        assert "SYNC012 timing" in text
+        assert "Keep the events of several steps and read them once all steps are done" in " ".join(text.split())
+
+    def test_a_copy_of_unknown_direction_that_is_waited_for_is_a_copy(self, trace: Trace, tmp_path: Path) -> None:
+        """Its GPU side was not recorded. Somebody who waits for the whole device wants just that."""
+        trace.op("aten::to", 0, 100)
+        trace.call("cudaMemcpyAsync", 5, 10)
+        trace.call("cudaStreamSynchronize", 12, 90)
+        trace.op("aten::to", 1000, 1100)
+        trace.call("cudaMemcpyAsync", 1005, 1010)
+        trace.call("cudaDeviceSynchronize", 1012, 1090)
+        assert {s.call: s.kind for s in trace.scan(tmp_path).sites} == {
+            "cudaStreamSynchronize": "blocking-copy", "cudaDeviceSynchronize": "device-sync",
+        }  # fmt: skip
+
+    def test_the_first_work_on_the_gpu_may_be_the_copy(self, tmp_path: Path) -> None:
+        """Row 0 is a row: its direction and memory are known."""
+        trace = Trace()
+        trace.op("aten::copy_", 0, 100)
+        trace.copy(PAGEABLE, (10, 90), (80, 85), size=64)
+        trace.kernel(200, 210, 220)
+        site = only(trace.scan(tmp_path))
+        assert (site.kind, site.direction, site.bytes) == ("pageable-copy", "DtoH pageable", 64)
+
+
+class TestExplicit:
+    def test_without_a_stack_nobody_knows_who_asked(self, trace: Trace, tmp_path: Path) -> None:
+        trace.call("cudaDeviceSynchronize", 10, 90)
+        trace.op("aten::add", 100, 101)
+        assert not only(trace.scan(tmp_path)).explicit
+
+    @pytest.mark.parametrize(("function", "explicit"), [("synchronize", True), ("wait_for_all", False)])
+    def test_a_stack_says_it(self, function: str, explicit: bool, trace: Trace, tmp_path: Path) -> None:
+        trace.frame("train.py(1): main", 0, 300)
+        trace.frame(f"torch/cuda/__init__.py(9): {function}", 9, 91)
+        trace.call("cudaDeviceSynchronize", 10, 90)
+        trace.op("aten::add", 100, 101)
+        assert only(trace.scan(tmp_path)).explicit is explicit
+
+
+class TestWaited:
+    def report(self, trace: Trace, folder: Path) -> Report:
+        """A kernel ends during the first of three waits; the others find nothing."""
+        trace.kernel(0, 5, 80)
+        for start, end in ((10, 85), (100, 102), (110, 112)):
+            trace.call("cudaStreamSynchronize", start, end)
+        return trace.scan(folder)
+
+    def test_it_is_told_how_many_found_something_to_wait_for(self, trace: Trace, tmp_path: Path) -> None:
+        site = only(self.report(trace, tmp_path))
+        assert (site.count, site.waited) == (3, 1)
+        assert "3 in all (1 of 3 waited)" in words.sentence(site)
+
+    def test_large_numbers_are_read_in_thousands_and_where_all_waited_nothing_is_added(self) -> None:
+        assert "1,360 in all (550 of 1,360 waited)" in words.sentence(build.site(count=1360, waited=550))
+        assert "waited" not in words.sentence(build.site(count=10, waited=10))
+        assert "waited" not in words.sentence(build.site(count=10, waited=None))
+
+    @pytest.mark.parametrize("form", FORMATS)
+    def test_every_format_tells_it(self, form: str, trace: Trace, tmp_path: Path) -> None:
+        report = self.report(trace, tmp_path)
+        report.verdict = judge(report, Gate(root=tmp_path))
+        text = render(report, form, root=tmp_path)
+        assert re.search(r'1 waited|1 of 3 waited|"waited": 1', text)
+
+    def test_without_gpu_events_nobody_knows(self, tmp_path: Path) -> None:
+        trace = Trace()
+        trace.call("cudaStreamSynchronize", 10, 85)
+        assert only(trace.scan(tmp_path)).waited is None
+
+
+class TestWaitedFor:
+    def test_it_is_the_last_kernel_that_ended_meanwhile(self, tmp_path: Path) -> None:
+        """Not one that ended before the call or behind it, nor a copy where there is a kernel."""
+        trace = Trace()
+        for n, (name, end) in enumerate({"before": 9, "first": 50, "last": 80, "after": 95}.items()):
+            trace.gpu(name, end - 1, end, trace.call("cudaLaunchKernel", n, n + 1))
+        trace.gpu(PINNED, 82, 83, trace.call("cudaMemcpyAsync", 8, 9), cat="gpu_memcpy")
+        trace.call("cudaEventSynchronize", 10, 90)
+        site = only(trace.scan(tmp_path))
+        assert site.example is not None
+        assert site.example.waited_for == "last"
+
+    def test_a_call_during_which_nothing_ended_waited_for_nothing(self, trace: Trace, tmp_path: Path) -> None:
+        """Unless it took so long that it must have waited for something that was not recorded."""
+        trace.call("cudaEventSynchronize", 10, 14)
+        trace.call("cudaEventSynchronize", 100, 190)
+        site = only(trace.scan(tmp_path))
+        assert site.example is not None
+        assert (site.example.waited_for, site.count, site.waited) == ("", 2, 1)
+
+    def test_only_the_last_events_are_looked_at(self, trace: Trace, tmp_path: Path) -> None:
+        """A kernel behind which 64 copies end is not looked for; behind 63 it is found."""
+        for start, copies in ((0, 63), (1000, 64)):
+            trace.gpu("gemm", start + 10, start + 11, trace.call("cudaLaunchKernel", start, start + 1))
+            for n in range(copies):
+                trace.gpu(TO_GPU, start + 12 + n, start + 12.5 + n, 10_000 + start + n, cat="gpu_memcpy")
+            trace.op(f"my::op{copies}", start + 4, start + 96)
+            trace.call("cudaEventSynchronize", start + 5, start + 95)
+        names = {s.op: s.example.waited_for for s in trace.scan(tmp_path).sites if s.example}
+        assert names == {"my::op63": "gemm", "my::op64": TO_GPU}
+
+
+class TestCalledFrom:
+    """`numpy` stands for any package that is installed."""
+
+    def site(self, trace: Trace, folder: Path, *frames: str) -> Site:
+        for n, frame in enumerate(frames):
+            trace.frame(frame, n, 300 - n)
+        trace.item(100, 150)
+        return only(trace.scan(folder))
+
+    @pytest.mark.parametrize(
+        "library", ["numpy/core/generate.py(7): sample", "/opt/v/lib/python3.11/site-packages/gen/g.py(7): sample"]
+    )
+    def test_a_site_in_a_library_says_which_line_of_ones_own_called_it(
+        self, library: str, trace: Trace, tmp_path: Path
+    ) -> None:
+        """The innermost such line, past libraries between, torch and Python's own."""
+        site = self.site(
+            trace, tmp_path, "run.py(3): <module>", "app/serve.py(40): step", "numpy/hub/hook.py(5): forward",
+            "contextlib.py(9): inner", "torch/nn/modules/module.py(8): _call_impl", library,
+        )  # fmt: skip
+        assert site.function == "sample"
+        assert site.called_from == "app/serve.py(40): step"
+        assert "called from app/serve.py(40): step" in words.sentence(site)
+
+    def test_one_in_ones_own_code_needs_no_caller(self, trace: Trace, tmp_path: Path) -> None:
+        site = self.site(trace, tmp_path, "run.py(3): <module>", "app/serve.py(40): step")
+        assert (site.function, site.called_from) == ("step", "")
+
+    def test_a_package_that_lies_in_the_repository_is_ones_own(self, trace: Trace, tmp_path: Path) -> None:
+        (tmp_path / "numpy").mkdir()
+        (tmp_path / "numpy" / "gen.py").touch()
+        assert self.site(trace, tmp_path, "run.py(3): <module>", "numpy/gen.py(7): sample").called_from == ""
+
+    @pytest.mark.parametrize("form", FORMATS)
+    def test_every_format_tells_it_and_the_fingerprint_does_not_depend_on_it(
+        self, form: str, trace: Trace, tmp_path: Path
+    ) -> None:
+        other = copy.deepcopy(trace)
+        site = self.site(trace, tmp_path, "run.py(3): main", "numpy/gen.py(7): sample")
+        assert site.fingerprint == self.site(other, tmp_path, "app.py(4): go", "numpy/gen.py(7): sample").fingerprint
+        report = trace.scan(tmp_path)
+        report.verdict = judge(report, Gate(root=tmp_path))
+        text = html.unescape(render(report, form, root=tmp_path))
+        assert re.search(r'called.?from(?:": ")? ?(?:<code>)?run\.py\(3\): main', text, re.IGNORECASE)
+
+    def test_live_detection_and_dry_run_say_it_too(self) -> None:
+        """With the line of the call; torch between the two is no caller."""
+        library = Frame("/opt/v/lib/python3.11/site-packages/gen/g.py", 7, "sample")
+        torch = Frame("/opt/v/lib/python3.11/site-packages/torch/nn/m.py", 8, "_call_impl")
+        mine = Frame("/work/app/serve.py", 41, "step")
+        (site,) = sites_of(
+            [Sync(rule="SYNC001", frames=(mine, torch, library), user=library)], root=Path("/work"), trace="t"
+        )
+        assert site.called_from == "app/serve.py(41): step"
+        (site,) = sites_of([Sync(rule="SYNC001", frames=(mine, torch), user=mine)], root=Path("/work"))
+        assert site.called_from == ""
+
+
+class TestFrees:
+    @staticmethod
+    def freed(trace: Trace, frees: int, allocations: int, runtime: str = "cuda") -> None:
+        for n in range(max(frees, allocations)):
+            if n < allocations:
+                trace.call(f"{runtime}Malloc", 10 * n, 10 * n + 2)
+            if n < frees:
+                trace.call(f"{runtime}Free", 10 * n + 4, 10 * n + 8)
+
+    @pytest.mark.parametrize("runtime", ["cuda", "hip"])
+    def test_that_the_caching_allocator_is_off_is_named(self, runtime: str, trace: Trace, tmp_path: Path) -> None:
+        """Each tensor is allocated and freed: 40 of both."""
+        self.freed(trace, 40, 40, runtime)
+        report = trace.scan(tmp_path)
+        site = only(report)
+        assert site.cause.startswith("40 frees and 40 allocations in one trace: PyTorch's caching allocator is off")
+        assert "PYTORCH_NO_CUDA_MEMORY_CACHING=1" in site.cause
+        assert exit_code(report, tmp_path) == 1
+        for form in FORMATS:
+            report.verdict = judge(report, Gate(root=tmp_path))
+            text = render(report, form, root=tmp_path).replace("\\", "").replace("\n", " ")
+            assert "PYTORCH_NO_CUDA_MEMORY_CACHING=1" in " ".join(text.split()), form
+
+    @pytest.mark.parametrize(("frees", "allocations"), [(3, 3), (40, 2)], ids=["few", "empty_cache"])
+    def test_a_few_frees_or_those_of_empty_cache_have_no_such_cause(
+        self, frees: int, allocations: int, trace: Trace, tmp_path: Path
+    ) -> None:
+        self.freed(trace, frees, allocations)
+        assert [s.cause for s in mine(trace.scan(tmp_path))] == [""]
