@@ -86,8 +86,9 @@ Interleave = Annotated[
 ]  # fmt: skip
 Timeout = Annotated[
     float,
-    typer.Option("--timeout", metavar="SECONDS", rich_help_panel=MEASURE, help="A job that shows no progress for this "
-    "long is hung: stacks of all ranks are kept, it is ended, and the other points go on."),
+    typer.Option("--timeout", metavar="SECONDS", rich_help_panel=MEASURE, help="A point that shows no progress for "
+    "this long is hung: stacks of all ranks are kept, its job is ended, and the other points go on. Starting, building "
+    "and warming up may be silent for 300 s, however short this is."),
 ]  # fmt: skip
 Device = Annotated[
     str,

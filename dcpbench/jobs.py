@@ -2,7 +2,6 @@
 
 job-TAG.json          Job, written by launch.py, read by every rank
 progress-TAG.jsonl    Progress, one line an event, written by rank 0
-rank-R.pid            process id of a rank, for the watchdog
 stacks-R.txt          Python stacks of a rank, written on SIGUSR1
 error-R.json          Failure, written by a rank that raised
 records.jsonl         finished points (kind `sweep`)
@@ -83,7 +82,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     stage: str
     """`start` (job), `build`, `choose` (with `auto`), `check`, `capture`, `measure` (warm-up included), `profile`,
-    `done` (point recorded), `end` (job); the launcher adds `failed`, `hung` and `ending` (interrupted)."""
+    `done` (point recorded), `end` (job); the launcher adds `failed`, `hung`, `ending` (interrupted) and `stopped`."""
     key: str = ""
     """Point.key() of the point at work."""
     index: int = 0
@@ -102,6 +101,18 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     message: str
     traceback: str
+
+
+class Exit(msgspec.Struct, frozen=True, kw_only=True):
+    """How a rank ended; child.py writes it."""
+
+    rank: int
+    code: int
+    """Exit code; -9 stands for signal 9."""
+    asked: bool
+    """Whether torchrun had told it to end by then, so that another one is the cause."""
+    at: float
+    """Unix time."""
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):

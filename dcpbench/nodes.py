@@ -18,7 +18,7 @@ from typing import Self
 import msgspec
 
 from dcpbench.errors import UsageError, WorkerError
-from dcpbench.jobs import Failure, Job
+from dcpbench.jobs import Exit, Failure, Job
 
 STOP = b"stop"
 FAILED = b"failed"
@@ -32,6 +32,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     code: int
     """torchrun's exit code."""
     failures: list[Failure] = []
+    exits: list[Exit] = []
     stacks: dict[str, str] = {}
     """By rank, where the job had to be ended."""
 

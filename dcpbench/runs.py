@@ -83,10 +83,11 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
             launch.run([], work, run.machines, lambda _: None)
         return 0
     with folders.locked(folder) as lock:
-        points = _prepare(candidates, folder, work, run)
-        pool_points = tuple(c.point for c in candidates if c.error is None)
-        announce(candidates, points, folder, probe)
-        (work_off or run_points)(points, dataclasses.replace(work, pool_points=pool_points, lock=lock), run)
+        with folders.writing(folder):
+            points = _prepare(candidates, folder, work, run)
+            pool_points = tuple(c.point for c in candidates if c.error is None)
+            announce(candidates, points, folder, probe)
+            (work_off or run_points)(points, dataclasses.replace(work, pool_points=pool_points, lock=lock), run)
         return _finish(candidates, folder, probe, run)
 
 

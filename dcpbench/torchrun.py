@@ -1,10 +1,11 @@
 """One torchrun job on this machine: its command line, processes, progress, logs, stacks and its end. No torch.
 
-    FOLDER/job-TAG.json, progress-TAG.jsonl, rank-R.pid, error-R.json, stacks-R.txt    see jobs.py
-    FOLDER/logs/TAG/rank-R.log    everything that rank R printed
-    FOLDER/logs/TAG/agent.log     what torchrun itself printed
+    FOLDER/job-TAG.json, progress-TAG.jsonl, error-R.json, stacks-R.txt         see jobs.py
+    FOLDER/rank-R.pid, FOLDER/logs/TAG/rank-R.log, FOLDER/logs/TAG/rank-R.exit    see child.py
+    FOLDER/logs/TAG/agent.log                                                     what torchrun itself printed
 
-The job file names the folder; nothing else of a run is written outside it.
+The job file names the folder; nothing else of a run is written outside it. Every process is tied to the one above it
+(child.py): this one, torchrun's agent, one process for each rank that keeps account of it, the rank.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from dcpbench.jobs import Failure, Job, Progress
+from dcpbench import child
+from dcpbench.jobs import Exit, Failure, Job, Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 LOG_LINES = 20
 STACKS_WAIT_S = 2.0
@@ -35,8 +36,8 @@ KEEP_WAIT_S = 25.0
 """How long ranks may take to write what they have when a run of requests is interrupted; torchrun ends them at 30."""
 REAP_WAIT_S = 2.0
 """How long torchrun may take to see that its ranks are gone."""
-RANK_SHELL = 'exec "$0" -m "$1" "$2" >>"$3/rank-$RANK.log" 2>&1'
-"""Each rank's output in a file whose name is known beforehand; torchrun's own --log-dir makes up random ones."""
+STOPPED = "T"
+"""State of a process that got SIGSTOP, in proc(5)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ class Running:
     """A started job. Context manager: leaving it ends every process of the job, whatever happened."""
 
     def __init__(self, job: Job, machines: Machines, worker: str, lock: int | None = None) -> None:
-        """Start it; `lock` is the descriptor of the folder's lock, which the job keeps should this process die."""
+        """Start it; `lock` is the descriptor of the folder's lock, which is held until the last rank is gone."""
         self.job = job
         self.logs = Path(job.folder) / "logs" / job.tag
         self.agent_log = self.logs / "agent.log"
@@ -66,8 +67,9 @@ class Running:
         job.path().write_bytes(msgspec.json.encode(job))
         with self.agent_log.open("ab") as log:
             self._agent = subprocess.Popen(
-                _command(job, machines, worker, here, self.logs), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env=_environment(job, machines), start_new_session=True, pass_fds=() if lock is None else (lock,),
+                child.tied(_command(job, machines, worker, here, self.logs)),
+                stdin=subprocess.DEVNULL if lock is None else lock, stdout=log, stderr=log,
+                env=_environment(job, machines), start_new_session=True,
             )  # fmt: skip
         if lock is not None:
             os.write(lock, f"{self._agent.pid}\n".encode())
@@ -110,15 +112,25 @@ class Running:
                 found.append(msgspec.json.decode(path.read_bytes(), type=Failure))
         return found
 
-    def killed_ranks(self) -> str:
-        """`rank 2 was killed by signal 9`, from torchrun's summary, or nothing."""
-        ends = re.findall(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\n\s*exitcode\s*:\s*-(\d+)", _read(self.agent_log))
-        ours = str(int(signal.SIGTERM))
-        return next((f"rank {rank} was killed by signal {number}" for rank, number in ends if number != ours), "")
+    def exits(self) -> list[Exit]:
+        """How the ranks of this machine ended that have, in that order."""
+        found = []
+        for rank in self._ranks:
+            with contextlib.suppress(OSError, msgspec.DecodeError):
+                found.append(msgspec.json.decode((self.logs / f"rank-{rank}.exit").read_bytes(), type=Exit))
+        return sorted(found, key=lambda e: e.at)
 
-    def log_tail(self) -> str:
-        """The last lines of the rank that failed, else of rank 0, else of torchrun."""
-        ranks = [*(f.rank for f in self.failures()), *self._ranks]
+    def stopped(self) -> bool:
+        """Whether torchrun's agent was stopped (SIGSTOP), so that it would never hear how its ranks end."""
+        return (child.start_ticks(self._agent.pid) or ("", 0))[0] == STOPPED
+
+    def go_on(self) -> None:
+        """Let a stopped agent go on."""
+        self._agent.send_signal(signal.SIGCONT)
+
+    def log_tail(self, first: Sequence[int] = ()) -> str:
+        """The last lines of the first of these ranks, else of one that failed, else of rank 0, else of torchrun."""
+        ranks = [*first, *(f.rank for f in self.failures()), *self._ranks]
         for path in [*(self.logs / f"rank-{r}.log" for r in ranks), self.agent_log]:
             lines = _read(path).strip().splitlines()
             if lines:
@@ -127,7 +139,7 @@ class Running:
 
     def stacks(self) -> dict[str, str]:
         """Python stacks of every rank of this machine, by rank; they write them on SIGUSR1."""
-        for pid in self._pids():
+        for pid in self.pids():
             _signal(pid, signal.SIGUSR1)
         time.sleep(STACKS_WAIT_S)
         return {p.stem.partition("-")[2]: _read(p) for p in self._files("stacks-{}.txt")}
@@ -141,7 +153,7 @@ class Running:
             self._agent.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
                 self._agent.wait(wait_s)
-        for pid in self._pids():
+        for pid in self.pids():
             _signal(pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             self._agent.wait(REAP_WAIT_S)
@@ -151,6 +163,12 @@ class Running:
             self._agent.wait()
         for path in self._files("rank-{}.pid"):
             path.unlink(missing_ok=True)
+
+    def pids(self) -> list[int]:
+        """Ranks of this machine that are alive; not what has got the id of one since."""
+        words = [_read(p).split() for p in self._files("rank-{}.pid")]
+        told = [(int(w[0]), w[1]) for w in words if len(w) == 2 and w[0].isdecimal()]  # noqa: PLR2004 -- id and ticks
+        return [pid for pid, ticks in told if str((child.start_ticks(pid) or ("", None))[1]) == ticks]
 
     def _forget(self) -> None:
         """Remove what an earlier job left: its process ids may belong to others by now."""
@@ -162,10 +180,6 @@ class Running:
         paths = [Path(self.job.folder) / name.format(rank) for rank in self._ranks]
         return [p for p in paths if p.exists()]
 
-    def _pids(self) -> list[int]:
-        texts = [_read(p).strip() for p in self._files("rank-{}.pid")]
-        return [int(t) for t in texts if t.isdecimal()]
-
 
 def _command(job: Job, machines: Machines, worker: str, here: int, logs: Path) -> list[str]:
     """Command line of torchrun. The static rendezvous, because only it gives --node-rank's ranks to a node."""
@@ -174,7 +188,7 @@ def _command(job: Job, machines: Machines, worker: str, here: int, logs: Path) -
         sys.executable, "-m", "torch.distributed.run", "--nnodes", str(machines.nnodes), "--nproc-per-node", str(here),
         "--node-rank", str(machines.node_rank), "--rdzv-backend", "static", "--rdzv-endpoint", endpoint,
         "--rdzv-id", f"{machines.rdzv_id}-{job.tag}", "--max-restarts", "0", "--no-python",
-        "sh", "-c", RANK_SHELL, sys.executable, worker, str(job.path()), str(logs),
+        *child.of_torchrun(worker, str(job.path()), job.folder, str(logs)),
     ]  # fmt: skip
 
 

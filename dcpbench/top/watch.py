@@ -13,7 +13,6 @@ import msgspec
 
 from dcpbench import processes
 from dcpbench.errors import UsageError
-from dcpbench.folders import LOCK_FILE
 from dcpbench.records import RECORDS_FILE
 from dcpbench.top.facts import Facts
 from dcpbench.top.gpus import Gpus
@@ -54,7 +53,7 @@ def top(folder: Path | None, *, every: float = 1.0, once: bool = False, as_json:
 
 def running_below(runs: Path) -> Path:
     """The running run whose lock was written last. Raises UsageError where none runs."""
-    locks = {path.parent: path.stat().st_mtime for path in runs.glob(f"*/{LOCK_FILE}")}
+    locks = {path.parent: path.stat().st_mtime for path in runs.glob(f"*/{processes.LOCK_FILE}")}
     newest = sorted(locks, key=lambda folder: locks[folder], reverse=True)
     for folder in newest:
         if processes.alive(folder)[0]:
@@ -85,9 +84,9 @@ def _checked(folder: Path) -> Path:
             f"{folder} is no folder; name a run's, as in: dcpbench top runs/NAME. A run makes its folder once it knows "
             "the machine, some seconds after its start."
         )
-    known = (LOCK_FILE, RECORDS_FILE)
+    known = (processes.LOCK_FILE, RECORDS_FILE)
     if not any((folder / name).exists() for name in known) and not any(folder.glob("job-*.json")):
-        inside = sorted(str(p.parent) for p in folder.glob(f"*/{LOCK_FILE}"))
+        inside = sorted(str(p.parent) for p in folder.glob(f"*/{processes.LOCK_FILE}"))
         others = f" It holds some: {' '.join(inside[-3:])}" if inside else ""
         raise UsageError(f"{folder} holds no run of sweep, serve or verify; name one, or start it first.{others}")
     return folder

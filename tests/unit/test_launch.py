@@ -12,7 +12,7 @@ import pytest
 
 from dcpbench import launch, nodes, torchrun
 from dcpbench.errors import UsageError, WorkerError
-from dcpbench.jobs import Failure, Job, Progress, Settings
+from dcpbench.jobs import Exit, Failure, Job, Progress, Settings
 from dcpbench.records import Point, Record, RecordFile
 from dcpbench.torchrun import Machines, Running
 
@@ -91,15 +91,33 @@ def test_a_progress_line_still_being_written_waits_for_its_end(tmp_path: Path) -
     assert [e.stage for e in running.events()] == ["start", "start"]
 
 
-def test_a_killed_rank_is_read_from_torchruns_summary_and_those_that_torchrun_ended_are_not(tmp_path: Path) -> None:
-    """Signal 15 to rank 0 came from torchrun, signal 9 to rank 1 from the kernel."""
-    running = Sleeper(tmp_path)
-    assert running.killed_ranks() == ""
-    running.agent_log.write_text(
-        "[1]:\n  host      : h\n  rank      : 0 (local_rank: 0)\n  exitcode  : -15 (pid: 10)  (SIGTERM)\n"
-        "Root Cause:\n[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 11)  (SIGKILL)\n"
-    )
-    assert running.killed_ranks() == "rank 1 was killed by signal 9"
+@pytest.mark.parametrize(
+    ("failures", "exits", "finished", "blamed"),
+    [
+        ([], [(0, 1, 2.0), (1, -9, 1.0)], False, 1),
+        ([failure(0, "RuntimeError", "NCCL error")], [(0, 1, 1.0), (1, -15, 2.0)], False, 1),
+        ([failure(0, "ValueError", "x")], [(0, 1, 1.0), (1, -6, 2.0)], False, None),
+        ([failure(0, "ValueError", "lost a peer")], [(0, 1, 2.0), (1, -11, 1.0)], False, 1),
+        ([], [(0, 0, 1.0), (1, 0, 2.0)], True, None),
+        ([], [(1, 0, 1.0)], False, 1),
+        ([], [(0, 0, 1.0), (1, -11, 2.0)], True, 1),
+    ],
+    ids=["first", "before-a-collective", "after-an-error", "before-an-error", "all-done", "too-early", "at-the-end"],
+)
+def test_the_first_rank_that_ended_untold_is_blamed(
+    failures: list[Failure], exits: list[tuple[int, int, float]], finished: bool, blamed: int | None
+) -> None:
+    """(rank, exit code, time): an error comes first where its rank did, and a rank may end with 0 once all is done."""
+    told = [Exit(rank=rank, code=code, asked=False, at=at) for rank, code, at in exits]
+    found = launch.first_gone(failures, told, finished=finished)
+    assert (found and found.rank) == blamed
+
+
+def test_a_rank_that_torchrun_ended_is_not_to_blame() -> None:
+    """Signal 15 to rank 0 came from torchrun, as rank 1 had ended."""
+    exits = [Exit(rank=0, code=-15, asked=True, at=1.0), Exit(rank=1, code=7, asked=False, at=2.0)]
+    found = launch.first_gone([], exits, finished=False)
+    assert found == exits[1]
 
 
 def test_the_log_shown_is_that_of_the_rank_that_failed(tmp_path: Path) -> None:
