@@ -23,6 +23,7 @@ import msgspec
 
 from dcpbench import child
 from dcpbench.bench_records import BenchJob, BenchRecord, Event, Result
+from dcpbench.torchrun import on_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -91,7 +92,7 @@ def _ranks(job: BenchJob, folder: Path, worker: str) -> Iterator[list[Process]]:
     before = {number: signal.signal(number, lambda n, _: sys.exit(128 + n)) for number in signals}
     started: list[Process] = []
     try:
-        environment = dict(os.environ) | _without_gpu(job)
+        environment = dict(os.environ) | on_loopback() | _without_gpu(job)
         for rank in range(job.ranks):
             with (folder / f"rank-{rank}.log").open("wb") as log:
                 started.append(
@@ -113,7 +114,7 @@ def _ranks(job: BenchJob, folder: Path, worker: str) -> Iterator[list[Process]]:
 
 def _without_gpu(job: BenchJob) -> dict[str, str]:
     """How ranks run on the CPU."""
-    return {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} if job.device == "cpu" else {}
+    return {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} if job.device == "cpu" else {}
 
 
 def _events(path: Path, begin: int) -> tuple[list[Event], int]:

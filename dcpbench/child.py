@@ -4,7 +4,9 @@ Run by its path, before anything is imported: a launcher that dies while torch i
 So it has nothing but the standard library.
 
     child.py tied PARENT COMMAND…                be COMMAND, tied to the process PARENT
-    child.py rank WORKER JOBFILE FOLDER LOGS     have a rank of torchrun run JOBFILE, and keep an account of it:
+    child.py rank WORKER JOBFILE FOLDER LOGS FIRST RANKS
+                                                 have a process of torchrun run JOBFILE as one of so many ranks, of
+                                                 which this machine has those from FIRST on, and keep an account of it:
 
     FOLDER/rank-R.pid     its process id and when that process began (start_ticks), before it imports anything
     LOGS/rank-R.log       everything that it printed; torchrun's own --log-dir makes up random names
@@ -42,9 +44,9 @@ def tied(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", __file__, "tied", str(os.getpid()), *command]
 
 
-def of_torchrun(worker: str, job: str, folder: str, logs: str) -> list[str]:
-    """The command line of each rank, for a torchrun that is tied itself."""
-    return [sys.executable, "-I", "-S", __file__, "rank", worker, job, folder, logs]
+def of_torchrun(worker: str, job: str, folder: str, logs: str, first: int, ranks: int) -> list[str]:
+    """The command line of each rank, for a torchrun of this machine alone that is tied itself."""
+    return [sys.executable, "-I", "-S", __file__, "rank", worker, job, folder, logs, str(first), str(ranks)]
 
 
 def start_ticks(pid: int) -> tuple[str, int] | None:
@@ -71,10 +73,11 @@ def _become(parent: int, command: Sequence[str]) -> NoReturn:
     os.execvp(command[0], command)  # noqa: S606 -- a list of arguments, no shell
 
 
-def _account_for(worker: str, job: str, folder: str, logs: str) -> int:
+def _account_for(worker: str, job: str, folder: str, logs: str, first: str, ranks: str) -> int:
     """Start the rank, pass signals on to it, and write how it ended. Returns the exit code, as of a shell."""
     _tie(int(os.environ[PARENT]))
-    rank, own, asked, child = os.environ["RANK"], os.getpid(), [], 0
+    rank, own, asked, child = str(int(first) + int(os.environ["LOCAL_RANK"])), os.getpid(), [], 0
+    os.environ |= {"RANK": rank, "WORLD_SIZE": ranks}
 
     def pass_on(number: int, _: object) -> None:
         asked.append(number)

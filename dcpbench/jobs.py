@@ -11,6 +11,7 @@ failed.jsonl          records of points that could not be checked (kind `verify`
 
 from __future__ import annotations
 
+import socket
 import time
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from dcpbench.choices import ALL_REDUCES
 from dcpbench.errors import DcpbenchError
 from dcpbench.records import Point
 
+SECRET = "DCPBENCH_SECRET"  # noqa: S105 -- the name of the variable
+"""Environment variable with the secret that the machines of a sweep share."""
 CHECKS_FILE = "checks.jsonl"
 FAILED_FILE = "failed.jsonl"
 
@@ -63,6 +66,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """All points of the sweep, these and those already recorded: KV pools are sized for them, so that a resumed or
     relaunched job measures with the same memory plan. Empty: `points`."""
     settings: Settings
+    store: tuple[str, int] | None = None
+    """(host, port) at which rank 0 serves the store of torch.distributed to ranks of several machines. None: they are
+    all on this one and meet on its loopback, at a port that rank 0 leaves in `port_path`."""
     command: str = ""
     prompts: list[list[int]] = []
     """Kind `verify` with a checkpoint: token ids, one list per request."""
@@ -71,6 +77,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def path(self) -> Path:
         """Where the job file lies."""
         return Path(self.folder) / f"job-{self.tag}.json"
+
+    def logs(self) -> Path:
+        """Folder of what its processes printed."""
+        return Path(self.folder) / "logs" / self.tag
+
+    def port_path(self) -> Path:
+        """See `store`."""
+        return self.logs() / "port"
 
     def progress_path(self) -> Path:
         """Where rank 0 writes Progress lines."""
@@ -150,6 +164,12 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     """Package -> version, None where it cannot be imported."""
     problems: list[str] = []
     """What is missing for what, in sentences."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at this address of this machine, and at no other; port 0: one that is free."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return socket.create_server(found[4][:2], family=found[0])
 
 
 def read_job(path: Path) -> Job:

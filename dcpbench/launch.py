@@ -25,7 +25,7 @@ import msgspec
 from dcpbench import budget, child, errors, folders
 from dcpbench.errors import DcpbenchError, WorkerError
 from dcpbench.jobs import FAILED_FILE, Exit, Failure, Job, Probe, Progress, Settings
-from dcpbench.nodes import FAILED, STOP, Ended, Leader, Line, follow
+from dcpbench.nodes import FAILED, STOP, Ended, Leader, Line, follow, split_endpoint
 from dcpbench.records import RECORDS_FILE, Point, Record, RecordFile, read_records
 from dcpbench.torchrun import KEEP_WAIT_S, LOG_LINES, Machines, Running
 
@@ -111,7 +111,7 @@ def run(points: Sequence[Point], work: Work, machines: Machines, watch: Callable
         _serve(work, machines)
         return
     left = list(points)
-    with Leader(machines.rdzv_endpoint, machines.nnodes, max(work.timeout, PATIENCE_S)) as others:
+    with Leader(machines.rdzv_endpoint, machines.nnodes, max(work.timeout, PATIENCE_S), machines.rdzv_id) as others:
         while left:
             size = [p for p in left if p.tp == left[0].tp]
             unusable = _run_size(size, work, machines, others, watch)
@@ -175,7 +175,7 @@ def _run_size(
     while points:
         work.check_folder()
         before = last_records(work.folder, work.records)
-        job = _job(points, work)
+        job = _job(points, work, machines)
         others.start(job)
         with Running(job, machines, work.worker, work.lock) as running, _keeping(running, watch):
             end = _follow_job(running, work, others, watch)
@@ -352,12 +352,16 @@ def _keeping(running: Running, watch: Callable[[Progress], None]) -> Iterator[No
 
 def _serve(work: Work, machines: Machines) -> None:
     """Another node's sweep: start the jobs that node 0 names and end them when it says so."""
-    with contextlib.closing(follow(machines.rdzv_endpoint, max(work.timeout, PATIENCE_S))) as line:
+    line = follow(machines.rdzv_endpoint, max(work.timeout, PATIENCE_S), machines.node_rank, machines.rdzv_id)
+    with contextlib.closing(line):
         while not line.closed:
             message = line.receive(1.0)
             if message is None or message == STOP:
                 continue
-            job = msgspec.structs.replace(msgspec.json.decode(message, type=Job), folder=str(work.folder))
+            try:
+                job = msgspec.structs.replace(msgspec.json.decode(message, type=Job), folder=str(work.folder))
+            except (msgspec.DecodeError, UnicodeDecodeError) as e:
+                raise WorkerError(f"node 0 sent what is no job ({e}); install the same dcpbench on all.") from e
             with Running(job, machines, work.worker) as running:
                 ended = _serve_job(running, line, machines)
             line.send(msgspec.json.encode(ended))
@@ -378,12 +382,13 @@ def _serve_job(running: Running, line: Line, machines: Machines) -> Ended:
     )  # fmt: skip
 
 
-def _job(points: list[Point], work: Work) -> Job:
+def _job(points: list[Point], work: Work, machines: Machines) -> Job:
     tags = (f"tp{points[0].tp}-{n}" for n in itertools.count())
     tag = next(t for t in tags if not (work.folder / f"job-{t}.json").exists())
     return Job(
         kind=work.kind, tag=tag, folder=str(work.folder), device=work.device, points=points,
         pool_points=list(work.pool_points), settings=work.settings,
+        store=split_endpoint(machines.rdzv_endpoint) if machines.nnodes > 1 else None,
         command=work.command, prompts=[list(p) for p in work.prompts], new_tokens=work.new_tokens,
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ import msgspec
 from dcpbench import folders, launch
 from dcpbench import sweep as grid
 from dcpbench.errors import UsageError
-from dcpbench.nodes import split_endpoint
+from dcpbench.nodes import secret, split_endpoint
 from dcpbench.option_values import check_seconds
 from dcpbench.records import RecordFile
 from dcpbench.spec import effective
@@ -107,6 +107,7 @@ def check_run(run: Run) -> None:
         )
     if m.nnodes > 1:
         split_endpoint(m.rdzv_endpoint)
+        secret()
 
 
 def _prepare(candidates: Sequence[grid.Candidate], folder: Path, work: launch.Work, run: Run) -> list[Point]:

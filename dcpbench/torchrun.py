@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from dcpbench import child
-from dcpbench.jobs import Exit, Failure, Job, Progress
+from dcpbench.jobs import SECRET, Exit, Failure, Job, Progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,6 +35,7 @@ KEEP_WAIT_S = 25.0
 """How long ranks may take to write what they have when a run of requests is interrupted; torchrun ends them at 30."""
 REAP_WAIT_S = 2.0
 """How long torchrun may take to see that its ranks are gone."""
+LOOPBACK = "127.0.0.1"
 STOPPED = "T"
 """State of a process that got SIGSTOP, in proc(5)."""
 
@@ -56,7 +56,7 @@ class Running:
     def __init__(self, job: Job, machines: Machines, worker: str, lock: int | None = None) -> None:
         """Start it; `lock` is the descriptor of the folder's lock, which is held until the last rank is gone."""
         self.job = job
-        self.logs = Path(job.folder) / "logs" / job.tag
+        self.logs = job.logs()
         self.agent_log = self.logs / "agent.log"
         self.started = time.time()
         here = job.points[0].tp // machines.nnodes
@@ -67,7 +67,7 @@ class Running:
         job.path().write_bytes(msgspec.json.encode(job))
         with self.agent_log.open("ab") as log:
             self._agent = subprocess.Popen(
-                child.tied(_command(job, machines, worker, here, self.logs)),
+                child.tied(_command(job, machines, worker, self._ranks)),
                 stdin=subprocess.DEVNULL if lock is None else lock, stdout=log, stderr=log,
                 env=_environment(job, machines), start_new_session=True,
             )  # fmt: skip
@@ -161,7 +161,7 @@ class Running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._agent.pid, signal.SIGKILL)
             self._agent.wait()
-        for path in self._files("rank-{}.pid"):
+        for path in (*self._files("rank-{}.pid"), self.logs / "rendezvous", self.job.port_path()):
             path.unlink(missing_ok=True)
 
     def pids(self) -> list[int]:
@@ -181,31 +181,33 @@ class Running:
         return [p for p in paths if p.exists()]
 
 
-def _command(job: Job, machines: Machines, worker: str, here: int, logs: Path) -> list[str]:
-    """Command line of torchrun. The static rendezvous, because only it gives --node-rank's ranks to a node."""
-    endpoint = machines.rdzv_endpoint if machines.nnodes > 1 else f"127.0.0.1:{_free_port()}"
+def _command(job: Job, machines: Machines, worker: str, ranks: range) -> list[str]:
+    """Command line of torchrun, which knows of this machine alone; what connects machines is nodes.py's.
+
+    Its own rendezvous is a file. By TCP it would listen on all interfaces and let anyone read and write.
+    """
+    logs = job.logs()
     return [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", str(machines.nnodes), "--nproc-per-node", str(here),
-        "--node-rank", str(machines.node_rank), "--rdzv-backend", "static", "--rdzv-endpoint", endpoint,
-        "--rdzv-id", f"{machines.rdzv_id}-{job.tag}", "--max-restarts", "0", "--no-python",
-        *child.of_torchrun(worker, str(job.path()), job.folder, str(logs)),
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(len(ranks)),
+        "--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(logs / "rendezvous"),
+        "--rdzv-id", f"{machines.rdzv_id}-{job.tag}", "--local-addr", LOOPBACK, "--max-restarts", "0", "--no-python",
+        *child.of_torchrun(worker, str(job.path()), job.folder, str(logs), ranks.start, job.points[0].tp),
     ]  # fmt: skip
 
 
 def _environment(job: Job, machines: Machines) -> dict[str, str]:
-    env = dict(os.environ)
+    env = dict(os.environ) | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # torchrun would open another store
+    env.pop(SECRET, None)  # of no use to ranks
     if job.device == "cpu":
         env.setdefault("OMP_NUM_THREADS", "1")
         env["TRITON_INTERPRET"] = "1"
-        if machines.nnodes == 1 and Path("/sys/class/net/lo").exists():
-            env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return env
+    return env | (on_loopback() if machines.nnodes == 1 else {})
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+def on_loopback() -> dict[str, str]:
+    """Variables by which gloo and NCCL listen on the loopback interface alone, where nobody says otherwise."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if Path("/sys/class/net/lo").exists() else ()
+    return {name: "lo" for name in names if name not in os.environ}
 
 
 def _signal(pid: int, number: int) -> None:

@@ -167,7 +167,7 @@ def main(path: str) -> int:
     else:
         device = torch.device("cpu")
         torch.set_num_threads(1)
-    start(device)
+    start(device, rank, int(os.environ["WORLD_SIZE"]), job.port_path(), job.store)
     worker = None
     try:
         worker = Worker(job, rank, device)

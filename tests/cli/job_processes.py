@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 MARK = "DCPBENCH_TEST_MARK"
 AGENT, RANK, ACCOUNT, OTHER = "agent", "rank", "account", "other"
+LISTENS = "0A"
+"""State of a socket in /proc/net/tcp."""
 PATIENCE_S = 60.0
 """How long a test waits for what would never come where it is broken."""
 
@@ -40,6 +42,23 @@ def role(words: list[str]) -> str:
 def of_role(mark: str, wanted: str) -> list[int]:
     """Ids of the living processes with this role."""
     return sorted(pid for pid, words in processes(mark).items() if role(words) == wanted)
+
+
+def listening(mark: str) -> set[str]:
+    """Addresses at which living processes with this mark listen, as the kernel writes them: `0100007F` is 127.0.0.1."""
+    inodes = set()
+    for pid in processes(mark):
+        with contextlib.suppress(OSError):
+            for opened in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    inodes.add(str(opened.readlink()))
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == LISTENS and f"socket:[{words[9]}]" in inodes:
+                found.add(words[1].partition(":")[0])
+    return found
 
 
 def wait_until(true: Callable[[], object], what: str) -> None:

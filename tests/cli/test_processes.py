@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dcpbench import folders, launch
@@ -20,7 +21,7 @@ from dcpbench.jobs import Job, Progress, Settings
 from dcpbench.processes import LOCK_FILE
 from dcpbench.records import read_records
 from dcpbench.torchrun import Machines, Running
-from tests.cli.job_processes import AGENT, MARK, RANK, of_role, processes, wait_until
+from tests.cli.job_processes import AGENT, MARK, RANK, listening, of_role, processes, wait_until
 from tests.cli.test_launcher import outcomes, point, work
 
 pytestmark = pytest.mark.distributed
@@ -172,6 +173,35 @@ class TestBlame:
         assert re.match(rf"{reason}\. Read logs/tp2-0 ", str(record.reason)), record.reason
         assert record.detail["exit_code"] == code
         assert record.detail["error_rank_0"] == "RuntimeError: gloo: Connection closed by peer"
+
+
+class TestListening:
+    def test_a_job_of_one_machine_listens_on_loopback_alone(self, mark: str, tmp_path: Path) -> None:
+        """The real ranks, their store and gloo; whoever can reach a store can read and write its keys."""
+        seen: dict[str, set[str]] = {}
+
+        def watch(event: Progress) -> None:
+            seen.setdefault(event.stage, set()).update(listening(mark))
+
+        real = dataclasses.replace(
+            work(tmp_path), worker="dcpbench.worker", settings=Settings(seconds=0.2, profile=False), timeout=300
+        )
+        dcp = msgspec.structs.replace(point(2, 16), dcp=2, exchange="ag_rs")
+        launch.run([point(2, 16), dcp], real, Machines(), watch)
+        assert outcomes(read_records(tmp_path)) == [(2, 16, "ok")] * 2
+        assert seen["measure"] == {"0100007F"}
+        assert set().union(*seen.values()) == {"0100007F"}
+
+    def test_the_ranks_of_a_bench_meet_on_loopback_alone(self, mark: str, tmp_path: Path) -> None:
+        command = [sys.executable, "-m", "dcpbench.cli", "bench", "collectives", "--requests", "2", "--width", "32"]
+        bench = subprocess.Popen(
+            [*command, "--device", "cpu"], cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
+        seen: set[str] = set()
+        while bench.poll() is None:
+            seen |= listening(mark)
+        assert bench.returncode == 0
+        assert seen == {"0100007F"}
 
 
 class TestLimits:
