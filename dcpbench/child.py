@@ -67,7 +67,7 @@ def _tie(parent: int) -> None:
         os._exit(1)
 
 
-def _become(parent: int, command: Sequence[str]) -> NoReturn:
+def _become(parent: int, command: list[str]) -> NoReturn:
     _tie(parent)
     os.environ[PARENT] = str(os.getpid())
     os.execvp(command[0], command)  # noqa: S606 -- a list of arguments, no shell
@@ -103,7 +103,7 @@ def _account_for(worker: str, job: str, folder: str, logs: str, first: str, rank
     return code if code >= 0 else 128 - code
 
 
-def _be_rank(parent: int, rank: str, command: Sequence[str], folder: str, logs: str) -> NoReturn:
+def _be_rank(parent: int, rank: str, command: list[str], folder: str, logs: str) -> NoReturn:
     os.setpgid(0, 0)  # torchrun signals its process group, and this one gets each signal once
     _tie(parent)
     pid = os.getpid()

@@ -28,10 +28,10 @@ from dcpbench.records import RECORDS_FILE, read_records
 from tests.cli.job_processes import AGENT, MARK, RANK, of_role, processes
 
 SWEEP = (
-    "sweep", "--model", "tiny", "--tp", "2", "--dcp", "1,2", "--concurrency", "1,2", "--context", "16,24,32",
+    "sweep", "--model", "tiny", "--tp", "2", "--dcp", "1,2", "--concurrency", "1", "--context", "16,24,32",
     "--seconds", "0.2", "--no-profile", "--device", "cpu",
 )  # fmt: skip
-POINTS = 12
+POINTS = 6
 COMMAND = "command"
 TARGETS = ((COMMAND,), (AGENT,), (RANK,), (COMMAND, AGENT), (COMMAND, RANK), (AGENT, RANK), (COMMAND, AGENT, RANK))
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -141,7 +141,7 @@ class Sweep:
             run.wait()
             return False
         began, measuring = time.monotonic(), self.chance.random() < 0.5
-        until = self.chance.uniform(0, 3.0 if measuring else self.starting_s)
+        until = self.chance.uniform(0, 6.0 if measuring else self.starting_s)
         jobs = len(list(self.folder.glob("progress-*")))
         while measuring and run.poll() is None and len(list(self.folder.glob("progress-*"))) == jobs:
             time.sleep(0.1)
