@@ -14,7 +14,7 @@ MARK = "DCPBENCH_TEST_MARK"
 AGENT, RANK, ACCOUNT, OTHER = "agent", "rank", "account", "other"
 LISTENS = "0A"
 """State of a socket in /proc/net/tcp."""
-PATIENCE_S = 60.0
+PATIENCE_S = 600.0
 """How long a test waits for what would never come where it is broken."""
 
 

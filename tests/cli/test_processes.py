@@ -24,7 +24,7 @@ from dcpbench.torchrun import Machines, Running
 from tests.cli.job_processes import AGENT, MARK, RANK, listening, of_role, processes, wait_until
 from tests.cli.test_launcher import outcomes, point, work
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]  # some start real ranks twice
 HERE = Path(__file__).parent
 ROOT = Path(launch.__file__).parents[1]
 SWEEP = ("sweep", "--tp", "2", "--context", "50,66", "--concurrency", "2", "--no-baseline", "-o", "run")
@@ -63,6 +63,20 @@ class TestKilled:
         wait_until(lambda: not processes(mark), "no process is left")
         with folders.locked(tmp_path / "run"):
             assert [r.outcome for r in read_records(tmp_path / "run")] == ["ok"]
+
+    @pytest.mark.usefixtures("mark")
+    def test_a_killed_sweep_of_real_ranks_is_gone_on_with_and_has_each_point_once(self, tmp_path: Path) -> None:
+        """Two points, killed after the first. `python -m tests.kills` does this at random, and often."""
+        command = [sys.executable, "-m", "dcpbench.cli", "sweep", "--tp", "2", "--context", "16,24", "--no-baseline"]
+        command += ["--concurrency", "1", "--seconds", "0.2", "--no-profile", "--device", "cpu", "-o", "run"]
+        run = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        wait_until((tmp_path / "run" / "records.jsonl").exists, "the first point")
+        run.kill()
+        run.wait()
+        again = subprocess.run([*command, "--resume"], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert again.returncode == 0, again.stderr
+        records = [r for r in read_records(tmp_path / "run") if r.outcome == "ok"]
+        assert sorted(r.point.context for r in records) == [16, 24]
 
     def test_ranks_that_are_still_importing_end_with_their_agent(self, mark: str, tmp_path: Path) -> None:
         """They have said nothing yet, and import for ten minutes."""
