@@ -23,6 +23,7 @@ import msgspec
 
 from dcpbench import child
 from dcpbench.bench_records import BenchJob, BenchRecord, Event, Result
+from dcpbench.jobs import code_words
 from dcpbench.torchrun import on_loopback
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def follow(
                 return f"It hung: nothing was heard for {limit:g} s (--timeout).{_last_words(folder, ranks)}"
             time.sleep(POLL_S)
         who = ["It"] if len(ranks) == 1 else [f"Rank {number}" for number in range(len(ranks))]
-        dead = [f"{name} ended with exit code {code}." for name, code in zip(who, codes, strict=True) if code]
+        dead = [f"{name} {code_words(code)}." for name, code in zip(who, codes, strict=True) if code]
         return f"{' '.join(dead)}{_last_words(folder, ranks)}" if dead else ""
 
 

@@ -11,6 +11,7 @@ failed.jsonl          records of points that could not be checked (kind `verify`
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
 from pathlib import Path
@@ -164,6 +165,14 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     """Package -> version, None where it cannot be imported."""
     problems: list[str] = []
     """What is missing for what, in sentences."""
+
+
+def code_words(code: int) -> str:
+    """How a process ended, by its exit code or, where that is negative, its signal."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = next((f" ({s.name})" for s in signal.Signals if s == -code), "")
+    return f"was ended by signal {-code}{name}"
 
 
 def listen(host: str, port: int) -> socket.socket:

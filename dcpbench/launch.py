@@ -24,7 +24,7 @@ import msgspec
 
 from dcpbench import budget, child, errors, folders
 from dcpbench.errors import DcpbenchError, WorkerError
-from dcpbench.jobs import FAILED_FILE, Exit, Failure, Job, Probe, Progress, Settings
+from dcpbench.jobs import FAILED_FILE, Exit, Failure, Job, Probe, Progress, Settings, code_words
 from dcpbench.nodes import FAILED, STOP, Ended, Leader, Line, follow, split_endpoint
 from dcpbench.records import RECORDS_FILE, Point, Record, RecordFile, read_records
 from dcpbench.torchrun import KEEP_WAIT_S, LOG_LINES, Machines, Running
@@ -156,10 +156,9 @@ def exit_words(end: Exit) -> str:
     if end.code < 0:
         crashed = -end.code in CRASHES
         why = "native code crashed: the end of its log may say where" if crashed else "sent by another process"
-        return f"rank {end.rank} was ended by signal {-end.code} ({signal.Signals(-end.code).name}, {why})"
-    if end.code == 0:
-        return f"rank {end.rank} ended with exit code 0 before its points were done"
-    return f"rank {end.rank} ended with exit code {end.code} and without an error message"
+        return f"rank {end.rank} {code_words(end.code)}, {why}"
+    why = " and without an error message" if end.code else " before its points were done"
+    return f"rank {end.rank} {code_words(end.code)}{why}"
 
 
 def _is_collective(failure: Failure) -> bool:
@@ -424,12 +423,11 @@ def _record(point: Point, running: Running, end: _End, work: Work) -> Record:
 
 
 def _torchrun_ended(code: int) -> str:
-    how = f"was ended by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
-    return f"torchrun itself {how}, and its ranks with it"
+    return f"torchrun itself {code_words(code)}, and its ranks with it"
 
 
 def _stillborn(running: Running, end: _End) -> str:
-    what = f"gave no sign of life for {end.hung_s:g} s" if end.hung else f"ended with exit code {end.code}"
+    what = f"gave no sign of life for {end.hung_s:g} s" if end.hung else code_words(end.code)
     cause, gone = blame(end.failures), end.gone
     why = f"rank {cause.rank}: {cause.kind}: {cause.message}\n" if cause else ""
     if gone:

@@ -44,14 +44,19 @@ def of_role(mark: str, wanted: str) -> list[int]:
     return sorted(pid for pid, words in processes(mark).items() if role(words) == wanted)
 
 
+def opened(pid: int) -> set[str]:
+    """What a process has open, as far as it does not close it meanwhile."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.add(str(descriptor.readlink()))
+    return found
+
+
 def listening(mark: str) -> set[str]:
     """Addresses at which living processes with this mark listen, as the kernel writes them: `0100007F` is 127.0.0.1."""
-    inodes = set()
-    for pid in processes(mark):
-        with contextlib.suppress(OSError):
-            for opened in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    inodes.add(str(opened.readlink()))
+    inodes = set().union(*(opened(pid) for pid in processes(mark)))
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:

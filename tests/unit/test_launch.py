@@ -12,7 +12,7 @@ import pytest
 
 from dcpbench import launch, nodes, torchrun
 from dcpbench.errors import UsageError, WorkerError
-from dcpbench.jobs import SECRET, Exit, Failure, Job, Progress, Settings, listen
+from dcpbench.jobs import SECRET, Exit, Failure, Job, Progress, Settings, code_words, listen
 from dcpbench.records import Point, Record, RecordFile
 from dcpbench.torchrun import Machines, Running
 
@@ -111,6 +111,18 @@ def test_the_first_rank_that_ended_untold_is_blamed(
     told = [Exit(rank=rank, code=code, asked=False, at=at) for rank, code, at in exits]
     found = launch.first_gone(failures, told, finished=finished)
     assert (found and found.rank) == blamed
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (7, "ended with exit code 7"), (0, "ended with exit code 0"), (-9, "was ended by signal 9 (SIGKILL)"),
+        (-40, "was ended by signal 40"),
+    ],
+)  # fmt: skip
+def test_a_signal_is_named_where_it_has_a_name(code: int, words: str) -> None:
+    """Real-time signals between the first and the last have none."""
+    assert code_words(code) == words
 
 
 def test_a_rank_that_torchrun_ended_is_not_to_blame() -> None:
