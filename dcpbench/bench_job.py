@@ -1,7 +1,8 @@
 """One bench on this machine: its ranks' processes, what they say meanwhile, and their end. No torch.
 
 Ranks are processes of ours and not torchrun's, which would take seconds to start another and has nothing to add on one
-machine: they get RANK and an address to meet at, and end with the block that started them, however that is left.
+machine: they get RANK and an address to meet at, and end with the block that started them, however that is left, or
+with this process (child.py).
 
     FOLDER/job.json, events.jsonl    see bench_records.py
     FOLDER/rank-R.log                everything that rank R printed
@@ -20,7 +21,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench import child
 from dcpbench.bench_records import BenchJob, BenchRecord, Event, Result
+from dcpbench.jobs import code_words
+from dcpbench.torchrun import on_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
 POLL_S = 0.05
 GRACE_S = 5.0
 """How long the other ranks may go on once one has died: they may be about to say why."""
+START_S = 300.0
+"""The least time until the first case: imports take as long as they take."""
 STACKS_S = 1.0
 LOG_LINES = 15
 BROKEN = re.compile(r"nccl|gloo|connection (reset|closed|refused)|broken pipe|DistBackend", re.IGNORECASE)
@@ -46,12 +52,12 @@ def follow(
         Result(case=case, outcome="failed", reason="not reached: the worker ended before") for case in job.cases
     ]
     with _ranks(job, folder, worker) as ranks:
-        heard, read, dying = time.monotonic(), 0, 0.0
+        heard, read, dying, begun = time.monotonic(), 0, 0.0, False
         while True:
             codes = [rank.poll() for rank in ranks]
             events, read = _events(folder / "events.jsonl", read)
             for event in events:
-                heard = time.monotonic()
+                heard, begun = time.monotonic(), begun or event.stage == "case"
                 _take(event, record)
                 watch(event)
             now = time.monotonic()
@@ -60,14 +66,15 @@ def follow(
             dying = dying or (now if any(codes) else 0.0)
             if dying and now - dying > GRACE_S:
                 break
-            if now - heard > timeout:
+            limit = timeout if begun else max(timeout, START_S)
+            if now - heard > limit:
                 for rank in ranks:
                     rank.send_signal(signal.SIGUSR1)  # it writes its stacks
                 time.sleep(STACKS_S)
-                return f"It hung: nothing was heard for {timeout:g} s (--timeout).{_last_words(folder, ranks)}"
+                return f"It hung: nothing was heard for {limit:g} s (--timeout).{_last_words(folder, ranks)}"
             time.sleep(POLL_S)
         who = ["It"] if len(ranks) == 1 else [f"Rank {number}" for number in range(len(ranks))]
-        dead = [f"{name} ended with exit code {code}." for name, code in zip(who, codes, strict=True) if code]
+        dead = [f"{name} {code_words(code)}." for name, code in zip(who, codes, strict=True) if code]
         return f"{' '.join(dead)}{_last_words(folder, ranks)}" if dead else ""
 
 
@@ -86,12 +93,13 @@ def _ranks(job: BenchJob, folder: Path, worker: str) -> Iterator[list[Process]]:
     before = {number: signal.signal(number, lambda n, _: sys.exit(128 + n)) for number in signals}
     started: list[Process] = []
     try:
-        environment = dict(os.environ) | _without_gpu(job)
+        environment = dict(os.environ) | on_loopback() | _without_gpu(job)
         for rank in range(job.ranks):
             with (folder / f"rank-{rank}.log").open("wb") as log:
                 started.append(
                     subprocess.Popen(
-                        [sys.executable, "-m", worker, str(folder)], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                        child.tied([sys.executable, "-m", worker, str(folder)]),
+                        stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                         env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, start_new_session=True,
                     )
                 )  # fmt: skip
@@ -107,7 +115,7 @@ def _ranks(job: BenchJob, folder: Path, worker: str) -> Iterator[list[Process]]:
 
 def _without_gpu(job: BenchJob) -> dict[str, str]:
     """How ranks run on the CPU."""
-    return {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} if job.device == "cpu" else {}
+    return {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} if job.device == "cpu" else {}
 
 
 def _events(path: Path, begin: int) -> tuple[list[Event], int]:

@@ -86,8 +86,9 @@ Interleave = Annotated[
 ]  # fmt: skip
 Timeout = Annotated[
     float,
-    typer.Option("--timeout", metavar="SECONDS", rich_help_panel=MEASURE, help="A job that shows no progress for this "
-    "long is hung: stacks of all ranks are kept, it is ended, and the other points go on."),
+    typer.Option("--timeout", metavar="SECONDS", rich_help_panel=MEASURE, help="A point that shows no progress for "
+    "this long is hung: stacks of all ranks are kept, its job is ended, and the other points go on. Starting, building "
+    "and warming up may be silent for 300 s, however short this is."),
 ]  # fmt: skip
 Device = Annotated[
     str,
@@ -156,8 +157,8 @@ Resume = Annotated[
 ]  # fmt: skip
 Nnodes = Annotated[
     int,
-    typer.Option("--nnodes", metavar="N", rich_help_panel=MACHINES, help="Machines; start the same command on each. "
-    "tp counts the GPUs of all of them."),
+    typer.Option("--nnodes", metavar="N", rich_help_panel=MACHINES, help="Machines; start the same command on each, "
+    "with the same secret in DCPBENCH_SECRET. tp counts the GPUs of all of them."),
 ]  # fmt: skip
 NodeRank = Annotated[
     int,
@@ -167,10 +168,10 @@ NodeRank = Annotated[
 RdzvEndpoint = Annotated[
     str,
     typer.Option("--rdzv-endpoint", metavar="HOST:PORT", rich_help_panel=MACHINES, help="Address of node 0 with a free "
-    "port, the same on every machine."),
+    "port, the same on every machine. Node 0 listens at this address alone: one of a network that you trust."),
 ]  # fmt: skip
 RdzvId = Annotated[
-    str, typer.Option("--rdzv-id", metavar="NAME", rich_help_panel=MACHINES, help="Job name for torchrun.")
+    str, typer.Option("--rdzv-id", metavar="NAME", rich_help_panel=MACHINES, help="Name of the sweep, the same on all.")
 ]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, or records.jsonl files.")]
 VerifyTp = Annotated[

@@ -87,9 +87,10 @@ def verify(
     points = [c.point for c in candidates if c.error is None]
     work = dataclasses.replace(work_of(folder, spec, probe, run), kind="verify", new_tokens=new_tokens, prompts=texts)
     with folders.locked(folder) as lock:
-        folders.prepare_checks(folder, force=run.force)
-        announce(candidates, points, folder, probe, cpu_note=False)
-        run_points(points, dataclasses.replace(work, lock=lock), run)
+        with folders.writing(folder):
+            folders.prepare_checks(folder, force=run.force)
+            announce(candidates, points, folder, probe, cpu_note=False)
+            run_points(points, dataclasses.replace(work, lock=lock), run)
         return _print_checks(points, folder, run)
 
 

@@ -28,6 +28,8 @@ PACKAGES = (
     "torch", "triton", "flashinfer", "nvtx", "pynvml", "safetensors", "transformers", "pandas", "matplotlib",
     "ruptures", "starlette", "uvicorn",
 )  # fmt: skip
+ON_LOOPBACK = ("NCCL_SOCKET_IFNAME", "lo")
+"""torchrun.on_loopback's, on one machine: where NCCL's ranks meet, which changes nothing that is measured."""
 WANTED_FOR = {
     "triton": "--backend triton and every run on a GPU",
     "flashinfer": f"--backend flashinfer, the default on GPUs; {how_to_install('flashinfer')}",
@@ -56,7 +58,11 @@ def environment(device: torch.device, command: str) -> Environment:
         flashinfer=_version("flashinfer"),
         python=platform.python_version(),
         dcpbench=dcpbench.__version__,
-        settings={k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "TORCH_NCCL_"))},
+        settings={
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("NCCL_", "TORCH_NCCL_")) and (name, value) != ON_LOOPBACK
+        },
         git_commit=_git_commit(),
         host_hash=_host_hash(torch.cuda.device_count() if cuda else 0),
         command=command,

@@ -6,6 +6,7 @@ A sweep owns records.jsonl; `verify` owns checks.jsonl and failed.jsonl, and doe
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shlex
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.errors import DcpbenchError, OutputError
 from dcpbench.jobs import CHECKS_FILE, FAILED_FILE, read_job
+from dcpbench.processes import COMMAND, LOCK_FILE, alive, alive_pid
 from dcpbench.records import RECORDS_FILE
 
 if TYPE_CHECKING:
@@ -25,10 +27,10 @@ if TYPE_CHECKING:
     from dcpbench.jobs import Job, Settings
     from dcpbench.records import Point, Record
 
-LOCK_FILE = ".lock"
-"""Locked while a run writes here; holds the process ids of the command and of its torchrun jobs."""
 COMMANDS = {"decode": "sweep", "serve": "serve"}
 """By workload, which leaves records there."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+ENDING_S, LOOK_S = 5.0, 0.05
 MAY_CHANGE = ("--seconds", "--profile")
 """Options that only make some points of a run better known than others."""
 
@@ -53,9 +55,10 @@ def new_folder(name: str, tp: Sequence[int]) -> Path:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[int]:
-    """Make the folder and keep every other run out of it; gives the descriptor, for jobs that outlive this process.
+    """Make the folder and keep every other run out of it; gives the descriptor, which all processes of a job have.
 
-    The lock ends with the last process that has the descriptor. Raises OutputError where a run is still at work.
+    The lock ends with the last process that has the descriptor. Raises OutputError where a run is still at work, and
+    where the file system has no locks: two runs that write here would spoil each other's records.
     """
     make_folder(folder)
     try:
@@ -63,16 +66,7 @@ def locked(folder: Path) -> Iterator[int]:
     except OSError as e:
         raise OutputError(f"{folder / LOCK_FILE} cannot be written ({e.strerror}); give another folder with -o.") from e
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            pid = next((p for p in (folder / LOCK_FILE).read_text().split() if _alive(int(p))), "unknown")
-            raise OutputError(
-                f"{folder}: a run is still writing here; wait for it, or end it (pid {pid}), or give another folder "
-                "with -o."
-            ) from e
-        except OSError:
-            pass  # a file system without locks
+        _take(lock, folder)
         os.ftruncate(lock, 0)
         os.write(lock, f"{os.getpid()}\n".encode())
         yield lock
@@ -80,14 +74,66 @@ def locked(folder: Path) -> Iterator[int]:
         os.close(lock)
 
 
-def _alive(pid: int) -> bool:
+def _take(lock: int, folder: Path) -> None:
+    """Take the lock. Where the command that had it is gone, its workers are ending: they get ENDING_S for that."""
+    refused = time.monotonic() + ENDING_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            if alive(folder)[0] != COMMAND and time.monotonic() < refused:
+                time.sleep(LOOK_S)
+                continue
+            pid = alive_pid(folder) or "unknown"
+            raise OutputError(
+                f"{folder}: a run is still writing here; wait for it, or end it (pid {pid}), or give another folder "
+                "with -o."
+            ) from e
+        except OSError as e:
+            raise OutputError(
+                f"{folder}: the file system gives no lock on {LOCK_FILE} ({e.strerror}), so that a second run here "
+                "would not be noticed; give a folder on a local disk with -o."
+            ) from e
+        return
+
+
+def full(folder: Path) -> OutputError:
+    """What is said where a run's disk is full. Each record was on disk before the next point was begun."""
+    name = shlex.quote(str(folder))
+    return OutputError(
+        f"{folder}: no space is left on its disk. What was measured is safe: make room, then repeat the command with "
+        f"-o {name} --resume; or write its report elsewhere with `dcpbench report {name} -o ELSEWHERE`."
+    )
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Name a full disk, and a folder that is gone, where a run writes into its folder."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+        yield
+    except OSError as e:
+        if e.errno in FULL:
+            raise full(folder) from e
+        if not folder.is_dir():
+            raise _removed(folder) from e
+        raise
+
+
+def check_there(folder: Path, lock: int) -> None:
+    """Raise OutputError where the folder is not the one that was locked any more: it was removed, or moved away."""
+    try:
+        same = os.path.samestat(os.fstat(lock), (folder / LOCK_FILE).stat())
+    except OSError:
+        same = False
+    if not same:
+        raise _removed(folder)
+
+
+def _removed(folder: Path) -> OutputError:
+    return OutputError(
+        f"{folder} was removed or moved away while the run was writing there, and the run has ended; repeat the "
+        "command, and where its records still are, add --resume and -o with that folder."
+    )
 
 
 def prepare_sweep(folder: Path, *, resume: bool, force: bool) -> None:

@@ -2,7 +2,6 @@
 
 job-TAG.json          Job, written by launch.py, read by every rank
 progress-TAG.jsonl    Progress, one line an event, written by rank 0
-rank-R.pid            process id of a rank, for the watchdog
 stacks-R.txt          Python stacks of a rank, written on SIGUSR1
 error-R.json          Failure, written by a rank that raised
 records.jsonl         finished points (kind `sweep`)
@@ -12,6 +11,8 @@ failed.jsonl          records of points that could not be checked (kind `verify`
 
 from __future__ import annotations
 
+import signal
+import socket
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,8 @@ from dcpbench.records import UNREADABLE, Point
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+SECRET = "DCPBENCH_SECRET"  # noqa: S105 -- the name of the variable
+"""Environment variable with the secret that the machines of a sweep share."""
 CHECKS_FILE = "checks.jsonl"
 FAILED_FILE = "failed.jsonl"
 
@@ -69,6 +72,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """All points of the sweep, these and those already recorded: KV pools are sized for them, so that a resumed or
     relaunched job measures with the same memory plan. Empty: `points`."""
     settings: Settings
+    store: tuple[str, int] | None = None
+    """(host, port) at which rank 0 serves the store of torch.distributed to ranks of several machines. None: they are
+    all on this one and meet on its loopback, at a port that rank 0 leaves in `port_path`."""
     command: str = ""
     prompts: list[list[int]] = []
     """Kind `verify` with a checkpoint: token ids, one list per request."""
@@ -77,6 +83,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def path(self) -> Path:
         """Where the job file lies."""
         return Path(self.folder) / f"job-{self.tag}.json"
+
+    def logs(self) -> Path:
+        """Folder of what its processes printed."""
+        return Path(self.folder) / "logs" / self.tag
+
+    def port_path(self) -> Path:
+        """See `store`."""
+        return self.logs() / "port"
 
     def progress_path(self) -> Path:
         """Where rank 0 writes Progress lines."""
@@ -88,7 +102,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     stage: str
     """`start` (job), `build`, `choose` (with `auto`), `check`, `capture`, `measure` (warm-up included), `profile`,
-    `done` (point recorded), `end` (job); the launcher adds `failed`, `hung` and `ending` (interrupted)."""
+    `done` (point recorded), `end` (job); the launcher adds `failed`, `hung`, `ending` (interrupted) and `stopped`."""
     key: str = ""
     """Point.key() of the point at work."""
     index: int = 0
@@ -107,6 +121,18 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     message: str
     traceback: str
+
+
+class Exit(msgspec.Struct, frozen=True, kw_only=True):
+    """How a rank ended; child.py writes it."""
+
+    rank: int
+    code: int
+    """Exit code; -9 stands for signal 9."""
+    asked: bool
+    """Whether torchrun had told it to end by then, so that another one is the cause."""
+    at: float
+    """Unix time."""
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,6 +203,20 @@ def _check(line: bytes, where: str) -> Check:
         return decode_check(line)
     except UNREADABLE as e:
         raise RecordsError(f"{where}: {str(e)[:300]}. Repeat the verification with --force.") from e
+
+
+def code_words(code: int) -> str:
+    """How a process ended, by its exit code or, where that is negative, its signal."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = next((f" ({s.name})" for s in signal.Signals if s == -code), "")
+    return f"was ended by signal {-code}{name}"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at this address of this machine, and at no other; port 0: one that is free."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return socket.create_server(found[4][:2], family=found[0])
 
 
 def read_job(path: Path) -> Job:

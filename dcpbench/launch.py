@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -20,10 +22,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench import budget, errors
+from dcpbench import budget, child, errors, folders
 from dcpbench.errors import DcpbenchError, WorkerError
-from dcpbench.jobs import FAILED_FILE, Failure, Job, Probe, Progress, Settings
-from dcpbench.nodes import FAILED, STOP, Ended, Leader, Line, follow
+from dcpbench.jobs import FAILED_FILE, Exit, Failure, Job, Probe, Progress, Settings, code_words
+from dcpbench.nodes import FAILED, STOP, Ended, Leader, Line, follow, split_endpoint
 from dcpbench.records import RECORDS_FILE, Point, Record, RecordFile, read_records
 from dcpbench.torchrun import KEEP_WAIT_S, LOG_LINES, Machines, Running
 
@@ -36,8 +38,14 @@ COLLECTIVE = re.compile(
     r"nccl|gloo|process ?group|connection (reset|closed|refused)|broken pipe|timed? ?out|DistBackend", re.IGNORECASE
 )
 """Errors that a rank raises because another one is gone; the other's error is the cause."""
+CRASHES = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)
 OURS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, DcpbenchError)}
 """Errors that say what to type instead: the same command would only end in the same one."""
+ENDED, STOPPED = "end", "stopped"
+AT_A_POINT, AT_A_CHECK = ("measure", "profile"), ("check",)
+"""Stages that --timeout is about."""
+PATIENCE_S = 300.0
+"""The least limit of all other stages: starting, building and warming up take as long as they take."""
 POLL_S = 0.1
 GRACE_S = 5.0
 """How long the remaining ranks may take to end by themselves once one has failed."""
@@ -57,10 +65,20 @@ class Work:
     pool_points: tuple[Point, ...] = ()
     """See Job.pool_points."""
     timeout: float = 300.0
-    """Seconds without a sign of life after which a job counts as hung."""
+    """Seconds without a sign of life after which a point counts as hung."""
     worker: str = WORKER
     lock: int | None = None
     """Descriptor of the folder's lock (folders.locked)."""
+
+    def limit_s(self, stage: str) -> float:
+        """Seconds without a sign of life after which a job in this stage counts as hung."""
+        timed = AT_A_CHECK if self.kind == "verify" else AT_A_POINT
+        return self.timeout if stage in timed else max(self.timeout, PATIENCE_S)
+
+    def check_folder(self) -> None:
+        """Raise OutputError where the folder is not there any more."""
+        if self.lock is not None:
+            folders.check_there(self.folder, self.lock)
 
     @property
     def records(self) -> str:
@@ -70,7 +88,8 @@ class Work:
 
 def probe(worker: str = WORKER) -> Probe:
     """What the machine has, asked of a process of its own, so that this one never loads torch."""
-    done = subprocess.run([sys.executable, "-m", worker, "--probe"], capture_output=True, text=True, check=False)
+    command = child.tied([sys.executable, "-m", worker, "--probe"])
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
     try:
         return msgspec.json.decode(lines[-1], type=Probe)
@@ -92,7 +111,7 @@ def run(points: Sequence[Point], work: Work, machines: Machines, watch: Callable
         _serve(work, machines)
         return
     left = list(points)
-    with Leader(machines.rdzv_endpoint, machines.nnodes, work.timeout) as others:
+    with Leader(machines.rdzv_endpoint, machines.nnodes, max(work.timeout, PATIENCE_S), machines.rdzv_id) as others:
         while left:
             size = [p for p in left if p.tp == left[0].tp]
             unusable = _run_size(size, work, machines, others, watch)
@@ -110,8 +129,40 @@ def last_records(folder: Path, name: str = RECORDS_FILE) -> dict[str, Record]:
 
 def blame(failures: Sequence[Failure]) -> Failure | None:
     """The rank whose error explains the others: the first that is not merely a broken collective."""
-    causes = [f for f in failures if not COLLECTIVE.search(f"{f.kind} {f.message}")]
+    causes = [f for f in failures if not _is_collective(f)]
     return next(iter(causes or failures), None)
+
+
+def first_gone(failures: Sequence[Failure], exits: Sequence[Exit], *, finished: bool) -> Exit | None:
+    """The first rank that ended untold and without an error of its own, before any whose error explains the others.
+
+    `finished`: all points were done, so that ranks may end with 0.
+    """
+    spoke = {f.rank for f in failures}
+    causes = {f.rank for f in failures if not _is_collective(f)}
+    said = min((e.at for e in exits if e.rank in causes), default=math.inf)
+    gone = [e for e in exits if not e.asked and e.rank not in spoke and not (finished and e.code == 0)]
+    first = min(gone, key=lambda e: e.at, default=None)
+    return first if first is not None and (first.at < said or not causes) else None
+
+
+def exit_words(end: Exit) -> str:
+    """How a rank ended that left no error message."""
+    if end.code == -signal.SIGKILL:
+        return (
+            f"rank {end.rank} was killed by signal 9 (out of memory is the usual cause: lower --concurrency or "
+            "--context)"
+        )
+    if end.code < 0:
+        crashed = -end.code in CRASHES
+        why = "native code crashed: the end of its log may say where" if crashed else "sent by another process"
+        return f"rank {end.rank} {code_words(end.code)}, {why}"
+    why = " and without an error message" if end.code else " before its points were done"
+    return f"rank {end.rank} {code_words(end.code)}{why}"
+
+
+def _is_collective(failure: Failure) -> bool:
+    return bool(COLLECTIVE.search(f"{failure.kind} {failure.message}"))
 
 
 def _run_size(
@@ -121,26 +172,30 @@ def _run_size(
     stillborn = 0
     unusable = []
     while points:
+        work.check_folder()
         before = last_records(work.folder, work.records)
-        job = _job(points, work)
+        job = _job(points, work, machines)
         others.start(job)
         with Running(job, machines, work.worker, work.lock) as running, _keeping(running, watch):
             end = _follow_job(running, work, others, watch)
+        work.check_folder()
+        _check_room(end, work.folder)
         end.done |= {
             key for key, record in last_records(work.folder, work.records).items() if record != before.get(key)
         }
         points = [p for p in points if p.key() not in end.done]
-        if not end.failed:
-            if points:
-                raise WorkerError(f"the job ended with {len(points)} of its points undone; read {running.agent_log}")
+        if not points:
             break
+        if not end.failed:
+            raise WorkerError(f"the job ended with {len(points)} of its points undone; read {running.agent_log}")
         if not end.started:
             stillborn += 1
             if stillborn == 2:  # noqa: PLR2004 -- once may be a port taken in between
-                raise WorkerError(_stillborn(running, end, work))
+                raise WorkerError(_stillborn(running, end))
             continue
-        if points:
-            stuck = next((p for p in points if p.key() == end.key), points[0])
+        stillborn = 0
+        stuck = next((p for p in points if p.key() in (end.key, end.failed_at)), None)
+        if stuck is not None:  # between two points none is at fault: what is left is begun again
             record = _record(stuck, running, end, work)
             points.remove(stuck)
             _tell(record, work, watch)
@@ -148,6 +203,15 @@ def _run_size(
                 unusable.append(record)
             points = _spare(points, record, work, watch)
     return unusable
+
+
+def _check_room(end: _End, folder: Path) -> None:
+    """Raise OutputError where a rank could not write into the folder because its disk is full."""
+    for failure in end.failures:
+        number, _, path = failure.message.partition("]")
+        full = failure.kind == "OSError" and number in [f"[Errno {n}" for n in folders.FULL]
+        if full and ("'" not in path or str(folder) in path):
+            raise folders.full(folder)
 
 
 def _tell(record: Record, work: Work, watch: Callable[[Progress], None]) -> None:
@@ -186,14 +250,36 @@ class _End:
     stage: str = ""
     started: bool = False
     """Whether any point was begun."""
-    hung: bool = False
+    hung_s: float = 0.0
+    """How long it had been silent when it was taken for hung; 0 where it was not."""
     code: int = 0
+    """Of torchrun, or 1 where its ranks were ended with it; negative: the signal that it was killed by."""
     failures: list[Failure] = dataclasses.field(default_factory=list)
+    exits: list[Exit] = dataclasses.field(default_factory=list)
     stacks: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def failed(self) -> bool:
-        return self.hung or self.code != 0
+        return self.hung or self.code != 0 or self.gone is not None
+
+    @property
+    def hung(self) -> bool:
+        return self.hung_s > 0
+
+    @property
+    def gone(self) -> Exit | None:
+        """See first_gone."""
+        return first_gone(self.failures, self.exits, finished=self.stage == ENDED)
+
+    def ended(self, rank: int) -> bool:
+        """Whether a rank was ended from above: by torchrun, or with it."""
+        return self.code < 0 or any(e.asked for e in self.exits if e.rank == rank)
+
+    @property
+    def failed_at(self) -> str:
+        """Key of the point at which a rank raised, which rank 0 may not have reached."""
+        cause = blame(self.failures)
+        return cause.key if cause else ""
 
     def see(self, event: Progress) -> None:
         self.stage = event.stage
@@ -220,23 +306,35 @@ def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[P
         if code is not None:
             end.code = code
             break
-        if failing_since is None and (running.failures() or others.in_trouble()):
+        if running.stopped():
+            watch(Progress(stage=STOPPED, note="torchrun had been stopped (SIGSTOP); dcpbench lets it go on"))
+            running.go_on()
+        if failing_since is None and (_any_gone(running, end) or others.in_trouble()):
             failing_since = now
         if failing_since is not None and now - failing_since > GRACE_S:
             end.code = 1
             break
-        if failing_since is None and now - alive > work.timeout:
-            end.hung = True
+        work.check_folder()
+        if failing_since is None and now - alive > work.limit_s(end.stage):
+            end.hung_s = work.limit_s(end.stage)
             end.stacks = running.stacks()
             break
         time.sleep(POLL_S)
-    if end.failed:
+    end.exits = running.exits()  # before kill, which is none of the ranks' doing
+    if end.hung or end.code != 0:
         running.kill()
     end.failures = running.failures()
     for other in others.stop():
         end.failures += other.failures
+        end.exits += other.exits
         end.stacks |= other.stacks
     return end
+
+
+def _any_gone(running: Running, end: _End) -> bool:
+    """Whether a rank of this machine has failed, or ended while there are points to do."""
+    failures = running.failures()
+    return bool(failures) or first_gone(failures, running.exits(), finished=end.stage == ENDED) is not None
 
 
 @contextlib.contextmanager
@@ -253,12 +351,16 @@ def _keeping(running: Running, watch: Callable[[Progress], None]) -> Iterator[No
 
 def _serve(work: Work, machines: Machines) -> None:
     """Another node's sweep: start the jobs that node 0 names and end them when it says so."""
-    with contextlib.closing(follow(machines.rdzv_endpoint, work.timeout)) as line:
+    line = follow(machines.rdzv_endpoint, max(work.timeout, PATIENCE_S), machines.node_rank, machines.rdzv_id)
+    with contextlib.closing(line):
         while not line.closed:
             message = line.receive(1.0)
             if message is None or message == STOP:
                 continue
-            job = msgspec.structs.replace(msgspec.json.decode(message, type=Job), folder=str(work.folder))
+            try:
+                job = msgspec.structs.replace(msgspec.json.decode(message, type=Job), folder=str(work.folder))
+            except (msgspec.DecodeError, UnicodeDecodeError) as e:
+                raise WorkerError(f"node 0 sent what is no job ({e}); install the same dcpbench on all.") from e
             with Running(job, machines, work.worker) as running:
                 ended = _serve_job(running, line, machines)
             line.send(msgspec.json.encode(ended))
@@ -267,43 +369,48 @@ def _serve(work: Work, machines: Machines) -> None:
 def _serve_job(running: Running, line: Line, machines: Machines) -> Ended:
     told = False
     while not line.closed and line.receive(POLL_S) != STOP:
-        if not told and (running.poll() or running.failures()):
+        if not told and (running.poll() or running.failures() or any(e.code for e in running.exits())):
             line.send(FAILED)
             told = True
     code = None if line.closed else running.wait(GRACE_S)
     stacks = running.stacks() if code is None and not line.closed else {}
     running.kill()
-    return Ended(node=machines.node_rank, code=1 if code is None else code, failures=running.failures(), stacks=stacks)
+    return Ended(
+        node=machines.node_rank, code=1 if code is None else code, failures=running.failures(),
+        exits=running.exits(), stacks=stacks,
+    )  # fmt: skip
 
 
-def _job(points: list[Point], work: Work) -> Job:
+def _job(points: list[Point], work: Work, machines: Machines) -> Job:
     tags = (f"tp{points[0].tp}-{n}" for n in itertools.count())
     tag = next(t for t in tags if not (work.folder / f"job-{t}.json").exists())
     return Job(
         kind=work.kind, tag=tag, folder=str(work.folder), device=work.device, points=points,
         pool_points=list(work.pool_points), settings=work.settings,
+        store=split_endpoint(machines.rdzv_endpoint) if machines.nnodes > 1 else None,
         command=work.command, prompts=[list(p) for p in work.prompts], new_tokens=work.new_tokens,
     )  # fmt: skip
 
 
 def _record(point: Point, running: Running, end: _End, work: Work) -> Record:
     """What is known about a point that did not live to write its own record."""
-    detail = {"log": str(running.logs.relative_to(work.folder)), "stage": end.stage, "log_tail": running.log_tail()}
+    gone = end.gone
+    tail = running.log_tail([gone.rank] if gone else [])
+    detail = {"log": str(running.logs.relative_to(work.folder)), "stage": end.stage, "log_tail": tail}
     if end.hung:
-        reason = f"no sign of life for {work.timeout:g} s in stage '{end.stage}'; the stacks of all ranks are in detail"
+        reason = f"no sign of life for {end.hung_s:g} s in stage '{end.stage}'; the stacks of all ranks are in detail"
         detail |= {f"stacks_rank_{rank}": text for rank, text in end.stacks.items()}
     else:
-        detail["exit_code"] = str(end.code)
+        detail["exit_code"] = str(gone.code if gone else end.code)
         detail |= {f"error_rank_{f.rank}": f"{f.kind}: {f.message}" for f in end.failures}
         cause = blame(end.failures)
-        killed = running.killed_ranks()
-        if killed and (cause is None or COLLECTIVE.search(f"{cause.kind} {cause.message}")):
-            reason = f"{killed} (out of memory is the usual cause: lower --concurrency or --context)"
-        elif cause is not None:
+        if gone is not None:
+            reason = exit_words(gone)
+        elif cause is not None and not (_is_collective(cause) and end.ended(cause.rank)):
             reason = f"rank {cause.rank}: {cause.kind}: {cause.message}"
             detail |= {"error": cause.kind, "traceback": cause.traceback}
         else:
-            reason = f"a rank ended without an error message, exit code {end.code}"
+            reason = _torchrun_ended(end.code)
     if detail.get("error") not in OURS:
         again = ", then try again with --resume" if work.kind == "sweep" else ""
         reason = f"{reason.rstrip('.')}. Read {detail['log']} in the run's folder{again}"
@@ -315,10 +422,16 @@ def _record(point: Point, running: Running, end: _End, work: Work) -> Record:
     )  # fmt: skip
 
 
-def _stillborn(running: Running, end: _End, work: Work) -> str:
-    what = f"gave no sign of life for {work.timeout:g} s" if end.hung else f"ended with exit code {end.code}"
-    cause = blame(end.failures)
+def _torchrun_ended(code: int) -> str:
+    return f"torchrun itself {code_words(code)}, and its ranks with it"
+
+
+def _stillborn(running: Running, end: _End) -> str:
+    what = f"gave no sign of life for {end.hung_s:g} s" if end.hung else code_words(end.code)
+    cause, gone = blame(end.failures), end.gone
     why = f"rank {cause.rank}: {cause.kind}: {cause.message}\n" if cause else ""
+    if gone:
+        why = f"{exit_words(gone)}.\n"
     return (
         f"the job for --tp {running.job.points[0].tp} {what} before its first point, twice. {why}"
         f"Logs of every rank: {running.logs}. The last lines:\n{running.log_tail()}"

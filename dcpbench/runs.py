@@ -18,7 +18,7 @@ import msgspec
 from dcpbench import folders, launch
 from dcpbench import sweep as grid
 from dcpbench.errors import UsageError
-from dcpbench.nodes import split_endpoint
+from dcpbench.nodes import secret, split_endpoint
 from dcpbench.option_values import check_seconds
 from dcpbench.record_checks import OUTCOMES
 from dcpbench.records import RecordFile
@@ -85,10 +85,11 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
             launch.run([], work, run.machines, lambda _: None)
         return 0
     with folders.locked(folder) as lock:
-        points = _prepare(candidates, folder, work, run)
-        pool_points = tuple(c.point for c in candidates if c.error is None)
-        announce(candidates, points, folder, probe)
-        (work_off or run_points)(points, dataclasses.replace(work, pool_points=pool_points, lock=lock), run)
+        with folders.writing(folder):
+            points = _prepare(candidates, folder, work, run)
+            pool_points = tuple(c.point for c in candidates if c.error is None)
+            announce(candidates, points, folder, probe)
+            (work_off or run_points)(points, dataclasses.replace(work, pool_points=pool_points, lock=lock), run)
         return _finish(candidates, folder, probe, run)
 
 
@@ -108,6 +109,7 @@ def check_run(run: Run) -> None:
         )
     if m.nnodes > 1:
         split_endpoint(m.rdzv_endpoint)
+        secret()
 
 
 def _prepare(candidates: Sequence[grid.Candidate], folder: Path, work: launch.Work, run: Run) -> list[Point]:

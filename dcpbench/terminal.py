@@ -70,6 +70,8 @@ class Watch:
             self._line(event, name)
         elif event.stage == "ending":
             self._print(f"Interrupted: {event.note}")
+        elif event.stage == "stopped":
+            self._print(f"{event.note[:1].upper()}{event.note[1:]}.")
         elif event.note and not self._bar and time.monotonic() - self._spoke > QUIET_S:
             self._print(f"{name} {event.stage}: {event.note}")
         if self._bar:

@@ -1,10 +1,11 @@
 """One torchrun job on this machine: its command line, processes, progress, logs, stacks and its end. No torch.
 
-    FOLDER/job-TAG.json, progress-TAG.jsonl, rank-R.pid, error-R.json, stacks-R.txt    see jobs.py
-    FOLDER/logs/TAG/rank-R.log    everything that rank R printed
-    FOLDER/logs/TAG/agent.log     what torchrun itself printed
+    FOLDER/job-TAG.json, progress-TAG.jsonl, error-R.json, stacks-R.txt         see jobs.py
+    FOLDER/rank-R.pid, FOLDER/logs/TAG/rank-R.log, FOLDER/logs/TAG/rank-R.exit    see child.py
+    FOLDER/logs/TAG/agent.log                                                     what torchrun itself printed
 
-The job file names the folder; nothing else of a run is written outside it.
+The job file names the folder; nothing else of a run is written outside it. Every process is tied to the one above it
+(child.py): this one, torchrun's agent, one process for each rank that keeps account of it, the rank.
 """
 
 from __future__ import annotations
@@ -12,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,10 +22,11 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from dcpbench.jobs import Failure, Job, Progress
+from dcpbench import child
+from dcpbench.jobs import SECRET, Exit, Failure, Job, Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 LOG_LINES = 20
 STACKS_WAIT_S = 2.0
@@ -35,8 +35,9 @@ KEEP_WAIT_S = 25.0
 """How long ranks may take to write what they have when a run of requests is interrupted; torchrun ends them at 30."""
 REAP_WAIT_S = 2.0
 """How long torchrun may take to see that its ranks are gone."""
-RANK_SHELL = 'exec "$0" -m "$1" "$2" >>"$3/rank-$RANK.log" 2>&1'
-"""Each rank's output in a file whose name is known beforehand; torchrun's own --log-dir makes up random ones."""
+LOOPBACK = "127.0.0.1"
+STOPPED = "T"
+"""State of a process that got SIGSTOP, in proc(5)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,9 +54,9 @@ class Running:
     """A started job. Context manager: leaving it ends every process of the job, whatever happened."""
 
     def __init__(self, job: Job, machines: Machines, worker: str, lock: int | None = None) -> None:
-        """Start it; `lock` is the descriptor of the folder's lock, which the job keeps should this process die."""
+        """Start it; `lock` is the descriptor of the folder's lock, which is held until the last rank is gone."""
         self.job = job
-        self.logs = Path(job.folder) / "logs" / job.tag
+        self.logs = job.logs()
         self.agent_log = self.logs / "agent.log"
         self.started = time.time()
         here = job.points[0].tp // machines.nnodes
@@ -66,8 +67,9 @@ class Running:
         job.path().write_bytes(msgspec.json.encode(job))
         with self.agent_log.open("ab") as log:
             self._agent = subprocess.Popen(
-                _command(job, machines, worker, here, self.logs), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env=_environment(job, machines), start_new_session=True, pass_fds=() if lock is None else (lock,),
+                child.tied(_command(job, machines, worker, self._ranks)),
+                stdin=subprocess.DEVNULL if lock is None else lock, stdout=log, stderr=log,
+                env=_environment(job, machines), start_new_session=True,
             )  # fmt: skip
         if lock is not None:
             os.write(lock, f"{self._agent.pid}\n".encode())
@@ -110,15 +112,25 @@ class Running:
                 found.append(msgspec.json.decode(path.read_bytes(), type=Failure))
         return found
 
-    def killed_ranks(self) -> str:
-        """`rank 2 was killed by signal 9`, from torchrun's summary, or nothing."""
-        ends = re.findall(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\n\s*exitcode\s*:\s*-(\d+)", _read(self.agent_log))
-        ours = str(int(signal.SIGTERM))
-        return next((f"rank {rank} was killed by signal {number}" for rank, number in ends if number != ours), "")
+    def exits(self) -> list[Exit]:
+        """How the ranks of this machine ended that have, in that order."""
+        found = []
+        for rank in self._ranks:
+            with contextlib.suppress(OSError, msgspec.DecodeError):
+                found.append(msgspec.json.decode((self.logs / f"rank-{rank}.exit").read_bytes(), type=Exit))
+        return sorted(found, key=lambda e: e.at)
 
-    def log_tail(self) -> str:
-        """The last lines of the rank that failed, else of rank 0, else of torchrun."""
-        ranks = [*(f.rank for f in self.failures()), *self._ranks]
+    def stopped(self) -> bool:
+        """Whether torchrun's agent was stopped (SIGSTOP), so that it would never hear how its ranks end."""
+        return (child.start_ticks(self._agent.pid) or ("", 0))[0] == STOPPED
+
+    def go_on(self) -> None:
+        """Let a stopped agent go on."""
+        self._agent.send_signal(signal.SIGCONT)
+
+    def log_tail(self, first: Sequence[int] = ()) -> str:
+        """The last lines of the first of these ranks, else of one that failed, else of rank 0, else of torchrun."""
+        ranks = [*first, *(f.rank for f in self.failures()), *self._ranks]
         for path in [*(self.logs / f"rank-{r}.log" for r in ranks), self.agent_log]:
             lines = _read(path).strip().splitlines()
             if lines:
@@ -127,7 +139,7 @@ class Running:
 
     def stacks(self) -> dict[str, str]:
         """Python stacks of every rank of this machine, by rank; they write them on SIGUSR1."""
-        for pid in self._pids():
+        for pid in self.pids():
             _signal(pid, signal.SIGUSR1)
         time.sleep(STACKS_WAIT_S)
         return {p.stem.partition("-")[2]: _read(p) for p in self._files("stacks-{}.txt")}
@@ -141,7 +153,7 @@ class Running:
             self._agent.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
                 self._agent.wait(wait_s)
-        for pid in self._pids():
+        for pid in self.pids():
             _signal(pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             self._agent.wait(REAP_WAIT_S)
@@ -149,8 +161,14 @@ class Running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._agent.pid, signal.SIGKILL)
             self._agent.wait()
-        for path in self._files("rank-{}.pid"):
+        for path in (*self._files("rank-{}.pid"), self.logs / "rendezvous", self.job.port_path()):
             path.unlink(missing_ok=True)
+
+    def pids(self) -> list[int]:
+        """Ranks of this machine that are alive; not what has got the id of one since."""
+        words = [_read(p).split() for p in self._files("rank-{}.pid")]
+        told = [(int(w[0]), w[1]) for w in words if len(w) == 2 and w[0].isdecimal()]  # noqa: PLR2004 -- id and ticks
+        return [pid for pid, ticks in told if str((child.start_ticks(pid) or ("", None))[1]) == ticks]
 
     def _forget(self) -> None:
         """Remove what an earlier job left: its process ids may belong to others by now."""
@@ -162,36 +180,34 @@ class Running:
         paths = [Path(self.job.folder) / name.format(rank) for rank in self._ranks]
         return [p for p in paths if p.exists()]
 
-    def _pids(self) -> list[int]:
-        texts = [_read(p).strip() for p in self._files("rank-{}.pid")]
-        return [int(t) for t in texts if t.isdecimal()]
 
+def _command(job: Job, machines: Machines, worker: str, ranks: range) -> list[str]:
+    """Command line of torchrun, which knows of this machine alone; what connects machines is nodes.py's.
 
-def _command(job: Job, machines: Machines, worker: str, here: int, logs: Path) -> list[str]:
-    """Command line of torchrun. The static rendezvous, because only it gives --node-rank's ranks to a node."""
-    endpoint = machines.rdzv_endpoint if machines.nnodes > 1 else f"127.0.0.1:{_free_port()}"
+    Its own rendezvous is a file. By TCP it would listen on all interfaces and let anyone read and write.
+    """
+    logs = job.logs()
     return [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", str(machines.nnodes), "--nproc-per-node", str(here),
-        "--node-rank", str(machines.node_rank), "--rdzv-backend", "static", "--rdzv-endpoint", endpoint,
-        "--rdzv-id", f"{machines.rdzv_id}-{job.tag}", "--max-restarts", "0", "--no-python",
-        "sh", "-c", RANK_SHELL, sys.executable, worker, str(job.path()), str(logs),
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(len(ranks)),
+        "--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(logs / "rendezvous"),
+        "--rdzv-id", f"{machines.rdzv_id}-{job.tag}", "--local-addr", LOOPBACK, "--max-restarts", "0", "--no-python",
+        *child.of_torchrun(worker, str(job.path()), job.folder, str(logs), ranks.start, job.points[0].tp),
     ]  # fmt: skip
 
 
 def _environment(job: Job, machines: Machines) -> dict[str, str]:
-    env = dict(os.environ)
+    env = dict(os.environ) | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # torchrun would open another store
+    env.pop(SECRET, None)  # of no use to ranks
     if job.device == "cpu":
         env.setdefault("OMP_NUM_THREADS", "1")
         env["TRITON_INTERPRET"] = "1"
-        if machines.nnodes == 1 and Path("/sys/class/net/lo").exists():
-            env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return env
+    return env | (on_loopback() if machines.nnodes == 1 else {})
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+def on_loopback() -> dict[str, str]:
+    """Variables by which gloo and NCCL listen on the loopback interface alone, where nobody says otherwise."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if Path("/sys/class/net/lo").exists() else ()
+    return {name: "lo" for name in names if name not in os.environ}
 
 
 def _signal(pid: int, number: int) -> None:

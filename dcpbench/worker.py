@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import faulthandler
 import os
@@ -155,7 +156,8 @@ def main(path: str) -> int:
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     job = jobs.read_job(Path(path))
     folder = Path(job.folder)
-    (folder / f"rank-{rank}.pid").write_text(str(os.getpid()))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an exception would wait for threads and for the other ranks
+    faulthandler.enable()
     stacks = (folder / f"stacks-{rank}.txt").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     if job.device == "cuda":
@@ -164,7 +166,7 @@ def main(path: str) -> int:
     else:
         device = torch.device("cpu")
         torch.set_num_threads(1)
-    start(device)
+    start(device, rank, int(os.environ["WORLD_SIZE"]), job.port_path(), job.store)
     worker = None
     try:
         worker = Worker(job, rank, device)
@@ -174,9 +176,10 @@ def main(path: str) -> int:
     except Exception as e:  # noqa: BLE001 - whatever it is, the launcher has to hear of it
         key = worker.point.key() if worker and worker.point else ""
         failure = Failure(rank=rank, key=key, kind=type(e).__name__, message=str(e), traceback=traceback.format_exc())
-        (folder / f"error-{rank}.json").write_bytes(msgspec.json.encode(failure))
-        traceback.print_exc()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # a full disk, or a folder that is gone
+            (folder / f"error-{rank}.json").write_bytes(msgspec.json.encode(failure))
+            traceback.print_exc()
+            sys.stderr.flush()
         os._exit(1)  # not sys.exit: tearing down a group whose other ranks wait in a collective would hang
     if worker is not None:
         worker.session = None

@@ -42,7 +42,7 @@ Backlog = Annotated[
 Timeout = Annotated[
     float,
     typer.Option("--timeout", metavar="SECONDS", rich_help_panel=MEASURE, help="A bench of which nothing is heard for "
-    "this long is hung, and ended."),
+    "this long is hung, and ended; until its first case 300 s are allowed, however short this is."),
 ]  # fmt: skip
 Device = Annotated[
     str,

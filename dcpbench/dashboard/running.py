@@ -13,7 +13,6 @@ import msgspec
 from dcpbench import processes
 from dcpbench.dashboard.lines import clip
 from dcpbench.errors import DcpbenchError
-from dcpbench.folders import LOCK_FILE
 from dcpbench.jobs import Job, Progress, read_job
 from dcpbench.records import UNREADABLE
 from dcpbench.sweep import point_name
@@ -58,7 +57,7 @@ def working(root: Path, now: float | None = None) -> list[Working]:
 def _locked(root: Path) -> Iterator[Path]:
     for folder, below, files in os.walk(root):
         below[:] = sorted(name for name in below if not name.startswith("."))
-        if LOCK_FILE in files and processes.alive(Path(folder))[0] != processes.NONE:
+        if processes.LOCK_FILE in files and processes.alive(Path(folder))[0] != processes.NONE:
             yield Path(folder)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch.distributed as dist
 
 from dcpbench.exchange.collectives import Group, gather_objects
+from dcpbench.jobs import listen
 from dcpbench.workloads.calls import first_line
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ COLLECTIVE_TIMEOUT = dt.timedelta(minutes=30)
 """Longer than our own watchdogs, which have the better story to tell about a hang."""
 
 TCPStore = dist.TCPStore  # type: ignore[attr-defined]
+LOOPBACK = "127.0.0.1"
 LOOK_S = 0.02
 """Time between two looks for the file in which rank 0 leaves its port."""
 
@@ -40,31 +42,43 @@ def join(rank: int, ranks: int, device: torch.device, folder: Path) -> None:
     """Be one rank of several, which find each other by a file in `folder`; nothing for one alone."""
     if ranks == 1:
         return
-    start(device, store=_store(rank, ranks, folder / "port"), rank=rank, ranks=ranks)
+    start(device, rank, ranks, folder / "port")
 
 
-def start(device: torch.device, store: Store | None = None, rank: int = -1, ranks: int = -1) -> None:
-    """Start torch.distributed with what is the same in all our runs; without a store ranks meet as torchrun says."""
+def start(device: torch.device, rank: int, ranks: int, path: Path, at: tuple[str, int] | None = None) -> None:
+    """Start torch.distributed with what is the same in all our runs; ranks meet as jobs.Job.store (`at`) says."""
     if device.type == "cuda":
         for name, value in NCCL_DEFAULTS.items():
             os.environ.setdefault(name, value)
     # No device_id: with it torch splits later groups off the first communicator, and NCCL then orders the launches of
     # all of them, which costs some microseconds at every collective of a captured graph.
     kind = "nccl" if device.type == "cuda" else "gloo"
+    store = _store(rank, ranks, path, at)
     dist.init_process_group(kind, timeout=COLLECTIVE_TIMEOUT, store=store, rank=rank, world_size=ranks)
 
 
-def _store(rank: int, ranks: int, path: Path) -> Store:
-    """Served by rank 0 on a port that the system gives it: one that was free a moment ago may be taken by now."""
+def _store(rank: int, ranks: int, path: Path, at: tuple[str, int] | None) -> Store:
+    """Served by rank 0 at one address: torch's own would listen on all, and let anyone read and write.
+
+    On one machine the system gives the port: one that was free a moment ago may be taken by now.
+    """
+    host, port = at or (LOOPBACK, 0)
     if rank == 0:
-        store = TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
+        listening = listen(host, port)
+        port = listening.getsockname()[1]
+        store = TCPStore(
+            host, port, ranks, is_master=True, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT,
+            master_listen_fd=listening.detach(),
+        )  # fmt: skip
         unfinished = path.with_suffix(".new")
-        unfinished.write_text(str(store.port))
+        unfinished.write_text(str(port))
         unfinished.rename(path)
         return store
-    while not path.exists():
+    while at is None and not path.exists():
         time.sleep(LOOK_S)
-    return TCPStore("127.0.0.1", int(path.read_text()), ranks, is_master=False, wait_for_workers=False)
+    return TCPStore(
+        host, port or int(path.read_text()), ranks, is_master=False, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT
+    )
 
 
 def everyone() -> Group:

@@ -4,11 +4,15 @@ Points of `serve` are answered with three of their requests; 130 tokens wait for
 131 wait for one and go on waiting.
 
 Contexts: 13 rank 1 raises · 99 rank 1 kills itself · 66 every rank hangs · 7 it ends before its first point ·
-21 and 22 the engine cannot be built, for want of a tensor or of memory · anything else is measured.
+28 the disk is full when it is recorded ·
+21 and 22 the engine cannot be built, for want of a tensor or of memory · 700 + n rank 1 ends with exit code n,
+800 + n by signal n, and rank 0 loses its connection · 300 measured, and nothing comes after it ·
+anything else is measured.
 """
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import os
 import signal
@@ -25,6 +29,7 @@ from dcpbench.records import Interval, Metrics, Percentiles, Point, Record, Reco
 from dcpbench.serve_records import Latencies, ServeMetrics
 
 RAISES, HANGS, STILLBORN, KILLED, NO_TENSOR, NO_MEMORY, LONG, STUBBORN = 13, 66, 7, 99, 21, 22, 130, 131
+CODES, SIGNALS, PAUSE, FULL = range(700, 800), range(800, 900), 300, errno.ENOSPC
 RANK = int(os.environ.get("RANK", "0"))
 
 
@@ -78,6 +83,12 @@ def wait_for(job: jobs.Job, point: Point) -> None:
         time.sleep(0.05)
 
 
+def wait_for_the_end(job: jobs.Job) -> None:
+    """As at the real worker's last barrier: no rank ends before rank 0 has said that all is done."""
+    while int(os.environ["LOCAL_WORLD_SIZE"]) > RANK and '"stage":"end"' not in _text(job.progress_path()):
+        time.sleep(0.05)
+
+
 def _text(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
@@ -94,14 +105,17 @@ def work(job: jobs.Job) -> None:
         build(point)
         if RANK == 0:
             jobs.tell(job, "measure", point, index=index)
-        if point.context in (RAISES, KILLED, HANGS):
+        if point.context in (RAISES, KILLED, HANGS, *CODES, *SIGNALS):
             wait_for(job, point)
             misbehave(job, point)
         note = answer(job, point)
         if RANK == 0:
             jobs.tell(job, "done", point, index=index, note=note)
+        while point.context == PAUSE:
+            time.sleep(0.05)
     if RANK == 0:
         jobs.tell(job, "end")
+    wait_for_the_end(job)
 
 
 def answer(job: jobs.Job, point: Point) -> str:
@@ -113,6 +127,8 @@ def answer(job: jobs.Job, point: Point) -> str:
         if RANK == 0:
             check(job, point)
         return "1 check"
+    if point.context == FULL:
+        raise OSError(FULL, os.strerror(FULL))
     if RANK == 0:
         RecordFile(Path(job.folder)).append(record(point))
     return "step 10.0 ms"
@@ -127,7 +143,15 @@ def build(point: Point) -> None:
 
 
 def misbehave(job: jobs.Job, point: Point) -> None:
-    """Rank 1 fails; the others stay behind as in a collective."""
+    """Rank 1 fails; the others stay behind as in a collective, or hear that it is gone."""
+    if RANK == 1 and point.context in CODES:
+        os._exit(point.context - CODES.start)
+    if RANK == 1 and point.context in SIGNALS:
+        os.kill(os.getpid(), point.context - SIGNALS.start)
+    if point.context in (*CODES, *SIGNALS):
+        while not (Path(job.folder) / "logs" / job.tag / "rank-1.exit").exists():
+            time.sleep(0.05)
+        raise RuntimeError("gloo: Connection closed by peer")
     if RANK == 1 and point.context == RAISES:
         raise ValueError(f"no such row in {point.model}")
     if RANK == 1 and point.context == KILLED:
@@ -157,7 +181,6 @@ def main() -> None:
         return
     job = jobs.read_job(Path(sys.argv[1]))
     folder = Path(job.folder)
-    (folder / f"rank-{RANK}.pid").write_text(str(os.getpid()))
     stacks = (folder / f"stacks-{RANK}.txt").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     sys.stdout.write(f"rank {RANK} of {os.environ['WORLD_SIZE']} at work\n")

@@ -113,7 +113,7 @@ def test_an_interrupt_ends_the_workers_and_says_how_to_go_on(tmp_path: Path, num
     pids: list[int] = []
 
     def at_work() -> bool:
-        pids[:] = [int(p.read_text()) for p in folder.glob("rank-*.pid") if p.read_text()]
+        pids[:] = [int(words[0]) for p in folder.glob("rank-*.pid") if (words := p.read_text().split())]
         return len(pids) == 2 and (folder / "records.jsonl").exists()
 
     until(at_work, run)
@@ -221,6 +221,7 @@ def test_the_command_line_overrides_the_file(call, tmp_path: Path) -> None:
         (["sweep", "--backend", "xyz"], 2, "--backend xyz is unknown. Known: "),
         (["sweep", "--nnodes", "0"], 2, "--nnodes 0 is not positive"),
         (["sweep", "--nnodes", "2"], 2, "write HOST:PORT of node 0"),
+        (["sweep", "--nnodes", "2", "--rdzv-endpoint", "10.0.0.1:29500"], 2, "export DCPBENCH_SECRET="),
         (["sweep", "--nnodes", "2", "--node-rank", "2"], 2, "ranks go from 0 to nnodes - 1"),
         (["sweep", "--device", "tpu"], 2, "--device tpu is unknown"),
         (["sweep", "--context", "4000000", "--concurrency", "1"], 2, "--context can be up to 163839"),

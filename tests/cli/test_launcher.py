@@ -13,10 +13,11 @@ import pytest
 
 from dcpbench import launch, torchrun
 from dcpbench.errors import WorkerError
-from dcpbench.jobs import Progress, Settings
+from dcpbench.jobs import SECRET, Progress, Settings
 from dcpbench.records import Point, Record, read_records
-from dcpbench.torchrun import Machines, _free_port
+from dcpbench.torchrun import Machines
 from tests.cli.waiting import until
+from tests.unit.test_launch import free_port
 
 pytestmark = pytest.mark.distributed
 HERE = str(Path(__file__).parent)
@@ -140,9 +141,12 @@ def test_a_point_that_verify_cannot_check_is_no_record_of_a_sweep(tmp_path: Path
     assert str(record.reason).endswith("no such row in tiny. Read logs/tp2-0 in the run's folder")
 
 
-def test_two_nodes_measure_together_and_node_0_alone_keeps_records(tmp_path: Path) -> None:
+def test_two_nodes_measure_together_and_node_0_alone_keeps_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 1, which raises, is on node 1: node 0 hears of it, records why, and both go on with tp 2 and tp 4."""
-    endpoint = f"127.0.0.1:{_free_port()}"
+    monkeypatch.setenv(SECRET, "of these two")
+    endpoint = f"127.0.0.1:{free_port()}"
     folders = [tmp_path / "node0", tmp_path / "node1"]
     errors: list[BaseException] = []
 

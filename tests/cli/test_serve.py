@@ -102,7 +102,7 @@ def test_an_interrupt_waits_for_what_has_finished(tmp_path: Path, number: int, c
 def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
     """These ranks would write for ever: they are killed, and nothing is recorded."""
     run = start(tmp_path, 121)
-    pids = [int(path.read_text()) for path in (tmp_path / "run").glob("rank-*.pid")]
+    pids = [int(path.read_text().split()[0]) for path in (tmp_path / "run").glob("rank-*.pid")]
     run.send_signal(signal.SIGINT)
     assert run.stderr is not None
     while "Interrupted: writing" not in run.stderr.readline():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from dcpbench import folders
 from dcpbench.errors import OutputError
 from dcpbench.jobs import CHECKS_FILE, FAILED_FILE, Job, Settings
+from dcpbench.processes import LOCK_FILE
 from dcpbench.records import RECORDS_FILE, Point, Record, RecordFile, read_records
 from tests.unit import serve_record_builder
 
@@ -51,6 +53,44 @@ class TestLock:
             job.wait()
         with folders.locked(tmp_path):
             pass
+
+    def test_a_lock_file_of_anything_else_is_no_error_and_the_refusal_names_nobody(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(folders, "ENDING_S", 0.0)
+        with folders.locked(tmp_path):
+            (tmp_path / LOCK_FILE).write_bytes(b"\x00\xffgarbage -1 99999999999999999999")
+            with pytest.raises(OutputError, match=r"still writing here.*\(pid unknown\)"):
+                folders.locked(tmp_path).__enter__()
+
+    def test_workers_that_are_ending_are_waited_for(self, tmp_path: Path) -> None:
+        """Their command is gone. This one ends as soon as it sees that it is waited for, by the file that is opened."""
+        with folders.locked(tmp_path) as lock:
+            job = subprocess.Popen(["sh", "-c", "read line"], stdin=subprocess.PIPE, pass_fds=(lock,))
+            os.ftruncate(lock, 0)
+        looked = []
+
+        def look(seconds: float) -> None:
+            looked.append(seconds)
+            job.communicate(b"end\n")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(folders.time, "sleep", look)
+            with folders.locked(tmp_path):
+                assert len(looked) == 1
+
+    @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
+    def test_a_lock_that_cannot_be_had_is_refused(
+        self, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Without it two runs could write into one folder."""
+
+        def flock(*_: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(folders.fcntl, "flock", flock)
+        with pytest.raises(OutputError, match=r"gives no lock on \.lock .* a local disk with -o"):
+            folders.locked(tmp_path).__enter__()
 
 
 class TestSweep:

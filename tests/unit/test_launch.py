@@ -12,7 +12,7 @@ import pytest
 
 from dcpbench import launch, nodes, torchrun
 from dcpbench.errors import UsageError, WorkerError
-from dcpbench.jobs import Failure, Job, Progress, Settings
+from dcpbench.jobs import SECRET, Exit, Failure, Job, Progress, Settings, code_words, listen
 from dcpbench.records import Point, Record, RecordFile
 from dcpbench.torchrun import Machines, Running
 
@@ -114,15 +114,45 @@ def test_a_progress_line_still_being_written_waits_for_its_end(tmp_path: Path) -
     assert [e.stage for e in running.events()] == ["start", "start"]
 
 
-def test_a_killed_rank_is_read_from_torchruns_summary_and_those_that_torchrun_ended_are_not(tmp_path: Path) -> None:
-    """Signal 15 to rank 0 came from torchrun, signal 9 to rank 1 from the kernel."""
-    running = Sleeper(tmp_path)
-    assert running.killed_ranks() == ""
-    running.agent_log.write_text(
-        "[1]:\n  host      : h\n  rank      : 0 (local_rank: 0)\n  exitcode  : -15 (pid: 10)  (SIGTERM)\n"
-        "Root Cause:\n[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 11)  (SIGKILL)\n"
-    )
-    assert running.killed_ranks() == "rank 1 was killed by signal 9"
+@pytest.mark.parametrize(
+    ("failures", "exits", "finished", "blamed"),
+    [
+        ([], [(0, 1, 2.0), (1, -9, 1.0)], False, 1),
+        ([failure(0, "RuntimeError", "NCCL error")], [(0, 1, 1.0), (1, -15, 2.0)], False, 1),
+        ([failure(0, "ValueError", "x")], [(0, 1, 1.0), (1, -6, 2.0)], False, None),
+        ([failure(0, "ValueError", "lost a peer")], [(0, 1, 2.0), (1, -11, 1.0)], False, 1),
+        ([], [(0, 0, 1.0), (1, 0, 2.0)], True, None),
+        ([], [(1, 0, 1.0)], False, 1),
+        ([], [(0, 0, 1.0), (1, -11, 2.0)], True, 1),
+    ],
+    ids=["first", "before-a-collective", "after-an-error", "before-an-error", "all-done", "too-early", "at-the-end"],
+)
+def test_the_first_rank_that_ended_untold_is_blamed(
+    failures: list[Failure], exits: list[tuple[int, int, float]], finished: bool, blamed: int | None
+) -> None:
+    """(rank, exit code, time): an error comes first where its rank did, and a rank may end with 0 once all is done."""
+    told = [Exit(rank=rank, code=code, asked=False, at=at) for rank, code, at in exits]
+    found = launch.first_gone(failures, told, finished=finished)
+    assert (found and found.rank) == blamed
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (7, "ended with exit code 7"), (0, "ended with exit code 0"), (-9, "was ended by signal 9 (SIGKILL)"),
+        (-40, "was ended by signal 40"),
+    ],
+)  # fmt: skip
+def test_a_signal_is_named_where_it_has_a_name(code: int, words: str) -> None:
+    """Real-time signals between the first and the last have none."""
+    assert code_words(code) == words
+
+
+def test_a_rank_that_torchrun_ended_is_not_to_blame() -> None:
+    """Signal 15 to rank 0 came from torchrun, as rank 1 had ended."""
+    exits = [Exit(rank=0, code=-15, asked=True, at=1.0), Exit(rank=1, code=7, asked=False, at=2.0)]
+    found = launch.first_gone([], exits, finished=False)
+    assert found == exits[1]
 
 
 def test_the_log_shown_is_that_of_the_rank_that_failed(tmp_path: Path) -> None:
@@ -146,25 +176,30 @@ def test_a_new_job_forgets_process_ids_and_errors_of_the_last_one(tmp_path: Path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["logs", "rank-2.pid"]
 
 
-def test_a_job_on_one_machine_meets_on_a_free_local_port(tmp_path: Path) -> None:
-    """Nothing outside the machine is asked, and two sweeps at once do not collide."""
-    command = torchrun._command(job(tmp_path), Machines(), "dcpbench.worker", 2, tmp_path)
-    endpoint = command[command.index("--rdzv-endpoint") + 1]
-    assert endpoint.startswith("127.0.0.1:")
-    assert int(endpoint.partition(":")[2]) > 0
-    assert command[command.index("--nproc-per-node") + 1] == "2"
-
-
-def test_a_job_on_several_machines_passes_on_what_was_typed(tmp_path: Path) -> None:
-    """Ranks follow --node-rank only with the static rendezvous; c10d gives them out as it likes."""
+def test_torchrun_knows_of_one_machine_and_meets_in_a_file(tmp_path: Path) -> None:
+    """By TCP it would listen on all interfaces. Node 1 of two has ranks 2 and 3 of 4."""
     machines = Machines(nnodes=2, node_rank=1, rdzv_endpoint="10.0.0.1:29500", rdzv_id="night")
-    command = torchrun._command(job(tmp_path), machines, "dcpbench.worker", 4, tmp_path)
+    command = torchrun._command(job(tmp_path), machines, "dcpbench.worker", range(2, 4))
     pairs = dict(itertools.pairwise(command))
-    assert pairs["--nnodes"] == "2"
-    assert pairs["--node-rank"] == "1"
-    assert pairs["--rdzv-endpoint"] == "10.0.0.1:29500"
+    assert pairs["--nnodes"] == "1"
+    assert pairs["--nproc-per-node"] == "2"
+    assert pairs["--rdzv-conf"] == "store_type=file"
+    assert pairs["--rdzv-endpoint"] == str(tmp_path / "logs" / "tp2-0" / "rendezvous")
     assert pairs["--rdzv-id"] == "night-tp2-0"
-    assert pairs["--rdzv-backend"] == "static"
+    assert command[-2:] == ["2", "2"], "the first rank here, and how many there are on all: --tp 2"
+
+
+def test_ranks_of_one_machine_listen_on_loopback_where_nobody_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of several machines choose an interface; the secret of these is not for ranks."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    monkeypatch.setenv(SECRET, "s")
+    alone = torchrun._environment(job(tmp_path), Machines())
+    assert (alone["GLOO_SOCKET_IFNAME"], alone["NCCL_SOCKET_IFNAME"]) == ("lo", "ib0")
+    assert SECRET not in alone
+    assert "GLOO_SOCKET_IFNAME" not in torchrun._environment(job(tmp_path), Machines(nnodes=2))
 
 
 def test_cpu_ranks_get_one_thread_and_tritons_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,9 +247,22 @@ def test_lines_between_nodes_survive_being_cut_and_joined() -> None:
     line.close()
 
 
+def free_port() -> int:
+    """A port of the loopback interface that is free."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.fixture
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the machines of a sweep share."""
+    monkeypatch.setenv(SECRET, "of this sweep")
+
+
+@pytest.mark.usefixtures("secret")
 def test_node_0_hands_jobs_to_the_others_and_hears_how_they_ended(tmp_path: Path) -> None:
     """Job, `failed`, `stop`, Ended, and the end of the sweep, over a real socket."""
-    port = torchrun._free_port()
+    port = free_port()
     got: list[bytes | None] = []
 
     def other() -> None:
@@ -239,10 +287,110 @@ def test_node_0_hands_jobs_to_the_others_and_hears_how_they_ended(tmp_path: Path
     assert got[1:] == [nodes.STOP, None]
 
 
+@pytest.mark.usefixtures("secret")
 def test_a_node_that_never_comes_and_a_node_0_that_never_answers_are_named() -> None:
     """Both sides give up with the command to start and the port to check."""
-    port = torchrun._free_port()
+    port = free_port()
     with pytest.raises(WorkerError, match="0 of 1 other nodes"):
         nodes.Leader(f"127.0.0.1:{port}", 2, 0.1)
     with pytest.raises(WorkerError, match="no answer from node 0"):
         nodes.follow(f"127.0.0.1:{port}", 0.1)
+
+
+def test_without_a_secret_several_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides say what to type."""
+    monkeypatch.delenv(SECRET, raising=False)
+    for start in (lambda: nodes.Leader("127.0.0.1:1", 2, 1), lambda: nodes.follow("127.0.0.1:1", 1)):
+        with pytest.raises(UsageError, match=rf"export {SECRET}=\$\(openssl rand -hex 16\)"):
+            start()
+
+
+@pytest.mark.usefixtures("secret")
+class TestStrangers:
+    """Whoever reaches the port of node 0."""
+
+    def test_what_has_not_the_secret_is_sent_away_and_the_others_are_waited_for(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Bytes of nobody, a Hello without proof, one of another sweep; then node 1 comes."""
+        monkeypatch.setattr(nodes, "HELLO_WAIT_S", 2.0)
+        port = free_port()
+        told: list[str] = []
+
+        def come() -> None:
+            for data in (b"GET / HTTP/1.1\r\n\r\n", b'{"node":1,"nonce":"00"}\n', b"\xff\n", b"9" * 5000):
+                stranger = _connect(port)
+                stranger.sendall(data)
+                assert nodes.Line(stranger).receive(10), "node 0 says hello"
+                while stranger.recv(1 << 16):
+                    pass
+                stranger.close()
+            for name in ("another sweep", "night"):
+                try:
+                    nodes.follow(f"127.0.0.1:{port}", 10, node=1, name=name).close()
+                except WorkerError as e:
+                    told.append(str(e))
+
+        thread = threading.Thread(target=come)
+        thread.start()
+        with nodes.Leader(f"127.0.0.1:{port}", 2, 60, "night") as leader:
+            assert len(leader._lines) == 1
+        thread.join(10)
+        (refusal,) = told
+        assert f"{SECRET} and --rdzv-id must be those of node 0" in refusal
+
+    def test_a_node_does_not_work_for_a_node_0_without_the_secret(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It would start whatever job it is told to."""
+        monkeypatch.setattr(nodes, "HELLO_WAIT_S", 2.0)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+
+            def lead() -> None:
+                connection = server.accept()[0]
+                hello = nodes.Hello(node=0, nonce="00")
+                connection.sendall(msgspec.json.encode(hello) + b"\n" + msgspec.json.encode(hello) + b"\n")
+                while connection.recv(1 << 16):
+                    pass
+                connection.close()
+
+            thread = threading.Thread(target=lead)
+            thread.start()
+            with pytest.raises(WorkerError, match="did not take this node for one of its sweep"):
+                nodes.follow(f"127.0.0.1:{server.getsockname()[1]}", 10)
+            thread.join(10)
+
+    def test_a_line_that_is_forged_repeated_or_too_long_closes_the_connection(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The first line is taken; sent once more, its number is wrong."""
+        monkeypatch.setattr(nodes, "LONGEST", 100)
+        repeated = nodes._code(b"key", b"b", b"0", b"job") + b"job\n"
+        for bad in (b"stop\n", b"0" * 64 + b"stop\n", b"9" * 1000, repeated):
+            ours, theirs = socket.socketpair()
+            line, peer = nodes.Line(ours), nodes.Line(theirs)
+            line.trust(b"key", b"a", b"b")
+            peer.trust(b"key", b"b", b"a")
+            peer.send(b"job")
+            assert line.receive(10) == b"job"
+            theirs.sendall(bad)
+            while not line.closed:
+                assert line.receive(0.01) is None
+            line.close()
+            peer.close()
+
+    def test_node_0_listens_at_its_endpoint_alone(self) -> None:
+        with listen("127.0.0.1", 0) as listening:
+            assert listening.getsockname()[0] == "127.0.0.1"
+        port = free_port()
+        with pytest.raises(WorkerError, match="0 of 1 other nodes"):
+            nodes.Leader(f"127.0.0.2:{port}", 2, 0.1)
+        with pytest.raises(UsageError, match=r"cannot listen there .*; give an address that it has"):
+            nodes.Leader(f"192.0.2.1:{port}", 2, 0.1)
+
+
+def _connect(port: int) -> socket.socket:
+    """A connection to node 0, which may not be up yet."""
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=30)
+        except ConnectionRefusedError:
+            continue

@@ -1,0 +1,74 @@
+"""The processes of a job, found in /proc by a word in their environment, whatever the code under test says of them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MARK = "DCPBENCH_TEST_MARK"
+AGENT, RANK, ACCOUNT, OTHER = "agent", "rank", "account", "other"
+LISTENS = "0A"
+"""State of a socket in /proc/net/tcp."""
+PATIENCE_S = 600.0
+"""How long a test waits for what would never come where it is broken."""
+
+
+def processes(mark: str) -> dict[int, list[str]]:
+    """Command line of each living process whose environment has this mark, by its id."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}\0".encode() in (folder / "environ").read_bytes():
+                words = (folder / "cmdline").read_text().split("\0")
+                if (folder / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                    found[int(folder.name)] = words
+    return found
+
+
+def role(words: list[str]) -> str:
+    """What a process of a job is."""
+    if "torch.distributed.run" in words:
+        return AGENT
+    if any(w.endswith("child.py") for w in words):
+        return ACCOUNT
+    return RANK if any(Path(w).name.startswith("job-") for w in words) else OTHER
+
+
+def of_role(mark: str, wanted: str) -> list[int]:
+    """Ids of the living processes with this role."""
+    return sorted(pid for pid, words in processes(mark).items() if role(words) == wanted)
+
+
+def opened(pid: int) -> set[str]:
+    """What a process has open, as far as it does not close it meanwhile."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.add(str(descriptor.readlink()))
+    return found
+
+
+def listening(mark: str) -> set[str]:
+    """Addresses at which living processes with this mark listen, as the kernel writes them: `0100007F` is 127.0.0.1."""
+    inodes = set().union(*(opened(pid) for pid in processes(mark)))
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == LISTENS and f"socket:[{words[9]}]" in inodes:
+                found.add(words[1].partition(":")[0])
+    return found
+
+
+def wait_until(true: Callable[[], object], what: str) -> None:
+    """Wait for something that comes at once, were the machine idle."""
+    end = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < end, f"waited {PATIENCE_S:g} s: {what}"
+        time.sleep(0.05)

@@ -1,0 +1,263 @@
+"""Kills sweeps of real ranks at random, goes on with --resume, and counts what was lost, done twice or left alive.
+
+    python -m tests.kills --kills 200 --seed 1
+
+Each sweep is of a tiny model on two gloo ranks. A kill is SIGKILL, SIGTERM or SIGINT to the command, torchrun's agent,
+a rank, or several of them, at a random moment of starting or measuring. After it, whatever has lost the process that
+started it must be gone within 5 s. A command that is gone is repeated with --resume, until every point has its record.
+Ends with 1 where a record was lost, a point has two, a process was left alive, or a command ended as none should.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from dcpbench.records import RECORDS_FILE, read_records
+from tests.cli.job_processes import AGENT, MARK, RANK, of_role, processes
+
+SWEEP = (
+    "sweep", "--model", "tiny", "--tp", "2", "--dcp", "1,2", "--concurrency", "1", "--context", "16,24,32",
+    "--seconds", "0.2", "--no-profile", "--device", "cpu",
+)  # fmt: skip
+POINTS = 6
+COMMAND = "command"
+TARGETS = ((COMMAND,), (AGENT,), (RANK,), (COMMAND, AGENT), (COMMAND, RANK), (AGENT, RANK), (COMMAND, AGENT, RANK))
+SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+ALLOWED_S = 5.0
+"""How long a process may outlive the one that started it."""
+ORDERLY_S = 90.0
+"""How long a process may take to end that was asked to, on a busy machine."""
+ENDS = (0, 4)
+"""Exit codes of a sweep that nobody killed: all points measured, or some failed."""
+
+
+@dataclasses.dataclass
+class Count:
+    """What is told at the end."""
+
+    kills: int = 0
+    sweeps: int = 0
+    lost: int = 0
+    duplicated: int = 0
+    alive: int = 0
+    other: int = 0
+    longest_s: float = 0.0
+    by_target: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    @property
+    def violations(self) -> int:
+        return self.lost + self.duplicated + self.alive + self.other
+
+
+class Kills:
+    """All sweeps together; each thread does one after the other."""
+
+    def __init__(self, wanted: int, folder: Path, timeout_s: float) -> None:
+        self.wanted, self.folder, self.count = wanted, folder, Count()
+        self.ends = time.monotonic() + timeout_s
+        self._lock = threading.Lock()
+
+    def take(self) -> int | None:
+        """The number of the next kill, or None where there have been enough."""
+        with self._lock:
+            if self.count.kills >= self.wanted or time.monotonic() > self.ends:
+                return None
+            self.count.kills += 1
+            return self.count.kills
+
+    def say(self, text: str) -> None:
+        with self._lock:
+            print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+    def found(self, kind: str, text: str, number: int = 1) -> None:
+        """Count a violation."""
+        with self._lock:
+            setattr(self.count, kind, getattr(self.count, kind) + number)
+        self.say(f"VIOLATION ({kind}): {text}")
+
+
+class Sweep:
+    """One folder, its commands one after the other."""
+
+    def __init__(self, kills: Kills, number: int, chance: random.Random) -> None:
+        self.kills, self.number, self.chance = kills, number, chance
+        self.folder = kills.folder / f"sweep-{number}"
+        self.known: set[str] = set()
+        self.twice: set[str] = set()
+        self.starting_s = 15.0
+        self.runs = 0
+
+    def run(self) -> None:
+        """Commands until every point is recorded, each killed at random as long as there are kills left."""
+        done = False
+        while not done:
+            done = self._command()
+            self._check_records()
+        records = [r for r in read_records(self.folder) if r.outcome == "ok"]
+        keys = collections.Counter(r.point.key() for r in records)
+        if len(keys) != POINTS:
+            self.kills.found("lost", f"{self.folder}: {len(keys)} of {POINTS} points", POINTS - len(keys))
+        self.kills.count.sweeps += 1
+        self.kills.say(f"sweep {self.number}: {len(keys)} of {POINTS} points ok, after {self.runs} commands")
+        shutil.rmtree(self.folder)
+
+    def _command(self) -> bool:
+        """One command; returns whether it ended by itself with all points measured."""
+        self.runs += 1
+        log = self.folder.with_suffix(".log")
+        with log.open("ab") as out:
+            run = subprocess.Popen(
+                [sys.executable, "-m", "dcpbench.cli", *SWEEP, "-o", str(self.folder), "--resume"],
+                stdout=out, stderr=out, env=os.environ | {MARK: str(self.folder)}, start_new_session=True,
+            )  # fmt: skip
+        while run.poll() is None:
+            if not self._wait(run):
+                continue
+            if run.poll() is None and (number := self.kills.take()):
+                killed = self._kill(run, number)
+                if COMMAND in killed:
+                    return False
+        self._check_gone(set(processes(str(self.folder))), time.monotonic(), "a command that ended by itself")
+        if run.returncode not in ENDS:
+            tail = log.read_text(errors="replace")[-1500:]
+            self.kills.found("other", f"sweep {self.number} ended with {run.returncode}:\n{tail}")
+        return run.returncode == 0
+
+    def _wait(self, run: subprocess.Popen[bytes]) -> bool:
+        """Until a random moment, of starting or of measuring; False where no kill is due."""
+        if self.kills.count.kills >= self.kills.wanted or time.monotonic() > self.kills.ends:
+            run.wait()
+            return False
+        began, measuring = time.monotonic(), self.chance.random() < 0.5
+        until = self.chance.uniform(0, 6.0 if measuring else self.starting_s)
+        jobs = len(list(self.folder.glob("progress-*")))
+        while measuring and run.poll() is None and len(list(self.folder.glob("progress-*"))) == jobs:
+            time.sleep(0.1)
+            if time.monotonic() - began > ORDERLY_S:
+                return True
+        if measuring:
+            self.starting_s = max(2.0, time.monotonic() - began)
+            began = time.monotonic()
+        while run.poll() is None and time.monotonic() - began < until:
+            time.sleep(0.02)
+        return True
+
+    def _kill(self, run: subprocess.Popen[bytes], number: int) -> tuple[str, ...]:
+        mark, wanted = str(self.folder), self.chance.choice(TARGETS)
+        there = {COMMAND: [run.pid], AGENT: of_role(mark, AGENT), RANK: of_role(mark, RANK)}
+        targets = tuple(t for t in wanted if there[t]) or (COMMAND,)
+        pids = {t: self.chance.choice(there[t]) for t in targets}
+        number_sent = {t: self.chance.choice(SIGNALS) for t in targets}
+        below = set(processes(mark)) - {run.pid}
+        ranks = set(there[RANK])
+        for target in self.chance.sample(targets, len(targets)):
+            try:
+                os.kill(pids[target], number_sent[target])
+            except ProcessLookupError:
+                continue
+        text = ", ".join(f"{number_sent[t].name} to {t}" for t in targets)
+        self.kills.count.by_target["+".join(targets)] += 1
+        if COMMAND in targets:
+            self._ended(run, text)
+            took = self._check_gone(below | set(processes(mark)), time.monotonic(), text)
+        else:
+            self._gone_itself(pids, text)
+            took = self._check_gone(ranks, time.monotonic(), text) if AGENT in targets else 0.0
+        stage = "starting" if not ranks else "with ranks"
+        self.kills.say(f"[{number}/{self.kills.wanted}] sweep {self.number}, {stage}: {text}; gone after {took:.1f} s")
+        return targets
+
+    def _ended(self, run: subprocess.Popen[bytes], text: str) -> None:
+        try:
+            run.wait(ORDERLY_S)
+        except subprocess.TimeoutExpired:
+            self.kills.found("other", f"{text}: the command had not ended after {ORDERLY_S:g} s")
+            run.kill()
+            run.wait()
+
+    def _gone_itself(self, pids: dict[str, int], text: str) -> None:
+        """Wait for what was signalled; all of it ends of any of these signals."""
+        end = time.monotonic() + ORDERLY_S
+        left = set(pids.values())
+        while left & set(processes(str(self.folder))):
+            if time.monotonic() > end:
+                self.kills.found("other", f"{text}: still alive after {ORDERLY_S:g} s")
+                return
+            time.sleep(0.02)
+
+    def _check_gone(self, pids: set[int], since: float, text: str) -> float:
+        """Count those of the processes that are alive ALLOWED_S later; returns how long the last one took."""
+        mark = str(self.folder)
+        while (
+            left := {p: w for p, w in processes(mark).items() if p in pids}
+        ) and time.monotonic() - since < ALLOWED_S:
+            time.sleep(0.02)
+        took = time.monotonic() - since
+        self.kills.count.longest_s = max(self.kills.count.longest_s, took)
+        if left:
+            self.kills.found("alive", f"{text}: {left} after {ALLOWED_S:g} s", len(left))
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+        return took
+
+    def _check_records(self) -> None:
+        """No ok record goes, and none comes twice."""
+        if not (self.folder / RECORDS_FILE).exists():
+            return
+        ok = collections.Counter(r.point.key() for r in read_records(self.folder) if r.outcome == "ok")
+        if lost := self.known - set(ok):
+            self.kills.found("lost", f"{self.folder}: {sorted(lost)}", len(lost))
+        if twice := [key for key, number in ok.items() if number > 1 and key not in self.twice]:
+            self.kills.found("duplicated", f"{self.folder}: {twice}", len(twice))
+            self.twice |= set(twice)
+        self.known = set(ok)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Read the options, kill, and tell."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of targets, signals and moments; default: %(default)s")
+    parser.add_argument("--at-once", type=int, default=2, help="sweeps side by side; default: %(default)s")
+    parser.add_argument("--minutes", type=float, default=120, help="no more kills after so long; default: %(default)s")
+    asked = parser.parse_args(arguments)
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background job would hand on that it is ignored
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="dcpbench-kills-") as name:
+        kills = Kills(asked.kills, Path(name), asked.minutes * 60)
+
+        def work(lane: int) -> None:
+            number = lane
+            while kills.count.kills < kills.wanted and time.monotonic() < kills.ends:
+                Sweep(kills, number, random.Random(f"{asked.seed}/{number}")).run()
+                number += asked.at_once
+
+        lanes = [threading.Thread(target=work, args=(lane,)) for lane in range(1, asked.at_once + 1)]
+        for lane in lanes:
+            lane.start()
+        for lane in lanes:
+            lane.join()
+    c = kills.count
+    print(f"{c.kills} kills over {c.sweeps} sweeps of {POINTS} points in {(time.monotonic() - began) / 60:.0f} min")
+    print("of: " + ", ".join(f"{target} {number}" for target, number in c.by_target.most_common()))
+    print(f"lost {c.lost}, duplicated {c.duplicated}, alive after {ALLOWED_S:g} s: {c.alive}, other {c.other}")
+    print(f"the longest that anything outlived what started it: {c.longest_s:.1f} s")
+    return 1 if c.violations or c.kills < asked.kills else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
