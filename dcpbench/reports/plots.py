@@ -109,6 +109,8 @@ def _draw_served(served: pd.DataFrame, studio: Studio) -> None:
         mode, model, arrival = map(str, key)
         group, note = thinning.thinned(found, figures.ALONG[arrival].column)
         for kind, title, draw in figures.LINES:
+            if figures.lacks(kind, group):
+                continue
             told = f"{title.format(figures.ALONG[arrival].against)}, {style.plain(model)}, {mode}{note}"
             studio.add(f"serve-{kind}-{mode}-{arrival}", told, group, draw, figures.alt(told, group))
 

@@ -1,6 +1,7 @@
 /* The charts of a report: `dcp.charts[kind](figure, points)` says what the panels of a figure hold. A figure has a
    `slug`, `off` (names of switched-off series) and `wide` (one panel a row). Each returns {panels, items, note}:
-   panels [{key, title, traces, layout, rows?}], items for dcp.switches with a `key`. */
+   panels [{key, title, traces, layout, rows?}], items for dcp.switches with a `key`. `dcp.charts.NEEDS[kind]` names
+   what a point must have to be in one. */
 "use strict";
 dcp.charts = (() => {
   const LOG_RANGE = 20; // an axis is logarithmic when its values span more, as in style.py
@@ -259,8 +260,13 @@ dcp.charts = (() => {
     return { panels, items, note: without > 0 ? `${without} of ${points.length} points have no ${fields.get(x).label} or no ${fields.get(y).label}.` : "", wide: true };
   }
 
+  const NEEDS = {
+    throughput: "an output rate", ttft: "a TTFT", itl: "an ITL", frontier: "both a speed for one user and an output per GPU",
+    "break-even": "a baseline without DCP", kv: "a KV capacity", phases: "a profiled step", explore: "both numbers",
+  };
+
   return {
-    ROW_PIXELS,
+    ROW_PIXELS, NEEDS,
     throughput: (figure, points) => overLoad({ ...figure, axis: "output (tok/s)" }, points, [["output_tok_s", "output"]]),
     ttft: (figure, points) => overLoad({ ...figure, axis: "time to first token (ms)" }, points, [["ttft_p50_ms", "p50"], ["ttft_p99_ms", "p99"]]),
     itl: (figure, points) => overLoad({ ...figure, axis: "inter-token latency (ms)" }, points, [[points.some((p) => known(p.step_ms)) ? "step_ms" : "itl_p50_ms", "p50"], ["itl_p99_ms", "p99"]]),
