@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pandas as pd
 
-from dcpbench.choices import CLOSED
+from dcpbench.choices import CLOSED, OPTIONS
+from dcpbench.records import Point
 from dcpbench.reports.merge import spread
 from dcpbench.reports.prose import counted
 from dcpbench.reports.slo import LOAD, SCOPE
@@ -23,7 +24,16 @@ if TYPE_CHECKING:
     from dcpbench.records import Interval
     from dcpbench.reports.frames import Frames
 
-BASELINE_OF = [*LOAD, "tp", "dp", "backend", "dtype", "page_size", "weights", "all_reduce"]
+
+def fields_but(*left_out: str) -> list[str]:
+    """Columns of all that a point is, besides its load and repeat and what is left out here."""
+    return [name for name in Point.__struct_fields__ if name not in ("load", "repeat", *left_out)]
+
+
+HOW_EXCHANGED = ("exchange", *OPTIONS)
+OF_A_LOAD = ("workload", "concurrency", "context")
+"""Fields of a point that the columns of LOAD stand for; what `serve` calls its context follows from its load."""
+BASELINE_OF = [*LOAD, *fields_but("model", *OF_A_LOAD, "dcp", *HOW_EXCHANGED)]
 """What a DCP point and its dcp=1 baseline have in common."""
 SHOWN = [
     *SCOPE, "workload", "same_load", "load", "load_arrival", "arrival", "rest", "input_typical", "context",
