@@ -311,7 +311,7 @@ def test_no_folder_a_wrong_folder_and_an_unwritable_place_are_told(tmp_path: Pat
     with pytest.raises(RecordsError, match="does not exist"):
         write_report([tmp_path / "none"], tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match="another folder"):
+    with pytest.raises(OutputError, match=r"Not a directory.* type: dcpbench report .*run -o ELSEWHERE"):
         write_report([build.write(tmp_path / "run", [])], tmp_path / "file")
 
 
