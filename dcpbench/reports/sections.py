@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 RATES = ("output throughput", "per GPU", "steady", "goodput")
 LATENCIES = ("TTFT", "ITL", "TPOT", "p50, p90, p95, p99", "SLO")
-COMPARED = ("output throughput", "ratio, ×", "clearly")
+COMPARED = ("output throughput", "ratio, ×", "DCP pays", "clearly")
 
 
 def report(frames: Frames, pictures: list[Picture]) -> list[Section]:

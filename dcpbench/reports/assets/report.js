@@ -125,7 +125,7 @@
     });
     root.append(el("details", {}, el("summary", {}, "Filters: ", count), el("div", { class: "groups" }, ...fieldsets), reset));
     return (shown) => {
-      count.textContent = `${dcp.number(shown.length)} of ${dcp.number(data.count)} points in charts and table`;
+      count.textContent = `${dcp.number(shown.length)} of ${store.counted(data.count)} in charts and table`;
       for (const box of boxes) box();
     };
   }

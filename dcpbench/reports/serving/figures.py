@@ -137,7 +137,7 @@ MOST_CURVES = 8
 
 
 def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:  # noqa: ARG001 - same call for all
-    """Output tok/s with DCP over that without; above 1 it pays.
+    """Output tok/s with DCP over that of the same layout without it.
 
     Along the x axis runs whichever of concurrency and length of requests has more values, a curve stands for each value
     of the other, and a panel for each model; where that makes too many curves, for each layout with its exchange.
