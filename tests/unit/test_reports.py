@@ -328,20 +328,22 @@ def test_a_logarithmic_axis_says_so(tmp_path: Path) -> None:
     assert [ax.get_xlabel() for ax in figure.axes] == ["concurrency (requests in flight, log scale)"]
 
 
-class TestWordsOfSmallThings:
-    """One point, a pool of 3 MiB, and NCCL's variables."""
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Markdown of one point with a pool of 3 MiB, 5 MiB at most, and two of NCCL's variables."""
+    record = build.ok(build.point(Layout(2)), memory_peak_bytes=5 << 20)
+    assert record.kv
+    kv = msgspec.structs.replace(record.kv, pool_bytes_per_gpu=3 << 20, capacity_tokens=3000)
+    settings = {"NCCL_DEBUG": "INFO", "NCCL_CUMEM_ENABLE": "0"}
+    where = msgspec.structs.replace(build.GPU, settings=settings)
+    folder = tmp_path_factory.mktemp("small-things")
+    record = msgspec.structs.replace(record, kv=kv, environment=where, marks=["throttled"])
+    read = frames.load([build.write(folder, [record])])
+    return markdown.render("title", sections.report(read, []), folder).replace("\\", "")
 
-    @pytest.fixture(scope="class")
-    def text(self, tmp_path_factory: pytest.TempPathFactory) -> str:
-        record = build.ok(build.point(Layout(2)), memory_peak_bytes=5 << 20)
-        assert record.kv
-        kv = msgspec.structs.replace(record.kv, pool_bytes_per_gpu=3 << 20, capacity_tokens=3000)
-        settings = {"NCCL_DEBUG": "INFO", "NCCL_CUMEM_ENABLE": "0"}
-        where = msgspec.structs.replace(build.GPU, settings=settings)
-        folder = tmp_path_factory.mktemp("small-things")
-        record = msgspec.structs.replace(record, kv=kv, environment=where, marks=["throttled"])
-        read = frames.load([build.write(folder, [record])])
-        return markdown.render("title", sections.report(read, []), folder).replace("\\", "")
+
+class TestWordsOfSmallThings:
+    """What is little is neither many nor nothing."""
 
     def test_one_point_is_no_points(self, text: str) -> None:
         assert "(checked for 1 of 1 point)" in text
