@@ -45,7 +45,7 @@ def write_report(
             (new / PAGE).write_text(render(title, told, read), encoding="utf-8")
             (new / TEXT).write_text(markdown.render(title, told, new), encoding="utf-8")
             export.write_csv(read, new / TABLE)
-            drawn = [path.relative_to(new) for p in pictures for path in (p.png, p.svg, p.pdf) if path]
+            drawn = [str(path.relative_to(new)) for p in pictures for path in (p.png, p.svg, p.pdf) if path]
     except OSError as e:
         again = shlex.join(["dcpbench", "report", *map(str, folders)])
         raise OutputError(
