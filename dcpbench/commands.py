@@ -23,12 +23,14 @@ from dcpbench.runs import (
     console,
     machine,
     measure,
+    no_report,
     points_text,
     print_json,
     print_paths,
     print_plan,
     run_points,
     say,
+    told_when_stopped,
     work_of,
 )
 from dcpbench.serving.load_words import parse_slo
@@ -116,7 +118,9 @@ def report(folders: Sequence[Path], output: Path | None, *, as_repeats: bool = F
     from dcpbench.reports import write_report
 
     out = output or (folders[0] if folders[0].is_dir() else folders[0].parent) / "report"
-    paths = write_report(list(folders), out, as_repeats=as_repeats, slo=_objectives(slo))
+    objectives = _objectives(slo)
+    with told_when_stopped(no_report(folders)):
+        paths = write_report(list(folders), out, as_repeats=as_repeats, slo=objectives)
     _say_cut_short(folders)
     print_paths(paths, sys.stdout)
     return 0

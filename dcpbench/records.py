@@ -5,6 +5,7 @@ Units are part of each name (`_us`, `_ms`, `_bytes`, `_tok_s`). Absent measureme
 
 from __future__ import annotations
 
+import fnmatch
 import os
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 RECORDS_FILE = "records.jsonl"
 ASIDE_FILE = "records.truncated.txt"
+BEGUN = (".lock", "job-*.json")
+"""Files of a run that may have no record yet (folders.py, jobs.py)."""
 UNKNOWN_LAYOUT = "layout unknown"
 SETTING = ", "
 """Stands between the settings of a point."""
@@ -347,7 +350,7 @@ def iter_records(folder: Path) -> Iterator[Record]:
     """The same one by one, so that what is not needed of each need not stay in memory."""
     path = folder / RECORDS_FILE if folder.is_dir() else folder
     if not path.is_file():
-        raise RecordsError(f"{path} does not exist; run `dcpbench sweep -o {folder}` first, or name another folder.")
+        raise RecordsError(_no_records(folder))
     try:
         with path.open("rb") as f:
             yield from records_in(f, path)
@@ -366,6 +369,22 @@ def records_in(lines: Iterable[bytes], path: Path) -> Iterator[Record]:
                 if _cut_short(line, e):
                     return
                 raise RecordsError(f"{path}, line {number}: {record_checks.why(line, e)}") from e
+
+
+def _no_records(folder: Path) -> str:
+    """What a folder or file is that was taken for a run, and what to type."""
+    name = "name the folder of a run, such as those in runs/."
+    try:
+        inside = [path.name for path in folder.iterdir()] if folder.is_dir() else None
+    except OSError as e:
+        return f"{folder} cannot be read ({e.strerror}); {name}"
+    if inside is None:
+        return f"{folder} is no file of records; {name}" if folder.exists() else f"{folder} does not exist; {name}"
+    if not inside:
+        return f"{folder} is empty; `dcpbench sweep -o {folder}` would fill it, or {name}"
+    if any(fnmatch.fnmatch(file, begun) for file in inside for begun in BEGUN):
+        return f"{folder} holds no record yet; `dcpbench top {folder}` shows what its run is at."
+    return f"{folder} holds no {RECORDS_FILE}, so it is no run; name the folder of one, such as those in runs/."
 
 
 def cut_short(folder: Path) -> bool:

@@ -145,6 +145,18 @@ def run_points(points: Sequence[Point], work: launch.Work, run: Run) -> None:
 @contextlib.contextmanager
 def stoppable(work: launch.Work) -> Iterator[None]:
     """Ctrl-C, SIGTERM and a lost terminal (SIGHUP) end the workers first; the records stay valid."""
+    folder = shlex.quote(str(work.folder))
+    again = f"go on, repeat the command with: -o {folder} --resume"
+    if work.kind == "verify":
+        again = f"check again, repeat the command with: -o {folder} --force"
+    ended = "" if work.settings.step_times else "the workers have ended and "
+    with told_when_stopped(f"Interrupted; {ended}what was measured is in {work.folder}. To {again}"):
+        yield
+
+
+@contextlib.contextmanager
+def told_when_stopped(said: str) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP end the command with this sentence, once what is at work has cleaned up."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:  # as under nohup
@@ -152,13 +164,8 @@ def stoppable(work: launch.Work) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as e:
-        folder = shlex.quote(str(work.folder))
-        again = f"go on, repeat the command with: -o {folder} --resume"
-        if work.kind == "verify":
-            again = f"check again, repeat the command with: -o {folder} --force"
         with contextlib.suppress(OSError):  # the terminal may be gone
-            ended = "" if work.settings.step_times else "the workers have ended and "
-            say(f"\nInterrupted; {ended}what was measured is in {work.folder}. To {again}")
+            say(f"\n{said}")
         sys.exit(e.code if isinstance(e, SystemExit) else INTERRUPTED)
     finally:
         for number, handler in before.items():
@@ -179,13 +186,20 @@ def _finish(candidates: Sequence[grid.Candidate], folder: Path, probe: Probe, ru
     last = launch.last_records(folder)
     records = [last[c.point.key()] for c in candidates if c.point.key() in last]
     failed = [r for r in records if r.outcome in ("failed", "hung")]
-    paths = write_report([folder], folder / "report")
+    with told_when_stopped(no_report([folder])):
+        paths = write_report([folder], folder / "report")
     if run.as_json:
         print_json(_summary(records, folder, paths, probe))
     else:
         console().print(terminal_table([folder]))
     print_paths(paths, sys.stderr if run.as_json else sys.stdout)
     return SOME_FAILED if failed else 0
+
+
+def no_report(folders: Sequence[Path]) -> str:
+    """What is said where a report was interrupted, and what to type."""
+    again = shlex.join(["dcpbench", "report", *map(str, folders)])
+    return f"Interrupted; no report was written. The records are safe; to write it: {again}"
 
 
 def _summary(records: Sequence[Record], folder: Path, paths: Sequence[Path], probe: Probe) -> dict[str, object]:

@@ -61,4 +61,5 @@ def _left_out(reasons: Counter[str], of: int) -> str:
     """A sentence such as `9 of 72 points left out: 7 decode steps, which have no requests; 2 did not run`."""
     if not reasons:
         return ""
-    return f"{reasons.total()} of {of} points left out: " + "; ".join(f"{n} {why}" for why, n in reasons.items()) + "."
+    why = "; ".join(f"{n} {why}" for why, n in reasons.items())
+    return f"{reasons.total()} of {of} {'point' if of == 1 else 'points'} left out: {why}."

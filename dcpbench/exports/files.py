@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import OutputError
+from dcpbench.whole_files import write_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -77,22 +75,7 @@ def write(files: Mapping[Path, bytes], *, force: bool) -> list[Path]:
     for path, data in files.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(path, data)
+            write_file(path, data)
         except OSError as e:
             raise OutputError(f"cannot write {path} ({e.strerror or e}); give another place with -o.") from e
     return list(files)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """A reader sees the old file or the new one, never a part. The file in between has a suffix that nobody globs."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}-", suffix=".part")
-    half = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as f:
-            f.write(data)
-        half.chmod(0o644)  # mkstemp keeps it to its owner, and the collector of a node runs as another user
-        half.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            half.unlink()
-        raise

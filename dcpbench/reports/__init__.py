@@ -5,6 +5,7 @@ Nothing heavy is imported before a report is asked for, so that the command line
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,34 +15,51 @@ if TYPE_CHECKING:
 
 __all__ = ["cut_short", "terminal_table", "write_report"]
 
+PAGE, TEXT, TABLE, FIGURES = "report.html", "report.md", "points.csv", "figures"
+PICTURES = (".png", ".svg", ".pdf")
+
 
 def write_report(
     folders: list[Path], out: Path, *, as_repeats: bool = False, slo: dict[str, float] | None = None
 ) -> list[Path]:
     """Write report.html, report.md, points.csv and figures/ about one or several runs into `out`; paths, page first.
 
-    With `as_repeats` the runs are passes over the same grid and shown as one, with how well they agree. Files of an
-    earlier report are written over. `slo` are objectives in ms (`{"ttft": 2000, "itl": 60}`) that the answer keeps to,
-    instead of those that the runs were measured with. Raises RecordsError for a folder without records, UsageError for
-    no folder and OutputError where `out` cannot be written.
+    The folder is whole at any time: it has all of an earlier report, or all of this one (whole_files.py).
+
+    With `as_repeats` the runs are passes over the same grid and shown as one, with how well they agree. `slo` are
+    objectives in ms (`{"ttft": 2000, "itl": 60}`) that the answer keeps to, instead of those that the runs were
+    measured with. Raises RecordsError for a folder without records, UsageError for no folder and OutputError where
+    `out` cannot be written.
     """
     from dcpbench.errors import OutputError
     from dcpbench.reports import export, frames, markdown, plots, sections
     from dcpbench.reports.page.render import render
+    from dcpbench.whole_files import whole_folder
 
     read = frames.load(folders, as_repeats=as_repeats, slo=slo)
     title = "dcpbench: " + ", ".join(run.name for run in read.runs)
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        pictures = plots.draw_all(read, out / "figures")
-        told = sections.report(read, pictures)
-        page, text, table = out / "report.html", out / "report.md", out / "points.csv"
-        page.write_text(render(title, told, read), encoding="utf-8")
-        text.write_text(markdown.render(title, told, out), encoding="utf-8")
-        export.write_csv(read, table)
+        with whole_folder(out, last=[TABLE, TEXT, PAGE], ours=_ours) as new:
+            pictures = plots.draw_all(read, new / FIGURES)
+            told = sections.report(read, pictures)
+            (new / PAGE).write_text(render(title, told, read), encoding="utf-8")
+            (new / TEXT).write_text(markdown.render(title, told, new), encoding="utf-8")
+            export.write_csv(read, new / TABLE)
+            drawn = [str(path.relative_to(new)) for p in pictures for path in (p.png, p.svg, p.pdf) if path]
     except OSError as e:
-        raise OutputError(f"cannot write the report into {out}: {e}; give another folder with -o.") from e
-    return [page, text, table, *(path for p in pictures for path in (p.png, p.svg, p.pdf) if path)]
+        again = shlex.join(["dcpbench", "report", *map(str, folders)])
+        raise OutputError(
+            f"cannot write the report into {out}: {e.strerror or e}. The records are safe; make room, or type: {again} "
+            "-o ELSEWHERE"
+        ) from e
+    return [out / name for name in (PAGE, TEXT, TABLE, *drawn)]
+
+
+def _ours(path: Path) -> bool:
+    """Whether a report may remove what lies in its folder."""
+    if path.name == FIGURES and path.is_dir():
+        return all(picture.suffix in PICTURES and picture.is_file() for picture in path.iterdir())
+    return path.name in (PAGE, TEXT, TABLE) and path.is_file()
 
 
 def cut_short(folder: Path) -> bool:

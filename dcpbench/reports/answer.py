@@ -1,4 +1,4 @@
-"""The answer that a report opens with: the best layout per load, by how much, and where DCP starts to pay.
+"""The answer that a report opens with: the best layout per load, by how much, and where DCP pays.
 
 Every sentence is made from the records at hand. One with an uncertainty says it: intervals in brackets, `not clearly`
 where intervals overlap or a lead is within what repeats may differ.
@@ -73,26 +73,92 @@ def most(found: pd.DataFrame, best_found: pd.DataFrame) -> str:
     return f"The most within the SLO: {'; '.join(clauses)}."
 
 
-def dcp(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame) -> str:
-    """For each length of requests, from which concurrency on DCP pays, with which layouts and exchanges."""
+def pays(against: pd.DataFrame) -> str:
+    """In which loads DCP pays (findings.dcp_against_best): with which layout, and by how much."""
+    compared = against[against["verdict"] != "no rival"] if len(against) else against
+    if compared.empty:
+        return ""
+    judged = bool(compared["slo_excess"].notna().any())
+    paying = compared[compared["verdict"].isin(findings.PAYS)]
+    loads = compared["same_load"].nunique()
+    within = " within the SLO" if judged else ""
+    text = (
+        f"DCP pays in {paying['same_load'].nunique():,} of {counted(loads, 'load')}, in output tok/s{within} over the "
+        "best layout without DCP"
+    )
+    if compared["rest"].nunique() > MOST_LENGTHS:
+        return f"{text}."
+    short = short_shapes(compared["rest"])
+    shapes: dict[str, list[str]] = {}
+    for rest, rows in compared.groupby("rest", sort=False):
+        shapes.setdefault(_where_it_pays(rows), []).append(short[str(rest)])
+    clauses = [f"{', '.join(names)}: {said}" for said, names in shapes.items()]
+    return f"{text}. {capital('; '.join(clauses))}."
+
+
+def baseline_is_best(ratios: pd.DataFrame, against: pd.DataFrame) -> bool:
+    """Whether each DCP point meets the SLO, and the same layout without it is the best one that does."""
+    if ratios.empty or against["verdict"].isin(["misses", "alone"]).any():
+        return ratios.empty
+    return bool(((ratios["ratio"] == against["ratio"]) | (ratios["ratio"].isna() & against["ratio"].isna())).all())
+
+
+def ahead(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame, *, pays: bool) -> str:
+    """For each length of requests, from which concurrency on DCP is ahead of the same layout without it.
+
+    `pays`: that is where it pays, too, as that layout is the best one without DCP (baseline_is_best).
+    """
     alone = _without_baseline(ratios, others)
     if even.empty:
         return f"{alone}." if alone else ""
     if even["rest"].nunique() > MOST_LENGTHS:
-        pays = int(even["from"].notna().sum())
-        said = f"DCP starts to pay at some concurrency in {pays:,} of {len(even):,} combinations of layout and length"
+        some, found = int(even["from"].notna().sum()), f"{len(even):,} combinations of layout and length"
+        if pays:
+            said = f"DCP starts to pay at some concurrency in {some:,} of {found}"
+        else:
+            said = f"Looser, {_loosely(even, ratios)}, DCP is ahead at some concurrency in {some:,} of {found}"
         return f"{said}; the tables below name them."
     short = short_shapes(even["rest"])
     shapes = []
-    if _one_layout(even):
+    one = _one_layout(even)
+    over = listed(_unique(even["baseline"]), "or")
+    begins = f"Where {one or 'DCP'} starts to pay, in output tok/s over {over}"
+    if not pays:
+        begins = f"Looser, {_loosely(even, ratios)}, {one or 'DCP'} is ahead in output tok/s"
+    if one:
         even = even.assign(label=even["variant"])
     for rest, rows in even.groupby("rest", sort=False):
-        same = rows.assign(key=[_pays_key(r) for _, r in rows.iterrows()])
-        groups = [group for _, group in same.groupby("key", sort=False)]
+        keyed = rows.assign(key=[_pays_key(r) for _, r in rows.iterrows()])
+        groups = [group for _, group in keyed.groupby("key", sort=False)]
         shapes.append(f"{short[str(rest)]}: {', '.join(map(_pays, groups))}")
-    over, one = listed(_unique(even["baseline"]), "or"), _one_layout(even)
-    text = f"Where {one or 'DCP'} starts to pay, in output tok/s over {over}. {capital('; '.join(shapes))}"
+    text = f"{begins}. {capital('; '.join(shapes))}"
     return f"{text}. Also, {alone}." if alone else f"{text}."
+
+
+def _loosely(even: pd.DataFrame, ratios: pd.DataFrame) -> str:
+    """`over tp4 alone, whether or not the SLO is met`."""
+    return f"over {listed(_unique(even['baseline']), 'or')} alone{findings.slo_aside(ratios)}"
+
+
+def _where_it_pays(rows: pd.DataFrame) -> str:
+    """`tp4·dcp4 at 24–32 (1.03–1.05× tp4)`, `nowhere (at most 0.99× tp4, tp4·dcp4 at 4)`; of one length of requests."""
+    within = rows[rows["verdict"] != "misses"]
+    if within.empty:
+        return "nowhere, as no layout with DCP meets the SLO"
+    paying = within[within["verdict"].isin(findings.PAYS)]
+    if paying.empty:
+        top = within.sort_values("ratio", kind="stable").iloc[-1]
+        nowhere = "nowhere" if within["verdict"].eq("lower").all() else "not clearly anywhere"
+        return f"{nowhere} (at most {top['ratio']:.2f}× {top['rival']}, {top['label']} at {_at([top])})"
+    fastest = paying.sort_values("output_tok_s", ascending=False, kind="stable").drop_duplicates("same_load")
+    found = [r for _, r in fastest.sort_values("concurrency", kind="stable").iterrows()]
+    clauses = []
+    keyed = [((r["label"], "" if missing(r["rival"]) else r["rival"]), r) for r in found]
+    for (label, rival), group in itertools.groupby(keyed, key=lambda pair: pair[0]):
+        loads = [r for _, r in group]
+        over = f"{reach([r['ratio'] for r in loads])} {rival}" if rival else "no layout without DCP meets the SLO"
+        clauses.append(f"{label} at {_at(loads)} ({over})")
+    return ", ".join(clauses)
 
 
 def pressure(short_of_kv: pd.DataFrame, points: pd.DataFrame) -> str:
@@ -151,9 +217,8 @@ def trust(frames: Frames, apart: list[float]) -> str:
         names = [mark for marks in marked["marks"] for mark in marks.split(", ") if mark != FEW_SAMPLES]
         counts = [f"{names.count(name)} {name}" for name in dict.fromkeys(names)]
         more = " and others" if len(counts) > MOST_MARKS else ""
-        said += (
-            [f"Marked, of {len(frames.everything):,} points: {', '.join(counts[:MOST_MARKS])}{more}."] if counts else []
-        )
+        of = counted(len(frames.everything), "point")
+        said += [f"Marked, of {of}: {', '.join(counts[:MOST_MARKS])}{more}."] if counts else []
     return " ".join(said)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.choices import CLOSED
 from dcpbench.reports.answer import MOST_SHAPES, scope_name
+from dcpbench.reports.findings import slo_aside
 from dcpbench.reports.merge import missing
 from dcpbench.reports.prose import listed, shared_shape, short_shapes
 from dcpbench.reports.serving import words
@@ -102,7 +103,7 @@ def _ratio_grid(found: pd.DataFrame, where: str) -> Table:
     found = found[(found["load_arrival"] == CLOSED)] if len(found) else found
     if found.empty or found["ratio"].isna().all():
         return Table("", [], [])
-    title = f"DCP over the same layout without it, output tok/s{where}"
+    title = f"DCP over the same layout without it, output tok/s{slo_aside(found)}{where}"
     return _grid(title, found, ["rest", "label"], ["load", "layout"], _ratio_cell)
 
 

@@ -43,6 +43,10 @@ OTHERS = {
     "phases, GPU idle": ("GPU time by range, and time without a kernel, in a separate profiled pass", "ms"),
     "host syncs": ("calls in a profiled step that made the host wait for the GPU", "per step"),
     "ratio, ×": ("output throughput over that of the same layout, load and settings with dcp 1", ""),
+    "DCP pays": (
+        "it meets the SLO and is clearly above the best layout without DCP that does: same load, GPUs, dtype, weights",
+        "",
+    ),
     "clearly": ("intervals lie apart and the difference is more than 2 %, as far as repeats may differ", ""),
 }
 EVERY = {"decode": DECODE | COMMON, "serve": SERVED | COMMON}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from dcpbench.choices import EXCHANGES, OPTIONS, with_options
-from dcpbench.reports.findings import verdict
+from dcpbench.reports.findings import HOW_EXCHANGED, fields_but, verdict
 from dcpbench.reports.tables import Table, make_table, number, with_interval
 
 if TYPE_CHECKING:
@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 PLAIN = EXCHANGES[0]
 """What the others are compared with: NCCL's collectives as the first implementation used them."""
-SAME = [
-    "run", "model", "workload", "context", "concurrency", "tp", "dp", "dcp", "backend", "dtype", "page_size", "weights",
-    "all_reduce",
-]  # fmt: skip
+SAME = ["run", *fields_but(*HOW_EXCHANGED)]
 """What two points have in common that differ in their exchange alone."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dcpbench.reports.merge import missing
+from dcpbench.reports.prose import counted
 from dcpbench.reports.tables import number
 from dcpbench.stats import least_samples
 
@@ -216,7 +217,7 @@ def honesty(points: pd.DataFrame) -> list[str]:
     if len(error):
         said.append(
             f"Worst relative error of the merged attention output against fp64: {number(error.max(), 2)} "
-            f"(checked for {len(error)} of {len(points)} points)."
+            f"(checked for {len(error)} of {counted(len(points), 'point')})."
         )
     else:
         said.append("The attention output of these points was not compared with a reference.")

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.frames import Frames
 
-INNER = ("same_load", "served_with", "slo_recorded")
+INNER = ("same_load", "slo_recorded")
 """Columns that only tell points apart."""
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 """A spreadsheet would run a cell that starts with one of these."""

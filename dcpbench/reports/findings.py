@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pandas as pd
 
-from dcpbench.choices import CLOSED
+from dcpbench.choices import CLOSED, OPTIONS
+from dcpbench.records import Point
 from dcpbench.reports.merge import spread
 from dcpbench.reports.prose import counted
 from dcpbench.reports.slo import LOAD, SCOPE
@@ -23,7 +24,16 @@ if TYPE_CHECKING:
     from dcpbench.records import Interval
     from dcpbench.reports.frames import Frames
 
-BASELINE_OF = [*LOAD, "tp", "dp", "backend", "dtype", "page_size", "weights", "all_reduce", "settings"]
+
+def fields_but(*left_out: str) -> list[str]:
+    """Columns of all that a point is, besides its load and repeat and what is left out here."""
+    return [name for name in Point.__struct_fields__ if name not in ("load", "repeat", *left_out)]
+
+
+HOW_EXCHANGED = ("exchange", *OPTIONS)
+OF_A_LOAD = ("workload", "concurrency", "context")
+"""Fields of a point that the columns of LOAD stand for; what `serve` calls its context follows from its load."""
+BASELINE_OF = [*LOAD, *fields_but("model", *OF_A_LOAD, "dcp", *HOW_EXCHANGED)]
 """What a DCP point and its dcp=1 baseline have in common."""
 SHOWN = [
     *SCOPE, "workload", "same_load", "load", "load_arrival", "arrival", "rest", "input_typical", "context",
@@ -148,9 +158,57 @@ def dcp_against_baseline(points: pd.DataFrame) -> pd.DataFrame:
     return row.reset_index(drop=True)
 
 
+RIVAL_OF = [*LOAD, "tp", "dtype", "weights"]
+"""What layouts have in common of which one is to be chosen: the load, the GPUs, and what is computed."""
+PAYS = ("higher", "alone")
+"""Verdicts of dcp_against_best with which DCP pays."""
+
+
+def dcp_against_best(points: pd.DataFrame) -> pd.DataFrame:
+    """Throughput of every DCP point over that of the best layout without DCP under the same load, within the SLO.
+
+    `rival` is the fastest of those that meet the SLO, whatever else differs but GPUs, dtype and weights; `low` and
+    `high` are the widest that the ratio may be. `verdict` is `higher` or `lower` as of dcp_against_baseline, `alone`
+    where the point meets the SLO and no rival does, `misses` where the point does not, and `no rival` where none ran.
+    Rows are in the order of dcp_against_baseline.
+    """
+    split = points[points["dcp"] > 1] if len(points) else points
+    if split.empty:
+        return pd.DataFrame()
+    others = points[points["dcp"] == 1]
+    ran = set(zip(*(others[name] for name in RIVAL_OF), strict=True))
+    fits = others[~(others["slo_excess"] > 1)].sort_values("output_tok_s", ascending=False, kind="stable")
+    names = {name: f"over_{name}" for name in ("label", *RATES)}
+    best = fits.drop_duplicates(RIVAL_OF).set_index(RIVAL_OF)[list(names)].rename(columns=names)
+    found = split.join(best, on=RIVAL_OF)
+    row = pd.DataFrame({name: found[name] for name in [*SHOWN, "slo_excess", "output_tok_s"]})
+    row["rival"] = found["over_label"]
+    row["ratio"] = found["output_tok_s"] / found["over_output_tok_s"]
+    row["low"] = found["output_tok_s_low"] / found["over_output_tok_s_high"]
+    row["high"] = found["output_tok_s_high"] / found["over_output_tok_s_low"]
+    keys = zip(*(found[name] for name in RIVAL_OF), strict=True)
+    row["verdict"] = [
+        _against_best(given, ran=key in ran) for given, key in zip(row.to_dict("records"), keys, strict=True)
+    ]
+    return row.reset_index(drop=True)
+
+
+def _against_best(row: dict[Any, Any], *, ran: bool) -> str:
+    if not ran:
+        return "no rival"
+    if row["slo_excess"] > 1:
+        return "misses"
+    return "alone" if pd.isna(row["ratio"]) else verdict(row, above="higher", below="lower")
+
+
 MOST_CURVES = 2_000
 """Layouts × lengths of requests whose break-even is looked for; those in the tables above all others."""
 RATES = ("output_tok_s", "output_tok_s_low", "output_tok_s_high")
+
+
+def slo_aside(ratios: pd.DataFrame) -> str:
+    """What is said of ratios to the same layout without DCP where an SLO is in force, which they do not look at."""
+    return ", whether or not the SLO is met" if (ratios["slo_said"] != "").any() else ""
 
 
 def verdict(row: dict[str, Any], *, above: str, below: str) -> str:
@@ -163,12 +221,12 @@ def verdict(row: dict[str, Any], *, above: str, below: str) -> str:
 
 
 def break_even(ratios: pd.DataFrame) -> pd.DataFrame:
-    """Per layout with its exchange and length of requests: the least concurrency from which on DCP pays.
+    """Per layout with its exchange and length of requests: the least concurrency from which on DCP is ahead.
 
-    It pays where the verdict is `higher`. `from` is missing where it does not at the highest concurrency tried;
-    `least` says whether it is the lowest one tried, so that the true one may be lower. `best` is the highest ratio, at
-    `best_at`, and `lower` whether DCP is clearly lower wherever it was compared. Open loops, whose throughput is their
-    rate until they cannot keep up, have no break-even.
+    It is where the verdict of dcp_against_baseline is `higher`. `from` is missing where it is not at the highest
+    concurrency tried; `least` says whether it is the lowest one tried, so that the true one may be lower. `best` is the
+    highest ratio, at `best_at`, and `lower` whether DCP is clearly lower wherever it was compared. Open loops, whose
+    throughput is their rate until they cannot keep up, have no break-even.
     """
     known = ratios[ratios["ratio"].notna() & (ratios["load_arrival"] == CLOSED)] if len(ratios) else ratios
     if len(known):
@@ -178,8 +236,8 @@ def break_even(ratios: pd.DataFrame) -> pd.DataFrame:
     keys = [*SCOPE, "label", "rest"]
     for key, group in known.groupby(keys, sort=False) if len(known) else ():
         ordered = group.sort_values("concurrency", kind="stable")
-        pays = ordered["verdict"].eq("higher").tolist()
-        first = next((i for i in range(len(pays)) if all(pays[i:])), None)
+        ahead = ordered["verdict"].eq("higher").tolist()
+        first = next((i for i in range(len(ahead)) if all(ahead[i:])), None)
         top = ordered.sort_values("ratio", kind="stable").iloc[-1]
         at = None if first is None else ordered.iloc[first]
         rows.append(

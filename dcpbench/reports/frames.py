@@ -109,7 +109,8 @@ def load(folders: Iterable[Path], *, as_repeats: bool = False, slo: dict[str, fl
         same: dict[str, list[Record]] = {}
         for record in run.records:
             if record.outcome == "ok":
-                same.setdefault(record.point.same_but_repeat(), []).append(record)
+                served_as = serving.same_load(record) if record.point.load else ""
+                same.setdefault(f"{record.point.same_but_repeat()} {served_as}", []).append(record)
             else:
                 others.append(_other_row(run.name, record))
         for records in same.values():

@@ -69,19 +69,24 @@ def _scopes(frames: Frames) -> list[Told]:
     """Of each run, model and mode: the best layouts, the most within the SLO, where DCP pays, and KV pressure."""
     points = findings.rivals(frames)
     ratios = findings.dcp_against_baseline(points)
-    tables = (findings.best_per_load(points), findings.most_per_shape(points), findings.break_even(ratios), ratios)
+    tables = (
+        findings.best_per_load(points), findings.most_per_shape(points), findings.break_even(ratios), ratios,
+        findings.dcp_against_best(points),
+    )  # fmt: skip
     short = serving.pressure(findings.timed(frames.served))
     told = []
     scopes = list(dict.fromkeys(zip(points["run"], points["model"], points["mode"], strict=True)))
     for i, scope in enumerate(scopes):
-        best, most, even, over = (answer.of(table, *scope) for table in tables)
+        best, most, even, over, against = (answer.of(table, *scope) for table in tables)
         lost = answer.of(frames.others, *scope[:2])
         lost = lost[lost["mode"].fillna("decode") == scope[2]] if len(lost) else lost
         judged = len(best) and best["slo_excess"].notna().any()
+        plain = answer.baseline_is_best(over, against)
         parts = (
             (1.0 if len(best) else 4.5, answer.best(best)),
             (2.0, answer.most(most, best) if judged else ""),
-            (1.5, answer.dcp(even, over, lost)),
+            (1.5, "" if plain else answer.pays(against)),
+            (1.5 if plain else 3.2, answer.ahead(even, over, lost, pays=plain)),
             (4.0, answer.pressure(answer.of(short, *scope), answer.of(points, *scope))),
         )
         name = answer.scope_name(frames, *scope)

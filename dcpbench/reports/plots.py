@@ -109,18 +109,20 @@ def _draw_served(served: pd.DataFrame, studio: Studio) -> None:
         mode, model, arrival = map(str, key)
         group, note = thinning.thinned(found, figures.ALONG[arrival].column)
         for kind, title, draw in figures.LINES:
+            if figures.lacks(kind, group):
+                continue
             told = f"{title.format(figures.ALONG[arrival].against)}, {style.plain(model)}, {mode}{note}"
             studio.add(f"serve-{kind}-{mode}-{arrival}", told, group, draw, figures.alt(told, group))
 
 
 def _draw_break_even(read: Frames, studio: Studio) -> None:
-    """Where DCP pays: a figure for decode, one for live runs and one for replays, over all models."""
+    """DCP over its baseline: a figure for decode, one for live runs and one for replays, over all models."""
     ratios = findings.dcp_against_baseline(findings.rivals(read))
     loops = ratios[ratios["ratio"].notna() & (ratios["load_arrival"] == CLOSED)] if len(ratios) else ratios
     models = thinning.first_of(loops, "model", thinning.MOST_LENGTHS)
     for mode, found in loops[loops["model"].isin(models)].groupby("mode", sort=False) if len(loops) else ():
         group, note = thinning.thinned(found, rate="ratio")
-        told = f"Where DCP pays: output tok/s over the same layout without it, {mode}{note}"
+        told = f"Output tok/s with DCP over the same layout without it, {mode}{findings.slo_aside(group)}{note}"
         kind = BREAK_EVEN if mode == "decode" else f"serve-{BREAK_EVEN}-{mode}"
         studio.add(kind, told, group, figures.draw_break_even, figures.alt_break_even(told, group))
 

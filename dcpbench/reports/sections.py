@@ -17,6 +17,7 @@ from dcpbench.reports import (
     tables,
 )
 from dcpbench.reports.section import Section
+from dcpbench.reports.serving import figures
 from dcpbench.reports.serving import sections as served
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 RATES = ("output throughput", "per GPU", "steady", "goodput")
 LATENCIES = ("TTFT", "ITL", "TPOT", "p50, p90, p95, p99", "SLO")
-COMPARED = ("output throughput", "ratio, ×", "clearly")
+COMPARED = ("output throughput", "ratio, ×", "DCP pays", "clearly")
 
 
 def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
@@ -40,10 +41,12 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
         ),
         Section(
             slug="latency", title="TTFT and ITL, p50 and p99",
+            paragraphs=figures.not_drawn(frames.served, "ttft", "itl"),
             pictures=_drawn(pictures, "ttft", "itl"), tables=[definitions.table(frames, LATENCIES)],
         ),
         Section(
             slug="frontier", title="Throughput per GPU against speed per user",
+            paragraphs=figures.not_drawn(frames.served, "frontier"),
             pictures=_drawn(pictures, "frontier"), tables=[definitions.table(frames, ("per GPU", "per user"))],
         ),
         Section(

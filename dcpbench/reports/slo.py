@@ -108,9 +108,7 @@ def words(table: pd.DataFrame, given: Limits) -> str:
     said = "; ".join(f"{who}: {text or 'none'}" for text, who in clauses.items())
     if len(clauses) == 1:
         said = next(iter(clauses))
-    missing = [
-        OBJECTIVES[name] for name in given if f"slo_{name}_at" not in timed or (timed[f"slo_{name}_at"] == "").all()
-    ]
+    missing = [OBJECTIVES[name] for name in given if not _held_at(timed, name)]
     left = f" These points have no {' or '.join(missing)}." if missing else ""
     return f"SLO ({source}): {said}.{left}"
 
@@ -127,13 +125,18 @@ def _limits(points: pd.DataFrame) -> str:
     limits = points["slo_limits"].iloc[0]
     parts = []
     for name, limit in limits.items():
-        column = f"slo_{name}_at"
-        if column not in points or not (points[column] != "").any():
+        used = _held_at(points, name)
+        if not used:
             continue
-        used = [p for p in PERCENTILES if (points[column] == p).any()]
         lower = "" if used == ["p99"] else " (p99 lacks samples)" if "p99" not in used else " (where p99 lacks samples)"
         parts.append(f"{OBJECTIVES[name]} ≤ {limit:,g} ms at {' or '.join(used)}{lower}")
     return ", ".join(parts)
+
+
+def _held_at(points: pd.DataFrame, name: str) -> list[str]:
+    """The percentiles that an objective is held against, the highest first; none where no point has such a latency."""
+    column = f"slo_{name}_at"
+    return [p for p in PERCENTILES if column in points and (points[column] == p).any()]
 
 
 def _measured(table: pd.DataFrame, name: str) -> pd.Series[Any]:

@@ -66,7 +66,9 @@ def percent(value: float | None) -> str:
 
 def gib(value: float | None) -> str:
     """Bytes in GiB."""
-    return ABSENT if value is None or missing(value) else f"{value / GIB:,.1f}"
+    if value is None or missing(value):
+        return ABSENT
+    return f"{value / GIB:,.1f}" if value >= GIB else number(value / GIB, 2)
 
 
 def with_interval(value: float | None, low: float | None, high: float | None, digits: int = 4) -> str:
@@ -240,6 +242,7 @@ def environment(frames: Frames) -> Table:
                 values = {f: getattr(env, f) for f in env.__struct_fields__ if f != "command"}
                 for name in ("device_memory_bytes", "l2_bytes"):
                     values[name] = None if values[name] is None else f"{values[name]:,}"
+                values["settings"] = " ".join(f"{name}={value}" for name, value in sorted(env.settings.items()))
                 shown = {name.replace("_", " "): text(value) for name, value in values.items()}
                 if shown not in columns.values():
                     columns[run.name if run.name not in columns else f"{run.name} ({len(columns) + 1})"] = shown

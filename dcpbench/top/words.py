@@ -55,7 +55,9 @@ def status(state: State) -> str:
 def counts(state: State) -> str:
     """`12 of 34 points · 1 failed · 2 rejected · 22 left`."""
     finished = state.ok + state.failed
-    parts = [f"{finished} of {state.total} points" if state.total is not None else f"{finished} points"]
+    among = finished if state.total is None else state.total
+    of = "" if state.total is None else f"{finished} of "
+    parts = [f"{of}{among} {'point' if among == 1 else 'points'}"]
     parts += [f"{n} {word}" for n, word in ((state.failed, "failed"), (state.rejected, "rejected")) if n]
     return " · ".join([*parts, *([f"{state.left} left"] if state.left else [])])
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from dcpbench.layout import Layout
-from dcpbench.reports import frames, sections
+from dcpbench.reports import frames, plots, sections
 from dcpbench.reports.page.points import MOST_POINTS
 from dcpbench.reports.page.render import render
 from dcpbench.reports.plots import Picture
@@ -13,6 +14,8 @@ from tests.unit import record_builder, serve_record_builder
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pandas as pd
 
     from dcpbench.records import Record
 
@@ -33,6 +36,21 @@ def page(folder: Path, records: list[Record], *, most: int = MOST_POINTS) -> Pat
     pictures = [Picture(kind, kind, f"alt of {kind}", picture, picture) for kind in kinds]
     out = folder / "report.html"
     out.write_text(render("a run", sections.report(read, pictures), read, most=most), encoding="utf-8")
+    return out
+
+
+def page_of(folder: Path, run: Path) -> Path:
+    """The page about a run with the charts that a report of it has, and a grey box for each picture."""
+
+    def box(_: plots.Studio, path: Path, title: str, points: pd.DataFrame, draw: Any) -> None:
+        del title, points, draw
+        path.with_suffix(".svg").write_text(SVG)
+
+    read = frames.load([run])
+    with mock.patch.object(plots.Studio, "draw", box):
+        told = sections.report(read, plots.draw_all(read, folder / "figures"))
+    out = folder / "report.html"
+    out.write_text(render("a run", told, read), encoding="utf-8")
     return out
 
 

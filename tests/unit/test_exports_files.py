@@ -129,7 +129,7 @@ class TestFiles:
         assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".part")] == []
 
     def test_a_format_that_carries_none_of_the_points_says_why(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match=r"1 of 1 points left out: 1 decode steps, .* --to csv"):
+        with pytest.raises(UsageError, match=r"1 of 1 point left out: 1 decode steps, .* --to csv"):
             export([self.run(tmp_path)], "vllm", None)
 
     def test_what_was_left_out_is_told(self, tmp_path: Path) -> None:

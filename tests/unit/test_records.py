@@ -270,11 +270,27 @@ class TestDamage:
         with pytest.raises(RecordsError, match="line 2: schema_version 99, while this dcpbench reads 1"):
             read_records(tmp_path)
 
-    def test_a_missing_file_is_answered_with_the_command_that_makes_one(self, tmp_path: Path) -> None:
-        with pytest.raises(RecordsError, match="run `dcpbench sweep -o"):
+    def test_a_folder_that_is_no_run_is_told_as_what_it_is(self, tmp_path: Path) -> None:
+        """A sweep is advised where one could be: in an empty folder, not in /etc."""
+        (tmp_path / "etc").mkdir()
+        (tmp_path / "etc" / "passwd").touch()
+        (tmp_path / "empty").mkdir()
+        for name, said in (
+            ("etc", "holds no records.jsonl, so it is no run; name the folder of one, such as those in runs/."),
+            (
+                "empty",
+                f"is empty; `dcpbench sweep -o {tmp_path}/empty` would fill it, or name the folder of a run, such ",
+            ),
+            ("nowhere", "does not exist; name the folder of a run, such as those in runs/."),
+        ):
+            with pytest.raises(RecordsError) as caught:
+                read_records(tmp_path / name)
+            assert str(caught.value).startswith(f"{tmp_path / name} {said}")
+
+    def test_a_run_that_has_begun_without_a_record_is_told_as_that(self, tmp_path: Path) -> None:
+        (tmp_path / ".lock").touch()
+        with pytest.raises(RecordsError, match=r"holds no record yet; `dcpbench top .*` shows what its run is at\.$"):
             read_records(tmp_path)
-        with pytest.raises(RecordsError, match="does not exist"):
-            read_records(tmp_path / "nowhere")
 
 
 class TestPoint:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from dcpbench.errors import OutputError, RecordsError, UsageError
 from dcpbench.layout import Layout
-from dcpbench.reports import assets, frames, lines, style, terminal_table, write_report
+from dcpbench.reports import assets, frames, lines, markdown, sections, style, tables, terminal_table, write_report
 from dcpbench.reports.page.render import SCRIPTS
 from tests.unit import record_builder as build
 
@@ -311,7 +311,7 @@ def test_no_folder_a_wrong_folder_and_an_unwritable_place_are_told(tmp_path: Pat
     with pytest.raises(RecordsError, match="does not exist"):
         write_report([tmp_path / "none"], tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match="another folder"):
+    with pytest.raises(OutputError, match=r"Not a directory.* type: dcpbench report .*run -o ELSEWHERE"):
         write_report([build.write(tmp_path / "run", [])], tmp_path / "file")
 
 
@@ -326,3 +326,43 @@ def test_a_logarithmic_axis_says_so(tmp_path: Path) -> None:
     read = frames.load([build.write(tmp_path / "run", small())])
     figure = lines.draw_itl(read.points, style.Style.of(read.points), "title")
     assert [ax.get_xlabel() for ax in figure.axes] == ["concurrency (requests in flight, log scale)"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Markdown of one point with a pool of 3 MiB, 5 MiB at most, and two of NCCL's variables."""
+    record = build.ok(build.point(Layout(2)), memory_peak_bytes=5 << 20)
+    assert record.kv
+    kv = msgspec.structs.replace(record.kv, pool_bytes_per_gpu=3 << 20, capacity_tokens=3000)
+    settings = {"NCCL_DEBUG": "INFO", "NCCL_CUMEM_ENABLE": "0"}
+    where = msgspec.structs.replace(build.GPU, settings=settings)
+    folder = tmp_path_factory.mktemp("small-things")
+    record = msgspec.structs.replace(record, kv=kv, environment=where, marks=["throttled"])
+    read = frames.load([build.write(folder, [record])])
+    return markdown.render("title", sections.report(read, []), folder).replace("\\", "")
+
+
+class TestWordsOfSmallThings:
+    """What is little is neither many nor nothing."""
+
+    def test_one_point_is_no_points(self, text: str) -> None:
+        assert "(checked for 1 of 1 point)" in text
+        assert "Marked, of 1 point: 1 throttled" in text
+        assert not re.search(r"\b1 points", text)
+
+    def test_a_small_pool_is_not_nothing(self, text: str) -> None:
+        """3 MiB are 0.0029 GiB, 5 MiB 0.0049."""
+        assert "| kimi-k2 | tp2 | kv_memory | 0.0029 |" in text
+        assert re.search(r"\| kimi-k2 \| tp2 \| synthetic .*\| 0.0049 \|", text)
+
+    def test_variables_are_written_as_a_shell_has_them(self, text: str) -> None:
+        assert "| settings | NCCL_CUMEM_ENABLE=0 NCCL_DEBUG=INFO |" in text
+        assert "{" not in text
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(None, "—"), (0, "0"), (3 << 20, "0.0029"), (1 << 29, "0.50"), (1 << 30, "1.0"), (20 << 30, "20.0")],
+)
+def test_memory_below_a_gib_keeps_its_digits(value: int | None, said: str) -> None:
+    assert tables.gib(value) == said

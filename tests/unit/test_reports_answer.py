@@ -105,6 +105,38 @@ class TestSlo:
         assert opening.sentences(found)[0].endswith("These points have no TTFT.")
         assert found.points["slo_said"].tolist() == ["meets"]
 
+    def test_an_slo_that_bounds_nothing_at_hand_is_none(self, tmp_path: Path) -> None:
+        """Decode steps have neither a first token nor a whole request; where ITL is bounded, too, that is in force."""
+        none = "No SLO was given (--slo ttft=2000,itl=60, in ms), so the best is the highest output throughput."
+        record, itl = step(build.point(TP), 40), "ITL ≤ 50 ms at p50"
+        for number, (slo, words) in enumerate([
+            ({"ttft": 1.0}, f"{none} --slo ttft bounds nothing that these points have."),
+            ({"ttft": 1.0, "e2el": 9.0}, f"{none} --slo ttft,e2el bounds nothing that these points have."),
+            ({"itl": 50.0, "tpot": 9.0}, f"SLO (--slo): {itl} (p99 lacks samples). These points have no TPOT."),
+            ({}, none),
+        ]):  # fmt: skip
+            assert opening.sentences(read(tmp_path / str(number), record, slo=slo))[0] == words
+
+    def test_an_objective_of_some_points_is_in_force_for_them(self, tmp_path: Path) -> None:
+        """The served point has a TTFT and both have an ITL; nothing has a TPOT."""
+        with_ttft = served(serve.point(TP), 100, {"p50": 9, "p99": 9}, {"p50": 40, "p99": 60}, tpot_ms=Latencies())
+        found = read(tmp_path, step(build.point(TP), 40), with_ttft, slo={"ttft": 2000.0, "itl": 50.0, "tpot": 9.0})
+        assert opening.sentences(found)[0] == (
+            "SLO (--slo): TTFT ≤ 2,000 ms at p99, ITL ≤ 50 ms at p99 or p50 (where p99 lacks samples). "
+            "These points have no TPOT."
+        )
+
+    def test_points_that_were_measured_without_an_slo_are_named_beside_those_with_one(self, tmp_path: Path) -> None:
+        """kimi-k2 had to answer within 50 ms, deepseek-v3 in whatever time it took."""
+        itl = {"p50": 40, "p99": 60}
+        records = [
+            served(serve.point(TP), 100, {}, itl, slo_ms={"itl": 50.0}),
+            served(serve.point(TP, model="deepseek-v3"), 100, {}, itl),
+        ]
+        assert opening.sentences(read(tmp_path, *records))[0] == (
+            "SLO (as the runs were measured with): deepseek-v3 live: none; kimi-k2 live: ITL ≤ 50 ms at p99."
+        )
+
     def test_the_objectives_of_the_run_hold_where_none_are_given(self, tmp_path: Path) -> None:
         record = served(serve.point(TP), 9, {"p50": 9}, {"p50": 60}, slo_ms={"itl": 50.0})
         assert "as the runs were measured with" in opening.sentences(read(tmp_path / "own", record))[0]
@@ -169,6 +201,85 @@ class TestBreakEven:
         """20 ms over 9, 10, 11: 2, from 20/11 = 1.82 to 20/9 = 2.22."""
         found = read(tmp_path, step(build.point(TP), 20), step(build.point(DCP), 9, 10, 11))
         assert "tp4·dcp4 2.00× [1.82–2.22]" in said(found, "starts to pay")
+
+
+class TestPays:
+    """DCP pays where it is clearly above the best layout without DCP on as many GPUs, both within the SLO."""
+
+    def read(self, tmp_path: Path, rates: dict[Layout, float], late: tuple[Layout, ...] = ()) -> frames.Frames:
+        """One load of these rates; the gaps of those that are late miss an SLO of 50 ms."""
+        records = [
+            served(serve.point(lay), rate, {"p50": 9, "p99": 9}, {"p50": 9, "p99": 99 if lay in late else 9})
+            for lay, rate in rates.items()
+        ]
+        return read(tmp_path, *records, slo={"itl": 50.0} if late else None)
+
+    def test_what_is_above_plain_tp_and_level_with_attention_dp_does_not_pay(self, tmp_path: Path) -> None:
+        """150 over 100 tok/s of tp4 is 1.5 times, and over 150 of tp4·dp4 it is 1.0."""
+        found = self.read(tmp_path, {TP: 100, DCP: 150, DP: 150})
+        assert said(found, "DCP pays").endswith(
+            "DCP pays in 0 of 1 load, in output tok/s over the best layout without DCP. 400 in · 40 out: not clearly "
+            "anywhere (at most 1.00× tp4·dp4, tp4·dcp4 at 8)."
+        )
+        assert said(found, "Looser").endswith(
+            "Looser, over tp4 alone, DCP is ahead in output tok/s. 400 in · 40 out: from concurrency 8, the lowest "
+            "tried (tp4·dcp4 1.50×)."
+        )
+        assert not [s for s in opening.sentences(found) if "starts to pay" in s]
+
+    def test_what_is_above_the_best_other_layout_pays_by_that(self, tmp_path: Path) -> None:
+        """150 over 120 tok/s is 1.25 times."""
+        found = self.read(tmp_path, {TP: 100, DCP: 150, DP: 120})
+        assert "DCP pays in 1 of 1 load, in" in said(found, "DCP pays")
+        assert said(found, "DCP pays").endswith("400 in · 40 out: tp4·dcp4 at 8 (1.25× tp4·dp4).")
+
+    def test_what_misses_the_slo_does_not_pay_however_fast_it_is(self, tmp_path: Path) -> None:
+        found = self.read(tmp_path, {TP: 100, DCP: 300}, late=(DCP,))
+        assert said(found, "DCP pays").endswith(
+            "DCP pays in 0 of 1 load, in output tok/s within the SLO over the best layout without DCP. 400 in · 40 "
+            "out: nowhere, as no layout with DCP meets the SLO."
+        )
+        assert "Looser, over tp4 alone, whether or not the SLO is met, DCP is ahead" in said(found, "Looser")
+
+    def test_what_alone_meets_the_slo_pays_though_others_are_faster(self, tmp_path: Path) -> None:
+        found = self.read(tmp_path, {TP: 300, DP: 200, DCP: 100}, late=(TP, DP))
+        assert said(found, "DCP pays").endswith("tp4·dcp4 at 8 (no layout without DCP meets the SLO).")
+
+    def test_a_faster_layout_that_misses_the_slo_is_no_rival(self, tmp_path: Path) -> None:
+        """120 over 100 of tp4; tp4·dp4 has 300 with gaps that nobody wants."""
+        found = self.read(tmp_path, {TP: 100, DCP: 120, DP: 300}, late=(DP,))
+        (row,) = findings.dcp_against_best(findings.rivals(found)).to_dict("records")
+        assert (row["rival"], row["ratio"], row["verdict"]) == ("tp4", 1.2, "higher")
+        assert "(tp4·dcp4 1.20×)" in said(found, "Where DCP starts to pay, in output tok/s over tp4")
+
+    def test_more_gpus_and_another_dtype_are_no_rivals(self, tmp_path: Path) -> None:
+        """tp8 has twice the GPUs; what fp8 would give says nothing of bf16."""
+        points = [(serve.point(TP), 100), (serve.point(DCP), 150), (serve.point(Layout(8)), 400)]
+        points.append((serve.point(DP, dtype="fp8"), 400))
+        found = read(tmp_path, *(served(p, rate, {}, {}) for p, rate in points))
+        (row,) = findings.dcp_against_best(findings.rivals(found)).to_dict("records")
+        assert (row["rival"], row["ratio"], row["verdict"]) == ("tp4 (bfloat16)", 1.5, "higher")
+
+    def test_points_whose_rivals_did_not_run_are_not_counted(self, tmp_path: Path) -> None:
+        """At 8 there is no layout without DCP, at 32 there is, and it is slower."""
+        points = [(serve.point(DCP, 8), 100), (serve.point(DCP, 32), 150), (serve.point(DP, 32), 100)]
+        found = read(tmp_path, *(served(p, rate, {}, {}) for p, rate in points))
+        assert "DCP pays in 1 of 1 load, in" in said(found, "DCP pays")
+        alone = read(tmp_path / "alone", served(*points[0], {}, {}))
+        assert not [s for s in opening.sentences(alone) if "pays" in s]
+
+    def test_loads_in_a_row_are_one_clause_and_lengths_with_one_answer_another(self, tmp_path: Path) -> None:
+        """At 400 tokens in 1.2 and 1.5 times at 8 and 16, 0.8 at 32; at 800 and 1,600 it is 0.5 times."""
+        rates = {("400", 8): 120, ("400", 16): 150, ("400", 32): 80, ("800", 8): 50, ("1600", 8): 50}
+        records = [
+            served(serve.point(lay, n, {"input_tokens": tokens}), rate, {}, {})
+            for (tokens, n), with_dcp in rates.items()
+            for lay, rate in ((DP, 100), (DCP, with_dcp), (TP, 40))
+        ]
+        assert said(read(tmp_path, *records), "DCP pays").endswith(
+            "DCP pays in 2 of 5 loads, in output tok/s over the best layout without DCP. 400 in: tp4·dcp4 at 8–16 "
+            "(1.20–1.50× tp4·dp4); 800 in, 1,600 in: nowhere (at most 0.50× tp4·dp4, tp4·dcp4 at 8)."
+        )
 
 
 class TestOpening:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dcpbench.reports import export, frames, markdown, plots, sections
+from dcpbench.reports import export, findings, frames, markdown, plots, sections
 
 RESULTS = Path(__file__).parents[2] / "results"
 LINES = [
@@ -48,3 +48,30 @@ def test_every_serving_and_decode_run_stands_in_a_report() -> None:
     shown = {RESULTS / folder / run for folder, typed in LINES for run in arguments(typed)[0]}
     runs = {path.parent for name in ("decode", "serving") for path in RESULTS.glob(f"{name}*/*/records.jsonl")}
     assert runs - shown == set()
+
+
+@pytest.mark.parametrize(("folder", "typed"), LINES, ids=[shlex.split(typed)[-1] for _, typed in LINES])
+def test_dcp_pays_in_the_loads_in_which_every_best_layout_has_it(
+    folder: str, typed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ways to the same loads: against the best other layout, and among the layouts that none clearly beats."""
+    monkeypatch.chdir(RESULTS / folder)
+    runs, _, how = arguments(typed)
+    points = findings.rivals(frames.load(runs, **how))
+    against = findings.dcp_against_best(points)
+    compared = against[~against["verdict"].isin(["no rival", "alone"])]
+    pays = set(compared[compared["verdict"] == "higher"]["same_load"])
+    best = findings.best_per_load(points)
+    won = best[best["meets"].astype(bool) & best["same_load"].isin(set(compared["same_load"]))]
+    with_dcp = [all("dcp" in label for label in labels) for labels in won["level"]]
+    assert pays == set(won[with_dcp]["same_load"])
+
+
+def test_within_its_slo_dcp_pays_in_none_of_the_84_loads_of_the_break_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    """README says so."""
+    (folder, typed) = next(line for line in LINES if "break-even" in line[1])
+    monkeypatch.chdir(RESULTS / folder)
+    runs, _, how = arguments(typed)
+    against = findings.dcp_against_best(findings.rivals(frames.load(runs, **how)))
+    assert len(against.drop_duplicates(["model", "same_load"])) == 84
+    assert not set(against["verdict"]) & {"higher", "alone"}

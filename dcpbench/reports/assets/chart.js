@@ -2,7 +2,8 @@
 
    dcp.draw(element, traces, layout)  draws or redraws; colours may be written "var(--name)" anywhere in both, and are
                                       read anew when the theme changes, and for paper. Size: that of the element; on paper
-                                      its `data-paper` pixels wide.
+                                      its `data-paper` pixels wide. One that cannot be drawn says so in its place.
+   dcp.undrawn(element, error)        puts the sentence that says so into a place for charts
    dcp.series(i), symbol(i), dash(i)  colour, marker and line of the i-th thing to tell apart, as in style.py
    dcp.text(string)                   any string as text for Plotly, which takes <b> and <a href> for markup
    dcp.hover(title, [[name, value]])  one point's hover text, escaped; give it as `customdata` with `hovertemplate: dcp.HOVER`
@@ -73,7 +74,24 @@ globalThis.dcp = (() => {
     return merged(base, layout);
   }
 
-  function draw(element, traces, layout = {}) {
+  /** Draws one chart; its errors stay in its place, and go to the console. */
+  async function draw(element, traces, layout) {
+    try {
+      await plot(element, traces, layout);
+    } catch (error) {
+      drawn.delete(element);
+      widths.unobserve(element);
+      undrawn(element, error);
+    }
+  }
+
+  function undrawn(element, error) {
+    console.warn(error);
+    const said = `This chart could not be drawn (${error.message}); the others are whole.`;
+    element.replaceChildren(Object.assign(document.createElement("p"), { className: "note", textContent: said }));
+  }
+
+  async function plot(element, traces, layout = {}) {
     const before = drawn.has(element);
     if (!before) widths.observe(element);
     drawn.set(element, { traces, layout });
@@ -83,7 +101,7 @@ globalThis.dcp = (() => {
       Object.assign(full, { autosize: false, width: Number(element.dataset.paper ?? PAPER_WIDTH), height: element.clientHeight || undefined });
     }
     const told = traces.map(({ tip, ...trace }) => (tip ? { ...trace, hoverinfo: "none", hovertemplate: "" } : trace));
-    const done = Plotly.react(element, resolved(told, seen), full, { displayModeBar: false, scrollZoom: false, doubleClick: "reset" });
+    await Plotly.react(element, resolved(told, seen), full, { displayModeBar: false, scrollZoom: false, doubleClick: "reset" });
     if (!before) {
       element.on("plotly_hover", ({ points: [point], event }) => {
         const say = drawn.get(element).traces[point.curveNumber]?.tip;
@@ -91,7 +109,6 @@ globalThis.dcp = (() => {
       });
       element.on("plotly_unhover", hideTip);
     }
-    return done;
   }
 
   const tip = document.createElement("div");
@@ -198,5 +215,5 @@ globalThis.dcp = (() => {
   addEventListener("beforeprint", () => { root.dataset.print = ""; redraw(); });
   addEventListener("afterprint", () => { delete root.dataset.print; redraw(); });
 
-  return { HOVER, draw, redraw, series, symbol, dash, text, hover, number, watermark, switches };
+  return { HOVER, draw, undrawn, redraw, series, symbol, dash, text, hover, number, watermark, switches };
 })();

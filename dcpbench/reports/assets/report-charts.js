@@ -1,6 +1,7 @@
 /* The charts of a report: `dcp.charts[kind](figure, points)` says what the panels of a figure hold. A figure has a
    `slug`, `off` (names of switched-off series) and `wide` (one panel a row). Each returns {panels, items, note}:
-   panels [{key, title, traces, layout, rows?}], items for dcp.switches with a `key`. */
+   panels [{key, title, traces, layout, rows?}], items for dcp.switches with a `key`. `dcp.charts.NEEDS[kind]` names
+   what a point must have to be in one. */
 "use strict";
 dcp.charts = (() => {
   const LOG_RANGE = 20; // an axis is logarithmic when its values span more, as in style.py
@@ -8,6 +9,7 @@ dcp.charts = (() => {
   const MOST_PANELS = 12;
   const MOST_LOADS = 3;
   const ROW_PIXELS = 24;
+  const AHEAD = "Above 1 DCP is ahead of the same layout without it. Whether it pays is judged against the best other layout, within the SLO: the answer says so.";
   const LEAST_GAP = 0.1; // between two labels, as a share of the axis
   const { series, fields } = dcp.points;
   const plain = (value) => new Intl.NumberFormat("en-US", { maximumFractionDigits: 3 }).format(value);
@@ -117,7 +119,7 @@ dcp.charts = (() => {
     return { panels: few, items, note: [traced, missing, left].join(" ").trim() };
   }
 
-  /** Ratios to 1, where DCP neither pays nor costs. */
+  /** Ratios to 1, where DCP is level with the same layout without it. */
   function breakEven(figure, points) {
     const compared = points.filter((p) => known(p.dcp_ratio) && p.arrival === "closed");
     const { panels, items, note } = overLoad({ ...figure, axis: "with DCP / without" }, compared, [["dcp_ratio", "ratio"]]);
@@ -126,7 +128,7 @@ dcp.charts = (() => {
     const margin = (most - least) * 0.08 || 0.05;
     const level = { type: "line", xref: "paper", x0: 0, x1: 1, y0: 1, y1: 1, line: { color: "var(--ink)", width: 1.5 } };
     const yaxis = { type: "linear", range: [least - margin, most + margin], nticks: 6, ticksuffix: "×", title: { text: figure.axis ?? "with DCP / without" } };
-    return { items, note: `Above 1 DCP pays. ${note}`.trim(), panels: panels.map((panel) => ({ ...panel, layout: { ...panel.layout, yaxis, shapes: [level] } })) };
+    return { items, note: `${AHEAD} ${note}`.trim(), panels: panels.map((panel) => ({ ...panel, layout: { ...panel.layout, yaxis, shapes: [level] } })) };
   }
 
   /** Points that no other beats in both, fastest user first. */
@@ -256,11 +258,16 @@ dcp.charts = (() => {
     const axis = (name) => (joined && name === x ? loads(on.map((p) => p[name]), title(name)) : values(on.map((p) => p[name]), title(name)));
     const panels = on.length === 0 ? [] : [{ key: "explore", title: "", traces, layout: { xaxis: axis(x), yaxis: axis(y), annotations: watermark(on) } }];
     const without = points.length - placed.length;
-    return { panels, items, note: without > 0 ? `${without} of ${points.length} points have no ${fields.get(x).label} or no ${fields.get(y).label}.` : "", wide: true };
+    return { panels, items, note: without > 0 ? `Not drawn: ${without} of ${dcp.points.counted(points.length)} without ${fields.get(x).label} or without ${fields.get(y).label}.` : "", wide: true };
   }
 
+  const NEEDS = {
+    throughput: "an output rate", ttft: "a TTFT", itl: "an ITL", frontier: "both a speed for one user and an output per GPU",
+    "break-even": "a baseline without DCP", kv: "a KV capacity", phases: "a profiled step", explore: "both numbers",
+  };
+
   return {
-    ROW_PIXELS,
+    ROW_PIXELS, NEEDS,
     throughput: (figure, points) => overLoad({ ...figure, axis: "output (tok/s)" }, points, [["output_tok_s", "output"]]),
     ttft: (figure, points) => overLoad({ ...figure, axis: "time to first token (ms)" }, points, [["ttft_p50_ms", "p50"], ["ttft_p99_ms", "p99"]]),
     itl: (figure, points) => overLoad({ ...figure, axis: "inter-token latency (ms)" }, points, [[points.some((p) => known(p.step_ms)) ? "step_ms" : "itl_p50_ms", "p50"], ["itl_p99_ms", "p99"]]),

@@ -4,6 +4,7 @@
    dcp.points.shown()                     those that pass the filters
    dcp.points.view                        what else the fragment holds: x, y, colour, sort, and switched-off series
    dcp.points.words(point)                [name, value] pairs with units and intervals, for those who point at a mark
+   dcp.points.counted(n)                  "1 point", "2 points"
    dcp.points.changed()                   something was chosen: remember it, and tell all who asked by watch(callback) */
 "use strict";
 dcp.points = (() => {
@@ -21,6 +22,7 @@ dcp.points = (() => {
   const shown = () => all.filter(passes);
   const choices = (name) => [...new Set(all.flatMap((point) => valuesOf(point, name)))];
   const brief = (text) => (text.length > LONGEST ? `${text.slice(0, LONGEST - 1)}…` : text);
+  const counted = (n) => `${dcp.number(n)} ${n === 1 ? "point" : "points"}`;
   const withUnit = (value, unit) => `${dcp.number(value)}${unit ? ` ${unit}` : ""}`;
 
   function range(point, field) {
@@ -78,7 +80,7 @@ dcp.points = (() => {
   read();
 
   return {
-    data, all, fields, series: data.series, hidden, view, shown, choices, words, marks, range, withUnit, brief, changed,
+    data, all, fields, series: data.series, hidden, view, shown, choices, words, marks, range, withUnit, brief, counted, changed,
     off: (chart) => (view.off[chart] ??= new Set()), watch: (watcher) => { watchers.push(watcher); },
   };
 })();

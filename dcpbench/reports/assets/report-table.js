@@ -71,7 +71,7 @@ dcp.pointsTable = (element) => {
       heads[i].setAttribute("aria-sort", name !== column.name ? "none" : view.sort.startsWith("-") ? "descending" : "ascending");
     });
     const left = rows.length - Math.min(shown, rows.length);
-    note.textContent = `${dcp.number(rows.length)} of ${dcp.number(data.count)} points${left ? `, the first ${dcp.number(shown)} below` : ""}. A header sorts; “copy” takes the command that measures a point again, alone.`;
+    note.textContent = `${dcp.number(rows.length)} of ${dcp.points.counted(data.count)}${left ? `, the first ${dcp.number(shown)} below` : ""}. A header sorts; “copy” takes the command that measures a point again, alone.`;
     more.hidden = left === 0;
     more.textContent = `Show ${dcp.number(Math.min(STEP, left))} more`;
   }

@@ -45,6 +45,15 @@
     }
 
     function show(points) {
+      try {
+        fill(points);
+      } catch (error) {
+        dcp.undrawn(grid, error);
+        note.hidden = true;
+      }
+    }
+
+    function fill(points) {
       const own = points.filter((p) => (!chart.workload || p.workload === chart.workload) && (!chart.mode || p.mode === chart.mode));
       const off = store.off(chart.slug);
       const { panels, items, note: said, wide } = dcp.charts[chart.kind]({ ...chart, off, ...axes() }, own);
@@ -69,7 +78,7 @@
         pending.set(chartBox, panel);
         if (near.has(chartBox)) drawPending(chartBox);
       }
-      grid.replaceChildren(...(panels.length ? panels.map((panel) => places.get(panel.key).box) : [el("p", { class: "note" }, "No point that the filters leave has this.")]));
+      grid.replaceChildren(...(panels.length ? panels.map((panel) => places.get(panel.key).box) : [el("p", { class: "note" }, `No point that the filters leave has ${dcp.charts.NEEDS[chart.kind] ?? "this"}.`)]));
       note.textContent = said;
       note.hidden = !said;
     }
@@ -77,9 +86,10 @@
   }
 
   function axes() {
-    const usual = store.fields.has("output_tok_s_per_gpu") ? ["tok_s_per_user", "output_tok_s_per_gpu"] : data.fields.map((f) => f.name);
-    const valid = (name, fallback) => (store.fields.has(name) ? name : fallback);
-    return { x: valid(view.x, usual[0]), y: valid(view.y, usual[1] ?? usual[0]), colour: data.colours.includes(view.colour) ? view.colour : "layout" };
+    const known = (...names) => names.find((name) => store.fields.has(name)) ?? data.fields[0].name;
+    const both = ["tok_s_per_user", "output_tok_s_per_gpu"].every((name) => store.fields.has(name));
+    const x = both ? "tok_s_per_user" : "concurrency";
+    return { x: known(view.x, x), y: known(view.y, "output_tok_s_per_gpu", "output_tok_s"), colour: data.colours.includes(view.colour) ? view.colour : "layout" };
   }
 
   function pickers(root) {
@@ -115,7 +125,7 @@
     });
     root.append(el("details", {}, el("summary", {}, "Filters: ", count), el("div", { class: "groups" }, ...fieldsets), reset));
     return (shown) => {
-      count.textContent = `${dcp.number(shown.length)} of ${dcp.number(data.count)} points in charts and table`;
+      count.textContent = `${dcp.number(shown.length)} of ${store.counted(data.count)} in charts and table`;
       for (const box of boxes) box();
     };
   }

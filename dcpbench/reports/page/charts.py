@@ -38,7 +38,7 @@ TITLES = {
     "ttft": "Time to first token, p50 and p99",
     "itl": "Inter-token latency, p50 and p99",
     "frontier": "Throughput per GPU against speed per user",
-    "break-even": "Where DCP pays: output over that of the same layout without it",
+    "break-even": "Output with DCP over that of the same layout without it",
     "kv": "KV cache capacity by layout",
     "phases": "Where a step's time goes",
 }

@@ -15,6 +15,7 @@ from dcpbench.reports.merge import missing
 from dcpbench.reports.page.fields import COLOURS, FIELDS, FILTERS, RANGES
 from dcpbench.reports.page.words import LONGEST_COMMAND, LONGEST_NAME, brief
 from dcpbench.reports.reproduce import command_of
+from dcpbench.reports.serving.frame import same_load
 from dcpbench.serve_records import Load
 
 if TYPE_CHECKING:
@@ -193,17 +194,18 @@ class _Commands:
     """The command of each point, with the settings that its record was measured with."""
 
     def __init__(self, frames: Frames) -> None:
-        self._records: dict[tuple[str, Point], Record] = {}
+        self._records: dict[tuple[str, Point, str], Record] = {}
         for run in frames.runs:
             for record in run.records:
                 if record.outcome == "ok":
                     point = msgspec.structs.replace(record.point, repeat=0)
-                    self._records.setdefault((run.name, point), record)
+                    sent = same_load(record) if point.load else ""
+                    self._records.setdefault((run.name, point, sent), record)
 
     def of(self, row: dict[str, Any]) -> dict[str, str | None]:
         """Null for a point of another tool, one that no option can say, and one that takes no bearable length."""
         point = point_of(row)
-        record = self._records[row["run"], point]
+        record = self._records[row["run"], point, row["same_load"] if point.load else ""]
         try:
             command = None if record.origin else command_of(point, record.measured_with, cpu=bool(row["cpu"]))
         except UsageError:

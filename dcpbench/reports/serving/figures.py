@@ -103,6 +103,33 @@ LINES = (
     ("itl", "Inter-token latency against {}", draw_itl),
     ("frontier", "Throughput per GPU against speed per user", draw_frontier),
 )
+EDGE = {
+    "tok_s_per_user": "a speed for one user (1000 / median ITL)",
+    "output_tok_s_per_gpu": "an output per GPU (an import with --tp says how many there were)",
+}
+"""What a point on the frontier has, in words."""
+NAMES = {"ttft": "TTFT", "itl": "ITL", "frontier": "Throughput per GPU against speed per user"}
+"""Of the figures that some points cannot be in."""
+
+
+def lacks(kind: str, points: pd.DataFrame) -> str:
+    """What no point has that a figure of LINES would show; empty where there is something to draw."""
+    if kind in ("ttft", "itl"):
+        shown = points[[f"{kind}_{p}_ms" for p in ("p50", "p90", "p95", "p99")]]
+        return "" if shown.notna().any(axis=None) else f"a median or percentile of {NAMES[kind]}"
+    if kind != "frontier" or points[list(EDGE)].notna().all(axis=1).any():
+        return ""
+    return ", and none ".join(said for column, said in EDGE.items() if points[column].isna().all()) or "both"
+
+
+def not_drawn(served: pd.DataFrame, *kinds: str) -> list[str]:
+    """A sentence for each of these figures, mode and model of which nothing can be drawn, and why."""
+    groups = list(served.groupby(["mode", "model"], sort=False)) if len(served) else []
+    said = []
+    for (mode, model), points in groups:
+        where = f" for {model}, {mode}" if len(groups) > 1 else ""
+        said += [f"{NAMES[k]} is not drawn{where}: no point has {what}." for k in kinds if (what := lacks(k, points))]
+    return said
 
 
 MOST_CURVES = 8
@@ -110,7 +137,7 @@ MOST_CURVES = 8
 
 
 def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:  # noqa: ARG001 - same call for all
-    """Output tok/s with DCP over that without; above 1 it pays.
+    """Output tok/s with DCP over that of the same layout without it.
 
     Along the x axis runs whichever of concurrency and length of requests has more values, a curve stands for each value
     of the other, and a panel for each model; where that makes too many curves, for each layout with its exchange.

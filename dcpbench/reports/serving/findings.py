@@ -10,12 +10,10 @@ from typing import Any
 import pandas as pd
 
 from dcpbench.choices import CLOSED, LIVE, REPLAY
+from dcpbench.reports.findings import OF_A_LOAD, fields_but
 from dcpbench.reports.merge import missing
 
-SAME_BUT_MODE = [
-    "model", "device", "same_load", "served_with", "tp", "dp", "dcp", "exchange", "q_replicate", "project_first",
-    "overlap", "all_reduce", "backend", "dtype", "page_size", "interleave", "weights",
-]  # fmt: skip
+SAME_BUT_MODE = ["device", "same_load", *fields_but(*OF_A_LOAD)]
 """What a replay and the live run that it stands for have in common."""
 SHOWN = ["run", "model", "mode", "load", "arrival", "rest", "concurrency", "input_typical", "label", "layout", "tp"]
 COMPARED = {

@@ -62,12 +62,11 @@ def columns(records: list[Record]) -> dict[str, Any]:
         "load_at_once": None if load.arrival == CLOSED else point.concurrency,
         "load_kv_memory_gib": kv_memory / GIB if isinstance(kv_memory, int) else None,
         "load_limit_seconds": limit if isinstance(limit, float | int) else None,
-        "served_with": f"{limit} {kv_memory}",
         "mode": load.mode,
         "arrival": words.arrival(point),
         "shape": words.shape(load),
         "input_typical": words.typical(load.input_tokens),
-        "same_load": f"{point.concurrency} {msgspec.json.encode(msgspec.structs.replace(load, mode='')).decode()}",
+        "same_load": same_load(records[0]),
         "output_tok_s_low": min(rates, default=None),
         "output_tok_s_high": max(rates, default=None),
         "spread": spread([once(rate) for rate in rates]),
@@ -82,6 +81,15 @@ def columns(records: list[Record]) -> dict[str, Any]:
     cached = row["cached_tokens"]
     row["cached_share"] = cached / row["input_tokens"] if row["input_tokens"] and cached is not None else None
     return row | _objectives(measured)
+
+
+def same_load(record: Record) -> str:
+    """The same for all that were sent the same requests, in whichever mode, with the same KV memory and limit."""
+    load = record.point.load
+    assert load is not None
+    sent = msgspec.json.encode(msgspec.structs.replace(load, mode="")).decode()
+    settings = [record.measured_with.get(name) for name in ("limit_seconds", "kv_memory_bytes")]
+    return f"{record.point.concurrency} {sent} {settings}"
 
 
 def tidy(table: pd.DataFrame) -> pd.DataFrame:

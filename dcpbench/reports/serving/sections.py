@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dcpbench.reports import explain
+from dcpbench.reports.prose import counted
 from dcpbench.reports.section import Section
 from dcpbench.reports.serving import findings as found
 from dcpbench.reports.serving import tables
@@ -49,7 +50,7 @@ def _step_times(points: pd.DataFrame) -> list[str]:
     known = points["step_error"].dropna()
     if known.empty:
         return []
-    among = f"known for {len(known)} of {len(points)} points"
+    among = f"known for {len(known)} of {counted(len(points), 'point')}"
     return [f"Steps that were measured to check their prediction were up to {known.max() * 100:.2g} % off ({among})."]
 
 

@@ -1,0 +1,187 @@
+"""What a point and its load are made of: nothing that compares, shares or names points forgets one of their fields."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from dcpbench import budget
+from dcpbench.choices import OPTIONS
+from dcpbench.layout import Layout
+from dcpbench.records import Point
+from dcpbench.reports import exchanges, findings, frames
+from dcpbench.reports.reproduce import command_of
+from dcpbench.reports.serving import findings as serving
+from dcpbench.serve_records import Load
+from dcpbench.serving.step_times import EnginePath
+from tests.unit import record_builder as build
+from tests.unit import serve_record_builder as serve
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from dcpbench.records import Record
+
+DCP = Layout(8, 1, 2)
+"""Whose degrees can each take another value alone."""
+OTHER: dict[str, Any] = {
+    "model": "deepseek-v3", "tp": 4, "dp": 2, "dcp": 4, "workload": "other", "concurrency": 9, "context": 4001,
+    "exchange": "symm", "q_replicate": True, "project_first": True, "overlap": True, "all_reduce": "symm",
+    "backend": "triton", "dtype": "fp8", "page_size": 32, "interleave": 8, "weights": "/models/v3", "repeat": 1,
+}  # fmt: skip
+"""Another value of each field of a point but its load."""
+OTHER_LOAD: dict[str, Any] = {
+    "mode": "replay", "requests": 97, "arrival": "trace", "request_rate": 3.0, "burstiness": 0.5,
+    "input_tokens": "401", "output_tokens": "41", "prefix_share": 0.5, "prefix_groups": 3, "trace": "chat.jsonl",
+    "trace_sha256": "abc", "chunk": 1024, "policy": "prefill-first", "prefix_cache": False, "prefill": "flashinfer",
+    "seed": 7,
+}  # fmt: skip
+"""Another value of each field of a load."""
+WHAT_RUNS = ("workload", "concurrency", "context", "load", "repeat")
+"""Of a point, what is run; the rest is what runs it."""
+HOW_EXCHANGED = ("exchange", *OPTIONS)
+
+
+def changed(point: Point, name: str) -> Point:
+    """The point with another value of a field, of its load where that has one of this name."""
+    if name in OTHER:
+        return msgspec.structs.replace(point, **{name: OTHER[name]})
+    assert point.load
+    return msgspec.structs.replace(point, load=msgspec.structs.replace(point.load, **{name: OTHER_LOAD[name]}))
+
+
+def as_repeats(tmp_path: Path, *records: Record) -> frames.Frames:
+    """Each record is a run of its own, and they are read as repeats of one sweep."""
+    folders = [build.write(tmp_path / f"run-{i}", [record]) for i, record in enumerate(records)]
+    return frames.load(folders, as_repeats=True)
+
+
+def served(point: Point, **settings: Any) -> Record:
+    """A served record of the point, whatever its load is."""
+    plain = serve.served(serve.point(serve.TP))
+    return msgspec.structs.replace(plain, point=point, measured_with=plain.measured_with | settings)
+
+
+def fields(of: type[msgspec.Struct], *left_out: str) -> list[str]:
+    """Names of its fields but these."""
+    return [name for name in of.__struct_fields__ if name not in left_out]
+
+
+def test_every_field_has_another_value_here() -> None:
+    """A field that is new must be thought about: what compares two points in which it differs?"""
+    assert sorted(OTHER) == sorted(fields(Point, "load"))
+    assert sorted(OTHER_LOAD) == sorted(fields(Load))
+
+
+class TestComparisons:
+    """Runs that are read as repeats of each other may differ in anything; what does is never compared."""
+
+    @pytest.mark.parametrize("name", fields(Point, "load", "repeat", *HOW_EXCHANGED))
+    def test_exchanges_are_compared_where_nothing_else_differs(self, name: str, tmp_path: Path) -> None:
+        plain, symm = build.ok(build.point(DCP)), build.ok(build.point(DCP, exchange="symm"))
+        assert len(exchanges.frame(as_repeats(tmp_path / "same", plain, symm).points)) == 1
+        other = msgspec.structs.replace(symm, point=changed(symm.point, name))
+        assert exchanges.frame(as_repeats(tmp_path / "other", plain, other).points).empty
+
+    @pytest.mark.parametrize("name", fields(Point, "load", "repeat", "dcp", "workload", *HOW_EXCHANGED))
+    def test_dcp_has_no_baseline_that_differs_in_more(self, name: str, tmp_path: Path) -> None:
+        alone, split = build.ok(build.point(Layout(8))), build.ok(build.point(DCP))
+        assert self.verdict(as_repeats(tmp_path / "same", alone, split)) != "no baseline"
+        other = msgspec.structs.replace(alone, point=changed(alone.point, name))
+        assert self.verdict(as_repeats(tmp_path / "other", other, split)) == "no baseline"
+
+    @pytest.mark.parametrize("name", fields(Load))
+    def test_served_dcp_has_no_baseline_under_another_load(self, name: str, tmp_path: Path) -> None:
+        alone, split = served(serve.point(Layout(8))), served(serve.point(DCP))
+        assert self.verdict(as_repeats(tmp_path / "same", alone, split)) != "no baseline"
+        other = msgspec.structs.replace(alone, point=changed(alone.point, name))
+        assert self.verdict(as_repeats(tmp_path / "other", other, split)) == "no baseline"
+
+    @pytest.mark.parametrize("name", fields(Point, "load", "repeat", "workload", "context"))
+    def test_a_replay_stands_for_the_live_run_of_the_same_point(self, name: str, tmp_path: Path) -> None:
+        live = served(serve.point(DCP))
+        replay = served(changed(live.point, "mode"))
+        assert len(serving.replay_against_live(as_repeats(tmp_path / "same", live, replay).served)) == 1
+        other = msgspec.structs.replace(replay, point=changed(replay.point, name))
+        assert serving.replay_against_live(as_repeats(tmp_path / "other", live, other).served).empty
+
+    @pytest.mark.parametrize("setting", [{"kv_memory_bytes": 8 << 30}, {"limit_seconds": 60.0}])
+    def test_what_was_served_with_other_kv_memory_or_limit_is_another_point(
+        self, setting: dict[str, Any], tmp_path: Path
+    ) -> None:
+        """Neither a repeat of it, nor its baseline, nor its rival, nor what a replay stands for."""
+        alone, split = served(serve.point(Layout(8)), **setting), served(serve.point(DCP))
+        assert self.verdict(as_repeats(tmp_path / "baseline", alone, split)) == "no baseline"
+        read = as_repeats(tmp_path / "rivals", alone, split)
+        assert findings.best_per_load(findings.rivals(read)).empty
+        replay = served(changed(split.point, "mode"), **setting)
+        assert serving.replay_against_live(as_repeats(tmp_path / "replay", split, replay).served).empty
+        again = msgspec.structs.replace(split, measured_with=split.measured_with | setting, started_at="later")
+        assert as_repeats(tmp_path / "repeat", split, again).served["repeats"].tolist() == [1, 1]
+
+    def verdict(self, read: frames.Frames) -> str:
+        """On the one point with DCP."""
+        (found,) = findings.dcp_against_baseline(read.everything)["verdict"]
+        return str(found)
+
+
+class TestWords:
+    """Two points of a report that differ are never printed alike."""
+
+    @pytest.mark.parametrize("name", fields(Point, "load", "repeat", *HOW_EXCHANGED))
+    def test_points_that_differ_have_different_words(self, name: str, tmp_path: Path) -> None:
+        self.check(build.ok(build.point(DCP)), name, tmp_path)
+
+    @pytest.mark.parametrize("name", HOW_EXCHANGED)
+    def test_exchanges_that_differ_have_different_words(self, name: str, tmp_path: Path) -> None:
+        self.check(build.ok(build.point(DCP)), name, tmp_path)
+
+    @pytest.mark.parametrize("name", fields(Load))
+    def test_loads_that_differ_have_different_words(self, name: str, tmp_path: Path) -> None:
+        """An open loop has a rate and a burstiness, and half of each prompt in common with others."""
+        loop = {"arrival": "gamma", "request_rate": 2.0, "prefix_share": 0.25, "prefix_groups": 2}
+        if name in ("trace", "trace_sha256"):
+            loop |= {"trace": "a.jsonl", "trace_sha256": "def"}
+        self.check(served(serve.point(DCP, changed=loop)), name, tmp_path)
+
+    def check(self, record: Record, name: str, tmp_path: Path) -> None:
+        other = msgspec.structs.replace(record, point=changed(record.point, name))
+        read = as_repeats(tmp_path, record, other).everything
+        assert len(read) == 2
+        words = read[["model", "mode", "load", "label"]].astype(str).agg(" | ".join, axis=1)
+        assert words.nunique() == 2, words.tolist()
+
+
+class TestSharing:
+    """What was built or measured for one point serves another only where both are computed the same way."""
+
+    @pytest.mark.parametrize("name", fields(Point, *WHAT_RUNS))
+    def test_an_engine_and_its_path_are_all_that_computes_a_point(self, name: str) -> None:
+        point = build.point(DCP)
+        other = changed(point, name)
+        assert not (budget.same_engine(point, other) and budget.same_path(point, other))
+
+    @pytest.mark.parametrize("name", [*fields(Point, *WHAT_RUNS), "prefill"])
+    def test_step_times_are_those_of_one_engine_path(self, name: str) -> None:
+        point = serve.point(DCP)
+        assert EnginePath.of(point) != EnginePath.of(changed(point, name))
+
+
+class TestCommands:
+    @pytest.mark.parametrize("name", fields(Point, "workload", "load", "repeat"))
+    def test_the_command_of_a_point_says_every_field(self, name: str) -> None:
+        point = build.point(DCP)
+        assert self.command(point) != self.command(changed(point, name))
+
+    @pytest.mark.parametrize("name", fields(Load, "trace_sha256"))
+    def test_the_command_of_a_load_says_every_field(self, name: str) -> None:
+        """A file is named; its hash only tells whether it is still the same."""
+        loop: Mapping[str, Any] = {"arrival": "gamma", "request_rate": 2.0, "prefix_share": 0.25, "prefix_groups": 2}
+        point = serve.point(DCP, changed=dict(loop))
+        assert self.command(point) != self.command(changed(point, name))
+
+    def command(self, point: Point) -> str:
+        return command_of(point, {})
