@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import statistics
 from typing import TYPE_CHECKING, NamedTuple
 
 from dcpbench.batches import GRAPH_BATCHES, batch_rows
@@ -67,12 +68,14 @@ def _work(replica: ReplicaStep) -> Work:
 
 
 class Line:
-    """Piecewise linear through points of ascending x; beyond its ends the last pieces go on."""
+    """Piecewise linear through points, those of one x by their mean; beyond its ends the last pieces go on."""
 
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
-        self.xs, self.ys = zip(*sorted(points), strict=True)
-        if len(set(self.xs)) < len(self.xs):
-            raise RecordsError("step times have two cases of the same work; measure them again.")
+        of_x: dict[float, list[float]] = collections.defaultdict(list)
+        for x, y in points:
+            of_x[x].append(y)
+        self.xs = sorted(of_x)
+        self.ys = [statistics.fmean(of_x[x]) for x in self.xs]
 
     @property
     def top(self) -> float:

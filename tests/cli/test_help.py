@@ -187,7 +187,8 @@ def test_the_entry_point_without_a_command_shows_help() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "usage"), [("report", "{RUN}..."), ("show", "{RUN}..."), ("top", "[RUN]"), ("import", "{FILE}...")]
+    ("command", "usage"),
+    [("report", "{RUN}..."), ("show", "{RUN}..."), ("top", "[RUN]"), ("import", "{FILE|FOLDER}...")],
 )
 def test_the_usage_line_says_each_argument_once_and_in_capitals(
     command: str, usage: str, capsys: pytest.CaptureFixture[str]

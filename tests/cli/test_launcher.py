@@ -33,9 +33,9 @@ def point(tp: int, context: int) -> Point:
     return Point(model="tiny", tp=tp, concurrency=2, context=context, backend="reference", dtype="fp32")
 
 
-def work(folder: Path) -> launch.Work:
+def work(folder: Path, **options: Any) -> launch.Work:
     """A sweep on the CPU."""
-    return launch.Work(folder=folder, settings=Settings(), device="cpu", worker="fake_worker")
+    return launch.Work(folder=folder, settings=Settings(), device="cpu", worker="fake_worker", **options)
 
 
 class Clock:

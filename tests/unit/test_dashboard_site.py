@@ -315,7 +315,7 @@ class TestBuildingAgain:
         """And leaves no half of a site behind."""
         runs = dashboard_builder.history(tmp_path / "runs", runs=8, count=1)
         monkeypatch.setitem(sys.modules, "ruptures", None)
-        with pytest.raises(MissingPackageError, match=r"pip install 'dcpbench\[dashboard\]'"):
+        with pytest.raises(MissingPackageError, match=r"pip install '\.\[dashboard\]'"):
             site.build(runs, tmp_path / "site")
         assert quick_pages == []
         assert not (tmp_path / "site").exists()

@@ -30,7 +30,8 @@ DCP = Layout(8, 1, 2)
 OTHER: dict[str, Any] = {
     "model": "deepseek-v3", "tp": 4, "dp": 2, "dcp": 4, "workload": "other", "concurrency": 9, "context": 4001,
     "exchange": "symm", "q_replicate": True, "project_first": True, "overlap": True, "all_reduce": "symm",
-    "backend": "triton", "dtype": "fp8", "page_size": 32, "interleave": 8, "weights": "/models/v3", "repeat": 1,
+    "backend": "triton", "dtype": "fp8", "page_size": 32, "interleave": 8, "weights": "/models/v3",
+    "settings": "max_num_seqs=4", "repeat": 1,
 }  # fmt: skip
 """Another value of each field of a point but its load."""
 OTHER_LOAD: dict[str, Any] = {
@@ -43,6 +44,8 @@ OTHER_LOAD: dict[str, Any] = {
 WHAT_RUNS = ("workload", "concurrency", "context", "load", "repeat")
 """Of a point, what is run; the rest is what runs it."""
 HOW_EXCHANGED = ("exchange", *OPTIONS)
+IMPORTED = "settings"
+"""Of another engine's server: points of ours have none, and no command of ours can set it."""
 
 
 def changed(point: Point, name: str) -> Point:
@@ -158,20 +161,20 @@ class TestWords:
 class TestSharing:
     """What was built or measured for one point serves another only where both are computed the same way."""
 
-    @pytest.mark.parametrize("name", fields(Point, *WHAT_RUNS))
+    @pytest.mark.parametrize("name", fields(Point, *WHAT_RUNS, IMPORTED))
     def test_an_engine_and_its_path_are_all_that_computes_a_point(self, name: str) -> None:
         point = build.point(DCP)
         other = changed(point, name)
         assert not (budget.same_engine(point, other) and budget.same_path(point, other))
 
-    @pytest.mark.parametrize("name", [*fields(Point, *WHAT_RUNS), "prefill"])
+    @pytest.mark.parametrize("name", [*fields(Point, *WHAT_RUNS, IMPORTED), "prefill"])
     def test_step_times_are_those_of_one_engine_path(self, name: str) -> None:
         point = serve.point(DCP)
         assert EnginePath.of(point) != EnginePath.of(changed(point, name))
 
 
 class TestCommands:
-    @pytest.mark.parametrize("name", fields(Point, "workload", "load", "repeat"))
+    @pytest.mark.parametrize("name", fields(Point, "workload", "load", "repeat", IMPORTED))
     def test_the_command_of_a_point_says_every_field(self, name: str) -> None:
         point = build.point(DCP)
         assert self.command(point) != self.command(changed(point, name))

@@ -328,11 +328,11 @@ class TestFile:
             with pytest.raises(RecordsError, match=r"x\.json cannot be read as step times"):
                 read_step_times(tmp_path / "x.json")
 
-    def test_two_cases_of_the_same_work_are_refused(self, tmp_path) -> None:
-        """A line through two times at one place has no slope."""
-        write_step_times(tmp_path / "x.json", msgspec.structs.replace(TIMES, cases=[*TIMES.cases, *TIMES.cases[:1]]))
-        with pytest.raises(RecordsError, match="two cases of the same work"):
-            read_step_times(tmp_path / "x.json").check_errors()
+    def test_two_cases_of_the_same_work_stand_for_their_mean(self) -> None:
+        """A line through two times at one place has no slope; past its last place that is where one is asked for."""
+        line = Line([(1.0, 10.0), (2.0, 20.0), (2.0, 24.0)])
+        assert [line(x) for x in (1.0, 2.0, 3.0)] == [10.0, 22.0, 34.0]
+        assert Line([(2.0, 20.0), (2.0, 24.0)])(5.0) == 22.0
 
     @pytest.mark.parametrize("samples", [[], [0.0], [-1.0, 2.0]], ids=["none", "zero", "negative"])
     def test_times_that_cannot_be_are_refused(self, tmp_path, samples: list[float]) -> None:
