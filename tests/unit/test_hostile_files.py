@@ -27,6 +27,7 @@ from tests.unit import engine_files_builder as engines
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
 from tests.unit import step_times_builder as times
+from tests.unit.test_shapes import V3
 from tests.unit.test_step_times import replica
 
 if TYPE_CHECKING:
@@ -168,6 +169,7 @@ BASELINE = baseline.encode(baseline.Baseline(baseline_version=baseline.VERSION))
 KINDS: dict[str, tuple[str, Callable[[Path], bytes] | bytes, Callable[[Path], object]]] = {
     "records": (RECORDS_FILE, record_lines(), read_run),
     "records with checksums": (RECORDS_FILE, sealed_lines, read_run),
+    "model": ("config.json", text(V3), lambda path: load_shape(str(path))),
     "samples": ("x.parquet", made_samples, read_samples),
     "job": ("job-t.json", msgspec.json.encode(JOB), read_job),
     "step times": ("x.json", msgspec.json.encode(times.step_times()), read_times),
