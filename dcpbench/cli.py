@@ -237,16 +237,19 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON."
 
 
 class _Command(TyperCommand):
-    """A command that takes each comma list once: of two, the parser would drop the first without a word."""
+    """A command that takes each option once: of two, the parser would drop the first without a word."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # as Click's own
-        """As Click's. Raises UsageError for a list that is given twice."""
+        """As Click's. Raises UsageError for an option with a value that is given twice."""
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
         for option, times in Counter(order).items():
             if times > 1 and "…" in (getattr(option, "metavar", None) or ""):
                 name = max(option.opts, key=len)
                 values = [value for typed in option.opts for value in _values(typed, args)]
                 raise UsageError(f"{name} is given {times} times; write one list: {name} {','.join(values)}")
+            once = option.param_type_name == "option" and not option.multiple
+            if times > 1 and once and not getattr(option, "is_flag", False):
+                raise UsageError(f"{max(option.opts, key=len)} is given {times} times; give it once.")
         return super().parse_args(ctx, args)
 
 

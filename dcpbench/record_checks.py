@@ -31,7 +31,10 @@ SIGNED = ("phases.idle_us", "phases.idle_fraction", "serve.idle_fraction")
 """What is left between two measured times, which rounding brings below 0."""
 SETTINGS = "measured_with."
 """Options as they were typed, no measurements."""
-WITHOUT_SUM = "take the checksums out: jq -c 'del(.checked, .crc32)' FILE"
+WITHOUT_SUM = (
+    "take the checksums out, in its folder: "
+    "jq -c 'del(.checked, .crc32)' records.jsonl > new.jsonl && mv new.jsonl records.jsonl"
+)
 OUTCOMES = ("ok", "failed", "hung", "rejected")
 NOT_RUN = "rejected"
 
@@ -59,7 +62,10 @@ def why(line: bytes, error: Exception) -> str:
     if isinstance(error, OtherVersionError):
         return f"{error}. Not written by this version of dcpbench: read it with the version that wrote it."
     if not line.lstrip().startswith(b"{"):
-        return "it is no record, as it is no JSON object; name a run's folder, or its records.jsonl."
+        return (
+            "it is no record, as it is no JSON object; name a run's folder, or its records.jsonl. Where it is one, "
+            "take the line out, and measure its point again with --resume."
+        )
     if isinstance(error, checksums.RewrittenError):
         return f"{error}. To read such lines, {WITHOUT_SUM}."
     if isinstance(error, checksums.DamageError | checksums.UnfinishedError):

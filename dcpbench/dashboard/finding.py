@@ -175,6 +175,8 @@ def _run(name: str, path: Path, digest: str, records: Sequence[Record]) -> RunDa
 def _headline(entries: dict[Line, Entry]) -> str:
     """The point with the highest output throughput per GPU, in words."""
     timed = {line: e.values[measures.DEFAULT] for line, e in entries.items() if measures.DEFAULT in e.values}
+    if not timed and any(e.outcome == "ok" for e in entries.values()):
+        return "output per GPU is not known"
     if not timed:
         return "no point finished"
     if all(line.cpu for line in timed):

@@ -78,6 +78,10 @@ def read(document: Document) -> Result:
     nominal = _nominal(varied)
     slo = _objectives(found.goodput)
     known = {*KNOWN, *(DEGREES.values() if layout else ()), *(name for names in LENGTHS for name in names)}
+    if found.completed > found.num_prompts:
+        raise RecordsError(
+            f"{document.where}: completed is {found.completed}, more than the {found.num_prompts} of num_prompts."
+        )
     return Result(
         where=document.where,
         model=result.model(found.model_id, document.where),
@@ -121,6 +125,12 @@ def summary(document: Document, name: str, completed: int, theirs: str = "") -> 
     }
     if not any(numbers.values()):
         return Latencies()
+    rising = [value for ours, value in numbers.items() if ours != "mean" and value is not None]
+    if rising != sorted(rising):
+        said = ", ".join(f"{ours} {value:g}" for ours, value in numbers.items() if ours != "mean" and value is not None)
+        raise RecordsError(
+            f"{document.where}: percentiles of {theirs or name} fall ({said} ms); they are not of one list."
+        )
     return Latencies(**numbers, samples=completed if name in ("ttft", "e2el") else 0)
 
 

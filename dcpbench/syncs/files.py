@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 GZIP_LENGTH = 4
 """Bytes at the end of a gzip file that hold the length of its text."""
 SUFFIXES = (".json", ".json.gz")
+PACKED = tuple(f".json{end}" for end in (".xz", ".bz2", ".zst", ".zip", ".tar", ".tar.gz", ".tgz"))
+"""What the reader refuses, and says how to unpack: in a folder it must not be passed over in silence."""
 
 
 def expand(names: Sequence[str], skipped: Callable[[Path], None] | None = None) -> list[Path]:
@@ -39,7 +41,7 @@ def expand(names: Sequence[str], skipped: Callable[[Path], None] | None = None) 
             files, missing = [path], ""
         elif glob.has_magic(name):
             matched = [Path(match) for match in glob.glob(name, recursive=True)]  # noqa: PTH207 -- absolute ones, too
-            files = [p for p in matched if p.is_file() and p.name.endswith(SUFFIXES)]
+            files = [p for p in matched if p.is_file() and p.name.endswith(SUFFIXES + PACKED)]
             files += [p for folder in matched if folder.is_dir() for p in _in_folder(folder)]
             missing = f"{name!r} matches no {' or '.join('*' + s for s in SUFFIXES)} file below {Path.cwd()}."
         else:
@@ -112,7 +114,7 @@ def _traces(files: Iterable[Path], name: str, skipped: Callable[[Path], None] | 
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    return [p for p in folder.iterdir() if p.is_file() and p.name.endswith(SUFFIXES)]
+    return [p for p in folder.iterdir() if p.is_file() and p.name.endswith(SUFFIXES + PACKED)]
 
 
 def check_output(path: Path | None, *, force: bool) -> None:

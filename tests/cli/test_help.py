@@ -141,6 +141,18 @@ def test_a_list_that_is_given_twice_is_refused_with_what_to_type(
     assert capsys.readouterr().err == f"error: {option} is given 2 times; write one list: {option} 2,4\n"
 
 
+@pytest.mark.parametrize(
+    "words", [("import", "x.json", "--from", "vllm", "--tp"), ("sweep", "--seconds"), ("show", "RUN", "--top")]
+)
+def test_an_option_with_one_value_is_given_once(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two the last would win, and nothing would say so; what may be repeated, and switches, may."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*words, "4", f"{words[-1]}=8"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said == f"error: {words[-1]} is given 2 times; give it once.\n" or "No such option" in said
+
+
 def test_there_are_lists_in_many_commands() -> None:
     found = {" ".join(command) for command, _ in lists()}
     assert {"sweep", "serve", "verify", "compare", "report", "show", "bench attention"} <= found

@@ -65,6 +65,14 @@ class TestNoJson:
     def test_json_that_is_no_object(self, content: str, tmp_path: Path) -> None:
         said(tmp_path, content)
 
+    def test_what_cannot_have_been_counted(self, tmp_path: Path) -> None:
+        """More finished than were sent; percentiles that fall."""
+        brief = {name: value for name, value in VLLM.items() if not isinstance(value, list)}
+        assert "completed is 4, more than the 3 of num_prompts" in said(tmp_path, line(brief | {"completed": 4}))
+        others = {name: value for name, value in brief.items() if "ttft" not in name}
+        falling = {"median_ttft_ms": 500.0, "p99_ttft_ms": 3.0}
+        assert "percentiles of ttft fall (p50 500, p99 3 ms)" in said(tmp_path, line(others | falling))
+
     def test_a_file_that_is_not_there(self, tmp_path: Path) -> None:
         with pytest.raises(RecordsError, match="cannot be read"):
             import_files([tmp_path / "none.json"], "vllm", tmp_path / "run", Told())

@@ -35,6 +35,21 @@ def test_whole_json_without_events_is_something_else(tmp_path: Path, text: bytes
         assert is_something_else(tmp_path / name)
 
 
+def test_events_under_a_key_that_is_one_bit_off_are_a_damaged_trace(tmp_path: Path) -> None:
+    """Left out of a folder, its waits would be none of the clean report."""
+    event = b'{"ph": "X", "cat": "kernel", "name": "a", "ts": 1, "dur": 1}'
+    (tmp_path / "a.json").write_bytes(b'{"schemaVersion": 1, "traceEventr": [' + event + b"]}")
+    assert not is_something_else(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("name", ["b.json.xz", "b.json.zip", "b.json.tar.gz"])
+def test_packed_traces_of_a_folder_are_not_passed_over(name: str, tmp_path: Path) -> None:
+    """The reader names what they are and what to type."""
+    (tmp_path / "a.json").write_bytes(TRACE)
+    (tmp_path / name).write_bytes(b"\xfd7zXZ\x00")
+    assert [path.name for path in files.expand([str(tmp_path)])] == ["a.json", name]
+
+
 @pytest.mark.parametrize("text", [TRACE, TRACE[: TRACE.index(b"[") + 1], b'[{"ph": "X"}', b"[]", *DAMAGED])
 def test_what_may_be_a_trace_is_not_left_out_however_damaged_it_is(tmp_path: Path, text: bytes) -> None:
     """A rank whose disk was full must not vanish from a clean report."""

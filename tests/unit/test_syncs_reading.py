@@ -82,7 +82,18 @@ class TestOddEvents:
         text = trace.text().replace(field, f"{field.partition(':')[0]}: {number}", 2)
         report = scanned(tmp_path, text)
         assert only(report).count == 1
-        assert report.traces[0].coverage.complete
+        assert report.traces[0].coverage.complete is ("dur" not in field)
+
+    @pytest.mark.parametrize("dur", [None, "missing", -5, "nan", 1e308])
+    def test_a_call_without_a_duration_that_can_be_passes_no_limit_on_bubbles(self, dur: Any, tmp_path: Path) -> None:
+        """Its price would be 0, which no limit minds."""
+        trace = Trace().work()
+        trace.events.append(sync_with(dur=dur))
+        report = trace.scan(tmp_path)
+        assert not report.traces[0].coverage.complete
+        assert any(
+            "1 event of calls or GPU work without a duration" in told for told in report.traces[0].coverage.damage
+        )
 
     def test_infinite_times_end_in_no_infinite_wait(self, tmp_path: Path) -> None:
         trace = Trace().work()

@@ -89,7 +89,7 @@
     const known = (...names) => names.find((name) => store.fields.has(name)) ?? data.fields[0].name;
     const both = ["tok_s_per_user", "output_tok_s_per_gpu"].every((name) => store.fields.has(name));
     const x = both ? "tok_s_per_user" : "concurrency";
-    return { x: known(view.x, x), y: known(view.y, "output_tok_s_per_gpu", "output_tok_s"), colour: data.colours.includes(view.colour) ? view.colour : "layout" };
+    return { x: known(view.x, x), y: known(view.y, "output_tok_s_per_gpu", "output_tok_s"), colour: data.colours.includes(view.colour) ? view.colour : store.choices("settings").length > 1 ? "settings" : "layout" };
   }
 
   function pickers(root) {

@@ -69,7 +69,7 @@ RANGES = ("output_tok_s", "step_ms", "dcp_ratio")
 FILTERS = {
     "model": "model", "layout": "layout", "exchange": "exchange", "context": "context", "concurrency": "concurrency",
     "workload": "workload", "mode": "live or replay", "load": "load", "origin": "measured by", "run": "run",
-    "marks": "marks",
+    "settings": "server settings", "marks": "marks",
 }  # fmt: skip
 """Names in the page's data, and what the page calls them."""
 COLOURS = (
@@ -84,5 +84,6 @@ COLOURS = (
     "workload",
     "device",
     "origin",
+    "settings",
 )
 """By what the chart that a reader makes can be coloured."""

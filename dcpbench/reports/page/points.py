@@ -86,6 +86,7 @@ def _row(row: dict[str, Any], phases: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "run": row["run"], "model": row["model"], "workload": row["workload"], "layout": row["layout"],
         "label": row["label"], "backend": row["backend"], "device": row["device"], "origin": row.get("origin"),
+        "settings": row.get("settings") or None,
         "exchange": point_of(row).exchange_label() or row["exchange"], "mode": row["mode"] if _served(row) else LIVE,
         "load": _load(row), "panel": _panel(row), "arrival": row["load_arrival"] if _served(row) else CLOSED,
         "marks": [mark for mark in row["marks"].split(", ") if mark] or [UNMARKED],

@@ -196,7 +196,7 @@ def alt(title: str, points: pd.DataFrame) -> str:
     shapes = "; ".join(plain(rest) for rest in dict.fromkeys(map(str, points["rest"])))
     top = points.sort_values("output_tok_s", kind="stable").iloc[-1]
     text = f"{title}. Layouts: {shown}. Requests: {shapes}."
-    text += f" Highest: {top['label']} with {top['output_tok_s']:,.0f} tok/s under {top['load']}."
+    text += f" Highest output: {top['label']} with {top['output_tok_s']:,.0f} tok/s under {top['load']}."
     return text + (" CPU: functional run, not performance." if bool(points["cpu"].any()) else "")
 
 

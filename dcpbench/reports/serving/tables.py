@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dcpbench.provenance import OURS
 from dcpbench.reports.merge import missing
 from dcpbench.reports.origins import some_imported
 from dcpbench.reports.serving import findings, words
@@ -138,16 +139,19 @@ def whole(value: float | None) -> str:
 def absent(served: pd.DataFrame) -> list[str]:
     """Why a dash stands where a percentile could be, and how many samples it needs."""
     why = []
+    given = served[served["origin"] == OURS]
     for name, what, samples in (("ttft", "TTFT", "finished requests"), ("itl", "ITL", "gaps between tokens")):
         for p in (90, 95, 99):
-            lacking = served[served[f"{name}_p{p}_ms"].isna() & served[f"{name}_p50_ms"].notna()]
+            lacking = given[given[f"{name}_p{p}_ms"].isna() & given[f"{name}_p50_ms"].notna()]
             if len(lacking):
                 most = int(lacking[f"{name}_samples"].max())
                 why.append(
                     f"{what} p{p} needs {least_samples(p)} {samples} in one run (where it is missing: at most {most:,})"
                 )
     said = [f"A dash means not known: {'; '.join(why)}."] if why else []
-    if (served["steady_tok_s"].isna() & served["output_tok_s"].notna()).any():
+    if some_imported(served):
+        said.append("Of imported points a dash is what their files do not say.")
+    if (given["steady_tok_s"].isna() & given["output_tok_s"].notna()).any():
         said.append("No steady throughput: nothing is targeted in an open loop, or the target was never reached.")
     if (served["cancelled"] > 0).any():
         said.append(

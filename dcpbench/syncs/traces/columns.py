@@ -36,6 +36,8 @@ CATEGORIES = {
     "cuda_sync": "syncs", "xpu_sync": "syncs",
 }  # fmt: skip
 """Category of an event, in lower case, to the table it goes to. Names with a capital are those of 2021."""
+TIMED = ("calls", "gpu", "syncs")
+"""Kinds of events whose durations prices are made of."""
 CAUSES = ("calls", "gpu", "syncs", "ranges")
 """Tables of which each event may be a wait, or say for what or in which step: none of them may be lost in silence."""
 ACCELERATORS = re.compile(
@@ -196,6 +198,8 @@ class Builder:
             events = [e for e, is_fine in zip(events, fine, strict=True) if is_fine]
             start, length = start[fine], length[fine]
         args = [e.args or _NO_ARGS for e in events]
+        if kind in TIMED:
+            self.trouble.untimed_events += int((~((length >= 0) & (length < LATEST_US))).sum())
         length = np.where(np.abs(length) < LATEST_US, length, 0.0).clip(min=0)
         part: dict[str, NDArray[Any]] = {"start": start, "end": start + length}
         for field in FIELDS[kind]:

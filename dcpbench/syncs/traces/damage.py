@@ -42,6 +42,12 @@ def damages(columns: Columns) -> list[str]:
     if trouble.unreadable_events:
         events = counted(trouble.unreadable_events, "event")
         said.append(f"holds {events} that could not be read, so that syncs may be missing: record it again")
+    if trouble.untimed_events:
+        events = counted(trouble.untimed_events, "event")
+        said.append(
+            f"holds {events} of calls or GPU work without a duration that can be, so that bubbles are not known: "
+            "record it again"
+        )
     if trouble.repaired:
         said.append(
             f"holds text that is not JSON and was repaired ({_listed(trouble.repaired)}), so that calls may not be "

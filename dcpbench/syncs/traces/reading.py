@@ -67,6 +67,8 @@ class Trouble(msgspec.Struct):
     repaired: list[str] = []
     """Strings that are not JSON and were made so, the first few: bad UTF-8, half characters, lone backslashes, control
     characters."""
+    untimed_events: int = 0
+    """Calls and GPU work without a duration that can be; read as 0."""
     behind: str = ""
     """What stands behind the end of the trace and was not read, in words."""
 
@@ -78,6 +80,7 @@ _KEYS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for text that is none, is not UTF-8, or is nested too deeply."""
 _BLANK = b"\xef\xbb\xbf \t\r\n"
+_HAS_EVENTS = re.compile(rb'"ph"\s*:\s*"[A-Z]"[^{}]*"cat"\s*:|"cat"\s*:[^{}]*"ph"\s*:\s*"[A-Z]"')
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(rb"\}\s*,\s*\{")
 _ENDED = re.compile(r"trailing characters \(byte (\d+)\)")
@@ -257,8 +260,8 @@ def is_something_else(path: Path) -> bool:
         whole = msgspec.json.decode(text)
     except (OSError, TraceError, *NOT_JSON):
         return False
-    # Traces of some tools are a list alone, which may be empty.
-    return whole != [] and not trouble.truncated
+    # Traces of some tools are a list alone, which may be empty; what has events under another key is a damaged one.
+    return whole != [] and not trouble.truncated and not _HAS_EVENTS.search(text)
 
 
 def _holds_events(text: bytearray) -> bool:
@@ -378,6 +381,8 @@ class TraceReader:
                 keys, left = _object_of(b'{"":0' + self._mended(bytes(rest)))
             if keys is None:
                 left = bytes(rest)
+            elif not keys:
+                self.trouble.truncated = True
             elif "traceEvents" in keys:
                 self.trouble.behind = "a second list of events"
             elif len(rest) > LARGEST_EVENT:
