@@ -278,12 +278,12 @@ class TestCalledFrom:
         """With the line of the call; torch between the two is no caller."""
         library = Frame("/opt/v/lib/python3.11/site-packages/gen/g.py", 7, "sample")
         torch = Frame("/opt/v/lib/python3.11/site-packages/torch/nn/m.py", 8, "_call_impl")
-        mine = Frame("/work/app/serve.py", 41, "step")
+        mine = Frame("/srv/app/serve.py", 41, "step")
         (site,) = sites_of(
-            [Sync(rule="SYNC001", frames=(mine, torch, library), user=library)], root=Path("/work"), trace="t"
+            [Sync(rule="SYNC001", frames=(mine, torch, library), user=library)], root=Path("/srv"), trace="t"
         )
         assert site.called_from == "app/serve.py(41): step"
-        (site,) = sites_of([Sync(rule="SYNC001", frames=(mine, torch), user=mine)], root=Path("/work"))
+        (site,) = sites_of([Sync(rule="SYNC001", frames=(mine, torch), user=mine)], root=Path("/srv"))
         assert site.called_from == ""
 
 
