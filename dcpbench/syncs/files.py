@@ -41,7 +41,7 @@ def expand(names: Sequence[str], skipped: Callable[[Path], None] | None = None) 
             files, missing = [path], ""
         elif glob.has_magic(name):
             matched = [Path(match) for match in glob.glob(name, recursive=True)]  # noqa: PTH207 -- absolute ones, too
-            files = [p for p in matched if p.is_file() and p.name.endswith(SUFFIXES + PACKED)]
+            files = [p for p in matched if _is_named_so(p)]
             files += [p for folder in matched if folder.is_dir() for p in _in_folder(folder)]
             missing = f"{name!r} matches no {' or '.join('*' + s for s in SUFFIXES)} file below {Path.cwd()}."
         else:
@@ -114,7 +114,12 @@ def _traces(files: Iterable[Path], name: str, skipped: Callable[[Path], None] | 
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    return [p for p in folder.iterdir() if p.is_file() and p.name.endswith(SUFFIXES + PACKED)]
+    return [path for path in folder.iterdir() if _is_named_so(path)]
+
+
+def _is_named_so(path: Path) -> bool:
+    """Whether it is a file with the name of a trace, or of a packed one."""
+    return path.is_file() and path.name.endswith(SUFFIXES + PACKED)
 
 
 def check_output(path: Path | None, *, force: bool) -> None:

@@ -142,15 +142,14 @@ def test_a_list_that_is_given_twice_is_refused_with_what_to_type(
 
 
 @pytest.mark.parametrize(
-    "words", [("import", "x.json", "--from", "vllm", "--tp"), ("sweep", "--seconds"), ("show", "RUN", "--top")]
+    "words", [("import", "x.json", "--from", "vllm", "--tp"), ("sweep", "--seconds"), ("verify", "--timeout")]
 )
 def test_an_option_with_one_value_is_given_once(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     """Of two the last would win, and nothing would say so; what may be repeated, and switches, may."""
     with pytest.raises(SystemExit) as ended:
         cli.main([*words, "4", f"{words[-1]}=8"])
     assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert said == f"error: {words[-1]} is given 2 times; give it once.\n" or "No such option" in said
+    assert capsys.readouterr().err == f"error: {words[-1]} is given 2 times; give it once.\n"
 
 
 def test_there_are_lists_in_many_commands() -> None:
