@@ -10,6 +10,7 @@ So the others have less to do. What a call must read are the weights of experts 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -76,6 +77,7 @@ class Inputs:
     counts: list[int]
     """Rows of each expert."""
 
+    @functools.cached_property
     def sorted_rows(self) -> torch.Tensor:
         """The rows in the order of experts, [T·k, in]."""
         if not self.sizes.gated:
@@ -87,7 +89,7 @@ class Inputs:
         """(sorted rows of an expert, what comes of them in fp64)."""
         begin = sum(self.counts[:expert])
         rows = slice(begin, begin + self.counts[expert])
-        y = self.sorted_rows()[rows].double() @ self.weight[expert].double().T
+        y = self.sorted_rows[rows].double() @ self.weight[expert].double().T
         if self.sizes.gated and fused:
             gate, up = y.chunk(2, dim=-1)
             y = torch.nn.functional.silu(gate) * up
@@ -129,7 +131,7 @@ def triton(inputs: Inputs) -> Ready:
 
 def by_torch(inputs: Inputs) -> Ready:
     """`torch._grouped_mm`."""
-    rows_ID = inputs.sorted_rows()
+    rows_ID = inputs.sorted_rows
     _, ends = sort_by_expert(inputs.ids, 0, inputs.sizes.experts)
     return Ready(call=lambda: grouped_mm(rows_ID, inputs.weight, ends), rows=lambda y: y)
 
@@ -145,7 +147,7 @@ def deepgemm(inputs: Inputs) -> Ready:
         ) from e
     counts = inputs.counts
     slab = -(-max(counts) // SLAB_ROWS) * SLAB_ROWS
-    rows = inputs.sorted_rows()
+    rows = inputs.sorted_rows
     x = rows.new_zeros(len(counts), slab, rows.shape[1])
     used = torch.arange(slab, device=x.device)[None] < torch.tensor(counts, device=x.device)[:, None]
     x[used] = rows
