@@ -14,19 +14,11 @@ from typing import Annotated
 import typer
 from typer.core import TyperCommand
 
-from dcpbench import (
-    __version__,
-    cli_bench,
-    cli_compare,
-    cli_dashboard,
-    cli_exports,
-    cli_serve,
-    cli_syncs_checks,
-    cli_top,
-    streams,
-)
-from dcpbench import cli_options as opt
+from dcpbench import __version__
+from dcpbench.commands import bench, compare, dashboard, exports, serve, syncs_checks, top
+from dcpbench.commands import options as opt
 from dcpbench.errors import DcpbenchError, UsageError
+from dcpbench.show import streams
 
 app = typer.Typer(
     name="dcpbench",
@@ -40,9 +32,9 @@ app = typer.Typer(
     "that cannot work · 3 not enough GPUs or memory · 4 a rank or some points failed · 5 a package is missing · "
     "130 interrupted · 141 whoever read the output went away, as in `dcpbench show RUN | head -1`.",
 )
-app.add_typer(cli_bench.app, rich_help_panel="Measure")
-app.add_typer(cli_syncs_checks.app, rich_help_panel="Check")
-app.add_typer(cli_dashboard.app, rich_help_panel="Read results")
+app.add_typer(bench.app, rich_help_panel="Measure")
+app.add_typer(syncs_checks.app, rich_help_panel="Check")
+app.add_typer(dashboard.app, rich_help_panel="Read results")
 
 
 def _version(value: bool) -> None:
@@ -109,27 +101,50 @@ def sweep(
 
       dcpbench sweep --config sweep.toml --dry-run
     """
-    from dcpbench import commands, runs
-    from dcpbench.torchrun import Machines
+    from dcpbench.commands import actions, runs
+    from dcpbench.launch.torchrun import Machines
 
     given: dict[str, object] = {
-        "model": model, "tp": tp, "dp": dp, "dcp": dcp, "concurrency": concurrency, "context": context,
-        "exchange": exchange, "backend": backend, "dtype": dtype, "page_size": page_size, "interleave": interleave,
-        "q_replicate": q_replicate, "project_first": project_first, "overlap": overlap, "all_reduce": all_reduce,
-        "weights": weights, "kv_memory": kv_memory, "seconds": seconds, "repeats": repeats, "baseline": baseline,
+        "model": model,
+        "tp": tp,
+        "dp": dp,
+        "dcp": dcp,
+        "concurrency": concurrency,
+        "context": context,
+        "exchange": exchange,
+        "backend": backend,
+        "dtype": dtype,
+        "page_size": page_size,
+        "interleave": interleave,
+        "q_replicate": q_replicate,
+        "project_first": project_first,
+        "overlap": overlap,
+        "all_reduce": all_reduce,
+        "weights": weights,
+        "kv_memory": kv_memory,
+        "seconds": seconds,
+        "repeats": repeats,
+        "baseline": baseline,
         "profile": profile,
-    }  # fmt: skip
+    }
     machines = Machines(nnodes=nnodes, node_rank=node_rank, rdzv_endpoint=rdzv_endpoint, rdzv_id=rdzv_id)
     run = runs.Run(
-        output=output, config=config, device=device, timeout=timeout, resume=resume, force=force, dry_run=dry_run,
-        as_json=as_json, machines=machines,
-    )  # fmt: skip
-    raise typer.Exit(commands.sweep(given, run))
+        output=output,
+        config=config,
+        device=device,
+        timeout=timeout,
+        resume=resume,
+        force=force,
+        dry_run=dry_run,
+        as_json=as_json,
+        machines=machines,
+    )
+    raise typer.Exit(actions.sweep(given, run))
 
 
-app.command(rich_help_panel="Measure")(cli_serve.serve)
-app.command(rich_help_panel="Measure")(cli_compare.ab)
-app.command(rich_help_panel="Read results")(cli_compare.compare)
+app.command(rich_help_panel="Measure")(serve.serve)
+app.command(rich_help_panel="Measure")(compare.ab)
+app.command(rich_help_panel="Read results")(compare.compare)
 
 
 @app.command(rich_help_panel="Read results")
@@ -145,9 +160,9 @@ def report(
 
     Example: dcpbench report runs/monday runs/tuesday --as-repeats --slo ttft=2000,itl=60 -o both
     """
-    from dcpbench import commands
+    from dcpbench.commands import actions
 
-    raise typer.Exit(commands.report(runs, output, as_repeats=as_repeats, slo=slo))
+    raise typer.Exit(actions.report(runs, output, as_repeats=as_repeats, slo=slo))
 
 
 @app.command(rich_help_panel="Read results")
@@ -163,14 +178,14 @@ def show(
 
     Example: dcpbench show runs/monday
     """
-    from dcpbench import commands
+    from dcpbench.commands import actions
 
-    raise typer.Exit(commands.show(runs, as_repeats=as_repeats, slo=slo, as_json=as_json))
+    raise typer.Exit(actions.show(runs, as_repeats=as_repeats, slo=slo, as_json=as_json))
 
 
-app.command(rich_help_panel="Read results")(cli_top.top)
-app.command(rich_help_panel="Read results")(cli_exports.export)
-app.command("import", rich_help_panel="Read results")(cli_exports.import_)
+app.command(rich_help_panel="Read results")(top.top)
+app.command(rich_help_panel="Read results")(exports.export)
+app.command("import", rich_help_panel="Read results")(exports.import_)
 
 
 @app.command(rich_help_panel="Check")
@@ -214,15 +229,27 @@ def verify(
 
       dcpbench verify --checkpoint ~/models/deepseek-v2-lite --tp 4 --dcp 4
     """
-    from dcpbench import commands, runs
+    from dcpbench.commands import actions, runs
 
     given: dict[str, object] = {
-        "model": model, "tp": tp, "dp": dp, "dcp": dcp, "concurrency": concurrency, "context": context,
-        "exchange": exchange, "backend": backend, "dtype": dtype, "page_size": page_size, "interleave": interleave,
-        "q_replicate": q_replicate, "project_first": project_first, "overlap": overlap, "all_reduce": all_reduce,
-    }  # fmt: skip
+        "model": model,
+        "tp": tp,
+        "dp": dp,
+        "dcp": dcp,
+        "concurrency": concurrency,
+        "context": context,
+        "exchange": exchange,
+        "backend": backend,
+        "dtype": dtype,
+        "page_size": page_size,
+        "interleave": interleave,
+        "q_replicate": q_replicate,
+        "project_first": project_first,
+        "overlap": overlap,
+        "all_reduce": all_reduce,
+    }
     run = runs.Run(output=output, device=device, timeout=timeout, force=force, dry_run=dry_run, as_json=as_json)
-    raise typer.Exit(commands.verify(given, run, checkpoint=checkpoint, prompts=prompts, new_tokens=new_tokens))
+    raise typer.Exit(actions.verify(given, run, checkpoint=checkpoint, prompts=prompts, new_tokens=new_tokens))
 
 
 @app.command(rich_help_panel="Check")
@@ -231,9 +258,9 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON."
 
     Example: dcpbench env
     """
-    from dcpbench import commands
+    from dcpbench.commands import actions
 
-    raise typer.Exit(commands.env(as_json=as_json))
+    raise typer.Exit(actions.env(as_json=as_json))
 
 
 class _Command(TyperCommand):
@@ -256,8 +283,11 @@ class _Command(TyperCommand):
 def _values(option: str, args: list[str]) -> list[str]:
     """What is typed for an option, as `--tp 2` or `--tp=2`."""
     pairs = zip(args, [*args[1:], ""], strict=True)
-    return [after if word == option else word[len(option) + 1 :] for word, after in pairs
-            if word == option or word.startswith(f"{option}=")]  # fmt: skip
+    return [
+        after if word == option else word[len(option) + 1 :]
+        for word, after in pairs
+        if word == option or word.startswith(f"{option}=")
+    ]
 
 
 def _prepare(group: typer.Typer) -> None:

@@ -17,19 +17,22 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from dcpbench import budget, jobs, memory
-from dcpbench.choices import REPLAY
-from dcpbench.environment import environment, probe
-from dcpbench.jobs import Failure, Job, Probe
-from dcpbench.records import RecordFile
+from dcpbench.bench.operators.ranks import start
+from dcpbench.launch import jobs
+from dcpbench.launch.jobs import Failure, Job
+from dcpbench.measuring.environment import environment, probe
+from dcpbench.points import budget, memory
+from dcpbench.points.machine import Probe
+from dcpbench.points.names import REPLAY
+from dcpbench.points.shapes import load_shape
+from dcpbench.records.file import RecordFile
 from dcpbench.serving.outcome import in_short
-from dcpbench.shapes import load_shape
 from dcpbench.workloads import decode, replay, serve, verify
-from dcpbench.workloads.ranks import start
 from dcpbench.workloads.session import build, free_memory
 
 if TYPE_CHECKING:
-    from dcpbench.records import Point, Record
+    from dcpbench.points.point import Point
+    from dcpbench.records.record import Record
     from dcpbench.workloads.session import Session
 
 INTERRUPTED = 130
@@ -87,9 +90,14 @@ class Worker:
     def decode(self, session: Session, point: Point) -> Record:
         """Workload `decode`."""
         return decode.run(
-            session, point, self.job.settings, self.environment,
-            l2_bytes=self.probe.l2_bytes or 0, tell=self.tell, bounded_by=self.bounded_by(session),
-        )  # fmt: skip
+            session,
+            point,
+            self.job.settings,
+            self.environment,
+            l2_bytes=self.probe.l2_bytes or 0,
+            tell=self.tell,
+            bounded_by=self.bounded_by(session),
+        )
 
     def serve(self, session: Session, point: Point) -> Record:
         """Workload `serve`, live or in replay."""
@@ -98,9 +106,16 @@ class Worker:
         job, folder, bounded_by = self.job, Path(self.job.folder), self.bounded_by(session)
         if point.load is not None and point.load.mode == REPLAY:
             return replay.run(
-                serving, point, job.points, job.settings, self.environment, folder, self.step_times,
-                bounded_by=bounded_by, tell=self.tell,
-            )  # fmt: skip
+                serving,
+                point,
+                job.points,
+                job.settings,
+                self.environment,
+                folder,
+                self.step_times,
+                bounded_by=bounded_by,
+                tell=self.tell,
+            )
         return serve.run(
             session, serving, point, job.settings, self.environment, folder, bounded_by=bounded_by, tell=self.tell
         )
@@ -124,11 +139,17 @@ class Worker:
         sharing = [p for p in self.job.pool_points or self.job.points if budget.same_engine(p, point)]
         pages = budget.kv_pages(point, sharing, self.job.settings, shape, self.probe)
         self.session = build(
-            point, shape, budget.memory_plan(point, pages, shape, self.probe), pages=pages,
+            point,
+            shape,
+            budget.memory_plan(point, pages, shape, self.probe),
+            pages=pages,
             max_requests=max(-(-p.concurrency // p.dp) for p in sharing),
             max_context=max(p.context for p in sharing) + memory.HEADROOM_TOKENS,
-            rank=self.rank, device=self.device, seed=self.job.settings.seed, alive=lambda: self.tell("build"),
-        )  # fmt: skip
+            rank=self.rank,
+            device=self.device,
+            seed=self.job.settings.seed,
+            alive=lambda: self.tell("build"),
+        )
         return self.session
 
     def verify(self, point: Point) -> None:

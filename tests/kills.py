@@ -24,13 +24,27 @@ import threading
 import time
 from pathlib import Path
 
-from dcpbench.records import RECORDS_FILE, read_records
+from dcpbench.records.file import RECORDS_FILE, read_records
 from tests.cli.job_processes import AGENT, MARK, RANK, of_role, processes
 
 SWEEP = (
-    "sweep", "--model", "tiny", "--tp", "2", "--dcp", "1,2", "--concurrency", "1", "--context", "16,24,32",
-    "--seconds", "0.2", "--no-profile", "--device", "cpu",
-)  # fmt: skip
+    "sweep",
+    "--model",
+    "tiny",
+    "--tp",
+    "2",
+    "--dcp",
+    "1,2",
+    "--concurrency",
+    "1",
+    "--context",
+    "16,24,32",
+    "--seconds",
+    "0.2",
+    "--no-profile",
+    "--device",
+    "cpu",
+)
 POINTS = 6
 COMMAND = "command"
 TARGETS = ((COMMAND,), (AGENT,), (RANK,), (COMMAND, AGENT), (COMMAND, RANK), (AGENT, RANK), (COMMAND, AGENT, RANK))
@@ -120,8 +134,11 @@ class Sweep:
         with log.open("ab") as out:
             run = subprocess.Popen(
                 [sys.executable, "-m", "dcpbench.cli", *SWEEP, "-o", str(self.folder), "--resume"],
-                stdout=out, stderr=out, env=os.environ | {MARK: str(self.folder)}, start_new_session=True,
-            )  # fmt: skip
+                stdout=out,
+                stderr=out,
+                env=os.environ | {MARK: str(self.folder)},
+                start_new_session=True,
+            )
         while run.poll() is None:
             if not self._wait(run):
                 continue

@@ -14,7 +14,7 @@ from dcpbench.compare.judging import Options, judge
 from dcpbench.compare.measures import NAMES
 from dcpbench.compare.sides import read_side
 from dcpbench.errors import OutputError, UsageError
-from dcpbench.streams import write_json
+from dcpbench.show.streams import write_json
 from dcpbench.syncs.formats.github import step_summary
 
 if TYPE_CHECKING:

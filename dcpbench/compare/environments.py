@@ -6,24 +6,36 @@ import re
 from typing import TYPE_CHECKING
 
 from dcpbench.compare.model import Difference
-from dcpbench.provenance import origin
+from dcpbench.records.provenance import origin
 from dcpbench.syncs.words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from dcpbench.compare.sides import Pair
-    from dcpbench.records import Record
+    from dcpbench.records.record import Record
 
 ENVIRONMENT = (
-    ("GPU", "device"), ("GPUs", "device_count"), ("driver", "driver"), ("CUDA", "cuda"), ("torch", "torch"),
-    ("Triton", "triton"), ("NCCL", "nccl"), ("FlashInfer", "flashinfer"), ("Python", "python"),
-    ("dcpbench", "dcpbench"), ("commit", "git_commit"), ("machine", "host_hash"),
-)  # fmt: skip
+    ("GPU", "device"),
+    ("GPUs", "device_count"),
+    ("driver", "driver"),
+    ("CUDA", "cuda"),
+    ("torch", "torch"),
+    ("Triton", "triton"),
+    ("NCCL", "nccl"),
+    ("FlashInfer", "flashinfer"),
+    ("Python", "python"),
+    ("dcpbench", "dcpbench"),
+    ("commit", "git_commit"),
+    ("machine", "host_hash"),
+)
 HONESTY = (
-    ("weights", "weights"), ("layers", "layers"), ("layers held", "layers_held"), ("KV rows", "kv"),
+    ("weights", "weights"),
+    ("layers", "layers"),
+    ("layers held", "layers_held"),
+    ("KV rows", "kv"),
     ("CUDA graph", "cuda_graph"),
-)  # fmt: skip
+)
 CLOCK_APART = 0.01
 """Lowest SM clocks further apart than this share are told."""
 MOST_SHOWN, LONGEST = 4, 60

@@ -116,9 +116,12 @@ def _of_row(point: PointResult, row: Row, rules: Sequence[Rule]) -> Iterator[Fin
         if status != "passes":
             said = "worse by" if status == "fails" else "may be worse by"
             yield Finding(
-                rule=rule.text, point=point.name, metric=row.metric, status=status,
+                rule=rule.text,
+                point=point.name,
+                metric=row.metric,
+                status=status,
                 message=f"{point.name}: {row.title} {said} more than {rule.text.partition(':')[2]}: {_values(row)}",
-            )  # fmt: skip
+            )
 
 
 def _status(row: Row, rule: Rule) -> Literal["fails", "undecided", "passes"]:

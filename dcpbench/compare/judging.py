@@ -14,9 +14,9 @@ from dcpbench.compare.measures import Requests, measures_of, of, requests_of
 from dcpbench.compare.model import WORST_FIRST, Broken, Comparison, PointResult, Row
 from dcpbench.compare.sides import match
 from dcpbench.errors import UsageError
-from dcpbench.provenance import functional
-from dcpbench.stats import REPEATS_AGREE_WITHIN
-from dcpbench.sweep import point_name
+from dcpbench.plan.grid import point_name
+from dcpbench.records.provenance import functional
+from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.syncs.words import plain
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from dcpbench.compare.measures import Measure
     from dcpbench.compare.model import Workload
     from dcpbench.compare.sides import Launch, Matched, Pair
-    from dcpbench.records import Point, Record
+    from dcpbench.points.point import Point
+    from dcpbench.records.record import Record
 
 CPU_REASON = "ran on a CPU, whose times say nothing about performance; --allow-cpu judges them all the same"
 FIRST_LAUNCHES = 4
@@ -81,16 +82,25 @@ def judge(a: Sequence[Launch], b: Sequence[Launch], options: Options) -> Compari
     records = [r for pair in matched.pairs for r in pair.records]
     cpu = any(map(functional, records))
     return Comparison(
-        a=[plain(x.name) for x in a], b=[plain(x.name) for x in b], paired=options.paired, across=list(options.across),
-        margin=options.margin, alpha=options.alpha, launch_noise=options.launch_noise, tests=len(tests),
+        a=[plain(x.name) for x in a],
+        b=[plain(x.name) for x in b],
+        paired=options.paired,
+        across=list(options.across),
+        margin=options.margin,
+        alpha=options.alpha,
+        launch_noise=options.launch_noise,
+        tests=len(tests),
         counts={v: n for v in WORST_FIRST if (n := sum(row.verdict == v for row in rows))},
-        cpu=cpu, performance=not cpu or options.allow_cpu,
-        differences=differences(matched.pairs), points=points,
-        only_a=[name_of(r.point) for r in matched.only_a], only_b=[name_of(r.point) for r in matched.only_b],
+        cpu=cpu,
+        performance=not cpu or options.allow_cpu,
+        differences=differences(matched.pairs),
+        points=points,
+        only_a=[name_of(r.point) for r in matched.only_a],
+        only_b=[name_of(r.point) for r in matched.only_b],
         broken=[_broken(record, "a") for record, _ in matched.broken_a]
         + [_broken(record, "b") for record, _ in matched.broken_b],
         notes=_notes(a, b, tests),
-    )  # fmt: skip
+    )
 
 
 def name_of(point: Point) -> str:
@@ -104,16 +114,24 @@ def name_of(point: Point) -> str:
 
 
 def _point(
-    pair: Pair, options: Options, a: Sequence[Launch], b: Sequence[Launch], tests: list[_Test],
+    pair: Pair,
+    options: Options,
+    a: Sequence[Launch],
+    b: Sequence[Launch],
+    tests: list[_Test],
     requests: dict[int, Requests],
-) -> PointResult:  # fmt: skip
+) -> PointResult:
     point, other = pair.point, pair.b[0][1][0].point
     workload: Workload = "serve" if point.load else "decode"
     found = PointResult(
-        name=name_of(point), other_name=name_of(other) if name_of(other) != name_of(point) else "", workload=workload,
-        mode=plain(point.load.mode[:20]) if point.load else "", cpu=any(map(functional, pair.records)),
-        marks_a=marks(r for _, rs in pair.a for r in rs), marks_b=marks(r for _, rs in pair.b for r in rs),
-    )  # fmt: skip
+        name=name_of(point),
+        other_name=name_of(other) if name_of(other) != name_of(point) else "",
+        workload=workload,
+        mode=plain(point.load.mode[:20]) if point.load else "",
+        cpu=any(map(functional, pair.records)),
+        marks_a=marks(r for _, rs in pair.a for r in rs),
+        marks_b=marks(r for _, rs in pair.b for r in rs),
+    )
     for measure in measures_of(workload, options.metrics):
         left, right = ([_values(measure, side) for side in sides] for sides in (pair.a, pair.b))
         if not any(left) or not any(right):
@@ -124,10 +142,13 @@ def _point(
             found.rows.append(_counted(measure, left, right, options.margin))
             continue
         sides = [
-            {launch.name: e for (launch, records), vs in zip(side, values, strict=True) if vs and
-             (e := _estimate(measure, launch.folder, records, requests))}
+            {
+                launch.name: e
+                for (launch, records), vs in zip(side, values, strict=True)
+                if vs and (e := _estimate(measure, launch.folder, records, requests))
+            }
             for side, values in ((pair.a, left), (pair.b, right))
-        ]  # fmt: skip
+        ]
         test = _test(measure, sides, options, [x.name for x in a], [x.name for x in b])
         found.rows.append(test.row)
         if measure.name == "step_time":
@@ -171,11 +192,17 @@ def _test(
     else:
         effect = effects.compare(left, right, options.launch_noise)
     row = Row(
-        metric=measure.name, title=measure.title, unit=measure.unit, higher_is_better=measure.higher_is_better,
-        a=_exp(statistics.fmean(e.log for e in left)), b=_exp(statistics.fmean(e.log for e in right)),
-        ratio=_exp(effect.log), verdict="UNDECIDED", launches=effect.launches,
+        metric=measure.name,
+        title=measure.title,
+        unit=measure.unit,
+        higher_is_better=measure.higher_is_better,
+        a=_exp(statistics.fmean(e.log for e in left)),
+        b=_exp(statistics.fmean(e.log for e in right)),
+        ratio=_exp(effect.log),
+        verdict="UNDECIDED",
+        launches=effect.launches,
         repeats=(sum(e.repeats for e in left), sum(e.repeats for e in right)),
-    )  # fmt: skip
+    )
     return _Test(row, effect)
 
 
@@ -238,10 +265,19 @@ def _counted(measure: Measure, a: Sequence[Sequence[float]], b: Sequence[Sequenc
     x, y = statistics.median(left), statistics.median(right)
     slack = 1.0 if measure.absolute else 1 + margin
     row = Row(
-        metric=measure.name, title=measure.title, unit=measure.unit, higher_is_better=measure.higher_is_better,
-        absolute=measure.absolute, sampled=False, a=x, b=y, ratio=_ratio(y, x), verdict="UNDECIDED",
-        launches=(sum(map(bool, a)), sum(map(bool, b))), repeats=(len(left), len(right)),
-    )  # fmt: skip
+        metric=measure.name,
+        title=measure.title,
+        unit=measure.unit,
+        higher_is_better=measure.higher_is_better,
+        absolute=measure.absolute,
+        sampled=False,
+        a=x,
+        b=y,
+        ratio=_ratio(y, x),
+        verdict="UNDECIDED",
+        launches=(sum(map(bool, a)), sum(map(bool, b))),
+        repeats=(len(left), len(right)),
+    )
     if max(*left, *right) <= min(*left, *right) * slack:
         row.verdict = "SAME"
     elif min(right) > max(left) * slack:

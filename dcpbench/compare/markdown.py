@@ -71,7 +71,13 @@ def _row(point: PointResult, row: Row) -> str:
     marks = sorted({*point.marks_a, *point.marks_b})
     name += f"<br>*{escape(', '.join(marks))}*" if marks else ""
     cells = (
-        name, label(row), number(row.a), number(row.b), ratio_text(row), interval_text(row),
-        f"{SIGNS[row.verdict]} {row.verdict}", escape(row.reason),
-    )  # fmt: skip
+        name,
+        label(row),
+        number(row.a),
+        number(row.b),
+        ratio_text(row),
+        interval_text(row),
+        f"{SIGNS[row.verdict]} {row.verdict}",
+        escape(row.reason),
+    )
     return "| " + " | ".join(cells) + " |"

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcpbench import metrics
 from dcpbench.compare import resampling
 from dcpbench.errors import DcpbenchError
-from dcpbench.memory import GIB
+from dcpbench.points.memory import GIB
+from dcpbench.records import formulas
 from dcpbench.serving.samples import read_samples, samples_path
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.compare.model import Workload
-    from dcpbench.records import Record
+    from dcpbench.records.record import Record
 
 WINDOWS = 64
 """Of a served run, in each of which its tokens are counted: how a rate scatters."""
@@ -31,10 +31,10 @@ SMALLEST = 1e-150
 class Requests:
     """Requests of one served record, in order of submission; empty without a file of samples."""
 
-    times: list[metrics.RequestTimes]
+    times: list[formulas.RequestTimes]
 
     @property
-    def finished(self) -> list[metrics.RequestTimes]:
+    def finished(self) -> list[formulas.RequestTimes]:
         """Those whose latency is known."""
         return [t for t in self.times if t.finished]
 
@@ -82,7 +82,7 @@ def requests_of(record: Record, folder: Path) -> Requests:
             return Requests([])
         rows = sorted(read_samples(path), key=lambda row: row.submitted_s)
         times = [
-            metrics.RequestTimes(row.submitted_s, row.token_s, finished=row.outcome == "finished")
+            formulas.RequestTimes(row.submitted_s, row.token_s, finished=row.outcome == "finished")
             for row in rows
             if row.token_s
         ]
@@ -100,7 +100,7 @@ def _steps(q: float) -> Callable[[Record, Requests, int], resampling.Error | Non
 
 
 def _latency(name: str, q: float) -> Callable[[Record, Requests, int], resampling.Error | None]:
-    one = {"ttft": metrics.ttft_ms, "tpot": metrics.tpot_ms, "e2el": metrics.e2el_ms}[name]
+    one = {"ttft": formulas.ttft_ms, "tpot": formulas.tpot_ms, "e2el": formulas.e2el_ms}[name]
 
     def error(_: Record, requests: Requests, seed: int) -> resampling.Error | None:
         found = [v for t in requests.finished if (v := one(t)) is not None]
@@ -111,7 +111,7 @@ def _latency(name: str, q: float) -> Callable[[Record, Requests, int], resamplin
 
 def _gaps(q: float) -> Callable[[Record, Requests, int], resampling.Error | None]:
     def error(_: Record, requests: Requests, seed: int) -> resampling.Error | None:
-        return resampling.error_of_pooled([metrics.itl_ms(t) for t in requests.finished], q, seed)
+        return resampling.error_of_pooled([formulas.itl_ms(t) for t in requests.finished], q, seed)
 
     return error
 
@@ -123,7 +123,7 @@ def _rate(record: Record, requests: Requests, seed: int, *, steady: bool = False
     span = (min(t.submitted_s for t in requests.times), max(t.end_s for t in requests.times))
     if steady:
         clients = record.point.clients
-        found = metrics.steady_window(requests.times, clients) if clients and clients > 0 else None
+        found = formulas.steady_window(requests.times, clients) if clients and clients > 0 else None
         if found is None:
             return None
         span = found
@@ -140,10 +140,10 @@ def _steady_rate(record: Record, requests: Requests, seed: int) -> resampling.Er
 def _meets(record: Record, requests: Requests, seed: int) -> resampling.Error | None:
     """Whether each request met the objectives."""
     try:
-        slo = metrics.Slo.of(record.serve.slo_ms if record.serve else {})
+        slo = formulas.Slo.of(record.serve.slo_ms if record.serve else {})
     except DcpbenchError:
         return None
-    met = np.array([metrics.meets(t, slo) for t in requests.times], np.float64)
+    met = np.array([formulas.meets(t, slo) for t in requests.times], np.float64)
     return resampling.error_of_requests(met, resampling.mean, seed)
 
 

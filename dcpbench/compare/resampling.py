@@ -162,10 +162,12 @@ def _usable(samples: Sequence[float] | Floats) -> Floats | None:
 def _resampled(series: Floats, statistic: Statistic, length: int, seed: int) -> Floats:
     rng = np.random.default_rng(seed)
     at_once = max(1, ROOM // len(series))
-    return np.concatenate([
-        statistic(series[drawn(len(series), length, min(at_once, DRAWS - done), rng)])
-        for done in range(0, DRAWS, at_once)
-    ])  # fmt: skip
+    return np.concatenate(
+        [
+            statistic(series[drawn(len(series), length, min(at_once, DRAWS - done), rng)])
+            for done in range(0, DRAWS, at_once)
+        ]
+    )
 
 
 def _with_draws(error: Error | None, found: Floats, samples: int) -> Error | None:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import RecordsError, UsageError
-from dcpbench.records import RECORDS_FILE, Point, read_records
-from dcpbench.serve_records import Load
+from dcpbench.points.point import Load, Point
+from dcpbench.records.file import RECORDS_FILE, read_records
 from dcpbench.syncs.words import natural
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from dcpbench.records import Record
+    from dcpbench.records.record import Record
 
 MOST_POINTS = 10_000
 """Points that both sides have; each takes milliseconds."""

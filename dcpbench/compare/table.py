@@ -28,9 +28,13 @@ MOST_POINTS = 40
 """That a terminal shows, worst first; JSON has them all."""
 MOST_DIFFERENCES = 20
 STYLES = {
-    "SLOWER": "red bold", "FASTER": "green bold", "MORE": "yellow bold", "FEWER": "yellow bold", "SAME": "dim",
+    "SLOWER": "red bold",
+    "FASTER": "green bold",
+    "MORE": "yellow bold",
+    "FEWER": "yellow bold",
+    "SAME": "dim",
     "UNDECIDED": "yellow",
-}  # fmt: skip
+}
 HEAD = f"  {'':<18} {'A':>9} {'B':>9} {'B/A':>6} {'interval':>13}  verdict (+more)"
 
 

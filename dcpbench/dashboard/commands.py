@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.dashboard import finding, site
 from dcpbench.errors import MissingPackageError, OutputError, UsageError, how_to_install
-from dcpbench.streams import write_json
+from dcpbench.show.streams import write_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,9 +75,13 @@ def serve(runs: Path, output: Path | None, *, port: int, open_browser: bool) -> 
         follower = threading.Thread(target=watcher.follow, daemon=True)
         follower.start()
         config = uvicorn.Config(
-            server.make_app(watcher), log_level="warning", access_log=False, lifespan="off", server_header=False,
+            server.make_app(watcher),
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
             timeout_graceful_shutdown=2,
-        )  # fmt: skip
+        )
         try:
             uvicorn.Server(config).run(sockets=[bound])
         except KeyboardInterrupt:

@@ -19,7 +19,7 @@ import msgspec
 
 from dcpbench.dashboard import changes, lines
 from dcpbench.dashboard.measures import DEFAULT, MEASURES
-from dcpbench.record_checks import OUTCOMES
+from dcpbench.records.checks import OUTCOMES
 from dcpbench.reports.assets import inert
 
 if TYPE_CHECKING:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from dcpbench.dashboard import lines, measures
 from dcpbench.errors import RecordsError, UsageError
-from dcpbench.provenance import hardware
-from dcpbench.records import RECORDS_FILE, read_records
+from dcpbench.records.file import RECORDS_FILE, read_records
+from dcpbench.records.provenance import hardware
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from dcpbench.dashboard.lines import Entry, Line
-    from dcpbench.records import Record
+    from dcpbench.records.record import Record
 
 STATE_FILE = "site.json"
 """In a folder that the dashboard wrote; its copies of records are not runs."""
@@ -159,7 +159,10 @@ def _run(name: str, path: Path, digest: str, records: Sequence[Record]) -> RunDa
     environments = [r.environment for r in records if r.environment]
     commits = dict.fromkeys(lines.clip(e.git_commit or "", COMMIT + 1).rstrip("…")[:COMMIT] for e in environments)
     return RunData(
-        name=lines.clip(name), slug=_slug(name), path=path, sha256=digest,
+        name=lines.clip(name),
+        slug=_slug(name),
+        path=path,
+        sha256=digest,
         date=min(filter(None, (_date(r.started_at) for r in records)), default=None),
         commit=", ".join(filter(None, commits)),
         hardware=_several(hardware(e) for e in environments),
@@ -168,8 +171,10 @@ def _run(name: str, path: Path, digest: str, records: Sequence[Record]) -> RunDa
         workloads=_several(str(lines.described(line)["workload"]) for line in entries),
         models=_several(line.example.model for line in entries),
         outcomes=dict(sorted(Counter(entry.outcome for entry in entries.values()).items())),
-        cpu=any(line.cpu for line in entries), headline=_headline(entries), entries=entries,
-    )  # fmt: skip
+        cpu=any(line.cpu for line in entries),
+        headline=_headline(entries),
+        entries=entries,
+    )
 
 
 def _headline(entries: dict[Line, Entry]) -> str:

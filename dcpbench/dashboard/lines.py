@@ -7,10 +7,10 @@ import hashlib
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from dcpbench.choices import ALL_REDUCES, UNKNOWN
 from dcpbench.dashboard import measures
-from dcpbench.memory import GIB
-from dcpbench.provenance import CPU, hardware
+from dcpbench.points.memory import GIB
+from dcpbench.points.names import ALL_REDUCES, UNKNOWN
+from dcpbench.records.provenance import CPU, hardware
 from dcpbench.reports.clip import cut
 from dcpbench.reports.serving import words
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dcpbench.dashboard.measures import Value
-    from dcpbench.records import Environment, Point, Record
+    from dcpbench.points.point import Point
+    from dcpbench.records.record import Environment, Record
 
 LONGEST = 160
 """Characters of a name that the page carries; what is longer is cut, and still told apart."""
@@ -77,9 +78,13 @@ def of_run(records: Sequence[Record]) -> dict[Line, Entry]:
         if record.outcome != "ok" and not record.measured_with and len(conditions) == 1:
             said = next(iter(conditions))
         line = Line(
-            point=record.point.same_but_repeat(), hardware=where, driver=driver, conditions=said,
-            example=record.point, cpu=where == CPU or "cpu" in record.marks,
-        )  # fmt: skip
+            point=record.point.same_but_repeat(),
+            hardware=where,
+            driver=driver,
+            conditions=said,
+            example=record.point,
+            cpu=where == CPU or "cpu" in record.marks,
+        )
         same.setdefault(line, []).append(record)
     return {line: _entry(found) for line, found in same.items()}
 
@@ -100,7 +105,7 @@ def described(line: Line) -> dict[str, str | int]:
         "hardware": clip(line.hardware),
         "driver": clip(line.driver),
         "conditions": clip(line.conditions),
-    }  # fmt: skip
+    }
 
 
 def told_apart(rows: list[dict[str, str | int]]) -> list[dict[str, str | int]]:

@@ -7,12 +7,12 @@ import math
 from statistics import median
 from typing import TYPE_CHECKING
 
-from dcpbench.memory import GIB
+from dcpbench.points.memory import GIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from dcpbench.records import Interval, Record
+    from dcpbench.records.record import Interval, Record
 
 HIGHER, LOWER, NEITHER = "higher", "lower", ""
 DEFAULT = "output_tok_s_per_gpu"
@@ -105,18 +105,27 @@ MEASURES = (
     Measure("host_syncs_per_step", "Host syncs per step", "", LOWER, lambda r: _plain(r.host_syncs_per_step)),
     Measure("host_plan_us", "Host time to plan a step", "µs", LOWER, lambda r: _plain(r.host_plan_us)),
     Measure(
-        "kv_capacity_tokens", "KV capacity", "tokens", HIGHER,
+        "kv_capacity_tokens",
+        "KV capacity",
+        "tokens",
+        HIGHER,
         lambda r: _plain(r.kv.capacity_tokens if r.kv else None),
     ),
     Measure(
-        "memory_peak_gib", "Peak memory", "GiB", LOWER,
+        "memory_peak_gib",
+        "Peak memory",
+        "GiB",
+        LOWER,
         lambda r: _plain(None if r.memory_peak_bytes is None else r.memory_peak_bytes / GIB),
     ),
     Measure(
-        "attention_error", "Attention error against fp64", "", LOWER,
+        "attention_error",
+        "Attention error against fp64",
+        "",
+        LOWER,
         lambda r: _plain(r.honesty.attention_error if r.honesty else None),
     ),
-)  # fmt: skip
+)
 
 
 def of_records(records: Sequence[Record]) -> dict[str, Value]:

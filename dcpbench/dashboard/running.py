@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench import processes
 from dcpbench.dashboard.lines import clip
 from dcpbench.errors import DcpbenchError
-from dcpbench.jobs import Job, Progress, read_job
-from dcpbench.records import UNREADABLE
-from dcpbench.sweep import point_name
+from dcpbench.launch import processes
+from dcpbench.launch.jobs import Job, Progress, read_job
+from dcpbench.plan.grid import point_name
+from dcpbench.records.file import UNREADABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,9 +75,14 @@ def _job(root: Path, folder: Path, path: Path, now: float) -> Working | None:
     left = spent / len(ended) * (len(job.points) - len(ended)) if ended and spent > 0 else None
     return Working(
         run=clip(str(folder.relative_to(root)) if folder != root else folder.name),
-        done=len(ended), failed=sum(stage in FAILED for stage in ended.values()), of=len(job.points),
-        left_s=left, stage=clip(last.stage), point=clip(_name(job, last.key)), note=clip(last.note, LONGEST_NOTE),
-    )  # fmt: skip
+        done=len(ended),
+        failed=sum(stage in FAILED for stage in ended.values()),
+        of=len(job.points),
+        left_s=left,
+        stage=clip(last.stage),
+        point=clip(_name(job, last.key)),
+        note=clip(last.note, LONGEST_NOTE),
+    )
 
 
 def _name(job: Job, key: str) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from dcpbench import __version__
 from dcpbench.dashboard import changes, data, finding, pages
 from dcpbench.errors import OutputError
-from dcpbench.records import RECORDS_FILE
+from dcpbench.records.file import RECORDS_FILE
 from dcpbench.reports import assets
 
 if TYPE_CHECKING:
@@ -79,9 +79,16 @@ def build(
         raise OutputError(f"cannot write the site into {site} ({e.strerror}); give another folder with -o.") from e
     new = sum(before.get(slug) != digest for slug, digest in here.items())
     return Built(
-        site, len(found.runs), files.lines, files.entries, files.changes, new, len(here) - new,
-        [*found.skipped, *notes], version,
-    )  # fmt: skip
+        site,
+        len(found.runs),
+        files.lines,
+        files.entries,
+        files.changes,
+        new,
+        len(here) - new,
+        [*found.skipped, *notes],
+        version,
+    )
 
 
 def check(site: Path) -> None:

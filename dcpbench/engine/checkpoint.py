@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dcpbench.errors import ModelError
-from dcpbench.shapes import INDEX_FILE, WEIGHTS_FILE
+from dcpbench.points.shapes import INDEX_FILE, WEIGHTS_FILE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,9 +32,14 @@ class CheckpointSource:
         self.open_files: dict[Path, safe_open] = {}
 
     def get(
-        self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None,
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: slice | None = None,
+        columns: slice | None = None,
         dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """See weights.Source."""
         part = self._slice(name, shape)
         index = (rows or slice(None),) if len(shape) == 1 else (rows or slice(None), columns or slice(None))

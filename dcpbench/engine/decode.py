@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dcpbench import layout as arithmetic
-from dcpbench.batches import PADDING_POSITION, PADDING_SLOT, batch_rows
 from dcpbench.engine.model import Model, StepInput
 from dcpbench.engine.parts import Part
 from dcpbench.engine.request_pool import RequestPool, copy_async
@@ -19,6 +17,8 @@ from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
 from dcpbench.kernels.kv_indices import Share, fill_page_tables
 from dcpbench.kernels.rope import softmax_scale
 from dcpbench.kernels.synthetic_kv import fill_request
+from dcpbench.points import layout as arithmetic
+from dcpbench.points.batches import PADDING_POSITION, PADDING_SLOT, batch_rows
 from dcpbench.serving.allocator import DcpAllocator
 
 if TYPE_CHECKING:
@@ -70,9 +70,16 @@ class DecodeEngine:
     """Requests of one attention replica, as one of its ranks sees them. Every rank makes the same calls."""
 
     def __init__(
-        self, model: Model, *, backend: str, exchange: str, max_requests: int, max_context: int,
-        overlap: bool = False, padding: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        model: Model,
+        *,
+        backend: str,
+        exchange: str,
+        max_requests: int,
+        max_context: int,
+        overlap: bool = False,
+        padding: bool = True,
+    ) -> None:
         """`overlap` divides batches in halves (parts.py), which takes two rows at least.
 
         `padding=False` exists only to show what the padding slot and page prevent; see RequestPool.
@@ -132,9 +139,14 @@ class DecodeEngine:
         """
         locs = self.requests.table[request.slot, : request.length]
         fill_request(
-            self.model.kv.all_rows(), locs, request=number, seed=seed,
-            rank=self.model.groups.dcp.rank, dcp=self.model.layout.dcp, interleave=self.model.interleave,
-        )  # fmt: skip
+            self.model.kv.all_rows(),
+            locs,
+            request=number,
+            seed=seed,
+            rank=self.model.groups.dcp.rank,
+            dcp=self.model.layout.dcp,
+            interleave=self.model.interleave,
+        )
 
     def grow(self, request: Request) -> None:
         """Room for one more token."""
@@ -220,9 +232,13 @@ class DecodeEngine:
         """The same on the device, in place, for backends that read tables there."""
         assert part.backend.tables is not None
         fill_page_tables(
-            part.backend.tables.pages, part.backend.tables.lengths, self.requests.table,
-            batch.slots[part.rows], batch.positions[part.rows] + 1, self.share,
-        )  # fmt: skip
+            part.backend.tables.pages,
+            part.backend.tables.lengths,
+            self.requests.table,
+            batch.slots[part.rows],
+            batch.positions[part.rows] + 1,
+            self.share,
+        )
 
     def run(self, batch: Batch) -> None:
         """One eager step: logits and next tokens of the planned batch, which become the requests' tokens."""

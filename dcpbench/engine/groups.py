@@ -10,7 +10,7 @@ import torch.distributed as dist
 from dcpbench.exchange.collectives import Group
 
 if TYPE_CHECKING:
-    from dcpbench.layout import Layout
+    from dcpbench.points.layout import Layout
 
 _handles: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 

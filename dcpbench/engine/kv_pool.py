@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dcpbench.errors import CapacityError
-from dcpbench.memory import GIB
+from dcpbench.points.memory import GIB
 
 
 class KvPool:

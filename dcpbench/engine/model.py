@@ -22,8 +22,8 @@ from dcpbench.kernels.kv_write import write_kv
 from dcpbench.kernels.norm import add_rms_norm, rms_norm
 from dcpbench.kernels.rope import rope, rope_table
 from dcpbench.kernels.value_proj import project_values
-from dcpbench.layout import OWN_HEADS
-from dcpbench.ranges import phase
+from dcpbench.measuring.ranges import phase
+from dcpbench.points.layout import OWN_HEADS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from dcpbench.engine.prefill import PrefillPlan
     from dcpbench.engine.weights import Attention, Mlp, Weights
     from dcpbench.exchange.symmetric_all_reduce import AllReduce
-    from dcpbench.layout import GroupWide, Layout
-    from dcpbench.shapes import ModelShape
+    from dcpbench.points.layout import GroupWide, Layout
+    from dcpbench.points.shapes import ModelShape
 
 
 LATENT_EPS = 1e-6
@@ -63,9 +63,18 @@ class Model:
     """Weights, groups and KV pool of one rank, and the step over them."""
 
     def __init__(
-        self, shape: ModelShape, layout: Layout, groups: Groups, weights: Weights, kv: KvPool,
-        *, interleave: int, max_context: int, device: torch.device, wide: GroupWide = OWN_HEADS,
-    ) -> None:  # fmt: skip
+        self,
+        shape: ModelShape,
+        layout: Layout,
+        groups: Groups,
+        weights: Weights,
+        kv: KvPool,
+        *,
+        interleave: int,
+        max_context: int,
+        device: torch.device,
+        wide: GroupWide = OWN_HEADS,
+    ) -> None:
         self.shape, self.layout, self.groups, self.weights, self.kv = shape, layout, groups, weights, kv
         self.interleave, self.wide = interleave, wide
         self.all_reduce: AllReduce = groups.attn.all_reduce
@@ -77,9 +86,13 @@ class Model:
         """Set to a list to collect each MoE layer's routing (logits_TE, ids_Tk) during an eager step."""
 
     def step(
-        self, batch: StepInput, parts: Sequence[Part], beside: torch.cuda.Stream | None = None,
-        prefill: PrefillPlan | None = None, meanwhile: Callable[[], None] = lambda: None,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        batch: StepInput,
+        parts: Sequence[Part],
+        beside: torch.cuda.Stream | None = None,
+        prefill: PrefillPlan | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> torch.Tensor:
         """Logits of this rank's vocabulary rows, [B or wanted rows, V_local] in the model's dtype. Collective.
 
         `parts`, `beside`: the decode rows, see parts.py; there may be none. `prefill`: the rows behind them.
@@ -124,9 +137,15 @@ class Model:
             return add_rms_norm(x_BD, residual_BD, weight_D, self.shape.rms_eps)
 
     def attention(
-        self, x_BD: torch.Tensor, w: Attention, index: int, batch: StepInput, parts: Sequence[Part],
-        beside: torch.cuda.Stream | None, prefill: PrefillPlan | None,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        x_BD: torch.Tensor,
+        w: Attention,
+        index: int,
+        batch: StepInput,
+        parts: Sequence[Part],
+        beside: torch.cuda.Stream | None,
+        prefill: PrefillPlan | None,
+    ) -> torch.Tensor:
         """MLA of all rows. Decodes in absorbed form: q against latent rows, W_UV and o_proj on what comes back."""
         rows = slice(sum(part.size for part in parts), None)
         with phase("qkv_proj"):
@@ -137,9 +156,13 @@ class Model:
                 q_ThX = self.rotate(q_Bh[rows], batch.positions[rows])
         with phase("kv_write"):
             write_kv(
-                self.kv.rows(index), row_BQ, batch.locs,
-                rank=self.groups.dcp.rank, dcp=self.layout.dcp, interleave=self.interleave,
-            )  # fmt: skip
+                self.kv.rows(index),
+                row_BQ,
+                batch.locs,
+                rank=self.groups.dcp.rank,
+                dcp=self.layout.dcp,
+                interleave=self.interleave,
+            )
         values = self.attend(queries, w, index, parts, beside, lambda o_hBR: self.values(o_hBR, w, x_BD.dtype))
         if prefill is not None:
             values.append(prefill.attend(q_ThX, row_BQ[rows], w, index))
@@ -157,9 +180,14 @@ class Model:
         return values[0] if len(values) == 1 else torch.cat(values)
 
     def attend(
-        self, queries: Sequence[torch.Tensor], w: Attention, index: int, parts: Sequence[Part],
-        beside: torch.cuda.Stream | None, finish: Callable[[torch.Tensor], torch.Tensor],
-    ) -> list[torch.Tensor]:  # fmt: skip
+        self,
+        queries: Sequence[torch.Tensor],
+        w: Attention,
+        index: int,
+        parts: Sequence[Part],
+        beside: torch.cuda.Stream | None,
+        finish: Callable[[torch.Tensor], torch.Tensor],
+    ) -> list[torch.Tensor]:
         """`finish` of each part's merged output of this rank's heads, [h, B, R]; [h, B, V] where it projects first."""
         kv, latent = self.kv.layer(index), self.shape.latent
 
@@ -196,9 +224,12 @@ class Model:
         row_BQ = x_BD.new_empty(batch, s.kv_width)
         row_BQ[:, : s.latent] = rms_norm(kv_BQ[:, : s.latent], w.kv_norm, LATENT_EPS)
         rope(
-            kv_BQ[:, None, s.latent :], positions_B, self.rope_table, row_BQ[:, None, s.latent :],
+            kv_BQ[:, None, s.latent :],
+            positions_B,
+            self.rope_table,
+            row_BQ[:, None, s.latent :],
             interleaved=s.rope_interleaved,
-        )  # fmt: skip
+        )
         return q.unflatten(-1, (-1, s.nope + s.rope)), row_BQ
 
     def absorb(self, q_Bh: torch.Tensor, positions_B: torch.Tensor, w: Attention, part: Part) -> torch.Tensor:

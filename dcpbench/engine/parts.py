@@ -39,9 +39,12 @@ class Part:
 
 
 def attend(
-    parts: Sequence[Part], queries: Sequence[torch.Tensor], beside: torch.cuda.Stream | None,
-    partial: Callable[[Part, torch.Tensor], Partial], merge: Callable[[Part, Partial], Merged],
-) -> list[Merged]:  # fmt: skip
+    parts: Sequence[Part],
+    queries: Sequence[torch.Tensor],
+    beside: torch.cuda.Stream | None,
+    partial: Callable[[Part, torch.Tensor], Partial],
+    merge: Callable[[Part, Partial], Merged],
+) -> list[Merged]:
     """Gather, attend and merge each part; `beside` is the stream of the exchanges where there are two parts on a GPU.
 
     `partial` takes the gathered q [B, H, Q] to o and lse, `merge` these to whatever is wanted.

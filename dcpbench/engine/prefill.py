@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench import memory
 from dcpbench.errors import CapacityError, UsageError
 from dcpbench.exchange.prefix import Gatherer, Reserve, Task
 from dcpbench.kernels.kv_gather import pack, request_table
@@ -28,8 +27,9 @@ from dcpbench.kernels.kv_indices import Share, fill_kv_indices
 from dcpbench.kernels.merge import merge_into
 from dcpbench.kernels.prefill import PrefillSpec, make_prefill
 from dcpbench.kernels.rope import softmax_scale
-from dcpbench.layout import Prefix
-from dcpbench.ranges import phase
+from dcpbench.measuring.ranges import phase
+from dcpbench.points import memory
+from dcpbench.points.layout import Prefix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -139,10 +139,14 @@ class Prefiller:
         self.backend = make_prefill(
             backend,
             PrefillSpec(
-                heads=model.heads, width=shape.nope + shape.rope, value=shape.value, scale=softmax_scale(shape),
-                dtype=self.dtype, device=self.device,
+                heads=model.heads,
+                width=shape.nope + shape.rope,
+                value=shape.value,
+                scale=softmax_scale(shape),
+                dtype=self.dtype,
+                device=self.device,
             ),
-        )  # fmt: skip
+        )
         self._reserve()
 
     def _window(self, window_bytes: int | None) -> int:

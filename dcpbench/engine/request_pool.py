@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from dcpbench.batches import PADDING_SLOT
 from dcpbench.errors import CapacityError
+from dcpbench.points.batches import PADDING_SLOT
 
 
 class OutOfSlotsError(CapacityError):

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dcpbench.batches import GRAPH_BATCHES, PADDING_POSITION, PADDING_SLOT, batch_rows
 from dcpbench.engine.model import StepInput
 from dcpbench.engine.request_pool import copy_async
-from dcpbench.ranges import quiet
+from dcpbench.measuring.ranges import quiet
+from dcpbench.points.batches import GRAPH_BATCHES, PADDING_POSITION, PADDING_SLOT, batch_rows
 from dcpbench.syncs.allowed import allow
 
 if TYPE_CHECKING:

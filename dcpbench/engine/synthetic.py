@@ -24,9 +24,14 @@ class SyntheticSource:
         self.generator = torch.Generator(device)
 
     def get(
-        self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None,
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: slice | None = None,
+        columns: slice | None = None,
         dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """See weights.Source. At most one of `rows` and `columns`, and consistently so for one name."""
         dtype = dtype or self.dtype
         if len(shape) == 1:

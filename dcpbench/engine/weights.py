@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from dcpbench import memory
-from dcpbench.layout import OWN_HEADS
+from dcpbench.points import memory
+from dcpbench.points.layout import OWN_HEADS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dcpbench.layout import GroupWide, Layout
-    from dcpbench.shapes import ModelShape
+    from dcpbench.points.layout import GroupWide, Layout
+    from dcpbench.points.shapes import ModelShape
 
 
 class Source(Protocol):
@@ -32,9 +32,14 @@ class Source(Protocol):
     """`synthetic`, or the checkpoint's folder."""
 
     def get(
-        self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None,
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: slice | None = None,
+        columns: slice | None = None,
         dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """Part of the tensor `name`, whose whole shape is `shape`, on the device in the model's or this dtype."""
 
 
@@ -123,9 +128,14 @@ def _tensors(node: object) -> list[torch.Tensor]:
 
 
 def load_weights(
-    source: Source, shape: ModelShape, layout: Layout, rank: int, plan: memory.Plan,
-    alive: Callable[[], None] = lambda: None, wide: GroupWide = OWN_HEADS,
-) -> Weights:  # fmt: skip
+    source: Source,
+    shape: ModelShape,
+    layout: Layout,
+    rank: int,
+    plan: memory.Plan,
+    alive: Callable[[], None] = lambda: None,
+    wide: GroupWide = OWN_HEADS,
+) -> Weights:
     """This rank's shard of the layers that `plan` holds: the first ones of each kind.
 
     `alive` is called before each layer, for whoever watches for a hang; `wide` says what is held of all heads of the

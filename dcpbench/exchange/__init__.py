@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from dcpbench.choices import EXCHANGES, NO_EXCHANGE
 from dcpbench.errors import UsageError
+from dcpbench.points.names import EXCHANGES, NO_EXCHANGE
 
 if TYPE_CHECKING:
     from dcpbench.exchange.collectives import Group

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.exchange.collectives import gather_heads
 from dcpbench.kernels.pack import Message, combine, pack
-from dcpbench.ranges import phase
+from dcpbench.measuring.ranges import phase
 
 if TYPE_CHECKING:
     import torch

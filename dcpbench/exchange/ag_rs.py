@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.exchange.collectives import gather_heads
 from dcpbench.kernels.merge import correct
-from dcpbench.ranges import phase
+from dcpbench.measuring.ranges import phase
 
 if TYPE_CHECKING:
     import torch

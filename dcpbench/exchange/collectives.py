@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dcpbench.kernels.head_order import in_head_order
-from dcpbench.ranges import phase
+from dcpbench.measuring.ranges import phase
 
 # torch 2.13 renamed these two and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from dcpbench.exchange.collectives import Group
-    from dcpbench.layout import Prefix
+    from dcpbench.points.layout import Prefix
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from dcpbench.kernels.peers import Carver
 from dcpbench.kernels.peers.gather import gather
 from dcpbench.kernels.peers.meeting import fence
 from dcpbench.kernels.peers.merge import merge
-from dcpbench.ranges import phase
+from dcpbench.measuring.ranges import phase
 
 if TYPE_CHECKING:
     from dcpbench.exchange import ExchangeSpec

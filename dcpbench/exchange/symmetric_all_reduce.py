@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from dcpbench.choices import ALL_REDUCES
 from dcpbench.errors import UsageError
 from dcpbench.exchange.symmetric_memory import allocate
 from dcpbench.kernels.peers import Carver
 from dcpbench.kernels.peers.add_up import one_shot, two_shot
+from dcpbench.points.names import ALL_REDUCES
 
 if TYPE_CHECKING:
     from dcpbench.exchange.collectives import Group

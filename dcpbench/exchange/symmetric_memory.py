@@ -103,9 +103,10 @@ def _on_gpus(group: Group, nbytes: int, device: torch.device, error: str) -> Pee
     places = _everywhere(group, Place.here(device).device)
     visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     blind = [
-        peer for peer, uuid in enumerate(places)
+        peer
+        for peer, uuid in enumerate(places)
         if peer != group.rank and uuid in visible and not torch.cuda.can_device_access_peer(device, visible[uuid])
-    ]  # fmt: skip
+    ]
     if any(_everywhere(group, blind)):
         raise CapacityError(error.format("these GPUs have no peer access to each other"))
     handle = group.handle

@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
-from dcpbench.option_values import did_you_mean
+from dcpbench.plan.options import did_you_mean
 
 if TYPE_CHECKING:
     from collections import Counter

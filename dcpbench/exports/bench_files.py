@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.choices import CLOSED, GAMMA
 from dcpbench.exports.measured import DECODE_STEPS, DID_NOT_RUN, Measured, Rule, sieve
 from dcpbench.exports.requests import Requests, Totals, of_point, samples_of, totals_of
-from dcpbench.provenance import OURS
+from dcpbench.points.names import CLOSED, GAMMA
+from dcpbench.records.provenance import OURS
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Iterable
 
-    from dcpbench.serve_records import Latencies, Load, ServeMetrics
+    from dcpbench.points.point import Load
+    from dcpbench.records.record import Latencies, ServeMetrics
 
 NOT_KNOWN = Rule(
     "had requests cut off, and no samples that say which tokens were theirs",

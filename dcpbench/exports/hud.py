@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.exports import measured
 from dcpbench.exports.files import Rendered, as_list
 from dcpbench.exports.metrics import Value, values
-from dcpbench.provenance import OURS
+from dcpbench.records.provenance import OURS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dcpbench.exports.measured import Measured
-    from dcpbench.records import Environment
+    from dcpbench.records.record import Environment
 
 FILE = "hud.json"
 PACKAGES = ("torch", "triton", "nccl", "flashinfer", "dcpbench")
@@ -71,26 +71,39 @@ def _facts(m: Measured) -> dict[str, object]:
     """What a point is, in words that one can filter by."""
     point = m.record.point
     facts: dict[str, object] = {
-        "workload": point.workload, "layout": point.layout_name, "tensor_parallel_size": point.tp or "",
-        "data_parallel_size": point.dp or "", "decode_context_parallel_size": point.dcp or "",
-        "exchange": point.exchange_label(), "all_reduce": point.all_reduce, "concurrency": point.concurrency,
-        "context": point.context or "", "marks": ", ".join(m.record.marks), "point": m.point_id,
-    }  # fmt: skip
+        "workload": point.workload,
+        "layout": point.layout_name,
+        "tensor_parallel_size": point.tp or "",
+        "data_parallel_size": point.dp or "",
+        "decode_context_parallel_size": point.dcp or "",
+        "exchange": point.exchange_label(),
+        "all_reduce": point.all_reduce,
+        "concurrency": point.concurrency,
+        "context": point.context or "",
+        "marks": ", ".join(m.record.marks),
+        "point": m.point_id,
+    }
     if point.load is not None:
         facts |= {
-            "arrival": point.load.arrival, "request_rate": point.load.request_rate or "",
-            "input_tokens": point.load.input_tokens, "output_tokens": point.load.output_tokens,
+            "arrival": point.load.arrival,
+            "request_rate": point.load.request_rate or "",
+            "input_tokens": point.load.input_tokens,
+            "output_tokens": point.load.output_tokens,
             "requests": point.load.requests,
-        }  # fmt: skip
+        }
     return facts
 
 
 def _runner(env: Environment) -> dict[str, Any]:
     memory = (env.device_memory_bytes or 0) // GB
     return {
-        "name": env.host_hash, "type": env.device, "gpu_info": env.device, "gpu_count": env.device_count,
-        "avail_gpu_mem_in_gb": memory, "extra_info": _strings({"driver": env.driver or "", "cuda": env.cuda or ""}),
-    }  # fmt: skip
+        "name": env.host_hash,
+        "type": env.device,
+        "gpu_info": env.device,
+        "gpu_count": env.device_count,
+        "avail_gpu_mem_in_gb": memory,
+        "extra_info": _strings({"driver": env.driver or "", "cuda": env.cuda or ""}),
+    }
 
 
 def _dependencies(env: Environment) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.choices import CLOSED
 from dcpbench.exports import bench_files
 from dcpbench.exports.files import Rendered, as_list
 from dcpbench.exports.measured import PUBLIC, Measured, Rule
+from dcpbench.points.names import CLOSED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,8 +7,8 @@ import hashlib
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from dcpbench.choices import REPLAY
-from dcpbench.provenance import functional, origin
+from dcpbench.points.names import REPLAY
+from dcpbench.records.provenance import functional, origin
 from dcpbench.reports.clip import cut, inert
 from dcpbench.reports.serving import words
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from dcpbench.records import Record
+    from dcpbench.records.record import Record
 
 FUNCTIONAL, REPLAYED = "functional", "replay"
 """Standings of what is no measurement of speed."""

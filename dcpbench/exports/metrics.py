@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dcpbench.exports.measured import Measured
-    from dcpbench.records import Interval, Percentiles, Record
-    from dcpbench.serve_records import Latencies
+    from dcpbench.records.record import Interval, Latencies, Percentiles, Record
 
 Better = Literal["bigger", "smaller", ""]
 TIMES = {
@@ -93,9 +92,12 @@ def _latency(name: str, statistic: str) -> Metric:
     times = _times(name)
     help_ = f"{statistic} of the {TIMES[name]}; absent where samples are too few"
     return Metric(
-        name=f"{name}_{statistic}_ms", unit="ms", better="smaller", help=help_,
+        name=f"{name}_{statistic}_ms",
+        unit="ms",
+        better="smaller",
+        help=help_,
         of=lambda r: getattr(times(r), statistic, None),
-    )  # fmt: skip
+    )
 
 
 def _served(name: str, unit: str, help_: str, better: Better = "", *, whole: bool = False) -> Metric:
@@ -126,15 +128,25 @@ def _idle_fraction(record: Record) -> float | None:
 
 METRICS: tuple[Metric, ...] = (
     Metric(
-        name="output_tok_s", unit="tok/s", better="bigger", help="output tokens per second of the whole layout",
-        of=_output_tok_s, interval=lambda r: r.metrics.output_tok_s if r.metrics else None,
+        name="output_tok_s",
+        unit="tok/s",
+        better="bigger",
+        help="output tokens per second of the whole layout",
+        of=_output_tok_s,
+        interval=lambda r: r.metrics.output_tok_s if r.metrics else None,
     ),
     Metric(
-        name="output_tok_s_per_gpu", unit="tok/s/GPU", better="bigger", help="output tokens per second and GPU",
+        name="output_tok_s_per_gpu",
+        unit="tok/s/GPU",
+        better="bigger",
+        help="output tokens per second and GPU",
         of=lambda r: getattr(r.serve or r.metrics, "output_tok_s_per_gpu", None),
     ),
     Metric(
-        name="tok_s_per_user", unit="tok/s/user", better="bigger", help="1000 over the median ITL in ms",
+        name="tok_s_per_user",
+        unit="tok/s/user",
+        better="bigger",
+        help="1000 over the median ITL in ms",
         of=lambda r: getattr(r.serve or r.metrics, "tok_s_per_user", None),
     ),
     _served("total_tok_s", "tok/s", "input and output tokens per second of the whole layout", "bigger"),
@@ -142,21 +154,33 @@ METRICS: tuple[Metric, ...] = (
     _served("request_s", "requests/s", "finished requests per second", "bigger"),
     _served("goodput_s", "requests/s", "requests per second that meet every objective", "bigger"),
     Metric(
-        name="step_ms", unit="ms", better="smaller", help="median time of a decode step, slowest rank",
+        name="step_ms",
+        unit="ms",
+        better="smaller",
+        help="median time of a decode step, slowest rank",
         of=lambda r: r.metrics.step_ms.median if r.metrics else None,
         interval=lambda r: r.metrics.step_ms if r.metrics else None,
     ),
     *(_latency(name, statistic) for name in TIMES for statistic in STATISTICS),
     Metric(
-        name="host_syncs_per_step", unit="syncs/step", better="smaller",
-        help="calls in one step that make the host wait for the GPU", of=lambda r: r.host_syncs_per_step,
+        name="host_syncs_per_step",
+        unit="syncs/step",
+        better="smaller",
+        help="calls in one step that make the host wait for the GPU",
+        of=lambda r: r.host_syncs_per_step,
     ),
     Metric(
-        name="host_plan_us", unit="µs", better="smaller", help="host time to plan one step",
+        name="host_plan_us",
+        unit="µs",
+        better="smaller",
+        help="host time to plan one step",
         of=lambda r: r.host_plan_us,
     ),
     Metric(
-        name="idle_fraction", unit="share", better="smaller", help="share of a step in which no kernel runs",
+        name="idle_fraction",
+        unit="share",
+        better="smaller",
+        help="share of a step in which no kernel runs",
         of=_idle_fraction,
     ),
     _kv("capacity_tokens", "tokens", "tokens that the KV pools hold, each counted once", "bigger", whole=True),
@@ -164,7 +188,11 @@ METRICS: tuple[Metric, ...] = (
     _kv("pool_bytes_per_gpu", "bytes", "size of one GPU's KV pool", whole=True),
     _kv("bytes_per_token_per_gpu", "bytes", "KV bytes of a token, averaged over the layout's GPUs", "smaller"),
     Metric(
-        name="memory_peak_bytes", unit="bytes", better="smaller", whole=True, help="peak memory of a GPU",
+        name="memory_peak_bytes",
+        unit="bytes",
+        better="smaller",
+        whole=True,
+        help="peak memory of a GPU",
         of=lambda r: r.memory_peak_bytes,
     ),
     _served("wall_s", "s", "time from the first submission to the last token"),
@@ -179,4 +207,4 @@ METRICS: tuple[Metric, ...] = (
     _served("steps", "steps", "steps of the run", whole=True),
     _served("decode_steps", "steps", "steps without prefill", whole=True),
     _served("decode_batch", "requests", "mean requests in a step without prefill"),
-)  # fmt: skip
+)

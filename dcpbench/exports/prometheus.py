@@ -90,14 +90,26 @@ def labels_of(m: Measured) -> dict[str, str]:
     point = m.record.point
     load = point.load
     return {
-        "run": m.run, "point": m.point_id, "origin": m.origin, "standing": m.standing or "measured", "device": m.device,
-        "model": point.model, "layout": point.layout_name, "tp": str(point.tp), "dp": str(point.dp),
-        "dcp": str(point.dcp), "exchange": point.exchange_label(), "backend": point.backend, "dtype": point.dtype,
-        "workload": point.workload, "concurrency": str(point.concurrency), "context": str(point.context),
+        "run": m.run,
+        "point": m.point_id,
+        "origin": m.origin,
+        "standing": m.standing or "measured",
+        "device": m.device,
+        "model": point.model,
+        "layout": point.layout_name,
+        "tp": str(point.tp),
+        "dp": str(point.dp),
+        "dcp": str(point.dcp),
+        "exchange": point.exchange_label(),
+        "backend": point.backend,
+        "dtype": point.dtype,
+        "workload": point.workload,
+        "concurrency": str(point.concurrency),
+        "context": str(point.context),
         "request_rate": "" if load is None or load.request_rate is None else f"{load.request_rate:g}",
         "input_tokens": "" if load is None else load.input_tokens,
         "output_tokens": "" if load is None else load.output_tokens,
-    }  # fmt: skip
+    }
 
 
 def _told(labels: dict[str, str]) -> str:

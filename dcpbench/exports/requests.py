@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.exports.measured import Measured
-    from dcpbench.serve_records import ServeMetrics
+    from dcpbench.records.record import ServeMetrics
     from dcpbench.serving.outcome import Row
 
 CUT_OFF = "cut off when the run ended"

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.choices import TRACE
 from dcpbench.exports import bench_files
 from dcpbench.exports.files import Rendered, as_json
+from dcpbench.points.names import TRACE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,8 +57,12 @@ def _result(p: Served) -> dict[str, Any]:
         found["concurrency"] = serve.e2el_ms.mean / 1e3 * serve.e2el_ms.samples / wall
     if p.requests is not None:
         found |= {
-            "max_concurrent_requests": p.requests.most_at_once(), "input_lens": p.requests.input_lens,
-            "output_lens": p.requests.output_lens, "ttfts": p.requests.ttfts, "itls": p.requests.itls,
-            "generated_texts": [""] * len(p.requests.errors), "errors": p.requests.errors,
-        }  # fmt: skip
+            "max_concurrent_requests": p.requests.most_at_once(),
+            "input_lens": p.requests.input_lens,
+            "output_lens": p.requests.output_lens,
+            "ttfts": p.requests.ttfts,
+            "itls": p.requests.itls,
+            "generated_texts": [""] * len(p.requests.errors),
+            "errors": p.requests.errors,
+        }
     return found

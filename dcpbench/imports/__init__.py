@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dcpbench.choices import ENGINES
 from dcpbench.errors import UsageError
-from dcpbench.option_values import did_you_mean
+from dcpbench.plan.options import did_you_mean
+from dcpbench.points.names import ENGINES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

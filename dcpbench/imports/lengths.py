@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.choices import UNKNOWN
+from dcpbench.points.names import UNKNOWN
 from dcpbench.serving.load_words import parse_lengths
 
 if TYPE_CHECKING:
@@ -62,9 +62,12 @@ def _sides(result: Result) -> tuple[_Side, _Side]:
     sums = (result.input_tokens, result.output_tokens)
     found = []
     for said, nominal, tokens, lens in zip(
-        result.lengths, result.nominal, sums, (details.input_lens, details.output_lens) if details else ((), ()),
+        result.lengths,
+        result.nominal,
+        sums,
+        (details.input_lens, details.output_lens) if details else ((), ()),
         strict=True,
-    ):  # fmt: skip
+    ):
         theirs = [lens[i] for i in done]
         alike = str(theirs[0]) if len(set(theirs)) == 1 else None
         found.append(_Side(said or alike, nominal, sum(theirs) or tokens, len(theirs) or result.completed))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench import metrics
-from dcpbench.choices import CLOSED
 from dcpbench.errors import RecordsError
 from dcpbench.imports.result import LARGEST
-from dcpbench.serve_records import Latencies, ServeMetrics
+from dcpbench.points.names import CLOSED
+from dcpbench.records import formulas
+from dcpbench.records.record import Latencies, ServeMetrics
 from dcpbench.serving.outcome import FINISHED, Row, marks
 
 if TYPE_CHECKING:
@@ -50,12 +50,21 @@ def rows(details: Details) -> list[Row] | None:
         token_s = _token_s(details, i, first)
         found.append(
             Row(
-                number=i, outcome=FINISHED, reason=None, submitted_s=details.start_times[i] - first,
-                first_token_s=token_s[0], end_s=token_s[-1], input_tokens=details.input_lens[i],
-                output_tokens=details.output_lens[i], cached_tokens=None, preemptions=None, replica=None,
-                token_s=token_s, tokens=[],
+                number=i,
+                outcome=FINISHED,
+                reason=None,
+                submitted_s=details.start_times[i] - first,
+                first_token_s=token_s[0],
+                end_s=token_s[-1],
+                input_tokens=details.input_lens[i],
+                output_tokens=details.output_lens[i],
+                cached_tokens=None,
+                preemptions=None,
+                replica=None,
+                token_s=token_s,
+                tokens=[],
             )
-        )  # fmt: skip
+        )
     return found
 
 
@@ -71,10 +80,10 @@ def _of_details(result: Result, details: Details, tp: int, *, chunked: bool) -> 
     several = [i for i in done if details.output_lens[i] > 1]
     tpot = [(details.latency(i) - details.ttfts[i]) / (details.output_lens[i] - 1) * 1e3 for i in several]
     times = {
-        "ttft": metrics.latencies([details.ttfts[i] * 1e3 for i in done] if streamed else []),
-        "itl": metrics.latencies(gaps),
-        "tpot": metrics.latencies(tpot if streamed else []),
-        "e2el": metrics.latencies([details.latency(i) * 1e3 for i in done]),
+        "ttft": formulas.latencies([details.ttfts[i] * 1e3 for i in done] if streamed else []),
+        "itl": formulas.latencies(gaps),
+        "tpot": formulas.latencies(tpot if streamed else []),
+        "e2el": formulas.latencies([details.latency(i) * 1e3 for i in done]),
     }
     steady = _steady(result, details) if details.per_token() else (None, None)
     return _metrics(result, tp, times, wall, input_tokens=inputs, output_tokens=outputs, chunked=chunked, steady=steady)
@@ -82,16 +91,27 @@ def _of_details(result: Result, details: Details, tp: int, *, chunked: bool) -> 
 
 def _of_summary(result: Result, tp: int) -> ServeMetrics:
     return _metrics(
-        result, tp, result.summary, result.duration_s, input_tokens=result.input_tokens,
+        result,
+        tp,
+        result.summary,
+        result.duration_s,
+        input_tokens=result.input_tokens,
         output_tokens=result.output_tokens,
         chunked=result.several_tokens,
-    )  # fmt: skip
+    )
 
 
 def _metrics(
-    result: Result, tp: int, times: Mapping[str, Latencies], wall_s: float, *, input_tokens: int, output_tokens: int,
-    chunked: bool, steady: tuple[float | None, float | None] = (None, None),
-) -> ServeMetrics:  # fmt: skip
+    result: Result,
+    tp: int,
+    times: Mapping[str, Latencies],
+    wall_s: float,
+    *,
+    input_tokens: int,
+    output_tokens: int,
+    chunked: bool,
+    steady: tuple[float | None, float | None] = (None, None),
+) -> ServeMetrics:
     if not wall_s > 0:
         raise RecordsError(f"{result.where}: the run took no time, so that there are no rates. Run it again.")
     rate, itl = output_tokens / wall_s, times["itl"].p50
@@ -101,10 +121,10 @@ def _metrics(
         tpot_ms=times["tpot"],
         e2el_ms=times["e2el"],
         output_tok_s=rate,
-        output_tok_s_per_gpu=metrics.per_gpu(rate, tp) if tp else None,
+        output_tok_s_per_gpu=formulas.per_gpu(rate, tp) if tp else None,
         total_tok_s=(input_tokens + output_tokens) / wall_s,
         request_s=result.completed / wall_s,
-        tok_s_per_user=metrics.tok_s_per_user(itl) if itl and not chunked else None,
+        tok_s_per_user=formulas.tok_s_per_user(itl) if itl and not chunked else None,
         steady_tok_s=steady[0],
         steady_s=steady[1],
         slo_ms=dict(result.slo_ms) if result.goodput_s is not None else {},
@@ -136,10 +156,10 @@ def _steady(result: Result, details: Details) -> tuple[float | None, float | Non
         return None, None
     first = min(details.start_times)
     times = [
-        metrics.RequestTimes(details.start_times[i] - first, _token_s(details, i, first)) for i in details.finished()
+        formulas.RequestTimes(details.start_times[i] - first, _token_s(details, i, first)) for i in details.finished()
     ]
-    window = metrics.steady_window(times, result.concurrency)
-    return (None, None) if window is None else (metrics.tok_s_within(times, window), window[1] - window[0])
+    window = formulas.steady_window(times, result.concurrency)
+    return (None, None) if window is None else (formulas.tok_s_within(times, window), window[1] - window[0])
 
 
 def _token_s(details: Details, i: int, first_s: float) -> list[float]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from dcpbench.imports.documents import Document
-    from dcpbench.serve_records import Latencies
+    from dcpbench.records.record import Latencies
 
 MOST_IN_A_NAME = 1000
 """Characters of a model's name and its like."""

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench.choices import CLOSED, NO_EXCHANGE, SGLANG, UNKNOWN, VLLM
 from dcpbench.errors import LayoutError, OutputError, RecordsError, UsageError
-from dcpbench.folders import make_folder
 from dcpbench.imports import documents, lengths, metrics, sglang, vllm
-from dcpbench.layout import Layout
-from dcpbench.provenance import CPU, OURS
-from dcpbench.records import RECORDS_FILE, SETTING, Environment, Point, Record, RecordFile
+from dcpbench.launch.folders import make_folder
+from dcpbench.points.layout import Layout
+from dcpbench.points.names import CLOSED, NO_EXCHANGE, SGLANG, UNKNOWN, VLLM
+from dcpbench.points.point import SETTING, Load, Point
+from dcpbench.records.file import RECORDS_FILE, RecordFile
+from dcpbench.records.provenance import CPU, OURS
+from dcpbench.records.record import Environment, Record
 from dcpbench.reports.clip import cut
-from dcpbench.serve_records import Load
 from dcpbench.serving.samples import FOLDER, samples_name, write_samples
 from dcpbench.syncs.words import plain
 
@@ -173,17 +174,37 @@ def _point(result: Result, shape: Shape, engine: str, told: Told) -> Point:
     layout = _layout(result, told)
     requests = result.submitted if result.submitted is not None else result.completed
     return Point(
-        model=model, tp=layout["tp"], dp=layout["dp"], dcp=layout["dcp"], workload="serve",
-        concurrency=result.concurrency or max(requests, 1), context=shape.most,
-        exchange=NO_EXCHANGE if layout["dcp"] == 1 else UNKNOWN, all_reduce=UNKNOWN, backend=engine,
-        dtype=told.dtype or UNKNOWN, page_size=0, interleave=0, weights=UNKNOWN,
+        model=model,
+        tp=layout["tp"],
+        dp=layout["dp"],
+        dcp=layout["dcp"],
+        workload="serve",
+        concurrency=result.concurrency or max(requests, 1),
+        context=shape.most,
+        exchange=NO_EXCHANGE if layout["dcp"] == 1 else UNKNOWN,
+        all_reduce=UNKNOWN,
+        backend=engine,
+        dtype=told.dtype or UNKNOWN,
+        page_size=0,
+        interleave=0,
+        weights=UNKNOWN,
         load=Load(
-            requests=requests, arrival=result.arrival, request_rate=result.request_rate, burstiness=result.burstiness,
-            input_tokens=shape.prompts, output_tokens=shape.answers, prefix_share=None, trace=result.trace, chunk=0,
-            policy=UNKNOWN, prefix_cache=None, prefill=UNKNOWN, seed=None,
+            requests=requests,
+            arrival=result.arrival,
+            request_rate=result.request_rate,
+            burstiness=result.burstiness,
+            input_tokens=shape.prompts,
+            output_tokens=shape.answers,
+            prefix_share=None,
+            trace=result.trace,
+            chunk=0,
+            policy=UNKNOWN,
+            prefix_cache=None,
+            prefill=UNKNOWN,
+            seed=None,
         ),
         settings=SETTING.join(f"{name}={value}" for name, value in result.settings.items()),
-    )  # fmt: skip
+    )
 
 
 def _numbered(points: Sequence[Point]) -> list[Point]:
@@ -211,9 +232,15 @@ def _record(result: Result, point: Point, engine: str, told: Told) -> Record:
     if told.gpu == CPU:
         marks = [*marks, "cpu"]
     return Record(
-        point=point, outcome="ok", detail=detail, marks=marks, serve=serve, environment=environment,
-        seconds=result.duration_s, origin=engine,
-    )  # fmt: skip
+        point=point,
+        outcome="ok",
+        detail=detail,
+        marks=marks,
+        serve=serve,
+        environment=environment,
+        seconds=result.duration_s,
+        origin=engine,
+    )
 
 
 def _write(found: Sequence[tuple[Result, Record]], folder: Path, *, force: bool) -> Path:

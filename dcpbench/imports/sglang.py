@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench.choices import CLOSED, GAMMA, TRACE
 from dcpbench.imports import result
 from dcpbench.imports.result import Details, Result
 from dcpbench.imports.vllm import summary
+from dcpbench.points.names import CLOSED, GAMMA, TRACE
 
 if TYPE_CHECKING:
     from dcpbench.imports.documents import Document
@@ -42,12 +42,28 @@ class File(msgspec.Struct, kw_only=True):
 
 
 KNOWN = (
-    *File.__struct_fields__, *(f.name for f in dataclasses.fields(Details)), "request_rate", "server_info",
-    "total_input", "total_output", "total_output_tokens_retokenized", "total_output_retokenized",
-    "total_input_text_tokens", "request_throughput", "input_throughput", "output_throughput",
-    "output_throughput_retokenized", "total_throughput", "total_throughput_retokenized", "concurrency",
-    "sharegpt_output_len", "fixed_output_len", "generated_texts", "max_output_tokens_per_s", "max_concurrent_requests",
-)  # fmt: skip
+    *File.__struct_fields__,
+    *(f.name for f in dataclasses.fields(Details)),
+    "request_rate",
+    "server_info",
+    "total_input",
+    "total_output",
+    "total_output_tokens_retokenized",
+    "total_output_retokenized",
+    "total_input_text_tokens",
+    "request_throughput",
+    "input_throughput",
+    "output_throughput",
+    "output_throughput_retokenized",
+    "total_throughput",
+    "total_throughput_retokenized",
+    "concurrency",
+    "sharegpt_output_len",
+    "fixed_output_len",
+    "generated_texts",
+    "max_output_tokens_per_s",
+    "max_concurrent_requests",
+)
 """Fields that are read, follow from those, or say nothing of how fast it was."""
 
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench.choices import CLOSED, GAMMA, TRACE
 from dcpbench.errors import RecordsError
 from dcpbench.imports import result
 from dcpbench.imports.result import Details, Result
+from dcpbench.points.names import CLOSED, GAMMA, TRACE
+from dcpbench.records.record import Latencies
 from dcpbench.reports.clip import shortened
-from dcpbench.serve_records import Latencies
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,13 +51,33 @@ class File(msgspec.Struct, kw_only=True):
 
 
 KNOWN = (
-    *File.__struct_fields__, *(f.name for f in dataclasses.fields(Details)), "request_rate", "endpoint_type", "label",
-    "tokenizer_id", "best_of", "use_beam_search", "ramp_up_start_rps", "ramp_up_end_rps", "request_throughput",
-    "output_throughput", "total_token_throughput", "max_output_tokens_per_s", "max_concurrent_requests", "rtfx",
-    "queue_times", "generated_texts", "run_number", "_benchmark_name", "spec_decode_acceptance_rate",
-    "spec_decode_acceptance_length", "spec_decode_num_drafts", "spec_decode_draft_tokens",
-    "spec_decode_accepted_tokens", "spec_decode_per_position_acceptance_rates",
-)  # fmt: skip
+    *File.__struct_fields__,
+    *(f.name for f in dataclasses.fields(Details)),
+    "request_rate",
+    "endpoint_type",
+    "label",
+    "tokenizer_id",
+    "best_of",
+    "use_beam_search",
+    "ramp_up_start_rps",
+    "ramp_up_end_rps",
+    "request_throughput",
+    "output_throughput",
+    "total_token_throughput",
+    "max_output_tokens_per_s",
+    "max_concurrent_requests",
+    "rtfx",
+    "queue_times",
+    "generated_texts",
+    "run_number",
+    "_benchmark_name",
+    "spec_decode_acceptance_rate",
+    "spec_decode_acceptance_length",
+    "spec_decode_num_drafts",
+    "spec_decode_draft_tokens",
+    "spec_decode_accepted_tokens",
+    "spec_decode_per_position_acceptance_rates",
+)
 """Fields that are read, follow from those, or say nothing of how fast it was."""
 DEGREES = {"tp": "tensor_parallel_size", "dp": "data_parallel_size", "dcp": "decode_context_parallel_size"}
 LENGTHS = (("random_input_len", "input_len"), ("random_output_len", "output_len"))

@@ -34,7 +34,7 @@ def write_report(
     from dcpbench.errors import OutputError
     from dcpbench.reports import export, frames, markdown, plots, sections
     from dcpbench.reports.page.render import render
-    from dcpbench.whole_files import whole_folder
+    from dcpbench.show.whole_files import whole_folder
 
     read = frames.load(folders, as_repeats=as_repeats, slo=slo)
     title = "dcpbench: " + ", ".join(run.name for run in read.runs)
@@ -64,9 +64,9 @@ def _ours(path: Path) -> bool:
 
 def cut_short(folder: Path) -> bool:
     """Whether the last line of a run's record file was cut short, by a crash or because it is being written."""
-    from dcpbench import records
+    from dcpbench.records.file import cut_short
 
-    return records.cut_short(folder)
+    return cut_short(folder)
 
 
 def terminal_table(

@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.choices import CLOSED
+from dcpbench.points.names import CLOSED
+from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import findings, slo
 from dcpbench.reports.merge import missing
 from dcpbench.reports.prose import capital, counted, listed, reach, short_shapes, tok_s, with_reach
 from dcpbench.reports.serving import findings as serving
 from dcpbench.reports.serving import words
 from dcpbench.reports.tables import ABSENT, number
-from dcpbench.stats import REPEATS_AGREE_WITHIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

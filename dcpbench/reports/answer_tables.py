@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.choices import CLOSED
+from dcpbench.points.names import CLOSED
 from dcpbench.reports.answer import MOST_SHAPES, scope_name
 from dcpbench.reports.findings import slo_aside
 from dcpbench.reports.merge import missing
@@ -30,9 +30,11 @@ MOST_ROWS = 40
 
 def grids(best: pd.DataFrame, most: pd.DataFrame, ratios: pd.DataFrame, frames: Frames) -> list[Table]:
     """Two tables of closed loops for each model and mode: the best layout of each load, and DCP over the baseline."""
-    scopes = list(dict.fromkeys(
-        key for table in (best, ratios) if len(table) for key in zip(*(table[n] for n in SCOPE), strict=True)
-    ))  # fmt: skip
+    scopes = list(
+        dict.fromkeys(
+            key for table in (best, ratios) if len(table) for key in zip(*(table[n] for n in SCOPE), strict=True)
+        )
+    )
     found = []
     for scope in scopes:
         won, top, over = (_of(table, scope) for table in (best, most, ratios))

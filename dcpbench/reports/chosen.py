@@ -9,23 +9,29 @@ import pandas as pd
 from dcpbench.reports.tables import ABSENT, Table, make_table, number
 
 if TYPE_CHECKING:
-    from dcpbench.choice_records import Choice
+    from dcpbench.records.record import Choice
     from dcpbench.reports.frames import Frames
 
 
 def frame(frames: Frames) -> pd.DataFrame:
     """One row per measured point that left its backend or exchange open, each repeat by itself."""
-    return pd.DataFrame([
-        {
-            "run": run.name, "model": record.point.model, "context": record.point.context,
-            "concurrency": record.point.concurrency, "layout": record.point.layout_name,
-            "asked": f"{record.point.backend} {record.point.exchange_label()}".rstrip(),
-            "chosen": str(record.choice), **_times(record.choice),
-        }
-        for run in frames.runs
-        for record in run.records
-        if record.choice
-    ])  # fmt: skip
+    return pd.DataFrame(
+        [
+            {
+                "run": run.name,
+                "model": record.point.model,
+                "context": record.point.context,
+                "concurrency": record.point.concurrency,
+                "layout": record.point.layout_name,
+                "asked": f"{record.point.backend} {record.point.exchange_label()}".rstrip(),
+                "chosen": str(record.choice),
+                **_times(record.choice),
+            }
+            for run in frames.runs
+            for record in run.records
+            if record.choice
+        ]
+    )
 
 
 def table(frames: Frames) -> Table:

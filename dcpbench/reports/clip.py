@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 if TYPE_CHECKING:
-    from dcpbench.records import Environment, Record
+    from dcpbench.records.record import Environment, Record
 
 LONGEST = 2_000
 """Characters that a report keeps of a string; what is left out is said, and told apart by a hash."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from dcpbench.choices import EXCHANGES, OPTIONS, with_options
+from dcpbench.points.names import EXCHANGES, OPTIONS, with_options
 from dcpbench.reports.findings import HOW_EXCHANGED, fields_but, verdict
 from dcpbench.reports.tables import Table, make_table, number, with_interval
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dcpbench.records.stats import least_samples
 from dcpbench.reports.merge import missing
 from dcpbench.reports.prose import counted
 from dcpbench.reports.tables import number
-from dcpbench.stats import least_samples
 
 if TYPE_CHECKING:
     import pandas as pd

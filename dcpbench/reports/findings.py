@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pandas as pd
 
-from dcpbench.choices import CLOSED, OPTIONS
-from dcpbench.records import Point
+from dcpbench.points.names import CLOSED, OPTIONS
+from dcpbench.points.point import Point
+from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports.merge import spread
 from dcpbench.reports.prose import counted
 from dcpbench.reports.slo import LOAD, SCOPE
-from dcpbench.stats import REPEATS_AGREE_WITHIN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.records import Interval
+    from dcpbench.records.record import Interval
     from dcpbench.reports.frames import Frames
 
 
@@ -36,9 +36,23 @@ OF_A_LOAD = ("workload", "concurrency", "context")
 BASELINE_OF = [*LOAD, *fields_but("model", *OF_A_LOAD, "dcp", *HOW_EXCHANGED)]
 """What a DCP point and its dcp=1 baseline have in common."""
 SHOWN = [
-    *SCOPE, "workload", "same_load", "load", "load_arrival", "arrival", "rest", "input_typical", "context",
-    "concurrency", "label", "layout", "variant", "tp", "dp", "dcp",
-]  # fmt: skip
+    *SCOPE,
+    "workload",
+    "same_load",
+    "load",
+    "load_arrival",
+    "arrival",
+    "rest",
+    "input_typical",
+    "context",
+    "concurrency",
+    "label",
+    "layout",
+    "variant",
+    "tp",
+    "dp",
+    "dcp",
+]
 """Columns that a finding takes over from its point."""
 
 
@@ -83,8 +97,9 @@ def best_per_load(points: pd.DataFrame) -> pd.DataFrame:
     level: dict[Any, list[str]] = behind[~clearly].groupby(LOAD)["label"].agg(list).to_dict()
     found["level"] = pd.Series(
         [list(dict.fromkeys([row.label, *level.get(row.Index, [])])) for row in found[["label"]].itertuples()],
-        found.index, dtype=object,
-    )  # fmt: skip
+        found.index,
+        dtype=object,
+    )
     found["clear"] = found["level"].map(len) == 1
     found["meets"] = True
     missed = points[~_loads(points).isin(set(found.index))]
@@ -243,16 +258,21 @@ def break_even(ratios: pd.DataFrame) -> pd.DataFrame:
         rows.append(
             dict(zip(keys, key, strict=True))
             | {
-                "input_typical": ordered["input_typical"].iloc[0], "baseline": ordered["baseline"].iloc[0],
-                "layout": ordered["layout"].iloc[0], "variant": ordered["variant"].iloc[0],
+                "input_typical": ordered["input_typical"].iloc[0],
+                "baseline": ordered["baseline"].iloc[0],
+                "layout": ordered["layout"].iloc[0],
+                "variant": ordered["variant"].iloc[0],
                 "from": None if at is None else int(at["concurrency"]),
                 "ratio": None if at is None else float(at["ratio"]),
-                "low": None if at is None else float(at["low"]), "high": None if at is None else float(at["high"]),
-                "least": first == 0, "measured": ordered["concurrency"].tolist(),
-                "best": float(top["ratio"]), "best_at": int(top["concurrency"]),
+                "low": None if at is None else float(at["low"]),
+                "high": None if at is None else float(at["high"]),
+                "least": first == 0,
+                "measured": ordered["concurrency"].tolist(),
+                "best": float(top["ratio"]),
+                "best_at": int(top["concurrency"]),
                 "lower": bool(ordered["verdict"].eq("lower").all()),
             }
-        )  # fmt: skip
+        )
     return pd.DataFrame(rows)
 
 

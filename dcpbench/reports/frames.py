@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pandas as pd
 
-from dcpbench.choices import CLOSED, NO_EXCHANGE, OPTIONS, UNKNOWN, with_options
 from dcpbench.errors import RecordsError, UsageError
-from dcpbench.memory import GIB
-from dcpbench.provenance import functional, origin
-from dcpbench.records import ASIDE_FILE, RECORDS_FILE, SETTING, cut_short, iter_records
+from dcpbench.points.memory import GIB
+from dcpbench.points.names import CLOSED, NO_EXCHANGE, OPTIONS, UNKNOWN, with_options
+from dcpbench.points.point import SETTING
+from dcpbench.records.file import ASIDE_FILE, RECORDS_FILE, cut_short, iter_records
+from dcpbench.records.provenance import functional, origin
 from dcpbench.reports import slo as objectives
 from dcpbench.reports.clip import Clipper
 from dcpbench.reports.merge import in_order, median, spread, worst
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from dcpbench.records import Environment, Record
+    from dcpbench.records.record import Environment, Record
 
 VARIANTS = {
     "workload": "{}",
@@ -133,10 +134,14 @@ def _as_loads(points: pd.DataFrame) -> pd.DataFrame:
     rest = [f"context {c:,}" for c in contexts]
     arrival = [f"concurrency {n:,}" for n in loads]
     return points.assign(
-        mode="decode", load_arrival=CLOSED, input_typical=points["context"].astype(float), rest=rest, arrival=arrival,
+        mode="decode",
+        load_arrival=CLOSED,
+        input_typical=points["context"].astype(float),
+        rest=rest,
+        arrival=arrival,
         load=[f"{n} · {c}" for n, c in zip(arrival, rest, strict=True)],
         same_load=[f"{w} {c} {n}" for w, c, n in zip(points["workload"], contexts, loads, strict=True)],
-    )  # fmt: skip
+    )
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:
@@ -228,8 +233,19 @@ def _names(folders: list[Path]) -> list[str]:
 
 
 _OTHER_COLUMNS = (
-    "run", "model", "layout", "dcp", "context", "concurrency", "mode", "load", "repeat", "outcome", "reason", "detail",
-)  # fmt: skip
+    "run",
+    "model",
+    "layout",
+    "dcp",
+    "context",
+    "concurrency",
+    "mode",
+    "load",
+    "repeat",
+    "outcome",
+    "reason",
+    "detail",
+)
 
 
 def _other_row(run: str, record: Record) -> dict[str, Any]:

@@ -116,9 +116,13 @@ def _one_per_concurrency(best: pd.DataFrame) -> pd.DataFrame:
 
 
 def panels(
-    points: pd.DataFrame, title: str, *, by: str = "context", form: str = "context {:,} tokens",
+    points: pd.DataFrame,
+    title: str,
+    *,
+    by: str = "context",
+    form: str = "context {:,} tokens",
     order: str = "",
-) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]]]:  # fmt: skip
+) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]]]:
     """A figure with one panel per value of the column `by`, on shared axes so that panels compare.
 
     In the order of these values, or of those that the column `order` has.

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from dcpbench.stats import agreement
+from dcpbench.records.stats import agreement
 from dcpbench.syncs.words import natural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from dcpbench.records import Interval
+    from dcpbench.records.record import Interval
 
 
 def in_order(column: pd.Series) -> pd.Series:

@@ -51,10 +51,13 @@ def _told(frames: Frames) -> list[Told]:
         return [Told(text=f"No point finished: {answer.outcomes(frames)}. There is nothing to compare.", weight=0)]
     told = []
     if frames.cpu:
-        told.append(Told(
-            text="CPU: functional run. It shows which layouts run. No conclusion about performance can be drawn from "
-            "its times.", weight=0,
-        ))  # fmt: skip
+        told.append(
+            Told(
+                text="CPU: functional run. It shows which layouts run. No conclusion about performance can be drawn from "
+                "its times.",
+                weight=0,
+            )
+        )
     told.append(Told(text=origins.sentence(frames), weight=0.15))
     points = findings.rivals(frames)
     if len(points):
@@ -70,9 +73,12 @@ def _scopes(frames: Frames) -> list[Told]:
     points = findings.rivals(frames)
     ratios = findings.dcp_against_baseline(points)
     tables = (
-        findings.best_per_load(points), findings.most_per_shape(points), findings.break_even(ratios), ratios,
+        findings.best_per_load(points),
+        findings.most_per_shape(points),
+        findings.break_even(ratios),
+        ratios,
         findings.dcp_against_best(points),
-    )  # fmt: skip
+    )
     short = serving.pressure(findings.timed(frames.served))
     told = []
     scopes = list(dict.fromkeys(zip(points["run"], points["model"], points["mode"], strict=True)))

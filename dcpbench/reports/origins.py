@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from dcpbench.choices import SGLANG, VLLM
-from dcpbench.provenance import OURS
+from dcpbench.points.names import SGLANG, VLLM
+from dcpbench.records.provenance import OURS
 from dcpbench.reports.prose import counted
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 
-from dcpbench.choices import CLOSED
+from dcpbench.points.names import CLOSED
 from dcpbench.reports import bars, findings, lines, style, thinning
 from dcpbench.reports.serving import figures
 

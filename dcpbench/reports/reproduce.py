@@ -6,16 +6,15 @@ import shlex
 from decimal import Decimal
 from typing import TYPE_CHECKING
 
-from dcpbench.choices import GAMMA, NO_EXCHANGE, OPTIONS, TRACE, flag
 from dcpbench.errors import UsageError
-from dcpbench.memory import GIB
-from dcpbench.option_values import SYNTHETIC
+from dcpbench.plan.options import SYNTHETIC
+from dcpbench.points.memory import GIB
+from dcpbench.points.names import GAMMA, NO_EXCHANGE, OPTIONS, TRACE, flag
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dcpbench.records import Point
-    from dcpbench.serve_records import Load
+    from dcpbench.points.point import Load, Point
 
 
 def command_of(point: Point, settings: Mapping[str, object], *, cpu: bool = False) -> str:
@@ -66,8 +65,10 @@ def _requests(load: Load, settings: Mapping[str, object]) -> dict[str, object]:
     limit: dict[str, object] = {} if seconds is None else {"limit": f"{Decimal(str(seconds)):f}s"}
     if not load.trace:
         return {
-            "num_requests": load.requests, "input_tokens": load.input_tokens, "output_tokens": load.output_tokens,
-        } | limit  # fmt: skip
+            "num_requests": load.requests,
+            "input_tokens": load.input_tokens,
+            "output_tokens": load.output_tokens,
+        } | limit
     return {"requests": settings.get("trace_path") or load.trace} | (limit or {"limit": load.requests})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.choices import MODES
+from dcpbench.points.names import MODES
 from dcpbench.reports import (
     answer_tables,
     chosen,
@@ -36,40 +36,54 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
     sections = [
         _answer(frames, pictures),
         Section(
-            slug="throughput", title="Throughput against concurrency",
-            pictures=_drawn(pictures, "throughput"), tables=[definitions.table(frames, RATES)],
+            slug="throughput",
+            title="Throughput against concurrency",
+            pictures=_drawn(pictures, "throughput"),
+            tables=[definitions.table(frames, RATES)],
         ),
         Section(
-            slug="latency", title="TTFT and ITL, p50 and p99",
+            slug="latency",
+            title="TTFT and ITL, p50 and p99",
             paragraphs=figures.not_drawn(frames.served, "ttft", "itl"),
-            pictures=_drawn(pictures, "ttft", "itl"), tables=[definitions.table(frames, LATENCIES)],
+            pictures=_drawn(pictures, "ttft", "itl"),
+            tables=[definitions.table(frames, LATENCIES)],
         ),
         Section(
-            slug="frontier", title="Throughput per GPU against speed per user",
+            slug="frontier",
+            title="Throughput per GPU against speed per user",
             paragraphs=figures.not_drawn(frames.served, "frontier"),
-            pictures=_drawn(pictures, "frontier"), tables=[definitions.table(frames, ("per GPU", "per user"))],
+            pictures=_drawn(pictures, "frontier"),
+            tables=[definitions.table(frames, ("per GPU", "per user"))],
         ),
         Section(
-            slug="kv", title="KV capacity and what bounded it",
+            slug="kv",
+            title="KV capacity and what bounded it",
             pictures=_drawn(pictures, "kv"),
             tables=[
-                tables.kv(findings.kv_by_layout(everything)), definitions.table(frames, ("KV tokens per GiB",)),
+                tables.kv(findings.kv_by_layout(everything)),
+                definitions.table(frames, ("KV tokens per GiB",)),
             ],
             bullets=explain.bounds(everything),
         ),
         Section(
-            slug="time", title="Where a step's time goes",
-            paragraphs=explain.phases(frames.points), pictures=_drawn(pictures, "phases"),
+            slug="time",
+            title="Where a step's time goes",
+            paragraphs=explain.phases(frames.points),
+            pictures=_drawn(pictures, "phases"),
             tables=[
-                tables.steps(frames.points), definitions.table(frames, ("step time", "phases, GPU idle", "host syncs")),
+                tables.steps(frames.points),
+                definitions.table(frames, ("step time", "phases, GPU idle", "host syncs")),
             ],
         ),
         Section(
-            slug="syncs", title="Where the host waited", tables=[sync_sites.table(frames)],
+            slug="syncs",
+            title="Where the host waited",
+            tables=[sync_sites.table(frames)],
             paragraphs=sync_sites.sentences(frames),
         ),
         Section(
-            slug="failures", title="Points that did not run",
+            slug="failures",
+            title="Points that did not run",
             paragraphs=[] if len(frames.others) or everything.empty else ["Every point ran."],
             tables=[tables.others(frames.others)],
         ),
@@ -77,24 +91,32 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
         *served.sections(frames),
         _comparisons(frames),
         Section(
-            slug="repeats", title="Whether repeats agree",
+            slug="repeats",
+            title="Whether repeats agree",
             paragraphs=[] if everything.empty else [findings.repeats_sentence(opening.apart(frames))],
             tables=[tables.repeats(findings.repeats(frames)), served.repeats(frames)],
         ),
         Section(
-            slug="honesty", title="Before you believe a number",
-            paragraphs=explain.honesty(everything), tables=[tables.honesty(everything)],
+            slug="honesty",
+            title="Before you believe a number",
+            paragraphs=explain.honesty(everything),
+            tables=[tables.honesty(everything)],
         ),
         Section(
-            slug="run", title="What was run", commands=explain.commands(frames), tables=[tables.runs(frames)],
+            slug="run",
+            title="What was run",
+            commands=explain.commands(frames),
+            tables=[tables.runs(frames)],
             paragraphs=explain.file_notes(frames),
         ),
         Section(
-            slug="method", title="How it was measured", bullets=explain.method(frames),
+            slug="method",
+            title="How it was measured",
+            bullets=explain.method(frames),
             tables=[definitions.table(frames)],
         ),
         Section(slug="environment", title="Environment", tables=[tables.environment(frames)]),
-    ]  # fmt: skip
+    ]
     for section in sections:
         section.tables = [table for table in section.tables if table.rows]
         if all(table.title == definitions.TITLE for table in section.tables) and not section.told():
@@ -107,17 +129,23 @@ def _answer(frames: Frames, pictures: list[Picture]) -> Section:
     best, ratios = findings.best_per_load(points), findings.dcp_against_baseline(points)
     grids = answer_tables.grids(best, findings.most_per_shape(points), ratios, frames)
     return Section(
-        slug="answer", title="The answer", bullets=opening.sentences(frames), pictures=_drawn(pictures, "break-even"),
+        slug="answer",
+        title="The answer",
+        bullets=opening.sentences(frames),
+        pictures=_drawn(pictures, "break-even"),
         tables=[*grids, definitions.table(frames, COMPARED)] if grids else [],
-    )  # fmt: skip
+    )
 
 
 def _points(frames: Frames) -> Section:
     points = frames.points
     return Section(
-        slug="points", title="Every point", tables=[tables.points(points), chosen.table(frames)],
-        paragraphs=explain.absent(points), bullets=explain.marks(points),
-    )  # fmt: skip
+        slug="points",
+        title="Every point",
+        tables=[tables.points(points), chosen.table(frames)],
+        paragraphs=explain.absent(points),
+        bullets=explain.marks(points),
+    )
 
 
 def _comparisons(frames: Frames) -> Section:
@@ -129,9 +157,11 @@ def _comparisons(frames: Frames) -> Section:
         for table in (answer_tables.best(best, mode), answer_tables.ratios(ratios, mode))
     ]
     return Section(
-        slug="comparisons", title="Every comparison", bullets=opening.more(frames),
+        slug="comparisons",
+        title="Every comparison",
+        bullets=opening.more(frames),
         tables=[*by_mode, exchanges.table(exchanges.frame(findings.timed(frames.points)))],
-    )  # fmt: skip
+    )
 
 
 def _drawn(pictures: list[Picture], *kinds: str) -> list[Picture]:

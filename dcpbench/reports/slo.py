@@ -17,7 +17,7 @@ from dcpbench.reports.tables import number
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dcpbench.records import Record
+    from dcpbench.records.record import Record
 
     Limits = Mapping[str, float]
 

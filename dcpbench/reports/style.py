@@ -36,8 +36,15 @@ IDLE_COLOUR = "#DDDDDD"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 Line = str | tuple[int, tuple[int, ...]]
 LINES: tuple[Line, ...] = (
-    "-", "--", ":", "-.", (0, (8, 2)), (0, (1, 3)), (0, (5, 1, 1, 1, 1, 1)), (0, (3, 4)),
-)  # fmt: skip
+    "-",
+    "--",
+    ":",
+    "-.",
+    (0, (8, 2)),
+    (0, (1, 3)),
+    (0, (5, 1, 1, 1, 1, 1)),
+    (0, (3, 4)),
+)
 WATERMARK = "CPU: functional run,\nnot performance"
 LOG_RANGE = 20
 """An axis becomes logarithmic when its values span more than this factor."""
@@ -139,9 +146,19 @@ def watermark(ax: Axes) -> None:
     from matplotlib.patheffects import withStroke
 
     ax.text(
-        0.5, 0.5, WATERMARK, transform=ax.transAxes, ha="center", va="center", rotation=15, fontsize=13,
-        color="#666666", alpha=0.85, zorder=5, path_effects=[withStroke(linewidth=2.5, foreground="white")],
-    )  # fmt: skip
+        0.5,
+        0.5,
+        WATERMARK,
+        transform=ax.transAxes,
+        ha="center",
+        va="center",
+        rotation=15,
+        fontsize=13,
+        color="#666666",
+        alpha=0.85,
+        zorder=5,
+        path_effects=[withStroke(linewidth=2.5, foreground="white")],
+    )
 
 
 def measured_ticks(ax: Axes, values: Iterable[float]) -> None:

@@ -9,7 +9,7 @@ import pandas as pd
 from dcpbench.reports.tables import ABSENT, Table, make_table, number, text
 
 if TYPE_CHECKING:
-    from dcpbench.records import SyncSite
+    from dcpbench.records.record import SyncSite
     from dcpbench.reports.frames import Frames
 
 SITE = ["run", "model", "found_in", "kind", "where", "call"]
@@ -19,14 +19,21 @@ def frame(frames: Frames) -> pd.DataFrame:
     """One row per run, model and site: the worst count, wait and bubble of any point, and how many points have it."""
     rows = [
         {
-            "run": run.name, "model": record.point.model, "found_in": site.found_in, "kind": site.kind,
-            "where": _where(site), "call": site.op or site.call, "per_step": site.per_step, "wait_us": site.wait_us,
-            "bubble_us": site.bubble_us, "point": record.point.key(),
+            "run": run.name,
+            "model": record.point.model,
+            "found_in": site.found_in,
+            "kind": site.kind,
+            "where": _where(site),
+            "call": site.op or site.call,
+            "per_step": site.per_step,
+            "wait_us": site.wait_us,
+            "bubble_us": site.bubble_us,
+            "point": record.point.key(),
         }
         for run in frames.runs
         for record in run.records
         for site in record.sync_sites
-    ]  # fmt: skip
+    ]
     if not rows:
         return pd.DataFrame()
     worst = {"per_step": "max", "wait_us": "max", "bubble_us": "max", "point": "nunique"}

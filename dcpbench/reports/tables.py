@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from dcpbench import provenance
-from dcpbench.memory import GIB
-from dcpbench.record_checks import OUTCOMES
+from dcpbench.points.memory import GIB
+from dcpbench.records import provenance
+from dcpbench.records.checks import OUTCOMES
+from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports.clip import cut
 from dcpbench.reports.merge import missing
-from dcpbench.stats import REPEATS_AGREE_WITHIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -151,11 +151,15 @@ def others(found: pd.DataFrame) -> Table:
         served = dict.fromkeys(f"{r['mode']}: {r['load']}" for _, r in group[group["load"].notna()].iterrows())
         rows.append(
             {
-                "run": run, "model": model, "layout": layout, "outcome": outcome, "reason": reason,
+                "run": run,
+                "model": model,
+                "layout": layout,
+                "outcome": outcome,
+                "reason": reason,
                 "loads": ", ".join([*(f"{c:,} × {n}" for c, n in loads), *served]),
                 "detail": _tail(group["detail"].iloc[0]),
             }
-        )  # fmt: skip
+        )
     columns: list[Column] = [
         ("model", lambda r: text(r["model"])),
         ("layout", lambda r: text(r["layout"])),
@@ -194,12 +198,18 @@ def honesty(found: pd.DataFrame) -> Table:
     for (run, model, label), group in itertools.islice(groups, MOST_ROWS):
         rows.append(
             {
-                "run": run, "model": model, "layout": label, "weights": group["weights"].iloc[0],
-                "held": _range(group["layers_held"], 0), "layers": _range(group["layers"], 0),
-                "hit": _range(group["experts_hit"], 2), "graph": _yes(group["cuda_graph"]),
-                "error": group["attention_error"].max(), "peak": group["memory_peak_bytes"].max(),
+                "run": run,
+                "model": model,
+                "layout": label,
+                "weights": group["weights"].iloc[0],
+                "held": _range(group["layers_held"], 0),
+                "layers": _range(group["layers"], 0),
+                "hit": _range(group["experts_hit"], 2),
+                "graph": _yes(group["cuda_graph"]),
+                "error": group["attention_error"].max(),
+                "peak": group["memory_peak_bytes"].max(),
             }
-        )  # fmt: skip
+        )
     return make_table(
         "What stood behind the numbers",
         pd.DataFrame(rows),

@@ -51,9 +51,7 @@ def first_of(points: pd.DataFrame, column: str, most: int) -> list[Any]:
     return [value for value in dict.fromkeys(points[column]) if value in kept]
 
 
-def _only(
-    points: pd.DataFrame, column: str, kept: list[Any], found: int, what: str, said: list[str]
-) -> pd.DataFrame:  # fmt: skip
+def _only(points: pd.DataFrame, column: str, kept: list[Any], found: int, what: str, said: list[str]) -> pd.DataFrame:
     if len(kept) == found:
         return points
     said.append(f"{len(kept)} of {found:,} {what}")

@@ -7,11 +7,11 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from dcpbench.choices import CLOSED, GAMMA, OBJECTIVES, REPLAY
 from dcpbench.errors import UsageError
+from dcpbench.points.names import CLOSED, GAMMA, OBJECTIVES, REPLAY
 
 if TYPE_CHECKING:
-    from dcpbench.serve_records import Load
+    from dcpbench.points.point import Load
 
 FIXED, UNIFORM, LOGNORMAL = "fixed", "uniform", "lognormal"
 TRACE_LENGTHS = "trace"

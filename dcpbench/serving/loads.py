@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcpbench.choices import CLOSED, TRACE
 from dcpbench.errors import UsageError
+from dcpbench.points.names import CLOSED, TRACE
 from dcpbench.serving.load_words import LOGNORMAL, UNIFORM, parse_lengths
 from dcpbench.serving.request_files import BLOCK, read_requests
 from dcpbench.serving.requests import ServeRequest
 
 if TYPE_CHECKING:
-    from dcpbench.jobs import Settings
-    from dcpbench.records import Point
-    from dcpbench.serve_records import Load
+    from dcpbench.points.point import Load, Point
+    from dcpbench.points.settings import Settings
     from dcpbench.serving.load_words import Lengths
     from dcpbench.serving.request_files import Row, Trace
 

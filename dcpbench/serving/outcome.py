@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench import metrics
-from dcpbench.batches import GRAPH_BATCHES
 from dcpbench.errors import UsageError
-from dcpbench.serve_records import ServeMetrics
+from dcpbench.points.batches import GRAPH_BATCHES
+from dcpbench.records import formulas
+from dcpbench.records.record import ServeMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -90,36 +90,36 @@ def serve_metrics(
 
     Raises UsageError where no token came at all, as then there is no rate, and for objectives that cannot be.
     """
-    objectives = metrics.Slo.of(slo)
+    objectives = formulas.Slo.of(slo)
     by_outcome = {outcome: [s for s in traffic.samples if outcome_of(s) == outcome] for outcome in OUTCOMES}
     served = [s for s in traffic.samples if s.token_s]
     if not served:
         raise UsageError(_nothing_came(by_outcome))
-    times = [metrics.RequestTimes(s.submitted_s, s.token_s, finished=s.finished) for s in served]
-    wall = metrics.wall_s(times)
+    times = [formulas.RequestTimes(s.submitted_s, s.token_s, finished=s.finished) for s in served]
+    wall = formulas.wall_s(times)
     itl, window = _pooled_itl(times), None
     if concurrency is not None:
-        window = metrics.steady_window(
+        window = formulas.steady_window(
             times, concurrency, [s.submitted_s for s in by_outcome[CANCELLED] if not s.token_s]
         )
     input_tokens, output_tokens = (sum(len(s.request.prompt) for s in served), sum(len(s.token_s) for s in served))
-    itl_ms = metrics.latencies(itl)
+    itl_ms = formulas.latencies(itl)
     done = [t for t in times if t.finished]
     sequences = [s.sequence for s in traffic.samples if s.sequence is not None]
     return ServeMetrics(
-        ttft_ms=metrics.latencies([metrics.ttft_ms(t) for t in done]),
+        ttft_ms=formulas.latencies([formulas.ttft_ms(t) for t in done]),
         itl_ms=itl_ms,
-        tpot_ms=metrics.latencies([v for t in done if (v := metrics.tpot_ms(t)) is not None]),
-        e2el_ms=metrics.latencies([metrics.e2el_ms(t) for t in done]),
+        tpot_ms=formulas.latencies([v for t in done if (v := formulas.tpot_ms(t)) is not None]),
+        e2el_ms=formulas.latencies([formulas.e2el_ms(t) for t in done]),
         output_tok_s=output_tokens / wall,
-        output_tok_s_per_gpu=metrics.per_gpu(output_tokens / wall, tp),
+        output_tok_s_per_gpu=formulas.per_gpu(output_tokens / wall, tp),
         total_tok_s=(input_tokens + output_tokens) / wall,
         request_s=len(done) / wall,
-        tok_s_per_user=metrics.tok_s_per_user(itl_ms.p50) if itl_ms.p50 else None,
-        steady_tok_s=None if window is None else metrics.tok_s_within(times, window),
+        tok_s_per_user=formulas.tok_s_per_user(itl_ms.p50) if itl_ms.p50 else None,
+        steady_tok_s=None if window is None else formulas.tok_s_within(times, window),
         steady_s=None if window is None else window[1] - window[0],
         slo_ms=dict(slo),
-        goodput_s=metrics.goodput(times, objectives) if slo else None,
+        goodput_s=formulas.goodput(times, objectives) if slo else None,
         wall_s=wall,
         submitted=len(traffic.samples),
         finished=len(done),
@@ -163,10 +163,10 @@ def in_short(found: ServeMetrics) -> str:
     )
 
 
-def _pooled_itl(times: list[metrics.RequestTimes]) -> metrics.Floats:
+def _pooled_itl(times: list[formulas.RequestTimes]) -> formulas.Floats:
     import numpy as np
 
-    gaps = [metrics.itl_ms(t) for t in times if t.finished]
+    gaps = [formulas.itl_ms(t) for t in times if t.finished]
     return np.concatenate(gaps) if gaps else np.empty(0)
 
 

@@ -71,9 +71,12 @@ class VirtualDevice:
 
 
 def replay(
-    requests: Sequence[ServeRequest], scheduler: Scheduler, concurrency: int | None, times: Durations,
+    requests: Sequence[ServeRequest],
+    scheduler: Scheduler,
+    concurrency: int | None,
+    times: Durations,
     limit_s: float = math.inf,
-) -> Replayed:  # fmt: skip
+) -> Replayed:
     """Serve `requests` from second 0 on, until `limit_s`; other arguments as Traffic has them.
 
     Raises UsageError for a step whose time is not known.

@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench import budget, memory
-from dcpbench.records import Kv, Record
+from dcpbench.points import budget, memory
+from dcpbench.points.shapes import load_shape
+from dcpbench.records.record import Kv, Record
 from dcpbench.serving.loads import requests_of
 from dcpbench.serving.outcome import marks, rows, serve_metrics
 from dcpbench.serving.replay import replay
 from dcpbench.serving.samples import write_samples
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from dcpbench.serving.step_times import read_step_times
-from dcpbench.shapes import load_shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from dcpbench.jobs import Settings
-    from dcpbench.records import Point
+    from dcpbench.points.point import Point
+    from dcpbench.points.settings import Settings
+    from dcpbench.points.shapes import ModelShape
     from dcpbench.serving.requests import ServeRequest
     from dcpbench.serving.step_times import EnginePath, StepTimes
-    from dcpbench.shapes import ModelShape
 
 FOLDER = "step-times"
 """Below the run's folder."""
@@ -54,9 +54,17 @@ def step_times_name(path: EnginePath) -> str:
 
 
 def replay_point(
-    point: Point, requests: Sequence[ServeRequest], times: StepTimes, settings: Settings, folder: Path, *,
-    shape: ModelShape, pool: Pool, file: str = "", command: str = "",
-) -> Record:  # fmt: skip
+    point: Point,
+    requests: Sequence[ServeRequest],
+    times: StepTimes,
+    settings: Settings,
+    folder: Path,
+    *,
+    shape: ModelShape,
+    pool: Pool,
+    file: str = "",
+    command: str = "",
+) -> Record:
     """Serve the requests in virtual time; leaves their samples in the run's folder and returns the record.
 
     `file` names the step times for the record: a path below the folder, or the file that was given. `command` is what
@@ -105,9 +113,10 @@ def replay_from_file(
     pages = budget.kv_pages(point, sharing, settings, shape, probe)
     plan = budget.memory_plan(point, pages, shape, probe)
     pool = Pool(
-        pages=pages, max_context=max(p.context for p in sharing) + memory.HEADROOM_TOKENS,
+        pages=pages,
+        max_context=max(p.context for p in sharing) + memory.HEADROOM_TOKENS,
         bounded_by=budget.bounded_by(plan, settings, probe),
-    )  # fmt: skip
+    )
     requests = requests_of(point, settings, shape.vocab)
     record = replay_point(
         point, requests, times, settings, folder, shape=shape, pool=pool, file=str(path), command=command

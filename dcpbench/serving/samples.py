@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from dcpbench.records import Point
+    from dcpbench.points.point import Point
 
 SAMPLES_VERSION = 2
 """Files of version 1 have no checksum, and else are the same."""
@@ -126,10 +126,19 @@ def _checksum(rows: Sequence[dict[str, Any]], key: str) -> str:
 def _schema(pa: Any) -> Any:  # noqa: ANN401 - pyarrow has no types
     """Field by field as outcome.Row; what may be None is nullable."""
     kinds = {
-        "number": pa.int32(), "outcome": pa.string(), "reason": pa.string(), "submitted_s": pa.float64(),
-        "first_token_s": pa.float64(), "end_s": pa.float64(), "input_tokens": pa.int32(), "output_tokens": pa.int32(),
-        "cached_tokens": pa.int32(), "preemptions": pa.int32(), "replica": pa.int32(),
-        "token_s": pa.list_(pa.float64()), "tokens": pa.list_(pa.int32()),
-    }  # fmt: skip
+        "number": pa.int32(),
+        "outcome": pa.string(),
+        "reason": pa.string(),
+        "submitted_s": pa.float64(),
+        "first_token_s": pa.float64(),
+        "end_s": pa.float64(),
+        "input_tokens": pa.int32(),
+        "output_tokens": pa.int32(),
+        "cached_tokens": pa.int32(),
+        "preemptions": pa.int32(),
+        "replica": pa.int32(),
+        "token_s": pa.list_(pa.float64()),
+        "tokens": pa.list_(pa.int32()),
+    }
     optional = {f.name for f in dataclasses.fields(Row) if "None" in str(f.type)}
     return pa.schema([pa.field(name, kind, nullable=name in optional) for name, kind in kinds.items()])

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcpbench.choices import MIXED
 from dcpbench.errors import UsageError
+from dcpbench.points.names import MIXED
 from dcpbench.serving.allocator import NO_PAGES, DcpAllocator
 from dcpbench.serving.radix import PrefixCache
 from dcpbench.serving.requests import Chunk, Rejection, ReplicaStep, Sequence, ServeRequest, Step, TableWrite
 
 if TYPE_CHECKING:
-    from dcpbench.records import Point
+    from dcpbench.points.point import Point
     from dcpbench.serving.allocator import Allocation
     from dcpbench.serving.radix import Node
 
@@ -58,10 +58,17 @@ class SchedulerConfig:
         load = point.load
         assert load is not None
         return cls(
-            replicas=point.dp, pages=pages, page_size=point.page_size, dcp=point.dcp, interleave=point.interleave,
-            max_requests=-(-point.concurrency // point.dp), chunk=load.chunk // point.dp, policy=load.policy,
-            prefix_cache=bool(load.prefix_cache), max_context=max_context,
-        )  # fmt: skip
+            replicas=point.dp,
+            pages=pages,
+            page_size=point.page_size,
+            dcp=point.dcp,
+            interleave=point.interleave,
+            max_requests=-(-point.concurrency // point.dp),
+            chunk=load.chunk // point.dp,
+            policy=load.policy,
+            prefix_cache=bool(load.prefix_cache),
+            max_context=max_context,
+        )
 
     def __post_init__(self) -> None:
         if self.chunk < self.virtual_page:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcpbench.batches import PADDING_POSITION, PADDING_SLOT
+from dcpbench.points.batches import PADDING_POSITION, PADDING_SLOT
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step, TableWrite
 
 if TYPE_CHECKING:

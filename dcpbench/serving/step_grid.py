@@ -9,16 +9,16 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.batches import GRAPH_BATCHES, batch_rows
-from dcpbench.choices import CLOSED
 from dcpbench.errors import UsageError
+from dcpbench.points.batches import GRAPH_BATCHES, batch_rows
+from dcpbench.points.names import CLOSED
 from dcpbench.serving.load_words import FIXED, TRACE_LENGTHS, parse_lengths
 from dcpbench.serving.step_times import CHECK, GATHER, LINE, Case, Chunks, Decodes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from dcpbench.records import Point
+    from dcpbench.points.point import Point
 
 NEAR_TOP, GROWTH, FAR_GROWTH = 4, 1.19, 1.5
 """Neighbouring numbers of decode rows differ by GROWTH at least, and by FAR_GROWTH below a NEAR_TOP-th of the most:

@@ -16,8 +16,8 @@ import collections
 import statistics
 from typing import TYPE_CHECKING, NamedTuple
 
-from dcpbench.batches import GRAPH_BATCHES, batch_rows
 from dcpbench.errors import RecordsError, UsageError
+from dcpbench.points.batches import GRAPH_BATCHES, batch_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.choices import ALL_REDUCES, AUTO, NO_EXCHANGE, PREFILLS, flag
 from dcpbench.errors import RecordsError, UsageError
-from dcpbench.jobs import Probe
-from dcpbench.provenance import CPU
-from dcpbench.record_checks import LARGEST
-from dcpbench.records import UNREADABLE, Environment, Honesty
+from dcpbench.points.machine import Probe
+from dcpbench.points.names import ALL_REDUCES, AUTO, NO_EXCHANGE, PREFILLS, flag
+from dcpbench.records.checks import LARGEST
+from dcpbench.records.file import UNREADABLE
+from dcpbench.records.provenance import CPU
+from dcpbench.records.record import Environment, Honesty
 from dcpbench.serving.load_words import MOST_TOKENS
 from dcpbench.serving.step_model import StepModel, Work, step_works
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from dcpbench.records import Point
+    from dcpbench.points.point import Point
     from dcpbench.serving.requests import Step
 
 STEP_TIMES_VERSION = 1
@@ -160,9 +161,12 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """The machine it was measured on, for budget.py: a replay divides the memory as a live run there would."""
         seen = self.environment
         return Probe(
-            device="cpu" if self.blocking else "cuda", count=seen.device_count, name=seen.device,
-            memory_bytes=seen.device_memory_bytes, l2_bytes=seen.l2_bytes,
-        )  # fmt: skip
+            device="cpu" if self.blocking else "cuda",
+            count=seen.device_count,
+            name=seen.device,
+            memory_bytes=seen.device_memory_bytes,
+            l2_bytes=seen.l2_bytes,
+        )
 
     @property
     def model(self) -> StepModel:

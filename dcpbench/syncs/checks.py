@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import DcpbenchError, OutputError, UsageError
-from dcpbench.streams import write_json
+from dcpbench.show.streams import write_json
 from dcpbench.syncs.corpus.score import CorpusRun, contradictions, markdown, score
 from dcpbench.syncs.files import check_output, write
 from dcpbench.syncs.progress import Progress

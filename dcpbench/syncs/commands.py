@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dcpbench import streams
 from dcpbench.errors import OutputError, UsageError
+from dcpbench.show import streams
 from dcpbench.syncs.files import check_output, each_text_once, expand, write
 from dcpbench.syncs.formats import PLAIN_WIDTH, check_format, github, markdown, render
 from dcpbench.syncs.gating import baseline as baselines

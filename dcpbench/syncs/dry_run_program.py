@@ -66,7 +66,7 @@ def dry_run(command: Sequence[str], options: GateOptions, out: Out, *, assume_de
     with tempfile.TemporaryDirectory(prefix="dcpbench-syncs-") as folder:
         job.answer, job.root = str(Path(folder) / "answer.json"), str(gate.root)
         job.assume_device, job.step_range = assume_device, gate.step_range
-        code = _start([python, *flags, "-m", "dcpbench.syncs.virtual.dry_run_main"], job, Path(folder) / "job.json")
+        code = _start([python, *flags, "-m", "dcpbench.syncs.dry_run.main"], job, Path(folder) / "job.json")
         answer = _read(job, code)
     if answer.code:
         sys.stderr.write(f"{plain(job.name)} ended with exit code {answer.code}; the report holds what came before.\n")

@@ -28,9 +28,15 @@ ASSUMED = "Tensors made without a device were taken to be on the GPU; making the
 
 
 def report_of(
-    syncs: Sequence[Sync], ranges: Sequence[Range], *, ops: int, program: str, assume_device: bool,
-    step_range: str | None = None, root: Path | None = None,
-) -> Report:  # fmt: skip
+    syncs: Sequence[Sync],
+    ranges: Sequence[Range],
+    *,
+    ops: int,
+    program: str,
+    assume_device: bool,
+    step_range: str | None = None,
+    root: Path | None = None,
+) -> Report:
     """The report; its verdict is still open.
 
     Args:
@@ -46,9 +52,12 @@ def report_of(
     placed = [_place(sync, steps) for sync in syncs]
     sites = sorted(sites_of(placed, steps=len(steps), trace=program, root=root), key=order)
     coverage = Coverage(
-        detector="dry-run", ops=ops, stacks="frames", steps_from=steps.marked_by,
+        detector="dry-run",
+        ops=ops,
+        stacks="frames",
+        steps_from=steps.marked_by,
         notes=[*NOTES, ASSUMED] if assume_device else list(NOTES),
-    )  # fmt: skip
+    )
     summary = TraceSummary(path=program, steps=len(steps) or None, coverage=coverage)
     return Report(traces=[summary], sites=sites, totals=totals(sites))
 

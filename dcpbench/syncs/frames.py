@@ -176,9 +176,7 @@ def called_from(sync: Sync, root: Path | None = None) -> str:
     return str(caller._replace(file=relative_path(caller.file, root))) if caller else ""
 
 
-def sites_of(
-    syncs: Iterable[Sync], *, steps: int = 0, trace: str = "", root: Path | None = None
-) -> list[Site]:  # fmt: skip
+def sites_of(syncs: Iterable[Sync], *, steps: int = 0, trace: str = "", root: Path | None = None) -> list[Site]:
     """Groups synchronisations by fingerprint and line, in order of first occurrence.
 
     Args:

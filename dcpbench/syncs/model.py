@@ -197,6 +197,8 @@ def totals(sites: list[Site]) -> Totals:
     waits = [s.wait_us for s in mine if s.wait_us is not None]
     bubbles = [s.bubble_us for s in mine if s.bubble_us is not None]
     return Totals(
-        syncs=sum(s.count for s in mine), sites=len(mine),
-        wait_us=sum(waits) if waits else None, bubble_us=sum(bubbles) if bubbles else None,
-    )  # fmt: skip
+        syncs=sum(s.count for s in mine),
+        sites=len(mine),
+        wait_us=sum(waits) if waits else None,
+        bubble_us=sum(bubbles) if bubbles else None,
+    )

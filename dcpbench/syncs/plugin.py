@@ -21,7 +21,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-    from dcpbench.syncs.checked import Checked
+    from dcpbench.syncs.live.checked import Checked
 
 MODES = ("auto", "live", "dry-run", "off")
 INI = "cuda_sync_mode"
@@ -37,10 +37,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the option and the ini setting of one name."""
     parser.addini(INI, "auto, live, dry-run or off: how CUDA synchronisation is looked for in marked tests")
     parser.getgroup("dcpbench").addoption(
-        "--cuda-sync-mode", metavar="MODE", default=None,
+        "--cuda-sync-mode",
+        metavar="MODE",
+        default=None,
         help="How marked tests are checked for CUDA synchronisation: auto (live where there is a CUDA device, else by "
         f"a dry run), live, dry-run or off. Default: {INI} of the ini file, else auto.",
-    )  # fmt: skip
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,7 +72,7 @@ def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest
     if not used or mode_of(config) == "off":
         return [f"cuda syncs: off, tests that are not checked: {used}"] if used else []
     from dcpbench.errors import CapacityError
-    from dcpbench.syncs.checked import resolve
+    from dcpbench.syncs.live.checked import resolve
 
     tests = "1 test" if used == 1 else f"{used} tests"
     try:
@@ -83,7 +85,7 @@ def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
     """Fixtures run inside the dry run, too, as they make tensors on the GPU; what they wait for does not count."""
     if _uses(item) and mode_of(item.config) != "off":
-        from dcpbench.syncs.checked import Checked
+        from dcpbench.syncs.live.checked import Checked
 
         _, allow, threads = _limit(item)
         item.stash[CHECKED] = Checked(mode_of(item.config), threads=threads, allow=allow)
@@ -146,7 +148,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:  # noqa: ANN401  (a 
 @pytest.fixture(name=FIXTURE)
 def cuda_syncs(request: pytest.FixtureRequest) -> Checked:
     """What synchronises with the GPU in this test: `count`, `syncs`, `text()` and `report()`."""
-    from dcpbench.syncs.checked import Checked
+    from dcpbench.syncs.live.checked import Checked
 
     item: pytest.Item = request.node
     return item.stash[CHECKED] if CHECKED in item.stash else Checked("off", threads="current", allow=())

@@ -154,9 +154,12 @@ def environment(folder: Path, recording: Recording) -> dict[str, str]:
     # An empty entry would put the current folder on the program's path.
     env["PYTHONPATH"] = os.pathsep.join(part for part in (str(RECORDER), env.get("PYTHONPATH", "")) if part)
     settings = {
-        "folder": str(folder.resolve()), "warmup": recording.warmup, "steps": recording.steps, "step": recording.step,
+        "folder": str(folder.resolve()),
+        "warmup": recording.warmup,
+        "steps": recording.steps,
+        "step": recording.step,
         "cpu": bool(env.get(CPU_VARIABLE)),
-    }  # fmt: skip
+    }
     # Some versions of torch's profiler tell stderr when they start and stop.
     return {"KINETO_LOG_LEVEL": "99"} | env | {VARIABLE: json.dumps(settings)}
 

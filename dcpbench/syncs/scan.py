@@ -105,10 +105,14 @@ def analyse(
     busy, idle = busy_and_idle(columns)
     has_gpu = bool(len(columns.tables["gpu"]))
     summary = TraceSummary(
-        path=name, rank=rank, steps=len(steps) or None, span_us=_span(columns),
-        gpu_busy_us=busy if has_gpu else None, gpu_idle_us=idle if has_gpu else None,
+        path=name,
+        rank=rank,
+        steps=len(steps) or None,
+        span_us=_span(columns),
+        gpu_busy_us=busy if has_gpu else None,
+        gpu_idle_us=idle if has_gpu else None,
         coverage=coverage(columns, steps, stacks),
-    )  # fmt: skip
+    )
     return summary, make_sites(name, found, len(steps))
 
 
@@ -153,27 +157,45 @@ def _occurrences(
         kind = blocking.kind[i]
         within = _range_of(columns, inside[i], step_starts)
         rule = rule_of(
-            kind, chain, direction, copied=copied >= 0, waited=bool(blocking.copy_waited[i]),
-            called=bool(blocking.thread[i] >= 0), timed=bool(blocking.timed[i]),
-        )  # fmt: skip
+            kind,
+            chain,
+            direction,
+            copied=copied >= 0,
+            waited=bool(blocking.copy_waited[i]),
+            called=bool(blocking.thread[i] >= 0),
+            timed=bool(blocking.timed[i]),
+        )
         size = int(columns.tables["gpu"].bytes[copied]) if copied >= 0 else -1
         found.append(
             Occurrence(
                 place=Place(
-                    rule.id, where.file, where.function, chain, direction, bool(blocking.may_block[i]),
-                    where.profiler or (own[i] and not where.stack), "" if where.function else _NUMBERS.sub("#", within),
+                    rule.id,
+                    where.file,
+                    where.function,
+                    chain,
+                    direction,
+                    bool(blocking.may_block[i]),
+                    where.profiler or (own[i] and not where.stack),
+                    "" if where.function else _NUMBERS.sub("#", within),
                 ),
-                ts=float(blocking.start[i]), wait=float(blocking.wait[i]),
-                bubble=None if priced is None else float(priced[i]), step=of_step[i],
+                ts=float(blocking.start[i]),
+                wait=float(blocking.wait[i]),
+                bubble=None if priced is None else float(priced[i]),
+                step=of_step[i],
                 thread=columns.thread_names[blocking.thread[i]] if blocking.thread[i] >= 0 else "",
-                range=within, bytes=size if size >= 0 else None, waited_for=reasons[i],
-                line=where.line, line_is=where.line_is, stack=where.stack, call=blocking.call[i],
+                range=within,
+                bytes=size if size >= 0 else None,
+                waited_for=reasons[i],
+                line=where.line,
+                line_is=where.line_is,
+                stack=where.stack,
+                call=blocking.call[i],
                 explicit=kind in SYNCHRONISE and copied < 0 and not chain and where.asks,
                 waited=None if priced is None else bool(reasons[i]) or bool(blocking.wait[i] > QUERY_US),
                 called_from=where.called_from,
                 cause=frees if kind == "free" else "",
             )
-        )  # fmt: skip
+        )
     return found
 
 

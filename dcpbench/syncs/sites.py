@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcpbench.stats import percentile
+from dcpbench.records.stats import percentile
 from dcpbench.syncs.model import Example, Site
 from dcpbench.syncs.rules import (
     ALLOCATION,
@@ -149,19 +149,38 @@ def _site(trace: str, group: list[Occurrence], steps: int) -> Site:
     bubbles = [o.bubble for o in group if o.bubble is not None]
     sizes = [o.bytes for o in group if o.bytes is not None]
     return Site(
-        fingerprint=place.fingerprint, rule=place.rule, kind=BY_ID[place.rule].kind,
-        op=place.op_chain[-1] if place.op_chain else "", op_chain=list(place.op_chain),
-        function=place.function, file=place.file, line=first.line,
+        fingerprint=place.fingerprint,
+        rule=place.rule,
+        kind=BY_ID[place.rule].kind,
+        op=place.op_chain[-1] if place.op_chain else "",
+        op_chain=list(place.op_chain),
+        function=place.function,
+        file=place.file,
+        line=first.line,
         line_is=first.line_is,  # type: ignore[arg-type]
-        stack=list(first.stack), called_from=first.called_from, cause=first.cause,
-        range=first.range, direction=place.direction, call=first.call,
+        stack=list(first.stack),
+        called_from=first.called_from,
+        cause=first.cause,
+        range=first.range,
+        direction=place.direction,
+        call=first.call,
         threads=sorted({o.thread for o in group if o.thread}),
-        count=len(group), waited=_waited(group), count_per_step=mean, warmup_only=warmup,
-        wait_us=float(np.sum(waits)), wait_median_us=float(np.median(waits)), wait_p99_us=percentile(waits, 99),
-        bubble_us=float(np.sum(bubbles)) if bubbles else None, bytes=sum(sizes) if sizes else None,
-        may_block=place.may_block, explicit=all(o.explicit for o in group), own=place.own,
-        example=_example(trace, first), worst=_example(trace, worst), traces=[trace],
-    )  # fmt: skip
+        count=len(group),
+        waited=_waited(group),
+        count_per_step=mean,
+        warmup_only=warmup,
+        wait_us=float(np.sum(waits)),
+        wait_median_us=float(np.median(waits)),
+        wait_p99_us=percentile(waits, 99),
+        bubble_us=float(np.sum(bubbles)) if bubbles else None,
+        bytes=sum(sizes) if sizes else None,
+        may_block=place.may_block,
+        explicit=all(o.explicit for o in group),
+        own=place.own,
+        example=_example(trace, first),
+        worst=_example(trace, worst),
+        traces=[trace],
+    )
 
 
 def _waited(group: list[Occurrence]) -> int | None:

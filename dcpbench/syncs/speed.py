@@ -137,9 +137,14 @@ def _later(event: dict[str, Any], copies: int, span: float, ids: int) -> dict[st
 
 
 def measure(
-    source: Path, size: int, *, hta: Path | None = None, runs: int = 3, keep: Path | None = None,
+    source: Path,
+    size: int,
+    *,
+    hta: Path | None = None,
+    runs: int = 3,
+    keep: Path | None = None,
     progress: Callable[[str], None] | None = None,
-) -> Speed:  # fmt: skip
+) -> Speed:
     """Time `scan`, and HTA's loader where a Python that has it is given, in turns on the same trace.
 
     Args:
@@ -172,9 +177,12 @@ def measure(
                 tell(f"{name}, run {run + 1} of {runs}")
                 results[name].append(_run(name, [*_one_core(), python, "-c", code, str(target)]))
         return Speed(
-            source=str(source), trace_bytes=target.stat().st_size, events=events, copies=copies,
+            source=str(source),
+            trace_bytes=target.stat().st_size,
+            events=events,
+            copies=copies,
             timings=[_timing(name, each) for name, each in results.items()],
-        )  # fmt: skip
+        )
 
 
 def _one_core() -> list[str]:

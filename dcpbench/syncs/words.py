@@ -138,10 +138,14 @@ def marks(site: Site, verdict: Verdict) -> list[str]:
     new = {f.reason for f in verdict.findings if f.fingerprint == site.fingerprint}
     finding = standing(site, verdict) == "finding"
     named = (
-        ("own", site.own), ("explicit", site.explicit), ("may block", site.may_block), ("allowed", bool(site.allowed)),
-        ("warm-up", site.warmup_only and not site.own), ("new", finding and "new" in new),
+        ("own", site.own),
+        ("explicit", site.explicit),
+        ("may block", site.may_block),
+        ("allowed", bool(site.allowed)),
+        ("warm-up", site.warmup_only and not site.own),
+        ("new", finding and "new" in new),
         ("more", finding and "more" in new),
-    )  # fmt: skip
+    )
     return [name for name, is_so in named if is_so]
 
 

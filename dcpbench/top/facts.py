@@ -17,17 +17,20 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import msgspec
 
 from dcpbench.errors import DcpbenchError
-from dcpbench.jobs import CHECKS_FILE, FAILED_FILE, Failure, Job, Progress, decode_check, read_job
-from dcpbench.launch import blame
-from dcpbench.records import RECORDS_FILE, UNREADABLE, Point, Record, decode
+from dcpbench.launch.jobs import CHECKS_FILE, FAILED_FILE, Failure, Job, Progress, decode_check, read_job
+from dcpbench.launch.launcher import blame
+from dcpbench.plan.grid import point_name
+from dcpbench.records.file import RECORDS_FILE, UNREADABLE, decode
 from dcpbench.reports.clip import cut
-from dcpbench.sweep import point_name
 from dcpbench.syncs.words import plain
 from dcpbench.top.tail import Tail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from dcpbench.points.point import Point
+    from dcpbench.records.record import Record
 
 T = TypeVar("T")
 LONGEST = 300
@@ -195,17 +198,24 @@ def finished(record: Record) -> Finished:
     figures: dict[str, float | None] = {}
     if m:
         figures = {
-            "tok_s": m.output_tok_s.median, "tok_s_per_gpu": m.output_tok_s_per_gpu, "itl_ms": m.itl_ms.p50,
-        }  # fmt: skip
+            "tok_s": m.output_tok_s.median,
+            "tok_s_per_gpu": m.output_tok_s_per_gpu,
+            "itl_ms": m.itl_ms.p50,
+        }
     elif s:
         figures = {
-            "tok_s": s.output_tok_s, "tok_s_per_gpu": s.output_tok_s_per_gpu, "ttft_ms": s.ttft_ms.p50,
+            "tok_s": s.output_tok_s,
+            "tok_s_per_gpu": s.output_tok_s_per_gpu,
+            "ttft_ms": s.ttft_ms.p50,
             "itl_ms": s.itl_ms.p50,
-        }  # fmt: skip
+        }
     return Finished(
-        point=inert(point_name(record.point)), outcome=inert(record.outcome), reason=inert(record.reason or ""),
-        seconds=record.seconds or None, **figures,
-    )  # fmt: skip
+        point=inert(point_name(record.point)),
+        outcome=inert(record.outcome),
+        reason=inert(record.reason or ""),
+        seconds=record.seconds or None,
+        **figures,
+    )
 
 
 def inert(text: str) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from dcpbench.throttling import throttle_reasons
+from dcpbench.records.record import throttle_reasons
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.terminal import CPU_NOTE
+from dcpbench.launch.progress import CPU_NOTE
 from dcpbench.top import words
 from dcpbench.top.state import SILENT
 

@@ -10,8 +10,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dcpbench.memory import GIB
-from dcpbench.terminal import CPU_NOTE
+from dcpbench.launch.progress import CPU_NOTE
+from dcpbench.points.memory import GIB
 from dcpbench.top import words
 
 if TYPE_CHECKING:
@@ -76,9 +76,12 @@ def _last(points: list[Finished], width: int) -> Table:
     table = _table("last points", numbers)
     for p in reversed(points):
         cells = {
-            "tok/s": words.number(p.tok_s), "/GPU": words.number(p.tok_s_per_gpu), "TTFT ms": words.number(p.ttft_ms),
-            "ITL ms": words.number(p.itl_ms), "took": words.ABSENT if p.seconds is None else words.span(p.seconds),
-        }  # fmt: skip
+            "tok/s": words.number(p.tok_s),
+            "/GPU": words.number(p.tok_s_per_gpu),
+            "TTFT ms": words.number(p.ttft_ms),
+            "ITL ms": words.number(p.itl_ms),
+            "took": words.ABSENT if p.seconds is None else words.span(p.seconds),
+        }
         name = Text(p.point) if p.outcome == "ok" else Text(f"{p.point}  {words.figures(p)}", "red")
         table.add_row(name, *(cells[name] for name in numbers))
     return table
@@ -93,8 +96,10 @@ def _gpus(gpus: list[GpuNow], width: int) -> Table:
         cells = {
             "busy": words.ABSENT if g.utilisation is None else f"{g.utilisation} %",
             "SM MHz": _of(_whole(g.sm_clock_mhz), None if g.sm_clock_max_mhz is None else _whole(g.sm_clock_max_mhz)),
-            "W": power, "°C": _whole(g.temperature_c), "GiB": memory,
-        }  # fmt: skip
+            "W": power,
+            "°C": _whole(g.temperature_c),
+            "GiB": memory,
+        }
         slowed = f"  slowed: {', '.join(g.throttle_reasons)}" if g.throttle_reasons else ""
         name = Text(f"{g.index}{f' {g.name}' if width >= WIDE and g.name else ''}{slowed}", "yellow" if slowed else "")
         table.add_row(name, *(cells[name] for name in columns))

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import WorkerError
-from dcpbench.processes import COMMAND, NONE, WORKERS
-from dcpbench.sweep import point_name
+from dcpbench.launch.processes import COMMAND, NONE, WORKERS
+from dcpbench.plan.grid import point_name
 from dcpbench.top.estimate import Estimate, estimate
 from dcpbench.top.facts import VERIFY, Ended, Finished, inert
 from dcpbench.top.gpus import GpuNow
 
 if TYPE_CHECKING:
-    from dcpbench.records import Point
+    from dcpbench.points.point import Point
     from dcpbench.top.facts import Facts, JobFacts
 
 STARTING, RUNNING, SILENT, FINISHING = "starting", "running", "silent", "finishing"
@@ -126,16 +126,26 @@ def state_of(
     spent = until - (ends[-1] if ends else began or until)
     at_work = not over and status != FINISHING
     return State(
-        folder=inert(str(facts.folder)), kind=_kind(facts), device=job.job.device if job else "", status=status,
-        exit_code=_exit_code(facts, status, failed, problem) if over else None, problem=problem,
-        total=len(points) if job else None, ok=len(ended) - failed, failed=failed,
-        rejected=sum(e.outcome == REJECTED and key not in points for key, e in facts.ended.items()), left=left,
+        folder=inert(str(facts.folder)),
+        kind=_kind(facts),
+        device=job.job.device if job else "",
+        status=status,
+        exit_code=_exit_code(facts, status, failed, problem) if over else None,
+        problem=problem,
+        total=len(points) if job else None,
+        ok=len(ended) - failed,
+        failed=failed,
+        rejected=sum(e.outcome == REJECTED and key not in points for key, e in facts.ended.items()),
+        left=left,
         elapsed_s=None if began is None else max(until - began, 0.0),
         points_per_minute=60 * len(durations) / sum(durations) if sum(durations) > 0 else None,
         eta=estimate(durations, left or 0, spent) if at_work else None,
         now=_now(job, points, now) if job and at_work else None,
-        sizes=_sizes(points, ended), last=list(facts.last), unread=dict(facts.unread), at=now,
-    )  # fmt: skip
+        sizes=_sizes(points, ended),
+        last=list(facts.last),
+        unread=dict(facts.unread),
+        at=now,
+    )
 
 
 def _kind(facts: Facts) -> str:
@@ -214,10 +224,13 @@ def _now(job: JobFacts, points: dict[int, Point], now: float) -> Now:
     point = None if job.stage in BETWEEN else points.get(hash(job.key))
     heard = job.heard or job.began
     return Now(
-        point=inert(point_name(point)) if point else "", stage=job.stage or "start",
-        stage_s=max(now - (job.since or job.began), 0.0), note=job.note if point else "",
-        silent_s=max(now - heard, 0.0), timeout_s=_timeout(job.job.command),
-    )  # fmt: skip
+        point=inert(point_name(point)) if point else "",
+        stage=job.stage or "start",
+        stage_s=max(now - (job.since or job.began), 0.0),
+        note=job.note if point else "",
+        silent_s=max(now - heard, 0.0),
+        timeout_s=_timeout(job.job.command),
+    )
 
 
 def _timeout(command: str) -> float:

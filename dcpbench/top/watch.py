@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench import processes
 from dcpbench.errors import UsageError
-from dcpbench.records import RECORDS_FILE
-from dcpbench.streams import write_json
+from dcpbench.launch import processes
+from dcpbench.records.file import RECORDS_FILE
+from dcpbench.show.streams import write_json
 from dcpbench.syncs.words import plain
 from dcpbench.top.facts import Facts
 from dcpbench.top.gpus import Gpus

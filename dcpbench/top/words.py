@@ -15,9 +15,15 @@ ABSENT = "—"
 MINUTE, HOUR = 60, 3600
 EXACT_BELOW = 2 * MINUTE
 STYLES = {
-    st.STARTING: "cyan", st.RUNNING: "green", st.FINISHING: "green", st.SILENT: "yellow", st.ORPHANED: "red",
-    st.ELSEWHERE: "yellow", st.ENDED: "green", st.STOPPED: "red",
-}  # fmt: skip
+    st.STARTING: "cyan",
+    st.RUNNING: "green",
+    st.FINISHING: "green",
+    st.SILENT: "yellow",
+    st.ORPHANED: "red",
+    st.ELSEWHERE: "yellow",
+    st.ENDED: "green",
+    st.STOPPED: "red",
+}
 
 
 def span(seconds: float) -> str:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dcpbench import layout as arithmetic
 from dcpbench.exchange.collectives import largest_error
 from dcpbench.kernels.attention.reference import mla_decode
 from dcpbench.kernels.rope import softmax_scale
+from dcpbench.points import layout as arithmetic
 
 if TYPE_CHECKING:
     from dcpbench.engine.decode import Batch, DecodeEngine, Request

@@ -15,19 +15,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench.choice_records import Choice, Tried
-from dcpbench.choices import AUTO, EXCHANGES, TIMED_BACKENDS
 from dcpbench.errors import DcpbenchError
 from dcpbench.exchange.collectives import gather_objects
-from dcpbench.measure import Timer, time_chunks
-from dcpbench.stats import StopRule
-from dcpbench.workloads.calls import capture
+from dcpbench.measuring.timing import Timer, capture, time_chunks
+from dcpbench.points.names import AUTO, EXCHANGES, TIMED_BACKENDS
+from dcpbench.records.record import Choice, Tried
+from dcpbench.records.stats import StopRule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dcpbench.engine.decode import Batch, DecodeEngine, Request
-    from dcpbench.records import Point
+    from dcpbench.points.point import Point
 
 RULE = StopRule(seconds=1.0)
 CHUNK_SECONDS = 0.1

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from dcpbench import memory, metrics
 from dcpbench.engine.synthetic_routing import router_inputs
 from dcpbench.exchange.collectives import gather_objects, is_first, largest_error
-from dcpbench.gpu_state import GpuSampler, worst
-from dcpbench.measure import time_steps
-from dcpbench.profiling import profile_cpu_step, profile_step
-from dcpbench.records import Record
+from dcpbench.measuring.gpu_state import GpuSampler, worst
+from dcpbench.measuring.profiling import profile_cpu_step, profile_step
+from dcpbench.measuring.timing import time_steps
+from dcpbench.points import memory
+from dcpbench.records import formulas
+from dcpbench.records.record import Record
 from dcpbench.workloads.attention_error import LIMIT, attention_error
 from dcpbench.workloads.choice import Load, choose
 from dcpbench.workloads.point_facts import device_allocations, device_marks, held, kv_facts, memory_in_use
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dcpbench.engine.decode import Batch, DecodeEngine, Request
-    from dcpbench.jobs import Settings
-    from dcpbench.measure import Timing
-    from dcpbench.records import Environment, Gpu, Phases, Point, SyncSite
+    from dcpbench.measuring.timing import Timing
+    from dcpbench.points.point import Point
+    from dcpbench.points.settings import Settings
+    from dcpbench.records.record import Environment, Gpu, Phases, SyncSite
     from dcpbench.workloads.session import Session
 
 TOKEN_STEP = 7919
@@ -57,9 +59,15 @@ class Profile:
 
 
 def run(
-    session: Session, point: Point, settings: Settings, environment: Environment, *, l2_bytes: int, bounded_by: str,
+    session: Session,
+    point: Point,
+    settings: Settings,
+    environment: Environment,
+    *,
+    l2_bytes: int,
+    bounded_by: str,
     tell: Callable[[str], None],
-) -> Record:  # fmt: skip
+) -> Record:
     """Measure one point on a built engine. Collective; every rank returns a record, rank 0's is complete."""
     engine = session.engine
     device = engine.device
@@ -98,10 +106,12 @@ def run(
     return Record(
         point=point,
         outcome="ok",
-        marks=device_marks(point, device) + _timing_marks(timing, gpu) + _step_marks(profile, allocated, graph_error)
+        marks=device_marks(point, device)
+        + _timing_marks(timing, gpu)
+        + _step_marks(profile, allocated, graph_error)
         + _cache_marks(session, l2_bytes)
         + _accuracy_marks(error, point.dtype),
-        metrics=metrics.decode_metrics(timing.samples_ms, point.concurrency, point.tp),
+        metrics=formulas.decode_metrics(timing.samples_ms, point.concurrency, point.tp),
         phases=profile.phases,
         host_syncs_per_step=None if sites is None else sum(s.per_step for s in sites),
         sync_sites=(sites or [])[:WORST_SITES],
@@ -120,7 +130,7 @@ def run(
         choice=choice,
         gpu=gpu,
         environment=environment,
-    )  # fmt: skip
+    )
 
 
 def _share(point: Point, dp_rank: int) -> int:
@@ -147,9 +157,13 @@ def _router_inputs(session: Session, batch: Batch, seed: int) -> torch.Tensor:
     numbers = [row * dp + replica for replica in range(dp) for row in range(batch.size)]
     shape, kv = session.shape, session.engine.model.kv.data
     return router_inputs(
-        numbers, layers=shape.layers - shape.first_dense, hidden=shape.hidden, seed=seed, dtype=kv.dtype,
+        numbers,
+        layers=shape.layers - shape.first_dense,
+        hidden=shape.hidden,
+        seed=seed,
+        dtype=kv.dtype,
         device=kv.device,
-    )  # fmt: skip
+    )
 
 
 def _plan_time_us(engine: DecodeEngine, requests: list[Request], rows: int) -> float:

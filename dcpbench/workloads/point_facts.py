@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench import memory
 from dcpbench.exchange.collectives import gather_objects
-from dcpbench.records import Honesty, Kv
+from dcpbench.points import memory
+from dcpbench.records.record import Honesty, Kv
 
 if TYPE_CHECKING:
-    from dcpbench.records import Point
+    from dcpbench.points.point import Point
     from dcpbench.workloads.session import Session
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.choices import REPLAY
 from dcpbench.errors import RecordsError
 from dcpbench.exchange.collectives import gather_objects, is_first
+from dcpbench.points.names import REPLAY
 from dcpbench.serving.loads import requests_of
 from dcpbench.serving.replay_point import Pool, replay_point, step_times_name
 from dcpbench.serving.step_grid import grid
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from dcpbench.jobs import Settings
-    from dcpbench.records import Environment, Point, Record
+    from dcpbench.points.point import Point
+    from dcpbench.points.settings import Settings
+    from dcpbench.records.record import Environment, Record
     from dcpbench.workloads.serve import Serving
 
 Known = dict[EnginePath, StepTimes]
@@ -26,9 +27,17 @@ Known = dict[EnginePath, StepTimes]
 
 
 def run(
-    serving: Serving, point: Point, points: Sequence[Point], settings: Settings, environment: Environment,
-    folder: Path, known: Known, *, bounded_by: str, tell: Callable[..., None],
-) -> Record:  # fmt: skip
+    serving: Serving,
+    point: Point,
+    points: Sequence[Point],
+    settings: Settings,
+    environment: Environment,
+    folder: Path,
+    known: Known,
+    *,
+    bounded_by: str,
+    tell: Callable[..., None],
+) -> Record:
     """Replay a point on rank 0, with step times for all of `points` that share its path. Collective.
 
     Every rank returns the record. The step times lie below the run's folder afterwards.
@@ -52,9 +61,16 @@ def run(
         engine = session.engine
         pool = Pool(pages=engine.allocator.pages, max_context=engine.max_context, bounded_by=bounded_by)
         record = replay_point(
-            point, requests, known[path], settings, folder, shape=session.shape, pool=pool, file=name,
+            point,
+            requests,
+            known[path],
+            settings,
+            folder,
+            shape=session.shape,
+            pool=pool,
+            file=name,
             command=environment.command,
-        )  # fmt: skip
+        )
     found = gather_objects(record)[0]
     assert found is not None
     return found

@@ -15,10 +15,10 @@ from dcpbench.engine.prefill import Prefiller
 from dcpbench.engine.serve import ServeEngine
 from dcpbench.engine.synthetic_routing import router_inputs
 from dcpbench.exchange.collectives import gather_objects, is_first
-from dcpbench.gpu_state import GpuSampler, worst
-from dcpbench.measure import compiled_kernels
-from dcpbench.profiling import record, sync_sites
-from dcpbench.records import Record
+from dcpbench.measuring.gpu_state import GpuSampler, worst
+from dcpbench.measuring.profiling import record, sync_sites
+from dcpbench.measuring.timing import compiled_kernels
+from dcpbench.records.record import Record
 from dcpbench.serving import outcome
 from dcpbench.serving.loads import requests_of
 from dcpbench.serving.requests import ServeRequest
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from dcpbench.jobs import Settings
-    from dcpbench.records import Environment, Gpu, Point, SyncSite
-    from dcpbench.serve_records import ServeMetrics
+    from dcpbench.points.point import Point
+    from dcpbench.points.settings import Settings
+    from dcpbench.records.record import Environment, Gpu, ServeMetrics, SyncSite
     from dcpbench.workloads.session import Session
 
 TELL_S = 1.0
@@ -68,9 +68,12 @@ class Serving:
         self.agree = Agreement()
 
     def loop(
-        self, point: Point, requests: Sequence[ServeRequest], concurrency: int | None,
+        self,
+        point: Point,
+        requests: Sequence[ServeRequest],
+        concurrency: int | None,
         ends: Callable[[float], bool] = lambda _: False,
-    ) -> Loop:  # fmt: skip
+    ) -> Loop:
         """A run from an empty cache."""
         scheduler = Scheduler(scheduler_config(point, self.session))
         self.engine.forget()
@@ -109,9 +112,16 @@ def scheduler_config(point: Point, session: Session) -> SchedulerConfig:
 
 
 def run(
-    session: Session, serving: Serving, point: Point, settings: Settings, environment: Environment, folder: Path, *,
-    bounded_by: str, tell: Callable[..., None],
-) -> Record:  # fmt: skip
+    session: Session,
+    serving: Serving,
+    point: Point,
+    settings: Settings,
+    environment: Environment,
+    folder: Path,
+    *,
+    bounded_by: str,
+    tell: Callable[..., None],
+) -> Record:
     """Serve one point's load on a built engine. Collective; every rank returns a record, rank 0's is complete.
 
     An interruption ends the run: what has finished is kept, and the outcome says so.
@@ -122,9 +132,11 @@ def run(
     serving.warm_up(point, requests, _now_and_then(lambda: tell("capture")))
     with _interruptions() as interrupted:
         loop = serving.loop(
-            point, requests, point.clients,
+            point,
+            requests,
+            point.clients,
             lambda now: bool(interrupted) or (settings.limit_seconds is not None and now >= settings.limit_seconds),
-        )  # fmt: skip
+        )
         allocated = device_allocations(device)
         with GpuSampler(device) as sampler, compiled_kernels() as compiled:
             loop.run(_now_and_then(lambda: tell("measure", _note(loop))))
@@ -167,9 +179,14 @@ def _metrics(loop: Loop, point: Point, settings: Settings, folder: Path) -> Serv
     if is_first():
         name = write_samples(folder, point, outcome.rows(loop.traffic.samples))
     return outcome.serve_metrics(
-        loop.traffic, tp=point.tp, concurrency=point.clients,
-        slo=settings.slo, steps=loop.counts, idle_fraction=max(idle, default=None), samples_file=name,
-    )  # fmt: skip
+        loop.traffic,
+        tp=point.tp,
+        concurrency=point.clients,
+        slo=settings.slo,
+        steps=loop.counts,
+        idle_fraction=max(idle, default=None),
+        samples_file=name,
+    )
 
 
 def _add_tokens_of_other_replicas(traffic: Traffic) -> None:

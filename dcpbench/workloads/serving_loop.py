@@ -93,9 +93,14 @@ class Loop:
     """One run of a load. `iterate` until it says False; all ranks do so equally often."""
 
     def __init__(
-        self, engine: ServeEngine, scheduler: Scheduler, traffic: Traffic, agree: Agreement, *,
+        self,
+        engine: ServeEngine,
+        scheduler: Scheduler,
+        traffic: Traffic,
+        agree: Agreement,
+        *,
         ends: Callable[[float], bool] = lambda _: False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`ends(seconds since the start)` is asked on rank 0: whether the run is cut off now."""
         self.engine, self.scheduler, self.traffic, self.agree, self.ends = engine, scheduler, traffic, agree, ends
         self.counts, self.gaps = StepCounts(), Gaps()

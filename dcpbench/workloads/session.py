@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench.batches import batch_rows
 from dcpbench.engine.checkpoint import CheckpointSource
 from dcpbench.engine.decode import DecodeEngine
 from dcpbench.engine.groups import make_groups
@@ -18,6 +17,7 @@ from dcpbench.engine.model import Model
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
 from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
+from dcpbench.points.batches import batch_rows
 from dcpbench.workloads import choice
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from dcpbench.engine.weights import Source
     from dcpbench.exchange.symmetric_all_reduce import AllReduce
-    from dcpbench.memory import Plan
-    from dcpbench.records import Point
-    from dcpbench.shapes import ModelShape
+    from dcpbench.points.memory import Plan
+    from dcpbench.points.point import Point
+    from dcpbench.points.shapes import ModelShape
     from dcpbench.workloads.serve import Serving
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -60,9 +60,18 @@ class Session:
 
 
 def build(
-    point: Point, shape: ModelShape, plan: Plan, *, pages: int, max_requests: int, max_context: int,
-    rank: int, device: torch.device, seed: int, alive: Callable[[], None] = lambda: None,
-) -> Session:  # fmt: skip
+    point: Point,
+    shape: ModelShape,
+    plan: Plan,
+    *,
+    pages: int,
+    max_requests: int,
+    max_context: int,
+    rank: int,
+    device: torch.device,
+    seed: int,
+    alive: Callable[[], None] = lambda: None,
+) -> Session:
     """Weights, an empty KV pool and an engine for `point`'s layout. Collective."""
     layout, dtype = point.layout, DTYPES[point.dtype]
     source: Source = SyntheticSource(seed, dtype, device)
@@ -72,14 +81,25 @@ def build(
     weights = load_weights(source, shape, layout, rank, plan, alive, point.group_wide)
     kv = KvPool(shape.layers, pages, point.page_size, shape.kv_width, dtype, device)
     model = Model(
-        shape, layout, groups, weights, kv, interleave=point.interleave, max_context=max_context, device=device,
+        shape,
+        layout,
+        groups,
+        weights,
+        kv,
+        interleave=point.interleave,
+        max_context=max_context,
+        device=device,
         wide=point.group_wide,
-    )  # fmt: skip
+    )
     backend, exchange = choice.first(point)
     engine = DecodeEngine(
-        model, backend=backend, exchange=exchange, max_requests=max_requests, max_context=max_context,
+        model,
+        backend=backend,
+        exchange=exchange,
+        max_requests=max_requests,
+        max_context=max_context,
         overlap=point.overlap,
-    )  # fmt: skip
+    )
     spec = ReduceSpec(rows=batch_rows(max_requests), columns=shape.hidden, dtype=dtype, device=device)
     session = Session(point=point, shape=shape, plan=plan, engine=engine, reduce_spec=spec)
     session.follow(point)

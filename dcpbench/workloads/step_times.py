@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from dcpbench.batches import GRAPH_BATCHES
 from dcpbench.exchange.collectives import gather_objects
-from dcpbench.gpu_state import GpuSampler, worst
 from dcpbench.kernels.synthetic_kv import fill_request
+from dcpbench.measuring.gpu_state import GpuSampler, worst
+from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.serving.step_cases import CaseMaker
 from dcpbench.serving.step_grid import Extent, grid
 from dcpbench.serving.step_times import EnginePath, Measured, StepTimes
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dcpbench.engine.serve import Launched, ServeEngine
-    from dcpbench.records import Environment, Point
+    from dcpbench.points.point import Point
+    from dcpbench.records.record import Environment
     from dcpbench.serving.requests import Step
     from dcpbench.serving.step_cases import CaseSteps
     from dcpbench.workloads.serve import Serving
@@ -215,8 +216,13 @@ def _fill(serving: Serving) -> None:
     for index, first in enumerate(range(0, engine.allocator.pages * engine.allocator.virtual_page, FILL_TOKENS)):
         last = min(first + FILL_TOKENS, engine.allocator.pages * engine.allocator.virtual_page)
         fill_request(
-            model.kv.all_rows(), torch.arange(first, last, dtype=torch.int32, device=engine.device), request=index,
-            seed=0, rank=model.groups.dcp.rank, dcp=model.layout.dcp, interleave=model.interleave,
-        )  # fmt: skip
+            model.kv.all_rows(),
+            torch.arange(first, last, dtype=torch.int32, device=engine.device),
+            request=index,
+            seed=0,
+            rank=model.groups.dcp.rank,
+            dcp=model.layout.dcp,
+            interleave=model.interleave,
+        )
     generator = torch.Generator(engine.device).manual_seed(0)
     engine.requests.tokens[1:].random_(0, session.shape.vocab, generator=generator)

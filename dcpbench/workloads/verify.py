@@ -21,14 +21,14 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from dcpbench import layout as arithmetic
-from dcpbench import memory
-from dcpbench.choices import ALL_REDUCES, NO_EXCHANGE
 from dcpbench.engine.checkpoint import CheckpointSource
 from dcpbench.engine.weights import routing_bias
 from dcpbench.exchange.collectives import gather_objects, largest_error
-from dcpbench.jobs import Check
 from dcpbench.kernels import moe
+from dcpbench.launch.jobs import Check
+from dcpbench.points import layout as arithmetic
+from dcpbench.points import memory
+from dcpbench.points.names import ALL_REDUCES, NO_EXCHANGE
 from dcpbench.workloads import oracle
 from dcpbench.workloads.attention_error import LIMIT, attention_error
 from dcpbench.workloads.session import DTYPES, build
@@ -36,9 +36,9 @@ from dcpbench.workloads.session import DTYPES, build
 if TYPE_CHECKING:
     from dcpbench.engine.decode import DecodeEngine, Request
     from dcpbench.engine.model import Model
-    from dcpbench.jobs import Job
-    from dcpbench.records import Point
-    from dcpbench.shapes import ModelShape
+    from dcpbench.launch.jobs import Job
+    from dcpbench.points.point import Point
+    from dcpbench.points.shapes import ModelShape
 
 LOGITS_LIMIT = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 1e-1}
 """Largest difference as a share of the largest logit that transformers has for the prompts: rounding errors grow with
@@ -238,12 +238,23 @@ def _engine(
     held = memory.weight_bytes(shape, layout, itemsize, shape.first_dense, moe, point.group_wide)
     plan = memory.Plan(
         kv_bytes=pages * memory.page_bytes(shape, point.page_size, itemsize),
-        weight_bytes=held, full_weight_bytes=held, dense_held=shape.first_dense, moe_held=moe, layers=shape.layers,
-    )  # fmt: skip
+        weight_bytes=held,
+        full_weight_bytes=held,
+        dense_held=shape.first_dense,
+        moe_held=moe,
+        layers=shape.layers,
+    )
     return build(
-        point, shape, plan, pages=pages, max_requests=len(lengths), max_context=max(lengths),
-        rank=rank, device=device, seed=seed,
-    ).engine  # fmt: skip
+        point,
+        shape,
+        plan,
+        pages=pages,
+        max_requests=len(lengths),
+        max_context=max(lengths),
+        rank=rank,
+        device=device,
+        seed=seed,
+    ).engine
 
 
 def _check(point: Point, name: str, error: float, limit: float | None, detail: str) -> Check:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from dcpbench.layout import Layout
+from dcpbench.points.layout import Layout
 from dcpbench.reports import frames, plots, sections
 from dcpbench.reports.page.points import MOST_POINTS
 from dcpbench.reports.page.render import render
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from dcpbench.records import Record
+    from dcpbench.records.record import Record
 
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="40" height="30"><rect width="40" height="30"/></svg>'
 DECODE_KINDS = ("break-even", "throughput", "itl", "frontier", "phases", "kv")

@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 
 from dcpbench.dashboard import commands, pages, server, site, watching
-from dcpbench.layout import Layout
+from dcpbench.points.layout import Layout
 from tests.browser.pointer import point_at
 from tests.unit import dashboard_builder, record_builder
 

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import pytest
 
-from dcpbench.layout import Layout
+from dcpbench.points.layout import Layout
 from dcpbench.reports.reproduce import command_of
 from tests.browser import pages
 from tests.browser.pointer import point_at
@@ -201,8 +201,10 @@ def test_an_address_brings_back_what_was_chosen(decode: Path, visit: Visit) -> N
     assert lines(page, "throughput") == 2
     assert page.locator("#chart-throughput .switch").first.get_attribute("aria-pressed") == "false"
     assert [page.locator(f"#pick-{name}").input_value() for name in ("x", "y", "colour")] == [
-        "context", "step_ms", "concurrency",
-    ]  # fmt: skip
+        "context",
+        "step_ms",
+        "concurrency",
+    ]
     values = [float(text.replace(",", "")) for text in column(page, "output (tok/s)")]
     assert len(values) == 8
     assert values == sorted(values, reverse=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from dcpbench.layout import Layout
+from dcpbench.points.layout import Layout
 from dcpbench.reports import write_report
 from tests.browser import pages
 from tests.browser.test_report import ROWS, drawn, hover

@@ -6,7 +6,8 @@ import sys
 import types
 from pathlib import Path
 
-from dcpbench import cli, runs
+from dcpbench import cli
+from dcpbench.commands import runs
 
 FOLDER = Path(__file__).parent
 

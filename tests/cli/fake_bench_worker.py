@@ -1,4 +1,4 @@
-"""Stands in for dcpbench.bench_worker: answers every case at once, or ends as DCPBENCH_FAKE says.
+"""Stands in for dcpbench.bench.worker: answers every case at once, or ends as DCPBENCH_FAKE says.
 
 `wrong` finds a difference, `dies` ends after the first case, `stillborn` before it, `hangs` says nothing more, `half`
 leaves half a line before the rest of it, `failed` cannot run the second case, `lonely` loses rank 1 after the first and
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from dcpbench.bench_records import BenchJob, Event, Limit, Result, Syncs
-from dcpbench.records import Environment
+from dcpbench.bench.record import BenchJob, Event, Limit, Result, Syncs
+from dcpbench.records.record import Environment
 
 
 def lost(events: Path) -> str:

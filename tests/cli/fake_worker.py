@@ -20,13 +20,18 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench import jobs
 from dcpbench.errors import CapacityError, ModelError
-from dcpbench.records import Interval, Metrics, Percentiles, Point, Record, RecordFile
-from dcpbench.serve_records import Latencies, ServeMetrics
+from dcpbench.launch import jobs
+from dcpbench.points.machine import Probe
+from dcpbench.records.file import RecordFile
+from dcpbench.records.record import Interval, Latencies, Metrics, Percentiles, Record, ServeMetrics
+
+if TYPE_CHECKING:
+    from dcpbench.points.point import Point
 
 RAISES, HANGS, STILLBORN, KILLED, NO_TENSOR, NO_MEMORY, LONG, STUBBORN = 13, 66, 7, 99, 21, 22, 130, 131
 CODES, SIGNALS, PAUSE, FULL = range(700, 800), range(800, 900), 300, errno.ENOSPC
@@ -51,11 +56,30 @@ def served(point: Point, finished: int = 3) -> Record:
     """A point of `serve`, whose requests take 0.1 s each."""
     times = Latencies(mean=100.0, p50=100.0, samples=finished)
     serve = ServeMetrics(
-        ttft_ms=times, itl_ms=times, tpot_ms=times, e2el_ms=times, output_tok_s=10.0,
-        output_tok_s_per_gpu=10.0 / point.tp, total_tok_s=20.0, request_s=10.0, tok_s_per_user=10.0, steady_tok_s=None,
-        steady_s=None, wall_s=0.1 * finished, submitted=3, finished=finished, rejected=0, cancelled=3 - finished,
-        input_tokens=9, output_tokens=3, cached_tokens=0, preemptions=0, steps=9, decode_steps=6, decode_batch=1.0,
-    )  # fmt: skip
+        ttft_ms=times,
+        itl_ms=times,
+        tpot_ms=times,
+        e2el_ms=times,
+        output_tok_s=10.0,
+        output_tok_s_per_gpu=10.0 / point.tp,
+        total_tok_s=20.0,
+        request_s=10.0,
+        tok_s_per_user=10.0,
+        steady_tok_s=None,
+        steady_s=None,
+        wall_s=0.1 * finished,
+        submitted=3,
+        finished=finished,
+        rejected=0,
+        cancelled=3 - finished,
+        input_tokens=9,
+        output_tokens=3,
+        cached_tokens=0,
+        preemptions=0,
+        steps=9,
+        decode_steps=6,
+        decode_batch=1.0,
+    )
     outcome = "ok" if finished == 3 else "failed"
     return Record(point=point, outcome=outcome, serve=serve, reason=None if outcome == "ok" else "interrupted")
 
@@ -165,9 +189,15 @@ def misbehave(job: jobs.Job, point: Point) -> None:
 def check(job: jobs.Job, point: Point) -> None:
     """One comparison; layouts with dp > 1 come out wrong."""
     one = jobs.Check(
-        name="attention", layout=str(point.layout), backend=point.backend, exchange=point.exchange, dtype=point.dtype,
-        error=1e-7 if point.dp == 1 else 0.5, limit=1e-4, ok=point.dp == 1,
-    )  # fmt: skip
+        name="attention",
+        layout=str(point.layout),
+        backend=point.backend,
+        exchange=point.exchange,
+        dtype=point.dtype,
+        error=1e-7 if point.dp == 1 else 0.5,
+        limit=1e-4,
+        ok=point.dp == 1,
+    )
     with (Path(job.folder) / "checks.jsonl").open("ab") as f:
         f.write(msgspec.json.encode(one) + b"\n")
 
@@ -176,7 +206,7 @@ def main() -> None:
     """As the real worker: `--probe`, or a job file."""
     if sys.argv[1] == "--probe":
         sys.stdout.write("a library's greeting\n")
-        probe = jobs.Probe(device="cpu", count=0, name="CPU", packages={"torch": "2.9", "flashinfer": None})
+        probe = Probe(device="cpu", count=0, name="CPU", packages={"torch": "2.9", "flashinfer": None})
         sys.stdout.write(msgspec.json.encode(probe).decode() + "\n")
         return
     job = jobs.read_job(Path(sys.argv[1]))

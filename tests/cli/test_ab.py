@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from dcpbench import cli
-from dcpbench.commands_ab import State, order
+from dcpbench.commands.ab import State, order
 from dcpbench.compare.model import Comparison
-from dcpbench.records import read_records
+from dcpbench.records.file import read_records
 from tests.cli.waiting import until
 
 HERE = Path(__file__).parent

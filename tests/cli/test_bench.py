@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dcpbench import bench, bench_job, cli
-from dcpbench.jobs import Probe
+from dcpbench import cli
+from dcpbench.bench import command, processes
+from dcpbench.points.machine import Probe
 
 if TYPE_CHECKING:
-    from dcpbench.bench_records import BenchRecord, Event
+    from dcpbench.bench.record import BenchRecord, Event
 
 HERE = Path(__file__).parent
 ROOT = Path(cli.__file__).parents[1]
@@ -32,12 +33,12 @@ TWO = ("kv-write", "--tokens", "4", "--dcp", "2", "--no-empty", "--dtype", "bf16
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     """Run `dcpbench bench …` in this process and in an empty folder; gives (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench, "WORKER", "fake_bench_worker")
+    monkeypatch.setattr(command, "WORKER", "fake_bench_worker")
     monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{ROOT}")
 
     def run(*args: str, fake: str = "", machine: Probe = CPU) -> tuple[int, str, str]:
         monkeypatch.setenv("DCPBENCH_FAKE", fake)
-        monkeypatch.setattr("dcpbench.launch.probe", lambda: machine)
+        monkeypatch.setattr("dcpbench.launch.launcher.probe", lambda: machine)
         with pytest.raises(SystemExit) as end:
             cli.main(["bench", *args])
         out, err = capsys.readouterr()
@@ -114,15 +115,15 @@ def test_a_hung_worker_is_ended(call, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     now = itertools.count(0, 3600)
     done: list[bool] = []
-    take = bench_job._take
+    take = processes._take
 
     def taken(event: Event, record: BenchRecord) -> None:
         take(event, record)
         done.extend([True] * (event.stage == "done"))
 
-    monkeypatch.setattr(bench_job, "_take", taken)
+    monkeypatch.setattr(processes, "_take", taken)
     monkeypatch.setattr(
-        bench_job, "time", SimpleNamespace(monotonic=lambda: next(now) if done else 0, sleep=time.sleep)
+        processes, "time", SimpleNamespace(monotonic=lambda: next(now) if done else 0, sleep=time.sleep)
     )
     code, out, err = call(*TWO, "--timeout", "2", fake="hangs")
     assert code == 4
@@ -148,7 +149,7 @@ def test_fewer_ranks_than_gpus_can_be_asked_for(call) -> None:
 
 def test_a_rank_that_dies_ends_the_others_and_has_the_last_word(call, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 would wait for it for ever."""
-    monkeypatch.setattr(bench_job, "GRACE_S", 0.5)
+    monkeypatch.setattr(processes, "GRACE_S", 0.5)
     code, out, err = call("exchange", "--variant", "ag_rs", fake="lonely")
     assert code == 4
     assert "Rank 1 ended with exit code 1. The last lines of rank 1:\nillegal memory access, as it were" in err
@@ -167,8 +168,8 @@ def test_ctrl_c_ends_every_rank_and_writes_nothing(call, monkeypatch: pytest.Mon
         return started[-1]
 
     popen = subprocess.Popen
-    monkeypatch.setattr(bench_job.subprocess, "Popen", start)
-    monkeypatch.setattr(bench_job.time, "sleep", interrupted)
+    monkeypatch.setattr(processes.subprocess, "Popen", start)
+    monkeypatch.setattr(processes.time, "sleep", interrupted)
     code, out, err = call("exchange", "--variant", "ag_rs", "-o", "out", fake="hangs")
     assert code == 130
     assert "Interrupted; the worker has ended and nothing was written." in err
@@ -256,8 +257,10 @@ def test_kv_write_for_real_finds_that_the_published_fix_still_synchronises() -> 
         assert r["time"] is r["host"] is r["graph"] is None, "times of a CPU are no performance"
         counts.setdefault(r["case"]["variant"], {})[r["case"]["sizes"]["owned"]] = r["syncs"]["per_call"]
     assert counts == {
-        "check-all": {8: 1, 2: 3, 0: 3}, "filter": {8: 2, 2: 2, 0: 2}, "masked-kernel": {8: 0, 2: 0, 0: 0},
-    }  # fmt: skip
+        "check-all": {8: 1, 2: 3, 0: 3},
+        "filter": {8: 2, 2: 2, 0: 2},
+        "masked-kernel": {8: 0, 2: 0, 0: 0},
+    }
     assert any("it does not, it still synchronises twice a call." in told for told in record["findings"])
 
 
@@ -265,8 +268,9 @@ def test_dp_slice_for_real_reads_both_ends_of_a_slice_from_the_gpu() -> None:
     """Start and end are numbers on the GPU: 2 reads. From the host's counts: none."""
     record = real("dp-slice", "--tokens", "8", "--dp", "3")
     assert {r["case"]["variant"]: r["syncs"]["per_call"] for r in record["results"]} == {
-        "cuda-slice": 2, "host-slice": 0,
-    }  # fmt: skip
+        "cuda-slice": 2,
+        "host-slice": 0,
+    }
     assert all(r["correct"] for r in record["results"])
     (site,) = record["results"][0]["syncs"]["sites"]
     assert (site["op"], site["function"], site["kind"]) == ("aten::_local_scalar_dense", "take", "scalar-read")
@@ -325,8 +329,11 @@ def test_a_backend_that_cannot_run_here_fails_by_itself() -> None:
     command = [sys.executable, "-m", "dcpbench.cli", "bench", "attention", "--backend", "reference,flashinfer"]
     done = subprocess.run(
         [*command, "--requests", "1", "--device", "cpu", "--json"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     results = json.loads(done.stdout)["results"]
     assert done.returncode == 4
     assert [r["outcome"] for r in results] == ["ok", "failed"]
@@ -336,7 +343,7 @@ def test_a_backend_that_cannot_run_here_fails_by_itself() -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_there_are_limits_and_shares_of_them(call, monkeypatch: pytest.MonkeyPatch) -> None:
     """A correct kernel's share is more than nothing and not more than the machine can do, rounding aside."""
-    monkeypatch.setattr(bench, "WORKER", "dcpbench.bench_worker")
+    monkeypatch.setattr(command, "WORKER", "dcpbench.bench.worker")
     code, out, _ = call("merge", "--requests", "512", "--variant", "pack", "--json", machine=GPU)
     record = json.loads(out)
     assert code == 0

@@ -12,7 +12,8 @@ import pytest
 import typer
 from typer.models import OptionInfo
 
-from dcpbench import cli, cli_bench
+from dcpbench import cli
+from dcpbench.commands import bench
 
 ROOT = Path(cli.__file__).parents[1]
 SHARED = {"--seconds", "--timeout", "--device", "-o", "--output", "--force", "--json"}
@@ -46,7 +47,7 @@ def help_of(*command: str) -> str:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_options_of_a_bench_are_these(name: str) -> None:
     """Scripts rely on them: a new or a lost one must be noticed."""
-    command = typer.main.get_command(cli_bench.app).commands[name]
+    command = typer.main.get_command(bench.app).commands[name]
     assert {o for p in command.params for o in [*p.opts, *p.secondary_opts]} == OPTIONS[name]
 
 
@@ -54,7 +55,7 @@ def test_every_option_has_the_name_that_is_written_beside_it() -> None:
     """Names that Typer makes up of a variable's have been lost by one of its versions."""
     notes = [
         note
-        for command in cli_bench.app.registered_commands
+        for command in bench.app.registered_commands
         for kind in get_type_hints(command.callback, include_extras=True).values()
         for note in getattr(kind, "__metadata__", ())
         if isinstance(note, OptionInfo)

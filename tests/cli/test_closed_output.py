@@ -28,9 +28,14 @@ def shell(folder: Path, line: str, **env: str) -> subprocess.CompletedProcess[st
     """A line of sh, `dcpbench` in it being ours."""
     line = line.replace("dcpbench", f"{sys.executable} -m dcpbench.cli")
     return subprocess.run(
-        ["sh", "-c", line], cwd=folder, env=os.environ | env, capture_output=True, text=True,
-        check=False, timeout=200,
-    )  # fmt: skip
+        ["sh", "-c", line],
+        cwd=folder,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
 
 
 def unread(folder: Path, args: list[str], *, stderr: bool = False) -> subprocess.CompletedProcess[bytes]:
@@ -39,9 +44,13 @@ def unread(folder: Path, args: list[str], *, stderr: bool = False) -> subprocess
     os.close(reader)
     try:
         return subprocess.run(
-            [sys.executable, "-m", "dcpbench.cli", *args], cwd=folder, stdout=writer,
-            stderr=writer if stderr else subprocess.PIPE, check=False, timeout=200,
-        )  # fmt: skip
+            [sys.executable, "-m", "dcpbench.cli", *args],
+            cwd=folder,
+            stdout=writer,
+            stderr=writer if stderr else subprocess.PIPE,
+            check=False,
+            timeout=200,
+        )
     finally:
         os.close(writer)
 

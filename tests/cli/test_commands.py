@@ -12,12 +12,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dcpbench import __version__, cli, commands, runs
-from dcpbench.jobs import Check, Job, Probe, Settings
-from dcpbench.layout import Layout
-from dcpbench.records import Point, Record, RecordFile, read_records
-from dcpbench.spec import make_spec
-from dcpbench.sweep import expand_layouts
+from dcpbench import __version__, cli
+from dcpbench.commands import actions, runs
+from dcpbench.launch.jobs import Check, Job
+from dcpbench.plan.grid import expand_layouts
+from dcpbench.plan.spec import make_spec
+from dcpbench.points.layout import Layout
+from dcpbench.points.machine import Probe
+from dcpbench.points.point import Point
+from dcpbench.points.settings import Settings
+from dcpbench.records.file import RecordFile, read_records
+from dcpbench.records.record import Record
 from tests.cli import fake_worker
 from tests.cli.waiting import is_gone, until
 from tests.unit import record_builder, serve_record_builder
@@ -27,9 +32,13 @@ HERE = Path(__file__).parent
 ROOT = Path(cli.__file__).parents[1]
 ENV = os.environ | {"PYTHONPATH": f"{HERE}:{ROOT}", "COLUMNS": "140"}
 GPUS = Probe(
-    device="cuda", count=4, name="NVIDIA H200", memory_bytes=139 << 30, l2_bytes=60 << 20,
+    device="cuda",
+    count=4,
+    name="NVIDIA H200",
+    memory_bytes=139 << 30,
+    l2_bytes=60 << 20,
     packages={"flashinfer": "0.6.18"},
-)  # fmt: skip
+)
 CPU = Probe(device="cpu", count=0, name="CPU", packages={"torch": "2.9", "flashinfer": None})
 POINT = Point(model="tiny", tp=1, concurrency=2, context=100, backend="reference", dtype="fp32")
 
@@ -45,7 +54,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Run a command in this process on a given machine; what needs no job is quicker so."""
 
     def run(*args: str, machine: Probe = CPU) -> tuple[int, str, str]:
-        monkeypatch.setattr("dcpbench.launch.probe", lambda _: machine)
+        monkeypatch.setattr("dcpbench.launch.launcher.probe", lambda _: machine)
         with pytest.raises(SystemExit) as end:
             cli.main(list(args))
         out, err = capsys.readouterr()
@@ -134,8 +143,10 @@ def test_verify_ends_with_1_when_a_check_is_wrong(tmp_path: Path) -> None:
     assert wrong.returncode == 1
     found = json.loads(wrong.stdout)
     assert [(c["layout"], c["ok"]) for c in found["checks"]] == [
-        ("tp2", True), ("tp2·dcp2", True), ("tp2·dp2", False),
-    ]  # fmt: skip
+        ("tp2", True),
+        ("tp2·dcp2", True),
+        ("tp2·dp2", False),
+    ]
     right = dcpbench(tmp_path, "verify", "--tp", "2", "--dp", "1", "-o", "v", "--force")
     assert right.returncode == 0
     assert "2 checks ok, 0 wrong, 0 points failed" in right.stderr
@@ -185,8 +196,10 @@ def test_a_dry_run_in_json_is_one_list_on_stdout(call) -> None:
     rows = json.loads(out)
     assert code == 0
     assert [(r["layout"], r["added"], r["reason"] is None) for r in rows] == [
-        ("tp4", True, True), ("tp4·dcp4", False, True), ("tp8·dcp8", False, False),
-    ]  # fmt: skip
+        ("tp4", True, True),
+        ("tp4·dcp4", False, True),
+        ("tp8·dcp8", False, False),
+    ]
 
 
 def test_the_command_line_overrides_the_file(call, tmp_path: Path) -> None:
@@ -255,7 +268,7 @@ def test_an_unexpected_exception_keeps_its_traceback(monkeypatch: pytest.MonkeyP
     def broken(_: object) -> Probe:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("dcpbench.launch.probe", broken)
+    monkeypatch.setattr("dcpbench.launch.launcher.probe", broken)
     with pytest.raises(ZeroDivisionError):
         cli.main(["env"])
 
@@ -264,8 +277,10 @@ def test_verify_without_a_layout_takes_the_usual_six_that_the_gpus_can_hold(call
     """On the CPU all of them; on 2 GPUs those of at most 2 ranks; --dcp 4 alone means tp 4."""
     layouts = {}
     for name, args, machine in (
-        ("cpu", [], CPU), ("two", [], msgspec.structs.replace(GPUS, count=2)), ("dcp4", ["--dcp", "4"], CPU),
-    ):  # fmt: skip
+        ("cpu", [], CPU),
+        ("two", [], msgspec.structs.replace(GPUS, count=2)),
+        ("dcp4", ["--dcp", "4"], CPU),
+    ):
         code, out, _ = call("verify", "--dry-run", "--json", *args, machine=machine)
         assert code == 0
         layouts[name] = [r["layout"] for r in json.loads(out)]
@@ -293,8 +308,8 @@ def test_a_layout_without_any_check_is_not_a_success(tmp_path: Path, capsys: pyt
         ok=True,
     )
     (tmp_path / "checks.jsonl").write_bytes(msgspec.json.encode(check) + b"\n")
-    assert commands._print_checks(points[:1], tmp_path, runs.Run()) == 0
-    assert commands._print_checks(points, tmp_path, runs.Run()) == 4
+    assert actions._print_checks(points[:1], tmp_path, runs.Run()) == 0
+    assert actions._print_checks(points, tmp_path, runs.Run()) == 4
     assert "no check was made for: tp2" in capsys.readouterr().err
 
 
@@ -356,7 +371,7 @@ def test_resume_with_another_pool_is_refused_and_with_another_time_limit_is_told
 
 def test_resume_says_when_there_is_nothing_to_go_on_with(call, tmp_path: Path, monkeypatch) -> None:
     """A folder without a run, and a run with other points."""
-    monkeypatch.setattr("dcpbench.launch.run", lambda *_: None)
+    monkeypatch.setattr("dcpbench.launch.launcher.run", lambda *_: None)
     typed = ["sweep", "--tp", "1", "--concurrency", "2", "--context", "100", "--resume", "-o"]
     assert f"{tmp_path / 'new'} holds no run yet; starting one." in call(*typed, str(tmp_path / "new"))[2]
     RecordFile(tmp_path).append(fake_worker.record(msgspec.structs.replace(POINT, context=7)))

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.models import OptionInfo
 
-from dcpbench import cli_dashboard
+from dcpbench.commands import dashboard
 from tests.unit import dashboard_builder
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +68,7 @@ def test_every_command_has_an_example(command: str) -> None:
     assert f"dcpbench dashboard {command} runs" in text
 
 
-@pytest.mark.parametrize("command", [cli_dashboard.build, cli_dashboard.serve], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("command", [dashboard.build, dashboard.serve], ids=lambda c: c.__name__)
 def test_every_option_has_the_name_that_is_written_beside_it(command: Any) -> None:
     """As for the other commands in test_help.py."""
     notes = [

@@ -53,10 +53,20 @@ def test_the_options_are_these() -> None:
     options = {
         "export": {"--to", "-o", "--output", "--force", "-h", "--help"},
         "import": {
-            "--from", "-o", "--output", "--force", "--model", "--tp", "--dp", "--dcp", "--gpu", "--dtype", "-h",
+            "--from",
+            "-o",
+            "--output",
+            "--force",
+            "--model",
+            "--tp",
+            "--dp",
+            "--dcp",
+            "--gpu",
+            "--dtype",
+            "-h",
             "--help",
         },
-    }  # fmt: skip
+    }
     for command, names in options.items():
         text = re.sub(r"[│╭╮╰╯─]", " ", dcpbench(command, "--help").stdout)
         assert set(re.findall(r"(?<![\w-])--?[a-z][\w-]*(?= )", text)) >= names

@@ -14,9 +14,9 @@ import pytest
 from typer.models import OptionInfo
 
 from dcpbench import cli
-from dcpbench.choices import flag
-from dcpbench.serve_spec import SERVE_PARSERS
-from dcpbench.spec import PARSERS
+from dcpbench.plan.serve_spec import SERVE_PARSERS
+from dcpbench.plan.spec import PARSERS
+from dcpbench.points.names import flag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,24 +24,107 @@ if TYPE_CHECKING:
 ROOT = Path(cli.__file__).parents[1]
 HEAVY = ("torch", "triton", "pandas", "matplotlib", "numpy", "jinja2", "dcpbench.reports", "rich.progress")
 SWEEP_OPTIONS = {
-    "--tp", "--dp", "--dcp", "--model", "--concurrency", "--context", "--weights", "--backend", "--exchange", "--dtype",
-    "--q-replicate", "--no-q-replicate", "--project-first", "--no-project-first", "--overlap", "--no-overlap",
+    "--tp",
+    "--dp",
+    "--dcp",
+    "--model",
+    "--concurrency",
+    "--context",
+    "--weights",
+    "--backend",
+    "--exchange",
+    "--dtype",
+    "--q-replicate",
+    "--no-q-replicate",
+    "--project-first",
+    "--no-project-first",
+    "--overlap",
+    "--no-overlap",
     "--all-reduce",
-    "--page-size", "--interleave", "--kv-memory", "--seconds", "--repeats", "--baseline", "--no-baseline", "--profile",
-    "--no-profile", "--timeout", "--config", "-o", "--output", "--resume", "--force", "--dry-run", "--json", "--device",
-    "--nnodes", "--node-rank", "--rdzv-endpoint", "--rdzv-id", "-h", "--help",
-}  # fmt: skip
+    "--page-size",
+    "--interleave",
+    "--kv-memory",
+    "--seconds",
+    "--repeats",
+    "--baseline",
+    "--no-baseline",
+    "--profile",
+    "--no-profile",
+    "--timeout",
+    "--config",
+    "-o",
+    "--output",
+    "--resume",
+    "--force",
+    "--dry-run",
+    "--json",
+    "--device",
+    "--nnodes",
+    "--node-rank",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "-h",
+    "--help",
+}
 
 
 SERVE_OPTIONS = {
-    "--tp", "--dp", "--dcp", "--model", "--weights", "--concurrency", "--request-rate", "--burstiness", "--requests",
-    "--limit", "--num-requests", "--input-tokens", "--output-tokens", "--prefix-share", "--prefix-groups", "--seed",
-    "--policy", "--chunk", "--prefix-cache", "--no-prefix-cache", "--prefill", "--kv-memory", "--backend", "--exchange",
-    "--q-replicate", "--no-q-replicate", "--project-first", "--no-project-first", "--all-reduce", "--dtype",
-    "--page-size", "--interleave", "--mode", "--step-times", "--slo", "--repeats", "--baseline", "--no-baseline",
-    "--profile", "--no-profile", "--timeout", "--config", "-o", "--output", "--resume", "--force", "--dry-run",
-    "--json", "--device", "--nnodes", "--node-rank", "--rdzv-endpoint", "--rdzv-id", "-h", "--help",
-}  # fmt: skip
+    "--tp",
+    "--dp",
+    "--dcp",
+    "--model",
+    "--weights",
+    "--concurrency",
+    "--request-rate",
+    "--burstiness",
+    "--requests",
+    "--limit",
+    "--num-requests",
+    "--input-tokens",
+    "--output-tokens",
+    "--prefix-share",
+    "--prefix-groups",
+    "--seed",
+    "--policy",
+    "--chunk",
+    "--prefix-cache",
+    "--no-prefix-cache",
+    "--prefill",
+    "--kv-memory",
+    "--backend",
+    "--exchange",
+    "--q-replicate",
+    "--no-q-replicate",
+    "--project-first",
+    "--no-project-first",
+    "--all-reduce",
+    "--dtype",
+    "--page-size",
+    "--interleave",
+    "--mode",
+    "--step-times",
+    "--slo",
+    "--repeats",
+    "--baseline",
+    "--no-baseline",
+    "--profile",
+    "--no-profile",
+    "--timeout",
+    "--config",
+    "-o",
+    "--output",
+    "--resume",
+    "--force",
+    "--dry-run",
+    "--json",
+    "--device",
+    "--nnodes",
+    "--node-rank",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "-h",
+    "--help",
+}
 
 
 def python(code: str) -> str:

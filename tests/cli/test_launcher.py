@@ -6,18 +6,23 @@ import dataclasses
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
-from dcpbench import launch, torchrun
 from dcpbench.errors import WorkerError
-from dcpbench.jobs import SECRET, Progress, Settings
-from dcpbench.records import Point, Record, read_records
-from dcpbench.torchrun import Machines
+from dcpbench.launch import launcher, torchrun
+from dcpbench.launch.jobs import SECRET, Progress
+from dcpbench.launch.torchrun import Machines
+from dcpbench.points.point import Point
+from dcpbench.points.settings import Settings
+from dcpbench.records.file import read_records
 from tests.cli.waiting import until
 from tests.unit.test_launch import free_port
+
+if TYPE_CHECKING:
+    from dcpbench.records.record import Record
 
 pytestmark = pytest.mark.distributed
 HERE = str(Path(__file__).parent)
@@ -25,7 +30,7 @@ HERE = str(Path(__file__).parent)
 
 @pytest.fixture(autouse=True)
 def _find_the_fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{HERE}:{Path(launch.__file__).parents[1]}")
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}:{Path(launcher.__file__).parents[1]}")
 
 
 def point(tp: int, context: int) -> Point:
@@ -33,9 +38,9 @@ def point(tp: int, context: int) -> Point:
     return Point(model="tiny", tp=tp, concurrency=2, context=context, backend="reference", dtype="fp32")
 
 
-def work(folder: Path, **options: Any) -> launch.Work:
+def work(folder: Path, **options: Any) -> launcher.Work:
     """A sweep on the CPU."""
-    return launch.Work(folder=folder, settings=Settings(), device="cpu", worker="fake_worker", **options)
+    return launcher.Work(folder=folder, settings=Settings(), device="cpu", worker="fake_worker", **options)
 
 
 class Clock:
@@ -67,7 +72,7 @@ def test_points_that_raise_hang_or_are_killed_leave_records_and_the_others_are_m
     seen: list[Progress] = []
     points = [point(2, context) for context in (100, 13, 66, 99, 101)]
     clock = Clock()
-    monkeypatch.setattr(launch, "time", clock)
+    monkeypatch.setattr(launcher, "time", clock)
     monkeypatch.setattr(torchrun, "STACKS_WAIT_S", 10.0)
 
     def watch(event: Progress) -> None:
@@ -76,12 +81,16 @@ def test_points_that_raise_hang_or_are_killed_leave_records_and_the_others_are_m
             until(lambda: len(list(tmp_path.glob("hangs-*"))) == 2)
         clock.fast = (event.stage, event.key) == ("measure", points[2].key())
 
-    launch.run(points, work(tmp_path), Machines(), watch)
+    launcher.run(points, work(tmp_path), Machines(), watch)
 
     records = read_records(tmp_path)
     assert outcomes(records) == [
-        (2, 100, "ok"), (2, 13, "failed"), (2, 66, "hung"), (2, 99, "failed"), (2, 101, "ok"),
-    ]  # fmt: skip
+        (2, 100, "ok"),
+        (2, 13, "failed"),
+        (2, 66, "hung"),
+        (2, 99, "failed"),
+        (2, 101, "ok"),
+    ]
     raised, hung, killed = records[1:4]
     assert "rank 1: ValueError: no such row in tiny. Read logs/tp2-0" in str(raised.reason)
     assert "misbehave" in raised.detail["traceback"]
@@ -104,7 +113,7 @@ def test_points_that_raise_hang_or_are_killed_leave_records_and_the_others_are_m
 def test_a_job_that_dies_before_its_first_point_is_tried_once_more_and_then_told(tmp_path: Path) -> None:
     """Every relaunch would die alike: no loop, no invented record, and the error holds the log's last lines."""
     with pytest.raises(WorkerError, match=r"(?s)before its first point, twice.*RuntimeError: cannot build the groups"):
-        launch.run([point(1, 7), point(1, 100)], work(tmp_path), Machines(), lambda _: None)
+        launcher.run([point(1, 7), point(1, 100)], work(tmp_path), Machines(), lambda _: None)
     assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["tp1-0", "tp1-1"]
     assert not (tmp_path / "records.jsonl").exists()
 
@@ -113,11 +122,15 @@ def test_a_checkpoint_that_cannot_be_read_is_told_for_every_point_after_one_job(
     """Context 21 finds no tensor. tp 2 and tp 4 would fail alike; another model would not, and is measured."""
     other = msgspec.structs.replace(point(2, 102), model="other")
     points = [point(2, 100), point(2, 21), point(2, 101), other, point(4, 103)]
-    launch.run(points, work(tmp_path), Machines(), lambda _: None)
+    launcher.run(points, work(tmp_path), Machines(), lambda _: None)
     records = read_records(tmp_path)
     assert outcomes(records) == [
-        (2, 100, "ok"), (2, 21, "failed"), (2, 101, "failed"), (2, 102, "ok"), (4, 103, "failed"),
-    ]  # fmt: skip
+        (2, 100, "ok"),
+        (2, 21, "failed"),
+        (2, 101, "failed"),
+        (2, 102, "ok"),
+        (4, 103, "failed"),
+    ]
     failed = [r for r in records if r.outcome == "failed"]
     assert {r.reason for r in failed} == {"rank 0: ModelError: no tensor 'x'; the checkpoint does not match."}
     assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["tp2-0", "tp2-1"]
@@ -126,7 +139,7 @@ def test_a_checkpoint_that_cannot_be_read_is_told_for_every_point_after_one_job(
 def test_what_one_engine_cannot_build_is_told_for_its_own_points_only(tmp_path: Path) -> None:
     """Context 22 runs out of memory while building: the same layout's next point too, another layout is tried."""
     dcp = msgspec.structs.replace(point(2, 102), dcp=2, exchange="ag_rs")
-    launch.run([point(2, 22), point(2, 101), dcp], work(tmp_path), Machines(), lambda _: None)
+    launcher.run([point(2, 22), point(2, 101), dcp], work(tmp_path), Machines(), lambda _: None)
     records = read_records(tmp_path)
     assert outcomes(records) == [(2, 22, "failed"), (2, 101, "failed"), (2, 102, "ok")]
     assert records[0].reason == records[1].reason == "rank 0: CapacityError: 3 GiB are missing."
@@ -135,9 +148,9 @@ def test_what_one_engine_cannot_build_is_told_for_its_own_points_only(tmp_path: 
 def test_a_point_that_verify_cannot_check_is_no_record_of_a_sweep(tmp_path: Path) -> None:
     """It goes to failed.jsonl, and verify has no --resume to advise."""
     checking = dataclasses.replace(work(tmp_path), kind="verify")
-    launch.run([point(2, 13)], checking, Machines(), lambda _: None)
+    launcher.run([point(2, 13)], checking, Machines(), lambda _: None)
     assert not (tmp_path / "records.jsonl").exists()
-    (record,) = launch.last_records(tmp_path, "failed.jsonl").values()
+    (record,) = launcher.last_records(tmp_path, "failed.jsonl").values()
     assert str(record.reason).endswith("no such row in tiny. Read logs/tp2-0 in the run's folder")
 
 
@@ -155,7 +168,7 @@ def test_two_nodes_measure_together_and_node_0_alone_keeps_records(
         points = [point(2, 13), point(2, 100), point(4, 100)] if rank == 0 else []
         machines = Machines(nnodes=2, node_rank=rank, rdzv_endpoint=endpoint)
         try:
-            launch.run(points, work(folders[rank]), machines, lambda _: None)
+            launcher.run(points, work(folders[rank]), machines, lambda _: None)
         except BaseException as e:  # noqa: BLE001 -- told to the test's own thread
             errors.append(e)
 

@@ -15,18 +15,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dcpbench import folders, launch
 from dcpbench.errors import OutputError, WorkerError
-from dcpbench.jobs import Job, Progress, Settings
-from dcpbench.processes import LOCK_FILE
-from dcpbench.records import read_records
-from dcpbench.torchrun import Machines, Running
+from dcpbench.launch import folders, launcher
+from dcpbench.launch.jobs import Job, Progress
+from dcpbench.launch.processes import LOCK_FILE
+from dcpbench.launch.torchrun import Machines, Running
+from dcpbench.points.settings import Settings
+from dcpbench.records.file import read_records
 from tests.cli.job_processes import AGENT, MARK, RANK, listening, of_role, opened, processes, wait_until
 from tests.cli.test_launcher import outcomes, point, work
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]  # some start real ranks twice
 HERE = Path(__file__).parent
-ROOT = Path(launch.__file__).parents[1]
+ROOT = Path(launcher.__file__).parents[1]
 SWEEP = ("sweep", "--tp", "2", "--context", "50,66", "--concurrency", "2", "--no-baseline", "-o", "run")
 BENCH = "from dcpbench import bench, cli; bench.WORKER = 'fake_bench_worker'; cli.main(['bench', 'exchange'])"
 
@@ -104,7 +105,7 @@ class TestKilled:
             if event.stage == "done" and event.key == point(2, 300).key():
                 os.kill(of_role(mark, AGENT)[0], signal.SIGKILL)
 
-        launch.run([point(2, 300), point(2, 101)], work(tmp_path), Machines(), watch)
+        launcher.run([point(2, 300), point(2, 101)], work(tmp_path), Machines(), watch)
         assert outcomes(read_records(tmp_path)) == [(2, 300, "ok"), (2, 101, "ok")]
 
     def test_an_agent_that_is_killed_at_a_point_is_named(self, mark: str, tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ class TestKilled:
             if event.stage == "measure":
                 os.kill(of_role(mark, AGENT)[0], signal.SIGKILL)
 
-        launch.run([point(2, 66)], work(tmp_path), Machines(), watch)
+        launcher.run([point(2, 66)], work(tmp_path), Machines(), watch)
         (record,) = read_records(tmp_path)
         assert str(record.reason).startswith("torchrun itself was ended by signal 9 (SIGKILL), and its ranks with it.")
         assert not processes(mark)
@@ -126,7 +127,7 @@ class TestKilled:
             if event.stage == "measure":
                 os.kill(of_role(mark, AGENT)[0], signal.SIGSTOP)
 
-        launch.run([point(2, 100)], work(tmp_path, timeout=300), Machines(), watch)
+        launcher.run([point(2, 100)], work(tmp_path, timeout=300), Machines(), watch)
         assert "stopped" in seen
         assert outcomes(read_records(tmp_path)) == [(2, 100, "ok")]
 
@@ -175,13 +176,13 @@ class TestBlame:
             (707, r"rank 1 ended with exit code 7 and without an error message", "7"),
             (700, r"rank 1 ended with exit code 0 before its points were done", "0"),
         ],
-    )  # fmt: skip
+    )
     @pytest.mark.usefixtures("mark")
     def test_the_rank_that_ended_is_blamed_and_not_the_one_that_missed_it(
         self, context: int, reason: str, code: str, tmp_path: Path
     ) -> None:
         """Rank 0 raises that its connection was closed, with an error message; rank 1 left none."""
-        launch.run([point(2, context)], work(tmp_path), Machines(), lambda _: None)
+        launcher.run([point(2, context)], work(tmp_path), Machines(), lambda _: None)
         (record,) = read_records(tmp_path)
         assert re.match(rf"{reason}\. Read logs/tp2-0 ", str(record.reason)), record.reason
         assert record.detail["exit_code"] == code
@@ -201,7 +202,7 @@ class TestListening:
             work(tmp_path), worker="dcpbench.worker", settings=Settings(seconds=0.2, profile=False), timeout=300
         )
         dcp = msgspec.structs.replace(point(2, 16), dcp=2, exchange="ag_rs")
-        launch.run([point(2, 16), dcp], real, Machines(), watch)
+        launcher.run([point(2, 16), dcp], real, Machines(), watch)
         assert outcomes(read_records(tmp_path)) == [(2, 16, "ok")] * 2
         assert seen["measure"] == {"0100007F"}
         assert set().union(*seen.values()) == {"0100007F"}
@@ -231,10 +232,10 @@ class TestLimits:
     @pytest.mark.usefixtures("mark")
     def test_imports_are_not_measured_by_the_timeout(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Silent for ever, they are ended after the limit of start-up, and not after a microsecond."""
-        monkeypatch.setattr(launch, "PATIENCE_S", 2.0)
+        monkeypatch.setattr(launcher, "PATIENCE_S", 2.0)
         importing = dataclasses.replace(work(tmp_path, timeout=1e-6), worker="importing_worker")
         with pytest.raises(WorkerError, match="gave no sign of life for 2 s before its first point, twice"):
-            launch.run([point(2, 100)], importing, Machines(), lambda _: None)
+            launcher.run([point(2, 100)], importing, Machines(), lambda _: None)
 
 
 class TestFolder:
@@ -246,7 +247,7 @@ class TestFolder:
                 folder.rename(tmp_path / "moved")
 
         with folders.locked(folder) as lock, pytest.raises(OutputError, match=r"was removed or moved .* add --resume"):
-            launch.run([point(2, 66), point(2, 101)], dataclasses.replace(work(folder), lock=lock), Machines(), watch)
+            launcher.run([point(2, 66), point(2, 101)], dataclasses.replace(work(folder), lock=lock), Machines(), watch)
         assert not folder.exists()
         assert not processes(mark)
 
@@ -255,7 +256,7 @@ class TestFolder:
         """Rank 0 cannot append its record. No point is blamed for it, and the report can be had elsewhere."""
         points = [point(2, 100), point(2, 28), point(2, 101)]
         with pytest.raises(OutputError) as caught:
-            launch.run(points, work(tmp_path), Machines(), lambda _: None)
+            launcher.run(points, work(tmp_path), Machines(), lambda _: None)
         assert "no space is left on its disk. What was measured is safe" in str(caught.value)
         assert f"`dcpbench report {tmp_path} -o ELSEWHERE`" in str(caught.value)
         assert outcomes(read_records(tmp_path)) == [(2, 100, "ok")]

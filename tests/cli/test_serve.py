@@ -13,8 +13,9 @@ import msgspec
 import pytest
 
 from dcpbench import cli
-from dcpbench.jobs import Probe
-from dcpbench.records import Environment, Honesty, read_records
+from dcpbench.points.machine import Probe
+from dcpbench.records.file import read_records
+from dcpbench.records.record import Environment, Honesty
 from dcpbench.serving.step_times import Case, Chunks, Decodes, EnginePath, Measured, StepTimes, write_step_times
 from tests.cli.waiting import is_gone, until
 
@@ -22,9 +23,13 @@ HERE = Path(__file__).parent
 ROOT = Path(cli.__file__).parents[1]
 ENV = os.environ | {"PYTHONPATH": f"{HERE}:{ROOT}", "COLUMNS": "140"}
 GPUS = Probe(
-    device="cuda", count=4, name="NVIDIA H200", memory_bytes=139 << 30, l2_bytes=60 << 20,
+    device="cuda",
+    count=4,
+    name="NVIDIA H200",
+    memory_bytes=139 << 30,
+    l2_bytes=60 << 20,
     packages={"flashinfer": "0.6.18"},
-)  # fmt: skip
+)
 CPU = Probe(device="cpu", count=0, name="CPU", packages={"torch": "2.9", "flashinfer": None})
 COMMAND = [sys.executable, str(HERE / "dcpbench_fake.py"), "serve"]
 
@@ -39,7 +44,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Run `dcpbench serve` in this process on a given machine."""
 
     def run(*args: str, machine: Probe = CPU) -> tuple[int, str, str]:
-        monkeypatch.setattr("dcpbench.launch.probe", lambda _: machine)
+        monkeypatch.setattr("dcpbench.launch.launcher.probe", lambda _: machine)
         with pytest.raises(SystemExit) as end:
             cli.main(["serve", *args])
         out, err = capsys.readouterr()
@@ -125,8 +130,9 @@ def test_a_dry_run_lists_loads_and_reasons(call) -> None:
     code, out, _ = call("--tp", "4", "--concurrency", "8", "--dry-run", "--json", machine=GPUS)
     rows = json.loads(out)
     assert [(r["layout"], r["workload"], r["load"]["arrival"], r["added"]) for r in rows] == [
-        ("tp4", "serve", "closed", True), ("tp4·dcp4", "serve", "closed", False),
-    ]  # fmt: skip
+        ("tp4", "serve", "closed", True),
+        ("tp4·dcp4", "serve", "closed", False),
+    ]
 
 
 def test_a_long_live_run_is_announced(call) -> None:
@@ -177,11 +183,13 @@ def step_times(tmp_path: Path) -> Path:
         StepTimes(
             path=EnginePath(model="tiny", tp=2, dcp=2, dtype="fp32", backend="reference", exchange="ag_rs"),
             cases=[Measured(case=case, samples_ms=[10.0]) for case in decodes + chunks],
-            launch_ms=0.0, measuring_s=1.0,
+            launch_ms=0.0,
+            measuring_s=1.0,
             honesty=Honesty(weights="synthetic", layers=3, layers_held=3, full_weights_bytes_per_gpu=1),
-            environment=Environment(device="CPU", device_count=0), marks=["cpu"],
+            environment=Environment(device="CPU", device_count=0),
+            marks=["cpu"],
         ),
-    )  # fmt: skip
+    )
     return path
 
 

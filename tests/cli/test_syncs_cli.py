@@ -15,7 +15,8 @@ import pytest
 import typer
 from typer.models import OptionInfo
 
-from dcpbench import cli, cli_syncs
+from dcpbench import cli
+from dcpbench.commands import syncs as syncs_command
 from dcpbench.errors import UsageError
 from dcpbench.syncs import files, progress
 from dcpbench.syncs import scan as scanning
@@ -302,7 +303,7 @@ class TestHelp:
 
     @pytest.mark.parametrize("name", COMMANDS)
     def test_every_option_is_parsed_and_has_the_name_that_is_written_beside_it(self, name: str) -> None:
-        command = typer.main.get_command(cli_syncs.app).commands[name]
+        command = typer.main.get_command(syncs_command.app).commands[name]
         for option in command.params:
             if option.param_type_name == "argument":
                 continue
@@ -310,7 +311,7 @@ class TestHelp:
                 value = [] if option.is_flag else ["1"]
                 with command.make_context(name, [typed, *value, "t.json"]) as context:
                     assert context.params[option.name] not in (None, ())
-        (callback,) = (c.callback for c in cli_syncs.app.registered_commands if c.callback.__name__ == name)
+        (callback,) = (c.callback for c in syncs_command.app.registered_commands if c.callback.__name__ == name)
         options = [
             note
             for kind in get_type_hints(callback, include_extras=True).values()

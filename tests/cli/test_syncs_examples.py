@@ -64,8 +64,10 @@ class Checkout:
         program.chmod(0o755)
         self.env = {
             "PATH": f"{program.parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT), "HOME": str(folder), "CI": "true",
-        }  # fmt: skip
+            "PYTHONPATH": str(ROOT),
+            "HOME": str(folder),
+            "CI": "true",
+        }
 
     def baseline(self, text: str) -> None:
         (self.folder / "syncs-baseline.json").write_text(text)
@@ -91,10 +93,15 @@ def github(checkout: Checkout) -> tuple[list[subprocess.CompletedProcess[str]], 
     """Results of the steps of the job, each in a shell of its own until one fails, and the step summary."""
     runner = checkout.folder.parent
     env = {
-        "GITHUB_ACTIONS": "true", "GITHUB_WORKSPACE": str(checkout.folder), "GITHUB_REPOSITORY": "owner/repo",
-        "GITHUB_REF": "refs/pull/1/merge", "GITHUB_EVENT_NAME": "pull_request", "RUNNER_OS": "Linux",
-        "RUNNER_TEMP": str(runner), "GITHUB_STEP_SUMMARY": str(runner / "summary.md"),
-    }  # fmt: skip
+        "GITHUB_ACTIONS": "true",
+        "GITHUB_WORKSPACE": str(checkout.folder),
+        "GITHUB_REPOSITORY": "owner/repo",
+        "GITHUB_REF": "refs/pull/1/merge",
+        "GITHUB_EVENT_NAME": "pull_request",
+        "RUNNER_OS": "Linux",
+        "RUNNER_TEMP": str(runner),
+        "GITHUB_STEP_SUMMARY": str(runner / "summary.md"),
+    }
     (runner / "summary.md").touch()
     install, *commands = github_commands("syncs")
     assert (install, github_commands("record")) == (INSTALL, [RECORD])
@@ -109,9 +116,12 @@ def github(checkout: Checkout) -> tuple[list[subprocess.CompletedProcess[str]], 
 def gitlab(checkout: Checkout) -> subprocess.CompletedProcess[str]:
     """Result of the job: all lines in one shell that ends with the first that fails."""
     env = {
-        "GITLAB_CI": "true", "CI_PROJECT_DIR": str(checkout.folder), "CI_JOB_NAME": "hidden-syncs",
-        "CI_PIPELINE_SOURCE": "merge_request_event", "CI_COMMIT_SHA": "0" * 40,
-    }  # fmt: skip
+        "GITLAB_CI": "true",
+        "CI_PROJECT_DIR": str(checkout.folder),
+        "CI_JOB_NAME": "hidden-syncs",
+        "CI_PIPELINE_SOURCE": "merge_request_event",
+        "CI_COMMIT_SHA": "0" * 40,
+    }
     install, *commands = gitlab_commands("hidden-syncs")
     assert (install, gitlab_commands("record-trace")) == (INSTALL, [RECORD])
     return checkout.run("\n".join(commands), ("bash", "-eo", "pipefail", "-c"), **env)

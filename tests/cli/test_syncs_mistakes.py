@@ -84,9 +84,14 @@ def test_a_full_disk_behind_stdout_is_neither_clean_nor_a_traceback(here: Path) 
     code = "from dcpbench.cli import main; main(['syncs', 'scan', 't.json'])"
     with open("/dev/full", "w") as full:  # noqa: PTH123 -- a device
         done = subprocess.run(
-            [sys.executable, "-c", code], cwd=here, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=full,
-            stderr=subprocess.PIPE, text=True, check=False,
-        )  # fmt: skip
+            [sys.executable, "-c", code],
+            cwd=here,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
     assert done.returncode == 2
     assert done.stderr.startswith("error: stdout cannot be written (No space left on device)")
     assert "Traceback" not in done.stderr

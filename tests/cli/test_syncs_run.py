@@ -156,13 +156,16 @@ class TestProcesses:
         self, tmp_path: Path, program: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        name = script(program, """
+        name = script(
+            program,
+            """
             import torch, torch.distributed as dist, training
             dist.init_process_group("gloo")
             training.loop(2)
             dist.all_reduce(torch.ones(1))
             dist.destroy_process_group()
-        """)  # fmt: skip
+        """,
+        )
         code, traces, _ = record(
             tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", name, steps=2
         )
@@ -171,24 +174,30 @@ class TestProcesses:
         assert ranks == {0: [0, 1], 1: [0, 1]}
 
     def test_a_spawned_child_is_recorded(self, tmp_path: Path, program: Path) -> None:
-        name = script(program, """
+        name = script(
+            program,
+            """
             import multiprocessing, training
             if __name__ == "__main__":
                 child = multiprocessing.get_context("spawn").Process(target=training.loop, args=(3,))
                 child.start(); child.join()
-        """)  # fmt: skip
+        """,
+        )
         _, traces, _ = record(tmp_path, name)
         assert sorted(steps_of(trace) for trace in traces.values()) == [[], [0, 1, 2]]
 
     def test_a_forked_child_of_a_recorded_process_goes_unrecorded(self, tmp_path: Path, program: Path) -> None:
         """As a DataLoader's workers do; they could not use CUDA either."""
-        name = script(program, """
+        name = script(
+            program,
+            """
             import multiprocessing, training
             training.loop(1)
             child = multiprocessing.get_context("fork").Process(target=training.loop, args=(3,))
             child.start(); child.join(); assert child.exitcode == 0
             training.loop(1)
-        """)  # fmt: skip
+        """,
+        )
         code, traces, notes = record(tmp_path, name)
         assert code == 0
         assert [steps_of(trace) for trace in traces.values()] == [[0, 1]]
@@ -227,7 +236,9 @@ class TestUnchanged:
         (home / "training.py").write_text(MODEL)
         (home / "sitecustomize.py").write_text("import os\nos.environ['CUSTOM'] = __file__\n")
         (home / "traces").mkdir()
-        script(home, """
+        script(
+            home,
+            """
             import json, os, sitecustomize, sys, torch, training
             seen = {
                 "path": sys.path, "finders": [type(finder).__module__ for finder in sys.meta_path],
@@ -239,7 +250,8 @@ class TestUnchanged:
             print(sys.stdin.read())
             print("no", file=sys.stderr)
             sys.exit(7)
-        """)  # fmt: skip
+        """,
+        )
         code = (
             "from pathlib import Path; import sys; from dcpbench.syncs import run; "
             "sys.exit(run.start([sys.executable, 'script.py'], Path('traces'), run.Recording()))"

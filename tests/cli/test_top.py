@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 ENV = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES"}} | {
-    "PYTHONPATH": f"{HERE}:{Path(cli.__file__).parents[1]}", "TERM": "xterm-256color",
-}  # fmt: skip
+    "PYTHONPATH": f"{HERE}:{Path(cli.__file__).parents[1]}",
+    "TERM": "xterm-256color",
+}
 """Without a size: processes of pytest-xdist have one, and it would stand for that of the terminal."""
 COMMAND = [sys.executable, str(HERE / "dcpbench_fake.py")]
 POINTS = [build.point(context) for context in (100, 200)]
@@ -62,7 +63,7 @@ class Terminal:
         self.text = ""
         self.process = subprocess.Popen(
             ["setsid", "--ctty", *COMMAND, *args], stdin=self.side, stdout=self.side, stderr=self.side, env=ENV | env
-        )  # fmt: skip
+        )
 
     def until(self, text: str) -> None:
         """Read until the screen has got this text, whatever codes stand between its words."""

@@ -17,12 +17,25 @@ VOCAB = 203
 """A prime: over 2, 4 or 8 ranks the last one holds padding rows."""
 
 SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 24,
-    "num_hidden_layers": 3, "first_k_dense_replace": 1, "num_attention_heads": 8, "num_key_value_heads": 8,
-    "n_routed_experts": 16, "num_experts_per_tok": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 12, "v_head_dim": 20, "max_position_embeddings": 256, "initializer_range": 0.15,
-    "bos_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 """8 heads and 16 experts for up to 8 ranks; nope, value and rope widths differ, so that none can stand in for another.
 With weights of 0.15 the logits are of size 1 to 10."""
 
@@ -30,35 +43,57 @@ With weights of 0.15 the logits are of size 1 to 10."""
 def yarn(mscale: float, mscale_all_dim: float) -> dict[str, object]:
     """Of 8 frequencies 1 is kept, 5 are stretched and 2 lie in between; theta is not the default."""
     return {
-        "rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 64,
-        "beta_fast": 32, "beta_slow": 1, "mscale": mscale, "mscale_all_dim": mscale_all_dim,
-    }  # fmt: skip
+        "rope_type": "yarn",
+        "rope_theta": 5000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": mscale,
+        "mscale_all_dim": mscale_all_dim,
+    }
 
 
 def deepseek_v3(folder: Path) -> None:
     """Low-rank q, sigmoid routing in 4 groups with a correction bias, YaRN that scales scores and the table."""
     config = DeepseekV3Config(
-        **SIZES, q_lora_rank=40, n_shared_experts=1, n_group=4, topk_group=2, norm_topk_prob=True,
-        routed_scaling_factor=2.5, rope_parameters=yarn(1.0, 0.8),
-    )  # fmt: skip
+        **SIZES,
+        q_lora_rank=40,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        rope_parameters=yarn(1.0, 0.8),
+    )
     _write(DeepseekV3ForCausalLM, config, folder, "10GB")
 
 
 def deepseek_v2(folder: Path) -> None:
     """As V2-Lite projects q, softmax routing limited to 2 of 4 groups, in several files with an index."""
     config = DeepseekV2Config(
-        **SIZES, q_lora_rank=None, n_shared_experts=2, n_group=4, topk_group=2, topk_method="group_limited_greedy",
-        routed_scaling_factor=1.5, rope_parameters=yarn(0.7, 0.7),
-    )  # fmt: skip
+        **SIZES,
+        q_lora_rank=None,
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=1.5,
+        rope_parameters=yarn(0.7, 0.7),
+    )
     _write(DeepseekV2ForCausalLM, config, folder, "150KB")
 
 
 def deepseek_v2_greedy(folder: Path) -> None:
     """Low-rank q, softmax routing without groups, plain rope, and an epsilon that the latent norms do not share."""
     config = DeepseekV2Config(
-        **SIZES, q_lora_rank=40, n_shared_experts=2, topk_method="greedy", rms_norm_eps=0.1,
+        **SIZES,
+        q_lora_rank=40,
+        n_shared_experts=2,
+        topk_method="greedy",
+        rms_norm_eps=0.1,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )  # fmt: skip
+    )
     _write(DeepseekV2ForCausalLM, config, folder, "10GB")
 
 
@@ -68,9 +103,14 @@ def deepseek_v3_of(folder: Path, changed: Mapping[str, object], written: Mapping
     A field that is written as ABSENT is left out.
     """
     fields = SIZES | {
-        "q_lora_rank": 40, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5, "rope_parameters": yarn(1.0, 0.8),
-    }  # fmt: skip
+        "q_lora_rank": 40,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "rope_parameters": yarn(1.0, 0.8),
+    }
     _write(DeepseekV3ForCausalLM, DeepseekV3Config(**(fields | changed)), folder, "10GB")
     _rewrite(folder, written)
 

@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 
 from dcpbench.engine.groups import make_groups
 from dcpbench.exchange import ExchangeSpec, make_exchange
-from dcpbench.layout import Layout
+from dcpbench.points.layout import Layout
 
 if TYPE_CHECKING:
     from dcpbench.exchange.collectives import Group
@@ -29,9 +29,11 @@ BATCH, HEADS, LATENT, WIDTH = 4, 8, 16, 5
 NAMES = ("ag_rs", "a2a")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CHANGES: dict[str, dict[str, object]] = {
-    "plain": {}, "replicated q": {"q_replicate": True}, "projected": {"project_first": True},
+    "plain": {},
+    "replicated q": {"q_replicate": True},
+    "projected": {"project_first": True},
     "bf16 wire": {"wire": torch.bfloat16},
-}  # fmt: skip
+}
 EMPTY_ON_RANK_1, ONLY_ON_RANK_1, EMPTY_EVERYWHERE = 1, 2, 3
 """What three of the four requests are; request 0 has rows on every rank."""
 

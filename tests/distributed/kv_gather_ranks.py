@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dcpbench.bench_records import Case
-from dcpbench.workloads.kv_gather import KvGather
+from dcpbench.bench.operators.kv_gather import KvGather
+from dcpbench.bench.record import Case
 
 POOL_BYTES = 1 << 16
 SIZES = ((3, 7, "pool"), (2, 50, "pool"), (2, 50, "outgrown"), (2, 50, "plain"))
@@ -26,12 +26,13 @@ def cases(world: int) -> list[Case]:
     """Every size in both ways."""
     return [
         Case(
-            variant=way, calls=2,
+            variant=way,
+            calls=2,
             sizes={"requests": requests, "tokens": tokens, "ranks": world, "buffer": kind, "pool_bytes": POOL_BYTES},
         )
         for requests, tokens, kind in SIZES
         for way in ("nccl", "direct")
-    ]  # fmt: skip
+    ]
 
 
 def main(rank: int, world: int, folder: Path) -> None:
@@ -43,8 +44,9 @@ def main(rank: int, world: int, folder: Path) -> None:
         calls = workload.build(case)
         found[case.name()] = {
             "differences": [calls.check(run) for run in (calls.run, calls.run_captured, calls.run_captured)],
-            "received_bytes": calls.work.received_bytes, "wire_bytes": calls.work.wire_bytes,
-        }  # fmt: skip
+            "received_bytes": calls.work.received_bytes,
+            "wire_bytes": calls.work.wire_bytes,
+        }
     calls = workload.build(cases(world)[0])
     found["a call is missing"] = calls.check(calls.calls[0])
     (folder / f"{rank}.json").write_text(json.dumps(found))

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dcpbench import memory
 from dcpbench.engine.prefill import Prefiller
-from dcpbench.layout import Layout
-from dcpbench.records import Point
-from dcpbench.shapes import load_shape
+from dcpbench.points import memory
+from dcpbench.points.layout import Layout
+from dcpbench.points.point import Point
+from dcpbench.points.shapes import load_shape
 from dcpbench.workloads.session import build
 from tests.unit.engine_builder import CPU, plan
 from tests.unit.prefill_builder import Prompt, prompt_tokens, step
@@ -59,11 +59,22 @@ class Case:
         """As a point in fp32."""
         layout, weights = self.layout, str(folder / self.model)
         return Point(
-            model=weights, weights=weights, tp=layout.tp, dp=layout.dp, dcp=layout.dcp, concurrency=2 * layout.dp,
-            context=CONTEXT, backend="reference", dtype="fp32", page_size=self.page_size, interleave=self.interleave,
-            exchange=self.exchange if layout.dcp > 1 else "none", q_replicate=self.q_replicate,
-            project_first=self.project_first, all_reduce=self.all_reduce,
-        )  # fmt: skip
+            model=weights,
+            weights=weights,
+            tp=layout.tp,
+            dp=layout.dp,
+            dcp=layout.dcp,
+            concurrency=2 * layout.dp,
+            context=CONTEXT,
+            backend="reference",
+            dtype="fp32",
+            page_size=self.page_size,
+            interleave=self.interleave,
+            exchange=self.exchange if layout.dcp > 1 else "none",
+            q_replicate=self.q_replicate,
+            project_first=self.project_first,
+            all_reduce=self.all_reduce,
+        )
 
 
 CASES = {
@@ -82,7 +93,7 @@ CASES = {
         Case("v2", Layout(4, dp=2, dcp=2), "direct", page_size=1),
         Case("v3", Layout(4, dcp=2), "direct", page_size=8, window=16, q_replicate=True),
     ],
-}  # fmt: skip
+}
 
 
 def prompts(replica: int) -> list[list[int]]:
@@ -96,12 +107,10 @@ def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -
     pages = 2 * -(-CONTEXT // (case.page_size * case.layout.dcp)) + 1
     session = build(
         point, shape, plan(shape), pages=pages, max_requests=2, max_context=CONTEXT, rank=rank, device=CPU, seed=0
-    )  # fmt: skip
+    )
     nbytes = memory.window_bytes(shape, case.layout, case.window, 4)
     engine = session.engine
-    prefiller = Prefiller(
-        engine.model, backend="sdpa", tokens=CONTEXT, gather=case.gather, window_bytes=nbytes
-    )  # fmt: skip
+    prefiller = Prefiller(engine.model, backend="sdpa", tokens=CONTEXT, gather=case.gather, window_bytes=nbytes)
     replica = case.layout.dp_rank(rank)
     requests = [Prompt.admit(engine, tokens) for tokens in prompts(replica)]
     known = truth[case.model][2 * replica : 2 * replica + 2]
@@ -112,9 +121,12 @@ def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -
         expected = [known[n, requests[n].stored] for n in decodes]
         expected += [known[n, requests[n].stored + i] for n, count in chunks for i in range(count)]
         logits = step(
-            engine, prefiller, [requests[n] for n in decodes], [(requests[n], count) for n, count in chunks],
+            engine,
+            prefiller,
+            [requests[n] for n in decodes],
+            [(requests[n], count) for n, count in chunks],
             padding=max(rows) - rows[replica],
-        )  # fmt: skip
+        )
         assert len(logits) == max(rows)
         assert bool(logits.isfinite().all())
         if expected:

@@ -20,7 +20,7 @@ from dcpbench.engine.groups import make_groups
 from dcpbench.exchange import ExchangeSpec, make_exchange, symm
 from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, SymmetricAllReduce
 from dcpbench.kernels.peers import merge as merging
-from dcpbench.layout import Layout
+from dcpbench.points.layout import Layout
 
 if TYPE_CHECKING:
     from dcpbench.exchange.collectives import Group
@@ -82,9 +82,14 @@ def layers(group: Group, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]
 def spec(**changes: bool) -> ExchangeSpec:
     """Sizes of all exchanges here."""
     return ExchangeSpec(
-        batch=max(BATCHES), heads=HEADS, width=WIDTH, value=LATENT, dtype=torch.bfloat16,
-        device=torch.device("cpu"), **changes,
-    )  # fmt: skip
+        batch=max(BATCHES),
+        heads=HEADS,
+        width=WIDTH,
+        value=LATENT,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        **changes,
+    )
 
 
 def replays(group: Group, number: int, count: int, kind: int) -> list[torch.Tensor]:

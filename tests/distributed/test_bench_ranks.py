@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from dcpbench.workloads.ranks import RankError, everyone, one_of, together
+from dcpbench.bench.operators.ranks import RankError, everyone, one_of, together
 
 ROOT = Path(__file__).parents[2]
 RANK = """
 import os, torch
 from pathlib import Path
-from dcpbench.workloads.ranks import RankError, everyone, join, one_of, together
+from dcpbench.bench.operators.ranks import RankError, everyone, join, one_of, together
 rank = int(os.environ["RANK"])
 join(rank, 2, torch.device("cpu"), Path(os.environ["FOLDER"]))
 def step():

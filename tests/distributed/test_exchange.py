@@ -12,7 +12,7 @@ from dcpbench.errors import UsageError
 from dcpbench.exchange import make_exchange
 from dcpbench.exchange.collectives import Group
 from dcpbench.kernels.merge import merge
-from dcpbench.layout import Layout
+from dcpbench.points.layout import Layout
 from tests.distributed import exchange_ranks as ranks
 
 ROOT = Path(__file__).parents[2]

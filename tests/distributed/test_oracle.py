@@ -14,12 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dcpbench import launch
-from dcpbench.jobs import FAILED_FILE, Check, Job, Settings
-from dcpbench.layout import Layout, local_length
-from dcpbench.records import Point
-from dcpbench.shapes import load_shape
-from dcpbench.torchrun import Machines
+from dcpbench.launch import launcher
+from dcpbench.launch.jobs import FAILED_FILE, Check, Job
+from dcpbench.launch.torchrun import Machines
+from dcpbench.points.layout import Layout, local_length
+from dcpbench.points.point import Point
+from dcpbench.points.settings import Settings
+from dcpbench.points.shapes import load_shape
 from dcpbench.workloads import verify as workload
 from tests.distributed.checkpoints import ABSENT, VOCAB, WRITERS, deepseek_v2_of, deepseek_v3_of, yarn
 
@@ -69,21 +70,38 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def point(
-    model: str, layout: Layout, storage: dict[str, int], exchange: dict[str, object], backend: str = "reference",
+    model: str,
+    layout: Layout,
+    storage: dict[str, int],
+    exchange: dict[str, object],
+    backend: str = "reference",
     context: int = 37,
-) -> Point:  # fmt: skip
+) -> Point:
     """A point in fp32 on the checkpoint in the folder `model`."""
     return Point(
-        model=model, weights=model, tp=layout.tp, dp=layout.dp, dcp=layout.dcp, concurrency=4, context=context,
-        backend=backend, dtype="fp32", **storage, **exchange,
-    )  # fmt: skip
+        model=model,
+        weights=model,
+        tp=layout.tp,
+        dp=layout.dp,
+        dcp=layout.dcp,
+        concurrency=4,
+        context=context,
+        backend=backend,
+        dtype="fp32",
+        **storage,
+        **exchange,
+    )
 
 
 def verify(points: list[Point], prompts: tuple[tuple[int, ...], ...], new: int, folder: Path) -> None:
     """Run a verify job for each world size, in order, and assert what every point must have found."""
-    work = launch.Work(folder=folder, settings=Settings(), device="cpu", kind="verify", prompts=prompts, new_tokens=new)
-    launch.run(points, work, Machines(), lambda _: None)
-    assert {r.point.key(): r.reason for r in launch.last_records(folder, FAILED_FILE).values()} == {}, "no point failed"
+    work = launcher.Work(
+        folder=folder, settings=Settings(), device="cpu", kind="verify", prompts=prompts, new_tokens=new
+    )
+    launcher.run(points, work, Machines(), lambda _: None)
+    assert {r.point.key(): r.reason for r in launcher.last_records(folder, FAILED_FILE).values()} == {}, (
+        "no point failed"
+    )
     lines = (folder / "checks.jsonl").read_bytes().splitlines()
     checks = [msgspec.json.decode(line, type=Check) for line in lines]
     reduced = [c for c in checks if c.name == "reduce"]
@@ -137,8 +155,12 @@ def test_so_are_those_of_the_triton_backend_and_of_symmetric_memory(checkpoints,
 YARN = yarn(1.0, 0.8)
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OF_V3 = {
-    "n_group": 8, "topk_group": 4, "num_hidden_layers": 4, "first_k_dense_replace": 3, "rope_parameters": PLAIN_ROPE
-}  # fmt: skip
+    "n_group": 8,
+    "topk_group": 4,
+    "num_hidden_layers": 4,
+    "first_k_dense_replace": 3,
+    "rope_parameters": PLAIN_ROPE,
+}
 VARIANTS: dict[str, tuple[Any, dict[str, object], dict[str, object]]] = {
     "no-shared-experts": (deepseek_v3_of, {"n_shared_experts": 0}, {}),
     "null-shared-experts": (deepseek_v3_of, {"n_shared_experts": 0}, {"n_shared_experts": None}),
@@ -147,19 +169,30 @@ VARIANTS: dict[str, tuple[Any, dict[str, object], dict[str, object]]] = {
     "v2-yarn-not-truncated": (deepseek_v2_of, {"rope_parameters": YARN | {"truncate": False}}, {}),
     "yarn-truncated": (deepseek_v3_of, {"rope_parameters": YARN | {"truncate": True}}, {}),
     "yarn-without-its-first-length": (
-        deepseek_v3_of, {},
+        deepseek_v3_of,
+        {},
         {"rope_parameters": {k: v for k, v in YARN.items() if k != "original_max_position_embeddings"}},
     ),
     "yarn-attention-factor": (deepseek_v3_of, {"rope_parameters": YARN | {"attention_factor": 1.3}}, {}),
     "yarn-of-nulls": (
-        deepseek_v3_of, {},
+        deepseek_v3_of,
+        {},
         {"rope_parameters": YARN | dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "mscale"))},
     ),
     "rope-scaling-as-published": (
-        deepseek_v3_of, {},
-        {"rope_parameters": ABSENT, "rope_theta": 7000, "rope_scaling": {
-            "type": "yarn", "factor": 4, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 1.0,
-        }},
+        deepseek_v3_of,
+        {},
+        {
+            "rope_parameters": ABSENT,
+            "rope_theta": 7000,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4,
+                "original_max_position_embeddings": 64,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
     ),
     "two-thetas": (deepseek_v3_of, {}, {"rope_theta": 10.0}),
     "rope-in-halves": (deepseek_v3_of, {"rope_interleave": False}, {}),
@@ -167,30 +200,91 @@ VARIANTS: dict[str, tuple[Any, dict[str, object], dict[str, object]]] = {
     "v2-normalised": (deepseek_v2_of, {"norm_topk_prob": True}, {}),
     "v2-groups-that-greedy-ignores": (deepseek_v2_of, {"n_group": 4, "topk_group": 1}, {}),
     "v2-one-expert-a-group": (
-        deepseek_v2_of, {"topk_method": "group_limited_greedy", "n_group": 16, "topk_group": 5}, {},
+        deepseek_v2_of,
+        {"topk_method": "group_limited_greedy", "n_group": 16, "topk_group": 5},
+        {},
     ),
     "experts-of-23-columns": (deepseek_v3_of, {"moe_intermediate_size": 23}, {}),
     "tied": (deepseek_v3_of, {"tie_word_embeddings": True}, {}),
-    "kimi-k2": (deepseek_v3_of, {"n_group": 1, "topk_group": 1}, {
-        "model_type": "kimi_k2", "num_nextn_predict_layers": 0, "ep_size": 1, "aux_loss_alpha": 0.001, "seq_aux": True,
-        "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
-    }),
-    "what-v3-leaves-out": (deepseek_v3_of, OF_V3, dict.fromkeys((
-        "n_group", "topk_group", "first_k_dense_replace", "norm_topk_prob", "routed_scaling_factor", "rms_norm_eps",
-        "rope_interleave", "tie_word_embeddings", "attention_bias", "hidden_act", "rope_parameters", "head_dim",
-        "qk_head_dim", "num_key_value_heads", "architectures",
-    ), ABSENT)),
-    "what-v2-leaves-out": (deepseek_v2_of, {"first_k_dense_replace": 0, "rope_parameters": PLAIN_ROPE}, dict.fromkeys((
-        "n_group", "topk_group", "first_k_dense_replace", "norm_topk_prob", "routed_scaling_factor", "rms_norm_eps",
-        "topk_method", "tie_word_embeddings", "attention_bias", "mlp_bias", "hidden_act", "rope_parameters",
-    ), ABSENT)),
-    "harmless": (deepseek_v3_of, {}, {
-        "num_nextn_predict_layers": 2, "mlp_only_layers": [], "zero_expert_num": 0, "partial_rotary_factor": 1.0,
-        "sliding_window": None, "use_qk_norm": False, "index_topk": None, "attention_dropout": 0.1, "head_dim": 16,
-        "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "mlp_layer_types": None,
-        "hidden_act": None, "attention_bias": None,
-    }),
-}  # fmt: skip
+    "kimi-k2": (
+        deepseek_v3_of,
+        {"n_group": 1, "topk_group": 1},
+        {
+            "model_type": "kimi_k2",
+            "num_nextn_predict_layers": 0,
+            "ep_size": 1,
+            "aux_loss_alpha": 0.001,
+            "seq_aux": True,
+            "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+        },
+    ),
+    "what-v3-leaves-out": (
+        deepseek_v3_of,
+        OF_V3,
+        dict.fromkeys(
+            (
+                "n_group",
+                "topk_group",
+                "first_k_dense_replace",
+                "norm_topk_prob",
+                "routed_scaling_factor",
+                "rms_norm_eps",
+                "rope_interleave",
+                "tie_word_embeddings",
+                "attention_bias",
+                "hidden_act",
+                "rope_parameters",
+                "head_dim",
+                "qk_head_dim",
+                "num_key_value_heads",
+                "architectures",
+            ),
+            ABSENT,
+        ),
+    ),
+    "what-v2-leaves-out": (
+        deepseek_v2_of,
+        {"first_k_dense_replace": 0, "rope_parameters": PLAIN_ROPE},
+        dict.fromkeys(
+            (
+                "n_group",
+                "topk_group",
+                "first_k_dense_replace",
+                "norm_topk_prob",
+                "routed_scaling_factor",
+                "rms_norm_eps",
+                "topk_method",
+                "tie_word_embeddings",
+                "attention_bias",
+                "mlp_bias",
+                "hidden_act",
+                "rope_parameters",
+            ),
+            ABSENT,
+        ),
+    ),
+    "harmless": (
+        deepseek_v3_of,
+        {},
+        {
+            "num_nextn_predict_layers": 2,
+            "mlp_only_layers": [],
+            "zero_expert_num": 0,
+            "partial_rotary_factor": 1.0,
+            "sliding_window": None,
+            "use_qk_norm": False,
+            "index_topk": None,
+            "attention_dropout": 0.1,
+            "head_dim": 16,
+            "moe_layer_freq": 1,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "mlp_layer_types": None,
+            "hidden_act": None,
+            "attention_bias": None,
+        },
+    ),
+}
 """Configurations that are accepted: how transformers writes the checkpoint, and what its config.json then says."""
 
 
@@ -202,9 +296,15 @@ def test_a_configuration_that_is_accepted_gives_the_oracles_numbers(variant, tmp
     write(tmp_path, changed, written)
     asked = point(str(tmp_path), Layout(1), PLAIN, NONE, context=9)
     job = Job(
-        kind="verify", tag="t", folder=str(tmp_path), device="cpu", points=[asked], settings=Settings(),
-        prompts=PROMPTS, new_tokens=NEW,
-    )  # fmt: skip
+        kind="verify",
+        tag="t",
+        folder=str(tmp_path),
+        device="cpu",
+        points=[asked],
+        settings=Settings(),
+        prompts=PROMPTS,
+        new_tokens=NEW,
+    )
     shape = load_shape(str(tmp_path))
     checks = {c.name: c for c in workload.run(asked, shape, job, rank=0, device=torch.device("cpu"))}
     assert list(checks) == (CHECKS if "v2" in variant else [*CHECKS, "routing"])

@@ -7,28 +7,33 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from dcpbench import launch
-from dcpbench.jobs import Settings
-from dcpbench.layout import Layout
-from dcpbench.records import Point, Record, read_records
-from dcpbench.serve_records import Load
+from dcpbench.launch import launcher
+from dcpbench.launch.torchrun import Machines
+from dcpbench.points.layout import Layout
+from dcpbench.points.point import Load, Point
+from dcpbench.points.settings import Settings
+from dcpbench.records.file import read_records
 from dcpbench.serving.loads import make_requests
 from dcpbench.serving.samples import read_samples
-from dcpbench.torchrun import Machines
 from dcpbench.workloads import oracle
 from tests.distributed.checkpoints import VOCAB, WRITERS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from dcpbench.records.record import Record
     from dcpbench.serving.outcome import Row
 
 pytestmark = pytest.mark.distributed
 
 LONGEST, OUTPUT = 40, 20
 LOAD = Load(
-    requests=12, input_tokens=f"uniform:1-{LONGEST}", output_tokens="uniform:1-8", chunk=16, prefix_share=0.5,
-)  # fmt: skip
+    requests=12,
+    input_tokens=f"uniform:1-{LONGEST}",
+    output_tokens="uniform:1-8",
+    chunk=16,
+    prefix_share=0.5,
+)
 EXCHANGES = {True: "ag_rs", False: "none"}
 
 
@@ -59,15 +64,22 @@ def truth(checkpoint: str):
 def point(checkpoint: str, layout: Layout, load: Load, concurrency: int = 6, **fields: object) -> Point:
     """A point in fp32 on the checkpoint."""
     return Point(
-        model=checkpoint, weights=checkpoint, workload="serve", tp=layout.tp, dp=layout.dp, dcp=layout.dcp,
-        concurrency=concurrency, context=LONGEST + OUTPUT, load=load,
+        model=checkpoint,
+        weights=checkpoint,
+        workload="serve",
+        tp=layout.tp,
+        dp=layout.dp,
+        dcp=layout.dcp,
+        concurrency=concurrency,
+        context=LONGEST + OUTPUT,
+        load=load,
         **{"exchange": EXCHANGES[layout.dcp > 1], "backend": "reference", "dtype": "fp32", "page_size": 2} | fields,
-    )  # fmt: skip
+    )
 
 
 def serve(points: list[Point], folder: Path, settings: Settings = Settings()) -> list[Record]:  # noqa: B008 - frozen
     """What a job of these points records."""
-    launch.run(points, launch.Work(folder=folder, settings=settings, device="cpu"), Machines(), lambda _: None)
+    launcher.run(points, launcher.Work(folder=folder, settings=settings, device="cpu"), Machines(), lambda _: None)
     return read_records(folder)
 
 
@@ -85,11 +97,13 @@ CASES: dict[str, tuple[Layout, dict[str, object], dict[str, object]]] = {
     "forty": (Layout(4, dcp=4), {}, {"requests": 40}),
     "tp2-dp2": (Layout(2, dp=2), {}, {"chunk": 8}),
     "tp2-dcp2-symm": (
-        Layout(2, dcp=2), {"exchange": "symm", "page_size": 4, "interleave": 2}, {"policy": "prefill-first"},
+        Layout(2, dcp=2),
+        {"exchange": "symm", "page_size": 4, "interleave": 2},
+        {"policy": "prefill-first"},
     ),
     "tp4-dp2-dcp2-a2a": (Layout(4, dp=2, dcp=2), A2A_WIDE, {}),
     "tp4-dcp4-halves": (Layout(4, dcp=4), {"overlap": True, "page_size": 1}, TIGHT),
-}  # fmt: skip
+}
 """Layout, fields of the point and changes of LOAD."""
 
 

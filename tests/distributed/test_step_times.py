@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from dcpbench import launch
-from dcpbench.jobs import Settings
-from dcpbench.layout import Layout
-from dcpbench.records import Point, Record, read_records
-from dcpbench.serve_records import Load
+from dcpbench.launch import launcher
+from dcpbench.launch.torchrun import Machines
+from dcpbench.points.layout import Layout
+from dcpbench.points.point import Load, Point
+from dcpbench.points.settings import Settings
+from dcpbench.records.file import read_records
 from dcpbench.serving.replay_point import replay_from_file, step_times_name
 from dcpbench.serving.samples import read_samples
 from dcpbench.serving.step_grid import grid
 from dcpbench.serving.step_times import EnginePath, StepTimes, read_step_times
-from dcpbench.torchrun import Machines
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from dcpbench.records.record import Record
 
 pytestmark = pytest.mark.distributed
 
@@ -30,15 +32,24 @@ SETTINGS = Settings(profile=False)
 def point(layout: Layout = Layout(2, dcp=2), concurrency: int = 6, **changes: object) -> Point:  # noqa: B008 - frozen
     """A point of the tiny model on the CPU."""
     return Point(
-        model="tiny", workload="serve", tp=layout.tp, dp=layout.dp, dcp=layout.dcp, concurrency=concurrency, context=48,
-        load=msgspec.structs.replace(LOAD, **changes), exchange="ag_rs" if layout.dcp > 1 else "none",
-        backend="reference", dtype="fp32", page_size=2,
-    )  # fmt: skip
+        model="tiny",
+        workload="serve",
+        tp=layout.tp,
+        dp=layout.dp,
+        dcp=layout.dcp,
+        concurrency=concurrency,
+        context=48,
+        load=msgspec.structs.replace(LOAD, **changes),
+        exchange="ag_rs" if layout.dcp > 1 else "none",
+        backend="reference",
+        dtype="fp32",
+        page_size=2,
+    )
 
 
 def run(points: list[Point], folder: Path) -> list[Record]:
     """What a job of these points records."""
-    launch.run(points, launch.Work(folder=folder, settings=SETTINGS, device="cpu"), Machines(), lambda _: None)
+    launcher.run(points, launcher.Work(folder=folder, settings=SETTINGS, device="cpu"), Machines(), lambda _: None)
     records = read_records(folder)[-len(points) :]
     assert [(r.outcome, r.reason, r.detail) for r in records] == [("ok", None, {})] * len(points)
     return records

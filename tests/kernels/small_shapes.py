@@ -26,7 +26,7 @@ from dcpbench.kernels.peers.add_up import one_shot, two_shot
 from dcpbench.kernels.peers.gather import gather
 from dcpbench.kernels.peers.merge import merge
 from dcpbench.kernels.value_proj import project_values
-from dcpbench.layout import Prefix
+from dcpbench.points.layout import Prefix
 from tests.kernels.test_peers import Ranks
 
 MET = 1000
@@ -43,9 +43,16 @@ def attention() -> None:
     kv = _normal(sum(used), page, 576)
     for heads in (20, 128):
         spec = AttentionSpec(
-            batch=len(lengths), heads=heads, latent=512, rope=64, page_size=page, max_pages=max(used),
-            scale=576**-0.5, dtype=kv.dtype, device=kv.device,
-        )  # fmt: skip
+            batch=len(lengths),
+            heads=heads,
+            latent=512,
+            rope=64,
+            page_size=page,
+            max_pages=max(used),
+            scale=576**-0.5,
+            dtype=kv.dtype,
+            device=kv.device,
+        )
         backend = make_backend("triton", spec)
         backend.plan(Shards(pages=pages, lengths=lengths))
         o = torch.empty(len(lengths), heads, 512, dtype=kv.dtype, device=kv.device)

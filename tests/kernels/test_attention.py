@@ -28,9 +28,16 @@ def problem(device, dtype, lengths, *, heads, latent, rope, page_size, seed=0):
             row.normal_(generator=generator)
     q = torch.empty(len(lengths), heads, latent + rope, dtype=dtype, device=device).normal_(generator=generator)
     spec = AttentionSpec(
-        batch=len(lengths), heads=heads, latent=latent, rope=rope, page_size=page_size,
-        max_pages=max(used, default=1) + 2, scale=(latent + rope) ** -0.5, dtype=dtype, device=device,
-    )  # fmt: skip
+        batch=len(lengths),
+        heads=heads,
+        latent=latent,
+        rope=rope,
+        page_size=page_size,
+        max_pages=max(used, default=1) + 2,
+        scale=(latent + rope) ** -0.5,
+        dtype=dtype,
+        device=device,
+    )
     return spec, q, kv, Shards(pages=tables, lengths=list(lengths))
 
 

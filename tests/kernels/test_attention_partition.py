@@ -15,9 +15,19 @@ SLACK = 2
 
 @triton.jit
 def _walk_kernel(
-    lengths, seen, longest, slots, pieces_of, batch, parts, most,
-    TILE: tl.constexpr, LEAST: tl.constexpr, SLACK: tl.constexpr, BLOCK_B: tl.constexpr,
-):  # fmt: skip
+    lengths,
+    seen,
+    longest,
+    slots,
+    pieces_of,
+    batch,
+    parts,
+    most,
+    TILE: tl.constexpr,
+    LEAST: tl.constexpr,
+    SLACK: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
     """Counts in `seen` [B, most] how often each tile is visited, as the attention kernels visit them."""
     part = tl.program_id(0)
     b_B = tl.arange(0, BLOCK_B)
@@ -49,9 +59,19 @@ def walked(lengths, parts, *, least, device):
     seen, longest = torch.zeros(batch, most, **new), torch.zeros(parts, **new)
     slots, pieces_of = torch.zeros(2 * parts, **new), torch.zeros(batch, 2, **new)
     _walk_kernel[(parts,)](
-        torch.tensor(lengths, **new), seen, longest, slots, pieces_of, batch, parts, most,
-        TILE=TILE, LEAST=least, SLACK=SLACK, BLOCK_B=triton.next_power_of_2(batch),
-    )  # fmt: skip
+        torch.tensor(lengths, **new),
+        seen,
+        longest,
+        slots,
+        pieces_of,
+        batch,
+        parts,
+        most,
+        TILE=TILE,
+        LEAST=least,
+        SLACK=SLACK,
+        BLOCK_B=triton.next_power_of_2(batch),
+    )
     return tiles, seen.tolist(), longest.tolist(), slots.tolist(), pieces_of.tolist()
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from dcpbench.bench_records import Case
+from dcpbench.bench.operators import attention
+from dcpbench.bench.operators.attention import Attention, lengths_of, shards_of, work_of
+from dcpbench.bench.record import Case
 from dcpbench.kernels.attention.reference import ReferenceBackend
-from dcpbench.workloads import attention
-from dcpbench.workloads.attention import Attention, lengths_of, shards_of, work_of
 
 
 def case(**sizes) -> Case:

@@ -6,19 +6,19 @@ import sys
 import pytest
 import torch
 
-from dcpbench import measure
-from dcpbench.bench_records import BenchSettings, Case
-from dcpbench.workloads import calls as measuring
-from dcpbench.workloads.calls import Calls
-from dcpbench.workloads.kv_write import KvWrite
-from dcpbench.workloads.sync_count import count_syncs
+from dcpbench.bench.operators import calls as measuring
+from dcpbench.bench.operators.calls import Calls
+from dcpbench.bench.operators.kv_write import KvWrite
+from dcpbench.bench.operators.sync_count import count_syncs
+from dcpbench.bench.record import BenchSettings, Case
+from dcpbench.measuring.timing import Timing
 
 QUICK = BenchSettings(seconds=0.05, backlog_us=50.0)
 REFUSED_TWICE = """
 import torch
-from dcpbench.bench_records import Case
-from dcpbench.workloads.calls import try_capture
-from dcpbench.workloads.kv_write import KvWrite
+from dcpbench.bench.record import Case
+from dcpbench.bench.operators.calls import try_capture
+from dcpbench.bench.operators.kv_write import KvWrite
 workload = KvWrite(torch.device("cuda", 0), 0)
 sizes = {"tokens": 16, "dcp": 2, "owned": 8, "dtype": "bf16"}
 ready = [workload.build(Case(variant=v, sizes=sizes, calls=2)) for v in ("check-all", "filter")]
@@ -39,7 +39,7 @@ def case(variant: str, layers: int = 3) -> Case:
 
 def test_the_time_of_a_call_is_its_passes_divided_by_the_calls():
     """Passes of 4 calls take 2, 4 and 6 ms: calls take 0.5, 1 and 1.5 ms, in microseconds."""
-    found = measure.Timing(samples_ms=[2.0, 4.0, 6.0], noisy=True, unsettled=False)
+    found = Timing(samples_ms=[2.0, 4.0, 6.0], noisy=True, unsettled=False)
     timing = measuring._timing(found, 4)
     assert (timing.median_us, timing.low_us, timing.high_us, timing.max_us) == (1000, 500, 1500, 1500)
     assert timing.samples_us == [500, 1000, 1500]

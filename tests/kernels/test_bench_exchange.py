@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from dcpbench.bench_records import Case
+from dcpbench.bench.operators import collectives, exchange
+from dcpbench.bench.operators.collectives import Collectives
+from dcpbench.bench.operators.exchange import ExchangeBench, Inputs, work_of
+from dcpbench.bench.record import Case
 from dcpbench.exchange import make_exchange
-from dcpbench.workloads import collectives, exchange
-from dcpbench.workloads.collectives import Collectives
-from dcpbench.workloads.exchange import ExchangeBench, Inputs, work_of
 
 
 def case(variant: str = "ag_rs", **sizes) -> Case:

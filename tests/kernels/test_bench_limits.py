@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dcpbench.workloads import limits
+from dcpbench.bench.operators import limits
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import types
 import pytest
 import torch
 
-from dcpbench.bench_cases import Machine, moe_cases
-from dcpbench.bench_records import Case
+from dcpbench.bench.cases import Machine, moe_cases
+from dcpbench.bench.operators import moe
+from dcpbench.bench.operators.moe import Inputs, Moe, Sizes
+from dcpbench.bench.record import Case
 from dcpbench.errors import MissingPackageError, UsageError
-from dcpbench.workloads import moe
-from dcpbench.workloads.moe import Inputs, Moe, Sizes
 
 SIZES = {"experts": 16, "top_k": 4, "hidden": 48, "width": 24}
 
@@ -37,11 +37,10 @@ def test_a_wrong_product_is_noticed(variant, product, device, monkeypatch):
     right = moe.VARIANTS[variant]
     for wrong in (lambda y: y * 1.02, lambda y: y.flip(0), torch.zeros_like):
         monkeypatch.setitem(
-            moe.VARIANTS, variant,
-            lambda inputs, wrong=wrong: dataclasses.replace(
-                right(inputs), call=lambda: wrong(right(inputs).call())
-            ),
-        )  # fmt: skip
+            moe.VARIANTS,
+            variant,
+            lambda inputs, wrong=wrong: dataclasses.replace(right(inputs), call=lambda: wrong(right(inputs).call())),
+        )
         calls = Moe(device, 0).build(case(variant, product))
         assert "relative error" in calls.check(calls.run)
 
@@ -51,9 +50,12 @@ def inputs(product: str, counts: list[int]) -> Inputs:
     sizes = Sizes(product=product, experts=4, top_k=2, hidden=8, width=4, requests=3, rows="few")
     rows, width = (3, 8) if product == "gate-up" else (6, 4)
     return Inputs(
-        sizes=sizes, x=torch.zeros(rows, width, dtype=torch.bfloat16),
-        weight=torch.zeros(sizes.weight, dtype=torch.bfloat16), ids=torch.zeros(3, 2, dtype=torch.int32), counts=counts,
-    )  # fmt: skip
+        sizes=sizes,
+        x=torch.zeros(rows, width, dtype=torch.bfloat16),
+        weight=torch.zeros(sizes.weight, dtype=torch.bfloat16),
+        ids=torch.zeros(3, 2, dtype=torch.int32),
+        counts=counts,
+    )
 
 
 def test_only_experts_that_have_a_row_must_be_read():

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from dcpbench.bench_records import Case
+from dcpbench.bench.operators import dp_slice, kv_write
+from dcpbench.bench.operators.dp_slice import DpSlice
+from dcpbench.bench.operators.kv_write import FOREIGN, KvWrite, poison
+from dcpbench.bench.record import Case
 from dcpbench.kernels.kv_write import reference
-from dcpbench.workloads import dp_slice, kv_write
-from dcpbench.workloads.dp_slice import DpSlice
-from dcpbench.workloads.kv_write import FOREIGN, KvWrite, poison
 
 
 def kv_case(variant: str, tokens: int, dcp: int, owned: int, dtype: str = "bf16", scale: float = 1.0) -> Case:

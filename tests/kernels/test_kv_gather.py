@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpbench import layout
 from dcpbench.kernels.kv_gather import fused, in_token_order, pack, reference, request_table
-from dcpbench.layout import Prefix
+from dcpbench.points import layout
+from dcpbench.points.layout import Prefix
 
 NAN = float("nan")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

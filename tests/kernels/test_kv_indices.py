@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpbench import layout
-from dcpbench.batches import PADDING_SLOT
 from dcpbench.engine.request_pool import RequestPool
 from dcpbench.kernels.kv_indices import Share, fill_kv_indices, fill_page_tables, fused, reference
+from dcpbench.points import layout
+from dcpbench.points.batches import PADDING_SLOT
 from dcpbench.serving.allocator import DcpAllocator
 
 CONTEXT = 96

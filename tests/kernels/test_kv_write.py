@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dcpbench import layout
 from dcpbench.kernels.kv_write import masked, reference
+from dcpbench.points import layout
 
 NAN = float("nan")
 

@@ -9,7 +9,7 @@ from dcpbench.kernels.norm import reference as norm_reference
 from dcpbench.kernels.rope import fused as rope_fused
 from dcpbench.kernels.rope import reference as rope_reference
 from dcpbench.kernels.rope import rope_table, softmax_scale
-from dcpbench.shapes import SHAPES
+from dcpbench.points.shapes import SHAPES
 
 
 @pytest.mark.parametrize("width", [24, 512, 7168])

@@ -41,14 +41,18 @@ def check(backend, spec, shape, o_limit, lse_limit):
     """Compare one plan, run twice, and say whether rows without keys have no weight."""
     q_lengths, kv_lengths, causal = SHAPES[shape]
     q, k, v = inputs(
-        q_lengths, kv_lengths, heads=spec.heads, width=spec.width, value=spec.value, padded=backend.value_width,
-        dtype=spec.dtype, device=spec.device,
-    )  # fmt: skip
+        q_lengths,
+        kv_lengths,
+        heads=spec.heads,
+        width=spec.width,
+        value=spec.value,
+        padded=backend.value_width,
+        dtype=spec.dtype,
+        device=spec.device,
+    )
     plan = backend.plan(q_lengths, kv_lengths, causal=causal)
     backend.plan([2], [3], causal=False)  # which changes nothing
-    wanted_o, wanted_lse = attend(
-        q, k, v[..., : spec.value], q_lengths, kv_lengths, causal=causal, scale=spec.scale
-    )  # fmt: skip
+    wanted_o, wanted_lse = attend(q, k, v[..., : spec.value], q_lengths, kv_lengths, causal=causal, scale=spec.scale)
     empty = wanted_lse.isneginf()
     for _ in range(2):
         o, lse = plan.run(q, k, v)
@@ -63,9 +67,7 @@ def check(backend, spec, shape, o_limit, lse_limit):
 
 def spec(dtype, device, *, heads=4, width=192, value=128):
     """Sizes of the published models."""
-    return PrefillSpec(
-        heads=heads, width=width, value=value, scale=SCALE, dtype=dtype, device=torch.device(device)
-    )  # fmt: skip
+    return PrefillSpec(heads=heads, width=width, value=value, scale=SCALE, dtype=dtype, device=torch.device(device))
 
 
 class TestSdpa:
@@ -110,9 +112,7 @@ class TestFlashInfer:
         pytest.importorskip("flashinfer")
         made = spec(torch.bfloat16, "cuda")
         backend = make_prefill("flashinfer", made)
-        q, k, v = inputs(
-            [40], [40], heads=4, width=192, value=128, padded=128, dtype=torch.bfloat16, device="cuda"
-        )  # fmt: skip
+        q, k, v = inputs([40], [40], heads=4, width=192, value=128, padded=128, dtype=torch.bfloat16, device="cuda")
         for _ in range(3):
             plans = [backend.plan([n, 20], [n, 20], causal=True) for n in range(1, 13)]
             assert len({id(plan.wrapper) for plan in plans}) == 12
@@ -126,9 +126,7 @@ class TestFlashInfer:
         pytest.importorskip("flashinfer")
         made = spec(torch.bfloat16, "cuda")
         backend = make_prefill("flashinfer", made)
-        q, k, v = inputs(
-            [40], [40], heads=4, width=192, value=128, padded=128, dtype=torch.bfloat16, device="cuda"
-        )  # fmt: skip
+        q, k, v = inputs([40], [40], heads=4, width=192, value=128, padded=128, dtype=torch.bfloat16, device="cuda")
         backend.plan([40], [40], causal=True).run(q, k, v)
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -138,18 +136,17 @@ class TestFlashInfer:
 
     def test_without_the_package_its_name_says_what_to_install(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "flashinfer.prefill", None)
-        monkeypatch.delitem(
-            sys.modules, "dcpbench.kernels.prefill.flashinfer_ragged", raising=False
-        )  # fmt: skip
+        monkeypatch.delitem(sys.modules, "dcpbench.kernels.prefill.flashinfer_ragged", raising=False)
         with pytest.raises(MissingPackageError, match=r"pip install '\.\[flashinfer\]'"):
             make_prefill("flashinfer", spec(torch.bfloat16, "cpu"))
 
 
 class TestMergeInto:
     @pytest.mark.parametrize(
-        ("lse", "more"), [(0.0, 1.0), (-3.0, 80.0), (float("-inf"), 2.0), (2.0, float("-inf"))],
+        ("lse", "more"),
+        [(0.0, 1.0), (-3.0, 80.0), (float("-inf"), 2.0), (2.0, float("-inf"))],
         ids=["alike", "far-apart", "nothing-yet", "nothing-more"],
-    )  # fmt: skip
+    )
     def test_a_result_over_more_keys_is_added_by_its_weight(self, lse, more, device):
         """exp(a)·x + exp(b)·y over exp(a) + exp(b), whose logarithm is the new lse; -inf hides even a NaN."""
         o = torch.full((3, 5, 12), 2.0, device=device)

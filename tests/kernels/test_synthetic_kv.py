@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dcpbench import layout
 from dcpbench.kernels.synthetic_kv import counter_based, reference
+from dcpbench.points import layout
 
 FILLS = [pytest.param(reference.fill_request, id="reference"), pytest.param(counter_based.fill_request, id="counter")]
 

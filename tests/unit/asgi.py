@@ -47,12 +47,19 @@ class Client:
         """One request; `path` goes out as it is, percent signs and dots included."""
         sent = {"host": self._host} | dict(headers or {})
         scope = {
-            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1",
-            "method": method, "scheme": "http",
-            "path": unquote(path), "raw_path": path.encode(), "root_path": "", "query_string": b"",
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.4"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": unquote(path),
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
             "headers": [(name.encode(), value.encode()) for name, value in sent.items()],
-            "client": ("127.0.0.1", 50000), "server": ("127.0.0.1", 8321),
-        }  # fmt: skip
+            "client": ("127.0.0.1", 50000),
+            "server": ("127.0.0.1", 8321),
+        }
         with ThreadPoolExecutor(1) as apart:  # Playwright leaves a loop at work in the thread of browser tests
             return apart.submit(anyio.run, self._ask, scope).result()
 

@@ -1,12 +1,16 @@
 """Records of benches as a GPU or a CPU would leave them, with numbers chosen by the test."""
 
-from dcpbench.bench_records import BenchRecord, Case, Graph, Result, Syncs, SyncSite, Timing
-from dcpbench.records import Environment
+from dcpbench.bench.record import BenchRecord, Case, Graph, Result, Syncs, SyncSite, Timing
+from dcpbench.records.record import Environment
 
 SITE = SyncSite(
-    kind="data-dependent-shape", op="aten::nonzero", function="filter_always", file="dcpbench/workloads/kv_write.py",
-    line=47, per_call=2.0,
-)  # fmt: skip
+    kind="data-dependent-shape",
+    op="aten::nonzero",
+    function="filter_always",
+    file="dcpbench/bench/operators/kv_write.py",
+    line=47,
+    per_call=2.0,
+)
 
 
 def timing(us: float) -> Timing:
@@ -26,7 +30,7 @@ def result(variant: str, *, syncs: float | None, tokens: int = 16, us: float | N
             "host": timing(us + 100) if us else None,
         }
         | fields,
-    )  # fmt: skip
+    )
 
 
 def record(*results: Result, performance: bool = True) -> BenchRecord:

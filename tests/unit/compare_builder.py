@@ -10,15 +10,15 @@ import numpy as np
 
 from dcpbench.compare.judging import Options, judge
 from dcpbench.compare.sides import read_side
-from dcpbench.layout import Layout
-from dcpbench.metrics import decode_metrics
+from dcpbench.points.layout import Layout
+from dcpbench.records.formulas import decode_metrics
 from tests.unit import record_builder as build
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.compare.model import Comparison
-    from dcpbench.records import Record
+    from dcpbench.records.record import Record
 
 STEPS = 24
 """Samples of a step that a real point has."""
@@ -62,9 +62,10 @@ def write_launches(folder: Path, count: int, **how: object) -> Path:
     """`count` launches in a folder; `seed`, `model`, `cv` and `faster` as `launch` has them."""
     rng = np.random.default_rng(how.pop("seed", 0))  # type: ignore[arg-type]
     for n in range(1, count + 1):
-        build.write(folder / f"round-{n}", launch(rng, str(how.get("model", "normal")), **{
-            k: v for k, v in how.items() if k != "model"
-        }))  # type: ignore[arg-type]  # fmt: skip
+        build.write(
+            folder / f"round-{n}",
+            launch(rng, str(how.get("model", "normal")), **{k: v for k, v in how.items() if k != "model"}),
+        )  # type: ignore[arg-type]
     return folder
 
 

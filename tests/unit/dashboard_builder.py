@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench.layout import Layout
+from dcpbench.points.layout import Layout
 from tests.unit import record_builder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.records import Environment, Point, Record
+    from dcpbench.points.point import Point
+    from dcpbench.records.record import Environment, Record
 
 LAYOUTS = (Layout(4), Layout(4, 1, 2), Layout(4, 1, 4), Layout(4, 4))
 BEGAN = datetime(2026, 1, 5, 6, tzinfo=UTC)
@@ -74,9 +75,11 @@ def many(folder: Path, runs: int, count: int) -> Path:
             step, out = one.metrics.step_ms, one.metrics.output_tok_s
             scaled = msgspec.structs.replace(
                 one.metrics,
-                step_ms=_scaled(step, slower), output_tok_s=_scaled(out, 1 / slower),
-                tok_s_per_user=one.metrics.tok_s_per_user / slower, step_samples_ms=[],
-            )  # fmt: skip
+                step_ms=_scaled(step, slower),
+                output_tok_s=_scaled(out, 1 / slower),
+                tok_s_per_user=one.metrics.tok_s_per_user / slower,
+                step_samples_ms=[],
+            )
             found.append(msgspec.structs.replace(one, metrics=scaled, environment=where, started_at=at))
         record_builder.write(folder / f"run-{run:03d}", found)
     return folder

@@ -6,7 +6,6 @@ import dataclasses
 
 import torch
 
-from dcpbench import memory
 from dcpbench.engine.decode import DecodeEngine
 from dcpbench.engine.groups import Groups
 from dcpbench.engine.kv_pool import KvPool
@@ -14,8 +13,9 @@ from dcpbench.engine.model import Model
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
 from dcpbench.exchange.collectives import Group
-from dcpbench.layout import Layout
-from dcpbench.shapes import SHAPES, ModelShape
+from dcpbench.points import memory
+from dcpbench.points.layout import Layout
+from dcpbench.points.shapes import SHAPES, ModelShape
 
 CPU = torch.device("cpu")
 TINY = SHAPES["tiny"]
@@ -24,10 +24,13 @@ TINY = SHAPES["tiny"]
 def plan(shape: ModelShape, dense: int | None = None, moe: int | None = None) -> memory.Plan:
     """A plan that holds `dense` + `moe` layers, by default all of them. Its byte counts are not used."""
     return memory.Plan(
-        kv_bytes=0, weight_bytes=0, full_weight_bytes=0, layers=shape.layers,
+        kv_bytes=0,
+        weight_bytes=0,
+        full_weight_bytes=0,
+        layers=shape.layers,
         dense_held=shape.first_dense if dense is None else dense,
         moe_held=shape.layers - shape.first_dense if moe is None else moe,
-    )  # fmt: skip
+    )
 
 
 def alone(layout: Layout, rank: int) -> Groups:
@@ -42,18 +45,32 @@ def alone(layout: Layout, rank: int) -> Groups:
 
 def engine(
     layout: Layout = Layout(1),  # noqa: B008 - frozen
-    rank: int = 0, *, shape: ModelShape = TINY, pages: int = 64, page_size: int = 1, interleave: int = 1,
-    requests: int = 4, context: int = 32, padding: bool = True, seed: int = 0, overlap: bool = False,
-) -> DecodeEngine:  # fmt: skip
+    rank: int = 0,
+    *,
+    shape: ModelShape = TINY,
+    pages: int = 64,
+    page_size: int = 1,
+    interleave: int = 1,
+    requests: int = 4,
+    context: int = 32,
+    padding: bool = True,
+    seed: int = 0,
+    overlap: bool = False,
+) -> DecodeEngine:
     """The engine of one rank in fp32 with synthetic weights; it can run steps where the layout has one rank."""
     weights = load_weights(SyntheticSource(seed, torch.float32, CPU), shape, layout, rank, plan(shape))
     kv = KvPool(shape.layers, pages, page_size, shape.kv_width, torch.float32, CPU)
     groups = alone(layout, rank)
     model = Model(shape, layout, groups, weights, kv, interleave=interleave, max_context=context, device=CPU)
     return DecodeEngine(
-        model, backend="reference", exchange="none", max_requests=requests, max_context=context, padding=padding,
+        model,
+        backend="reference",
+        exchange="none",
+        max_requests=requests,
+        max_context=context,
+        padding=padding,
         overlap=overlap,
-    )  # fmt: skip
+    )
 
 
 class Recorder(SyntheticSource):

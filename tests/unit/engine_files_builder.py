@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.exports.measured import Measured
-from dcpbench.layout import Layout
+from dcpbench.points.layout import Layout
 from dcpbench.serving.outcome import StepCounts, marks, rows, serve_metrics
 from dcpbench.serving.samples import write_samples
 from dcpbench.serving.traffic import Sample
@@ -20,7 +20,8 @@ from tests.unit import serve_record_builder as build
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.records import Point, Record
+    from dcpbench.points.point import Point
+    from dcpbench.records.record import Record
 
 NOWHERE = Path("nowhere")
 TIMES = [(0.0, [0.5, 0.53, 0.561, 0.60]), (0.1, [0.6, 0.65]), (0.2, [0.7])]
@@ -30,42 +31,103 @@ TIMES = [(0.0, [0.5, 0.53, 0.561, 0.60]), (0.1, [0.6, 0.65]), (0.2, [0.7])]
 def vllm(**changes: Any) -> dict[str, Any]:
     """What `vllm bench serve --save-result --save-detailed` leaves of the three requests, 100 tokens in each."""
     return {
-        "date": "20261121-101112", "endpoint_type": "vllm", "backend": "vllm", "label": None,
-        "model_id": "deepseek-ai/DeepSeek-V3", "tokenizer_id": "deepseek-ai/DeepSeek-V3", "num_prompts": 3,
-        "request_rate": "inf", "burstiness": 1.0, "max_concurrency": 3, "duration": 0.8, "completed": 3, "failed": 0,
-        "total_input_tokens": 300, "total_output_tokens": 7, "request_throughput": 3.75, "request_goodput": None,
-        "output_throughput": 8.75, "total_token_throughput": 383.75, "max_output_tokens_per_s": 7.0,
-        "max_concurrent_requests": 3, "rtfx": 0.0, **details(),
-        "latencies": [0.6, 0.55, 0.5], "start_times": [1000.0, 1000.1, 1000.2], "queue_times": [0.0, 0.0, 0.0],
-        "mean_ttft_ms": 500.0, "median_ttft_ms": 500.0, "std_ttft_ms": 0.0, "p99_ttft_ms": 500.0,
-        "mean_tpot_ms": 41.7, "median_tpot_ms": 41.7, "std_tpot_ms": 8.3, "p99_tpot_ms": 49.8,
-        "mean_itl_ms": 37.5, "median_itl_ms": 35.0, "std_itl_ms": 8.3, "p99_itl_ms": 49.7,
-    } | changes  # fmt: skip
+        "date": "20261121-101112",
+        "endpoint_type": "vllm",
+        "backend": "vllm",
+        "label": None,
+        "model_id": "deepseek-ai/DeepSeek-V3",
+        "tokenizer_id": "deepseek-ai/DeepSeek-V3",
+        "num_prompts": 3,
+        "request_rate": "inf",
+        "burstiness": 1.0,
+        "max_concurrency": 3,
+        "duration": 0.8,
+        "completed": 3,
+        "failed": 0,
+        "total_input_tokens": 300,
+        "total_output_tokens": 7,
+        "request_throughput": 3.75,
+        "request_goodput": None,
+        "output_throughput": 8.75,
+        "total_token_throughput": 383.75,
+        "max_output_tokens_per_s": 7.0,
+        "max_concurrent_requests": 3,
+        "rtfx": 0.0,
+        **details(),
+        "latencies": [0.6, 0.55, 0.5],
+        "start_times": [1000.0, 1000.1, 1000.2],
+        "queue_times": [0.0, 0.0, 0.0],
+        "mean_ttft_ms": 500.0,
+        "median_ttft_ms": 500.0,
+        "std_ttft_ms": 0.0,
+        "p99_ttft_ms": 500.0,
+        "mean_tpot_ms": 41.7,
+        "median_tpot_ms": 41.7,
+        "std_tpot_ms": 8.3,
+        "p99_tpot_ms": 49.8,
+        "mean_itl_ms": 37.5,
+        "median_itl_ms": 35.0,
+        "std_itl_ms": 8.3,
+        "p99_itl_ms": 49.7,
+    } | changes
 
 
 def sglang(**changes: Any) -> dict[str, Any]:
     """What `sglang.bench_serving --output-details` leaves of them; it keeps no moment of submission."""
     return {
-        "tag": None, "backend": "sglang", "dataset_name": "random", "request_rate": float("inf"), "max_concurrency": 3,
-        "sharegpt_output_len": None, "random_input_len": 100, "random_output_len": 4, "random_range_ratio": 0.25,
+        "tag": None,
+        "backend": "sglang",
+        "dataset_name": "random",
+        "request_rate": float("inf"),
+        "max_concurrency": 3,
+        "sharegpt_output_len": None,
+        "random_input_len": 100,
+        "random_output_len": 4,
+        "random_range_ratio": 0.25,
         "server_info": {"model_path": "deepseek-ai/DeepSeek-V3", "tp_size": 8, "dp_size": 1},
-        "duration": 0.8, "completed": 3, "total_input_tokens": 300, "total_output_tokens": 7,
-        "total_output_tokens_retokenized": 7, "request_throughput": 3.75, "input_throughput": 375.0,
-        "output_throughput": 8.75, "total_throughput": 383.75, "mean_e2e_latency_ms": 550.0,
-        "median_e2e_latency_ms": 550.0, "std_e2e_latency_ms": 41.0, "p90_e2e_latency_ms": 590.0,
-        "p99_e2e_latency_ms": 599.0, "mean_ttft_ms": 500.0, "median_ttft_ms": 500.0, "std_ttft_ms": 0.0,
-        "p99_ttft_ms": 500.0, "mean_tpot_ms": 41.7, "median_tpot_ms": 41.7, "std_tpot_ms": 8.3, "p99_tpot_ms": 49.8,
-        "mean_itl_ms": 37.5, "median_itl_ms": 35.0, "std_itl_ms": 8.3, "p95_itl_ms": 48.5, "p99_itl_ms": 49.7,
-        "concurrency": 2.06, "accept_length": None, **details(),
-    } | changes  # fmt: skip
+        "duration": 0.8,
+        "completed": 3,
+        "total_input_tokens": 300,
+        "total_output_tokens": 7,
+        "total_output_tokens_retokenized": 7,
+        "request_throughput": 3.75,
+        "input_throughput": 375.0,
+        "output_throughput": 8.75,
+        "total_throughput": 383.75,
+        "mean_e2e_latency_ms": 550.0,
+        "median_e2e_latency_ms": 550.0,
+        "std_e2e_latency_ms": 41.0,
+        "p90_e2e_latency_ms": 590.0,
+        "p99_e2e_latency_ms": 599.0,
+        "mean_ttft_ms": 500.0,
+        "median_ttft_ms": 500.0,
+        "std_ttft_ms": 0.0,
+        "p99_ttft_ms": 500.0,
+        "mean_tpot_ms": 41.7,
+        "median_tpot_ms": 41.7,
+        "std_tpot_ms": 8.3,
+        "p99_tpot_ms": 49.8,
+        "mean_itl_ms": 37.5,
+        "median_itl_ms": 35.0,
+        "std_itl_ms": 8.3,
+        "p95_itl_ms": 48.5,
+        "p99_itl_ms": 49.7,
+        "concurrency": 2.06,
+        "accept_length": None,
+        **details(),
+    } | changes
 
 
 def details() -> dict[str, Any]:
     """The lists that both have."""
     return {
-        "input_lens": [100, 100, 100], "output_lens": [4, 2, 1], "ttfts": [0.5, 0.5, 0.5],
-        "itls": [[0.03, 0.031, 0.039], [0.05], []], "generated_texts": ["a b c d", "a b", "a"], "errors": ["", "", ""],
-    }  # fmt: skip
+        "input_lens": [100, 100, 100],
+        "output_lens": [4, 2, 1],
+        "ttfts": [0.5, 0.5, 0.5],
+        "itls": [[0.03, 0.031, 0.039], [0.05], []],
+        "generated_texts": ["a b c d", "a b", "a"],
+        "errors": ["", "", ""],
+    }
 
 
 def without_details(result: dict[str, Any]) -> dict[str, Any]:
@@ -104,9 +166,12 @@ def point(**changes: Any) -> Point:
 
 
 def measured(
-    folder: Path, times: Sequence[tuple[float, Sequence[float]]] = TIMES, of: Point | None = None, inputs: int = 100,
+    folder: Path,
+    times: Sequence[tuple[float, Sequence[float]]] = TIMES,
+    of: Point | None = None,
+    inputs: int = 100,
     **changes: Any,
-) -> Measured:  # fmt: skip
+) -> Measured:
     """A served point whose tokens came then, with its samples beside the record."""
     of = of or point()
     samples = [
@@ -116,9 +181,13 @@ def measured(
     traffic: Any = types.SimpleNamespace(samples=samples)
     slo = changes.pop("slo", {})
     found = serve_metrics(
-        traffic, tp=of.tp, concurrency=of.clients, slo=slo, steps=StepCounts(),
+        traffic,
+        tp=of.tp,
+        concurrency=of.clients,
+        slo=slo,
+        steps=StepCounts(),
         samples_file=write_samples(folder, of, rows(samples)),
-    )  # fmt: skip
+    )
     plain = record_builder.ok(msgspec.structs.replace(of, load=None), steps=20)
     record: Record = msgspec.structs.replace(
         plain, **({"point": of, "metrics": None, "phases": None, "serve": found, "marks": marks(found)} | changes)

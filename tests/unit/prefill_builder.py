@@ -35,9 +35,13 @@ def prompt_tokens(number: int, length: int) -> list[int]:
 
 
 def step(
-    engine: DecodeEngine, prefiller: Prefiller, decodes: list[Prompt], chunks: list[tuple[Prompt, int]],
-    padding: int = 0, last_only: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    engine: DecodeEngine,
+    prefiller: Prefiller,
+    decodes: list[Prompt],
+    chunks: list[tuple[Prompt, int]],
+    padding: int = 0,
+    last_only: bool = False,
+) -> torch.Tensor:
     """Logits [rows, vocab] of a step: the next token of each decode, as many of each chunk, and padding rows.
 
     `last_only` asks for the logits of each decode and of each chunk's last token.
@@ -59,9 +63,7 @@ def step(
     if last_only:
         ends = torch.tensor([1] * len(decodes) + [count for _, count in chunks]).cumsum(0) - 1
         wanted = ends
-    inputs = StepInput(
-        tokens, positions, engine.requests.table[slots, positions].clamp(min=0), logit_rows=wanted
-    )  # fmt: skip
+    inputs = StepInput(tokens, positions, engine.requests.table[slots, positions].clamp(min=0), logit_rows=wanted)
     plan = prefiller.plan(planned, engine.requests.table) if planned else None
     logits = engine.model.full_logits(engine.model.step(inputs, parts, None, plan))
     for prompt in decodes:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench import records
-from dcpbench.layout import Layout
-from dcpbench.metrics import decode_metrics
-from dcpbench.records import Environment, Gpu, Honesty, Kv, Phases, Point, Record, RecordFile
+from dcpbench.points.layout import Layout
+from dcpbench.points.point import Point
+from dcpbench.records.file import RECORDS_FILE, RecordFile
+from dcpbench.records.formulas import decode_metrics
+from dcpbench.records.record import Environment, Gpu, Honesty, Kv, Phases, Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,11 +20,21 @@ if TYPE_CHECKING:
 KV_ROW_BYTES = 70272
 """One token of DeepSeek-V3: 61 layers of 576 bf16 numbers."""
 GPU = Environment(
-    device="NVIDIA H200", device_count=4, device_memory_bytes=150_000_000_000, driver="570.1",
-    cuda="12.8", torch="2.9.0",
-    triton="3.5.0", nccl="2.27", flashinfer="0.6.18", python="3.12.3", dcpbench="0.1.0", git_commit="0123abc",
-    host_hash="0123456789ab", command="dcpbench sweep --tp 4 --dcp 1,2,4",
-)  # fmt: skip
+    device="NVIDIA H200",
+    device_count=4,
+    device_memory_bytes=150_000_000_000,
+    driver="570.1",
+    cuda="12.8",
+    torch="2.9.0",
+    triton="3.5.0",
+    nccl="2.27",
+    flashinfer="0.6.18",
+    python="3.12.3",
+    dcpbench="0.1.0",
+    git_commit="0123abc",
+    host_hash="0123456789ab",
+    command="dcpbench sweep --tp 4 --dcp 1,2,4",
+)
 CPU = Environment(
     device="CPU",
     device_count=0,
@@ -50,19 +61,29 @@ def phases(total_ms: float, layout: Layout) -> Phases:
     us = total_ms * 1e3
     shares["other"] = 1 - idle - sum(shares.values())
     return Phases(
-        step_us=us, phase_us={name: share * us for name, share in shares.items()},
-        idle_us=idle * us, idle_fraction=idle,
-        kernels=1403, steps=5,
-    )  # fmt: skip
+        step_us=us,
+        phase_us={name: share * us for name, share in shares.items()},
+        idle_us=idle * us,
+        idle_fraction=idle,
+        kernels=1403,
+        steps=5,
+    )
 
 
 def point(layout: Layout = Layout(1), **changes: Any) -> Point:  # noqa: B008 - frozen
     """A point of kimi-k2 on the triton backend."""
     fields: dict[str, Any] = {
-        "model": "kimi-k2", "tp": layout.tp, "dp": layout.dp, "dcp": layout.dcp, "concurrency": 8, "context": 4000,
-        "exchange": "ag_rs" if layout.dcp > 1 else "none", "backend": "flashinfer",
-        "dtype": "bfloat16", "page_size": 64,
-    }  # fmt: skip
+        "model": "kimi-k2",
+        "tp": layout.tp,
+        "dp": layout.dp,
+        "dcp": layout.dcp,
+        "concurrency": 8,
+        "context": 4000,
+        "exchange": "ag_rs" if layout.dcp > 1 else "none",
+        "backend": "flashinfer",
+        "dtype": "bfloat16",
+        "page_size": 64,
+    }
     return Point(**(fields | changes))
 
 
@@ -75,33 +96,54 @@ def ok(of: Point, *, median_ms: float | None = None, steps: int = 700, noise: fl
     replicas = layout.dp * layout.dcp
     pool = 20 << 30
     fields: dict[str, Any] = {
-        "point": of, "outcome": "ok", "metrics": decode_metrics(samples, of.concurrency, of.tp),
-        "phases": phases(median, layout), "host_syncs_per_step": 0.0,
-        "allocations_per_step": 0.0, "host_plan_us": 310.0,
+        "point": of,
+        "outcome": "ok",
+        "metrics": decode_metrics(samples, of.concurrency, of.tp),
+        "phases": phases(median, layout),
+        "host_syncs_per_step": 0.0,
+        "allocations_per_step": 0.0,
+        "host_plan_us": 310.0,
         "kv": Kv(
-            pool_bytes_per_gpu=pool, bytes_per_token_per_gpu=KV_ROW_BYTES / layout.dcp,
+            pool_bytes_per_gpu=pool,
+            bytes_per_token_per_gpu=KV_ROW_BYTES / layout.dcp,
             capacity_tokens=pool // KV_ROW_BYTES * replicas,
             capacity_requests=pool // KV_ROW_BYTES * replicas // of.context,
-            bounded_by="kv_memory", fragmentation=0.004,
+            bounded_by="kv_memory",
+            fragmentation=0.004,
         ),
         "memory_peak_bytes": 131 << 30,
         "honesty": Honesty(
-            weights="synthetic", layers=61, layers_held=19,
-            full_weights_bytes_per_gpu=560 << 30, attention_error=2.4e-3,
-            experts_hit=0.63, graph_batch=of.concurrency, cuda_graph=True,
+            weights="synthetic",
+            layers=61,
+            layers_held=19,
+            full_weights_bytes_per_gpu=560 << 30,
+            attention_error=2.4e-3,
+            experts_hit=0.63,
+            graph_batch=of.concurrency,
+            cuda_graph=True,
         ),
         "gpu": Gpu(sm_clock_mhz_min=1830, sm_clock_mhz_max=1980, power_w_max=612.0, temperature_c_max=61),
-        "environment": GPU, "started_at": "2025-01-02T03:04:05Z", "seconds": 21.0,
-    }  # fmt: skip
+        "environment": GPU,
+        "started_at": "2025-01-02T03:04:05Z",
+        "seconds": 21.0,
+    }
     return Record(**(fields | changes))
 
 
 def on_cpu(of: Point, **changes: Any) -> Record:
     """A finished record of a functional run."""
     return ok(
-        of, steps=40, noise=0.05, marks=["cpu", "noisy"], environment=CPU, gpu=None, memory_peak_bytes=None,
-        host_syncs_per_step=None, allocations_per_step=None, **changes,
-    )  # fmt: skip
+        of,
+        steps=40,
+        noise=0.05,
+        marks=["cpu", "noisy"],
+        environment=CPU,
+        gpu=None,
+        memory_peak_bytes=None,
+        host_syncs_per_step=None,
+        allocations_per_step=None,
+        **changes,
+    )
 
 
 def rejected(of: Point, reason: str = "the KV cache needs 31.0 GiB more per GPU than there is; try --dcp 4.") -> Record:
@@ -153,7 +195,7 @@ def cpu_sweep() -> list[Record]:
 def write(folder: Path, found: Iterable[Record]) -> Path:
     """Write records.jsonl into a new folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / records.RECORDS_FILE).touch()
+    (folder / RECORDS_FILE).touch()
     out = RecordFile(folder)
     with out.path.open("ab") as f:
         f.writelines(msgspec.json.encode(record) + b"\n" for record in found)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench.layout import Layout
-from dcpbench.records import Kv, Record
-from dcpbench.serve_records import Load, ServeMetrics
+from dcpbench.points.layout import Layout
+from dcpbench.points.point import Load
+from dcpbench.records.record import Kv, Record, ServeMetrics
 from dcpbench.serving.outcome import marks, serve_metrics
 from tests.unit import record_builder, virtual_serving
 
 if TYPE_CHECKING:
-    from dcpbench.records import Point
+    from dcpbench.points.point import Point
     from dcpbench.serving.requests import Step
 
 TP, DCP, DP = Layout(4), Layout(4, 1, 4), Layout(4, 4)
@@ -59,8 +59,11 @@ def metrics(of: Point, pages: int = 1000, until_s: float = float("inf"), faster:
         concurrency=None if rate else of.concurrency,
         seconds=lambda step: step_s(step, layout, of.exchange) / faster,
         until_s=until_s,
-        pages=pages, dcp=layout.dcp, replicas=layout.dp, chunk=served.chunk // layout.dp,
-    )  # fmt: skip
+        pages=pages,
+        dcp=layout.dcp,
+        replicas=layout.dp,
+        chunk=served.chunk // layout.dp,
+    )
     return serve_metrics(traffic, tp=of.tp, concurrency=traffic.concurrency, slo=SLO, steps=steps, idle_fraction=0.012)
 
 
@@ -71,8 +74,11 @@ def served(of: Point, pages: int = 1000, **changes: Any) -> Record:
     kv = Kv(
         pool_bytes_per_gpu=pages * 16 * record_builder.KV_ROW_BYTES,
         bytes_per_token_per_gpu=record_builder.KV_ROW_BYTES / of.layout.dcp / of.layout.dp,
-        capacity_tokens=tokens, capacity_requests=tokens // of.context, bounded_by="kv_memory", fragmentation=0.0,
-    )  # fmt: skip
+        capacity_tokens=tokens,
+        capacity_requests=tokens // of.context,
+        bounded_by="kv_memory",
+        fragmentation=0.0,
+    )
     found = metrics(of, pages, **how)
     plain = record_builder.ok(msgspec.structs.replace(of, load=None), steps=20)
     fields = {"point": of, "metrics": None, "phases": None, "serve": found, "kv": kv, "marks": marks(found)}

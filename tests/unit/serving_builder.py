@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcpbench import layout
+from dcpbench.points import layout
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.scheduler import SchedulerConfig
 
@@ -37,8 +37,14 @@ def request(number: int, prompt: list[int] | int, output: int = 1, arrival_s: fl
 def config(**changes: object) -> SchedulerConfig:
     """One replica of 8 pages beside the padding page, pages of 2 tokens on 2 ranks, chunks of 8 tokens."""
     usual: dict[str, object] = {
-        "replicas": 1, "pages": 9, "page_size": 2, "dcp": 2, "max_requests": 4, "chunk": 8, "max_context": 64,
-    }  # fmt: skip
+        "replicas": 1,
+        "pages": 9,
+        "page_size": 2,
+        "dcp": 2,
+        "max_requests": 4,
+        "chunk": 8,
+        "max_context": 64,
+    }
     return SchedulerConfig(**(usual | changes))  # type: ignore[arg-type]
 
 

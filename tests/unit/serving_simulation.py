@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.choices import PREFILL_FIRST
+from dcpbench.points.names import PREFILL_FIRST
 from dcpbench.serving.scheduler import Scheduler
 from tests.unit.serving_builder import Device, check_books
 
@@ -154,10 +154,12 @@ def signature(step: Step) -> tuple[object, ...]:
         [s.request.number for s in step.finished],
         [
             (
-                [s.request.number for s in r.decodes], r.slots, r.positions,
+                [s.request.number for s in r.decodes],
+                r.slots,
+                r.positions,
                 [(c.sequence.request.number, c.slot, c.start, c.stop, c.samples) for c in r.chunks],
                 [(w.slot, w.start, w.locs.tolist()) for w in r.table],
             )
             for r in step.replicas
         ],
-    )  # fmt: skip
+    )

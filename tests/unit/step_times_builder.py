@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.records import Environment, Honesty
+from dcpbench.records.record import Environment, Honesty
 from dcpbench.serving.step_grid import Extent, grid
 from dcpbench.serving.step_times import EnginePath, Measured, StepTimes
 
@@ -28,9 +28,13 @@ def true_ms(work: Work) -> float:
 
 
 def step_times(
-    extent: Extent = EXTENT, truth: Callable[[Work], float] = true_ms, *, launch_ms: float = 2.0,
-    device: str = "NVIDIA H200", path: EnginePath = PATH,
-) -> StepTimes:  # fmt: skip
+    extent: Extent = EXTENT,
+    truth: Callable[[Work], float] = true_ms,
+    *,
+    launch_ms: float = 2.0,
+    device: str = "NVIDIA H200",
+    path: EnginePath = PATH,
+) -> StepTimes:
     """What measuring the whole grid of that engine gives."""
     return StepTimes(
         path=path,

@@ -12,31 +12,55 @@ NOTE = "Calls of the driver API do not show: the trace holds no cuda_sync events
 def coverage(**changes: Any) -> Coverage:
     """What a good trace shows."""
     fields = {
-        "detector": "scan", "gpu_events": 100, "runtime_events": 300, "ops": 50, "stacks": "python_function",
-        "steps_from": "ProfilerStep", "notes": [NOTE],
-    }  # fmt: skip
+        "detector": "scan",
+        "gpu_events": 100,
+        "runtime_events": 300,
+        "ops": 50,
+        "stacks": "python_function",
+        "steps_from": "ProfilerStep",
+        "notes": [NOTE],
+    }
     return Coverage(**{**fields, **changes})
 
 
 def trace(path: str = "rank0.json", *, steps: int | None = 10, **changes: Any) -> TraceSummary:
     """A trace of ten steps; `changes` are those of its coverage."""
     return TraceSummary(
-        path=path, rank=0, steps=steps, span_us=10_000.0, gpu_busy_us=9_000.0, gpu_idle_us=1_000.0,
+        path=path,
+        rank=0,
+        steps=steps,
+        span_us=10_000.0,
+        gpu_busy_us=9_000.0,
+        gpu_idle_us=1_000.0,
         coverage=coverage(**changes),
-    )  # fmt: skip
+    )
 
 
 def site(fingerprint: str = "f1", **changes: Any) -> Site:
     """`check_all` of python/engine/kv.py: one `.all()` in each of ten steps, 30 µs of bubble each."""
     fields = {
-        "fingerprint": fingerprint, "rule": "SYNC001", "kind": "scalar-read", "op": "aten::_local_scalar_dense",
-        "op_chain": ["aten::is_nonzero", "aten::item", "aten::_local_scalar_dense"], "function": "check_all",
-        "file": "python/engine/kv.py", "line": 12, "line_is": "function",
-        "stack": ["python/engine/kv.py(12): check_all"], "direction": "DtoH pinned",
-        "call": "cudaStreamSynchronize", "threads": ["7"], "count": 10, "count_per_step": 1.0, "wait_us": 420.0,
-        "wait_median_us": 40.0, "bubble_us": 300.0, "bytes": 10,
-        "example": Example(trace="rank0.json", ts=1.5, wait_us=40.0, bubble_us=30.0), "traces": ["rank0.json"],
-    }  # fmt: skip
+        "fingerprint": fingerprint,
+        "rule": "SYNC001",
+        "kind": "scalar-read",
+        "op": "aten::_local_scalar_dense",
+        "op_chain": ["aten::is_nonzero", "aten::item", "aten::_local_scalar_dense"],
+        "function": "check_all",
+        "file": "python/engine/kv.py",
+        "line": 12,
+        "line_is": "function",
+        "stack": ["python/engine/kv.py(12): check_all"],
+        "direction": "DtoH pinned",
+        "call": "cudaStreamSynchronize",
+        "threads": ["7"],
+        "count": 10,
+        "count_per_step": 1.0,
+        "wait_us": 420.0,
+        "wait_median_us": 40.0,
+        "bubble_us": 300.0,
+        "bytes": 10,
+        "example": Example(trace="rank0.json", ts=1.5, wait_us=40.0, bubble_us=30.0),
+        "traces": ["rank0.json"],
+    }
     return Site(**{**fields, **changes})
 
 
@@ -61,9 +85,14 @@ def nasty() -> Report:
     """Names that a terminal, a browser, Markdown, XML, Rich or GitHub's log would obey."""
     return report(
         site(
-            "n1", function="\x1b[31mred\x1b]8;;http://x\x07<script>alert(1)</script>", op="aten::a|b`c`\x9b2J[bold]",
-            range="\u202egnp\ud800", file="a b/%0A::error::<&>{0}[x](y),k=v:w.py", kind="scalar-read",
-            direction="DtoH\n::error::pwned", stack=["x\r\n::warning::y"],
+            "n1",
+            function="\x1b[31mred\x1b]8;;http://x\x07<script>alert(1)</script>",
+            op="aten::a|b`c`\x9b2J[bold]",
+            range="\u202egnp\ud800",
+            file="a b/%0A::error::<&>{0}[x](y),k=v:w.py",
+            kind="scalar-read",
+            direction="DtoH\n::error::pwned",
+            stack=["x\r\n::warning::y"],
         ),
         traces=[trace("\x1b]0;title\x07</testsuite>.json", notes=["::error::note\n[/red] <b>@all</b>"])],
-    )  # fmt: skip
+    )

@@ -4,7 +4,8 @@ import threading
 
 import pytest
 
-from dcpbench.syncs import checked, live
+from dcpbench.syncs import live
+from dcpbench.syncs.live import checked
 from tests.unit import fake_cuda
 
 # The plugin then watches on every machine; the tests themselves fire the callbacks.

@@ -92,9 +92,11 @@ def _waited_for(step: Step, streams: dict[int, int], done: Run) -> list[int]:
 
 
 CALLS = {
-    "item": "cudaStreamSynchronize", "stream": "cudaStreamSynchronize", "device": "cudaDeviceSynchronize",
+    "item": "cudaStreamSynchronize",
+    "stream": "cudaStreamSynchronize",
+    "device": "cudaDeviceSynchronize",
     "event": "cudaEventSynchronize",
-}  # fmt: skip
+}
 
 
 def traced(program: Sequence[Step], done: Run) -> Trace:

@@ -2,15 +2,20 @@
 
 import pytest
 
-from dcpbench.bench_cases import Machine, attention_cases, dp_slice_cases, kv_write_cases
-from dcpbench.bench_records import Case
+from dcpbench.bench.cases import Machine, attention_cases, dp_slice_cases, kv_write_cases
+from dcpbench.bench.record import Case
 from dcpbench.errors import UsageError
 
 GPU = Machine(cpu=False)
 KV = {
-    "tokens": None, "dcp": None, "dtype": None, "variant": None, "layers": None, "scale": 1.0,
+    "tokens": None,
+    "dcp": None,
+    "dtype": None,
+    "variant": None,
+    "layers": None,
+    "scale": 1.0,
     "empty": True,
-}  # fmt: skip
+}
 SLICE = {"tokens": None, "dp": None, "variant": None, "steps": None}
 
 

@@ -5,13 +5,13 @@ import io
 import pytest
 from rich.console import Console
 
-from dcpbench.bench_records import BenchRecord, Case, Graph, Limit, Result, Work, floor_us
-from dcpbench.records import Environment
-from dcpbench.reports.bench_curves import size, spaced
-from dcpbench.reports.bench_findings import findings
-from dcpbench.reports.bench_picture import write_picture
-from dcpbench.reports.bench_rates import amount, baselines, limits_told, share, speed_up
-from dcpbench.reports.bench_table import legend, table
+from dcpbench.bench.record import BenchRecord, Case, Graph, Limit, Result, Work, floor_us
+from dcpbench.bench.shown.curves import size, spaced
+from dcpbench.bench.shown.findings import findings
+from dcpbench.bench.shown.picture import write_picture
+from dcpbench.bench.shown.rates import amount, baselines, limits_told, share, speed_up
+from dcpbench.bench.shown.table import legend, table
+from dcpbench.records.record import Environment
 from tests.unit.bench_builder import timing
 
 LIMITS = {"read": 4e12, "copy": 2e12, "matmul": 800e12, "peer": 400e9, "barrier": 3e-6}
@@ -21,11 +21,17 @@ UNITS = {"read": "B/s", "copy": "B/s", "matmul": "FLOP/s", "peer": "B/s", "barri
 def result(variant: str, us: float, work: Work, **sizes) -> Result:
     """A correct result of `us` from a graph."""
     return Result(
-        case=Case(variant=variant, calls=0, sizes=sizes), calls=16, correct=True, error=1e-3, work=work,
-        graph=Graph(captured=True, time=timing(us), correct=True), floor_us=floor_us(work, LIMITS),
-        bytes_s=work.memory_bytes / us * 1e6 or None, flop_s=work.flops / us * 1e6 or None,
+        case=Case(variant=variant, calls=0, sizes=sizes),
+        calls=16,
+        correct=True,
+        error=1e-3,
+        work=work,
+        graph=Graph(captured=True, time=timing(us), correct=True),
+        floor_us=floor_us(work, LIMITS),
+        bytes_s=work.memory_bytes / us * 1e6 or None,
+        flop_s=work.flops / us * 1e6 or None,
         received_bytes_s=work.received_bytes / us * 1e6 or None,
-    )  # fmt: skip
+    )
 
 
 def record(bench: str, *results: Result, **fields) -> BenchRecord:

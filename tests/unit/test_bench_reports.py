@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from dcpbench.bench_records import BenchRecord, Graph
-from dcpbench.reports.bench_findings import findings, marks_told, times
-from dcpbench.reports.bench_picture import write_picture
-from dcpbench.reports.bench_table import legend, table
+from dcpbench.bench.record import BenchRecord, Graph
+from dcpbench.bench.shown.findings import findings, marks_told, times
+from dcpbench.bench.shown.picture import write_picture
+from dcpbench.bench.shown.table import legend, table
 from tests.unit.bench_builder import REFUSED, record, result, timing
 
 

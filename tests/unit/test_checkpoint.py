@@ -10,7 +10,7 @@ from dcpbench.engine.checkpoint import INDEX_FILE, CheckpointSource
 from dcpbench.engine.weights import load_weights
 from dcpbench.errors import ModelError
 from dcpbench.kernels.moe import Routing, route
-from dcpbench.layout import Layout
+from dcpbench.points.layout import Layout
 from tests.unit import engine_builder as build
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"

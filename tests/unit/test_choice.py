@@ -4,11 +4,11 @@ import msgspec
 import pytest
 import torch
 
-from dcpbench.choice_records import Choice, Tried
 from dcpbench.errors import CapacityError, DcpbenchError
-from dcpbench.layout import Layout
-from dcpbench.measure import Timer
-from dcpbench.records import Point, Record
+from dcpbench.measuring.timing import Timer
+from dcpbench.points.layout import Layout
+from dcpbench.points.point import Point
+from dcpbench.records.record import Choice, Record, Tried
 from dcpbench.reports import chosen, frames
 from dcpbench.workloads import choice
 from dcpbench.workloads.choice import Load, choose
@@ -63,8 +63,10 @@ class TestChoose:
         found = chosen_by(engine, alive=lambda: alive.append(1))
         assert (found.backend, found.exchange) == ("reference", "a2a")
         assert {c.exchange: c.layer_us for c in found.candidates} == {
-            "ag_rs": pytest.approx(2000), "a2a": pytest.approx(1000), "symm": pytest.approx(1500),
-        }  # fmt: skip
+            "ag_rs": pytest.approx(2000),
+            "a2a": pytest.approx(1000),
+            "symm": pytest.approx(1500),
+        }
         assert list(dict.fromkeys(ran)) == [("reference", name) for name in SLOWEST_MS]
         assert engine.exchanges is engine.made["a2a", False]
         assert engine.batches == {}, "the others' plans and graphs are gone"
@@ -124,13 +126,14 @@ def test_the_report_says_what_was_chosen_and_by_how_much(tmp_path):
     """50 against 55 µs: the next is 10 % slower."""
     point = record_builder.point(Layout(4, dcp=4), backend="auto", exchange="auto", q_replicate=True)
     found = Choice(
-        backend="triton", exchange="symm",
+        backend="triton",
+        exchange="symm",
         candidates=[
             Tried(backend="triton", exchange="ag_rs", layer_us=55.0),
             Tried(backend="triton", exchange="symm", layer_us=50.0),
             Tried(backend="flashinfer", exchange="symm", reason="is not installed"),
         ],
-    )  # fmt: skip
+    )
     record = record_builder.ok(point, choice=found)
     assert msgspec.json.decode(msgspec.json.encode(record), type=Record) == record
     read = frames.load([record_builder.write(tmp_path, [record, record_builder.ok(record_builder.point())])])
@@ -138,9 +141,13 @@ def test_the_report_says_what_was_chosen_and_by_how_much(tmp_path):
     assert table.columns[-6:] == ["layout", "asked for", "chosen", "others", "µs per layer", "next slower by"]
     (row,) = table.rows
     assert row[-6:] == [
-        "tp4·dcp4", "auto auto +q-replicate", "triton symm",
-        "triton ag_rs 55.0 µs; flashinfer symm: is not installed", "50.0", "10.0 %",
-    ]  # fmt: skip
+        "tp4·dcp4",
+        "auto auto +q-replicate",
+        "triton symm",
+        "triton ag_rs 55.0 µs; flashinfer symm: is not installed",
+        "50.0",
+        "10.0 %",
+    ]
 
 
 def test_without_auto_the_report_has_no_such_table(tmp_path):

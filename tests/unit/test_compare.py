@@ -14,8 +14,8 @@ from dcpbench.compare import sides
 from dcpbench.compare.judging import CPU_REASON, Options, judge
 from dcpbench.compare.sides import read_side
 from dcpbench.errors import RecordsError, UsageError
-from dcpbench.layout import Layout
-from dcpbench.serve_records import Latencies
+from dcpbench.points.layout import Layout
+from dcpbench.records.record import Latencies
 from dcpbench.serving.outcome import Row
 from dcpbench.serving.samples import write_samples
 from tests.unit import record_builder as build
@@ -24,7 +24,7 @@ from tests.unit.compare_builder import compared, launch, of_launches, write_laun
 
 if TYPE_CHECKING:
     from dcpbench.compare.model import Comparison
-    from dcpbench.records import Record
+    from dcpbench.records.record import Record
 
 RESULTS = Path(__file__).parents[2] / "results"
 DECODE = RESULTS / "decode-deepseek-v3-kimi-k2_4xH200_2026-11-20"
@@ -236,12 +236,22 @@ class TestVerdicts:
             tokens = [[n + 0.5 * factor * (1 + n % 7) + 0.01 * factor * k for k in range(40)] for n in range(60)]
             rows = [
                 Row(
-                    number=n, outcome="finished", reason=None, submitted_s=float(n), first_token_s=times[0],
-                    end_s=times[-1], input_tokens=400, output_tokens=40, cached_tokens=0, preemptions=0, replica=0,
-                    token_s=times, tokens=[],
+                    number=n,
+                    outcome="finished",
+                    reason=None,
+                    submitted_s=float(n),
+                    first_token_s=times[0],
+                    end_s=times[-1],
+                    input_tokens=400,
+                    output_tokens=40,
+                    cached_tokens=0,
+                    preemptions=0,
+                    replica=0,
+                    token_s=times,
+                    tokens=[],
                 )
                 for n, times in enumerate(tokens)
-            ]  # fmt: skip
+            ]
             file = write_samples(tmp_path / name, of, rows)
             record = serving.served(of)
             metrics = msgspec.structs.replace(

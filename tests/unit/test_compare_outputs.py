@@ -19,7 +19,7 @@ from dcpbench.compare.judging import Options, judge
 from dcpbench.compare.measures import requests_of
 from dcpbench.compare.model import Comparison
 from dcpbench.errors import UsageError
-from dcpbench.layout import Layout
+from dcpbench.points.layout import Layout
 from dcpbench.serving.outcome import FINISHED, Row
 from dcpbench.serving.samples import write_samples
 from tests.unit import record_builder as build
@@ -27,7 +27,7 @@ from tests.unit import serve_record_builder as serving
 from tests.unit.compare_builder import compared, of_launches, write_launches
 
 if TYPE_CHECKING:
-    from dcpbench.records import Record
+    from dcpbench.records.record import Record
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -126,16 +126,27 @@ class TestOutputs:
         write_launches(tmp_path / "b", 4, seed=2, cv=0.002, faster=0.9)
         monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
         code, out, _ = call(
-            "compare", tmp_path / "a", tmp_path / "b", "--fail-on", "slower:2%,syncs:+0", "--github",
-            "--junit", tmp_path / "j.xml", "-o", tmp_path / "out",
-        )  # fmt: skip
+            "compare",
+            tmp_path / "a",
+            tmp_path / "b",
+            "--fail-on",
+            "slower:2%,syncs:+0",
+            "--github",
+            "--junit",
+            tmp_path / "j.xml",
+            "-o",
+            tmp_path / "out",
+        )
         assert code == 1
         assert "4 SLOWER" in out
         assert "::error title=dcpbench compare%3A slower%3A2%25::kimi-k2 tp4 flashinfer, 8 × 4,000 tokens" in out
         assert "🔴 SLOWER" in (tmp_path / "summary.md").read_text()
         assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
-            "compare.json", "compare.md", "forest.png", "forest.svg",
-        ]  # fmt: skip
+            "compare.json",
+            "compare.md",
+            "forest.png",
+            "forest.svg",
+        ]
         root = ET.fromstring((tmp_path / "j.xml").read_text())  # noqa: S314 -- written by us
         assert root.get("failures") == "4"
         found = msgspec.json.decode((tmp_path / "out" / "compare.json").read_bytes(), type=Comparison)
@@ -204,19 +215,28 @@ class TestHostileRecords:
                 metrics, step_ms=msgspec.structs.replace(metrics.step_ms, median=value), step_samples_ms=[value] * 30
             )
             of = msgspec.structs.replace(p, concurrency=n + 1, tp=3, dcp=2)
-            found.append(msgspec.structs.replace(
-                good, point=of, metrics=wrong, marks=[EVIL], host_syncs_per_step=value, memory_peak_bytes=10**300,
-                environment=msgspec.structs.replace(good.environment, device=EVIL, settings={EVIL: EVIL}),
-            ))  # fmt: skip
+            found.append(
+                msgspec.structs.replace(
+                    good,
+                    point=of,
+                    metrics=wrong,
+                    marks=[EVIL],
+                    host_syncs_per_step=value,
+                    memory_peak_bytes=10**300,
+                    environment=msgspec.structs.replace(good.environment, device=EVIL, settings={EVIL: EVIL}),
+                )
+            )
         return [*found, good]
 
     def test_no_form_is_broken_by_them(self, tmp_path: Path) -> None:
         a = [sides.Launch("a" + EVIL, tmp_path / "a", self.records())]
         b = [
-            sides.Launch("b", tmp_path / "b", [
-                msgspec.structs.replace(r, memory_peak_bytes=1, started_at="x") for r in self.records()
-            ])
-        ]  # fmt: skip
+            sides.Launch(
+                "b",
+                tmp_path / "b",
+                [msgspec.structs.replace(r, memory_peak_bytes=1, started_at="x") for r in self.records()],
+            )
+        ]
         found = judge(a, b, Options())
         gate.apply(found, gate.read_rules("slower:2%,syncs:+0,memory:1%,missing,undecided"))
         text = markdown.render(found)
@@ -232,9 +252,20 @@ class TestHostileRecords:
     def test_a_file_of_samples_outside_the_run_is_not_read(self, tmp_path: Path) -> None:
         record = serving.served(serving.point())
         row = Row(
-            number=0, outcome=FINISHED, reason=None, submitted_s=0.0, first_token_s=1.0, end_s=2.0, input_tokens=3,
-            output_tokens=2, cached_tokens=0, preemptions=0, replica=0, token_s=[1.0, 2.0], tokens=[1, 2],
-        )  # fmt: skip
+            number=0,
+            outcome=FINISHED,
+            reason=None,
+            submitted_s=0.0,
+            first_token_s=1.0,
+            end_s=2.0,
+            input_tokens=3,
+            output_tokens=2,
+            cached_tokens=0,
+            preemptions=0,
+            replica=0,
+            token_s=[1.0, 2.0],
+            tokens=[1, 2],
+        )
         run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
         inside = write_samples(run, record.point, [row])
         outside = elsewhere / write_samples(elsewhere, record.point, [row])

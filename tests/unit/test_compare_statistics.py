@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dcpbench.commands_ab import order
+from dcpbench.commands.ab import order
 from dcpbench.compare import effects, multiple, student
 from dcpbench.compare.judging import Options, judge
 from dcpbench.compare.resampling import (
@@ -222,9 +222,10 @@ class TestEffects:
         """Spread 1 %, ratio 3 %: with n each the error is 0.01·√(2/n), and (t + t')·error has to be ≤ 0.03."""
         effect = effects.Effect(0.03, 1e-4, 2.0, 0.01, (2, 2))
         needed = next(
-            n for n in range(2, 50)
+            n
+            for n in range(2, 50)
             if (stats.t.isf(0.025, 2 * n - 2) + stats.t.isf(0.2, 2 * n - 2)) * 0.01 * math.sqrt(2 / n) <= 0.03
-        )  # fmt: skip
+        )
         assert effects.more_launches(effect, 0.01, 0.025) == needed - 2
 
     def test_a_ratio_at_the_margin_is_decided_by_no_number_of_launches(self) -> None:

@@ -17,9 +17,10 @@ import pytest
 
 from dcpbench.dashboard import commands, pages, running, server, watching
 from dcpbench.errors import MissingPackageError, OutputError, UsageError
-from dcpbench.folders import locked
-from dcpbench.jobs import Job, Settings, tell
-from dcpbench.layout import Layout
+from dcpbench.launch.folders import locked
+from dcpbench.launch.jobs import Job, tell
+from dcpbench.points.layout import Layout
+from dcpbench.points.settings import Settings
 from tests.unit import dashboard_builder, record_builder
 from tests.unit.asgi import Client
 
@@ -51,10 +52,15 @@ class TestWhoIsAnswered:
     @pytest.mark.parametrize(
         "host",
         [
-            "evil.example", "127.0.0.1.evil.example", "evil.example:8321", "localhost.evil.example", "10.0.0.7",
-            "[::1]", "",
+            "evil.example",
+            "127.0.0.1.evil.example",
+            "evil.example:8321",
+            "localhost.evil.example",
+            "10.0.0.7",
+            "[::1]",
+            "",
         ],
-    )  # fmt: skip
+    )
     @pytest.mark.parametrize("path", ["/", "/live.json", "/runs/run-000/records.jsonl", "/assets/theme.css"])
     def test_other_names_are_not(self, client: Client, host: str, path: str) -> None:
         """DNS rebinding: somebody's page, whose name suddenly leads to 127.0.0.1."""
@@ -76,14 +82,25 @@ class TestWhatIsShown:
     @pytest.mark.parametrize(
         "path",
         [
-            "/../secret.txt", "/%2e%2e/secret.txt", "/..%2fsecret.txt", "/%2e%2e%2fsecret.txt",
+            "/../secret.txt",
+            "/%2e%2e/secret.txt",
+            "/..%2fsecret.txt",
+            "/%2e%2e%2fsecret.txt",
             "/assets/../../secret.txt",
-            "/runs/../../secret.txt", "/runs/..%5c..%5csecret.txt", "//etc/passwd", "/%2fetc%2fpasswd", "/etc/passwd",
-            "/runs/run-000/../../../secret.txt", "/secret.txt%00.html", "/assets/theme.css%00", "/runs/", "/data/",
+            "/runs/../../secret.txt",
+            "/runs/..%5c..%5csecret.txt",
+            "//etc/passwd",
+            "/%2fetc%2fpasswd",
+            "/etc/passwd",
+            "/runs/run-000/../../../secret.txt",
+            "/secret.txt%00.html",
+            "/assets/theme.css%00",
+            "/runs/",
+            "/data/",
             "/" + "a" * 5000,
         ],
         ids=lambda path: path[:30],
-    )  # fmt: skip
+    )
     def test_no_path_leads_out_of_the_site(self, client: Client, path: str) -> None:
         answer = client.get(path)
         assert answer.status_code == 404

@@ -13,13 +13,13 @@ import pytest
 from dcpbench.dashboard import data as data_files
 from dcpbench.dashboard import finding, lines, pages, site
 from dcpbench.errors import MissingPackageError, OutputError, UsageError
-from dcpbench.layout import Layout
+from dcpbench.points.layout import Layout
 from tests.unit import dashboard_builder, record_builder, serve_record_builder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.records import Record
+    from dcpbench.records.record import Record
 
 HOSTILE = "</script><script>globalThis.pwned = 1</script><img src=x onerror=alert(1)>\u2028\"'&"
 
@@ -143,9 +143,14 @@ class TestWhatIsOneLine:
 
     def test_what_an_import_does_not_say_is_left_out(self) -> None:
         of = serve_record_builder.point(
-            backend="vllm", dtype="unknown", all_reduce="unknown", weights="unknown", page_size=0, interleave=0,
+            backend="vllm",
+            dtype="unknown",
+            all_reduce="unknown",
+            weights="unknown",
+            page_size=0,
+            interleave=0,
             changed={"chunk": 0, "policy": "unknown", "prefill": "unknown"},
-        )  # fmt: skip
+        )
         served = serve_record_builder.served(serve_record_builder.point())
         (line,) = lines.of_run([msgspec.structs.replace(served, point=of, origin="vllm", environment=None)])
         said = lines.described(line)

@@ -4,12 +4,14 @@ import msgspec
 import pytest
 import torch
 
-from dcpbench import budget, memory
-from dcpbench.jobs import Probe, Settings
-from dcpbench.layout import Layout
-from dcpbench.measure import Timer, Timing
-from dcpbench.ranges import PHASES
-from dcpbench.records import Environment, Gpu, Phases, Point, Record, SyncSite
+from dcpbench.measuring.ranges import PHASES
+from dcpbench.measuring.timing import Timer, Timing
+from dcpbench.points import budget, memory
+from dcpbench.points.layout import Layout
+from dcpbench.points.machine import Probe
+from dcpbench.points.point import Point
+from dcpbench.points.settings import Settings
+from dcpbench.records.record import Environment, Gpu, Phases, Record, SyncSite
 from dcpbench.workloads import decode, point_facts
 from dcpbench.workloads.attention_error import attention_error
 from dcpbench.workloads.session import build
@@ -27,9 +29,16 @@ def session(point=POINT):
     settings = Settings()
     pages = budget.kv_pages(point, [point], settings, TINY, PROBE)
     return build(
-        point, TINY, budget.memory_plan(point, pages, TINY, PROBE), pages=pages, max_requests=point.concurrency,
-        max_context=point.context + memory.HEADROOM_TOKENS, rank=0, device=CPU, seed=0,
-    )  # fmt: skip
+        point,
+        TINY,
+        budget.memory_plan(point, pages, TINY, PROBE),
+        pages=pages,
+        max_requests=point.concurrency,
+        max_context=point.context + memory.HEADROOM_TOKENS,
+        rank=0,
+        device=CPU,
+        seed=0,
+    )
 
 
 def run(built, point=POINT, *, profile=True):

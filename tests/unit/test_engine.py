@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from dcpbench import layout as arithmetic
-from dcpbench.batches import padded_batch
 from dcpbench.engine.decode import DecodeEngine, Request
 from dcpbench.errors import UsageError
-from dcpbench.layout import Layout
-from dcpbench.records import Point
+from dcpbench.points import layout as arithmetic
+from dcpbench.points.batches import padded_batch
+from dcpbench.points.layout import Layout
+from dcpbench.points.point import Point
 from dcpbench.serving.allocator import OutOfKvError
 from dcpbench.workloads import decode
 from tests.unit import engine_builder as build
@@ -158,9 +158,17 @@ def test_a_request_that_does_not_fit_takes_no_slot():
 def stored(layout: Layout, page_size: int, interleave: int) -> dict[int, tuple[int, torch.Tensor]]:
     """Three requests of 9 + 1 tokens, as workload `decode` admits them: by number, token and KV in token order."""
     point = Point(
-        model="tiny", tp=layout.tp, dp=layout.dp, dcp=layout.dcp, concurrency=3, context=9, backend="reference",
-        dtype="fp32", page_size=page_size, interleave=interleave,
-    )  # fmt: skip
+        model="tiny",
+        tp=layout.tp,
+        dp=layout.dp,
+        dcp=layout.dcp,
+        concurrency=3,
+        context=9,
+        backend="reference",
+        dtype="fp32",
+        page_size=page_size,
+        interleave=interleave,
+    )
     session = SimpleNamespace(shape=build.TINY)
     found: dict[int, tuple[int, torch.Tensor]] = {}
     for rank in range(layout.tp):

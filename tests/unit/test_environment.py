@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dcpbench import environment
+from dcpbench.measuring import environment
 
 if TYPE_CHECKING:
     import pytest

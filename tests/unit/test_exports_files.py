@@ -18,7 +18,7 @@ from dcpbench.errors import OutputError, UsageError
 from dcpbench.exports import FORMATS, columns, csv_table, export, measured, parquet_table
 from dcpbench.exports.measured import Measured
 from dcpbench.exports.metrics import METRICS
-from dcpbench.layout import Layout
+from dcpbench.points.layout import Layout
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder
 from tests.unit import serve_record_builder as build
@@ -26,7 +26,7 @@ from tests.unit import serve_record_builder as build
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.records import Record
+    from dcpbench.records.record import Record
 
 NOWHERE = files.NOWHERE
 TP, DCP = build.TP, build.DCP

@@ -183,8 +183,9 @@ class TestDashboard:
         wrong["panels"][0]["fieldConfig"]["defaults"]["unitt"] = "s"
         wrong["panels"][4]["options"]["seriesMaping"] = "auto"
         assert lost(wrong, through_grafana(wrong)) == [
-            "/panels/0/fieldConfig/defaults/unitt", "/panels/4/options/seriesMaping",
-        ]  # fmt: skip
+            "/panels/0/fieldConfig/defaults/unitt",
+            "/panels/4/options/seriesMaping",
+        ]
 
     def test_panels_lie_side_by_side_and_cover_what_was_asked_for(self) -> None:
         places = [tuple(panel["gridPos"][k] for k in "xywh") for panel in DASHBOARD["panels"]]

@@ -10,11 +10,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dcpbench import folders
 from dcpbench.errors import OutputError
-from dcpbench.jobs import CHECKS_FILE, FAILED_FILE, Job, Settings
-from dcpbench.processes import LOCK_FILE
-from dcpbench.records import RECORDS_FILE, Point, Record, RecordFile, read_records
+from dcpbench.launch import folders
+from dcpbench.launch.jobs import CHECKS_FILE, FAILED_FILE, Job
+from dcpbench.launch.processes import LOCK_FILE
+from dcpbench.points.point import Point
+from dcpbench.points.settings import Settings
+from dcpbench.records.file import RECORDS_FILE, RecordFile, read_records
+from dcpbench.records.record import Record
 from tests.unit import serve_record_builder
 
 POINT = Point(model="tiny", tp=2, concurrency=2, context=100, backend="triton", dtype="fp32", page_size=64)

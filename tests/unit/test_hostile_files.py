@@ -10,17 +10,21 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from dcpbench import jobs, prompts, serve_spec, spec, sweep
 from dcpbench.dashboard import finding, running
 from dcpbench.errors import DcpbenchError
 from dcpbench.imports import Told
 from dcpbench.imports import run as imports
-from dcpbench.layout import Layout
-from dcpbench.records import RECORDS_FILE, RecordFile, cut_short, read_records
+from dcpbench.launch import jobs
+from dcpbench.plan import grid, serve_spec, spec
+from dcpbench.points import prompts
+from dcpbench.points.layout import Layout
+from dcpbench.points.machine import Probe
+from dcpbench.points.settings import Settings
+from dcpbench.points.shapes import load_shape
+from dcpbench.records.file import RECORDS_FILE, RecordFile, cut_short, read_records
 from dcpbench.serving import samples, step_times
 from dcpbench.serving.request_files import read_requests
 from dcpbench.serving.requests import Step
-from dcpbench.shapes import load_shape
 from dcpbench.syncs.gating import baseline, config
 from dcpbench.top.facts import Facts
 from tests.unit import engine_files_builder as engines
@@ -36,21 +40,56 @@ if TYPE_CHECKING:
 
 ROWS = [
     samples.Row(
-        number=n, outcome="finished", reason=None, submitted_s=0.5 * n, first_token_s=n + 0.25, end_s=n + 0.75,
-        input_tokens=32, output_tokens=3, cached_tokens=0, preemptions=0, replica=0,
-        token_s=[n + 0.25, n + 0.5, n + 0.75], tokens=[5, 7, 9],
+        number=n,
+        outcome="finished",
+        reason=None,
+        submitted_s=0.5 * n,
+        first_token_s=n + 0.25,
+        end_s=n + 0.75,
+        input_tokens=32,
+        output_tokens=3,
+        cached_tokens=0,
+        preemptions=0,
+        replica=0,
+        token_s=[n + 0.25, n + 0.5, n + 0.75],
+        tokens=[5, 7, 9],
     )
     for n in range(20)
-]  # fmt: skip
+]
 TINY = load_shape("tiny")
-PROBE = jobs.Probe(device="cpu", count=0, name="CPU")
+PROBE = Probe(device="cpu", count=0, name="CPU")
 ROUNDS = 100
 """Damaged files of each kind."""
 HOSTILE = (
-    "1e400", "-1", "0", "null", "true", "NaN", "Infinity", "1e308", "5e-324", "9" * 400, "9" * 10_000, "1000000007",
-    '""', '"\\ud800"', '"\\u0000"', "[]", "{}", "[" * 3_000, "{" * 3_000, '{"a":' * 3_000, "[[[[0]]]]",
-    "\x00", "\u202e", "*a", "&a [*a]", "2026-99-99", "0x" + "f" * 9_000, "1:" + "59:" * 3_000 + "1",
-)  # fmt: skip
+    "1e400",
+    "-1",
+    "0",
+    "null",
+    "true",
+    "NaN",
+    "Infinity",
+    "1e308",
+    "5e-324",
+    "9" * 400,
+    "9" * 10_000,
+    "1000000007",
+    '""',
+    '"\\ud800"',
+    '"\\u0000"',
+    "[]",
+    "{}",
+    "[" * 3_000,
+    "{" * 3_000,
+    '{"a":' * 3_000,
+    "[[[[0]]]]",
+    "\x00",
+    "\u202e",
+    "*a",
+    "&a [*a]",
+    "2026-99-99",
+    "0x" + "f" * 9_000,
+    "1:" + "59:" * 3_000 + "1",
+)
 """What may stand where a value was."""
 
 
@@ -127,13 +166,13 @@ def read_times(path: Path) -> None:
 def plan(path: Path) -> None:
     """A sweep's options as points of a grid."""
     found = spec.make_spec(spec.read_options(path), PROBE)
-    sweep.expand(found, PROBE)
+    grid.expand(found, PROBE)
 
 
 def plan_serve(path: Path) -> None:
     """The same of `serve`."""
     found = serve_spec.make_serve_spec(spec.read_options(path, serve_spec.SERVE_PARSERS), PROBE)
-    sweep.expand(found, PROBE)
+    grid.expand(found, PROBE)
 
 
 def read_samples(path: Path) -> None:
@@ -153,7 +192,7 @@ def text(value: object) -> bytes:
 
 
 JOB = jobs.Job(
-    kind="sweep", tag="t", folder="/nowhere", device="cpu", settings=jobs.Settings(), points=[build.point(Layout(4))]
+    kind="sweep", tag="t", folder="/nowhere", device="cpu", settings=Settings(), points=[build.point(Layout(4))]
 )
 TOML = b'model = "tiny"\ntp = [4, 8]\ndcp = [1, 4]\nconcurrency = [2, 8]\ncontext = 100\nseconds = 2.5\nrepeats = 2\n'
 YAML = b"model: tiny\ntp: [4, 8]\ndcp: [1, 4]\nconcurrency: [2, 8]\ncontext: 100\nseconds: 2.5\nkv-memory: 1GiB\n"
@@ -161,9 +200,9 @@ SERVE = b'tp = 4\ninput-tokens = ["32", "uniform:10-20"]\nrequest-rate = [0.5, 2
 REQUESTS = b'{"arrival_s": 0.5, "input_tokens": 9, "output_tokens": 3}\n' * 3
 CSV = b"arrival_s,input_tokens,output_tokens,prefix_group\n0.5,9,3,1\n0.7,9,3,\n"
 SYNCS = (
-    b'[tool.dcpbench.syncs]\nmax-per-step = 2\nmax-bubble-us = 1.5\n'
+    b"[tool.dcpbench.syncs]\nmax-per-step = 2\nmax-bubble-us = 1.5\n"
     b'allow = [{ function = "engine.sampler.*", reason = "tokens", expires = 2026-12-31 }]\n'
-)  # fmt: skip
+)
 BASELINE = baseline.encode(baseline.Baseline(baseline_version=baseline.VERSION))
 
 KINDS: dict[str, tuple[str, Callable[[Path], bytes] | bytes, Callable[[Path], object]]] = {

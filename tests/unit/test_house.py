@@ -141,8 +141,12 @@ class TestMake:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
         done = subprocess.run(
             ["make", "--no-print-directory", "help"],
-            capture_output=True, text=True, check=True, cwd=ROOT, env=environment,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=ROOT,
+            env=environment,
+        )
         assert set(re.findall(r"^  make (\w+) +\S", done.stdout, re.MULTILINE)) == targets
 
     def test_ci_runs_lint_types_and_tests(self) -> None:

@@ -14,7 +14,7 @@ from dcpbench.errors import OutputError, RecordsError, UsageError
 from dcpbench.exports import vllm as to_vllm
 from dcpbench.imports import Told, import_files, metrics, sglang, vllm
 from dcpbench.imports.documents import Document
-from dcpbench.records import Record, read_records
+from dcpbench.records.file import read_records
 from dcpbench.reports import frames, opening
 from dcpbench.serving import samples
 from tests.unit import engine_files_builder as files
@@ -24,7 +24,7 @@ from tests.unit import serve_record_builder as build
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.serve_records import ServeMetrics
+    from dcpbench.records.record import Record, ServeMetrics
 
 
 def imported(tmp_path: Path, engine: str, *results: dict[str, Any], **told: Any) -> list[Record]:
@@ -49,8 +49,10 @@ class TestWithDetails:
         _, found = one(tmp_path, "vllm", files.vllm())
         assert found.ttft_ms.p50 == pytest.approx(500)
         assert (found.itl_ms.mean, found.itl_ms.p50, found.itl_ms.samples) == (
-            pytest.approx(37.5), pytest.approx(35), 4,
-        )  # fmt: skip
+            pytest.approx(37.5),
+            pytest.approx(35),
+            4,
+        )
         assert (found.tpot_ms.mean, found.tpot_ms.samples) == (pytest.approx((100 / 3 + 50) / 2), 2)
         assert found.e2el_ms.mean == pytest.approx(550)
         assert found.tok_s_per_user == pytest.approx(1000 / 35)
@@ -84,10 +86,18 @@ class TestWithDetails:
 
     def test_failed_requests_are_left_out_and_marked(self, tmp_path: Path) -> None:
         result = files.vllm(
-            num_prompts=4, failed=1, input_lens=[100] * 4, output_lens=[4, 2, 1, 0], ttfts=[0.5, 0.5, 0.5, 0.0],
-            itls=[[0.03, 0.031, 0.039], [0.05], [], []], errors=["", "", "", "HTTP 500"], generated_texts=[""] * 4,
-            latencies=[0.6, 0.55, 0.5, 0.0], start_times=[1000.0, 1000.1, 1000.2, 1000.3], queue_times=[0.0] * 4,
-        )  # fmt: skip
+            num_prompts=4,
+            failed=1,
+            input_lens=[100] * 4,
+            output_lens=[4, 2, 1, 0],
+            ttfts=[0.5, 0.5, 0.5, 0.0],
+            itls=[[0.03, 0.031, 0.039], [0.05], [], []],
+            errors=["", "", "", "HTTP 500"],
+            generated_texts=[""] * 4,
+            latencies=[0.6, 0.55, 0.5, 0.0],
+            start_times=[1000.0, 1000.1, 1000.2, 1000.3],
+            queue_times=[0.0] * 4,
+        )
         record, found = one(tmp_path, "vllm", result)
         assert "requests_failed" in record.marks
         assert (found.submitted, found.finished) == (4, 3)
@@ -257,9 +267,13 @@ class TestPoint:
     def test_sglang_says_how_many_it_sent_where_it_kept_each_of_them(self, tmp_path: Path) -> None:
         """Four requests, one of which came to nothing."""
         result = files.sglang(
-            input_lens=[100] * 4, output_lens=[4, 2, 1, 0], ttfts=[0.5, 0.5, 0.5, 0.0],
-            itls=[[0.03, 0.031, 0.039], [0.05], [], []], errors=["", "", "", "HTTP 500"], generated_texts=[""] * 4,
-        )  # fmt: skip
+            input_lens=[100] * 4,
+            output_lens=[4, 2, 1, 0],
+            ttfts=[0.5, 0.5, 0.5, 0.0],
+            itls=[[0.03, 0.031, 0.039], [0.05], [], []],
+            errors=["", "", "", "HTTP 500"],
+            generated_texts=[""] * 4,
+        )
         record, found = one(tmp_path, "sglang", result)
         assert (found.submitted, found.finished) == (4, 3)
         assert record.point.load
@@ -290,10 +304,15 @@ class TestPoint:
         ("goodput", "slo"),
         [
             ("ttft:500 e2el:9000", {"ttft": 500.0, "e2el": 9000.0}),
-            ("ttft:inf", {}), ("ttft:0", {}), ("ttft:-1", {}), ("ttft:nan", {}), ("ttft", {}), ("itl:50", {}),
+            ("ttft:inf", {}),
+            ("ttft:0", {}),
+            ("ttft:-1", {}),
+            ("ttft:nan", {}),
+            ("ttft", {}),
+            ("itl:50", {}),
         ],
         ids=str,
-    )  # fmt: skip
+    )
     def test_objectives_are_those_that_can_be_met_and_missed(
         self, goodput: str, slo: dict[str, float], tmp_path: Path
     ) -> None:
@@ -318,7 +337,7 @@ class TestLengths:
             ({"random_input_len": None, "random_range_ratio": 1.0}, "mean:100", "4", 0),
         ],
         ids=["fixed", "quarter", "default", "ids", "sharegpt", "no-ratio", "no-input"],
-    )  # fmt: skip
+    )
     def test_sglang_draws_its_random_lengths_from_a_share_of_the_longest(
         self, changes: Any, prompts: str, answers: str, most: int, tmp_path: Path
     ) -> None:
@@ -333,7 +352,7 @@ class TestLengths:
         results = [
             files.without_details(files.vllm(num_prompts=n, completed=n, total_input_tokens=n * length))
             for n, length in ((10, 1022), (30, 1030), (10, 1100))
-        ]  # fmt: skip
+        ]
         points = [record.point.load for record in imported(tmp_path, "vllm", *results)]
         assert [load.input_tokens for load in points if load] == ["mean:1028", "mean:1028", "mean:1100"]
 
@@ -354,12 +373,15 @@ class TestLengths:
         results = [
             files.without_details(
                 files.vllm(
-                    num_prompts=10 * n, completed=10 * n, max_concurrency=n, total_input_tokens=10 * n * 1022 + n,
+                    num_prompts=10 * n,
+                    completed=10 * n,
+                    max_concurrency=n,
+                    total_input_tokens=10 * n * 1022 + n,
                     total_output_tokens=10 * n * 128,
                 )
             )
             for n in (1, 8, 64)
-        ]  # fmt: skip
+        ]
         imported(tmp_path, "vllm", *results)
         served = frames.load([tmp_path / "run"]).served
         assert served["rest"].unique().tolist() == ["1,022 on average in · 128 on average out"]
@@ -402,8 +424,9 @@ class TestSweeps:
             files.sweep(tmp_path / "sweep", {"block_size": 64, "max_num_seqs": seqs}, {})
         self.said(tmp_path)
         assert {r.point.settings for r in read_records(tmp_path / "run")} == {
-            "block_size=64, max_num_seqs=4", "block_size=64, max_num_seqs=8",
-        }  # fmt: skip
+            "block_size=64, max_num_seqs=4",
+            "block_size=64, max_num_seqs=8",
+        }
         served = frames.load([tmp_path / "run"]).served
         assert served["variant"].tolist() == ["max_num_seqs=4", "max_num_seqs=8"]
 
@@ -573,9 +596,17 @@ def test_what_goes_out_as_vllms_file_comes_back_with_the_same_metrics(
     ours = msgspec.to_builtins(was)
     theirs = msgspec.to_builtins(back)
     unknown = {
-        "rejected", "cancelled", "cached_tokens", "preemptions", "steps", "decode_steps", "eager_decode_steps",
-        "decode_batch", "samples_file", "idle_fraction",
-    }  # fmt: skip
+        "rejected",
+        "cancelled",
+        "cached_tokens",
+        "preemptions",
+        "steps",
+        "decode_steps",
+        "eager_decode_steps",
+        "decode_batch",
+        "samples_file",
+        "idle_fraction",
+    }
     for name in set(ours) - unknown - {"ttft_ms", "itl_ms", "tpot_ms", "e2el_ms"}:
         assert theirs[name] == close(ours[name], 1e-9), name
     for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2el_ms"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dcpbench.errors import DcpbenchError, RecordsError, UsageError
 from dcpbench.imports import Told, import_files
-from dcpbench.records import read_records
+from dcpbench.records.file import read_records
 from tests.unit import engine_files_builder as files
 
 if TYPE_CHECKING:

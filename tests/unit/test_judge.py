@@ -8,26 +8,30 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from dcpbench import judge, judge_serve, sweep
-from dcpbench.budget import size_text
 from dcpbench.errors import UsageError
-from dcpbench.jobs import Probe, Settings
 from dcpbench.kernels.kv_gather import fused
-from dcpbench.layout import Layout
-from dcpbench.records import Point
-from dcpbench.serve_records import Load
-from dcpbench.shapes import SHAPES
-from dcpbench.spec import make_spec
+from dcpbench.plan import grid, judge, judge_serve
+from dcpbench.plan.spec import make_spec
+from dcpbench.points.budget import size_text
+from dcpbench.points.layout import Layout
+from dcpbench.points.machine import Probe
+from dcpbench.points.point import Load, Point
+from dcpbench.points.settings import Settings
+from dcpbench.points.shapes import SHAPES
 
 if TYPE_CHECKING:
-    from dcpbench.shapes import ModelShape
+    from dcpbench.points.shapes import ModelShape
 
 GIB = 1 << 30
 CPU = Probe(device="cpu", count=0, name="CPU")
 H200X4 = Probe(
-    device="cuda", count=4, name="NVIDIA H200", memory_bytes=139 * GIB, l2_bytes=60 << 20,
+    device="cuda",
+    count=4,
+    name="NVIDIA H200",
+    memory_bytes=139 * GIB,
+    l2_bytes=60 << 20,
     packages={"flashinfer": "0.6.18"},
-)  # fmt: skip
+)
 
 
 def check(shape: ModelShape = SHAPES["tiny"], probe: Probe = H200X4, *, timed: bool = True, **changes: object) -> None:
@@ -62,8 +66,8 @@ def test_a_gpu_times_bf16_alone_but_compares_other_dtypes(dtype: str) -> None:
 def test_sweep_and_verify_are_told_apart_by_their_grids() -> None:
     """The same options, one command each."""
     spec = make_spec({"backend": "reference", "model": "tiny", "tp": "2", "context": "37", "concurrency": "4"}, H200X4)
-    assert all("--backend reference" in str(c.error) for c in sweep.expand(spec, H200X4))
-    assert all(c.error is None for c in sweep.expand_layouts([Layout(tp=2, dcp=2)], spec, H200X4))
+    assert all("--backend reference" in str(c.error) for c in grid.expand(spec, H200X4))
+    assert all(c.error is None for c in grid.expand_layouts([Layout(tp=2, dcp=2)], spec, H200X4))
 
 
 @pytest.mark.parametrize(("dp", "most"), [(1, 512), (2, 1024)])
@@ -174,9 +178,16 @@ class TestServedRows:
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0 B"), (1000, "1000 B"), (1024, "1.0 KiB"), (1535, "1.4 KiB"), (3 << 19, "1.5 MiB"), (131 * GIB, "131.0 GiB"),
-     (5000 << 40, "5000.0 TiB")],
-)  # fmt: skip
+    [
+        (0, "0 B"),
+        (1000, "1000 B"),
+        (1024, "1.0 KiB"),
+        (1535, "1.4 KiB"),
+        (3 << 19, "1.5 MiB"),
+        (131 * GIB, "131.0 GiB"),
+        (5000 << 40, "5000.0 TiB"),
+    ],
+)
 def test_sizes_are_written_in_a_unit_that_fits_and_never_rounded_up(size: int, text: str) -> None:
     """1,535 B are 1.499 KiB: 1.5 KiB would be more than there is."""
     assert size_text(size) == text

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from dcpbench import launch, nodes, torchrun
 from dcpbench.errors import UsageError, WorkerError
-from dcpbench.jobs import SECRET, Exit, Failure, Job, Progress, Settings, code_words, listen
-from dcpbench.records import Point, Record, RecordFile
-from dcpbench.torchrun import Machines, Running
+from dcpbench.launch import launcher, nodes, torchrun
+from dcpbench.launch.jobs import SECRET, Exit, Failure, Job, Progress, code_words, listen
+from dcpbench.launch.torchrun import Machines, Running
+from dcpbench.points.point import Point
+from dcpbench.points.settings import Settings
+from dcpbench.records.file import RecordFile
+from dcpbench.records.record import Record
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,14 +65,14 @@ class Sleeper(Running):
 def test_the_rank_that_broke_the_collective_is_blamed_not_those_that_noticed(collective: tuple[str, str]) -> None:
     """Rank 0 reports first, but only that somebody is gone; rank 1 knows why."""
     cause = failure(1, "OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB")
-    assert launch.blame([failure(0, *collective), cause]) is cause
+    assert launcher.blame([failure(0, *collective), cause]) is cause
 
 
 def test_with_collective_errors_only_the_first_is_blamed() -> None:
     """Better than nothing; and nothing where nobody left an error."""
     first = failure(0, "RuntimeError", "NCCL error")
-    assert launch.blame([first, failure(1, "RuntimeError", "NCCL error")]) is first
-    assert launch.blame([]) is None
+    assert launcher.blame([first, failure(1, "RuntimeError", "NCCL error")]) is first
+    assert launcher.blame([]) is None
 
 
 @pytest.mark.parametrize(
@@ -91,15 +94,15 @@ def test_points_share_a_cause_that_another_job_would_only_meet_again(
 ) -> None:
     """One of our errors while an engine is built is that engine's; one in the model, every point's of its weights."""
     failed = Record(point=point(), outcome="failed", detail={"error": error, "stage": stage})
-    assert launch._shares(msgspec.structs.replace(point(), **changed), failed) is shares
+    assert launcher._shares(msgspec.structs.replace(point(), **changed), failed) is shares
 
 
 def test_the_last_record_of_a_point_counts(tmp_path: Path) -> None:
     """Failed, then measured with --resume: measured. A folder without records has none."""
-    assert launch.last_records(tmp_path) == {}
+    assert launcher.last_records(tmp_path) == {}
     for outcome in ("failed", "ok"):
         RecordFile(tmp_path).append(Record(point=point(), outcome=outcome))
-    assert {key: r.outcome for key, r in launch.last_records(tmp_path).items()} == {point().key(): "ok"}
+    assert {key: r.outcome for key, r in launcher.last_records(tmp_path).items()} == {point().key(): "ok"}
 
 
 def test_a_progress_line_still_being_written_waits_for_its_end(tmp_path: Path) -> None:
@@ -132,17 +135,19 @@ def test_the_first_rank_that_ended_untold_is_blamed(
 ) -> None:
     """(rank, exit code, time): an error comes first where its rank did, and a rank may end with 0 once all is done."""
     told = [Exit(rank=rank, code=code, asked=False, at=at) for rank, code, at in exits]
-    found = launch.first_gone(failures, told, finished=finished)
+    found = launcher.first_gone(failures, told, finished=finished)
     assert (found and found.rank) == blamed
 
 
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (7, "ended with exit code 7"), (0, "ended with exit code 0"), (-9, "was ended by signal 9 (SIGKILL)"),
+        (7, "ended with exit code 7"),
+        (0, "ended with exit code 0"),
+        (-9, "was ended by signal 9 (SIGKILL)"),
         (-40, "was ended by signal 40"),
     ],
-)  # fmt: skip
+)
 def test_a_signal_is_named_where_it_has_a_name(code: int, words: str) -> None:
     """Real-time signals between the first and the last have none."""
     assert code_words(code) == words
@@ -151,7 +156,7 @@ def test_a_signal_is_named_where_it_has_a_name(code: int, words: str) -> None:
 def test_a_rank_that_torchrun_ended_is_not_to_blame() -> None:
     """Signal 15 to rank 0 came from torchrun, as rank 1 had ended."""
     exits = [Exit(rank=0, code=-15, asked=True, at=1.0), Exit(rank=1, code=7, asked=False, at=2.0)]
-    found = launch.first_gone([], exits, finished=False)
+    found = launcher.first_gone([], exits, finished=False)
     assert found == exits[1]
 
 
@@ -216,7 +221,7 @@ def test_cpu_ranks_get_one_thread_and_tritons_interpreter(tmp_path: Path, monkey
 def test_the_probe_of_a_worker_that_cannot_start_says_what_it_wrote() -> None:
     """A broken torch installation is reported, not a JSON error."""
     with pytest.raises(WorkerError, match=r"(?s)could not describe this machine.*No module named"):
-        launch.probe("dcpbench.no_such_worker")
+        launcher.probe("dcpbench.no_such_worker")
 
 
 @pytest.mark.parametrize("endpoint", ["", "host", "host:", ":29500", "host:http", "host:0", "host:70000"])

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpbench.errors import LayoutError
-from dcpbench.layout import Layout, loc_of, local_length, local_tokens, owner, row, valid_layouts
-from dcpbench.shapes import SHAPES
+from dcpbench.points.layout import Layout, loc_of, local_length, local_tokens, owner, row, valid_layouts
+from dcpbench.points.shapes import SHAPES
 
 DCP = st.integers(1, 16)
 STRIPE = st.integers(1, 9)
@@ -188,8 +188,13 @@ class TestModels:
 
     def test_what_four_gpus_can_run_of_deepseek_v3(self) -> None:
         assert [str(layout) for layout in valid_layouts(SHAPES["deepseek-v3"], 4)] == [
-            "tp4", "tp4·dcp2", "tp4·dcp4", "tp4·dp2", "tp4·dp2·dcp2", "tp4·dp4",
-        ]  # fmt: skip
+            "tp4",
+            "tp4·dcp2",
+            "tp4·dcp4",
+            "tp4·dp2",
+            "tp4·dp2·dcp2",
+            "tp4·dp4",
+        ]
 
     @pytest.mark.parametrize("model", SHAPES)
     def test_every_valid_layout_passes_the_models_check(self, model: str) -> None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from dcpbench.choices import CLOSED, GAMMA, TRACE
 from dcpbench.errors import UsageError
-from dcpbench.serve_records import Load
+from dcpbench.points.names import CLOSED, GAMMA, TRACE
+from dcpbench.points.point import Load
 from dcpbench.serving.load_words import Lengths, load_name, parse_lengths, parse_limit, parse_slo
 from dcpbench.serving.loads import OWN, arrival_times, draw_lengths, extent, make_requests, token_ids
 from dcpbench.serving.request_files import BLOCK, read_requests
@@ -120,7 +120,7 @@ class TestPrompts:
     def test_the_same_load_is_the_same_requests_in_another_process(self) -> None:
         """Ranks never talk about prompts."""
         code = (
-            "from dcpbench.serving.loads import make_requests; from dcpbench.serve_records import Load\n"
+            "from dcpbench.serving.loads import make_requests; from dcpbench.points.point import Load\n"
             "load = Load(requests=8, input_tokens='uniform:3-9', output_tokens='3', chunk=64, arrival='gamma', "
             "request_rate=2.0, prefix_share=0.5)\n"
             "print([(r.prompt.tolist(), r.arrival_s) for r in make_requests(load, 1000)])"
@@ -180,9 +180,13 @@ class TestTraces:
 
     def of(self, path: Path, **changes: object) -> Load:
         fields = {
-            "requests": 2, "arrival": TRACE, "trace": path.name, "trace_sha256": read_requests(path).sha256,
-            "input_tokens": "trace", "output_tokens": "trace",
-        }  # fmt: skip
+            "requests": 2,
+            "arrival": TRACE,
+            "trace": path.name,
+            "trace_sha256": read_requests(path).sha256,
+            "input_tokens": "trace",
+            "output_tokens": "trace",
+        }
         return load(**(fields | changes))
 
     def test_equal_hashes_are_equal_blocks(self, mooncake: Path) -> None:

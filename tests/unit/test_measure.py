@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from dcpbench import measure
-from dcpbench.jobs import Settings
-from dcpbench.measure import Timer, Timing, time_steps
+from dcpbench.measuring import timing
+from dcpbench.measuring.timing import Timer, Timing, time_steps
+from dcpbench.points.settings import Settings
 
 CPU = torch.device("cpu")
 
@@ -104,7 +104,7 @@ def test_whoever_watches_for_a_hang_hears_of_every_chunk(monkeypatch):
 @pytest.mark.parametrize(("median_ms", "steps"), [(0.0, 100), (1, 100), (8, 50), (40, 10), (80, 5), (5000, 5)])
 def test_a_chunk_lasts_about_400_ms_within_5_to_100_steps(median_ms, steps):
     """400 / 8 = 50; a step that takes no measurable time divides by nothing."""
-    assert measure._steps_per_chunk(median_ms) == steps
+    assert timing._steps_per_chunk(median_ms) == steps
 
 
 def test_a_chunk_on_the_cpu_runs_and_times_every_step():

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpbench import memory
 from dcpbench.errors import CapacityError
-from dcpbench.layout import OWN_HEADS, GroupWide, Layout, local_length
-from dcpbench.shapes import SHAPES
+from dcpbench.points import memory
+from dcpbench.points.layout import OWN_HEADS, GroupWide, Layout, local_length
+from dcpbench.points.shapes import SHAPES
 
 V3 = SHAPES["deepseek-v3"]
 H200 = 139 * memory.GIB

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from dcpbench import metrics
 from dcpbench.errors import UsageError
-from dcpbench.metrics import RequestTimes, Slo, decode_metrics
-from dcpbench.serve_records import Latencies
+from dcpbench.records import formulas
+from dcpbench.records.formulas import RequestTimes, Slo, decode_metrics
+from dcpbench.records.record import Latencies
 
 ONE = RequestTimes(1.0, (1.5, 1.6, 1.8))
 """t0 = 1.0, t1 = 1.5, tn = 1.8, n = 3."""
@@ -15,29 +15,29 @@ ONE = RequestTimes(1.0, (1.5, 1.6, 1.8))
 
 def test_ttft_includes_the_queue() -> None:
     """t1 - t0 = 1.5 - 1.0 s = 500 ms."""
-    assert metrics.ttft_ms(ONE) == pytest.approx(500)
+    assert formulas.ttft_ms(ONE) == pytest.approx(500)
 
 
 def test_itl_is_one_gap_per_token_after_the_first() -> None:
     """1.6 - 1.5 = 100 ms, 1.8 - 1.6 = 200 ms."""
-    assert metrics.itl_ms(ONE) == pytest.approx([100, 200])
+    assert formulas.itl_ms(ONE) == pytest.approx([100, 200])
 
 
 def test_tpot_is_the_mean_gap_and_is_absent_for_a_single_token() -> None:
     """(1.8 - 1.5) / (3 - 1) = 150 ms; n = 1 has no gap."""
-    assert metrics.tpot_ms(ONE) == pytest.approx(150)
-    assert metrics.tpot_ms(RequestTimes(0.0, (1.0,))) is None
-    assert len(metrics.itl_ms(RequestTimes(0.0, (1.0,)))) == 0
+    assert formulas.tpot_ms(ONE) == pytest.approx(150)
+    assert formulas.tpot_ms(RequestTimes(0.0, (1.0,))) is None
+    assert len(formulas.itl_ms(RequestTimes(0.0, (1.0,)))) == 0
 
 
 def test_e2el_runs_from_submission_to_the_last_token() -> None:
     """1.8 - 1.0 = 800 ms."""
-    assert metrics.e2el_ms(ONE) == pytest.approx(800)
+    assert formulas.e2el_ms(ONE) == pytest.approx(800)
 
 
 def test_output_throughput_counts_ramp_and_drain() -> None:
     """3 + 1 tokens between 0.0 s (first submission) and 2.0 s (last token) = 2 tok/s."""
-    assert metrics.output_tok_s([ONE, RequestTimes(0.0, (2.0,))]) == pytest.approx(2)
+    assert formulas.output_tok_s([ONE, RequestTimes(0.0, (2.0,))]) == pytest.approx(2)
 
 
 def ramp() -> list[RequestTimes]:
@@ -47,47 +47,47 @@ def ramp() -> list[RequestTimes]:
 
 def test_steady_throughput_leaves_out_ramp_and_drain() -> None:
     """Window 1-3 s; tokens in (1, 3]: 2, 3 and 2, 3 = 4 tokens / 2 s = 2 tok/s, against 6 / 4 s = 1.5 with the ramp."""
-    assert metrics.steady_window(ramp(), 2) == (1.0, 3.0)
-    assert metrics.steady_tok_s(ramp(), 2) == pytest.approx(2)
-    assert metrics.output_tok_s(ramp()) == pytest.approx(1.5)
+    assert formulas.steady_window(ramp(), 2) == (1.0, 3.0)
+    assert formulas.steady_tok_s(ramp(), 2) == pytest.approx(2)
+    assert formulas.output_tok_s(ramp()) == pytest.approx(1.5)
 
 
 def test_steady_throughput_is_absent_when_the_target_is_never_reached() -> None:
     """Two requests are 2/3 of a target of 3, below 95 %."""
-    assert metrics.steady_window(ramp(), 3) is None
-    assert metrics.steady_tok_s(ramp(), 3) is None
+    assert formulas.steady_window(ramp(), 3) is None
+    assert formulas.steady_tok_s(ramp(), 3) is None
 
 
 def test_a_request_that_starts_when_another_ends_does_not_break_the_window() -> None:
     """Closed loop with one request in flight: 0-1 s, then 1-3 s, is one window of 3 s."""
-    assert metrics.steady_window([RequestTimes(0.0, (1.0,)), RequestTimes(1.0, (3.0,))], 1) == (0.0, 3.0)
+    assert formulas.steady_window([RequestTimes(0.0, (1.0,)), RequestTimes(1.0, (3.0,))], 1) == (0.0, 3.0)
 
 
 def test_a_target_that_is_reached_for_no_time_at_all_is_not_reached() -> None:
     """At 1 s one of two requests ends and the other one starts: two for a moment of 0 s, in which no rate is."""
-    assert metrics.steady_window([RequestTimes(0.0, (1.0,)), RequestTimes(1.0, (3.0,))], 2) is None
-    assert metrics.steady_tok_s([RequestTimes(0.0, (1.0,)), RequestTimes(1.0, (3.0,))], 2) is None
+    assert formulas.steady_window([RequestTimes(0.0, (1.0,)), RequestTimes(1.0, (3.0,))], 2) is None
+    assert formulas.steady_tok_s([RequestTimes(0.0, (1.0,)), RequestTimes(1.0, (3.0,))], 2) is None
 
 
 def test_a_client_that_takes_a_moment_to_send_its_next_request_does_not_break_the_window() -> None:
     """0-1 s, then 1.0005-3 s: half a millisecond is no dip, and the window is 3 s. From 1.002 s on it is one."""
     first = RequestTimes(0.0, (1.0,))
-    assert metrics.steady_window([first, RequestTimes(1.0005, (3.0,))], 1) == (0.0, 3.0)
-    assert metrics.steady_window([first, RequestTimes(1.002, (3.0,))], 1) == (1.002, 3.0)
+    assert formulas.steady_window([first, RequestTimes(1.0005, (3.0,))], 1) == (0.0, 3.0)
+    assert formulas.steady_window([first, RequestTimes(1.002, (3.0,))], 1) == (1.002, 3.0)
     chain = [RequestTimes(i + 0.0005, (i + 1.0,)) for i in range(4)]
-    assert metrics.steady_window(chain, 1) == (0.0005, 4.0)
+    assert formulas.steady_window(chain, 1) == (0.0005, 4.0)
 
 
 def test_the_longest_of_several_steady_windows_counts() -> None:
     """0-1 s and 2-5 s with a gap between: the second is longer."""
-    assert metrics.steady_window([RequestTimes(0.0, (1.0,)), RequestTimes(2.0, (5.0,))], 1) == (2.0, 5.0)
+    assert formulas.steady_window([RequestTimes(0.0, (1.0,)), RequestTimes(2.0, (5.0,))], 1) == (2.0, 5.0)
 
 
 def test_ninety_five_percent_of_the_target_is_steady() -> None:
     """19 of 20 requests are exactly 95 %."""
     requests = [RequestTimes(0.0, (1.0,))] * 19
-    assert metrics.steady_window(requests, 20) == (0.0, 1.0)
-    assert metrics.steady_window(requests[:18], 20) is None
+    assert formulas.steady_window(requests, 20) == (0.0, 1.0)
+    assert formulas.steady_window(requests[:18], 20) is None
 
 
 def test_a_request_that_was_cut_off_is_in_flight_until_the_run_ends() -> None:
@@ -96,20 +96,20 @@ def test_a_request_that_was_cut_off_is_in_flight_until_the_run_ends() -> None:
     With the second one alone in flight to 4 s the window is 1-4 s; tokens in (1, 4]: 2, 3, 4 and 2 = 4 / 3 s.
     """
     requests = [RequestTimes(0.0, (1.0, 2.0, 3.0, 4.0)), RequestTimes(1.0, (2.0,), finished=False)]
-    assert metrics.steady_window(requests, 2) == (1.0, 4.0)
-    assert metrics.steady_tok_s(requests, 2) == pytest.approx(4 / 3)
-    assert metrics.steady_window(requests, 3, waiting_s=[2.0]) == (2.0, 4.0)
-    assert not metrics.meets(requests[1], Slo())
+    assert formulas.steady_window(requests, 2) == (1.0, 4.0)
+    assert formulas.steady_tok_s(requests, 2) == pytest.approx(4 / 3)
+    assert formulas.steady_window(requests, 3, waiting_s=[2.0]) == (2.0, 4.0)
+    assert not formulas.meets(requests[1], Slo())
 
 
 def test_throughput_per_gpu_divides_by_tp() -> None:
     """800 tok/s on tp8 = 100 tok/s/GPU, whatever dcp is."""
-    assert metrics.per_gpu(800, 8) == 100
+    assert formulas.per_gpu(800, 8) == 100
 
 
 def test_a_user_sees_the_inverse_of_the_median_itl() -> None:
     """1000 / 20 ms = 50 tok/s."""
-    assert metrics.tok_s_per_user(20) == 50
+    assert formulas.tok_s_per_user(20) == 50
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_user_sees_the_inverse_of_the_median_itl() -> None:
 )
 def test_goodput_counts_requests_that_meet_every_objective(slo: Slo, rate: float) -> None:
     """Two requests in 2 s. One: TTFT 500, TPOT 150. The other: TTFT 2000, no TPOT, so it cannot miss that one."""
-    assert metrics.goodput([ONE, RequestTimes(0.0, (2.0,))], slo) == rate
+    assert formulas.goodput([ONE, RequestTimes(0.0, (2.0,))], slo) == rate
 
 
 @pytest.mark.parametrize(
@@ -137,13 +137,13 @@ def test_one_gap_in_a_hundred_may_miss_an_itl_objective(gaps: int, long: int, me
     for i in range(gaps):
         times.append(times[-1] + (0.5 if i < long else 0.0625))
     request = RequestTimes(0.0, times)
-    assert metrics.meets(request, Slo(itl_ms=100)) is met
-    assert metrics.meets(request, Slo(tpot_ms=100))
+    assert formulas.meets(request, Slo(itl_ms=100)) is met
+    assert formulas.meets(request, Slo(tpot_ms=100))
 
 
 def test_a_request_without_gaps_meets_any_itl_objective() -> None:
     """One token: it is its TTFT that counts."""
-    assert metrics.meets(RequestTimes(0.0, (9.0,)), Slo(itl_ms=1))
+    assert formulas.meets(RequestTimes(0.0, (9.0,)), Slo(itl_ms=1))
 
 
 def test_objectives_come_by_name_in_ms() -> None:
@@ -158,20 +158,20 @@ def test_objectives_come_by_name_in_ms() -> None:
 
 def test_latencies_have_a_mean_and_the_percentiles_that_samples_allow() -> None:
     """1 … 130: mean and p50 65.5; p90 at place 116.1 from 0: 117.1; p95 at 122.55: 123.55; 662 are needed for p99."""
-    found = metrics.latencies(range(1, 131))
+    found = formulas.latencies(range(1, 131))
     assert (found.mean, found.p50, found.samples, found.p99) == (65.5, 65.5, 130, None)
     assert (found.p90, found.p95) == (pytest.approx(117.1), pytest.approx(123.55))
-    assert metrics.latencies(range(129)).p95 is None
-    assert metrics.latencies([7.0] * 662).p99 == 7
-    assert metrics.latencies([]) == Latencies()
+    assert formulas.latencies(range(129)).p95 is None
+    assert formulas.latencies([7.0] * 662).p99 == 7
+    assert formulas.latencies([]) == Latencies()
     with pytest.raises(UsageError):
-        metrics.latencies([1.0, math.nan])
+        formulas.latencies([1.0, math.nan])
 
 
 @pytest.mark.parametrize("samples", [[3.0], [4.0, 1.0], list(range(700)), [float(i * i % 97) for i in range(200)]])
 def test_percentiles_of_arrays_are_those_of_lists(samples: list[float]) -> None:
     """Two ways of computing them, one definition."""
-    fast, plain = metrics.latencies(samples), metrics.percentiles(samples)
+    fast, plain = formulas.latencies(samples), formulas.percentiles(samples)
     for name in ("p50", "p90", "p95", "p99"):
         assert getattr(fast, name) == pytest.approx(getattr(plain, name))
 
@@ -179,7 +179,7 @@ def test_percentiles_of_arrays_are_those_of_lists(samples: list[float]) -> None:
 def test_an_objective_that_is_met_exactly_is_met() -> None:
     """TTFT 250 ms and two gaps of 500 ms, 1,250 ms in all, against these very limits (exact in binary)."""
     request = RequestTimes(0.0, (0.25, 0.75, 1.25))
-    assert metrics.meets(request, Slo(ttft_ms=250, itl_ms=500, tpot_ms=500, e2el_ms=1250))
+    assert formulas.meets(request, Slo(ttft_ms=250, itl_ms=500, tpot_ms=500, e2el_ms=1250))
 
 
 @pytest.mark.parametrize("times", [(), (0.5,), (2.0, 1.5), (math.nan,)])
@@ -192,12 +192,12 @@ def test_times_that_cannot_be_are_refused(times: tuple[float, ...]) -> None:
 def test_rates_of_nothing_are_refused() -> None:
     """No requests, no time, no GPUs, no latency, no concurrency."""
     for call in (
-        lambda: metrics.output_tok_s([]),
-        lambda: metrics.output_tok_s([RequestTimes(1.0, (1.0,))]),
-        lambda: metrics.per_gpu(1, 0),
-        lambda: metrics.tok_s_per_user(0),
-        lambda: metrics.tok_s_per_user(math.nan),
-        lambda: metrics.steady_window([], 0),
+        lambda: formulas.output_tok_s([]),
+        lambda: formulas.output_tok_s([RequestTimes(1.0, (1.0,))]),
+        lambda: formulas.per_gpu(1, 0),
+        lambda: formulas.tok_s_per_user(0),
+        lambda: formulas.tok_s_per_user(math.nan),
+        lambda: formulas.steady_window([], 0),
     ):
         with pytest.raises(UsageError):
             call()

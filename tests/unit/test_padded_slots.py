@@ -6,13 +6,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from dcpbench.bench_cases import Machine, padded_slots_cases
-from dcpbench.bench_records import BenchRecord, Case, Graph, Overwritten, Result
+from dcpbench.bench.cases import Machine, padded_slots_cases
+from dcpbench.bench.operators.padded_slots import KNOWN, LIVE, PADDING, PaddedSlots
+from dcpbench.bench.record import BenchRecord, Case, Graph, Overwritten, Result
+from dcpbench.bench.shown.findings import findings
+from dcpbench.bench.shown.table import table
 from dcpbench.engine import decode
 from dcpbench.errors import UsageError
-from dcpbench.reports.bench_findings import findings
-from dcpbench.reports.bench_table import table
-from dcpbench.workloads.padded_slots import KNOWN, LIVE, PADDING, PaddedSlots
 from tests.unit.bench_builder import timing
 
 CONTEXT = 16
@@ -111,11 +111,13 @@ def record() -> BenchRecord:
     none = Overwritten(kv_rows=0, token_ids=0, logit_error=0.0, table_bytes=776, page_bytes=1_990_656)
     results = [
         Result(
-            case=Case(variant=variant, sizes={"requests": 3, "context": 64}, calls=1), correct=True, overwritten=found,
+            case=Case(variant=variant, sizes={"requests": 3, "context": 64}, calls=1),
+            correct=True,
+            overwritten=found,
             graph=Graph(captured=True, time=timing(us), correct=True),
         )
         for variant, found, us in ((LIVE, harm, 1000.0), (PADDING, none, 1010.0))
-    ]  # fmt: skip
+    ]
     return BenchRecord(bench="padded-slots", performance=True, results=results)
 
 

@@ -76,14 +76,22 @@ def test_each_half_waits_for_what_it_reads_and_for_nothing_else(streams):
     assert found == ["all of a", "all of b"]
     assert log == [
         "beside waits for here",
-        "gather a beside", "beside records 1",
-        "gather b beside", "beside records 2",
-        "here waits for beside 1", "attend all of a here", "here records 1",
-        "beside waits for here 1", "merge 0 beside",
-        "here waits for beside 2", "attend all of b here", "here records 2",
-        "beside waits for here 2", "merge 2 beside",
+        "gather a beside",
+        "beside records 1",
+        "gather b beside",
+        "beside records 2",
+        "here waits for beside 1",
+        "attend all of a here",
+        "here records 1",
+        "beside waits for here 1",
+        "merge 0 beside",
+        "here waits for beside 2",
+        "attend all of b here",
+        "here records 2",
+        "beside waits for here 2",
+        "merge 2 beside",
         "here waits for beside",
-    ]  # fmt: skip
+    ]
 
 
 def test_without_a_second_stream_halves_follow_each_other(streams):

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from dcpbench import budget
-from dcpbench.choices import OPTIONS
-from dcpbench.layout import Layout
-from dcpbench.records import Point
+from dcpbench.points import budget
+from dcpbench.points.layout import Layout
+from dcpbench.points.names import OPTIONS
+from dcpbench.points.point import Load, Point
 from dcpbench.reports import exchanges, findings, frames
 from dcpbench.reports.reproduce import command_of
 from dcpbench.reports.serving import findings as serving
-from dcpbench.serve_records import Load
 from dcpbench.serving.step_times import EnginePath
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
@@ -23,23 +22,50 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from dcpbench.records import Record
+    from dcpbench.records.record import Record
 
 DCP = Layout(8, 1, 2)
 """Whose degrees can each take another value alone."""
 OTHER: dict[str, Any] = {
-    "model": "deepseek-v3", "tp": 4, "dp": 2, "dcp": 4, "workload": "other", "concurrency": 9, "context": 4001,
-    "exchange": "symm", "q_replicate": True, "project_first": True, "overlap": True, "all_reduce": "symm",
-    "backend": "triton", "dtype": "fp8", "page_size": 32, "interleave": 8, "weights": "/models/v3",
-    "settings": "max_num_seqs=4", "repeat": 1,
-}  # fmt: skip
+    "model": "deepseek-v3",
+    "tp": 4,
+    "dp": 2,
+    "dcp": 4,
+    "workload": "other",
+    "concurrency": 9,
+    "context": 4001,
+    "exchange": "symm",
+    "q_replicate": True,
+    "project_first": True,
+    "overlap": True,
+    "all_reduce": "symm",
+    "backend": "triton",
+    "dtype": "fp8",
+    "page_size": 32,
+    "interleave": 8,
+    "weights": "/models/v3",
+    "settings": "max_num_seqs=4",
+    "repeat": 1,
+}
 """Another value of each field of a point but its load."""
 OTHER_LOAD: dict[str, Any] = {
-    "mode": "replay", "requests": 97, "arrival": "trace", "request_rate": 3.0, "burstiness": 0.5,
-    "input_tokens": "401", "output_tokens": "41", "prefix_share": 0.5, "prefix_groups": 3, "trace": "chat.jsonl",
-    "trace_sha256": "abc", "chunk": 1024, "policy": "prefill-first", "prefix_cache": False, "prefill": "flashinfer",
+    "mode": "replay",
+    "requests": 97,
+    "arrival": "trace",
+    "request_rate": 3.0,
+    "burstiness": 0.5,
+    "input_tokens": "401",
+    "output_tokens": "41",
+    "prefix_share": 0.5,
+    "prefix_groups": 3,
+    "trace": "chat.jsonl",
+    "trace_sha256": "abc",
+    "chunk": 1024,
+    "policy": "prefill-first",
+    "prefix_cache": False,
+    "prefill": "flashinfer",
     "seed": 7,
-}  # fmt: skip
+}
 """Another value of each field of a load."""
 WHAT_RUNS = ("workload", "concurrency", "context", "load", "repeat")
 """Of a point, what is run; the rest is what runs it."""

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dcpbench.engine.request_pool import DecodeRequestPool, HybridRequestPool, OutOfSlotsError, RequestPool
 from dcpbench.errors import CapacityError
-from dcpbench.layout import local_length, local_tokens, owner, row
+from dcpbench.points.layout import local_length, local_tokens, owner, row
 from dcpbench.serving.allocator import Allocation, DcpAllocator, OutOfKvError
 
 

@@ -5,12 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpbench import memory
 from dcpbench.engine.model import StepInput
 from dcpbench.engine.prefill import Prefiller, windows
 from dcpbench.errors import CapacityError, UsageError
 from dcpbench.kernels import moe
-from dcpbench.layout import Layout
+from dcpbench.points import memory
+from dcpbench.points.layout import Layout
 from tests.unit import engine_builder as build
 from tests.unit.prefill_builder import Prompt, decoded, prompt_tokens, step
 

@@ -5,7 +5,6 @@ import contextlib
 import pytest
 import torch
 
-from dcpbench import memory
 from dcpbench.engine.kv_pool import KvPool
 from dcpbench.engine.model import Model
 from dcpbench.engine.prefill import Prefiller
@@ -13,7 +12,8 @@ from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
 from dcpbench.kernels.prefill.reference import attend
 from dcpbench.kernels.rope import softmax_scale
-from dcpbench.layout import Layout
+from dcpbench.points import memory
+from dcpbench.points.layout import Layout
 from dcpbench.serving.requests import Chunk
 from tests.unit.engine_builder import alone, plan, shape_like_tiny
 

@@ -3,20 +3,31 @@
 import pytest
 import torch
 
-from dcpbench import memory
 from dcpbench.engine.kv_pool import KvPool
 from dcpbench.engine.model import Model, StepInput
 from dcpbench.engine.prefill import Prefiller
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
-from dcpbench.layout import Layout
+from dcpbench.points import memory
+from dcpbench.points.layout import Layout
 from dcpbench.serving.requests import Chunk
 from tests.unit.engine_builder import alone, plan, shape_like_tiny
 
 SHAPE = shape_like_tiny(
-    hidden=2048, layers=2, heads=16, q_lora=512, experts=16, top_k=4, moe_inter=512, dense_inter=2048, vocab=1024,
-    latent=512, rope=64, nope=128, value=128,
-)  # fmt: skip
+    hidden=2048,
+    layers=2,
+    heads=16,
+    q_lora=512,
+    experts=16,
+    top_k=4,
+    moe_inter=512,
+    dense_inter=2048,
+    vocab=1024,
+    latent=512,
+    rope=64,
+    nope=128,
+    value=128,
+)
 ONE = Layout(1)
 TOKENS, STORED, PAGE = 4096, 20480, 64
 

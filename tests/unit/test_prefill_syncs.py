@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 import torch
 
-from dcpbench import memory
 from dcpbench.engine.kv_pool import KvPool
 from dcpbench.engine.model import Model, StepInput
 from dcpbench.engine.prefill import Prefiller
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
 from dcpbench.kernels.prefill import PrefillSpec, make_prefill
-from dcpbench.layout import Layout
+from dcpbench.points import memory
+from dcpbench.points.layout import Layout
 from dcpbench.serving.requests import Chunk
 from dcpbench.syncs.dry_run import DryRun, dry_run
 from tests.unit.engine_builder import alone, plan, shape_like_tiny
@@ -76,9 +76,7 @@ def test_neither_planning_nor_running_waits_and_logits_are_those_of_the_cpu(run)
 
 
 def test_a_plan_for_flash_attention_does_not_wait(run):
-    spec = PrefillSpec(
-        heads=2, width=192, value=128, scale=1.0, dtype=torch.bfloat16, device=torch.device("cuda", 0)
-    )  # fmt: skip
+    spec = PrefillSpec(heads=2, width=192, value=128, scale=1.0, dtype=torch.bfloat16, device=torch.device("cuda", 0))
     backend = make_prefill("sdpa", spec)
     assert backend.value_width == 192, "it takes values no narrower than keys"
     run.syncs.clear()

@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dcpbench import profiling
-from dcpbench.profiling import _attribute, _label, profile_cpu_step, profile_step, sync_sites
-from dcpbench.ranges import phase
-from dcpbench.records import Phases, SyncSite
+from dcpbench.measuring import profiling
+from dcpbench.measuring.profiling import _attribute, _label, profile_cpu_step, profile_step, sync_sites
+from dcpbench.measuring.ranges import phase
+from dcpbench.records.record import Phases, SyncSite
 
 
 class TraceBuilder:

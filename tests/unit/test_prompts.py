@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dcpbench.errors import UsageError
-from dcpbench.prompts import random_prompts, read_prompts
-from dcpbench.shapes import SHAPES
+from dcpbench.points.prompts import random_prompts, read_prompts
+from dcpbench.points.shapes import SHAPES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,7 +45,7 @@ def test_a_file_of_lists_is_read_as_it_is(tmp_path: Path) -> None:
         ('[["a"]]', "for example [[1, 5, 7], [2]]"),
         ("{", "for example"),
     ],
-)  # fmt: skip
+)
 def test_what_the_model_cannot_read_is_refused_with_the_prompt_named(text: str, words: str, tmp_path: Path) -> None:
     """Otherwise it is an index error on some rank, or a comparison of nothing."""
     path = tmp_path / "prompts.json"

@@ -10,25 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpbench.choice_records import Choice, Tried
 from dcpbench.errors import LayoutError, RecordsError
-from dcpbench.jobs import CHECKS_FILE, Check, read_checks, write_checks
-from dcpbench.layout import Layout
-from dcpbench.records import (
+from dcpbench.launch.jobs import CHECKS_FILE, Check, read_checks, write_checks
+from dcpbench.points.layout import Layout
+from dcpbench.points.point import Point
+from dcpbench.records.file import (
     ASIDE_FILE,
     RECORDS_FILE,
-    SCHEMA_VERSION,
-    Interval,
-    Metrics,
-    Percentiles,
-    Point,
-    Record,
     RecordFile,
     cut_short,
     iter_records,
     read_records,
     records_in,
 )
+from dcpbench.records.record import SCHEMA_VERSION, Choice, Interval, Metrics, Percentiles, Record, Tried
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
 

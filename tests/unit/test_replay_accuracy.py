@@ -19,7 +19,7 @@ from dcpbench.serving.step_times import Case, Measured
 from tests.unit.step_times_builder import step_times
 
 if TYPE_CHECKING:
-    from dcpbench.serve_records import ServeMetrics
+    from dcpbench.records.record import ServeMetrics
     from dcpbench.serving.replay import Durations
     from dcpbench.serving.requests import Step
 
@@ -117,13 +117,25 @@ def test_what_is_interpolated_is_within_two_percent_of_the_engine_itself(load: L
     """Throughput, TTFT and ITL, p50 and mean; most are within 0.3 %, and noise of measuring comes on top."""
     dcp = 4 // load.dp
     extent = Extent(
-        requests=load.slots, context=load.context, pages=load.pages, virtual_page=64 * dcp, chunk=load.chunk,
-        targets=(load.slots,) if load.clients else (), open_loop=not load.clients, prompts=(4000,),
-    )  # fmt: skip
+        requests=load.slots,
+        context=load.context,
+        pages=load.pages,
+        virtual_page=64 * dcp,
+        chunk=load.chunk,
+        targets=(load.slots,) if load.clients else (),
+        open_loop=not load.clients,
+        prompts=(4000,),
+    )
     setup = SchedulerConfig(
-        replicas=load.dp, pages=load.pages + 1, page_size=64, dcp=dcp, max_requests=load.slots, chunk=load.chunk,
-        policy=load.policy, max_context=load.context + 1,
-    )  # fmt: skip
+        replicas=load.dp,
+        pages=load.pages + 1,
+        page_size=64,
+        dcp=dcp,
+        max_requests=load.slots,
+        chunk=load.chunk,
+        policy=load.policy,
+        max_context=load.context + 1,
+    )
     cases = [Measured(case=case, samples_ms=[case_ms(case)]) for case in grid(extent)]
     times = msgspec.structs.replace(step_times(), cases=cases)
     truth, found = (served(load.requests, setup, load.clients, how) for how in (Truth(), times))

@@ -79,9 +79,13 @@ class Device:
 
 
 def live(
-    requests: list[ServeRequest], setup: SchedulerConfig, clients: int | None, times: Fixed, limit_s: float,
+    requests: list[ServeRequest],
+    setup: SchedulerConfig,
+    clients: int | None,
+    times: Fixed,
+    limit_s: float,
     monkeypatch: pytest.MonkeyPatch,
-) -> tuple[Traffic, Loop]:  # fmt: skip
+) -> tuple[Traffic, Loop]:
     """What the live loop makes of it."""
     clock = Clock()
     monkeypatch.setattr(serving_loop, "time", clock)
@@ -94,8 +98,11 @@ def live(
 
 
 TIMES = {
-    "plain": Fixed(), "launch": Fixed(4.0), "blocking": Fixed(blocking=True), "slow-host": Fixed(4.0, host=5.3),
-}  # fmt: skip
+    "plain": Fixed(),
+    "launch": Fixed(4.0),
+    "blocking": Fixed(blocking=True),
+    "slow-host": Fixed(4.0, host=5.3),
+}
 
 
 @pytest.mark.parametrize("limit_s", [math.inf, 0.3], ids=["whole", "cut"])

@@ -3,22 +3,31 @@
 import msgspec
 import pytest
 
-from dcpbench import memory
 from dcpbench.errors import RecordsError, UsageError
-from dcpbench.jobs import Settings
-from dcpbench.records import Point, Record
-from dcpbench.serve_records import Load
+from dcpbench.points import memory
+from dcpbench.points.point import Load, Point
+from dcpbench.points.settings import Settings
+from dcpbench.points.shapes import SHAPES
+from dcpbench.records.record import Record
 from dcpbench.serving.replay_point import replay_from_file, step_times_name
 from dcpbench.serving.samples import read_samples
 from dcpbench.serving.step_times import EnginePath, StepTimes, write_step_times
-from dcpbench.shapes import SHAPES
 from tests.unit.step_times_builder import EXTENT, step_times
 
 LOAD = Load(mode="replay", requests=60, input_tokens="4000", output_tokens="30", chunk=8192)
 POINT = Point(
-    model="deepseek-v3", tp=4, dcp=4, workload="serve", concurrency=8, context=4030, load=LOAD, exchange="ag_rs",
-    backend="flashinfer", dtype="bf16", page_size=64,
-)  # fmt: skip
+    model="deepseek-v3",
+    tp=4,
+    dcp=4,
+    workload="serve",
+    concurrency=8,
+    context=4030,
+    load=LOAD,
+    exchange="ag_rs",
+    backend="flashinfer",
+    dtype="bf16",
+    page_size=64,
+)
 TIMES = step_times(path=EnginePath.of(POINT))
 PAGE = memory.page_bytes(SHAPES["deepseek-v3"], 64, 2)
 

@@ -43,13 +43,25 @@ def test_any_load_within_the_extent_can_be_replayed(seed: int) -> None:
     pages = max(3, int(-(-context // page) * rng.choice([1, 1.3, 2, 4, slots + 1])))
     share, rate = float(rng.choice([0, 0, 0.5, 0.95])), None if rng.random() < 0.7 else 3.0
     extent = Extent(
-        requests=slots, context=context, pages=pages, virtual_page=page, chunk=chunk, open_loop=rate is not None,
-        targets=() if rate else (slots,), shared=share > 0,
-    )  # fmt: skip
+        requests=slots,
+        context=context,
+        pages=pages,
+        virtual_page=page,
+        chunk=chunk,
+        open_loop=rate is not None,
+        targets=() if rate else (slots,),
+        shared=share > 0,
+    )
     setup = SchedulerConfig(
-        replicas=replicas, pages=pages + 1, page_size=page_size, dcp=dcp, max_requests=slots, chunk=chunk,
-        policy=str(rng.choice(["mixed", "prefill-first"])), max_context=context + 1,
-    )  # fmt: skip
+        replicas=replicas,
+        pages=pages + 1,
+        page_size=page_size,
+        dcp=dcp,
+        max_requests=slots,
+        chunk=chunk,
+        policy=str(rng.choice(["mixed", "prefill-first"])),
+        max_context=context + 1,
+    )
     cases = [Measured(case=case, samples_ms=[true_ms(case.work())]) for case in grid(extent)]
     times = msgspec.structs.replace(step_times(), cases=cases)
     load = prompts(rng, 40, context, share, rate)

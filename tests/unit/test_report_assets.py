@@ -15,7 +15,7 @@ from dcpbench.reports import assets
     "text",
     ["</script><script>alert(1)</script>", "<!--", "&lt;", "\u2028", "'\"\\", "\N{GRINNING FACE}"],
     ids=["script", "comment", "entity", "line", "quotes", "emoji"],
-)  # fmt: skip
+)
 def test_strings_come_back_as_they_were_and_hold_no_markup(text: str) -> None:
     block = assets.json_block({"name": [text]})
     assert json.loads(block) == {"name": [text]}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from dcpbench.layout import Layout
+from dcpbench.points.layout import Layout
 from dcpbench.reports import frames
 from dcpbench.reports.page.charts import chart_of, charts_of
 from dcpbench.reports.page.points import page_data, point_of
@@ -18,7 +18,7 @@ from tests.unit import record_builder, serve_record_builder
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.records import Record
+    from dcpbench.records.record import Record
 
 
 def data(tmp_path: Path, records: list[Record], **options: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from dcpbench.errors import OutputError, RecordsError, UsageError
-from dcpbench.layout import Layout
+from dcpbench.points.layout import Layout
 from dcpbench.reports import assets, frames, lines, markdown, sections, style, tables, terminal_table, write_report
 from dcpbench.reports.page.render import SCRIPTS
 from tests.unit import record_builder as build
@@ -22,7 +22,7 @@ from tests.unit import record_builder as build
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.records import Record
+    from dcpbench.records.record import Record
 
 HOSTILE = "<script>alert(1)</script>\"' onload=x $\\frac{1}{ | `a` \x1b[31m [red]r[/red] \N{RIGHT-TO-LEFT OVERRIDE}"
 NAMESPACE = re.compile(r"http://www\.w3\.org/[\w./]+")

@@ -8,18 +8,19 @@ import msgspec
 import pytest
 
 from dcpbench.errors import UsageError
-from dcpbench.layout import Layout
-from dcpbench.metrics import decode_metrics
+from dcpbench.points.layout import Layout
+from dcpbench.records.formulas import decode_metrics
+from dcpbench.records.record import Latencies
 from dcpbench.reports import answer_tables, findings, frames, markdown, opening, prose, sections
 from dcpbench.reports.tables import Table
-from dcpbench.serve_records import Latencies
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.records import Point, Record
+    from dcpbench.points.point import Point
+    from dcpbench.records.record import Record
 
 TP, DCP, DP = Layout(4), Layout(4, 1, 4), Layout(4, 4)
 
@@ -70,8 +71,9 @@ class TestSlo:
         (row,) = findings.best_per_load(findings.rivals(found)).to_dict("records")
         assert (row["label"], row["meets"]) == ("tp4·dcp4", True)
         assert found.served.set_index("label")["slo_said"].to_dict() == {
-            "tp4": "misses: ITL p99 60.0 ms", "tp4·dcp4": "meets",
-        }  # fmt: skip
+            "tp4": "misses: ITL p99 60.0 ms",
+            "tp4·dcp4": "meets",
+        }
         assert "400 in · 40 out: only tp4·dcp4 at 8." in said(found, "Best layout")
         assert opening.sentences(found)[0] == "SLO (--slo): ITL ≤ 55 ms at p99."
 
@@ -109,12 +111,14 @@ class TestSlo:
         """Decode steps have neither a first token nor a whole request; where ITL is bounded, too, that is in force."""
         none = "No SLO was given (--slo ttft=2000,itl=60, in ms), so the best is the highest output throughput."
         record, itl = step(build.point(TP), 40), "ITL ≤ 50 ms at p50"
-        for number, (slo, words) in enumerate([
-            ({"ttft": 1.0}, f"{none} --slo ttft bounds nothing that these points have."),
-            ({"ttft": 1.0, "e2el": 9.0}, f"{none} --slo ttft,e2el bounds nothing that these points have."),
-            ({"itl": 50.0, "tpot": 9.0}, f"SLO (--slo): {itl} (p99 lacks samples). These points have no TPOT."),
-            ({}, none),
-        ]):  # fmt: skip
+        for number, (slo, words) in enumerate(
+            [
+                ({"ttft": 1.0}, f"{none} --slo ttft bounds nothing that these points have."),
+                ({"ttft": 1.0, "e2el": 9.0}, f"{none} --slo ttft,e2el bounds nothing that these points have."),
+                ({"itl": 50.0, "tpot": 9.0}, f"SLO (--slo): {itl} (p99 lacks samples). These points have no TPOT."),
+                ({}, none),
+            ]
+        ):
             assert opening.sentences(read(tmp_path / str(number), record, slo=slo))[0] == words
 
     def test_an_objective_of_some_points_is_in_force_for_them(self, tmp_path: Path) -> None:
@@ -153,19 +157,21 @@ class TestSlo:
         assert not [s for s in opening.sentences(found) if "SLO" in s]
 
     def test_names_that_are_no_objectives_are_refused_as_serve_does(self, tmp_path: Path) -> None:
-        from dcpbench import commands
+        from dcpbench.commands import actions
 
         with pytest.raises(UsageError, match="not one of ttft, itl"):
-            commands.report([tmp_path], None, slo="latency=5")
+            actions.report([tmp_path], None, slo="latency=5")
 
 
 class TestMost:
     def test_the_most_within_the_slo_is_compared_with_the_most_of_the_other_kind(self, tmp_path: Path) -> None:
         """tp4 meets 50 ms at 8 (40 ms: 200 tok/s), tp4·dcp4 at 32, too (50 ms: 640): 3.2 times as much."""
         records = [
-            step(build.point(TP, concurrency=8), 40), step(build.point(TP, concurrency=32), 70),
-            step(build.point(DCP, concurrency=8), 45), step(build.point(DCP, concurrency=32), 50),
-        ]  # fmt: skip
+            step(build.point(TP, concurrency=8), 40),
+            step(build.point(TP, concurrency=32), 70),
+            step(build.point(DCP, concurrency=8), 45),
+            step(build.point(DCP, concurrency=32), 50),
+        ]
         found = read(tmp_path, *records, slo={"itl": 50.0})
         assert "640 tok/s with tp4·dcp4 at concurrency 32, 3.20 times the most without DCP (200, tp4" in said(
             found, "The most within"
@@ -301,8 +307,20 @@ class TestOpening:
 
     def test_sections_come_in_the_order_of_a_decision(self, tmp_path: Path) -> None:
         told = sections.report(read(tmp_path, *(step(build.point(x), 9) for x in (TP, DCP))), [])
-        order = ["answer", "kv", "time", "syncs", "failures", "points", "comparisons", "repeats", "honesty", "run",
-                 "method", "environment"]  # fmt: skip
+        order = [
+            "answer",
+            "kv",
+            "time",
+            "syncs",
+            "failures",
+            "points",
+            "comparisons",
+            "repeats",
+            "honesty",
+            "run",
+            "method",
+            "environment",
+        ]
         assert [s.slug for s in told] == order
 
     def test_definitions_stand_with_the_tables(self, tmp_path: Path) -> None:

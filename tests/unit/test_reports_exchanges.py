@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from dcpbench.layout import Layout
-from dcpbench.metrics import decode_metrics
+from dcpbench.points.layout import Layout
+from dcpbench.records.formulas import decode_metrics
 from dcpbench.reports import exchanges, findings, frames
 from dcpbench.reports.bars import draw_phases
 from dcpbench.reports.lines import draw_itl
@@ -18,7 +18,8 @@ from tests.unit import record_builder as build
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.records import Point, Record
+    from dcpbench.points.point import Point
+    from dcpbench.records.record import Record
 
 DCP = Layout(4, 1, 4)
 PLAIN, A2A, SYMM = (build.point(DCP, exchange=name) for name in ("ag_rs", "a2a", "symm"))
@@ -26,9 +27,7 @@ PLAIN, A2A, SYMM = (build.point(DCP, exchange=name) for name in ("ag_rs", "a2a",
 
 def exact(of: Point, *steps: float) -> Record:
     """A record with exactly these step times."""
-    return msgspec.structs.replace(
-        build.ok(of, steps=1), metrics=decode_metrics(list(steps), of.concurrency, of.tp)
-    )  # fmt: skip
+    return msgspec.structs.replace(build.ok(of, steps=1), metrics=decode_metrics(list(steps), of.concurrency, of.tp))
 
 
 def loaded(tmp_path: Path, *records: Record) -> frames.Frames:
@@ -44,8 +43,10 @@ def test_each_exchange_is_compared_with_the_plain_one_of_the_same_point(tmp_path
     found = exchanges.frame(findings.timed(read.points)).set_index("with")
     assert dict(found["ratio"]) == pytest.approx({"symm": 0.9, "a2a +q-replicate": 1.0, "ag_rs +overlap": 1.2})
     assert dict(found["verdict"]) == {
-        "symm": "shorter", "a2a +q-replicate": "no clear difference", "ag_rs +overlap": "longer"
-    }  # fmt: skip
+        "symm": "shorter",
+        "a2a +q-replicate": "no clear difference",
+        "ag_rs +overlap": "longer",
+    }
     [said] = exchanges.sentences(found.reset_index(), read)
     assert "ITL over that with ag_rs, everything else being the same" in said
     assert all(part in said for part in ("symm 0.900", "a2a +q-replicate 1.000", "ag_rs +overlap 1.200"))

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from dcpbench.errors import UsageError
-from dcpbench.layout import Layout
-from dcpbench.metrics import decode_metrics
+from dcpbench.points.layout import Layout
+from dcpbench.records.formulas import decode_metrics
 from dcpbench.reports import findings, frames, opening
 from dcpbench.reports.lines import frontier
 from dcpbench.reports.tables import number, percent
@@ -18,7 +18,8 @@ from tests.unit import record_builder as build
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.records import Point, Record
+    from dcpbench.points.point import Point
+    from dcpbench.records.record import Record
 
 TP, DCP, DP = Layout(4), Layout(4, 1, 4), Layout(4, 4)
 

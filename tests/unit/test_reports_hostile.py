@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from dcpbench.errors import RecordsError
-from dcpbench.layout import Layout
-from dcpbench.records import RECORDS_FILE, cut_short, read_records
+from dcpbench.points.layout import Layout
+from dcpbench.records.file import RECORDS_FILE, cut_short, read_records
 from dcpbench.reports import (
     answer_tables,
     clip,
@@ -35,7 +35,7 @@ from tests.unit import serve_record_builder as serve
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.records import Record
+    from dcpbench.records.record import Record
 
 TP, DCP = Layout(4), Layout(4, 1, 4)
 HTML = "<script>alert(1)</script>\"' onload=x $\\frac{1}{ | `a` \x1b[31m [red] \N{RIGHT-TO-LEFT OVERRIDE}</details>"
@@ -188,9 +188,16 @@ def test_a_last_line_is_cut_short_only_where_it_can_be_completed(tmp_path: Path)
 
 
 STRINGS = (
-    "point.model", "point.backend", "point.weights", "point.dtype", "point.exchange", "environment.command",
-    "environment.torch", "environment.device", "honesty.weights",
-)  # fmt: skip
+    "point.model",
+    "point.backend",
+    "point.weights",
+    "point.dtype",
+    "point.exchange",
+    "environment.command",
+    "environment.torch",
+    "environment.device",
+    "honesty.weights",
+)
 
 
 @pytest.mark.parametrize("field", STRINGS)
@@ -241,7 +248,7 @@ def test_a_long_cell_is_cut_in_every_table(tmp_path: Path) -> None:
         changed("started_at", "tomorrow"),
     ],
     ids=["no-metrics", "no-pool", "no-room", "idle", "phases", "context-0", "marks", "slo", "date"],
-)  # fmt: skip
+)
 def test_what_is_odd_and_can_be_shown_is_shown(tmp_path: Path, spoiled: dict[str, Any]) -> None:
     """No crash and no warning; the good point beside it is there."""
     assert "tp4·dcp4" in everything(run(tmp_path / "run", spoiled, line(build.ok(build.point(DCP), steps=5))))
@@ -264,10 +271,19 @@ def test_no_figure_breaks(tmp_path: Path, spoiled: dict[str, Any]) -> None:
 def grid(folder: Path, contexts: int, loads: int) -> frames.Frames:
     """tp4 and tp4·dcp4 at every context and load."""
     template = build.ok(build.point(TP), steps=2)
-    return frames.load([build.write(folder, (
-        msgspec.structs.replace(template, point=build.point(layout, context=c, concurrency=n))
-        for c in range(1, contexts + 1) for n in range(1, loads + 1) for layout in (TP, DCP)
-    ))])  # fmt: skip
+    return frames.load(
+        [
+            build.write(
+                folder,
+                (
+                    msgspec.structs.replace(template, point=build.point(layout, context=c, concurrency=n))
+                    for c in range(1, contexts + 1)
+                    for n in range(1, loads + 1)
+                    for layout in (TP, DCP)
+                ),
+            )
+        ]
+    )
 
 
 def test_of_too_many_points_tables_show_the_first_and_figures_some_and_both_say_so(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from dcpbench.layout import Layout
+from dcpbench.points.layout import Layout
 from dcpbench.reports import findings, frames, opening, terminal_table, write_report
 from dcpbench.reports.serving import findings as serving
 from dcpbench.reports.serving import tables, words
@@ -20,7 +20,8 @@ from tests.unit.test_reports import NAMESPACE
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.records import Point, Record
+    from dcpbench.points.point import Point
+    from dcpbench.records.record import Record
 
 TP, DCP = build.TP, build.DCP
 HOSTILE = "<script>alert(1)</script> $\\frac{1}{ | `a` \x1b[31m [red]r[/red]"
@@ -36,7 +37,7 @@ def exact(of: Point, tok_s: float, environment: Any = record_builder.GPU, **chan
 
 def times(p50: float, **changes: Any) -> Any:
     """Latencies of which the median is known."""
-    from dcpbench.serve_records import Latencies
+    from dcpbench.records.record import Latencies
 
     return Latencies(p50=p50, samples=99, **changes)
 
@@ -225,9 +226,11 @@ class TestFindings:
         read = loaded(
             tmp_path,
             exact(build.point(TP), 100, ttft_ms=times(80), itl_ms=times(20)),
-            exact(replayed(build.point(TP)), 500), exact(other, 600), exact(build.point(build.DP), 700),
+            exact(replayed(build.point(TP)), 500),
+            exact(other, 600),
+            exact(build.point(build.DP), 700),
             exact(build.point(DCP), 150, ttft_ms=times(40), itl_ms=times(25)),
-        )  # fmt: skip
+        )
         (row,) = findings.dcp_against_baseline(read.served).to_dict("records")
         assert (row["ratio"], row["verdict"], row["baseline"]) == (1.5, "higher", "tp4")
         assert (row["ttft_ratio"], row["itl_ratio"]) == (0.5, 1.25)
@@ -277,9 +280,11 @@ class TestFindings:
         """110 against 100; 101 against 100 is within 2 %."""
         read = loaded(
             tmp_path,
-            exact(build.point(TP, 8), 100), exact(build.point(DCP, 8), 110),
-            exact(build.point(TP, 32), 100), exact(build.point(DCP, 32), 101),
-        )  # fmt: skip
+            exact(build.point(TP, 8), 100),
+            exact(build.point(DCP, 8), 110),
+            exact(build.point(TP, 32), 100),
+            exact(build.point(DCP, 32), 101),
+        )
         assert list(findings.best_per_load(read.served)["clear"]) == [True, False]
 
     def test_replay_is_held_against_the_live_run_of_its_own_load(self, tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.layout import Layout
-from dcpbench.records import SyncSite
+from dcpbench.points.layout import Layout
+from dcpbench.records.record import SyncSite
 from dcpbench.reports import frames, sync_sites, write_report
 from tests.unit import record_builder as build
 
@@ -16,10 +16,18 @@ if TYPE_CHECKING:
 def site(**changes: object) -> SyncSite:
     """A filter in the KV write, twice in each step."""
     plain = {
-        "found_in": "eager", "rule": "SYNC002", "kind": "data-dependent-shape", "call": "cudaStreamSynchronize",
-        "op": "aten::nonzero", "function": "set_kv", "file": "engine/pool.py", "line": 12, "per_step": 2.0,
-        "wait_us": 10.0, "bubble_us": 4.0,
-    }  # fmt: skip
+        "found_in": "eager",
+        "rule": "SYNC002",
+        "kind": "data-dependent-shape",
+        "call": "cudaStreamSynchronize",
+        "op": "aten::nonzero",
+        "function": "set_kv",
+        "file": "engine/pool.py",
+        "line": 12,
+        "per_step": 2.0,
+        "wait_us": 10.0,
+        "bubble_us": 4.0,
+    }
     return SyncSite(**{**plain, **changes})  # type: ignore[arg-type]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
-from dcpbench.layout import Layout
+from dcpbench.points.layout import Layout
 from dcpbench.reports import frames, terminal_json, terminal_table
 from dcpbench.reports.terminal_parts import Column, Fitted
 from tests.unit import record_builder as build
@@ -25,10 +25,13 @@ if TYPE_CHECKING:
 TABLE = Fitted(
     "title",
     ["tp4", "tp4·dcp4 (triton)"],
-    [Column("tok/s", ["1,234", "99.50"]), Column("p99", ["12.5", "—"], drop=1, said="ITL p99"),
-     Column("/GPU", ["308", "24.9"], drop=0)],
+    [
+        Column("tok/s", ["1,234", "99.50"]),
+        Column("p99", ["12.5", "—"], drop=1, said="ITL p99"),
+        Column("/GPU", ["308", "24.9"], drop=0),
+    ],
     ["noisy, drift", "drift"],
-)  # fmt: skip
+)
 
 
 def shown(what: Any, width: int) -> list[str]:
@@ -58,16 +61,23 @@ class TestFitting:
     def test_then_marks_are_letters(self) -> None:
         """8 + (5 + 2) + (4 + 2) + (4 + 2) + (2 + 2) = 31."""
         assert shown(TABLE, 31)[1:] == [
-            "layout    tok/s   p99  /GPU", "───────────────────────────────", "tp4       1,234  12.5   308  ab",
-            "tp4·dcp4  99.50     —  24.9  b", "(triton)", "marks: a noisy, b drift",
-        ]  # fmt: skip
+            "layout    tok/s   p99  /GPU",
+            "───────────────────────────────",
+            "tp4       1,234  12.5   308  ab",
+            "tp4·dcp4  99.50     —  24.9  b",
+            "(triton)",
+            "marks: a noisy, b drift",
+        ]
 
     def test_then_columns_go_and_are_named(self) -> None:
         """8 + (5 + 1) + (4 + 1) + (2 + 1) = 22: without /GPU, which is the least important."""
         assert shown(TABLE, 22)[1:6] == [
-            "layout   tok/s  p99", "──────────────────────", "tp4      1,234 12.5 ab", "tp4·dcp4 99.50    — b",
+            "layout   tok/s  p99",
+            "──────────────────────",
+            "tp4      1,234 12.5 ab",
+            "tp4·dcp4 99.50    — b",
             "(triton)",
-        ]  # fmt: skip
+        ]
         assert " ".join(shown(TABLE, 22)[6:]) == "left out, as it is narrow here: /GPU marks: a noisy, b drift"
 
     def test_a_word_of_any_length_does_not_push_numbers_out(self) -> None:
@@ -93,16 +103,22 @@ class TestOpenLoops:
     @pytest.mark.parametrize(
         ("at_once", "pages", "said"),
         [
-            (4, 1000, "tp4 4 by --concurrency"), (512, 1000, "tp4 all 16"),
+            (4, 1000, "tp4 4 by --concurrency"),
+            (512, 1000, "tp4 all 16"),
             (8, 3, "tp4 3 of full length by KV space (8 by --concurrency)"),
         ],
         ids=["an option", "nothing", "KV space"],
-    )  # fmt: skip
+    )
     def test_what_bounds_them_is_said(self, tmp_path: Path, at_once: int, pages: int, said: str) -> None:
         """16 requests are sent; how many are served at once is the least of that, --concurrency and KV space."""
-        of = serve_record_builder.point(concurrency=at_once, changed={
-            "arrival": "gamma", "request_rate": 2.0, "requests": 16,
-        })  # fmt: skip
+        of = serve_record_builder.point(
+            concurrency=at_once,
+            changed={
+                "arrival": "gamma",
+                "request_rate": 2.0,
+                "requests": 16,
+            },
+        )
         record = serve_record_builder.served(of)
         kv = build.ok(build.point()).kv
         assert kv
@@ -122,8 +138,9 @@ class TestJson:
         found = json.loads(terminal_json.dumps(frames.load([build.write(tmp_path / "run", records)])))
         assert set(found) == {"runs", "cpu", "points", "served", "others", "findings"}
         assert [(p["layout"], p["concurrency"], p["ttft_p50_ms"]) for p in found["points"]] == [
-            ("tp4", 8, None), ("tp4·dcp4", 8, None),
-        ]  # fmt: skip
+            ("tp4", 8, None),
+            ("tp4·dcp4", 8, None),
+        ]
         assert [o["outcome"] for o in found["others"]] == ["rejected"]
         assert found["runs"] == [{"name": "run", "records": 3, "replaced": 0, "cut_short": False}]
         assert found["findings"]

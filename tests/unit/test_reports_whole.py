@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dcpbench import commands, runs, whole_files
+from dcpbench.commands import actions, runs
 from dcpbench.errors import OutputError
-from dcpbench.jobs import Probe
-from dcpbench.layout import Layout
+from dcpbench.points.layout import Layout
+from dcpbench.points.machine import Probe
 from dcpbench.reports import export, frames, markdown, plots, write_report
 from dcpbench.reports.page import render
+from dcpbench.show import whole_files
 from tests.unit import record_builder as build
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ class TestCommand:
         monkeypatch.setattr(export, "write_csv", lambda *_: signal.raise_signal(number))
         old = contents(one)
         with pytest.raises(SystemExit) as end:
-            commands.report([one], None)
+            actions.report([one], None)
         assert end.value.code == 128 + number
         assert "no report was written" in capsys.readouterr().err
         assert contents(one) == old
@@ -245,7 +246,7 @@ class TestCommand:
     ) -> None:
         ends(monkeypatch, KeyboardInterrupt())
         with pytest.raises(SystemExit) as end:
-            commands.report([one], None)
+            actions.report([one], None)
         assert end.value.code == 130
         assert capsys.readouterr().err == (
             f"\nInterrupted; no report was written. The records are safe; to write it: dcpbench report {one}\n"

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from dcpbench import cli, commands, commands_serve, sweep
+from dcpbench import cli
+from dcpbench.commands import actions, serve_actions
 from dcpbench.errors import UsageError
-from dcpbench.jobs import Settings
+from dcpbench.plan import grid
+from dcpbench.plan.serve_spec import make_serve_spec
+from dcpbench.plan.spec import make_spec
+from dcpbench.points.settings import Settings
 from dcpbench.reports.reproduce import command_of
-from dcpbench.serve_spec import make_serve_spec
-from dcpbench.spec import make_spec
 from tests.unit import record_builder
 from tests.unit.test_judge import CPU, H200X4
 from tests.unit.test_shapes import V3
@@ -23,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from dcpbench.jobs import Probe
-    from dcpbench.records import Point
-    from dcpbench.spec import SweepSpec
+    from dcpbench.plan.spec import SweepSpec
+    from dcpbench.points.machine import Probe
+    from dcpbench.points.point import Point
 
     ReadBack = Callable[[str], SweepSpec]
 
@@ -42,8 +44,8 @@ def read_back(monkeypatch: pytest.MonkeyPatch) -> ReadBack:
 
         return read
 
-    monkeypatch.setattr(commands, "sweep", note(make_spec))
-    monkeypatch.setattr(commands_serve, "serve", note(make_serve_spec))
+    monkeypatch.setattr(actions, "sweep", note(make_spec))
+    monkeypatch.setattr(serve_actions, "serve", note(make_serve_spec))
 
     def back(command: str) -> SweepSpec:
         words = shlex.split(command)
@@ -58,11 +60,11 @@ def read_back(monkeypatch: pytest.MonkeyPatch) -> ReadBack:
 
 def check(spec: SweepSpec, probe: Probe, read_back: ReadBack, least: int = 1) -> None:
     """Each point of a grid has a command whose grid is that point alone, measured in the same way."""
-    points = [c.point for c in sweep.expand(spec, probe) if c.error is None]
+    points = [c.point for c in grid.expand(spec, probe) if c.error is None]
     assert len(points) >= least
     for point in points:
         again = read_back(command_of(point, msgspec.to_builtins(spec.settings), cpu=probe.device == "cpu"))
-        (found,) = sweep.expand(again, probe)
+        (found,) = grid.expand(again, probe)
         assert found.point == msgspec.structs.replace(point, repeat=0)
         assert again.settings == spec.settings
 
@@ -138,10 +140,10 @@ def test_a_replay_from_a_file_names_the_file(tmp_path: Path, read_back: ReadBack
     path = tmp_path / "times.json"
     path.touch()
     spec = make_serve_spec({"mode": "replay", "step_times": str(path), "concurrency": 8, "baseline": False}, H200X4)
-    (candidate,) = sweep.expand(spec, H200X4)
+    (candidate,) = grid.expand(spec, H200X4)
     again = read_back(command_of(candidate.point, msgspec.to_builtins(spec.settings)))
     assert again.settings.step_times == str(path)
-    assert sweep.expand(again, H200X4)[0].point == candidate.point
+    assert grid.expand(again, H200X4)[0].point == candidate.point
 
 
 def test_a_command_is_safe_to_paste(read_back: ReadBack) -> None:

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dcpbench.choices import PREFILL_FIRST
 from dcpbench.errors import UsageError
-from dcpbench.records import Point
-from dcpbench.serve_records import Load
+from dcpbench.points.names import PREFILL_FIRST
+from dcpbench.points.point import Load, Point
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from tests.unit.serving_builder import config, request
 from tests.unit.serving_simulation import signature
@@ -121,9 +120,18 @@ class TestAdmission:
         """Of 64 chunk tokens each of two replicas prefills 32; five clients are three at one of them."""
         load = Load(requests=9, input_tokens="4", output_tokens="2", chunk=64)
         of = Point(
-            model="tiny", tp=4, dp=2, dcp=2, workload="serve", concurrency=5, context=6, backend="reference",
-            dtype="fp32", page_size=2, load=load,
-        )  # fmt: skip
+            model="tiny",
+            tp=4,
+            dp=2,
+            dcp=2,
+            workload="serve",
+            concurrency=5,
+            context=6,
+            backend="reference",
+            dtype="fp32",
+            page_size=2,
+            load=load,
+        )
         found = SchedulerConfig.of(of, pages=9, max_context=64)
         assert (found.replicas, found.chunk, found.max_requests) == (2, 32, 3)
 
@@ -335,9 +343,13 @@ class TestRanksAgree:
         code = "from tests.unit.test_scheduler import all_steps; print(all_steps(0))"
         said = [
             subprocess.run(
-                [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": seed}, check=True,
-                capture_output=True, text=True,
+                [sys.executable, "-c", code],
+                cwd=ROOT,
+                env=os.environ | {"PYTHONHASHSEED": seed},
+                check=True,
+                capture_output=True,
+                text=True,
             ).stdout
             for seed in ("1", "2")
-        ]  # fmt: skip
+        ]
         assert said[0] == said[1] == f"{all_steps(0)}\n"

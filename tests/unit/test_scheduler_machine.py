@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from dcpbench.choices import MIXED, POLICIES
+from dcpbench.points.names import MIXED, POLICIES
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.scheduler import SchedulerConfig
 from tests.unit.serving_builder import check_books, request
@@ -30,18 +30,27 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
     dcp = draw(st.integers(1, 4))
     chunk = draw(st.integers(page * dcp, 5 * page * dcp))
     return SchedulerConfig(
-        replicas=draw(st.integers(1, 3)), pages=draw(st.integers(2, 16)), page_size=page, dcp=dcp,
-        interleave=interleave, max_requests=draw(st.integers(1, 5)), chunk=chunk,
-        policy=draw(st.sampled_from(POLICIES)), prefix_cache=draw(st.booleans()),
+        replicas=draw(st.integers(1, 3)),
+        pages=draw(st.integers(2, 16)),
+        page_size=page,
+        dcp=dcp,
+        interleave=interleave,
+        max_requests=draw(st.integers(1, 5)),
+        chunk=chunk,
+        policy=draw(st.sampled_from(POLICIES)),
+        prefix_cache=draw(st.booleans()),
         max_context=draw(st.sampled_from([LONGEST, 20])),
-    )  # fmt: skip
+    )
 
 
 Sizes = tuple[int, int, int, int, int]
 SIZES = st.tuples(
-    st.sampled_from(PERCENT), st.sampled_from((0, *PERCENT)), st.sampled_from((*PERCENT, 200)),
-    st.integers(0, 1), st.integers(0, 1),
-)  # fmt: skip
+    st.sampled_from(PERCENT),
+    st.sampled_from((0, *PERCENT)),
+    st.sampled_from((*PERCENT, 200)),
+    st.integers(0, 1),
+    st.integers(0, 1),
+)
 """Prompt in percent of what fits; of it what a family shares; output in percent of the room left; family; ending."""
 
 
@@ -113,9 +122,15 @@ def crowded(policy: str, replicas: int, seed: int) -> Simulation:
     draw = random.Random(seed)
     page, dcp = draw.choice([1, 2, 4]), draw.randint(1, 4)
     config = SchedulerConfig(
-        replicas=replicas, pages=draw.randint(6, 16), page_size=page, dcp=dcp, max_requests=6, policy=policy,
-        chunk=page * dcp * draw.randint(1, 4) + draw.randrange(page * dcp), max_context=LONGEST,
-    )  # fmt: skip
+        replicas=replicas,
+        pages=draw.randint(6, 16),
+        page_size=page,
+        dcp=dcp,
+        max_requests=6,
+        policy=policy,
+        chunk=page * dcp * draw.randint(1, 4) + draw.randrange(page * dcp),
+        max_context=LONGEST,
+    )
     simulation = Simulation(config)
     for number in range(12 * replicas):
         shared = draw.choice((0, 50, 100, 100))

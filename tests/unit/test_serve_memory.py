@@ -8,18 +8,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dcpbench import ranges
-from dcpbench.records import Point
-from dcpbench.serve_records import Load
+from dcpbench.measuring import ranges
+from dcpbench.points.point import Load, Point
 from dcpbench.workloads.serve import Serving, _requests
 from tests.unit import engine_builder as build
 
 SHAPE = build.shape_like_tiny(layers=1, first_dense=1)
 LOAD = Load(requests=1, input_tokens="1", output_tokens="1", chunk=16)
 POINT = Point(
-    model="tiny", workload="serve", tp=1, concurrency=2, context=64, backend="reference", dtype="fp32", page_size=4,
+    model="tiny",
+    workload="serve",
+    tp=1,
+    concurrency=2,
+    context=64,
+    backend="reference",
+    dtype="fp32",
+    page_size=4,
     load=LOAD,
-)  # fmt: skip
+)
 RUNS, STEPS = 10, 3_000
 PAGE_BYTES = 4096
 GROWTH_BYTES = 2 << 20

@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 from dcpbench.errors import OutputError, RecordsError, UsageError
-from dcpbench.records import Point
-from dcpbench.serve_records import Load, ServeMetrics
+from dcpbench.points.point import Load, Point
 from dcpbench.serving.outcome import CANCELLED, FINISHED, REJECTED, StepCounts, in_short, marks, rows, serve_metrics
 from dcpbench.serving.samples import POINT_KEY, read_samples, samples_name, samples_point, write_samples
 from tests.unit import virtual_serving as build
@@ -20,12 +19,20 @@ from tests.unit import virtual_serving as build
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from dcpbench.records.record import ServeMetrics
     from dcpbench.serving.traffic import Traffic
 
 POINT = Point(
-    model="kimi-k2", tp=4, dcp=4, workload="serve", concurrency=2, context=40, backend="triton", dtype="bfloat16",
+    model="kimi-k2",
+    tp=4,
+    dcp=4,
+    workload="serve",
+    concurrency=2,
+    context=40,
+    backend="triton",
+    dtype="bfloat16",
     load=Load(requests=4, input_tokens="32", output_tokens="8", chunk=64),
-)  # fmt: skip
+)
 
 
 def metrics(of: tuple[Traffic, StepCounts], **changes: object) -> ServeMetrics:
@@ -157,8 +164,11 @@ class TestSamples:
         traffic, _ = build.serve(requests, concurrency=4, replicas=2, until_s=1)
         found = read_samples(tmp_path / write_samples(tmp_path, POINT, rows(traffic.samples)))
         assert [(r.outcome, r.replica, r.cached_tokens, r.preemptions) for r in found] == [
-            (CANCELLED, 0, 0, 0), (CANCELLED, 1, 0, 0), (REJECTED, None, None, None), (CANCELLED, None, None, 0),
-        ]  # fmt: skip
+            (CANCELLED, 0, 0, 0),
+            (CANCELLED, 1, 0, 0),
+            (REJECTED, None, None, None),
+            (CANCELLED, None, None, 0),
+        ]
 
     def test_the_file_says_whose_it_is(self, tmp_path: Path) -> None:
         """The point's key stands in the file; the record need not be at hand."""

@@ -7,25 +7,26 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from dcpbench import budget, memory, sweep
-from dcpbench.choices import CLOSED, GAMMA, TRACE
 from dcpbench.errors import CapacityError, DcpbenchError, MissingPackageError, UsageError
-from dcpbench.layout import Layout
-from dcpbench.serve_spec import SERVE_PARSERS, make_serve_spec
-from dcpbench.shapes import SHAPES, load_shape
-from dcpbench.spec import read_options
+from dcpbench.plan import grid
+from dcpbench.plan.serve_spec import SERVE_PARSERS, make_serve_spec
+from dcpbench.plan.spec import read_options
+from dcpbench.points import budget, memory
+from dcpbench.points.layout import Layout
+from dcpbench.points.names import CLOSED, GAMMA, TRACE
+from dcpbench.points.shapes import SHAPES, load_shape
 from tests.unit.test_judge import CPU, GIB, H200X4
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.jobs import Probe
-    from dcpbench.serve_records import Load
+    from dcpbench.points.machine import Probe
+    from dcpbench.points.point import Load
 
 
-def expand(probe: Probe = CPU, **options: object) -> list[sweep.Candidate]:
+def expand(probe: Probe = CPU, **options: object) -> list[grid.Candidate]:
     """Candidates of options given as on the command line, without baselines."""
-    return sweep.expand(make_serve_spec({"baseline": False, **options}, probe), probe)
+    return grid.expand(make_serve_spec({"baseline": False, **options}, probe), probe)
 
 
 def loads(probe: Probe = CPU, **options: object) -> list[Load]:
@@ -53,15 +54,25 @@ class TestPoints:
         """By length of prompts, then by rate."""
         found = loads(request_rate="2,0.5,1", input_tokens="300,20")
         assert [(load.input_tokens, load.request_rate) for load in found] == [
-            ("20", 0.5), ("20", 1), ("20", 2), ("300", 0.5), ("300", 1), ("300", 2),
-        ]  # fmt: skip
+            ("20", 0.5),
+            ("20", 1),
+            ("20", 2),
+            ("300", 0.5),
+            ("300", 1),
+            ("300", 2),
+        ]
 
     def test_on_gpus_the_default_is_the_load_dcp_was_first_measured_with(self) -> None:
         """480 requests of 4,000 tokens in and 1,500 out at 8, 32 and 48 clients."""
-        found = sweep.expand(make_serve_spec({}, H200X4), H200X4)
+        found = grid.expand(make_serve_spec({}, H200X4), H200X4)
         assert [(c.point.dcp, c.point.concurrency, c.added) for c in found] == [
-            (1, 8, True), (1, 32, True), (1, 48, True), (4, 8, False), (4, 32, False), (4, 48, False),
-        ]  # fmt: skip
+            (1, 8, True),
+            (1, 32, True),
+            (1, 48, True),
+            (4, 8, False),
+            (4, 32, False),
+            (4, 48, False),
+        ]
         load = found[0].point.load
         assert load is not None
         assert (load.requests, load.input_tokens, load.output_tokens, load.chunk) == (480, "4000", "1500", 8192)
@@ -77,8 +88,11 @@ class TestPoints:
         """In the order of the longest request: 11, 12, 12 and 13 tokens."""
         found = loads(input_tokens="10,uniform:5-9", output_tokens="2,3")
         assert [(x.input_tokens, x.output_tokens) for x in found] == [
-            ("uniform:5-9", "2"), ("10", "2"), ("uniform:5-9", "3"), ("10", "3"),
-        ]  # fmt: skip
+            ("uniform:5-9", "2"),
+            ("10", "2"),
+            ("uniform:5-9", "3"),
+            ("10", "3"),
+        ]
 
     def test_lengths_are_written_in_one_way_so_that_equal_points_are_one(self) -> None:
         assert [x.input_tokens for x in loads(input_tokens="010,10")] == ["10"]
@@ -100,9 +114,17 @@ class TestPoints:
 
     def test_every_option_of_a_load_reaches_it(self) -> None:
         (found,) = loads(
-            num_requests=40, prefix_share=0.5, prefix_groups=3, policy="prefill-first", chunk=128, prefix_cache=False,
-            mode="replay", seed=7, request_rate=2, burstiness=0.5,
-        )  # fmt: skip
+            num_requests=40,
+            prefix_share=0.5,
+            prefix_groups=3,
+            policy="prefill-first",
+            chunk=128,
+            prefix_cache=False,
+            mode="replay",
+            seed=7,
+            request_rate=2,
+            burstiness=0.5,
+        )
         assert (found.requests, found.prefix_share, found.prefix_groups, found.policy) == (40, 0.5, 3, "prefill-first")
         assert (found.chunk, found.prefix_cache, found.mode, found.seed) == (128, False, "replay", 7)
         assert (found.request_rate, found.burstiness) == (2.0, 0.5)
@@ -122,14 +144,14 @@ class TestPoints:
         assert [c.point.concurrency for c in expand(H200X4, num_requests=40)] == [8, 32]
 
     def test_baselines_serve_the_same_load(self) -> None:
-        one, two = sweep.expand(make_serve_spec({"request_rate": 2}, CPU), CPU)
+        one, two = grid.expand(make_serve_spec({"request_rate": 2}, CPU), CPU)
         assert (one.point.dcp, two.point.dcp, one.added) == (1, 4, True)
         assert one.point.load == two.point.load
 
     def test_points_have_a_name_and_a_row(self) -> None:
         (found,) = expand()
-        assert sweep.point_name(found.point) == "tiny tp4·dcp4 reference ag_rs, 4 clients, 16 × 32→8 tokens"
-        (row,) = sweep.table([found])
+        assert grid.point_name(found.point) == "tiny tp4·dcp4 reference ag_rs, 4 clients, 16 × 32→8 tokens"
+        (row,) = grid.table([found])
         assert (row["workload"], row["load"]["requests"]) == ("serve", 16)
 
     def test_loads_make_points_different(self) -> None:
@@ -296,7 +318,7 @@ class TestRejections:
 
 
 class TestPools:
-    def of(self, **options: object) -> sweep.Candidate:
+    def of(self, **options: object) -> grid.Candidate:
         (found,) = expand(H200X4, model="deepseek-v3", concurrency=48, **options)
         return found
 
@@ -371,8 +393,11 @@ def test_a_file_holds_the_same_names_as_the_command_line(tmp_path: Path) -> None
     assert (spec.settings.slo, spec.settings.limit_seconds, spec.baseline) == ({"ttft": 500.0}, 9.0, False)
     found = spec.loads(1, load_shape("tiny"))
     assert [(x.load.input_tokens, x.load.request_rate) for x in found] == [
-        ("10", 0.5), ("10", 2.0), ("uniform:5-9", 0.5), ("uniform:5-9", 2.0),
-    ]  # fmt: skip
+        ("10", 0.5),
+        ("10", 2.0),
+        ("uniform:5-9", 0.5),
+        ("uniform:5-9", 2.0),
+    ]
     assert not found[0].load.prefix_cache
 
 

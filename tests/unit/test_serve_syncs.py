@@ -11,11 +11,9 @@ from dcpbench.engine.model import Model
 from dcpbench.engine.serve import READ
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
-from dcpbench.layout import Layout
-from dcpbench.records import Point
-from dcpbench.serve_records import Load
-from dcpbench.syncs.dry_run import DryRun, dry_run
-from dcpbench.syncs.virtual import virtual_cuda
+from dcpbench.points.layout import Layout
+from dcpbench.points.point import Load, Point
+from dcpbench.syncs.dry_run import DryRun, dry_run, virtual_cuda
 from dcpbench.workloads.serve import Serving, _requests
 from dcpbench.workloads.serving_loop import Loop
 from tests.unit import engine_builder as build
@@ -24,9 +22,16 @@ SHAPE = build.shape_like_tiny(layers=2)
 """One dense layer and one of experts."""
 LOAD = Load(requests=3, input_tokens="1", output_tokens="1", chunk=8)
 POINT = Point(
-    model="tiny", workload="serve", tp=1, concurrency=2, context=32, backend="triton", dtype="bf16", page_size=4,
+    model="tiny",
+    workload="serve",
+    tp=1,
+    concurrency=2,
+    context=32,
+    backend="triton",
+    dtype="bf16",
+    page_size=4,
     load=LOAD,
-)  # fmt: skip
+)
 
 
 def served(run: DryRun) -> tuple[Loop, int]:

@@ -17,11 +17,17 @@ if TYPE_CHECKING:
 def config(**changes: int) -> SchedulerConfig:
     return SchedulerConfig(
         **{
-            "replicas": 1, "pages": 1000, "page_size": 64, "dcp": 4, "max_requests": 64, "chunk": 8192,
-            "policy": "mixed", "max_context": 4061,
+            "replicas": 1,
+            "pages": 1000,
+            "page_size": 64,
+            "dcp": 4,
+            "max_requests": 64,
+            "chunk": 8192,
+            "policy": "mixed",
+            "max_context": 4061,
         }
         | changes
-    )  # fmt: skip
+    )
 
 
 def step_tokens(setup: SchedulerConfig, requests: list[ServeRequest]) -> list[int]:

@@ -11,44 +11,95 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from dcpbench import judge
-from dcpbench.budget import kv_pages, memory_plan
 from dcpbench.errors import DcpbenchError, ModelError
-from dcpbench.jobs import Probe, Settings
 from dcpbench.kernels.rope import rope_table, softmax_scale
-from dcpbench.records import Point
-from dcpbench.serve_records import Load
-from dcpbench.shapes import SHAPES, from_config, load_shape
+from dcpbench.plan import judge
+from dcpbench.points.budget import kv_pages, memory_plan
+from dcpbench.points.machine import Probe
+from dcpbench.points.point import Load, Point
+from dcpbench.points.settings import Settings
+from dcpbench.points.shapes import SHAPES, from_config, load_shape
 
 V3: dict[str, Any] = {
-    "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
-    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
-    "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048,
-    "intermediate_size": 18432, "first_k_dense_replace": 3, "vocab_size": 129280, "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc", "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
-    "rms_norm_eps": 1e-6, "rope_theta": 10000, "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 2048,
+    "intermediate_size": 18432,
+    "first_k_dense_replace": 3,
+    "vocab_size": 129280,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "max_position_embeddings": 163840,
     "rope_scaling": {
-        "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
-        "mscale": 1.0, "mscale_all_dim": 1.0,
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
     },
-}  # fmt: skip
+}
 V2 = V3 | {
-    "model_type": "deepseek_v2", "hidden_size": 5120, "num_hidden_layers": 60, "n_routed_experts": 160,
-    "num_experts_per_tok": 6, "n_shared_experts": 2, "moe_intermediate_size": 1536, "intermediate_size": 12288,
-    "first_k_dense_replace": 1, "vocab_size": 102400, "scoring_func": "softmax", "topk_method": "group_limited_greedy",
-    "topk_group": 3, "norm_topk_prob": False, "routed_scaling_factor": 16.0,
+    "model_type": "deepseek_v2",
+    "hidden_size": 5120,
+    "num_hidden_layers": 60,
+    "n_routed_experts": 160,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 1536,
+    "intermediate_size": 12288,
+    "first_k_dense_replace": 1,
+    "vocab_size": 102400,
+    "scoring_func": "softmax",
+    "topk_method": "group_limited_greedy",
+    "topk_group": 3,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 16.0,
     "rope_scaling": V3["rope_scaling"] | {"mscale": 0.707, "mscale_all_dim": 0.707},
-}  # fmt: skip
+}
 LITE = V2 | {
-    "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16, "q_lora_rank": None,
-    "n_routed_experts": 64, "moe_intermediate_size": 1408, "intermediate_size": 10944, "topk_method": "greedy",
-    "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
-}  # fmt: skip
+    "hidden_size": 2048,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "q_lora_rank": None,
+    "n_routed_experts": 64,
+    "moe_intermediate_size": 1408,
+    "intermediate_size": 10944,
+    "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+}
 K2 = V3 | {
-    "model_type": "kimi_k2", "num_attention_heads": 64, "n_routed_experts": 384, "first_k_dense_replace": 1,
-    "vocab_size": 163840, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "rope_theta": 50000.0,
-    "max_position_embeddings": 262144, "rope_scaling": V3["rope_scaling"] | {"factor": 64, "beta_fast": 1.0},
-}  # fmt: skip
+    "model_type": "kimi_k2",
+    "num_attention_heads": 64,
+    "n_routed_experts": 384,
+    "first_k_dense_replace": 1,
+    "vocab_size": 163840,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "rope_theta": 50000.0,
+    "max_position_embeddings": 262144,
+    "rope_scaling": V3["rope_scaling"] | {"factor": 64, "beta_fast": 1.0},
+}
 CONFIGS = {"deepseek-v3": V3, "deepseek-v2": V2, "deepseek-v2-lite": LITE, "kimi-k2": K2}
 
 
@@ -104,10 +155,21 @@ def test_a_model_without_mla_is_told_apart_by_name() -> None:
 
 
 REQUIRED = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "q_lora_rank", "n_routed_experts", "num_experts_per_tok",
-    "n_shared_experts", "moe_intermediate_size", "intermediate_size", "vocab_size", "qk_rope_head_dim",
-    "qk_nope_head_dim", "v_head_dim", "max_position_embeddings",
-)  # fmt: skip
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "q_lora_rank",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "n_shared_experts",
+    "moe_intermediate_size",
+    "intermediate_size",
+    "vocab_size",
+    "qk_rope_head_dim",
+    "qk_nope_head_dim",
+    "v_head_dim",
+    "max_position_embeddings",
+)
 
 
 @pytest.mark.parametrize("field", REQUIRED)
@@ -232,7 +294,7 @@ YARN = V3["rope_scaling"]
         (V3 | {"rope_scaling": YARN | {"beta_fast": 1e-320}}, "'beta_fast' is 1e-320, which fp32 cannot hold"),
     ],
     ids=lambda x: None if isinstance(x, dict) else x[:40],
-)  # fmt: skip
+)
 def test_what_cannot_be_computed_as_it_is_said_is_refused_by_a_sentence_with_the_field(
     config: dict[str, Any], sentence: str
 ) -> None:
@@ -241,17 +303,42 @@ def test_what_cannot_be_computed_as_it_is_said_is_refused_by_a_sentence_with_the
 
 
 HARMLESS: dict[str, Any] = {
-    "num_nextn_predict_layers": 1, "ep_size": 8, "aux_loss_alpha": 0.001, "seq_aux": True, "pretraining_tp": 2,
-    "attention_dropout": 0.5, "initializer_range": 0.006, "torch_dtype": "bfloat16", "transformers_version": "4.33.1",
-    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}, "use_cache": True,
-    "auto_map": {"AutoModel": "modeling_deepseek.DeepseekV3Model"}, "_name_or_path": "x", "unsloth_fixed": True,
-    "architectures": ["DeepseekV3ForCausalLM"], "bos_token_id": 0, "eos_token_id": [1, 2], "pad_token_id": None,
-    "attention_bias": None, "hidden_act": "swish", "partial_rotary_factor": 1.0, "mlp_only_layers": [],
-    "zero_expert_num": 0, "index_topk": None, "sliding_window": None, "use_sliding_window": False, "head_dim": 64,
-    "qk_head_dim": 192, "num_key_value_heads": 128, "num_local_experts": 256, "layer_types": ["full_attention"] * 61,
-    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 58, "use_mla": True, "task_specific_params": None,
+    "num_nextn_predict_layers": 1,
+    "ep_size": 8,
+    "aux_loss_alpha": 0.001,
+    "seq_aux": True,
+    "pretraining_tp": 2,
+    "attention_dropout": 0.5,
+    "initializer_range": 0.006,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.33.1",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "use_cache": True,
+    "auto_map": {"AutoModel": "modeling_deepseek.DeepseekV3Model"},
+    "_name_or_path": "x",
+    "unsloth_fixed": True,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "bos_token_id": 0,
+    "eos_token_id": [1, 2],
+    "pad_token_id": None,
+    "attention_bias": None,
+    "hidden_act": "swish",
+    "partial_rotary_factor": 1.0,
+    "mlp_only_layers": [],
+    "zero_expert_num": 0,
+    "index_topk": None,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "head_dim": 64,
+    "qk_head_dim": 192,
+    "num_key_value_heads": 128,
+    "num_local_experts": 256,
+    "layer_types": ["full_attention"] * 61,
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 58,
+    "use_mla": True,
+    "task_specific_params": None,
     "id2label": {"0": "LABEL_0"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("field", HARMLESS)
@@ -291,10 +378,45 @@ def test_yarn_without_its_first_length_stretches_from_the_whole() -> None:
 
 
 NASTY: list[object] = [
-    None, True, False, 0, 1, 2, 3, 127, 1 << 14, 10_000, -1, 2**31 - 1, 2**31, 2**53, 10**400, -(10**400), 0.5, -0.0,
-    5e-324, 1e-320, 1e-38, 1e38, 1e308, math.inf, -math.inf, math.nan, "", "x", "1", "yarn", "default", [], [1], [[[]]],
-    {}, {"a": 1}, "\ud800", "a" * 10_000,
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    2,
+    3,
+    127,
+    1 << 14,
+    10_000,
+    -1,
+    2**31 - 1,
+    2**31,
+    2**53,
+    10**400,
+    -(10**400),
+    0.5,
+    -0.0,
+    5e-324,
+    1e-320,
+    1e-38,
+    1e38,
+    1e308,
+    math.inf,
+    -math.inf,
+    math.nan,
+    "",
+    "x",
+    "1",
+    "yarn",
+    "default",
+    [],
+    [1],
+    [[[]]],
+    {},
+    {"a": 1},
+    "\ud800",
+    "a" * 10_000,
+]
 BASES = [{k: v for k, v in base.items() if k != "rope_scaling"} for base in (V3, V2, LITE, K2)]
 FIELDS = [*V3, "rope_parameters", "head_dim", "tie_word_embeddings", "rope_interleave", "architectures", "foo"]
 ROPE_FIELDS = [*YARN, "rope_theta", "attention_factor", "truncate", "rope_type", "partial_rotary_factor", "foo"]
@@ -318,11 +440,17 @@ def test_whatever_a_config_holds_is_judged_or_refused_in_a_sentence(
     """Huge, tiny, negative and no numbers at all: no other exception of shapes, judge, memory or the rope's table."""
     cpu = probe.device == "cpu"
     point = Point(
-        model="m", tp=2, dcp=dcp, concurrency=2, context=9, exchange="ag_rs" if dcp > 1 else "none",
-        backend="reference" if cpu else "triton", dtype="fp32" if cpu else "bf16",
+        model="m",
+        tp=2,
+        dcp=dcp,
+        concurrency=2,
+        context=9,
+        exchange="ag_rs" if dcp > 1 else "none",
+        backend="reference" if cpu else "triton",
+        dtype="fp32" if cpu else "bf16",
         workload="serve" if served else "decode",
         load=Load(requests=2, input_tokens="8", output_tokens="1", chunk=256) if served else None,
-    )  # fmt: skip
+    )
     settings = Settings()
     said = ""
     try:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dcpbench.errors import CapacityError, DcpbenchError, ModelError, UsageError
-from dcpbench.jobs import Probe
-from dcpbench.option_values import parse_bytes
-from dcpbench.spec import PARSERS, SweepSpec, effective, make_spec, read_options
+from dcpbench.plan.options import parse_bytes
+from dcpbench.plan.spec import PARSERS, SweepSpec, effective, make_spec, read_options
+from dcpbench.points.machine import Probe
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,7 +66,7 @@ def test_an_unknown_name_in_a_file_names_the_nearest_valid_one(tmp_path: Path) -
         ("a.json", "{}"),
         ("a.toml", "seconds = 'x'"),
     ],
-)  # fmt: skip
+)
 def test_nonsense_in_a_file_is_a_usage_error(tmp_path: Path, name: str, text: str) -> None:
     """Never a traceback of the parser or of Python."""
     path = tmp_path / name
@@ -101,10 +101,24 @@ LAUGHS = "tp: [&a [8,8,8,8,8,8,8,8,8], " + ", ".join(
         ("a.yaml", "tp: 4\n" + "#" * 70_000, "options fit into 65,536"),
     ],
     ids=[
-        "aliases", "merge-key", "anchor-alone", "deep-yaml", "deep-toml", "digits-yaml", "digits-toml", "base-60",
-        "hexadecimal", "seconds-integer", "seconds-float", "bytes", "bytes-integer", "date", "long-name", "long-file",
+        "aliases",
+        "merge-key",
+        "anchor-alone",
+        "deep-yaml",
+        "deep-toml",
+        "digits-yaml",
+        "digits-toml",
+        "base-60",
+        "hexadecimal",
+        "seconds-integer",
+        "seconds-float",
+        "bytes",
+        "bytes-integer",
+        "date",
+        "long-name",
+        "long-file",
     ],
-)  # fmt: skip
+)
 def test_what_no_option_can_be_is_said_at_once(tmp_path: Path, name: str, text: str, words: str) -> None:
     """600 bytes of aliases stand for 9¹¹ numbers; an anchor that nothing repeats is harmless."""
     path = tmp_path / name

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from dcpbench.errors import UsageError
-from dcpbench.records import Interval
-from dcpbench.stats import StopRule, agreement, least_samples, median_interval, percentile, settled
+from dcpbench.records.record import Interval
+from dcpbench.records.stats import StopRule, agreement, least_samples, median_interval, percentile, settled
 
 
 def covers(n: int, k: int) -> float:

@@ -312,7 +312,7 @@ class TestFile:
             (Case(decodes=(Decodes(1, 1),)), {"host_ms": [-1.0]}, "its host_ms are no times"),
         ],
         ids=["no-rows", "huge", "no-tokens", "a-billion", "prefix", "nothing", "use", "time", "host"],
-    )  # fmt: skip
+    )
     def test_cases_that_no_step_can_be_are_refused_by_their_number(
         self, tmp_path, case: Case, changes: dict[str, object], words: str
     ) -> None:

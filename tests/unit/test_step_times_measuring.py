@@ -93,8 +93,15 @@ class TestPipeline:
         pipeline.drain()
         assert times == Times([100, 101, 102])
         assert engine.log == [
-            "launch 1", "launch 2", "read 1", "launch 2", "read 2", "launch 2", "read 2", "read 2",
-        ]  # fmt: skip
+            "launch 1",
+            "launch 2",
+            "read 1",
+            "launch 2",
+            "read 2",
+            "launch 2",
+            "read 2",
+            "read 2",
+        ]
 
     def test_the_next_case_brings_the_last_sample_and_begins_anew(self) -> None:
         """Device time between the cases is nobody's: 900 ms of the second case's first step."""

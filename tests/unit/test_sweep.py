@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from dcpbench import budget, memory, sweep
 from dcpbench.errors import CapacityError, DcpbenchError, LayoutError, MissingPackageError, ModelError, UsageError
-from dcpbench.jobs import Probe, Settings
-from dcpbench.layout import Layout
+from dcpbench.plan import grid
+from dcpbench.plan.spec import make_spec
+from dcpbench.points import budget, memory
+from dcpbench.points.layout import Layout
+from dcpbench.points.machine import Probe
+from dcpbench.points.settings import Settings
+from dcpbench.points.shapes import load_shape
 from dcpbench.reports.findings import BASELINE_OF
 from dcpbench.reports.frames import load
-from dcpbench.shapes import load_shape
-from dcpbench.spec import make_spec
 from tests.unit import record_builder
 from tests.unit.test_shapes import V3 as V3_CONFIG
 
@@ -26,17 +28,21 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 CPU = Probe(device="cpu", count=0, name="CPU")
 H200X4 = Probe(
-    device="cuda", count=4, name="NVIDIA H200", memory_bytes=139 * GIB, l2_bytes=60 << 20,
+    device="cuda",
+    count=4,
+    name="NVIDIA H200",
+    memory_bytes=139 * GIB,
+    l2_bytes=60 << 20,
     packages={"flashinfer": "0.6.18"},
-)  # fmt: skip
+)
 
 
-def expand(probe: Probe = H200X4, nnodes: int = 1, **options: object) -> list[sweep.Candidate]:
+def expand(probe: Probe = H200X4, nnodes: int = 1, **options: object) -> list[grid.Candidate]:
     """Candidates of options given as on the command line."""
-    return sweep.expand(make_spec(options, probe), probe, nnodes)
+    return grid.expand(make_spec(options, probe), probe, nnodes)
 
 
-def reason(candidates: list[sweep.Candidate]) -> str:
+def reason(candidates: list[grid.Candidate]) -> str:
     """The one reason that all rejected candidates share."""
     (text,) = {str(c.error) for c in candidates if c.error}
     return text
@@ -46,8 +52,13 @@ def test_the_default_sweep_on_gpus_measures_full_dcp_and_its_baseline() -> None:
     """4 GPUs, 3 concurrencies: 3 points of tp4·dcp4 and 3 added ones of tp4."""
     found = expand()
     assert [(c.point.dcp, c.point.concurrency, c.added) for c in found] == [
-        (1, 8, True), (1, 32, True), (1, 48, True), (4, 8, False), (4, 32, False), (4, 48, False),
-    ]  # fmt: skip
+        (1, 8, True),
+        (1, 32, True),
+        (1, 48, True),
+        (4, 8, False),
+        (4, 32, False),
+        (4, 48, False),
+    ]
     assert {(c.point.model, c.point.backend, c.point.dtype, c.point.page_size, c.point.context) for c in found} == {
         ("deepseek-v3", "flashinfer", "bf16", 64, 4000)
     }
@@ -78,8 +89,11 @@ def test_the_baseline_of_dcp_inside_dp_is_the_same_dp_without_dcp() -> None:
     """tp4·dp2·dcp2 against tp4·dp2: against tp4 two things would differ. tp4·dp4 has tp4."""
     found = expand(tp="4", dp="2,4", concurrency=8)
     assert [(str(c.point.layout), c.point.exchange, c.added) for c in found] == [
-        ("tp4", "none", True), ("tp4·dp2", "none", True), ("tp4·dp2·dcp2", "ag_rs", False), ("tp4·dp4", "none", False),
-    ]  # fmt: skip
+        ("tp4", "none", True),
+        ("tp4·dp2", "none", True),
+        ("tp4·dp2·dcp2", "ag_rs", False),
+        ("tp4·dp4", "none", False),
+    ]
 
 
 def test_the_report_finds_the_baseline_of_every_dcp_point(tmp_path: Path) -> None:
@@ -97,13 +111,13 @@ def test_a_checkpoint_is_measured_as_what_its_config_says(tmp_path: Path, change
     (tmp_path / "config.json").write_text(json.dumps(V3_CONFIG | changed))
     (tmp_path / "model.safetensors").touch()
     alone = make_spec({"weights": str(tmp_path)}, H200X4)
-    assert {c.plan.layers for c in sweep.expand(alone, H200X4) if c.plan} == {changed.get("num_hidden_layers", 61)}
+    assert {c.plan.layers for c in grid.expand(alone, H200X4) if c.plan} == {changed.get("num_hidden_layers", 61)}
     both = make_spec({"weights": str(tmp_path), "model": "deepseek-v3"}, H200X4)
     if fits:
-        assert {c.point.model for c in sweep.expand(both, H200X4)} == {"deepseek-v3"}
+        assert {c.point.model for c in grid.expand(both, H200X4)} == {"deepseek-v3"}
     else:
         with pytest.raises(ModelError, match=r"layers 61 and 5\. Leave --model out"):
-            sweep.expand(both, H200X4)
+            grid.expand(both, H200X4)
 
 
 def test_no_baseline_leaves_only_what_was_typed() -> None:
@@ -125,7 +139,7 @@ def test_points_without_dcp_are_not_repeated_for_every_exchange() -> None:
 def test_options_of_an_exchange_are_axes_of_points_that_exchange() -> None:
     """Two exchanges, each with q replicated and not: four points with dcp 4, and one baseline that has none of it."""
     found = expand(dcp="4", concurrency=8, exchange="ag_rs,a2a", q_replicate=[False, True], overlap=True)
-    assert [(c.point.dcp, sweep.path_name(c.point), c.added) for c in found] == [
+    assert [(c.point.dcp, grid.path_name(c.point), c.added) for c in found] == [
         (1, "flashinfer", True),
         (4, "flashinfer a2a +overlap", False),
         (4, "flashinfer ag_rs +overlap", False),
@@ -133,7 +147,7 @@ def test_options_of_an_exchange_are_axes_of_points_that_exchange() -> None:
         (4, "flashinfer ag_rs +q-replicate +overlap", False),
     ]
     assert (found[0].point.exchange, found[0].point.q_replicate, found[0].point.overlap) == ("none", False, False)
-    rows = sweep.table(found)
+    rows = grid.table(found)
     assert [(r["path"], r["exchange"], r["q_replicate"]) for r in rows[3:4]] == [
         ("flashinfer a2a +q-replicate +overlap", "a2a", True)
     ]
@@ -156,25 +170,26 @@ def test_an_option_of_an_exchange_that_no_point_has_is_refused() -> None:
         expand(dcp="1", concurrency=8, q_replicate=True, overlap=True)
     spec = make_spec({"tp": "2", "model": "tiny", "project_first": True}, CPU)
     with pytest.raises(UsageError, match=r"--project-first without"):
-        sweep.expand_layouts([Layout(tp=2)], spec, CPU)
-    assert all(c.error is None for c in sweep.expand_layouts([Layout(tp=2), Layout(tp=2, dcp=2)], spec, CPU))
+        grid.expand_layouts([Layout(tp=2)], spec, CPU)
+    assert all(c.error is None for c in grid.expand_layouts([Layout(tp=2), Layout(tp=2, dcp=2)], spec, CPU))
 
 
 def test_auto_is_for_points_that_are_timed_on_gpus() -> None:
     """A baseline without DCP chooses among backends alone; verify and a CPU have no times to choose by."""
     found = expand(dcp="4", concurrency=8, backend="auto", exchange="auto")
     assert [(c.point.dcp, c.point.backend, c.point.exchange, c.error) for c in found] == [
-        (1, "auto", "none", None), (4, "auto", "auto", None),
-    ]  # fmt: skip
+        (1, "auto", "none", None),
+        (4, "auto", "auto", None),
+    ]
     typed = {"model": "tiny", "tp": "2", "dcp": "2", "concurrency": 2, "exchange": "auto", "backend": "reference"}
     with_auto = make_spec(typed, CPU)
-    (rejected,) = (c.error for c in sweep.expand(with_auto, CPU) if not c.added)
+    (rejected,) = (c.error for c in grid.expand(with_auto, CPU) if not c.added)
     assert "--exchange auto chooses by time" in str(rejected)
     assert "use --backend reference --exchange ag_rs" in str(rejected)
     both = make_spec(typed | {"backend": "auto"}, CPU)
-    (rejected,) = (c.error for c in sweep.expand(both, CPU) if not c.added)
+    (rejected,) = (c.error for c in grid.expand(both, CPU) if not c.added)
     assert "--backend auto and --exchange auto choose by time" in str(rejected)
-    (rejected,) = (c.error for c in sweep.expand_layouts([Layout(tp=2, dcp=2)], with_auto, H200X4))
+    (rejected,) = (c.error for c in grid.expand_layouts([Layout(tp=2, dcp=2)], with_auto, H200X4))
     assert "verify measures none" in str(rejected)
 
 
@@ -182,7 +197,7 @@ def test_both_sides_of_a_comparison_have_each_all_reduce() -> None:
     """The baseline of a point with --all-reduce symm has it, too; a rank without peers has nothing to reduce."""
     found = expand(dcp="4", concurrency=8, all_reduce="nccl,symm")
     assert [(c.point.dcp, c.point.all_reduce) for c in found] == [(1, "nccl"), (1, "symm"), (4, "nccl"), (4, "symm")]
-    assert sweep.path_name(found[1].point) == "flashinfer symm all-reduce"
+    assert grid.path_name(found[1].point) == "flashinfer symm all-reduce"
     assert [c.point.all_reduce for c in expand(tp="1", concurrency=8, all_reduce="symm")] == ["nccl"]
 
 
@@ -195,9 +210,13 @@ def test_without_dcp_each_tp_and_dp_gets_the_largest() -> None:
 def test_points_that_share_an_engine_are_neighbours() -> None:
     """Repeat, tp, model, layout, backend, exchange, then load: an engine is left at most once in a repeat."""
     found = expand(
-        model="kimi-k2,deepseek-v3", tp="2,4", backend="triton,flashinfer", context="4000,100", concurrency="8,1",
+        model="kimi-k2,deepseek-v3",
+        tp="2,4",
+        backend="triton,flashinfer",
+        context="4000,100",
+        concurrency="8,1",
         repeats=2,
-    )  # fmt: skip
+    )
     engines = [(c.point.repeat, c.point.model, c.point.layout) for c in found]
     changes = sum(a != b for a, b in itertools.pairwise(engines))
     assert changes == len(set(engines)) - 1
@@ -209,7 +228,7 @@ def test_points_that_share_an_engine_are_neighbours() -> None:
 def test_more_ranks_than_gpus_is_an_error_that_names_the_command_to_type() -> None:
     """All typed points need 8 GPUs: the sweep must not quietly measure something smaller."""
     with pytest.raises(CapacityError, match=r"needs 8 GPUs and there are 4 .*--model deepseek-v3 --tp 4 --dcp 4"):
-        sweep.check_any(expand(tp="8", dcp="8"))
+        grid.check_any(expand(tp="8", dcp="8"))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +251,7 @@ def test_what_to_type_instead_is_of_the_same_kind(options: dict[str, object], in
 def test_only_the_points_that_need_too_many_gpus_are_rejected() -> None:
     """--tp 4,8 on 4 GPUs: tp4 runs, tp8 leaves a record that says why it does not."""
     found = expand(tp="4,8", concurrency=8)
-    sweep.check_any(found)
+    grid.check_any(found)
     assert [(c.point.tp, c.error is None) for c in found] == [(4, True), (4, True), (8, False)]
     record = found[-1].rejected()
     assert record.outcome == "rejected"
@@ -287,28 +306,28 @@ def test_a_grid_of_more_points_than_a_report_reads_is_refused_before_it_is_made(
 def test_flashinfer_compares_in_half_precision_only() -> None:
     """verify takes fp32 on a GPU, and FlashInfer does not."""
     spec = make_spec({"dtype": "fp32", "context": "37", "concurrency": "4"}, H200X4)
-    assert "runs in bf16 and fp16, not fp32" in reason(sweep.expand_layouts([Layout(tp=4)], spec, H200X4))
+    assert "runs in bf16 and fp16, not fp32" in reason(grid.expand_layouts([Layout(tp=4)], spec, H200X4))
     half = make_spec({"dtype": "fp16", "context": "37", "concurrency": "4"}, H200X4)
-    assert [c.error for c in sweep.expand_layouts([Layout(tp=4)], half, H200X4)] == [None]
+    assert [c.error for c in grid.expand_layouts([Layout(tp=4)], half, H200X4)] == [None]
 
 
 def test_flashinfer_that_was_typed_but_is_missing_is_rejected_with_how_to_install_it() -> None:
     """What was typed is never replaced silently."""
     probe = msgspec.structs.replace(H200X4, packages={})
     with pytest.raises(MissingPackageError, match=r"pip install '\.\[flashinfer\]'"):
-        sweep.check_any(expand(probe, backend="flashinfer"))
+        grid.check_any(expand(probe, backend="flashinfer"))
 
 
 def test_flashinfer_needs_a_gpu() -> None:
     """On the CPU the error names the other backends."""
     with pytest.raises(UsageError, match="use --backend reference"):
-        sweep.check_any(expand(CPU, backend="flashinfer"))
+        grid.check_any(expand(CPU, backend="flashinfer"))
 
 
 def test_a_full_size_model_on_a_machine_without_gpus_is_an_error_not_a_smaller_model() -> None:
     """The error gives the command that does run there."""
     with pytest.raises(CapacityError, match="dcpbench sweep --model tiny --tp 8 --dcp 8"):
-        sweep.check_any(expand(CPU, model="deepseek-v3", tp="8", dcp="8"))
+        grid.check_any(expand(CPU, model="deepseek-v3", tp="8", dcp="8"))
 
 
 def test_gpus_that_are_there_and_not_used_are_not_called_invisible() -> None:
@@ -321,7 +340,7 @@ def test_gpus_that_are_there_and_not_used_are_not_called_invisible() -> None:
 def test_a_baseline_alone_does_not_make_a_sweep_valid() -> None:
     """--dcp 3 is a mistake even though tp4 could run; no baseline hides it."""
     with pytest.raises(LayoutError, match="these do: 1, 2, 4"):
-        sweep.check_any(expand(dcp="3"))
+        grid.check_any(expand(dcp="3"))
 
 
 @pytest.mark.parametrize(
@@ -330,7 +349,7 @@ def test_a_baseline_alone_does_not_make_a_sweep_valid() -> None:
 def test_an_error_has_three_reasons_and_says_how_many_more_there_are(dcp: str, named: str, more: str) -> None:
     """Three are shown, and none of three is left out."""
     with pytest.raises(LayoutError) as caught:
-        sweep.check_any(expand(dcp=dcp, concurrency=8))
+        grid.check_any(expand(dcp=dcp, concurrency=8))
     lines = str(caught.value).split("\n")
     assert [line.split()[1] for line in lines if line.startswith("--dcp")] == named.split(",")
     assert lines[3:] == [more] * bool(more)
@@ -360,7 +379,7 @@ def test_the_concurrency_that_a_rejection_names_does_fit_and_one_more_does_not(d
 def test_a_layouts_pool_is_sized_for_its_largest_point_that_fits() -> None:
     """8 requests of 4,001 tokens on dcp4, page 64: ceil(4001 / 256) = 16 pages each, and the padding page: 129."""
     spec = make_spec({"concurrency": "1,8"}, H200X4)
-    found = sweep.expand(spec, H200X4)
+    found = grid.expand(spec, H200X4)
     points = [c.point for c in found]
     shape = load_shape("deepseek-v3")
     pages = {budget.kv_pages(p, points, spec.settings, shape, H200X4) for p in points if p.dcp == 4}
@@ -423,19 +442,34 @@ def test_kv_pages_ignores_points_of_other_engines() -> None:
 @pytest.mark.parametrize(
     ("changed", "engine", "path"),
     [
-        *(({name: value}, False, True) for name, value in (
-            ("model", "deepseek-v3"), ("tp", 8), ("dp", 2), ("dcp", 4), ("dtype", "fp16"), ("page_size", 32),
-            ("interleave", 2), ("weights", "/checkpoint"),
-        )),
+        *(
+            ({name: value}, False, True)
+            for name, value in (
+                ("model", "deepseek-v3"),
+                ("tp", 8),
+                ("dp", 2),
+                ("dcp", 4),
+                ("dtype", "fp16"),
+                ("page_size", 32),
+                ("interleave", 2),
+                ("weights", "/checkpoint"),
+            )
+        ),
         ({"q_replicate": True}, False, False),
         ({"project_first": True}, False, False),
-        *(({name: value}, True, False) for name, value in (
-            ("backend", "flashinfer"), ("exchange", "a2a"), ("all_reduce", "symm"), ("overlap", True),
-        )),
+        *(
+            ({name: value}, True, False)
+            for name, value in (
+                ("backend", "flashinfer"),
+                ("exchange", "a2a"),
+                ("all_reduce", "symm"),
+                ("overlap", True),
+            )
+        ),
         *(({name: 9}, True, True) for name in ("concurrency", "context", "repeat")),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_an_engine_is_shared_by_points_of_the_same_weights_pools_and_groups(
     changed: dict[str, object], engine: bool, path: bool
 ) -> None:
@@ -470,13 +504,13 @@ def test_more_replicas_than_requests_is_allowed() -> None:
 def test_verify_layouts_bring_no_baseline() -> None:
     """Exactly the layouts given, each once."""
     layouts = [Layout(tp=2, dcp=2), Layout(tp=1), Layout(tp=2, dcp=2)]
-    found = sweep.expand_layouts(layouts, make_spec({"concurrency": "4", "context": "37"}, CPU), CPU)
+    found = grid.expand_layouts(layouts, make_spec({"concurrency": "4", "context": "37"}, CPU), CPU)
     assert [c.point.layout for c in found] == [Layout(tp=1), Layout(tp=2, dcp=2)]
 
 
 def test_the_dry_run_table_shows_both_names_memory_and_reasons() -> None:
     """The tp of vLLM counts one replica: our tp4 dp2 dcp2 is its dp2·tp2·dcp2."""
-    rows = sweep.table(expand(CPU, tp="4", dp="2", dcp="2,3", concurrency=2, baseline=False))
+    rows = grid.table(expand(CPU, tp="4", dp="2", dcp="2,3", concurrency=2, baseline=False))
     assert rows[0]["layout"] == "tp4·dp2·dcp2"
     assert rows[0]["vllm_layout"] == "dp2·tp2·dcp2"
     assert rows[0]["layers_held"] == rows[0]["layers"] == 3

@@ -36,9 +36,10 @@ H200 = Path(__file__).parents[1] / "data" / "h200_stacks.trace.json.gz"
 TEXT = gzip.decompress(H200.read_bytes())
 PACKED = gzip.compress(TEXT, mtime=0)
 TRUE_TIMES = {
-    e["ts"] for e in json.loads(TEXT)["traceEvents"]
+    e["ts"]
+    for e in json.loads(TEXT)["traceEvents"]
     if e["name"] in {"cudaStreamSynchronize", "cudaDeviceSynchronize"} or e.get("cat") == "cuda_sync"
-}  # fmt: skip
+}
 TRUE_SITES = {s.fingerprint for s in scan([H200], root=H200.parent).sites}
 
 
@@ -65,42 +66,51 @@ OTHER_FORMATS: dict[str, tuple[Callable[[bytes], bytes], str, str]] = {
     "xz": (lzma.compress, "packed with xz", "xz -dc < {file} > unpacked.json`"),
     "bz2": (bz2.compress, "packed with bzip2", "bzip2 -dc < {file} > unpacked.json`"),
     "zstd": (
-        lambda text: b"\x28\xb5\x2f\xfd" + text[:99], "packed with Zstandard",
+        lambda text: b"\x28\xb5\x2f\xfd" + text[:99],
+        "packed with Zstandard",
         "zstd -dc < {file} > unpacked.json`",
     ),
     "gzip in gzip": (
-        lambda text: gzip.compress(gzip.compress(text)), "packed with gzip, and what is in it is packed with gzip",
+        lambda text: gzip.compress(gzip.compress(text)),
+        "packed with gzip, and what is in it is packed with gzip",
         "gzip -dc < {file} > unpacked`, then `gzip -dc < unpacked > unpacked.json`",
     ),
     "xz in gzip": (
-        lambda text: gzip.compress(lzma.compress(text)), "packed with gzip, and what is in it is packed with xz",
+        lambda text: gzip.compress(lzma.compress(text)),
+        "packed with gzip, and what is in it is packed with xz",
         "gzip -dc < {file} > unpacked`, then `xz -dc < unpacked > unpacked.json`",
     ),
     "UTF-16": (
-        lambda text: text.decode().encode("utf-16"), "UTF-16 text",
+        lambda text: text.decode().encode("utf-16"),
+        "UTF-16 text",
         "iconv -f UTF-16 -t UTF-8 < {file} > unpacked.json`",
     ),
     "UTF-16 without its mark": (
-        lambda text: text.decode().encode("utf-16-le"), "UTF-16 text",
+        lambda text: text.decode().encode("utf-16-le"),
+        "UTF-16 text",
         "iconv -f UTF-16LE -t UTF-8 < {file} > unpacked.json`",
     ),
     "UTF-16, big end first": (
-        lambda text: text.decode().encode("utf-16-be"), "UTF-16 text",
+        lambda text: text.decode().encode("utf-16-be"),
+        "UTF-16 text",
         "iconv -f UTF-16BE -t UTF-8 < {file} > unpacked.json`",
     ),
     "UTF-32": (
-        lambda text: text.decode().encode("utf-32"), "UTF-32 text",
+        lambda text: text.decode().encode("utf-32"),
+        "UTF-32 text",
         "iconv -f UTF-32 -t UTF-8 < {file} > unpacked.json`",
     ),
     "Git LFS": (
         lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
-        "a pointer of Git LFS and not the trace", "git lfs pull` in its repository",
+        "a pointer of Git LFS and not the trace",
+        "git lfs pull` in its repository",
     ),
     "HTML": (
-        lambda _: b"\n<!DOCTYPE html>\n<html>", "a web page (HTML) and not the trace",
+        lambda _: b"\n<!DOCTYPE html>\n<html>",
+        "a web page (HTML) and not the trace",
         "curl -L -o trace.json.gz URL`",
     ),
-}  # fmt: skip
+}
 """Kind -> (how it is made of a trace, what it is called, what to type)."""
 FORMATS = ("table", "json", "sarif", "junit", "github", "markdown")
 
@@ -187,14 +197,31 @@ class TestNoTrace:
     @pytest.mark.parametrize(
         "data",
         [
-            b"", b" \n", b"hello", b"\x89PNG\r\n\x1a\n" + bytes(100), b"{}", b'{"a": [1, 2]}', b"[1, 2, 3]", b'["a"]',
-            b"[[]]", b"null", b'"traceEvents": []', b'{"traceEvents": 3}', b'{"traceEvents": null}', b"\x1f\x8b",
+            b"",
+            b" \n",
+            b"hello",
+            b"\x89PNG\r\n\x1a\n" + bytes(100),
+            b"{}",
+            b'{"a": [1, 2]}',
+            b"[1, 2, 3]",
+            b'["a"]',
+            b"[[]]",
+            b"null",
+            b'"traceEvents": []',
+            b'{"traceEvents": 3}',
+            b'{"traceEvents": null}',
+            b"\x1f\x8b",
             b"[INFO]",
-            b"\x1f\x8b" + bytes(50), gzip.compress(b"", mtime=0), gzip.compress(b"hello", mtime=0), bytes(3 << 20),
-            b" " * (3 << 20), "trace".encode("utf-16"), b"PK\x03\x04" + bytes(50),
+            b"\x1f\x8b" + bytes(50),
+            gzip.compress(b"", mtime=0),
+            gzip.compress(b"hello", mtime=0),
+            bytes(3 << 20),
+            b" " * (3 << 20),
+            "trace".encode("utf-16"),
+            b"PK\x03\x04" + bytes(50),
         ],
         ids=lambda data: repr(data[:20]),
-    )  # fmt: skip
+    )
     def test_it_is_refused(self, data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path = tmp_path / "trace.json"
         path.write_bytes(data)
@@ -306,10 +333,21 @@ class TestBombs:
 
 
 NASTY = (
-    "\x1b[31mred\x1b]8;;http://x\x07link", "<script>alert(1)</script>", "[bold red]x[/]", "[/]",
+    "\x1b[31mred\x1b]8;;http://x\x07link",
+    "<script>alert(1)</script>",
+    "[bold red]x[/]",
+    "[/]",
     "::error::pwned\n::warning::",
-    "a\r\nb", "\u202egnp", "]]></failure>", "`|*_#", "%0A::error::", "\x9b2J", "{0}%s{", "a" * 5000, "\ufffe\uffff",
-)  # fmt: skip
+    "a\r\nb",
+    "\u202egnp",
+    "]]></failure>",
+    "`|*_#",
+    "%0A::error::",
+    "\x9b2J",
+    "{0}%s{",
+    "a" * 5000,
+    "\ufffe\uffff",
+)
 
 
 class TestHostileNames:

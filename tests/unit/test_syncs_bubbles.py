@@ -186,10 +186,18 @@ class TestWorkedOut:
 
 def columns_of(trace: Trace) -> Columns:
     events = [
-        Event(ph="X", cat=e["cat"], name=e["name"], pid=e["pid"], tid=e["tid"], ts=e["ts"], dur=e["dur"],
-              args=Args(correlation=e["args"].get("correlation", -1)))
+        Event(
+            ph="X",
+            cat=e["cat"],
+            name=e["name"],
+            pid=e["pid"],
+            tid=e["tid"],
+            ts=e["ts"],
+            dur=e["dur"],
+            args=Args(correlation=e["args"].get("correlation", -1)),
+        )
         for e in trace.events
-    ]  # fmt: skip
+    ]
     return read_columns([events], Trouble())
 
 

@@ -145,8 +145,10 @@ class TestScore:
         """
         run = corpus_run(
             {"a": Seen(syncs=["X", "Y"]), "b": Seen(syncs=["X"]), "c": Seen(syncs=["Z"])},
-            Truth(name="a", expected=["X", "X"]), Truth(name="b", expected=["X"] * 3), Truth(name="c"),
-        )  # fmt: skip
+            Truth(name="a", expected=["X", "X"]),
+            Truth(name="b", expected=["X"] * 3),
+            Truth(name="c"),
+        )
         (s,) = score(run)
         assert (s.true, s.found, s.false, s.named) == (5, 3, 1, 2)
         assert (s.recall, s.precision) == (0.6, 0.75)

@@ -42,8 +42,10 @@ class TestCorpus:
         for program in PROGRAMS:
             program.run(inputs)
         assert {sync.file.rpartition("/syncs/")[2] for sync in run.syncs} == {
-            "corpus/copies.py", "corpus/reads.py", "corpus/threads.py"
-        }  # fmt: skip
+            "corpus/copies.py",
+            "corpus/reads.py",
+            "corpus/threads.py",
+        }
 
     def test_printing_three_integers_reads_each_and_copies_them(self, run: DryRun) -> None:
         """Measured: four. Each value is read for its width, then all are copied as a list."""
@@ -96,8 +98,9 @@ class TestWhatIsSaid:
         torch.zeros(1 << 20).to("cuda", non_blocking=True)
         torch.zeros(256, pin_memory=True).to("cuda")
         assert [(s.direction, s.bytes, s.call) for s in run.syncs if s.rule != "SYNC009"] == [
-            ("HtoD pageable", 4 << 20, "cudaMemcpyAsync"), ("HtoD pinned", 1024, "cudaStreamSynchronize")
-        ]  # fmt: skip
+            ("HtoD pageable", 4 << 20, "cudaMemcpyAsync"),
+            ("HtoD pinned", 1024, "cudaStreamSynchronize"),
+        ]
 
     def test_a_wait_while_a_graph_is_captured_is_called_an_error(self, run: DryRun) -> None:
         x = torch.ones(2, device="cuda")
@@ -150,9 +153,12 @@ class TestHostTensors:
     def test_pinned_memory_is_remembered_however_it_is_made(self, run: DryRun) -> None:
         device = torch.ones(4, device="cuda")
         made = [
-            torch.tensor([1.0], pin_memory=True), torch.empty(2, pin_memory=True), torch.ones(2).pin_memory(),
-            device.to("cpu", non_blocking=True), torch.empty_like(torch.ones(2), pin_memory=True),
-        ]  # fmt: skip
+            torch.tensor([1.0], pin_memory=True),
+            torch.empty(2, pin_memory=True),
+            torch.ones(2).pin_memory(),
+            device.to("cpu", non_blocking=True),
+            torch.empty_like(torch.ones(2), pin_memory=True),
+        ]
         assert all(tensor.is_pinned() for tensor in made)
         assert run.syncs == []
 

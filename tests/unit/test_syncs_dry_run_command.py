@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dcpbench.cli_syncs import app
+from dcpbench.commands.syncs import app
 from dcpbench.errors import UsageError
 from dcpbench.syncs.dry_run_program import environment, parse
 

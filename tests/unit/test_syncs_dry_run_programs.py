@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.data import DataLoader, TensorDataset
 
 from dcpbench.syncs.dry_run import DryRun, dry_run
-from dcpbench.syncs.virtual.device_tensor import DeviceTensor
+from dcpbench.syncs.dry_run.device_tensor import DeviceTensor
 
 
 @pytest.fixture
@@ -42,8 +42,9 @@ class TestModules:
         x_gpu, y_gpu = x.cuda(), y.cuda()
         run.syncs.clear()
         for model, inputs, labels, steps in (
-            (layers, x_gpu, y_gpu, optimizer), (host, x, y, torch.optim.AdamW(host.parameters()))
-        ):  # fmt: skip
+            (layers, x_gpu, y_gpu, optimizer),
+            (host, x, y, torch.optim.AdamW(host.parameters())),
+        ):
             for _ in range(3):
                 functional.cross_entropy(model(inputs), labels).backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -328,9 +329,14 @@ class TestTransformers:
         """Each of six tokens asks once whether all sequences are finished; the result is that of the host."""
         transformers = pytest.importorskip("transformers")
         config = transformers.LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=64,
-        )  # fmt: skip
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+        )
         model = transformers.LlamaForCausalLM(config).eval()
         ids = torch.arange(10).view(2, 5)
         settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}

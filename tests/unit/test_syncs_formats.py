@@ -114,11 +114,24 @@ class TestTable:
     def test_it_says_where_what_how_often_and_at_what_cost(self) -> None:
         text = show(judged(build.all_kinds()), "table")
         for part in (
-            "check_all", "python/engine/kv.py:12", " _local_scalar_dense ", "420 µs", "40 µs", "300 µs",
-            "DtoH pinned", "10 B", "[own, explicit]", "[allowed]", "[warm-up]", "[may block]",
-            "SYNC003 copy-to-host", "upper bound",
-            build.NOTE, "allowed: sample: tokens leave the GPU here", "2 findings: exit code 1.",
-        ):  # fmt: skip
+            "check_all",
+            "python/engine/kv.py:12",
+            " _local_scalar_dense ",
+            "420 µs",
+            "40 µs",
+            "300 µs",
+            "DtoH pinned",
+            "10 B",
+            "[own, explicit]",
+            "[allowed]",
+            "[warm-up]",
+            "[may block]",
+            "SYNC003 copy-to-host",
+            "upper bound",
+            build.NOTE,
+            "allowed: sample: tokens leave the GPU here",
+            "2 findings: exit code 1.",
+        ):
             assert part in text
 
     def test_the_worst_site_comes_first(self) -> None:
@@ -232,8 +245,10 @@ class TestSarif:
         report = judged(
             build.report(build.site("a"), build.site("b", line=None, file="a b/é.py"), build.site("c", file="/x.py"))
         )
-        where = {r["partialFingerprints"]["dcpbenchSyncs/v1"]: r["locations"][0]["physicalLocation"]
-                 for r in self.run(report)["results"]}  # fmt: skip
+        where = {
+            r["partialFingerprints"]["dcpbenchSyncs/v1"]: r["locations"][0]["physicalLocation"]
+            for r in self.run(report)["results"]
+        }
         artifact = {"uri": "python/engine/kv.py", "uriBaseId": "%SRCROOT%"}
         assert where["a"] == {"artifactLocation": artifact, "region": {"startLine": 12}}
         assert where["b"] == {"artifactLocation": {"uri": "a%20b/%C3%A9.py", "uriBaseId": "%SRCROOT%"}}

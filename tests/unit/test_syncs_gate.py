@@ -165,9 +165,12 @@ class TestBaseline:
 
     def test_it_leaves_out_what_counts_nowhere(self) -> None:
         sites = [
-            build.site("a"), build.site("b", own=True), build.site("c", warmup_only=True), build.site("d", allowed="x"),
+            build.site("a"),
+            build.site("b", own=True),
+            build.site("c", warmup_only=True),
+            build.site("d", allowed="x"),
             build.site("e", may_block=True),
-        ]  # fmt: skip
+        ]
         assert [e.fingerprint for e in baseline_of(build.report(*sites)).sites] == ["a"]
 
     def test_its_text_depends_neither_on_order_nor_on_times(self) -> None:
@@ -190,11 +193,14 @@ class TestBaseline:
     @pytest.mark.parametrize(
         ("content", "message"),
         [
-            (None, "There is no baseline"), (b"{", "is no baseline"), (b"\xff", "is no baseline"),
-            (b'{"sites": [{"rule": "x"}]}', "is no baseline"), (b'{"baseline_version": 9}', "version 9"),
+            (None, "There is no baseline"),
+            (b"{", "is no baseline"),
+            (b"\xff", "is no baseline"),
+            (b'{"sites": [{"rule": "x"}]}', "is no baseline"),
+            (b'{"baseline_version": 9}', "version 9"),
             (b"[]", "is no baseline"),
         ],
-    )  # fmt: skip
+    )
     def test_one_that_cannot_be_read_says_how_to_make_it(
         self, tmp_path: Path, content: bytes | None, message: str
     ) -> None:
@@ -208,10 +214,11 @@ class TestTracesThatCannotAnswer:
     @pytest.mark.parametrize(
         ("changes", "words"),
         [
-            ({"gpu_events": 0}, "no GPU events"), ({"runtime_events": 0}, "no calls of the CUDA runtime"),
+            ({"gpu_events": 0}, "no GPU events"),
+            ({"runtime_events": 0}, "no calls of the CUDA runtime"),
             ({"complete": False}, "ends early"),
         ],
-    )  # fmt: skip
+    )
     @pytest.mark.parametrize("limits", [{}, {"max_per_step": 9.0}, {"baseline": baselines.make([])}], ids=str)
     def test_they_are_never_clean(self, changes: dict[str, Any], words: str, limits: dict[str, Any]) -> None:
         found = verdict(build.report(traces=[build.trace("t.json", **changes)]), **limits)
@@ -238,14 +245,22 @@ class TestTracesThatCannotAnswer:
 
 
 MATCHES = [
-    ({"function": "check_all"}, True), ({"function": "kv.check_all"}, True), ({"function": "engine.*"}, True),
-    ({"function": "python.engine.kv.check_all"}, True), ({"function": "*.check_*"}, True),
+    ({"function": "check_all"}, True),
+    ({"function": "kv.check_all"}, True),
+    ({"function": "engine.*"}, True),
+    ({"function": "python.engine.kv.check_all"}, True),
+    ({"function": "*.check_*"}, True),
     ({"function": "check"}, False),
-    ({"function": "gine.kv.check_all"}, False), ({"range": "decode*"}, True), ({"range": "prefill"}, False),
-    ({"file": "python/engine/*.py"}, True), ({"file": "kv.py"}, False), ({"function": "decode"}, False),
-    ({"function": "decode", "or_range": True}, True), ({"function": "check_all", "range": "prefill"}, False),
+    ({"function": "gine.kv.check_all"}, False),
+    ({"range": "decode*"}, True),
+    ({"range": "prefill"}, False),
+    ({"file": "python/engine/*.py"}, True),
+    ({"file": "kv.py"}, False),
+    ({"function": "decode"}, False),
+    ({"function": "decode", "or_range": True}, True),
+    ({"function": "check_all", "range": "prefill"}, False),
     ({"function": "check_all", "range": "decode", "file": "*"}, True),
-]  # fmt: skip
+]
 
 
 class TestPermissions:
@@ -314,13 +329,27 @@ def above(t):
 """
 CALL, FUNCTION = "call", "function"
 COMMENTS = [
-    (4, FUNCTION, None), (5, CALL, None), (8, FUNCTION, "the loop needs the length"),
+    (4, FUNCTION, None),
+    (5, CALL, None),
+    (8, FUNCTION, "the loop needs the length"),
     (10, CALL, "the loop needs the length"),
-    (13, FUNCTION, "decorated"), (14, FUNCTION, "decorated"), (15, CALL, "decorated"), (18, FUNCTION, None),
-    (19, FUNCTION, "inner alone"), (20, CALL, "inner alone"), (21, CALL, None), (24, FUNCTION, None), (25, CALL, None),
-    (28, FUNCTION, None), (30, CALL, None), (34, FUNCTION, "above the function"), (35, CALL, "last line of it"),
-    (38, CALL, "above the function"), (999, CALL, None), (1, CALL, None),
-]  # fmt: skip
+    (13, FUNCTION, "decorated"),
+    (14, FUNCTION, "decorated"),
+    (15, CALL, "decorated"),
+    (18, FUNCTION, None),
+    (19, FUNCTION, "inner alone"),
+    (20, CALL, "inner alone"),
+    (21, CALL, None),
+    (24, FUNCTION, None),
+    (25, CALL, None),
+    (28, FUNCTION, None),
+    (30, CALL, None),
+    (34, FUNCTION, "above the function"),
+    (35, CALL, "last line of it"),
+    (38, CALL, "above the function"),
+    (999, CALL, None),
+    (1, CALL, None),
+]
 
 
 class TestComments:

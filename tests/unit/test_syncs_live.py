@@ -9,7 +9,7 @@ import torch
 
 from dcpbench.errors import SyncError, UsageError
 from dcpbench.syncs import live, no_syncs, watch
-from dcpbench.syncs.watching import debug_mode, sighting
+from dcpbench.syncs.live import debug_mode, sighting
 from tests.unit import fake_cuda
 
 
@@ -192,9 +192,15 @@ class TestOperators:
 
     @pytest.mark.parametrize(
         ("source", "rule"),
-        [("item()", "SYNC001"), ("tolist()", "SYNC003"), ("unique()", "SYNC002"), ("tensor()", "SYNC004"),
-         ("to()", "SYNC011"), ("synchronize()", "SYNC006")],
-    )  # fmt: skip
+        [
+            ("item()", "SYNC001"),
+            ("tolist()", "SYNC003"),
+            ("unique()", "SYNC002"),
+            ("tensor()", "SYNC004"),
+            ("to()", "SYNC011"),
+            ("synchronize()", "SYNC006"),
+        ],
+    )
     def test_in_another_thread_the_call_says_the_rule(self, source: str, rule: str) -> None:
         """A dispatch mode holds for its own thread."""
         names = {source.removesuffix("()"): fake_cuda.stream}

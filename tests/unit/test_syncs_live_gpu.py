@@ -12,9 +12,9 @@ import torch
 from dcpbench.syncs import watch
 from dcpbench.syncs.corpus.inputs import make_inputs
 from dcpbench.syncs.corpus.programs import PROGRAMS, Program
+from dcpbench.syncs.live import gpu_trace
 from dcpbench.syncs.model import Report
 from dcpbench.syncs.rules import ALLOCATION
-from dcpbench.syncs.watching import gpu_trace
 
 pytestmark = pytest.mark.gpu
 UNSEEN = {ALLOCATION.id}
@@ -170,8 +170,11 @@ def test_run_finds_the_line_of_a_program(tmp_path: Path) -> None:
     options = ["syncs", "run", "--warmup", "2", "--steps", "3", "--format", "json"]
     done = subprocess.run(
         [sys.executable, "-c", code, *options, "--", sys.executable, "program.py"],
-        capture_output=True, text=True, check=False, cwd=tmp_path,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
     assert done.returncode == 1, done.stderr
     report = msgspec.json.decode(done.stdout, type=Report)
     mine = [site for site in report.sites if not site.own]
@@ -185,8 +188,11 @@ def test_run_records_a_program_whole_from_its_first_use_of_cuda(tmp_path: Path) 
     code = "import sys; from dcpbench.cli import main; sys.argv[0] = 'dcpbench'; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "syncs", "run", "--format", "json", "--", sys.executable, "program.py"],
-        capture_output=True, text=True, check=False, cwd=tmp_path,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
     report = msgspec.json.decode(done.stdout, type=Report)
     assert "SYNC003" in [site.rule for site in report.sites if not site.own], done.stderr
     assert [site.count_per_step for site in report.sites] == [None] * len(report.sites)

@@ -130,9 +130,7 @@ def test_no_cut_does(kind: str, folder: Path) -> None:
 
 @settings(max_examples=100)
 @given(kind=st.sampled_from(KINDS), which=st.lists(st.integers(0, 5), min_size=1, max_size=6), at=st.integers(0, 5))
-def test_events_that_are_written_twice_are_counted_once(
-    kind: str, which: list[int], at: int, folder: Path
-) -> None:  # fmt: skip
+def test_events_that_are_written_twice_are_counted_once(kind: str, which: list[int], at: int, folder: Path) -> None:
     trace = trace_with(kind)
     once = scanned(folder, text(trace), "once.json")
     again = [trace.events[n % len(trace.events)] for n in which]
@@ -160,7 +158,7 @@ def test_a_trace_behind_a_clean_one_does_not_pass_unread(kind: str, between: byt
 @given(kind=st.sampled_from(KINDS), cut=st.floats(0, 1), skip=st.floats(0, 1), packed=st.booleans())
 def test_no_beginning_of_one_before_the_end_of_another_is_clean(
     kind: str, cut: float, skip: float, packed: bool, folder: Path
-) -> None:  # fmt: skip
+) -> None:
     """A beginning of the trace without the wait, and all of the other from anywhere before its wait."""
     waits = text(trace_with(kind))
     first, second = CLEAN[: int(cut * len(CLEAN))], waits[int(skip * wait_in(waits).start) :]

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 # Loaded before the runs in this process, which take what they were the first to load with them when they end.
-from dcpbench.syncs import checked  # noqa: F401
+from dcpbench.syncs.live import checked  # noqa: F401
 
 pytest_plugins = ["pytester"]
 
@@ -51,9 +51,12 @@ def ran(folder: Path, cases: str, *options: str) -> Ran:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *QUIET, "--junitxml", "report.xml", *options, cases],
-        cwd=folder, env={**env, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=folder,
+        env={**env, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     tests = {}
     for case in ET.parse(folder / "report.xml").getroot().iter("testcase"):  # noqa: S314 - our own
@@ -153,9 +156,11 @@ class TestDryRun:
         chosen = ("-n", "2", "-k", "test_at_most_two or TestMarked")
         found = ran(tmp_path, "syncs_plugin_cases.py", "--cuda-sync-mode", "dry-run", *chosen)
         assert {name: outcome for name, (outcome, _) in found.tests.items()} == {
-            "test_at_most_two[2]": "passed", "test_at_most_two[3]": "failed",
-            "TestMarked.test_by_its_class": "failed", "TestMarked.test_by_itself": "passed",
-        }  # fmt: skip
+            "test_at_most_two[2]": "passed",
+            "test_at_most_two[3]": "failed",
+            "TestMarked.test_by_its_class": "failed",
+            "TestMarked.test_by_itself": "passed",
+        }
 
 
 class TestLive:
@@ -245,10 +250,10 @@ class TestInert:
         pytester.makepyfile("""
             import sys
             def test_nothing():
-                heavy = {"torch", "numpy", "msgspec", "rich", "typer", "dcpbench.syncs.checked", "dcpbench.syncs.live"}
+                heavy = {"torch", "numpy", "msgspec", "rich", "typer", "dcpbench.syncs.live.checked", "dcpbench.syncs.live"}
                 assert "dcpbench.syncs.plugin" in sys.modules
                 assert not heavy & set(sys.modules)
-        """)  # fmt: skip
+        """)
         result = pytester.runpytest_subprocess("-p", "no:hypothesispytest", "-p", "no:anyio")
         result.assert_outcomes(passed=1)
         assert "cuda syncs" not in result.stdout.str()

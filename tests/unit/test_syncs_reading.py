@@ -33,16 +33,29 @@ class TestOddEvents:
     @pytest.mark.parametrize(
         ("changes", "wait"),
         [
-            ({"args": None}, 50), ({"args": "missing"}, 50), ({"args": {}}, 50), ({"dur": "missing"}, 0),
-            ({"dur": None}, 0), ({"dur": -5}, 0), ({"dur": "50"}, 50), ({"dur": "long"}, 0), ({"tid": "missing"}, 50),
-            ({"tid": None}, 50), ({"pid": "p", "tid": 1.5}, 50), ({"tid": 1 << 70}, 50), ({"ts": -1e15}, 50),
-            ({"args": {"correlation": None}}, 50), ({"args": {"correlation": "x"}}, 50),
-            ({"args": {"correlation": 1 << 200}}, 50), ({"args": {"correlation": -(1 << 70)}}, 50),
-            ({"args": {"correlation": 1.5e300}}, 50), ({"args": {"External id": ""}}, 50),
+            ({"args": None}, 50),
+            ({"args": "missing"}, 50),
+            ({"args": {}}, 50),
+            ({"dur": "missing"}, 0),
+            ({"dur": None}, 0),
+            ({"dur": -5}, 0),
+            ({"dur": "50"}, 50),
+            ({"dur": "long"}, 0),
+            ({"tid": "missing"}, 50),
+            ({"tid": None}, 50),
+            ({"pid": "p", "tid": 1.5}, 50),
+            ({"tid": 1 << 70}, 50),
+            ({"ts": -1e15}, 50),
+            ({"args": {"correlation": None}}, 50),
+            ({"args": {"correlation": "x"}}, 50),
+            ({"args": {"correlation": 1 << 200}}, 50),
+            ({"args": {"correlation": -(1 << 70)}}, 50),
+            ({"args": {"correlation": 1.5e300}}, 50),
+            ({"args": {"External id": ""}}, 50),
             ({"args": {"unknown": {"deep": [{"a": [{}]}]}}}, 50),
         ],
         ids=lambda v: repr(v)[:60],
-    )  # fmt: skip
+    )
     def test_what_can_be_read_is_kept(self, changes: dict[str, Any], wait: float, tmp_path: Path) -> None:
         trace = Trace().work()
         trace.events.append(sync_with(**changes))
@@ -53,12 +66,25 @@ class TestOddEvents:
     @pytest.mark.parametrize(
         "changes",
         [
-            {"args": []}, {"args": [1]}, {"args": "text"}, {"args": 3}, {"name": None}, {"name": 7}, {"ts": "missing"},
-            {"ts": None}, {"ts": "soon"}, {"ts": "nan"}, {"ts": "inf"}, {"ts": []}, {"ph": None}, {"cat": ["a"]},
-            {"args": {"correlation": []}}, {"args": {"correlation": True}},
+            {"args": []},
+            {"args": [1]},
+            {"args": "text"},
+            {"args": 3},
+            {"name": None},
+            {"name": 7},
+            {"ts": "missing"},
+            {"ts": None},
+            {"ts": "soon"},
+            {"ts": "nan"},
+            {"ts": "inf"},
+            {"ts": []},
+            {"ph": None},
+            {"cat": ["a"]},
+            {"args": {"correlation": []}},
+            {"args": {"correlation": True}},
         ],
         ids=lambda v: repr(v)[:60],
-    )  # fmt: skip
+    )
     def test_what_cannot_is_counted_and_makes_no_clean(self, changes: dict[str, Any], tmp_path: Path) -> None:
         trace = Trace().work()
         trace.events.append(sync_with(**changes))
@@ -336,9 +362,16 @@ class TestEventsThatAreNone:
     """A part of an event is damaged so that it says nothing: it is counted, as it may have been a wait."""
 
     @pytest.mark.parametrize(
-        ("key", "instead"), [('"ph"', '"qh"'), ('"X"', '"Y"'), ('"cat"', '"cau"'), ('"cuda_runtime"', '"cuda_runtimd"'),
-                             ('"name"', '"naoe"'), ('"cudaStreamSynchronize"', '"cudaStreamSynchronizd"')],
-    )  # fmt: skip
+        ("key", "instead"),
+        [
+            ('"ph"', '"qh"'),
+            ('"X"', '"Y"'),
+            ('"cat"', '"cau"'),
+            ('"cuda_runtime"', '"cuda_runtimd"'),
+            ('"name"', '"naoe"'),
+            ('"cudaStreamSynchronize"', '"cudaStreamSynchronizd"'),
+        ],
+    )
     def test_a_wait_that_is_one_bit_off_makes_no_clean(self, key: str, instead: str, tmp_path: Path) -> None:
         trace = Trace().work()
         trace.call("cudaStreamSynchronize", 10, 90)
@@ -473,11 +506,20 @@ class TestMemory:
     def test_frames_take_their_columns_and_no_more(self, tmp_path: Path) -> None:
         """100 MB of 640,000 frames: 24 bytes each, twice while blocks are put together."""
         frames = [
-            json.dumps({"cat": "python_function", "ph": "X",
-                        "name": f"a.py({n}): f", "pid": 1, "tid": 1, "ts": 7.25 + n,
-                        "dur": 0.5, "args": {"Python id": n, "Python parent id": n, "Python thread": 0}})
+            json.dumps(
+                {
+                    "cat": "python_function",
+                    "ph": "X",
+                    "name": f"a.py({n}): f",
+                    "pid": 1,
+                    "tid": 1,
+                    "ts": 7.25 + n,
+                    "dur": 0.5,
+                    "args": {"Python id": n, "Python parent id": n, "Python thread": 0},
+                }
+            )
             for n in range(64)
-        ]  # fmt: skip
+        ]
         self.run(tmp_path, frames, 10_000, 130 << 20)
 
     @staticmethod
@@ -493,9 +535,12 @@ class TestMemory:
                 f.write(",\n".join(itertools.repeat(block, 100)) + ",\n")
             f.write(block + "]}")
         done = subprocess.run(
-            [sys.executable, "-c", LIMITED, str(path), str(limit)], capture_output=True, text=True, check=False,
+            [sys.executable, "-c", LIMITED, str(path), str(limit)],
+            capture_output=True,
+            text=True,
+            check=False,
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
-        )  # fmt: skip
+        )
         assert done.stdout.split() == ["500", "True"], done.stderr[-2000:]
 
 

@@ -39,9 +39,10 @@ def events(category: str) -> list[dict[str, Any]]:
 def innermost(category: str, call: dict[str, Any], name: str = "") -> str:
     """Shortest event on the thread of a call that contains it."""
     around = [
-        e for e in events(category)
+        e
+        for e in events(category)
         if e["tid"] == call["tid"] and e["ts"] <= call["ts"] < e["ts"] + e["dur"] and e["name"].startswith(name)
-    ]  # fmt: skip
+    ]
     return str(min(around, key=lambda e: e["dur"])["name"])
 
 
@@ -86,9 +87,14 @@ class TestCountedByHand:
         names = collections.Counter(e["name"] for e in events("cuda_runtime"))
         copies = {e["args"]["correlation"] for e in events("cuda_runtime") if e["name"] == "cudaMemcpyAsync"}
         assert names == {
-            "cudaPeekAtLastError": 72, "cudaLaunchKernel": 63, "cudaLaunchKernelExC": 12, "cudaFuncGetAttributes": 12,
-            "cudaMemcpyAsync": 18, "cudaStreamSynchronize": 18, "cudaDeviceSynchronize": 1,
-        }  # fmt: skip
+            "cudaPeekAtLastError": 72,
+            "cudaLaunchKernel": 63,
+            "cudaLaunchKernelExC": 12,
+            "cudaFuncGetAttributes": 12,
+            "cudaMemcpyAsync": 18,
+            "cudaStreamSynchronize": 18,
+            "cudaDeviceSynchronize": 1,
+        }
         assert {e["args"]["correlation"]: e["name"] for e in events("gpu_memcpy")} == dict.fromkeys(
             copies, "Memcpy DtoH (Device -> Pinned)"
         )

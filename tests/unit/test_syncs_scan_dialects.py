@@ -153,9 +153,13 @@ class TestHip:
 
     @pytest.mark.parametrize(
         ("name", "rule"),
-        [("hipStreamSynchronize", "SYNC006"), ("hipEventSynchronize", "SYNC007"), ("hipDeviceSynchronize", "SYNC008"),
-         ("hipFree", "SYNC009")],
-    )  # fmt: skip
+        [
+            ("hipStreamSynchronize", "SYNC006"),
+            ("hipEventSynchronize", "SYNC007"),
+            ("hipDeviceSynchronize", "SYNC008"),
+            ("hipFree", "SYNC009"),
+        ],
+    )
     def test_calls_have_the_rules_of_their_cousins(self, name: str, rule: str, trace: Trace, tmp_path: Path) -> None:
         trace.call(name, 0, 50)
         trace.op("aten::add", 90, 95)  # so that the call does not end the window
@@ -210,9 +214,17 @@ class TestCudaSyncEvents:
     @staticmethod
     def event(trace: Trace, name: str, start: float, end: float, correlation: int, stream: int, **args: Any) -> None:
         trace.add(
-            "cuda_sync", name, start, end, pid=0, tid=stream + 1_000_000 if stream >= 0 else -1,
-            correlation=correlation, stream=stream, cuda_sync_kind=name, **args,
-        )  # fmt: skip
+            "cuda_sync",
+            name,
+            start,
+            end,
+            pid=0,
+            tid=stream + 1_000_000 if stream >= 0 else -1,
+            correlation=correlation,
+            stream=stream,
+            cuda_sync_kind=name,
+            **args,
+        )
 
     def test_a_wait_of_the_driver_api_in_an_operator_is_on_its_line(self, trace: Trace, tmp_path: Path) -> None:
         """No runtime call has its correlation. `tid` is the stream's number plus a million."""
@@ -451,9 +463,15 @@ class TestOwn:
 class TestRanks:
     @pytest.mark.parametrize(
         ("name", "rank"),
-        [("rank3.json", 3), ("trace_rank_12.json", 12), ("1699-TP-5.trace.json", 5), ("step3.json", None),
-         ("http2.json", None), ("t.json", None)],
-    )  # fmt: skip
+        [
+            ("rank3.json", 3),
+            ("trace_rank_12.json", 12),
+            ("1699-TP-5.trace.json", 5),
+            ("step3.json", None),
+            ("http2.json", None),
+            ("t.json", None),
+        ],
+    )
     def test_a_file_name_may_say_it(self, name: str, rank: int | None, trace: Trace, tmp_path: Path) -> None:
         assert trace.scan(tmp_path, name).traces[0].rank == rank
 
@@ -480,24 +498,36 @@ class TestNames:
     @pytest.mark.parametrize(
         ("call", "kind"),
         [
-            ("cudaStreamSynchronize", "stream"), ("cudaStreamSynchronize_ptsz", "stream"),
-            ("cuCtxSynchronize", "device"), ("cudaLaunchKernel", None),
-            ("cuMemcpyDtoH_v2", "copy"), ("cuMemFree_v2", "free"), ("cudaMemcpy2DAsync_v3020", "async copy"),
-            ("hipHostMalloc", "pin"), ("cudaEventQuery", None), ("cudaStreamWaitEvent", None),
-            ("cudaMallocAsync", None), ("custom", None), ("", None),
+            ("cudaStreamSynchronize", "stream"),
+            ("cudaStreamSynchronize_ptsz", "stream"),
+            ("cuCtxSynchronize", "device"),
+            ("cudaLaunchKernel", None),
+            ("cuMemcpyDtoH_v2", "copy"),
+            ("cuMemFree_v2", "free"),
+            ("cudaMemcpy2DAsync_v3020", "async copy"),
+            ("hipHostMalloc", "pin"),
+            ("cudaEventQuery", None),
+            ("cudaStreamWaitEvent", None),
+            ("cudaMallocAsync", None),
+            ("custom", None),
+            ("", None),
         ],
-    )  # fmt: skip
+    )
     def test_a_call_is_known_with_and_without_a_version(self, call: str, kind: str | None) -> None:
         assert kind_of(call) == kind
 
     @pytest.mark.parametrize(
         ("name", "direction"),
         [
-            (PINNED, "DtoH pinned"), (TO_GPU, "HtoD pageable"), ("Memcpy DtoD (Device -> Device)", "DtoD"),
-            ("Memcpy PtoP", "PtoP"), ("CopyHostToDevice", "HtoD"), ("Memcpy DtoH (Device -> Array)", "DtoH"),
+            (PINNED, "DtoH pinned"),
+            (TO_GPU, "HtoD pageable"),
+            ("Memcpy DtoD (Device -> Device)", "DtoD"),
+            ("Memcpy PtoP", "PtoP"),
+            ("CopyHostToDevice", "HtoD"),
+            ("Memcpy DtoH (Device -> Array)", "DtoH"),
             ("gemm", ""),
         ],
-    )  # fmt: skip
+    )
     def test_a_copy_says_its_direction(self, name: str, direction: str) -> None:
         assert direction_of(name) == direction
 

@@ -138,8 +138,9 @@ class TestRules:
         trace.call("cudaMemcpyAsync", 1005, 1010)
         trace.call("cudaDeviceSynchronize", 1012, 1090)
         assert {s.call: s.kind for s in trace.scan(tmp_path).sites} == {
-            "cudaStreamSynchronize": "blocking-copy", "cudaDeviceSynchronize": "device-sync",
-        }  # fmt: skip
+            "cudaStreamSynchronize": "blocking-copy",
+            "cudaDeviceSynchronize": "device-sync",
+        }
 
     def test_the_first_work_on_the_gpu_may_be_the_copy(self, tmp_path: Path) -> None:
         """Row 0 is a row: its direction and memory are known."""
@@ -246,9 +247,15 @@ class TestCalledFrom:
     ) -> None:
         """The innermost such line, past libraries between, torch and Python's own."""
         site = self.site(
-            trace, tmp_path, "run.py(3): <module>", "app/serve.py(40): step", "numpy/hub/hook.py(5): forward",
-            "contextlib.py(9): inner", "torch/nn/modules/module.py(8): _call_impl", library,
-        )  # fmt: skip
+            trace,
+            tmp_path,
+            "run.py(3): <module>",
+            "app/serve.py(40): step",
+            "numpy/hub/hook.py(5): forward",
+            "contextlib.py(9): inner",
+            "torch/nn/modules/module.py(8): _call_impl",
+            library,
+        )
         assert site.function == "sample"
         assert site.called_from == "app/serve.py(40): step"
         assert "called from app/serve.py(40): step" in words.sentence(site)

@@ -171,9 +171,12 @@ class TestFingerprint:
     def test_rule_file_function_operators_and_direction_change_it(self) -> None:
         base = ("SYNC001", "a.py", "f", ["aten::item"], "DtoH")
         others = [
-            ("SYNC002", *base[1:]), ("SYNC001", "b.py", *base[2:]), (*base[:2], "g", *base[3:]),
-            (*base[:3], ["aten::nonzero"], "DtoH"), (*base[:4], "HtoD"),
-        ]  # fmt: skip
+            ("SYNC002", *base[1:]),
+            ("SYNC001", "b.py", *base[2:]),
+            (*base[:2], "g", *base[3:]),
+            (*base[:3], ["aten::nonzero"], "DtoH"),
+            (*base[:4], "HtoD"),
+        ]
         assert len({fingerprint(*b) for b in (base, *others)}) == 6
 
     def test_hashes_and_numbers_of_compiled_code_do_not(self) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from dcpbench.errors import CapacityError, SyncError, UsageError
 from dcpbench.syncs import allow, live, no_syncs, watch
-from dcpbench.syncs.watching import debug_mode, gpu_trace
-from dcpbench.syncs.watching.pageable import copy_of, staged
+from dcpbench.syncs.live import debug_mode, gpu_trace
+from dcpbench.syncs.live.pageable import copy_of, staged
 from tests.unit import fake_cuda
 
 

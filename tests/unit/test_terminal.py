@@ -8,9 +8,9 @@ import re
 import pytest
 from rich.console import Console
 
-from dcpbench import terminal
-from dcpbench.jobs import Progress
-from dcpbench.records import Point
+from dcpbench.launch import progress
+from dcpbench.launch.jobs import Progress
+from dcpbench.points.point import Point
 
 POINT = Point(model="tiny", tp=1, concurrency=2, context=100, backend="reference", dtype="fp32")
 
@@ -19,20 +19,23 @@ POINT = Point(model="tiny", tp=1, concurrency=2, context=100, backend="reference
     ("quiet_s", "lines"),
     [
         (60.0, ["[1/1] tiny tp1 reference, 2 × 100 tokens  10 tok/s"]),
-        (-1.0, [
-            "tiny tp1 reference, 2 × 100 tokens measure: 3/9 requests",
-            "[1/1] tiny tp1 reference, 2 × 100 tokens  10 tok/s",
-        ]),
+        (
+            -1.0,
+            [
+                "tiny tp1 reference, 2 × 100 tokens measure: 3/9 requests",
+                "[1/1] tiny tp1 reference, 2 × 100 tokens  10 tok/s",
+            ],
+        ),
     ],
     ids=["a minute has not passed", "it has"],
-)  # fmt: skip
+)
 def test_a_long_point_says_how_far_it_is_now_and_then(
     monkeypatch: pytest.MonkeyPatch, quiet_s: float, lines: list[str]
 ) -> None:
     """A log should show that something happens, and not every second."""
-    monkeypatch.setattr(terminal, "QUIET_S", quiet_s)
+    monkeypatch.setattr(progress, "QUIET_S", quiet_s)
     out = io.StringIO()
-    with terminal.Watch([POINT], Console(file=out, width=140)) as watch:
+    with progress.Watch([POINT], Console(file=out, width=140)) as watch:
         watch(Progress(stage="build", key=POINT.key()))
         watch(Progress(stage="measure", key=POINT.key(), note="3/9 requests"))
         watch(Progress(stage="done", key=POINT.key(), note="10 tok/s"))
@@ -44,7 +47,7 @@ def test_a_narrow_terminal_cuts_the_description_and_no_count(width: int) -> None
     """How many points are done says more than which is at work."""
     out = io.StringIO()
     other = Point(model="a-long-name-of-a-model", tp=1, concurrency=2, context=200, backend="reference", dtype="fp32")
-    with terminal.Watch([POINT, other], Console(file=out, width=width, force_terminal=True)) as watch:
+    with progress.Watch([POINT, other], Console(file=out, width=width, force_terminal=True)) as watch:
         watch(Progress(stage="done", key=POINT.key()))
         watch(Progress(stage="measure", key=other.key(), note="3/9 requests, 1,000 tok/s"))
     assert "1/2 points" in re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", out.getvalue())

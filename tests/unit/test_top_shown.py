@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from dcpbench import processes
 from dcpbench.errors import UsageError
+from dcpbench.launch import processes
 from dcpbench.top import watch, words
 from dcpbench.top.estimate import Estimate
 from dcpbench.top.facts import Facts
@@ -31,10 +31,18 @@ if TYPE_CHECKING:
 
 POINTS = [build.point(context, model="a-model-with-a-long-name") for context in range(100, 130)]
 GPU = GpuNow(
-    index=3, name="NVIDIA H200", utilisation=98, sm_clock_mhz=1830, sm_clock_max_mhz=1980, power_w=612.4,
-    power_limit_w=700, temperature_c=61, memory_used_bytes=120 << 30, memory_total_bytes=140 << 30,
+    index=3,
+    name="NVIDIA H200",
+    utilisation=98,
+    sm_clock_mhz=1830,
+    sm_clock_max_mhz=1980,
+    power_w=612.4,
+    power_limit_w=700,
+    temperature_c=61,
+    memory_used_bytes=120 << 30,
+    memory_total_bytes=140 << 30,
     throttle_reasons=["sw_power_cap"],
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -70,10 +78,13 @@ class TestView:
         """20 points in 200 s are 6 a minute; 10 left of 10 s each, 5 s of which have passed: 95 s."""
         told = squeezed(shown(busy, width))
         for said in (
-            f"sweep in {tmp_path}: running", "20 of 30 points · 1 failed · 10 left",
-            "6 points/min · 3 min so far · about 95 s left", "tp2 reference, 2 × 120 tokens",
-            "measure for 4 s · 3/9 requests, 1,200 tok/s", "1830/1980",
-        ):  # fmt: skip
+            f"sweep in {tmp_path}: running",
+            "20 of 30 points · 1 failed · 10 left",
+            "6 points/min · 3 min so far · about 95 s left",
+            "tp2 reference, 2 × 120 tokens",
+            "measure for 4 s · 3/9 requests, 1,200 tok/s",
+            "1830/1980",
+        ):
             assert squeezed(said) in told
 
     def test_eighty_columns_show_all_there_is_of_a_gpu(self, busy: State) -> None:
@@ -217,11 +228,16 @@ class TestGpus:
             ["MemoryInfo", "UtilizationRates", "ClockInfo", "MaxClockInfo", "EnforcedPowerLimit", "Temperature"], refuse
         )
         fake = types.SimpleNamespace(
-            nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 1, nvmlDeviceGetHandleByIndex=lambda i: i,
-            nvmlDeviceGetName=lambda _: b"GPU\xff", nvmlDeviceGetPowerUsage=lambda _: 612_400,
-            nvmlDeviceGetCurrentClocksThrottleReasons=lambda _: 0x44, NVML_CLOCK_SM=1, NVML_TEMPERATURE_GPU=0,
+            nvmlInit=lambda: None,
+            nvmlDeviceGetCount=lambda: 1,
+            nvmlDeviceGetHandleByIndex=lambda i: i,
+            nvmlDeviceGetName=lambda _: b"GPU\xff",
+            nvmlDeviceGetPowerUsage=lambda _: 612_400,
+            nvmlDeviceGetCurrentClocksThrottleReasons=lambda _: 0x44,
+            NVML_CLOCK_SM=1,
+            NVML_TEMPERATURE_GPU=0,
             **{f"nvmlDeviceGet{name}": query for name, query in queries.items()},
-        )  # fmt: skip
+        )
         monkeypatch.setitem(sys.modules, "pynvml", fake)
         reasons = ["sw_power_cap", "hw_thermal"]
         assert Gpus().now() == [GpuNow(index=0, name="GPU\ufffd", power_w=612.4, throttle_reasons=reasons)]

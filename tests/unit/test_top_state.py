@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from dcpbench.jobs import Check, Failure
-from dcpbench.processes import COMMAND, NONE, WORKERS
-from dcpbench.records import Record, RecordFile
+from dcpbench.launch.jobs import Check, Failure
+from dcpbench.launch.processes import COMMAND, NONE, WORKERS
+from dcpbench.records.file import RecordFile
+from dcpbench.records.record import Record
 from dcpbench.top.estimate import estimate
 from dcpbench.top.facts import LONGEST, Facts
 from tests.unit import top_builder as build
@@ -115,9 +116,12 @@ class TestStatus:
     @pytest.mark.parametrize(
         ("alive", "at", "status"),
         [
-            (COMMAND, 20, "running"), (COMMAND, 80, "silent"), (WORKERS, 20, "orphaned"), (NONE, 20, "stopped"),
+            (COMMAND, 20, "running"),
+            (COMMAND, 80, "silent"),
+            (WORKERS, 20, "orphaned"),
+            (NONE, 20, "stopped"),
         ],
-    )  # fmt: skip
+    )
     def test_a_run_with_points_left(self, tmp_path: Path, alive: str, at: float, status: str) -> None:
         job = build.job(tmp_path, FOUR)
         build.tell(job, 10, "measure", FOUR[0])

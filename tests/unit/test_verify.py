@@ -6,9 +6,10 @@ import torch
 from safetensors.torch import save_file
 
 from dcpbench.engine import weights
-from dcpbench.jobs import Check, Job, Settings
 from dcpbench.kernels.kv_write.reference import write_kv
-from dcpbench.records import Point
+from dcpbench.launch.jobs import Check, Job
+from dcpbench.points.point import Point
+from dcpbench.points.settings import Settings
 from dcpbench.workloads import oracle, verify
 from dcpbench.workloads.oracle import Truth
 from tests.unit import engine_builder as build
@@ -22,9 +23,15 @@ NEW = 2
 def run(point=POINT, prompts=PROMPTS):
     """All checks of a point on one rank, as they are written to and read from checks.jsonl."""
     job = Job(
-        kind="verify", tag="t", folder="/nowhere", device="cpu", points=[point], settings=Settings(), prompts=prompts,
+        kind="verify",
+        tag="t",
+        folder="/nowhere",
+        device="cpu",
+        points=[point],
+        settings=Settings(),
+        prompts=prompts,
         new_tokens=NEW,
-    )  # fmt: skip
+    )
     checks = verify.run(point, build.TINY, job, rank=0, device=build.CPU)
     return {c.name: c for c in msgspec.json.decode(msgspec.json.encode(checks), type=list[Check])}
 

@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 
-from dcpbench import memory
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import Mlp, Moe, load_weights
-from dcpbench.layout import GroupWide, Layout
-from dcpbench.shapes import SHAPES
+from dcpbench.points import memory
+from dcpbench.points.layout import GroupWide, Layout
+from dcpbench.points.shapes import SHAPES
 from tests.unit import engine_builder as build
 
 

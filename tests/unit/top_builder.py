@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench.jobs import Job, Progress, Settings
-from dcpbench.processes import COMMAND
-from dcpbench.records import Interval, Metrics, Percentiles, Point, Record
+from dcpbench.launch.jobs import Job, Progress
+from dcpbench.launch.processes import COMMAND
+from dcpbench.points.point import Point
+from dcpbench.points.settings import Settings
+from dcpbench.records.record import Interval, Metrics, Percentiles, Record
 from dcpbench.top.facts import Facts
 from dcpbench.top.state import State, state_of
 
@@ -29,15 +31,28 @@ def point(context: int, **changes: Any) -> Point:
 
 
 def job(
-    folder: Path, points: Sequence[Point], *, tag: str = "tp2-0", at: float = 0, pool: Sequence[Point] | None = None,
-    kind: str = "sweep", command: str = COMMAND_LINE, device: str = "cuda",
-) -> Job:  # fmt: skip
+    folder: Path,
+    points: Sequence[Point],
+    *,
+    tag: str = "tp2-0",
+    at: float = 0,
+    pool: Sequence[Point] | None = None,
+    kind: str = "sweep",
+    command: str = COMMAND_LINE,
+    device: str = "cuda",
+) -> Job:
     """A job file that was written at that time; `pool`: all points of the run, by default these."""
     folder.mkdir(exist_ok=True)
     told = Job(
-        kind=kind, tag=tag, folder=str(folder), device=device, points=list(points), settings=Settings(),
-        pool_points=list(points if pool is None else pool), command=command,
-    )  # fmt: skip
+        kind=kind,
+        tag=tag,
+        folder=str(folder),
+        device=device,
+        points=list(points),
+        settings=Settings(),
+        pool_points=list(points if pool is None else pool),
+        command=command,
+    )
     told.path().write_bytes(msgspec.json.encode(told))
     os.utime(told.path(), (BEGAN + at, BEGAN + at))
     return told
@@ -53,13 +68,20 @@ def record(folder: Path, of: Point, *, start: float, seconds: float = 10, outcom
     """A record; an ok one with 200 tok/s and 10 ms."""
     started = dt.datetime.fromtimestamp(BEGAN + start, dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     metrics = Metrics(
-        step_ms=Interval(median=10, low=10, high=10, samples=100), itl_ms=Percentiles(p50=10, samples=100),
-        output_tok_s=Interval(median=200, low=200, high=200, samples=100), output_tok_s_per_gpu=100, tok_s_per_user=100,
-    )  # fmt: skip
+        step_ms=Interval(median=10, low=10, high=10, samples=100),
+        itl_ms=Percentiles(p50=10, samples=100),
+        output_tok_s=Interval(median=200, low=200, high=200, samples=100),
+        output_tok_s_per_gpu=100,
+        tok_s_per_user=100,
+    )
     told = Record(
-        point=of, outcome=outcome, started_at=started, seconds=seconds, metrics=metrics if outcome == "ok" else None,
+        point=of,
+        outcome=outcome,
+        started_at=started,
+        seconds=seconds,
+        metrics=metrics if outcome == "ok" else None,
         **changes,
-    )  # fmt: skip
+    )
     add(folder / "records.jsonl", msgspec.json.encode(told) + b"\n")
 
 

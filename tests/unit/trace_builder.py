@@ -32,9 +32,18 @@ class Trace:
         self, cat: str, name: str, start: float, end: float, *, pid: Any = HOST, tid: Any = HOST, **args: Any
     ) -> None:
         """Any event."""
-        self.events.append({
-            "ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": start, "dur": end - start, "args": args,
-        })  # fmt: skip
+        self.events.append(
+            {
+                "ph": "X",
+                "cat": cat,
+                "name": name,
+                "pid": pid,
+                "tid": tid,
+                "ts": start,
+                "dur": end - start,
+                "args": args,
+            }
+        )
 
     def op(self, name: str, start: float, end: float, *, tid: Any = HOST, **args: Any) -> None:
         """An operator."""
@@ -57,9 +66,16 @@ class Trace:
         return correlation
 
     def gpu(
-        self, name: str, start: float, end: float, correlation: int, *, stream: int = 7, cat: str = "kernel",
+        self,
+        name: str,
+        start: float,
+        end: float,
+        correlation: int,
+        *,
+        stream: int = 7,
+        cat: str = "kernel",
         **args: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Work on the GPU."""
         self.add(cat, name, start, end, pid=0, tid=stream, correlation=correlation, device=0, stream=stream, **args)
 
@@ -68,9 +84,16 @@ class Trace:
         self.gpu("gemm", start, end, self.call("cudaLaunchKernel", launch, launch + 1, tid=tid), stream=stream)
 
     def copy(
-        self, name: str, call: tuple[float, float], gpu: tuple[float, float], *, runtime: str = "cudaMemcpyAsync",
-        size: int = 8, stream: int = 7, tid: Any = HOST,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        call: tuple[float, float],
+        gpu: tuple[float, float],
+        *,
+        runtime: str = "cudaMemcpyAsync",
+        size: int = 8,
+        stream: int = 7,
+        tid: Any = HOST,
+    ) -> None:
         """A copy: its call on the host, and itself on the GPU."""
         correlation = self.call(runtime, *call, tid=tid)
         self.gpu(name, *gpu, correlation, cat="gpu_memcpy", stream=stream, bytes=size)
@@ -113,9 +136,15 @@ def only(report: Report) -> Site:
 def sync_with(**changes: Any) -> dict[str, Any]:
     """A wait of 50 µs, some of its fields changed or missing."""
     event: dict[str, Any] = {
-        "ph": "X", "cat": "cuda_runtime", "name": "cudaStreamSynchronize", "pid": 100, "tid": 100, "ts": 100, "dur": 50,
+        "ph": "X",
+        "cat": "cuda_runtime",
+        "name": "cudaStreamSynchronize",
+        "pid": 100,
+        "tid": 100,
+        "ts": 100,
+        "dur": 50,
         "args": {"correlation": 9},
-    }  # fmt: skip
+    }
     return {k: v for k, v in {**event, **changes}.items() if v != "missing"}
 
 

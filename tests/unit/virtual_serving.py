@@ -20,8 +20,14 @@ if TYPE_CHECKING:
 def config(**changes: Any) -> SchedulerConfig:
     """One replica with room for 1,600 tokens, in chunks of 64."""
     plain = {
-        "replicas": 1, "pages": 101, "page_size": 16, "dcp": 1, "max_requests": 64, "chunk": 64, "max_context": 100_000,
-    }  # fmt: skip
+        "replicas": 1,
+        "pages": 101,
+        "page_size": 16,
+        "dcp": 1,
+        "max_requests": 64,
+        "chunk": 64,
+        "max_context": 100_000,
+    }
     return SchedulerConfig(**(plain | changes))
 
 

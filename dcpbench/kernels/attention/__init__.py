@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
-from dcpbench.choices import BACKENDS
 from dcpbench.errors import MissingPackageError, UsageError, how_to_install
+from dcpbench.points.names import BACKENDS
 
 if TYPE_CHECKING:
     import numpy as np

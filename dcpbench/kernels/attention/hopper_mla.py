@@ -54,8 +54,18 @@ def _page_ids(table, k, length, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def _load(walk, sources, q_tiles, kv_tiles, q_bars, kv_bars,
-          BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+def _load(
+    walk,
+    sources,
+    q_tiles,
+    kv_tiles,
+    q_bars,
+    kv_bars,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    PAGE: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     """Rows of the share into a ring of tiles, and each piece's q before its first tile. Rows past the end become 0."""
     b, length, start, begin, end, lengths, batch, heads, head_block = walk
     q, kv, tables, table_stride = sources
@@ -132,8 +142,22 @@ def _hand_over(p, factor, hand, turn, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _score(walk, q_tiles, kv_tiles, q_bars, full, hand, outs, part, size, scale_log2, ln2,
-           BLOCK_K: gl.constexpr, STAGES: gl.constexpr, P_SLOTS: gl.constexpr):  # fmt: skip
+def _score(
+    walk,
+    q_tiles,
+    kv_tiles,
+    q_bars,
+    full,
+    hand,
+    outs,
+    part,
+    size,
+    scale_log2,
+    ln2,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    P_SLOTS: gl.constexpr,
+):
     """Scores and the running softmax, whose `top` is of scores times log2(e); also the log-sum-exps."""
     b, length, start, begin, end, lengths, batch, heads, head_block = walk
     part_lse, pieces_of, lse = outs
@@ -184,8 +208,18 @@ def _score(walk, q_tiles, kv_tiles, q_bars, full, hand, outs, part, size, scale_
 
 
 @gluon.jit
-def _add_values(walk, values, empty, hand, outs, part,
-                COLUMN: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, P_SLOTS: gl.constexpr):  # fmt: skip
+def _add_values(
+    walk,
+    values,
+    empty,
+    hand,
+    outs,
+    part,
+    COLUMN: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    P_SLOTS: gl.constexpr,
+):
     """Weighted sums of 256 columns of the values: of a whole request to its output, of a piece in fp32 to its slot."""
     b, length, start, begin, end, lengths, batch, heads, head_block = walk
     p_tile, factor_tile, p_full, p_empty = hand
@@ -236,11 +270,31 @@ def _barriers(SLOTS: gl.constexpr, count: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["table_stride", "heads", "batch", "parts"])
 def hopper_kernel(
-    q, kv, tables, lengths, part_o, part_lse, pieces_of, o, lse,
-    scale_log2, ln2, table_stride, heads, batch, parts,
-    PAGE: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, P_SLOTS: gl.constexpr,
-    LEAST: gl.constexpr, SLACK: gl.constexpr, LOAD_WARPS: gl.constexpr, REGS: gl.constexpr,
-):  # fmt: skip
+    q,
+    kv,
+    tables,
+    lengths,
+    part_o,
+    part_lse,
+    pieces_of,
+    o,
+    lse,
+    scale_log2,
+    ln2,
+    table_stride,
+    heads,
+    batch,
+    parts,
+    PAGE: gl.constexpr,
+    BLOCK_B: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    P_SLOTS: gl.constexpr,
+    LEAST: gl.constexpr,
+    SLACK: gl.constexpr,
+    LOAD_WARPS: gl.constexpr,
+    REGS: gl.constexpr,
+):
     """One program per share and block of 64 heads; neighbours share the same rows, which the second finds in L2."""
     head_blocks = gl.cdiv(heads, HEADS)
     part = gl.program_id(0) // head_blocks
@@ -283,11 +337,41 @@ def hopper_kernel(
         [
             (_add_values, (walk, left, empty, hand, o_outs, part, 0, BLOCK_K, STAGES, P_SLOTS)),
             (_add_values, (walk, right, empty, hand, o_outs, part, 256, BLOCK_K, STAGES, P_SLOTS)),
-            (_score, (walk, q_tiles, kv_tiles, q_bars, full, hand, lse_outs, part, size, scale_log2, ln2,
-                      BLOCK_K, STAGES, P_SLOTS)),
-            (_load, (walk, (q, kv, tables, table_stride), q_tiles, kv_tiles, q_bars, (full, empty),
-                     BLOCK_K, STAGES, PAGE, LOAD_WARPS)),
+            (
+                _score,
+                (
+                    walk,
+                    q_tiles,
+                    kv_tiles,
+                    q_bars,
+                    full,
+                    hand,
+                    lse_outs,
+                    part,
+                    size,
+                    scale_log2,
+                    ln2,
+                    BLOCK_K,
+                    STAGES,
+                    P_SLOTS,
+                ),
+            ),
+            (
+                _load,
+                (
+                    walk,
+                    (q, kv, tables, table_stride),
+                    q_tiles,
+                    kv_tiles,
+                    q_bars,
+                    (full, empty),
+                    BLOCK_K,
+                    STAGES,
+                    PAGE,
+                    LOAD_WARPS,
+                ),
+            ),
         ],
         [4, 4, LOAD_WARPS],
         REGS,
-    )  # fmt: skip
+    )

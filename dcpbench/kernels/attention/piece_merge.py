@@ -10,9 +10,18 @@ from dcpbench.kernels.attention.partition import slot_of
 
 @triton.jit
 def merge_kernel(
-    part_o, part_lse, pieces_of, lengths, o, lse, heads, ln2,
-    R: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
+    part_o,
+    part_lse,
+    pieces_of,
+    lengths,
+    o,
+    lse,
+    heads,
+    ln2,
+    R: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+):
     """Programs (request, i) take every num_programs(1)-th stretch of COLUMNS of the request's heads.
 
     `pieces_of` [B, 2] int32 holds the first share and the number of pieces of each request that has rows; a request in

@@ -10,9 +10,18 @@ from dcpbench.kernels.attention.partition import pieces, share, slot_of
 
 @triton.jit
 def _add_tile(
-    q_latent, q_rope, row_k, live_k, top, total, acc, scale_log2,
-    R: tl.constexpr, P: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q_latent,
+    q_rope,
+    row_k,
+    live_k,
+    top,
+    total,
+    acc,
+    scale_log2,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """One step of the running softmax over the rows at `row_k`; `top` is of scores times log2(e)."""
     r = tl.arange(0, R)
     p = tl.arange(0, P)
@@ -31,11 +40,31 @@ def _add_tile(
 
 @triton.jit
 def plain_kernel(
-    q, kv, tables, lengths, part_o, part_lse, pieces_of, o, lse,
-    scale_log2, ln2, table_stride, heads, batch, parts, page_size,
-    R: tl.constexpr, P: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_K: tl.constexpr, LEAST: tl.constexpr, SLACK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q,
+    kv,
+    tables,
+    lengths,
+    part_o,
+    part_lse,
+    pieces_of,
+    o,
+    lse,
+    scale_log2,
+    ln2,
+    table_stride,
+    heads,
+    batch,
+    parts,
+    page_size,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LEAST: tl.constexpr,
+    SLACK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """One program per share of the batch and block of heads; see partition.share and merge_kernel."""
     head_blocks = tl.cdiv(heads, BLOCK_H)
     part = tl.program_id(0) // head_blocks

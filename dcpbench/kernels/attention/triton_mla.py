@@ -20,8 +20,14 @@ LN_2 = math.log(2)
 HOPPER_HEADS = 64
 """Heads of one program of the Hopper kernel: the rows of one warpgroup's product."""
 HOPPER = {
-    "BLOCK_K": 64, "STAGES": 2, "P_SLOTS": 1, "LEAST": 2, "SLACK": 2, "LOAD_WARPS": 4, "REGS": (160, 136, 56),
-}  # fmt: skip
+    "BLOCK_K": 64,
+    "STAGES": 2,
+    "P_SLOTS": 1,
+    "LEAST": 2,
+    "SLACK": 2,
+    "LOAD_WARPS": 4,
+    "REGS": (160, 136, 56),
+}
 """Fills the 227 KB of shared memory of a multiprocessor; docs/kernels-attention.md says what else was tried."""
 INTERPRETED_PARTS = 4
 """Programs where there is no GPU to ask for its multiprocessors: enough to cut requests."""
@@ -81,9 +87,22 @@ class TritonBackend:
         batch, heads, _ = q_BHQ.shape
         grid = (self.parts * self.head_blocks,)
         arguments = (
-            q_BHQ, kv, self.tables.pages, self.tables.lengths, self.part_o, self.part_lse, self.pieces_of,
-            o_BHR, lse_BH, spec.scale * LOG2_E, LN_2, self.tables.pages.stride(0), heads, batch, self.parts,
-        )  # fmt: skip
+            q_BHQ,
+            kv,
+            self.tables.pages,
+            self.tables.lengths,
+            self.part_o,
+            self.part_lse,
+            self.pieces_of,
+            o_BHR,
+            lse_BH,
+            spec.scale * LOG2_E,
+            LN_2,
+            self.tables.pages.stride(0),
+            heads,
+            batch,
+            self.parts,
+        )
         if self.kernel == "hopper":
             # Imported where it runs only: Triton before 3.6 and its interpreter cannot.
             from dcpbench.kernels.attention.hopper_mla import hopper_kernel
@@ -92,15 +111,33 @@ class TritonBackend:
             hopper_kernel[grid](*arguments, PAGE=spec.page_size, BLOCK_B=block_b, **HOPPER, num_warps=4)
         else:
             plain_kernel[grid](
-                *arguments, spec.page_size,
-                R=spec.latent, P=spec.rope, BLOCK_B=triton.next_power_of_2(spec.batch), BLOCK_H=self.block_h,
-                BLOCK_K=32, LEAST=4, SLACK=4, PRECISION="ieee" if q_BHQ.dtype == torch.float32 else "tf32",
-                num_warps=8 if self.block_h == 64 else 4, num_stages=2,
-            )  # fmt: skip
+                *arguments,
+                spec.page_size,
+                R=spec.latent,
+                P=spec.rope,
+                BLOCK_B=triton.next_power_of_2(spec.batch),
+                BLOCK_H=self.block_h,
+                BLOCK_K=32,
+                LEAST=4,
+                SLACK=4,
+                PRECISION="ieee" if q_BHQ.dtype == torch.float32 else "tf32",
+                num_warps=8 if self.block_h == 64 else 4,
+                num_stages=2,
+            )
         columns, step, warps = merge_shape(self.parts // batch)
         columns = min(columns, spec.latent)
         programs = max(1, min(heads * spec.latent // columns, 4096 // batch))
         merge_kernel[(batch, programs)](
-            self.part_o, self.part_lse, self.pieces_of, self.tables.lengths, o_BHR, lse_BH, heads, LN_2,
-            R=spec.latent, COLUMNS=columns, STEP=step, num_warps=warps,
-        )  # fmt: skip
+            self.part_o,
+            self.part_lse,
+            self.pieces_of,
+            self.tables.lengths,
+            o_BHR,
+            lse_BH,
+            heads,
+            LN_2,
+            R=spec.latent,
+            COLUMNS=columns,
+            STEP=step,
+            num_warps=warps,
+        )

@@ -16,7 +16,7 @@ from dcpbench.kernels.kv_gather import reference
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.layout import Prefix
+    from dcpbench.points.layout import Prefix
 
 
 def request_table(prefix: Prefix, device: torch.device) -> torch.Tensor:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from dcpbench.layout import Prefix
+    from dcpbench.points.layout import Prefix
 
 ROWS = 16
 WARPS = 8
@@ -35,9 +35,16 @@ def _copy(source, out, live, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.c
 
 @triton.jit(do_not_specialize=["count"])
 def _pack_kernel(
-    part, kv, rows, count, kv_stride,
-    WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    part,
+    kv,
+    rows,
+    count,
+    kv_stride,
+    WIDTH: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     j = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = j < count
     row = tl.load(rows + j, mask=live, other=0).to(tl.int64)
@@ -46,10 +53,23 @@ def _pack_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "requests", "rank"])
 def _order_kernel(
-    out, own, addresses, table, tokens, requests, rank,
-    N: tl.constexpr, INTERLEAVE: tl.constexpr, REQUESTS: tl.constexpr, ITEM_BYTES: tl.constexpr, UNIT: tl.constexpr,
-    WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    out,
+    own,
+    addresses,
+    table,
+    tokens,
+    requests,
+    rank,
+    N: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    ITEM_BYTES: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = t < tokens
     # A request's number: how many of the others start no later. One without tokens is passed over.
@@ -85,10 +105,22 @@ def in_token_order(
     if any(number % UNIT for number in (width * out_TQ.itemsize, *addresses)):
         raise ValueError(f"rows of {width * out_TQ.itemsize} bytes and parts must begin at multiples of {UNIT} bytes")
     _order_kernel[(triton.cdiv(prefix.tokens, ROWS),)](
-        out_TQ, own_JQ, tuple(addresses), table, prefix.tokens, len(prefix.lengths), rank,
-        N=prefix.dcp, INTERLEAVE=prefix.interleave, REQUESTS=triton.next_power_of_2(len(prefix.lengths)),
-        ITEM_BYTES=out_TQ.itemsize, UNIT=UNIT, **_widths(width), ROWS=ROWS, num_warps=WARPS,
-    )  # fmt: skip
+        out_TQ,
+        own_JQ,
+        tuple(addresses),
+        table,
+        prefix.tokens,
+        len(prefix.lengths),
+        rank,
+        N=prefix.dcp,
+        INTERLEAVE=prefix.interleave,
+        REQUESTS=triton.next_power_of_2(len(prefix.lengths)),
+        ITEM_BYTES=out_TQ.itemsize,
+        UNIT=UNIT,
+        **_widths(width),
+        ROWS=ROWS,
+        num_warps=WARPS,
+    )
 
 
 def _widths(width: int) -> dict[str, int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench import layout
+from dcpbench.points import layout
 
 if TYPE_CHECKING:
     import torch
 
-    from dcpbench.layout import Prefix
+    from dcpbench.points.layout import Prefix
 
 
 def pack(part_JQ: torch.Tensor, kv_KQ: torch.Tensor, row_J: torch.Tensor) -> None:

@@ -26,11 +26,23 @@ def _local_length(length, rank, DCP: tl.constexpr, INTERLEAVE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "batch"])
 def _fill_kernel(
-    pages, indptr, local_lengths, table, slots, lengths,
-    pages_stride, table_stride, batch, rank,
-    DCP: tl.constexpr, INTERLEAVE: tl.constexpr, PAGE: tl.constexpr, PACKED: tl.constexpr,
-    BATCH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    pages,
+    indptr,
+    local_lengths,
+    table,
+    slots,
+    lengths,
+    pages_stride,
+    table_stride,
+    batch,
+    rank,
+    DCP: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
+    PAGE: tl.constexpr,
+    PACKED: tl.constexpr,
+    BATCH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     b = tl.program_id(1)
     length = tl.load(lengths + b).to(tl.int32)
     local = _local_length(length, rank, DCP, INTERLEAVE)
@@ -98,8 +110,21 @@ def _launch(
     stripes = triton.cdiv(table_SC.shape[1], share.interleave * share.dcp)
     most = triton.cdiv(stripes * share.interleave, share.page_size)
     _fill_kernel[(triton.cdiv(most, BLOCK), batch)](
-        pages, local_lengths_B if indptr is None else indptr, local_lengths_B, table_SC, slots_B, lengths_B,
-        pages.stride(0), table_SC.stride(0), batch, share.rank,
-        DCP=share.dcp, INTERLEAVE=share.interleave, PAGE=share.page_size, PACKED=indptr is not None,
-        BATCH=triton.next_power_of_2(batch), BLOCK=BLOCK, num_warps=4,
-    )  # fmt: skip
+        pages,
+        local_lengths_B if indptr is None else indptr,
+        local_lengths_B,
+        table_SC,
+        slots_B,
+        lengths_B,
+        pages.stride(0),
+        table_SC.stride(0),
+        batch,
+        share.rank,
+        DCP=share.dcp,
+        INTERLEAVE=share.interleave,
+        PAGE=share.page_size,
+        PACKED=indptr is not None,
+        BATCH=triton.next_power_of_2(batch),
+        BLOCK=BLOCK,
+        num_warps=4,
+    )

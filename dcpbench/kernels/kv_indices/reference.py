@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench import layout
+from dcpbench.points import layout
 
 if TYPE_CHECKING:
     import torch

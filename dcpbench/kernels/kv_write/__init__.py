@@ -15,9 +15,16 @@ if TYPE_CHECKING:
 
 
 def write_kv(
-    kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor,
-    *, rank: int, dcp: int, interleave: int = 1, scale: float = 1.0, settled: bool = False,
-) -> None:  # fmt: skip
+    kv_KQ: torch.Tensor,
+    new_BQ: torch.Tensor,
+    loc_B: torch.Tensor,
+    *,
+    rank: int,
+    dcp: int,
+    interleave: int = 1,
+    scale: float = 1.0,
+    settled: bool = False,
+) -> None:
     """Store `new_BQ[b]` at row(loc_B[b]) of `kv_KQ` where owner(loc_B[b]) == rank; skip loc < 0. No host sync.
 
     loc_B is an int32 or int64 tensor of virtual locations (layout.owner, layout.row), no two of them the same row.
@@ -26,17 +33,20 @@ def write_kv(
     if kv_KQ.is_cuda:
         from dcpbench.kernels.kv_write import masked
 
-        masked.write_kv(
-            kv_KQ, new_BQ, loc_B, rank=rank, dcp=dcp, interleave=interleave, scale=scale, settled=settled
-        )  # fmt: skip
+        masked.write_kv(kv_KQ, new_BQ, loc_B, rank=rank, dcp=dcp, interleave=interleave, scale=scale, settled=settled)
     else:
         write_kv_reference(kv_KQ, new_BQ, loc_B, rank=rank, dcp=dcp, interleave=interleave, scale=scale)
 
 
 def write_rows(
-    kv_KQ: torch.Tensor, new_BQ: torch.Tensor, row_B: torch.Tensor,
-    *, scale: float = 1.0, share: int = 1, settled: bool = False,
-) -> None:  # fmt: skip
+    kv_KQ: torch.Tensor,
+    new_BQ: torch.Tensor,
+    row_B: torch.Tensor,
+    *,
+    scale: float = 1.0,
+    share: int = 1,
+    settled: bool = False,
+) -> None:
     """Store `new_BQ[b]` at row `row_B[b]` of `kv_KQ`; skip rows below 0, whose source is not read. No host sync.
 
     kv_KQ has the dtype of new_BQ, or is float8_e4m3fn, or uint8 that stands for it: then what is stored is

@@ -35,10 +35,21 @@ def _wait(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def _copy(
-    kv, new, row, token, live, kv_stride, new_stride, inverse_scale,
-    WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
+    kv,
+    new,
+    row,
+    token,
+    live,
+    kv_stride,
+    new_stride,
+    inverse_scale,
+    WIDTH: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    FP8: tl.constexpr,
+    NATIVE: tl.constexpr,
     DEPENDENT: tl.constexpr,
-):  # fmt: skip
+):
     """Rows in two parts, as a block's width is a power of two: 576 = 512 + 64."""
     source = new + token.to(tl.int64)[:, None] * new_stride
     target = kv + row.to(tl.int64)[:, None] * kv_stride
@@ -58,11 +69,27 @@ def _copy(
 
 @triton.jit(do_not_specialize=["tokens", "rank"])
 def _write_kernel(
-    kv, new, places, tokens, kv_stride, new_stride, inverse_scale, rank,
-    OWNED: tl.constexpr, DCP: tl.constexpr, INTERLEAVE: tl.constexpr,
-    WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr, SETTLED: tl.constexpr,
-):  # fmt: skip
+    kv,
+    new,
+    places,
+    tokens,
+    kv_stride,
+    new_stride,
+    inverse_scale,
+    rank,
+    OWNED: tl.constexpr,
+    DCP: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    FP8: tl.constexpr,
+    NATIVE: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    SETTLED: tl.constexpr,
+):
     if not SETTLED:
         _wait(DEPENDENT)
     first = tl.program_id(0) * TILE
@@ -77,9 +104,21 @@ def _write_kernel(
         row = place
     if TILE == ROWS:
         _copy(
-            kv, new, row, first + t, live, kv_stride, new_stride, inverse_scale,
-            WIDTH, HEAD, TAIL, FP8, NATIVE, DEPENDENT and SETTLED,
-        )  # fmt: skip
+            kv,
+            new,
+            row,
+            first + t,
+            live,
+            kv_stride,
+            new_stride,
+            inverse_scale,
+            WIDTH,
+            HEAD,
+            TAIL,
+            FP8,
+            NATIVE,
+            DEPENDENT and SETTLED,
+        )
     else:
         count = tl.sum(live.to(tl.int32), 0)
         number = tl.where(live, tl.cumsum(live.to(tl.int32), 0) - 1, -1)
@@ -89,9 +128,21 @@ def _write_kernel(
             token = tl.sum(tl.where(chosen, t[None, :], 0), 1)
             to_row = tl.sum(tl.where(chosen, row[None, :], 0), 1)
             _copy(
-                kv, new, to_row, first + token, i < count, kv_stride, new_stride, inverse_scale,
-                WIDTH, HEAD, TAIL, FP8, NATIVE, DEPENDENT and SETTLED,
-            )  # fmt: skip
+                kv,
+                new,
+                to_row,
+                first + token,
+                i < count,
+                kv_stride,
+                new_stride,
+                inverse_scale,
+                WIDTH,
+                HEAD,
+                TAIL,
+                FP8,
+                NATIVE,
+                DEPENDENT and SETTLED,
+            )
         if SETTLED:
             _wait(DEPENDENT)
 
@@ -113,43 +164,90 @@ def tiling(tokens: int, share: int) -> Tiling:
 
 
 def write_kv(
-    kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor,
-    *, rank: int, dcp: int, interleave: int = 1, scale: float = 1.0, settled: bool = False,
-) -> None:  # fmt: skip
+    kv_KQ: torch.Tensor,
+    new_BQ: torch.Tensor,
+    loc_B: torch.Tensor,
+    *,
+    rank: int,
+    dcp: int,
+    interleave: int = 1,
+    scale: float = 1.0,
+    settled: bool = False,
+) -> None:
     """See kernels.kv_write.write_kv."""
     launch(
-        kv_KQ, new_BQ, loc_B, tiling(len(loc_B), dcp), scale, settled,
-        OWNED=True, rank=rank, DCP=dcp, INTERLEAVE=interleave,
-    )  # fmt: skip
+        kv_KQ,
+        new_BQ,
+        loc_B,
+        tiling(len(loc_B), dcp),
+        scale,
+        settled,
+        OWNED=True,
+        rank=rank,
+        DCP=dcp,
+        INTERLEAVE=interleave,
+    )
 
 
 def write_rows(
-    kv_KQ: torch.Tensor, new_BQ: torch.Tensor, row_B: torch.Tensor,
-    *, scale: float = 1.0, share: int = 1, settled: bool = False,
-) -> None:  # fmt: skip
+    kv_KQ: torch.Tensor,
+    new_BQ: torch.Tensor,
+    row_B: torch.Tensor,
+    *,
+    scale: float = 1.0,
+    share: int = 1,
+    settled: bool = False,
+) -> None:
     """See kernels.kv_write.write_rows."""
     launch(
-        kv_KQ, new_BQ, row_B, tiling(len(row_B), share), scale, settled,
-        OWNED=False, rank=0, DCP=1, INTERLEAVE=1,
-    )  # fmt: skip
+        kv_KQ,
+        new_BQ,
+        row_B,
+        tiling(len(row_B), share),
+        scale,
+        settled,
+        OWNED=False,
+        rank=0,
+        DCP=1,
+        INTERLEAVE=1,
+    )
 
 
 def launch(
-    kv_KQ: torch.Tensor, new_BQ: torch.Tensor, places_B: torch.Tensor, tiles: Tiling, scale: float, settled: bool,
+    kv_KQ: torch.Tensor,
+    new_BQ: torch.Tensor,
+    places_B: torch.Tensor,
+    tiles: Tiling,
+    scale: float,
+    settled: bool,
     **owner: int,
-) -> None:  # fmt: skip
+) -> None:
     """One kernel; `owner` is what says whose a place is."""
     width = kv_KQ.shape[1]
     head = 1 << (width.bit_length() - 1)
     fp8 = kv_KQ.element_size() == 1
     hopper, cast = _abilities(kv_KQ.device)
     _write_kernel[(triton.cdiv(len(places_B), tiles.tile),)](
-        kv_KQ.view(torch.uint8) if fp8 else kv_KQ, new_BQ, places_B, len(places_B),
-        kv_KQ.stride(0), new_BQ.stride(0), 1.0 / scale,
-        WIDTH=width, HEAD=head, TAIL=triton.next_power_of_2(max(1, width - head)), FP8=fp8, NATIVE=cast,
-        TILE=tiles.tile, ROWS=tiles.rows, num_warps=tiles.warps, DEPENDENT=hopper, SETTLED=settled,
-        launch_pdl=hopper, **owner,
-    )  # fmt: skip
+        kv_KQ.view(torch.uint8) if fp8 else kv_KQ,
+        new_BQ,
+        places_B,
+        len(places_B),
+        kv_KQ.stride(0),
+        new_BQ.stride(0),
+        1.0 / scale,
+        WIDTH=width,
+        HEAD=head,
+        TAIL=triton.next_power_of_2(max(1, width - head)),
+        FP8=fp8,
+        NATIVE=cast,
+        TILE=tiles.tile,
+        ROWS=tiles.rows,
+        num_warps=tiles.warps,
+        DEPENDENT=hopper,
+        SETTLED=settled,
+        launch_pdl=hopper,
+        **owner,
+    )
 
 
 @functools.cache

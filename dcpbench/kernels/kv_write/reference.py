@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from dcpbench import layout
+from dcpbench.points import layout
 
 E4M3_MAX = 448.0
 """Largest number of float8_e4m3fn, which has no infinity."""
 
 
 def write_kv(
-    kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor,
-    *, rank: int, dcp: int, interleave: int = 1, scale: float = 1.0,
-) -> None:  # fmt: skip
+    kv_KQ: torch.Tensor,
+    new_BQ: torch.Tensor,
+    loc_B: torch.Tensor,
+    *,
+    rank: int,
+    dcp: int,
+    interleave: int = 1,
+    scale: float = 1.0,
+) -> None:
     """See kernels.kv_write.write_kv."""
     for b, loc in enumerate(loc_B.tolist()):
         if loc >= 0 and layout.owner(loc, dcp, interleave) == rank:

@@ -9,9 +9,17 @@ import triton.language as tl
 
 @triton.jit
 def _correct_kernel(
-    o, lse, out, batch, heads, rank,
-    N: tl.constexpr, N_BLOCK: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    o,
+    lse,
+    out,
+    batch,
+    heads,
+    rank,
+    N: tl.constexpr,
+    N_BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1).to(tl.int64)
     stride = batch * heads
@@ -36,18 +44,38 @@ def correct(o_BHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int, dtype: torch.
     batch, heads, latent = o_BHR.shape
     out_HBR = torch.empty(heads, batch, latent, dtype=dtype, device=o_BHR.device)
     _correct_kernel[(batch, heads)](
-        o_BHR, lse_NBH, out_HBR, batch, heads, rank,
-        N=lse_NBH.shape[0], N_BLOCK=triton.next_power_of_2(lse_NBH.shape[0]),
-        R=latent, BLOCK=triton.next_power_of_2(latent), num_warps=2,
-    )  # fmt: skip
+        o_BHR,
+        lse_NBH,
+        out_HBR,
+        batch,
+        heads,
+        rank,
+        N=lse_NBH.shape[0],
+        N_BLOCK=triton.next_power_of_2(lse_NBH.shape[0]),
+        R=latent,
+        BLOCK=triton.next_power_of_2(latent),
+        num_warps=2,
+    )
     return out_HBR
 
 
 @triton.jit(do_not_specialize=["lse_t", "lse_h", "more_lse_t", "more_lse_h"])
 def _merge_into_kernel(
-    o, lse, more, more_lse, heads, lse_t, lse_h, more_t, more_h, more_lse_t, more_lse_h,
-    V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+    o,
+    lse,
+    more,
+    more_lse,
+    heads,
+    lse_t,
+    lse_h,
+    more_t,
+    more_h,
+    more_lse_t,
+    more_lse_h,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     live = h < heads
@@ -76,7 +104,16 @@ def merge_into(o_ThV: torch.Tensor, lse_Th: torch.Tensor, more_ThV: torch.Tensor
     rows, heads, value = o_ThV.shape
     block = min(8, triton.next_power_of_2(heads))
     _merge_into_kernel[(rows, triton.cdiv(heads, block))](
-        o_ThV, lse_Th, more_ThV, more_Th, heads,
-        *lse_Th.stride(), *more_ThV.stride()[:2], *more_Th.stride(),
-        V=value, BLOCK=triton.next_power_of_2(value), BLOCK_H=block, num_warps=4,
-    )  # fmt: skip
+        o_ThV,
+        lse_Th,
+        more_ThV,
+        more_Th,
+        heads,
+        *lse_Th.stride(),
+        *more_ThV.stride()[:2],
+        *more_Th.stride(),
+        V=value,
+        BLOCK=triton.next_power_of_2(value),
+        BLOCK_H=block,
+        num_warps=4,
+    )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from dcpbench.shapes import ModelShape
+    from dcpbench.points.shapes import ModelShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

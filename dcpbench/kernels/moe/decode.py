@@ -30,10 +30,19 @@ BLOCK = 16
 
 @triton.jit(do_not_specialize=["count", "first"])
 def _plan_kernel(
-    ids, source, place, tiles, count, first,
-    LOCAL: tl.constexpr, BINS: tl.constexpr, ALL: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    ids,
+    source,
+    place,
+    tiles,
+    count,
+    first,
+    LOCAL: tl.constexpr,
+    BINS: tl.constexpr,
+    ALL: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     j = tl.arange(0, ALL)
     key = tl.load(ids + j, mask=j < count, other=0) - first
     key = tl.where((key >= 0) & (key < LOCAL), key, LOCAL)
@@ -77,10 +86,22 @@ def _accumulate(x_MK, w_NK, y, WEIGHT_FIRST: tl.constexpr):
 
 @triton.jit
 def _product_kernel(
-    x, weight, source, tiles, out, columns, depth,
-    GATED: tl.constexpr, TOP_K: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    source,
+    tiles,
+    out,
+    columns,
+    depth,
+    GATED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     blocks = tl.cdiv(columns, BLOCK_N)
     tile = tl.program_id(0) // blocks
     expert = tl.load(tiles + tile)
@@ -135,10 +156,20 @@ def plan(ids_Tk: torch.Tensor, first: int, local: int, rows: int) -> Plan:
     source, place = (torch.empty(count, dtype=torch.int32, device=ids_Tk.device) for _ in range(2))
     tiles = torch.empty(3, most, dtype=torch.int32, device=ids_Tk.device)
     _plan_kernel[(triton.cdiv(count, BLOCK) + triton.cdiv(most, BLOCK),)](
-        ids_Tk, source, place, tiles, count, first,
-        LOCAL=local, BINS=triton.next_power_of_2(local + 2), ALL=triton.next_power_of_2(count),
-        ROWS=rows, TILES=most, BLOCK=BLOCK, num_warps=4,
-    )  # fmt: skip
+        ids_Tk,
+        source,
+        place,
+        tiles,
+        count,
+        first,
+        LOCAL=local,
+        BINS=triton.next_power_of_2(local + 2),
+        ALL=triton.next_power_of_2(count),
+        ROWS=rows,
+        TILES=most,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
     return Plan(source=source, place=place, tiles=tiles, rows=rows)
 
 
@@ -157,10 +188,23 @@ def product(x: torch.Tensor, weight: torch.Tensor, plan: Plan, top_k: int, *, ga
     out = torch.empty(plan.source.numel(), columns, dtype=x.dtype, device=x.device)
     block_n, stages, warps, weight_first = shape_of(plan.rows, depth, gated)
     _product_kernel[(plan.tiles.shape[1] * triton.cdiv(columns, block_n),)](
-        x, weight, plan.source, plan.tiles, out, columns, depth,
-        GATED=gated, TOP_K=top_k, TILES=plan.tiles.shape[1], ROWS=plan.rows, WEIGHT_FIRST=weight_first,
-        BLOCK_N=block_n, BLOCK_K=128, STAGES=stages, num_warps=warps,
-    )  # fmt: skip
+        x,
+        weight,
+        plan.source,
+        plan.tiles,
+        out,
+        columns,
+        depth,
+        GATED=gated,
+        TOP_K=top_k,
+        TILES=plan.tiles.shape[1],
+        ROWS=plan.rows,
+        WEIGHT_FIRST=weight_first,
+        BLOCK_N=block_n,
+        BLOCK_K=128,
+        STAGES=stages,
+        num_warps=warps,
+    )
     return out
 
 

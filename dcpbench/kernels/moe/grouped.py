@@ -33,7 +33,7 @@ def _silu_mul_kernel(x, ends, out, width, LIMITED: tl.constexpr, LAST: tl.conste
 @triton.jit
 def _combine_kernel(
     y, weights, ids, place, shared, out, first, width, TOP_K: tl.constexpr, LOCAL: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < width
@@ -75,9 +75,19 @@ def combine(
     tokens, width = shared_TD.shape
     block = min(2048, triton.next_power_of_2(width))
     _combine_kernel[(tokens, triton.cdiv(width, block))](
-        y_ID, weights_Tk, ids_Tk, place, shared_TD, out_TD, first, width,
-        TOP_K=ids_Tk.shape[1], LOCAL=local, BLOCK=block, num_warps=4,
-    )  # fmt: skip
+        y_ID,
+        weights_Tk,
+        ids_Tk,
+        place,
+        shared_TD,
+        out_TD,
+        first,
+        width,
+        TOP_K=ids_Tk.shape[1],
+        LOCAL=local,
+        BLOCK=block,
+        num_warps=4,
+    )
     return out_TD
 
 
@@ -87,9 +97,15 @@ def silu_mul(gate_up_TI: torch.Tensor, ends: torch.Tensor | None) -> torch.Tenso
     out = torch.empty(tokens, both // 2, dtype=gate_up_TI.dtype, device=gate_up_TI.device)
     block = min(1024, triton.next_power_of_2(both // 2))
     _silu_mul_kernel[(tokens, triton.cdiv(both // 2, block))](
-        gate_up_TI, ends, out, both // 2,
-        LIMITED=ends is not None, LAST=0 if ends is None else ends.numel() - 1, BLOCK=block, num_warps=4,
-    )  # fmt: skip
+        gate_up_TI,
+        ends,
+        out,
+        both // 2,
+        LIMITED=ends is not None,
+        LAST=0 if ends is None else ends.numel() - 1,
+        BLOCK=block,
+        num_warps=4,
+    )
     return out
 
 

@@ -14,10 +14,21 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _route_kernel(
-    logits, bias, weights, ids, experts, scale,
-    SIGMOID: tl.constexpr, GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    TOP_K: tl.constexpr, NORMALISE: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    bias,
+    weights,
+    ids,
+    experts,
+    scale,
+    SIGMOID: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
     live = e < experts
@@ -66,9 +77,20 @@ def route(logits_TE: torch.Tensor, bias_E: torch.Tensor, rule: Routing) -> tuple
     weights_Tk = torch.empty(tokens, rule.top_k, dtype=torch.float32, device=logits_TE.device)
     ids_Tk = torch.empty(tokens, rule.top_k, dtype=torch.int32, device=logits_TE.device)
     _route_kernel[(tokens,)](
-        logits_TE, bias_E, weights_Tk, ids_Tk, experts, rule.scale,
-        SIGMOID=rule.sigmoid, GROUPS=rule.groups, GROUP_BLOCK=triton.next_power_of_2(rule.groups),
-        TOP_GROUPS=rule.top_groups, TOP_K=rule.top_k, NORMALISE=rule.normalise,
-        SLOTS=triton.next_power_of_2(rule.top_k), BLOCK=triton.next_power_of_2(experts), num_warps=1,
-    )  # fmt: skip
+        logits_TE,
+        bias_E,
+        weights_Tk,
+        ids_Tk,
+        experts,
+        rule.scale,
+        SIGMOID=rule.sigmoid,
+        GROUPS=rule.groups,
+        GROUP_BLOCK=triton.next_power_of_2(rule.groups),
+        TOP_GROUPS=rule.top_groups,
+        TOP_K=rule.top_k,
+        NORMALISE=rule.normalise,
+        SLOTS=triton.next_power_of_2(rule.top_k),
+        BLOCK=triton.next_power_of_2(experts),
+        num_warps=1,
+    )
     return weights_Tk, ids_Tk

@@ -39,7 +39,15 @@ def _launch(x_BD: torch.Tensor, residual_BD: torch.Tensor | None, weight_D: torc
     out_BD = torch.empty(batch, width, dtype=x_BD.dtype, device=x_BD.device)
     block = triton.next_power_of_2(width)
     _norm_kernel[(batch,)](
-        x_BD, residual_BD, weight_D, out_BD, x_BD.stride(0), width, eps,
-        ADD=residual_BD is not None, BLOCK=block, num_warps=max(1, min(16, block // 512)),
-    )  # fmt: skip
+        x_BD,
+        residual_BD,
+        weight_D,
+        out_BD,
+        x_BD.stride(0),
+        width,
+        eps,
+        ADD=residual_BD is not None,
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 512)),
+    )
     return out_BD

@@ -18,9 +18,18 @@ BLOCK = 2048
 
 @triton.jit
 def _pack_kernel(
-    o, lse, out_o, out_lse, heads, length, message_o, message_lse,
-    N: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+    o,
+    lse,
+    out_o,
+    out_lse,
+    heads,
+    length,
+    message_o,
+    message_lse,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
     b = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1).to(tl.int64)
     # What a request has for one rank is contiguous on both sides: h·R numbers.
@@ -36,9 +45,19 @@ def _pack_kernel(
 
 @triton.jit
 def _combine_kernel(
-    o, lse, out, heads, message_o, message_lse, out_h, out_b,
-    N: tl.constexpr, N_BLOCK: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    o,
+    lse,
+    out,
+    heads,
+    message_o,
+    message_lse,
+    out_h,
+    out_b,
+    N: tl.constexpr,
+    N_BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1).to(tl.int64)
     row = b * heads + h
@@ -63,9 +82,19 @@ def pack(o_BHR: torch.Tensor, lse_BH: torch.Tensor, message: Message, wire_NW: t
     o_NBhR, lse_NBh = message.views(wire_NW)
     ranks, length = wire_NW.shape[0], message.heads * message.columns
     _pack_kernel[(message.batch, ranks, triton.cdiv(length, BLOCK))](
-        o_BHR, lse_BH, o_NBhR, lse_NBh, message.heads, length, o_NBhR.stride(0), lse_NBh.stride(0),
-        N=ranks, BLOCK=BLOCK, BLOCK_H=triton.next_power_of_2(message.heads), num_warps=4,
-    )  # fmt: skip
+        o_BHR,
+        lse_BH,
+        o_NBhR,
+        lse_NBh,
+        message.heads,
+        length,
+        o_NBhR.stride(0),
+        lse_NBh.stride(0),
+        N=ranks,
+        BLOCK=BLOCK,
+        BLOCK_H=triton.next_power_of_2(message.heads),
+        num_warps=4,
+    )
 
 
 def combine(wire_NW: torch.Tensor, message: Message, out_hBR: torch.Tensor) -> None:
@@ -73,8 +102,17 @@ def combine(wire_NW: torch.Tensor, message: Message, out_hBR: torch.Tensor) -> N
     o_NBhR, lse_NBh = message.views(wire_NW)
     ranks = wire_NW.shape[0]
     _combine_kernel[(message.batch, message.heads)](
-        o_NBhR, lse_NBh, out_hBR, message.heads, o_NBhR.stride(0), lse_NBh.stride(0),
-        out_hBR.stride(0), out_hBR.stride(1),
-        N=ranks, N_BLOCK=triton.next_power_of_2(ranks), R=message.columns,
-        BLOCK=triton.next_power_of_2(message.columns), num_warps=2,
-    )  # fmt: skip
+        o_NBhR,
+        lse_NBh,
+        out_hBR,
+        message.heads,
+        o_NBhR.stride(0),
+        lse_NBh.stride(0),
+        out_hBR.stride(0),
+        out_hBR.stride(1),
+        N=ranks,
+        N_BLOCK=triton.next_power_of_2(ranks),
+        R=message.columns,
+        BLOCK=triton.next_power_of_2(message.columns),
+        num_warps=2,
+    )

@@ -28,9 +28,19 @@ ONE_SHOT_GRID = 56
 
 @triton.jit(do_not_specialize=["rank"])
 def _one_shot_kernel(
-    peers, counters, slots, x, out, size, slot_bytes, rank,
-    N: tl.constexpr, N_BLOCK: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
+    peers,
+    counters,
+    slots,
+    x,
+    out,
+    size,
+    slot_bytes,
+    rank,
+    N: tl.constexpr,
+    N_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     wait_for_earlier_kernels(DEPENDENT)
     met = tl.load((peers[0] + counters).to(tl.pointer_type(tl.int32)) + tl.program_id(0) * N)
     at = slots + (met & 1) * slot_bytes
@@ -63,18 +73,39 @@ def one_shot(peers: Peers, counters: torch.Tensor, slots_2: torch.Tensor, x: tor
     """
     out = torch.empty_like(x)
     _one_shot_kernel[(ONE_SHOT_GRID if x.is_cuda else 2,)](
-        peers.addresses, peers.offset(counters), peers.offset(slots_2), x, out, x.numel(), slots_2.stride(0),
-        peers.rank, N=peers.size, N_BLOCK=triton.next_power_of_2(peers.size), BLOCK=ONE_SHOT_BLOCK,
-        num_warps=ONE_SHOT_WARPS, **dependent_launch(x.device),
-    )  # fmt: skip
+        peers.addresses,
+        peers.offset(counters),
+        peers.offset(slots_2),
+        x,
+        out,
+        x.numel(),
+        slots_2.stride(0),
+        peers.rank,
+        N=peers.size,
+        N_BLOCK=triton.next_power_of_2(peers.size),
+        BLOCK=ONE_SHOT_BLOCK,
+        num_warps=ONE_SHOT_WARPS,
+        **dependent_launch(x.device),
+    )
     return out
 
 
 @triton.jit(do_not_specialize=["rank"])
 def _two_shot_kernel(
-    peers, counters, addends, sums, x, out, size, part, rank,
-    N: tl.constexpr, N_BLOCK: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
+    peers,
+    counters,
+    addends,
+    sums,
+    x,
+    out,
+    size,
+    part,
+    rank,
+    N: tl.constexpr,
+    N_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """Numbers rank·part … + part are a rank's to sum up; tile i of every part is the same block's."""
     wait_for_earlier_kernels(DEPENDENT)
     first = tl.program_id(0) * BLOCK
@@ -124,8 +155,19 @@ def two_shot(
     part = -(-x.numel() // (peers.size * 16)) * 16
     grid = min(triton.cdiv(part, TWO_SHOT_BLOCK), blocks_of(x.device))
     _two_shot_kernel[(grid,)](
-        peers.addresses, peers.offset(counters), peers.offset(addends), peers.offset(sums), x, out, x.numel(), part,
-        peers.rank, N=peers.size, N_BLOCK=triton.next_power_of_2(peers.size), BLOCK=TWO_SHOT_BLOCK,
-        num_warps=TWO_SHOT_WARPS, **dependent_launch(x.device),
-    )  # fmt: skip
+        peers.addresses,
+        peers.offset(counters),
+        peers.offset(addends),
+        peers.offset(sums),
+        x,
+        out,
+        x.numel(),
+        part,
+        peers.rank,
+        N=peers.size,
+        N_BLOCK=triton.next_power_of_2(peers.size),
+        BLOCK=TWO_SHOT_BLOCK,
+        num_warps=TWO_SHOT_WARPS,
+        **dependent_launch(x.device),
+    )
     return out

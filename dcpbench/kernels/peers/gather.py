@@ -21,9 +21,18 @@ WARPS = 4
 
 @triton.jit(do_not_specialize=["batch", "rank"])
 def _gather_kernel(
-    peers, counters, q, all_at, batch, rank,
-    N: tl.constexpr, N_BLOCK: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
+    peers,
+    counters,
+    q,
+    all_at,
+    batch,
+    rank,
+    N: tl.constexpr,
+    N_BLOCK: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """A tile is BLOCK of the ROW = h·Q numbers that this rank has of one request."""
     wait_for_earlier_kernels(DEPENDENT)
     tiles: tl.constexpr = (ROW + BLOCK - 1) // BLOCK
@@ -48,7 +57,16 @@ def gather(peers: Peers, counters: torch.Tensor, q_BhQ: torch.Tensor, all_BHQ: t
     row = heads * width
     grid = min(batch * triton.cdiv(row, BLOCK), blocks_of(q_BhQ.device))
     _gather_kernel[(grid,)](
-        peers.addresses, peers.offset(counters), q_BhQ, peers.offset(all_BHQ), batch, peers.rank,
-        N=peers.size, N_BLOCK=triton.next_power_of_2(peers.size), ROW=row, BLOCK=BLOCK, num_warps=WARPS,
+        peers.addresses,
+        peers.offset(counters),
+        q_BhQ,
+        peers.offset(all_BHQ),
+        batch,
+        peers.rank,
+        N=peers.size,
+        N_BLOCK=triton.next_power_of_2(peers.size),
+        ROW=row,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
         **dependent_launch(q_BhQ.device),
-    )  # fmt: skip
+    )

@@ -142,6 +142,10 @@ def _fence_kernel(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPEN
 def fence(peers: Peers, counters: torch.Tensor) -> None:
     """Kernels of this rank that follow start after all peers' kernels before their fence have ended."""
     _fence_kernel[(1,)](
-        peers.addresses, peers.offset(counters), N=peers.size, N_BLOCK=triton.next_power_of_2(peers.size),
-        num_warps=1, **dependent_launch(peers.own.device),
-    )  # fmt: skip
+        peers.addresses,
+        peers.offset(counters),
+        N=peers.size,
+        N_BLOCK=triton.next_power_of_2(peers.size),
+        num_warps=1,
+        **dependent_launch(peers.own.device),
+    )

@@ -22,10 +22,24 @@ WARPS = 8
 
 @triton.jit(do_not_specialize=["batch", "rank"])
 def _merge_kernel(
-    peers, counters, o_at, lse_at, out, batch, rank, out_stride_h, out_stride_b,
-    N: tl.constexpr, N_BLOCK: tl.constexpr, HEADS: tl.constexpr, R: tl.constexpr, R_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, ELEMENT: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
+    peers,
+    counters,
+    o_at,
+    lse_at,
+    out,
+    batch,
+    rank,
+    out_stride_h,
+    out_stride_b,
+    N: tl.constexpr,
+    N_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    R: tl.constexpr,
+    R_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """A tile is ROWS of the batch·h rows (request, head) that are this rank's, from all peers at once."""
     wait_for_earlier_kernels(DEPENDENT)
     meet_ranks(peers, counters, N, N_BLOCK, DEPENDENT)
@@ -76,8 +90,22 @@ def merge(
     columns = triton.next_power_of_2(width)
     rows = max(1, TILE // columns)
     _merge_kernel[(blocks_of(o_BHR.device),)](
-        peers.addresses, peers.offset(counters), peers.offset(o_BHR), peers.offset(lse_BH), out_hBR, batch,
-        peers.rank, out_hBR.stride(0), out_hBR.stride(1),
-        N=peers.size, N_BLOCK=triton.next_power_of_2(peers.size), HEADS=heads, R=width, R_BLOCK=columns, ROWS=rows,
-        ELEMENT=element(o_BHR.dtype), num_warps=WARPS, **dependent_launch(o_BHR.device),
-    )  # fmt: skip
+        peers.addresses,
+        peers.offset(counters),
+        peers.offset(o_BHR),
+        peers.offset(lse_BH),
+        out_hBR,
+        batch,
+        peers.rank,
+        out_hBR.stride(0),
+        out_hBR.stride(1),
+        N=peers.size,
+        N_BLOCK=triton.next_power_of_2(peers.size),
+        HEADS=heads,
+        R=width,
+        R_BLOCK=columns,
+        ROWS=rows,
+        ELEMENT=element(o_BHR.dtype),
+        num_warps=WARPS,
+        **dependent_launch(o_BHR.device),
+    )

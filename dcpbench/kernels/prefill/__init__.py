@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
-from dcpbench.choices import PREFILLS
 from dcpbench.errors import MissingPackageError, UsageError, how_to_install
+from dcpbench.points.names import PREFILLS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -54,9 +54,17 @@ class FlashInferPrefill:
         """See PrefillBackend."""
         spec, slot = self.spec, self._free_slot()
         slot.wrapper.plan(
-            _ends(q_lengths), _ends(kv_lengths), spec.heads, spec.heads, WIDTH, head_dim_vo=VALUE,
-            causal=causal, sm_scale=spec.scale, q_data_type=spec.dtype, kv_data_type=spec.dtype,
-        )  # fmt: skip
+            _ends(q_lengths),
+            _ends(kv_lengths),
+            spec.heads,
+            spec.heads,
+            WIDTH,
+            head_dim_vo=VALUE,
+            causal=causal,
+            sm_scale=spec.scale,
+            q_data_type=spec.dtype,
+            kv_data_type=spec.dtype,
+        )
         slot.sent.record()
         ends = list(itertools.accumulate(q_lengths, initial=0))
         empty = [slice(*rows) for rows, keys in zip(itertools.pairwise(ends), kv_lengths, strict=True) if not keys]

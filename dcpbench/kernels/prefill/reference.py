@@ -11,9 +11,15 @@ if TYPE_CHECKING:
 
 
 def attend(
-    q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShV: torch.Tensor,
-    q_lengths: Sequence[int], kv_lengths: Sequence[int], *, causal: bool, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q_ThX: torch.Tensor,
+    k_ShX: torch.Tensor,
+    v_ShV: torch.Tensor,
+    q_lengths: Sequence[int],
+    kv_lengths: Sequence[int],
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(o [T, h, V], lse [T, h]) in fp64; see PrefillBackend.plan. Zeros and -inf where a query sees no key."""
     rows = sum(q_lengths)
     o_ThV = torch.zeros(rows, v_ShV.shape[1], v_ShV.shape[2], dtype=torch.float64, device=q_ThX.device)

@@ -46,11 +46,17 @@ class SdpaPrefill:
             return PlainRagged(tuple(q_lengths), tuple(kv_lengths), causal, spec.scale, spec.value)
         lengths = zip(q_lengths, kv_lengths, strict=True)
         return FlashRagged(
-            q_ends=_ends(q_lengths, spec.device), kv_ends=_ends(kv_lengths, spec.device),
-            rows=sum(q_lengths), keys=sum(kv_lengths), most_q=max(q_lengths), most_kv=max(kv_lengths),
+            q_ends=_ends(q_lengths, spec.device),
+            kv_ends=_ends(kv_lengths, spec.device),
+            rows=sum(q_lengths),
+            keys=sum(kv_lengths),
+            most_q=max(q_lengths),
+            most_kv=max(kv_lengths),
             some_empty=any(keys < queries if causal else not keys for queries, keys in lengths),
-            causal=causal, scale=spec.scale, value=spec.value,
-        )  # fmt: skip
+            causal=causal,
+            scale=spec.scale,
+            value=spec.value,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,9 +82,18 @@ class FlashRagged:
         if not self.most_kv:
             return q_ThX[..., : self.value], q_ThX.new_full(q_ThX.shape[:2], float("-inf"), dtype=torch.float32)
         o_ThX, lse_hT, *_ = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - the public name returns no lse
-            q_ThX, k_ShX[: self.keys], v_ShW[: self.keys], self.q_ends, self.kv_ends, self.most_q, self.most_kv,
-            0.0, self.causal, False, scale=self.scale,
-        )  # fmt: skip
+            q_ThX,
+            k_ShX[: self.keys],
+            v_ShW[: self.keys],
+            self.q_ends,
+            self.kv_ends,
+            self.most_q,
+            self.most_kv,
+            0.0,
+            self.causal,
+            False,
+            scale=self.scale,
+        )
         lse_Th = lse_hT.T
         if self.some_empty:  # FlashAttention says +inf where it found nothing
             lse_Th = lse_Th.masked_fill(lse_Th.isposinf(), float("-inf"))

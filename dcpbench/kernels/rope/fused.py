@@ -13,9 +13,20 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _rope_kernel(
-    x, positions, table, out, x_b, x_h, out_b, out_h, heads,
-    HALF: tl.constexpr, STEP: tl.constexpr, SHIFT: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+    x,
+    positions,
+    table,
+    out,
+    x_b,
+    x_h,
+    out_b,
+    out_h,
+    heads,
+    HALF: tl.constexpr,
+    STEP: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     i = tl.arange(0, HALF)
@@ -38,8 +49,18 @@ def rope(
     batch, heads, width = x_BhP.shape
     block = min(32, triton.next_power_of_2(heads))
     _rope_kernel[(batch, triton.cdiv(heads, block))](
-        x_BhP, positions_B, table, out_BhP,
-        x_BhP.stride(0), x_BhP.stride(1), out_BhP.stride(0), out_BhP.stride(1), heads,
-        HALF=width // 2, STEP=2 if interleaved else 1, SHIFT=1 if interleaved else width // 2, BLOCK_H=block,
+        x_BhP,
+        positions_B,
+        table,
+        out_BhP,
+        x_BhP.stride(0),
+        x_BhP.stride(1),
+        out_BhP.stride(0),
+        out_BhP.stride(1),
+        heads,
+        HALF=width // 2,
+        STEP=2 if interleaved else 1,
+        SHIFT=1 if interleaved else width // 2,
+        BLOCK_H=block,
         num_warps=2,
-    )  # fmt: skip
+    )

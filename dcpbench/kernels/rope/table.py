@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from dcpbench.shapes import ModelShape, Yarn
+    from dcpbench.points.shapes import ModelShape, Yarn
 
 
 def _mscale(factor: float, mscale: float) -> float:

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def _fill_kernel(
-    kv, locs, seed, layer_stride, rank, dcp, width, INTERLEAVE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _fill_kernel(kv, locs, seed, layer_stride, rank, dcp, width, INTERLEAVE: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0)
     layer = tl.program_id(1).to(tl.int64)
     loc = tl.load(locs + token).to(tl.int64)
@@ -31,6 +29,14 @@ def fill_request(
     """See kernels.synthetic_kv.fill_request."""
     layers, _, width = kv.shape
     _fill_kernel[(locs_S.shape[0], layers)](
-        kv, locs_S, (seed * 65_536 + request) * 1024, kv.stride(0), rank, dcp, width,
-        INTERLEAVE=interleave, BLOCK=triton.next_power_of_2(width), num_warps=4,
-    )  # fmt: skip
+        kv,
+        locs_S,
+        (seed * 65_536 + request) * 1024,
+        kv.stride(0),
+        rank,
+        dcp,
+        width,
+        INTERLEAVE=interleave,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=4,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dcpbench import layout
+from dcpbench.points import layout
 
 
 def fill_request(

@@ -18,10 +18,20 @@ SMALLEST = 16
 
 @triton.jit
 def _project_kernel(
-    o, w, out, batch, heads, o_h, o_b,
-    R: tl.constexpr, V: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr,
+    o,
+    w,
+    out,
+    batch,
+    heads,
+    o_h,
+    o_b,
+    R: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     h = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -46,7 +56,19 @@ def project_values(o_hBR: torch.Tensor, w_uv: torch.Tensor, out_BhV: torch.Tenso
             )
     block_b, block_v = min(64, max(16, triton.next_power_of_2(batch))), min(32, value)
     _project_kernel[(heads, triton.cdiv(batch, block_b), value // block_v)](
-        o_hBR, w_uv, out_BhV, batch, heads, o_hBR.stride(0), o_hBR.stride(1),
-        R=latent, V=value, BLOCK_B=block_b, BLOCK_V=block_v, BLOCK_R=min(64, latent), PRECISION=precision,
-        num_warps=4, num_stages=3,
-    )  # fmt: skip
+        o_hBR,
+        w_uv,
+        out_BhV,
+        batch,
+        heads,
+        o_hBR.stride(0),
+        o_hBR.stride(1),
+        R=latent,
+        V=value,
+        BLOCK_B=block_b,
+        BLOCK_V=block_v,
+        BLOCK_R=min(64, latent),
+        PRECISION=precision,
+        num_warps=4,
+        num_stages=3,
+    )

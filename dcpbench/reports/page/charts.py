@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.choices import MODES
+from dcpbench.points.names import MODES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from dcpbench.memory import GIB
+from dcpbench.points.memory import GIB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +67,19 @@ FIELDS = (
 RANGES = ("output_tok_s", "step_ms", "dcp_ratio")
 """Columns that have a `_low` and a `_high` beside them."""
 FILTERS = {
-    "model": "model", "layout": "layout", "exchange": "exchange", "context": "context", "concurrency": "concurrency",
-    "workload": "workload", "mode": "live or replay", "load": "load", "origin": "measured by", "run": "run",
-    "settings": "server settings", "marks": "marks",
-}  # fmt: skip
+    "model": "model",
+    "layout": "layout",
+    "exchange": "exchange",
+    "context": "context",
+    "concurrency": "concurrency",
+    "workload": "workload",
+    "mode": "live or replay",
+    "load": "load",
+    "origin": "measured by",
+    "run": "run",
+    "settings": "server settings",
+    "marks": "marks",
+}
 """Names in the page's data, and what the page calls them."""
 COLOURS = (
     "layout",

@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench.choices import CLOSED, GAMMA, LIVE
 from dcpbench.errors import UsageError
-from dcpbench.records import Point
+from dcpbench.points.names import CLOSED, GAMMA, LIVE
+from dcpbench.points.point import Load, Point
 from dcpbench.reports import bars, findings, style
 from dcpbench.reports.merge import missing
 from dcpbench.reports.page.fields import COLOURS, FIELDS, FILTERS, RANGES
 from dcpbench.reports.page.words import LONGEST_COMMAND, LONGEST_NAME, brief
 from dcpbench.reports.reproduce import command_of
 from dcpbench.reports.serving.frame import same_load
-from dcpbench.serve_records import Load
 
 if TYPE_CHECKING:
-    from dcpbench.records import Record
+    from dcpbench.records.record import Record
     from dcpbench.reports.frames import Frames
 
 MOST_POINTS = 20_000
@@ -84,15 +83,26 @@ def _ratios(frames: Frames) -> dict[tuple[str, ...], dict[str, Any]]:
 def _row(row: dict[str, Any], phases: dict[str, Any]) -> dict[str, Any]:
     """One point: its words, its numbers in the units of FIELDS, and the ends of their intervals."""
     found: dict[str, Any] = {
-        "run": row["run"], "model": row["model"], "workload": row["workload"], "layout": row["layout"],
-        "label": row["label"], "backend": row["backend"], "device": row["device"], "origin": row.get("origin"),
+        "run": row["run"],
+        "model": row["model"],
+        "workload": row["workload"],
+        "layout": row["layout"],
+        "label": row["label"],
+        "backend": row["backend"],
+        "device": row["device"],
+        "origin": row.get("origin"),
         "settings": row.get("settings") or None,
-        "exchange": point_of(row).exchange_label() or row["exchange"], "mode": row["mode"] if _served(row) else LIVE,
-        "load": _load(row), "panel": _panel(row), "arrival": row["load_arrival"] if _served(row) else CLOSED,
+        "exchange": point_of(row).exchange_label() or row["exchange"],
+        "mode": row["mode"] if _served(row) else LIVE,
+        "load": _load(row),
+        "panel": _panel(row),
+        "arrival": row["load_arrival"] if _served(row) else CLOSED,
         "marks": [mark for mark in row["marks"].split(", ") if mark] or [UNMARKED],
-        "kv_bounded_by": row["kv_bounded_by"], "baseline": row.get("baseline"), "verdict": row.get("verdict"),
+        "kv_bounded_by": row["kv_bounded_by"],
+        "baseline": row.get("baseline"),
+        "verdict": row.get("verdict"),
         "samples": row.get("samples") or row.get("itl_samples"),
-    }  # fmt: skip
+    }
     for field in FIELDS:
         found[field.column] = _number(row.get(field.column), field.scale)
         if field.column in RANGES:

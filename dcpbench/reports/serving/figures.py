@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
-from dcpbench.choices import CLOSED, GAMMA, REPLAY
+from dcpbench.points.names import CLOSED, GAMMA, REPLAY
 from dcpbench.reports import lines
 from dcpbench.reports.style import (
     LAYOUT_COLOURS,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from dcpbench.choices import CLOSED, LIVE, REPLAY
+from dcpbench.points.names import CLOSED, LIVE, REPLAY
 from dcpbench.reports.findings import OF_A_LOAD, fields_but
 from dcpbench.reports.merge import missing
 

@@ -7,24 +7,40 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pandas as pd
 
-from dcpbench.choices import CLOSED
-from dcpbench.memory import GIB
-from dcpbench.provenance import OURS
-from dcpbench.records import Interval
+from dcpbench.points.memory import GIB
+from dcpbench.points.names import CLOSED
+from dcpbench.records.provenance import OURS
+from dcpbench.records.record import Interval
 from dcpbench.reports.merge import in_order, median, missing, spread
 from dcpbench.reports.serving import words
 
 if TYPE_CHECKING:
-    from dcpbench.records import Record
-    from dcpbench.serve_records import ServeMetrics
+    from dcpbench.records.record import Record, ServeMetrics
 
 TIMES = ("ttft", "itl", "tpot", "e2el")
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 SCALARS = (
-    "output_tok_s", "output_tok_s_per_gpu", "total_tok_s", "request_s", "tok_s_per_user", "steady_tok_s", "steady_s",
-    "wall_s", "submitted", "finished", "rejected", "cancelled", "input_tokens", "output_tokens", "cached_tokens",
-    "preemptions", "steps", "decode_steps", "eager_decode_steps", "decode_batch",
-)  # fmt: skip
+    "output_tok_s",
+    "output_tok_s_per_gpu",
+    "total_tok_s",
+    "request_s",
+    "tok_s_per_user",
+    "steady_tok_s",
+    "steady_s",
+    "wall_s",
+    "submitted",
+    "finished",
+    "rejected",
+    "cancelled",
+    "input_tokens",
+    "output_tokens",
+    "cached_tokens",
+    "preemptions",
+    "steps",
+    "decode_steps",
+    "eager_decode_steps",
+    "decode_batch",
+)
 """Fields of ServeMetrics that are the median over repeats."""
 VARIES = {
     "at_once": "{:,.0f} at once",
@@ -109,9 +125,19 @@ def tidy(table: pd.DataFrame) -> pd.DataFrame:
         rest=rest, load=[f"{a}{words.SEPARATOR}{r}" for a, r in zip(table["arrival"], rest, strict=True)]
     )
     order = [
-        "run", "model", "mode", "load_arrival", "input_typical", "rest", "load_request_rate", "concurrency", "tp", "dp",
-        "dcp", "variant",
-    ]  # fmt: skip
+        "run",
+        "model",
+        "mode",
+        "load_arrival",
+        "input_typical",
+        "rest",
+        "load_request_rate",
+        "concurrency",
+        "tp",
+        "dp",
+        "dcp",
+        "variant",
+    ]
     return table.sort_values(order, kind="stable", ignore_index=True, key=in_order)
 
 

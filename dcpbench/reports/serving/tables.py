@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.provenance import OURS
+from dcpbench.records.provenance import OURS
+from dcpbench.records.stats import REPEATS_AGREE_WITHIN, least_samples
 from dcpbench.reports.merge import missing
 from dcpbench.reports.origins import some_imported
 from dcpbench.reports.serving import findings, words
@@ -18,7 +19,6 @@ from dcpbench.reports.tables import (
     percent,
     text,
 )
-from dcpbench.stats import REPEATS_AGREE_WITHIN, least_samples
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.choices import CLOSED, GAMMA, TRACE
+from dcpbench.points.names import CLOSED, GAMMA, TRACE
 from dcpbench.reports.merge import missing
 from dcpbench.reports.serving.tables import FEW_SAMPLES, whole
 from dcpbench.reports.serving.words import MODES

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.choices import CLOSED, GAMMA, LIVE
-from dcpbench.metrics import GAPS_PER_MISS
+from dcpbench.points.names import CLOSED, GAMMA, LIVE
+from dcpbench.records.formulas import GAPS_PER_MISS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dcpbench.records import Point
-    from dcpbench.serve_records import Load
+    from dcpbench.points.point import Load, Point
 
 MODES = {
     LIVE: "live",

@@ -34,10 +34,11 @@ WARM_UPS = 2
 def measure(folder: Path) -> CorpusRun:
     """The corpus on this machine; traces go to `folder`."""
     run = CorpusRun(
-        device="CPU", torch=str(torch.__version__),
+        device="CPU",
+        torch=str(torch.__version__),
         programs=[Truth(name=p.name, expected=_ids(p.expected), hazards=_ids(p.hazards)) for p in PROGRAMS],
         detectors={"dry run": {p.name: _dry(p) for p in PROGRAMS}},
-    )  # fmt: skip
+    )
     return _measure_gpu(run, folder) if torch.cuda.is_available() else run
 
 

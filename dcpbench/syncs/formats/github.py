@@ -20,9 +20,13 @@ SUMMARY = "GITHUB_STEP_SUMMARY"
 SUMMARY_BYTES = 1_000_000
 """GitHub drops a summary of more than 1 MiB as a whole."""
 LEVELS = {
-    "finding": "error", "counted": "warning", "known": "notice", "allowed": "notice", "warm-up": "notice",
+    "finding": "error",
+    "counted": "warning",
+    "known": "notice",
+    "allowed": "notice",
+    "warm-up": "notice",
     "may block": "notice",
-}  # fmt: skip
+}
 
 
 def render(report: Report) -> str:

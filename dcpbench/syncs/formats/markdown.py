@@ -36,19 +36,24 @@ LEGEND = (
 def render(report: Report) -> str:
     """Verdict, findings, sites, why and how to fix, totals and coverage."""
     parts = [
-        _verdict(report), _sites(report), _rules(report), _totals(report),
-        _list("Allowed", _allowed(report)), _list("Of no use any more", [escape(t) for t in report.verdict.stale]),
+        _verdict(report),
+        _sites(report),
+        _rules(report),
+        _totals(report),
+        _list("Allowed", _allowed(report)),
+        _list("Of no use any more", [escape(t) for t in report.verdict.stale]),
         _coverage(report),
-    ]  # fmt: skip
+    ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _verdict(report: Report) -> str:
     verdict = report.verdict
     heads = {
-        "clean": "✅ No hidden synchronisation beyond what may pass", "cannot answer": "❔ The trace cannot answer",
+        "clean": "✅ No hidden synchronisation beyond what may pass",
+        "cannot answer": "❔ The trace cannot answer",
         "findings": f"❌ Hidden synchronisation: {counted(len(verdict.findings), 'finding')}",
-    }  # fmt: skip
+    }
     overall = [escape(f.message) for f in verdict.findings if not f.fingerprint]
     lines = [f"- {text}" for text in [*overall, *(escape(reason) for reason in verdict.reasons)]]
     return "\n".join([f"## {heads[verdict.status]}", *(["", *lines] if lines else [])])
@@ -73,10 +78,18 @@ def _row(site: Site, report: Report) -> tuple[str, ...]:
     kind = f"{escape(site.rule)}<br>{escape(site.kind)}" + (f"<br>*{', '.join(words)}*" if words else "")
     copy = " ".join(part for part in (site.direction, size_text(site.bytes)) if part)
     return (
-        SIGNS[standing(site, report.verdict)], kind, where, code(site.op or site.call), count,
-        per_step(site.count_per_step), microseconds(site.wait_us), microseconds(site.wait_median_us),
-        microseconds(site.wait_p99_us), microseconds(site.bubble_us), escape(copy) or NOTHING,
-    )  # fmt: skip
+        SIGNS[standing(site, report.verdict)],
+        kind,
+        where,
+        code(site.op or site.call),
+        count,
+        per_step(site.count_per_step),
+        microseconds(site.wait_us),
+        microseconds(site.wait_median_us),
+        microseconds(site.wait_p99_us),
+        microseconds(site.bubble_us),
+        escape(copy) or NOTHING,
+    )
 
 
 def _rules(report: Report) -> str:

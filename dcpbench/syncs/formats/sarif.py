@@ -19,9 +19,13 @@ SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sar
 ROOT = "%SRCROOT%"
 FINGERPRINT = "dcpbenchSyncs/v1"
 LEVELS = {
-    "finding": "error", "counted": "warning", "known": "note", "allowed": "note", "warm-up": "note",
+    "finding": "error",
+    "counted": "warning",
+    "known": "note",
+    "allowed": "note",
+    "warm-up": "note",
     "may block": "note",
-}  # fmt: skip
+}
 Json = dict[str, Any]
 
 
@@ -43,9 +47,11 @@ def render(report: Report) -> str:
 
 def _driver() -> Json:
     return {
-        "name": "dcpbench syncs", "version": __version__, "semanticVersion": __version__,
+        "name": "dcpbench syncs",
+        "version": __version__,
+        "semanticVersion": __version__,
         "rules": [_rule(rule) for rule in RULES],
-    }  # fmt: skip
+    }
 
 
 def _rule(rule: Rule) -> Json:
@@ -111,13 +117,27 @@ def _artifact(path: str) -> Json:
 
 def _properties(site: Site) -> Json:
     return _known(
-        kind=site.kind, op=site.op or None, call=site.call or None, range=site.range or None,
-        direction=site.direction or None, place=place(site) or None, lineIs=site.line_is or None, count=site.count,
-        countPerStep=site.count_per_step, waitUs=site.wait_us, bubbleUpperBoundUs=site.bubble_us, bytes=site.bytes,
-        explicit=site.explicit, waited=site.waited, calledFrom=site.called_from or None, cause=site.cause or None,
-        warmupOnly=site.warmup_only, mayBlock=site.may_block, stack=site.stack or None,
+        kind=site.kind,
+        op=site.op or None,
+        call=site.call or None,
+        range=site.range or None,
+        direction=site.direction or None,
+        place=place(site) or None,
+        lineIs=site.line_is or None,
+        count=site.count,
+        countPerStep=site.count_per_step,
+        waitUs=site.wait_us,
+        bubbleUpperBoundUs=site.bubble_us,
+        bytes=site.bytes,
+        explicit=site.explicit,
+        waited=site.waited,
+        calledFrom=site.called_from or None,
+        cause=site.cause or None,
+        warmupOnly=site.warmup_only,
+        mayBlock=site.may_block,
+        stack=site.stack or None,
         traces=site.traces or None,
-    )  # fmt: skip
+    )
 
 
 def _invocation(report: Report) -> Json:

@@ -34,9 +34,14 @@ if TYPE_CHECKING:
 NARROW = 110
 """Columns below which a table would break its words; sites are then listed below each other."""
 STYLES = {
-    "finding": "red", "counted": "yellow", "known": "", "allowed": "green", "warm-up": "dim",
-    "may block": "dim", "own": "dim",
-}  # fmt: skip
+    "finding": "red",
+    "counted": "yellow",
+    "known": "",
+    "allowed": "green",
+    "warm-up": "dim",
+    "may block": "dim",
+    "own": "dim",
+}
 STATUS = {"clean": "green", "findings": "red bold", "cannot answer": "yellow bold"}
 
 
@@ -51,9 +56,15 @@ def render(report: Report, *, root: Path, width: int, terminal: bool) -> str:
     """
     out = io.StringIO()
     console = Console(
-        file=out, width=max(width, 20), force_terminal=terminal, color_system="standard" if terminal else None,
-        markup=False, highlight=False, emoji=False, legacy_windows=False,
-    )  # fmt: skip
+        file=out,
+        width=max(width, 20),
+        force_terminal=terminal,
+        color_system="standard" if terminal else None,
+        markup=False,
+        highlight=False,
+        emoji=False,
+        legacy_windows=False,
+    )
     _sites(console, report, root)
     _rules(console, report)
     _totals(console, report)
@@ -87,10 +98,17 @@ def _table(report: Report, root: Path, width: int) -> Table:
     for site in report.sites:
         style = STYLES[standing(site, report.verdict)]
         table.add_row(
-            _kind(site, report, style), _where(site, root, room), Text(_op(site)), _count(site),
-            per_step(site.count_per_step), microseconds(site.wait_us), microseconds(site.wait_median_us),
-            microseconds(site.wait_p99_us), microseconds(site.bubble_us), Text(_copy(site, "\n")),
-        )  # fmt: skip
+            _kind(site, report, style),
+            _where(site, root, room),
+            Text(_op(site)),
+            _count(site),
+            per_step(site.count_per_step),
+            microseconds(site.wait_us),
+            microseconds(site.wait_median_us),
+            microseconds(site.wait_p99_us),
+            microseconds(site.bubble_us),
+            Text(_copy(site, "\n")),
+        )
     return table
 
 
@@ -215,9 +233,12 @@ def _trace(trace: TraceSummary) -> str:
     if seen.detector == "scan":
         facts += [
             f"{trace.steps} steps ({seen.steps_from})" if trace.steps else "no steps",
-            f"{seen.gpu_events:,} GPU events", f"{seen.runtime_events:,} runtime calls",
-            f"{seen.driver_events:,} driver calls", f"{seen.sync_events:,} cuda_sync events", f"stacks: {seen.stacks}",
-        ]  # fmt: skip
+            f"{seen.gpu_events:,} GPU events",
+            f"{seen.runtime_events:,} runtime calls",
+            f"{seen.driver_events:,} driver calls",
+            f"{seen.sync_events:,} cuda_sync events",
+            f"stacks: {seen.stacks}",
+        ]
     else:
         facts += [seen.detector, *([f"{trace.steps} steps"] if trace.steps else [])]
     if trace.gpu_idle_us is not None:

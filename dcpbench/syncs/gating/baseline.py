@@ -60,11 +60,17 @@ def entry(sites: Sequence[Site]) -> Entry:
     first = sites[0]
     steps = [s.count_per_step for s in sites if s.count_per_step is not None]
     return Entry(
-        fingerprint=first.fingerprint, rule=first.rule, kind=first.kind, file=plain(first.file),
-        function=plain(first.function), op=plain(first.op), direction=plain(first.direction), range=plain(first.range),
+        fingerprint=first.fingerprint,
+        rule=first.rule,
+        kind=first.kind,
+        file=plain(first.file),
+        function=plain(first.function),
+        op=plain(first.op),
+        direction=plain(first.direction),
+        range=plain(first.range),
         count_per_step=round(sum(steps), DIGITS) if steps else None,
         count=None if steps else sum(s.count for s in sites),
-    )  # fmt: skip
+    )
 
 
 def encode(baseline: Baseline) -> str:

@@ -151,9 +151,13 @@ def _allow(entry: object, where: str) -> Allow:
     if not reason:
         raise UsageError(f"{where} has no reason: say why this may synchronise, such as {EXAMPLE}.")
     return Allow(
-        function=globs["function"], range=globs["range"], file=globs["file"], reason=reason,
-        expires=_day(entry.get("expires"), where), source=where.rpartition(" ")[2],
-    )  # fmt: skip
+        function=globs["function"],
+        range=globs["range"],
+        file=globs["file"],
+        reason=reason,
+        expires=_day(entry.get("expires"), where),
+        source=where.rpartition(" ")[2],
+    )
 
 
 def _day(value: object, where: str) -> dt.date | None:

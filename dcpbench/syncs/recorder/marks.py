@@ -95,9 +95,7 @@ class Marks:
     def _follow_modules(self, call: Any) -> None:  # noqa: ANN401  (nn.Module.__call__)
         """Puts the shell around the code of nn.Module.__call__. The function stays: torch.compile compares it."""
         code, home = call.__code__, call.__globals__
-        home["_dcpbench_call"] = types.FunctionType(
-            code, home, call.__name__, call.__defaults__, call.__closure__
-        )  # fmt: skip
+        home["_dcpbench_call"] = types.FunctionType(code, home, call.__name__, call.__defaults__, call.__closure__)
         home["_dcpbench_enter"] = self.look if self._function else self._enter
         home["_dcpbench_leave"] = (lambda: None) if self._function else self._leave
         made: dict[str, Any] = {}

@@ -130,10 +130,16 @@ class Recorder:
         """Writes down what became of this process."""
         with contextlib.suppress(Exception):
             about = {
-                "pid": os.getpid(), "rank": os.environ.get("RANK", ""), "program": " ".join(sys.argv)[:200],
-                "trace": self._trace, "cuda": self._cuda, "cut": self.cut, "steps": self.count, "found": self.found,
+                "pid": os.getpid(),
+                "rank": os.environ.get("RANK", ""),
+                "program": " ".join(sys.argv)[:200],
+                "trace": self._trace,
+                "cuda": self._cuda,
+                "cut": self.cut,
+                "steps": self.count,
+                "found": self.found,
                 "problems": list(dict.fromkeys(self.problems)),
-            }  # fmt: skip
+            }
             (self.folder / f"{os.getpid()}.note").write_text(json.dumps(about), encoding="utf-8")
 
     @contextlib.contextmanager
@@ -195,9 +201,10 @@ class Recorder:
             activities.append(profiler.ProfilerActivity.CUDA)
         with self._calling():
             made = profiler.profile(
-                activities=activities, with_stack=True,
+                activities=activities,
+                with_stack=True,
                 experimental_config=self._torch._C._profiler._ExperimentalConfig(**config),  # noqa: SLF001  (likewise)
-            )  # fmt: skip
+            )
             made.start()
         self._profiler = made
 

@@ -21,32 +21,67 @@ Waits = Literal["stream", "event", "device", "copy", "async copy", "free", "pin"
 
 _SUFFIX = re.compile(r"(?:_v\d+|_ptsz|_ptds|_spt|_internal)+$")
 _KINDS: dict[str, Waits] = {
-    "StreamSynchronize": "stream", "EventSynchronize": "event",
-    "DeviceSynchronize": "device", "CtxSynchronize": "device", "ThreadSynchronize": "device",
-    "Memcpy": "copy", "Memcpy2D": "copy", "Memcpy3D": "copy", "MemcpyPeer": "copy", "MemcpyToSymbol": "copy",
-    "MemcpyFromSymbol": "copy", "MemcpyWithStream": "copy", "MemcpyDtoH": "copy", "MemcpyHtoD": "copy",
-    "MemcpyAsync": "async copy", "Memcpy2DAsync": "async copy", "Memcpy3DAsync": "async copy",
-    "MemcpyDtoHAsync": "async copy", "MemcpyHtoDAsync": "async copy", "MemcpyToSymbolAsync": "async copy",
+    "StreamSynchronize": "stream",
+    "EventSynchronize": "event",
+    "DeviceSynchronize": "device",
+    "CtxSynchronize": "device",
+    "ThreadSynchronize": "device",
+    "Memcpy": "copy",
+    "Memcpy2D": "copy",
+    "Memcpy3D": "copy",
+    "MemcpyPeer": "copy",
+    "MemcpyToSymbol": "copy",
+    "MemcpyFromSymbol": "copy",
+    "MemcpyWithStream": "copy",
+    "MemcpyDtoH": "copy",
+    "MemcpyHtoD": "copy",
+    "MemcpyAsync": "async copy",
+    "Memcpy2DAsync": "async copy",
+    "Memcpy3DAsync": "async copy",
+    "MemcpyDtoHAsync": "async copy",
+    "MemcpyHtoDAsync": "async copy",
+    "MemcpyToSymbolAsync": "async copy",
     "MemcpyFromSymbolAsync": "async copy",
-    "Free": "free", "MemFree": "free", "FreeArray": "free",
-    "HostAlloc": "pin", "MallocHost": "pin", "HostMalloc": "pin", "MemAllocHost": "pin", "MemHostAlloc": "pin",
-    "FreeHost": "pin", "HostFree": "pin", "MemFreeHost": "pin", "HostRegister": "pin", "HostUnregister": "pin",
-}  # fmt: skip
+    "Free": "free",
+    "MemFree": "free",
+    "FreeArray": "free",
+    "HostAlloc": "pin",
+    "MallocHost": "pin",
+    "HostMalloc": "pin",
+    "MemAllocHost": "pin",
+    "MemHostAlloc": "pin",
+    "FreeHost": "pin",
+    "HostFree": "pin",
+    "MemFreeHost": "pin",
+    "HostRegister": "pin",
+    "HostUnregister": "pin",
+}
 """Names of runtime and driver calls without their cuda, cu or hip and without version suffixes. `free` waits for all
 work on the device, `pin` does not wait (both measured on an H200)."""
 _XPU: dict[str, Waits] = {
-    "urEventWait": "event", "urQueueFinish": "stream", "zeEventHostSynchronize": "event",
-    "zeCommandQueueSynchronize": "stream", "zeCommandListHostSynchronize": "stream", "zeFenceHostSynchronize": "event",
-}  # fmt: skip
+    "urEventWait": "event",
+    "urQueueFinish": "stream",
+    "zeEventHostSynchronize": "event",
+    "zeCommandQueueSynchronize": "stream",
+    "zeCommandListHostSynchronize": "stream",
+    "zeFenceHostSynchronize": "event",
+}
 SYNC_EVENTS: dict[str, Waits] = {
-    "Stream Sync": "stream", "Stream Synchronize": "stream", "Event Sync": "event", "Event Synchronize": "event",
-    "Context Sync": "device", "Context Synchronize": "device", "Device Sync": "device",
-}  # fmt: skip
+    "Stream Sync": "stream",
+    "Stream Synchronize": "stream",
+    "Event Sync": "event",
+    "Event Synchronize": "event",
+    "Context Sync": "device",
+    "Context Synchronize": "device",
+    "Device Sync": "device",
+}
 """Names of `cuda_sync` events that block the host; `Stream Wait Event` makes one stream wait for another."""
 API_NAMES = frozenset(
     prefix + name + version
-    for prefix in ("cuda", "hip", "cu") for name in _KINDS for version in ("", "_v2", "_ptsz", "_ptds", "_spt")
-) | frozenset(_XPU)  # fmt: skip
+    for prefix in ("cuda", "hip", "cu")
+    for name in _KINDS
+    for version in ("", "_v2", "_ptsz", "_ptds", "_spt")
+) | frozenset(_XPU)
 """Names of all calls that concern us, with the usual suffixes."""
 RUNTIMES = ("cuda", "cu", "hip", "ur", "ze")
 """Beginnings of the names of calls that can be told apart; XPU's are the last two."""
@@ -167,13 +202,18 @@ def find_blocking(columns: Columns) -> Blocking:
     at_found = np.array([f.row for f in found], np.int64)
     first_of = np.array([f.first for f in found], np.int64)
     blocking = Blocking(
-        start=calls.start[first_of], end=calls.end[at_found], wait=np.array([f.wait for f in found], float),
-        thread=calls.thread[at_found], external=_true_links(calls)[at_found],
-        call=[columns.names[calls.name[i]] for i in at_found], kind=[kind[f.row] for f in found],
+        start=calls.start[first_of],
+        end=calls.end[at_found],
+        wait=np.array([f.wait for f in found], float),
+        thread=calls.thread[at_found],
+        external=_true_links(calls)[at_found],
+        call=[columns.names[calls.name[i]] for i in at_found],
+        kind=[kind[f.row] for f in found],
         copied=np.array([f.copied for f in found], np.int64),
         copy_waited=np.array([f.copy_waited for f in found], bool),
-        may_block=np.array([f.may_block for f in found], bool), timed=_timed(columns, calls)[at_found],
-    )  # fmt: skip
+        may_block=np.array([f.may_block for f in found], bool),
+        timed=_timed(columns, calls)[at_found],
+    )
     explains = harmless[columns.tables["calls"].name]
     explains[rows[[*at_found, *first_of, *merged]]] = True
     return _with_sync_events(columns, blocking, explains)
@@ -209,9 +249,11 @@ def _copies_before(
     pairs = [
         (i, i - 1)
         for i, what in kind.items()
-        if what in SYNCHRONISE and kind.get(i - 1) == "async copy" and calls.thread[i] == calls.thread[i - 1]
+        if what in SYNCHRONISE
+        and kind.get(i - 1) == "async copy"
+        and calls.thread[i] == calls.thread[i - 1]
         and not direction[i - 1].startswith("DtoD")
-    ]  # fmt: skip
+    ]
     if not pairs:
         return {}
     moments = np.array(pairs).ravel()
@@ -287,11 +329,18 @@ def _with_sync_events(columns: Columns, blocking: Blocking, explains: NDArray[np
     wait = events.end - events.start
     none = np.full(len(alone), -1)
     added = Blocking(
-        start=events.start, end=events.end, wait=wait, thread=thread,
-        external=linked, call=[columns.names[name] for name in events.name], kind=what, copied=none,
-        copy_waited=none >= 0, timed=none >= 0,
+        start=events.start,
+        end=events.end,
+        wait=wait,
+        thread=thread,
+        external=linked,
+        call=[columns.names[name] for name in events.name],
+        kind=what,
+        copied=none,
+        copy_waited=none >= 0,
+        timed=none >= 0,
         may_block=np.array([w == "event" for w in what], bool) & (wait < QUERY_US),
-    )  # fmt: skip
+    )
     both: dict[str, Any] = {
         f.name: [*getattr(blocking, f.name), *getattr(added, f.name)]
         if isinstance(getattr(blocking, f.name), list)

@@ -26,15 +26,26 @@ LATEST_US = 1e20
 NONE = -1
 """Number of what is not there."""
 CATEGORIES = {
-    "cpu_op": "ops", "operator": "ops",
+    "cpu_op": "ops",
+    "operator": "ops",
     "python_function": "python",
     "user_annotation": "ranges",
-    "cuda_runtime": "calls", "cuda_driver": "calls", "runtime": "calls", "hip_runtime": "calls",
-    "xpu_runtime": "calls", "xpu_driver": "calls", "privateuse1_runtime": "calls",
-    "kernel": "gpu", "gpu_memcpy": "gpu", "gpu_memset": "gpu", "memcpy": "gpu", "memset": "gpu",
+    "cuda_runtime": "calls",
+    "cuda_driver": "calls",
+    "runtime": "calls",
+    "hip_runtime": "calls",
+    "xpu_runtime": "calls",
+    "xpu_driver": "calls",
+    "privateuse1_runtime": "calls",
+    "kernel": "gpu",
+    "gpu_memcpy": "gpu",
+    "gpu_memset": "gpu",
+    "memcpy": "gpu",
+    "memset": "gpu",
     "concurrent_kernel": "gpu",
-    "cuda_sync": "syncs", "xpu_sync": "syncs",
-}  # fmt: skip
+    "cuda_sync": "syncs",
+    "xpu_sync": "syncs",
+}
 """Category of an event, in lower case, to the table it goes to. Names with a capital are those of 2021."""
 TIMED = ("calls", "gpu", "syncs")
 """Kinds of events whose durations prices are made of."""
@@ -252,10 +263,16 @@ class Builder:
         names = [self._thread_name(number, numbered[number]) for number in range(len(numbered))]
         tables, repeated = _once({kind: _join(parts) for kind, parts in self.parts.items()})
         return Columns(
-            tables=tables, names=list(self.name), stacks=list(self.stack), thread_names=names,
-            driver_calls=self.driver_calls, devices=len(self.devices), foreign=sorted(self.foreign), repeated=repeated,
+            tables=tables,
+            names=list(self.name),
+            stacks=list(self.stack),
+            thread_names=names,
+            driver_calls=self.driver_calls,
+            devices=len(self.devices),
+            foreign=sorted(self.foreign),
+            repeated=repeated,
             trouble=self.trouble,
-        )  # fmt: skip
+        )
 
     def _thread_name(self, number: int, key: tuple[object, object]) -> str:
         """`thread 4242 (python3)`; kineto's own label repeats the number."""

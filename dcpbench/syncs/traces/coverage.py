@@ -29,12 +29,20 @@ def coverage(columns: Columns, steps: Steps, stacks: Stacks) -> Coverage:
     calls = len(tables["calls"])
     lost, foreign = damages(columns), _foreign(columns)
     return Coverage(
-        detector="scan", gpu_events=len(tables["gpu"]), runtime_events=calls - columns.driver_calls,
-        driver_events=columns.driver_calls, sync_events=len(tables["syncs"]), ops=len(tables["ops"]), stacks=stacks,
-        steps_from=steps.marked_by, unreadable_events=trouble.unreadable_events,
-        complete=not lost, damage=lost, foreign=foreign,
+        detector="scan",
+        gpu_events=len(tables["gpu"]),
+        runtime_events=calls - columns.driver_calls,
+        driver_events=columns.driver_calls,
+        sync_events=len(tables["syncs"]),
+        ops=len(tables["ops"]),
+        stacks=stacks,
+        steps_from=steps.marked_by,
+        unreadable_events=trouble.unreadable_events,
+        complete=not lost,
+        damage=lost,
+        foreign=foreign,
         notes=[*(f"The file {clause}." for clause in lost), *_read(columns), *_missing(columns, steps, stacks)],
-    )  # fmt: skip
+    )
 
 
 def _foreign(columns: Columns) -> list[str]:
@@ -64,8 +72,9 @@ def _missing(columns: Columns, steps: Steps, stacks: Stacks) -> list[str]:
     elif not len(tables["gpu"]):
         notes.append("No GPU events: without them nothing can be said. Profile with ProfilerActivity.CUDA.")
     if not len(tables["calls"]) and not columns.foreign:
-        notes.append("No calls of the CUDA or HIP runtime: without them nothing can be said. Profile with "
-                     "ProfilerActivity.CUDA.")  # fmt: skip
+        notes.append(
+            "No calls of the CUDA or HIP runtime: without them nothing can be said. Profile with ProfilerActivity.CUDA."
+        )
     if not len(tables["syncs"]):
         notes.append(
             "No cuda_sync events: waits through the driver API and inside libraries are not seen. Record them with "

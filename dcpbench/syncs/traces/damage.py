@@ -82,10 +82,11 @@ def _is_damaged(name: str) -> bool:
         return False
     step = _STEP.fullmatch(name)
     return (
-        one_bit_off(name, API_NAMES) or one_bit_off(name, SYNC_EVENTS)
+        one_bit_off(name, API_NAMES)
+        or one_bit_off(name, SYNC_EVENTS)
         or (name not in _COPIES and one_bit_off(name, _COPIES))
         or (step is not None and one_bit_off(step[1], (STEP,)))
-    )  # fmt: skip
+    )
 
 
 def one_bit_off(word: str, known: Iterable[str]) -> bool:

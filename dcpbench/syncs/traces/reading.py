@@ -181,14 +181,16 @@ _FORMATS = (
     _format("UTF-16 text", rb"[\[{]\0", _UTF16.format(code="UTF-16LE")),
     _format("UTF-16 text", rb"\0[\[{]", _UTF16.format(code="UTF-16BE")),
     _format(
-        "a pointer of Git LFS and not the trace", rb"version https://git-lfs",
+        "a pointer of Git LFS and not the trace",
+        rb"version https://git-lfs",
         "`git lfs pull` in its repository, and scan it then",
     ),
     _format(
-        "a web page (HTML) and not the trace", rb"\s*<(?:!doctype\s+html|html|head|!--)",
+        "a web page (HTML) and not the trace",
+        rb"\s*<(?:!doctype\s+html|html|head|!--)",
         "`curl -L -o trace.json.gz URL` with the address of the file itself, on GitHub that of its button Raw",
     ),
-)  # fmt: skip
+)
 
 
 def other_format(path: Path, head: bytes, *, packed: bool) -> str:

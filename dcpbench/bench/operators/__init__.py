@@ -1,0 +1,1 @@
+"""What each bench runs on its ranks."""

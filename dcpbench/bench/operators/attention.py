@@ -1,0 +1,166 @@
+"""Bench attention: paged MLA decode over one rank's KV rows, backend by backend.
+
+A pass goes through several pools, as a step goes through layers, so that no row read is still in the L2 cache. Pages
+lie in random order; rows that no request owns are NaN. The work of a call is what MLA needs on paper: every KV row, q
+and o once, two products with every head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dcpbench.bench.operators.calls import Calls, cold_sets, relative_error
+from dcpbench.bench.record import Work
+from dcpbench.errors import CapacityError
+from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
+from dcpbench.kernels.attention.reference import mla_decode
+from dcpbench.points.memory import GIB
+from dcpbench.points.shapes import KV_WIDTH, LATENT, NOPE, ROPE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dcpbench.bench.record import Case
+
+SCALE = (NOPE + ROPE) ** -0.5
+LIMIT = 1e-2
+"""Relative error past which an output is wrong: rounding to bf16, with room for once more."""
+SPREAD = 7 / 8
+"""Uneven lengths lie between 1/8 and 15/8 of their mean."""
+
+
+def lengths_of(case: Case, seed: int) -> list[int]:
+    """Rows of each request: all `context`, or spread evenly around it in random order, with the same sum."""
+    requests, context = int(case.sizes["requests"]), int(case.sizes["context"])
+    if case.sizes["lengths"] == "even" or requests == 1:
+        return [context] * requests
+    steps = np.linspace(-SPREAD, SPREAD, requests)
+    lengths = np.maximum(1, np.round(context * (1 + np.random.default_rng(seed).permutation(steps)))).astype(int)
+    return [int(n) for n in lengths]
+
+
+def shards_of(lengths: list[int], page: int, seed: int) -> Shards:
+    """Pages in random order; page 0 is nobody's."""
+    counts = [-(-n // page) for n in lengths]
+    ids = np.random.default_rng(seed).permutation(sum(counts)).astype(np.int32) + 1
+    return Shards(pages=np.split(ids, np.cumsum(counts)[:-1]), lengths=lengths)
+
+
+@dataclasses.dataclass
+class Pools:
+    """KV rows of requests, in as many pools as keep the L2 cache cold."""
+
+    shards: Shards
+    data: torch.Tensor
+    """[pools, pages, page, 576]"""
+
+
+class Attention:
+    """Builds cases; pools are kept from one case to the next where only heads or backend change."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.device, self.seed = device, seed
+        # Triton's interpreter has no products of bf16.
+        self.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self._key: tuple[object, ...] = ()
+        self._pools: Pools | None = None
+
+    def build(self, case: Case) -> Calls:
+        """Calls of a case with sizes heads, requests, context, page and lengths, one for each pool."""
+        key = (*(case.sizes[n] for n in ("requests", "context", "page", "lengths")), case.calls)
+        if key != self._key or self._pools is None:
+            self._pools = None  # frees the old pools before new ones are made
+            self._pools, self._key = self._make(case), key
+        pools = self._pools
+        requests, heads = int(case.sizes["requests"]), int(case.sizes["heads"])
+        backend = make_backend(case.variant, self._spec(heads, pools))
+        backend.plan(pools.shards)
+        generator = torch.Generator(self.device).manual_seed(self.seed + 1)
+        q_BHQ = torch.randn(requests, heads, KV_WIDTH, generator=generator, device=self.device).to(self.dtype)
+        o_LBHR = torch.empty(len(pools.data), requests, heads, LATENT, dtype=self.dtype, device=self.device)
+        lse_LBH = torch.empty(len(pools.data), requests, heads, device=self.device)
+        calls = [_call(backend.run, q_BHQ, *each) for each in zip(pools.data, o_LBHR, lse_LBH, strict=True)]
+        truths = [
+            (layer, b, *_truth(q_BHQ[b], pools.data[layer], pools.shards, b))
+            for layer in sorted({0, len(pools.data) - 1})
+            for b in sorted({0, requests // 2, requests - 1})
+        ]
+
+        def error() -> float:
+            return max(
+                max(relative_error(o_LBHR[layer, b], o_HR), relative_error(lse_LBH[layer, b], lse_H))
+                for layer, b, o_HR, lse_H in truths
+            )
+
+        def check(run: Callable[[], None]) -> str:
+            for out in (o_LBHR, lse_LBH):
+                out.fill_(float("nan"))
+            run()
+            if torch.isnan(o_LBHR).any() or torch.isnan(lse_LBH).any():
+                return "NaN: rows were read that are no request's, or results were not written"
+            return "" if error() <= LIMIT else f"its relative error is {error():.2g}"
+
+        work = work_of(heads, pools.shards.lengths, self.dtype)
+        return Calls(
+            calls=calls, check=check, error=error, work=work, written_bytes=work.memory_bytes * len(pools.data)
+        )
+
+    def _spec(self, heads: int, pools: Pools) -> AttentionSpec:
+        return AttentionSpec(
+            batch=len(pools.shards.lengths),
+            heads=heads,
+            latent=LATENT,
+            rope=ROPE,
+            page_size=pools.data.shape[2],
+            max_pages=max(map(len, pools.shards.pages)),
+            scale=SCALE,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def _make(self, case: Case) -> Pools:
+        page = int(case.sizes["page"])
+        shards = shards_of(lengths_of(case, self.seed), page, self.seed)
+        shape = (1 + sum(map(len, shards.pages)), page, KV_WIDTH)
+        count = case.calls or cold_sets(sum(shards.lengths) * KV_WIDTH * self.dtype.itemsize, self.device)
+        try:
+            data = torch.empty(count, *shape, dtype=self.dtype, device=self.device)
+        except torch.OutOfMemoryError as e:
+            need = count * shape[0] * page * KV_WIDTH * self.dtype.itemsize / GIB
+            raise CapacityError(f"pools of {need:.1f} GiB do not fit; lower --requests or --context.") from e
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+        for pool in data:
+            pool.normal_(generator=generator)
+            pool[0] = float("nan")
+            for pages, length in zip(shards.pages, shards.lengths, strict=True):
+                if length % page:
+                    pool[int(pages[-1]), length % page :] = float("nan")
+        return Pools(shards=shards, data=data)
+
+
+def work_of(heads: int, lengths: list[int], dtype: torch.dtype) -> Work:
+    """KV rows, q and o once each; per row and head 576 multiplications for the score, 512 for the output, and as many
+    additions.
+    """
+    rows, requests = sum(lengths), len(lengths)
+    outer = requests * heads * (KV_WIDTH + LATENT) * dtype.itemsize
+    return Work(
+        memory_bytes=rows * KV_WIDTH * dtype.itemsize + outer,
+        memory_limit="read",
+        flops=2 * rows * heads * (KV_WIDTH + LATENT),
+    )
+
+
+def _call(run: Callable[..., None], *tensors: torch.Tensor) -> Callable[[], None]:
+    return lambda: run(*tensors)
+
+
+def _truth(q_HQ: torch.Tensor, pool: torch.Tensor, shards: Shards, b: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o_HR, lse_H) of request b in fp64."""
+    pages = torch.from_numpy(shards.pages[b]).long().to(pool.device)
+    rows_KQ = pool[pages].flatten(0, 1)[: shards.lengths[b]]
+    return mla_decode(q_HQ.double(), rows_KQ.double(), LATENT, SCALE)

@@ -1,0 +1,131 @@
+"""Bench collectives: what a decode step sends over NVLink, collective by collective, on messages of B × 7168 numbers.
+
+    all-gather       every rank has 1/N of the message, all get the whole
+    reduce-scatter   every rank has a message, each gets 1/N of their sum
+    all-to-all       every rank has a message, each gets its 1/N of all of them
+    all-reduce       every rank has a message, all get the sum
+    all-reduce-symm  the same over symmetric memory, in place of NCCL
+
+The size of a message is the same for all: [B, width] in bf16. Received bytes are those of the best known algorithm, so
+that received bytes / time is the bus bandwidth of nccl-tests: (N−1)/N of the message, twice that for all-reduce.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dcpbench.bench.operators.calls import FRESH_CALLS, Calls, relative_error
+from dcpbench.bench.operators.ranks import everyone
+from dcpbench.bench.record import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dcpbench.bench.record import Case
+    from dcpbench.exchange.collectives import Group
+
+    Call = Callable[[torch.Tensor], torch.Tensor]
+
+ROUNDING = 2.0**-8
+"""Largest relative error of a number in bf16. A sum over ranks is rounded more than once, but mostly by less."""
+
+
+def all_gather(group: Group, x: torch.Tensor) -> Call:
+    """The first 1/N of a message as this rank's part."""
+    part = x.numel() // group.size
+    return lambda x: group.all_gather(x.flatten()[:part])
+
+
+def reduce_scatter(group: Group, x: torch.Tensor) -> Call:  # noqa: ARG001 - as all
+    """This rank's 1/N of the sum."""
+    return lambda x: group.reduce_scatter(x.flatten())
+
+
+def all_to_all(group: Group, x: torch.Tensor) -> Call:  # noqa: ARG001 - as all
+    """The ranks' parts for this one, in rank order."""
+    return lambda x: group.all_to_all(x.view(group.size, -1))
+
+
+def all_reduce(group: Group, x: torch.Tensor) -> Call:  # noqa: ARG001 - as all
+    """The sum, in place as in a step: repeated, it grows beyond what bf16 holds, which costs no time."""
+    return group.all_reduce
+
+
+def all_reduce_symm(group: Group, x: torch.Tensor) -> Call:
+    """The sum over symmetric memory."""
+    from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
+
+    rows, columns = x.shape
+    return make_all_reduce("symm", group, ReduceSpec(rows=rows, columns=columns, dtype=x.dtype, device=x.device))
+
+
+NCCL: dict[str, Callable[[Group, torch.Tensor], Call]] = {
+    "all-gather": all_gather,
+    "reduce-scatter": reduce_scatter,
+    "all-to-all": all_to_all,
+    "all-reduce": all_reduce,
+}
+"""Ways to make a collective, given a message; of the others only their names begin with one of these."""
+VARIANTS = NCCL | {"all-reduce-symm": all_reduce_symm}
+
+
+def expected(variant: str, messages: list[torch.Tensor], rank: int) -> torch.Tensor:
+    """What a rank gets of all ranks' messages, in fp64."""
+    flat_NM = torch.stack([m.flatten().double() for m in messages])
+    parts_NNP = flat_NM.unflatten(1, (len(messages), -1))
+    if variant == "all-gather":
+        return parts_NNP[:, 0].flatten()
+    if variant == "all-to-all":
+        return parts_NNP[:, rank].flatten()
+    total_M = flat_NM.sum(0)
+    return total_M if variant.startswith("all-reduce") else total_M.unflatten(0, (len(messages), -1))[rank]
+
+
+class Collectives:
+    """Builds cases."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.device, self.seed, self.group = device, seed, everyone()
+
+    def build(self, case: Case) -> Calls:
+        """Calls of a case with sizes requests, width and ranks."""
+        shape = int(case.sizes["requests"]), int(case.sizes["width"])
+        messages = [self._message(shape, rank) for rank in range(self.group.size)]
+        wanted = expected(case.variant, messages, self.group.rank)
+        mine = messages[self.group.rank]
+        collective = VARIANTS[case.variant](self.group, mine)
+        inputs = [mine.clone() for _ in range(case.calls or FRESH_CALLS)]
+        results: dict[int, torch.Tensor] = {}
+
+        def calling(number: int) -> Callable[[], None]:
+            def keep() -> None:
+                results[number] = collective(inputs[number])
+
+            return keep
+
+        def error() -> float:
+            return max(relative_error(got.flatten(), wanted) for got in results.values())
+
+        def check(run: Callable[[], None]) -> str:
+            for got in results.values():
+                got.fill_(float("nan"))
+            for x in inputs:  # after the poison: what works in place has its result there
+                x.copy_(mine)
+            run()
+            limit = ROUNDING if "reduce" in case.variant else 0.0
+            return "" if error() <= limit else f"its relative error is {error():.2g}"
+
+        ranks = self.group.size
+        share = (ranks - 1) / ranks * (2 if case.variant.startswith("all-reduce") else 1)
+        return Calls(
+            calls=[calling(number) for number in range(len(inputs))],
+            check=check,
+            error=error,
+            work=Work(received_bytes=round(share * mine.nbytes), barriers=1),
+        )
+
+    def _message(self, shape: tuple[int, int], rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * self.seed + rank)
+        return torch.randn(shape, generator=generator).to(torch.bfloat16).to(self.device)

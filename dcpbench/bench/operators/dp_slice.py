@@ -1,0 +1,156 @@
+"""Bench dp-slice: a rank takes its own tokens' routed experts out of a batch gathered over attention-DP ranks.
+
+    cuda-slice   start and length are numbers on the GPU: each end of the slice is read to the host
+    host-slice   start and length from the counts with which the host made the batch (dp_rows.py)
+
+Eagerly the ranks' rows follow each other. Under CUDA graphs each rank has `graph_batch` rows, and a captured slice
+takes all of them, because a graph's shapes are those of its capture.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from dcpbench.bench.operators.calls import Calls
+from dcpbench.points.dp_rows import dp_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dcpbench.bench.record import Case
+
+LAYERS, TOPK, COLUMNS = 58, 8, 9
+"""MoE layers and routed experts of DeepSeek-V3; the buffer has one column more, for the shared expert."""
+PADDING = -1
+SHARES = (1, 0, 3, 2)
+"""Quarters of the busiest rank's tokens that the ranks have in turn; the last rank is the busiest."""
+
+Slice = tuple["torch.Tensor | int", "torch.Tensor | int"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Counts of a step, on the host and on the GPU, and the experts that its tokens were routed to."""
+
+    counts: list[int]
+    """Tokens of each rank."""
+    counts_on_device: torch.Tensor
+    packed: torch.Tensor
+    """[Σ counts, layers, columns], int32: the ranks' rows one after the other."""
+    padded: torch.Tensor
+    """[ranks · graph_batch, layers, columns]"""
+
+
+def cuda_slice(batch: Batch, rank: int, graph_batch: int | None) -> Slice:
+    """(start, end) with at least one of them on the GPU."""
+    length = batch.counts_on_device[rank]
+    start = rank * graph_batch if graph_batch is not None else torch.cumsum(batch.counts_on_device, 0)[rank] - length
+    return start, start + length
+
+
+def host_slice(batch: Batch, rank: int, graph_batch: int | None) -> Slice:
+    """(start, end) as Python integers."""
+    start, length = dp_rows(batch.counts, rank, graph_batch)
+    return start, start + length
+
+
+VARIANTS: dict[str, Callable[[Batch, int, int | None], Slice]] = {"cuda-slice": cuda_slice, "host-slice": host_slice}
+
+
+def take(buffer_TLE: torch.Tensor, ends: Slice, out_BLE: torch.Tensor) -> None:
+    """Copy the rows of a slice, without the shared expert, to the head of `out_BLE`."""
+    start, end = ends
+    rows = buffer_TLE[start:end, :, :TOPK]
+    out_BLE[: rows.shape[0]].copy_(rows)
+
+
+class DpSlice:
+    """Builds cases."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.device, self.seed = device, seed
+
+    def build(self, case: Case) -> Calls:
+        """Calls of the last rank with sizes dp and tokens, which are those of the busiest rank and of the graph."""
+        tokens, dp = int(case.sizes["tokens"]), int(case.sizes["dp"])
+        batch, rank = self._batch(uneven_counts(tokens, dp), tokens), dp - 1
+        # During capture no batch is there yet: every rank is taken to have all the rows of the graph.
+        in_graph = dataclasses.replace(
+            batch,
+            counts=[tokens] * dp,
+            counts_on_device=torch.full((dp,), tokens, dtype=torch.int64, device=self.device),
+        )
+        out = torch.empty(tokens, LAYERS, TOPK, dtype=torch.int32, device=self.device)
+        locate = VARIANTS[case.variant]
+
+        def eager() -> None:
+            take(batch.packed, locate(batch, rank, None), out)
+
+        def captured() -> None:
+            take(in_graph.padded, locate(in_graph, rank, tokens), out)
+
+        def check_timed(run: Callable[[], None]) -> str:
+            out.fill_(PADDING)
+            run()
+            return _difference(out, _expected(batch, rank), f"rank {rank} of {dp}")
+
+        def check(run: Callable[[], None]) -> str:
+            return check_timed(run) or self._check_all(locate, tokens, dp)
+
+        return Calls(
+            calls=[eager] * case.calls,
+            to_capture=[captured] * case.calls,
+            check=check,
+            check_graph=check_timed,
+            written_bytes=batch.counts[rank] * LAYERS * TOPK * out.itemsize,
+        )
+
+    def _check_all(self, locate: Callable[[Batch, int, int | None], Slice], tokens: int, dp: int) -> str:
+        """Every rank, in both layouts, of uneven, absent and lonely tokens."""
+        lonely = [0] * (dp - 1) + [tokens]
+        for counts in (uneven_counts(tokens, dp), [0] * dp, lonely, lonely[::-1]):
+            batch = self._batch(counts, tokens)
+            for rank in range(dp):
+                for buffer, graph_batch in ((batch.packed, None), (batch.padded, tokens)):
+                    out = torch.full((tokens, LAYERS, TOPK), PADDING, dtype=torch.int32, device=self.device)
+                    take(buffer, locate(batch, rank, graph_batch), out)
+                    where = f"rank {rank} of counts {counts}" + (f" in a graph of {tokens}" if graph_batch else "")
+                    if difference := _difference(out, _expected(batch, rank), where):
+                        return difference
+        return ""
+
+    def _batch(self, counts: list[int], graph_batch: int) -> Batch:
+        """A batch whose every number is another, so that no two rows are alike."""
+        numbers = torch.arange(sum(counts) * LAYERS * COLUMNS, dtype=torch.int32).view(-1, LAYERS, COLUMNS)
+        padded = torch.full((len(counts), graph_batch, LAYERS, COLUMNS), PADDING, dtype=torch.int32)
+        for rank, part in enumerate(numbers.split(counts)):
+            padded[rank, : len(part)] = part
+        return Batch(
+            counts=counts,
+            counts_on_device=torch.tensor(counts, dtype=torch.int64).to(self.device),
+            packed=numbers.to(self.device),
+            padded=padded.flatten(0, 1).to(self.device),
+        )
+
+
+def uneven_counts(tokens: int, dp: int) -> list[int]:
+    """Tokens of each rank: quarters of `tokens`, none on every fourth, and all on the last."""
+    return [tokens * SHARES[rank % len(SHARES)] // 4 for rank in range(dp - 1)] + [tokens]
+
+
+def _expected(batch: Batch, rank: int) -> torch.Tensor:
+    """The reference: cut the whole batch into the parts that it was made of."""
+    return batch.packed.cpu().split(batch.counts)[rank][:, :, :TOPK]
+
+
+def _difference(out: torch.Tensor, expected: torch.Tensor, where: str) -> str:
+    """Whether `out` begins with the expected rows and was left alone behind them."""
+    got = out.cpu()
+    if not torch.equal(got[: len(expected)], expected):
+        return f"{where}: its rows are not the expected {len(expected)}"
+    if bool((got[len(expected) :] != PADDING).any()):
+        return f"{where}: more than its {len(expected)} rows were taken"
+    return ""

@@ -1,0 +1,168 @@
+"""Bench exchange: what a decode attention layer sends between the ranks of a DCP group, exchange by exchange.
+
+A call is the exchange's share of a layer: q in place → gather_q → partial results in place → merge. In an engine the
+steps before it have just written both, so they lie in the L2 cache, and here too: nothing is done to keep it cold.
+
+    ag_rs        as the engine runs it: partial outputs are reduced in fp32
+    ag_rs-bf16   the same, reduced in bf16
+    others       as exchange/ makes them
+
+The least that a rank must receive, per request: q (N−1)/N·H·Q·2, o (N−1)/N·H·R·2, lse (N−1)/N·H·4 bytes, behind one
+barrier for q and one for the partial results.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from dcpbench.bench.operators.calls import FRESH_CALLS, Calls, relative_error
+from dcpbench.bench.operators.ranks import everyone
+from dcpbench.bench.record import Work
+from dcpbench.exchange import ExchangeSpec, make_exchange
+from dcpbench.exchange.collectives import gather_objects
+from dcpbench.kernels.merge import merge
+from dcpbench.points.shapes import KV_WIDTH, LATENT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dcpbench.bench.record import Case
+    from dcpbench.exchange import Exchange
+    from dcpbench.exchange.collectives import Group
+
+DTYPE = torch.bfloat16
+LIMIT = 1e-2
+"""Relative error past which a merged output is wrong: rounding partial outputs and their sums to bf16."""
+EMPTY_ON_RANK_1, EMPTY_EVERYWHERE = 1, 2
+"""Requests without rows, where there are so many."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Filled(ExchangeSpec):
+    """Hands out tensors that hold numbers already, where an exchange asks for new ones."""
+
+    q_BhQ: torch.Tensor  # noqa: N815 - tensor suffixes are part of a name
+    o_BHR: torch.Tensor  # noqa: N815 - as above
+    lse_BH: torch.Tensor  # noqa: N815 - as above
+
+    def new_query(self, batch: int, ranks: int) -> torch.Tensor:  # noqa: ARG002 - made for this batch and these ranks
+        """See ExchangeSpec."""
+        return self.q_BhQ
+
+    def new_partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG002 - see new_query
+        """See ExchangeSpec."""
+        return self.o_BHR, self.lse_BH
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """All ranks' numbers, the same on every rank."""
+
+    q_BHQ: torch.Tensor  # noqa: N815 - as above
+    o_NBHR: torch.Tensor  # noqa: N815 - as above
+    lse_NBH: torch.Tensor  # noqa: N815 - as above
+
+    @classmethod
+    def of(cls, case: Case, device: torch.device, seed: int) -> Inputs:
+        """Random, with requests that some rank or every rank has no rows of; their o is NaN."""
+        batch, heads, ranks, value = (int(case.sizes[n]) for n in ("requests", "heads", "ranks", "value"))
+        random = torch.Generator(device).manual_seed(seed)
+
+        def numbers(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=random, device=device)
+
+        o_NBHR, lse_NBH = numbers(ranks, batch, heads, value).to(DTYPE), 3 * numbers(ranks, batch, heads)
+        empty_NB = torch.zeros(ranks, batch, dtype=torch.bool, device=device)
+        empty_NB[1:2, EMPTY_ON_RANK_1 : EMPTY_ON_RANK_1 + 1] = True
+        empty_NB[:, EMPTY_EVERYWHERE : EMPTY_EVERYWHERE + 1] = True
+        o_NBHR[empty_NB] = float("nan")
+        lse_NBH[empty_NB] = float("-inf")
+        return cls(q_BHQ=numbers(batch, heads, KV_WIDTH).to(DTYPE), o_NBHR=o_NBHR, lse_NBH=lse_NBH)
+
+    def merged(self, heads: slice) -> torch.Tensor:
+        """[h, B, R] of some heads, in fp64."""
+        return merge(self.o_NBHR[:, :, heads].double(), self.lse_NBH[:, :, heads].double()).transpose(0, 1)
+
+
+def made(variant: str, group: Group, spec: ExchangeSpec) -> Exchange:
+    """The exchange of a variant."""
+    name, _, wire = variant.partition("-")
+    return make_exchange(name, group, dataclasses.replace(spec, wire=DTYPE) if wire else spec)
+
+
+class ExchangeBench:
+    """Builds cases."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.device, self.seed, self.group = device, seed, everyone()
+
+    def build(self, case: Case) -> Calls:
+        """Calls of a case with sizes heads, requests, ranks, value and q. Collective."""
+        group, batch, heads = self.group, int(case.sizes["requests"]), int(case.sizes["heads"])
+        inputs = Inputs.of(case, self.device, self.seed)
+        own = slice(heads // group.size * group.rank, heads // group.size * (group.rank + 1))
+        replicate, value = case.sizes["q"] == "replicated", int(case.sizes["value"])
+        mine = Filled(
+            batch=batch,
+            heads=heads,
+            width=KV_WIDTH,
+            value=value,
+            dtype=DTYPE,
+            device=self.device,
+            q_replicate=replicate,
+            project_first=value < LATENT,
+            q_BhQ=(inputs.q_BHQ if replicate else inputs.q_BHQ[:, own]).contiguous(),
+            o_BHR=inputs.o_NBHR[group.rank],
+            lse_BH=inputs.lse_NBH[group.rank],
+        )
+        exchange = made(case.variant, group, mine)
+        wanted_hBR = inputs.merged(own)
+        last: collections.deque[tuple[torch.Tensor, torch.Tensor]] = collections.deque(maxlen=2)
+
+        def layer(fill: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+            q_BhQ = exchange.query(batch)
+            fill(q_BhQ, mine.q_BhQ)
+            q_BHQ = exchange.gather_q(q_BhQ)
+            o_BHR, lse_BH = exchange.partial(batch)
+            fill(o_BHR, mine.o_BHR)
+            fill(lse_BH, mine.lse_BH)
+            last.append((q_BHQ, exchange.merge(o_BHR, lse_BH)))
+
+        def call() -> None:
+            layer(lambda *_: None)
+
+        def error() -> float:
+            return max(relative_error(got_hBR, wanted_hBR) for _, got_hBR in last)
+
+        def check(run: Callable[[], None]) -> str:
+            for q_BHQ, got_hBR in last:
+                got_hBR.fill_(float("nan"))
+                if q_BHQ.data_ptr() != mine.q_BhQ.data_ptr():  # else nothing is gathered
+                    q_BHQ.fill_(float("nan"))
+            gather_objects(None)  # peers may write the gathered q: none begins before all have spoilt theirs
+            run()
+            if not all(torch.equal(q_BHQ, inputs.q_BHQ) for q_BHQ, _ in last):
+                return "gathered q is not all ranks' q"
+            return "" if error() <= LIMIT else f"its relative error is {error():.2g}"
+
+        calls = [call] * (case.calls or FRESH_CALLS)
+        for _ in calls:  # every buffer that the exchange takes turns with is filled once
+            layer(lambda place, numbers: place.copy_(numbers))
+        return Calls(calls=calls, check=check, error=error, work=work_of(case))
+
+
+def work_of(case: Case) -> Work:
+    """See the module; `wire_bytes` is what the variant receives instead, by the formula of its own file."""
+    batch, heads, ranks, value = (int(case.sizes[n]) for n in ("requests", "heads", "ranks", "value"))
+    replicate = case.sizes["q"] == "replicated"
+    rows = batch * heads * (ranks - 1)  # (request, head) of the other ranks, N times over
+    q = 0 if replicate else rows * KV_WIDTH * 2 // ranks
+    o, lse = rows * value * 2 // ranks, rows * 4 // ranks
+    wire = q + o + lse
+    if case.variant.startswith("ag_rs"):
+        wire = q + o * (1 if case.variant.endswith("bf16") else 2) + lse * ranks
+    return Work(received_bytes=q + o + lse, wire_bytes=wire, barriers=1 if replicate else 2)

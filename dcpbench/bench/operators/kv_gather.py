@@ -1,0 +1,205 @@
+"""Bench kv-gather: the KV prefix of several requests, interleaved on the ranks of a DCP group, comes into token order.
+
+    nccl     pack this rank's rows, all-gather the parts padded to the largest, put them in token order
+    direct   pack this rank's rows where peers can read them, meet, read all parts in token order, meet again
+
+What travels, the received parts (nccl) or the own part (direct), lies in a buffer:
+
+    pool       a reserve of symmetric memory, taken at start
+    outgrown   the reserve is too small: symmetric memory, allocated at run time in every eager call and given back
+    plain      no reserve: torch's caching allocator for nccl; for direct as `outgrown`, as peers can read nothing else
+
+A captured call has its buffer from before. So the eager time of `outgrown` beside its time in a graph says what the
+allocation costs, and beside `pool` what a larger reserve would save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from dcpbench.bench.operators.calls import Calls, cold_sets
+from dcpbench.bench.operators.ranks import everyone
+from dcpbench.bench.record import Work
+from dcpbench.engine.request_pool import RequestPool
+from dcpbench.errors import CapacityError
+from dcpbench.exchange.prefix import Gatherer, Reserve, Task, symmetric
+from dcpbench.kernels.kv_gather import request_table
+from dcpbench.kernels.kv_indices import Share, fill_kv_indices
+from dcpbench.points.layout import Prefix
+from dcpbench.points.memory import GIB
+from dcpbench.points.shapes import KV_WIDTH
+from dcpbench.serving.allocator import DcpAllocator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    from dcpbench.bench.record import Case
+    from dcpbench.exchange.collectives import Group
+    from dcpbench.kernels.peers import Peers
+
+    Buffer = Peers | torch.Tensor
+    Lend = Callable[[], AbstractContextManager[Buffer]]
+
+PAGE = 64
+SPARE_ROWS = 8
+"""Rows behind the gathered ones, which must stay as they are."""
+POISON = 0x7FEB
+"""bf16 bits of a NaN that no row holds."""
+ALLOCATING_CALLS = 4
+"""Most calls of a pass in which each allocates symmetric memory, which takes milliseconds."""
+TURNS = 4
+"""Parts in which requests are given their pages, so that those of one lie apart."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Tensors of a size."""
+
+    task: Task
+    wanted: torch.Tensor
+    """[tokens, 576]: all tokens' rows in token order."""
+    pools: torch.Tensor
+    """[layers, rows, 576]: this rank's, with rows of other requests that are NaN."""
+    results: torch.Tensor
+    """[layers, tokens and spare rows, 576]"""
+
+    def check(self, layers: int, run: Callable[[], None]) -> str:
+        """Poison what so many layers are gathered into, run a pass, compare every bit."""
+        got_LTQ = self.results[:layers].view(torch.int16)
+        got_LTQ.fill_(POISON)
+        run()
+        wanted_TQ = self.wanted.view(torch.int16)
+        for layer, got_TQ in enumerate(got_LTQ):
+            differs_T = (got_TQ[: len(wanted_TQ)] != wanted_TQ).any(dim=1)
+            if count := int(differs_T.sum()):
+                first = int(differs_T.nonzero()[0])
+                return f"layer {layer}: {count} of {len(wanted_TQ)} rows differ, the first is token {first}"
+            if bool((got_TQ[len(wanted_TQ) :] != POISON).any()):
+                return f"layer {layer}: it wrote behind the last row"
+        return ""
+
+
+class KvGather:
+    """Builds cases; the reserve and the last size's tensors are kept."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.device, self.seed, self.group = device, seed, everyone()
+        self._reserve: Reserve | None = None
+        self._key: tuple[object, ...] = ()
+        self._inputs: Inputs | None = None
+
+    def build(self, case: Case) -> Calls:
+        """Calls of a case with sizes requests, tokens (of all of them), ranks, buffer and pool_bytes."""
+        key = (case.sizes["requests"], case.sizes["tokens"], case.calls)
+        if key != self._key or self._inputs is None:
+            self._inputs = None  # frees the old tensors before the new ones are made
+            self._inputs, self._key = self._make(case), key
+        inputs, task = self._inputs, self._inputs.task
+        lend, kept = self._buffers(case, task)
+        allocates = case.sizes["buffer"] == "outgrown" or (case.sizes["buffer"], case.variant) == ("plain", "direct")
+        layers = min(len(inputs.pools), ALLOCATING_CALLS) if allocates else len(inputs.pools)
+        row_bytes = KV_WIDTH * task.dtype.itemsize
+        own = len(task.rows)
+        received = (task.prefix.tokens - own) * row_bytes
+        return Calls(
+            calls=self._calls(case.variant, inputs, lend)[:layers],
+            to_capture=self._calls(case.variant, inputs, lambda: contextlib.nullcontext(kept))[:layers],
+            check=functools.partial(inputs.check, layers),
+            written_bytes=layers * (own + task.prefix.tokens) * row_bytes,
+            work=Work(
+                memory_bytes=(own + task.prefix.tokens) * row_bytes,
+                received_bytes=received,
+                wire_bytes=(self.group.size - 1) * task.part_bytes() if case.variant == "nccl" else received,
+                barriers=1,
+            ),
+        )
+
+    def _buffers(self, case: Case, task: Task) -> tuple[Lend, Buffer]:
+        """(how an eager call comes by its buffer, the buffer of captured calls)."""
+        nbytes, kind = task.buffer_bytes(case.variant), case.sizes["buffer"]
+        if kind == "pool":
+            reserve = self._reserved(int(case.sizes["pool_bytes"]))
+            assert reserve.fits(nbytes), "the case says pool, and the pool is too small"
+            return lambda: contextlib.nullcontext(reserve.peers), reserve.peers
+        if kind == "plain" and case.variant == "nccl":
+            plain = functools.partial(torch.empty, nbytes, dtype=torch.uint8, device=self.device)
+            return lambda: contextlib.nullcontext(plain()), plain()
+        return lambda: self._allocated(nbytes), symmetric(self.group, nbytes, self.device)
+
+    @contextlib.contextmanager
+    def _allocated(self, nbytes: int) -> Iterator[Peers]:
+        """Symmetric memory, given back when the work on it is done: no allocator would wait for that."""
+        yield symmetric(self.group, nbytes, self.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _reserved(self, nbytes: int) -> Reserve:
+        if self._reserve is None or self._reserve.nbytes != nbytes:
+            self._reserve = Reserve(self.group, nbytes, self.device)
+        return self._reserve
+
+    def _calls(self, way: str, inputs: Inputs, lend: Lend) -> list[Callable[[], None]]:
+        gatherer = Gatherer(self.group, inputs.task, way, self.device)
+
+        def gather(kv_KQ: torch.Tensor, out_TQ: torch.Tensor) -> None:
+            with lend() as buffer:
+                gatherer.gather(kv_KQ, out_TQ, buffer)
+
+        return [functools.partial(gather, kv, out) for kv, out in zip(inputs.pools, inputs.results, strict=True)]
+
+    def _make(self, case: Case) -> Inputs:
+        group = self.group
+        prefix = Prefix.uneven(int(case.sizes["tokens"]), int(case.sizes["requests"]), group.size)
+        rows, pool_rows = stored_rows(prefix, group, self.device)
+        layers = case.calls or cold_sets(prefix.part_rows * KV_WIDTH * 2, self.device)
+        sizes = ((layers, pool_rows, KV_WIDTH), (layers, prefix.tokens + SPARE_ROWS, KV_WIDTH))
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+        try:
+            rows_TQ = torch.randn(prefix.tokens, KV_WIDTH, generator=generator, device=self.device).to(torch.bfloat16)
+            kv_LKQ, out_LTQ = (torch.empty(size, dtype=torch.bfloat16, device=self.device) for size in sizes)
+        except torch.OutOfMemoryError as e:
+            need = sum(math.prod(size) for size in sizes) * 2 / GIB
+            raise CapacityError(f"pools and results of {need:.1f} GiB do not fit; lower --tokens or --layers.") from e
+        kv_LKQ.view(torch.int16).fill_(POISON)
+        kv_LKQ[:, rows.long()] = rows_TQ[own_tokens(prefix, group.rank).to(self.device)]
+        table = request_table(prefix, self.device)
+        task = Task(prefix=prefix, table=table, rows=rows, width=KV_WIDTH, dtype=torch.bfloat16)
+        return Inputs(task, rows_TQ, kv_LKQ, out_LTQ)
+
+
+def stored_rows(prefix: Prefix, group: Group, device: torch.device) -> tuple[torch.Tensor, int]:
+    """(rows of this rank's pool that hold the prefix, in token order; rows of the pool), by the engine's own pools."""
+    lengths = prefix.lengths
+    pages = sum(-(-length // (PAGE * group.size)) for length in lengths)
+    allocator = DcpAllocator(pages + 1, PAGE, group.size)
+    requests = RequestPool(len(lengths), max(lengths), device)
+    slots = [requests.alloc() for _ in lengths]
+    allocations = [allocator.alloc(-(-length // TURNS)) if length else None for length in lengths]
+    for turn in range(2, TURNS + 1):
+        for allocation, length in zip(allocations, lengths, strict=True):
+            if allocation is not None:
+                allocator.extend(allocation, -(-length * turn // TURNS) - allocation.tokens)
+    for slot, allocation in zip(slots, allocations, strict=True):
+        if allocation is not None:
+            requests.set_locs(slot, 0, allocation.locs(0, allocation.tokens))
+    own = prefix.firsts(group.rank)[-1]
+    rows = torch.empty(own, dtype=torch.int32, device=device)
+    ends, shares = (torch.empty(len(lengths) + 1, dtype=torch.int32, device=device) for _ in range(2))
+    share = Share(rank=group.rank, dcp=group.size)  # of pages of one row: the indices are rows
+    slots_B, lengths_B = (torch.tensor(numbers, device=device) for numbers in (slots, lengths))
+    fill_kv_indices(rows, ends, shares, requests.table, slots_B, lengths_B, share)
+    return rows, (pages + 1) * PAGE
+
+
+def own_tokens(prefix: Prefix, rank: int) -> torch.Tensor:
+    """int64: a rank's tokens, in the numbering of all requests' tokens."""
+    requests = zip(prefix.starts, prefix.lengths, strict=False)
+    shares = [torch.arange(start + min(rank, length), start + length, prefix.dcp) for start, length in requests]
+    return torch.cat(shares)

@@ -1,0 +1,176 @@
+"""What this machine can do: the limits that a bench's times are held against, measured in the same run.
+
+    read      device memory: block sums of a tensor many times the L2 cache
+    copy      device memory: a copy of one; its bytes count twice, read and written
+    matmul    8192 × 8192 × 8192 in bf16, on random numbers
+    peer      every rank reads its neighbour's memory at the same time, through symmetric memory, by a kernel or a copy
+    barrier   all ranks wait for each other in symmetric memory
+    smallest  NCCL's collectives of a few bytes
+
+With several ranks each is the slowest rank's. A limit that this machine does not have is left out with its reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from dcpbench.bench.operators import collectives
+from dcpbench.bench.operators.ranks import RankError, everyone, together
+from dcpbench.bench.record import Limit
+from dcpbench.errors import CapacityError
+from dcpbench.kernels.read import BLOCK, read
+from dcpbench.measuring.timing import Timer, capture
+from dcpbench.records.stats import median_interval
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from dcpbench.exchange.collectives import Group
+
+    Run = Callable[[], None]
+
+BUFFER_BYTES = 2 << 30
+PEER_BYTES = 1 << 30
+SIDE = 8192
+REPEATS = 32
+"""Barriers or smallest collectives in one graph."""
+WARM_UP, SAMPLES = 5, 30
+REST_S = 0.1
+
+
+def measure(wanted: Sequence[str], device: torch.device) -> tuple[list[Limit], list[str]]:
+    """The limits called `wanted`, and the reasons of those that cannot be had. Collective."""
+    found: list[Limit] = []
+    without = []
+    for name in wanted:
+        try:
+            found += together(lambda name=name: list(MEASURES[name](device)))  # type: ignore[misc]
+        except RankError as e:
+            without.append(f"{name}: {e}")
+        torch.cuda.empty_cache()
+    return found, without
+
+
+def by_name(limits: Sequence[Limit]) -> dict[str, float]:
+    """As `floor_us` takes them."""
+    return {limit.name: limit.median for limit in limits}
+
+
+def best(name: str, unit: str, amount: float, steps: Sequence[Run], device: torch.device) -> Limit:
+    """The best of some ways to do the same: `amount` a step, or seconds for one of `amount` where the unit is `s`.
+
+    A short burst after a rest: what the chip can do before its power cap slows a matrix product down.
+    """
+    found = []
+    for step in steps:
+        timer = Timer(step, device)
+        timer.chunk(WARM_UP)
+        time.sleep(REST_S)
+        samples_ms, _ = timer.chunk(SAMPLES)
+        samples = [ms / 1e3 / amount if unit == "s" else amount / ms * 1e3 for ms in samples_ms]
+        interval = median_interval(samples)
+        found.append(
+            Limit(name=name, unit=unit, median=interval.median, low=interval.low, high=interval.high, samples=SAMPLES)
+        )
+    return (min if unit == "s" else max)(found, key=lambda limit: limit.median)
+
+
+def _numbers(count: int, device: torch.device) -> torch.Tensor:
+    # Never zeros: the same kernels run faster on them.
+    return torch.randn(count, device=device)
+
+
+def _read(device: torch.device) -> Iterator[Limit]:
+    x = _numbers(BUFFER_BYTES // 4, device)
+    out = torch.empty(len(x) // BLOCK, device=device)
+    yield best("read", "B/s", x.nbytes, [lambda: read(x, out)], device)
+
+
+def _copy(device: torch.device) -> Iterator[Limit]:
+    x = _numbers(BUFFER_BYTES // 4, device)
+    yield best("copy", "B/s", 2 * x.nbytes, [_copying(torch.empty_like(x), x)], device)
+
+
+def _matmul(device: torch.device) -> Iterator[Limit]:
+    a, b = (torch.randn(SIDE, SIDE, device=device, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def product(transposed: bool) -> None:
+        torch.mm(a, b.T if transposed else b, out=out)
+
+    steps = [functools.partial(product, transposed) for transposed in (False, True)]
+    yield best("matmul", "FLOP/s", 2 * SIDE**3, steps, device)
+
+
+def _peer(device: torch.device) -> Iterator[Limit]:
+    group = everyone()
+    x, memory = _symmetric(PEER_BYTES // 4, group, device)
+    x.normal_()
+    neighbour = memory.get_buffer((group.rank + 1) % group.size, x.shape, x.dtype)
+    out = torch.empty(len(x) // BLOCK, device=device)
+    steps = [lambda: read(neighbour, out), _copying(torch.empty_like(x), neighbour)]
+    yield best("peer", "B/s", x.nbytes, steps, device)
+
+
+def _barrier(device: torch.device) -> Iterator[Limit]:
+    _, memory = _symmetric(BLOCK, everyone(), device)
+
+    def barriers() -> None:
+        for _ in range(REPEATS):
+            memory.barrier()
+
+    barriers()
+    yield best("barrier", "s", REPEATS, [capture(barriers).replay], device)
+
+
+def _smallest(device: torch.device) -> Iterator[Limit]:
+    group = everyone()
+    x = torch.randn(1, 8 * group.size, dtype=torch.bfloat16, device=device)
+    for name, make in collectives.NCCL.items():
+        calls = _repeated(make(group, x), x)
+        calls()
+        yield best(name, "s", REPEATS, [capture(calls).replay], device)
+
+
+def _copying(to: torch.Tensor, source: torch.Tensor) -> Run:
+    def copy() -> None:
+        to.copy_(source)
+
+    return copy
+
+
+def _repeated(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Run:
+    def calls() -> None:
+        for _ in range(REPEATS):
+            call(x)
+
+    return calls
+
+
+def _symmetric(numbers: int, group: Group, device: torch.device):  # noqa: ANN202 - torch's class has no public name
+    """(fp32 numbers that peers can read, their symmetric memory). Raises CapacityError where they cannot."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    if group.handle is None:
+        raise CapacityError("there is no peer to read from.")
+    if not all(torch.cuda.can_device_access_peer(device, peer) for peer in range(group.size) if peer != device.index):
+        raise CapacityError("the GPUs of this machine cannot read each other's memory.")
+    x = symmetric.empty(numbers, dtype=torch.float32, device=device)
+    memory = symmetric.rendezvous(x, group.handle)
+    dist.barrier(group.handle, device_ids=[device.index])
+    return x, memory
+
+
+MEASURES: dict[str, Callable[[torch.device], Iterator[Limit]]] = {
+    "read": _read,
+    "copy": _copy,
+    "matmul": _matmul,
+    "peer": _peer,
+    "barrier": _barrier,
+    "smallest": _smallest,
+}

@@ -1,0 +1,192 @@
+"""Bench merge: the kernels around a DCP group's collectives, each by itself, on one GPU.
+
+    head-order   both NCCL exchanges: gathered queries, rank after rank, in the order of heads
+    correct      ag_rs: a rank's share of the merged output, exp(lse_rank − lse*)·o, heads first, fp32
+    pack         a2a: partial outputs and lse as one message for each rank
+    combine      a2a: the messages of all ranks merged, fp32
+    value-proj   W_UV on what is delivered: fp32 latent columns of a rank's heads to value columns
+
+A pass goes through as many sets of tensors as keep the L2 cache cold; in an engine their inputs would still lie there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from dcpbench.bench.operators.calls import Calls, cold_sets, relative_error
+from dcpbench.bench.record import Work
+from dcpbench.kernels import merge as kernels
+from dcpbench.kernels.head_order import in_head_order
+from dcpbench.kernels.merge.reference import weights
+from dcpbench.kernels.pack import Message, combine, pack
+from dcpbench.kernels.value_proj import project_values
+from dcpbench.points.shapes import KV_WIDTH, LATENT, VALUE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dcpbench.bench.record import Case
+
+DTYPE = torch.bfloat16
+LIMIT = 5e-3
+"""Relative error past which a result is wrong: rounding it to bf16; inputs are what they are."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of a case."""
+
+    heads: int
+    requests: int
+    dcp: int
+
+    @property
+    def own(self) -> int:
+        """Heads of one rank."""
+        return self.heads // self.dcp
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ready:
+    """An operator on one set of tensors."""
+
+    call: Callable[[], tuple[torch.Tensor, ...]]
+    truth: Callable[[], tuple[torch.Tensor, ...]]
+    """What `call` gives, in fp64."""
+    work: Work
+
+
+def head_order(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
+    """q [N, B, h, Q] to [B, H, Q], bf16."""
+    q_NBhQ = numbers(s.dcp, s.requests, s.own, KV_WIDTH).to(DTYPE)
+    return Ready(
+        call=lambda: (in_head_order(q_NBhQ),),
+        truth=lambda: (q_NBhQ.transpose(0, 1).flatten(1, 2),),
+        work=Work(memory_bytes=2 * q_NBhQ.nbytes),
+    )
+
+
+def packed(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
+    """o [B, H, R] in bf16 and lse [B, H] to N messages."""
+    o_BHR, lse_BH = numbers(s.requests, s.heads, LATENT).to(DTYPE), numbers(s.requests, s.heads)
+    message = Message(s.requests, s.own, LATENT, DTYPE)
+    return Ready(
+        call=lambda: message.views(pack(o_BHR, lse_BH, s.dcp)),
+        truth=lambda: (_by_rank(o_BHR, s.own), _by_rank(lse_BH, s.own)),
+        work=Work(memory_bytes=2 * (o_BHR.nbytes + lse_BH.nbytes)),
+    )
+
+
+def combined(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
+    """N messages of o in bf16 and lse to [h, B, R] in fp32."""
+    message = Message(s.requests, s.own, LATENT, DTYPE)
+    wire_NW = numbers(s.dcp, message.words)
+    o_NBhR, lse_NBh = message.views(wire_NW)
+    o_NBhR.copy_(numbers(*o_NBhR.shape))
+    out_hBR = numbers(s.own, s.requests, LATENT)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        combine(wire_NW, message, out_hBR)
+        return (out_hBR,)
+
+    return Ready(
+        call=call,
+        truth=lambda: (kernels.merge(o_NBhR.double(), lse_NBh.double()).transpose(0, 1),),
+        work=Work(memory_bytes=2 * o_NBhR.numel() + lse_NBh.numel() * 4 + out_hBR.nbytes),
+    )
+
+
+def correct(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
+    """o [B, H, R] in bf16 and lse [N, B, H] to [H, B, R] in fp32."""
+    o_BHR = numbers(s.requests, s.heads, LATENT).to(DTYPE)
+    lse_NBH = 3 * numbers(s.dcp, s.requests, s.heads)
+    rank = s.dcp - 1
+    return Ready(
+        call=lambda: (kernels.correct(o_BHR, lse_NBH, rank, torch.float32),),
+        truth=lambda: ((weights(lse_NBH.double())[rank].unsqueeze(-1) * o_BHR.double()).transpose(0, 1),),
+        work=Work(memory_bytes=o_BHR.nbytes + lse_NBH.nbytes + 4 * o_BHR.numel()),
+    )
+
+
+def value_proj(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
+    """o [h, B, R] in fp32 and W_UV [h, R, V] in bf16 to [B, h, V] in bf16."""
+    o_hBR = numbers(s.own, s.requests, LATENT)
+    w_uv = (numbers(s.own, LATENT, VALUE) / LATENT**0.5).to(DTYPE)
+    out_bytes = s.requests * s.own * VALUE * DTYPE.itemsize
+    return Ready(
+        call=lambda: (project_values(o_hBR, w_uv, DTYPE),),
+        truth=lambda: (torch.bmm(o_hBR.double(), w_uv.double()).transpose(0, 1),),
+        work=Work(
+            memory_bytes=o_hBR.nbytes + w_uv.nbytes + out_bytes,
+            flops=2 * s.requests * s.own * LATENT * VALUE,
+        ),
+    )
+
+
+VARIANTS: dict[str, Callable[[Sizes, Callable[..., torch.Tensor]], Ready]] = {
+    "head-order": head_order,
+    "correct": correct,
+    "pack": packed,
+    "combine": combined,
+    "value-proj": value_proj,
+}
+
+
+def _by_rank(x_BH: torch.Tensor, own: int) -> torch.Tensor:
+    """[N, B, h, …] of [B, H, …]."""
+    return x_BH.unflatten(1, (-1, own)).transpose(0, 1)
+
+
+class Merge:
+    """Builds cases."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.device, self.seed = device, seed
+
+    def build(self, case: Case) -> Calls:
+        """Calls of a case with sizes heads, requests and dcp."""
+        sizes = Sizes(**{name: int(value) for name, value in case.sizes.items()})
+        random = torch.Generator(self.device).manual_seed(self.seed)
+
+        def ready() -> Ready:
+            return VARIANTS[case.variant](
+                sizes, lambda *shape: torch.randn(shape, generator=random, device=self.device)
+            )
+
+        sets = [ready()]
+        work = sets[0].work
+        count = case.calls or cold_sets(work.memory_bytes, self.device)
+        sets += [ready() for _ in range(count - 1)]
+        results: dict[int, tuple[torch.Tensor, ...]] = {}
+        truths = {number: sets[number].truth() for number in (0, count - 1)}
+
+        def calling(number: int) -> Callable[[], None]:
+            def keep() -> None:
+                results[number] = sets[number].call()
+
+            return keep
+
+        def error() -> float:
+            return max(
+                relative_error(got, truth)
+                for number, wanted in truths.items()
+                for got, truth in zip(results[number], wanted, strict=True)
+            )
+
+        def check(run: Callable[[], None]) -> str:
+            for each in results.values():
+                for got in each:
+                    got.fill_(float("nan"))
+            run()
+            return "" if error() <= LIMIT else f"its relative error is {error():.2g}"
+
+        return Calls(
+            calls=[calling(number) for number in range(count)],
+            check=check,
+            error=error,
+            work=work,
+            written_bytes=count * work.memory_bytes,
+        )

@@ -1,0 +1,232 @@
+"""Bench padded-slots: a decode step whose graph has more rows than there are requests, with and without a padding slot.
+
+    slot-0-live       slots 0 … n-1 are requests': unused rows of the graph, on slot 0, are rows of a live request
+    slot-0-padding    slot 0 is nobody's: they land in the padding page
+
+Truth is the same step with the unused rows filled by requests of their own, so that nothing is padded: tensors have
+the same shapes, and what differs is what padding did.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from dcpbench.bench.operators.calls import Calls, relative_error
+from dcpbench.bench.record import Overwritten
+from dcpbench.engine.decode import DecodeEngine
+from dcpbench.engine.groups import make_groups
+from dcpbench.engine.kv_pool import KvPool
+from dcpbench.engine.model import Model
+from dcpbench.engine.synthetic import SyntheticSource
+from dcpbench.engine.weights import load_weights
+from dcpbench.points.batches import padded_batch
+from dcpbench.points.layout import Layout
+from dcpbench.points.memory import Plan
+from dcpbench.points.shapes import SHAPES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dcpbench.bench.record import Case
+    from dcpbench.engine.decode import Batch, Request
+
+LIVE, PADDING = "slot-0-live", "slot-0-padding"
+KNOWN = "known"
+"""The engine has the ids of the prompt, and a KV row of its first token that it has computed itself."""
+VICTIM = 0
+"""The request that has slot 0 where that is a request's."""
+ALONE = Layout(1)
+HELD_MOE = 4
+"""Distinct MoE layers in memory, which the others reuse in turn; far more than the L2 cache."""
+ROUNDING = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+"""‖x − ref‖ / ‖ref‖ of logits that other rows' routing may explain, by changing in which order sums are taken."""
+
+Stored = list[tuple["torch.Tensor", "torch.Tensor"]]
+"""Of each request, KV rows [layers, tokens, Q] and token ids [tokens]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What a device is measured with."""
+
+    model: str
+    dtype: torch.dtype
+    page_size: int
+    backend: str
+
+
+MACHINES = {
+    "cuda": Machine("deepseek-v2-lite", torch.bfloat16, 64, "triton"),
+    "cpu": Machine("tiny", torch.float32, 4, "reference"),
+}
+
+
+@dataclasses.dataclass
+class Scene:
+    """An engine with requests in flight, and the step that is about to run."""
+
+    engine: DecodeEngine
+    live: list[Request]
+    guests: list[Request]
+    """Requests of one token in the rows that would be padding."""
+    batch: Batch
+    logits: torch.Tensor
+    """[live, vocab] of the last step; one tensor for life, as a captured graph writes it, too."""
+
+    def step(self) -> None:
+        """Decode a token of every request."""
+        self.engine.run(self.batch)
+        assert self.batch.logits is not None
+        self.logits.copy_(self.batch.logits[: len(self.live), : self.logits.shape[1]])
+
+    def stored(self, context: int) -> Stored:
+        """Copies of what each live request has stored before the step, which writes KV row context - 1."""
+        rows, requests = self.engine.model.kv.all_rows(), self.engine.requests
+        return [
+            (
+                rows[:, requests.table[request.slot, : context - 1].long()],
+                requests.tokens[request.slot, :context].clone(),
+            )
+            for request in self.live
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Harm:
+    """What became of each live request in a step."""
+
+    rows: list[list[tuple[int, int]]]
+    """(layer, token) of KV rows that were stored before the step and are others now."""
+    ids: list[list[int]]
+    """Tokens of the prompt whose ids are others now."""
+    errors: list[float]
+    """‖x − ref‖ / ‖ref‖ of the logits."""
+
+    @classmethod
+    def between(cls, before: Stored, after: Stored, errors: list[float]) -> Harm:
+        """From what was stored before and after the step."""
+        pairs = list(zip(before, after, strict=True))
+        return cls(
+            rows=[[(layer, token) for layer, token in _places((a != b).any(dim=-1))] for (a, _), (b, _) in pairs],
+            ids=[[token for (token,) in _places(a != b)] for (_, a), (_, b) in pairs],
+            errors=errors,
+        )
+
+
+def _places(differs: torch.Tensor) -> list[list[int]]:
+    places: list[list[int]] = differs.nonzero().tolist()
+    return places
+
+
+class PaddedSlots:
+    """Builds cases; the weights are made once."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.device, self.seed, self.machine = device, seed, MACHINES[device.type]
+        self.shape = SHAPES[self.machine.model]
+        source = SyntheticSource(seed, self.machine.dtype, device)
+        held = min(HELD_MOE, self.shape.layers - self.shape.first_dense)
+        plan = Plan(
+            kv_bytes=0,
+            weight_bytes=0,
+            full_weight_bytes=0,
+            dense_held=self.shape.first_dense,
+            moe_held=held,
+            layers=self.shape.layers,
+        )
+        self.weights = load_weights(source, self.shape, ALONE, 0, plan)
+
+    def build(self, case: Case) -> Calls:
+        """Calls of one decode step with sizes requests, context and ids, `known` or `elsewhere`."""
+        requests, context = int(case.sizes["requests"]), int(case.sizes["context"])
+        known, spare = case.sizes["ids"] == KNOWN, padded_batch(requests) - requests
+        scene = self._scene(requests, 0, context, padding=case.variant == PADDING)
+        seen: list[Harm] = []
+
+        def check(run: Callable[[], None]) -> str:
+            # Beside the truth's rows, those of padding read the same token.
+            reads = self._prompt(VICTIM, context)[0] if known and case.variant == LIVE else 0
+            truth = self._scene(requests, spare, context, padding=True)
+            self._prepare(truth, context, known=known, guest=reads)
+            truth.step()
+            self._prepare(scene, context, known=known)
+            before = scene.stored(context)
+            run()
+            errors = [relative_error(*pair) for pair in zip(scene.logits, truth.logits, strict=True)]
+            seen[:] = [Harm.between(before, scene.stored(context), errors)]
+            return unexpected(seen[0], case, self.shape.layers, ROUNDING[self.machine.dtype])
+
+        def overwritten() -> Overwritten:
+            tables, kv, harm = scene.engine.requests, scene.engine.model.kv, seen[0]
+            return Overwritten(
+                kv_rows=sum(map(len, harm.rows)),
+                token_ids=sum(map(len, harm.ids)),
+                logit_error=max(harm.errors),
+                table_bytes=tables.table[0].nbytes + tables.tokens[0].nbytes if case.variant == PADDING else 0,
+                page_bytes=kv.nbytes // kv.data.shape[1],
+            )
+
+        return Calls(calls=[scene.step], check=check, written_bytes=self.weights.nbytes(), overwritten=overwritten)
+
+    def _scene(self, requests: int, guests: int, context: int, *, padding: bool) -> Scene:
+        shape, machine = self.shape, self.machine
+        pages = 1 + requests * -(-context // machine.page_size) + guests
+        kv = KvPool(shape.layers, pages, machine.page_size, shape.kv_width, machine.dtype, self.device)
+        model = Model(
+            shape, ALONE, make_groups(ALONE, 0), self.weights, kv, interleave=1, max_context=context, device=self.device
+        )
+        engine = DecodeEngine(
+            model,
+            backend=machine.backend,
+            exchange="none",
+            max_requests=requests + guests,
+            max_context=context,
+            padding=padding,
+        )
+        live = [engine.admit(context) for _ in range(requests)]
+        others = [engine.admit(1) for _ in range(guests)]
+        batch = engine.batch(requests + guests)
+        logits = torch.empty(requests, shape.vocab, dtype=machine.dtype, device=self.device)
+        return Scene(engine, live, others, batch, logits)
+
+    def _prepare(self, scene: Scene, context: int, *, known: bool, guest: int = 0) -> None:
+        """KV and token ids of all requests as they were before the step; `guest` is the token of each guest."""
+        engine, both = scene.engine, [*scene.live, *scene.guests]
+        engine.requests.tokens.zero_()
+        for number, request in enumerate(scene.live):
+            engine.fill(request, number, self.seed)
+        for request in scene.guests:
+            engine.requests.set_tokens(request.slot, 0, [guest])
+        if known:  # a first token attends to itself alone, so that a step computes its row as a prefill would
+            self._write_prompts(scene, context)
+            engine.run(engine.plan_rows([r.slot for r in both], [0] * len(both)))
+            self._write_prompts(scene, context)
+        else:
+            for number, request in enumerate(scene.live):
+                engine.requests.set_tokens(request.slot, context - 1, [self._prompt(number, context)[-1]])
+        engine.plan(both)
+
+    def _write_prompts(self, scene: Scene, context: int) -> None:
+        for number, request in enumerate(scene.live):
+            scene.engine.requests.set_tokens(request.slot, 0, self._prompt(number, context))
+
+    def _prompt(self, number: int, context: int) -> list[int]:
+        """Token ids of a request, none of them 0."""
+        return [1 + (7919 * (number + 1) + 104729 * i) % (self.shape.vocab - 1) for i in range(context)]
+
+
+def unexpected(harm: Harm, case: Case, layers: int, rounding: float) -> str:
+    """Whether padding did anything but what is said of it: nothing, or harm to one request in known places."""
+    others = slice(0 if case.variant == PADDING else VICTIM + 1, None)
+    if any(harm.rows[others]) or any(harm.ids[others]) or any(e > rounding for e in harm.errors[others]):
+        return "padding rows changed a request that is not in slot 0"
+    if case.variant == PADDING:
+        return ""
+    if any(token for _, token in harm.rows[VICTIM]) or set(harm.ids[VICTIM]) - {1}:
+        return "padding rows changed other tokens of the request in slot 0 than its first KV row and second id"
+    if case.sizes["ids"] != KNOWN and (len(harm.rows[VICTIM]) != layers or not harm.errors[VICTIM]):
+        return "padding rows did not change the first KV row of slot 0 in every layer, and with it its logits"
+    return ""

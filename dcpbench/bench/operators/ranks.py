@@ -1,0 +1,117 @@
+"""Ranks: how they find each other, and how they agree on what one of them has run into."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import time
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import torch.distributed as dist
+
+from dcpbench.bench.operators.calls import first_line
+from dcpbench.exchange.collectives import Group, gather_objects
+from dcpbench.launch.jobs import listen
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import torch
+    from torch._C._distributed_c10d import Store
+
+NCCL_DEFAULTS = {"NCCL_GRAPH_MIXING_SUPPORT": "0"}
+"""Set where the environment does not say otherwise; records keep what was in force. Our collectives are in one order,
+so NCCL need not keep captured and eager ones apart, which costs some microseconds at each of them."""
+COLLECTIVE_TIMEOUT = dt.timedelta(minutes=30)
+"""Longer than our own watchdogs, which have the better story to tell about a hang."""
+
+TCPStore = dist.TCPStore  # type: ignore[attr-defined]
+LOOPBACK = "127.0.0.1"
+LOOK_S = 0.02
+"""Time between two looks for the file in which rank 0 leaves its port."""
+
+Value = TypeVar("Value")
+
+
+class RankError(Exception):
+    """Some rank could not do what all had to do; the message is its reason."""
+
+
+def join(rank: int, ranks: int, device: torch.device, folder: Path) -> None:
+    """Be one rank of several, which find each other by a file in `folder`; nothing for one alone."""
+    if ranks == 1:
+        return
+    start(device, rank, ranks, folder / "port")
+
+
+def start(device: torch.device, rank: int, ranks: int, path: Path, at: tuple[str, int] | None = None) -> None:
+    """Start torch.distributed with what is the same in all our runs; ranks meet as jobs.Job.store (`at`) says."""
+    if device.type == "cuda":
+        for name, value in NCCL_DEFAULTS.items():
+            os.environ.setdefault(name, value)
+    # No device_id: with it torch splits later groups off the first communicator, and NCCL then orders the launches of
+    # all of them, which costs some microseconds at every collective of a captured graph.
+    kind = "nccl" if device.type == "cuda" else "gloo"
+    store = _store(rank, ranks, path, at)
+    dist.init_process_group(kind, timeout=COLLECTIVE_TIMEOUT, store=store, rank=rank, world_size=ranks)
+
+
+def _store(rank: int, ranks: int, path: Path, at: tuple[str, int] | None) -> Store:
+    """Served by rank 0 at one address: torch's own would listen on all, and let anyone read and write.
+
+    On one machine the system gives the port: one that was free a moment ago may be taken by now.
+    """
+    host, port = at or (LOOPBACK, 0)
+    if rank == 0:
+        listening = listen(host, port)
+        port = listening.getsockname()[1]
+        store = TCPStore(
+            host,
+            port,
+            ranks,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=COLLECTIVE_TIMEOUT,
+            master_listen_fd=listening.detach(),
+        )
+        unfinished = path.with_suffix(".new")
+        unfinished.write_text(str(port))
+        unfinished.rename(path)
+        return store
+    while at is None and not path.exists():
+        time.sleep(LOOK_S)
+    return TCPStore(
+        host, port or int(path.read_text()), ranks, is_master=False, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT
+    )
+
+
+def everyone() -> Group:
+    """The group of all ranks; of one where there are no others."""
+    if not dist.is_initialized():
+        return Group(size=1, rank=0, handle=None)
+    return Group(size=dist.get_world_size(), rank=dist.get_rank(), handle=dist.group.WORLD)
+
+
+def together(step: Callable[[], Value]) -> Value:
+    """What `step` gives on this rank. Raises RankError on all ranks where it raised on one of them.
+
+    After it all ranks take the same branch, so that none waits in a collective for one that has given up.
+    """
+    value: Value | None = None
+    reason = ""
+    try:
+        value = step()
+    except Exception as e:  # noqa: BLE001 - whatever it is, the other ranks have to hear of it
+        reason = f"{type(e).__name__}: {first_line(e)}"
+    told = one_of(reason)
+    if told:
+        raise RankError(told)
+    return cast("Value", value)
+
+
+def one_of(text: str) -> str:
+    """The first rank's text that is not empty, with its rank where there are several; the same on all ranks."""
+    texts = gather_objects(text)
+    rank, found = next(((rank, text) for rank, text in enumerate(texts) if text), (0, ""))
+    return f"rank {rank}: {found}" if found and len(texts) > 1 and not all(t == found for t in texts) else found

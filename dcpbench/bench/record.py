@@ -1,0 +1,241 @@
+"""What a bench is asked to do, what it says while it runs, and the record that it leaves: plain JSON. No torch.
+
+job.json        BenchJob, written by bench_job.py, read by every rank of bench_worker.py
+events.jsonl    Event, one line each, written by rank 0 of bench_worker.py while it runs
+bench-NAME.json BenchRecord, in the folder given with -o
+
+Times are microseconds and of one call, of the slowest rank. What was not measured is null, never 0.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.records.record import Environment, Gpu
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SCHEMA_VERSION = 1
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a bench's table, as asked for."""
+
+    variant: str
+    sizes: dict[str, int | float | str]
+    """What it is measured at, by the name of the column, in the table's order."""
+    calls: int
+    """Calls in one pass over all layers (or steps); times are a pass's, divided by them. 0: as many as the bench finds
+    useful, which the result says."""
+
+    def name(self) -> str:
+        """`filter, 16 tokens, dcp 8, …`, for progress and messages."""
+        sizes = ", ".join(f"{name} {value}" for name, value in self.sizes.items())
+        return f"{self.variant}, {sizes}"
+
+
+class BenchSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How every case is measured."""
+
+    seconds: float = 0.3
+    """Time limit of each of a case's timings; past it the timing is `noisy`."""
+    precision: float = 0.01
+    backlog_us: float = 100.0
+    """GPU work queued before each call whose host time is taken."""
+    seed: int = 0
+
+
+class BenchJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything one worker does."""
+
+    bench: str
+    device: str
+    """`cuda` or `cpu`."""
+    ranks: int = 1
+    cases: list[Case]
+    settings: BenchSettings = BenchSettings()
+    command: str = ""
+
+
+class Limit(msgspec.Struct, frozen=True, kw_only=True):
+    """What this machine can do, measured before the cases of the same run; the slowest rank's."""
+
+    name: str
+    """`read`, `copy` (device memory, copied bytes count twice), `matmul` (bf16), `peer` (every rank reads its
+    neighbour's memory), `barrier` (symmetric memory), `all-gather` … (NCCL's smallest)."""
+    unit: str
+    """`B/s`, `FLOP/s` or `s`."""
+    median: float
+    low: float
+    high: float
+    samples: int
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """The least that one call must do, whatever the variant: sizes on paper, not what a kernel was seen to do."""
+
+    memory_bytes: int = 0
+    """Device memory read and written, each byte once."""
+    memory_limit: str = "copy"
+    """The limit that these bytes are held against: `read` where hardly anything is written."""
+    flops: int = 0
+    received_bytes: int = 0
+    """From other ranks, by one rank."""
+    wire_bytes: int = 0
+    """What the variant receives in their place, by its own formula; 0 where there is but one way."""
+    barriers: int = 0
+    """Times that ranks have to wait for each other."""
+
+
+def floor_us(work: Work, limits: Mapping[str, float]) -> float | None:
+    """The time below which a call cannot be, or None where a limit that it takes is not known.
+
+    max(memory_bytes / memory, flops / matmul, barriers · barrier + received_bytes / peer), with limits by name.
+    """
+    needs = {work.memory_limit: work.memory_bytes, "matmul": work.flops}
+    needs |= {"peer": work.received_bytes, "barrier": work.barriers}
+    if any(amount and name not in limits for name, amount in needs.items()):
+        return None
+    seconds = {name: amount / limits[name] if amount else 0.0 for name, amount in needs.items()}
+    waiting = work.barriers * limits["barrier"] if work.barriers else 0.0
+    return max(seconds[work.memory_limit], seconds["matmul"], waiting + seconds["peer"]) * 1e6 or None
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """Time of one call: a median over passes with its 95 % interval, and the slowest pass."""
+
+    median_us: float
+    low_us: float
+    high_us: float
+    max_us: float
+    samples: int
+    noisy: bool = False
+    """The time limit came before the interval was within ±1 %."""
+    unsettled: bool = False
+    """Warm-up ended by time, not because two successive medians agreed."""
+    samples_us: list[float] = []
+
+
+class SyncSite(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of a variant that synchronises."""
+
+    kind: str
+    op: str = ""
+    function: str = ""
+    file: str = ""
+    line: int | None = None
+    per_call: float = 0.0
+
+
+class Syncs(msgspec.Struct, frozen=True, kw_only=True):
+    """Host-blocking calls of one call, counted in a pass of its own."""
+
+    per_call: float
+    detector: str
+    """`live` on a GPU, `dry-run` on the CPU."""
+    sites: list[SyncSite] = []
+
+
+class Graph(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of capturing a pass into a CUDA graph."""
+
+    captured: bool
+    reason: str = ""
+    """Why it could not be captured, in the words of the error."""
+    time: Timing | None = None
+    """Of a replay: GPU time, no host time in it."""
+    correct: bool | None = None
+
+
+class Overwritten(msgspec.Struct, frozen=True, kw_only=True):
+    """What the padding rows of a step did to live requests, and the memory that is set aside for them."""
+
+    kv_rows: int
+    """KV rows, of all layers, that were stored before the step and are others after it."""
+    token_ids: int
+    """Likewise of the prompts' ids in the request table."""
+    logit_error: float
+    """‖x − ref‖ / ‖ref‖ of the live request that is off furthest, against the same step without padding rows."""
+    table_bytes: int
+    """Of the request tables' row for slot 0; 0 where that is a request's."""
+    page_bytes: int
+    """Of the KV pool's page 0 on a rank, all layers."""
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found for one case."""
+
+    case: Case
+    outcome: str = "ok"
+    """`ok` or `failed`."""
+    reason: str = ""
+    """Why it failed."""
+    calls: int = 0
+    """Calls of a pass."""
+    correct: bool | None = None
+    difference: str = ""
+    """Where it differs from the reference."""
+    overwritten: Overwritten | None = None
+    """Of padded-slots, whose results are `correct` where padding rows did what is said of the variant, be it harm."""
+    error: float | None = None
+    """‖x − ref‖ / ‖ref‖ against fp64, of the worst rank; null where results must be equal bit by bit."""
+    work: Work | None = None
+    floor_us: float | None = None
+    """See `floor_us`; null on the CPU, and where a limit is not known."""
+    bytes_s: float | None = None
+    """`work` over the time in a graph, or over the eager time where nothing could be captured."""
+    flop_s: float | None = None
+    received_bytes_s: float | None = None
+    time: Timing | None = None
+    """Eager calls back to back, from one pass's start on the GPU to the next one's. Null on the CPU."""
+    host: Timing | None = None
+    """Host time inside a call while the GPU is `backlog_us` behind. Null on the CPU."""
+    syncs: Syncs | None = None
+    graph: Graph | None = None
+    """Null where it was not tried: on the CPU, and for all but the first case of a variant that synchronises."""
+    marks: list[str] = []
+    """`noisy`, `unsettled`, `throttled`, `l2_warm`, as in records.jsonl."""
+    gpu: Gpu | None = None
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a worker: its environment first, then what becomes of each case."""
+
+    stage: str
+    """`start`, `limits`, then `case` and `done` (timed) for each case; after all of them `counted` for each, then
+    `graph` for captures tried last, and `end`."""
+    index: int = 0
+    """Of the case, in the job."""
+    environment: Environment | None = None
+    limits: list[Limit] = []
+    without: list[str] = []
+    """Limits that could not be measured, each with its reason."""
+    result: Result | None = None
+    syncs: Syncs | None = None
+    graph: Graph | None = None
+
+
+class BenchRecord(msgspec.Struct, kw_only=True):
+    """`bench-NAME.json`: all of a run."""
+
+    schema_version: int = SCHEMA_VERSION
+    bench: str
+    performance: bool
+    """False on the CPU, where nothing is timed."""
+    findings: list[str] = []
+    """What the numbers say, in sentences made from them."""
+    ranks: int = 1
+    limits: list[Limit] = []
+    """Measured before the cases; none on the CPU, and none for a bench that needs none."""
+    without: list[str] = []
+    """Limits that could not be measured, each with its reason."""
+    results: list[Result] = []
+    settings: BenchSettings = BenchSettings()
+    environment: Environment | None = None
+    started_at: str = ""
+    """UTC, ISO 8601."""
+    seconds: float = 0.0
+    """Wall time."""

@@ -1,0 +1,183 @@
+"""The table of a bench in a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from dcpbench.bench.shown.findings import corrupts
+from dcpbench.bench.shown.rates import baselines, limits_told, share, speed_up
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dcpbench.bench.record import BenchRecord, Overwritten, Result, Timing
+
+    Cell = Callable[[Result], str]
+
+NARROW = "{what} are left out: this terminal has fewer than {columns} columns. --json and -o have them."
+NUMBERS = (int, float)
+WIDE, MEDIUM = 140, 100
+"""Columns of a terminal in which intervals and marks find room beside the rest; in which rates and errors do."""
+DETAILS = ("TB/s", "TFLOP/s", "GB/s", "wire KB", "error")
+MEDIANS = "Per call: medians, 95 % intervals in parentheses."
+LEGEND = {
+    "eager µs": "eager: calls back to back, GPU clock, the host's waiting in it.",
+    "host µs": "host: time the host spends inside a call while the GPU is {backlog:g} µs behind.",
+    "graph µs": "graph: replayed from a CUDA graph, GPU time only.",
+    "TB/s": "TB/s, TFLOP/s: what a call must read, write and compute on paper, over its time.",
+    "GB/s": "GB/s: what a rank must receive at the least, over the time; the bus bandwidth of collectives.",
+    "wire KB": "wire: what a rank receives by the variant's own formula.",
+    "of limit": "of limit: the least time that this machine allows for that (docs/benches.md), over the time taken.",
+    "error": "error: ‖x − ref‖ / ‖ref‖ against fp64, of the worst rank.",
+    "KV rows lost": "KV rows, ids lost: stored rows of all layers, and prompt ids, of live requests that padding rows "
+    "overwrote; logit error: ‖x − ref‖ / ‖ref‖ of the request that is off furthest, against no padding.",
+    "slot KB": "slot, page: memory of the request tables' row 0 and of the KV pool's page 0 where they are set aside.",
+    "syncs": "syncs: how often the host waits for the GPU in a call, counted apart from the timing ({detector}).",
+}
+"""What columns mean, by a column that is there."""
+FRESH = ("exchange", "collectives")
+"""Benches whose inputs were just written in an engine, too."""
+L2 = {
+    True: "L2 cache: inputs lie in it, where an engine's step before them leaves them.",
+    False: "L2 cache: cold, where a case is not marked l2_warm.",
+}
+
+
+def table(record: BenchRecord, width: int = WIDE) -> Table:
+    """One row for each case; times only of a GPU, and without their intervals where the terminal is narrow."""
+    wide = width >= WIDE
+    sizes, same = _sizes(record.results)
+    title = ", ".join([f"bench {record.bench}", *same])
+    out = Table(title=title, box=box.SIMPLE, title_justify="left", padding=(0, 1 if wide else 0))
+    out.add_column("variant", no_wrap=True)
+    for name in sizes:
+        number = all(isinstance(r.case.sizes.get(name, 0), NUMBERS) for r in record.results)
+        out.add_column(name, justify="right" if number else "left", no_wrap=True)
+    columns = _columns(record, width)
+    for name in columns:
+        out.add_column(name, justify="right", no_wrap=True)
+    out.add_column("correct")
+    if record.performance and wide:
+        out.add_column("marks")
+    for r in record.results:
+        cells = [r.case.variant, *(_size(r.case.sizes.get(name, "")) for name in sizes)]
+        cells += [*(cell(r) for cell in columns.values()), _verdict(r)]
+        out.add_row(*cells, *([" ".join(r.marks)] if record.performance and wide else []))
+    return out
+
+
+def legend(record: BenchRecord, width: int = WIDE) -> list[str]:
+    """What the columns mean, and the machine's limits."""
+    detector = next((f"detector: {r.syncs.detector}" for r in record.results if r.syncs), "not counted")
+    columns = _columns(record, width)
+    lines = [MEDIANS, L2[record.bench in FRESH]] if record.performance else []
+    lines += [
+        line.format(backlog=record.settings.backlog_us, detector=detector)
+        for name, line in LEGEND.items()
+        if name in columns
+    ]
+    lines += limits_told(record)
+    if record.performance and width < WIDE:
+        what, least = (
+            ("Intervals and marks", WIDE) if width >= MEDIUM else ("Intervals, marks, rates and errors", MEDIUM)
+        )
+        lines.append(NARROW.format(what=what, columns=least))
+    return lines
+
+
+def _sizes(results: Sequence[Result]) -> tuple[list[str], list[str]]:
+    """Names of sizes that results differ in, which are columns, and the others in words, which are said once."""
+    names = dict.fromkeys(name for r in results for name in r.case.sizes)
+    values = {name: {r.case.sizes.get(name, "") for r in results} for name in names}
+    differ = [name for name in names if len(values[name]) > 1 or len(results) == 1]
+    return differ, [f"{name} {_size(next(iter(values[name])))}" for name in names if name not in differ]
+
+
+def _columns(record: BenchRecord, width: int) -> dict[str, Cell]:
+    """What is shown of each result between its sizes and its verdict, as far as any result has it."""
+    results = record.results
+    refused = {r.case.variant for r in results if r.graph and not r.graph.captured}
+    host, wide = any(r.host for r in results), width >= WIDE
+    columns: dict[str, tuple[bool, Cell]] = {
+        "eager µs": (host or any(r.time for r in results), lambda r: _time(r.time, wide=wide)),
+        "host µs": (host, lambda r: _time(r.host, wide=wide)),
+        "graph µs": (
+            record.performance,
+            lambda r: "refused" if r.case.variant in refused else _time(r.graph.time if r.graph else None, wide=wide),
+        ),
+        "TB/s": (any(r.bytes_s for r in results), lambda r: _rate(r.bytes_s, 1e12)),
+        "TFLOP/s": (any(r.flop_s for r in results), lambda r: _rate(r.flop_s, 1e12)),
+        "GB/s": (any(r.received_bytes_s for r in results), lambda r: _rate(r.received_bytes_s, 1e9)),
+        "wire KB": (
+            any(r.work and r.work.wire_bytes for r in results),
+            lambda r: _rate(r.work.wire_bytes or None, 1e3) if r.work else "",
+        ),
+        "of limit": (any(r.floor_us for r in results), lambda r: _percent(share(r))),
+    }
+    for name in baselines(record):
+        columns[f"× {name}"] = (True, lambda r, name=name: _ratio(speed_up(r, name, results)))  # type: ignore[misc]
+    columns |= _overwritten(results)
+    columns["syncs"] = (
+        host or any(r.syncs for r in results),
+        lambda r: f"{r.syncs.per_call:g}" if r.syncs else "",
+    )
+    columns["error"] = (
+        any(r.error is not None for r in results),
+        lambda r: f"{r.error:.1e}" if r.error is not None else "",
+    )
+    left_out = () if width >= MEDIUM else DETAILS
+    return {name: cell for name, (there, cell) in columns.items() if there and name not in left_out}
+
+
+def _overwritten(results: Sequence[Result]) -> dict[str, tuple[bool, Cell]]:
+    """What padding rows did to live requests, and what is set aside for them."""
+    cells: dict[str, Callable[[Overwritten], str]] = {
+        "KV rows lost": lambda o: f"{o.kv_rows:,}",
+        "ids lost": lambda o: f"{o.token_ids:,}",
+        "logit error": lambda o: f"{o.logit_error:.1e}" if o.logit_error else "0",
+        "slot KB": lambda o: _digits(o.table_bytes / 1e3),
+        "page KB": lambda o: _digits(o.page_bytes / 1e3),
+    }
+    there = any(r.overwritten for r in results)
+    return {
+        name: (there, lambda r, cell=cell: cell(r.overwritten) if r.overwritten else "")  # type: ignore[misc]
+        for name, cell in cells.items()
+    }
+
+
+def _verdict(r: Result) -> str:
+    if r.outcome != "ok":
+        return f"[red]failed[/]: {escape(r.reason)}"
+    if r.correct and corrupts(r):
+        return "[yellow]corrupts, as said[/]"
+    return "[green]yes[/]" if r.correct else "[red bold]WRONG[/]"
+
+
+def _size(value: float | str) -> str:
+    return f"{value:,}" if isinstance(value, NUMBERS) else escape(value)
+
+
+def _time(t: Timing | None, *, wide: bool) -> str:
+    if t is None:
+        return ""
+    return f"{_digits(t.median_us)} ({_digits(t.low_us)}–{_digits(t.high_us)})" if wide else _digits(t.median_us)
+
+
+def _rate(value: float | None, scale: float) -> str:
+    return "" if value is None else _digits(value / scale)
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.0f} %"
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"  # noqa: PLR2004 - three digits

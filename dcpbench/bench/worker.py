@@ -1,0 +1,245 @@
+"""Runs the cases of a bench as one of its ranks: `python -m dcpbench.bench.worker FOLDER`, started by bench_job.py.
+
+FOLDER/job.json says what; FOLDER/events.jsonl gets a line for each thing done, from rank 0. The machine's limits come
+first, then up to three rounds over the cases: timing, since the detector that counts synchronisations afterwards slows
+whatever follows it, and at the end the captures that are expected to be refused, since a refused capture leaves torch's
+allocator in a state that nothing should follow. With several ranks all take every branch together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from dcpbench.bench.operators import calls as measuring
+from dcpbench.bench.operators import limits
+from dcpbench.bench.operators.attention import Attention
+from dcpbench.bench.operators.collectives import Collectives
+from dcpbench.bench.operators.dp_slice import DpSlice
+from dcpbench.bench.operators.exchange import ExchangeBench
+from dcpbench.bench.operators.kv_gather import KvGather
+from dcpbench.bench.operators.kv_write import KvWrite
+from dcpbench.bench.operators.merge import Merge
+from dcpbench.bench.operators.moe import Moe
+from dcpbench.bench.operators.padded_slots import PaddedSlots
+from dcpbench.bench.operators.ranks import RankError, join, one_of, together
+from dcpbench.bench.operators.sync_count import count_syncs
+from dcpbench.bench.record import BenchJob, Event, Graph, Result, floor_us
+from dcpbench.exchange.collectives import gather_objects, largest_error
+from dcpbench.measuring.environment import environment
+from dcpbench.measuring.gpu_state import worst
+from dcpbench.measuring.timing import capture
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dcpbench.bench.operators.calls import Calls, Workload
+    from dcpbench.bench.record import Case, Timing
+    from dcpbench.records.record import Gpu
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What is measured of a bench, beside the time of its cases in a CUDA graph."""
+
+    workload: type[Workload]
+    limits: tuple[str, ...] = ()
+    """What its cases are held against; see workloads/limits.py."""
+    host: bool = False
+    """Its variants may wait for the GPU: eager time, host time and synchronisations count. The others must be
+    capturable, and a graph that is captured proves that nothing waits."""
+    eager_calls: int = 0
+    """Calls of an eager pass to be timed beside the graph, where they do what a graph cannot; else 0."""
+    fresh: bool = False
+    """Its inputs were just written in an engine, too: nothing keeps the L2 cache cold."""
+
+
+BENCHES = {
+    "attention": Bench(workload=Attention, limits=("read", "matmul")),
+    "exchange": Bench(workload=ExchangeBench, limits=("peer", "barrier"), fresh=True),
+    "merge": Bench(workload=Merge, limits=("copy", "matmul")),
+    "moe": Bench(workload=Moe, limits=("read", "matmul")),
+    "collectives": Bench(workload=Collectives, limits=("peer", "barrier", "smallest"), fresh=True),
+    "kv-gather": Bench(workload=KvGather, limits=("copy", "peer", "barrier"), eager_calls=2),
+    "kv-write": Bench(workload=KvWrite, limits=("copy",), host=True),
+    "dp-slice": Bench(workload=DpSlice, host=True),
+    "padded-slots": Bench(workload=PaddedSlots),
+}
+"""A further bench is a class with `build(case) -> Calls`, in a file of its own, and its line here."""
+
+
+class BenchWorker:
+    """State of a job on one rank."""
+
+    def __init__(self, job: BenchJob, folder: Path, rank: int, device: torch.device) -> None:
+        self.job, self.rank, self.device = job, rank, device
+        self.events = folder / "events.jsonl"
+        self.bench = BENCHES[job.bench]
+        self.workload = self.bench.workload(device, job.settings.seed)
+        self.limits: dict[str, float] = {}
+        self.blocking: dict[str, int] = {}
+        """First case of each variant that waits for the GPU, by its variant."""
+
+    def workload_on(self, device: torch.device) -> Workload:
+        """The bench's workload with its tensors on `device`; this process's own is kept, with its inputs."""
+        if device == self.device:
+            return self.workload
+        return self.bench.workload(device, self.job.settings.seed)
+
+    def tell(self, event: Event) -> None:
+        """Append one line, from rank 0."""
+        if self.rank == 0:
+            with self.events.open("ab") as f:
+                f.write(msgspec.json.encode(event) + b"\n")
+
+    def run(self) -> None:
+        """Limits, then all cases in up to three rounds."""
+        self.tell(Event(stage="start", environment=environment(self.device, self.job.command)))
+        if self.device.type == "cuda" and self.bench.limits:
+            found, without = limits.measure(self.bench.limits, self.device)
+            self.limits = limits.by_name(found)
+            self.tell(Event(stage="limits", limits=found, without=without))
+        done = []
+        for index, case in enumerate(self.job.cases):
+            self.tell(Event(stage="case", index=index))
+            try:
+                result = self.measure(index, case)
+            except RankError as e:  # the case says it and the others go on
+                result = Result(case=case, outcome="failed", reason=str(e))
+            done.append(result)
+            self.tell(Event(stage="done", index=index, result=result))
+        for index, result in enumerate(done):
+            if result.outcome == "ok" and self.bench.host:
+                self.count(index, result)
+        ready = {index: self.workload.build(self.job.cases[index]) for index in self.blocking.values()}
+        for index, calls in ready.items():
+            self.tell(Event(stage="graph", index=index, graph=measuring.try_capture(calls)))
+        self.tell(Event(stage="end"))
+
+    def measure(self, index: int, case: Case) -> Result:
+        """Correctness and, on a GPU, times of one case. Raises RankError where some rank could not."""
+        calls = together(lambda: self.workload.build(case))
+        difference, error = checked(calls, calls.check, calls.run)
+        result = Result(
+            case=case,
+            calls=len(calls.calls),
+            work=calls.work,
+            correct=not difference,
+            difference=difference,
+            error=error,
+            overwritten=calls.overwritten and calls.overwritten(),
+        )
+        if self.device.type == "cpu":
+            return result
+        states: list[Gpu | None] = []
+        eager = len(calls.calls) if self.bench.host else min(self.bench.eager_calls, len(calls.calls))
+        if eager:
+            time, gpu = together(lambda: self.gpu_time(lambda: measuring.run_all(calls.calls[:eager]), eager))
+            result = msgspec.structs.replace(result, time=time)
+            states.append(gpu)
+        if self.bench.host:
+            host = together(lambda: measuring.host_time(calls, self.job.settings))
+            result = msgspec.structs.replace(result, host=host)
+        if self.bench.host and together(lambda: measuring.waits(calls.run_captured)):
+            self.blocking.setdefault(case.variant, index)
+        else:
+            replay = together(lambda: capture(calls.run_captured).replay)
+            wrong, error = checked(calls, calls.check_graph or calls.check, replay)
+            graph_time, gpu = together(lambda: self.gpu_time(replay, len(calls.calls)))
+            difference = difference or (wrong and f"replayed graph: {wrong}")
+            graph = Graph(captured=True, time=graph_time, correct=not wrong)
+            result = msgspec.structs.replace(
+                result,
+                graph=graph,
+                correct=not difference,
+                difference=difference,
+                error=error,
+                overwritten=calls.overwritten and calls.overwritten(),
+            )
+            states.append(gpu)
+        gpu = worst(state for each in gather_objects(states) for state in each)
+        return msgspec.structs.replace(
+            result, gpu=gpu, marks=self.marks(calls, gpu, result), **self.rates(calls, result)
+        )
+
+    def rates(self, calls: Calls, result: Result) -> dict[str, float | None]:
+        """What a call comes to by its time, and its floor."""
+        work, time = calls.work, result.graph.time if result.graph else result.time
+        if work is None or time is None:
+            return {}
+        amounts = {"bytes_s": work.memory_bytes, "flop_s": work.flops, "received_bytes_s": work.received_bytes}
+        rates = {name: amount / time.median_us * 1e6 if amount else None for name, amount in amounts.items()}
+        return rates | {"floor_us": floor_us(work, self.limits)}
+
+    def gpu_time(self, run: Callable[[], None], calls: int) -> tuple[Timing, Gpu | None]:
+        """Of a call, where `run` is a pass of so many."""
+        return measuring.gpu_time(run, calls, self.device, self.job.settings)
+
+    def marks(self, calls: Calls, gpu: Gpu | None, result: Result) -> list[str]:
+        """What to be careful about, in the words of records.jsonl."""
+        l2_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size
+        timings = [t for t in (result.time, result.host, result.graph and result.graph.time) if t]
+        found = {
+            "noisy": any(t.noisy for t in timings),
+            "unsettled": any(t.unsettled for t in timings),
+            "throttled": bool(gpu and gpu.throttle_reasons),
+            "l2_warm": not self.bench.fresh and calls.written_bytes < measuring.COLD * l2_bytes,
+        }
+        return [name for name, applies in found.items() if applies]
+
+    def count(self, index: int, result: Result) -> None:
+        """Synchronisations of one case."""
+        try:
+            syncs = together(
+                lambda: count_syncs(lambda device: self.workload_on(device).build(result.case), self.device)
+            )
+        except RankError as e:  # as in `run`; what was timed stays
+            failed = msgspec.structs.replace(result, outcome="failed", reason=f"counting synchronisations: {e}")
+            self.tell(Event(stage="counted", index=index, result=failed))
+        else:
+            self.tell(Event(stage="counted", index=index, syncs=syncs))
+
+
+def checked(
+    calls: Calls, check: Callable[[Callable[[], None]], str], run: Callable[[], None]
+) -> tuple[str, float | None]:
+    """(what differs on some rank, the largest error of all ranks), after a pass by `run`."""
+    difference = one_of(together(lambda: check(run)))
+    return difference, largest_error(together(calls.error)) if calls.error else None
+
+
+def main(path: str) -> None:
+    """Run the job of a folder as the rank that the environment names, as torchrun would."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    folder, rank = Path(path), int(os.environ.get("RANK", "0"))
+    job = msgspec.json.decode((folder / "job.json").read_bytes(), type=BenchJob)
+    if job.device == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(1)
+    join(rank, job.ranks, device, folder)
+    worker = BenchWorker(job, folder, rank, device)
+    with torch.inference_mode():
+        worker.run()
+    if job.ranks > 1:
+        dist.barrier(device_ids=[rank] if job.device == "cuda" else None)
+    if worker.blocking or job.ranks > 1:
+        # A refused capture is still open in torch, whose tear-down would complain about it; that of a group waits for
+        # graphs which hold its collectives.
+        sys.stderr.flush()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,1 @@
+"""One file a command: its options, and what it does."""

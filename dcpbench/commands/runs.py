@@ -1,0 +1,304 @@
+"""What sweep, serve and verify share once they know their points: folder, jobs, interrupts, the result. No torch.
+
+Rich and reports are imported where they are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shlex
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import UsageError
+from dcpbench.launch import folders, launcher
+from dcpbench.launch.nodes import secret, split_endpoint
+from dcpbench.launch.torchrun import Machines
+from dcpbench.plan import grid
+from dcpbench.plan.options import check_seconds
+from dcpbench.plan.spec import effective
+from dcpbench.records.checks import OUTCOMES
+from dcpbench.records.file import RecordFile
+from dcpbench.show.streams import write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from dcpbench.plan.spec import SweepSpec
+    from dcpbench.points.machine import Probe
+    from dcpbench.points.point import Point
+    from dcpbench.records.record import Record
+
+    WorkOff = Callable[[Sequence[Point], launcher.Work, "Run"], None]
+
+WORKER = launcher.WORKER
+PLAIN_WIDTH = 140
+"""Columns of a table in a file or a pipe."""
+INTERRUPTED = 130
+SOME_FAILED = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """Options that say how a command runs, not what it measures."""
+
+    output: Path | None = None
+    config: Path | None = None
+    device: str = "auto"
+    timeout: float = 300.0
+    resume: bool = False
+    force: bool = False
+    dry_run: bool = False
+    as_json: bool = False
+    machines: Machines = Machines()  # noqa: RUF009 -- frozen
+
+
+def machine(run: Run) -> Probe:
+    """The machine as --device wants it seen."""
+    return effective(launcher.probe(WORKER), run.device)
+
+
+def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = None) -> int:
+    """Expand what was asked for, then list it (--dry-run), or run it and write the report. Returns the exit code.
+
+    `work_off` leaves a record of every point in the folder; None: jobs of torchrun do.
+    """
+    candidates = grid.expand(spec, probe, run.machines.nnodes)
+    if run.dry_run:
+        print_plan(candidates, run)
+        grid.check_any(candidates)
+        return 0
+    grid.check_any(candidates)
+    folder = run.output or folders.new_folder("-".join(spec.model), spec.tp)
+    work = work_of(folder, spec, probe, run)
+    if run.machines.node_rank:
+        folders.make_folder(folder)
+        say(f"Node {run.machines.node_rank}: works for node 0 at {run.machines.rdzv_endpoint}; the records are there.")
+        with stoppable(work):
+            launcher.run([], work, run.machines, lambda _: None)
+        return 0
+    with folders.locked(folder) as lock:
+        with folders.writing(folder):
+            points = _prepare(candidates, folder, work, run)
+            pool_points = tuple(c.point for c in candidates if c.error is None)
+            announce(candidates, points, folder, probe)
+            (work_off or run_points)(points, dataclasses.replace(work, pool_points=pool_points, lock=lock), run)
+        return _finish(candidates, folder, probe, run)
+
+
+def check_run(run: Run) -> None:
+    """Raise UsageError where the options contradict each other."""
+    m = run.machines
+    if run.resume and run.force:
+        raise UsageError("--resume and --force contradict each other; --resume goes on, --force starts over.")
+    if run.resume and run.output is None:
+        raise UsageError("--resume needs the run to go on with; add for example -o runs/NAME.")
+    check_seconds("--timeout", run.timeout, 300)
+    if m.nnodes < 1:
+        raise UsageError(f"--nnodes {m.nnodes} is not positive; try --nnodes 2, or leave it out.")
+    if not 0 <= m.node_rank < m.nnodes:
+        raise UsageError(
+            f"--node-rank {m.node_rank} with --nnodes {m.nnodes}: ranks go from 0 to nnodes - 1, one for each machine."
+        )
+    if m.nnodes > 1:
+        split_endpoint(m.rdzv_endpoint)
+        secret()
+
+
+def _prepare(candidates: Sequence[grid.Candidate], folder: Path, work: launcher.Work, run: Run) -> list[Point]:
+    """Make the folder, record the rejected points once, and return those that are still to be measured."""
+    folders.prepare_sweep(folder, resume=run.resume, force=run.force)
+    known = launcher.last_records(folder)
+    if run.resume:
+        folders.check_same_command(folder, candidates[0].point, known.values())
+    if run.resume and not known:
+        say(f"{folder} holds no run yet; starting one.")
+    elif run.resume and not any(c.point.key() in known for c in candidates):
+        say(f"None of these points is in {folder}; to go on with its run, repeat the command of that run.")
+    if run.resume:
+        now = folders.settings_of(candidates[0].point, work.settings, work.device)
+        if changed := folders.check_resumed(folder, now):
+            say(changed)
+    for c in candidates:
+        old = known.get(c.point.key())
+        if c.error is not None and (old is None or old.outcome != "rejected"):
+            RecordFile(folder).append(c.rejected())
+    measured = {key for key, record in known.items() if record.outcome == "ok"}
+    return [c.point for c in candidates if c.error is None and c.point.key() not in measured]
+
+
+def run_points(points: Sequence[Point], work: launcher.Work, run: Run) -> None:
+    """Run the points and show how far they are; an interrupt ends the workers, then the command."""
+    from dcpbench.launch.progress import Watch
+
+    with stoppable(work), Watch(points, console(error=True)) as watch:
+        launcher.run(points, work, run.machines, watch)
+
+
+@contextlib.contextmanager
+def stoppable(work: launcher.Work) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and a lost terminal (SIGHUP) end the workers first; the records stay valid."""
+    folder = shlex.quote(str(work.folder))
+    again = f"go on, repeat the command with: -o {folder} --resume"
+    if work.kind == "verify":
+        again = f"check again, repeat the command with: -o {folder} --force"
+    ended = "" if work.settings.step_times else "the workers have ended and "
+    with told_when_stopped(f"Interrupted; {ended}what was measured is in {work.folder}. To {again}"):
+        yield
+
+
+@contextlib.contextmanager
+def told_when_stopped(said: str) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP end the command with this sentence, once what is at work has cleaned up."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _stop)
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as e:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            say(f"\n{said}")
+        sys.exit(e.code if isinstance(e, SystemExit) else INTERRUPTED)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(number: int, _: object) -> None:
+    """End as by Ctrl-C, once: a shell that goes away sends SIGHUP twice, and the second must not end the clean-up."""
+    for repeated in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(repeated, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def _finish(candidates: Sequence[grid.Candidate], folder: Path, probe: Probe, run: Run) -> int:
+    """Write the report, say where it lies, and tell by the exit code whether every point that could run did."""
+    from dcpbench.reports import terminal_table, write_report
+
+    last = launcher.last_records(folder)
+    records = [last[c.point.key()] for c in candidates if c.point.key() in last]
+    failed = [r for r in records if r.outcome in ("failed", "hung")]
+    with told_when_stopped(no_report([folder])):
+        paths = write_report([folder], folder / "report")
+    if run.as_json:
+        print_json(_summary(records, folder, paths, probe))
+    else:
+        console().print(terminal_table([folder]))
+    print_paths(paths, sys.stderr if run.as_json else sys.stdout)
+    return SOME_FAILED if failed else 0
+
+
+def no_report(folders: Sequence[Path]) -> str:
+    """What is said where a report was interrupted, and what to type."""
+    again = shlex.join(["dcpbench", "report", *map(str, folders)])
+    return f"Interrupted; no report was written. The records are safe; to write it: {again}"
+
+
+def _summary(records: Sequence[Record], folder: Path, paths: Sequence[Path], probe: Probe) -> dict[str, object]:
+    counts = {o: sum(r.outcome == o for r in records) for o in OUTCOMES}
+    results = []
+    for r in records:
+        row = {"point": msgspec.to_builtins(r.point), "layout": r.point.layout_name, "outcome": r.outcome}
+        if r.metrics:
+            row |= {
+                "step_ms": r.metrics.step_ms.median,
+                "output_tok_s": r.metrics.output_tok_s.median,
+                "output_tok_s_per_gpu": r.metrics.output_tok_s_per_gpu,
+                "tok_s_per_user": r.metrics.tok_s_per_user,
+            }
+        if r.serve:
+            row |= {"serve": msgspec.to_builtins(r.serve)}
+        results.append(row | {"reason": r.reason, "marks": r.marks})
+    return {
+        "folder": str(folder),
+        "device": probe.device,
+        "performance": probe.device != "cpu",
+        **counts,
+        "report": [str(p) for p in paths],
+        "results": results,
+    }
+
+
+def print_plan(candidates: Sequence[grid.Candidate], run: Run) -> None:
+    """What --dry-run says: the points that can run, and why others cannot."""
+    rows = grid.table(candidates)
+    if run.as_json:
+        print_json(rows)
+        return
+    from dcpbench.launch.progress import candidates_table, rejected_lines
+
+    terminal = console()
+    if any(r["reason"] is None for r in rows):
+        terminal.print(candidates_table(rows))
+    for line in rejected_lines(rows):
+        terminal.print(f"cannot run: {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def announce(
+    candidates: Sequence[grid.Candidate], points: Sequence[Point], folder: Path, probe: Probe, *, cpu_note: bool = True
+) -> None:
+    """Say what will run, what cannot and why, and where the results will lie."""
+    from dcpbench.launch.progress import CPU_NOTE, rejected_lines
+
+    if probe.device == "cpu" and cpu_note:
+        say(CPU_NOTE)
+    for line in rejected_lines(grid.table(candidates)):
+        say(f"cannot run: {line}")
+    added = sum(c.added for c in candidates if c.error is None)
+    possible = sum(c.error is None for c in candidates)
+    skipped = f", {possible - len(points)} already measured" if possible > len(points) else ""
+    extra = f" ({added} of the grid are baselines; --no-baseline leaves them out)" if added else ""
+    say(f"{points_text(len(points))} to run{skipped}{extra}. Output: {folder}")
+
+
+def work_of(folder: Path, spec: SweepSpec, probe: Probe, run: Run) -> launcher.Work:
+    """What is the same for all jobs of a command."""
+    return launcher.Work(
+        folder=folder.absolute(),
+        settings=spec.settings,
+        device=probe.device,
+        timeout=run.timeout,
+        command=shlex.join(["dcpbench", *sys.argv[1:]]),
+        worker=WORKER,
+    )
+
+
+def console(*, error: bool = False) -> Console:
+    """Rich's console, wide where nobody's terminal says how wide."""
+    from rich.console import Console
+
+    found = Console(stderr=error)
+    if not found.is_terminal:
+        found.width = PLAIN_WIDTH
+    return found
+
+
+def points_text(count: int) -> str:
+    """`1 point`, `2 points`."""
+    return "1 point" if count == 1 else f"{count} points"
+
+
+def say(text: str) -> None:
+    """A line on stderr."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def print_json(value: object) -> None:
+    """A result for a script, on stdout."""
+    write_json(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def print_paths(paths: Sequence[Path], stream: object) -> None:
+    """Where the report lies."""
+    pages = [p for p in paths if p.suffix == ".html"] or list(paths)
+    print(*(f"Report: {p}" for p in pages), sep="\n", file=stream)  # type: ignore[call-overload]

@@ -1,0 +1,320 @@
+"""`dcpbench syncs …`: options alone. What the commands do lies in syncs/; nothing heavy is imported at the top."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="syncs",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Find hidden CUDA synchronisation: where the host waits for the GPU, on which line, and what it costs."
+    "\n\nStart with: dcpbench syncs scan trace.json.gz\n\nExit codes: 0 clean · 1 findings · 2 options or input that "
+    "cannot be used · 3 the trace cannot answer (no GPU events, no runtime calls, no steps, or it ends early).",
+)
+
+READ = "What is read"
+RECORD = "What is recorded"
+GATE = "What may pass"
+OUTPUT = "Output"
+
+Traces = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="TRACE",
+        help="Kineto traces (.json, .json.gz): files, folders, or globs in quotes; "
+        "several ranks at once. A folder stands for the traces directly in it.",
+    ),
+]
+Root = Annotated[
+    Path | None,
+    typer.Option(
+        "--root",
+        metavar="FOLDER",
+        rich_help_panel=READ,
+        help="Root of the repository: paths are shown "
+        "relative to it, and pyproject.toml and allow-sync comments are read there. Default: the folder with .git around "
+        "this one.",
+    ),
+]
+StepRange = Annotated[
+    str | None,
+    typer.Option(
+        "--step-range",
+        metavar="REGEX",
+        rich_help_panel=READ,
+        help="Ranges (record_function) that mark a "
+        "step, such as '^decode_step'. Default: ProfilerStep#N, which prof.step() makes, else numbered ranges.",
+    ),
+]
+Baseline = Annotated[
+    Path | None,
+    typer.Option(
+        "--baseline",
+        metavar="FILE",
+        rich_help_panel=GATE,
+        help="Only sites that are not in FILE, or that "
+        "occur more often per step than there, are findings. Default: none.",
+    ),
+]
+MaxPerStep = Annotated[
+    float | None,
+    typer.Option(
+        "--max-per-step",
+        metavar="N",
+        rich_help_panel=GATE,
+        help="Synchronisations per step over all sites; more are a finding. Default: none.",
+    ),
+]
+MaxBubbleUs = Annotated[
+    float | None,
+    typer.Option(
+        "--max-bubble-us",
+        metavar="MICROSECONDS",
+        rich_help_panel=GATE,
+        help="GPU idle time that removing "
+        "each wait would win, at most, summed over all sites and traces; more is a finding. Default: none.",
+    ),
+]
+AllowOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow",
+        metavar="GLOB",
+        rich_help_panel=GATE,
+        help="May synchronise: 'module.function', "
+        "'function' or the name of a range; repeat for several. Default: none.",
+    ),
+]
+Format = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        metavar="NAME",
+        rich_help_panel=OUTPUT,
+        help="table, json, sarif, junit, github (annotations, and the step summary) or markdown.",
+    ),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="FILE", rich_help_panel=OUTPUT, help="Write there. Default: stdout."),
+]
+Force = Annotated[
+    bool, typer.Option("--force", rich_help_panel=OUTPUT, help="Write over a file that is there. Default: no.")
+]
+
+
+@app.command(rich_help_panel="Traces")
+def scan(
+    traces: Traces,
+    root: Root = None,
+    step_range: StepRange = None,
+    baseline: Baseline = None,
+    max_per_step: MaxPerStep = None,
+    max_bubble_us: MaxBubbleUs = None,
+    allow: AllowOption = None,
+    form: Format = "table",
+    output: Output = None,
+    force: Force = False,
+) -> None:
+    r"""Find every place in traces of torch.profiler where the host waits for the GPU.
+
+    Without --baseline, --max-per-step and --max-bubble-us any site is a finding that is not allowed, not the profiler's
+    own, not in the first step alone, and did wait. Defaults of these options, and a list of what is allowed, may
+    stand in pyproject.toml under \[tool.dcpbench.syncs]; a comment `# dcpbench: allow-sync(reason)` allows its line or
+    function.
+
+    Exit codes: 0 clean · 1 findings · 2 options or input that cannot be used · 3 the trace cannot answer.
+
+    For example:
+
+      dcpbench syncs scan trace.json.gz
+
+      dcpbench syncs scan 'runs/*.pt.trace.json.gz' --baseline syncs-baseline.json --format sarif -o syncs.sarif
+
+      dcpbench syncs scan traces/ --max-per-step 2 --allow 'engine.sampler.*' --format github
+    """
+    from dcpbench.syncs import commands
+
+    options = commands.GateOptions(
+        baseline=baseline,
+        max_per_step=max_per_step,
+        max_bubble_us=max_bubble_us,
+        allow=allow or (),
+        root=root,
+        step_range=step_range,
+    )
+    raise typer.Exit(commands.scan(traces, options, commands.Out(form=form, output=output, force=force)))
+
+
+@app.command(rich_help_panel="Traces")
+def baseline(
+    traces: Traces,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+            help="Default: the baseline that pyproject.toml names, else syncs-baseline.json.",
+        ),
+    ] = None,
+    root: Root = None,
+    step_range: StepRange = None,
+    allow: AllowOption = None,
+    force: Force = False,
+) -> None:
+    """Write down which sites there are today, and how often per step, so that only new ones fail.
+
+    What is allowed is left out, and so are sites of the first step alone. The file is sorted and made to be committed.
+
+    Exit codes: 0 written · 2 options or input that cannot be used · 3 the trace cannot answer, and nothing is written.
+
+    For example: dcpbench syncs baseline trace.json.gz -o syncs-baseline.json
+    """
+    from dcpbench.syncs import commands
+
+    options = commands.GateOptions(allow=allow or (), root=root, step_range=step_range)
+    raise typer.Exit(commands.baseline(traces, options, output, force=force))
+
+
+@app.command(rich_help_panel="Programs", context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- PROGRAM",
+            show_default=False,
+            help="Your program as you would type it: python "
+            "script.py …, or torchrun …; every rank and every child process is recorded.",
+        ),
+    ] = None,
+    warmup: Annotated[
+        int,
+        typer.Option(
+            "--warmup", metavar="STEPS", rich_help_panel=RECORD, help="Steps of each process that are not recorded."
+        ),
+    ] = 0,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            "--steps",
+            metavar="STEPS",
+            rich_help_panel=RECORD,
+            help="Steps that are recorded then; after "
+            "them the program goes on unprofiled. Default: all until its end, which makes large traces.",
+        ),
+    ] = None,
+    step: Annotated[
+        str,
+        typer.Option(
+            "--step",
+            metavar="MODULE:FUNCTION",
+            rich_help_panel=RECORD,
+            help="A call of this function is a "
+            "step, such as engine.loop:Engine.step or __main__:train_step. Default: from one call of the outermost "
+            "nn.Module to the next.",
+        ),
+    ] = "",
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            "--keep-traces",
+            metavar="FOLDER",
+            rich_help_panel=RECORD,
+            help="Keep the traces there. Default: they are removed once they have been read.",
+        ),
+    ] = None,
+    root: Root = None,
+    step_range: StepRange = None,
+    baseline: Baseline = None,
+    max_per_step: MaxPerStep = None,
+    max_bubble_us: MaxBubbleUs = None,
+    allow: AllowOption = None,
+    form: Format = "table",
+    output: Output = None,
+    force: Force = False,
+) -> None:
+    """Run a program, record every process of it, and find where the host waits for the GPU.
+
+    The program is not changed: its output, input and exit code are its own, and what it prints comes before the report;
+    write the report to a file with -o where a machine reads it. A profiler that the program itself uses goes first.
+
+    Exit codes: those of scan, but 3 also without a GPU, 4 where the program failed, 130 after Ctrl-C.
+
+    For example:
+
+      dcpbench syncs run --warmup 5 --steps 10 -- python serve.py --model tiny
+
+      dcpbench syncs run --step engine.loop:Engine.step --steps 10 -- torchrun --nproc-per-node 8 serve.py
+    """
+    from dcpbench.syncs import commands
+    from dcpbench.syncs import run as runs
+
+    options = commands.GateOptions(
+        baseline=baseline,
+        max_per_step=max_per_step,
+        max_bubble_us=max_bubble_us,
+        allow=allow or (),
+        root=root,
+        step_range=step_range,
+    )
+    recording = runs.Recording(warmup=warmup, steps=steps, step=step, keep=keep)
+    out = commands.Out(form=form, output=output, force=force)
+    raise typer.Exit(runs.run(command or [], recording, options, out))
+
+
+@app.command(name="dry-run", rich_help_panel="Programs", context_settings={"allow_interspersed_args": False})
+def dry_run(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- PROGRAM",
+            show_default=False,
+            help="Your program as you would type it: python script.py …, or python -m module …",
+        ),
+    ] = None,
+    assume_device: Annotated[
+        bool,
+        typer.Option(
+            "--assume-device",
+            rich_help_panel=READ,
+            help="Tensors made without a device count as the GPU's, "
+            "for tests that name none; those with device='cpu', pinned ones and those assigned to a name ending in _cpu "
+            "stay on the host. Default: no.",
+        ),
+    ] = False,
+    root: Root = None,
+    step_range: StepRange = None,
+    baseline: Baseline = None,
+    max_per_step: MaxPerStep = None,
+    allow: AllowOption = None,
+    form: Format = "table",
+    output: Output = None,
+    force: Force = False,
+) -> None:
+    """Run a program without a GPU, and find where the host would wait for one.
+
+    Tensors on `cuda` are stand-ins with real values in host memory, so the program takes the branches that it would
+    take; each operator that would wait is reported with its line. Times, kernels and what libraries do by themselves
+    stay unknown. A GPU that is there is not used.
+
+    Exit codes: those of scan, but 3 also where the program fails or puts nothing on the GPU, 130 after Ctrl-C.
+
+    For example:
+
+      dcpbench syncs dry-run -- python serve.py --model tiny
+
+      dcpbench syncs dry-run --assume-device --format github -- python -m pytest tests/test_scheduler.py
+    """
+    from dcpbench.syncs import commands, dry_run_program
+
+    options = commands.GateOptions(
+        baseline=baseline, max_per_step=max_per_step, allow=allow or (), root=root, step_range=step_range
+    )
+    out = commands.Out(form=form, output=output, force=force)
+    raise typer.Exit(dry_run_program.dry_run(command or [], options, out, assume_device=assume_device))

@@ -1,0 +1,42 @@
+"""`dcpbench top`: its options. Nothing heavy at the top."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def top(
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN", help="A run's folder. Default: the newest below runs/ that is running."),
+    ] = None,
+    every: Annotated[
+        float,
+        typer.Option("--every", metavar="SECONDS", help="Between two looks. Default: 1.", show_default=False),
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print how far it is, and end.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object for each look, one a line; with --once a single one.")
+    ] = False,
+) -> None:
+    """Watch a sweep, serve or verify that is running, from another terminal.
+
+    Points, rates, what is left, the point at work, and clocks, power and temperature of this machine's GPUs. It reads
+    the run's files alone and does not disturb it. A run that has not begun is waited for. Without a terminal it prints
+    a line for each change. It ends when the run ends, with the run's exit code as far as files tell (docs/top.md), and
+    with 130 on Ctrl-C.
+
+    For example:
+
+      dcpbench top
+
+      dcpbench top runs/monday | tee monday.log
+
+      dcpbench top runs/monday --once --json
+    """
+    from dcpbench.plan.options import check_seconds
+    from dcpbench.top import watch
+
+    check_seconds("--every", every, 1)
+    raise typer.Exit(watch.top(run, every=every, once=once, as_json=as_json))

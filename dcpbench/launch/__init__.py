@@ -1,0 +1,1 @@
+"""Torchrun jobs, their files, folders and progress."""

@@ -1,0 +1,256 @@
+"""A run's folder: whether a command may use it, what --force removes, and what --resume must leave as it was. No torch.
+
+A sweep owns records.jsonl; `verify` owns checks.jsonl and failed.jsonl, and does not enter a sweep's folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shlex
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dcpbench.errors import DcpbenchError, OutputError
+from dcpbench.launch.jobs import CHECKS_FILE, FAILED_FILE, read_job
+from dcpbench.launch.processes import COMMAND, LOCK_FILE, alive, alive_pid
+from dcpbench.records.file import RECORDS_FILE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from dcpbench.launch.jobs import Job
+    from dcpbench.points.point import Point
+    from dcpbench.points.settings import Settings
+    from dcpbench.records.record import Record
+
+COMMANDS = {"decode": "sweep", "serve": "serve"}
+"""By workload, which leaves records there."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+ENDING_S, LOOK_S = 5.0, 0.05
+MAY_CHANGE = ("--seconds", "--profile")
+"""Options that only make some points of a run better known than others."""
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder, and make sure that files can be written into it. Raises OutputError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as e:
+        raise OutputError(f"{folder} cannot be used as output folder ({e.strerror}); give another with -o.") from e
+
+
+def new_folder(name: str, tp: Sequence[int]) -> Path:
+    """A folder that does not exist yet, named by the time, `name` and the world sizes."""
+    safe = "".join(c if c.isalnum() or c in "-." else "_" for c in name.replace("/", "_").strip("._"))
+    base = Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{safe}-tp{'-'.join(map(str, tp))}"
+    numbered = (base.with_name(f"{base.name}-{n}") for n in range(2, 100))
+    return base if not base.exists() else next(p for p in numbered if not p.exists())
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[int]:
+    """Make the folder and keep every other run out of it; gives the descriptor, which all processes of a job have.
+
+    The lock ends with the last process that has the descriptor. Raises OutputError where a run is still at work, and
+    where the file system has no locks: two runs that write here would spoil each other's records.
+    """
+    make_folder(folder)
+    try:
+        lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as e:
+        raise OutputError(f"{folder / LOCK_FILE} cannot be written ({e.strerror}); give another folder with -o.") from e
+    try:
+        _take(lock, folder)
+        os.ftruncate(lock, 0)
+        os.write(lock, f"{os.getpid()}\n".encode())
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _take(lock: int, folder: Path) -> None:
+    """Take the lock. Where the command that had it is gone, its workers are ending: they get ENDING_S for that."""
+    refused = time.monotonic() + ENDING_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            if alive(folder)[0] != COMMAND and time.monotonic() < refused:
+                time.sleep(LOOK_S)
+                continue
+            pid = alive_pid(folder) or "unknown"
+            raise OutputError(
+                f"{folder}: a run is still writing here; wait for it, or end it (pid {pid}), or give another folder "
+                "with -o."
+            ) from e
+        except OSError as e:
+            raise OutputError(
+                f"{folder}: the file system gives no lock on {LOCK_FILE} ({e.strerror}), so that a second run here "
+                "would not be noticed; give a folder on a local disk with -o."
+            ) from e
+        return
+
+
+def full(folder: Path) -> OutputError:
+    """What is said where a run's disk is full. Each record was on disk before the next point was begun."""
+    name = shlex.quote(str(folder))
+    return OutputError(
+        f"{folder}: no space is left on its disk. What was measured is safe: make room, then repeat the command with "
+        f"-o {name} --resume; or write its report elsewhere with `dcpbench report {name} -o ELSEWHERE`."
+    )
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Name a full disk, and a folder that is gone, where a run writes into its folder."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno in FULL:
+            raise full(folder) from e
+        if not folder.is_dir():
+            raise _removed(folder) from e
+        raise
+
+
+def check_there(folder: Path, lock: int) -> None:
+    """Raise OutputError where the folder is not the one that was locked any more: it was removed, or moved away."""
+    try:
+        same = os.path.samestat(os.fstat(lock), (folder / LOCK_FILE).stat())
+    except OSError:
+        same = False
+    if not same:
+        raise _removed(folder)
+
+
+def _removed(folder: Path) -> OutputError:
+    return OutputError(
+        f"{folder} was removed or moved away while the run was writing there, and the run has ended; repeat the "
+        "command, and where its records still are, add --resume and -o with that folder."
+    )
+
+
+def prepare_sweep(folder: Path, *, resume: bool, force: bool) -> None:
+    """Make a sweep's folder; `force` removes what an earlier run left.
+
+    Raises OutputError when it holds records and neither flag says what to do with them, or cannot be written.
+    """
+    if _holds(folder / RECORDS_FILE) and not (resume or force):
+        raise OutputError(
+            f"{folder} already holds records; add --resume to measure only what is missing, "
+            "--force to start over, or give another folder with -o."
+        )
+    make_folder(folder)
+    if force:
+        _start_over(folder, RECORDS_FILE)
+
+
+def prepare_checks(folder: Path, *, force: bool) -> None:
+    """The same for `verify`, which never touches a sweep's records."""
+    if _holds(folder / RECORDS_FILE):
+        raise OutputError(f"{folder} holds the records of a sweep; give verify another folder with -o.")
+    if (_holds(folder / CHECKS_FILE) or _holds(folder / FAILED_FILE)) and not force:
+        raise OutputError(f"{folder} already holds checks; add --force to check again, or give another folder with -o.")
+    make_folder(folder)
+    _start_over(folder, CHECKS_FILE, FAILED_FILE)
+
+
+def settings_of(point: Point, settings: Settings, device: str) -> dict[str, object]:
+    """What is the same for all points of a run, by the option that says it."""
+    return {
+        "--seconds": settings.seconds,
+        "--profile": settings.profile,
+        "--slo": ",".join(f"{name}={ms:g}" for name, ms in settings.slo.items()) or None,
+        "--limit": settings.limit_seconds and f"{settings.limit_seconds:g}s",
+        "--step-times": settings.step_times or None,
+        "--kv-memory": settings.kv_memory_bytes and f"{settings.kv_memory_bytes}B",
+        "--page-size": point.page_size,
+        "--interleave": point.interleave,
+        "--dtype": point.dtype,
+        "--weights": point.weights,
+        "--device": device,
+    }
+
+
+def check_same_command(folder: Path, point: Point, records: Iterable[Record]) -> None:
+    """Raise OutputError where the folder holds a run of another command than that of `point`: sweep, or serve."""
+    job = _last_job(folder)
+    known = list(records)
+    before = job.points[0] if job else next((record.point for record in known), point)
+    if before.workload == point.workload:
+        return
+    theirs, mine = (COMMANDS.get(p.workload, p.workload) for p in (before, point))
+    typed = [job.command] if job else [r.environment.command for r in known if r.environment]
+    again = next((command for command in typed if command.startswith("dcpbench ")), f"dcpbench {theirs} …")
+    words = again.split()
+    again += "" if {"-o", "--output"} & set(words) else f" -o {shlex.quote(str(folder))}"
+    again += "" if "--resume" in words else " --resume"
+    raise OutputError(
+        f"--resume: {folder} holds a run of {theirs}, and this is {mine}; to go on with that run, type: {again}"
+    )
+
+
+def check_resumed(folder: Path, now: Mapping[str, object]) -> str:
+    """What differs from the settings with which the folder's last job ran, as a sentence; empty if nothing does.
+
+    Raises OutputError where points measured now would not belong beside the others: another pool, layout of the KV
+    cache, dtype, checkpoint or device.
+    """
+    before = _last_settings(folder)
+    differ = {name: (old, now[name]) for name, old in before.items() if old != now[name]}
+    said = ", ".join(f"{name} was {_text(old)} and is {_text(new)}" for name, (old, new) in differ.items())
+    refused = [name for name in differ if name not in MAY_CHANGE]
+    if refused:
+        raise OutputError(
+            f"--resume: in {folder} {said}. Points of one run share {' and '.join(refused)}: give what it was, or "
+            "another folder with -o."
+        )
+    return f"--resume: in {folder} {said}; points measured from here on have the new value." if said else ""
+
+
+def _last_settings(folder: Path) -> dict[str, object]:
+    job = _last_job(folder)
+    return settings_of(job.points[0], job.settings, job.device) if job else {}
+
+
+def _last_job(folder: Path) -> Job | None:
+    """Of those that can be read."""
+    for path in sorted(folder.glob("job-*.json"), key=lambda p: p.stat().st_mtime, reverse=True):
+        with contextlib.suppress(DcpbenchError):
+            return read_job(path)
+    return None
+
+
+def _text(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return "on" if value else "off" if value is False else "not given"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _holds(path: Path) -> bool:
+    try:
+        return path.exists() and path.stat().st_size > 0
+    except OSError as e:
+        raise OutputError(f"{path.parent} cannot be read ({e.strerror}); give another folder with -o.") from e
+
+
+def _start_over(folder: Path, *results: str) -> None:
+    """Remove results and jobs of an earlier run: its job files would speak for this one, and its logs run on."""
+    try:
+        for path in folder.glob("job-*.json"):
+            tag = path.stem.removeprefix("job-")
+            shutil.rmtree(folder / "logs" / tag, ignore_errors=True)
+            (folder / f"progress-{tag}.jsonl").unlink(missing_ok=True)
+            path.unlink()
+        for name in results:
+            (folder / name).unlink(missing_ok=True)
+    except OSError as e:
+        raise OutputError(f"{folder} cannot be emptied ({e.strerror}); give another folder with -o.") from e

@@ -1,0 +1,197 @@
+"""What the launcher hands to a torchrun job and what comes back while it runs: plain files of JSON. No torch.
+
+job-TAG.json          Job, written by launch.py, read by every rank
+progress-TAG.jsonl    Progress, one line an event, written by rank 0
+stacks-R.txt          Python stacks of a rank, written on SIGUSR1
+error-R.json          Failure, written by a rank that raised
+records.jsonl         finished points (kind `sweep`)
+checks.jsonl          Check, one line each (kind `verify`), with a checksum as records have it
+failed.jsonl          records of points that could not be checked (kind `verify`)
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import DcpbenchError, RecordsError
+from dcpbench.points.names import ALL_REDUCES
+from dcpbench.points.point import Point
+from dcpbench.points.settings import Settings
+from dcpbench.records import checksums
+from dcpbench.records.file import UNREADABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+SECRET = "DCPBENCH_SECRET"  # noqa: S105 -- the name of the variable
+"""Environment variable with the secret that the machines of a sweep share."""
+CHECKS_FILE = "checks.jsonl"
+FAILED_FILE = "failed.jsonl"
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything one torchrun job does. All points have the same tp, the world size."""
+
+    kind: str
+    """`sweep` or `verify`."""
+    tag: str
+    folder: str
+    """Absolute path of the run's folder."""
+    device: str
+    """`cuda` or `cpu`."""
+    points: list[Point]
+    pool_points: list[Point] = []
+    """All points of the sweep, these and those already recorded: KV pools are sized for them, so that a resumed or
+    relaunched job measures with the same memory plan. Empty: `points`."""
+    settings: Settings
+    store: tuple[str, int] | None = None
+    """(host, port) at which rank 0 serves the store of torch.distributed to ranks of several machines. None: they are
+    all on this one and meet on its loopback, at a port that rank 0 leaves in `port_path`."""
+    command: str = ""
+    prompts: list[list[int]] = []
+    """Kind `verify` with a checkpoint: token ids, one list per request."""
+    new_tokens: int = 8
+
+    def path(self) -> Path:
+        """Where the job file lies."""
+        return Path(self.folder) / f"job-{self.tag}.json"
+
+    def logs(self) -> Path:
+        """Folder of what its processes printed."""
+        return Path(self.folder) / "logs" / self.tag
+
+    def port_path(self) -> Path:
+        """See `store`."""
+        return self.logs() / "port"
+
+    def progress_path(self) -> Path:
+        """Where rank 0 writes Progress lines."""
+        return Path(self.folder) / f"progress-{self.tag}.jsonl"
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a running job."""
+
+    stage: str
+    """`start` (job), `build`, `choose` (with `auto`), `check`, `capture`, `measure` (warm-up included), `profile`,
+    `done` (point recorded), `end` (job); the launcher adds `failed`, `hung`, `ending` (interrupted) and `stopped`."""
+    key: str = ""
+    """Point.key() of the point at work."""
+    index: int = 0
+    of: int = 0
+    note: str = ""
+    """Last numbers, for the progress line."""
+    at: float = 0.0
+    """Unix time."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's exception."""
+
+    rank: int
+    key: str
+    kind: str
+    message: str
+    traceback: str
+
+
+class Exit(msgspec.Struct, frozen=True, kw_only=True):
+    """How a rank ended; child.py writes it."""
+
+    rank: int
+    code: int
+    """Exit code; -9 stands for signal 9."""
+    asked: bool
+    """Whether torchrun had told it to end by then, so that another one is the cause."""
+    at: float
+    """Unix time."""
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One comparison made by `dcpbench verify`."""
+
+    name: str
+    """`attention` (merged output against fp64), `kv_write`, `reduce`, `logits`, `tokens`, `routing`; see
+    workloads/verify.py."""
+    layout: str
+    backend: str
+    exchange: str
+    """With the options that are on: `a2a +q-replicate`."""
+    all_reduce: str = ALL_REDUCES[0]
+    dtype: str
+    error: float | None
+    """Relative error ‖x − ref‖ / ‖ref‖; for `logits` the largest absolute difference; for `kv_write`, `tokens` and
+    `routing` how many are wrong. Null where it is NaN or infinite, which JSON cannot say; such a check is never ok."""
+    limit: float | None
+    """That of `logits` is a share of the largest logit. Null: reported only, as tokens in half precision."""
+    ok: bool
+    detail: str = ""
+
+
+_checks = msgspec.json.Decoder(Check)
+
+
+def write_checks(folder: Path, checks: Iterable[Check]) -> None:
+    """Append checks to a run's, each a line with its checksum."""
+    with (folder / CHECKS_FILE).open("ab") as f:
+        f.writelines(checksums.seal(msgspec.json.encode(check)) + b"\n" for check in checks)
+
+
+def decode_check(line: bytes) -> Check:
+    """The check of one line, held against its checksum first. Raises records.UNREADABLE."""
+    checksums.check(line)
+    return _checks.decode(line)
+
+
+def read_checks(folder: Path) -> list[Check]:
+    """All checks of a run, none where there is no file. Raises RecordsError for a line that is none."""
+    path = folder / CHECKS_FILE
+    try:
+        lines = path.read_bytes().split(b"\n") if path.exists() else []
+    except OSError as e:
+        raise RecordsError(f"{path} cannot be read: {e}; repeat the verification with --force.") from e
+    return [_check(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _check(line: bytes, where: str) -> Check:
+    try:
+        return decode_check(line)
+    except UNREADABLE as e:
+        raise RecordsError(f"{where}: {str(e)[:300]}. Repeat the verification with --force.") from e
+
+
+def code_words(code: int) -> str:
+    """How a process ended, by its exit code or, where that is negative, its signal."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = next((f" ({s.name})" for s in signal.Signals if s == -code), "")
+    return f"was ended by signal {-code}{name}"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at this address of this machine, and at no other; port 0: one that is free."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return socket.create_server(found[4][:2], family=found[0])
+
+
+def read_job(path: Path) -> Job:
+    """Read a job file."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Job)
+    except (OSError, *UNREADABLE) as e:
+        raise DcpbenchError(f"cannot read the job file {path}: {e}") from e
+
+
+def tell(job: Job, stage: str, point: Point | None = None, *, index: int = 0, note: str = "") -> None:
+    """Append one Progress line (rank 0 only)."""
+    event = Progress(
+        stage=stage, key=point.key() if point else "", index=index, of=len(job.points), note=note, at=time.time()
+    )
+    with job.progress_path().open("ab") as f:
+        f.write(msgspec.json.encode(event) + b"\n")

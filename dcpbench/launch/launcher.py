@@ -1,0 +1,459 @@
+"""One torchrun job per world size, and its watchdog. A point that dies or hangs never ends the sweep. No torch.
+
+    run()          every world size in turn; a dead point is recorded and the job relaunched for the rest
+    torchrun.py    one job on this machine: start, progress, log tails, stacks, kill
+    nodes.py       the same on several machines
+
+Files of a run: jobs.py and torchrun.py list them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import re
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench import errors
+from dcpbench.errors import DcpbenchError, WorkerError
+from dcpbench.launch import child, folders
+from dcpbench.launch.jobs import FAILED_FILE, Exit, Failure, Job, Progress, code_words
+from dcpbench.launch.nodes import FAILED, STOP, Ended, Leader, Line, follow, split_endpoint
+from dcpbench.launch.torchrun import KEEP_WAIT_S, LOG_LINES, Machines, Running
+from dcpbench.points import budget
+from dcpbench.points.machine import Probe
+from dcpbench.records.file import RECORDS_FILE, RecordFile, read_records
+from dcpbench.records.record import Record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from dcpbench.points.point import Point
+    from dcpbench.points.settings import Settings
+
+WORKER = "dcpbench.worker"
+COLLECTIVE = re.compile(
+    r"nccl|gloo|process ?group|connection (reset|closed|refused)|broken pipe|timed? ?out|DistBackend", re.IGNORECASE
+)
+"""Errors that a rank raises because another one is gone; the other's error is the cause."""
+CRASHES = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)
+OURS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, DcpbenchError)}
+"""Errors that say what to type instead: the same command would only end in the same one."""
+ENDED, STOPPED = "end", "stopped"
+AT_A_POINT, AT_A_CHECK = ("measure", "profile"), ("check",)
+"""Stages that --timeout is about."""
+PATIENCE_S = 300.0
+"""The least limit of all other stages: starting, building and warming up take as long as they take."""
+POLL_S = 0.1
+GRACE_S = 5.0
+"""How long the remaining ranks may take to end by themselves once one has failed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is the same for every job of one command."""
+
+    folder: Path
+    settings: Settings
+    device: str
+    kind: str = "sweep"
+    command: str = ""
+    prompts: tuple[tuple[int, ...], ...] = ()
+    new_tokens: int = 8
+    pool_points: tuple[Point, ...] = ()
+    """See Job.pool_points."""
+    timeout: float = 300.0
+    """Seconds without a sign of life after which a point counts as hung."""
+    worker: str = WORKER
+    lock: int | None = None
+    """Descriptor of the folder's lock (folders.locked)."""
+
+    def limit_s(self, stage: str) -> float:
+        """Seconds without a sign of life after which a job in this stage counts as hung."""
+        timed = AT_A_CHECK if self.kind == "verify" else AT_A_POINT
+        return self.timeout if stage in timed else max(self.timeout, PATIENCE_S)
+
+    def check_folder(self) -> None:
+        """Raise OutputError where the folder is not there any more."""
+        if self.lock is not None:
+            folders.check_there(self.folder, self.lock)
+
+    @property
+    def records(self) -> str:
+        """File of the records that the launcher writes; measured points are only in a sweep's."""
+        return FAILED_FILE if self.kind == "verify" else RECORDS_FILE
+
+
+def probe(worker: str = WORKER) -> Probe:
+    """What the machine has, asked of a process of its own, so that this one never loads torch."""
+    command = child.tied([sys.executable, "-m", worker, "--probe"])
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    try:
+        return msgspec.json.decode(lines[-1], type=Probe)
+    except (IndexError, msgspec.DecodeError) as e:
+        last = "\n".join(done.stderr.strip().splitlines()[-LOG_LINES:])
+        raise WorkerError(
+            f"`{sys.executable} -m {worker} --probe` could not describe this machine (exit code {done.returncode}). "
+            f"It wrote:\n{last}"
+        ) from e
+
+
+def run(points: Sequence[Point], work: Work, machines: Machines, watch: Callable[[Progress], None]) -> None:
+    """Run all points, one job per world size; every point leaves a record (kind `verify`: checks, or a failed one).
+
+    `watch` gets each Progress event, and `failed` or `hung` with the reason. Raises WorkerError when a job dies twice
+    before it reaches a point. On nodes other than 0 it serves node 0's jobs until the sweep is over.
+    """
+    if machines.node_rank:
+        _serve(work, machines)
+        return
+    left = list(points)
+    with Leader(machines.rdzv_endpoint, machines.nnodes, max(work.timeout, PATIENCE_S), machines.rdzv_id) as others:
+        while left:
+            size = [p for p in left if p.tp == left[0].tp]
+            unusable = _run_size(size, work, machines, others, watch)
+            left = [p for p in left if p.tp != size[0].tp]
+            for record in unusable:
+                left = _spare(left, record, work, watch)
+
+
+def last_records(folder: Path, name: str = RECORDS_FILE) -> dict[str, Record]:
+    """The last record of each point by its key; a point that failed and was run again has several."""
+    if not (folder / name).exists():
+        return {}
+    return {r.point.key(): r for r in read_records(folder / name)}
+
+
+def blame(failures: Sequence[Failure]) -> Failure | None:
+    """The rank whose error explains the others: the first that is not merely a broken collective."""
+    causes = [f for f in failures if not _is_collective(f)]
+    return next(iter(causes or failures), None)
+
+
+def first_gone(failures: Sequence[Failure], exits: Sequence[Exit], *, finished: bool) -> Exit | None:
+    """The first rank that ended untold and without an error of its own, before any whose error explains the others.
+
+    `finished`: all points were done, so that ranks may end with 0.
+    """
+    spoke = {f.rank for f in failures}
+    causes = {f.rank for f in failures if not _is_collective(f)}
+    said = min((e.at for e in exits if e.rank in causes), default=math.inf)
+    gone = [e for e in exits if not e.asked and e.rank not in spoke and not (finished and e.code == 0)]
+    first = min(gone, key=lambda e: e.at, default=None)
+    return first if first is not None and (first.at < said or not causes) else None
+
+
+def exit_words(end: Exit) -> str:
+    """How a rank ended that left no error message."""
+    if end.code == -signal.SIGKILL:
+        return (
+            f"rank {end.rank} was killed by signal 9 (out of memory is the usual cause: lower --concurrency or "
+            "--context)"
+        )
+    if end.code < 0:
+        crashed = -end.code in CRASHES
+        why = "native code crashed: the end of its log may say where" if crashed else "sent by another process"
+        return f"rank {end.rank} {code_words(end.code)}, {why}"
+    why = " and without an error message" if end.code else " before its points were done"
+    return f"rank {end.rank} {code_words(end.code)}{why}"
+
+
+def _is_collective(failure: Failure) -> bool:
+    return bool(COLLECTIVE.search(f"{failure.kind} {failure.message}"))
+
+
+def _run_size(
+    points: list[Point], work: Work, machines: Machines, others: Leader, watch: Callable[[Progress], None]
+) -> list[Record]:
+    """All points of one world size. Returns failures that points of other sizes share, because no size is to blame."""
+    stillborn = 0
+    unusable = []
+    while points:
+        work.check_folder()
+        before = last_records(work.folder, work.records)
+        job = _job(points, work, machines)
+        others.start(job)
+        with Running(job, machines, work.worker, work.lock) as running, _keeping(running, watch):
+            end = _follow_job(running, work, others, watch)
+        work.check_folder()
+        _check_room(end, work.folder)
+        end.done |= {
+            key for key, record in last_records(work.folder, work.records).items() if record != before.get(key)
+        }
+        points = [p for p in points if p.key() not in end.done]
+        if not points:
+            break
+        if not end.failed:
+            raise WorkerError(f"the job ended with {len(points)} of its points undone; read {running.agent_log}")
+        if not end.started:
+            stillborn += 1
+            if stillborn == 2:  # noqa: PLR2004 -- once may be a port taken in between
+                raise WorkerError(_stillborn(running, end))
+            continue
+        stillborn = 0
+        stuck = next((p for p in points if p.key() in (end.key, end.failed_at)), None)
+        if stuck is not None:  # between two points none is at fault: what is left is begun again
+            record = _record(stuck, running, end, work)
+            points.remove(stuck)
+            _tell(record, work, watch)
+            if _is_model_error(record):
+                unusable.append(record)
+            points = _spare(points, record, work, watch)
+    return unusable
+
+
+def _check_room(end: _End, folder: Path) -> None:
+    """Raise OutputError where a rank could not write into the folder because its disk is full."""
+    for failure in end.failures:
+        number, _, path = failure.message.partition("]")
+        full = failure.kind == "OSError" and number in [f"[Errno {n}" for n in folders.FULL]
+        if full and ("'" not in path or str(folder) in path):
+            raise folders.full(folder)
+
+
+def _tell(record: Record, work: Work, watch: Callable[[Progress], None]) -> None:
+    RecordFile(work.folder, work.records).append(record)
+    watch(Progress(stage=record.outcome, key=record.point.key(), note=record.reason or "", at=time.time()))
+
+
+def _spare(points: list[Point], record: Record, work: Work, watch: Callable[[Progress], None]) -> list[Point]:
+    """Record the points that would fail as `record` did without starting a job for each; returns the others."""
+    doomed = [p for p in points if _shares(p, record)]
+    for point in doomed:
+        _tell(msgspec.structs.replace(record, point=point, seconds=0.0), work, watch)
+    return [p for p in points if p not in doomed]
+
+
+def _shares(point: Point, record: Record) -> bool:
+    """Whether the cause lies in the model and its weights, or in an engine that could not be built."""
+    failed = record.point
+    if _is_model_error(record):
+        return (point.model, point.weights) == (failed.model, failed.weights)
+    ours, built = record.detail.get("error") in OURS, record.detail.get("stage") == "build"
+    return ours and built and budget.same_path(point, failed) and budget.same_engine(point, failed)
+
+
+def _is_model_error(record: Record) -> bool:
+    return record.detail.get("error") == errors.ModelError.__name__
+
+
+@dataclasses.dataclass
+class _End:
+    """How a job went."""
+
+    done: set[str] = dataclasses.field(default_factory=set)
+    key: str = ""
+    """Point at work when it ended."""
+    stage: str = ""
+    started: bool = False
+    """Whether any point was begun."""
+    hung_s: float = 0.0
+    """How long it had been silent when it was taken for hung; 0 where it was not."""
+    code: int = 0
+    """Of torchrun, or 1 where its ranks were ended with it; negative: the signal that it was killed by."""
+    failures: list[Failure] = dataclasses.field(default_factory=list)
+    exits: list[Exit] = dataclasses.field(default_factory=list)
+    stacks: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        return self.hung or self.code != 0 or self.gone is not None
+
+    @property
+    def hung(self) -> bool:
+        return self.hung_s > 0
+
+    @property
+    def gone(self) -> Exit | None:
+        """See first_gone."""
+        return first_gone(self.failures, self.exits, finished=self.stage == ENDED)
+
+    def ended(self, rank: int) -> bool:
+        """Whether a rank was ended from above: by torchrun, or with it."""
+        return self.code < 0 or any(e.asked for e in self.exits if e.rank == rank)
+
+    @property
+    def failed_at(self) -> str:
+        """Key of the point at which a rank raised, which rank 0 may not have reached."""
+        cause = blame(self.failures)
+        return cause.key if cause else ""
+
+    def see(self, event: Progress) -> None:
+        self.stage = event.stage
+        self.started |= bool(event.key)
+        if event.stage == "done":
+            self.done.add(event.key)
+            self.key = ""
+        elif event.key:
+            self.key = event.key
+
+
+def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[Progress], None]) -> _End:
+    """Stay with a job until it has ended on all nodes: by itself, by a failure, or by its silence."""
+    end = _End()
+    alive = time.monotonic()
+    failing_since: float | None = None
+    while True:
+        code = running.poll()
+        for event in running.events():
+            alive = time.monotonic()
+            end.see(event)
+            watch(event)
+        now = time.monotonic()
+        if code is not None:
+            end.code = code
+            break
+        if running.stopped():
+            watch(Progress(stage=STOPPED, note="torchrun had been stopped (SIGSTOP); dcpbench lets it go on"))
+            running.go_on()
+        if failing_since is None and (_any_gone(running, end) or others.in_trouble()):
+            failing_since = now
+        if failing_since is not None and now - failing_since > GRACE_S:
+            end.code = 1
+            break
+        work.check_folder()
+        if failing_since is None and now - alive > work.limit_s(end.stage):
+            end.hung_s = work.limit_s(end.stage)
+            end.stacks = running.stacks()
+            break
+        time.sleep(POLL_S)
+    end.exits = running.exits()  # before kill, which is none of the ranks' doing
+    if end.hung or end.code != 0:
+        running.kill()
+    end.failures = running.failures()
+    for other in others.stop():
+        end.failures += other.failures
+        end.exits += other.exits
+        end.stacks |= other.stacks
+    return end
+
+
+def _any_gone(running: Running, end: _End) -> bool:
+    """Whether a rank of this machine has failed, or ended while there are points to do."""
+    failures = running.failures()
+    return bool(failures) or first_gone(failures, running.exits(), finished=end.stage == ENDED) is not None
+
+
+@contextlib.contextmanager
+def _keeping(running: Running, watch: Callable[[Progress], None]) -> Iterator[None]:
+    """An interrupt lets a run of requests write those that have finished before its ranks end."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        if any(p.load for p in running.job.points) and running.poll() is None:
+            watch(Progress(stage="ending", note="writing the requests that have finished; Ctrl-C again ends at once"))
+            running.kill(KEEP_WAIT_S)
+        raise
+
+
+def _serve(work: Work, machines: Machines) -> None:
+    """Another node's sweep: start the jobs that node 0 names and end them when it says so."""
+    line = follow(machines.rdzv_endpoint, max(work.timeout, PATIENCE_S), machines.node_rank, machines.rdzv_id)
+    with contextlib.closing(line):
+        while not line.closed:
+            message = line.receive(1.0)
+            if message is None or message == STOP:
+                continue
+            try:
+                job = msgspec.structs.replace(msgspec.json.decode(message, type=Job), folder=str(work.folder))
+            except (msgspec.DecodeError, UnicodeDecodeError) as e:
+                raise WorkerError(f"node 0 sent what is no job ({e}); install the same dcpbench on all.") from e
+            with Running(job, machines, work.worker) as running:
+                ended = _serve_job(running, line, machines)
+            line.send(msgspec.json.encode(ended))
+
+
+def _serve_job(running: Running, line: Line, machines: Machines) -> Ended:
+    told = False
+    while not line.closed and line.receive(POLL_S) != STOP:
+        if not told and (running.poll() or running.failures() or any(e.code for e in running.exits())):
+            line.send(FAILED)
+            told = True
+    code = None if line.closed else running.wait(GRACE_S)
+    stacks = running.stacks() if code is None and not line.closed else {}
+    running.kill()
+    return Ended(
+        node=machines.node_rank,
+        code=1 if code is None else code,
+        failures=running.failures(),
+        exits=running.exits(),
+        stacks=stacks,
+    )
+
+
+def _job(points: list[Point], work: Work, machines: Machines) -> Job:
+    tags = (f"tp{points[0].tp}-{n}" for n in itertools.count())
+    tag = next(t for t in tags if not (work.folder / f"job-{t}.json").exists())
+    return Job(
+        kind=work.kind,
+        tag=tag,
+        folder=str(work.folder),
+        device=work.device,
+        points=points,
+        pool_points=list(work.pool_points),
+        settings=work.settings,
+        store=split_endpoint(machines.rdzv_endpoint) if machines.nnodes > 1 else None,
+        command=work.command,
+        prompts=[list(p) for p in work.prompts],
+        new_tokens=work.new_tokens,
+    )
+
+
+def _record(point: Point, running: Running, end: _End, work: Work) -> Record:
+    """What is known about a point that did not live to write its own record."""
+    gone = end.gone
+    tail = running.log_tail([gone.rank] if gone else [])
+    detail = {"log": str(running.logs.relative_to(work.folder)), "stage": end.stage, "log_tail": tail}
+    if end.hung:
+        reason = f"no sign of life for {end.hung_s:g} s in stage '{end.stage}'; the stacks of all ranks are in detail"
+        detail |= {f"stacks_rank_{rank}": text for rank, text in end.stacks.items()}
+    else:
+        detail["exit_code"] = str(gone.code if gone else end.code)
+        detail |= {f"error_rank_{f.rank}": f"{f.kind}: {f.message}" for f in end.failures}
+        cause = blame(end.failures)
+        if gone is not None:
+            reason = exit_words(gone)
+        elif cause is not None and not (_is_collective(cause) and end.ended(cause.rank)):
+            reason = f"rank {cause.rank}: {cause.kind}: {cause.message}"
+            detail |= {"error": cause.kind, "traceback": cause.traceback}
+        else:
+            reason = _torchrun_ended(end.code)
+    if detail.get("error") not in OURS:
+        again = ", then try again with --resume" if work.kind == "sweep" else ""
+        reason = f"{reason.rstrip('.')}. Read {detail['log']} in the run's folder{again}"
+    marks = ["cpu"] if work.device == "cpu" else []
+    return Record(
+        point=point,
+        outcome="hung" if end.hung else "failed",
+        reason=reason,
+        detail=detail,
+        marks=marks,
+        started_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(running.started)),
+        seconds=time.time() - running.started,
+    )
+
+
+def _torchrun_ended(code: int) -> str:
+    return f"torchrun itself {code_words(code)}, and its ranks with it"
+
+
+def _stillborn(running: Running, end: _End) -> str:
+    what = f"gave no sign of life for {end.hung_s:g} s" if end.hung else code_words(end.code)
+    cause, gone = blame(end.failures), end.gone
+    why = f"rank {cause.rank}: {cause.kind}: {cause.message}\n" if cause else ""
+    if gone:
+        why = f"{exit_words(gone)}.\n"
+    return (
+        f"the job for --tp {running.job.points[0].tp} {what} before its first point, twice. {why}"
+        f"Logs of every rank: {running.logs}. The last lines:\n{running.log_tail()}"
+    )

@@ -1,0 +1,296 @@
+"""Several machines, one sweep: node 0 tells the others which job to start next and when to stop it. No torch.
+
+Every node runs the same command; only node 0 decides (it alone has the records, so it alone knows what --resume or a
+dead point leaves to do). The others connect to --rdzv-endpoint once, before the first job, and keep that connection
+for the whole sweep; rank 0's store of torch.distributed then listens at the same address, so that one open port is
+enough. Both listen at that address alone.
+
+    both ways          a Hello, which proves that the sender has the secret of DCPBENCH_SECRET and is of the same sweep
+    node 0 → others    a Job, one line of JSON: start it · `stop`: end it · closed: the sweep is over
+    others → node 0    `failed`: a rank of mine died · an Ended, one line of JSON, in answer to `stop`
+
+Each line after the Hellos begins with its authentication code, by a key that is of this connection only. What has none
+closes the connection. The lines are not encrypted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import time
+from typing import Self
+
+import msgspec
+
+from dcpbench.errors import UsageError, WorkerError
+from dcpbench.launch.jobs import SECRET, Exit, Failure, Job, listen
+
+STOP = b"stop"
+FAILED = b"failed"
+ANSWER_WAIT_S = 60.0
+HELLO_WAIT_S = 5.0
+LONGEST_HELLO, LONGEST = 1 << 10, 64 << 20
+"""Bytes of a line; a job with the prompts of a checkpoint's check has the longest."""
+CODE = 64
+"""Hexadecimal digits of an authentication code."""
+LEADS, FOLLOWS = b"node 0", b"another node"
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """What each side sends first; node 0 once more, when it can prove itself."""
+
+    node: int
+    nonce: str
+    proof: str = ""
+    """Of the secret, both nonces, the node and --rdzv-id."""
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """How one node's part of a job ended."""
+
+    node: int
+    code: int
+    """torchrun's exit code."""
+    failures: list[Failure] = []
+    exits: list[Exit] = []
+    stacks: dict[str, str] = {}
+    """By rank, where the job had to be ended."""
+
+
+class Line:
+    """A connection to another node that carries whole lines, authenticated once both sides have a key."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._pending = b""
+        self._longest = LONGEST_HELLO
+        self._key = b""
+        self._mine = self._theirs = b""
+        self._sent = self._received = 0
+        self.closed = False
+
+    def trust(self, key: bytes, mine: bytes, theirs: bytes) -> None:
+        """From here on every line has a code by this key; `mine` and `theirs` tell the two directions apart."""
+        self._key, self._mine, self._theirs, self._longest = key, mine, theirs, LONGEST
+
+    def send(self, data: bytes) -> None:
+        """Send one line, given without its end. A peer that has gone away sets `closed`."""
+        if self._key:
+            data = _code(self._key, self._mine, b"%d" % self._sent, data) + data
+            self._sent += 1
+        try:
+            self._connection.sendall(data + b"\n")
+        except OSError:
+            self.closed = True
+
+    def receive(self, wait: float) -> bytes | None:
+        """The next line without its end, or None when none came within `wait` seconds or the peer closed.
+
+        A line that is too long, or not by the peer that was trusted, sets `closed`.
+        """
+        end = time.monotonic() + wait
+        while b"\n" not in self._pending:
+            left = max(end - time.monotonic(), 0)
+            if self.closed or not select.select([self._connection], [], [], left)[0]:
+                return None
+            try:
+                data = self._connection.recv(1 << 16)
+            except OSError:
+                data = b""
+            self._pending += data
+            self.closed = not data or (b"\n" not in data and len(self._pending) > self._longest)
+        line, _, self._pending = self._pending.partition(b"\n")
+        return self._checked(line) if self._key else line
+
+    def _checked(self, line: bytes) -> bytes | None:
+        code, data = line[:CODE], line[CODE:]
+        if not hmac.compare_digest(code, _code(self._key, self._theirs, b"%d" % self._received, data)):
+            self.closed = True
+            return None
+        self._received += 1
+        return data
+
+    def close(self) -> None:
+        """Close; the peer reads it as the end of the sweep."""
+        self.closed = True
+        self._connection.close()
+
+
+class Leader:
+    """Node 0's side: the connections to all other nodes. Context manager; leaving it ends the sweep everywhere."""
+
+    def __init__(self, endpoint: str, nnodes: int, timeout: float, name: str = "") -> None:
+        """Wait for all others, at most `timeout` seconds; `name` is --rdzv-id."""
+        self._lines: list[Line] = []
+        if nnodes > 1:
+            self._lines = _accept(endpoint, nnodes - 1, timeout, name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for line in self._lines:
+            line.close()
+
+    def start(self, job: Job) -> None:
+        """Have every other node start this job."""
+        for line in self._lines:
+            line.send(msgspec.json.encode(job))
+
+    def stop(self) -> list[Ended]:
+        """Have every other node end its part, and hear how it ended."""
+        for line in self._lines:
+            line.send(STOP)
+        return [_ended(a) for line in self._lines if (a := _answer(line))]
+
+    def in_trouble(self) -> bool:
+        """Whether a rank of another node died, or a node went away."""
+        return any(line.receive(0) == FAILED or line.closed for line in self._lines)
+
+
+def follow(endpoint: str, timeout: float, node: int = 1, name: str = "") -> Line:
+    """Another node's side: connect to node 0, which may not be up yet. Raises WorkerError where it is none of ours."""
+    host, port = split_endpoint(endpoint)
+    key = secret()
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            connection = socket.create_connection((host, port), timeout=HELLO_WAIT_S)
+        except OSError as e:
+            if time.monotonic() > end:
+                raise WorkerError(
+                    f"no answer from node 0 at {endpoint} within {timeout:.0f} s ({e}); "
+                    "start the same command there with --node-rank 0, and check that the port is open."
+                ) from e
+            time.sleep(0.5)
+            continue
+        connection.settimeout(None)
+        line = Line(connection)
+        if not _introduced(line, key, node, name):
+            line.close()
+            raise WorkerError(
+                f"{endpoint} did not take this node for one of its sweep: {SECRET} and --rdzv-id must be those of node "
+                "0, and each --node-rank of one machine only."
+            )
+        return line
+
+
+def secret() -> bytes:
+    """What the machines of a sweep share. Raises UsageError without one."""
+    value = os.environ.get(SECRET, "")
+    if not value:
+        raise UsageError(
+            "several machines need a secret that they share, or anyone who reaches the port could give them jobs: type "
+            f"`export {SECRET}=$(openssl rand -hex 16)` on one, and export the same value on the others."
+        )
+    return value.encode()
+
+
+def _code(key: bytes, *parts: bytes) -> bytes:
+    """Authentication code of these parts, told apart by their lengths."""
+    text = b"".join(b"%d:%b" % (len(part), part) for part in parts)
+    return hmac.new(key, text, hashlib.sha256).hexdigest().encode()
+
+
+def _proof(key: bytes, side: bytes, node: int, nonces: tuple[str, str], name: str) -> str:
+    return _code(key, side, b"%d" % node, *(n.encode() for n in nonces), name.encode()).decode()
+
+
+def _introduced(line: Line, key: bytes, node: int, name: str) -> bool:
+    """Another node's half of the greeting; whether each side has proved itself."""
+    theirs = _hello(line)
+    if theirs is None:
+        return False
+    nonces = theirs.nonce, secrets.token_hex(16)
+    line.send(msgspec.json.encode(Hello(node=node, nonce=nonces[1], proof=_proof(key, FOLLOWS, node, nonces, name))))
+    answer = _hello(line)
+    if answer is None or not hmac.compare_digest(answer.proof, _proof(key, LEADS, node, nonces, name)):
+        return False
+    line.trust(_code(key, b"key", *(n.encode() for n in nonces)), FOLLOWS, LEADS)
+    return True
+
+
+def _met(line: Line, key: bytes, name: str, expected: set[int]) -> int | None:
+    """Node 0's half of the greeting: the number of the node, or None for whoever is none of those expected."""
+    nonce = secrets.token_hex(16)
+    line.send(msgspec.json.encode(Hello(node=0, nonce=nonce)))
+    theirs = _hello(line)
+    if theirs is None or theirs.node not in expected:
+        return None
+    nonces = nonce, theirs.nonce
+    if not hmac.compare_digest(theirs.proof, _proof(key, FOLLOWS, theirs.node, nonces, name)):
+        return None
+    line.send(msgspec.json.encode(Hello(node=0, nonce=nonce, proof=_proof(key, LEADS, theirs.node, nonces, name))))
+    line.trust(_code(key, b"key", *(n.encode() for n in nonces)), LEADS, FOLLOWS)
+    return theirs.node
+
+
+def _hello(line: Line) -> Hello | None:
+    data = line.receive(HELLO_WAIT_S)
+    try:
+        found = msgspec.json.decode(data or b"", type=Hello)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return found if found.proof.isascii() else None
+
+
+def _ended(answer: bytes) -> Ended:
+    try:
+        return msgspec.json.decode(answer, type=Ended)
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise WorkerError(
+            f"another node answered with something else than how its job ended ({e}); install the same dcpbench on all."
+        ) from e
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """`HOST:PORT` in two. Raises UsageError."""
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UsageError(
+            f"--rdzv-endpoint {endpoint or '(missing)'}: write HOST:PORT of node 0, for example "
+            "--rdzv-endpoint 10.0.0.1:29500."
+        )
+    return host.strip("[]"), int(port)
+
+
+def _answer(line: Line) -> bytes | None:
+    answer = line.receive(ANSWER_WAIT_S)
+    return line.receive(ANSWER_WAIT_S) if answer == FAILED else answer
+
+
+def _accept(endpoint: str, count: int, timeout: float, name: str) -> list[Line]:
+    """The lines to all other nodes; whoever has not the secret is sent away, and does not end the waiting."""
+    host, port = split_endpoint(endpoint)
+    key = secret()
+    try:
+        server = listen(host, port)
+    except OSError as e:
+        raise UsageError(
+            f"--rdzv-endpoint {endpoint}: node 0 cannot listen there ({e}); give an address that it has, and a free "
+            "port."
+        ) from e
+    lines: dict[int, Line] = {}
+    refused, end = 0, time.monotonic() + timeout
+    with server:
+        while len(lines) < count:
+            server.settimeout(max(end - time.monotonic(), 0.001))
+            try:
+                line = Line(server.accept()[0])
+            except TimeoutError as e:
+                others = f" {refused} that came had another {SECRET} or --rdzv-id." if refused else ""
+                raise WorkerError(
+                    f"{len(lines)} of {count} other nodes came to {endpoint} within {timeout:.0f} s; start the same "
+                    f"command with its own --node-rank on each, or raise --timeout.{others}"
+                ) from e
+            node = _met(line, key, name, set(range(1, count + 1)) - set(lines))
+            if node is None:
+                line.close()
+                refused += 1
+            else:
+                lines[node] = line
+    return [lines[node] for node in sorted(lines)]

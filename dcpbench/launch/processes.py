@@ -1,0 +1,59 @@
+"""Whether a run's processes are alive on this machine, by the process ids in its lock file.
+
+The lock itself is not tried: for that moment no run could start in the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from dcpbench.launch import child
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LOCK_FILE = ".lock"
+"""Locked while a run writes here; holds the process ids of the command, of its torchrun jobs and of their ranks."""
+COMMAND, WORKERS, NONE = "command", "workers", ""
+SLACK_S = 3.0
+"""How far the times of a process and of a file may be apart, which have different clocks."""
+MOST_BYTES = 4096
+
+
+def alive(folder: Path) -> tuple[str, float | None]:
+    """Who of the run is alive, COMMAND, only its WORKERS, or NONE; and when the command began, in Unix time."""
+    began = [when for _, when in _named(folder)]
+    if began and began[0] is not None:
+        return COMMAND, began[0]
+    return (WORKERS, None) if any(b is not None for b in began) else (NONE, None)
+
+
+def alive_pid(folder: Path) -> int | None:
+    """A process of the run that is alive, the command before the others; None where the lock file names none."""
+    return next((pid for pid, when in _named(folder) if when is not None), None)
+
+
+def _named(folder: Path) -> list[tuple[int, float | None]]:
+    """Process ids in the lock file, each with what _began says of it; whatever else stands there is passed over."""
+    try:
+        with (folder / LOCK_FILE).open("rb") as file:
+            words = file.read(MOST_BYTES).split()
+        written = (folder / LOCK_FILE).stat().st_mtime
+    except OSError:
+        return []
+    pids = [int(w) for w in words if w.isdigit() and len(w) < 10]  # noqa: PLR2004 -- a process id has 32 bits
+    return [(pid, _began(pid, written)) for pid in pids]
+
+
+def _began(pid: int, written: float) -> float | None:
+    """When the process began, in Unix time; None where it is gone, or another has its id since the lock was written."""
+    found = child.start_ticks(pid)
+    if found is None:
+        return None
+    state, ticks = found
+    booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)  # /proc/uptime may be a container's
+    began = booted + ticks / os.sysconf("SC_CLK_TCK")
+    gone = state in ("Z", "X") or began > written + SLACK_S
+    return None if gone else began

@@ -1,0 +1,188 @@
+"""What the commands show in a terminal: progress while points run, and tables."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Self
+
+from rich import box
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+
+from dcpbench.plan.grid import point_name
+from dcpbench.points.budget import size_text
+from dcpbench.points.names import ALL_REDUCES, NO_EXCHANGE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from rich.console import Console
+
+    from dcpbench.launch import jobs
+    from dcpbench.points.machine import Probe
+    from dcpbench.points.point import Point
+
+FINISHED = ("done", "failed", "hung")
+QUIET_S = 60.0
+"""Without a terminal, a point that takes long says how far it is this often."""
+CPU_NOTE = "CPU: functional run — these timings say nothing about performance"
+
+
+class Watch:
+    """Follows Progress events: a live bar on a terminal, one plain line for each finished point elsewhere."""
+
+    def __init__(self, points: Sequence[Point], console: Console) -> None:
+        self._names = {p.key(): point_name(p) for p in points}
+        self._console = console
+        self._finished = 0
+        self._began = time.monotonic()
+        self._last = ""
+        self._spoke = self._began
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            fixed, rest = Column(no_wrap=True), Column(no_wrap=True, ratio=1)  # only the description is cut
+            self._bar = Progress(
+                BarColumn(min(30, console.width // 8)),
+                MofNCompleteColumn(table_column=fixed),
+                TextColumn("points", table_column=fixed),
+                TimeElapsedColumn(table_column=fixed),
+                TextColumn("{task.fields[left]}", table_column=fixed),
+                TextColumn("{task.description}", table_column=rest),
+                console=console,
+                transient=True,
+                expand=True,
+            )
+            self._task = self._bar.add_task("starting", total=len(points), left="")
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def __call__(self, event: jobs.Progress) -> None:
+        """Show one event."""
+        name = self._names.get(event.key, "")
+        if event.stage not in ("failed", "hung"):
+            self._last = event.note or self._last
+        if event.stage in FINISHED and name:
+            self._finished += 1
+            self._line(event, name)
+        elif event.stage == "ending":
+            self._print(f"Interrupted: {event.note}")
+        elif event.stage == "stopped":
+            self._print(f"{event.note[:1].upper()}{event.note[1:]}.")
+        elif event.note and not self._bar and time.monotonic() - self._spoke > QUIET_S:
+            self._print(f"{name} {event.stage}: {event.note}")
+        if self._bar:
+            now = f"{name} {event.stage}".strip() + (f" · {self._last}" if self._last else "")
+            self._bar.update(self._task, completed=self._finished, description=escape(now), left=self._eta())
+
+    def _line(self, event: jobs.Progress, name: str) -> None:
+        """A finished point stays on the screen, above the bar where there is one."""
+        of = len(self._names)
+        mark = "" if event.stage == "done" else f"{event.stage.upper()}: "
+        note = f"  {mark}{event.note}" if event.note or mark else ""
+        eta = f"  ({self._eta()})" if not self._bar and self._finished < of else ""
+        self._print(f"[{self._finished}/{of}] {name}{note}{eta}")
+
+    def _print(self, text: str) -> None:
+        self._spoke = time.monotonic()
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _eta(self) -> str:
+        if not self._finished:
+            return ""
+        left = (time.monotonic() - self._began) / self._finished * (len(self._names) - self._finished)
+        return f"about {left / 60:.0f} min left" if left >= 120 else f"about {left:.0f} s left"  # noqa: PLR2004
+
+
+def candidates_table(rows: Sequence[dict[str, object]]) -> Table:
+    """--dry-run: what would run, with memory per rank, which is one GPU."""
+    table = Table(title="Points, in running order", box=box.SIMPLE, title_justify="left")
+    for name in ("model", "layout", "in vLLM's words", "attention"):
+        table.add_column(name, no_wrap=name != "attention")
+    served = any(r["workload"] == "serve" for r in rows)
+    for name in ("load" if served else "requests × tokens", "KV pool/rank", "weights/rank", "layers held"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for r in rows:
+        if r["reason"]:
+            continue
+        table.add_row(
+            str(r["model"]),
+            f"{r['layout']}{' +' if r['added'] else ''}",
+            str(r["vllm_layout"]),
+            str(r["path"]),
+            str(r["load_text"]),
+            _size(r["kv_pool_bytes"]),
+            _size(r["weights_held_bytes"]),
+            f"{r['layers_held']} of {r['layers']}",
+        )
+    if any(r["added"] for r in rows):
+        table.caption = "+ baseline, added by default; --no-baseline leaves it out"
+        table.caption_justify = "left"
+    return table
+
+
+def rejected_lines(rows: Sequence[dict[str, object]]) -> list[str]:
+    """The points that cannot run, each with its reason; equal reasons together."""
+    reasons: dict[str, list[str]] = {}
+    for r in rows:
+        if r["reason"]:
+            load = str(r["load_text"]) if r["load"] else f"{r['concurrency']}×{r['context']}"
+            reasons.setdefault(str(r["reason"]), []).append(f"{r['layout']} {load}")
+    return [f"{', '.join(dict.fromkeys(loads))}: {reason}" for reason, loads in reasons.items()]
+
+
+def checks_table(checks: Sequence[jobs.Check]) -> Table:
+    """`verify`: every comparison with its error and its limit."""
+    table = Table(title="Checks", box=box.SIMPLE, title_justify="left")
+    for name in ("check", "layout", "attention", "dtype"):
+        table.add_column(name, no_wrap=name != "attention")
+    for name in ("error", "limit"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("", "detail"):
+        table.add_column(name)
+    for c in checks:
+        verdict = "[green]ok[/]" if c.ok else "[red bold]WRONG[/]"
+        table.add_row(
+            c.name,
+            c.layout,
+            _path(c),
+            c.dtype,
+            "not finite" if c.error is None else f"{c.error:.2g}",
+            "none" if c.limit is None else f"{c.limit:.2g}",
+            verdict,
+            escape(c.detail),
+        )
+    return table
+
+
+def env_table(probe: Probe) -> Table:
+    """`env`: the device and the packages."""
+    table = Table(box=box.SIMPLE, show_header=False)
+    table.add_row("device", f"{probe.count} × {probe.name}" if probe.count else probe.name)
+    if probe.memory_bytes:
+        table.add_row("memory", f"{_size(probe.memory_bytes)} each" if probe.count else _size(probe.memory_bytes))
+    if probe.l2_bytes:
+        table.add_row("L2 cache", f"{probe.l2_bytes / (1 << 20):.0f} MiB")
+    if probe.capability:
+        table.add_row("compute capability", probe.capability)
+    for name, version in probe.packages.items():
+        table.add_row(name, version or "[yellow]missing[/]")
+    return table
+
+
+def _path(check: jobs.Check) -> str:
+    exchange = "" if check.exchange == NO_EXCHANGE else check.exchange
+    reduced = "" if check.all_reduce == ALL_REDUCES[0] else f"{check.all_reduce} all-reduce"
+    return " ".join(filter(None, (check.backend, exchange, reduced)))
+
+
+def _size(value: object) -> str:
+    return size_text(value) if isinstance(value, int | float) else ""

@@ -1,0 +1,1 @@
+"""Timing, profiling, and the state of the machine meanwhile."""

@@ -1,0 +1,158 @@
+"""What a record says of the machine and software it was taken with, and what `dcpbench env` shows."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import socket
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+import dcpbench
+from dcpbench.errors import how_to_install
+from dcpbench.points.machine import Probe
+from dcpbench.records.record import Environment
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "flashinfer",
+    "nvtx",
+    "pynvml",
+    "safetensors",
+    "transformers",
+    "pandas",
+    "matplotlib",
+    "ruptures",
+    "starlette",
+    "uvicorn",
+)
+ON_LOOPBACK = ("NCCL_SOCKET_IFNAME", "lo")
+"""torchrun.on_loopback's, on one machine: where NCCL's ranks meet, which changes nothing that is measured."""
+WANTED_FOR = {
+    "triton": "--backend triton and every run on a GPU",
+    "flashinfer": f"--backend flashinfer, the default on GPUs; {how_to_install('flashinfer')}",
+    "pynvml": "clocks, power and throttling in records; pip install nvidia-ml-py",
+    "transformers": f"comparing logits with `dcpbench verify --checkpoint`; {how_to_install('test')}",
+    "ruptures": f"the change points of `dcpbench dashboard`; {how_to_install('dashboard')}",
+    "starlette": f"`dcpbench dashboard serve`; {how_to_install('dashboard')}",
+    "uvicorn": f"`dcpbench dashboard serve`; {how_to_install('dashboard')}",
+}
+
+
+def environment(device: torch.device, command: str) -> Environment:
+    """The environment of this process."""
+    cuda = device.type == "cuda"
+    properties = torch.cuda.get_device_properties(device) if cuda else None
+    return Environment(
+        device=properties.name if properties else "CPU",
+        device_count=torch.cuda.device_count() if cuda else 0,
+        device_memory_bytes=properties.total_memory if properties else None,
+        l2_bytes=properties.L2_cache_size if properties else None,
+        driver=_driver() if cuda else None,
+        cuda=torch.version.cuda,
+        torch=str(torch.__version__),
+        triton=_version("triton"),
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        flashinfer=_version("flashinfer"),
+        python=platform.python_version(),
+        dcpbench=dcpbench.__version__,
+        settings={
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("NCCL_", "TORCH_NCCL_")) and (name, value) != ON_LOOPBACK
+        },
+        git_commit=_git_commit(),
+        host_hash=_host_hash(torch.cuda.device_count() if cuda else 0),
+        command=command,
+    )
+
+
+def probe() -> Probe:
+    """What this machine has, for rooms that must not import torch."""
+    packages = {name: _version(name) for name in PACKAGES}
+    problems = [f"{name} is missing, needed for {WANTED_FOR[name]}" for name in WANTED_FOR if packages[name] is None]
+    if not torch.cuda.is_available():
+        why = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU"
+        problems.insert(0, f"no GPU: {why}; runs are functional, on the CPU, and say nothing about performance")
+        return Probe(device="cpu", count=0, name="CPU", packages=packages, problems=problems)
+    properties = torch.cuda.get_device_properties(0)
+    return Probe(
+        device="cuda",
+        count=torch.cuda.device_count(),
+        name=properties.name,
+        memory_bytes=properties.total_memory,
+        l2_bytes=properties.L2_cache_size,
+        capability=f"{properties.major}.{properties.minor}",
+        packages=packages,
+        problems=problems,
+    )
+
+
+def _version(package: str) -> str | None:
+    """Version of a package that can be found, None otherwise. Not imported: some take seconds."""
+    if importlib.util.find_spec(package) is None:
+        return None
+    names = _distributions().get(package, [package])
+    try:
+        return importlib.metadata.version(names[0])
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    """Import name -> distributions. Reads every installed package: most of a second, so once."""
+    return importlib.metadata.packages_distributions()
+
+
+def _host_hash(gpus: int) -> str:
+    """Virtual machines often share a host name, so the system's own id and the GPUs count as well."""
+    machine_id = Path("/etc/machine-id")
+    own = machine_id.read_text() if machine_id.is_file() else ""
+    names = [socket.gethostname(), own, *(str(torch.cuda.get_device_properties(i).uuid) for i in range(gpus))]
+    return hashlib.sha256("/".join(names).encode()).hexdigest()[:12]
+
+
+def _driver() -> str | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception:  # noqa: BLE001 - without NVML the driver's version is not known
+        return None
+
+
+def _git_commit() -> str | None:
+    """Commit of the dcpbench that runs, with `-dirty` where its files differ; None for an installed wheel.
+
+    DCPBENCH_GIT_COMMIT says it where the files were copied without their repository, as into a container.
+    """
+    if "DCPBENCH_GIT_COMMIT" in os.environ:
+        return os.environ["DCPBENCH_GIT_COMMIT"]
+    folder = Path(dcpbench.__file__).parent
+    if not (folder.parent / ".git").exists():
+        return None
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"],  # noqa: S607 - git of the PATH
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()

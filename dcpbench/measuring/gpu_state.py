@@ -1,0 +1,96 @@
+"""Clocks, power, temperature and throttling of this rank's GPU while something is measured (NVML)."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from dcpbench.records.record import Gpu, throttle_reasons
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+PERIOD_S = 0.05
+
+
+class GpuSampler:
+    """Context manager that samples in a thread; `state()` afterwards. Absent where NVML does not say."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.queries = _queries(device)
+        self.seen: dict[str, list[int]] = {name: [] for name in self.queries}
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> Self:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop.set()
+        self.thread.join()
+
+    def _sample(self) -> None:
+        while self.queries and not self.stop.is_set():
+            for name, query in list(self.queries.items()):
+                try:
+                    self.seen[name].append(query())
+                except Exception:  # noqa: BLE001 - a quantity that this GPU does not report is not known
+                    del self.queries[name]
+            self.stop.wait(PERIOD_S)
+
+    def state(self) -> Gpu | None:
+        """What was seen, or None without NVML."""
+        seen = {name: values for name, values in self.seen.items() if values}
+        if not seen:
+            return None
+        reasons = functools.reduce(operator.or_, seen.get("reasons", [0]))
+        return Gpu(
+            sm_clock_mhz_min=min(seen["clock"]) if "clock" in seen else None,
+            sm_clock_mhz_max=max(seen["clock"]) if "clock" in seen else None,
+            power_w_max=max(seen["power"]) / 1e3 if "power" in seen else None,
+            temperature_c_max=max(seen["temperature"]) if "temperature" in seen else None,
+            throttle_reasons=throttle_reasons(reasons),
+        )
+
+
+def worst(states: Iterable[Gpu | None]) -> Gpu | None:
+    """The worst of all ranks' states, field by field."""
+    seen = [s for s in states if s is not None]
+    if not seen:
+        return None
+
+    def over_ranks(pick: Callable[[list[Any]], Any], field: str) -> Any:  # noqa: ANN401 - int or float, as the field
+        values = [value for s in seen if (value := getattr(s, field)) is not None]
+        return pick(values) if values else None
+
+    return Gpu(
+        sm_clock_mhz_min=over_ranks(min, "sm_clock_mhz_min"),
+        sm_clock_mhz_max=over_ranks(max, "sm_clock_mhz_max"),
+        power_w_max=over_ranks(max, "power_w_max"),
+        temperature_c_max=over_ranks(max, "temperature_c_max"),
+        throttle_reasons=sorted({reason for s in seen for reason in s.throttle_reasons}),
+    )
+
+
+def _queries(device: torch.device) -> dict[str, Callable[[], int]]:
+    """What to ask NVML about this rank's GPU; nothing where NVML cannot be used."""
+    if device.type != "cuda":
+        return {}
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode())
+    except Exception:  # noqa: BLE001 - NVML is a bonus: any failure of it means that clocks are not known
+        return {}
+    return {
+        "clock": lambda: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
+        "power": lambda: pynvml.nvmlDeviceGetPowerUsage(gpu),
+        "temperature": lambda: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
+        "reasons": lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu),
+    }

@@ -1,0 +1,244 @@
+"""Where a step's time goes, and whether the host waits in it: a separate profiled pass, never mixed with timing.
+
+A replayed graph has no ranges: `record_function` ran when it was captured. So the step is profiled twice: eagerly,
+where each kernel's launch lies in a range, and replayed, where each kernel has its true time. Both launch the same
+kernels in the same order, so the i-th kernel of a replay belongs to the range of the i-th eager one. With --overlap two
+streams may run in another order; there a kernel's name tells.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+from torch._C._profiler import _ExperimentalConfig
+
+from dcpbench.measuring.ranges import PHASES
+from dcpbench.records.record import Phases, SyncSite
+from dcpbench.syncs.model import order
+from dcpbench.syncs.rules import ALLOCATION
+from dcpbench.syncs.scan import analyse
+from dcpbench.syncs.traces.columns import read_columns
+from dcpbench.syncs.traces.intervals import match
+from dcpbench.syncs.traces.python_lines import Repository
+from dcpbench.syncs.traces.reading import TraceReader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dcpbench.syncs.model import Site
+    from dcpbench.syncs.traces.columns import Columns
+
+STEP_RANGE = "dcpbench_step"
+OTHER = "other"
+"""Kernels that no range claims, as index building before the first layer."""
+EAGER_STEPS = 3
+"""Of which the first is warm-up to the scanner."""
+
+
+class Kernel(NamedTuple):
+    """GPU work of a step, and the moment and thread of its launch. Microseconds."""
+
+    name: str
+    ts: float
+    dur: float
+    launched: float
+    thread: int
+
+
+class Around(NamedTuple):
+    """A range of the host."""
+
+    name: str
+    start: float
+    end: float
+    thread: int
+
+    def launched(self, kernel: Kernel) -> bool:
+        """Whether a kernel was launched inside it."""
+        return self.thread == kernel.thread and self.start <= kernel.launched <= self.end
+
+
+class Kernels:
+    """GPU work of profiled steps, in the order in which it ran, and the ranges that it was launched in."""
+
+    def __init__(self, columns: Columns) -> None:
+        gpu, calls, ranges = (columns.tables[name] for name in ("gpu", "calls", "ranges"))
+        launch = match(calls.correlation, gpu.correlation)
+        work = sorted(
+            (
+                Kernel(columns.names[name], start, end - start, float(calls.start[row]), int(calls.thread[row]))
+                for name, start, end, row in zip(gpu.name, gpu.start.tolist(), gpu.end.tolist(), launch, strict=True)
+                if row >= 0
+            ),
+            key=lambda k: k.ts,
+        )
+        named = zip([columns.names[n] for n in ranges.name], ranges.start, ranges.end, ranges.thread, strict=True)
+        around = [Around(*r) for r in named]
+        self.phases = [r for r in around if r.name in PHASES]
+        steps = sorted((r for r in around if r.name == STEP_RANGE), key=lambda r: r.start)
+        self.steps = [[k for k in work if step.launched(k)] for step in steps]
+
+    def phase_of(self, kernel: Kernel) -> str:
+        """Range that the kernel's launch lies in."""
+        return next((r.name for r in self.phases if r.launched(kernel)), OTHER)
+
+
+class Pass(NamedTuple):
+    """One profiled pass: its kernels, and where the host waited."""
+
+    kernels: Kernels
+    sites: list[Site]
+
+
+def record(step: Callable[[], object], steps: int, *, enabled: bool, stacks: bool) -> Pass | None:
+    """Profile `steps` steps on this rank; ranks that are not `enabled` only run them.
+
+    Args:
+        step: One step.
+        steps: How often it runs.
+        enabled: Whether this rank records.
+        stacks: Python stacks, which name the line of a synchronisation and slow the host down.
+    """
+    if not enabled:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+        return None
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(
+        activities=activities, with_stack=stacks, experimental_config=_ExperimentalConfig(enable_cuda_sync_events=True)
+    ) as profiler:
+        for _ in range(steps):
+            with torch.profiler.record_function(STEP_RANGE):
+                step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return read_pass(path)
+
+
+def read_pass(path: Path) -> Pass:
+    """A profiled pass from its trace."""
+    reader = TraceReader(path)
+    columns = read_columns(reader.blocks(), reader.trouble)
+    _, sites = analyse(columns, path.name, Repository(Path.cwd()), step_range=f"^{STEP_RANGE}$")
+    return Pass(Kernels(columns), sites)
+
+
+def profile_step(
+    eager: Callable[[], None], replay: Callable[[], None], steps: int = 3, *, enabled: bool
+) -> tuple[Phases, list[SyncSite]] | None:
+    """(phases, where the host waited in a step) of this rank, or None where it is not `enabled`.
+
+    The first profiled step of each pass is left out, as the profiler's own start-up falls into it, and so is the last
+    replay for the phases, which no other follows: a step lasts until the next one's first kernel.
+    """
+    launched = record(eager, EAGER_STEPS, enabled=enabled, stacks=True)
+    replayed = record(replay, steps + 2, enabled=enabled, stacks=False)
+    if launched is None or replayed is None:
+        return None
+    pattern = [(k.name, launched.kernels.phase_of(k)) for k in launched.kernels.steps[-1]]
+    sums: dict[str, float] = {}
+    for kernels, following in itertools.pairwise(replayed.kernels.steps[1:]):
+        for name, us in _attribute(kernels, _label(kernels, pattern), following[0].ts).items():
+            sums[name] = sums.get(name, 0.0) + us / steps
+    idle = sums.pop("idle")
+    step_us = idle + sum(sums.values())
+    order = {name: i for i, name in enumerate((*PHASES, OTHER))}
+    phases = Phases(
+        step_us=step_us,
+        phase_us=dict(sorted(sums.items(), key=lambda item: order[item[0]])),
+        idle_us=idle,
+        idle_fraction=idle / step_us if step_us else 0.0,
+        kernels=len(replayed.kernels.steps[-1]),
+        steps=steps,
+    )
+    return phases, sync_sites(launched.sites, "eager") + sync_sites(replayed.sites, "replay")
+
+
+def sync_sites(sites: list[Site], where: Literal["eager", "replay", "serve"]) -> list[SyncSite]:
+    """Sites of a steady step, worst first, as a record holds them.
+
+    What frees memory does not count in an eager step, where the caching allocator grows and shrinks; a graph has its
+    memory, so in a replayed step, or in a turn of the serving loop, it does.
+    """
+    aside = ALLOCATION.id if where == "eager" else ""
+    mine = [s for s in sites if not (s.own or s.may_block or s.warmup_only or s.rule == aside)]
+    return [
+        SyncSite(
+            found_in=where,
+            rule=s.rule,
+            kind=s.kind,
+            call=s.call,
+            op=s.op,
+            function=s.function,
+            file=s.file,
+            line=s.line,
+            per_step=s.count_per_step or 0.0,
+            wait_us=s.wait_median_us or 0.0,
+            bubble_us=None if s.bubble_us is None else s.bubble_us / s.count,
+        )
+        for s in sorted(mine, key=order)
+    ]
+
+
+def _label(kernels: list[Kernel], pattern: list[tuple[str, str]]) -> list[str]:
+    """Phase of each kernel by its place in the eager pass, or by its name where streams run in another order.
+
+    What does not line up and is launched in several phases is `other`.
+    """
+    names = [e.name for e in kernels]
+    expected = [name for name, _ in pattern]
+    if names == expected:
+        return [phase for _, phase in pattern]
+    phases: dict[str, set[str]] = {}
+    for name, phase in pattern:
+        phases.setdefault(name, set()).add(phase)
+    only = {name: found.pop() for name, found in phases.items() if len(found) == 1}
+    labels = [only.get(name, OTHER) for name in names]
+    for block in difflib.SequenceMatcher(None, expected, names, autojunk=False).get_matching_blocks():
+        for i in range(block.size):
+            labels[block.b + i] = pattern[block.a + i][1]
+    return labels
+
+
+def _attribute(kernels: list[Kernel], labels: list[str], end_of_step: float) -> dict[str, float]:
+    """Every microsecond until `end_of_step` to one phase or to `idle`; where kernels overlap, to the earlier one."""
+    sums = {"idle": 0.0}
+    reached = kernels[0].ts if kernels else 0.0
+    for event, label in zip(kernels, labels, strict=True):
+        sums["idle"] += max(0.0, event.ts - reached)
+        end = event.ts + event.dur
+        sums[label] = sums.get(label, 0.0) + max(0.0, end - max(reached, event.ts))
+        reached = max(reached, end)
+    sums["idle"] += max(0.0, end_of_step - reached)
+    return sums
+
+
+def profile_cpu_step(step: Callable[[], None], steps: int = 3, *, enabled: bool) -> Phases | None:
+    """The same table for a functional run: host time by range. It exercises the report and says nothing of speed."""
+    if not enabled:
+        for _ in range(steps):
+            step()
+        return None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        for _ in range(steps):
+            with torch.profiler.record_function(STEP_RANGE):
+                step()
+    totals = {e.key: e.cpu_time_total / steps for e in profiler.key_averages()}
+    phase_us = {name: totals[name] for name in PHASES if name in totals}
+    rest = totals[STEP_RANGE] - sum(phase_us.values())
+    return Phases(
+        step_us=totals[STEP_RANGE],
+        phase_us=phase_us,
+        idle_us=rest,
+        idle_fraction=rest / totals[STEP_RANGE],
+        kernels=0,
+        steps=steps,
+    )

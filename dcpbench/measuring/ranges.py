@@ -1,0 +1,60 @@
+"""Named stretches of a step: NVTX for Nsight Systems and `record_function` for Kineto, with the same names."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import nvtx
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+PHASES = (
+    "embed",
+    "norm",
+    "qkv_proj",
+    "q_gather",
+    "kv_write",
+    "attention",
+    "merge",
+    "prefill",
+    "prefix_gather",
+    "o_proj",
+    "attn_reduce",
+    "dp_gather",
+    "dense_mlp",
+    "moe",
+    "mlp_reduce",
+    "lm_head",
+)
+"""Every name that `phase` is called with, in the order of a layer. A collective's time includes waiting for the slowest
+rank: `mlp_reduce` shows how unevenly the experts were loaded."""
+
+
+_quiet = False
+_NOTHING = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without ranges: where a step is launched kernel by kernel, marking them delays each of them."""
+    global _quiet  # noqa: PLW0603 - one host thread launches
+    before, _quiet = _quiet, True
+    try:
+        yield
+    finally:
+        _quiet = before
+
+
+def phase(name: str) -> AbstractContextManager[None]:
+    """Mark a stretch of a step."""
+    return _NOTHING if _quiet else _marked(name)
+
+
+@contextlib.contextmanager
+def _marked(name: str) -> Iterator[None]:
+    with nvtx.annotate(name, domain="dcpbench"), torch.profiler.record_function(name):
+        yield

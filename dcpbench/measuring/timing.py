@@ -1,0 +1,155 @@
+"""Timing of steps: CUDA events between back-to-back graph replays, slowest rank, warm-up and stop rule."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import triton
+
+from dcpbench.records.stats import StopRule, settled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from dcpbench.points.settings import Settings
+
+CHUNK_SECONDS = 0.4
+"""Steps are queued in chunks of about this long; ranks talk and the stop rule is asked between chunks."""
+CHUNK_STEPS = (5, 100)
+"""Fewest and most steps of a chunk."""
+LEAST_MEDIANS = 2
+"""Medians that warm-up compares at the least, however slow a step is."""
+WARM_UP_SHARE = 0.5
+"""Warm-up that has not settled after this share of the time limit ends all the same, and the point is `unsettled`."""
+
+
+def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of `run`, which has run before."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+@contextlib.contextmanager
+def compiled_kernels() -> Iterator[list[str]]:
+    """Names of the Triton kernels that are compiled or loaded meanwhile: each delayed what was being timed."""
+    names: list[str] = []
+    before = triton.knobs.compilation.listener
+
+    def listen(*, src: Any, **others: Any) -> None:  # noqa: ANN401 - Triton has no types
+        names.append(getattr(src, "name", "a kernel"))
+        if before is not None:
+            before(src=src, **others)
+
+    triton.knobs.compilation.listener = listen
+    try:
+        yield names
+    finally:
+        triton.knobs.compilation.listener = before
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Step samples of one point, each the slowest rank's."""
+
+    samples_ms: list[float]
+    noisy: bool
+    """The time limit came before the interval was narrow enough."""
+    unsettled: bool
+    """Warm-up ended by time, not because two successive medians agreed."""
+
+    @property
+    def drift(self) -> float:
+        """How far the medians of the first and the second half of the samples lie apart, as a share of the first."""
+        half = len(self.samples_ms) // 2
+        first, second = statistics.median(self.samples_ms[:half]), statistics.median(self.samples_ms[half:])
+        return abs(second - first) / first
+
+
+class Timer:
+    """Runs steps on this rank, in step with all others."""
+
+    def __init__(self, step: Callable[[], None], device: torch.device) -> None:
+        self.step, self.device = step, device
+
+    def chunk(self, steps: int) -> tuple[list[float], float]:
+        """(samples in ms, elapsed seconds), each the largest over ranks; every rank returns the same numbers."""
+        start = time.perf_counter()
+        mine = self._cuda_chunk(steps) if self.device.type == "cuda" else self._cpu_chunk(steps)
+        numbers = torch.tensor([*mine, time.perf_counter() - start], dtype=torch.float64, device=self.device)
+        if dist.is_initialized():
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        *samples, elapsed = numbers.tolist()
+        return samples, elapsed
+
+    def _cuda_chunk(self, steps: int) -> list[float]:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        self.step()  # not timed: ranks arrive here at different times and wait for each other in its collectives
+        for event in events[:-1]:
+            event.record()
+            self.step()
+        events[-1].record()
+        events[-1].synchronize()
+        return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+
+    def _cpu_chunk(self, steps: int) -> list[float]:
+        if dist.is_initialized():
+            dist.barrier()
+        times = [time.perf_counter()]
+        for _ in range(steps):
+            self.step()
+            times.append(time.perf_counter())
+        return [(b - a) * 1e3 for a, b in itertools.pairwise(times)]
+
+
+def time_steps(
+    step: Callable[[], None], device: torch.device, settings: Settings, alive: Callable[[], None] = lambda: None
+) -> Timing:
+    """Warm up until two successive medians agree within 1 %, then measure until the stop rule is met.
+
+    A step that is replayed back to back has no host time in it: its sample is the time from one replay's start on the
+    GPU to the next one's. `alive` is called now and then, for whoever watches for a hang.
+    """
+    rule = StopRule(precision=settings.precision, seconds=settings.seconds)
+    return time_chunks(Timer(step, device).chunk, rule, alive)
+
+
+def time_chunks(
+    chunk: Callable[[int], tuple[list[float], float]],
+    rule: StopRule,
+    alive: Callable[[], None] = lambda: None,
+    chunk_seconds: float = CHUNK_SECONDS,
+) -> Timing:
+    """The same for any way to take samples: `chunk(steps)` gives that many, in ms, and the seconds that they took."""
+    samples, elapsed = chunk(CHUNK_STEPS[0])
+    steps = _steps_per_chunk(statistics.median(samples), chunk_seconds)
+    previous, calm, medians = None, False, 0
+    while not calm and (elapsed < rule.seconds * WARM_UP_SHARE or medians < LEAST_MEDIANS):
+        samples, seconds = chunk(steps)
+        alive()
+        elapsed += seconds
+        median = statistics.median(samples)
+        calm, previous, medians = settled(previous, median), median, medians + 1
+    measured: list[float] = []
+    elapsed = 0.0
+    verdict = None
+    while verdict is None:
+        samples, seconds = chunk(steps)
+        alive()
+        measured += samples
+        elapsed += seconds
+        verdict = rule.done(measured, elapsed)
+    return Timing(samples_ms=measured, noisy=verdict != "precise", unsettled=not calm)
+
+
+def _steps_per_chunk(median_ms: float, chunk_seconds: float = CHUNK_SECONDS) -> int:
+    fewest, most = CHUNK_STEPS
+    return max(fewest, min(most, round(chunk_seconds * 1e3 / max(median_ms, 1e-3))))

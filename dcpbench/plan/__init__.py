@@ -1,0 +1,1 @@
+"""Options become points, judged before anything runs."""

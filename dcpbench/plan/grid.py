@@ -1,0 +1,228 @@
+"""A SweepSpec as the grid of points that can run, and those that cannot, each with its reason. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import DcpbenchError, UsageError
+from dcpbench.plan.judge import Machine, check
+from dcpbench.plan.spec import check_same_sizes
+from dcpbench.points.budget import kv_pages, memory_plan
+from dcpbench.points.names import ALL_REDUCES, NO_EXCHANGE, OPTIONS, UNKNOWN, flag
+from dcpbench.points.point import Point
+from dcpbench.points.shapes import ModelShape, load_shape
+from dcpbench.records.record import Record
+from dcpbench.serving.load_words import load_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from dcpbench.plan.spec import SweepSpec
+    from dcpbench.points import memory
+    from dcpbench.points.layout import Layout
+    from dcpbench.points.machine import Probe
+
+WITHOUT_EXCHANGE: dict[str, object] = {"exchange": NO_EXCHANGE, **dict.fromkeys(OPTIONS, False)}
+"""Fields of a point with dcp 1."""
+MOST_POINTS = 100_000
+"""Of one run, as many as its report reads."""
+MOST_REASONS = 3
+"""Reasons that an error message repeats before it points to --dry-run."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One point of the grid: it can run (`plan`), or it cannot (`error`)."""
+
+    point: Point
+    added: bool = False
+    """A baseline that nobody typed."""
+    plan: memory.Plan | None = None
+    error: DcpbenchError | None = None
+
+    def rejected(self) -> Record:
+        """The record of a point that cannot run."""
+        return Record(point=self.point, outcome="rejected", reason=str(self.error))
+
+
+def expand(spec: SweepSpec, probe: Probe, nnodes: int = 1) -> list[Candidate]:
+    """Every point of the grid with its baseline, in the order in which they run: neighbours share an engine."""
+    found = _expand(spec, Machine(probe=probe, nnodes=nnodes))
+    _check_used(spec, (c.point for c in found))
+    return found
+
+
+def expand_layouts(layouts: Sequence[Layout], spec: SweepSpec, probe: Probe) -> list[Candidate]:
+    """What `verify` compares: the given layouts instead of every combination of tp, dp and dcp, without baselines."""
+    found = {}
+    for x in layouts:
+        one = dataclasses.replace(spec, tp=(x.tp,), dp=(x.dp,), dcp=(x.dcp,), baseline=False)
+        found.update({c.point.key(): c for c in _expand(one, Machine(probe=probe, timed=False))})
+    _check_used(spec, (c.point for c in found.values()))
+    return sorted(found.values(), key=lambda c: _order(c.point, spec))
+
+
+def check_any(candidates: Sequence[Candidate]) -> None:
+    """Raise the typed points' own error when none of them can run: a baseline alone is not what was asked for."""
+    typed = [c for c in candidates if not c.added]
+    if any(c.error is None for c in typed):
+        return
+    reasons = list(dict.fromkeys(str(c.error) for c in typed))
+    more = f"\n({len(reasons) - MOST_REASONS} more; see them all with --dry-run)" if len(reasons) > MOST_REASONS else ""
+    raise type(typed[0].error)("\n".join(reasons[:MOST_REASONS]) + more)  # type: ignore[misc]
+
+
+def point_name(point: Point) -> str:
+    """One point in a line: `tiny tp8·dcp8 reference ag_rs, 8 × 100 tokens`."""
+    repeat = f", repeat {point.repeat}" if point.repeat else ""
+    load = load_text(point) + ("" if point.load else " tokens")
+    return f"{point.model} {point.layout_name} {path_name(point)}, {load}{repeat}"
+
+
+def load_text(point: Point) -> str:
+    """`8 × 4,000` requests and tokens, or what is served."""
+    return load_name(point.load, point.concurrency) if point.load else f"{point.concurrency} × {point.context:,}"
+
+
+def path_name(point: Point) -> str:
+    """How a point is computed: `triton a2a +q-replicate`; the all-reduce only where it is not the usual one."""
+    reduced = "" if point.all_reduce in (ALL_REDUCES[0], UNKNOWN) else f"{point.all_reduce} all-reduce"
+    return " ".join(filter(None, (point.backend, point.exchange_label(), reduced, point.settings)))
+
+
+def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
+    """One row a point for --dry-run: the layout in our and vLLM's words, the load, memory per GPU, or the reason."""
+    rows: list[dict[str, object]] = []
+    for c in candidates:
+        p, plan = c.point, c.plan
+        rows.append(
+            {
+                "model": p.model,
+                "layout": p.layout_name,
+                "vllm_layout": p.layout.vllm_name() if c.error is None else None,
+                "tp": p.tp,
+                "dp": p.dp,
+                "dcp": p.dcp,
+                "backend": p.backend,
+                "exchange": p.exchange,
+                "all_reduce": p.all_reduce,
+                **{name: getattr(p, name) for name in OPTIONS},
+                "path": path_name(p),
+                "workload": p.workload,
+                "concurrency": p.concurrency,
+                "context": p.context,
+                "repeat": p.repeat,
+                "load": msgspec.to_builtins(p.load),
+                "load_text": load_text(p),
+                "added": c.added,
+                "kv_pool_bytes": plan.kv_bytes if plan else None,
+                "weights_held_bytes": plan.weight_bytes if plan else None,
+                "layers_held": plan.layers_held if plan else None,
+                "layers": plan.layers if plan else None,
+                "reason": str(c.error) if c.error else None,
+            }
+        )
+    return rows
+
+
+def _grid(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> Iterable[Point]:
+    loads = {(model, dp): spec.loads(dp, shapes[model]) for model in spec.model for dp in spec.dp}
+    paths = list(itertools.product(spec.backend, spec.all_reduce, _exchanges(spec)))
+    _check_count(spec, sum(map(len, loads.values())) * len(paths))
+    axes = itertools.product(range(spec.repeats), spec.tp, spec.dp, spec.model, paths)
+    for repeat, tp, dp, model, (backend, all_reduce, exchange) in axes:
+        for given, dcp in itertools.product(loads[model, dp], spec.dcp or (max(tp // dp, 1),)):
+            yield Point(
+                model=model,
+                tp=tp,
+                dp=dp,
+                dcp=dcp,
+                concurrency=given.concurrency,
+                context=given.context,
+                load=given.load,
+                workload="serve" if given.load else "decode",
+                backend=backend,
+                all_reduce=all_reduce if tp > dp else ALL_REDUCES[0],
+                dtype=spec.dtype,
+                page_size=spec.page_size,
+                interleave=spec.interleave,
+                weights=spec.weights,
+                repeat=repeat,
+                **(exchange if dcp > 1 else WITHOUT_EXCHANGE),  # type: ignore[arg-type]
+            )
+
+
+def _check_count(spec: SweepSpec, each: int) -> None:
+    """Raise UsageError for a grid of more points than a report takes; `each`: those of one repeat, tp and dcp."""
+    count = spec.repeats * len(spec.tp) * len(spec.dcp or (1,)) * each
+    if count > MOST_POINTS:
+        raise UsageError(
+            f"{count:,} points are asked for, more than the {MOST_POINTS:,} that a run can have; lower --repeats, or "
+            "give fewer values of an option."
+        )
+
+
+def _exchanges(spec: SweepSpec) -> list[dict[str, object]]:
+    """Every exchange with every combination of its options, as fields of a point."""
+    names = ("exchange", *OPTIONS)
+    return [dict(zip(names, values, strict=True)) for values in itertools.product(*(getattr(spec, n) for n in names))]
+
+
+def _check_used(spec: SweepSpec, points: Iterable[Point]) -> None:
+    """Raise UsageError where an option was typed and no point exchanges anything."""
+    on = [flag(name) for name in OPTIONS if any(getattr(spec, name))]
+    if on and all(p.dcp == 1 for p in points):
+        raise UsageError(
+            f"{', '.join(on)} without a layout with --dcp > 1: nothing is exchanged. Add for example --dcp 2, "
+            f"or leave {'it' if len(on) == 1 else 'them'} out."
+        )
+
+
+def _expand(spec: SweepSpec, machine: Machine) -> list[Candidate]:
+    shapes = {model: load_shape(model) for model in spec.model}
+    check_same_sizes(spec, shapes)
+    typed = {point.key(): _judge(point, spec, shapes[point.model], machine) for point in _grid(spec, shapes)}
+    added = {}
+    if spec.baseline:
+        for found in typed.values():
+            point = _baseline(found.point)
+            if found.error is None and point.key() not in typed and point.key() not in added:
+                judged = _judge(point, spec, shapes[point.model], machine)
+                added[point.key()] = dataclasses.replace(judged, added=True)
+    order = sorted([*typed.values(), *added.values()], key=lambda c: _order(c.point, spec))
+    return [_with_pool(c, order, spec, shapes[c.point.model], machine) for c in order]
+
+
+def _baseline(point: Point) -> Point:
+    """The same layout without DCP; of one that has no DCP, tp alone."""
+    dp = point.dp if point.dcp > 1 else 1
+    return msgspec.structs.replace(point, dp=dp, dcp=1, **WITHOUT_EXCHANGE)
+
+
+def _order(point: Point, spec: SweepSpec) -> tuple[object, ...]:
+    p = point
+    place = spec.model.index(p.model)
+    weights, path = (p.q_replicate, p.project_first), (p.backend, p.exchange, p.overlap, p.all_reduce)
+    load = (p.load.request_rate or 0.0, p.load.input_tokens, p.load.output_tokens) if p.load else ()
+    return (p.repeat, p.tp, place, p.dp, p.dcp, *weights, *path, p.concurrency, p.context, *load)
+
+
+def _judge(point: Point, spec: SweepSpec, shape: ModelShape, machine: Machine) -> Candidate:
+    try:
+        check(point, spec.settings, shape, machine)
+    except DcpbenchError as e:
+        return Candidate(point=point, error=e)
+    return Candidate(point=point)
+
+
+def _with_pool(
+    found: Candidate, order: Sequence[Candidate], spec: SweepSpec, shape: ModelShape, machine: Machine
+) -> Candidate:
+    if found.error is not None:
+        return found
+    pages = kv_pages(found.point, (c.point for c in order if c.error is None), spec.settings, shape, machine.probe)
+    return dataclasses.replace(found, plan=memory_plan(found.point, pages, shape, machine.probe))

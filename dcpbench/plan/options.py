@@ -1,0 +1,184 @@
+"""Reads one option, as typed or as a configuration file has it, or says what to write instead. No torch."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import reprlib
+from typing import TYPE_CHECKING
+
+from dcpbench.errors import UsageError
+from dcpbench.points.names import ALL_REDUCES, BACKENDS, EXCHANGES, MIXED, PREFILLS, REPLAY, flag
+from dcpbench.records.checks import LARGEST
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SYNTHETIC = "synthetic"
+LONGEST_NAME = 1_000
+"""Characters of a name or a path."""
+LONGEST_SHOWN = 80
+"""Characters of a value that an error repeats."""
+
+
+def check_seconds(option: str, value: float, example: int) -> None:
+    """Raise UsageError unless `value` is a time that can pass."""
+    if not 0 < value < math.inf:
+        raise UsageError(f"{option} {value:g} is not a positive number of seconds; try {option} {example}.")
+
+
+def parse_bytes(name: str, value: object) -> int:
+    """`100GiB`, `40GB` or `512 MiB`."""
+    typed = shown(value)
+    if re.fullmatch(r"\s*\d+(\.\d+)?\s*", typed):
+        raise UsageError(f"{flag(name)} {typed} has no unit; write for example {flag(name)} 100GiB or 40GB.")
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", typed, re.IGNORECASE)
+    if not match or isinstance(value, bool):
+        raise UsageError(f"{flag(name)} {typed}: not a size; write for example {flag(name)} 100GiB or 40GB.")
+    digits, unit, binary = match.groups()
+    amount = float(digits) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " ")
+    _check_size(name, amount, typed)
+    size = int(amount)
+    if size < 1:
+        raise UsageError(f"{flag(name)} {typed}: must be more than 0 bytes; write for example {flag(name)} 100GiB.")
+    return size
+
+
+def items(name: str, value: object) -> list[object]:
+    """A comma list, a list or one value; never empty."""
+    found = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    found = found if isinstance(found, list | tuple) else [found]
+    if not found or found == [""]:
+        raise UsageError(f"{flag(name)} is empty; write for example {example(name)}, or leave it out.")
+    if "" in found:
+        raise UsageError(
+            f"{flag(name)} {quoted(value)} has an empty entry; write a comma list such as {example(name)}."
+        )
+    return list(found)
+
+
+def example(name: str) -> str:
+    """What an option can look like."""
+    examples = {
+        "model": "deepseek-v3,kimi-k2",
+        "backend": ",".join(BACKENDS),
+        "exchange": EXCHANGES[0],
+        "dtype": "bf16",
+        "weights": SYNTHETIC,
+        "all_reduce": ALL_REDUCES[0],
+        "tp": "4,8",
+        "dcp": "1,4",
+        "concurrency": "8,32",
+        "context": "4000,32000",
+        "request_rate": "0.5,2",
+        "input_tokens": "4000,lognormal:8000:0.5",
+        "output_tokens": "500,1500",
+        "num_requests": "480",
+        "burstiness": "0.5",
+        "prefix_share": "0.5",
+        "chunk": "8192",
+        "policy": MIXED,
+        "prefill": PREFILLS[0],
+        "mode": REPLAY,
+        "requests": "trace.jsonl",
+        "step_times": "runs/NAME/step-times/FILE.json",
+    }
+    return f"{flag(name)} {examples.get(name, '1')}"
+
+
+def ints(name: str, value: object) -> tuple[int, ...]:
+    """`4,8`, each once."""
+    return tuple(dict.fromkeys(whole(name, item) for item in items(name, value)))
+
+
+def whole(name: str, value: object) -> int:
+    """`4`."""
+    digits = re.fullmatch(r"[+-]?\d{1,99}", value.strip()) if isinstance(value, str) else None
+    if digits or (isinstance(value, int) and not isinstance(value, bool)):
+        found = int(value)  # type: ignore[call-overload]
+        _check_size(name, found, shown(value))
+        return found  # type: ignore[no-any-return]
+    raise UsageError(f"{flag(name)} {shown(value)}: not a whole number; write for example {example(name)}.")
+
+
+def names(name: str, value: object) -> tuple[str, ...]:
+    """`ag_rs,a2a`, each once."""
+    return tuple(dict.fromkeys(name_of(name, item) for item in items(name, value)))
+
+
+def name_of(name: str, value: object) -> str:
+    """`bf16`."""
+    if value == "":
+        raise UsageError(f"{flag(name)} is empty; write for example {example(name)}, or leave it out.")
+    if not isinstance(value, str):
+        raise UsageError(f"{flag(name)} {shown(value)}: not a name; write for example {example(name)}.")
+    if len(value) > LONGEST_NAME:
+        raise UsageError(
+            f"{flag(name)} {shown(value)} has {len(value):,} characters; write for example {example(name)}."
+        )
+    return value
+
+
+def number(name: str, value: object) -> float:
+    """`2.5`."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if value not in (math.inf, -math.inf):  # whose option says so itself
+            _check_size(name, value, shown(value))
+        return float(value)
+    raise UsageError(f"{flag(name)} {quoted(value)}: not a number; write for example {flag(name)} 10.")
+
+
+def switch(name: str, value: object) -> bool:
+    """`true`."""
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} is {quoted(value)}; write true or false.")
+    return value
+
+
+def switches(name: str, value: object) -> tuple[bool, ...]:
+    """`true`, or `[false, true]` for an axis of both."""
+    values = value if isinstance(value, list) else [value]
+    return tuple(dict.fromkeys(switch(name, item) for item in values))
+
+
+def shown(value: object) -> str:
+    """A value in a sentence: as it is where it is short, else its beginning; no list is followed to its depth."""
+    if isinstance(value, int) and value.bit_length() > LONGEST_SHOWN:
+        return f"(a number of {value.bit_length():,} bits)"
+    try:
+        text = value if isinstance(value, str) else reprlib.repr(value)
+    except ValueError:  # a list of numbers that Python does not print
+        text = f"({type(value).__name__})"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
+
+
+def quoted(value: object) -> str:
+    """The same, and text in quotes."""
+    return repr(shown(value)) if isinstance(value, str) else shown(value)
+
+
+def _check_size(name: str, value: float, typed: str) -> None:
+    if abs(value) > LARGEST:
+        raise UsageError(
+            f"{flag(name)} {typed} is above {LARGEST:g}, more than anything that can be measured; write for example "
+            f"{example(name)}."
+        )
+
+
+def check_positive(name: str, value: int) -> None:
+    """Raise UsageError for 0 and less."""
+    if value < 1:
+        raise UsageError(f"{flag(name)} {value} is not positive; try {example(name)}.")
+
+
+def check_known(name: str, value: str, known: tuple[str, ...]) -> None:
+    """Raise UsageError for what is not in `known`, with the nearest of them."""
+    if value not in known:
+        raise UsageError(f"{flag(name)} {value} is unknown{did_you_mean(value, known)}")
+
+
+def did_you_mean(value: str, known: Sequence[str]) -> str:
+    """The end of a sentence about a name that is not in `known`."""
+    near = difflib.get_close_matches(value, known, n=1) or difflib.get_close_matches(value.lower(), known, n=1)
+    return (f"; did you mean {near[0]}?" if near else ".") + f" Known: {', '.join(known)}."

@@ -1,0 +1,310 @@
+"""What `serve` was asked to run: its options, of the command line and of a file, as loads for points. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from dcpbench.errors import UsageError
+from dcpbench.plan import options as read
+from dcpbench.plan.options import check_known, check_positive
+from dcpbench.plan.spec import PARSERS, PointLoad, complete, defaults
+from dcpbench.points.batches import GRAPH_BATCHES
+from dcpbench.points.names import CLOSED, GAMMA, LIVE, MIXED, MODES, POLICIES, PREFILLS, REPLAY, TRACE, flag
+from dcpbench.points.point import Load
+from dcpbench.serving.load_words import TRACE_LENGTHS, parse_lengths, parse_limit, parse_slo
+from dcpbench.serving.loads import extent
+from dcpbench.serving.request_files import read_requests
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from dcpbench.plan.spec import SweepSpec
+    from dcpbench.points.machine import Probe
+    from dcpbench.points.shapes import ModelShape
+    from dcpbench.serving.request_files import Trace
+
+OTHERS = ("context", "seconds", "overlap")
+"""Options that only `sweep` has; a batch of one request, which serving meets, has no halves to overlap."""
+SERVED = (
+    "concurrency",
+    "request_rate",
+    "burstiness",
+    "requests",
+    "num_requests",
+    "input_tokens",
+    "output_tokens",
+    "prefix_share",
+    "prefix_groups",
+    "policy",
+    "chunk",
+    "prefix_cache",
+    "prefill",
+    "mode",
+    "seed",
+)
+"""Options that make the loads."""
+MOST_REQUESTS = 10_000_000
+"""Of made-up requests: their prompts, of even 100 tokens, are 4 GB on every rank."""
+LEAST_BURSTINESS = 1e-3
+"""Gaps are then 32 times as uneven as Poisson's; below, floating point leaves only gaps of 0."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeLoads:
+    """What is sent: every combination of concurrency or rate, prompts and answers. See docs/serving.md."""
+
+    concurrency: tuple[int, ...] = ()
+    """Empty: not typed; then an open loop has as many in flight as a layout takes."""
+    request_rate: tuple[float, ...] = ()
+    burstiness: float = 1.0
+    num_requests: int
+    input_tokens: tuple[str, ...]
+    output_tokens: tuple[str, ...]
+    prefix_share: float = 0.0
+    prefix_groups: int = 1
+    policy: str = MIXED
+    chunk: int
+    prefix_cache: bool = True
+    prefill: str = PREFILLS[0]
+    mode: tuple[str, ...] = (LIVE,)
+    seed: int = 0
+    trace: Trace | None = None
+    limit: int | None = None
+    """In requests."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_requests", "chunk", "prefix_groups"):
+            check_positive(name, getattr(self, name))
+        if self.num_requests > MOST_REQUESTS:
+            raise UsageError(
+                f"--num-requests {self.num_requests} is more than {MOST_REQUESTS:,}, which would not fit in memory; "
+                "lower it."
+            )
+        for value in self.concurrency:
+            check_positive("concurrency", value)
+        for name, known in (("policy", POLICIES), ("prefill", PREFILLS)):
+            check_known(name, getattr(self, name), known)
+        for mode in self.mode:
+            check_known("mode", mode, MODES)
+        if self.seed < 0:
+            raise UsageError(f"--seed {self.seed} is negative; write 0 or more.")
+        self._check_arrivals()
+        self._check_prefixes()
+
+    def _check_arrivals(self) -> None:
+        for rate in self.request_rate:
+            if not 0 < rate < math.inf:
+                raise UsageError(
+                    f"--request-rate {rate:g} is not a positive number of requests per second; try --request-rate 2."
+                )
+        if not LEAST_BURSTINESS <= self.burstiness < math.inf:
+            raise UsageError(
+                f"--burstiness {self.burstiness:g} is not positive, or too near to 0; 1 is Poisson, less comes in "
+                f"bursts, down to {LEAST_BURSTINESS:g}, more regularly."
+            )
+        if self.burstiness != 1 and not self.request_rate:
+            raise UsageError("--burstiness shapes --request-rate, which was not given; add --request-rate 2, say.")
+
+    def _check_prefixes(self) -> None:
+        if not 0 <= self.prefix_share < 1:
+            raise UsageError(
+                f"--prefix-share {self.prefix_share:g} is not a share of a prompt; write for example --prefix-share "
+                "0.5, less than 1."
+            )
+        if self.prefix_groups > 1 and not self.prefix_share:
+            raise UsageError("--prefix-groups without --prefix-share: nothing is shared; add --prefix-share 0.5, say.")
+        if self.trace:
+            self._check_trace(self.trace)
+
+    def _check_trace(self, trace: Trace) -> None:
+        if self.prefix_share and not trace.takes_shares:
+            raise UsageError(f"{trace.path} says itself what its prompts share; leave --prefix-share out.")
+        if trace.grouped and not self.prefix_share:
+            raise UsageError(
+                f"{trace.path} has prefix_group; say with --prefix-share how much of a prompt its group has in common."
+            )
+
+    @property
+    def count(self) -> int:
+        """Requests that are sent at most."""
+        count = self.num_requests if self.trace is None else len(self.trace.rows)
+        return min(count, self.limit or count)
+
+    def loads(self, dp: int, shape: ModelShape) -> list[PointLoad]:
+        """What the points of a model have to do in `dp` replicas, in the order typed."""
+        self._check_ids(shape)
+        found = []
+        for concurrency, load in self.each():
+            most = concurrency or min(GRAPH_BATCHES[-1] * dp, load.requests)
+            sizes = extent(load, str(self.trace.path) if self.trace else "")
+            served = sizes.longest if sizes.shortest > shape.max_position else min(sizes.longest, shape.max_position)
+            found.append(PointLoad(most, served, load))
+        return found
+
+    def _check_ids(self, shape: ModelShape) -> None:
+        if self.trace and self.trace.largest_id >= shape.vocab:
+            raise UsageError(
+                f"{self.trace.path} has token id {self.trace.largest_id}, and {shape.name} has {shape.vocab:,} of them."
+            )
+
+    def each(self) -> Iterator[tuple[int | None, Load]]:
+        """(concurrency, load), the former None where an open loop bounds nothing."""
+        count = self.count
+        lengths = [(TRACE_LENGTHS, TRACE_LENGTHS)] if self.trace else itertools.product(*self._lengths())
+        for (inputs, outputs), rate, concurrency, mode in itertools.product(
+            lengths, self.request_rate or (None,), self.concurrency or (None,), self.mode
+        ):
+            arrival = self._arrival(rate)
+            if arrival == CLOSED and concurrency and concurrency > count:
+                raise UsageError(
+                    f"--concurrency {concurrency} is more than the {count} requests, so that fewer are in flight; use "
+                    f"{self._more(concurrency)}, or a smaller --concurrency."
+                )
+            yield (
+                concurrency,
+                Load(
+                    mode=mode,
+                    requests=count,
+                    arrival=arrival,
+                    request_rate=rate,
+                    burstiness=self.burstiness,
+                    input_tokens=inputs,
+                    output_tokens=outputs,
+                    prefix_share=self.prefix_share,
+                    prefix_groups=self.prefix_groups,
+                    trace=self.trace.path.name if self.trace else "",
+                    trace_sha256=self.trace.sha256 if self.trace else "",
+                    chunk=self.chunk,
+                    policy=self.policy,
+                    prefix_cache=self.prefix_cache,
+                    prefill=self.prefill,
+                    seed=self.seed,
+                ),
+            )
+
+    def _more(self, concurrency: int) -> str:
+        """What to type for more requests than clients."""
+        if self.limit == self.count:
+            return f"--limit {10 * concurrency} or none"
+        return "a longer file" if self.trace else f"--num-requests {10 * concurrency}"
+
+    def _arrival(self, rate: float | None) -> str:
+        if rate is not None:
+            return GAMMA
+        return TRACE if self.trace and self.trace.timed and not self.concurrency else CLOSED
+
+    def _lengths(self) -> list[list[str]]:
+        axes = ("input_tokens", "output_tokens")
+        return [[str(parse_lengths(flag(name), text)) for text in getattr(self, name)] for name in axes]
+
+
+def make_serve_spec(given: Mapping[str, object], probe: Probe) -> SweepSpec:
+    """Options as typed (None = not typed; comma strings, numbers or lists) and the device's defaults for the rest."""
+    options = {name: SERVE_PARSERS[name](name, value) for name, value in given.items() if value is not None}
+    options.pop("step_times", None)
+    typed = {name: options.pop(name) for name in SERVED if name in options}
+    limit, seconds = cast("tuple[int | None, float | None]", options.pop("limit", (None, None)))
+    trace = _trace(typed)
+    base = defaults(probe) | serve_defaults(probe)
+    typed = {name: value for name, value in serve_defaults(probe).items() if name in SERVED} | typed
+    loads = ServeLoads(**typed, trace=trace, limit=limit)  # type: ignore[arg-type]
+    if not loads.concurrency and not loads.request_rate and not (trace and trace.timed):
+        usual = tuple(c for c in usual_concurrency(probe) if c <= loads.count)
+        loads = dataclasses.replace(loads, concurrency=usual or (loads.count,))
+    settings = {
+        "slo": options.pop("slo", {}),
+        "limit_seconds": seconds,
+        "step_times": measured_before(given) or "",
+        "trace_path": str(trace.path.absolute()) if trace else "",
+    }
+    rest = {name: value for name, value in base.items() if name not in (*SERVED, *OTHERS)}
+    return complete(options | {"serve": loads}, rest, settings)
+
+
+def serve_defaults(probe: Probe) -> dict[str, object]:
+    """What an option means when it was not typed, by device; `dcpbench serve --help` prints the same.
+
+    GPUs: the lengths and the number of requests with which DCP was first measured in an engine.
+    """
+    if probe.device == "cpu":
+        return {"tp": (4,), "num_requests": 16, "input_tokens": ("32",), "output_tokens": ("8",), "chunk": 64}
+    return {"num_requests": 480, "input_tokens": ("4000",), "output_tokens": ("1500",), "chunk": 8192}
+
+
+def usual_concurrency(probe: Probe) -> tuple[int, ...]:
+    """Clients of the closed loop that is measured where nothing says when requests come."""
+    return (4,) if probe.device == "cpu" else (8, 32, 48)
+
+
+def _trace(typed: dict[str, object]) -> Trace | None:
+    """The file of --requests; what it says itself cannot be typed."""
+    path = typed.pop("requests", None)
+    if path is None:
+        return None
+    for name, instead in (
+        ("num_requests", "cut it with --limit"),
+        ("input_tokens", "the file says them"),
+        ("output_tokens", "the file says them"),
+    ):
+        if name in typed:
+            raise UsageError(f"{flag(name)} and --requests {path} contradict each other; {instead}.")
+    return read_requests(Path(str(path)))
+
+
+def measured_before(given: Mapping[str, object]) -> str | None:
+    """The absolute path of --step-times, where it was given. Raises UsageError where it cannot be."""
+    path = given.get("step_times")
+    if path is None:
+        return None
+    if set(read.names("mode", given.get("mode", LIVE))) != {REPLAY}:
+        raise UsageError(f"--step-times {path} is for replays alone; add --mode replay, or leave it out.")
+    if Path(str(path)).is_dir():
+        files = sorted(Path(str(path)).glob("**/step-times/*.json")) or sorted(Path(str(path)).glob("*.json"))
+        such = f"a file in it, such as {files[0]}" if files else "a file below step-times/ of a run"
+        raise UsageError(f"--step-times {path} is a folder; name {such}.")
+    if not Path(str(path)).is_file():
+        raise UsageError(f"--step-times {path}: no such file; without it a replay measures them.")
+    return str(Path(str(path)).absolute())
+
+
+def _specs(name: str, value: object) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(item) for item in read.items(name, value)))
+
+
+def _rates(name: str, value: object) -> tuple[float, ...]:
+    return tuple(dict.fromkeys(_real(name, item) for item in read.items(name, value)))
+
+
+def _real(name: str, value: object) -> float:
+    """A number, also as the text of a comma list."""
+    try:
+        return float(value) if isinstance(value, str) else read.number(name, value)
+    except ValueError as e:
+        raise UsageError(f"{flag(name)} {value}: not a number; write for example {read.example(name)}.") from e
+
+
+SERVE_PARSERS: dict[str, Callable[[str, object], object]] = {
+    **{name: parser for name, parser in PARSERS.items() if name not in OTHERS},
+    "request_rate": _rates,
+    "burstiness": _real,
+    "requests": read.name_of,
+    "num_requests": read.whole,
+    "input_tokens": _specs,
+    "output_tokens": _specs,
+    "prefix_share": _real,
+    "prefix_groups": read.whole,
+    "policy": read.name_of,
+    "chunk": read.whole,
+    "prefix_cache": read.switch,
+    "prefill": read.name_of,
+    "mode": read.names,
+    "step_times": read.name_of,
+    "slo": lambda _, value: parse_slo(value),
+    "limit": lambda _, value: parse_limit(value),
+    "seed": read.whole,
+}
+"""Every name that a configuration file of `serve` may hold, and how its value is read."""

@@ -1,0 +1,281 @@
+"""What a sweep or a verification was asked to run: options of the command line and of a TOML or YAML file. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from dcpbench.errors import CapacityError, MissingPackageError, ModelError, UsageError
+from dcpbench.plan import options as read
+from dcpbench.plan.options import SYNTHETIC, check_known, check_positive, check_seconds, did_you_mean
+from dcpbench.points.budget import ITEMSIZE
+from dcpbench.points.names import ALL_REDUCES, AUTO, BACKENDS, EXCHANGES, OPTIONS, flag
+from dcpbench.points.settings import Settings
+from dcpbench.points.shapes import check_checkpoint, load_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from dcpbench.points.machine import Probe
+    from dcpbench.points.point import Load
+    from dcpbench.points.shapes import ModelShape
+
+
+MOST_BYTES = 1 << 16
+"""Of a file of options."""
+LONGEST_REASON = 500
+MOST_LISTED = 4096
+"""Largest stripe that an error about --interleave names."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PointLoad:
+    """The fields of a point that say what it has to do."""
+
+    concurrency: int
+    context: int
+    load: Load | None = None
+    """Null for `decode`."""
+
+
+class Served(Protocol):
+    """What the workload `serve` sends, for each model and layout; serve_spec.py."""
+
+    def loads(self, dp: int, shape: ModelShape) -> list[PointLoad]:
+        """In the order typed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepSpec:
+    """The axes of a grid and what is the same for all of its points. Raises UsageError for values that cannot work."""
+
+    model: tuple[str, ...]
+    tp: tuple[int, ...]
+    dp: tuple[int, ...] = (1,)
+    dcp: tuple[int, ...] = ()
+    """Empty: the largest of each tp and dp, which is tp / dp."""
+    concurrency: tuple[int, ...] = ()
+    context: tuple[int, ...] = ()
+    serve: Served | None = None
+    """Takes the place of concurrency and context for the workload `serve`."""
+    exchange: tuple[str, ...] = EXCHANGES[:1]
+    """Used where dcp > 1, as the three options after it; points with dcp 1 exchange nothing and say `none`."""
+    q_replicate: tuple[bool, ...] = (False,)
+    project_first: tuple[bool, ...] = (False,)
+    overlap: tuple[bool, ...] = (False,)
+    all_reduce: tuple[str, ...] = ALL_REDUCES[:1]
+    backend: tuple[str, ...]
+    dtype: str
+    page_size: int
+    interleave: int = 1
+    weights: str = SYNTHETIC
+    repeats: int = 1
+    baseline: bool = True
+    """Whether each layout is added without dcp, and tp alone for dp without dcp, for each model, backend and load."""
+    settings: Settings = Settings()  # noqa: RUF009 -- frozen
+
+    def __post_init__(self) -> None:
+        loads = () if self.serve else ("concurrency", "context")
+        for name in ("model", "tp", "dp", *loads, "exchange", "backend", "all_reduce", *OPTIONS):
+            if not getattr(self, name):
+                raise UsageError(f"{flag(name)} is empty; give at least one value or leave the option out.")
+        for name in ("tp", "dp", "dcp", "concurrency", "context"):
+            for value in getattr(self, name):
+                check_positive(name, value)
+        for name in ("page_size", "interleave", "repeats"):
+            check_positive(name, getattr(self, name))
+        for name, values, known in (
+            ("exchange", self.exchange, (*EXCHANGES, AUTO)),
+            ("all_reduce", self.all_reduce, ALL_REDUCES),
+            ("backend", self.backend, (*BACKENDS, AUTO)),
+            ("dtype", (self.dtype,), ITEMSIZE),
+        ):
+            for value in values:
+                check_known(name, value, tuple(known))
+        self._check_sizes()
+
+    def loads(self, dp: int, shape: ModelShape) -> list[PointLoad]:
+        """What the points of a model have to do in `dp` replicas."""
+        if self.serve:
+            return self.serve.loads(dp, shape)
+        return [PointLoad(*pair) for pair in itertools.product(self.concurrency, self.context)]
+
+    def _check_sizes(self) -> None:
+        if self.page_size % self.interleave:
+            valid = [str(i) for i in range(1, min(self.page_size, MOST_LISTED) + 1) if self.page_size % i == 0]
+            raise UsageError(
+                f"--interleave {self.interleave} does not divide --page-size {self.page_size}; these do: "
+                f"{', '.join(valid)}. A stripe must not cross a page."
+            )
+        check_seconds("--seconds", self.settings.seconds, 10)
+        if self.weights != SYNTHETIC:
+            check_checkpoint(Path(self.weights), "--weights")
+
+
+def check_same_sizes(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> None:
+    """Raise ModelError unless every model is the one whose weights are read."""
+    if spec.weights == SYNTHETIC:
+        return
+    own = dataclasses.asdict(load_shape(spec.weights))
+    for model, shape in shapes.items():
+        differ = [f"{k} {v} and {own[k]}" for k, v in dataclasses.asdict(shape).items() if k != "name" and v != own[k]]
+        if differ:
+            raise ModelError(
+                f"--model {model} is not the model of the checkpoint {spec.weights}: {', '.join(differ[:3])}. "
+                "Leave --model out; the checkpoint's config.json says what it is."
+            )
+
+
+def make_spec(given: Mapping[str, object], probe: Probe) -> SweepSpec:
+    """Options as typed (None = not typed; comma strings, numbers or lists) and the device's defaults for the rest."""
+    options = {name: PARSERS[name](name, value) for name, value in given.items() if value is not None}
+    return complete(options, defaults(probe), {})
+
+
+def complete(options: Mapping[str, object], base: Mapping[str, object], settings: Mapping[str, object]) -> SweepSpec:
+    """Options that have been read, `base` for what is missing, and fields of jobs.Settings beside those of options."""
+    checkpoint = options.get("weights", SYNTHETIC)
+    found = {**base, **({} if checkpoint == SYNTHETIC else {"model": (checkpoint,)}), **options}
+    more = {field: found.pop(name) for name, field in _SETTINGS.items() if name in found}
+    return SweepSpec(**found, settings=Settings(**settings, **more))  # type: ignore[arg-type]
+
+
+def defaults(probe: Probe) -> dict[str, object]:
+    """What an option means when it was not typed, by device; `dcpbench sweep --help` prints the same."""
+    if probe.device == "cpu":
+        return {
+            "model": ("tiny",),
+            "tp": (8,),
+            "concurrency": (2, 8),
+            "context": (100,),
+            "backend": ("reference",),
+            "dtype": "fp32",
+            "page_size": 1,
+        }
+    return {
+        "model": ("deepseek-v3",),
+        "tp": (probe.count,),
+        "concurrency": (8, 32, 48),
+        "context": (4000,),
+        "backend": ("flashinfer" if probe.packages.get("flashinfer") else "triton",),
+        "dtype": "bf16",
+        "page_size": 64,
+    }
+
+
+def read_options(path: Path, known: Iterable[str] | None = None) -> dict[str, object]:
+    """Options from a .toml, .yaml or .yml file: the command line's names, with `_` or `-`, without the dashes.
+
+    `known` are the names that the command takes; None: those of `sweep`.
+    """
+    names = PARSERS if known is None else list(known)
+    try:
+        size, text = path.stat().st_size, path.read_text()
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"--config {path} cannot be read: {e}.") from e
+    if size > MOST_BYTES:
+        raise UsageError(f"--config {path} has {size:,} bytes, and options fit into {MOST_BYTES:,}; name another file.")
+    found = _parse_toml(path, text) if path.suffix == ".toml" else _parse_yaml(path, text)
+    if not isinstance(found, dict):
+        raise UsageError(f"{path} holds no options; write lines such as `tp = [4, 8]` (TOML) or `tp: [4, 8]` (YAML).")
+    options: dict[str, object] = {}
+    for typed, value in found.items():
+        typed = read.shown(typed)  # noqa: PLW2901 - a file may call anything an option
+        name = typed.replace("-", "_")
+        off = name.removeprefix("no_")
+        if off in SWITCHED_OFF and off in names and name != off and isinstance(value, bool):
+            options[off] = not value
+            continue
+        if name not in names:
+            near = did_you_mean(name.replace("_", "-"), [n.replace("_", "-") for n in names])
+            raise UsageError(f"{path}: unknown option '{typed}'{near}")
+        if value is None:
+            raise UsageError(f"{path}: '{typed}' has no value; give one, or leave the line out.")
+        options[name] = value
+    return options
+
+
+def effective(probe: Probe, device: str) -> Probe:
+    """The machine as --device auto, cuda or cpu wants it seen."""
+    check_known("device", device, ("auto", "cuda", "cpu"))
+    if device == "cuda" and probe.device != "cuda":
+        raise CapacityError(
+            "--device cuda, but no GPU is visible; `dcpbench env` says why. "
+            "Without one, --device cpu makes a functional run."
+        )
+    if device == "cpu" and probe.device != "cpu":
+        return msgspec.structs.replace(probe, device="cpu", count=0, name="CPU", memory_bytes=None, l2_bytes=None)
+    return probe
+
+
+def _parse_toml(path: Path, text: str) -> object:
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise UsageError(f"{path} is not valid TOML: {_why(e)}.") from e
+
+
+def _parse_yaml(path: Path, text: str) -> object:
+    if path.suffix not in (".yaml", ".yml"):
+        raise UsageError(f"--config {path}: give a file that ends in .toml, .yaml or .yml.")
+    try:
+        import yaml
+    except ImportError as e:
+        raise MissingPackageError("YAML files need PyYAML: pip install pyyaml, or write the file as TOML.") from e
+
+    class Loader(yaml.SafeLoader):
+        """Without aliases, with which a few lines stand for more than fits in memory."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:  # noqa: ANN401 - yaml has no types
+            if self.check_event(yaml.AliasEvent):
+                found: Any = self.peek_event()  # type: ignore[no-untyped-call]
+                raise UsageError(
+                    f"{path}, line {found.start_mark.line + 1}: options are read without aliases, and "
+                    f"*{read.shown(found.anchor)} is one; write out what it stands for."
+                )
+            return super().compose_node(parent, index)
+
+    try:
+        return yaml.load(text, Loader)  # noqa: S506 - a safe loader
+    except (yaml.YAMLError, ArithmeticError, ValueError, RecursionError) as e:
+        raise UsageError(f"{path} is not valid YAML: {_why(e)}.") from e
+
+
+def _why(error: Exception) -> str:
+    said = "it is nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split()).rstrip(".")
+    return said[:LONGEST_REASON]
+
+
+PARSERS: dict[str, Callable[[str, object], object]] = {
+    "model": read.names,
+    "tp": read.ints,
+    "dp": read.ints,
+    "dcp": read.ints,
+    "concurrency": read.ints,
+    "context": read.ints,
+    "exchange": read.names,
+    "q_replicate": read.switches,
+    "project_first": read.switches,
+    "overlap": read.switches,
+    "all_reduce": read.names,
+    "backend": read.names,
+    "dtype": read.name_of,
+    "page_size": read.whole,
+    "interleave": read.whole,
+    "weights": read.name_of,
+    "kv_memory": read.parse_bytes,
+    "seconds": read.number,
+    "repeats": read.whole,
+    "baseline": read.switch,
+    "profile": read.switch,
+}
+"""Every name that a configuration file may hold, and how its value is read."""
+SWITCHED_OFF = ("baseline", "profile", "prefix_cache")
+"""On by default: files may also say `no-baseline`."""
+
+_SETTINGS = {"kv_memory": "kv_memory_bytes", "seconds": "seconds", "profile": "profile"}

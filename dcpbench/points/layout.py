@@ -1,0 +1,223 @@
+"""Layout(tp, dp, dcp) and the integer arithmetic of interleaved KV storage. No torch.
+
+Rank order inside one layout: replicas of attention DP are outermost, DCP ranks innermost, so that a DCP
+group is a run of neighbouring ranks (the fastest links):
+
+    rank = dp_rank · attn_tp + attn_rank,   attn_rank = dcp_group · dcp + dcp_rank
+
+Interleaved storage (stripes of I tokens; I = 1 unless said otherwise, N = dcp):
+
+    owner(loc) = (loc // I) % N
+    row(loc)   = (loc // (I·N))·I + loc % I
+    loc        = (row // I)·I·N + owner·I + row % I
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dcpbench.errors import LayoutError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from dcpbench.points.shapes import ModelShape
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupWide:
+    """Projections that a rank holds for all heads of its DCP group, instead of for its own heads alone."""
+
+    query: bool = False
+    """W_UQ and W_UK (--q-replicate): every rank computes all heads' queries, and none are gathered."""
+    value: bool = False
+    """W_UV (--project-first): partial outputs are projected before they are exchanged."""
+
+
+MOST_RANKS = 1 << 16
+"""Of a layout: no model is placed on more GPUs, and every divisor of a degree can be named."""
+OWN_HEADS = GroupWide()
+"""What a rank holds unless something else was asked for."""
+
+Ints = TypeVar("Ints", int, "np.ndarray[Any, np.dtype[np.int32]]")
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Layout:
+    """One way to place a model on `tp` GPUs. Raises LayoutError when the degrees do not nest."""
+
+    tp: int
+    """GPUs that share one copy of the model; the world size."""
+    dp: int = 1
+    """Attention data parallel replicas inside `tp`."""
+    dcp: int = 1
+    """Ranks that share the KV cache of one request, inside one attention replica."""
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "dp", "dcp"):
+            if getattr(self, name) < 1:
+                raise LayoutError(f"--{name} {getattr(self, name)} is not a positive number; try --{name} 1.")
+            if getattr(self, name) > MOST_RANKS:
+                raise LayoutError(
+                    f"--{name} {getattr(self, name)} is more than the {MOST_RANKS:,} ranks that a layout can have; try "
+                    f"--{name} 8."
+                )
+        if self.tp % self.dp:
+            raise LayoutError(
+                f"--dp {self.dp} does not divide --tp {self.tp}; with --tp {self.tp} these do: {_divisors(self.tp)}."
+            )
+        if self.attn_tp % self.dcp:
+            of = f"--tp {self.tp}" if self.dp == 1 else f"--tp {self.tp} / --dp {self.dp} = {self.attn_tp}"
+            raise LayoutError(f"--dcp {self.dcp} does not divide {of}; these do: {_divisors(self.attn_tp)}.")
+
+    @property
+    def attn_tp(self) -> int:
+        """Ranks that share the heads of one attention replica."""
+        return self.tp // self.dp
+
+    def __str__(self) -> str:
+        """`tp8`, `tp8·dcp8`, `tp8·dp2·dcp4`."""
+        return f"tp{self.tp}" + (f"·dp{self.dp}" if self.dp > 1 else "") + (f"·dcp{self.dcp}" if self.dcp > 1 else "")
+
+    def vllm_name(self) -> str:
+        """The same layout in vLLM's words, whose tp counts the ranks of one attention replica."""
+        return f"dp{self.dp}·tp{self.attn_tp}·dcp{self.dcp}"
+
+    def dp_rank(self, rank: int) -> int:
+        """Attention replica of a rank."""
+        return rank // self.attn_tp
+
+    def attn_rank(self, rank: int) -> int:
+        """Position of a rank inside its attention replica; it holds heads [attn_rank·h, (attn_rank+1)·h)."""
+        return rank % self.attn_tp
+
+    def dcp_rank(self, rank: int) -> int:
+        """Which residue of the tokens a rank stores."""
+        return rank % self.dcp
+
+    def attn_groups(self) -> list[list[int]]:
+        """Ranks of each attention replica."""
+        return [list(range(d * self.attn_tp, (d + 1) * self.attn_tp)) for d in range(self.dp)]
+
+    def dcp_groups(self) -> list[list[int]]:
+        """Ranks that together hold one full KV cache."""
+        return [list(range(start, start + self.dcp)) for start in range(0, self.tp, self.dcp)]
+
+    def dp_groups(self) -> list[list[int]]:
+        """Ranks with the same heads in different replicas; tokens are gathered over them for the MoE."""
+        return [list(range(a, self.tp, self.attn_tp)) for a in range(self.attn_tp)]
+
+    def check_model(self, shape: ModelShape) -> None:
+        """Raise LayoutError, with the degrees that would work, unless heads and experts divide evenly."""
+        if shape.heads % self.attn_tp:
+            raise LayoutError(
+                f"{shape.name} has {shape.heads} heads, which {self} would split over {self.attn_tp} ranks; "
+                f"tp/dp can be {_divisors(shape.heads, 64)}."
+            )
+        if shape.experts % self.tp:
+            raise LayoutError(
+                f"{shape.name} has {shape.experts} experts, which do not divide over --tp {self.tp}; "
+                f"--tp can be {_divisors(_gcd_of(shape), 64)}."
+            )
+        for what, size in (("dense", shape.dense_inter), ("shared expert", shape.shared_experts * shape.moe_inter)):
+            if size % self.tp:
+                raise LayoutError(
+                    f"{shape.name} has a {what} width of {size}, which does not divide over --tp {self.tp}; "
+                    f"--tp can be {_divisors(_gcd_of(shape), 64)}."
+                )
+
+
+def valid_layouts(shape: ModelShape, tp: int) -> list[Layout]:
+    """Every layout of `tp` ranks that the model can take, smallest degrees first.
+
+    Raises LayoutError for a `tp` that no layout has.
+    """
+    Layout(tp=tp)
+    found = []
+    for dp in _divisor_list(tp):
+        for dcp in _divisor_list(tp // dp):
+            layout = Layout(tp=tp, dp=dp, dcp=dcp)
+            try:
+                layout.check_model(shape)
+            except LayoutError:
+                continue
+            found.append(layout)
+    return found
+
+
+def owner(loc: Ints, dcp: int, interleave: int = 1) -> Ints:
+    """DCP rank that stores virtual location (or token index) `loc`; also for arrays of them."""
+    return (loc // interleave) % dcp
+
+
+def row(loc: Ints, dcp: int, interleave: int = 1) -> Ints:
+    """Physical row of `loc` in its owner's pool; also for arrays."""
+    return loc // (interleave * dcp) * interleave + loc % interleave
+
+
+def loc_of(row: int, rank: int, dcp: int, interleave: int = 1) -> int:
+    """Inverse of (`owner`, `row`): the virtual location that `rank` stores in `row`."""
+    return row // interleave * interleave * dcp + rank * interleave + row % interleave
+
+
+def local_length(tokens: int, rank: int, dcp: int, interleave: int = 1) -> int:
+    """How many of the first `tokens` tokens of a request `rank` stores."""
+    stripe = interleave * dcp
+    return tokens // stripe * interleave + min(max(tokens % stripe - rank * interleave, 0), interleave)
+
+
+def local_tokens(tokens: int, rank: int, dcp: int, interleave: int = 1) -> list[int]:
+    """Token indices that `rank` stores, in row order: the inverse map of a whole request."""
+    return [loc_of(r, rank, dcp, interleave) for r in range(local_length(tokens, rank, dcp, interleave))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """Prefixes of several requests, whose rows a rank packs into its part, request by request in token order."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each request; 0 for one without a prefix."""
+    dcp: int
+    interleave: int = 1
+
+    @classmethod
+    def uneven(cls, tokens: int, requests: int, dcp: int) -> Prefix:
+        """So many tokens of so many requests, whose lengths are as 1 : 2 : 3 …, rounded."""
+        ends = [tokens * i * (i + 1) // (requests * (requests + 1)) for i in range(requests + 1)]
+        return cls(tuple(end - start for start, end in itertools.pairwise(ends)), dcp)
+
+    @functools.cached_property
+    def starts(self) -> list[int]:
+        """Of each request, in the tokens of all; one more for the end."""
+        return list(itertools.accumulate(self.lengths, initial=0))
+
+    @property
+    def tokens(self) -> int:
+        """Of all requests."""
+        return self.starts[-1]
+
+    def firsts(self, rank: int) -> list[int]:
+        """Of each request, its first row in a rank's part; one more for the end."""
+        shares = (local_length(n, rank, self.dcp, self.interleave) for n in self.lengths)
+        return list(itertools.accumulate(shares, initial=0))
+
+    @functools.cached_property
+    def part_rows(self) -> int:
+        """Rows of the largest part."""
+        return max(self.firsts(rank)[-1] for rank in range(self.dcp))
+
+
+def _divisor_list(n: int, most: int | None = None) -> list[int]:
+    return [d for d in range(1, (n if most is None else min(n, most)) + 1) if n % d == 0]
+
+
+def _divisors(n: int, most: int | None = None) -> str:
+    return ", ".join(map(str, _divisor_list(n, most)))
+
+
+def _gcd_of(shape: ModelShape) -> int:
+    return math.gcd(shape.experts, shape.dense_inter, shape.shared_experts * shape.moe_inter)

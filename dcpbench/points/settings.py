@@ -1,0 +1,29 @@
+"""How points are measured. No torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """How points are measured; the same for all points of a job."""
+
+    kv_memory_bytes: int | None = None
+    """--kv-memory: size of the KV pool per GPU; None: budget.kv_pages finds one."""
+    seconds: float = 10.0
+    """--seconds: time limit of one point's measurement; past it the record says `noisy`."""
+    precision: float = 0.01
+    """Stop when the 95 % interval of the median is within ± this share of it."""
+    profile: bool = True
+    """Whether the separate profiled pass (phases, host syncs) runs."""
+    seed: int = 0
+    """Of weights and KV; a load has its own."""
+    slo: dict[str, float] = {}
+    """--slo: limits in ms by metric, serve_records.ServeMetrics.slo_ms."""
+    limit_seconds: float | None = None
+    """--limit 60s: a run of requests ends then, and what has not finished is cancelled. A limit in requests is in
+    Load.requests."""
+    trace_path: str = ""
+    """--requests: absolute path of the file that Load.trace names."""
+    step_times: str = ""
+    """--step-times: absolute path of the file that a replay takes its times from; empty where it measures them."""

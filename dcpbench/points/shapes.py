@@ -1,0 +1,664 @@
+"""ModelShape: the sizes of an MLA + MoE model, published ones or read from a Hugging Face config.json. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import reprlib
+from pathlib import Path
+from typing import Any
+
+from dcpbench.errors import ModelError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """YaRN rope scaling (Peng et al. 2023), as `rope_scaling` in a DeepSeek config gives it."""
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    truncate: bool = True
+    """Whether the ramp between kept and stretched dimensions begins and ends at whole ones."""
+
+
+LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
+"""R, P and the widths of a head's keys and values in all published models."""
+KV_WIDTH = LATENT + ROPE
+"""Numbers in one of their KV rows."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes and routing rule of one model. Letters as in docs/methodology.md (D hidden, R latent, P rope, V value)."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    q_lora: int | None
+    """Rank of the low-rank q projection, or None where q is projected directly."""
+    experts: int
+    top_k: int
+    shared_experts: int
+    moe_inter: int
+    dense_inter: int
+    first_dense: int
+    """The first layers with a dense MLP instead of experts."""
+    vocab: int
+    routing: str
+    """`sigmoid` (V3, K2: scores plus correction bias) or `softmax` (V2)."""
+    groups: int
+    """Expert groups of group-limited routing; 1 = ungrouped."""
+    top_groups: int
+    normalise: bool
+    """Whether the chosen experts' weights are made to sum to 1 before `routed_scale`."""
+    routed_scale: float
+    latent: int = LATENT
+    rope: int = ROPE
+    nope: int = NOPE
+    value: int = VALUE
+    rms_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_interleaved: bool = True
+    yarn: Yarn | None = None
+    max_position: int = 163840
+    tied: bool = False
+    """Whether the LM head is the embedding."""
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers in one KV row: latent ‖ rope key."""
+        return self.latent + self.rope
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes that one token takes in one full KV cache, all layers."""
+        return self.layers * self.kv_width * itemsize
+
+
+_V3_YARN = Yarn(factor=40, original_max_position=4096, mscale=1.0, mscale_all_dim=1.0)
+_V2_YARN = Yarn(factor=40, original_max_position=4096, mscale=0.707, mscale_all_dim=0.707)
+
+_PUBLISHED = (
+    ModelShape(
+        name="deepseek-v2-lite",
+        hidden=2048,
+        layers=27,
+        heads=16,
+        q_lora=None,
+        experts=64,
+        top_k=6,
+        shared_experts=2,
+        moe_inter=1408,
+        dense_inter=10944,
+        first_dense=1,
+        vocab=102400,
+        routing="softmax",
+        groups=1,
+        top_groups=1,
+        normalise=False,
+        routed_scale=1.0,
+        yarn=_V2_YARN,
+    ),
+    ModelShape(
+        name="deepseek-v2",
+        hidden=5120,
+        layers=60,
+        heads=128,
+        q_lora=1536,
+        experts=160,
+        top_k=6,
+        shared_experts=2,
+        moe_inter=1536,
+        dense_inter=12288,
+        first_dense=1,
+        vocab=102400,
+        routing="softmax",
+        groups=8,
+        top_groups=3,
+        normalise=False,
+        routed_scale=16.0,
+        yarn=_V2_YARN,
+    ),
+    ModelShape(
+        name="deepseek-v3",
+        hidden=7168,
+        layers=61,
+        heads=128,
+        q_lora=1536,
+        experts=256,
+        top_k=8,
+        shared_experts=1,
+        moe_inter=2048,
+        dense_inter=18432,
+        first_dense=3,
+        vocab=129280,
+        routing="sigmoid",
+        groups=8,
+        top_groups=4,
+        normalise=True,
+        routed_scale=2.5,
+        yarn=_V3_YARN,
+    ),
+    ModelShape(
+        name="kimi-k2",
+        hidden=7168,
+        layers=61,
+        heads=64,
+        q_lora=1536,
+        experts=384,
+        top_k=8,
+        shared_experts=1,
+        moe_inter=2048,
+        dense_inter=18432,
+        first_dense=1,
+        vocab=163840,
+        routing="sigmoid",
+        groups=1,
+        top_groups=1,
+        normalise=True,
+        routed_scale=2.827,
+        rope_theta=50000.0,
+        yarn=Yarn(factor=64, original_max_position=4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0),
+        max_position=262144,
+    ),
+    ModelShape(
+        name="tiny",
+        hidden=64,
+        layers=3,
+        heads=8,
+        q_lora=32,
+        experts=8,
+        top_k=2,
+        shared_experts=1,
+        moe_inter=32,
+        dense_inter=128,
+        first_dense=1,
+        vocab=512,
+        routing="sigmoid",
+        groups=2,
+        top_groups=1,
+        normalise=True,
+        routed_scale=2.5,
+        latent=32,
+        rope=16,
+        nope=16,
+        value=16,
+        max_position=65536,
+    ),
+)
+
+SHAPES = {shape.name: shape for shape in _PUBLISHED}
+ALIASES = {"deepseek-r1": "deepseek-v3"}
+"""R1 has V3's sizes."""
+
+
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_FILE = "model.safetensors"
+
+
+def check_checkpoint(folder: Path, option: str) -> None:
+    """Raise ModelError, naming the option that was typed, unless `folder` has what a checkpoint must have."""
+    if not folder.is_dir():
+        raise ModelError(f"{option} {folder}: no such folder; give the folder of a Hugging Face checkpoint.")
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{option} {folder} has no config.json; give the folder of a Hugging Face checkpoint.")
+    if not any((folder / name).is_file() for name in (INDEX_FILE, WEIGHTS_FILE)):
+        raise ModelError(
+            f"{option} {folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; give the folder of a Hugging Face "
+            "checkpoint in safetensors."
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """What a `model_type` says of the fields that its config.json leaves out, as transformers 5 takes them."""
+
+    routing: str
+    topk_methods: tuple[str | None, ...]
+    first_dense: int
+    groups: int | None
+    top_groups: int | None
+    normalise: bool
+    routed_scale: float
+
+
+_V2 = Family(
+    routing="softmax",
+    topk_methods=("greedy", "group_limited_greedy"),
+    first_dense=0,
+    groups=None,
+    top_groups=None,
+    normalise=False,
+    routed_scale=1.0,
+)
+_V3 = Family(
+    routing="sigmoid",
+    topk_methods=("noaux_tc", None),
+    first_dense=3,
+    groups=8,
+    top_groups=4,
+    normalise=True,
+    routed_scale=2.5,
+)
+FAMILIES = {"deepseek_v2": _V2, "deepseek_v3": _V3, "kimi_k2": _V3}
+"""By `model_type`. Kimi-K2 is V3 in other sizes."""
+
+_FIXED: dict[str, tuple[object, ...]] = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "hidden_act": ("silu", "swish"),
+    "moe_layer_freq": (1,),
+    "partial_rotary_factor": (1, 1.0),
+    "use_mla": (True,),
+}
+"""Fields that change what is computed, each with the only values that the engine has; null is as good as absent."""
+
+_READ = frozenset(
+    {
+        "model_type",
+        "architectures",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_rope_head_dim",
+        "qk_nope_head_dim",
+        "qk_head_dim",
+        "v_head_dim",
+        "head_dim",
+        "n_routed_experts",
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "n_shared_experts",
+        "moe_intermediate_size",
+        "intermediate_size",
+        "first_k_dense_replace",
+        "vocab_size",
+        "scoring_func",
+        "topk_method",
+        "n_group",
+        "topk_group",
+        "norm_topk_prob",
+        "routed_scaling_factor",
+        "rms_norm_eps",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "rope_interleave",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+        "layer_types",
+        "mlp_layer_types",
+        *_FIXED,
+    }
+)
+_HARMLESS = frozenset(
+    {
+        # training, and layers beside the model that predict further tokens
+        "attention_dropout",
+        "aux_loss_alpha",
+        "gradient_checkpointing",
+        "initializer_range",
+        "num_mtp_layers",
+        "num_nextn_predict_layers",
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "seq_aux",
+        # how weights are stored, and how some engine runs them
+        "auto_map",
+        "compression_config",
+        "dtype",
+        "ep_size",
+        "pretraining_tp",
+        "quantization_config",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "attn_implementation",
+        "experts_implementation",
+        # what is asked of a tokenizer or a sampler
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "eos_token_id",
+        "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "length_penalty",
+        "max_length",
+        "min_length",
+        "model_max_length",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_scores",
+        "pad_token_id",
+        "prefix",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "suppress_tokens",
+        "temperature",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "unk_token_id",
+        # what transformers writes for every model
+        "chunk_size_feed_forward",
+        "cross_attention_hidden_size",
+        "finetuning_task",
+        "id2label",
+        "is_decoder",
+        "label2id",
+        "num_labels",
+        "output_attentions",
+        "output_hidden_states",
+        "problem_type",
+        "pruned_heads",
+        "return_dict",
+        "task_specific_params",
+        "tf_legacy_loss",
+        "torchscript",
+        "use_bfloat16",
+        "unsloth_fixed",
+        "unsloth_version",
+    }
+)
+"""Fields that change nothing here, whatever they say, as do those that begin with `_`."""
+_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK2ForCausalLM")
+_ROPE = frozenset(
+    {
+        "type",
+        "rope_type",
+        "rope_theta",
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "attention_factor",
+        "truncate",
+        "partial_rotary_factor",
+    }
+)
+_UNSET: tuple[object, ...] = (None, False, 0, "", [], {})
+
+LARGEST = (1 << 31) - 1
+"""Of whole numbers: sizes of tensors are counted in 32 bits by some kernels."""
+MOST_LAYERS = 10_000
+MOST_TOKENS = 1 << 24
+"""Of a vocabulary: the greedy choice over ranks carries token ids in fp32, which has no odd numbers above."""
+FP32_RANGE = (1e-38, 1e38)
+"""Sizes of numbers that fp32 holds with all its digits."""
+
+
+def load_shape(model: str) -> ModelShape:
+    """A published name, or the path of a Hugging Face config.json or of the folder that holds one."""
+    name = ALIASES.get(model.lower(), model.lower())
+    if name in SHAPES:
+        return dataclasses.replace(SHAPES[name], name=model.lower())
+    path = Path(model)
+    try:
+        if path.is_dir():
+            path = path / "config.json"
+        known = path.is_file()
+    except OSError:  # a name that no file can have
+        known = False
+    if not known:
+        raise ModelError(
+            f"--model {model}: neither a known model nor a folder with a config.json; "
+            f"known models: {', '.join([*SHAPES, *ALIASES])}."
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ModelError(f"{path} is not readable as JSON: {e}.") from e
+    except RecursionError as e:
+        raise ModelError(f"{path} is nested too deeply for a model configuration.") from e
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} holds {type(config).__name__}, not a model configuration.")
+    return from_config(config, path)
+
+
+def from_config(config: dict[str, Any], path: Path) -> ModelShape:
+    """A Hugging Face `deepseek_v2` / `deepseek_v3` / `kimi_k2` configuration as a ModelShape.
+
+    Raises ModelError, naming the field, where the model is not MLA with routed experts, where a field is missing or is
+    no number that can be computed with, and where a field says that something else is computed than the engine does.
+    """
+    if "kv_lora_rank" not in config:
+        raise ModelError(
+            f"{path} is not an MLA model (model_type {_said(config.get('model_type', 'missing'))}, no 'kv_lora_rank'); "
+            f"give a DeepSeek-V2/V3/R1 or Kimi-K2 configuration, or one of: {', '.join(SHAPES)}."
+        )
+    try:
+        family = _family(config)
+        _check_fields(config)
+        shape = _shape(config, family, path)
+        _check_sizes(config, shape)
+        _check_routing(shape)
+        _check_rope(shape)
+    except KeyError as e:
+        raise ModelError(f"{path} lacks the field {e}; an MLA model with routed experts needs it.") from e
+    except ValueError as e:
+        raise ModelError(f"{path}: {e}.") from e
+    return shape
+
+
+def _shape(config: dict[str, Any], family: Family, path: Path) -> ModelShape:
+    grouped = family.routing == "sigmoid" or _topk_method(config, family) == "group_limited_greedy"
+    rope = _rope(config)
+    layers = _whole(config, "num_hidden_layers", most=MOST_LAYERS)
+    position = _whole(config, "max_position_embeddings")
+    return ModelShape(
+        name=path.parent.name if path.name == "config.json" else path.stem,
+        hidden=_whole(config, "hidden_size"),
+        layers=layers,
+        heads=_whole(config, "num_attention_heads"),
+        q_lora=None if config["q_lora_rank"] is None else _whole(config, "q_lora_rank"),
+        experts=_whole(config, "n_routed_experts"),
+        top_k=_whole(config, "num_experts_per_tok"),
+        shared_experts=0 if config["n_shared_experts"] is None else _whole(config, "n_shared_experts", least=0),
+        moe_inter=_whole(config, "moe_intermediate_size"),
+        dense_inter=_whole(config, "intermediate_size"),
+        first_dense=min(_whole(config, "first_k_dense_replace", family.first_dense, least=0), layers),
+        vocab=_whole(config, "vocab_size", most=MOST_TOKENS),
+        routing=family.routing,
+        groups=_whole(config, "n_group", family.groups) if grouped else 1,
+        top_groups=_whole(config, "topk_group", family.top_groups) if grouped else 1,
+        # transformers computes V2's softmax weights as they are, whatever the field says
+        normalise=family.routing == "sigmoid" and _switch(config, "norm_topk_prob", default=family.normalise),
+        routed_scale=_number(config, "routed_scaling_factor", family.routed_scale),
+        latent=_whole(config, "kv_lora_rank"),
+        rope=_whole(config, "qk_rope_head_dim"),
+        nope=_whole(config, "qk_nope_head_dim"),
+        value=_whole(config, "v_head_dim"),
+        rms_eps=_number(config, "rms_norm_eps", 1e-6, least=0),
+        rope_theta=_number(rope if "rope_theta" in rope else config, "rope_theta", 10000.0),
+        rope_interleaved=family.routing == "softmax" or _switch(config, "rope_interleave", default=True),
+        yarn=_yarn(rope, position),
+        max_position=position,
+        tied=_switch(config, "tie_word_embeddings", default=False),
+    )
+
+
+def _family(config: dict[str, Any]) -> Family:
+    kind = config["model_type"]
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ValueError(
+            f"'model_type' is {_said(kind)}, which may compute otherwise; {', '.join(FAMILIES)} are supported"
+        )
+    family = FAMILIES[kind]
+    routing = config.get("scoring_func") or family.routing
+    if routing != family.routing:
+        raise ValueError(f"'scoring_func' is {_said(routing)}; {kind} has {family.routing!r}")
+    _topk_method(config, family)
+    return family
+
+
+def _topk_method(config: dict[str, Any], family: Family) -> object:
+    method = config.get("topk_method", family.topk_methods[0])
+    if method not in family.topk_methods:
+        known = " or ".join(repr(known) for known in family.topk_methods if known)
+        raise ValueError(f"'topk_method' is {_said(method)}; {config['model_type']} has {known}")
+    return method
+
+
+def _check_fields(config: dict[str, Any]) -> None:
+    """Raise ValueError for fields that say, or may say, that something else is computed than the engine does."""
+    for field, values in _FIXED.items():
+        value = config.get(field)
+        if value is not None and not any(type(value) is type(known) and value == known for known in values):
+            raise ValueError(f"{field!r} is {_said(value)}; only {values[0]!r} is supported")
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or any(name not in _ARCHITECTURES for name in architectures):
+        raise ValueError(f"'architectures' is {_said(architectures)}; {', '.join(_ARCHITECTURES)} are supported")
+    if config["model_type"] == "deepseek_v2" and config.get("rope_interleave") not in (None, True):
+        raise ValueError(f"'rope_interleave' is {_said(config['rope_interleave'])}; deepseek_v2 has no other than True")
+    for field, value in config.items():
+        if field in _READ or field in _HARMLESS or field.startswith("_") or value in _UNSET:
+            continue
+        raise ValueError(
+            f"{_said(field)} is {_said(value)}, and dcpbench does not know what that changes; if it changes nothing "
+            "that is computed, take it out of a copy of this file and give the copy"
+        )
+
+
+def _check_sizes(config: dict[str, Any], shape: ModelShape) -> None:
+    """Raise ValueError where a field that repeats other ones contradicts them."""
+    mlps = ["dense"] * shape.first_dense + ["sparse"] * (shape.layers - shape.first_dense)
+    repeated: dict[str, tuple[object, str]] = {
+        "num_key_value_heads": (shape.heads, "'num_attention_heads'"),
+        "head_dim": (shape.rope, "'qk_rope_head_dim'"),
+        "qk_head_dim": (shape.nope + shape.rope, "'qk_nope_head_dim' + 'qk_rope_head_dim'"),
+        "num_experts": (shape.experts, "'n_routed_experts'"),
+        "num_local_experts": (shape.experts, "'n_routed_experts'"),
+        "layer_types": (["full_attention"] * shape.layers, "'num_hidden_layers' times 'full_attention'"),
+        "mlp_layer_types": (mlps, "'first_k_dense_replace' times 'dense' and then 'sparse'"),
+    }
+    for field, (value, source) in repeated.items():
+        if config.get(field) is not None and config[field] != value:
+            raise ValueError(f"{field!r} is {_said(config[field])}; here it must be {source}, {_said(value)}")
+
+
+def _check_routing(shape: ModelShape) -> None:
+    """Raise ValueError unless a token can be routed to `top_k` experts within the groups it may choose."""
+    if shape.experts % shape.groups:
+        raise ValueError(f"'n_group' is {shape.groups}, which does not divide {shape.experts} experts")
+    if shape.routing == "sigmoid" and shape.experts // shape.groups == 1:
+        raise ValueError(
+            f"'n_group' is {shape.groups} for {shape.experts} experts, one in each; a group is scored by its best two"
+        )
+    if shape.top_groups > shape.groups:
+        raise ValueError(f"'topk_group' is {shape.top_groups} of {shape.groups} groups")
+    reachable = shape.experts // shape.groups * shape.top_groups
+    if shape.top_k > reachable:
+        raise ValueError(f"'num_experts_per_tok' is {shape.top_k}, but a token can reach {reachable} experts")
+
+
+def _check_rope(shape: ModelShape) -> None:
+    """Raise ValueError for rope settings that no table can be made of."""
+    if shape.rope % 2:
+        raise ValueError(f"'qk_rope_head_dim' is {shape.rope}, which is odd; rope rotates pairs")
+    if shape.rope_theta <= 1:
+        raise ValueError(f"'rope_theta' is {shape.rope_theta:g}; frequencies fall only where it is above 1")
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"the rope settings are {_said(rope)}, not an object")  # noqa: TRY004 - input, not a bug
+    for field, value in rope.items():
+        if field not in _ROPE and value is not None:
+            raise ValueError(
+                f"the rope setting {_said(field)} is {_said(value)}; it is none of YaRN as DeepSeek has it"
+            )
+    if rope.get("partial_rotary_factor") not in (None, 1):
+        raise ValueError(f"'partial_rotary_factor' is {_said(rope['partial_rotary_factor'])}; only 1 is supported")
+    return rope
+
+
+def _yarn(rope: dict[str, Any], max_position: int) -> Yarn | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "yarn":
+        raise ValueError(f"rope scaling {_said(kind)} is not supported, only 'yarn'")
+    factor = rope.get("attention_factor")
+    return Yarn(
+        factor=_positive(rope, "factor"),
+        original_max_position=_whole(rope, "original_max_position_embeddings", max_position),
+        beta_fast=_positive(_given(rope, "beta_fast"), "beta_fast", 32.0),
+        beta_slow=_positive(_given(rope, "beta_slow"), "beta_slow", 1.0),
+        mscale=_number(_given(rope, "mscale"), "mscale", 0.0, least=0),
+        mscale_all_dim=_number(_given(rope, "mscale_all_dim"), "mscale_all_dim", 0.0, least=0),
+        attention_factor=None if factor is None else _number(rope, "attention_factor"),
+        truncate=_switch(rope, "truncate", default=True),
+    )
+
+
+def _given(rope: dict[str, Any], field: str) -> dict[str, Any]:
+    """The settings without a field that is null or 0: transformers takes either for the default."""
+    return rope if rope.get(field) else {}
+
+
+def _whole(
+    config: dict[str, Any], field: str, default: int | None = None, *, least: int = 1, most: int = LARGEST
+) -> int:
+    """A field that must be a whole number. Raises KeyError where it is missing and has no default."""
+    value = config[field] if default is None else config.get(field, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(
+            f"{field!r} is {_said(value)}, which is not a {'positive' if least else 'non-negative'} integer"
+        )
+    if value > most:
+        raise ValueError(f"{field!r} is {_said(value)}; it can be up to {most:,}")
+    return value
+
+
+def _number(config: dict[str, Any], field: str, default: float | None = None, *, least: float | None = None) -> float:
+    """A field that must be a number which fp32 holds. Raises KeyError where it is missing and has no default."""
+    value = config[field] if default is None else config.get(field, default)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(f"{field!r} is {_said(value)}, which is not a number")  # noqa: TRY004 - input, not a bug
+    if value != 0 and not FP32_RANGE[0] <= abs(value) <= FP32_RANGE[1]:
+        raise ValueError(f"{field!r} is {_said(value)}, which fp32 cannot hold")
+    if least is not None and value < least:
+        raise ValueError(f"{field!r} is {_said(value)}, which is below {least:g}")
+    return float(value)
+
+
+def _positive(config: dict[str, Any], field: str, default: float | None = None) -> float:
+    value = _number(config, field, default)
+    if value <= 0:
+        raise ValueError(f"{field!r} is {value:g}, which is not a positive number")
+    return value
+
+
+def _switch(config: dict[str, Any], field: str, *, default: bool) -> bool:
+    value = config.get(field, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"{field!r} is {_said(value)}, which is neither true nor false")  # noqa: TRY004 - input
+    return value
+
+
+def _said(value: object) -> str:
+    """A value of a file as a sentence can hold it: long ones are cut in their middle."""
+    return reprlib.repr(value)

@@ -1,0 +1,159 @@
+"""Whether what a line of records says can have been measured. Types are checked by msgspec; this checks the values.
+
+Reports divide by these numbers, order them and draw them; one that cannot be is refused with its name, before it does
+harm far from where it came from.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.points.layout import MOST_RANKS
+from dcpbench.records import checksums
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sized
+    from pathlib import Path
+
+    from dcpbench.records.record import Interval, Metrics, Record
+
+LARGEST = 1e15
+"""No number of a record is larger: a petabyte, or 31,000 years in ms."""
+MOST_ENTRIES = 4096
+"""Phases, marks, sites, candidates and settings of one record."""
+UNUSUAL_NUMBER = re.compile(rb"[:,\[]\s*(?:-|[0-9][0-9.]*[eE]\+?[0-9]{2}|[0-9]{16})")
+"""Where a line may hold a number below 0 or a large one: only such lines are walked number by number."""
+SIGNED = ("phases.idle_us", "phases.idle_fraction", "serve.idle_fraction")
+"""What is left between two measured times, which rounding brings below 0."""
+SETTINGS = "measured_with."
+"""Options as they were typed, no measurements."""
+WITHOUT_SUM = (
+    "take the checksums out, in its folder: "
+    "jq -c 'del(.checked, .crc32)' records.jsonl > new.jsonl && mv new.jsonl records.jsonl"
+)
+OUTCOMES = ("ok", "failed", "hung", "rejected")
+NOT_RUN = "rejected"
+
+
+def problem(record: Record, line: bytes) -> str:
+    """What of a record cannot be, by the name of its field; empty where all can."""
+    if UNUSUAL_NUMBER.search(line) and (found := _unusual(msgspec.json.decode(line), "")):
+        return found
+    parts = (
+        _outcome(record),
+        _layout(record),
+        _metrics(record.metrics) if record.metrics else "",
+        _positive("serve.output_tok_s", record.serve.output_tok_s) if record.serve else "",
+        _entries(record),
+    )
+    return next((part for part in parts if part), "")
+
+
+class OtherVersionError(msgspec.ValidationError):
+    """A record of another version, whatever else is in it."""
+
+
+def why(line: bytes, error: Exception) -> str:
+    """What is wrong with a line that cannot be read, and what to do about it."""
+    if isinstance(error, OtherVersionError):
+        return f"{error}. Not written by this version of dcpbench: read it with the version that wrote it."
+    if not line.lstrip().startswith(b"{"):
+        return (
+            "it is no record, as it is no JSON object; name a run's folder, or its records.jsonl. Where it is one, "
+            "take the line out, and measure its point again with --resume."
+        )
+    if isinstance(error, checksums.RewrittenError):
+        return f"{error}. To read such lines, {WITHOUT_SUM}."
+    if isinstance(error, checksums.DamageError | checksums.UnfinishedError):
+        return (
+            f"{error}. Put a copy of the file in its place, or take the line out, and measure its point again with "
+            f"--resume. Where it was changed on purpose, {WITHOUT_SUM}."
+        )
+    said = "its brackets are nested too deep" if isinstance(error, RecursionError) else str(error)[:300]
+    return f"{said}. Not written by this version of dcpbench; take the line out, and measure its point again."
+
+
+def last_line(path: Path, block: int = 1 << 20) -> bytes:
+    """What follows the last newline of a file, read from its end; a whole file has nothing there."""
+    with path.open("rb") as f:
+        end = f.seek(0, os.SEEK_END)
+        tail = b""
+        while end and b"\n" not in tail:
+            start = max(0, end - block)
+            f.seek(start)
+            tail, end = f.read(end - start) + tail, start
+    return tail.rpartition(b"\n")[2]
+
+
+def _outcome(record: Record) -> str:
+    if record.outcome in OUTCOMES:
+        return ""
+    return f"outcome is {record.outcome[:40]!r}, none of {', '.join(OUTCOMES)}"
+
+
+def _layout(record: Record) -> str:
+    """Degrees that nest, or of an import none at all; a point that was rejected has those that were asked for."""
+    tp, dp, dcp = degrees = record.point.tp, record.point.dp, record.point.dcp
+    if record.outcome == NOT_RUN or not any(degrees):
+        return ""
+    for name, degree in zip(("tp", "dp", "dcp"), degrees, strict=True):
+        if not 1 <= degree <= MOST_RANKS:
+            return f"point.{name} is {degree}, which no layout that ran has"
+    if tp % dp:
+        return f"point.dp {dp} does not divide tp {tp}, so that it cannot have run"
+    if tp // dp % dcp:
+        return f"point.dcp {dcp} does not divide tp / dp = {tp // dp}, so that it cannot have run"
+    return ""
+
+
+def _metrics(metrics: Metrics) -> str:
+    named = {"step_ms": metrics.step_ms, "output_tok_s": metrics.output_tok_s}
+    rates = [
+        _positive(f"metrics.{name}", getattr(metrics, name)) for name in ("output_tok_s_per_gpu", "tok_s_per_user")
+    ]
+    samples = _positive("metrics.step_samples_ms", min(metrics.step_samples_ms, default=None))
+    return _first([*(_interval(f"metrics.{name}", value) for name, value in named.items()), *rates, samples])
+
+
+def _entries(record: Record) -> str:
+    many: dict[str, Sized] = {
+        "marks": record.marks,
+        "sync_sites": record.sync_sites,
+        "detail": record.detail,
+        "phases.phase_us": record.phases.phase_us if record.phases else (),
+        "choice.candidates": record.choice.candidates if record.choice else (),
+    }
+    over = [name for name, found in many.items() if len(found) > MOST_ENTRIES]
+    return f"{over[0]} has {len(many[over[0]]):,} entries, more than {MOST_ENTRIES:,}" if over else ""
+
+
+def _interval(name: str, value: Interval) -> str:
+    if not 0 < value.low <= value.median <= value.high:
+        return f"{name}: 0 < low {value.low:g} ≤ median {value.median:g} ≤ high {value.high:g} does not hold"
+    return ""
+
+
+def _positive(name: str, value: float | None) -> str:
+    return f"{name} is {value:g}, not above 0" if value is not None and not value > 0 else ""
+
+
+def _first(found: Iterable[str]) -> str:
+    return next((text for text in found if text), "")
+
+
+def _unusual(value: object, name: str) -> str:
+    if isinstance(value, dict):
+        return _first(_unusual(v, f"{name}.{k}".lstrip(".")[:80]) for k, v in value.items())
+    if isinstance(value, list):
+        return _first(_unusual(v, name) for v in value)
+    if not isinstance(value, int | float):
+        return ""
+    if abs(value) > LARGEST:
+        return f"{name} is above {LARGEST:g}"
+    if value < 0 and name not in SIGNED and not name.startswith(SETTINGS):
+        return f"{name} is {value:g}, below 0"
+    return ""

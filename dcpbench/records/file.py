@@ -1,0 +1,169 @@
+"""The file that records lie in, `records.jsonl`: one JSON object per line, sealed with its checksum. No torch."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.errors import RecordsError
+from dcpbench.records import checks, checksums
+from dcpbench.records.record import SCHEMA_VERSION, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+RECORDS_FILE = "records.jsonl"
+ASIDE_FILE = "records.truncated.txt"
+BEGUN = (".lock", "job-*.json")
+"""Files of a run that may have no record yet (folders.py, jobs.py)."""
+
+
+class _Version(msgspec.Struct):
+    schema_version: int
+
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What a line that is no record raises."""
+NUL = b"\0"
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Record)
+_version_decoder = msgspec.json.Decoder(_Version)
+
+
+class RecordFile:
+    """Append-only `records.jsonl` of one run; each line is on disk before `append` returns. One writer at a time."""
+
+    def __init__(self, folder: Path, name: str = RECORDS_FILE) -> None:
+        self.path = folder / name
+
+    def append(self, record: Record) -> None:
+        """Write one record, flushed and synced.
+
+        A last line that a crash cut short goes to `records.truncated.txt` first, never lost.
+        """
+        _end_last_line(self.path)
+        with self.path.open("ab") as f:
+            f.write(checksums.seal(_encoder.encode(record)) + b"\n")
+            f.flush()
+            os.fsync(f.fileno())
+
+
+def read_records(folder: Path) -> list[Record]:
+    """All records of a run folder, or of a records.jsonl given directly.
+
+    A last line that was cut short, or ends in the NULs of a power cut, is left out: a crash did it, or the line is
+    being written right now. Reading never changes the file; the next `RecordFile.append` puts such a line aside.
+    Raises RecordsError for a file that is missing or cannot be read, for damage anywhere else, as in a line that its
+    checksum (checksums.py) does not fit, for values that cannot be (checks.py) and for records of another
+    version.
+    """
+    return list(iter_records(folder))
+
+
+def iter_records(folder: Path) -> Iterator[Record]:
+    """The same one by one, so that what is not needed of each need not stay in memory."""
+    path = folder / RECORDS_FILE if folder.is_dir() else folder
+    if not path.is_file():
+        raise RecordsError(_no_records(folder))
+    try:
+        with path.open("rb") as f:
+            yield from records_in(f, path)
+    except OSError as e:
+        raise RecordsError(f"{path} cannot be read: {e}; name another folder.") from e
+
+
+def records_in(lines: Iterable[bytes], path: Path) -> Iterator[Record]:
+    """The same of an open file, called `path` where something is wrong with it."""
+    for number, whole in enumerate(lines, 1):
+        line = whole if whole.endswith(b"\n") else whole.rstrip(NUL)
+        if line.strip():
+            try:
+                yield decode(line)
+            except UNREADABLE as e:
+                if _cut_short(line, e):
+                    return
+                raise RecordsError(f"{path}, line {number}: {checks.why(line, e)}") from e
+
+
+def _no_records(folder: Path) -> str:
+    """What a folder or file is that was taken for a run, and what to type."""
+    name = "name the folder of a run, such as those in runs/."
+    try:
+        inside = [path.name for path in folder.iterdir()] if folder.is_dir() else None
+    except OSError as e:
+        return f"{folder} cannot be read ({e.strerror}); {name}"
+    if inside is None:
+        return f"{folder} is no file of records; {name}" if folder.exists() else f"{folder} does not exist; {name}"
+    if not inside:
+        return f"{folder} is empty; `dcpbench sweep -o {folder}` would fill it, or {name}"
+    if any(fnmatch.fnmatch(file, begun) for file in inside for begun in BEGUN):
+        return f"{folder} holds no record yet; `dcpbench top {folder}` shows what its run is at."
+    return f"{folder} holds no {RECORDS_FILE}, so it is no run; name the folder of one, such as those in runs/."
+
+
+def cut_short(folder: Path) -> bool:
+    """Whether the last line of a record file is not whole, and so is left out."""
+    path = folder / RECORDS_FILE if folder.is_dir() else folder
+    whole = _last_line(path)
+    line = whole.rstrip(NUL)
+    try:
+        decode(line)
+    except UNREADABLE as e:
+        return bool(whole) and (not line or _cut_short(line, e))
+    return False
+
+
+def _cut_short(line: bytes, error: Exception) -> bool:
+    """Whether a line that cannot be read is the beginning of a record at the end of its file."""
+    return (
+        not line.endswith(b"\n") and line.lstrip().startswith(b"{") and not isinstance(error, msgspec.ValidationError)
+    )
+
+
+def decode(line: bytes) -> Record:
+    """The record of one line, held against its checksum before anything else. Raises UNREADABLE."""
+    checksums.check(line)
+    try:
+        record = _decoder.decode(line)
+    except msgspec.ValidationError:
+        _check_version(_version_decoder.decode(line).schema_version)
+        raise
+    _check_version(record.schema_version)
+    if found := checks.problem(record, line):
+        raise msgspec.ValidationError(found)
+    return record
+
+
+def _check_version(version: int) -> None:
+    if version != SCHEMA_VERSION:
+        raise checks.OtherVersionError(f"schema_version {version}, while this dcpbench reads {SCHEMA_VERSION}")
+
+
+def _last_line(path: Path) -> bytes:
+    try:
+        return checks.last_line(path)
+    except OSError as e:
+        raise RecordsError(f"{path} cannot be read: {e}; name another folder.") from e
+
+
+def _end_last_line(path: Path) -> None:
+    """Make the file end with a newline: complete a whole last line, move half of one to the file aside."""
+    whole = checks.last_line(path) if path.exists() else b""
+    if not whole:
+        return
+    line = whole.rstrip(NUL)
+    begin = path.stat().st_size - len(whole)
+    try:
+        decode(line)
+    except UNREADABLE:
+        with (path.parent / ASIDE_FILE).open("ab") as f:
+            f.write(line + b"\n")
+        os.truncate(path, begin)
+    else:
+        os.truncate(path, begin + len(line))
+        with path.open("ab") as f:
+            f.write(b"\n")

@@ -1,0 +1,272 @@
+"""What dcpbench reports, as pure functions: the formula and the unit of each are in its docstring. No torch.
+
+Times of a request: `t0` submitted, `t1` first output token, `tn` last output token, `n` output tokens. A request that
+was cut off when its run ended has tokens, which count as output, and no latency: how long it would have taken is not
+known.
+
+numpy is imported when something is computed, so that whoever only needs a name from here stays quick.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from dcpbench.errors import UsageError
+from dcpbench.points.names import OBJECTIVES
+from dcpbench.records.record import Interval, Latencies, Metrics, Percentiles
+from dcpbench.records.stats import least_samples, median_interval, percentile
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+
+STEADY_SHARE = 0.95
+"""Share of the target concurrency that must be in flight for a moment to count as steady."""
+TURNAROUND_S = 1e-3
+"""What a client of a closed loop may take from its last token to its next request: no dip of the concurrency."""
+GAPS_PER_MISS = 100
+"""Of so many gaps of a request, one may miss an ITL objective."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RequestTimes:
+    """When a request was submitted and when each of its output tokens came, in seconds of one clock.
+
+    Raises UsageError for no tokens and for times that run backwards.
+    """
+
+    submitted_s: float
+    token_s: Sequence[float] | Floats
+    """One time per output token, not per stream chunk; kept as a float64 array."""
+    finished: bool = True
+    """False where it was cut off: its tokens count, its latencies do not."""
+
+    def __post_init__(self) -> None:
+        import numpy as np
+
+        times = np.asarray(self.token_s, np.float64)
+        object.__setattr__(self, "token_s", times)
+        if not len(times):
+            raise UsageError("a request without output tokens has no latency; count it as failed instead.")
+        everything = np.concatenate([[self.submitted_s], times])
+        if not np.isfinite(everything).all() or (np.diff(everything) < 0).any():
+            raise UsageError(
+                "a request's times must be finite and must not run backwards; check that one clock is used."
+            )
+
+    @property
+    def end_s(self) -> float:
+        """Time of the last token, `tn`."""
+        return float(self.token_s[-1])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slo:
+    """Service level objectives, in ms; None = not asked for."""
+
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    tpot_ms: float | None = None
+    e2el_ms: float | None = None
+
+    @classmethod
+    def of(cls, objectives: Mapping[str, float]) -> Slo:
+        """From `{"ttft": 500, "itl": 50}`, in ms. Raises UsageError for other names and for limits of 0 or less."""
+        for name, limit in objectives.items():
+            if name not in OBJECTIVES:
+                raise UsageError(f"there is no objective {name}; use {', '.join(OBJECTIVES)}, as in --slo ttft=500.")
+            if not limit > 0:
+                raise UsageError(f"the objective {name}={limit:g} cannot be met; give milliseconds above 0.")
+        return cls(**{f"{name}_ms": limit for name, limit in objectives.items()})
+
+
+def ttft_ms(request: RequestTimes) -> float:
+    """Time to first token: t1 - t0, queueing included. Unit: ms."""
+    return (float(request.token_s[0]) - request.submitted_s) * 1e3
+
+
+def itl_ms(request: RequestTimes) -> Floats:
+    """Inter-token latencies: each gap between consecutive output tokens, n - 1 of them. Unit: ms. Pool them."""
+    import numpy as np
+
+    return np.diff(request.token_s) * 1e3
+
+
+def tpot_ms(request: RequestTimes) -> float | None:
+    """Time per output token: (tn - t1) / (n - 1). Unit: ms. None if n < 2."""
+    gaps = len(request.token_s) - 1
+    return (request.end_s - float(request.token_s[0])) / gaps * 1e3 if gaps else None
+
+
+def e2el_ms(request: RequestTimes) -> float:
+    """End-to-end latency: tn - t0. Unit: ms."""
+    return (request.end_s - request.submitted_s) * 1e3
+
+
+def latencies(samples: Sequence[float] | Floats) -> Latencies:
+    """Mean and percentiles in the unit of the samples; percentiles are None where there are too few.
+
+    p50 needs 1 sample, p90 64, p95 130, p99 662 (stats.least_samples); linear between neighbours. Raises UsageError for
+    NaN and infinite samples.
+    """
+    import numpy as np
+
+    values = np.asarray(samples, np.float64)
+    if not len(values):
+        return Latencies()
+    if not np.isfinite(values).all():
+        raise UsageError("samples hold NaN or infinity; a sample that was not measured must be left out.")
+    known = [p for p in (50, 90, 95, 99) if len(values) >= least_samples(p)]
+    found = {f"p{p}": float(v) for p, v in zip(known, np.percentile(values, known), strict=True)}
+    return Latencies(mean=float(values.mean()), samples=len(values), **found)
+
+
+def wall_s(requests: Sequence[RequestTimes]) -> float:
+    """Wall time of a run: last token - first submission. Unit: s. Raises UsageError for no requests or no time."""
+    if not requests:
+        raise UsageError("no finished requests: throughput is not defined.")
+    wall = max(r.end_s for r in requests) - min(r.submitted_s for r in requests)
+    if wall <= 0:
+        raise UsageError("the run took no time; check the clock.")
+    return wall
+
+
+def output_tok_s(requests: Sequence[RequestTimes]) -> float:
+    """Output throughput: output tokens / wall time of the run, ramp and drain included. Unit: tok/s.
+
+    Raises UsageError as `wall_s` does.
+    """
+    return sum(len(r.token_s) for r in requests) / wall_s(requests)
+
+
+def steady_window(
+    requests: Sequence[RequestTimes], concurrency: int, waiting_s: Sequence[float] = ()
+) -> tuple[float, float] | None:
+    """Longest time in which at least 95 % of `concurrency` requests are in flight, as (start, end) in s.
+
+    A request is in flight from t0 to tn, or to the run's last token where it was cut off. `waiting_s` are t0 of
+    requests that were cut off before their first token. One that starts at the moment another ends leaves no gap, and
+    neither does a client that takes up to TURNAROUND_S to send its next request. None if the target is never reached.
+    Raises UsageError for a concurrency below 1.
+    """
+    if concurrency < 1:
+        raise UsageError(f"a concurrency of {concurrency} cannot be reached; give at least 1.")
+    last = max((r.end_s for r in requests), default=0.0)
+    spans = [(r.submitted_s, r.end_s if r.finished else last) for r in requests]
+    spans += [(t, last) for t in waiting_s if t < last]
+    events = sorted([(start, -1) for start, _ in spans] + [(end, 1) for _, end in spans])
+    windows: list[tuple[float, float]] = []
+    start: float | None = None
+    flying = 0
+    for time, change in events:
+        flying -= change
+        if flying >= STEADY_SHARE * concurrency:
+            start = time if start is None else start
+        elif start is not None:
+            if windows and start - windows[-1][1] <= TURNAROUND_S:
+                start = windows.pop()[0]
+            windows.append((start, time))
+            start = None
+    return max((w for w in windows if w[1] > w[0]), key=lambda w: w[1] - w[0], default=None)
+
+
+def tok_s_within(requests: Sequence[RequestTimes], window: tuple[float, float]) -> float:
+    """Output tokens in (start, end] / its length, so that a token on the border of two windows counts once.
+
+    Unit: tok/s.
+    """
+    import numpy as np
+
+    start, end = window
+    return sum(int(np.diff(np.searchsorted(r.token_s, window, "right"))[0]) for r in requests) / (end - start)
+
+
+def steady_tok_s(requests: Sequence[RequestTimes], concurrency: int) -> float | None:
+    """Steady throughput: output tokens in the steady window / its length. Unit: tok/s. None without such a window.
+
+    Raises UsageError for a concurrency below 1.
+    """
+    window = steady_window(requests, concurrency)
+    return None if window is None else tok_s_within(requests, window)
+
+
+def per_gpu(tok_s: float, tp: int) -> float:
+    """Throughput per GPU: tok/s / tp. DCP and DP add no GPUs. Unit: tok/s/GPU. Raises UsageError for tp < 1."""
+    if tp < 1:
+        raise UsageError(f"a layout has at least one GPU, not tp={tp}.")
+    return tok_s / tp
+
+
+def tok_s_per_user(median_itl_ms: float) -> float:
+    """What one user sees: 1000 / median ITL in ms. Unit: tok/s/user. Raises UsageError unless the ITL is positive."""
+    if not median_itl_ms > 0:
+        raise UsageError(f"a median ITL of {median_itl_ms:g} ms gives no rate; check the samples.")
+    return 1e3 / median_itl_ms
+
+
+def meets(request: RequestTimes, slo: Slo) -> bool:
+    """Whether a finished request meets every objective given. One that was cut off meets none.
+
+    TTFT, TPOT and E2EL are each one number of a request. An ITL objective is met where at least 99 in 100 of the
+    request's gaps are within it, which below 100 gaps is all of them. That is stricter than AIPerf, where an ITL
+    objective bounds the mean gap of a request: that is TPOT here, and a stall of seconds hides in it. vLLM has no ITL
+    objective. One stall in 100 gaps passes here, too: bound it with E2EL. A request with one token has no gap and no
+    TPOT, and cannot miss these.
+    """
+    if not request.finished:
+        return False
+    measured = (ttft_ms(request), tpot_ms(request), e2el_ms(request))
+    limits = (slo.ttft_ms, slo.tpot_ms, slo.e2el_ms)
+    if not all(v is None or limit is None or v <= limit for v, limit in zip(measured, limits, strict=True)):
+        return False
+    if slo.itl_ms is None:
+        return True
+    gaps = itl_ms(request)
+    return int((gaps > slo.itl_ms).sum()) * GAPS_PER_MISS <= len(gaps)
+
+
+def goodput(requests: Sequence[RequestTimes], slo: Slo) -> float:
+    """Goodput: requests that meet every SLO given / wall time of the run. Unit: requests/s.
+
+    Raises UsageError as `wall_s` does.
+    """
+    return sum(meets(r, slo) for r in requests) / wall_s(requests)
+
+
+def percentiles(samples: Sequence[float]) -> Percentiles:
+    """p50, p90, p95 and p99 in the unit of the samples; None where there are too few (stats.least_samples)."""
+    p50, p90, p95, p99 = (percentile(samples, p) for p in (50, 90, 95, 99))
+    return Percentiles(p50=p50, p90=p90, p95=p95, p99=p99, samples=len(samples))
+
+
+def decode_metrics(step_samples_ms: list[float], concurrency: int, tp: int) -> Metrics:
+    """Metrics of the workload `decode`, in which every request gets one token from every step.
+
+    ITL = step time, one sample per STEP: the tokens of one step are not independent. Output throughput =
+    concurrency / step time, its interval that of the step time turned over. Raises UsageError for no samples, for
+    samples that are not positive and finite, and for a concurrency or tp below 1.
+    """
+    if concurrency < 1:
+        raise UsageError(f"a step of {concurrency} requests makes no tokens; give at least 1.")
+    if any(not ms > 0 for ms in step_samples_ms):
+        raise UsageError("a step takes more than 0 ms; leave out samples that were not measured.")
+    step = median_interval(step_samples_ms)
+    tok_s = Interval(
+        median=concurrency * 1e3 / step.median,
+        low=concurrency * 1e3 / step.high,
+        high=concurrency * 1e3 / step.low,
+        samples=step.samples,
+    )
+    return Metrics(
+        step_ms=step,
+        itl_ms=percentiles(step_samples_ms),
+        output_tok_s=tok_s,
+        output_tok_s_per_gpu=per_gpu(tok_s.median, tp),
+        tok_s_per_user=tok_s_per_user(step.median),
+        step_samples_ms=list(step_samples_ms),
+    )

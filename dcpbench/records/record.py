@@ -1,0 +1,314 @@
+"""The record that one point leaves on disk: one JSON object per line of `records.jsonl`. No torch.
+
+Units are part of each name (`_us`, `_ms`, `_bytes`, `_tok_s`). Absent measurements are null, never 0.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from dcpbench.points.names import NO_EXCHANGE
+from dcpbench.points.point import Point
+
+SCHEMA_VERSION = 1
+
+THROTTLE_BITS = {
+    0x04: "sw_power_cap",
+    0x08: "hw_slowdown",
+    0x20: "sw_thermal",
+    0x40: "hw_thermal",
+    0x80: "hw_power_brake",
+}
+"""Bits of nvmlDeviceGetCurrentClocksEventReasons; idle and application clocks are not among them."""
+
+
+def throttle_reasons(bits: int) -> list[str]:
+    """Names of the bits that are set."""
+    return [name for bit, name in THROTTLE_BITS.items() if bits & bit]
+
+
+class Interval(msgspec.Struct, frozen=True, kw_only=True):
+    """A median with its 95 % confidence interval (order statistics, stats.median_interval)."""
+
+    median: float
+    low: float
+    high: float
+    samples: int
+
+
+class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
+    """p50 to p99; null where there are too few samples (stats.percentile)."""
+
+    p50: float | None = None
+    p90: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+    samples: int = 0
+
+
+class Metrics(msgspec.Struct, frozen=True, kw_only=True):
+    """What the workload measured; definitions in metrics.py."""
+
+    step_ms: Interval
+    """Slowest rank's time from graph launch to the step's end."""
+    itl_ms: Percentiles
+    """Gap between two tokens of a request: one step. Samples are steps."""
+    output_tok_s: Interval
+    output_tok_s_per_gpu: float
+    tok_s_per_user: float
+    ttft_ms: Percentiles | None = None
+    """Null for `decode`: nothing is prefilled."""
+    step_samples_ms: list[float] = []
+    """Every step sample, in order, so that others can compute their own statistics."""
+
+
+class Phases(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a step's time goes, from a separate profiled pass on rank 0; never mixed with `step_ms`."""
+
+    step_us: float
+    """Mean time of the profiled steps, from one step's first kernel to the next one's, back to back."""
+    phase_us: dict[str, float]
+    """GPU time by range name (ranges.PHASES); sums with `idle_us` to `step_us`."""
+    idle_us: float
+    """No kernel running."""
+    idle_fraction: float
+    kernels: int
+    """Kernels in one step."""
+    steps: int
+
+
+class SyncSite(msgspec.Struct, frozen=True, kw_only=True):
+    """A place where the host waited for the GPU in a profiled step (`dcpbench syncs`), profiled on rank 0."""
+
+    found_in: str
+    """`eager`, where a captured graph would hide it, `replay`, or `serve`: a turn of the serving loop."""
+    rule: str
+    """Id such as SYNC001; docs/syncs.md has a sentence for each."""
+    kind: str
+    call: str
+    """Runtime call that blocked."""
+    op: str = ""
+    function: str = ""
+    file: str = ""
+    line: int | None = None
+    per_step: float
+    wait_us: float
+    """Median of one occurrence; profiled, so no share of `step_ms`."""
+    bubble_us: float | None = None
+    """GPU idle time that removing one occurrence would win, at most; their mean."""
+
+
+class Kv(msgspec.Struct, frozen=True, kw_only=True):
+    """KV cache of the point."""
+
+    pool_bytes_per_gpu: int
+    bytes_per_token_per_gpu: float
+    """What a token takes, all layers, averaged over the layout's GPUs: full rows / (dp · dcp)."""
+    capacity_tokens: int
+    """Tokens that the layout's pools hold, all replicas together, each token counted once."""
+    capacity_requests: int
+    """Requests of this point's context that fit at once."""
+    bounded_by: str
+    """`weights` (what all weights leave), `kv_memory` (--kv-memory) or `sweep` (sized for the largest point, because
+    not all weights fit and a capacity beside them would be fiction)."""
+    fragmentation: float
+    """Share of allocated rows that hold no token (page and stripe rounding)."""
+
+
+class Honesty(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader must know before believing the numbers."""
+
+    weights: str
+    layers: int
+    layers_held: int
+    """Distinct layers in memory; fewer than `layers` means that they were cycled through."""
+    full_weights_bytes_per_gpu: int
+    kv: str = "synthetic"
+    """What the KV cache held: `synthetic` random rows, or the prompts and answers that were `served`."""
+    graph_error: float | None = None
+    """‖logits of the replayed graph − logits of the eager step‖ / ‖the latter‖, worst rank; null without a graph."""
+    attention_error: float | None = None
+    """‖o − o_fp64‖ / ‖o_fp64‖ of this point's merged attention output, worst rank."""
+    experts_hit: float | None = None
+    """Mean share of all experts that a layer's tokens were routed to."""
+    graph_batch: int | None = None
+    """Rows per replica in the captured graph; more than the requests means padding rows on slot 0."""
+    cuda_graph: bool = False
+    step_times: str = ""
+    """Of a replay: the file that its step times come from; not measured with this point."""
+    step_error: float | None = None
+    """Of a replay: largest |predicted / measured - 1| of the steps that were measured to check predictions."""
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """State of the GPUs while the point was measured (NVML); worst over ranks."""
+
+    sm_clock_mhz_min: int | None = None
+    sm_clock_mhz_max: int | None = None
+    power_w_max: float | None = None
+    temperature_c_max: int | None = None
+    throttle_reasons: list[str] = []
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the record was taken."""
+
+    device: str
+    """`NVIDIA H200`, or `CPU`."""
+    device_count: int
+    device_memory_bytes: int | None = None
+    l2_bytes: int | None = None
+    driver: str | None = None
+    cuda: str | None = None
+    torch: str = ""
+    triton: str | None = None
+    nccl: str | None = None
+    flashinfer: str | None = None
+    python: str = ""
+    dcpbench: str = ""
+    settings: dict[str, str] = {}
+    """Environment variables that change how collectives run: NCCL_* and TORCH_NCCL_*."""
+    git_commit: str | None = None
+    host_hash: str = ""
+    """First 12 hex digits of SHA-256 of host name, machine id and GPU UUIDs: equal on one machine, not reversible."""
+    command: str = ""
+
+
+class Latencies(msgspec.Struct, frozen=True, kw_only=True):
+    """Times of finished requests in ms, as metrics.py defines them; percentiles are null where samples are too few."""
+
+    mean: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+    samples: int = 0
+
+
+class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """What the workload `serve` measured, or computed in replay; definitions in metrics.py."""
+
+    ttft_ms: Latencies
+    itl_ms: Latencies
+    tpot_ms: Latencies
+    e2el_ms: Latencies
+    output_tok_s: float
+    """Of the whole run, ramp and drain included."""
+    output_tok_s_per_gpu: float | None
+    """Null where nobody knows how many GPUs there were, as of an import that does not say."""
+    total_tok_s: float
+    """Of prompt and output tokens; cached prompt tokens count."""
+    request_s: float
+    """Finished requests per second."""
+    tok_s_per_user: float | None
+    steady_tok_s: float | None
+    """Of the longest time at 95 % of the target concurrency; null where it is never reached, or nothing is targeted."""
+    steady_s: float | None
+    """How long that was."""
+    slo_ms: dict[str, float] = {}
+    """Objectives as typed: `ttft`, `itl`, `tpot`, `e2el`."""
+    goodput_s: float | None = None
+    """Requests per second that meet all of them; null without any."""
+    wall_s: float
+    """First submission to last token."""
+    submitted: int | None
+    """Null, like all counts below that may be, where an import does not say."""
+    finished: int
+    rejected: int | None
+    """Requests that can never fit."""
+    cancelled: int | None
+    """Submitted and not finished when the run was ended."""
+    input_tokens: int
+    """Of requests that got a token."""
+    output_tokens: int
+    """That came, also of requests that were cut off."""
+    cached_tokens: int | None
+    """Prompt tokens that the prefix cache had."""
+    preemptions: int | None
+    steps: int | None
+    decode_steps: int | None
+    """Steps without prefill."""
+    eager_decode_steps: int | None = 0
+    """Of these, those past the largest captured graph."""
+    decode_batch: float | None
+    """Mean requests in a step without prefill, over the layout."""
+    idle_fraction: float | None = None
+    """GPU time between two steps without prefill, as a share of it and of the steps; the worst rank's. Null in replay
+    and on the CPU."""
+    samples_file: str = ""
+    """Parquet file beside the records: a row per request."""
+
+
+class Tried(msgspec.Struct, frozen=True, kw_only=True):
+    """A backend with an exchange that `auto` tried."""
+
+    backend: str
+    exchange: str
+    layer_us: float | None = None
+    """Median time of q's exchange, attention and merge in one layer, slowest rank; null where it cannot run."""
+    reason: str | None = None
+    """Why it cannot."""
+
+    def __str__(self) -> str:
+        """`triton symm`."""
+        return _name(self.backend, self.exchange)
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """What stood for `auto` while the point was measured."""
+
+    backend: str
+    exchange: str
+    candidates: list[Tried]
+    """All that were tried, in order."""
+
+    def __str__(self) -> str:
+        """`triton symm`."""
+        return _name(self.backend, self.exchange)
+
+
+def _name(backend: str, exchange: str) -> str:
+    return backend if exchange == NO_EXCHANGE else f"{backend} {exchange}"
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of records.jsonl."""
+
+    schema_version: int = SCHEMA_VERSION
+    point: Point
+    outcome: str
+    """`ok`, `failed`, `hung`, `rejected`."""
+    reason: str | None = None
+    """Why the outcome is not `ok`, with the next thing to try."""
+    detail: dict[str, str] = {}
+    """For failures: exit code, last log lines, stacks."""
+    marks: list[str] = []
+    """What to be careful about; reports/explain.py lists them, with a sentence for each."""
+    metrics: Metrics | None = None
+    """Of the workload `decode`."""
+    serve: ServeMetrics | None = None
+    """Of the workload `serve`."""
+    phases: Phases | None = None
+    host_syncs_per_step: float | None = None
+    """Host-blocking CUDA calls inside one step, from the profiled pass."""
+    sync_sites: list[SyncSite] = []
+    """Where they are, worst first; at most 8."""
+    allocations_per_step: float | None = None
+    """Calls to the CUDA allocator (cudaMalloc and its like) while the steps were timed, divided by the steps."""
+    host_plan_us: float | None = None
+    """Host time to plan one step (index building, copies, backend plan), slowest rank; not in `step_ms`."""
+    kv: Kv | None = None
+    memory_peak_bytes: int | None = None
+    honesty: Honesty | None = None
+    choice: Choice | None = None
+    """Null where the point names its backend and its exchange."""
+    gpu: Gpu | None = None
+    environment: Environment | None = None
+    measured_with: dict[str, int | float | bool | str | dict[str, float] | None] = {}
+    """jobs.Settings as they were in force, whether typed, from a file or by default."""
+    started_at: str = ""
+    """UTC, ISO 8601."""
+    seconds: float = 0.0
+    """Wall time the point took, set-up included."""
+    origin: str | msgspec.UnsetType = msgspec.UNSET
+    """Of an import: the tool that measured it (choices.ENGINES). Not in the line of a record of our own."""

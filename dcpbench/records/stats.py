@@ -1,0 +1,134 @@
+"""Medians with intervals, percentiles with floors, when to stop, and whether repeats agree. No torch, no numpy.
+
+Nothing here assumes a distribution: step times are skewed and have outliers, so intervals come from order statistics.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from dcpbench.errors import UsageError
+from dcpbench.records.record import Interval
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+REPEATS_AGREE_WITHIN = 0.02
+"""Repeats of a point agree when their medians differ by no more than this share."""
+FLOOR_CONFIDENCE = 0.99
+"""Confidence of the bound that a percentile needs (MLPerf endpoints)."""
+MEDIAN, MAXIMUM = 50, 100
+
+
+def median_interval(samples: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Median with a distribution-free confidence interval, in the unit of the samples.
+
+    The interval is [x_(k), x_(n+1-k)] of the sorted samples, with the largest k for which it covers the true median
+    with the wanted confidence: 1 - 2·P(Bin(n, ½) ≤ k-1) ≥ confidence. With fewer than 6 samples no pair reaches 95 %:
+    then it is the smallest and the largest sample. Raises UsageError for no samples and for NaN or infinite ones.
+    """
+    ordered = _sorted_finite(samples)
+    n = len(ordered)
+    k = _interval_rank(n, confidence)
+    return Interval(median=_quantile(ordered, 0.5), low=ordered[k - 1], high=ordered[n - k], samples=n)
+
+
+def percentile(samples: Sequence[float], p: float) -> float | None:
+    """The p-th percentile (0-100, linear between neighbours, as numpy does), or None with too few samples.
+
+    Too few means fewer than `least_samples(p)`. Raises UsageError for p outside 0-100 and for NaN or infinite samples.
+    """
+    if not samples or len(samples) < least_samples(p):
+        return None
+    return _quantile(_sorted_finite(samples), p / 100)
+
+
+@lru_cache(maxsize=64)
+def least_samples(p: float) -> int:
+    """Samples needed before a percentile above the median is reported: 64 for p90, 130 for p95, 662 for p99.
+
+    The smallest n for which at least two samples lie beyond the true percentile with 99 % probability, so that the
+    second largest sample bounds it from above and no single outlier decides it. With q = p/100:
+
+        P(Bin(n, 1-q) ≥ 2) = 1 - qⁿ - n·(1-q)·qⁿ⁻¹ ≥ 0.99
+
+    Up to p50 one sample is enough: the median is never reported without its interval, which says how well it is known.
+    """
+    if not 0 <= p <= MAXIMUM:
+        raise UsageError(f"p{p:g} is not a percentile; give a number from 0 to 100.")
+    if p <= MEDIAN:
+        return 1
+    if p == MAXIMUM:
+        raise UsageError("no number of samples bounds p100; report the maximum as a maximum.")
+    q, n = p / 100, 2
+    while q**n + n * (1 - q) * q ** (n - 1) > 1 - FLOOR_CONFIDENCE:
+        n += 1
+    return n
+
+
+@dataclasses.dataclass(frozen=True)
+class StopRule:
+    """When a point has been measured enough."""
+
+    precision: float = 0.01
+    """Half-width of the 95 % interval of the median, as a share of the median."""
+    seconds: float = 10.0
+    """Time limit; past it a point that is not precise is marked `noisy`."""
+    least_samples: int = 20
+    """Never stop before this many samples, not even at the time limit."""
+
+    def done(self, samples: Sequence[float], elapsed_s: float) -> str | None:
+        """`precise` or `noisy` when measuring may stop, None while it must go on. Sorts: call it every few samples."""
+        if len(samples) < self.least_samples:
+            return None
+        interval = median_interval(samples)
+        if max(interval.high - interval.median, interval.median - interval.low) <= self.precision * interval.median:
+            return "precise"
+        return "noisy" if elapsed_s >= self.seconds else None
+
+
+def settled(previous_median: float | None, median: float, tolerance: float = 0.01) -> bool:
+    """Whether warm-up is over: two successive medians differ by no more than `tolerance` of the earlier one."""
+    return previous_median is not None and abs(median - previous_median) <= tolerance * abs(previous_median)
+
+
+def agreement(a: Interval, b: Interval) -> float:
+    """How far two repeats' medians lie apart: |a - b| / ((a + b) / 2). 0.02 is the 2 % of REPEATS_AGREE_WITHIN.
+
+    Symmetric, so that it does not matter which run came first. Raises UsageError unless both medians are positive.
+    """
+    if a.median <= 0 or b.median <= 0:
+        raise UsageError(f"medians {a.median:g} and {b.median:g} must be positive to be compared by their ratio.")
+    return abs(a.median - b.median) / ((a.median + b.median) / 2)
+
+
+def _sorted_finite(samples: Sequence[float]) -> list[float]:
+    if not samples:
+        raise UsageError("no samples: nothing was measured, so there is no median; record the point as failed.")
+    if not all(map(math.isfinite, samples)):
+        raise UsageError("samples hold NaN or infinity; a sample that was not measured must be left out.")
+    return sorted(samples)
+
+
+def _quantile(ordered: Sequence[float], q: float) -> float:
+    position = (len(ordered) - 1) * q
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+@lru_cache(maxsize=4096)
+def _interval_rank(n: int, confidence: float) -> int:
+    """Largest k with 1 - 2·P(Bin(n, ½) ≤ k-1) ≥ confidence, at least 1.
+
+    The sum starts ten standard deviations below n/2, where what is left out is below 1e-22.
+    """
+    tail, k = 0.0, max(0, math.floor(n / 2 - 5 * math.sqrt(n)))
+    while True:
+        tail += math.exp(math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) - n * math.log(2))
+        if 1 - 2 * tail < confidence - 1e-12:
+            return max(k, 1)
+        k += 1

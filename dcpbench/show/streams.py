@@ -1,0 +1,104 @@
+"""Standard output and errors of a command: texts that their encoding lacks, and readers that have gone away."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+import sys
+import unicodedata
+from pathlib import Path
+
+CLOSED = 141
+"""Exit code of a command whose reader went away, as of `… | head -1`: 128 + SIGPIPE, as a shell says of any other."""
+FORMS = {
+    "·": ".",
+    "×": "x",
+    "→": "->",
+    "←": "<-",
+    "–": "-",
+    "—": "-",
+    "−": "-",
+    "•": "*",
+    "≤": "<=",
+    "≥": ">=",
+    "±": "+-",
+    "≈": "~",
+    "µ": "u",
+    "μ": "u",
+    "°": "deg",
+    "‖": "|",
+    "“": '"',
+    "”": '"',
+    "‘": "'",
+    "’": "'",
+    "σ": "sigma",
+    "√": "sqrt",
+    "✓": "ok",
+    "✗": "x",
+    "●": "*",
+    "▲": "^",
+    "▼": "v",
+}
+"""What stands for a character where the encoding of a terminal, a pipe or a log lacks it."""
+LINES, BLOCKS = range(0x2500, 0x2580), range(0x2580, 0x25A0)
+"""Of boxes and bars."""
+PYTHONS_OWN = ("strict", "backslashreplace", "surrogateescape")
+"""Error handlers of stdout and stderr that nobody chose."""
+HANDLER = "dcpbench.forms"
+"""Name of an error handler of codecs that puts them in."""
+
+
+def settle() -> None:
+    """Make stdout and stderr take any text: in forms of ASCII where they can do no more; nothing where they are closed.
+
+    What a caller of ours chose otherwise, as with PYTHONIOENCODING=ascii:ignore, stays.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the shell, as in `>&-`
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 -- until the process ends
+        elif getattr(stream, "errors", "") in PYTHONS_OWN and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=HANDLER)
+
+
+def write_json(text: str) -> None:
+    """JSON on stdout; what its encoding lacks is escaped, so that whoever reads it gets what was meant."""
+    encoding = codecs.lookup(sys.stdout.encoding or "utf-8").name
+    sys.stdout.write(text if encoding == "utf-8" else re.sub(r"[^\x00-\x7f]", _escaped, text))
+
+
+def forget_output() -> None:
+    """Let nothing more be written: what waits in buffers would fail again at the end of the process."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def _formed(error: UnicodeError) -> tuple[str, int]:
+    """An error handler of codecs."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(map(_form, error.object[error.start : error.end])), error.end
+
+
+def _form(c: str) -> str:
+    if c in FORMS:
+        return FORMS[c]
+    if ord(c) in LINES:
+        return "-" if "HORIZONTAL" in unicodedata.name(c) and "VERTICAL" not in unicodedata.name(c) else "|"
+    if ord(c) in BLOCKS:
+        return "#"
+    return unicodedata.normalize("NFKD", c).encode("ascii", "ignore").decode() or "?"
+
+
+def _escaped(found: re.Match[str]) -> str:
+    data = found[0].encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{data[i : i + 2].hex()}" for i in range(0, len(data), 2))
+
+
+codecs.register_error(HANDLER, _formed)

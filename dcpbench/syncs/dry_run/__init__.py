@@ -1,0 +1,324 @@
+"""Finds synchronisation without a GPU: runs a program on tensors that stand for a GPU's, and reports what would wait.
+
+Values are real, so control flow is as on a GPU. Times, kernels and what libraries do by themselves are unknown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import resolve_name
+
+from dcpbench.errors import UsageError
+from dcpbench.syncs import allowed, rules
+from dcpbench.syncs.dry_run import device_tensor, host_memory
+from dcpbench.syncs.dry_run.backward_hooks import gradients
+from dcpbench.syncs.dry_run.device_guard import cuda_tensors
+from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, device_tensors, on_host, run_operator
+from dcpbench.syncs.dry_run.modes import CallMode, ProgramMode
+from dcpbench.syncs.dry_run.patches import Patches
+from dcpbench.syncs.dry_run.sync_ops import POINTWISE_MIXERS, Wait, waits_of
+from dcpbench.syncs.dry_run.virtual_cuda import Device, install
+from dcpbench.syncs.dry_run.virtual_libraries import install_libraries
+from dcpbench.syncs.dry_run.virtual_streams import recorder
+from dcpbench.syncs.dry_run_report import report_of
+from dcpbench.syncs.frames import Sync, walk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from dcpbench.syncs.model import Report
+    from dcpbench.syncs.steps import Range
+
+HAZARD_BYTES = 1 << 20
+"""Pinning this much or more keeps the host busy for half a millisecond or more."""
+_PYTHON_KERNEL_KEYS = ("CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+
+
+class DryRun:
+    """One dry run: what would have synchronised so far, and the report of it."""
+
+    def __init__(self, *, assume_device: bool = False) -> None:
+        self.assume_device = assume_device
+        self.syncs: list[Sync] = []
+        """Waits in the order in which they happened, of all threads."""
+        self.ranges: list[Range] = []
+        """All `record_function` ranges that have ended, on the host's clock."""
+        self.ops = 0
+        """Operators on device tensors."""
+        self.device: Device | None = None
+        self.local = _Local()
+
+    def report(self, *, program: str = "", step_range: str | None = None, root: Path | None = None) -> Report:
+        """Sites, coverage and totals; the verdict is the gate's.
+
+        Args:
+            program: Name of what ran, for `Site.traces`.
+            step_range: Regular expression of the ranges that mark steps; by default as for a trace.
+            root: Repository to which files are made relative; by default the working directory.
+        """
+        return report_of(
+            self.syncs,
+            self.ranges,
+            ops=self.ops,
+            program=program,
+            assume_device=self.assume_device,
+            step_range=step_range,
+            root=root,
+        )
+
+    def wait_by_name(self, rule: rules.Rule, op: str, call: str, *, explicit: bool = True) -> None:
+        """Notes a wait that is no operator's, such as torch.cuda.synchronize()."""
+        self._note(rule, op=op, call=call, explicit=explicit)
+
+    def pinned(self, size: int) -> None:
+        """Notes that so many bytes are pinned, which keeps the host busy where it is much."""
+        if size >= HAZARD_BYTES:
+            self._note(
+                rules.ALLOCATION,
+                op="aten::_pin_memory",
+                chain=("aten::_pin_memory",),
+                call="cudaHostAlloc",
+                size=size,
+                may_block=True,
+            )
+
+    def _note(
+        self,
+        rule: rules.Rule,
+        *,
+        op: str,
+        call: str,
+        chain: tuple[str, ...] = (),
+        direction: str = "",
+        size: int | None = None,
+        explicit: bool = False,
+        may_block: bool = False,
+    ) -> None:
+        frames, user = walk()
+        if user is None and self.local.caller is not None:
+            frames, user = self.local.caller
+        self.syncs.append(
+            Sync(
+                rule=rule.id,
+                op=op,
+                op_chain=chain,
+                frames=frames,
+                user=user,
+                thread=threading.current_thread().name,
+                explicit=explicit,
+                direction=direction,
+                call=call,
+                bytes=size,
+                may_block=may_block,
+                allowed=allowed.reason(),
+                at=time.perf_counter(),
+                ranges=tuple(self.local.ranges),
+                api=_name(self.local.function),
+                capturing=recorder.graph is not None,
+            )
+        )
+
+    def _note_wait(self, wait: Wait) -> None:
+        """Notes an operator's wait.
+
+        Where the program called a composite that needs a count, that says more than what it is made of: one_hot reads a
+        value to know a size.
+        """
+        called = getattr(self.local.function, "__name__", "")
+        chain, rule = wait.chain, wait.rule
+        if rule is rules.SCALAR and called in rules.SHAPE_OPS:
+            chain, rule = (f"aten::{called}", *chain), rules.SHAPE
+        self._note(
+            rule,
+            op=chain[-1],
+            call=wait.call,
+            chain=chain,
+            direction=wait.direction,
+            size=wait.bytes,
+            may_block=wait.may_block,
+        )
+
+    def operate(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs an operator as on a GPU, and notes where it would wait."""
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            with ProgramMode(self):
+                return func.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
+        concerned = next(iter(device_tensors((*args, *kwargs.values()))), None) is not None
+        if not concerned and not _names_gpu(args, kwargs):
+            return self._on_host(func, args, kwargs)
+        if _composite(func):
+            with ProgramMode(self):
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if _in_python(func):
+            with ProgramMode(self):
+                keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+                return func.redispatch(keys, *args, **kwargs)
+        return self._on_gpu(func, args, kwargs)
+
+    def _on_gpu(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        name = func._schema.name
+        if name in _ANSWERS:
+            return _ANSWERS[name](args, kwargs)
+        _check_devices(func, args)
+        self.ops += 1
+        for wait in waits_of(func, args, kwargs):
+            self._note_wait(wait)
+        if self.device is not None:
+            self.device.touched = True
+        result = run_operator(func, args, kwargs)
+        to_host = name in {"aten::_to_copy", "aten::empty"} and isinstance(result, torch.Tensor) and result.is_cpu
+        if to_host and (kwargs.get("non_blocking") or kwargs.get("pin_memory")):
+            host_memory.mark_pinned(result)
+        if recorder.graph is not None:
+            recorder.add(func, on_host(args), on_host(dict(kwargs)), on_host(result))
+        return result
+
+    def _on_host(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """An operator between host tensors: never a wait, but it may make or ask for pinned memory."""
+        name = func._schema.name
+        if name == "aten::is_pinned":
+            return host_memory.is_pinned(args[0])
+        if name in {"aten::_pin_memory", "aten::pin_memory"}:
+            if host_memory.is_pinned(args[0]):
+                return args[0]
+            self.pinned(args[0].nbytes)
+            return host_memory.mark_pinned(args[0].clone(memory_format=torch.contiguous_format))
+        if kwargs.get("pin_memory"):
+            made = func(*args, **{**kwargs, "pin_memory": False})
+            self.pinned(made.nbytes)
+            return host_memory.mark_pinned(made)
+        return func(*args, **kwargs)
+
+
+class _Local(threading.local):
+    """What each thread is doing."""
+
+    def __init__(self) -> None:
+        self.function: Any = None
+        """The torch function that the program called."""
+        self.ranges: list[str] = []
+        self.caller: Any = None
+
+
+@contextlib.contextmanager
+def dry_run(*, assume_device: bool = False) -> Iterator[DryRun]:
+    """Runs the body with a virtual GPU, and notes every wait for it.
+
+    Args:
+        assume_device: Tensors made without a device are on the virtual GPU, for programs that name none. Those made
+            with `device="cpu"`, pinned ones and those assigned to a name that ends in `_cpu` stay on the host.
+
+    Raises UsageError inside another dry run, or where this torch takes no stand-in for a GPU.
+    """
+    if device_tensor.state.run is not None:
+        raise UsageError("A dry run is on already; leave its `with` block first.")
+    _settle_dynamo()
+    run, patches = DryRun(assume_device=assume_device), Patches()
+    with cuda_tensors(), gradients(), contextlib.ExitStack() as restored:
+        restored.callback(patches.restore)
+        run.device = install(patches, run.wait_by_name)
+        install_libraries(patches, run)
+        bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+        patches.put(threading.Thread, _bootstrap_inner=_in_modes(run, bootstrap))
+        patches.put(device_tensor.state, run=run.operate)
+        with _settings(), _modes(run):
+            yield run
+
+
+def _settle_dynamo() -> None:
+    """Lets torch's compiler read torch.cuda as it is: it keeps a table of functions from when it first needs one, and
+    torch imports it in odd places, such as an optimizer's step.
+    """
+    import torch._dynamo.trace_rules
+
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()
+
+
+@contextlib.contextmanager
+def _settings() -> Iterator[None]:
+    """Settings of torch for which there is no attribute to replace."""
+    lift, swap = torch._C._only_lift_cpu_tensors(), torch.__future__.get_swap_module_params_on_conversion()
+    cudnn = torch._C._get_cudnn_enabled()
+    # Lists then become host tensors first, of which the copy to the GPU is an operator that can be seen.
+    torch._C._set_only_lift_cpu_tensors(True)  # noqa: FBT003
+    # Parameters stay the same objects when a module moves, as on a GPU.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch._C._set_cudnn_enabled(False)  # noqa: FBT003
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(lift)
+        torch.__future__.set_swap_module_params_on_conversion(swap)
+        torch._C._set_cudnn_enabled(cudnn)
+
+
+@contextlib.contextmanager
+def _modes(run: DryRun) -> Iterator[None]:
+    """Makes the calling thread's operators and calls seen; its backward passes stay on it."""
+    with torch.autograd.set_multithreading_enabled(False), CallMode(run), ProgramMode(run):
+        yield
+
+
+def _in_modes(run: DryRun, bootstrap: Callable[[Any], None]) -> Callable[[Any], None]:
+    def inner(thread: Any) -> None:
+        with _modes(run):
+            bootstrap(thread)
+
+    return inner
+
+
+def _name(function: Any) -> str:
+    return (resolve_name(function) or getattr(function, "__name__", "")) if function is not None else ""
+
+
+def _names_gpu(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, torch.device) and value.type == "cuda" for value in (*args, *kwargs.values()))
+
+
+def _composite(func: Any) -> bool:
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return func.has_kernel_for_dispatch_key(key)
+
+
+def _in_python(func: Any) -> bool:
+    """Whether the program gave the operator a Python version, which then runs with device tensors, too."""
+    if func.namespace in {"aten", "prims", "prim", "c10d"}:
+        return False
+    name = func._schema.name.replace("::", "/")
+    return any(f"{name}/{key}" in torch.library._impls for key in _PYTHON_KERNEL_KEYS)
+
+
+def _check_devices(func: Any, args: Sequence[Any]) -> None:
+    """Raises torch's RuntimeError where an elementwise operator mixes devices, or the GPU has a host tensor's index."""
+    if func._schema.name in {"aten::index", "aten::index_put_", "aten::index_put"} and not isinstance(
+        args[0], DeviceTensor
+    ):
+        raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
+    if torch.Tag.pointwise not in func.tags or func._schema.name.removeprefix("aten::") in POINTWISE_MIXERS:
+        return
+    tensors = [a for a in args if isinstance(a, torch.Tensor) and a.dim() > 0]
+    if any(isinstance(t, DeviceTensor) for t in tensors) and not all(isinstance(t, DeviceTensor) for t in tensors):
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+        )
+
+
+_ANSWERS: dict[str, Callable[[Any, Any], Any]] = {
+    # The mathematical one is made of operators that the CPU has.
+    "aten::_fused_sdp_choice": lambda *_: 0,
+    "aten::is_pinned": lambda *_: False,
+    "aten::record_stream": lambda *_: None,
+    "aten::_use_cudnn_ctc_loss": lambda *_: False,
+    "aten::_use_miopen_ctc_loss": lambda *_: False,
+}
+"""Operators that only a GPU has, and what they would say."""
+
+__all__ = ["DryRun", "dry_run"]

@@ -1,0 +1,99 @@
+"""`python -m dcpbench.syncs.dry_run.main JOB`: is the process in which `dcpbench syncs dry-run` runs a program.
+
+JOB is a file that dry_run_program.py writes; the answer goes where it says, also where the program fails.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import threading
+import traceback
+import types
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+import dcpbench
+from dcpbench.syncs.dry_run import dry_run
+from dcpbench.syncs.dry_run_program import Answer, Job
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+INTERRUPTED = 130
+
+
+def main() -> int:
+    """Runs the job's program to its end; returns the program's exit code."""
+    job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Job)
+    process = os.getpid()
+    # Else pytest warns that it cannot rewrite the assertions of a plugin's package that is loaded already.
+    dcpbench.__doc__ = f"{dcpbench.__doc__}\n\nPYTEST_DONT_REWRITE"
+    with dry_run(assume_device=job.assume_device) as run:
+        code = _ending(job)
+        _join_threads()
+    if os.getpid() == process:  # not a child that the program forked and let run on
+        report = run.report(program=job.name, step_range=job.step_range, root=Path(job.root))
+        Path(job.answer).write_bytes(msgspec.json.encode(Answer(code=code, report=report)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def _ending(job: Job) -> int:
+    """Runs the program; its exit code as Python would give it, with its traceback on stderr."""
+    try:
+        _run(job)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        sys.stderr.write(f"{end.code}\n")
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BaseException as error:  # noqa: BLE001  (whatever it is, it is the program's)
+        traceback.print_exception(error.with_traceback(_programs(error.__traceback__)))
+        return 1
+    return 0
+
+
+def _run(job: Job) -> None:
+    sys.argv = [job.target, *job.arguments]
+    if job.kind == "module":
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(job.target, run_name="__main__", alter_sys=True)
+        return
+    if job.kind == "code":
+        sys.argv[0], sys.path[0] = "-c", ""
+        module = types.ModuleType("__main__")
+        sys.modules["__main__"] = module
+        exec(compile(job.target, "<string>", "exec"), module.__dict__)  # noqa: S102  (as `python -c` does)
+        return
+    script = Path(job.target).absolute()
+    sys.path[0] = str(script.parent)
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _programs(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the program's first frame on."""
+    here = {__file__, runpy.__file__}
+    while trace is not None and trace.tb_next is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if file not in here and not file.startswith("<frozen"):
+            break
+        trace = trace.tb_next
+    return trace
+
+
+def _join_threads() -> None:
+    """Waits for the program's threads, as Python does at its end."""
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.main_thread():
+            thread.join()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""What a dry run changes around torch's operators: ranges, backward, compilation, loading, collectives and Triton."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.autograd.graph
+from torch.utils._pytree import tree_map
+
+from dcpbench.syncs import rules
+from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, rebuild, swap
+from dcpbench.syncs.frames import walk
+from dcpbench.syncs.steps import Range
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dcpbench.syncs.dry_run import DryRun
+    from dcpbench.syncs.dry_run.patches import Patches
+
+
+def install_libraries(patches: Patches, run: DryRun) -> None:
+    """Replaces those parts until `patches.restore()`."""
+    _ranges(patches, run)
+    _backward(patches, run)
+    patches.put(torch, compile=_eager, load=_load(torch.load))
+    patches.put(torch.serialization, load=torch.load)
+    patches.put(torch.utils, swap_tensors=swap)
+    torch.serialization.add_safe_globals([rebuild])
+    if torch.distributed.is_available():
+        _collectives(patches, run)
+    if "triton.runtime.jit" in sys.modules or _has_triton():
+        _kernels(patches)
+
+
+def _ranges(patches: Patches, run: DryRun) -> None:
+    """record_function also tells the dry run; a range counts once it has ended, or is open around a wait."""
+    kind = torch.autograd.profiler.record_function
+    enter, leave = kind.__enter__, kind.__exit__
+
+    @functools.wraps(enter)
+    def entered(self: Any) -> Any:
+        run.local.ranges.append(self.name)
+        self.dry_run_start = time.perf_counter()
+        return enter(self)
+
+    @functools.wraps(leave)
+    def left(self: Any, *error: Any) -> Any:
+        if self.name in run.local.ranges:
+            run.local.ranges.remove(self.name)
+            run.ranges.append(Range(self.name, self.dry_run_start, time.perf_counter()))
+        return leave(self, *error)
+
+    patches.put(kind, __enter__=entered, __exit__=left)
+
+
+def _backward(patches: Patches, run: DryRun) -> None:
+    """Remembers who called backward, as autograd may run nodes where there is no Python stack."""
+    original = torch.autograd.graph._engine_run_backward
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        before, run.local.caller = run.local.caller, walk()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            run.local.caller = before
+
+    patches.put(torch.autograd.graph, _engine_run_backward=backward)
+    patches.put(torch.autograd, _engine_run_backward=backward)
+
+
+def _eager(model: Any = None, **_: Any) -> Any:
+    """Stands for torch.compile, as a function and as a decorator with options."""
+    return (lambda function: function) if model is None else model
+
+
+def _load(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+        """torch.load: tensors for the GPU are read on the host and copied."""
+        to_gpu = isinstance(map_location, str | torch.device) and torch.device(map_location).type == "cuda"
+        if not to_gpu:
+            return original(f, map_location=map_location, **kwargs)
+        loaded = original(f, map_location="cpu", **kwargs)
+        device = torch.device(map_location)
+        return tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, loaded)
+
+    return load
+
+
+def _collectives(patches: Patches, run: DryRun) -> None:
+    """Process groups use gloo whatever was asked for. Where that was NCCL, its barrier makes the host wait, and objects
+    travel through device tensors; its other collectives do not wait.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    start, group, barrier = c10d.init_process_group, c10d.new_group, c10d.barrier
+    on_host: set[int] = set()
+
+    def note(made: Any, backend: Any) -> Any:
+        if backend is not None and "nccl" not in str(backend):
+            on_host.add(id(made))
+        return made
+
+    @functools.wraps(start)
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("device_id", None)
+        start("gloo", *args, **kwargs)
+        note(c10d.group.WORLD, backend)
+
+    @functools.wraps(group)
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device_id", None)
+        return note(group(ranks, timeout, "gloo", *args, **kwargs), backend)
+
+    @functools.wraps(barrier)
+    def waiting(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        if not async_op and id(group or c10d.group.WORLD) not in on_host:
+            run.wait_by_name(rules.STREAM, "torch.distributed.barrier", "cudaStreamSynchronize")
+        return barrier(group, async_op)
+
+    def device_of_objects(group: Any = None) -> str:
+        return "cpu" if id(group or c10d.group.WORLD) in on_host else "cuda"
+
+    for module in (c10d, torch.distributed):
+        patches.put(module, init_process_group=init_process_group, new_group=new_group, barrier=waiting)
+    patches.put_where_there(c10d, _get_object_coll_device=device_of_objects)
+
+
+def _has_triton() -> bool:
+    with contextlib.suppress(ImportError):
+        import triton.runtime.jit  # noqa: F401
+
+        return True
+    return False
+
+
+def _kernels(patches: Patches) -> None:
+    """Triton kernels run in its interpreter, on the values of device tensors; autotuning takes the first choice."""
+    from triton.runtime import autotuner, interpreter, jit
+
+    start, finish = interpreter.GridExecutor.__call__, jit.JITFunction.run
+
+    @functools.wraps(start)
+    def on_values(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+            return start(self, *_values(args), **{key: _values(value) for key, value in kwargs.items()})
+
+    @functools.wraps(finish)
+    def interpreted(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if not any(isinstance(value, DeviceTensor) for value in (*args, *kwargs.values())):
+            return finish(self, *args, grid=grid, warmup=warmup, **kwargs)
+        return interpreter.InterpretedFunction(self.fn).run(*args, grid=grid, warmup=warmup, **kwargs)
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return interpreter.InterpretedFunction(self.fn)(*args, **kwargs)
+
+    def first_choice(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.fn.run(*args, **kwargs, **self.configs[0].all_kwargs())
+
+    patches.put(interpreter.GridExecutor, __call__=on_values)
+    patches.put(jit.JITFunction, run=interpreted, __call__=called)
+    patches.put(autotuner.Autotuner, run=first_choice)
+
+
+def _values(value: Any) -> Any:
+    if isinstance(value, DeviceTensor):
+        return value.host_values
+    return tuple(_values(item) for item in value) if type(value) is tuple else value

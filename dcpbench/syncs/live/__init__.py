@@ -1,0 +1,283 @@
+"""Sees synchronisations while they happen: `watch`, `no_syncs` and, from allowed.py, `allow`.
+
+    with dcpbench.syncs.watch() as seen:
+        step()
+    assert seen.count == 0, seen.text()
+
+Three detectors cover each other's blind spots: torch's callbacks for a host that waits (gpu_trace.py) say that and
+where it happens; a dispatch mode says in which operator, and finds copies to and from pageable memory, of which no
+callback tells; `set_sync_debug_mode` (debug_mode.py) stands in where the private callbacks are missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, overload
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dcpbench.errors import CapacityError, SyncError, UsageError
+from dcpbench.syncs import allowed
+from dcpbench.syncs.failure import text_of
+from dcpbench.syncs.frames import is_detector, sites_of
+from dcpbench.syncs.live import debug_mode, gpu_trace, sighting
+from dcpbench.syncs.model import Coverage, Report, TraceSummary, Verdict, order, totals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from types import FrameType, TracebackType
+
+    from dcpbench.syncs.frames import Sync
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Threads = Literal["current", "all"]
+
+NOTES = (
+    "Waits of libraries that call the CUDA driver or runtime themselves, outside torch, are not seen.",
+    "What NCCL's own threads and blocking collectives wait for is not seen.",
+    "Allocations that wait, such as cudaMalloc, cudaFree and cudaHostAlloc, are not seen.",
+    "How long the host waited and what it cost the GPU is not measured; a trace tells (dcpbench syncs run).",
+)
+OTHER_THREADS = "Of other threads, copies to and from pageable memory with non_blocking=True are not seen."
+NO_CALLBACKS = (
+    "This torch has no callbacks for waits: torch.cuda.set_sync_debug_mode stood in, which does not see "
+    "torch.cuda.synchronize() and Event.synchronize()."
+)
+
+_lock = threading.Lock()
+_watches: tuple[Watch, ...] = ()
+_running = threading.local()
+
+
+def has_cuda() -> bool:
+    """Whether there is a device that could be waited for."""
+    return torch.cuda.is_available()
+
+
+def is_count(value: object) -> bool:
+    """Whether it is a whole number from 0 on; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+class Watch:
+    """What `watch()` returns. Context manager, for one use; watches nest, and each counts what it sees."""
+
+    def __init__(self, *, threads: Threads = "current", at_most: int | None = None) -> None:
+        if threads not in {"current", "all"}:
+            raise UsageError(f'watch(threads={threads!r}): write "current" or "all".')
+        if at_most is not None and not is_count(at_most):
+            raise UsageError(f"watch(at_most={at_most!r}): write a number of synchronisations, 0 or more.")
+        self.threads = threads
+        self.at_most = at_most
+        self.syncs: list[Sync] = []
+        """In order of time, without those of allowed regions."""
+        self.hazards: list[Sync] = []
+        """What may have waited and need not have: small copies from pageable memory, and pinning."""
+        self.allowed: list[Sync] = []
+        """Those of allowed regions; `Sync.allowed` is the reason."""
+        self.thread = 0
+        """`threading.get_ident()` of the thread that watches."""
+        self._mode = _Operators(self)
+        self.by_warnings = False
+        """Whether set_sync_debug_mode stands in for torch's callbacks."""
+
+    @property
+    def count(self) -> int:
+        """Synchronisations so far, those of allowed regions left out."""
+        return len(self.syncs)
+
+    def text(self) -> str:
+        """Every line that synchronised, with its source, why it does and what helps."""
+        return text_of(self.syncs)
+
+    def report(self) -> Report:
+        """The same as `dcpbench syncs` prints; times are unknown, as nothing is measured here."""
+        sites = sorted(sites_of([*self.syncs, *self.hazards, *self.allowed]), key=order)
+        reasons = {site.fingerprint: site.allowed for site in sites if site.allowed}
+        notes = [*NOTES]
+        notes += [OTHER_THREADS] if self.threads == "all" else ["Other threads were not watched."]
+        notes += [NO_CALLBACKS] if self.by_warnings else []
+        coverage = Coverage(
+            detector="live", stacks="frames", sync_events=len(self.syncs) + len(self.allowed), notes=notes
+        )
+        rank = os.environ.get("RANK", "")
+        summary = TraceSummary(path="live", rank=int(rank) if rank.isdecimal() else None, coverage=coverage)
+        return Report(traces=[summary], sites=sites, totals=totals(sites), verdict=Verdict(allowed=reasons))
+
+    def __enter__(self) -> Self:
+        if self.thread:
+            raise UsageError("This watch has been used; make a new one: with dcpbench.syncs.watch() as seen: …")
+        if not has_cuda():
+            raise CapacityError(
+                "There is no CUDA device, so nothing could be seen here; on such a machine write "
+                "`from dcpbench.syncs.dry_run import dry_run` and `with dry_run() as run:`, which says what would."
+            )
+        self.thread = threading.get_ident()
+        self.by_warnings = not gpu_trace.listen(_on_wait)
+        if self.by_warnings:
+            debug_mode.begin(_on_warning)
+        self._mode.__enter__()
+        _set_watches((*_watches, self))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        _set_watches(tuple(w for w in _watches if w is not self))
+        self._mode.__exit__(kind, error, where)
+        if self.by_warnings:
+            debug_mode.end()
+        if error is None and self.at_most is not None and self.count > self.at_most:
+            limit = f"at most {self.at_most}" if self.at_most else "none"
+            raise SyncError(f"{self.count} CUDA synchronisations where {limit} may be.\n\n{self.text()}")
+
+    def concerns(self, calls: Sequence[sighting.Call]) -> bool:
+        """Whether what the calling thread does is this watch's: its own thread's, or work done for it by autograd."""
+        mine = self.threads == "all" or threading.get_ident() == self.thread
+        return mine or any(call.watch is self for call in calls)
+
+    def add(self, sync: Sync) -> None:
+        """Counts a synchronisation of the calling thread, or notes why it is allowed."""
+        reason = allowed.reason() or (allowed.reason(self.thread) if self.threads == "current" else "")
+        if reason:
+            self.allowed.append(dataclasses.replace(sync, allowed=reason))
+        elif sync.may_block:
+            self.hazards.append(sync)
+        else:
+            self.syncs.append(sync)
+
+
+def watch(*, threads: Threads = "current", at_most: int | None = None) -> Watch:
+    """Looks out for CUDA synchronisation inside a `with`; the Watch that it returns says what happened.
+
+    The program is not changed, and a `set_sync_debug_mode` of its own stays in force.
+
+    Args:
+        threads: `current` sees this thread and what autograd runs for it; `all` every thread of the process.
+        at_most: With more than this many, leaving the block raises a SyncError that shows their lines.
+
+    Raises:
+        CapacityError: There is no CUDA device, where a count of 0 would say nothing.
+    """
+    return Watch(threads=threads, at_most=at_most)
+
+
+@overload
+def no_syncs(function: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+@overload
+def no_syncs(*, at_most: int = 0, threads: Threads = "current") -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+def no_syncs(
+    function: Callable[P, R] | None = None, /, *, at_most: int = 0, threads: Threads = "current"
+) -> Callable[P, R] | Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator: each call of the function must not synchronise, or not more often than `at_most`.
+
+    Write `@no_syncs` or `@no_syncs(at_most=1)`. A call that does raises a SyncError after it has returned.
+    """
+    if function is None:
+        return functools.partial(_guard, at_most=at_most, threads=threads)
+    return _guard(function, at_most=at_most, threads=threads)
+
+
+def _guard(function: Callable[P, R], *, at_most: int, threads: Threads) -> Callable[P, R]:
+    if not callable(function):
+        raise UsageError(f"@no_syncs stands above a function, not {function!r}; options have names: at_most=1.")
+    if any(f(function) for f in (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)):
+        raise UsageError(
+            f"@no_syncs cannot guard {function.__name__}: others run on its thread while it waits. "
+            "Put `with dcpbench.syncs.watch(at_most=0):` around the part in question."
+        )
+    Watch(at_most=at_most, threads=threads)
+
+    @functools.wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        with Watch(at_most=at_most, threads=threads):
+            return function(*args, **kwargs)
+
+    return guarded
+
+
+class _Operators(TorchDispatchMode):
+    """Notes which operator runs on this thread, and looks at copies that were asked not to block."""
+
+    # Otherwise torch refuses higher-order operators, such as flex_attention, under this mode.
+    supports_higher_order_operators = True
+
+    def __init__(self, owner: Watch) -> None:
+        super().__init__()
+        self._owner = owner
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled; otherwise torch would run it eagerly under a mode."""
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        _types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401  (operators return anything)
+        call = sighting.Call(func, args, kwargs or {}, self._owner)
+        calls = _calls()
+        calls.append(call)
+        try:
+            result = func(*args, **call.kwargs)
+        except RuntimeError as error:
+            if debug_mode.raised_by(error) and not call.seen:
+                self._owner.add(sighting.of_wait(gpu_trace.STREAM, calls, _where(self._owner)))
+            raise
+        finally:
+            calls.pop()
+        if not call.seen and (sync := sighting.of_hazard(call, result, _where(self._owner))):
+            self._owner.add(sync)
+        return result
+
+
+def _calls() -> list[sighting.Call]:
+    """Operators that run on the calling thread, outermost first."""
+    calls: list[sighting.Call] | None = getattr(_running, "calls", None)
+    if calls is None:
+        calls = _running.calls = []
+    return calls
+
+
+def _where(watch_: Watch) -> sighting.Where:
+    """The calling thread's innermost frame that is neither ours nor torch's way to us; None on autograd's threads."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  (inspect.stack reads every source file)
+    while frame is not None and (is_detector(frame.f_code.co_filename) or frame.f_code.co_name == "fire_callbacks"):
+        frame = frame.f_back
+    return sighting.Where(frame, watch_.thread)
+
+
+def _on_wait(kind: str, *, warned: bool = False) -> None:
+    """The host is about to wait on the calling thread: tells every watch that is concerned and listens that way."""
+    calls = _calls()
+    watches = [w for w in _watches if w.by_warnings is warned and w.concerns(calls)]
+    if not watches:
+        return
+    for call in calls:
+        call.seen = True
+    for each in watches:
+        each.add(sighting.of_wait(kind, calls, _where(each)))
+
+
+def _on_warning() -> None:
+    _on_wait(gpu_trace.STREAM, warned=True)
+
+
+def _set_watches(watches: tuple[Watch, ...]) -> None:
+    global _watches  # noqa: PLW0603  (waits are reported to the process, not to a watch)
+    with _lock:
+        _watches = watches

@@ -1,0 +1,254 @@
+"""Makes a Sync of what the live detectors see: which rule it is, which operator, which way the data went."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from dcpbench.syncs import rules
+from dcpbench.syncs.expression import SUBSCRIPT, UNKNOWN, call_name
+from dcpbench.syncs.frames import Frame, Sync, is_user, outside_of, walk_from
+from dcpbench.syncs.live import gpu_trace
+from dcpbench.syncs.live.pageable import copy_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from types import FrameType
+
+    from dcpbench.syncs.rules import Rule
+
+BY_NAME = {
+    gpu_trace.DEVICE: (rules.DEVICE, "torch.cuda.synchronize", "cudaDeviceSynchronize"),
+    gpu_trace.EVENT: (rules.EVENT, "torch.cuda.Event.synchronize", "cudaEventSynchronize"),
+    gpu_trace.STREAM: (rules.STREAM, "torch.cuda.Stream.synchronize", "cudaStreamSynchronize"),
+}
+"""Kind of a wait -> rule, name and runtime call where no operator is around it."""
+READ, COUNT = "aten::_local_scalar_dense", "aten::nonzero"
+INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
+PINNING = frozenset({"aten::_pin_memory", "aten::pin_memory"})
+SYNCHRONIZE = "synchronize"
+FROM_DATA = frozenset({"tensor", "as_tensor", "asarray", "new_tensor", SUBSCRIPT})
+"""Calls that copy host data while no dispatch mode can see it; an index of Python numbers is one, too."""
+TO_HOST_CALLS = frozenset({"cpu", "tolist", "numpy"})
+READING_CALLS = frozenset({"", "item", "bool", "int", "float", "range", "is_nonzero", "any", "all"})
+"""Calls that read one value; no call at all is `if t:` and its like."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Call:
+    """An operator that runs, and the watch whose mode saw it."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    watch: object
+    seen: bool = False
+    """It has waited, and that has been reported."""
+
+    @property
+    def op(self) -> str:
+        """Its name without overload, as profilers write it: `aten::index`; higher-order operators have a bare one."""
+        schema = getattr(self.func, "_schema", None)
+        return str(schema.name if schema is not None else self.func)
+
+
+class Where(NamedTuple):
+    """Where a sighting is made: the innermost frame, and the thread that watches."""
+
+    frame: FrameType | None
+    thread: int
+
+
+class _Place(NamedTuple):
+    """Where that is in the user's program."""
+
+    frames: tuple[Frame, ...]
+    user: Frame | None
+    calls: tuple[str, str]
+    """Names of the calls that the innermost line, which may be torch's, and the user's line are in."""
+    by_name: bool
+    """The line says `synchronize()` itself."""
+    thread: str
+    watched: bool
+    """A dispatch mode is at work, so that every operator would be known; printing a tensor, for one, puts them off."""
+
+
+def of_wait(kind: str, calls: Sequence[Call], where: Where) -> Sync:
+    """What is reported of a wait that a callback or torch's debug mode tells.
+
+    Args:
+        kind: `stream`, `event` or `device`.
+        calls: Operators that run on the thread, outermost first.
+        where: Frame and thread.
+    """
+    place = _place(where)
+    chain = _chain(calls, place)
+    if kind == gpu_trace.STREAM and calls:
+        return _in_operator(calls[-1], chain, place)
+    if kind == gpu_trace.STREAM and not place.by_name and (known := _rule_of_calls(place)) is not None:
+        rule, name = known
+        direction = {rules.COPY: "", rules.FROM_HOST: "HtoD pageable"}.get(rule, "DtoH")
+        return _sync(rule, place, chain=chain, op=name, direction=direction, call="cudaStreamSynchronize")
+    rule, op, call = BY_NAME[kind]
+    explicit = place.by_name and not chain
+    return _sync(rule, place, chain=chain, op=chain[-1] if chain else op, call=call, explicit=explicit)
+
+
+def of_hazard(call: Call, result: object, where: Where) -> Sync | None:
+    """What is reported of a finished operator that may have waited without telling; None where it has not.
+
+    That is a copy which was asked not to block, and pinning of much memory, which may allocate.
+    """
+    # Every operator comes by here, and few are either.
+    if call.op in PINNING or call.kwargs.get("pin_memory"):
+        size = result.nbytes if isinstance(result, torch.Tensor) else 0
+        if size < rules.PINNING_BYTES:
+            return None
+        place, chain = _place(where), (call.op,)
+        return _sync(rules.ALLOCATION, place, chain=chain, op=call.op, call="cudaHostAlloc", size=size, may_block=True)
+    if not call.kwargs.get("non_blocking") and not (len(call.args) > 2 and call.args[2] is True):  # noqa: PLR2004
+        return None
+    copy = copy_of(call.op, call.args, call.kwargs, result)
+    if copy is None or not copy.non_blocking or copy.memory == "pinned" or not copy.bytes:
+        return None
+    place, chain = _place(where), (call.op,)
+    return _sync(
+        rules.PAGEABLE,
+        place,
+        chain=chain,
+        op=call.op,
+        direction=copy.direction,
+        call="cudaMemcpyAsync",
+        size=copy.bytes,
+        may_block=copy.way == "HtoD" and copy.bytes <= rules.STAGING_BYTES,
+    )
+
+
+def _in_operator(call: Call, chain: tuple[str, ...], place: _Place) -> Sync:
+    """A stream is waited for inside an operator: a copy, or a value or a count that the host has to know."""
+    copy = copy_of(call.op, call.args, call.kwargs, None)
+    direction, size = (copy.direction, copy.bytes) if copy else ("", None)
+    if copy is None:
+        tensors = list(_tensors(call.args))
+        if call.op in INDEXING and any(_is_mask(t) for t in _tensors(call.args[1])):
+            chain, direction = (*chain, COUNT), "DtoH"
+        elif call.op != READ and tensors and _takes_host_data(tensors):
+            direction = "HtoD pageable"
+        else:
+            known = rules.op_name(call.op) in rules.SCALAR_OPS | rules.SHAPE_OPS
+            chain, direction = chain if known else (*chain, READ), "DtoH"
+            size = tensors[0].element_size() if call.op == READ and tensors else None
+    rule = rules.rule_of_copy(chain, direction, waited=True)
+    return _sync(rule, place, chain=chain, op=chain[-1], direction=direction, call="cudaStreamSynchronize", size=size)
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in {torch.bool, torch.uint8} and tensor.is_cuda
+
+
+def _takes_host_data(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether an operator on the GPU was given data of the host, which it copies."""
+    return any(t.is_cuda for t in tensors) and any(t.device.type == "cpu" for t in tensors)
+
+
+def _tensors(values: object) -> Iterator[torch.Tensor]:
+    """Tensors among arguments, also those in lists."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)
+
+
+def _rule_of_calls(place: _Place) -> tuple[Rule, str] | None:
+    """Rule of a stream's wait outside any operator that a mode sees, and the call that says so.
+
+    On a thread with a mode that is host data on its way to the GPU; elsewhere operators are unknown.
+    """
+    for name in place.calls:
+        rule = _rule_of_call(name, watched=place.watched)
+        if rule is not None:
+            return rule, name
+    return None if place.watched or place.user is None else (rules.COPY, place.calls[0])
+
+
+def _rule_of_call(name: str, *, watched: bool) -> Rule | None:
+    if name in FROM_DATA and (watched or name != SUBSCRIPT):
+        return rules.FROM_HOST
+    if name == SUBSCRIPT or name in rules.SHAPE_OPS | {"unique", "where"}:
+        return rules.SHAPE
+    if name in TO_HOST_CALLS:
+        return rules.TO_HOST
+    return rules.SCALAR if name in READING_CALLS and (name or not watched) else None
+
+
+def _chain(calls: Sequence[Call], place: _Place) -> tuple[str, ...]:
+    """Operators, outermost first: each once, however many watches saw it, below the composite that the line calls."""
+    names: list[str] = []
+    for before, call in zip([None, *calls], calls, strict=False):
+        if before is None or before.func is not call.func:
+            names.append(call.op)
+    called = place.calls[1]
+    if names and called in rules.SHAPE_OPS and rules.op_name(names[0]) != called:
+        names.insert(0, f"aten::{called}")
+    return tuple(names)
+
+
+def _place(where: Where) -> _Place:
+    """The place in the program; for autograd's threads, which have no Python stack, where the watching thread is."""
+    ident = threading.get_ident()
+    mine, frame = ident == where.thread, where.frame
+    frames, user = walk_from(frame)
+    if not frames and not mine:
+        frame = sys._current_frames().get(where.thread)  # noqa: SLF001  (documented, despite its name)
+        frames, user = walk_from(frame)
+    inner = frames[len(frames) - frames[::-1].index(user) :] if user else frames
+    calls = (call_name(frame), _user_call(frame)) if user and frame else (UNKNOWN, UNKNOWN)
+    by_name = calls[1] == SYNCHRONIZE or (bool(inner) and all(f.function == SYNCHRONIZE for f in inner))
+    names = (t.name for t in threading.enumerate() if t.ident == ident)
+    watched = mine and torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001  (there is no public name)
+    return _Place(frames, user, calls, by_name, next(names, "autograd"), watched)
+
+
+def _user_call(frame: FrameType | None) -> str:
+    """What the user's innermost frame is calling."""
+    outside = outside_of()
+    while frame is not None and not is_user(frame.f_code.co_filename, outside):
+        frame = frame.f_back
+    return call_name(frame) if frame is not None else UNKNOWN
+
+
+def _sync(
+    rule: Rule,
+    place: _Place,
+    *,
+    chain: tuple[str, ...],
+    op: str,
+    call: str,
+    direction: str = "",
+    size: int | None = None,
+    explicit: bool = False,
+    may_block: bool = False,
+) -> Sync:
+    return Sync(
+        rule=rule.id,
+        op=op,
+        op_chain=chain,
+        frames=place.frames,
+        user=place.user,
+        thread=place.thread,
+        explicit=explicit,
+        may_block=may_block,
+        direction=direction,
+        call=call,
+        bytes=size,
+        capturing=_capturing(),
+    )
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
