@@ -82,7 +82,9 @@ class TestImports:
         assert imported_by(modules, "torch", "triton", "transformers") == []
 
     def test_rooms_that_only_others_import_are_as_free(self) -> None:
-        modules = [m for room in ("errors", "plan", "points", "records", "show") for m in modules_of(f"dcpbench.{room}")]
+        modules = [
+            m for room in ("errors", "plan", "points", "records", "show") for m in modules_of(f"dcpbench.{room}")
+        ]
         assert imported_by(modules, "torch", "triton", "transformers") == []
 
     def test_the_command_line_is_instant_as_it_loads_nothing_heavy(self) -> None:
