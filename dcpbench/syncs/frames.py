@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _HERE = str(Path(__file__).parent) + os.sep
-_CORPUS = str(Path(__file__).parent / "corpus") + os.sep
 _STDLIB = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 _SITE_PACKAGES = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")} | {f"{os.sep}site-packages{os.sep}"}
@@ -106,7 +105,7 @@ class Sync:
 def walk(skip: int = 1) -> tuple[tuple[Frame, ...], Frame | None]:
     """The calling thread's Python stack, outermost first, and the user's innermost frame in it.
 
-    Frames of the detectors (dcpbench.syncs but for its corpus) are left out. The user's frame is the innermost one
+    Frames of the detectors (dcpbench.syncs) are left out. The user's frame is the innermost one
     outside torch, Triton, the standard library and frozen modules; None where there is no such frame.
 
     Args:
@@ -143,8 +142,8 @@ def outside_of() -> tuple[str, ...]:
 
 
 def is_detector(file: str) -> bool:
-    """Whether a source file belongs to dcpbench.syncs; its corpus counts as somebody's program."""
-    return file.startswith(_HERE) and not file.startswith(_CORPUS)
+    """Whether a source file belongs to dcpbench.syncs."""
+    return file.startswith(_HERE)
 
 
 def is_user(file: str, outside: Sequence[str]) -> bool:

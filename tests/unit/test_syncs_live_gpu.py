@@ -1,4 +1,4 @@
-"""What only a GPU can show of the live detectors. The corpus is the larger part of it: see dcpbench.syncs.corpus."""
+"""What only a GPU can show of the live detectors. The corpus is the larger part of it: see tools.syncs.corpus."""
 
 import subprocess
 import sys
@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from dcpbench.syncs import watch
-from dcpbench.syncs.corpus.inputs import make_inputs
-from dcpbench.syncs.corpus.programs import PROGRAMS, Program
 from dcpbench.syncs.live import gpu_trace
 from dcpbench.syncs.model import Report
 from dcpbench.syncs.rules import ALLOCATION
+from tools.syncs.corpus.inputs import make_inputs
+from tools.syncs.corpus.programs import PROGRAMS, Program
 
 pytestmark = pytest.mark.gpu
 UNSEEN = {ALLOCATION.id}
