@@ -11,13 +11,12 @@ from dcpbench.errors import UsageError
 from dcpbench.syncs.model import Report, Site, TraceSummary, order, totals
 from dcpbench.syncs.sites import Occurrence, Place, make_sites, merge, rule_of
 from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, find_steps
-from dcpbench.syncs.traces.attribution import Attribution
 from dcpbench.syncs.traces.blocking import QUERY_US, SYNCHRONISE, cause_of_frees, direction_of, find_blocking
 from dcpbench.syncs.traces.bubbles import bubbles, busy_and_idle, waited_for
 from dcpbench.syncs.traces.columns import Columns, read_columns
 from dcpbench.syncs.traces.coverage import coverage
 from dcpbench.syncs.traces.intervals import ANY, chains, match
-from dcpbench.syncs.traces.python_lines import Repository
+from dcpbench.syncs.traces.python_lines import Attribution, Repository
 from dcpbench.syncs.traces.reading import TraceReader
 
 if TYPE_CHECKING:
@@ -27,9 +26,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from dcpbench.syncs.traces.attribution import Stacks
     from dcpbench.syncs.traces.blocking import Blocking
     from dcpbench.syncs.traces.columns import Table
+    from dcpbench.syncs.traces.python_lines import Stacks
 
     Ints = NDArray[Any]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dcpbench.syncs.traces.damage import STEP, one_bit_off
+from dcpbench.syncs.traces.coverage import STEP, one_bit_off
 from dcpbench.syncs.traces.reading import Args, Event, Trouble
 
 if TYPE_CHECKING:
