@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.syncs.frames import sites_of
 from dcpbench.syncs.model import Coverage, Report, TraceSummary, order, totals
+from dcpbench.syncs.sites import sites_of
 from dcpbench.syncs.steps import find_steps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from dcpbench.syncs.frames import Sync
+    from dcpbench.syncs.sites import Sync
     from dcpbench.syncs.steps import Range, Steps
 
 NOTES = (

@@ -14,7 +14,7 @@ from dcpbench.syncs.rules import BY_ID
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.syncs.frames import Sync
+    from dcpbench.syncs.sites import Sync
 
 CONTEXT = 2
 """Source lines shown before and after the one that synchronised."""

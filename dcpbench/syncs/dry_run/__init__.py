@@ -26,7 +26,8 @@ from dcpbench.syncs.dry_run.virtual_cuda import Device, install
 from dcpbench.syncs.dry_run.virtual_libraries import install_libraries
 from dcpbench.syncs.dry_run.virtual_streams import recorder
 from dcpbench.syncs.dry_run_report import report_of
-from dcpbench.syncs.frames import Sync, walk
+from dcpbench.syncs.frames import walk
+from dcpbench.syncs.sites import Sync
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -25,15 +25,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dcpbench.errors import CapacityError, SyncError, UsageError
 from dcpbench.syncs import allowed
 from dcpbench.syncs.failure import text_of
-from dcpbench.syncs.frames import is_detector, sites_of
+from dcpbench.syncs.frames import is_detector
 from dcpbench.syncs.live import debug_mode, gpu_trace, sighting
 from dcpbench.syncs.model import Coverage, Report, TraceSummary, Verdict, order, totals
+from dcpbench.syncs.sites import sites_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import FrameType, TracebackType
 
-    from dcpbench.syncs.frames import Sync
+    from dcpbench.syncs.sites import Sync
 
 P = ParamSpec("P")
 R = TypeVar("R")

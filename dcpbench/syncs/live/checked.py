@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 from dcpbench.errors import CapacityError
 from dcpbench.syncs.failure import text_of
-from dcpbench.syncs.frames import sites_of
 from dcpbench.syncs.gating.config import Allow
 from dcpbench.syncs.model import Report
+from dcpbench.syncs.sites import sites_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from dcpbench.syncs.dry_run import DryRun
-    from dcpbench.syncs.frames import Sync
     from dcpbench.syncs.live import Watch
+    from dcpbench.syncs.sites import Sync
 
 
 @dataclasses.dataclass(frozen=True)
