@@ -1,26 +1,22 @@
-"""A virtual GPU: what torch.cuda and torch.accelerator say while a dry run is on."""
+"""A virtual GPU: what torch.cuda and torch.accelerator say while a dry run is on.
+
+Its streams, events and graphs order nothing, and report when the host would wait.
+"""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import os
+import threading
+import time
 import types
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from dcpbench.syncs import rules
-from dcpbench.syncs.dry_run.virtual_streams import (
-    StreamContext,
-    VirtualEvent,
-    VirtualGraph,
-    VirtualStream,
-    current_stream,
-    default_stream,
-    recorder,
-    set_stream,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +27,170 @@ MEMORY_BYTES = 80 << 30
 CAPABILITY = (9, 0)
 NAME = "virtual GPU of a dry run"
 _PROCESSORS = 132
+_ids = itertools.count()
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    """A function, or a method, that returns this whatever it is given."""
+    return lambda *_, **__: value
+
+
+_yes, _no, _zero, _nothing, _pool = map(_always, (True, False, 0, None, (0, 0)))
+
+
+class VirtualStream:
+    """Stands for torch.cuda.Stream. Work is done as soon as it is asked for."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        index = device if isinstance(device, int) else torch.device(device or "cuda").index
+        self.device = torch.device("cuda", index or 0)
+        self.device_index = self.device.index
+        self.device_type = 1
+        self.priority = priority
+        self.stream_id = self.cuda_stream = next(_ids)
+
+    wait_stream = wait_event = _nothing
+    """The stream waits; the host does not."""
+    query = _yes
+
+    def synchronize(self) -> None:
+        """Reports a wait for the stream."""
+        recorder.report(rules.STREAM, "torch.cuda.Stream.synchronize", "cudaStreamSynchronize")
+
+    def is_capturing(self) -> bool:
+        """Whether a graph is being captured."""
+        return recorder.capturing()
+
+    def record_event(self, event: VirtualEvent | None = None) -> VirtualEvent:
+        """An event that has been recorded."""
+        event = event if event is not None else VirtualEvent()
+        event.record(self)
+        return event
+
+    def __enter__(self) -> Self:
+        _local.streams.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _local.streams.pop()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, VirtualStream) and other.stream_id == self.stream_id
+
+    def __hash__(self) -> int:
+        return hash(self.stream_id)
+
+
+class VirtualEvent:
+    """Stands for torch.cuda.Event."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.recorded_s: float | None = None
+        self.cuda_event = next(_ids)
+        self.device = torch.device("cuda", 0)
+
+    wait = _nothing
+    """A stream waits; the host does not."""
+    query = _yes
+
+    def record(self, stream: Any = None) -> None:
+        """Notes the time."""
+        self.recorded_s = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Reports a wait, unless the event was never recorded, for which CUDA does not wait."""
+        if self.recorded_s is not None:
+            recorder.report(rules.EVENT, "torch.cuda.Event.synchronize", "cudaEventSynchronize")
+
+    def elapsed_time(self, end: VirtualEvent) -> float:
+        """Milliseconds between two records on the host's clock; says nothing about a GPU."""
+        if self.recorded_s is None or end.recorded_s is None:
+            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+        return (end.recorded_s - self.recorded_s) * 1e3
+
+
+class VirtualGraph:
+    """Stands for torch.cuda.CUDAGraph. Captured work is done at once, and by each replay."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.work: list[tuple[Any, Any, Any, Any]] = []
+
+    instantiate = enable_debug_mode = debug_dump = _nothing
+    pool = _pool
+
+    def capture_begin(self, *_: Any, **__: Any) -> None:
+        """From here on operators belong to the graph."""
+        self.work = []
+        recorder.graph = self
+
+    def capture_end(self) -> None:
+        """The graph is complete."""
+        recorder.graph = None
+
+    def replay(self) -> None:
+        """Runs the captured operators again, results into the tensors of the capture."""
+        for func, args, kwargs, result in self.work:
+            _refill(result, func(*args, **kwargs))
+
+    def reset(self) -> None:
+        """Forgets the work."""
+        self.work = []
+
+
+def _refill(old: Any, new: Any) -> None:
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        if old.data_ptr() != new.data_ptr():
+            old.copy_(new)
+    elif isinstance(old, list | tuple):
+        for a, b in zip(old, new, strict=False):
+            _refill(a, b)
+
+
+class Recorder:
+    """What streams, events and graphs have in common: who is told of waits, and the graph that is being captured."""
+
+    def __init__(self) -> None:
+        self.report: Callable[..., None] = _nothing
+        self.graph: VirtualGraph | None = None
+
+    def capturing(self) -> bool:
+        """Whether a graph is being captured."""
+        return self.graph is not None
+
+    def add(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Remembers an operator that ran on host values, so that a replay can run it again on the same tensors."""
+        if self.graph is not None:
+            self.graph.work.append((func, args, kwargs, result))
+
+
+recorder = Recorder()
+DEFAULT = VirtualStream()
+
+
+class _Local(threading.local):
+    """Each thread's streams, the current one last."""
+
+    def __init__(self) -> None:
+        self.streams = [DEFAULT]
+
+
+_local = _Local()
+
+
+def stream_context(stream: VirtualStream | None) -> Any:
+    """torch.cuda.stream(s): within it the stream is the thread's; None changes nothing."""
+    return contextlib.nullcontext() if stream is None else stream
+
+
+def current_stream(device: Any = None) -> VirtualStream:
+    """The calling thread's stream; by default the default one."""
+    return _local.streams[-1]
+
+
+def set_stream(stream: VirtualStream | None) -> None:
+    """Makes a stream the calling thread's."""
+    if stream is not None:
+        _local.streams[-1] = stream
 
 
 class VirtualGenerator(torch.Generator):
@@ -87,7 +247,7 @@ def install(patches: Patches, report: Callable[..., None]) -> Device:
         report: Called with rule, name and runtime call when the host would wait.
     """
     device = Device(report)
-    VirtualStream.report = VirtualEvent.report = report
+    recorder.report = report
     _identity(patches, device)
     _streams(patches)
     _memory(patches, device)
@@ -130,15 +290,15 @@ def _identity(patches: Patches, device: Device) -> None:
         is_bf16_supported=_yes,
         init=_nothing,
         _lazy_init=_nothing,
-        device_count=lambda: count,
+        device_count=_always(count),
         current_device=lambda: device.index,
         set_device=device.set,
         _exchange_device=device.exchange,
         _maybe_exchange_device=device.exchange,
         synchronize=device.synchronize,
-        get_device_properties=lambda _=None: properties,
-        get_device_capability=lambda _=None: CAPABILITY,
-        get_device_name=lambda _=None: NAME,
+        get_device_properties=_always(properties),
+        get_device_capability=_always(CAPABILITY),
+        get_device_name=_always(NAME),
         can_device_access_peer=_no,
         _is_in_bad_fork=_no,
     )
@@ -151,16 +311,16 @@ def _streams(patches: Patches) -> None:
         Stream=VirtualStream,
         Event=VirtualEvent,
         ExternalStream=VirtualStream,
-        stream=StreamContext,
-        StreamContext=StreamContext,
+        stream=stream_context,
+        StreamContext=stream_context,
         current_stream=current_stream,
-        default_stream=default_stream,
+        default_stream=_always(DEFAULT),
         set_stream=set_stream,
         CUDAGraph=VirtualGraph,
-        is_current_stream_capturing=_capturing,
+        is_current_stream_capturing=recorder.capturing,
         graph_pool_handle=_pool,
     )
-    patches.put(torch.cuda.graphs, CUDAGraph=VirtualGraph, is_current_stream_capturing=_capturing)
+    patches.put(torch.cuda.graphs, CUDAGraph=VirtualGraph, is_current_stream_capturing=recorder.capturing)
     patches.put(torch.cuda.graph, default_capture_stream=None)
     patches.put(torch.cuda.streams, Stream=VirtualStream, Event=VirtualEvent)
     patches.put(torch, Stream=VirtualStream, Event=VirtualEvent)
@@ -170,9 +330,9 @@ def _memory(patches: Patches, device: Device) -> None:
     patches.put(
         torch.cuda,
         empty_cache=device.empty_cache,
-        mem_get_info=lambda _=None: (MEMORY_BYTES, MEMORY_BYTES),
+        mem_get_info=_always((MEMORY_BYTES, MEMORY_BYTES)),
         memory_stats=lambda _=None: collections.defaultdict(int),
-        memory_summary=lambda *_, **__: "",
+        memory_summary=_always(""),
         **dict.fromkeys(
             (
                 "memory_allocated",
@@ -187,9 +347,7 @@ def _memory(patches: Patches, device: Device) -> None:
             _zero,
         ),
     )
-    patches.put(
-        torch.cuda.memory, empty_cache=device.empty_cache, mem_get_info=lambda _=None: (MEMORY_BYTES, MEMORY_BYTES)
-    )
+    patches.put(torch.cuda.memory, empty_cache=device.empty_cache, mem_get_info=_always((MEMORY_BYTES, MEMORY_BYTES)))
 
 
 def _randomness(patches: Patches) -> None:
@@ -212,7 +370,7 @@ def _accelerator(patches: Patches, device: Device) -> None:
     patches.put_where_there(
         torch.accelerator,
         is_available=_yes,
-        current_accelerator=lambda *_, **__: torch.device("cuda"),
+        current_accelerator=_always(torch.device("cuda")),
         device_count=torch.cuda.device_count,
         current_device_index=lambda: device.index,
         current_device_idx=lambda: device.index,
@@ -223,30 +381,6 @@ def _accelerator(patches: Patches, device: Device) -> None:
         set_stream=set_stream,
         empty_cache=device.empty_cache,
     )
-
-
-def _capturing() -> bool:
-    return recorder.graph is not None
-
-
-def _pool() -> tuple[int, int]:
-    return (0, 0)
-
-
-def _yes(*_: Any, **__: Any) -> bool:
-    return True
-
-
-def _no(*_: Any, **__: Any) -> bool:
-    return False
-
-
-def _zero(*_: Any, **__: Any) -> int:
-    return 0
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
 
 
 @contextlib.contextmanager

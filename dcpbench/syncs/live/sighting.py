@@ -125,7 +125,7 @@ def of_hazard(call: Call, result: object, where: Where) -> Sync | None:
         direction=copy.direction,
         call="cudaMemcpyAsync",
         size=copy.bytes,
-        may_block=copy.way == "HtoD" and copy.bytes <= rules.STAGING_BYTES,
+        may_block=copy.may_return,
     )
 
 
