@@ -27,9 +27,8 @@ from dcpbench.syncs.dry_run.device_tensor import (
     run_operator,
 )
 from dcpbench.syncs.dry_run.modes import CallMode, ProgramMode
-from dcpbench.syncs.dry_run.patches import Patches
 from dcpbench.syncs.dry_run.sync_ops import POINTWISE_MIXERS, Wait, waits_of
-from dcpbench.syncs.dry_run.virtual_cuda import Device, install, recorder
+from dcpbench.syncs.dry_run.virtual_cuda import Device, Patches, install, recorder
 from dcpbench.syncs.dry_run.virtual_libraries import install_libraries
 from dcpbench.syncs.frames import walk
 from dcpbench.syncs.model import Coverage, Report, TraceSummary, order, totals

@@ -21,12 +21,22 @@ from dcpbench.syncs import rules
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dcpbench.syncs.dry_run.patches import Patches
-
 MEMORY_BYTES = 80 << 30
 CAPABILITY = (9, 0)
+_MISSING = object()
 NAME = "virtual GPU of a dry run"
 _PROCESSORS = 132
+_SAYS = (
+    (None, "_sleep set_sync_debug_mode init _lazy_init manual_seed manual_seed_all seed seed_all"),
+    (None, "set_rng_state set_rng_state_all"),
+    (0, "get_sync_debug_mode memory_allocated max_memory_allocated memory_reserved max_memory_reserved ipc_collect"),
+    (0, "reset_peak_memory_stats reset_max_memory_allocated set_per_process_memory_fraction"),
+    (True, "is_available is_initialized is_bf16_supported"),
+    (False, "can_device_access_peer _is_in_bad_fork"),
+    ("", "memory_summary"),
+)
+"""What these functions of torch.cuda say, whatever they are given."""
+_NVTX = "range_push range_pop mark range_start range_end"
 _ids = itertools.count()
 
 
@@ -35,7 +45,34 @@ def _always(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
-_yes, _no, _zero, _nothing, _pool = map(_always, (True, False, 0, None, (0, 0)))
+_yes, _zero, _nothing, _pool = map(_always, (True, 0, None, (0, 0)))
+
+
+class Patches:
+    """Attributes that were replaced, to be put back in reverse order."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def put(self, owner: Any, **values: Any) -> None:
+        """Sets attributes of a module or class, whether they existed or not."""
+        for name, value in values.items():
+            # A class's own entry, not what a look-up would make of it: else a static method came back as a function.
+            self._before.append((owner, name, vars(owner).get(name, _MISSING)))
+            setattr(owner, name, value)
+
+    def put_where_there(self, owner: Any, **values: Any) -> None:
+        """Sets those attributes that this version of the module has."""
+        self.put(owner, **{name: value for name, value in values.items() if hasattr(owner, name)})
+
+    def restore(self) -> None:
+        """Puts everything back."""
+        while self._before:
+            owner, name, value = self._before.pop()
+            if value is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
 
 
 class VirtualStream:
@@ -248,19 +285,13 @@ def install(patches: Patches, report: Callable[..., None]) -> Device:
     """
     device = Device(report)
     recorder.report = report
-    _identity(patches, device)
+    _device(patches, device)
     _streams(patches)
-    _memory(patches, device)
-    _randomness(patches)
     _accelerator(patches, device)
-    patches.put(
-        torch.cuda.nvtx, **dict.fromkeys(("range_push", "range_pop", "mark", "range_start", "range_end"), _nothing)
-    )
-    patches.put(torch.cuda.nvtx, range=_no_range)
     return device
 
 
-def _identity(patches: Patches, device: Device) -> None:
+def _device(patches: Patches, device: Device) -> None:
     count = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     properties = types.SimpleNamespace(
         name=NAME,
@@ -280,16 +311,10 @@ def _identity(patches: Patches, device: Device) -> None:
         L2_cache_size=50 << 20,
         gcnArchName="",
     )
+    for value, names in _SAYS:
+        patches.put(torch.cuda, **dict.fromkeys(names.split(), _always(value)))
     patches.put(
         torch.cuda,
-        _sleep=_nothing,
-        get_sync_debug_mode=_zero,
-        set_sync_debug_mode=_nothing,
-        is_available=_yes,
-        is_initialized=_yes,
-        is_bf16_supported=_yes,
-        init=_nothing,
-        _lazy_init=_nothing,
         device_count=_always(count),
         current_device=lambda: device.index,
         set_device=device.set,
@@ -299,10 +324,16 @@ def _identity(patches: Patches, device: Device) -> None:
         get_device_properties=_always(properties),
         get_device_capability=_always(CAPABILITY),
         get_device_name=_always(NAME),
-        can_device_access_peer=_no,
-        _is_in_bad_fork=_no,
+        get_rng_state=lambda _=None: torch.get_rng_state(),
+        initial_seed=torch.initial_seed,
+        get_rng_state_all=list,
+        memory_stats=lambda _=None: collections.defaultdict(int),
     )
+    for home in (torch.cuda, torch.cuda.memory):
+        patches.put(home, empty_cache=device.empty_cache, mem_get_info=_always((MEMORY_BYTES, MEMORY_BYTES)))
     patches.put(torch._C, _cuda_getCurrentRawStream=_zero, _host_emptyCache=_nothing)
+    patches.put(torch, Generator=VirtualGenerator)
+    patches.put(torch.cuda.nvtx, **dict.fromkeys(_NVTX.split(), _nothing), range=_no_range)
 
 
 def _streams(patches: Patches) -> None:
@@ -324,46 +355,6 @@ def _streams(patches: Patches) -> None:
     patches.put(torch.cuda.graph, default_capture_stream=None)
     patches.put(torch.cuda.streams, Stream=VirtualStream, Event=VirtualEvent)
     patches.put(torch, Stream=VirtualStream, Event=VirtualEvent)
-
-
-def _memory(patches: Patches, device: Device) -> None:
-    patches.put(
-        torch.cuda,
-        empty_cache=device.empty_cache,
-        mem_get_info=_always((MEMORY_BYTES, MEMORY_BYTES)),
-        memory_stats=lambda _=None: collections.defaultdict(int),
-        memory_summary=_always(""),
-        **dict.fromkeys(
-            (
-                "memory_allocated",
-                "max_memory_allocated",
-                "memory_reserved",
-                "max_memory_reserved",
-                "ipc_collect",
-                "reset_peak_memory_stats",
-                "reset_max_memory_allocated",
-                "set_per_process_memory_fraction",
-            ),
-            _zero,
-        ),
-    )
-    patches.put(torch.cuda.memory, empty_cache=device.empty_cache, mem_get_info=_always((MEMORY_BYTES, MEMORY_BYTES)))
-
-
-def _randomness(patches: Patches) -> None:
-    patches.put(
-        torch.cuda,
-        manual_seed=_nothing,
-        manual_seed_all=_nothing,
-        seed=_nothing,
-        seed_all=_nothing,
-        get_rng_state=lambda _=None: torch.get_rng_state(),
-        set_rng_state=_nothing,
-        initial_seed=torch.initial_seed,
-        get_rng_state_all=list,
-        set_rng_state_all=_nothing,
-    )
-    patches.put(torch, Generator=VirtualGenerator)
 
 
 def _accelerator(patches: Patches, device: Device) -> None:

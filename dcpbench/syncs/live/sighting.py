@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from dcpbench.syncs import rules
-from dcpbench.syncs.expression import SUBSCRIPT, UNKNOWN, call_name
-from dcpbench.syncs.frames import Frame, is_user, outside_of, walk_from
+from dcpbench.syncs.frames import SUBSCRIPT, UNKNOWN, Frame, call_name, is_user, outside_of, walk_from
 from dcpbench.syncs.live import gpu_trace
 from dcpbench.syncs.live.pageable import copy_of
 from dcpbench.syncs.sites import Sync

@@ -4,12 +4,13 @@ With `--step MODULE:FUNCTION` that is one call of the function. Without, a step 
 nn.Module to the next: what follows the model, such as sampling, belongs to it.
 """
 
+import contextlib
 import functools
 import inspect
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 SHELL = """
@@ -70,27 +71,25 @@ class Marks:
             self._undo.pop()()
 
     def _marked(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def coroutine(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the program's own)
-                self._enter()
-                try:
-                    return await function(*args, **kwargs)
-                finally:
-                    self._leave(ends=True)
-
-            return coroutine
+        @functools.wraps(function)
+        async def coroutine(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the program's own)
+            with self._step():
+                return await function(*args, **kwargs)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (likewise)
-            self._enter()
-            try:
+            with self._step():
                 return function(*args, **kwargs)
-            finally:
-                self._leave(ends=True)
 
-        return call
+        return coroutine if inspect.iscoroutinefunction(function) else call
+
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[None]:
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave(ends=True)
 
     def _follow_modules(self, call: Any) -> None:  # noqa: ANN401  (nn.Module.__call__)
         """Puts the shell around the code of nn.Module.__call__. The function stays: torch.compile compares it."""

@@ -24,32 +24,12 @@ _FRAMEWORK = re.compile(r"(?:^|-packages/|/pytorch/)(?:torch|triton)/|/torchindu
 _PROFILER = re.compile(r"(?:^|/)torch/(?:profiler/|autograd/profiler)")
 _LIBRARIES = re.compile(r"^.*/(?:site|dist)-packages/")
 _INTERPRETER = re.compile(r"^.*/lib/python3(?:\.\d+)?t?/")
-PACKAGES = frozenset(
-    {
-        "accelerate",
-        "apex",
-        "deepspeed",
-        "diffusers",
-        "flash_attn",
-        "flashinfer",
-        "lightning",
-        "megatron",
-        "numpy",
-        "peft",
-        "pytorch_lightning",
-        "sentence_transformers",
-        "sglang",
-        "tensorrt_llm",
-        "timm",
-        "torchaudio",
-        "torchvision",
-        "transformer_engine",
-        "transformers",
-        "trl",
-        "vllm",
-        "xformers",
-    }
+_PACKAGES = (
+    "accelerate apex deepspeed diffusers flash_attn flashinfer lightning megatron numpy peft pytorch_lightning "
+    "sentence_transformers sglang tensorrt_llm timm torchaudio torchvision transformer_engine transformers trl vllm "
+    "xformers"
 )
+PACKAGES = frozenset(_PACKAGES.split())
 """Packages that programs call and seldom are, wherever a trace is read; what is installed here is added to them."""
 SOURCE_FOLDERS = ("", "src", "python", "lib")
 """Folders of a repository from which Python may import; the profiler shortens paths by the folder on sys.path."""
