@@ -39,16 +39,13 @@ class Frame(NamedTuple):
         return f"{self.file}({self.line}): {self.function}"
 
 
-def walk(skip: int = 1) -> tuple[tuple[Frame, ...], Frame | None]:
+def walk() -> tuple[tuple[Frame, ...], Frame | None]:
     """The calling thread's Python stack, outermost first, and the user's innermost frame in it.
 
     Frames of the detectors (dcpbench.syncs) are left out. The user's frame is the innermost one
     outside torch, Triton, the standard library and frozen modules; None where there is no such frame.
-
-    Args:
-        skip: Frames to leave out at the inner end; 1 is this function's own.
     """
-    return walk_from(sys._getframe(skip))  # noqa: SLF001  (inspect.stack reads every source file)
+    return walk_from(sys._getframe(1))  # noqa: SLF001  (inspect.stack reads every source file)
 
 
 def walk_from(frame: FrameType | None) -> tuple[tuple[Frame, ...], Frame | None]:

@@ -207,6 +207,11 @@ def totals(sites: list[Site]) -> Totals:
     )
 
 
+def report_of(traces: list[TraceSummary], sites: list[Site]) -> Report:
+    """A report of sites in any order; its verdict is the gate's."""
+    return Report(traces=traces, sites=sorted(sites, key=order), totals=totals(sites))
+
+
 def encode(report: Report) -> str:
     """The report as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"

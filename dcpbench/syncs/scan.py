@@ -9,7 +9,7 @@ import numpy as np
 
 from dcpbench.errors import UsageError
 from dcpbench.syncs.frames import Frame
-from dcpbench.syncs.model import Report, Site, TraceSummary, order, totals
+from dcpbench.syncs.model import Report, Site, TraceSummary, report_of
 from dcpbench.syncs.rules import rule_of
 from dcpbench.syncs.sites import Sync, merge, sites_of_trace
 from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, find_steps
@@ -64,8 +64,7 @@ def scan(
         raise UsageError(
             f"no annotation matches --step-range {step_range!r}; leave it out to see which ranges there are"
         )
-    sites = sorted(merge(per_trace), key=order)
-    return Report(traces=summaries, sites=sites, totals=totals(sites))
+    return report_of(summaries, merge(per_trace))
 
 
 def _check_pattern(pattern: str | None) -> None:

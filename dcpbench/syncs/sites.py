@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import linecache
 import re
 from typing import TYPE_CHECKING, Literal
 
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 _UNSTABLE = re.compile(r"\b(?=\w*\d)\w{20,}\b|\d+")
 """Hashes and numbers in names such as `## Call CompiledFxGraph f7xq… ##` and `Torch-Compiled Region: 3/0`."""
+CONTEXT = 2
+"""Source lines shown before and after the one that synchronised."""
+LINES = 10
+"""Lines that are shown in full; of more, the number is told."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -111,6 +116,34 @@ class Sync:
         """The fingerprint under which a baseline knows it, in this file of the repository."""
         where = self.function or (f"range {self.within}" if self.within else "")
         return fingerprint(self.rule, file, where, self.op_chain, self.direction)
+
+
+def text_of(syncs: Sequence[Sync]) -> str:
+    """The lines that synchronised, in order of their first time, each once with its count; empty without any."""
+    groups: dict[tuple[str, int | None, str, str], list[Sync]] = {}
+    for sync in syncs:
+        groups.setdefault((sync.file, sync.line, sync.rule, sync.op), []).append(sync)
+    shown = [_block(group[0], len(group)) for group in list(groups.values())[:LINES]]
+    rest = len(groups) - len(shown)
+    return "\n\n".join([*shown, *([f"… and {rest} more lines."] if rest else [])])
+
+
+def _block(sync: Sync, count: int) -> str:
+    rule = BY_ID[sync.rule]
+    where = f"{relative_path(sync.file)}:{sync.line} in {sync.function}" if sync.user else "outside any Python line"
+    what = ", ".join(part for part in (sync.op or sync.call, sync.direction) if part)
+    times = f", {count} times" if count > 1 else ""
+    head = f"{where}: {rule.title} [{sync.rule}] ({what}){times}"
+    return "\n".join([head, *_source(sync), f"  why: {rule.why}", f"  fix: {rule.fix}"])
+
+
+def _source(sync: Sync) -> list[str]:
+    """The line with its neighbours; nothing where the source cannot be read."""
+    if sync.line is None or not linecache.getline(sync.file, sync.line):
+        return []
+    numbers = range(max(1, sync.line - CONTEXT), sync.line + CONTEXT + 1)
+    lines = {n: text.rstrip() for n in numbers if (text := linecache.getline(sync.file, n))}
+    return [f"{'>' if n == sync.line else ' '} {n:5d} | {text}".rstrip() for n, text in lines.items()]
 
 
 def fingerprint(rule: str, file: str, function: str, op_chain: Sequence[str], direction: str) -> str:

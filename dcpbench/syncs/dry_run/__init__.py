@@ -31,7 +31,7 @@ from dcpbench.syncs.dry_run.sync_ops import POINTWISE_MIXERS, Wait, waits_of
 from dcpbench.syncs.dry_run.virtual_cuda import Device, Patches, install, recorder
 from dcpbench.syncs.dry_run.virtual_libraries import install_libraries
 from dcpbench.syncs.frames import walk
-from dcpbench.syncs.model import Coverage, Report, TraceSummary, order, totals
+from dcpbench.syncs.model import Coverage, Report, TraceSummary, report_of
 from dcpbench.syncs.sites import Sync, sites_of
 from dcpbench.syncs.steps import find_steps
 
@@ -77,7 +77,6 @@ class DryRun:
         """
         steps = find_steps(self.ranges, step_range)
         placed = [_placed(sync, steps) for sync in self.syncs]
-        sites = sorted(sites_of(placed, steps=len(steps), trace=program, root=root), key=order)
         coverage = Coverage(
             detector="dry-run",
             ops=self.ops,
@@ -86,7 +85,7 @@ class DryRun:
             notes=[*NOTES, ASSUMED] if self.assume_device else list(NOTES),
         )
         summary = TraceSummary(path=program, steps=len(steps) or None, coverage=coverage)
-        return Report(traces=[summary], sites=sites, totals=totals(sites))
+        return report_of([summary], sites_of(placed, steps=len(steps), trace=program, root=root))
 
     def wait_by_name(self, rule: rules.Rule, op: str, call: str, *, explicit: bool = True) -> None:
         """Notes a wait that is no operator's, such as torch.cuda.synchronize()."""

@@ -6,6 +6,7 @@ Without a GPU torch can pin no host memory, so what was asked is remembered.
 
 from __future__ import annotations
 
+import types
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,14 +111,8 @@ class DeviceTensor(torch.Tensor):
         self.host_values = other.host_values
 
 
-class State:
-    """What runs operators of DeviceTensors while a dry run is on."""
-
-    def __init__(self) -> None:
-        self.run: Any = None
-
-
-state = State()
+state = types.SimpleNamespace(run=None)
+"""What runs operators of DeviceTensors while a dry run is on."""
 
 
 def to_device(values: torch.Tensor, index: int = 0, *, grad: bool = False) -> DeviceTensor:

@@ -6,10 +6,9 @@ import contextlib
 from typing import TYPE_CHECKING, NamedTuple
 
 from dcpbench.errors import CapacityError
-from dcpbench.syncs.failure import text_of
 from dcpbench.syncs.gating.config import Allow
 from dcpbench.syncs.model import Report
-from dcpbench.syncs.sites import sites_of
+from dcpbench.syncs.sites import sites_of, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
