@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dcpbench.errors import UsageError
-from dcpbench.syncs.frames import Frame
 from dcpbench.syncs.model import Report, Site, TraceSummary, report_of
 from dcpbench.syncs.rules import rule_of
 from dcpbench.syncs.sites import Sync, merge, sites_of_trace
@@ -172,7 +171,7 @@ def _occurrences(
                 op=chain[-1] if chain else "",
                 op_chain=chain,
                 stack=where.stack,
-                user=Frame(where.file, where.line or 0, where.function) if where.file else None,
+                user=where.user,
                 line_is=where.line_is,
                 called_from=where.called_from,
                 thread=columns.thread_names[blocking.thread[i]] if blocking.thread[i] >= 0 else "",
@@ -183,7 +182,7 @@ def _occurrences(
                 may_block=bool(blocking.may_block[i]),
                 own=where.profiler or (own[i] and not where.stack),
                 range=within,
-                within="" if where.function else _NUMBERS.sub("#", within),
+                within="" if where.user and where.user.function else _NUMBERS.sub("#", within),
                 step=of_step[i],
                 at=float(blocking.start[i]),
                 wait=float(blocking.wait[i]),

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from dcpbench.syncs.frames import Frame as UserFrame
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -156,21 +158,17 @@ Stacks = Literal["python_function", "call stack", "none"]
 class Line(NamedTuple):
     """Where a call was made."""
 
-    file: str
-    function: str
-    line: int | None
-    line_is: Literal["call", "function", ""]
-    stack: tuple[str, ...]
+    user: UserFrame | None = None
+    """Its file as it lies in the repository."""
+    line_is: Literal["call", "function"] = "function"
+    stack: tuple[str, ...] = ()
     """Frames, outermost first."""
-    profiler: bool
+    profiler: bool = False
     """Torch's profiler made the call."""
-    asks: bool
+    asks: bool = False
     """Frames show that something named synchronize is called."""
     called_from: str = ""
     """First frame outside libraries, where the line itself lies in one."""
-
-
-NOWHERE = Line("", "", None, "", (), profiler=False, asks=False)
 
 
 class Attribution:
@@ -190,7 +188,7 @@ class Attribution:
             if stack >= 0:
                 names = [name for name in columns.stacks[stack].split(";") if name]
                 return self._of(tuple(reversed(names)), "call" if self.stacks == "call stack" else "function")
-        return NOWHERE
+        return Line()
 
     def _of(self, names: tuple[str, ...], line_is: Literal["call", "function"]) -> Line:
         if names not in self._known:
@@ -202,14 +200,11 @@ class Attribution:
         asks = any("synchronize" in f.function for f in frames[-4:])
         at = self.repository.user_frame(frames)
         if at is None:
-            return Line("", "", None, "", stack, any(is_profiler(f) for f in frames), asks)
-        user = frames[at]
+            return Line(None, line_is, stack, any(is_profiler(f) for f in frames), asks)
         profiler = any(is_profiler(f) for f in frames[at + 1 :])
         caller = self.repository.caller(frames, at)
-        called_from = "" if caller is None else self._told(frames[caller])
-        return Line(
-            self.repository.path(user.file), user.function, user.line, line_is, stack, profiler, asks, called_from
-        )
+        called_from = "" if caller is None else str(self._below(frames[caller]))
+        return Line(self._below(frames[at]), line_is, stack, profiler, asks, called_from)
 
-    def _told(self, frame: Frame) -> str:
-        return f"{self.repository.path(frame.file)}({frame.line}): {frame.function}"
+    def _below(self, frame: Frame) -> UserFrame:
+        return UserFrame(self.repository.path(frame.file), frame.line, frame.function)
