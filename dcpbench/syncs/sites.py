@@ -30,7 +30,7 @@ LINES = 10
 """Lines that are shown in full; of more, the number is told."""
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sync:
     """One time that the host waits, or would wait, for the GPU. Every detector leaves out what it cannot know."""
 
@@ -45,7 +45,7 @@ class Sync:
     stack: tuple[str, ...] = ()
     user: Frame | None = None
     """Innermost frame outside torch, Triton, the standard library and the detectors."""
-    line_is: Literal["call", "function", ""] = "call"
+    line_is: Literal["call", "function"] = "call"
     """As in Site."""
     called_from: str = ""
     """As in Site, where a trace says it."""
@@ -90,7 +90,7 @@ class Sync:
 
     @property
     def file(self) -> str:
-        """File of the user's frame, absolute; empty where there is none."""
+        """File of the user's frame: absolute, of a trace as it lies in the repository; empty where there is none."""
         return self.user.file if self.user else ""
 
     @property
