@@ -189,7 +189,7 @@ def sites_of_trace(trace: str, syncs: Iterable[Sync], steps: int) -> list[Site]:
     known: dict[object, str] = {}
     groups: dict[object, list[Sync]] = {}
     for s in sorted(syncs, key=lambda s: s.at or 0.0):
-        place = (s.rule, s.file, s.function, s.op_chain, s.direction, s.within)
+        place = (s.rule, s.user, s.op_chain, s.direction, s.within)
         if place not in known:
             known[place] = s.fingerprint(s.file)
         groups.setdefault((known[place], s.may_block, s.own), []).append(s)
