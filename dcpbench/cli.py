@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from dcpbench import __version__
-from dcpbench.commands import bench, compare, dashboard, exports, serve, syncs_checks, top
+from dcpbench.commands import bench, compare, dashboard, exports, serve, syncs, top
 from dcpbench.commands import options as opt
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.show import streams
@@ -33,7 +33,7 @@ app = typer.Typer(
     "130 interrupted · 141 whoever read the output went away, as in `dcpbench show RUN | head -1`.",
 )
 app.add_typer(bench.app, rich_help_panel="Measure")
-app.add_typer(syncs_checks.app, rich_help_panel="Check")
+app.add_typer(syncs.app, rich_help_panel="Check")
 app.add_typer(dashboard.app, rich_help_panel="Read results")
 
 

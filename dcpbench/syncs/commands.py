@@ -16,7 +16,6 @@ from dcpbench.syncs.formats import PLAIN_WIDTH, check_format, github, markdown, 
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating.config import Allow, find_config, find_root
 from dcpbench.syncs.gating.gate import Gate, check_limits, counts, judge
-from dcpbench.syncs.model import order, totals
 from dcpbench.syncs.progress import Progress
 from dcpbench.syncs.words import cleaned, counted, plain
 
@@ -93,11 +92,9 @@ def _unlimited(options: GateOptions) -> tuple[Gate, Config]:
 def conclude(report: Report, gate: Gate, out: Out) -> int:
     """Judge a report, write it in its format, and return the exit code: 0 clean, 1 findings, 3 cannot answer.
 
-    Every command that makes a report ends here: sites are put in order, totals made, and the verdict is set in place.
-    With the format github the step summary is written too, where GITHUB_STEP_SUMMARY names its file.
+    Every command that makes a report ends here; the verdict is set in place. With the format github the step summary is
+    written too, where GITHUB_STEP_SUMMARY names its file.
     """
-    report.sites.sort(key=order)
-    report.totals = totals(report.sites)
     report.verdict = judge(report, gate)
     terminal = out.output is None and sys.stdout.isatty()
     width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if terminal else PLAIN_WIDTH

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -60,19 +60,21 @@ def dry_run(command: Sequence[str], options: GateOptions, out: Out, *, assume_de
     Raises UsageError for a command that is no Python program, or options that cannot work; nothing was started then.
     """
     from dcpbench.syncs.commands import conclude, settle
+    from dcpbench.syncs.run import start
 
     python, flags, job = parse(command)
     gate = settle(options, out)
     with tempfile.TemporaryDirectory(prefix="dcpbench-syncs-") as folder:
         job.answer, job.root = str(Path(folder) / "answer.json"), str(gate.root)
         job.assume_device, job.step_range = assume_device, gate.step_range
-        code = _start([python, *flags, "-m", "dcpbench.syncs.dry_run.main"], job, Path(folder) / "job.json")
-        answer = _read(job, code)
+        file = Path(folder) / "job.json"
+        file.write_bytes(msgspec.json.encode(job))
+        answer = _read(job, start([python, *flags, "-m", "dcpbench.syncs.dry_run.main", str(file)], environment()))
     if answer.code:
         sys.stderr.write(f"{plain(job.name)} ended with exit code {answer.code}; the report holds what came before.\n")
         answer.report.traces[0].coverage.complete = False
     verdict = conclude(answer.report, gate, out)
-    if answer.code == INTERRUPTED:
+    if answer.code in {-signal.SIGINT, INTERRUPTED}:
         return INTERRUPTED
     if answer.code:
         sys.stderr.write("The program failed: exit code 3.\n")
@@ -124,17 +126,6 @@ def environment() -> dict[str, str]:
     """Ours, without GPUs, and with Triton's interpreter, which must be on before kernels are defined."""
     hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"), "")
     return {**os.environ, **hidden, "TRITON_INTERPRET": "1"}
-
-
-def _start(command: list[str], job: Job, file: Path) -> int:
-    """Runs the process with our own stdin, stdout and stderr; returns its exit code, negative for a signal."""
-    file.write_bytes(msgspec.json.encode(job))
-    with subprocess.Popen([*command, str(file)], env=environment()) as child:
-        while True:
-            try:
-                return child.wait()
-            except KeyboardInterrupt:  # the terminal told the program, too, which may have to clean up
-                continue
 
 
 def _read(job: Job, code: int) -> Answer:

@@ -1,11 +1,14 @@
 """What every detector reports: sites, what they cost, and what the detector could not see. The JSON of `syncs`.
+Its schema: `python -m dcpbench.syncs.model > docs/syncs.schema.json`.
 
 Times are microseconds. A detector that cannot know a value leaves it None: nothing here is guessed.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import json
+import sys
+from typing import Any, Literal
 
 import msgspec
 
@@ -202,3 +205,35 @@ def totals(sites: list[Site]) -> Totals:
         wait_us=sum(waits) if waits else None,
         bubble_us=sum(bubbles) if bubbles else None,
     )
+
+
+def report_of(traces: list[TraceSummary], sites: list[Site]) -> Report:
+    """A report of sites in any order; its verdict is the gate's."""
+    return Report(traces=traces, sites=sorted(sites, key=order), totals=totals(sites))
+
+
+def encode(report: Report) -> str:
+    """The report as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema (draft 2020-12) of what `--format json` writes, where every field is always present."""
+    made = msgspec.json.schema(Report)
+    definitions = made["$defs"]
+    for definition in definitions.values():
+        definition["required"] = list(definition["properties"])
+        for field in definition["properties"].values():
+            field.pop("default", None)
+    definitions["Report"]["properties"]["schema_version"]["const"] = SCHEMA_VERSION
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Report of dcpbench syncs"}
+    return {**head, "$ref": made["$ref"], "$defs": dict(sorted(definitions.items()))}
+
+
+def schema_text() -> str:
+    """The file in docs/."""
+    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(schema_text())

@@ -11,6 +11,7 @@ Every pytest run on a machine with dcpbench loads this file: it imports nothing 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import unittest
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from dcpbench.syncs.live.checked import Checked
 
@@ -108,19 +109,16 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
     """Watches the test function, and nothing around it."""
     if CHECKED not in pyfuncitem.stash:
         return (yield)
-    with pyfuncitem.stash[CHECKED].calling():
-        result = yield
-    _judge(pyfuncitem)
-    return result
+    with _checking(pyfuncitem):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     """The same for methods of unittest.TestCase, which call setUp and tearDown around themselves."""
-    cls = getattr(item, "cls", None)
-    if not isinstance(item, pytest.Function) or cls is None or not issubclass(cls, unittest.TestCase):
+    if not isinstance(item, pytest.Function) or CHECKED not in item.stash:
         return (yield)
-    if CHECKED not in item.stash:
+    if item.cls is None or not issubclass(item.cls, unittest.TestCase):
         return (yield)
     original = item.obj
     item.obj = _watched(item, original)
@@ -155,25 +153,25 @@ def cuda_syncs(request: pytest.FixtureRequest) -> Checked:
 
 
 def _watched(item: pytest.Function, method: Callable[..., Any]) -> Callable[..., Any]:
-    if inspect.iscoroutinefunction(method):
-
-        @functools.wraps(method)
-        async def coroutine(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the test's own)
-            with item.stash[CHECKED].calling():
-                result = await method(*args, **kwargs)
-            _judge(item)
-            return result
-
-        return coroutine
+    @functools.wraps(method)
+    async def coroutine(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the test's own)
+        with _checking(item):
+            return await method(*args, **kwargs)
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (likewise)
-        with item.stash[CHECKED].calling():
-            result = method(*args, **kwargs)
-        _judge(item)
-        return result
+        with _checking(item):
+            return method(*args, **kwargs)
 
-    return call
+    return coroutine if inspect.iscoroutinefunction(method) else call
+
+
+@contextlib.contextmanager
+def _checking(item: pytest.Item) -> Iterator[None]:
+    """Watches what is inside, and judges it where it did not fail by itself."""
+    with item.stash[CHECKED].calling():
+        yield
+    _judge(item)
 
 
 def _judge(item: pytest.Item) -> None:

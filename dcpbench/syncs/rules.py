@@ -31,21 +31,18 @@ SCALAR = Rule(
     "scalar-read",
     "A tensor's value is read into Python",
     "`.item()`, `int(t)`, `if t:`, `range(t)` or a slice with a CUDA scalar copies one value to the host and waits "
-    "for all work "
-    "queued before it.",
-    "Take the value from a host-side mirror of it (lengths and counts are known where the batch was made), or keep the "
-    "decision on the GPU with torch.where or a masked kernel.",
+    "for all work queued before it.",
+    "Take the value from a host-side mirror of it (lengths and counts are known where the batch was made), or keep "
+    "the decision on the GPU with torch.where or a masked kernel.",
 )
 SHAPE = Rule(
     "SYNC002",
     "data-dependent-shape",
     "The size of a result depends on values on the GPU",
-    "Boolean indexing, nonzero, masked_select, unique, repeat_interleave, bincount and their like must know a count"
-    " on the host "
-    "before they can allocate their result.",
+    "Boolean indexing, nonzero, masked_select, unique, repeat_interleave, bincount and their like must know a count "
+    "on the host before they can allocate their result.",
     "Keep the mask inside the kernel (a masked store, torch.where, masked_fill_ with a Python number), or say the "
-    "size: "
-    "repeat_interleave(output_size=…), one_hot(num_classes=…), nonzero_static(size=…).",
+    "size: repeat_interleave(output_size=…), one_hot(num_classes=…), nonzero_static(size=…).",
 )
 TO_HOST = Rule(
     "SYNC003",
@@ -59,8 +56,7 @@ FROM_HOST = Rule(
     "copy-from-host",
     "Host data is copied to the GPU and waited for",
     '`torch.tensor(list, device="cuda")`, indexing with a Python list, `t[i] = number` and `.to("cuda")` copy from '
-    "host memory "
-    "and wait until the copy is done.",
+    "host memory and wait until the copy is done.",
     "Build it on the GPU (torch.full, arange, fill_), or fill a pinned tensor and copy it with non_blocking=True.",
 )
 PAGEABLE = Rule(
@@ -68,8 +64,7 @@ PAGEABLE = Rule(
     "pageable-copy",
     "non_blocking=True from or to pageable memory",
     "CUDA stages copies of pageable host memory, strided views of pinned tensors among them: to the host the call "
-    "always waits, "
-    "to the GPU it waits as soon as its staging memory, a few MiB, is full.",
+    "always waits, to the GPU it waits as soon as its staging memory, a few MiB, is full.",
     "Pin the host tensor once (pin_memory=True when it is made), keep it, and copy contiguous parts of it.",
 )
 """Measured on an H200 (torch 2.11, CUDA 13.0) behind 20 ms of GPU work: device to host waits at 4 bytes; host to device
@@ -103,8 +98,9 @@ ALLOCATION = Rule(
     "SYNC009",
     "memory-allocation",
     "CUDA memory is freed or pinned",
-    "cudaFree waits for all work on the device: empty_cache() and a caching allocator that runs out of memory call it. "
-    "Pinning memory (cudaHostAlloc) does not wait for the GPU, but takes the host tenths of a millisecond per MiB.",
+    "cudaFree waits for all work on the device: empty_cache() and a caching allocator that runs out of memory call "
+    "it. Pinning memory (cudaHostAlloc) does not wait for the GPU, but takes the host tenths of a millisecond per "
+    "MiB.",
     "Allocate and pin before the first step and use it again; leave the caching allocator room.",
 )
 DRIVER = Rule(
@@ -126,33 +122,19 @@ TIMING = Rule(
     "timing",
     "The host waits to read a timer",
     "Right behind the wait `Event.elapsed_time()` is called, for which the GPU must have reached both events.",
-    "Keep the events of several steps and read them once all steps are done, or read those of a step some steps later, "
-    "when query() says that they have passed.",
+    "Keep the events of several steps and read them once all steps are done, or read those of a step some steps "
+    "later, when query() says that they have passed.",
 )
 
 RULES = (SCALAR, SHAPE, TO_HOST, FROM_HOST, PAGEABLE, STREAM, EVENT, DEVICE, ALLOCATION, DRIVER, COPY, TIMING)
 BY_ID = {rule.id: rule for rule in RULES}
 
 SCALAR_OPS = frozenset({"_local_scalar_dense", "item", "is_nonzero", "equal"})
-SHAPE_OPS = frozenset(
-    {
-        "nonzero",
-        "masked_select",
-        "_unique2",
-        "_unique",
-        "unique_dim",
-        "unique_consecutive",
-        "unique_dim_consecutive",
-        "repeat_interleave",
-        "bincount",
-        "_bincount",
-        "histc",
-        "histogram",
-        "one_hot",
-        "argwhere",
-        "combinations",
-    }
+_SHAPE_OPS = (
+    "nonzero masked_select _unique2 _unique unique_dim unique_consecutive unique_dim_consecutive repeat_interleave "
+    "bincount _bincount histc histogram one_hot argwhere combinations"
 )
+SHAPE_OPS = frozenset(_SHAPE_OPS.split())
 """Operators that read a count, with or without an `item` of their own; the table is a hint about a sync that was seen,
 never a reason to report one."""
 
@@ -182,3 +164,35 @@ def rule_of_copy(op_chain: Sequence[str], direction: str, *, waited: bool) -> Ru
     if direction.startswith("HtoD"):
         return FROM_HOST
     return COPY
+
+
+def rule_of(
+    kind: str | None, op_chain: Sequence[str], direction: str, *, copied: bool, waited: bool, called: bool, timed: bool
+) -> Rule:
+    """Rule of a blocking call.
+
+    Args:
+        kind: What it waits for, as in blocking.py.
+        op_chain: Operators around it, outermost first.
+        direction: Of the copy.
+        copied: Whether it waits for a copy.
+        waited: Whether a synchronisation follows the copy, rather than the copy blocking by itself.
+        called: Whether a runtime call was seen, rather than a `cuda_sync` event alone.
+        timed: Whether the time between two events is read right behind it.
+    """
+    if kind in ("free", "pin"):
+        return ALLOCATION
+    if copied or kind in ("copy", "async copy"):
+        return rule_of_copy(op_chain, direction, waited=waited or kind == "copy")
+    names = [op_name(op) for op in op_chain]
+    if any(name in SHAPE_OPS for name in names):
+        return SHAPE
+    if names and names[-1] in SCALAR_OPS:
+        return SCALAR
+    if not called:
+        return DRIVER
+    if timed:
+        return TIMING
+    if waited and kind == "stream":
+        return COPY
+    return {"stream": STREAM, "event": EVENT}.get(kind or "", DEVICE)

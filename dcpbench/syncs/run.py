@@ -27,7 +27,7 @@ from dcpbench.syncs.model import Coverage, Report, TraceSummary
 from dcpbench.syncs.words import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from dcpbench.syncs.commands import GateOptions, Out
     from dcpbench.syncs.gating.gate import Gate
@@ -110,7 +110,7 @@ def run(command: Sequence[str], recording: Recording, options: GateOptions, out:
         typed = plain(shlex.join(command))
         raise CapacityError(f"There is no GPU here to wait for; write `dcpbench syncs dry-run -- {typed}` instead.")
     with _folder(recording.keep) as folder:
-        code = start(command, folder, recording)
+        code = start(command, environment(folder, recording))
         report = _scan(folder, recording, gate)
         if code:
             sys.stderr.write(f"{plain(shlex.join(command))} {_ending(code)}\n")
@@ -122,7 +122,7 @@ def run(command: Sequence[str], recording: Recording, options: GateOptions, out:
     return PROGRAM_FAILED if code else verdict
 
 
-def start(command: Sequence[str], folder: Path, recording: Recording) -> int:
+def start(command: Sequence[str], env: Mapping[str, str]) -> int:
     """Run the program to its end with stdin, stdout and stderr of our own; returns what `Popen.wait` does.
 
     Ctrl-C reaches the program from the terminal itself, and SIGTERM is handed on; both wait for its end.
@@ -137,7 +137,7 @@ def start(command: Sequence[str], folder: Path, recording: Recording) -> int:
     before = {signal.SIGINT: signal.signal(signal.SIGINT, lambda number, _: interrupted.append(number))}
     before[signal.SIGTERM] = signal.signal(signal.SIGTERM, hand_on)
     try:
-        child.append(subprocess.Popen(command, env=environment(folder, recording)))
+        child.append(subprocess.Popen(command, env=env))
         code = child[0].wait()
     except OSError as error:
         raise UsageError(f"{command[0]} cannot be started ({error.strerror}); give a program after `--`.") from error

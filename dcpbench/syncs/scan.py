@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dcpbench.errors import UsageError
-from dcpbench.syncs.model import Report, Site, TraceSummary, order, totals
-from dcpbench.syncs.sites import Occurrence, Place, make_sites, merge, rule_of
+from dcpbench.syncs.model import Report, Site, TraceSummary, report_of
+from dcpbench.syncs.rules import rule_of
+from dcpbench.syncs.sites import Sync, merge, sites_of_trace
 from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, find_steps
-from dcpbench.syncs.traces.attribution import Attribution
 from dcpbench.syncs.traces.blocking import QUERY_US, SYNCHRONISE, cause_of_frees, direction_of, find_blocking
 from dcpbench.syncs.traces.bubbles import bubbles, busy_and_idle, waited_for
 from dcpbench.syncs.traces.columns import Columns, read_columns
 from dcpbench.syncs.traces.coverage import coverage
 from dcpbench.syncs.traces.intervals import ANY, chains, match
-from dcpbench.syncs.traces.python_lines import Repository
+from dcpbench.syncs.traces.python_lines import Attribution, Repository
 from dcpbench.syncs.traces.reading import TraceReader
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from dcpbench.syncs.traces.attribution import Stacks
     from dcpbench.syncs.traces.blocking import Blocking
     from dcpbench.syncs.traces.columns import Table
+    from dcpbench.syncs.traces.python_lines import Stacks
 
     Ints = NDArray[Any]
 
@@ -63,8 +63,7 @@ def scan(
         raise UsageError(
             f"no annotation matches --step-range {step_range!r}; leave it out to see which ranges there are"
         )
-    sites = sorted(merge(per_trace), key=order)
-    return Report(traces=summaries, sites=sites, totals=totals(sites))
+    return report_of(summaries, merge(per_trace))
 
 
 def _check_pattern(pattern: str | None) -> None:
@@ -113,7 +112,7 @@ def analyse(
         gpu_idle_us=idle if has_gpu else None,
         coverage=coverage(columns, steps, stacks),
     )
-    return summary, make_sites(name, found, len(steps))
+    return summary, sites_of_trace(name, found, len(steps))
 
 
 def _ranges(columns: Columns) -> list[Range]:
@@ -135,7 +134,7 @@ def _span(columns: Columns) -> float | None:
 
 def _occurrences(
     columns: Columns, blocking: Blocking, steps: Steps, repository: Repository, stacks: Stacks
-) -> list[Occurrence]:
+) -> list[Sync]:
     """Every blocking call with everything that is known of it."""
     ops = columns.tables["ops"]
     op_chains = _with_linked_ops(columns, blocking, chains(ops, blocking.start, blocking.thread))
@@ -167,32 +166,29 @@ def _occurrences(
         )
         size = int(columns.tables["gpu"].bytes[copied]) if copied >= 0 else -1
         found.append(
-            Occurrence(
-                place=Place(
-                    rule.id,
-                    where.file,
-                    where.function,
-                    chain,
-                    direction,
-                    bool(blocking.may_block[i]),
-                    where.profiler or (own[i] and not where.stack),
-                    "" if where.function else _NUMBERS.sub("#", within),
-                ),
-                ts=float(blocking.start[i]),
+            Sync(
+                rule=rule.id,
+                op=chain[-1] if chain else "",
+                op_chain=chain,
+                stack=where.stack,
+                user=where.user,
+                line_is=where.line_is,
+                called_from=where.called_from,
+                thread=columns.thread_names[blocking.thread[i]] if blocking.thread[i] >= 0 else "",
+                explicit=kind in SYNCHRONISE and copied < 0 and not chain and where.asks,
+                direction=direction,
+                call=blocking.call[i],
+                bytes=size if size >= 0 else None,
+                may_block=bool(blocking.may_block[i]),
+                own=where.profiler or (own[i] and not where.stack),
+                range=within,
+                within="" if where.user and where.user.function else _NUMBERS.sub("#", within),
+                step=of_step[i],
+                at=float(blocking.start[i]),
                 wait=float(blocking.wait[i]),
                 bubble=None if priced is None else float(priced[i]),
-                step=of_step[i],
-                thread=columns.thread_names[blocking.thread[i]] if blocking.thread[i] >= 0 else "",
-                range=within,
-                bytes=size if size >= 0 else None,
-                waited_for=reasons[i],
-                line=where.line,
-                line_is=where.line_is,
-                stack=where.stack,
-                call=blocking.call[i],
-                explicit=kind in SYNCHRONISE and copied < 0 and not chain and where.asks,
                 waited=None if priced is None else bool(reasons[i]) or bool(blocking.wait[i] > QUERY_US),
-                called_from=where.called_from,
+                waited_for=reasons[i],
                 cause=frees if kind == "free" else "",
             )
         )

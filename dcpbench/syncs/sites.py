@@ -1,85 +1,149 @@
-"""Blocking calls grouped into the places in code that make them."""
+"""One synchronisation, as any detector sees it, and sites: the places in code that many of them come from."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import linecache
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from dcpbench.records.stats import percentile
+from dcpbench.syncs.frames import caller_of, relative_path
 from dcpbench.syncs.model import Example, Site
-from dcpbench.syncs.rules import (
-    ALLOCATION,
-    BY_ID,
-    COPY,
-    DEVICE,
-    DRIVER,
-    EVENT,
-    SCALAR,
-    SCALAR_OPS,
-    SHAPE,
-    SHAPE_OPS,
-    STREAM,
-    TIMING,
-    Rule,
-    op_name,
-    rule_of_copy,
-)
+from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.steps import per_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
+    from dcpbench.syncs.frames import Frame
 
 _UNSTABLE = re.compile(r"\b(?=\w*\d)\w{20,}\b|\d+")
 """Hashes and numbers in names such as `## Call CompiledFxGraph f7xq… ##` and `Torch-Compiled Region: 3/0`."""
+CONTEXT = 2
+"""Source lines shown before and after the one that synchronised."""
+LINES = 10
+"""Lines that are shown in full; of more, the number is told."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Place:
-    """What two occurrences must share to be one site."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sync:
+    """One time that the host waits, or would wait, for the GPU. Every detector leaves out what it cannot know."""
 
     rule: str
-    file: str
-    function: str
-    op_chain: tuple[str, ...]
-    direction: str
-    may_block: bool
-    own: bool
+    """Id in rules.py, such as SYNC001."""
+    op: str = ""
+    """Innermost operator, `aten::_local_scalar_dense`, or the call that waits, `torch.cuda.synchronize`."""
+    op_chain: tuple[str, ...] = ()
+    """Operators around the wait, outermost first; the last is `op` where that is an operator."""
+    frames: tuple[Frame, ...] = ()
+    """The whole Python stack without the detector's own frames, outermost first; of a trace its text is `stack`."""
+    stack: tuple[str, ...] = ()
+    user: Frame | None = None
+    """Innermost frame outside torch, Triton, the standard library and the detectors."""
+    line_is: Literal["call", "function"] = "call"
+    """As in Site."""
+    called_from: str = ""
+    """As in Site, where a trace says it."""
+    thread: str = ""
+    explicit: bool = False
+    """Asked for by name: synchronize() of a device, stream or event."""
+    direction: str = ""
+    """Of the copy, as in Site."""
+    call: str = ""
+    """Runtime call that blocks, as in Site."""
+    bytes: int | None = None
+    may_block: bool = False
+    """It need not wait: see `Site.may_block`."""
+    allowed: str = ""
+    """Reason of the innermost region of `allow` around it; empty outside of one."""
+    own: bool = False
+    """The profiler's own."""
     range: str = ""
-    """Only where there is no function to tell places apart."""
+    """Innermost `record_function` range that is not a step."""
+    within: str = ""
+    """The same without numbers, where there is no function to tell places apart."""
+    step: int | None = None
+    """Index of the step, from 0."""
+    ranges: tuple[str, ...] = ()
+    """All `record_function` ranges around it, outermost first, steps included."""
+    at: float | None = None
+    """When it began: seconds on the host's clock (perf_counter), of a trace microseconds on its own."""
+    wait: float | None = None
+    """Microseconds."""
+    bubble: float | None = None
+    """Microseconds of GPU idle time that it caused, at most."""
+    waited: bool | None = None
+    """There was something to wait for."""
+    waited_for: str = ""
+    """Last GPU work to end before the host went on."""
+    cause: str = ""
+    """As in Site."""
+    api: str = ""
+    """What the program called, such as `torch.Tensor.__bool__`, where a detector knows."""
+    capturing: bool = False
+    """Happened while a CUDA graph was captured, where a real GPU raises an error."""
 
     @property
-    def fingerprint(self) -> str:
-        """The same from run to run and from machine to machine."""
-        where = self.function or (f"range {self.range}" if self.range else "")
-        return fingerprint(self.rule, self.file, where, self.op_chain, self.direction)
+    def file(self) -> str:
+        """File of the user's frame: absolute, of a trace as it lies in the repository; empty where there is none."""
+        return self.user.file if self.user else ""
+
+    @property
+    def line(self) -> int | None:
+        """Line of the call in the user's frame."""
+        return self.user.line if self.user else None
+
+    @property
+    def function(self) -> str:
+        """Bare name of the user's function; `<module>` at the top of a script."""
+        return self.user.function if self.user else ""
+
+    def message(self) -> str:
+        """One sentence with the line, what happens there and the usual fix."""
+        rule = BY_ID[self.rule]
+        where = f"{relative_path(self.file)}:{self.line} in {self.function}" if self.user else "no Python frame"
+        api = f" in {self.api}" if self.api and self.api != self.op else ""
+        copy = f", {self.direction}" if self.direction else ""
+        capture = " This happens while a CUDA graph is captured, where CUDA raises an error." if self.capturing else ""
+        return f"{where}: {rule.title} ({self.op or self.call}{api}{copy}) [{self.rule}].{capture} {rule.fix}"
+
+    def fingerprint(self, file: str) -> str:
+        """The fingerprint under which a baseline knows it, in this file of the repository."""
+        where = self.function or (f"range {self.within}" if self.within else "")
+        return fingerprint(self.rule, file, where, self.op_chain, self.direction)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Occurrence:
-    """One blocking call."""
+def text_of(syncs: Sequence[Sync]) -> str:
+    """The lines that synchronised, in order of their first time, each once with its count; empty without any."""
+    groups: dict[tuple[str, int | None, str, str], list[Sync]] = {}
+    for sync in syncs:
+        groups.setdefault((sync.file, sync.line, sync.rule, sync.op), []).append(sync)
+    shown = [_block(group[0], len(group)) for group in list(groups.values())[:LINES]]
+    rest = len(groups) - len(shown)
+    return "\n\n".join([*shown, *([f"… and {rest} more lines."] if rest else [])])
 
-    place: Place
-    ts: float
-    wait: float
-    bubble: float | None
-    step: int | None
-    thread: str
-    range: str
-    bytes: int | None
-    waited_for: str
-    line: int | None
-    line_is: str
-    stack: tuple[str, ...]
-    call: str
-    explicit: bool
-    waited: bool | None
-    called_from: str
-    cause: str
+
+def _block(sync: Sync, count: int) -> str:
+    rule = BY_ID[sync.rule]
+    where = f"{relative_path(sync.file)}:{sync.line} in {sync.function}" if sync.user else "outside any Python line"
+    what = ", ".join(part for part in (sync.op or sync.call, sync.direction) if part)
+    times = f", {count} times" if count > 1 else ""
+    head = f"{where}: {rule.title} [{sync.rule}] ({what}){times}"
+    return "\n".join([head, *_source(sync), f"  why: {rule.why}", f"  fix: {rule.fix}"])
+
+
+def _source(sync: Sync) -> list[str]:
+    """The line with its neighbours; nothing where the source cannot be read."""
+    if sync.line is None or not linecache.getline(sync.file, sync.line):
+        return []
+    numbers = range(max(1, sync.line - CONTEXT), sync.line + CONTEXT + 1)
+    lines = {n: text.rstrip() for n in numbers if (text := linecache.getline(sync.file, n))}
+    return [f"{'>' if n == sync.line else ' '} {n:5d} | {text}".rstrip() for n, text in lines.items()]
 
 
 def fingerprint(rule: str, file: str, function: str, op_chain: Sequence[str], direction: str) -> str:
@@ -97,100 +161,88 @@ def fingerprint(rule: str, file: str, function: str, op_chain: Sequence[str], di
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def rule_of(
-    kind: str | None, op_chain: Sequence[str], direction: str, *, copied: bool, waited: bool, called: bool, timed: bool
-) -> Rule:
-    """Rule of a blocking call.
+def sites_of(syncs: Iterable[Sync], *, steps: int = 0, trace: str = "", root: Path | None = None) -> list[Site]:
+    """Sites of a program that was seen live or in a dry run, one for each fingerprint and line, as they first occurred.
 
     Args:
-        kind: What it waits for, as in blocking.py.
-        op_chain: Operators around it, outermost first.
-        direction: Of the copy.
-        copied: Whether it waits for a copy.
-        waited: Whether a synchronisation follows the copy, rather than the copy blocking by itself.
-        called: Whether a runtime call was seen, rather than a `cuda_sync` event alone.
-        timed: Whether the time between two events is read right behind it.
+        syncs: What a detector saw.
+        steps: How many steps ran; `Sync.step` counts them from 0. The first of three or more is warm-up.
+        trace: Name for `Site.traces`, such as the program's.
+        root: Repository to which files are made relative; by default the working directory.
     """
-    if kind in ("free", "pin"):
-        return ALLOCATION
-    if copied or kind in ("copy", "async copy"):
-        return rule_of_copy(op_chain, direction, waited=waited or kind == "copy")
-    names = [op_name(op) for op in op_chain]
-    if any(name in SHAPE_OPS for name in names):
-        return SHAPE
-    if names and names[-1] in SCALAR_OPS:
-        return SCALAR
-    if not called:
-        return DRIVER
-    if timed:
-        return TIMING
-    if waited and kind == "stream":
-        return COPY
-    return {"stream": STREAM, "event": EVENT}.get(kind or "", DEVICE)
+    groups: dict[object, list[Sync]] = {}
+    for sync in syncs:
+        key = (sync.fingerprint(relative_path(sync.file, root)), sync.line, sync.may_block, sync.allowed)
+        groups.setdefault(key, []).append(sync)
+    sites = []
+    for group in groups.values():
+        first = group[0]
+        caller = caller_of(first.user, first.frames) if first.user else None
+        site = _site(group, relative_path(first.file, root), steps, trace)
+        site.called_from = str(caller._replace(file=relative_path(caller.file, root))) if caller else ""
+        sites.append(site)
+    return sites
 
 
-def make_sites(trace: str, occurrences: Iterable[Occurrence], steps: int) -> list[Site]:
-    """The sites of one trace, in order of first occurrence."""
-    places: dict[Place, list[Occurrence]] = {}
-    for occurrence in sorted(occurrences, key=lambda o: o.ts):
-        places.setdefault(occurrence.place, []).append(occurrence)
-    groups: dict[tuple[str, bool, bool], list[Occurrence]] = {}
-    for place, group in places.items():
-        groups.setdefault((place.fingerprint, place.may_block, place.own), []).extend(group)
-    return [_site(trace, group, steps) for group in groups.values()]
+def sites_of_trace(trace: str, syncs: Iterable[Sync], steps: int) -> list[Site]:
+    """Sites of one trace, one for each fingerprint, as they first occurred. Lines are mostly those of functions."""
+    known: dict[object, str] = {}
+    groups: dict[object, list[Sync]] = {}
+    for s in sorted(syncs, key=lambda s: s.at or 0.0):
+        place = (s.rule, s.user, s.op_chain, s.direction, s.within)
+        if place not in known:
+            known[place] = s.fingerprint(s.file)
+        groups.setdefault((known[place], s.may_block, s.own), []).append(s)
+    return [_site(group, group[0].file, steps, trace) for group in groups.values()]
 
 
-def _site(trace: str, group: list[Occurrence], steps: int) -> Site:
+def _site(group: Sequence[Sync], file: str, steps: int, trace: str) -> Site:
     first = group[0]
-    place = first.place
-    worst = max(group, key=lambda o: (o.bubble or 0.0, o.wait))
-    mean, warmup = per_step([o.step for o in group], steps)
-    waits = [o.wait for o in group]
-    bubbles = [o.bubble for o in group if o.bubble is not None]
-    sizes = [o.bytes for o in group if o.bytes is not None]
+    mean, warmup = per_step([s.step for s in group], steps)
+    waits = [s.wait for s in group if s.wait is not None]
+    bubbles = [s.bubble for s in group if s.bubble is not None]
+    waited = [s.waited for s in group if s.waited is not None]
+    sizes = [s.bytes for s in group if s.bytes is not None]
+    worst = max(group, key=lambda s: (s.bubble or 0.0, s.wait or 0.0))
     return Site(
-        fingerprint=place.fingerprint,
-        rule=place.rule,
-        kind=BY_ID[place.rule].kind,
-        op=place.op_chain[-1] if place.op_chain else "",
-        op_chain=list(place.op_chain),
-        function=place.function,
-        file=place.file,
+        fingerprint=first.fingerprint(file),
+        rule=first.rule,
+        kind=BY_ID[first.rule].kind,
+        op=first.op,
+        op_chain=list(first.op_chain),
+        function=first.function,
+        file=file,
         line=first.line,
-        line_is=first.line_is,  # type: ignore[arg-type]
-        stack=list(first.stack),
+        line_is=first.line_is if first.user else "",
+        stack=[*first.stack, *map(str, first.frames)],
         called_from=first.called_from,
         cause=first.cause,
         range=first.range,
-        direction=place.direction,
+        direction=first.direction,
         call=first.call,
-        threads=sorted({o.thread for o in group if o.thread}),
+        threads=sorted({s.thread for s in group if s.thread}),
         count=len(group),
-        waited=_waited(group),
+        waited=sum(waited) if waited else None,
         count_per_step=mean,
         warmup_only=warmup,
-        wait_us=float(np.sum(waits)),
-        wait_median_us=float(np.median(waits)),
-        wait_p99_us=percentile(waits, 99),
+        wait_us=float(np.sum(waits)) if waits else None,
+        wait_median_us=float(np.median(waits)) if waits else None,
+        wait_p99_us=percentile(waits, 99) if waits else None,
         bubble_us=float(np.sum(bubbles)) if bubbles else None,
         bytes=sum(sizes) if sizes else None,
-        may_block=place.may_block,
-        explicit=all(o.explicit for o in group),
-        own=place.own,
+        may_block=first.may_block,
+        allowed=first.allowed,
+        explicit=all(s.explicit for s in group),
+        own=first.own,
         example=_example(trace, first),
-        worst=_example(trace, worst),
-        traces=[trace],
+        worst=_example(trace, worst) if waits else None,
+        traces=[trace] if trace else [],
     )
 
 
-def _waited(group: list[Occurrence]) -> int | None:
-    """How many of them found something to wait for, where the trace can tell."""
-    known = [o.waited for o in group if o.waited is not None]
-    return sum(known) if known else None
-
-
-def _example(trace: str, o: Occurrence) -> Example:
-    return Example(trace=trace, ts=o.ts, wait_us=o.wait, bubble_us=o.bubble, step=o.step, waited_for=o.waited_for)
+def _example(trace: str, s: Sync) -> Example:
+    at = None if s.wait is None else s.at
+    return Example(trace=trace, ts=at, wait_us=s.wait, bubble_us=s.bubble, step=s.step, waited_for=s.waited_for)
 
 
 def merge(per_trace: Sequence[Sequence[Site]]) -> list[Site]:

@@ -67,7 +67,7 @@ class TestKilled:
 
     @pytest.mark.usefixtures("mark")
     def test_a_killed_sweep_of_real_ranks_is_gone_on_with_and_has_each_point_once(self, tmp_path: Path) -> None:
-        """Two points, killed after the first. `python -m tests.kills` does this at random, and often."""
+        """Two points, killed after the first. `python -m tools.kills` does this at random, and often."""
         command = [sys.executable, "-m", "dcpbench.cli", "sweep", "--tp", "2", "--context", "16,24", "--no-baseline"]
         command += ["--concurrency", "1", "--seconds", "0.2", "--no-profile", "--device", "cpu", "-o", "run"]
         run = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)

@@ -95,8 +95,3 @@ def test_a_full_disk_behind_stdout_is_neither_clean_nor_a_traceback(here: Path) 
     assert done.returncode == 2
     assert done.stderr.startswith("error: stdout cannot be written (No space left on device)")
     assert "Traceback" not in done.stderr
-
-
-def test_a_trace_larger_than_the_disk_is_not_begun(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert syncs("speed", str(here / "t.json"), "--size", "99999999GB") == 2
-    assert "give a smaller --size" in capsys.readouterr().err

@@ -51,7 +51,7 @@ def record(tmp_path: Path, *command: str, **options: object) -> tuple[int, dict[
     """(exit code, traces by file name, notes) of a program."""
     folder = tmp_path / "traces"
     folder.mkdir()
-    code = runs.start([sys.executable, *command], folder, Recording(**options))
+    code = runs.start([sys.executable, *command], runs.environment(folder, Recording(**options)))
     traces = {path.name: json.loads(path.read_text()) for path in folder.glob("*.json")}
     return code, traces, runs.notes_in(folder)
 
@@ -254,7 +254,7 @@ class TestUnchanged:
         )
         code = (
             "from pathlib import Path; import sys; from dcpbench.syncs import run; "
-            "sys.exit(run.start([sys.executable, 'script.py'], Path('traces'), run.Recording()))"
+            "sys.exit(run.start([sys.executable, 'script.py'], run.environment(Path('traces'), run.Recording())))"
         )
         env = os.environ | {runs.CPU_VARIABLE: "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{home}{os.pathsep}{ROOT}"}
         done = subprocess.run(

@@ -6,12 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dcpbench.syncs import checks
-from dcpbench.syncs.corpus.measure import seen_in
-from dcpbench.syncs.corpus.programs import PROGRAMS
-from dcpbench.syncs.corpus.score import CorpusRun, Seen, Truth, contradictions, markdown, score
 from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.scan import scan
+from tools.syncs import checks
+from tools.syncs.corpus.measure import seen_in
+from tools.syncs.corpus.programs import PROGRAMS
+from tools.syncs.corpus.score import CorpusRun, Seen, Truth, contradictions, markdown, score
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
@@ -130,7 +130,7 @@ class TestPublishedRecord:
 
     def test_the_table_in_the_docs_is_the_records(self) -> None:
         page = (ROOT / "docs" / "syncs-detectors.md").read_text()
-        assert markdown([published()]).strip() in page, "write it again: dcpbench syncs corpus RECORD"
+        assert markdown([published()]).strip() in page, "write it again: python -m tools.syncs corpus RECORD"
 
 
 def corpus_run(seen: dict[str, Seen], *truths: Truth, queued: float | None = None) -> CorpusRun:
@@ -179,7 +179,7 @@ class TestCommand:
     def test_what_is_no_record_is_refused_with_what_to_type(self, tmp_path: Path) -> None:
         for text in ("{}", "nonsense", "[1]"):
             (tmp_path / "x.json").write_text(text)
-            with pytest.raises(checks.UsageError, match="dcpbench syncs corpus --keep"):
+            with pytest.raises(checks.UsageError, match=r"python -m tools\.syncs corpus --keep"):
                 checks.corpus([tmp_path / "x.json"], keep=None, as_json=False, output=None, force=False)
 
     def test_json_of_one_run_can_be_read_by_the_next(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch.profiler import record_function
 
 from dcpbench.errors import UsageError
-from dcpbench.syncs.corpus.inputs import make_inputs
-from dcpbench.syncs.corpus.programs import PROGRAMS, Program
 from dcpbench.syncs.dry_run import DryRun, dry_run
+from tools.syncs.corpus.inputs import make_inputs
+from tools.syncs.corpus.programs import PROGRAMS, Program
 
 
 @pytest.fixture

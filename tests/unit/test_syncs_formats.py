@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpbench.errors import UsageError
-from dcpbench.syncs import schema, words
+from dcpbench.syncs import model, words
 from dcpbench.syncs.formats import FORMATS, render
 from dcpbench.syncs.gating.config import Allow
 from dcpbench.syncs.gating.gate import Gate, judge
@@ -200,11 +200,11 @@ class TestJson:
         report = json.loads(show(judged(build.all_kinds()), "json"))
         for breakage in ({"schema_version": 2}, {"sites": [{}]}, {"verdict": {"status": "fine"}}):
             with pytest.raises(jsonschema.ValidationError):
-                jsonschema.validate({**report, **breakage}, schema.schema())
+                jsonschema.validate({**report, **breakage}, model.json_schema())
 
     def test_the_schema_in_docs_is_of_today(self) -> None:
-        """Otherwise: python -m dcpbench.syncs.schema > docs/syncs.schema.json."""
-        assert (ROOT / "docs/syncs.schema.json").read_text() == schema.text()
+        """Otherwise: python -m dcpbench.syncs.model > docs/syncs.schema.json."""
+        assert (ROOT / "docs/syncs.schema.json").read_text() == model.schema_text()
 
 
 class TestSarif:

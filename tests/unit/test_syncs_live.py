@@ -9,7 +9,7 @@ import torch
 
 from dcpbench.errors import SyncError, UsageError
 from dcpbench.syncs import live, no_syncs, watch
-from dcpbench.syncs.live import debug_mode, sighting
+from dcpbench.syncs.live import callbacks, sighting
 from tests.unit import fake_cuda
 
 
@@ -228,7 +228,7 @@ class TestOperators:
         """set_sync_debug_mode("error") raises before torch's callback fires."""
 
         def raises() -> None:
-            raise RuntimeError(debug_mode.MESSAGE)
+            raise RuntimeError(callbacks.MESSAGE)
 
         error = pytest.raises(RuntimeError, match="synchronizing")
         with fake_cuda.Waiting({"aten::nonzero"}, raises), watch() as seen, error:

@@ -1,4 +1,4 @@
-"""What only a GPU can show of the live detectors. The corpus is the larger part of it: see dcpbench.syncs.corpus."""
+"""What only a GPU can show of the live detectors. The corpus is the larger part of it: see tools.syncs.corpus."""
 
 import subprocess
 import sys
@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from dcpbench.syncs import watch
-from dcpbench.syncs.corpus.inputs import make_inputs
-from dcpbench.syncs.corpus.programs import PROGRAMS, Program
-from dcpbench.syncs.live import gpu_trace
+from dcpbench.syncs.live import callbacks
 from dcpbench.syncs.model import Report
 from dcpbench.syncs.rules import ALLOCATION
+from tools.syncs.corpus.inputs import make_inputs
+from tools.syncs.corpus.programs import PROGRAMS, Program
 
 pytestmark = pytest.mark.gpu
 UNSEEN = {ALLOCATION.id}
@@ -54,7 +54,7 @@ def test_the_line_is_that_of_the_call(x: torch.Tensor) -> None:
 
 def test_torch_tells_of_waits_by_its_callbacks() -> None:
     """Where this fails, torch has changed its private callbacks, and set_sync_debug_mode stands in."""
-    assert gpu_trace.listen(lambda _: None)
+    assert callbacks.listen(lambda _: None)
 
 
 @pytest.mark.parametrize("mode", [0, 1, 2])
@@ -80,7 +80,7 @@ def test_a_program_that_asked_for_errors_gets_them_and_they_are_counted(x: torch
 
 @pytest.mark.parametrize("mode", [0, 1])
 def test_without_callbacks_the_debug_mode_stands_in(x: torch.Tensor, mode: int, monkeypatch) -> None:
-    monkeypatch.setattr(gpu_trace, "listen", lambda _: False)
+    monkeypatch.setattr(callbacks, "listen", lambda _: False)
     torch.cuda.set_sync_debug_mode(mode)
     try:
         if mode:

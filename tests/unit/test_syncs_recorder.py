@@ -7,8 +7,7 @@ import types
 from typing import TYPE_CHECKING
 
 from dcpbench.syncs import run as runs
-from dcpbench.syncs.recorder.marks import Marks
-from dcpbench.syncs.recorder.recording import Recorder
+from dcpbench.syncs.recorder.recording import Marks, Recorder
 from dcpbench.syncs.run import Note, Recording
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ import pytest
 
 from dcpbench.syncs import words
 from dcpbench.syncs.formats import FORMATS, render
-from dcpbench.syncs.frames import Frame, Sync, sites_of
+from dcpbench.syncs.frames import Frame
 from dcpbench.syncs.gating.gate import Gate, judge
 from dcpbench.syncs.model import Example
 from dcpbench.syncs.scan import scan
-from dcpbench.syncs.sites import merge
+from dcpbench.syncs.sites import Sync, merge, sites_of
 from tests.unit import syncs_builder as build
 from tests.unit.trace_builder import PAGEABLE, PINNED, TO_GPU, Trace, exit_code, mine, only
 

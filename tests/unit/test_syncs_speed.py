@@ -2,17 +2,21 @@
 
 import gzip
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from dcpbench.commands import syncs
 from dcpbench.errors import TraceError, UsageError
-from dcpbench.syncs import checks
 from dcpbench.syncs.scan import scan
-from dcpbench.syncs.speed import measure, repeat_trace
+from tools.syncs import checks
+from tools.syncs.__main__ import main
+from tools.syncs.speed import measure, repeat_trace
 
-H200 = Path(__file__).parents[1] / "data" / "h200_stacks.trace.json.gz"
+ROOT = Path(__file__).parents[2]
+H200 = ROOT / "tests" / "data" / "h200_stacks.trace.json.gz"
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +81,26 @@ def test_sizes_are_read_with_their_units(text: str, size: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="140MB"):
         checks.parse_size(text)
+
+
+class TestCommand:
+    """`python -m tools.syncs speed`."""
+
+    def test_a_trace_larger_than_the_disk_is_not_begun(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as ended:
+            main(["speed", str(H200), "--size", "99999999GB"])
+        assert ended.value.code == 2
+        assert "give a smaller --size" in capsys.readouterr().err
+
+    def test_both_commands_are_no_part_of_dcpbench(self) -> None:
+        """They test the tool itself, and lie beside the package."""
+        for name in ("corpus", "speed"):
+            done = subprocess.run(
+                [sys.executable, "-m", "tools.syncs", name, "--help"],
+                capture_output=True,
+                text=True,
+                check=True,
+                cwd=ROOT,
+            )
+            assert f"Usage: python -m tools.syncs {name}" in done.stdout
+        assert not {"corpus", "speed"} & {command.callback.__name__ for command in syncs.app.registered_commands}

@@ -10,7 +10,7 @@ import torch
 
 from dcpbench.errors import CapacityError, SyncError, UsageError
 from dcpbench.syncs import allow, live, no_syncs, watch
-from dcpbench.syncs.live import debug_mode, gpu_trace
+from dcpbench.syncs.live import callbacks
 from dcpbench.syncs.live.pageable import copy_of, staged
 from tests.unit import fake_cuda
 
@@ -152,12 +152,12 @@ class TestDebugMode:
         monkeypatch.setattr(live, "has_cuda", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: state["mode"])
         monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: state.update(mode=mode))
-        monkeypatch.setattr(gpu_trace, "listen", lambda _: False)
+        monkeypatch.setattr(callbacks, "listen", lambda _: False)
         return state
 
     @staticmethod
     def warn() -> None:
-        warnings.warn(f"{debug_mode.MESSAGE} (Triggered internally)", UserWarning, stacklevel=2)
+        warnings.warn(f"{callbacks.MESSAGE} (Triggered internally)", UserWarning, stacklevel=2)
 
     def test_warnings_of_torch_are_counted_and_not_shown(
         self, mode: dict[str, int], capsys: pytest.CaptureFixture[str]
@@ -196,7 +196,7 @@ class TestDebugMode:
 
     def test_a_program_that_asked_for_warnings_still_gets_them(self, mode: dict[str, int]) -> None:
         mode["mode"] = 1
-        with pytest.warns(UserWarning, match=debug_mode.MESSAGE), watch() as seen:
+        with pytest.warns(UserWarning, match=callbacks.MESSAGE), watch() as seen:
             self.warn()
         assert seen.count == 1
 

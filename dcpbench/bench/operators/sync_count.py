@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.bench.record import Syncs, SyncSite
-from dcpbench.syncs.frames import sites_of
+from dcpbench.syncs.sites import sites_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Literal
 
     from dcpbench.bench.operators.calls import Calls
-    from dcpbench.syncs.frames import Sync
+    from dcpbench.syncs.sites import Sync
 
 
 def count_syncs(build: Callable[[torch.device], Calls], device: torch.device) -> Syncs:

@@ -6,6 +6,7 @@ Values are real, so control flow is as on a GPU. Times, kernels and what librari
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -15,28 +16,40 @@ from torch.overrides import resolve_name
 
 from dcpbench.errors import UsageError
 from dcpbench.syncs import allowed, rules
-from dcpbench.syncs.dry_run import device_tensor, host_memory
-from dcpbench.syncs.dry_run.backward_hooks import gradients
-from dcpbench.syncs.dry_run.device_guard import cuda_tensors
-from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, device_tensors, on_host, run_operator
+from dcpbench.syncs.dry_run import device_tensor
+from dcpbench.syncs.dry_run.cpp_hooks import cuda_tensors, gradients
+from dcpbench.syncs.dry_run.device_tensor import (
+    DeviceTensor,
+    device_tensors,
+    is_pinned,
+    mark_pinned,
+    on_host,
+    run_operator,
+)
 from dcpbench.syncs.dry_run.modes import CallMode, ProgramMode
-from dcpbench.syncs.dry_run.patches import Patches
 from dcpbench.syncs.dry_run.sync_ops import POINTWISE_MIXERS, Wait, waits_of
-from dcpbench.syncs.dry_run.virtual_cuda import Device, install
+from dcpbench.syncs.dry_run.virtual_cuda import Device, Patches, install, recorder
 from dcpbench.syncs.dry_run.virtual_libraries import install_libraries
-from dcpbench.syncs.dry_run.virtual_streams import recorder
-from dcpbench.syncs.dry_run_report import report_of
-from dcpbench.syncs.frames import Sync, walk
+from dcpbench.syncs.frames import walk
+from dcpbench.syncs.model import Coverage, Report, TraceSummary, report_of
+from dcpbench.syncs.sites import Sync, sites_of
+from dcpbench.syncs.steps import find_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from dcpbench.syncs.model import Report
-    from dcpbench.syncs.steps import Range
+    from dcpbench.syncs.steps import Range, Steps
 
-HAZARD_BYTES = 1 << 20
-"""Pinning this much or more keeps the host busy for half a millisecond or more."""
+NOTES = (
+    "A dry run has no GPU: kernels, waits and bubbles are unknown, and every time and cost is left out.",
+    "Libraries and C++ or CUDA extensions that call CUDA by themselves are not seen; their operators run on the CPU.",
+    "Device memory is not limited here, so waits of a caching allocator that runs out of it are not seen.",
+    "Which operators wait was measured with torch 2.11 on an H200; other versions and GPUs may differ in detail.",
+    "torch.compile is left out: compiled functions ran eagerly.",
+    "Child processes are not seen, and of threads that ran before only operators on device tensors.",
+)
+ASSUMED = "Tensors made without a device were taken to be on the GPU; making them counts as no copy."
 _PYTHON_KERNEL_KEYS = ("CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 
 
@@ -62,87 +75,63 @@ class DryRun:
             step_range: Regular expression of the ranges that mark steps; by default as for a trace.
             root: Repository to which files are made relative; by default the working directory.
         """
-        return report_of(
-            self.syncs,
-            self.ranges,
+        steps = find_steps(self.ranges, step_range)
+        placed = [_placed(sync, steps) for sync in self.syncs]
+        coverage = Coverage(
+            detector="dry-run",
             ops=self.ops,
-            program=program,
-            assume_device=self.assume_device,
-            step_range=step_range,
-            root=root,
+            stacks="frames",
+            steps_from=steps.marked_by,
+            notes=[*NOTES, ASSUMED] if self.assume_device else list(NOTES),
         )
+        summary = TraceSummary(path=program, steps=len(steps) or None, coverage=coverage)
+        return report_of([summary], sites_of(placed, steps=len(steps), trace=program, root=root))
 
     def wait_by_name(self, rule: rules.Rule, op: str, call: str, *, explicit: bool = True) -> None:
         """Notes a wait that is no operator's, such as torch.cuda.synchronize()."""
-        self._note(rule, op=op, call=call, explicit=explicit)
+        self._note(Wait(rule, (), "", call), op, explicit=explicit)
 
     def pinned(self, size: int) -> None:
         """Notes that so many bytes are pinned, which keeps the host busy where it is much."""
-        if size >= HAZARD_BYTES:
-            self._note(
-                rules.ALLOCATION,
-                op="aten::_pin_memory",
-                chain=("aten::_pin_memory",),
-                call="cudaHostAlloc",
-                size=size,
-                may_block=True,
-            )
+        if size >= rules.PINNING_BYTES:
+            pin = "aten::_pin_memory"
+            self._note(Wait(rules.ALLOCATION, (pin,), "", "cudaHostAlloc", size, may_block=True), pin)
 
-    def _note(
-        self,
-        rule: rules.Rule,
-        *,
-        op: str,
-        call: str,
-        chain: tuple[str, ...] = (),
-        direction: str = "",
-        size: int | None = None,
-        explicit: bool = False,
-        may_block: bool = False,
-    ) -> None:
+    def _note(self, wait: Wait, op: str, *, explicit: bool = False) -> None:
         frames, user = walk()
         if user is None and self.local.caller is not None:
             frames, user = self.local.caller
         self.syncs.append(
             Sync(
-                rule=rule.id,
+                rule=wait.rule.id,
                 op=op,
-                op_chain=chain,
+                op_chain=wait.chain,
                 frames=frames,
                 user=user,
                 thread=threading.current_thread().name,
                 explicit=explicit,
-                direction=direction,
-                call=call,
-                bytes=size,
-                may_block=may_block,
+                direction=wait.direction,
+                call=wait.call,
+                bytes=wait.bytes,
+                may_block=wait.may_block,
                 allowed=allowed.reason(),
                 at=time.perf_counter(),
                 ranges=tuple(self.local.ranges),
                 api=_name(self.local.function),
-                capturing=recorder.graph is not None,
+                capturing=recorder.capturing(),
             )
         )
 
-    def _note_wait(self, wait: Wait) -> None:
+    def _note_operator(self, wait: Wait) -> None:
         """Notes an operator's wait.
 
         Where the program called a composite that needs a count, that says more than what it is made of: one_hot reads a
         value to know a size.
         """
         called = getattr(self.local.function, "__name__", "")
-        chain, rule = wait.chain, wait.rule
-        if rule is rules.SCALAR and called in rules.SHAPE_OPS:
-            chain, rule = (f"aten::{called}", *chain), rules.SHAPE
-        self._note(
-            rule,
-            op=chain[-1],
-            call=wait.call,
-            chain=chain,
-            direction=wait.direction,
-            size=wait.bytes,
-            may_block=wait.may_block,
-        )
+        if wait.rule is rules.SCALAR and called in rules.SHAPE_OPS:
+            wait = dataclasses.replace(wait, rule=rules.SHAPE, chain=(f"aten::{called}", *wait.chain))
+        self._note(wait, wait.chain[-1])
 
     def operate(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs an operator as on a GPU, and notes where it would wait."""
@@ -170,13 +159,13 @@ class DryRun:
         _check_devices(func, args)
         self.ops += 1
         for wait in waits_of(func, args, kwargs):
-            self._note_wait(wait)
+            self._note_operator(wait)
         if self.device is not None:
             self.device.touched = True
         result = run_operator(func, args, kwargs)
         to_host = name in {"aten::_to_copy", "aten::empty"} and isinstance(result, torch.Tensor) and result.is_cpu
         if to_host and (kwargs.get("non_blocking") or kwargs.get("pin_memory")):
-            host_memory.mark_pinned(result)
+            mark_pinned(result)
         if recorder.graph is not None:
             recorder.add(func, on_host(args), on_host(dict(kwargs)), on_host(result))
         return result
@@ -185,16 +174,16 @@ class DryRun:
         """An operator between host tensors: never a wait, but it may make or ask for pinned memory."""
         name = func._schema.name
         if name == "aten::is_pinned":
-            return host_memory.is_pinned(args[0])
+            return is_pinned(args[0])
         if name in {"aten::_pin_memory", "aten::pin_memory"}:
-            if host_memory.is_pinned(args[0]):
+            if is_pinned(args[0]):
                 return args[0]
             self.pinned(args[0].nbytes)
-            return host_memory.mark_pinned(args[0].clone(memory_format=torch.contiguous_format))
+            return mark_pinned(args[0].clone(memory_format=torch.contiguous_format))
         if kwargs.get("pin_memory"):
             made = func(*args, **{**kwargs, "pin_memory": False})
             self.pinned(made.nbytes)
-            return host_memory.mark_pinned(made)
+            return mark_pinned(made)
         return func(*args, **kwargs)
 
 
@@ -273,6 +262,17 @@ def _in_modes(run: DryRun, bootstrap: Callable[[Any], None]) -> Callable[[Any], 
             bootstrap(thread)
 
     return inner
+
+
+def _placed(sync: Sync, steps: Steps) -> Sync:
+    """Says which step and which other range a wait is in."""
+    step = steps.of([sync.at])[0] if sync.at is not None and len(steps) else None
+    inner = next((name for name in reversed(sync.ranges) if not _is_step(name, steps)), "")
+    return dataclasses.replace(sync, step=step, range=inner)
+
+
+def _is_step(name: str, steps: Steps) -> bool:
+    return bool(steps.marked_by) and name.startswith(steps.marked_by) and name[len(steps.marked_by) :].isdigit()
 
 
 def _name(function: Any) -> str:

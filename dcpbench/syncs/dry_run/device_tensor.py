@@ -1,15 +1,16 @@
 """A tensor that says it is on a GPU and holds its values in host memory, so that a program runs as it would with one.
 
 C++ takes it for a CUDA tensor, too: operators made of others take their CUDA branch, and what they call arrives here.
+Without a GPU torch can pin no host memory, so what was asked is remembered.
 """
 
 from __future__ import annotations
 
+import types
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dcpbench.syncs.dry_run import host_memory
 from dcpbench.syncs.dry_run.slow_operators import in_float32, slow_version
 
 if TYPE_CHECKING:
@@ -18,6 +19,23 @@ if TYPE_CHECKING:
 HOST = torch.device("cpu")
 _UNBOUNDED = 1 << 60
 """Storage size of the stand-in, which has no storage; what matters is the check of views of the values."""
+_MARK = "_dcpbench_pinned"
+
+
+def mark_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Remembers that a host tensor's memory, and so every view of it, stands for pinned memory."""
+    setattr(tensor.untyped_storage(), _MARK, True)
+    return tensor
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Whether a host tensor's memory stands for pinned memory."""
+    return getattr(tensor.untyped_storage(), _MARK, False)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two host tensors share their memory."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 class DeviceTensor(torch.Tensor):
@@ -93,14 +111,8 @@ class DeviceTensor(torch.Tensor):
         self.host_values = other.host_values
 
 
-class State:
-    """What runs operators of DeviceTensors while a dry run is on."""
-
-    def __init__(self) -> None:
-        self.run: Any = None
-
-
-state = State()
+state = types.SimpleNamespace(run=None)
+"""What runs operators of DeviceTensors while a dry run is on."""
 
 
 def to_device(values: torch.Tensor, index: int = 0, *, grad: bool = False) -> DeviceTensor:
@@ -218,7 +230,7 @@ def _wrapped(result: Any, index: int | None, known: Mapping[int, DeviceTensor]) 
 def _fresh(values: torch.Tensor, index: int, known: Mapping[int, DeviceTensor]) -> DeviceTensor:
     """A new device tensor. A view of an ordinary tensor stays one in inference mode, as torch demands."""
     if torch.is_inference_mode_enabled() and any(
-        not t.is_inference() and host_memory.same(t.host_values, values) for t in known.values()
+        not t.is_inference() and _same(t.host_values, values) for t in known.values()
     ):
         with torch.inference_mode(mode=False):
             return to_device(values, index)

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dcpbench.syncs import rules
-from dcpbench.syncs.dry_run import host_memory
-from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, device_tensors
-from dcpbench.syncs.live.pageable import staged
+from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, device_tensors, is_pinned
+from dcpbench.syncs.live.pageable import copy_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -71,7 +70,7 @@ def waits_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
     name, overload = func._schema.name.removeprefix("aten::"), func._overloadname
     op = f"aten::{name}"
     if name in {"copy_", "_to_copy"}:
-        yield from _copies(name, args, kwargs)
+        yield from _copies(op, args, kwargs)
         return
     tensors = list(device_tensors((*args, *kwargs.values())))
     if not tensors:
@@ -94,39 +93,16 @@ def _counts(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     return _sorts(args, kwargs) if name == "isin" else COUNTING.get(name, 0)
 
 
-def _copies(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Wait]:
+def _copies(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Wait]:
     """A copy between host and device: blocking, or of memory that CUDA has to stage."""
-    if name == "copy_":
-        target, source = args[0], args[1]
-        non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))  # noqa: PLR2004
-        to_host, from_host = isinstance(source, DeviceTensor), isinstance(target, DeviceTensor)
-        size = target.numel() * source.element_size()
-    else:
-        source, target, non_blocking = args[0], None, bool(kwargs.get("non_blocking", False))
-        device = kwargs.get("device")
-        on_gpu = isinstance(source, DeviceTensor)
-        to_host = on_gpu and device is not None and torch.device(device).type == "cpu"
-        from_host = not on_gpu and device is not None and torch.device(device).type == "cuda"
-        size = source.numel() * source.element_size()
-        if to_host == from_host:
-            return
-    if to_host == from_host or not size:
+    copy = copy_of(op, args, kwargs, None, is_pinned=is_pinned)
+    if copy is None or not copy.bytes:
         return
-    pinned = _pinned(source, target, to_host=to_host, non_blocking=non_blocking)
-    direction = f"{'DtoH' if to_host else 'HtoD'} {'pinned' if pinned else 'pageable'}"
-    chain = (f"aten::{name}",)
-    if not non_blocking:
-        yield Wait(rules.TO_HOST if to_host else rules.FROM_HOST, chain, direction, bytes=size)
-    elif not pinned:
-        may_block = not to_host and size <= rules.STAGING_BYTES
-        yield Wait(rules.PAGEABLE, chain, direction, "cudaMemcpyAsync", size, may_block)
-
-
-def _pinned(source: torch.Tensor, target: torch.Tensor | None, *, to_host: bool, non_blocking: bool) -> bool:
-    """Whether the host's side of a copy is pinned and is used as it is. A new host tensor is, if none waits."""
-    if target is None:
-        return non_blocking if to_host else host_memory.is_pinned(source)
-    return host_memory.is_pinned(target if to_host else source) and not staged(source, target)
+    if not copy.non_blocking:
+        rule = rules.TO_HOST if copy.way == "DtoH" else rules.FROM_HOST
+        yield Wait(rule, (op,), copy.direction, bytes=copy.bytes)
+    elif copy.memory == "pageable":
+        yield Wait(rules.PAGEABLE, (op,), copy.direction, "cudaMemcpyAsync", copy.bytes, copy.may_return)
 
 
 def _compares(args: Sequence[Any]) -> int:
@@ -164,7 +140,7 @@ def _is_device_mask(index: torch.Tensor) -> bool:
 
 
 def _host_copy(op: str, tensor: torch.Tensor) -> Wait:
-    memory = "pinned" if host_memory.is_pinned(tensor) else "pageable"
+    memory = "pinned" if is_pinned(tensor) else "pageable"
     return Wait(rules.FROM_HOST, (op, COPY), f"HtoD {memory}", bytes=tensor.nbytes)
 
 

@@ -1,36 +1,233 @@
-"""A virtual GPU: what torch.cuda and torch.accelerator say while a dry run is on."""
+"""A virtual GPU: what torch.cuda and torch.accelerator say while a dry run is on.
+
+Its streams, events and graphs order nothing, and report when the host would wait.
+"""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import os
+import threading
+import time
 import types
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from dcpbench.syncs import rules
-from dcpbench.syncs.dry_run.virtual_streams import (
-    StreamContext,
-    VirtualEvent,
-    VirtualGraph,
-    VirtualStream,
-    current_stream,
-    default_stream,
-    recorder,
-    set_stream,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dcpbench.syncs.dry_run.patches import Patches
-
 MEMORY_BYTES = 80 << 30
 CAPABILITY = (9, 0)
+_MISSING = object()
 NAME = "virtual GPU of a dry run"
 _PROCESSORS = 132
+_SAYS = (
+    (None, "_sleep set_sync_debug_mode init _lazy_init manual_seed manual_seed_all seed seed_all"),
+    (None, "set_rng_state set_rng_state_all"),
+    (0, "get_sync_debug_mode memory_allocated max_memory_allocated memory_reserved max_memory_reserved ipc_collect"),
+    (0, "reset_peak_memory_stats reset_max_memory_allocated set_per_process_memory_fraction"),
+    (True, "is_available is_initialized is_bf16_supported"),
+    (False, "can_device_access_peer _is_in_bad_fork"),
+    ("", "memory_summary"),
+)
+"""What these functions of torch.cuda say, whatever they are given."""
+_NVTX = "range_push range_pop mark range_start range_end"
+_ids = itertools.count()
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    """A function, or a method, that returns this whatever it is given."""
+    return lambda *_, **__: value
+
+
+_yes, _zero, _nothing, _pool = map(_always, (True, 0, None, (0, 0)))
+
+
+class Patches:
+    """Attributes that were replaced, to be put back in reverse order."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def put(self, owner: Any, **values: Any) -> None:
+        """Sets attributes of a module or class, whether they existed or not."""
+        for name, value in values.items():
+            # A class's own entry, not what a look-up would make of it: else a static method came back as a function.
+            self._before.append((owner, name, vars(owner).get(name, _MISSING)))
+            setattr(owner, name, value)
+
+    def put_where_there(self, owner: Any, **values: Any) -> None:
+        """Sets those attributes that this version of the module has."""
+        self.put(owner, **{name: value for name, value in values.items() if hasattr(owner, name)})
+
+    def restore(self) -> None:
+        """Puts everything back."""
+        while self._before:
+            owner, name, value = self._before.pop()
+            if value is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+class VirtualStream:
+    """Stands for torch.cuda.Stream. Work is done as soon as it is asked for."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        index = device if isinstance(device, int) else torch.device(device or "cuda").index
+        self.device = torch.device("cuda", index or 0)
+        self.device_index = self.device.index
+        self.device_type = 1
+        self.priority = priority
+        self.stream_id = self.cuda_stream = next(_ids)
+
+    wait_stream = wait_event = _nothing
+    """The stream waits; the host does not."""
+    query = _yes
+
+    def synchronize(self) -> None:
+        """Reports a wait for the stream."""
+        recorder.report(rules.STREAM, "torch.cuda.Stream.synchronize", "cudaStreamSynchronize")
+
+    def is_capturing(self) -> bool:
+        """Whether a graph is being captured."""
+        return recorder.capturing()
+
+    def record_event(self, event: VirtualEvent | None = None) -> VirtualEvent:
+        """An event that has been recorded."""
+        event = event if event is not None else VirtualEvent()
+        event.record(self)
+        return event
+
+    def __enter__(self) -> Self:
+        _local.streams.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _local.streams.pop()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, VirtualStream) and other.stream_id == self.stream_id
+
+    def __hash__(self) -> int:
+        return hash(self.stream_id)
+
+
+class VirtualEvent:
+    """Stands for torch.cuda.Event."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.recorded_s: float | None = None
+        self.cuda_event = next(_ids)
+        self.device = torch.device("cuda", 0)
+
+    wait = _nothing
+    """A stream waits; the host does not."""
+    query = _yes
+
+    def record(self, stream: Any = None) -> None:
+        """Notes the time."""
+        self.recorded_s = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Reports a wait, unless the event was never recorded, for which CUDA does not wait."""
+        if self.recorded_s is not None:
+            recorder.report(rules.EVENT, "torch.cuda.Event.synchronize", "cudaEventSynchronize")
+
+    def elapsed_time(self, end: VirtualEvent) -> float:
+        """Milliseconds between two records on the host's clock; says nothing about a GPU."""
+        if self.recorded_s is None or end.recorded_s is None:
+            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+        return (end.recorded_s - self.recorded_s) * 1e3
+
+
+class VirtualGraph:
+    """Stands for torch.cuda.CUDAGraph. Captured work is done at once, and by each replay."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.work: list[tuple[Any, Any, Any, Any]] = []
+
+    instantiate = enable_debug_mode = debug_dump = _nothing
+    pool = _pool
+
+    def capture_begin(self, *_: Any, **__: Any) -> None:
+        """From here on operators belong to the graph."""
+        self.work = []
+        recorder.graph = self
+
+    def capture_end(self) -> None:
+        """The graph is complete."""
+        recorder.graph = None
+
+    def replay(self) -> None:
+        """Runs the captured operators again, results into the tensors of the capture."""
+        for func, args, kwargs, result in self.work:
+            _refill(result, func(*args, **kwargs))
+
+    def reset(self) -> None:
+        """Forgets the work."""
+        self.work = []
+
+
+def _refill(old: Any, new: Any) -> None:
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        if old.data_ptr() != new.data_ptr():
+            old.copy_(new)
+    elif isinstance(old, list | tuple):
+        for a, b in zip(old, new, strict=False):
+            _refill(a, b)
+
+
+class Recorder:
+    """What streams, events and graphs have in common: who is told of waits, and the graph that is being captured."""
+
+    def __init__(self) -> None:
+        self.report: Callable[..., None] = _nothing
+        self.graph: VirtualGraph | None = None
+
+    def capturing(self) -> bool:
+        """Whether a graph is being captured."""
+        return self.graph is not None
+
+    def add(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Remembers an operator that ran on host values, so that a replay can run it again on the same tensors."""
+        if self.graph is not None:
+            self.graph.work.append((func, args, kwargs, result))
+
+
+recorder = Recorder()
+DEFAULT = VirtualStream()
+
+
+class _Local(threading.local):
+    """Each thread's streams, the current one last."""
+
+    def __init__(self) -> None:
+        self.streams = [DEFAULT]
+
+
+_local = _Local()
+
+
+def stream_context(stream: VirtualStream | None) -> Any:
+    """torch.cuda.stream(s): within it the stream is the thread's; None changes nothing."""
+    return contextlib.nullcontext() if stream is None else stream
+
+
+def current_stream(device: Any = None) -> VirtualStream:
+    """The calling thread's stream; by default the default one."""
+    return _local.streams[-1]
+
+
+def set_stream(stream: VirtualStream | None) -> None:
+    """Makes a stream the calling thread's."""
+    if stream is not None:
+        _local.streams[-1] = stream
 
 
 class VirtualGenerator(torch.Generator):
@@ -87,20 +284,14 @@ def install(patches: Patches, report: Callable[..., None]) -> Device:
         report: Called with rule, name and runtime call when the host would wait.
     """
     device = Device(report)
-    VirtualStream.report = VirtualEvent.report = report
-    _identity(patches, device)
+    recorder.report = report
+    _device(patches, device)
     _streams(patches)
-    _memory(patches, device)
-    _randomness(patches)
     _accelerator(patches, device)
-    patches.put(
-        torch.cuda.nvtx, **dict.fromkeys(("range_push", "range_pop", "mark", "range_start", "range_end"), _nothing)
-    )
-    patches.put(torch.cuda.nvtx, range=_no_range)
     return device
 
 
-def _identity(patches: Patches, device: Device) -> None:
+def _device(patches: Patches, device: Device) -> None:
     count = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     properties = types.SimpleNamespace(
         name=NAME,
@@ -120,29 +311,29 @@ def _identity(patches: Patches, device: Device) -> None:
         L2_cache_size=50 << 20,
         gcnArchName="",
     )
+    for value, names in _SAYS:
+        patches.put(torch.cuda, **dict.fromkeys(names.split(), _always(value)))
     patches.put(
         torch.cuda,
-        _sleep=_nothing,
-        get_sync_debug_mode=_zero,
-        set_sync_debug_mode=_nothing,
-        is_available=_yes,
-        is_initialized=_yes,
-        is_bf16_supported=_yes,
-        init=_nothing,
-        _lazy_init=_nothing,
-        device_count=lambda: count,
+        device_count=_always(count),
         current_device=lambda: device.index,
         set_device=device.set,
         _exchange_device=device.exchange,
         _maybe_exchange_device=device.exchange,
         synchronize=device.synchronize,
-        get_device_properties=lambda _=None: properties,
-        get_device_capability=lambda _=None: CAPABILITY,
-        get_device_name=lambda _=None: NAME,
-        can_device_access_peer=_no,
-        _is_in_bad_fork=_no,
+        get_device_properties=_always(properties),
+        get_device_capability=_always(CAPABILITY),
+        get_device_name=_always(NAME),
+        get_rng_state=lambda _=None: torch.get_rng_state(),
+        initial_seed=torch.initial_seed,
+        get_rng_state_all=list,
+        memory_stats=lambda _=None: collections.defaultdict(int),
     )
+    for home in (torch.cuda, torch.cuda.memory):
+        patches.put(home, empty_cache=device.empty_cache, mem_get_info=_always((MEMORY_BYTES, MEMORY_BYTES)))
     patches.put(torch._C, _cuda_getCurrentRawStream=_zero, _host_emptyCache=_nothing)
+    patches.put(torch, Generator=VirtualGenerator)
+    patches.put(torch.cuda.nvtx, **dict.fromkeys(_NVTX.split(), _nothing), range=_no_range)
 
 
 def _streams(patches: Patches) -> None:
@@ -151,68 +342,26 @@ def _streams(patches: Patches) -> None:
         Stream=VirtualStream,
         Event=VirtualEvent,
         ExternalStream=VirtualStream,
-        stream=StreamContext,
-        StreamContext=StreamContext,
+        stream=stream_context,
+        StreamContext=stream_context,
         current_stream=current_stream,
-        default_stream=default_stream,
+        default_stream=_always(DEFAULT),
         set_stream=set_stream,
         CUDAGraph=VirtualGraph,
-        is_current_stream_capturing=_capturing,
+        is_current_stream_capturing=recorder.capturing,
         graph_pool_handle=_pool,
     )
-    patches.put(torch.cuda.graphs, CUDAGraph=VirtualGraph, is_current_stream_capturing=_capturing)
+    patches.put(torch.cuda.graphs, CUDAGraph=VirtualGraph, is_current_stream_capturing=recorder.capturing)
     patches.put(torch.cuda.graph, default_capture_stream=None)
     patches.put(torch.cuda.streams, Stream=VirtualStream, Event=VirtualEvent)
     patches.put(torch, Stream=VirtualStream, Event=VirtualEvent)
-
-
-def _memory(patches: Patches, device: Device) -> None:
-    patches.put(
-        torch.cuda,
-        empty_cache=device.empty_cache,
-        mem_get_info=lambda _=None: (MEMORY_BYTES, MEMORY_BYTES),
-        memory_stats=lambda _=None: collections.defaultdict(int),
-        memory_summary=lambda *_, **__: "",
-        **dict.fromkeys(
-            (
-                "memory_allocated",
-                "max_memory_allocated",
-                "memory_reserved",
-                "max_memory_reserved",
-                "ipc_collect",
-                "reset_peak_memory_stats",
-                "reset_max_memory_allocated",
-                "set_per_process_memory_fraction",
-            ),
-            _zero,
-        ),
-    )
-    patches.put(
-        torch.cuda.memory, empty_cache=device.empty_cache, mem_get_info=lambda _=None: (MEMORY_BYTES, MEMORY_BYTES)
-    )
-
-
-def _randomness(patches: Patches) -> None:
-    patches.put(
-        torch.cuda,
-        manual_seed=_nothing,
-        manual_seed_all=_nothing,
-        seed=_nothing,
-        seed_all=_nothing,
-        get_rng_state=lambda _=None: torch.get_rng_state(),
-        set_rng_state=_nothing,
-        initial_seed=torch.initial_seed,
-        get_rng_state_all=list,
-        set_rng_state_all=_nothing,
-    )
-    patches.put(torch, Generator=VirtualGenerator)
 
 
 def _accelerator(patches: Patches, device: Device) -> None:
     patches.put_where_there(
         torch.accelerator,
         is_available=_yes,
-        current_accelerator=lambda *_, **__: torch.device("cuda"),
+        current_accelerator=_always(torch.device("cuda")),
         device_count=torch.cuda.device_count,
         current_device_index=lambda: device.index,
         current_device_idx=lambda: device.index,
@@ -223,30 +372,6 @@ def _accelerator(patches: Patches, device: Device) -> None:
         set_stream=set_stream,
         empty_cache=device.empty_cache,
     )
-
-
-def _capturing() -> bool:
-    return recorder.graph is not None
-
-
-def _pool() -> tuple[int, int]:
-    return (0, 0)
-
-
-def _yes(*_: Any, **__: Any) -> bool:
-    return True
-
-
-def _no(*_: Any, **__: Any) -> bool:
-    return False
-
-
-def _zero(*_: Any, **__: Any) -> int:
-    return 0
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
 
 
 @contextlib.contextmanager

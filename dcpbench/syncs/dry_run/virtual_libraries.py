@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dcpbench.syncs.dry_run import DryRun
-    from dcpbench.syncs.dry_run.patches import Patches
+    from dcpbench.syncs.dry_run.virtual_cuda import Patches
 
 
 def install_libraries(patches: Patches, run: DryRun) -> None:

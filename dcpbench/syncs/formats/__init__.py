@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
 from dcpbench.syncs.formats import github, junit, markdown, sarif
+from dcpbench.syncs.model import encode
 from dcpbench.syncs.words import cleaned
 
 if TYPE_CHECKING:
@@ -13,7 +14,14 @@ if TYPE_CHECKING:
 
     from dcpbench.syncs.model import Report
 
-FORMATS = ("table", "json", "sarif", "junit", "github", "markdown")
+PLAIN = {
+    "json": encode,
+    "sarif": sarif.render,
+    "junit": junit.render,
+    "github": github.render,
+    "markdown": markdown.render,
+}
+FORMATS = ("table", *PLAIN)
 PLAIN_WIDTH = 140
 """Columns of a table in a file or a pipe."""
 
@@ -38,18 +46,8 @@ def render(report: Report, form: str, *, root: Path, width: int = PLAIN_WIDTH, t
     """
     check_format(form)
     report = cleaned(report)
-    if form == "sarif":
-        return sarif.render(report)
-    if form == "junit":
-        return junit.render(report)
-    if form == "github":
-        return github.render(report)
-    if form == "markdown":
-        return markdown.render(report)
-    if form == "json":
-        from dcpbench.syncs.schema import encode
-
-        return encode(report)
+    if form in PLAIN:
+        return PLAIN[form](report)
     from dcpbench.syncs.formats import table
 
     return table.render(report, root=root, width=width, terminal=terminal)

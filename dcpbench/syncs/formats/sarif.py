@@ -18,14 +18,8 @@ if TYPE_CHECKING:
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 ROOT = "%SRCROOT%"
 FINGERPRINT = "dcpbenchSyncs/v1"
-LEVELS = {
-    "finding": "error",
-    "counted": "warning",
-    "known": "note",
-    "allowed": "note",
-    "warm-up": "note",
-    "may block": "note",
-}
+LEVELS = {"finding": "error", "counted": "warning"}
+"""By standing; all others are notes."""
 Json = dict[str, Any]
 
 
@@ -73,7 +67,7 @@ def _result(site: Site, report: Report) -> Json:
     rule = BY_ID.get(site.rule)
     result: Json = {
         "ruleId": site.rule,
-        "level": LEVELS[stands],
+        "level": LEVELS.get(stands, "note"),
         "message": {"text": message(text + (f". {advice(site, rule.fix)}" if rule else ""))},
         "locations": [_location(site)],
         "partialFingerprints": {FINGERPRINT: site.fingerprint},
@@ -95,12 +89,10 @@ def _location(site: Site) -> Json:
         physical = {}
     elif site.file and site.line is not None and site.line > 0:
         physical["region"] = {"startLine": site.line}
-    names = [{"name": name, "fullyQualifiedName": full, "kind": "function"} for name, full in _function(site)]
-    return {**({"physicalLocation": physical} if physical else {}), **({"logicalLocations": names} if names else {})}
-
-
-def _function(site: Site) -> list[tuple[str, str]]:
-    return [(site.function, modules(site)[0])] if site.function else []
+    names: Json = (
+        {"name": site.function, "fullyQualifiedName": modules(site)[0], "kind": "function"} if site.function else {}
+    )
+    return {**({"physicalLocation": physical} if physical else {}), **({"logicalLocations": [names]} if names else {})}
 
 
 def _artifact(path: str) -> Json:

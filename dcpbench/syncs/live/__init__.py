@@ -4,9 +4,9 @@
         step()
     assert seen.count == 0, seen.text()
 
-Three detectors cover each other's blind spots: torch's callbacks for a host that waits (gpu_trace.py) say that and
+Three detectors cover each other's blind spots: torch's callbacks for a host that waits (callbacks.py) say that and
 where it happens; a dispatch mode says in which operator, and finds copies to and from pageable memory, of which no
-callback tells; `set_sync_debug_mode` (debug_mode.py) stands in where the private callbacks are missing.
+callback tells; `set_sync_debug_mode` stands in where the private callbacks are missing.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcpbench.errors import CapacityError, SyncError, UsageError
 from dcpbench.syncs import allowed
-from dcpbench.syncs.failure import text_of
-from dcpbench.syncs.frames import is_detector, sites_of
-from dcpbench.syncs.live import debug_mode, gpu_trace, sighting
-from dcpbench.syncs.model import Coverage, Report, TraceSummary, Verdict, order, totals
+from dcpbench.syncs.frames import is_detector
+from dcpbench.syncs.live import callbacks, sighting
+from dcpbench.syncs.model import Coverage, Report, TraceSummary, report_of
+from dcpbench.syncs.sites import sites_of, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import FrameType, TracebackType
 
-    from dcpbench.syncs.frames import Sync
+    from dcpbench.syncs.sites import Sync
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -99,8 +99,6 @@ class Watch:
 
     def report(self) -> Report:
         """The same as `dcpbench syncs` prints; times are unknown, as nothing is measured here."""
-        sites = sorted(sites_of([*self.syncs, *self.hazards, *self.allowed]), key=order)
-        reasons = {site.fingerprint: site.allowed for site in sites if site.allowed}
         notes = [*NOTES]
         notes += [OTHER_THREADS] if self.threads == "all" else ["Other threads were not watched."]
         notes += [NO_CALLBACKS] if self.by_warnings else []
@@ -109,7 +107,9 @@ class Watch:
         )
         rank = os.environ.get("RANK", "")
         summary = TraceSummary(path="live", rank=int(rank) if rank.isdecimal() else None, coverage=coverage)
-        return Report(traces=[summary], sites=sites, totals=totals(sites), verdict=Verdict(allowed=reasons))
+        report = report_of([summary], sites_of([*self.syncs, *self.hazards, *self.allowed]))
+        report.verdict.allowed = {site.fingerprint: site.allowed for site in report.sites if site.allowed}
+        return report
 
     def __enter__(self) -> Self:
         if self.thread:
@@ -120,9 +120,9 @@ class Watch:
                 "`from dcpbench.syncs.dry_run import dry_run` and `with dry_run() as run:`, which says what would."
             )
         self.thread = threading.get_ident()
-        self.by_warnings = not gpu_trace.listen(_on_wait)
+        self.by_warnings = not callbacks.listen(_on_wait)
         if self.by_warnings:
-            debug_mode.begin(_on_warning)
+            callbacks.begin_warnings(_on_warning)
         self._mode.__enter__()
         _set_watches((*_watches, self))
         return self
@@ -133,7 +133,7 @@ class Watch:
         _set_watches(tuple(w for w in _watches if w is not self))
         self._mode.__exit__(kind, error, where)
         if self.by_warnings:
-            debug_mode.end()
+            callbacks.end_warnings()
         if error is None and self.at_most is not None and self.count > self.at_most:
             limit = f"at most {self.at_most}" if self.at_most else "none"
             raise SyncError(f"{self.count} CUDA synchronisations where {limit} may be.\n\n{self.text()}")
@@ -235,8 +235,8 @@ class _Operators(TorchDispatchMode):
         try:
             result = func(*args, **call.kwargs)
         except RuntimeError as error:
-            if debug_mode.raised_by(error) and not call.seen:
-                self._owner.add(sighting.of_wait(gpu_trace.STREAM, calls, _where(self._owner)))
+            if callbacks.raised_by(error) and not call.seen:
+                self._owner.add(sighting.of_wait(callbacks.STREAM, calls, _where(self._owner)))
             raise
         finally:
             calls.pop()
@@ -274,7 +274,7 @@ def _on_wait(kind: str, *, warned: bool = False) -> None:
 
 
 def _on_warning() -> None:
-    _on_wait(gpu_trace.STREAM, warned=True)
+    _on_wait(callbacks.STREAM, warned=True)
 
 
 def _set_watches(watches: tuple[Watch, ...]) -> None:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dcpbench.errors import CapacityError
-from dcpbench.syncs.failure import text_of
-from dcpbench.syncs.frames import sites_of
 from dcpbench.syncs.gating.config import Allow
 from dcpbench.syncs.model import Report
+from dcpbench.syncs.sites import sites_of, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from dcpbench.syncs.dry_run import DryRun
-    from dcpbench.syncs.frames import Sync
     from dcpbench.syncs.live import Watch
+    from dcpbench.syncs.sites import Sync
 
 
-@dataclasses.dataclass(frozen=True)
-class Mode:
+class Mode(NamedTuple):
     """The detector that is used, and why."""
 
     name: str
@@ -48,10 +45,8 @@ class Checked:
 
     def __init__(self, mode: str, *, threads: str, allow: Sequence[str]) -> None:
         """Takes the mode as typed; `allow` are globs over `module.function`, as of `dcpbench syncs scan --allow`."""
-        mode_ = resolve(mode)
-        self.mode = mode_.name
-        """`live`, `dry-run` or `off`."""
-        self.words = mode_.words
+        self.mode, self.words = resolve(mode)
+        """`live`, `dry-run` or `off`, and why."""
         self._threads = threads
         self._allow = [Allow(function=glob, or_range=True, reason="the test's mark", source="allow") for glob in allow]
         self._stack = contextlib.ExitStack()

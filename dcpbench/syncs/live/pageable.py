@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dcpbench.syncs import rules
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 COPY, NEW_COPY = "aten::copy_", "aten::_to_copy"
 _CUDA, _CPU = "cuda", "cpu"
@@ -33,8 +35,20 @@ class Copy:
         """As in `Site.direction`, such as `DtoH pageable`."""
         return f"{self.way} {self.memory}"
 
+    @property
+    def may_return(self) -> bool:
+        """Asked not to block, it need not: CUDA's staging memory takes it."""
+        return self.way == "HtoD" and self.bytes <= rules.STAGING_BYTES
 
-def copy_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: object) -> Copy | None:
+
+def copy_of(
+    op: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    result: object,
+    *,
+    is_pinned: Callable[[torch.Tensor], bool] = torch.Tensor.is_pinned,
+) -> Copy | None:
     """What an operator copies between host and device, or None where it copies nothing there.
 
     Args:
@@ -42,32 +56,28 @@ def copy_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: obj
         args: Its arguments by position.
         kwargs: Its arguments by name.
         result: What it returned; None while it runs.
+        is_pinned: Whether a host tensor's memory is pinned.
     """
     if op == COPY:
         target, source = args[0], args[1]
         non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))  # noqa: PLR2004
-        return _between(source, target, non_blocking=non_blocking)
-    if op != NEW_COPY or kwargs.get("device") is None:
+    elif op == NEW_COPY and kwargs.get("device") is not None:
+        source, target = args[0], result if isinstance(result, torch.Tensor) else None
+        non_blocking = bool(kwargs.get("non_blocking", False))
+    else:
         return None
-    source, non_blocking = args[0], bool(kwargs.get("non_blocking", False))
-    if isinstance(result, torch.Tensor):
-        return _between(source, result, non_blocking=non_blocking)
-    # Still running: the target is known by its device alone, and a new host tensor is pinned only on request.
-    device = torch.device(kwargs["device"])
+    device = torch.device(kwargs["device"]) if target is None else target.device
     if {source.device.type, device.type} != {_CUDA, _CPU}:
         return None
     to_host = device.type == _CPU
-    pinned = bool(kwargs.get("pin_memory")) if to_host else source.is_pinned()
-    return Copy("DtoH" if to_host else "HtoD", "pinned" if pinned else "pageable", source.nbytes, non_blocking)
-
-
-def _between(source: torch.Tensor, target: torch.Tensor, *, non_blocking: bool) -> Copy | None:
-    if {source.device.type, target.device.type} != {_CUDA, _CPU}:
-        return None
-    to_host = target.device.type == _CPU
-    host = target if to_host else source
-    pinned = host.is_pinned() and not staged(source, target)
-    size = target.numel() * source.element_size()
+    if target is None and to_host:
+        # Still running: of a new host tensor only the request is known, and torch pins one that nobody waits for.
+        pinned = bool(kwargs.get("pin_memory")) or non_blocking
+    elif target is None:
+        pinned = is_pinned(source)
+    else:
+        pinned = is_pinned(target if to_host else source) and not staged(source, target)
+    size = (source if target is None else target).numel() * source.element_size()
     return Copy("DtoH" if to_host else "HtoD", "pinned" if pinned else "pageable", size, non_blocking)
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from dcpbench.syncs import rules
-from dcpbench.syncs.expression import SUBSCRIPT, UNKNOWN, call_name
-from dcpbench.syncs.frames import Frame, Sync, is_user, outside_of, walk_from
-from dcpbench.syncs.live import gpu_trace
+from dcpbench.syncs.frames import SUBSCRIPT, UNKNOWN, Frame, call_name, is_user, outside_of, walk_from
+from dcpbench.syncs.live import callbacks
 from dcpbench.syncs.live.pageable import copy_of
+from dcpbench.syncs.sites import Sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from dcpbench.syncs.rules import Rule
 
 BY_NAME = {
-    gpu_trace.DEVICE: (rules.DEVICE, "torch.cuda.synchronize", "cudaDeviceSynchronize"),
-    gpu_trace.EVENT: (rules.EVENT, "torch.cuda.Event.synchronize", "cudaEventSynchronize"),
-    gpu_trace.STREAM: (rules.STREAM, "torch.cuda.Stream.synchronize", "cudaStreamSynchronize"),
+    callbacks.DEVICE: (rules.DEVICE, "torch.cuda.synchronize", "cudaDeviceSynchronize"),
+    callbacks.EVENT: (rules.EVENT, "torch.cuda.Event.synchronize", "cudaEventSynchronize"),
+    callbacks.STREAM: (rules.STREAM, "torch.cuda.Stream.synchronize", "cudaStreamSynchronize"),
 }
 """Kind of a wait -> rule, name and runtime call where no operator is around it."""
 READ, COUNT = "aten::_local_scalar_dense", "aten::nonzero"
@@ -87,15 +87,15 @@ def of_wait(kind: str, calls: Sequence[Call], where: Where) -> Sync:
     """
     place = _place(where)
     chain = _chain(calls, place)
-    if kind == gpu_trace.STREAM and calls:
+    if kind == callbacks.STREAM and calls:
         return _in_operator(calls[-1], chain, place)
-    if kind == gpu_trace.STREAM and not place.by_name and (known := _rule_of_calls(place)) is not None:
+    if kind == callbacks.STREAM and not place.by_name and (known := _rule_of_calls(place)) is not None:
         rule, name = known
         direction = {rules.COPY: "", rules.FROM_HOST: "HtoD pageable"}.get(rule, "DtoH")
-        return _sync(rule, place, chain=chain, op=name, direction=direction, call="cudaStreamSynchronize")
+        return _sync(rule, place, op_chain=chain, op=name, direction=direction, call="cudaStreamSynchronize")
     rule, op, call = BY_NAME[kind]
     explicit = place.by_name and not chain
-    return _sync(rule, place, chain=chain, op=chain[-1] if chain else op, call=call, explicit=explicit)
+    return _sync(rule, place, op_chain=chain, op=chain[-1] if chain else op, call=call, explicit=explicit)
 
 
 def of_hazard(call: Call, result: object, where: Where) -> Sync | None:
@@ -109,7 +109,9 @@ def of_hazard(call: Call, result: object, where: Where) -> Sync | None:
         if size < rules.PINNING_BYTES:
             return None
         place, chain = _place(where), (call.op,)
-        return _sync(rules.ALLOCATION, place, chain=chain, op=call.op, call="cudaHostAlloc", size=size, may_block=True)
+        return _sync(
+            rules.ALLOCATION, place, op_chain=chain, op=call.op, call="cudaHostAlloc", bytes=size, may_block=True
+        )
     if not call.kwargs.get("non_blocking") and not (len(call.args) > 2 and call.args[2] is True):  # noqa: PLR2004
         return None
     copy = copy_of(call.op, call.args, call.kwargs, result)
@@ -119,12 +121,12 @@ def of_hazard(call: Call, result: object, where: Where) -> Sync | None:
     return _sync(
         rules.PAGEABLE,
         place,
-        chain=chain,
+        op_chain=chain,
         op=call.op,
         direction=copy.direction,
         call="cudaMemcpyAsync",
-        size=copy.bytes,
-        may_block=copy.way == "HtoD" and copy.bytes <= rules.STAGING_BYTES,
+        bytes=copy.bytes,
+        may_block=copy.may_return,
     )
 
 
@@ -143,7 +145,9 @@ def _in_operator(call: Call, chain: tuple[str, ...], place: _Place) -> Sync:
             chain, direction = chain if known else (*chain, READ), "DtoH"
             size = tensors[0].element_size() if call.op == READ and tensors else None
     rule = rules.rule_of_copy(chain, direction, waited=True)
-    return _sync(rule, place, chain=chain, op=chain[-1], direction=direction, call="cudaStreamSynchronize", size=size)
+    return _sync(
+        rule, place, op_chain=chain, op=chain[-1], direction=direction, call="cudaStreamSynchronize", bytes=size
+    )
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:
@@ -222,32 +226,10 @@ def _user_call(frame: FrameType | None) -> str:
     return call_name(frame) if frame is not None else UNKNOWN
 
 
-def _sync(
-    rule: Rule,
-    place: _Place,
-    *,
-    chain: tuple[str, ...],
-    op: str,
-    call: str,
-    direction: str = "",
-    size: int | None = None,
-    explicit: bool = False,
-    may_block: bool = False,
-) -> Sync:
-    return Sync(
-        rule=rule.id,
-        op=op,
-        op_chain=chain,
-        frames=place.frames,
-        user=place.user,
-        thread=place.thread,
-        explicit=explicit,
-        may_block=may_block,
-        direction=direction,
-        call=call,
-        bytes=size,
-        capturing=_capturing(),
-    )
+def _sync(rule: Rule, place: _Place, **facts: Any) -> Sync:  # noqa: ANN401
+    """A synchronisation there; the facts are fields of a Sync."""
+    where: dict[str, Any] = {"frames": place.frames, "user": place.user, "thread": place.thread}
+    return Sync(rule=rule.id, capturing=_capturing(), **where, **facts)
 
 
 def _capturing() -> bool:

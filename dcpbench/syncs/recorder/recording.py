@@ -1,4 +1,4 @@
-"""Records one process with torch's profiler, and writes its trace where `dcpbench syncs run` looks for it.
+"""Records one process with torch's profiler, step by step, and leaves its trace where `dcpbench syncs run` looks for it.
 
     FOLDER/rank0-pid123.json    the trace
     FOLDER/123.note             what became of the process, also of one that was not recorded
@@ -9,6 +9,8 @@ longer fork workers that use it. Nothing here may ever fail the program.
 
 import atexit
 import contextlib
+import functools
+import inspect
 import json
 import multiprocessing.util
 import os
@@ -16,13 +18,25 @@ import signal
 import sys
 import threading
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 WAITING, RECORDING, DONE = "waiting", "recording", "done"
 STEP = "ProfilerStep#"
+SHELL = """
+def _wrapped_call_impl(self, *args, **kwargs):
+    _dcpbench_enter()
+    try:
+        return _dcpbench_call(self, *args, **kwargs)
+    finally:
+        _dcpbench_leave()
+"""
+"""Compiled under torch's own file name: a stack must not show a line of ours as the program's innermost one."""
 OWN_PROFILER = "the program used torch's profiler itself, of which there can be one at a time: its own went first"
 
 
@@ -283,3 +297,151 @@ class Recorder:
 def _terminate() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Marks:
+    """Marks the steps of one process.
+
+    With `--step MODULE:FUNCTION` that is one call of the function. Without, a step lasts from one outermost call of an
+    nn.Module to the next: what follows the model, such as sampling, belongs to it.
+    """
+
+    def __init__(self, recorder: Recorder, step: str) -> None:
+        self._recorder = recorder
+        self._module, _, self._function = step.partition(":")
+        self._local = threading.local()
+        recorder.found = not step
+        # A script has mostly defined its functions before it uses CUDA.
+        recorder.when_cuda.append(self.look)
+        recorder.when_done.append(self.undo)
+        self._undo: list[Callable[[], None]] = []
+
+    def torch_imported(self, torch: Any) -> None:  # noqa: ANN401  (a module)
+        """Looks out for calls of modules; with --step, for a script whose function is not there yet."""
+        try:
+            self._follow_modules(torch.nn.Module.__call__)
+        except (AttributeError, TypeError, ValueError) as error:
+            self._recorder.problems.append(f"calls of nn.Module cannot be marked in this torch: {error!r}")
+        self.look()
+
+    def look(self) -> None:
+        """Marks the function of --step as soon as it can be found."""
+        if self._recorder.found:
+            return
+        owner: Any = sys.modules.get(self._module)
+        *path, name = self._function.split(".")
+        for part in path:
+            owner = getattr(owner, part, None)
+        raw = inspect.getattr_static(owner, name, None) if owner is not None else None
+        function = raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
+        if function is None:
+            return
+        self._recorder.found = True
+        if not callable(function) or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            self._recorder.problems.append(f"{self._module}:{self._function} is no function that returns")
+            return
+        marked = self._marked(function)
+        setattr(owner, name, type(raw)(marked) if isinstance(raw, staticmethod | classmethod) else marked)
+        self._undo.append(lambda: setattr(owner, name, raw))
+
+    def undo(self) -> None:
+        """Takes the marks away again."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _marked(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        async def coroutine(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (the program's own)
+            with self._step():
+                return await function(*args, **kwargs)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (likewise)
+            with self._step():
+                return function(*args, **kwargs)
+
+        return coroutine if inspect.iscoroutinefunction(function) else call
+
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[None]:
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave(ends=True)
+
+    def _follow_modules(self, call: Any) -> None:  # noqa: ANN401  (nn.Module.__call__)
+        """Puts the shell around the code of nn.Module.__call__. The function stays: torch.compile compares it."""
+        code, home = call.__code__, call.__globals__
+        home["_dcpbench_call"] = types.FunctionType(code, home, call.__name__, call.__defaults__, call.__closure__)
+        home["_dcpbench_enter"] = self.look if self._function else self._enter
+        home["_dcpbench_leave"] = (lambda: None) if self._function else self._leave
+        made: dict[str, Any] = {}
+        exec(compile(SHELL, code.co_filename, "exec"), made)  # noqa: S102  (the text above)
+        call.__code__ = made["_wrapped_call_impl"].__code__
+        self._undo.append(lambda: setattr(call, "__code__", code))
+
+    def _enter(self) -> None:
+        depth = getattr(self._local, "depth", 0)
+        self._local.depth = depth + 1
+        if depth == 0:
+            self._recorder.begin_step()
+
+    def _leave(self, *, ends: bool = False) -> None:
+        self._local.depth -= 1
+        if ends and self._local.depth == 0:
+            self._recorder.end_step()
+
+
+def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
+    """Calls `then(module)` when the module `name` has run to its end; at once where it has already.
+
+    What `then` raises is not the program's, and is dropped.
+    """
+    if name in sys.modules:
+        _call(then, sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Finder(name, then))
+
+
+def _call(then: Callable[[ModuleType], None], module: ModuleType) -> None:
+    with contextlib.suppress(Exception):
+        then(module)
+
+
+class _Finder:
+    """Finds one module as all others do, and puts a call behind its execution. It leaves nothing behind."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self.name = name
+        self.then = then
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # noqa: ANN401
+        """Part of Python's protocol for finders."""
+        if name != self.name:
+            return None
+        for finder in sys.meta_path:
+            if isinstance(finder, _Finder) or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                self._follow(spec.loader)
+                return spec
+        return None
+
+    def _follow(self, loader: Any) -> None:  # noqa: ANN401  (any loader)
+        execute = getattr(loader, "exec_module", None)
+        if execute is None:
+            return
+
+        def exec_module(module: ModuleType) -> None:
+            with contextlib.suppress(AttributeError):
+                del loader.exec_module
+            execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                _call(self.then, module)
+
+        # A loader that takes no attributes is left alone, and its module goes unseen.
+        with contextlib.suppress(AttributeError):
+            loader.exec_module = exec_module

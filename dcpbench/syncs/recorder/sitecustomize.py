@@ -12,9 +12,9 @@ HERE = Path(__file__).resolve().parent
 VARIABLE = "DCPBENCH_SYNCS_RECORD"
 
 
-def load(name: str) -> Any:  # noqa: ANN401  (a module)
-    """A file of this folder as a module, under a name that no program uses."""
-    spec = importlib.util.spec_from_file_location(f"_dcpbench_recorder_{name}", HERE / f"{name}.py")
+def load() -> Any:  # noqa: ANN401  (a module)
+    """recording.py of this folder, under a name that no program uses."""
+    spec = importlib.util.spec_from_file_location("_dcpbench_recorder", HERE / "recording.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -24,18 +24,18 @@ def load(name: str) -> Any:  # noqa: ANN401  (a module)
 
 def install(settings: dict[str, Any]) -> None:
     """Nothing happens before the program imports torch."""
-    hooks, recording, marks = load("hooks"), load("recording"), load("marks")
+    recording = load()
     recorder = recording.Recorder(settings)
-    marker = marks.Marks(recorder, settings["step"])
+    marker = recording.Marks(recorder, settings["step"])
     if settings["step"]:
         module = settings["step"].partition(":")[0]
-        hooks.after_import(module, lambda _: marker.look())
+        recording.after_import(module, lambda _: marker.look())
 
     def torch_imported(torch: Any) -> None:  # noqa: ANN401  (a module)
         recorder.torch_imported(torch)
         marker.torch_imported(torch)
 
-    hooks.after_import("torch", torch_imported)
+    recording.after_import("torch", torch_imported)
 
 
 def other() -> Any:  # noqa: ANN401  (a module, or None)

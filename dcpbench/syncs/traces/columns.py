@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dcpbench.syncs.traces.damage import STEP, one_bit_off
+from dcpbench.syncs.traces.coverage import STEP, one_bit_off
 from dcpbench.syncs.traces.reading import Args, Event, Trouble
 
 if TYPE_CHECKING:
@@ -25,27 +25,15 @@ LATEST_US = 1e20
 """Times beyond are no times; nanoseconds since 1970 taken for microseconds still are."""
 NONE = -1
 """Number of what is not there."""
-CATEGORIES = {
-    "cpu_op": "ops",
-    "operator": "ops",
-    "python_function": "python",
-    "user_annotation": "ranges",
-    "cuda_runtime": "calls",
-    "cuda_driver": "calls",
-    "runtime": "calls",
-    "hip_runtime": "calls",
-    "xpu_runtime": "calls",
-    "xpu_driver": "calls",
-    "privateuse1_runtime": "calls",
-    "kernel": "gpu",
-    "gpu_memcpy": "gpu",
-    "gpu_memset": "gpu",
-    "memcpy": "gpu",
-    "memset": "gpu",
-    "concurrent_kernel": "gpu",
-    "cuda_sync": "syncs",
-    "xpu_sync": "syncs",
+_CATEGORIES = {
+    "ops": "cpu_op operator",
+    "python": "python_function",
+    "ranges": "user_annotation",
+    "calls": "cuda_runtime cuda_driver runtime hip_runtime xpu_runtime xpu_driver privateuse1_runtime",
+    "gpu": "kernel gpu_memcpy gpu_memset memcpy memset concurrent_kernel",
+    "syncs": "cuda_sync xpu_sync",
 }
+CATEGORIES = {name: table for table, names in _CATEGORIES.items() for name in names.split()}
 """Category of an event, in lower case, to the table it goes to. Names with a capital are those of 2021."""
 TIMED = ("calls", "gpu", "syncs")
 """Kinds of events whose durations prices are made of."""

@@ -1,4 +1,4 @@
-"""Names of Python frames in traces: whose code a frame is, and where its file lies in a repository."""
+"""The Python line of a blocking call, from a trace's frames or an operator's call stack: whose code, in which file."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ import functools
 import re
 import sys
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from dcpbench.syncs.frames import Frame as UserFrame
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from dcpbench.syncs.traces.columns import Columns
+
+    Ints = NDArray[Any]
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _FRAME = re.compile(r"^(?P<file>.+?)\((?P<line>\d+)\): (?P<function>.*)$")
@@ -18,32 +26,12 @@ _FRAMEWORK = re.compile(r"(?:^|-packages/|/pytorch/)(?:torch|triton)/|/torchindu
 _PROFILER = re.compile(r"(?:^|/)torch/(?:profiler/|autograd/profiler)")
 _LIBRARIES = re.compile(r"^.*/(?:site|dist)-packages/")
 _INTERPRETER = re.compile(r"^.*/lib/python3(?:\.\d+)?t?/")
-PACKAGES = frozenset(
-    {
-        "accelerate",
-        "apex",
-        "deepspeed",
-        "diffusers",
-        "flash_attn",
-        "flashinfer",
-        "lightning",
-        "megatron",
-        "numpy",
-        "peft",
-        "pytorch_lightning",
-        "sentence_transformers",
-        "sglang",
-        "tensorrt_llm",
-        "timm",
-        "torchaudio",
-        "torchvision",
-        "transformer_engine",
-        "transformers",
-        "trl",
-        "vllm",
-        "xformers",
-    }
+_PACKAGES = (
+    "accelerate apex deepspeed diffusers flash_attn flashinfer lightning megatron numpy peft pytorch_lightning "
+    "sentence_transformers sglang tensorrt_llm timm torchaudio torchvision transformer_engine transformers trl vllm "
+    "xformers"
 )
+PACKAGES = frozenset(_PACKAGES.split())
 """Packages that programs call and seldom are, wherever a trace is read; what is installed here is added to them."""
 SOURCE_FOLDERS = ("", "src", "python", "lib")
 """Folders of a repository from which Python may import; the profiler shortens paths by the folder on sys.path."""
@@ -162,3 +150,61 @@ class Repository:
         if file.startswith("/"):
             return bool(_INTERPRETER.match(file)) and "-packages/" not in file
         return file.split("/", maxsplit=1)[0].removesuffix(".py") in sys.stdlib_module_names and not self.has(file)
+
+
+Stacks = Literal["python_function", "call stack", "none"]
+
+
+class Line(NamedTuple):
+    """Where a call was made."""
+
+    user: UserFrame | None = None
+    """Its file as it lies in the repository."""
+    line_is: Literal["call", "function"] = "function"
+    stack: tuple[str, ...] = ()
+    """Frames, outermost first."""
+    profiler: bool = False
+    """Torch's profiler made the call."""
+    asks: bool = False
+    """Frames show that something named synchronize is called."""
+    called_from: str = ""
+    """First frame outside libraries, where the line itself lies in one."""
+
+
+class Attribution:
+    """Finds lines; remembers chains of frames, as a site has the same one each time."""
+
+    def __init__(self, columns: Columns, repository: Repository, stacks: Stacks) -> None:
+        self.columns, self.repository, self.stacks = columns, repository, stacks
+        self._known: dict[tuple[str, ...], Line] = {}
+
+    def line(self, frames: Ints, ops: Ints) -> Line:
+        """Line of a call within these rows of the Python table, or of the ops table; outermost first."""
+        columns = self.columns
+        if len(frames):
+            return self._of(tuple(columns.names[columns.tables["python"].name[row]] for row in frames), "function")
+        for row in ops[::-1]:
+            stack = columns.tables["ops"].stack[row]
+            if stack >= 0:
+                names = [name for name in columns.stacks[stack].split(";") if name]
+                return self._of(tuple(reversed(names)), "call" if self.stacks == "call stack" else "function")
+        return Line()
+
+    def _of(self, names: tuple[str, ...], line_is: Literal["call", "function"]) -> Line:
+        if names not in self._known:
+            self._known[names] = self._find([parse_frame(name) for name in names], line_is)
+        return self._known[names]
+
+    def _find(self, frames: list[Frame], line_is: Literal["call", "function"]) -> Line:
+        stack = tuple(f.text for f in frames)
+        asks = any("synchronize" in f.function for f in frames[-4:])
+        at = self.repository.user_frame(frames)
+        if at is None:
+            return Line(None, line_is, stack, any(is_profiler(f) for f in frames), asks)
+        profiler = any(is_profiler(f) for f in frames[at + 1 :])
+        caller = self.repository.caller(frames, at)
+        called_from = "" if caller is None else str(self._below(frames[caller]))
+        return Line(self._below(frames[at]), line_is, stack, profiler, asks, called_from)
+
+    def _below(self, frame: Frame) -> UserFrame:
+        return UserFrame(self.repository.path(frame.file), frame.line, frame.function)

@@ -1,4 +1,8 @@
-"""Lets torch's autograd run backward passes of device tensors in a process without a GPU.
+"""Makes torch's C++ believe in a GPU that is not there, and leave one alone that is.
+
+C++ asks a table of device guards before it touches a device. torch has a guard that does nothing, for its own fake
+tensors, and puts it there in place of one that says it has no GPU. A build for the CPU has no guard at all, and on a
+machine with a GPU the real one would start CUDA; so we first put one there that says it has none.
 
 Autograd asks for the stream of every gradient on a GPU, for which torch must first believe that there is one. C++
 asks an object of which each answer is a virtual method; here that object gets a table with two answers changed for as
@@ -15,15 +19,80 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dcpbench.errors import UsageError
 from dcpbench.syncs.dry_run.device_tensor import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+_TABLE = "_ZN3c104impl26device_guard_impl_registryE"
+_CUDA = 1
+"""Position of CUDA in c10::DeviceType, which torch keeps stable as serialised tensors hold it."""
 _HOOKS = "_ZN2at6detail12getCUDAHooksEv"
 _METHODS = 128
-"""More than the interface has; what follows it in memory is copied and never called."""
+"""More than either interface has; what follows it in memory is copied and never called."""
 _Method = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+
+
+def _library(name: str) -> ctypes.CDLL:
+    """A library of torch's, on Linux or macOS; an OSError without it."""
+    folder = Path(torch.__file__).parent / "lib"
+    found = next((path for end in (".so", ".dylib") if (path := folder / f"{name}{end}").exists()), folder / name)
+    return ctypes.CDLL(str(found))
+
+
+@contextlib.contextmanager
+def cuda_tensors() -> Iterator[None]:
+    """Puts the guard that does nothing there; a GPU's own comes back afterwards, else it stays and harms nobody.
+
+    Raises UsageError where this torch cannot be told.
+    """
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        # Autograd starts its threads, one for each device, at its first backward pass: now there is no device.
+        torch.ones((), requires_grad=True).backward()
+    table = _guards()
+    before = table[_CUDA]
+    if gpus or table[_CUDA] not in _placed():
+        _pretend_no_gpu(table)
+    try:
+        yield
+    finally:
+        if gpus:
+            table[_CUDA] = before
+
+
+@functools.cache
+def _placed() -> list[int | None]:
+    """Addresses of guards that torch has put there for us."""
+    return []
+
+
+def _pretend_no_gpu(table: ctypes.Array[ctypes.c_void_p]) -> None:
+    """A guard of which every method returns 0, so that it has 0 devices; torch replaces it at once."""
+    before = table[_CUDA]
+    answer = ctypes.CFUNCTYPE(ctypes.c_int)(int)
+    method = ctypes.cast(answer, ctypes.c_void_p).value
+    methods = (ctypes.c_void_p * _METHODS)(*[method] * _METHODS)
+    guard = ctypes.c_void_p(ctypes.addressof(methods))
+    table[_CUDA] = ctypes.addressof(guard)
+    torch._C._ensureCUDADeviceGuardSet()
+    if table[_CUDA] == ctypes.addressof(guard):
+        table[_CUDA] = before
+        raise UsageError(
+            f"torch {torch.__version__} takes no stand-in for a GPU; use `dcpbench syncs run` on a machine with one."
+        )
+    _placed().append(table[_CUDA])
+
+
+@functools.cache
+def _guards() -> ctypes.Array[ctypes.c_void_p]:
+    with contextlib.suppress(OSError, ValueError):
+        return (ctypes.c_void_p * (_CUDA + 1)).in_dll(_library("libc10"), _TABLE)
+    raise UsageError(
+        f"torch {torch.__version__} hides its table of devices, so nothing can stand for a GPU; use torch 2.9 or newer "
+        "on Linux or macOS."
+    )
 
 
 @contextlib.contextmanager
@@ -44,12 +113,10 @@ def gradients() -> Iterator[None]:
 @functools.cache
 def _hooks() -> ctypes.c_void_p | None:
     """The object that C++ asks about CUDA; its first word points to its methods."""
-    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
-        path = Path(torch.__file__).parent / "lib" / name
-        with contextlib.suppress(OSError, AttributeError):
-            ask = getattr(ctypes.CDLL(str(path)), _HOOKS)
-            ask.restype = ctypes.c_void_p
-            return ctypes.c_void_p(ask())
+    with contextlib.suppress(OSError, AttributeError):
+        ask = getattr(_library("libtorch_cpu"), _HOOKS)
+        ask.restype = ctypes.c_void_p
+        return ctypes.c_void_p(ask())
     return None
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from dcpbench.syncs.corpus.inputs import Inputs
+    from tools.syncs.corpus.inputs import Inputs
 
 
 def cpu(i: Inputs) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from dcpbench.syncs.corpus.inputs import Inputs
+    from tools.syncs.corpus.inputs import Inputs
 
 
 def bool_all(i: Inputs) -> None:

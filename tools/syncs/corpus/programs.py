@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.syncs.corpus import copies, reads, threads
 from dcpbench.syncs.rules import ALLOCATION, DEVICE, EVENT, FROM_HOST, PAGEABLE, SCALAR, SHAPE, STREAM, TO_HOST
+from tools.syncs.corpus import copies, reads, threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dcpbench.syncs.corpus.inputs import Inputs
     from dcpbench.syncs.rules import Rule
+    from tools.syncs.corpus.inputs import Inputs
 
 
 @dataclasses.dataclass(frozen=True)

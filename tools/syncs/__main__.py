@@ -1,19 +1,26 @@
-"""`dcpbench syncs corpus` and `speed`: options alone. Nothing heavy is imported at the top."""
+"""`python -m tools.syncs corpus` and `speed`: options alone. What the commands do lies in checks.py."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dcpbench.commands.syncs import OUTPUT, READ, Force, Output, app
+from dcpbench.errors import DcpbenchError
+from tools.syncs import checks
 
-__all__ = ["app"]
+app = typer.Typer(
+    name="python -m tools.syncs",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Whether the detectors of `dcpbench syncs` can be believed, and what scanning costs.",
+)
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON. Default: no.")]
 
-PANEL = "Whether it can be believed"
-AsJson = Annotated[bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print the result as JSON. Default: no.")]
 
-
-@app.command(rich_help_panel=PANEL)
+@app.command()
 def corpus(
     records: Annotated[
         list[Path] | None,
@@ -28,13 +35,14 @@ def corpus(
         typer.Option(
             "--keep",
             metavar="FOLDER",
-            rich_help_panel=OUTPUT,
             help="Leave the record and the traces there. Default: they are removed.",
         ),
     ] = None,
     as_json: AsJson = False,
-    output: Output = None,
-    force: Force = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write there. Default: stdout.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there. Default: no.")] = False,
 ) -> None:
     """Run small programs with a known number of synchronisations, and print each detector's precision and recall.
 
@@ -44,14 +52,12 @@ def corpus(
     Exit codes: 0 as documented · 1 a detector is worse than that, or the clock disagrees · 2 options that cannot be
     used.
 
-    For example: dcpbench syncs corpus --keep corpus-here
+    For example: python -m tools.syncs corpus --keep corpus-here
     """
-    from dcpbench.syncs import checks
-
     raise typer.Exit(checks.corpus(records or [], keep=keep, as_json=as_json, output=output, force=force))
 
 
-@app.command(rich_help_panel=PANEL)
+@app.command()
 def speed(
     trace: Annotated[
         Path, typer.Argument(metavar="TRACE", show_default=False, help="A real trace, which is repeated.")
@@ -61,7 +67,6 @@ def speed(
         typer.Option(
             "--size",
             metavar="SIZE",
-            rich_help_panel=READ,
             help="Size of the trace that is made of it, such as 140MB or 1GB.",
         ),
     ] = "140MB",
@@ -70,20 +75,16 @@ def speed(
         typer.Option(
             "--hta",
             metavar="PYTHON",
-            rich_help_panel=READ,
             help="A Python in whose environment "
             "HolisticTraceAnalysis is installed; its loader is then timed in turns with scan. Default: none.",
         ),
     ] = None,
-    runs: Annotated[
-        int, typer.Option("--runs", metavar="N", rich_help_panel=READ, help="Runs of each; the fastest counts.")
-    ] = 3,
+    runs: Annotated[int, typer.Option("--runs", metavar="N", help="Runs of each; the fastest counts.")] = 3,
     keep: Annotated[
         Path | None,
         typer.Option(
             "--keep",
             metavar="FILE",
-            rich_help_panel=OUTPUT,
             help="Leave the trace that is made there. Default: it is removed.",
         ),
     ] = None,
@@ -93,8 +94,19 @@ def speed(
 
     Exit codes: 0 timed · 2 options or input that cannot be used.
 
-    For example: dcpbench syncs speed trace.json.gz --size 1GB --hta ~/hta/bin/python
+    For example: python -m tools.syncs speed trace.json.gz --size 1GB --hta ~/hta/bin/python
     """
-    from dcpbench.syncs import checks
-
     raise typer.Exit(checks.speed(trace, size, hta=hta, runs=runs, keep=keep, as_json=as_json))
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run a command; our errors end it with a sentence and an exit code."""
+    try:
+        app(args=args)
+    except DcpbenchError as e:
+        sys.stderr.write(f"error: {e}\n")
+        sys.exit(e.exit_code)
+
+
+if __name__ == "__main__":
+    main()

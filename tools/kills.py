@@ -1,6 +1,6 @@
 """Kills sweeps of real ranks at random, goes on with --resume, and counts what was lost, done twice or left alive.
 
-    python -m tests.kills --kills 200 --seed 1
+    python -m tools.kills --kills 200 --seed 1
 
 Each sweep is of a tiny model on two gloo ranks. A kill is SIGKILL, SIGTERM or SIGINT to the command, torchrun's agent,
 a rank, or several of them, at a random moment of starting or measuring. After it, whatever has lost the process that
@@ -72,6 +72,7 @@ class Count:
 
     @property
     def violations(self) -> int:
+        """All kinds together."""
         return self.lost + self.duplicated + self.alive + self.other
 
 
@@ -92,6 +93,7 @@ class Kills:
             return self.count.kills
 
     def say(self, text: str) -> None:
+        """Print a line with the time."""
         with self._lock:
             print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 

@@ -1,4 +1,4 @@
-"""What `dcpbench syncs corpus` and `speed` do: whether the detectors can be believed, and what scanning costs."""
+"""What `python -m tools.syncs corpus` and `speed` do."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import msgspec
 
 from dcpbench.errors import DcpbenchError, OutputError, UsageError
 from dcpbench.show.streams import write_json
-from dcpbench.syncs.corpus.score import CorpusRun, contradictions, markdown, score
 from dcpbench.syncs.files import check_output, write
 from dcpbench.syncs.progress import Progress
-from dcpbench.syncs.speed import Speed, measure
+from tools.syncs.corpus.score import CorpusRun, contradictions, markdown, score
+from tools.syncs.speed import Speed, measure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 WRONG = 1
-MEASURE = "dcpbench.syncs.corpus.measure"
+MEASURE = "tools.syncs.corpus.measure"
 RESULT = "corpus.json"
-WRITTEN_BY = "name a corpus.json that `dcpbench syncs corpus --keep FOLDER` wrote"
+WRITTEN_BY = "name a corpus.json that `python -m tools.syncs corpus --keep FOLDER` wrote"
 UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from dcpbench.syncs.corpus.inputs import Inputs
+    from tools.syncs.corpus.inputs import Inputs
 
 
 def kv_write_check_all(i: Inputs) -> None:

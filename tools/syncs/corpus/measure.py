@@ -1,4 +1,4 @@
-"""Runs the corpus under every detector that this machine allows: `python -m dcpbench.syncs.corpus.measure FOLDER`.
+"""Runs the corpus under every detector that this machine allows: `python -m tools.syncs.corpus.measure FOLDER`.
 
 On a GPU: the clock, behind queued work; the live detector; torch's own debug mode; and traces, with and without Python
 stacks and `cuda_sync` events. Everywhere: the dry run.
@@ -14,11 +14,11 @@ from pathlib import Path
 import msgspec
 import torch
 
-from dcpbench.syncs.corpus.inputs import make_inputs
-from dcpbench.syncs.corpus.programs import PROGRAMS, Program
-from dcpbench.syncs.corpus.score import CorpusRun, Seen, Truth
 from dcpbench.syncs.dry_run import dry_run
 from dcpbench.syncs.scan import scan
+from tools.syncs.corpus.inputs import make_inputs
+from tools.syncs.corpus.programs import PROGRAMS, Program
+from tools.syncs.corpus.score import CorpusRun, Seen, Truth
 
 RANGE = "corpus:"
 TRACES = {"sync_stacks": (True, True), "sync": (True, False), "stacks": (False, True), "plain": (False, False)}

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from dcpbench.syncs.expression import SUBSCRIPT, UNKNOWN, call_name
+from dcpbench.syncs.frames import SUBSCRIPT, UNKNOWN, call_name
 
 
 class Probe:

@@ -1,1 +1,0 @@
-"""The GPU that is not there: tensors, streams and libraries of a dry run."""

@@ -1,1 +1,0 @@
-"""What the live detector listens to, and what it makes of it."""

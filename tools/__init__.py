@@ -1,0 +1,1 @@
+"""Development tools: they test dcpbench itself, are run from the root of the repository, and are no part of the package."""
