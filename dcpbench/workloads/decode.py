@@ -22,10 +22,10 @@ from dcpbench.measuring.profiling import profile_cpu_step, profile_step
 from dcpbench.measuring.timing import time_steps
 from dcpbench.points import memory
 from dcpbench.records import formulas
-from dcpbench.records.record import Record
+from dcpbench.records.record import Kv, Record
 from dcpbench.workloads.attention_error import LIMIT, attention_error
 from dcpbench.workloads.choice import Load, choose
-from dcpbench.workloads.point_facts import device_allocations, device_marks, held, kv_facts, memory_in_use
+from dcpbench.workloads.point_facts import device_allocations, device_marks, held, memory_in_use
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,8 +64,6 @@ def run(
     settings: Settings,
     environment: Environment,
     *,
-    l2_bytes: int,
-    bounded_by: str,
     tell: Callable[[str], None],
 ) -> Record:
     """Measure one point on a built engine. Collective; every rank returns a record, rank 0's is complete."""
@@ -98,7 +96,7 @@ def run(
         if settings.profile:
             tell("profile")
             profile = _profile(engine, batch)
-        kv = kv_facts(session, bounded_by, point.context + memory.HEADROOM_TOKENS)
+        kv = Kv.of(session.plan, point.context + memory.HEADROOM_TOKENS, engine.allocator.fragmentation())
     finally:
         for request in requests:
             engine.release(request)
@@ -109,7 +107,7 @@ def run(
         marks=device_marks(point, device)
         + _timing_marks(timing, gpu)
         + _step_marks(profile, allocated, graph_error)
-        + _cache_marks(session, l2_bytes)
+        + (["l2_warm"] if session.plan.l2_warm else [])
         + _accuracy_marks(error, point.dtype),
         metrics=formulas.decode_metrics(timing.samples_ms, point.concurrency, point.tp),
         phases=profile.phases,
@@ -236,14 +234,6 @@ def _step_marks(profile: Profile, allocated: int, graph_error: float | None) -> 
 
 def _accuracy_marks(attention_error: float, dtype: str) -> list[str]:
     return [] if attention_error <= LIMIT[dtype] else ["inaccurate"]
-
-
-def _cache_marks(session: Session, l2_bytes: int) -> list[str]:
-    """`l2_warm` where the layers held read too little between two uses of one of them (memory.least_layers)."""
-    point = session.point
-    itemsize = session.engine.model.kv.data.element_size()
-    cycled = session.plan.layers_held * memory.sure_bytes(session.shape, point.layout, itemsize, point.group_wide)
-    return ["l2_warm"] if cycled < memory.CACHE_FACTOR * l2_bytes else []
 
 
 def _synchronize(device: torch.device) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from dcpbench.engine.weights import Source
     from dcpbench.exchange.symmetric_all_reduce import AllReduce
-    from dcpbench.points.memory import Plan
+    from dcpbench.points.budget import EnginePlan
     from dcpbench.points.point import Point
     from dcpbench.points.shapes import ModelShape
     from dcpbench.workloads.serve import Serving
@@ -39,7 +39,7 @@ class Session:
 
     point: Point
     shape: ModelShape
-    plan: Plan
+    plan: EnginePlan
     engine: DecodeEngine
     reduce_spec: ReduceSpec
     all_reduces: dict[str, AllReduce] = dataclasses.field(default_factory=dict)
@@ -62,24 +62,21 @@ class Session:
 def build(
     point: Point,
     shape: ModelShape,
-    plan: Plan,
+    plan: EnginePlan,
     *,
-    pages: int,
-    max_requests: int,
-    max_context: int,
     rank: int,
     device: torch.device,
     seed: int,
     alive: Callable[[], None] = lambda: None,
 ) -> Session:
-    """Weights, an empty KV pool and an engine for `point`'s layout. Collective."""
+    """Weights, an empty KV pool and an engine as planned, on the path of `point`. Collective."""
     layout, dtype = point.layout, DTYPES[point.dtype]
     source: Source = SyntheticSource(seed, dtype, device)
     if point.weights != source.kind:
         source = CheckpointSource(Path(point.weights), dtype, device)
     groups = make_groups(layout, rank)
-    weights = load_weights(source, shape, layout, rank, plan, alive, point.group_wide)
-    kv = KvPool(shape.layers, pages, point.page_size, shape.kv_width, dtype, device)
+    weights = load_weights(source, shape, layout, rank, plan.held, alive, point.group_wide)
+    kv = KvPool(shape.layers, plan.pages, point.page_size, shape.kv_width, dtype, device)
     model = Model(
         shape,
         layout,
@@ -87,7 +84,7 @@ def build(
         weights,
         kv,
         interleave=point.interleave,
-        max_context=max_context,
+        max_context=plan.max_context,
         device=device,
         wide=point.group_wide,
     )
@@ -96,11 +93,11 @@ def build(
         model,
         backend=backend,
         exchange=exchange,
-        max_requests=max_requests,
-        max_context=max_context,
+        max_requests=plan.max_requests,
+        max_context=plan.max_context,
         overlap=point.overlap,
     )
-    spec = ReduceSpec(rows=batch_rows(max_requests), columns=shape.hidden, dtype=dtype, device=device)
+    spec = ReduceSpec(rows=batch_rows(plan.max_requests), columns=shape.hidden, dtype=dtype, device=device)
     session = Session(point=point, shape=shape, plan=plan, engine=engine, reduce_spec=spec)
     session.follow(point)
     return session

@@ -56,8 +56,8 @@ FILL_TOKENS = 1 << 20
 
 def extent_of(serving: Serving, points: Sequence[Point]) -> Extent:
     """What the steps of these points can be like on a built engine."""
-    engine = serving.session.engine
-    return Extent.of(points, pages=engine.allocator.pages, max_context=engine.max_context)
+    plan = serving.session.plan
+    return Extent.of(points, pages=plan.pages, max_context=plan.max_context)
 
 
 def measure(

@@ -37,12 +37,13 @@ POINT = Point(
 def served(run: DryRun) -> tuple[Loop, int]:
     """A run of three prompts, the second of two chunks and one that comes later; and the waits before it."""
     device, layout = torch.device("cuda", 0), Layout(1)
-    weights = load_weights(SyntheticSource(0, torch.bfloat16, device), SHAPE, layout, 0, build.plan(SHAPE))
+    weights = load_weights(SyntheticSource(0, torch.bfloat16, device), SHAPE, layout, 0, build.layers(SHAPE))
     kv = KvPool(SHAPE.layers, 32, POINT.page_size, SHAPE.kv_width, torch.bfloat16, device)
     groups = build.alone(layout, 0)
     model = Model(SHAPE, layout, groups, weights, kv, interleave=1, max_context=POINT.context, device=device)
     engine = DecodeEngine(model, backend=POINT.backend, exchange="none", max_requests=2, max_context=POINT.context)
-    serving = Serving(SimpleNamespace(engine=engine, point=POINT, shape=SHAPE), LOAD.chunk, "sdpa")
+    plan = SimpleNamespace(pages=engine.allocator.pages, max_context=engine.max_context, chunk=LOAD.chunk)
+    serving = Serving(SimpleNamespace(engine=engine, plan=plan, point=POINT, shape=SHAPE), "sdpa")
     loop = serving.loop(POINT, _requests([3, 14, 2], 3, SHAPE.vocab), concurrency=2)
     before = len(run.syncs)
     loop.run()
