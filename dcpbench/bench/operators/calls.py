@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Gpu
 
     Run = Callable[[], None]
+    Tensors = tuple[torch.Tensor, ...]
 
 CHUNK_SECONDS = 0.04
 """Passes between two looks at the stop rule; short, as a bench has many cases."""
@@ -78,6 +79,57 @@ def run_all(calls: Sequence[Run]) -> None:
     """One call after the other."""
     for call in calls:
         call()
+
+
+def compared(
+    calls: Sequence[Callable[[], Tensors]],
+    error: Callable[[Sequence[Tensors]], float],
+    limit: float,
+    *,
+    work: Work,
+    written_bytes: int = 0,
+    before: Run = lambda: None,
+) -> Calls:
+    """Calls that return tensors, of which the last pass's are held against the truth: `error` of them, up to `limit`.
+
+    Whatever an earlier pass returned is filled with NaN before a pass that is checked; then `before` is run.
+    """
+    results: list[Tensors] = [() for _ in calls]
+
+    def keeping(number: int) -> Run:
+        def keep() -> None:
+            results[number] = calls[number]()
+
+        return keep
+
+    def found() -> float:
+        return error(results)
+
+    def check(run: Run) -> str:
+        for result in results:
+            spoil(*result)
+        before()
+        run()
+        return verdict(found(), limit)
+
+    return Calls(
+        calls=[keeping(number) for number in range(len(calls))],
+        check=check,
+        error=found,
+        work=work,
+        written_bytes=written_bytes,
+    )
+
+
+def spoil(*tensors: torch.Tensor) -> None:
+    """Fill with NaN, which no result may hold."""
+    for tensor in tensors:
+        tensor.fill_(math.nan)
+
+
+def verdict(error: float, limit: float) -> str:
+    """What is said of a relative error; empty where it is within the limit."""
+    return "" if error <= limit else f"its relative error is {error:.2g}"
 
 
 class Workload(Protocol):
