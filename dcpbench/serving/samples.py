@@ -103,21 +103,6 @@ def read_samples(path: Path) -> list[Row]:
     return rows
 
 
-def samples_point(path: Path) -> str:
-    """Key of the point that a file belongs to. Raises RecordsError where there is none."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        found = (pq.read_schema(path).metadata or {}).get(POINT_KEY)
-        key = None if found is None else found.decode()
-    except (OSError, pa.ArrowException, ValueError, MemoryError) as e:
-        raise RecordsError(f"{path} cannot be read as samples of requests: {str(e)[:300]}; {AGAIN}.") from e
-    if key is None:
-        raise RecordsError(f"{path} names no point; it was not written by dcpbench.")
-    return str(key)
-
-
 def _checksum(rows: Sequence[dict[str, Any]], key: str) -> str:
     """Eight hex digits: the CRC-32 of the point's key and of the rows as JSON."""
     return f"{zlib.crc32(msgspec.json.encode(rows), zlib.crc32(key.encode())):08x}"
