@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from dcpbench.engine.synthetic_routing import router_inputs
+from dcpbench.engine.synthetic import router_inputs
 from dcpbench.exchange.collectives import gather_objects, is_first, largest_error
 from dcpbench.measuring.gpu_state import GpuSampler, worst
 from dcpbench.measuring.profiling import profile_cpu_step, profile_step

@@ -9,7 +9,7 @@ from dcpbench.exchange.collectives import gather_objects, is_first
 from dcpbench.points.names import REPLAY
 from dcpbench.serving.loads import requests_of
 from dcpbench.serving.replay import replay_point, step_times_name
-from dcpbench.serving.step_grid import grid
+from dcpbench.serving.step_cases import grid
 from dcpbench.serving.step_times import EnginePath, StepTimes, read_step_times, write_step_times
 from dcpbench.workloads import step_times
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from dcpbench.engine.prefill import Prefiller
 from dcpbench.engine.serve import ServeEngine
-from dcpbench.engine.synthetic_routing import router_inputs
+from dcpbench.engine.synthetic import router_inputs
 from dcpbench.exchange.collectives import gather_objects, is_first
 from dcpbench.measuring.gpu_state import GpuSampler, worst
 from dcpbench.measuring.profiling import record, sync_sites

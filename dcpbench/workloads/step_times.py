@@ -22,8 +22,7 @@ from dcpbench.exchange.collectives import gather_objects
 from dcpbench.kernels.synthetic_kv import fill_request
 from dcpbench.measuring.gpu_state import GpuSampler, worst
 from dcpbench.points.batches import GRAPH_BATCHES
-from dcpbench.serving.step_cases import CaseMaker
-from dcpbench.serving.step_grid import Extent, grid
+from dcpbench.serving.step_cases import CaseMaker, Extent, grid
 from dcpbench.serving.step_times import EnginePath, Measured, StepTimes
 from dcpbench.workloads.point_facts import device_marks, held
 from dcpbench.workloads.serve import scheduler_config

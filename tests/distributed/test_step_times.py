@@ -17,7 +17,7 @@ from dcpbench.points.settings import Settings
 from dcpbench.records.file import read_records
 from dcpbench.serving.replay import replay_from_file, step_times_name
 from dcpbench.serving.samples import read_samples
-from dcpbench.serving.step_grid import grid
+from dcpbench.serving.step_cases import grid
 from dcpbench.serving.step_times import EnginePath, StepTimes, read_step_times
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def test_every_case_was_measured_alike_on_all_ranks(job) -> None:
 
 
 def test_the_grid_is_that_of_the_larger_point(job) -> None:
-    from dcpbench.serving.step_grid import Extent
+    from dcpbench.serving.step_cases import Extent
 
     _, records, times = job
     pages = records[0].kv.capacity_tokens // 4 + 1
