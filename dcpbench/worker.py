@@ -71,7 +71,10 @@ class Worker:
         """One point's record."""
         started, begin = dt.datetime.now(dt.UTC), time.perf_counter()
         session = self.session_for(point)
-        record = self.serve(session, point) if point.load else self.decode(session, point)
+        if point.load:
+            record = self.serve(session, point)
+        else:
+            record = decode.run(session, point, self.job.settings, self.environment, tell=self.tell)
         if self.rank == 0:
             self.records.append(
                 msgspec.structs.replace(
@@ -85,30 +88,13 @@ class Worker:
             sys.exit(INTERRUPTED)  # on every rank: somebody ended the run
         self.tell("done", note=_numbers(record))
 
-    def decode(self, session: Session, point: Point) -> Record:
-        """Workload `decode`."""
-        return decode.run(
-            session,
-            point,
-            self.job.settings,
-            self.environment,
-            tell=self.tell,
-        )
-
     def serve(self, session: Session, point: Point) -> Record:
         """Workload `serve`, live or in replay."""
         serving = serve.serving_for(session, point)
         job, folder = self.job, Path(self.job.folder)
         if point.load is not None and point.load.mode == REPLAY:
             return replay.run(
-                serving,
-                point,
-                job.points,
-                job.settings,
-                self.environment,
-                folder,
-                self.step_times,
-                tell=self.tell,
+                serving, point, job.points, job.settings, self.environment, folder, self.step_times, tell=self.tell
             )
         return serve.run(session, serving, point, job.settings, self.environment, folder, tell=self.tell)
 

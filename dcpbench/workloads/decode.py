@@ -24,7 +24,7 @@ from dcpbench.points import memory
 from dcpbench.records import formulas
 from dcpbench.records.record import Kv, Record
 from dcpbench.workloads.attention_error import LIMIT, attention_error
-from dcpbench.workloads.choice import Load, choose
+from dcpbench.workloads.choice import choose
 from dcpbench.workloads.point_facts import device_allocations, device_marks, held, memory_in_use
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def run(
     mine = range(_share(point, engine.model.groups.dp.rank))
     requests = [_admit(engine, session, point, settings.seed, i) for i in mine]
     try:
-        choice = choose(engine, point, Load(requests, rows), lambda: tell("choose"))
+        choice = choose(engine, point, lambda: engine.plan(requests, rows), lambda: tell("choose"))
         batch = engine.plan(requests, rows)
         if point.weights == "synthetic" and batch.router_inputs is None:
             batch.router_inputs = _router_inputs(session, batch, settings.seed)
