@@ -1,4 +1,4 @@
-"""Runs the cases of a bench as one of its ranks: `python -m dcpbench.bench.worker FOLDER`, started by bench_job.py.
+"""Runs the cases of a bench as one of its ranks: `python -m dcpbench.bench.worker FOLDER`, started by processes.py.
 
 FOLDER/job.json says what; FOLDER/events.jsonl gets a line for each thing done, from rank 0. The machine's limits come
 first, then up to three rounds over the cases: timing, since the detector that counts synchronisations afterwards slows
@@ -53,7 +53,7 @@ class Bench:
 
     workload: type[Workload]
     limits: tuple[str, ...] = ()
-    """What its cases are held against; see workloads/limits.py."""
+    """What its cases are held against; see operators/limits.py."""
     host: bool = False
     """Its variants may wait for the GPU: eager time, host time and synchronisations count. The others must be
     capturable, and a graph that is captured proves that nothing waits."""

@@ -85,6 +85,17 @@ class TestFollow:
         assert model.all_reduce is symmetric
 
 
+def test_an_engine_allocates_what_its_plan_says():
+    """Which is what --dry-run prints: the pool, the weights of all layers that are held, and room for the requests."""
+    built = session()
+    plan, engine = built.plan, built.engine
+    assert engine.model.kv.nbytes == plan.kv_bytes
+    assert engine.model.weights.nbytes() == plan.weight_bytes
+    assert (len(engine.model.weights.dense), len(engine.model.weights.moe)) == plan.held
+    assert (engine.allocator.pages, engine.requests.size) == (plan.pages, plan.max_requests)
+    assert (engine.max_context, plan.max_context) == (POINT.context + memory.HEADROOM_TOKENS,) * 2
+
+
 class TestRecord:
     def test_metrics_follow_from_the_steps(self, measured):
         """3 tokens in 2 ms are 1,500 tok/s, of one user 500; 100 steps a chunk."""
