@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from dcpbench.engine.synthetic import router_inputs
 from dcpbench.exchange.collectives import gather_objects, is_first, largest_error
 from dcpbench.measuring.gpu_state import GpuSampler, worst
 from dcpbench.measuring.profiling import profile_cpu_step, profile_step
@@ -153,15 +152,7 @@ def _router_inputs(session: Session, batch: Batch, seed: int) -> torch.Tensor:
     """
     dp = session.point.dp
     numbers = [row * dp + replica for replica in range(dp) for row in range(batch.size)]
-    shape, kv = session.shape, session.engine.model.kv.data
-    return router_inputs(
-        numbers,
-        layers=shape.layers - shape.first_dense,
-        hidden=shape.hidden,
-        seed=seed,
-        dtype=kv.dtype,
-        device=kv.device,
-    )
+    return session.router_inputs(numbers, memory.all_layers(session.shape).moe, seed)
 
 
 def _plan_time_us(engine: DecodeEngine, requests: list[Request], rows: int) -> float:

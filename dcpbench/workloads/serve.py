@@ -13,7 +13,6 @@ import numpy as np
 
 from dcpbench.engine.prefill import Prefiller
 from dcpbench.engine.serve import ServeEngine
-from dcpbench.engine.synthetic import router_inputs
 from dcpbench.exchange.collectives import gather_objects, is_first
 from dcpbench.measuring.gpu_state import GpuSampler, worst
 from dcpbench.measuring.profiling import record, sync_sites
@@ -32,8 +31,6 @@ from dcpbench.workloads.serving_loop import Agreement, Loop
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
-
-    import torch
 
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
@@ -62,7 +59,9 @@ class Serving:
         prefiller = Prefiller(engine.model, backend=prefill, tokens=replica_chunk, gather=gather)
         inputs = None
         if session.point.weights == "synthetic":
-            inputs = _router_inputs(session, layout.dp * (replica_chunk + engine.largest))
+            # One draw for each row of a step, for all layers: their routers differ. Which experts work never depends on
+            # how a layout rounds.
+            inputs = session.router_inputs(list(range(layout.dp * (replica_chunk + engine.largest))), layers=1, seed=0)
         self.session, self.prefill = session, prefill
         self.engine = ServeEngine(engine, prefiller, inputs)
         self.agree = Agreement()
@@ -258,16 +257,6 @@ def _requests(lengths: Sequence[int], output: int, vocab: int) -> list[ServeRequ
         ServeRequest(number=i, prompt=generator.integers(0, vocab, n, dtype=np.int32), output_tokens=output)
         for i, n in enumerate(lengths)
     ]
-
-
-def _router_inputs(session: Session, rows_of_all: int) -> torch.Tensor:
-    """One draw for each row of a step, for all layers: their routers differ. Which experts work never depends on how a
-    layout rounds.
-    """
-    kv = session.engine.model.kv.data
-    return router_inputs(
-        list(range(rows_of_all)), layers=1, hidden=session.shape.hidden, seed=0, dtype=kv.dtype, device=kv.device
-    )
 
 
 def _note(loop: Loop) -> str:

@@ -14,7 +14,7 @@ from dcpbench.engine.decode import DecodeEngine
 from dcpbench.engine.groups import make_groups
 from dcpbench.engine.kv_pool import KvPool
 from dcpbench.engine.model import Model
-from dcpbench.engine.synthetic import SyntheticSource
+from dcpbench.engine.synthetic import SyntheticSource, router_inputs
 from dcpbench.engine.weights import load_weights
 from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
 from dcpbench.points.batches import batch_rows
@@ -57,6 +57,13 @@ class Session:
         model.all_reduce = self.all_reduces[point.all_reduce]
         self.engine.use(*choice.first(point), overlap=point.overlap)
         self.point, self.serving = point, None
+
+    def router_inputs(self, numbers: list[int], layers: int, seed: int) -> torch.Tensor:
+        """What routers read with synthetic weights, a row for each number; see engine/synthetic.py."""
+        kv = self.engine.model.kv.data
+        return router_inputs(
+            numbers, layers=layers, hidden=self.shape.hidden, seed=seed, dtype=kv.dtype, device=kv.device
+        )
 
 
 def build(

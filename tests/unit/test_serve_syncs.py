@@ -16,6 +16,7 @@ from dcpbench.points.point import Load, Point
 from dcpbench.syncs.dry_run import DryRun, dry_run, virtual_cuda
 from dcpbench.workloads.serve import Serving, _requests
 from dcpbench.workloads.serving_loop import Loop
+from dcpbench.workloads.session import Session
 from tests.unit import engine_builder as build
 
 SHAPE = build.shape_like_tiny(layers=2)
@@ -43,7 +44,7 @@ def served(run: DryRun) -> tuple[Loop, int]:
     model = Model(SHAPE, layout, groups, weights, kv, interleave=1, max_context=POINT.context, device=device)
     engine = DecodeEngine(model, backend=POINT.backend, exchange="none", max_requests=2, max_context=POINT.context)
     plan = SimpleNamespace(pages=engine.allocator.pages, max_context=engine.max_context, chunk=LOAD.chunk)
-    serving = Serving(SimpleNamespace(engine=engine, plan=plan, point=POINT, shape=SHAPE), "sdpa")
+    serving = Serving(Session(POINT, SHAPE, plan, engine, reduce_spec=None), "sdpa")
     loop = serving.loop(POINT, _requests([3, 14, 2], 3, SHAPE.vocab), concurrency=2)
     before = len(run.syncs)
     loop.run()
