@@ -10,7 +10,7 @@ from dcpbench.bench.operators import calls as measuring
 from dcpbench.bench.operators.calls import Calls, count_syncs
 from dcpbench.bench.operators.kv_write import KvWrite
 from dcpbench.bench.record import BenchSettings, Case
-from dcpbench.measuring.timing import Timing
+from dcpbench.measuring.timing import Timing, capture
 
 QUICK = BenchSettings(seconds=0.05, backlog_us=50.0)
 REFUSED_TWICE = """
@@ -84,7 +84,7 @@ def test_a_variant_that_waits_is_known_before_anything_is_captured(variant, wait
 def test_the_masked_kernel_is_right_from_a_graph_and_timed_there(device):
     calls = KvWrite(device, 0).build(case("masked-kernel"))
     assert calls.check(calls.run) == ""
-    replay = measuring.capture(calls.run_captured).replay
+    replay = capture(calls.run_captured).replay
     assert calls.check(replay) == ""
     time, _ = measuring.gpu_time(replay, len(calls.calls), device, QUICK)
     assert time.samples >= 20

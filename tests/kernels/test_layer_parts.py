@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dcpbench.kernels.moe import Routing, decode, experts, grouped, reference, routing
+from dcpbench.kernels.moe import Routing, decode, experts, prompts, reference, routing
 from dcpbench.kernels.norm import fused as norm_fused
 from dcpbench.kernels.norm import reference as norm_reference
 from dcpbench.kernels.rope import fused as rope_fused
@@ -105,7 +105,7 @@ def test_the_bias_chooses_but_does_not_weigh():
 def test_sorting_by_expert_is_a_stable_permutation(tokens, device):
     """Places are all different; local experts come first, in order, and `ends` counts them."""
     ids = torch.randint(0, 8, (tokens, 3), dtype=torch.int32, device=device)
-    place, ends = grouped.sort_by_expert(ids, 2, 4)
+    place, ends = prompts.sort_by_expert(ids, 2, 4)
     assert (place.dtype, ends.dtype) == (torch.int32, torch.int32)
     keys = [e - 2 if 2 <= e < 6 else 4 for e in ids.flatten().tolist()]
     order = sorted(range(len(keys)), key=lambda i: keys[i])
@@ -120,7 +120,7 @@ def test_decode_sorts_as_prompts_do_and_cuts_experts_into_tiles(tokens, first, l
     ids = torch.randint(0, 64, (tokens, 8), dtype=torch.int32, generator=generator)
     ids[: tokens // 2, 0] = first  # one expert of many rows
     ids = ids.to(device)
-    place, ends = grouped.sort_by_expert(ids, first, local)
+    place, ends = prompts.sort_by_expert(ids, first, local)
     plan = decode.plan(ids, first, local, rows=16)
     assert torch.equal(plan.place, place)
     assert torch.equal(plan.source[place.long()], torch.arange(ids.numel(), dtype=torch.int32, device=device))
@@ -128,16 +128,6 @@ def test_decode_sorts_as_prompts_do_and_cuts_experts_into_tiles(tokens, first, l
     expected = [(e, row, begins[e + 1]) for e in range(local) for row in range(begins[e], begins[e + 1], 16)]
     tiles = [tuple(tile) for tile in plan.tiles.T.tolist() if tile[0] >= 0]
     assert tiles == expected
-
-
-def by_loop(x, weight, ends):
-    """The grouped product, one expert at a time, with NaN where it leaves rows undefined."""
-    out = torch.full((x.shape[0], weight.shape[1]), float("nan"), dtype=x.dtype, device=x.device)
-    start = 0
-    for e, end in enumerate(ends.tolist()):
-        out[start:end] = x[start:end] @ weight[e].T
-        start = end
-    return out
 
 
 def poisoned(empty):
@@ -165,7 +155,7 @@ def error(found, truth):
 
 @pytest.mark.parametrize("tokens", [9, 40])
 @pytest.mark.parametrize("first", [0, 4, 8])
-@pytest.mark.parametrize("way", ["decode", "grouped"])
+@pytest.mark.parametrize("way", ["decode", "prompts"])
 def test_experts_agree_and_ignore_other_ranks_tokens(way, first, tokens, device, monkeypatch):
     """Experts [first, first+4) of 12, 3 for each token; 40 widths of 24 fill no block; undefined rows must not leak."""
     make = numbers(device, first)
@@ -177,10 +167,7 @@ def test_experts_agree_and_ignore_other_ranks_tokens(way, first, tokens, device,
     weights, ids = reference.route(make(tokens, 12), bias, rule)
     truth = reference.experts(*(t.double() for t in (x, gate_up, down)), weights, ids, first, shared.double())
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
-    if way == "decode":
-        found = decode.experts(x, gate_up, down, weights, ids, first, shared)
-    else:
-        found = grouped.experts(x, gate_up, down, weights, ids, first, shared, matmul=by_loop)
+    found = {"decode": decode, "prompts": prompts}[way].experts(x, gate_up, down, weights, ids, first, shared)
     assert error(found, truth) < 1
 
 
@@ -197,6 +184,39 @@ def test_every_shape_of_the_product_gives_the_same(rows, depth, device):
     assert error(found, truth) < 1
 
 
+@pytest.mark.parametrize("rows", [20, 60, 200])
+@pytest.mark.parametrize(("columns", "gated"), [(130, False), (72, True), (520, True)])
+def test_every_tiling_of_prompts_gives_the_same(columns, gated, rows, device):
+    """Against fp64: 4 experts, the first with half of the rows and one with none; 72 deep is no multiple of a step."""
+    make = numbers(device, rows)
+    ends = torch.tensor([2 * rows, 2 * rows, 3 * rows + 1, 4 * rows], dtype=torch.int32, device=device)
+    x, weight = make(4 * rows, 72) * 0.3, make(4, 2 * columns if gated else columns, 72) * 0.3
+    found = prompts.product(x, weight, ends, gated=gated)
+    expert = torch.searchsorted(ends, torch.arange(4 * rows, dtype=torch.int32, device=device), right=True).tolist()
+    truth = torch.stack([weight[e].double() @ row.double() for e, row in zip(expert, x, strict=True)])
+    if gated:
+        truth = torch.nn.functional.silu(truth[:, :columns]) * truth[:, columns:]
+    assert error(found, truth) < 1
+
+
+def test_tiles_of_prompts_hold_each_row_of_each_expert_once(device):
+    """Tiles of 64: 130 rows are three, none is none, and what follows the last expert is nobody's."""
+    ends = torch.tensor([130, 130, 131, 195], dtype=torch.int32, device=device)
+    tiles, total = prompts.cut(ends, 300, 64)
+    assert total.tolist() == [5]
+    assert tiles[:, :5].T.tolist() == [[0, 0, 130], [0, 64, 130], [0, 128, 130], [2, 130, 131], [3, 131, 195]]
+
+
+def experts_by_torch(x, gate_up, down, weights, ids, first, shared):
+    """Experts by torch's grouped product."""
+    place, ends = prompts.sort_by_expert(ids, first, len(gate_up))
+    rows = torch.empty(ids.numel(), x.shape[1], dtype=x.dtype, device=x.device)
+    rows[place.long()] = x.repeat_interleave(ids.shape[1], 0)
+    both = torch._grouped_mm(rows, gate_up.transpose(-2, -1), offs=ends)
+    y = torch._grouped_mm(prompts.silu_mul(both), down.transpose(-2, -1), offs=ends)
+    return prompts.combine(y, weights, ids, place, shared, first, len(gate_up))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 8, 48, 300, 2000])
 def test_experts_on_gpu_agree_in_bf16(tokens):
@@ -209,6 +229,6 @@ def test_experts_on_gpu_agree_in_bf16(tokens):
     bias[9] = 9.0
     weights, ids = reference.route(torch.randn(tokens, 16, device="cuda"), bias, rule)
     expected = reference.experts(*(t.double() for t in (x, gate_up, down)), weights, ids, 8, shared.double())
-    by_torch = error(grouped.experts(x, gate_up, down, weights, ids, 8, shared), expected)
+    by_torch = error(experts_by_torch(x, gate_up, down, weights, ids, 8, shared), expected)
     assert error(experts(x, gate_up, down, weights, ids, 8, shared), expected) <= by_torch
     assert by_torch < 1

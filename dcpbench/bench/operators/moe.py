@@ -1,6 +1,6 @@
-"""Bench moe: one of the two products of a rank's experts, over the tokens of a decode step.
+"""Bench moe: one of the two products of a rank's experts, over the tokens of a decode step or of prompts.
 
-    triton      our own: rows are picked from the tokens on the way in; gate-up ends in silu(gate) · up
+    triton      our own; gate-up ends in silu(gate) · up, and for decode batches picks its rows on the way in
     torch       torch's grouped product over rows that lie sorted already; gate-up without silu
     deepgemm    DeepGEMM's masked product over rows that lie in a slab for each expert already; likewise
 
@@ -18,8 +18,7 @@ import torch
 from dcpbench.bench.operators.calls import cold_sets, compared, relative_error
 from dcpbench.bench.record import Work
 from dcpbench.errors import MissingPackageError
-from dcpbench.kernels.moe import decode
-from dcpbench.kernels.moe.grouped import grouped_mm, sort_by_expert
+from dcpbench.kernels.moe import decode, prompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -120,8 +119,16 @@ class Ready:
 
 
 def triton(inputs: Inputs) -> Ready:
-    """kernels/moe/decode.py, as an engine calls it; its plan serves both products and is made before."""
+    """kernels/moe, as an engine calls it; what both products share is made before: the plan, or rows in order."""
     sizes = inputs.sizes
+    if inputs.ids.numel() > decode.MOST_ASSIGNMENTS:
+        rows_ID = inputs.sorted_rows
+        _, ends = prompts.sort_by_expert(inputs.ids, 0, sizes.experts)
+        return Ready(
+            call=lambda: (prompts.product(rows_ID, inputs.weight, ends, gated=sizes.gated),),
+            rows=lambda y: y,
+            fused=True,
+        )
     plan = decode.plan(inputs.ids, 0, sizes.experts, decode.tile_rows(sizes.requests))
     return Ready(
         call=lambda: (decode.product(inputs.x, inputs.weight, plan, sizes.top_k, gated=sizes.gated),),
@@ -132,9 +139,10 @@ def triton(inputs: Inputs) -> Ready:
 
 def by_torch(inputs: Inputs) -> Ready:
     """`torch._grouped_mm`."""
-    rows_ID = inputs.sorted_rows
-    _, ends = sort_by_expert(inputs.ids, 0, inputs.sizes.experts)
-    return Ready(call=lambda: (grouped_mm(rows_ID, inputs.weight, ends),), rows=lambda y: y)
+    rows_ID, weight = inputs.sorted_rows, inputs.weight.transpose(-2, -1)
+    _, ends = prompts.sort_by_expert(inputs.ids, 0, inputs.sizes.experts)
+    grouped_mm = torch._grouped_mm  # noqa: SLF001 - public only from 2.12 on
+    return Ready(call=lambda: (grouped_mm(rows_ID, weight, offs=ends),), rows=lambda y: y)
 
 
 def deepgemm(inputs: Inputs) -> Ready:

@@ -73,9 +73,9 @@ def experts(
     reference and synchronise.
     """
     if x_TD.is_cuda and x_TD.dtype == torch.bfloat16:
-        from dcpbench.kernels.moe import decode, grouped
+        from dcpbench.kernels.moe import decode, prompts
 
-        fast = decode if ids_Tk.numel() <= decode.MOST_ASSIGNMENTS else grouped
+        fast = decode if ids_Tk.numel() <= decode.MOST_ASSIGNMENTS else prompts
         return fast.experts(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
     from dcpbench.kernels.moe.reference import experts as experts_reference
 
@@ -85,8 +85,8 @@ def experts(
 def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
     """silu(first half) · second half of the columns."""
     if gate_up_TI.is_cuda:
-        from dcpbench.kernels.moe.grouped import silu_mul as silu_mul_fused
+        from dcpbench.kernels.moe.prompts import silu_mul as silu_mul_fused
 
-        return silu_mul_fused(gate_up_TI, None)
+        return silu_mul_fused(gate_up_TI)
     gate, up = gate_up_TI.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up

@@ -3,7 +3,7 @@
     plan       sorts assignments by expert and cuts each expert's rows into tiles; one kernel
     gate-up    a tile times a block of columns of gate and of up; their silu and product are its epilogue
     down       the same for the second matrix
-    combine    shared + Σ weight · row, in the order of k (grouped.py)
+    combine    shared + Σ weight · row, in the order of k (prompts.py)
 
 A program streams the weights of one block of columns through shared memory. They are the first operand of the product,
 so that a tile of 16 rows is the narrow side of a wgmma and not three quarters of padding. Shapes never depend on data:
@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dcpbench.kernels.moe.grouped import combine
+from dcpbench.kernels.moe.prompts import combine
 
 MOST_ASSIGNMENTS = 4096
 """Of a call: 512 requests, the largest graph, with 8 experts each. Each assignment is compared with all others."""

@@ -1,0 +1,368 @@
+"""The experts of one rank for prompts: tokens are sorted by expert, and tensor descriptors fetch both operands.
+
+    sort       place of each assignment among those sorted by expert (torch), and their rows gathered in that order
+    tiles      each expert's rows cut into tiles; one kernel
+    gate-up    a tile times a block of columns of gate and of up; their silu and product are its epilogue
+    down       the same for the second matrix
+    combine    shared + Σ weight · row, in the order of k
+
+Shapes never depend on data: there are as many programs as tiles can be, and those of tiles that do not exist return at
+once. Rows past an expert's last one are computed and not stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+BLOCK_K = 64
+FEW_ROWS, SOME_ROWS = 48, 96
+"""Rows of an expert, on average, up to which a tile has 64, and up to which it is not worth a longer program."""
+NARROW = 512
+"""Columns of gate-up below which a tile of 128 rows leaves multiprocessors without a program."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """How one product is cut, and run."""
+
+    rows: int
+    columns: int
+    stages: int
+    warps: int
+    step: int = BLOCK_K
+    """Depth of a stage."""
+    persistent: bool = False
+    """One program for each multiprocessor, which goes from tile to tile."""
+    group: int = 1
+    """Tiles that go through their blocks of columns together, so that those of one expert share its weights."""
+
+
+@triton.jit
+def _scatter_kernel(x, ids, place, out, first, width, TOP_K: tl.constexpr, LOCAL: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64)
+    key = tl.load(ids + i) - first
+    mine = (key >= 0) & (key < LOCAL)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (d < width) & mine
+    row = tl.load(place + i).to(tl.int64)
+    tl.store(out + row * width + d, tl.load(x + i // TOP_K * width + d, mask=inside), mask=inside)
+
+
+@triton.jit
+def _silu_mul_kernel(x, out, width, BLOCK: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < width
+    gate = tl.load(x + t * 2 * width + i, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + t * 2 * width + width + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + t * width + i, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _combine_kernel(
+    y, weights, ids, place, shared, out, first, width, TOP_K: tl.constexpr, LOCAL: tl.constexpr, BLOCK: tl.constexpr
+):
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = d < width
+    acc = tl.load(shared + t * width + d, mask=inside, other=0.0).to(tl.float32)
+    for k in tl.static_range(TOP_K):
+        key = tl.load(ids + t * TOP_K + k) - first
+        mine = (key >= 0) & (key < LOCAL)
+        row = tl.load(place + t * TOP_K + k).to(tl.int64)
+        weight = tl.load(weights + t * TOP_K + k)
+        acc += weight * tl.load(y + row * width + d, mask=inside & mine, other=0.0).to(tl.float32)
+    tl.store(out + t * width + d, acc.to(out.dtype.element_ty), mask=inside)
+
+
+def sort_by_expert(ids_Tk: torch.Tensor, first: int, local: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(place, ends): row of each assignment once sorted by local expert, and each local expert's last row + 1.
+
+    Other ranks' assignments come last. Both int32; stable, so the same on every run. No host sync.
+    """
+    key = ids_Tk.flatten() - first
+    key = key.masked_fill_((key < 0) | (key >= local), local)  # by where, the number would be copied to the device
+    ordered, source = torch.sort(key, stable=True)
+    rows = torch.arange(key.numel(), dtype=torch.int32, device=key.device)
+    place = torch.empty_like(rows).scatter_(0, source, rows)
+    experts = torch.arange(local, dtype=ordered.dtype, device=key.device)
+    return place, torch.searchsorted(ordered, experts, right=True, out_int32=True)
+
+
+def combine(
+    y_ID: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    ids_Tk: torch.Tensor,
+    place: torch.Tensor,
+    shared_TD: torch.Tensor,
+    first: int,
+    local: int,
+) -> torch.Tensor:
+    """shared + Σ_k weight · y[place] over the experts [first, first + local), added up in fp32 in the order of k."""
+    out_TD = torch.empty_like(shared_TD)
+    tokens, width = shared_TD.shape
+    block = min(2048, triton.next_power_of_2(width))
+    _combine_kernel[(tokens, triton.cdiv(width, block))](
+        y_ID,
+        weights_Tk,
+        ids_Tk,
+        place,
+        shared_TD,
+        out_TD,
+        first,
+        width,
+        TOP_K=ids_Tk.shape[1],
+        LOCAL=local,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return out_TD
+
+
+def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up, of dense layers and shared experts."""
+    tokens, both = gate_up_TI.shape
+    out = torch.empty(tokens, both // 2, dtype=gate_up_TI.dtype, device=gate_up_TI.device)
+    block = min(1024, triton.next_power_of_2(both // 2))
+    _silu_mul_kernel[(tokens, triton.cdiv(both // 2, block))](
+        gate_up_TI,
+        out,
+        both // 2,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit
+def _tiles_kernel(
+    ends,
+    tiles,
+    total,
+    LOCAL: tl.constexpr,
+    BINS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    e = tl.arange(0, BINS)
+    end_of = tl.load(ends + tl.minimum(e, LOCAL - 1))
+    begin_of = tl.where(e > 0, tl.load(ends + tl.minimum(tl.maximum(e - 1, 0), LOCAL - 1)), 0)
+    until = tl.cumsum(tl.cdiv(end_of - begin_of, ROWS), 0)
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    passed = until[None, :] <= t[:, None]
+    expert = tl.sum(passed.to(tl.int32), 1)
+    chosen = e[None, :] == expert[:, None]
+    end = tl.sum(tl.where(chosen, end_of[None, :], 0), 1)
+    begin = tl.sum(tl.where(chosen, begin_of[None, :], 0), 1)
+    first_tile = tl.max(tl.where(passed, until[None, :], 0), 1)
+    inside = t < TILES
+    tl.store(tiles + t, expert, mask=inside)
+    tl.store(tiles + TILES + t, begin + (t - first_tile) * ROWS, mask=inside)
+    tl.store(tiles + 2 * TILES + t, end, mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(total, tl.max(until, 0))
+
+
+@triton.jit
+def _tile(
+    x,
+    weight,
+    tiles,
+    out,
+    columns,
+    depth,
+    total,
+    program,
+    GATED: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    in_group = GROUP * tl.cdiv(columns, BLOCK_N)
+    first = program // in_group * GROUP
+    size = tl.minimum(total - first, GROUP)
+    tile = first + program % in_group % size
+    n = program % in_group // size * BLOCK_N
+    begin, end = tl.load(tiles + TILES + tile), tl.load(tiles + 2 * TILES + tile)
+    w_row = tl.load(tiles + tile) * (2 * columns if GATED else columns) + n
+    y = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    up = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    for at in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
+        x_MK = x.load([begin, at])
+        y = tl.dot(x_MK, weight.load([w_row, at]).T, y, input_precision="ieee")
+        if GATED:
+            up = tl.dot(x_MK, weight.load([w_row + columns, at]).T, up, input_precision="ieee")
+    if GATED:
+        y *= tl.sigmoid(y) * up
+    row, column = begin + tl.arange(0, ROWS), n + tl.arange(0, BLOCK_N)
+    to = out + row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(to, y.to(out.dtype.element_ty), mask=(row < end)[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def _product_kernel(
+    x,
+    weight,
+    tiles,
+    total,
+    out,
+    columns,
+    depth,
+    GATED: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    found = tl.load(total)
+    last = found * tl.cdiv(columns, BLOCK_N)
+    if PROGRAMS == 0:
+        if tl.program_id(0) < last:
+            _tile(
+                x,
+                weight,
+                tiles,
+                out,
+                columns,
+                depth,
+                found,
+                tl.program_id(0),
+                GATED,
+                TILES,
+                ROWS,
+                BLOCK_N,
+                BLOCK_K,
+                STAGES,
+                GROUP,
+            )
+    else:
+        for program in tl.range(tl.program_id(0), last, PROGRAMS, flatten=True):
+            _tile(
+                x,
+                weight,
+                tiles,
+                out,
+                columns,
+                depth,
+                found,
+                program,
+                GATED,
+                TILES,
+                ROWS,
+                BLOCK_N,
+                BLOCK_K,
+                STAGES,
+                GROUP,
+            )
+
+
+def cut(ends: torch.Tensor, assignments: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tiles, total) of rows sorted by expert, of which `ends` holds each expert's last + 1. No host sync.
+
+    tiles is int32 [3, most]: expert, first row, and row behind the expert's last one, for the first total[0] of them.
+    """
+    local = ends.numel()
+    most = min(local, assignments) + assignments // rows
+    tiles, total = (torch.empty(*size, dtype=torch.int32, device=ends.device) for size in ((3, most), (1,)))
+    block = 16
+    _tiles_kernel[(triton.cdiv(most, block),)](
+        ends, tiles, total, LOCAL=local, BINS=triton.next_power_of_2(local), ROWS=rows, TILES=most, BLOCK=block
+    )
+    return tiles, total
+
+
+def product(x_ID: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, gated: bool) -> torch.Tensor:
+    """Sorted rows [rows, in] times their expert's weights: [rows, columns]; rows past the last end are undefined.
+
+    Args:
+        x_ID: rows, those of expert e being [ends[e − 1], ends[e]).
+        weight: gated: [E, 2·I, in], of which silu(x · gateᵀ) · (x · upᵀ) is made; else [E, out, in].
+        ends: int32 [E].
+        gated: which of the two.
+    """
+    _, height, depth = weight.shape
+    columns = height // 2 if gated else height
+    how = tiling(len(x_ID) // len(weight), columns, gated=gated)
+    tiles, total = cut(ends, len(x_ID), how.rows)
+    out = torch.empty(len(x_ID), columns, dtype=x_ID.dtype, device=x_ID.device)
+    flat = weight.flatten(0, 1)
+    programs = _multiprocessors(x_ID.device) if how.persistent else 0
+    _product_kernel[(programs or tiles.shape[1] * triton.cdiv(columns, how.columns),)](
+        TensorDescriptor.from_tensor(x_ID, [how.rows, how.step]),
+        TensorDescriptor.from_tensor(flat, [how.columns, how.step]),
+        tiles,
+        total,
+        out,
+        columns,
+        depth,
+        GATED=gated,
+        TILES=tiles.shape[1],
+        ROWS=how.rows,
+        BLOCK_N=how.columns,
+        BLOCK_K=how.step,
+        STAGES=how.stages,
+        GROUP=how.group,
+        PROGRAMS=programs,
+        num_warps=how.warps,
+    )
+    return out
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """Of a GPU; the interpreter goes through programs one after the other, of which three take turns with tiles."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def tiling(rows: int, columns: int, *, gated: bool) -> Tiling:
+    """How a product is cut whose experts have so many rows on average.
+
+    Fastest of 66 on an H200 with DeepSeek-V3's experts whole and cut by 2 and 8; docs/kernels-moe.md.
+    """
+    if gated:
+        if rows < FEW_ROWS:
+            return Tiling(rows=64, columns=64, stages=4, warps=4, step=128)
+        if columns < NARROW:
+            return Tiling(rows=64, columns=128, stages=5, warps=4)
+        return Tiling(rows=128, columns=128, stages=4, warps=8)
+    if rows < FEW_ROWS:
+        return Tiling(rows=64, columns=128, stages=3, warps=8)
+    if rows < SOME_ROWS:
+        return Tiling(rows=128, columns=128, stages=3, warps=4)
+    return Tiling(rows=128, columns=256, stages=4, warps=8, persistent=True, group=4)
+
+
+def experts(
+    x_TD: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    ids_Tk: torch.Tensor,
+    first: int,
+    shared_TD: torch.Tensor,
+) -> torch.Tensor:
+    """See kernels.moe.experts. Rows of x, gate_up and down are multiples of 16 bytes."""
+    tokens, width = x_TD.shape
+    local, top_k = gate_up.shape[0], ids_Tk.shape[1]
+    place, ends = sort_by_expert(ids_Tk, first, local)
+    sorted_ID = torch.empty(tokens * top_k, width, dtype=x_TD.dtype, device=x_TD.device)
+    block = min(2048, triton.next_power_of_2(width))
+    columns = triton.cdiv(width, block)
+    _scatter_kernel[(tokens * top_k, columns)](
+        x_TD, ids_Tk, place, sorted_ID, first, width, TOP_K=top_k, LOCAL=local, BLOCK=block, num_warps=4
+    )
+    hidden_II = product(sorted_ID, gate_up, ends, gated=True)
+    del sorted_ID  # its memory is y's: with the tokens of a prompt they are the largest tensors of a step
+    y_ID = product(hidden_II, down, ends, gated=False)
+    return combine(y_ID, weights_Tk, ids_Tk, place, shared_TD, first, local)
