@@ -87,7 +87,9 @@ def plan_engines(points: Iterable[Point], settings: Settings, probe: Probe) -> l
 
 def engine_of(point: Point, engines: Iterable[EnginePlan]) -> EnginePlan:
     """The plan, of those made for a run, that is this point's."""
-    return next(plan for plan in engines if same_engine(plan.point, point))
+    found = next((plan for plan in engines if same_engine(plan.point, point)), None)
+    assert found is not None, f"no engine was planned for {point.key()}; Work.engines needs plan_engines of all points"
+    return found
 
 
 def plan_engine(points: Sequence[Point], settings: Settings, shape: ModelShape, probe: Probe) -> EnginePlan:
