@@ -21,8 +21,7 @@ from dcpbench.bench.operators.ranks import start
 from dcpbench.launch import jobs
 from dcpbench.launch.jobs import Failure, Job
 from dcpbench.measuring.environment import environment, probe
-from dcpbench.points import budget, memory
-from dcpbench.points.machine import Probe
+from dcpbench.points import budget
 from dcpbench.points.names import REPLAY
 from dcpbench.points.shapes import load_shape
 from dcpbench.records.file import RecordFile
@@ -44,7 +43,6 @@ class Worker:
 
     def __init__(self, job: Job, rank: int, device: torch.device) -> None:
         self.job, self.rank, self.device = job, rank, device
-        self.probe = probe() if device.type == "cuda" else Probe(device="cpu", count=0, name="CPU")
         self.environment = environment(device, job.command)
         self.records = RecordFile(Path(job.folder))
         self.session: Session | None = None
@@ -73,7 +71,10 @@ class Worker:
         """One point's record."""
         started, begin = dt.datetime.now(dt.UTC), time.perf_counter()
         session = self.session_for(point)
-        record = self.serve(session, point) if point.load else self.decode(session, point)
+        if point.load:
+            record = self.serve(session, point)
+        else:
+            record = decode.run(session, point, self.job.settings, self.environment, tell=self.tell)
         if self.rank == 0:
             self.records.append(
                 msgspec.structs.replace(
@@ -87,42 +88,15 @@ class Worker:
             sys.exit(INTERRUPTED)  # on every rank: somebody ended the run
         self.tell("done", note=_numbers(record))
 
-    def decode(self, session: Session, point: Point) -> Record:
-        """Workload `decode`."""
-        return decode.run(
-            session,
-            point,
-            self.job.settings,
-            self.environment,
-            l2_bytes=self.probe.l2_bytes or 0,
-            tell=self.tell,
-            bounded_by=self.bounded_by(session),
-        )
-
     def serve(self, session: Session, point: Point) -> Record:
         """Workload `serve`, live or in replay."""
-        chunks = [p.load.chunk for p in self.job.points if p.load and budget.same_engine(p, point)]
-        serving = serve.serving_for(session, point, max(chunks))
-        job, folder, bounded_by = self.job, Path(self.job.folder), self.bounded_by(session)
+        serving = serve.serving_for(session, point)
+        job, folder = self.job, Path(self.job.folder)
         if point.load is not None and point.load.mode == REPLAY:
             return replay.run(
-                serving,
-                point,
-                job.points,
-                job.settings,
-                self.environment,
-                folder,
-                self.step_times,
-                bounded_by=bounded_by,
-                tell=self.tell,
+                serving, point, job.points, job.settings, self.environment, folder, self.step_times, tell=self.tell
             )
-        return serve.run(
-            session, serving, point, job.settings, self.environment, folder, bounded_by=bounded_by, tell=self.tell
-        )
-
-    def bounded_by(self, session: Session) -> str:
-        """See records.Kv."""
-        return budget.bounded_by(session.plan, self.job.settings, self.probe)
+        return serve.run(session, serving, point, job.settings, self.environment, folder, tell=self.tell)
 
     def session_for(self, point: Point) -> Session:
         """The engine for a point: the last one where it can be shared, else a new one in its place."""
@@ -135,16 +109,10 @@ class Worker:
         self.session = old = None
         free_memory(self.device)
         self.tell("build")
-        shape = load_shape(point.model)
-        sharing = [p for p in self.job.pool_points or self.job.points if budget.same_engine(p, point)]
-        pages = budget.kv_pages(point, sharing, self.job.settings, shape, self.probe)
         self.session = build(
             point,
-            shape,
-            budget.memory_plan(point, pages, shape, self.probe),
-            pages=pages,
-            max_requests=max(-(-p.concurrency // p.dp) for p in sharing),
-            max_context=max(p.context for p in sharing) + memory.HEADROOM_TOKENS,
+            load_shape(point.model),
+            budget.engine_of(point, self.job.engines),
             rank=self.rank,
             device=self.device,
             seed=self.job.settings.seed,

@@ -188,7 +188,7 @@ def _finish(record: BenchRecord, paths: list[Path], problem: str, options: Optio
 
 
 def _write(record: BenchRecord, paths: list[Path]) -> None:
-    from dcpbench.bench.shown.picture import write_picture
+    from dcpbench.bench.shown.pictures import write_picture
 
     data, picture = paths
     try:

@@ -1,4 +1,4 @@
-"""Runs the cases of a bench as one of its ranks: `python -m dcpbench.bench.worker FOLDER`, started by bench_job.py.
+"""Runs the cases of a bench as one of its ranks: `python -m dcpbench.bench.worker FOLDER`, started by processes.py.
 
 FOLDER/job.json says what; FOLDER/events.jsonl gets a line for each thing done, from rank 0. The machine's limits come
 first, then up to three rounds over the cases: timing, since the detector that counts synchronisations afterwards slows
@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from dcpbench.bench.operators import calls as measuring
 from dcpbench.bench.operators import limits
 from dcpbench.bench.operators.attention import Attention
+from dcpbench.bench.operators.calls import count_syncs
 from dcpbench.bench.operators.collectives import Collectives
 from dcpbench.bench.operators.dp_slice import DpSlice
 from dcpbench.bench.operators.exchange import ExchangeBench
@@ -32,7 +33,6 @@ from dcpbench.bench.operators.merge import Merge
 from dcpbench.bench.operators.moe import Moe
 from dcpbench.bench.operators.padded_slots import PaddedSlots
 from dcpbench.bench.operators.ranks import RankError, join, one_of, together
-from dcpbench.bench.operators.sync_count import count_syncs
 from dcpbench.bench.record import BenchJob, Event, Graph, Result, floor_us
 from dcpbench.exchange.collectives import gather_objects, largest_error
 from dcpbench.measuring.environment import environment
@@ -42,7 +42,7 @@ from dcpbench.measuring.timing import capture
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dcpbench.bench.operators.calls import Calls, Workload
+    from dcpbench.bench.operators.calls import Calls, Run, Workload
     from dcpbench.bench.record import Case, Timing
     from dcpbench.records.record import Gpu
 
@@ -53,7 +53,7 @@ class Bench:
 
     workload: type[Workload]
     limits: tuple[str, ...] = ()
-    """What its cases are held against; see workloads/limits.py."""
+    """What its cases are held against; see operators/limits.py."""
     host: bool = False
     """Its variants may wait for the GPU: eager time, host time and synchronisations count. The others must be
     capturable, and a graph that is captured proves that nothing waits."""
@@ -128,16 +128,8 @@ class BenchWorker:
     def measure(self, index: int, case: Case) -> Result:
         """Correctness and, on a GPU, times of one case. Raises RankError where some rank could not."""
         calls = together(lambda: self.workload.build(case))
-        difference, error = checked(calls, calls.check, calls.run)
-        result = Result(
-            case=case,
-            calls=len(calls.calls),
-            work=calls.work,
-            correct=not difference,
-            difference=difference,
-            error=error,
-            overwritten=calls.overwritten and calls.overwritten(),
-        )
+        found = checked(calls, calls.check, calls.run)
+        result = Result(case=case, calls=len(calls.calls), work=calls.work, **found)
         if self.device.type == "cpu":
             return result
         states: list[Gpu | None] = []
@@ -153,18 +145,14 @@ class BenchWorker:
             self.blocking.setdefault(case.variant, index)
         else:
             replay = together(lambda: capture(calls.run_captured).replay)
-            wrong, error = checked(calls, calls.check_graph or calls.check, replay)
+            found = checked(calls, calls.check_graph or calls.check, replay)
             graph_time, gpu = together(lambda: self.gpu_time(replay, len(calls.calls)))
-            difference = difference or (wrong and f"replayed graph: {wrong}")
-            graph = Graph(captured=True, time=graph_time, correct=not wrong)
-            result = msgspec.structs.replace(
-                result,
-                graph=graph,
-                correct=not difference,
-                difference=difference,
-                error=error,
-                overwritten=calls.overwritten and calls.overwritten(),
-            )
+            graph = Graph(captured=True, time=graph_time, correct=found["correct"])
+            if not result.correct:  # what was wrong before is what is told
+                found |= {"correct": False, "difference": result.difference}
+            elif not graph.correct:
+                found |= {"difference": f"replayed graph: {found['difference']}"}
+            result = msgspec.structs.replace(result, graph=graph, **found)
             states.append(gpu)
         gpu = worst(state for each in gather_objects(states) for state in each)
         return msgspec.structs.replace(
@@ -209,12 +197,15 @@ class BenchWorker:
             self.tell(Event(stage="counted", index=index, syncs=syncs))
 
 
-def checked(
-    calls: Calls, check: Callable[[Callable[[], None]], str], run: Callable[[], None]
-) -> tuple[str, float | None]:
-    """(what differs on some rank, the largest error of all ranks), after a pass by `run`."""
+def checked(calls: Calls, check: Callable[[Run], str], run: Run) -> dict[str, Any]:
+    """Fields of a result, after a pass by `run`: what differs on some rank, and the largest error of all ranks."""
     difference = one_of(together(lambda: check(run)))
-    return difference, largest_error(together(calls.error)) if calls.error else None
+    return {
+        "correct": not difference,
+        "difference": difference,
+        "error": largest_error(together(calls.error)) if calls.error else None,
+        "overwritten": calls.overwritten and calls.overwritten(),
+    }
 
 
 def main(path: str) -> None:

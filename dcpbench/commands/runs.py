@@ -89,8 +89,11 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
         with folders.writing(folder):
             points = _prepare(candidates, folder, work, run)
             pool_points = tuple(c.point for c in candidates if c.error is None)
+            engines = tuple(dict.fromkeys(c.plan for c in candidates if c.plan))
             announce(candidates, points, folder, probe)
-            (work_off or run_points)(points, dataclasses.replace(work, pool_points=pool_points, lock=lock), run)
+            (work_off or run_points)(
+                points, dataclasses.replace(work, pool_points=pool_points, engines=engines, lock=lock), run
+            )
         return _finish(candidates, folder, probe, run)
 
 

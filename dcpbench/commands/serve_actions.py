@@ -12,15 +12,16 @@ import msgspec
 from dcpbench.commands.runs import check_run, console, machine, measure, say, stoppable
 from dcpbench.errors import DcpbenchError
 from dcpbench.launch.jobs import Progress
-from dcpbench.plan.judge_serve import known_times
+from dcpbench.plan.judge import known_times
 from dcpbench.plan.serve_spec import SERVE_PARSERS, ServeLoads, make_serve_spec, measured_before
 from dcpbench.plan.spec import read_options
+from dcpbench.points.budget import engine_of
 from dcpbench.points.names import LIVE, NO_EXCHANGE
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import Record
 from dcpbench.serving.loads import extent
 from dcpbench.serving.outcome import in_short
-from dcpbench.serving.replay_point import replay_from_file
+from dcpbench.serving.replay import replay_from_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,7 +73,7 @@ def _replay_points(points: Sequence[Point], work: Work, run: Run) -> None:
             try:
                 record = replay_from_file(
                     point,
-                    work.pool_points or points,
+                    engine_of(point, work.engines),
                     Path(work.settings.step_times),
                     work.settings,
                     work.folder,

@@ -137,15 +137,19 @@ class DecodeEngine:
 
         `number` tells the request from all others of the whole layout.
         """
-        locs = self.requests.table[request.slot, : request.length]
+        self.fill_locs(self.requests.table[request.slot, : request.length], number, seed)
+
+    def fill_locs(self, locs: torch.Tensor, number: int, seed: int) -> None:
+        """Random KV rows at virtual locations, int32, as those of request `number`."""
+        share = self.share
         fill_request(
             self.model.kv.all_rows(),
             locs,
             request=number,
             seed=seed,
-            rank=self.model.groups.dcp.rank,
-            dcp=self.model.layout.dcp,
-            interleave=self.model.interleave,
+            rank=share.rank,
+            dcp=share.dcp,
+            interleave=share.interleave,
         )
 
     def grow(self, request: Request) -> None:

@@ -54,7 +54,7 @@ class StepInput:
     """int32: virtual KV location of the new token; padding rows have 0, or -1 for none."""
     router_inputs: torch.Tensor | None = None
     """[MoE layers or fewer, T or more, D]: what the router reads instead of the hidden state, layers in turn; see
-    synthetic_routing.py. None: the hidden state."""
+    synthetic.py. None: the hidden state."""
     logit_rows: torch.Tensor | None = None
     """int64: rows whose logits are wanted; None: all."""
 

@@ -1,4 +1,4 @@
-"""Random weights, made block by block on the device: the same model for the same seed, however it is sharded."""
+"""A model made up: random weights, block by block on the device, the same for the same seed, however it is sharded."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 BLOCK = 256
 """Rows or columns that are drawn together where a tensor is sharded; shards need not begin or end at a block."""
+_PRIMES = (1_000_003, 7_368_787)
 
 
 class SyntheticSource:
@@ -56,3 +57,23 @@ class SyntheticSource:
     def _normal(self, key: str, size: tuple[int, ...], std: float, dtype: torch.dtype) -> torch.Tensor:
         self.generator.manual_seed(zlib.crc32(f"{self.seed}/{key}".encode()))
         return torch.empty(size, dtype=dtype, device=self.device).normal_(0.0, std, generator=self.generator)
+
+
+def router_inputs(
+    numbers: list[int], *, layers: int, hidden: int, seed: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """What routers read, drawn per request and layer, so that every layout routes to the same experts.
+
+    [layers, T, hidden] standard normal; a row depends on (seed, layer, request number) and on nothing else.
+
+    Random weights amplify rounding from layer to layer. After some dozen layers two layouts that compute the same step in a
+    different order route tokens to different experts, and which rank happens to get the most decides the step time by some
+    percent. So the router multiplies seeded random vectors instead of hidden states: the same work, a choice as close to
+    uniform, and the same experts in every layout, repeat and context.
+    """
+    out = torch.empty(layers, len(numbers), hidden, dtype=dtype, device=device)
+    generator = torch.Generator(device)
+    for t, number in enumerate(numbers):
+        generator.manual_seed((seed * _PRIMES[0] + number + 1) * _PRIMES[1])
+        out[:, t] = torch.empty(layers, hidden, dtype=dtype, device=device).normal_(generator=generator)
+    return out

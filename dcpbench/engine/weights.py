@@ -132,11 +132,11 @@ def load_weights(
     shape: ModelShape,
     layout: Layout,
     rank: int,
-    plan: memory.Plan,
+    held: memory.Layers,
     alive: Callable[[], None] = lambda: None,
     wide: GroupWide = OWN_HEADS,
 ) -> Weights:
-    """This rank's shard of the layers that `plan` holds: the first ones of each kind.
+    """This rank's shard of the first layers of each kind, as many as are `held`.
 
     `alive` is called before each layer, for whoever watches for a hang; `wide` says what is held of all heads of the
     DCP group.
@@ -146,8 +146,8 @@ def load_weights(
         embed=loader.vocab("model.embed_tokens.weight"),
         lm_head=loader.vocab("model.embed_tokens.weight" if shape.tied else "lm_head.weight"),
         final_norm=source.get("model.norm.weight", (shape.hidden,)),
-        dense=[loader.layer(i) for i in range(plan.dense_held)],
-        moe=[loader.layer(shape.first_dense + i) for i in range(plan.moe_held)],
+        dense=[loader.layer(i) for i in range(held.dense)],
+        moe=[loader.layer(shape.first_dense + i) for i in range(held.moe)],
         first_dense=shape.first_dense,
     )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from dcpbench.errors import UsageError
+from dcpbench.exchange.collectives import gather_heads
 from dcpbench.points.names import EXCHANGES, NO_EXCHANGE
 
 if TYPE_CHECKING:
@@ -78,23 +79,27 @@ class Exchange(Protocol):
         """
 
 
-class NoExchange:
-    """dcp 1: every rank holds all tokens of its requests."""
+class InOwnMemory:
+    """What exchanges share whose tensors lie in memory of this rank alone: q is all-gathered."""
 
-    def __init__(self, spec: ExchangeSpec) -> None:
-        self.spec = spec
+    def __init__(self, group: Group, spec: ExchangeSpec) -> None:
+        self.group, self.spec = group, spec
 
     def query(self, batch: int) -> torch.Tensor:
         """See Exchange."""
-        return self.spec.new_query(batch, 1)
+        return self.spec.new_query(batch, self.group.size)
 
     def gather_q(self, q_BhQ: torch.Tensor) -> torch.Tensor:
         """See Exchange."""
-        return q_BhQ
+        return q_BhQ if self.spec.q_replicate or self.group.size == 1 else gather_heads(self.group, q_BhQ)
 
     def partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See Exchange."""
         return self.spec.new_partial(batch)
+
+
+class NoExchange(InOwnMemory):
+    """dcp 1: every rank holds all tokens of its requests."""
 
     def merge(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the protocol's
         """See Exchange."""
@@ -104,7 +109,7 @@ class NoExchange:
 def make_exchange(name: str, group: Group, spec: ExchangeSpec) -> Exchange:
     """The exchange called `name` over a DCP group. Raises UsageError for an unknown name."""
     if name == NO_EXCHANGE:
-        return NoExchange(spec)
+        return NoExchange(group, spec)
     if name == "ag_rs":
         from dcpbench.exchange.ag_rs import AllGatherReduceScatter
 

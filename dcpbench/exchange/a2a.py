@@ -9,34 +9,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.exchange.collectives import gather_heads
+from dcpbench.exchange import InOwnMemory
 from dcpbench.kernels.pack import Message, combine, pack
 from dcpbench.measuring.ranges import phase
 
 if TYPE_CHECKING:
     import torch
 
-    from dcpbench.exchange import ExchangeSpec
-    from dcpbench.exchange.collectives import Group
 
-
-class AllToAll:
+class AllToAll(InOwnMemory):
     """See the module."""
-
-    def __init__(self, group: Group, spec: ExchangeSpec) -> None:
-        self.group, self.spec = group, spec
-
-    def query(self, batch: int) -> torch.Tensor:
-        """See Exchange."""
-        return self.spec.new_query(batch, self.group.size)
-
-    def gather_q(self, q_BhQ: torch.Tensor) -> torch.Tensor:
-        """See Exchange."""
-        return q_BhQ if self.spec.q_replicate else gather_heads(self.group, q_BhQ)
-
-    def partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Exchange."""
-        return self.spec.new_partial(batch)
 
     def merge(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
         """See Exchange. Projected values come as [B, h, V] in the spec's dtype, seen as [h, B, V]; else fp32."""

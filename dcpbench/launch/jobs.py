@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import DcpbenchError, RecordsError
+from dcpbench.points.budget import EnginePlan
 from dcpbench.points.names import ALL_REDUCES
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
@@ -47,8 +48,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """`cuda` or `cpu`."""
     points: list[Point]
     pool_points: list[Point] = []
-    """All points of the sweep, these and those already recorded: KV pools are sized for them, so that a resumed or
-    relaunched job measures with the same memory plan. Empty: `points`."""
+    """All points of the sweep, these and those already recorded. Empty: `points`."""
+    engines: list[EnginePlan] = []
+    """Kind `sweep`: what is built for the points. Made for all points of the sweep, so that a resumed or relaunched job
+    measures with the same memory plan."""
     settings: Settings
     store: tuple[str, int] | None = None
     """(host, port) at which rank 0 serves the store of torch.distributed to ranks of several machines. None: they are

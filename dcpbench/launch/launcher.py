@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from dcpbench.points.budget import EnginePlan
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
 
@@ -71,6 +72,8 @@ class Work:
     new_tokens: int = 8
     pool_points: tuple[Point, ...] = ()
     """See Job.pool_points."""
+    engines: tuple[EnginePlan, ...] = ()
+    """See Job.engines."""
     timeout: float = 300.0
     """Seconds without a sign of life after which a point counts as hung."""
     worker: str = WORKER
@@ -401,6 +404,7 @@ def _job(points: list[Point], work: Work, machines: Machines) -> Job:
         device=work.device,
         points=points,
         pool_points=list(work.pool_points),
+        engines=list(work.engines),
         settings=work.settings,
         store=split_endpoint(machines.rdzv_endpoint) if machines.nnodes > 1 else None,
         command=work.command,

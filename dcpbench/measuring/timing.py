@@ -77,7 +77,7 @@ class Timing:
 class Timer:
     """Runs steps on this rank, in step with all others."""
 
-    def __init__(self, step: Callable[[], None], device: torch.device) -> None:
+    def __init__(self, step: Callable[[], object], device: torch.device) -> None:
         self.step, self.device = step, device
 
     def chunk(self, steps: int) -> tuple[list[float], float]:

@@ -11,7 +11,7 @@ import msgspec
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.plan.judge import Machine, check
 from dcpbench.plan.spec import check_same_sizes
-from dcpbench.points.budget import kv_pages, memory_plan
+from dcpbench.points.budget import EnginePlan, engine_of, plan_engines
 from dcpbench.points.names import ALL_REDUCES, NO_EXCHANGE, OPTIONS, UNKNOWN, flag
 from dcpbench.points.point import Point
 from dcpbench.points.shapes import ModelShape, load_shape
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from dcpbench.plan.spec import SweepSpec
-    from dcpbench.points import memory
     from dcpbench.points.layout import Layout
     from dcpbench.points.machine import Probe
 
@@ -41,7 +40,7 @@ class Candidate:
     point: Point
     added: bool = False
     """A baseline that nobody typed."""
-    plan: memory.Plan | None = None
+    plan: EnginePlan | None = None
     error: DcpbenchError | None = None
 
     def rejected(self) -> Record:
@@ -194,7 +193,8 @@ def _expand(spec: SweepSpec, machine: Machine) -> list[Candidate]:
                 judged = _judge(point, spec, shapes[point.model], machine)
                 added[point.key()] = dataclasses.replace(judged, added=True)
     order = sorted([*typed.values(), *added.values()], key=lambda c: _order(c.point, spec))
-    return [_with_pool(c, order, spec, shapes[c.point.model], machine) for c in order]
+    engines = plan_engines((c.point for c in order if c.error is None), spec.settings, machine.probe)
+    return [c if c.error else dataclasses.replace(c, plan=engine_of(c.point, engines)) for c in order]
 
 
 def _baseline(point: Point) -> Point:
@@ -217,12 +217,3 @@ def _judge(point: Point, spec: SweepSpec, shape: ModelShape, machine: Machine) -
     except DcpbenchError as e:
         return Candidate(point=point, error=e)
     return Candidate(point=point)
-
-
-def _with_pool(
-    found: Candidate, order: Sequence[Candidate], spec: SweepSpec, shape: ModelShape, machine: Machine
-) -> Candidate:
-    if found.error is not None:
-        return found
-    pages = kv_pages(found.point, (c.point for c in order if c.error is None), spec.settings, shape, machine.probe)
-    return dataclasses.replace(found, plan=memory_plan(found.point, pages, shape, machine.probe))

@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from dcpbench.errors import CapacityError, LayoutError, MissingPackageError, UsageError, how_to_install
-from dcpbench.plan.judge_serve import check_serve, check_serve_memory
 from dcpbench.points import memory
 from dcpbench.points.batches import GRAPH_BATCHES
-from dcpbench.points.budget import CPU_BYTES, ITEMSIZE, kv_pages, memory_plan, most_pages, pages_needed, size_text
+from dcpbench.points.budget import (
+    CPU_BYTES,
+    ITEMSIZE,
+    least_pages,
+    most_pages,
+    pages_needed,
+    plan_engine,
+    size_text,
+)
 from dcpbench.points.layout import Layout, valid_layouts
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import AUTO, EXCHANGES, NO_EXCHANGE, OPTIONS, flag
+from dcpbench.points.shapes import NOPE, ROPE, VALUE
+from dcpbench.serving.loads import extent
+from dcpbench.serving.step_times import read_step_times
 
 if TYPE_CHECKING:
     from dcpbench.points.machine import Probe
-    from dcpbench.points.point import Point
+    from dcpbench.points.point import Load, Point
     from dcpbench.points.settings import Settings
     from dcpbench.points.shapes import ModelShape
+    from dcpbench.serving.step_times import StepTimes
 
 SMALLEST_TILE = 16
 """Side of the smallest product that the tensor cores take."""
 SYMMETRIC = "symm"
 """Exchange and all-reduce that work inside one machine."""
+ROW_UNIT = 16
+"""Bytes that a thread of kernels/kv_gather reads at once; a test holds the two together."""
 _CPU_VERIFY = "dcpbench verify --device cpu --backend reference can take it"
 
 
@@ -59,22 +74,36 @@ def check(point: Point, settings: Settings, shape: ModelShape, machine: Machine)
     if probe.device == "cuda":
         _check_gpu_kernels(point, shape)
     if point.load:
-        check_serve(point, point.load, settings, shape, probe)
-        check_serve_memory(point, settings, shape, probe)
-        return
-    _check_concurrency(point)
+        _check_load(point, point.load, settings, shape, probe)
+    else:
+        _check_decode(point, shape)
+    _check_memory(point, settings, shape, probe)
+
+
+@functools.cache
+def known_times(path: str) -> StepTimes:
+    """The step times of --step-times, read once."""
+    return read_step_times(Path(path))
+
+
+def _check_decode(point: Point, shape: ModelShape) -> None:
+    most = GRAPH_BATCHES[-1]
+    if -(-point.concurrency // point.dp) > most:
+        of = f"{most} requests" if point.dp == 1 else f"{most} requests on each of its {point.dp} replicas"
+        raise UsageError(
+            f"--concurrency {point.concurrency} is more than {point.layout} takes, {of} (the largest CUDA graph); "
+            f"--concurrency can be up to {most * point.dp}."
+        )
     if point.context + memory.HEADROOM_TOKENS > shape.max_position:
         raise UsageError(
             f"--context {point.context} and one new token pass {shape.name}'s {shape.max_position} positions; "
             f"--context can be up to {shape.max_position - memory.HEADROOM_TOKENS}."
         )
-    _check_memory(point, settings, shape, probe)
 
 
 def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
     """A full-size model on a machine without GPUs is named first: no other advice would help."""
-    moe = shape.layers - shape.first_dense
-    whole = memory.weight_bytes(shape, Layout(tp=1), ITEMSIZE[point.dtype], shape.first_dense, moe)
+    whole = memory.weight_bytes(shape, Layout(tp=1), ITEMSIZE[point.dtype], *memory.all_layers(shape))
     if whole > CPU_BYTES:
         raise CapacityError(
             f"--model {point.model} has about {whole / GIB:,.0f} GiB of {point.dtype} weights and needs GPUs; none are "
@@ -120,8 +149,13 @@ def _check_dtype(point: Point) -> None:
         )
 
 
+def _open(point: Point) -> list[str]:
+    """Options that leave something to be chosen by time."""
+    return [f"--{name} {AUTO}" for name in ("backend", "exchange") if getattr(point, name) == AUTO]
+
+
 def _check_auto(point: Point, machine: Machine) -> None:
-    open_ = [f"--{name} {AUTO}" for name in ("backend", "exchange") if getattr(point, name) == AUTO]
+    open_ = _open(point)
     asked = f"{' and '.join(open_)} choose{'s' if len(open_) == 1 else ''} by time"
     if open_ and not machine.timed:
         raise UsageError(f"{asked}, and verify measures none; name what it should compare.")
@@ -157,10 +191,14 @@ def _check_flashinfer(point: Point, shape: ModelShape, probe: Probe) -> None:
         raise UsageError(
             f"--backend flashinfer runs in bf16 and fp16, not {point.dtype}; use --dtype bf16 or --backend triton."
         )
+    _check_installed("--backend", "triton", probe)
+
+
+def _check_installed(option: str, instead: str, probe: Probe) -> None:
     if not probe.packages.get("flashinfer"):
         raise MissingPackageError(
-            f"--backend flashinfer: FlashInfer cannot be imported; {how_to_install('flashinfer')}, or use --backend "
-            "triton."
+            f"{option} flashinfer: FlashInfer cannot be imported; {how_to_install('flashinfer')}, or use {option} "
+            f"{instead}."
         )
 
 
@@ -209,41 +247,116 @@ def _reference(probe: Probe) -> str:
     return "use --backend reference" if probe.device == "cpu" else _CPU_VERIFY
 
 
-def _check_concurrency(point: Point) -> None:
-    most = GRAPH_BATCHES[-1]
-    if -(-point.concurrency // point.dp) > most:
-        of = f"{most} requests" if point.dp == 1 else f"{most} requests on each of its {point.dp} replicas"
+def _check_load(point: Point, load: Load, settings: Settings, shape: ModelShape, probe: Probe) -> None:
+    """Raise an error that says what to type instead, unless the load can be served by this model in this layout."""
+    if settings.step_times:
+        known_times(settings.step_times).must_be_of(point, settings.step_times)
+    if open_ := _open(point):
         raise UsageError(
-            f"--concurrency {point.concurrency} is more than {point.layout} takes, {of} (the largest CUDA graph); "
-            f"--concurrency can be up to {most * point.dp}."
+            f"{' and '.join(open_)}: serve takes what is named; dcpbench sweep {' '.join(open_)} says which is fastest."
         )
+    if point.context > shape.max_position:
+        raise UsageError(
+            f"requests of {_tokens(load)}, {point.context:,} tokens together, pass {shape.name}'s "
+            f"{shape.max_position:,} positions; lower --input-tokens or --output-tokens."
+        )
+    _check_rows(point, shape)
+    _check_chunk(point, load)
+    _check_chunk_memory(point, load, shape, probe)
+    _check_prefill(point, load, shape, probe)
+
+
+def _check_rows(point: Point, shape: ModelShape) -> None:
+    """A stored prefix comes from the DCP ranks in whole units of the kernel that puts its rows in token order."""
+
+    def row_bytes(dtype: str) -> int:
+        return shape.kv_width * ITEMSIZE[dtype]
+
+    if point.dcp == 1 or row_bytes(point.dtype) % ROW_UNIT == 0:
+        return
+    fits = [f"--dtype {dtype}, " for dtype in ITEMSIZE if row_bytes(dtype) % ROW_UNIT == 0]
+    raise UsageError(
+        f"--dcp {point.dcp}: the prefix of a prompt is gathered from the ranks in rows that are multiples of "
+        f"{ROW_UNIT} bytes, and {shape.name} has KV rows of {shape.kv_width} {point.dtype} numbers, "
+        f"{row_bytes(point.dtype)} bytes; use {''.join(fits)}--dcp 1, or dcpbench sweep for decode steps alone."
+    )
+
+
+def _check_chunk(point: Point, load: Load) -> None:
+    page = point.page_size * point.dcp
+    if load.chunk // point.dp < page:
+        of = f" for each of {point.dp} replicas" if point.dp > 1 else ""
+        raise UsageError(
+            f"--chunk {load.chunk} leaves {load.chunk // point.dp} tokens{of}, and {point.layout} cuts prompts at "
+            f"multiples of page size × dcp = {page}; use --chunk {page * point.dp} or more, or a smaller --page-size."
+        )
+
+
+def _check_chunk_memory(point: Point, load: Load, shape: ModelShape, probe: Probe) -> None:
+    """A step's chunks must leave something of the GPU; whether weights and KV fit beside them is judged later."""
+    total = probe.memory_bytes if probe.device == "cuda" else None
+    need = memory.prefill_bytes(shape, point.layout, load.chunk, ITEMSIZE[point.dtype])
+    if total is not None and need > total:
+        raise CapacityError(
+            f"--chunk {load.chunk}: a step of so many prompt tokens needs {size_text(need)} on a GPU of "
+            f"{size_text(total)}; use a smaller one, such as --chunk 8192."
+        )
+
+
+def _check_prefill(point: Point, load: Load, shape: ModelShape, probe: Probe) -> None:
+    if load.prefill != "flashinfer":
+        return
+    if probe.device == "cpu":
+        raise UsageError("--prefill flashinfer needs a GPU; use --prefill sdpa.")
+    _check_installed("--prefill", "sdpa", probe)
+    if (shape.nope + shape.rope, shape.value) != (NOPE + ROPE, VALUE) or point.dtype not in ("bf16", "fp16"):
+        raise UsageError(
+            f"--prefill flashinfer takes keys of {NOPE + ROPE} and values of {VALUE} numbers in bf16 or fp16, and "
+            f"{shape.name} has {shape.nope + shape.rope} and {shape.value} in {point.dtype}; use --prefill sdpa."
+        )
+
+
+def _tokens(load: Load) -> str:
+    return f"{load.trace}" if load.trace else f"--input-tokens {load.input_tokens} --output-tokens {load.output_tokens}"
 
 
 def _check_memory(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> None:
-    need = pages_needed(point)
-    fixed = settings.kv_memory_bytes is not None
-    pool = kv_pages(point, [point], settings, shape, probe)
+    """Raise CapacityError unless the pool holds what a decode step needs, or the longest request that is served.
+
+    With --kv-memory any request of a load is enough.
+    """
+    one = memory.page_bytes(shape, point.page_size, ITEMSIZE[point.dtype])
     try:
-        plan = memory_plan(point, pool, shape, probe)
+        plan = plan_engine([point], settings, shape, probe)
     except CapacityError as e:
-        if fixed:
-            room = most_pages(point, shape, probe) * memory.page_bytes(shape, point.page_size, ITEMSIZE[point.dtype])
-            raise CapacityError(f"{e}. --kv-memory can be up to {size_text(room, '')} here.") from e
-        raise CapacityError(f"{e}. {_what_fits(point, settings, shape, probe)}") from e
-    if need > pool:
-        missing = (need - pool) * memory.page_bytes(shape, point.page_size, ITEMSIZE[point.dtype])
-        raise CapacityError(
-            f"{point.layout}: --kv-memory holds {size_text(plan.kv_bytes)} of KV cache per GPU, "
-            f"{size_text(missing)} less than {point.concurrency} requests of {point.context} tokens need. "
-            f"{_what_fits(point, settings, shape, probe)}"
-        )
+        advice = "" if point.load else f" {_what_fits(point, settings, shape, probe)}"
+        if settings.kv_memory_bytes is not None:
+            room = most_pages(point, shape, probe) * one
+            advice = f" --kv-memory can be up to {size_text(room, '')} here."
+        raise CapacityError(f"{e}.{advice}") from e
+    holds = f"{point.layout}: --kv-memory holds {size_text(plan.kv_bytes)} of KV cache per GPU"
+    if point.load is None:
+        missing = (pages_needed(point) - plan.pages) * one
+        if missing > 0:
+            raise CapacityError(
+                f"{holds}, {size_text(missing)} less than {point.concurrency} requests of {point.context} tokens need. "
+                f"{_what_fits(point, settings, shape, probe)}"
+            )
+    elif plan.bounded_by == "kv_memory":  # else it is sized for the longest request, or more
+        shortest = extent(point.load, settings.trace_path).shortest
+        need = memory.pages_for(shortest - 1, point.layout, point.page_size) + memory.PAGES_OF_PADDING
+        if need > plan.pages:
+            raise CapacityError(
+                f"{holds}, and the shortest request, {shortest:,} tokens, needs {size_text(need * one)}; all requests "
+                f"here need {size_text(least_pages(point) * one, '')} or more."
+            )
 
 
 def _what_fits(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> str:
     """The largest concurrency that fits here, and the smallest larger dcp that takes the point as it is."""
     pool = most_pages(point, shape, probe)
     if settings.kv_memory_bytes is not None:
-        pool = min(pool, kv_pages(point, [point], settings, shape, probe))
+        pool = min(pool, settings.kv_memory_bytes // memory.page_bytes(shape, point.page_size, ITEMSIZE[point.dtype]))
     one = memory.pages_for(point.context + memory.HEADROOM_TOKENS, point.layout, point.page_size)
     most = max((pool - memory.PAGES_OF_PADDING) // one, 0) * point.dp
     advice = (
@@ -255,11 +368,10 @@ def _what_fits(point: Point, settings: Settings, shape: ModelShape, probe: Probe
         if layout.dp != point.dp or layout.dcp <= point.dcp:
             continue
         wider = msgspec.structs.replace(point, dcp=layout.dcp)
-        pages = kv_pages(wider, [wider], settings, shape, probe)
         try:
-            memory_plan(wider, pages, shape, probe)
+            plan = plan_engine([wider], settings, shape, probe)
         except CapacityError:
             continue
-        if pages_needed(wider) <= pages:
+        if pages_needed(wider) <= plan.pages:
             return f"{advice} With --dcp {layout.dcp} it fits."
     return advice

@@ -1,22 +1,25 @@
-"""How a point's share of GPU memory is found: for the sweep, and for the worker. No torch.
+"""How a GPU's memory is divided between weights and KV: the plan of an engine, made here and nowhere else. No torch.
 
-Both ask the functions here, so that what --dry-run prints is what a rank allocates.
+memory.py says how much each thing takes. What --dry-run prints is the plan that is handed to the ranks.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from dcpbench.errors import CapacityError
 from dcpbench.points import memory
-from dcpbench.points.memory import GIB
+from dcpbench.points.machine import Probe
+from dcpbench.points.memory import GIB, Layers
 from dcpbench.points.names import OPTIONS
+from dcpbench.points.point import Point
+from dcpbench.points.shapes import load_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
-    from dcpbench.points.machine import Probe
-    from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
     from dcpbench.points.shapes import ModelShape
 
@@ -37,32 +40,96 @@ def size_text(size: float, space: str = " ") -> str:
     return f"{number}{space}{UNITS[power]}"
 
 
-def kv_pages(point: Point, points: Iterable[Point], settings: Settings, shape: ModelShape, probe: Probe) -> int:
-    """Pages of each rank's KV pool, the padding page included, for every point that shares an engine with `point`.
+class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine holds on each rank, for all points that share it. Sizes are bytes per GPU."""
 
-    --kv-memory where it was given; else what a GPU has left beside all weights, where they fit beside the largest of
-    `points`; else as many as that largest one needs. `bounded_by` names the three. Points of `serve` run with fewer
-    than they need, as their requests wait: beside all weights they get what is left, and never more than fits.
-    """
-    page = memory.page_bytes(shape, point.page_size, ITEMSIZE[point.dtype])
-    if settings.kv_memory_bytes is not None:
-        return settings.kv_memory_bytes // page
-    sharing = [p for p in points if same_engine(p, point)]
-    need, least = max(map(pages_needed, sharing)), max(map(least_pages, sharing))
-    if probe.device == "cuda" and probe.memory_bytes is not None:
-        moe, itemsize = shape.layers - shape.first_dense, ITEMSIZE[point.dtype]
-        weights = memory.weight_bytes(shape, point.layout, itemsize, shape.first_dense, moe, point.group_wide)
-        left: int = (_memory(point, shape, probe) - memory.RESERVE_BYTES - weights) // page
-        if left >= least:
-            return left
-    return need if need == least else max(least, min(need, most_pages(point, shape, probe)))
-
-
-def bounded_by(plan: memory.Plan, settings: Settings, probe: Probe) -> str:
+    point: Point
+    """One of these points."""
+    pages: int
+    """Of the KV pool, the padding page included."""
+    max_requests: int
+    """Requests of one replica in flight."""
+    max_context: int
+    """Tokens of a request that can be stored."""
+    chunk: int = 0
+    """Prompt tokens that a step prefills at most, over the whole layout; 0 where no point serves."""
+    bounded_by: str = "sweep"
     """What set the size of the KV pool; see records.Kv."""
+    kv_bytes: int
+    """The KV pool, every layer real."""
+    weight_bytes: int
+    """Weights held in memory."""
+    full_weight_bytes: int
+    """Weights if every layer were held."""
+    held: Layers
+    """Distinct layers in memory; the others reuse them in turn."""
+    layers: int
+    l2_warm: bool = False
+    """Whether the weights held are so few that some may still lie in the L2 cache when their turn comes again."""
+
+    @property
+    def layers_held(self) -> int:
+        """Distinct layers' weights in memory."""
+        return sum(self.held)
+
+
+def plan_engines(points: Iterable[Point], settings: Settings, probe: Probe) -> list[EnginePlan]:
+    """A plan for each engine that these points need. Raises as `plan_engine`."""
+    engines: list[list[Point]] = []
+    for point in points:
+        sharing = next((found for found in engines if same_engine(found[0], point)), None)
+        if sharing is None:
+            engines.append([point])
+        else:
+            sharing.append(point)
+    return [plan_engine(sharing, settings, load_shape(sharing[0].model), probe) for sharing in engines]
+
+
+def engine_of(point: Point, engines: Iterable[EnginePlan]) -> EnginePlan:
+    """The plan, of those made for a run, that is this point's."""
+    found = next((plan for plan in engines if same_engine(plan.point, point)), None)
+    assert found is not None, f"no engine was planned for {point.key()}; Work.engines needs plan_engines of all points"
+    return found
+
+
+def plan_engine(points: Sequence[Point], settings: Settings, shape: ModelShape, probe: Probe) -> EnginePlan:
+    """The plan of the engine that `points` share. Raises CapacityError where its KV pool and the fewest weights do not fit.
+
+    The pool is --kv-memory where it was given; else what a GPU has left beside all weights, where every point can run
+    in that; else as much as the largest point needs. `bounded_by` names the three. Points of `serve` run with less than
+    they need, as their requests wait: beside all weights they get what is left, and never more than fits.
+    """
+    chunk = max(p.load.chunk if p.load else 0 for p in points)
+    rank = _Rank(points[0], chunk, shape, probe)
+    need, least = max(map(pages_needed, points)), max(map(least_pages, points))
+    beside_all = rank.pages_beside(rank.whole)
     if settings.kv_memory_bytes is not None:
-        return "kv_memory"
-    return "weights" if probe.device == "cuda" and plan.layers_held == plan.layers else "sweep"
+        pages, bounded_by = settings.kv_memory_bytes // rank.page_bytes, "kv_memory"
+    elif rank.gpu and beside_all >= least:
+        pages, bounded_by = beside_all, "weights"
+    else:
+        pages, bounded_by = max(least, min(need, rank.pages_beside(rank.fewest))), "sweep"
+    return rank.plan(
+        pages,
+        rank.layers_beside(pages),
+        max_requests=max(-(-p.concurrency // p.dp) for p in points),
+        max_context=max(p.context for p in points) + memory.HEADROOM_TOKENS,
+        chunk=chunk,
+        bounded_by=bounded_by,
+    )
+
+
+def plan_whole(point: Point, lengths: Sequence[int], shape: ModelShape) -> EnginePlan:
+    """The plan of an engine with every layer, and KV for a request of each of these lengths, whatever there is room for."""
+    rank = _Rank(point, 0, shape, Probe(device="cpu", count=0, name="CPU"))
+    pages = sum(memory.pages_for(n, point.layout, point.page_size) for n in lengths) + memory.PAGES_OF_PADDING
+    return rank.plan(pages, rank.whole, max_requests=len(lengths), max_context=max(lengths))
+
+
+def most_pages(point: Point, shape: ModelShape, probe: Probe) -> int:
+    """Pages of the largest pool that fits beside the fewest weights that may be held; 0 where none does."""
+    rank = _Rank(point, point.load.chunk if point.load else 0, shape, probe)
+    return max(rank.pages_beside(rank.fewest), 0)
 
 
 def pages_needed(point: Point) -> int:
@@ -97,63 +164,82 @@ def same_path(a: Point, b: Point) -> bool:
     return all(getattr(a, name) == getattr(b, name) for name in fields)
 
 
-def memory_plan(point: Point, pages: int, shape: ModelShape, probe: Probe) -> memory.Plan:
-    """How one GPU's memory is divided beside a pool of `pages`. Raises CapacityError.
+class _Rank:
+    """The memory of one rank that weights and KV share, and what they take of it.
 
-    On CPU every layer is held, and all ranks share CPU_BYTES.
+    On the CPU every layer is held, and all ranks share CPU_BYTES.
     """
-    itemsize, layout = ITEMSIZE[point.dtype], point.layout
-    if probe.memory_bytes is not None and probe.device == "cuda":
-        return memory.plan(
-            shape,
-            layout,
-            itemsize=itemsize,
-            kv_pages=pages,
-            page_size=point.page_size,
-            total_bytes=_memory(point, shape, probe),
-            l2_bytes=probe.l2_bytes or 0,
-            wide=point.group_wide,
+
+    def __init__(self, point: Point, chunk: int, shape: ModelShape, probe: Probe) -> None:
+        """`chunk`: prompt tokens of a step, whose prefill has to find room, too."""
+        self.point, self.shape, self.itemsize = point, shape, ITEMSIZE[point.dtype]
+        self.page_bytes = memory.page_bytes(shape, point.page_size, self.itemsize)
+        self.l2_bytes = probe.l2_bytes or 0
+        self.fewest = self.whole = memory.all_layers(shape)
+        self.room = CPU_BYTES // point.tp
+        self.gpu = probe.device == "cuda" and probe.memory_bytes is not None
+        if self.gpu:
+            self.fewest = memory.least_layers(shape, point.layout, self.itemsize, self.l2_bytes, point.group_wide)
+            self.room = (probe.memory_bytes or 0) - memory.RESERVE_BYTES
+            if chunk:
+                self.room -= memory.prefill_bytes(shape, point.layout, chunk, self.itemsize)
+
+    def weight_bytes(self, layers: Layers) -> int:
+        """Of so many distinct layers."""
+        return memory.weight_bytes(self.shape, self.point.layout, self.itemsize, *layers, self.point.group_wide)
+
+    def pages_beside(self, layers: Layers) -> int:
+        """Pages for which these layers leave room; negative where they do not fit themselves."""
+        return (self.room - self.weight_bytes(layers)) // self.page_bytes
+
+    def layers_beside(self, pages: int) -> Layers:
+        """As many layers as fit beside a pool of so many pages. Raises CapacityError where the fewest do not."""
+        if self.pages_beside(self.fewest) < pages:
+            raise self._too_small(pages)
+        dense, moe = self.fewest
+        while dense < self.whole.dense and self.pages_beside(Layers(dense + 1, moe)) >= pages:
+            dense += 1
+        while moe < self.whole.moe and self.pages_beside(Layers(dense, moe + 1)) >= pages:
+            moe += 1
+        return Layers(dense, moe)
+
+    def plan(
+        self,
+        pages: int,
+        held: Layers,
+        *,
+        max_requests: int,
+        max_context: int,
+        chunk: int = 0,
+        bounded_by: str = "sweep",
+    ) -> EnginePlan:
+        """The plan with such a pool and these layers."""
+        layout, wide = self.point.layout, self.point.group_wide
+        sure = sum(held) * memory.sure_bytes(self.shape, layout, self.itemsize, wide)
+        return EnginePlan(
+            point=self.point,
+            pages=pages,
+            max_requests=max_requests,
+            max_context=max_context,
+            chunk=chunk,
+            bounded_by=bounded_by,
+            kv_bytes=pages * self.page_bytes,
+            weight_bytes=self.weight_bytes(held),
+            full_weight_bytes=self.weight_bytes(self.whole),
+            held=held,
+            layers=self.shape.layers,
+            l2_warm=sure < memory.CACHE_FACTOR * self.l2_bytes,
         )
-    dense, moe = shape.first_dense, shape.layers - shape.first_dense
-    weights = memory.weight_bytes(shape, layout, itemsize, dense, moe, point.group_wide)
-    kv = pages * memory.page_bytes(shape, point.page_size, itemsize)
-    if layout.tp * (weights + kv) > CPU_BYTES:
-        raise CapacityError(
-            f"{shape.name} {layout} in {point.dtype} needs {layout.tp * weights / GIB:,.1f} GiB of weights and "
-            f"{layout.tp * kv / GIB:,.1f} GiB of KV cache over its {layout.tp} ranks, and a CPU run may take "
+
+    def _too_small(self, pages: int) -> CapacityError:
+        kv, weights, layout = pages * self.page_bytes, self.weight_bytes(self.fewest), self.point.layout
+        if self.gpu:
+            return CapacityError(
+                f"{layout}: the KV cache needs {kv / GIB:.1f} GiB per GPU and the fewest weights {weights / GIB:.1f} "
+                f"GiB, {(kv + weights - self.room) / GIB:.1f} GiB more than the {self.room / GIB:.1f} GiB available"
+            )
+        return CapacityError(
+            f"{self.shape.name} {layout} in {self.point.dtype} needs {layout.tp * weights / GIB:,.1f} GiB of weights "
+            f"and {layout.tp * kv / GIB:,.1f} GiB of KV cache over its {layout.tp} ranks, and a CPU run may take "
             f"{CPU_BYTES / GIB:.0f} GiB: without GPUs dcpbench only tests that everything works"
         )
-    return memory.Plan(
-        kv_bytes=kv,
-        weight_bytes=weights,
-        full_weight_bytes=weights,
-        dense_held=dense,
-        moe_held=moe,
-        layers=shape.layers,
-    )
-
-
-def most_pages(point: Point, shape: ModelShape, probe: Probe) -> int:
-    """Pages of the largest pool that fits beside the fewest weights that may be held."""
-    itemsize, size = ITEMSIZE[point.dtype], point.page_size
-    if probe.memory_bytes is not None and probe.device == "cuda":
-        return memory.most_kv_pages(
-            shape,
-            point.layout,
-            itemsize=itemsize,
-            page_size=size,
-            total_bytes=_memory(point, shape, probe),
-            l2_bytes=probe.l2_bytes or 0,
-            wide=point.group_wide,
-        )
-    dense, moe = shape.first_dense, shape.layers - shape.first_dense
-    held = memory.weight_bytes(shape, point.layout, itemsize, dense, moe, point.group_wide)
-    return max((CPU_BYTES // point.tp - held) // memory.page_bytes(shape, size, itemsize), 0)
-
-
-def _memory(point: Point, shape: ModelShape, probe: Probe) -> int:
-    """Bytes of a GPU without what chunks of prompts need while they are prefilled."""
-    total = probe.memory_bytes or 0
-    if point.load is None:
-        return total
-    return total - memory.prefill_bytes(shape, point.layout, point.load.chunk, ITEMSIZE[point.dtype])

@@ -1,15 +1,13 @@
-"""What a layout costs in GPU memory: weights, KV cache, and how many distinct layers' weights fit. No torch.
+"""What a layout costs in GPU memory: weights, KV cache, and what prompts need while they are prefilled. No torch.
 
 All formulas count the tensors that engine/weights.py makes; a test compares the two.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from dcpbench.errors import CapacityError
 from dcpbench.points.layout import OWN_HEADS
 
 if TYPE_CHECKING:
@@ -30,25 +28,16 @@ HEADROOM_TOKENS = 1
 """A decode step writes one token beyond the context."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How one GPU's memory is divided for a layout. All sizes are bytes per GPU."""
+class Layers(NamedTuple):
+    """How many distinct layers of each kind."""
 
-    kv_bytes: int
-    """The KV pool, every layer real."""
-    weight_bytes: int
-    """Weights held in memory."""
-    full_weight_bytes: int
-    """Weights if every layer were held."""
-    dense_held: int
-    moe_held: int
-    """Distinct dense and MoE layers held; the others reuse them in turn."""
-    layers: int
+    dense: int
+    moe: int
 
-    @property
-    def layers_held(self) -> int:
-        """Distinct layers' weights in memory."""
-        return self.dense_held + self.moe_held
+
+def all_layers(shape: ModelShape) -> Layers:
+    """Those of a whole model."""
+    return Layers(shape.first_dense, shape.layers - shape.first_dense)
 
 
 def attention_bytes(shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS) -> int:
@@ -148,78 +137,18 @@ def prefill_bytes(shape: ModelShape, layout: Layout, tokens: int, itemsize: int)
 
 def least_layers(
     shape: ModelShape, layout: Layout, itemsize: int, l2_bytes: int, wide: GroupWide = OWN_HEADS
-) -> tuple[int, int]:
-    """Fewest distinct (dense, MoE) layers so that weights cycle through CACHE_FACTOR × L2 between two uses.
+) -> Layers:
+    """Fewest distinct layers so that weights cycle through CACHE_FACTOR × L2 between two uses.
 
     Counts only what every step surely reads (attention and shared expert), not the experts that routing picks.
     """
-    moe_layers = shape.layers - shape.first_dense
-    dense = min(1, shape.first_dense)
-    if moe_layers == 0:
-        return shape.first_dense, 0
+    whole = all_layers(shape)
+    if not whole.moe:
+        return whole
     sure = sure_bytes(shape, layout, itemsize, wide)
-    return dense, min(max(math.ceil(CACHE_FACTOR * l2_bytes / sure), 1), moe_layers)
+    return Layers(min(1, whole.dense), min(max(math.ceil(CACHE_FACTOR * l2_bytes / sure), 1), whole.moe))
 
 
 def sure_bytes(shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS) -> int:
     """Weights that one MoE layer surely reads in every step: attention and shared expert."""
     return attention_bytes(shape, layout, itemsize, wide) + shared_elements(shape, layout) * itemsize
-
-
-def plan(
-    shape: ModelShape,
-    layout: Layout,
-    *,
-    itemsize: int,
-    kv_pages: int,
-    page_size: int,
-    total_bytes: int,
-    l2_bytes: int,
-    wide: GroupWide = OWN_HEADS,
-) -> Plan:
-    """Divide `total_bytes` of one GPU between a KV pool of `kv_pages` pages and as many distinct layers as fit.
-
-    Raises CapacityError, saying how much is missing, when the KV pool and the fewest layers do not fit together.
-    """
-
-    def held(dense: int, moe: int) -> int:
-        return weight_bytes(shape, layout, itemsize, dense, moe, wide)
-
-    kv = kv_pages * page_bytes(shape, page_size, itemsize)
-    room = total_bytes - RESERVE_BYTES - kv
-    dense, moe = least_layers(shape, layout, itemsize, l2_bytes, wide)
-    need = held(dense, moe)
-    if need > room:
-        raise CapacityError(
-            f"{layout}: the KV cache needs {kv / GIB:.1f} GiB per GPU and the fewest weights {need / GIB:.1f} GiB, "
-            f"{(need - room) / GIB:.1f} GiB more than the {(total_bytes - RESERVE_BYTES) / GIB:.1f} GiB available"
-        )
-    moe_layers = shape.layers - shape.first_dense
-    while dense < shape.first_dense and held(dense + 1, moe) <= room:
-        dense += 1
-    while moe < moe_layers and held(dense, moe + 1) <= room:
-        moe += 1
-    return Plan(
-        kv_bytes=kv,
-        weight_bytes=held(dense, moe),
-        full_weight_bytes=held(shape.first_dense, moe_layers),
-        dense_held=dense,
-        moe_held=moe,
-        layers=shape.layers,
-    )
-
-
-def most_kv_pages(
-    shape: ModelShape,
-    layout: Layout,
-    *,
-    itemsize: int,
-    page_size: int,
-    total_bytes: int,
-    l2_bytes: int,
-    wide: GroupWide = OWN_HEADS,
-) -> int:
-    """Largest KV pool, in pages, beside the fewest weights that may be held."""
-    dense, moe = least_layers(shape, layout, itemsize, l2_bytes, wide)
-    room = total_bytes - RESERVE_BYTES - weight_bytes(shape, layout, itemsize, dense, moe, wide)
-    return max(room // page_bytes(shape, page_size, itemsize), 0)

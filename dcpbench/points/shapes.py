@@ -258,145 +258,62 @@ _FIXED: dict[str, tuple[object, ...]] = {
 }
 """Fields that change what is computed, each with the only values that the engine has; null is as good as absent."""
 
-_READ = frozenset(
-    {
-        "model_type",
-        "architectures",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "q_lora_rank",
-        "kv_lora_rank",
-        "qk_rope_head_dim",
-        "qk_nope_head_dim",
-        "qk_head_dim",
-        "v_head_dim",
-        "head_dim",
-        "n_routed_experts",
-        "num_experts",
-        "num_local_experts",
-        "num_experts_per_tok",
-        "n_shared_experts",
-        "moe_intermediate_size",
-        "intermediate_size",
-        "first_k_dense_replace",
-        "vocab_size",
-        "scoring_func",
-        "topk_method",
-        "n_group",
-        "topk_group",
-        "norm_topk_prob",
-        "routed_scaling_factor",
-        "rms_norm_eps",
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "rope_interleave",
-        "max_position_embeddings",
-        "tie_word_embeddings",
-        "layer_types",
-        "mlp_layer_types",
-        *_FIXED,
-    }
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_READ = _words(
+    """
+    model_type architectures hidden_size num_hidden_layers num_attention_heads num_key_value_heads q_lora_rank
+    kv_lora_rank qk_rope_head_dim qk_nope_head_dim qk_head_dim v_head_dim head_dim n_routed_experts num_experts
+    num_local_experts num_experts_per_tok n_shared_experts moe_intermediate_size intermediate_size
+    first_k_dense_replace vocab_size scoring_func topk_method n_group topk_group norm_topk_prob
+    routed_scaling_factor rms_norm_eps rope_theta rope_scaling rope_parameters rope_interleave
+    max_position_embeddings tie_word_embeddings layer_types mlp_layer_types
+    """
+) | frozenset(_FIXED)
+_OF_TRAINING = _words(
+    """
+    attention_dropout aux_loss_alpha gradient_checkpointing initializer_range num_mtp_layers
+    num_nextn_predict_layers output_router_logits router_aux_loss_coef seq_aux
+    """
 )
-_HARMLESS = frozenset(
-    {
-        # training, and layers beside the model that predict further tokens
-        "attention_dropout",
-        "aux_loss_alpha",
-        "gradient_checkpointing",
-        "initializer_range",
-        "num_mtp_layers",
-        "num_nextn_predict_layers",
-        "output_router_logits",
-        "router_aux_loss_coef",
-        "seq_aux",
-        # how weights are stored, and how some engine runs them
-        "auto_map",
-        "compression_config",
-        "dtype",
-        "ep_size",
-        "pretraining_tp",
-        "quantization_config",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-        "attn_implementation",
-        "experts_implementation",
-        # what is asked of a tokenizer or a sampler
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "bos_token_id",
-        "decoder_start_token_id",
-        "diversity_penalty",
-        "do_sample",
-        "early_stopping",
-        "encoder_no_repeat_ngram_size",
-        "eos_token_id",
-        "exponential_decay_length_penalty",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "length_penalty",
-        "max_length",
-        "min_length",
-        "model_max_length",
-        "no_repeat_ngram_size",
-        "num_beam_groups",
-        "num_beams",
-        "num_return_sequences",
-        "output_scores",
-        "pad_token_id",
-        "prefix",
-        "remove_invalid_values",
-        "repetition_penalty",
-        "return_dict_in_generate",
-        "sep_token_id",
-        "suppress_tokens",
-        "temperature",
-        "tokenizer_class",
-        "top_k",
-        "top_p",
-        "typical_p",
-        "unk_token_id",
-        # what transformers writes for every model
-        "chunk_size_feed_forward",
-        "cross_attention_hidden_size",
-        "finetuning_task",
-        "id2label",
-        "is_decoder",
-        "label2id",
-        "num_labels",
-        "output_attentions",
-        "output_hidden_states",
-        "problem_type",
-        "pruned_heads",
-        "return_dict",
-        "task_specific_params",
-        "tf_legacy_loss",
-        "torchscript",
-        "use_bfloat16",
-        "unsloth_fixed",
-        "unsloth_version",
-    }
+"""Training, and layers beside the model that predict further tokens."""
+_OF_STORAGE = _words(
+    """
+    auto_map compression_config dtype ep_size pretraining_tp quantization_config torch_dtype
+    transformers_version use_cache attn_implementation experts_implementation
+    """
 )
+"""How weights are stored, and how some engine runs them."""
+_OF_SAMPLERS = _words(
+    """
+    bad_words_ids begin_suppress_tokens bos_token_id decoder_start_token_id diversity_penalty do_sample
+    early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty
+    forced_bos_token_id forced_eos_token_id length_penalty max_length min_length model_max_length
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores pad_token_id prefix
+    remove_invalid_values repetition_penalty return_dict_in_generate sep_token_id suppress_tokens temperature
+    tokenizer_class top_k top_p typical_p unk_token_id
+    """
+)
+"""What is asked of a tokenizer or a sampler."""
+_OF_TRANSFORMERS = _words(
+    """
+    chunk_size_feed_forward cross_attention_hidden_size finetuning_task id2label is_decoder label2id num_labels
+    output_attentions output_hidden_states problem_type pruned_heads return_dict task_specific_params
+    tf_legacy_loss torchscript use_bfloat16 unsloth_fixed unsloth_version
+    """
+)
+"""What transformers writes for every model."""
+_HARMLESS = _OF_TRAINING | _OF_STORAGE | _OF_SAMPLERS | _OF_TRANSFORMERS
 """Fields that change nothing here, whatever they say, as do those that begin with `_`."""
 _ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK2ForCausalLM")
-_ROPE = frozenset(
-    {
-        "type",
-        "rope_type",
-        "rope_theta",
-        "factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "attention_factor",
-        "truncate",
-        "partial_rotary_factor",
-    }
+_ROPE = _words(
+    """
+    type rope_type rope_theta factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
+    attention_factor truncate partial_rotary_factor
+    """
 )
 _UNSET: tuple[object, ...] = (None, False, 0, "", [], {})
 

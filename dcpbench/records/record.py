@@ -5,10 +5,16 @@ Units are part of each name (`_us`, `_ms`, `_bytes`, `_tok_s`). Absent measureme
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
+from dcpbench.points.memory import PAGES_OF_PADDING, pages_for
 from dcpbench.points.names import NO_EXCHANGE
 from dcpbench.points.point import Point
+
+if TYPE_CHECKING:
+    from dcpbench.points.budget import EnginePlan
 
 SCHEMA_VERSION = 1
 
@@ -113,6 +119,21 @@ class Kv(msgspec.Struct, frozen=True, kw_only=True):
     not all weights fit and a capacity beside them would be fiction)."""
     fragmentation: float
     """Share of allocated rows that hold no token (page and stripe rounding)."""
+
+    @classmethod
+    def of(cls, plan: EnginePlan, tokens: int, fragmentation: float = 0.0) -> Kv:
+        """That of an engine, for requests of `tokens` tokens."""
+        point, layout = plan.point, plan.point.layout
+        pages = plan.pages - PAGES_OF_PADDING
+        per_page = point.page_size * point.dcp
+        return cls(
+            pool_bytes_per_gpu=plan.kv_bytes,
+            bytes_per_token_per_gpu=plan.kv_bytes // plan.pages / (per_page * point.dp),
+            capacity_tokens=pages * per_page * point.dp,
+            capacity_requests=pages // pages_for(tokens, layout, point.page_size) * point.dp,
+            bounded_by=plan.bounded_by,
+            fragmentation=fragmentation,
+        )
 
 
 class Honesty(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,18 +11,33 @@ a step is computed: the end of the step before + its duration, but not before th
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
+import hashlib
 import math
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dcpbench.serving.outcome import StepCounts
+import msgspec
+
+from dcpbench.points.shapes import load_shape
+from dcpbench.records.record import Kv, Record
+from dcpbench.serving.loads import requests_of
+from dcpbench.serving.outcome import StepCounts, marks, rows, serve_metrics
+from dcpbench.serving.samples import write_samples
+from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
+from dcpbench.serving.step_times import read_step_times
 from dcpbench.serving.traffic import Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Protocol
 
+    from dcpbench.points.budget import EnginePlan
+    from dcpbench.points.point import Point
+    from dcpbench.points.settings import Settings
     from dcpbench.serving.requests import ServeRequest, Step
-    from dcpbench.serving.scheduler import Scheduler
+    from dcpbench.serving.step_times import EnginePath, StepTimes
 
     class Durations(Protocol):
         """What replay asks of StepTimes."""
@@ -40,6 +55,10 @@ if TYPE_CHECKING:
 
         def host_ms(self, step: Step) -> float:
             """How long the host is busy with launching it."""
+
+
+FOLDER = "step-times"
+"""Below the run's folder."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,3 +128,73 @@ def replay(
             now = launched
         pending = on_its_way
     return Replayed(traffic, counts, device.busy_s, now)
+
+
+def step_times_name(path: EnginePath) -> str:
+    """The file's place below the run's folder: `step-times/deepseek-v3-tp4-dp1-dcp4-ag_rs-0123456789ab.json`."""
+    words = f"{Path(path.model).name}-tp{path.tp}-dp{path.dp}-dcp{path.dcp}-{path.exchange}"
+    return f"{FOLDER}/{words}-{hashlib.sha256(msgspec.json.encode(path)).hexdigest()[:12]}.json"
+
+
+def replay_point(
+    point: Point,
+    plan: EnginePlan,
+    requests: Sequence[ServeRequest],
+    times: StepTimes,
+    settings: Settings,
+    folder: Path,
+    *,
+    file: str = "",
+    command: str = "",
+) -> Record:
+    """Serve the requests in virtual time; leaves their samples in the run's folder and returns the record.
+
+    `file` names the step times for the record: a path below the folder, or the file that was given. `command` is what
+    was typed; the rest of the record's environment is that in which the step times were taken.
+
+    Raises UsageError where the times are not those of the point's engine, or do not reach as far as its load.
+    """
+    times.must_be_of(point, file or "the step times")
+    limit_s = math.inf if settings.limit_seconds is None else settings.limit_seconds
+    found = replay(
+        requests,
+        Scheduler(SchedulerConfig.of(point, pages=plan.pages, max_context=plan.max_context)),
+        point.clients,
+        times,
+        limit_s,
+    )
+    name = write_samples(folder, point, rows(found.traffic.samples))
+    metrics = serve_metrics(
+        found.traffic, tp=point.tp, concurrency=point.clients, slo=settings.slo, steps=found.counts, samples_file=name
+    )
+    error = max((abs(error) for _, error in times.check_errors()), default=None)
+    return Record(
+        point=point,
+        outcome="ok",
+        marks=[*times.marks, *marks(metrics)],
+        serve=metrics,
+        kv=Kv.of(plan, point.context),
+        honesty=msgspec.structs.replace(times.honesty, step_times=file, step_error=error),
+        environment=msgspec.structs.replace(times.environment, command=command or times.environment.command),
+    )
+
+
+def replay_from_file(
+    point: Point, plan: EnginePlan, path: Path, settings: Settings, folder: Path, command: str = ""
+) -> Record:
+    """The record of a point by step times that were measured before: no GPU, no torch, no other process.
+
+    `plan`: of the engine that would serve it live. Raises RecordsError for a file that cannot be read, UsageError where
+    it is not of this point or does not reach as far as its load.
+    """
+    started, begin = dt.datetime.now(dt.UTC), time.perf_counter()
+    times = read_step_times(path)
+    times.must_be_of(point, str(path))
+    requests = requests_of(point, settings, load_shape(point.model).vocab)
+    record = replay_point(point, plan, requests, times, settings, folder, file=str(path), command=command)
+    return msgspec.structs.replace(
+        record,
+        measured_with=msgspec.to_builtins(settings),
+        started_at=started.isoformat(timespec="seconds"),
+        seconds=round(time.perf_counter() - begin, 3),
+    )

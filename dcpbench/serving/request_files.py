@@ -36,7 +36,6 @@ MOST_TIME = 1e15
 LONGEST_REASON = 500
 CSV_FIELDS = ("arrival_s", "input_tokens", "output_tokens", "prefix_group")
 JSON_FIELDS = (*CSV_FIELDS, "prompt")
-MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 _FORMATS = (
     'lines such as {"timestamp": 0, "input_length": 1200, "output_length": 52, "hash_ids": [0, 1, 2]} (Mooncake), '
     '{"arrival_s": 0.0, "input_tokens": 1200, "output_tokens": 52}, or CSV that begins with '

@@ -103,21 +103,6 @@ def read_samples(path: Path) -> list[Row]:
     return rows
 
 
-def samples_point(path: Path) -> str:
-    """Key of the point that a file belongs to. Raises RecordsError where there is none."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        found = (pq.read_schema(path).metadata or {}).get(POINT_KEY)
-        key = None if found is None else found.decode()
-    except (OSError, pa.ArrowException, ValueError, MemoryError) as e:
-        raise RecordsError(f"{path} cannot be read as samples of requests: {str(e)[:300]}; {AGAIN}.") from e
-    if key is None:
-        raise RecordsError(f"{path} names no point; it was not written by dcpbench.")
-    return str(key)
-
-
 def _checksum(rows: Sequence[dict[str, Any]], key: str) -> str:
     """Eight hex digits: the CRC-32 of the point's key and of the rows as JSON."""
     return f"{zlib.crc32(msgspec.json.encode(rows), zlib.crc32(key.encode())):08x}"
@@ -125,20 +110,7 @@ def _checksum(rows: Sequence[dict[str, Any]], key: str) -> str:
 
 def _schema(pa: Any) -> Any:  # noqa: ANN401 - pyarrow has no types
     """Field by field as outcome.Row; what may be None is nullable."""
-    kinds = {
-        "number": pa.int32(),
-        "outcome": pa.string(),
-        "reason": pa.string(),
-        "submitted_s": pa.float64(),
-        "first_token_s": pa.float64(),
-        "end_s": pa.float64(),
-        "input_tokens": pa.int32(),
-        "output_tokens": pa.int32(),
-        "cached_tokens": pa.int32(),
-        "preemptions": pa.int32(),
-        "replica": pa.int32(),
-        "token_s": pa.list_(pa.float64()),
-        "tokens": pa.list_(pa.int32()),
-    }
-    optional = {f.name for f in dataclasses.fields(Row) if "None" in str(f.type)}
-    return pa.schema([pa.field(name, kind, nullable=name in optional) for name, kind in kinds.items()])
+    kinds = {"int": pa.int32(), "float": pa.float64(), "str": pa.string()}
+    kinds |= {f"list[{name}]": pa.list_(kinds[name]) for name in ("int", "float")}
+    typed = [(f.name, *str(f.type).partition(" | None")) for f in dataclasses.fields(Row)]
+    return pa.schema([pa.field(name, kinds[kind], nullable=bool(optional)) for name, kind, optional, _ in typed])

@@ -1,4 +1,8 @@
-"""Cases of step times as steps that an engine can launch: slots, positions and pages made by hand."""
+"""Which cases to measure, so that every step of given loads can be predicted, as few as that takes; and their steps.
+
+Device time is dear. Lines in KV tokens and in pairs need two points each; sizes need to be as close as the curve bends
+between them. docs/replay.md has the sums.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,247 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcpbench.points.batches import PADDING_POSITION, PADDING_SLOT
+from dcpbench.errors import UsageError
+from dcpbench.points.batches import GRAPH_BATCHES, PADDING_POSITION, PADDING_SLOT, batch_rows
+from dcpbench.points.names import CLOSED
+from dcpbench.serving.load_words import FIXED, TRACE_LENGTHS, parse_lengths
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step, TableWrite
+from dcpbench.serving.step_times import CHECK, GATHER, LINE, Case, Chunks, Decodes
 
 if TYPE_CHECKING:
-    from dcpbench.serving.scheduler import SchedulerConfig
-    from dcpbench.serving.step_times import Case
+    from collections.abc import Iterable, Iterator
+    from collections.abc import Sequence as SequenceOf
 
+    from dcpbench.points.point import Point
+    from dcpbench.serving.scheduler import SchedulerConfig
+
+NEAR_TOP, GROWTH, FAR_GROWTH = 4, 1.19, 1.5
+"""Neighbouring numbers of decode rows differ by GROWTH at least, and by FAR_GROWTH below a NEAR_TOP-th of the most:
+clients that wait for answers leave those to a run's beginning and end. In an open loop they are as usual as others."""
+CHUNK_TOKENS = (1, 16, 48, 128, 512, 2048, 4096, 8192, 16384, 32768)
+"""Up to here experts are hit by few tokens, then all of them, then products outgrow the reading of weights."""
+SHORT_CHUNKS = 8
+"""Chunks of a step with short prompts."""
+ATTENTION_SHOWS = 2048
+"""From so many tokens on, how they are divided over prompts, and that there is some prefix at all, is measured."""
+MANY_PREFIX = 8192
+"""Stored tokens before each of many chunks: more would only cost more time."""
+LATE = 4
+"""A chunk at the end of a long prompt is a LATE-th of it at most: nearly all that it attends to lies before it."""
+MIXED_TOKENS = (128, 2048)
+"""Chunks beside which decode rows are measured: as many tokens, or the next fewer that there are."""
+KEPT = 8
+"""They take no more than a KEPT-th of the cache: beside a short chunk requests may have nearly all of it."""
+SAME = 0.1
+"""A prompt this near to a measured size needs none of its own."""
 OUTPUT_TOKENS = 2
 """Of the requests, which never finish: no step says that it samples a last token."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Extent:
+    """What the steps of one replica can be like, at most."""
+
+    requests: int
+    context: int
+    """Tokens of a request."""
+    pages: int
+    """Of KV, without the padding page; a virtual page on all dcp ranks each."""
+    virtual_page: int
+    chunk: int
+    """Prompt tokens of a step."""
+    targets: tuple[int, ...] = ()
+    """Requests that closed loops keep in flight on a replica: the numbers of rows that come most."""
+    open_loop: bool = False
+    """Whether there are loads that keep no number in flight."""
+    prompts: tuple[int, ...] = ()
+    """Lengths that all prompts of a load have."""
+    shared: bool = False
+    """Whether prompts share prefixes, so that requests together attend to more than the cache holds."""
+
+    @property
+    def at_once(self) -> int:
+        """Requests that can run at the same time: each has a page at least."""
+        return min(self.requests, self.pages)
+
+    @classmethod
+    def of(cls, points: Iterable[Point], *, pages: int, max_context: int) -> Extent:
+        """Of all points of one engine path, with `pages` in each rank's pool, the padding page included."""
+        points = list(points)
+        one = points[0]
+        loads = [p.load for p in points if p.load is not None]
+        lengths = (parse_lengths("input", x.input_tokens) for x in loads if x.input_tokens != TRACE_LENGTHS)
+        closed = [p for p in points if p.load is not None and p.load.arrival == CLOSED]
+        return cls(
+            requests=max(-(-p.concurrency // p.dp) for p in points),
+            targets=tuple(sorted({-(-p.concurrency // p.dp) for p in closed})),
+            open_loop=len(closed) < len(points),
+            context=min(max(p.context for p in points), max_context),
+            pages=pages - 1,
+            virtual_page=one.page_size * one.dcp,
+            chunk=max(x.chunk for x in loads) // one.dp,
+            prompts=tuple(sorted({x.low for x in lengths if x.kind == FIXED})),
+            shared=any(x.prefix_cache and (x.prefix_share or x.trace) for x in loads),
+        )
+
+    def fits(self, case: Case) -> bool:
+        """Whether slots, pages, context and chunk suffice for a case."""
+        lengths = [(d.requests, d.context) for d in case.decodes]
+        lengths += [(c.chunks, c.prefix + c.tokens) for c in case.chunks]
+        pages = sum(count * -(-tokens // self.virtual_page) for count, tokens in lengths)
+        return (
+            case.requests <= self.at_once
+            and (pages <= self.pages or self.shared)
+            and max(tokens for _, tokens in lengths) <= self.context
+            and sum(c.chunks * c.tokens for c in case.chunks) <= self.chunk
+        )
+
+    def longest(self, requests: int, pages_taken: int = 0) -> int:
+        """Most tokens that each of so many requests can have at once, sharing none; 0 where they have no room."""
+        return min(self.context, (self.pages - pages_taken) // requests * self.virtual_page)
+
+    def longest_prefix(self, chunks: int, tokens: int) -> int:
+        """Most stored tokens before each of so many chunks; chunks begin with a page. Negative: no room for them."""
+        room, page = self.context - tokens, self.virtual_page
+        if not self.shared:
+            room = min(room, (self.pages // chunks - -(-tokens // page)) * page)
+        return room // page * page
+
+    def fewest(self, tokens: int) -> int | None:
+        """Chunks that a step of so many prompt tokens has at least; None where there can be no such step."""
+        each = ((n, min(self.context, self.pages // n * self.virtual_page)) for n in range(1, self.at_once + 1))
+        return next((n for n, most in each if n * most >= tokens and -(-tokens // n) <= most), None)
+
+    def latest(self, tokens: int) -> int | None:
+        """Chunks with which they attend to most: many, so that little of their prompts is in them, if KV allows that.
+
+        None where no chunk can have a prefix.
+        """
+        fewest = self.fewest(tokens) or 1
+        several = range(fewest, max(fewest, min(-(-LATE * tokens // self.context), self.at_once)) + 1)
+        able = [n for n in several if self.longest_prefix(n, -(-tokens // n)) > 0]
+        return max(able, key=lambda n: self.longest_prefix(n, -(-tokens // n)) + tokens / n / 2, default=None)
+
+
+def grid(extent: Extent) -> list[Case]:
+    """The cases, cheapest kind first. Raises UsageError where the KV cache holds nothing."""
+    if extent.pages < 1:
+        raise UsageError("a KV cache without a page is too small to measure any step; give more with --kv-memory.")
+    sizes = chunk_sizes(extent)
+    wanted = [*_decodes(extent), *_prefills(extent, sizes), *_mixed(extent, sizes), *_checks(extent, sizes)]
+    return [case for case in dict.fromkeys(wanted) if extent.fits(case)]
+
+
+def row_sizes(requests: int, targets: Iterable[int] = (), *, open_loop: bool = False) -> list[int]:
+    """Padded sizes to measure for up to so many decode rows, of captured graphs and of eager steps past them."""
+    wanted = {batch_rows(min(n, requests)) for n in targets}
+    graphs = [s for s in GRAPH_BATCHES if s <= batch_rows(requests)]
+    eager = sorted({batch_rows(n) for n in range(GRAPH_BATCHES[-1] + 1, requests + 1)})
+    return [size for kind in (graphs, eager) for size in _thinned(kind, wanted, GROWTH if open_loop else FAR_GROWTH)]
+
+
+def chunk_sizes(extent: Extent) -> list[int]:
+    """Tokens of the steps with chunks alone, up to the most that requests and KV allow."""
+    able = (n * min(extent.context, extent.pages // n * extent.virtual_page) for n in range(1, extent.at_once + 1))
+    top = min(extent.chunk, max(able))
+    sizes = [s for s in CHUNK_TOKENS if s < top] + [top]
+    own = [p for p in extent.prompts if p < top and all(abs(p - s) > SAME * s for s in sizes)]
+    return sorted({*sizes, *own})
+
+
+def _thinned(sizes: SequenceOf[int], wanted: Iterable[int], far: float) -> list[int]:
+    """From the largest down, each smaller by a factor; the smallest and those wanted always."""
+    kept: list[int] = []
+    for size in reversed(sizes):
+        factor = GROWTH if size * NEAR_TOP >= sizes[-1] else far
+        if not kept or size * factor <= kept[-1] or size == sizes[0] or size in wanted:
+            kept.append(size)
+    return kept[::-1]
+
+
+def _decodes(extent: Extent) -> Iterator[Case]:
+    """For each size few and most KV tokens, at the largest something between."""
+    sizes = row_sizes(extent.at_once, extent.targets, open_loop=extent.open_loop)
+    for size in sizes:
+        requests = min(size, extent.at_once)
+        for context in _contexts(extent, requests, middle=size == sizes[-1]):
+            yield Case(decodes=(Decodes(requests, context),))
+
+
+def _contexts(extent: Extent, requests: int, pages_taken: int = 0, *, middle: bool = False) -> list[int]:
+    """Few and most KV tokens that each of so many requests attends to."""
+    most = extent.longest(requests, pages_taken)
+    if most < 1:
+        return []
+    found = {min(extent.virtual_page, most), most} | ({extent.context} if extent.shared else set())
+    return sorted(found | ({(min(found) + most) // 2} if middle else set()))
+
+
+def _prefills(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
+    """For each size prompts without prefix, and at the end of long ones; where attention shows, short prompts, too.
+
+    From no prefix to some, work begins that even the shortest brings: it is measured once.
+    """
+    once = _at_most(ATTENTION_SHOWS, sizes)
+    for size in sizes:
+        fewest = extent.fewest(size) or 1
+        if size >= once:
+            yield from _chunks(extent, size, max(fewest, min(SHORT_CHUNKS, extent.at_once, size)))
+        yield from _chunks(extent, size, fewest)
+        if size == once:
+            yield from _chunks(extent, size, fewest, prefix=extent.virtual_page)
+        if late := extent.latest(size):
+            yield from _chunks(extent, size, late, prefix=extent.context)
+    many = min(SHORT_CHUNKS, extent.at_once, once)
+    if many > max(extent.fewest(once) or 1, extent.latest(once) or 1):
+        yield from _chunks(extent, once, many, prefix=MANY_PREFIX, use=GATHER)
+
+
+def _chunks(extent: Extent, size: int, chunks: int, *, prefix: int = 0, use: str = LINE) -> Iterator[Case]:
+    """A case of so many chunks with that prefix in whole pages, or the longest that they can have, if they can."""
+    page = extent.virtual_page
+    longest = extent.longest_prefix(chunks, -(-size // chunks)) if prefix else 0
+    if not prefix or longest > 0:
+        yield Case(chunks=_even(size, chunks, min(max(prefix // page, 1) * page, longest)), use=use)
+
+
+def _mixed(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
+    """Decode rows beside a chunk that leaves them most of the cache and all other slots."""
+    largest = min(max(extent.pages // KEPT, 1) * extent.virtual_page, extent.context)
+    for size in sorted({_at_most(min(tokens, largest), sizes) for tokens in MIXED_TOKENS}):
+        chunks = _even(size, extent.fewest(size) or 1)
+        taken = sum(c.chunks * -(-c.tokens // extent.virtual_page) for c in chunks)
+        room = min(extent.at_once - sum(c.chunks for c in chunks), extent.pages - taken)
+        if room < 1:
+            continue
+        between = max((n for n in GRAPH_BATCHES if n <= room / 3), default=1)
+        for requests in sorted({1, between, room}):
+            for context in _contexts(extent, requests, taken):
+                yield Case(decodes=(Decodes(requests, context),), chunks=chunks)
+
+
+def _checks(extent: Extent, sizes: SequenceOf[int]) -> Iterator[Case]:
+    """What the prediction takes to be alike: uneven requests, sizes and prefixes between the measured ones."""
+    half = extent.at_once // 2
+    most = extent.longest(max(2 * half, 1))
+    if half and most > 8:  # noqa: PLR2004 - something to divide unevenly
+        yield Case(decodes=(Decodes(half, most), Decodes(half, most // 8)), use=CHECK)
+        size = _at_most(1024, sizes)
+        prefix = extent.longest_prefix(1, size) // 2 // extent.virtual_page * extent.virtual_page
+        if prefix > 0:
+            yield Case(chunks=_even(size - size // 4, 1, prefix), use=CHECK)
+            yield Case(decodes=(Decodes(half, most // 4),), chunks=_even(size - size // 4, 1, prefix), use=CHECK)
+
+
+def _even(tokens: int, chunks: int, prefix: int = 0) -> tuple[Chunks, ...]:
+    """So many chunks that have `tokens` together and differ by one at most."""
+    small, more = divmod(tokens, chunks)
+    parts = Chunks(more, small + 1, prefix), Chunks(chunks - more, small, prefix)
+    return tuple(part for part in parts if part.chunks)
+
+
+def _at_most(tokens: int, sizes: SequenceOf[int]) -> int:
+    return max((s for s in sizes if s <= tokens), default=sizes[0])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,6 @@ the slowest rank's, so that all ranks choose alike.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import statistics
@@ -25,19 +24,11 @@ from dcpbench.records.stats import StopRule
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dcpbench.engine.decode import Batch, DecodeEngine, Request
+    from dcpbench.engine.decode import Batch, DecodeEngine
     from dcpbench.points.point import Point
 
 RULE = StopRule(seconds=1.0)
 CHUNK_SECONDS = 0.1
-
-
-@dataclasses.dataclass(frozen=True)
-class Load:
-    """What a step is planned for: this replica's requests, and the rows that all replicas run."""
-
-    requests: list[Request]
-    rows: int
 
 
 def candidates(point: Point) -> list[tuple[str, str]]:
@@ -52,8 +43,10 @@ def first(point: Point) -> tuple[str, str]:
     return candidates(point)[0]
 
 
-def choose(engine: DecodeEngine, point: Point, load: Load, alive: Callable[[], None]) -> Choice | None:
+def choose(engine: DecodeEngine, point: Point, plan: Callable[[], Batch], alive: Callable[[], None]) -> Choice | None:
     """Leave the engine with the fastest candidate and say what was found; None where nothing was left open.
+
+    `plan` gives the batch that each candidate runs.
 
     Collective. One that cannot run here is noted with its reason. Raises that of the last one when none can.
     """
@@ -63,13 +56,12 @@ def choose(engine: DecodeEngine, point: Point, load: Load, alive: Callable[[], N
     refused: DcpbenchError | None = None
     for backend, exchange in candidates(point):
         alive()
-        refusal = _refusal(engine, backend, exchange, load)
+        refusal = _refusal(engine, backend, exchange, plan)
         if refusal is not None:
             refused = refusal
             found.append(Tried(backend=backend, exchange=exchange, reason=str(refusal)))
             continue
-        batch = engine.plan(load.requests, load.rows)
-        found.append(Tried(backend=backend, exchange=exchange, layer_us=_layer_us(engine, batch, alive)))
+        found.append(Tried(backend=backend, exchange=exchange, layer_us=_layer_us(engine, plan(), alive)))
     times = {(c.backend, c.exchange): c.layer_us for c in found if c.layer_us is not None}
     if not times:
         assert refused is not None
@@ -79,12 +71,12 @@ def choose(engine: DecodeEngine, point: Point, load: Load, alive: Callable[[], N
     return Choice(backend=backend, exchange=exchange, candidates=found)
 
 
-def _refusal(engine: DecodeEngine, backend: str, exchange: str, load: Load) -> DcpbenchError | None:
+def _refusal(engine: DecodeEngine, backend: str, exchange: str, plan: Callable[[], Batch]) -> DcpbenchError | None:
     """Why a candidate cannot run, on whichever rank: no rank may wait in what the others pass over."""
     refusal = None
     try:
         engine.use(backend, exchange)
-        engine.plan(load.requests, load.rows)
+        plan()
     except DcpbenchError as e:
         refusal = e
     return next((e for e in gather_objects(refusal) if e is not None), None)

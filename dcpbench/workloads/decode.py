@@ -15,17 +15,16 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from dcpbench.engine.synthetic_routing import router_inputs
 from dcpbench.exchange.collectives import gather_objects, is_first, largest_error
 from dcpbench.measuring.gpu_state import GpuSampler, worst
 from dcpbench.measuring.profiling import profile_cpu_step, profile_step
 from dcpbench.measuring.timing import time_steps
 from dcpbench.points import memory
 from dcpbench.records import formulas
-from dcpbench.records.record import Record
+from dcpbench.records.record import Kv, Record
 from dcpbench.workloads.attention_error import LIMIT, attention_error
-from dcpbench.workloads.choice import Load, choose
-from dcpbench.workloads.point_facts import device_allocations, device_marks, held, kv_facts, memory_in_use
+from dcpbench.workloads.choice import choose
+from dcpbench.workloads.point_facts import device_allocations, device_marks, held, memory_in_use
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,8 +63,6 @@ def run(
     settings: Settings,
     environment: Environment,
     *,
-    l2_bytes: int,
-    bounded_by: str,
     tell: Callable[[str], None],
 ) -> Record:
     """Measure one point on a built engine. Collective; every rank returns a record, rank 0's is complete."""
@@ -75,7 +72,7 @@ def run(
     mine = range(_share(point, engine.model.groups.dp.rank))
     requests = [_admit(engine, session, point, settings.seed, i) for i in mine]
     try:
-        choice = choose(engine, point, Load(requests, rows), lambda: tell("choose"))
+        choice = choose(engine, point, lambda: engine.plan(requests, rows), lambda: tell("choose"))
         batch = engine.plan(requests, rows)
         if point.weights == "synthetic" and batch.router_inputs is None:
             batch.router_inputs = _router_inputs(session, batch, settings.seed)
@@ -98,7 +95,7 @@ def run(
         if settings.profile:
             tell("profile")
             profile = _profile(engine, batch)
-        kv = kv_facts(session, bounded_by, point.context + memory.HEADROOM_TOKENS)
+        kv = Kv.of(session.plan, point.context + memory.HEADROOM_TOKENS, engine.allocator.fragmentation())
     finally:
         for request in requests:
             engine.release(request)
@@ -109,7 +106,7 @@ def run(
         marks=device_marks(point, device)
         + _timing_marks(timing, gpu)
         + _step_marks(profile, allocated, graph_error)
-        + _cache_marks(session, l2_bytes)
+        + (["l2_warm"] if session.plan.l2_warm else [])
         + _accuracy_marks(error, point.dtype),
         metrics=formulas.decode_metrics(timing.samples_ms, point.concurrency, point.tp),
         phases=profile.phases,
@@ -155,15 +152,7 @@ def _router_inputs(session: Session, batch: Batch, seed: int) -> torch.Tensor:
     """
     dp = session.point.dp
     numbers = [row * dp + replica for replica in range(dp) for row in range(batch.size)]
-    shape, kv = session.shape, session.engine.model.kv.data
-    return router_inputs(
-        numbers,
-        layers=shape.layers - shape.first_dense,
-        hidden=shape.hidden,
-        seed=seed,
-        dtype=kv.dtype,
-        device=kv.device,
-    )
+    return session.router_inputs(numbers, memory.all_layers(session.shape).moe, seed)
 
 
 def _plan_time_us(engine: DecodeEngine, requests: list[Request], rows: int) -> float:
@@ -236,14 +225,6 @@ def _step_marks(profile: Profile, allocated: int, graph_error: float | None) -> 
 
 def _accuracy_marks(attention_error: float, dtype: str) -> list[str]:
     return [] if attention_error <= LIMIT[dtype] else ["inaccurate"]
-
-
-def _cache_marks(session: Session, l2_bytes: int) -> list[str]:
-    """`l2_warm` where the layers held read too little between two uses of one of them (memory.least_layers)."""
-    point = session.point
-    itemsize = session.engine.model.kv.data.element_size()
-    cycled = session.plan.layers_held * memory.sure_bytes(session.shape, point.layout, itemsize, point.group_wide)
-    return ["l2_warm"] if cycled < memory.CACHE_FACTOR * l2_bytes else []
 
 
 def _synchronize(device: torch.device) -> None:

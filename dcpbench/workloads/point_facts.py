@@ -1,4 +1,4 @@
-"""What every record of a point says of its device and its KV cache, whatever the workload."""
+"""What every record of a point says of its device and its weights, whatever the workload."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.exchange.collectives import gather_objects
-from dcpbench.points import memory
-from dcpbench.records.record import Honesty, Kv
+from dcpbench.records.record import Honesty
 
 if TYPE_CHECKING:
     from dcpbench.points.point import Point
@@ -22,23 +21,6 @@ def device_allocations(device: torch.device) -> int:
         return 0
     stats = torch.cuda.memory_stats(device)
     return sum(gather_objects(stats["num_device_alloc"] + stats["num_device_free"]))
-
-
-def kv_facts(session: Session, bounded_by: str, tokens: int) -> Kv:
-    """The layout's KV cache, and how many requests of `tokens` tokens fit into it."""
-    point, engine = session.point, session.engine
-    allocator, pool = engine.allocator, engine.model.kv
-    pages = allocator.pages - memory.PAGES_OF_PADDING
-    one = allocator.pages_for(tokens)
-    itemsize = pool.data.element_size()
-    return Kv(
-        pool_bytes_per_gpu=pool.nbytes,
-        bytes_per_token_per_gpu=session.shape.kv_bytes_per_token(itemsize) / (point.dp * point.dcp),
-        capacity_tokens=pages * allocator.virtual_page * point.dp,
-        capacity_requests=pages // one * point.dp,
-        bounded_by=bounded_by,
-        fragmentation=allocator.fragmentation(),
-    )
 
 
 def held(session: Session) -> Honesty:

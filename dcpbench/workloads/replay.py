@@ -8,8 +8,8 @@ from dcpbench.errors import RecordsError
 from dcpbench.exchange.collectives import gather_objects, is_first
 from dcpbench.points.names import REPLAY
 from dcpbench.serving.loads import requests_of
-from dcpbench.serving.replay_point import Pool, replay_point, step_times_name
-from dcpbench.serving.step_grid import grid
+from dcpbench.serving.replay import replay_point, step_times_name
+from dcpbench.serving.step_cases import grid
 from dcpbench.serving.step_times import EnginePath, StepTimes, read_step_times, write_step_times
 from dcpbench.workloads import step_times
 
@@ -35,7 +35,6 @@ def run(
     folder: Path,
     known: Known,
     *,
-    bounded_by: str,
     tell: Callable[..., None],
 ) -> Record:
     """Replay a point on rank 0, with step times for all of `points` that share its path. Collective.
@@ -58,18 +57,8 @@ def run(
     record = None
     if is_first():
         requests = requests_of(point, settings, session.shape.vocab)
-        engine = session.engine
-        pool = Pool(pages=engine.allocator.pages, max_context=engine.max_context, bounded_by=bounded_by)
         record = replay_point(
-            point,
-            requests,
-            known[path],
-            settings,
-            folder,
-            shape=session.shape,
-            pool=pool,
-            file=name,
-            command=environment.command,
+            point, session.plan, requests, known[path], settings, folder, file=name, command=environment.command
         )
     found = gather_objects(record)[0]
     assert found is not None

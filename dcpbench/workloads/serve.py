@@ -13,12 +13,11 @@ import numpy as np
 
 from dcpbench.engine.prefill import Prefiller
 from dcpbench.engine.serve import ServeEngine
-from dcpbench.engine.synthetic_routing import router_inputs
 from dcpbench.exchange.collectives import gather_objects, is_first
 from dcpbench.measuring.gpu_state import GpuSampler, worst
 from dcpbench.measuring.profiling import record, sync_sites
 from dcpbench.measuring.timing import compiled_kernels
-from dcpbench.records.record import Record
+from dcpbench.records.record import Kv, Record
 from dcpbench.serving import outcome
 from dcpbench.serving.loads import requests_of
 from dcpbench.serving.requests import ServeRequest
@@ -26,14 +25,12 @@ from dcpbench.serving.samples import write_samples
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from dcpbench.serving.traffic import Traffic
 from dcpbench.workloads.decode import MOST_IDLE, WORST_SITES
-from dcpbench.workloads.point_facts import device_allocations, device_marks, held, kv_facts, memory_in_use
+from dcpbench.workloads.point_facts import device_allocations, device_marks, held, memory_in_use
 from dcpbench.workloads.serving_loop import Agreement, Loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
-
-    import torch
 
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
@@ -54,16 +51,18 @@ INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM)
 class Serving:
     """What runs of one engine path share: captured graphs, prefill buffers, and how ranks agree."""
 
-    def __init__(self, session: Session, chunk: int, prefill: str) -> None:
-        """Collective. `chunk`: the most prompt tokens of a step over the layout, of all loads that will run."""
+    def __init__(self, session: Session, prefill: str) -> None:
+        """Collective."""
         engine, layout = session.engine, session.point.layout
-        replica_chunk = chunk // layout.dp
+        replica_chunk = session.plan.chunk // layout.dp
         gather = "direct" if session.point.exchange == "symm" else "nccl"
         prefiller = Prefiller(engine.model, backend=prefill, tokens=replica_chunk, gather=gather)
         inputs = None
         if session.point.weights == "synthetic":
-            inputs = _router_inputs(session, layout.dp * (replica_chunk + engine.largest))
-        self.session, self.chunk, self.prefill = session, chunk, prefill
+            # One draw for each row of a step, for all layers: their routers differ. Which experts work never depends on
+            # how a layout rounds.
+            inputs = session.router_inputs(list(range(layout.dp * (replica_chunk + engine.largest))), layers=1, seed=0)
+        self.session, self.prefill = session, prefill
         self.engine = ServeEngine(engine, prefiller, inputs)
         self.agree = Agreement()
 
@@ -94,21 +93,20 @@ class Serving:
             self.loop(point, _requests(lengths, 1, self.session.shape.vocab), concurrency=at_once).run(alive)
 
 
-def serving_for(session: Session, point: Point, chunk: int) -> Serving:
+def serving_for(session: Session, point: Point) -> Serving:
     """What runs of a point share with earlier ones, made where there is nothing yet. Collective; see Serving."""
     load, old = point.load, session.serving
     assert load is not None
-    if old is None or (old.chunk, old.prefill) != (chunk, load.prefill):
+    if old is None or old.prefill != load.prefill:
         session.serving = old = None
-        session.serving = Serving(session, chunk, load.prefill)
+        session.serving = Serving(session, load.prefill)
     assert session.serving is not None
     return session.serving
 
 
 def scheduler_config(point: Point, session: Session) -> SchedulerConfig:
     """The scheduler of a point on a built engine."""
-    engine = session.engine
-    return SchedulerConfig.of(point, pages=engine.allocator.pages, max_context=engine.max_context)
+    return SchedulerConfig.of(point, pages=session.plan.pages, max_context=session.plan.max_context)
 
 
 def run(
@@ -119,7 +117,6 @@ def run(
     environment: Environment,
     folder: Path,
     *,
-    bounded_by: str,
     tell: Callable[..., None],
 ) -> Record:
     """Serve one point's load on a built engine. Collective; every rank returns a record, rank 0's is complete.
@@ -160,7 +157,7 @@ def run(
         host_syncs_per_step=None if sites is None else sum(s.per_step for s in sites),
         sync_sites=(sites or [])[:WORST_SITES],
         allocations_per_step=allocated / loop.counts.steps if device.type == "cuda" else None,
-        kv=kv_facts(session, bounded_by, point.context),
+        kv=Kv.of(session.plan, point.context, session.engine.allocator.fragmentation()),
         memory_peak_bytes=memory_in_use(device),
         honesty=msgspec.structs.replace(
             held(session),
@@ -214,7 +211,7 @@ def _is_the_read(site: SyncSite) -> bool:
 
 def _profile(serving: Serving, point: Point) -> list[SyncSite] | None:
     """Where the host waits in a turn of the loop, from a separate pass of decode steps; None where none fit."""
-    output = 2 * PROFILED_STEPS + 2 * (point.concurrency * SHORT_PROMPT // serving.chunk + 1)
+    output = 2 * PROFILED_STEPS + 2 * (point.concurrency * SHORT_PROMPT // serving.session.plan.chunk + 1)
     allocator = serving.session.engine.allocator
     fit = point.dp * ((allocator.pages - 1) // allocator.pages_for(SHORT_PROMPT + output))
     count = min(point.concurrency, fit)
@@ -260,16 +257,6 @@ def _requests(lengths: Sequence[int], output: int, vocab: int) -> list[ServeRequ
         ServeRequest(number=i, prompt=generator.integers(0, vocab, n, dtype=np.int32), output_tokens=output)
         for i, n in enumerate(lengths)
     ]
-
-
-def _router_inputs(session: Session, rows_of_all: int) -> torch.Tensor:
-    """One draw for each row of a step, for all layers: their routers differ. Which experts work never depends on how a
-    layout rounds.
-    """
-    kv = session.engine.model.kv.data
-    return router_inputs(
-        list(range(rows_of_all)), layers=1, hidden=session.shape.hidden, seed=0, dtype=kv.dtype, device=kv.device
-    )
 
 
 def _note(loop: Loop) -> str:

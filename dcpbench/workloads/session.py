@@ -14,7 +14,7 @@ from dcpbench.engine.decode import DecodeEngine
 from dcpbench.engine.groups import make_groups
 from dcpbench.engine.kv_pool import KvPool
 from dcpbench.engine.model import Model
-from dcpbench.engine.synthetic import SyntheticSource
+from dcpbench.engine.synthetic import SyntheticSource, router_inputs
 from dcpbench.engine.weights import load_weights
 from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
 from dcpbench.points.batches import batch_rows
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from dcpbench.engine.weights import Source
     from dcpbench.exchange.symmetric_all_reduce import AllReduce
-    from dcpbench.points.memory import Plan
+    from dcpbench.points.budget import EnginePlan
     from dcpbench.points.point import Point
     from dcpbench.points.shapes import ModelShape
     from dcpbench.workloads.serve import Serving
@@ -39,7 +39,7 @@ class Session:
 
     point: Point
     shape: ModelShape
-    plan: Plan
+    plan: EnginePlan
     engine: DecodeEngine
     reduce_spec: ReduceSpec
     all_reduces: dict[str, AllReduce] = dataclasses.field(default_factory=dict)
@@ -58,28 +58,32 @@ class Session:
         self.engine.use(*choice.first(point), overlap=point.overlap)
         self.point, self.serving = point, None
 
+    def router_inputs(self, numbers: list[int], layers: int, seed: int) -> torch.Tensor:
+        """What routers read with synthetic weights, a row for each number; see engine/synthetic.py."""
+        kv = self.engine.model.kv.data
+        return router_inputs(
+            numbers, layers=layers, hidden=self.shape.hidden, seed=seed, dtype=kv.dtype, device=kv.device
+        )
+
 
 def build(
     point: Point,
     shape: ModelShape,
-    plan: Plan,
+    plan: EnginePlan,
     *,
-    pages: int,
-    max_requests: int,
-    max_context: int,
     rank: int,
     device: torch.device,
     seed: int,
     alive: Callable[[], None] = lambda: None,
 ) -> Session:
-    """Weights, an empty KV pool and an engine for `point`'s layout. Collective."""
+    """Weights, an empty KV pool and an engine as planned, on the path of `point`. Collective."""
     layout, dtype = point.layout, DTYPES[point.dtype]
     source: Source = SyntheticSource(seed, dtype, device)
     if point.weights != source.kind:
         source = CheckpointSource(Path(point.weights), dtype, device)
     groups = make_groups(layout, rank)
-    weights = load_weights(source, shape, layout, rank, plan, alive, point.group_wide)
-    kv = KvPool(shape.layers, pages, point.page_size, shape.kv_width, dtype, device)
+    weights = load_weights(source, shape, layout, rank, plan.held, alive, point.group_wide)
+    kv = KvPool(shape.layers, plan.pages, point.page_size, shape.kv_width, dtype, device)
     model = Model(
         shape,
         layout,
@@ -87,7 +91,7 @@ def build(
         weights,
         kv,
         interleave=point.interleave,
-        max_context=max_context,
+        max_context=plan.max_context,
         device=device,
         wide=point.group_wide,
     )
@@ -96,11 +100,11 @@ def build(
         model,
         backend=backend,
         exchange=exchange,
-        max_requests=max_requests,
-        max_context=max_context,
+        max_requests=plan.max_requests,
+        max_context=plan.max_context,
         overlap=point.overlap,
     )
-    spec = ReduceSpec(rows=batch_rows(max_requests), columns=shape.hidden, dtype=dtype, device=device)
+    spec = ReduceSpec(rows=batch_rows(plan.max_requests), columns=shape.hidden, dtype=dtype, device=device)
     session = Session(point=point, shape=shape, plan=plan, engine=engine, reduce_spec=spec)
     session.follow(point)
     return session

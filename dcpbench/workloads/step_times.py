@@ -19,11 +19,9 @@ import msgspec
 import torch
 
 from dcpbench.exchange.collectives import gather_objects
-from dcpbench.kernels.synthetic_kv import fill_request
 from dcpbench.measuring.gpu_state import GpuSampler, worst
 from dcpbench.points.batches import GRAPH_BATCHES
-from dcpbench.serving.step_cases import CaseMaker
-from dcpbench.serving.step_grid import Extent, grid
+from dcpbench.serving.step_cases import CaseMaker, Extent, grid
 from dcpbench.serving.step_times import EnginePath, Measured, StepTimes
 from dcpbench.workloads.point_facts import device_marks, held
 from dcpbench.workloads.serve import scheduler_config
@@ -56,8 +54,8 @@ FILL_TOKENS = 1 << 20
 
 def extent_of(serving: Serving, points: Sequence[Point]) -> Extent:
     """What the steps of these points can be like on a built engine."""
-    engine = serving.session.engine
-    return Extent.of(points, pages=engine.allocator.pages, max_context=engine.max_context)
+    plan = serving.session.plan
+    return Extent.of(points, pages=plan.pages, max_context=plan.max_context)
 
 
 def measure(
@@ -212,17 +210,10 @@ def _launch_ms(serving: Serving, pipeline: Pipeline, steps: CaseSteps, samples: 
 def _fill(serving: Serving) -> None:
     """Random KV rows everywhere, and token ids: zeros would make a GPU clock higher, and one expert do all the work."""
     session = serving.session
-    model, engine = session.engine.model, session.engine
-    for index, first in enumerate(range(0, engine.allocator.pages * engine.allocator.virtual_page, FILL_TOKENS)):
-        last = min(first + FILL_TOKENS, engine.allocator.pages * engine.allocator.virtual_page)
-        fill_request(
-            model.kv.all_rows(),
-            torch.arange(first, last, dtype=torch.int32, device=engine.device),
-            request=index,
-            seed=0,
-            rank=model.groups.dcp.rank,
-            dcp=model.layout.dcp,
-            interleave=model.interleave,
-        )
+    engine = session.engine
+    locs = engine.allocator.pages * engine.allocator.virtual_page
+    for index, first in enumerate(range(0, locs, FILL_TOKENS)):
+        some = torch.arange(first, min(first + FILL_TOKENS, locs), dtype=torch.int32, device=engine.device)
+        engine.fill_locs(some, number=index, seed=0)
     generator = torch.Generator(engine.device).manual_seed(0)
     engine.requests.tokens[1:].random_(0, session.shape.vocab, generator=generator)

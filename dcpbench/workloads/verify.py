@@ -27,11 +27,11 @@ from dcpbench.exchange.collectives import gather_objects, largest_error
 from dcpbench.kernels import moe
 from dcpbench.launch.jobs import Check
 from dcpbench.points import layout as arithmetic
-from dcpbench.points import memory
+from dcpbench.points.budget import plan_whole
 from dcpbench.points.names import ALL_REDUCES, NO_EXCHANGE
 from dcpbench.workloads import oracle
 from dcpbench.workloads.attention_error import LIMIT, attention_error
-from dcpbench.workloads.session import DTYPES, build
+from dcpbench.workloads.session import build
 
 if TYPE_CHECKING:
     from dcpbench.engine.decode import DecodeEngine, Request
@@ -231,30 +231,8 @@ def _decode(
 def _engine(
     point: Point, shape: ModelShape, lengths: list[int], seed: int, rank: int, device: torch.device
 ) -> DecodeEngine:
-    layout = point.layout
-    pages = sum(memory.pages_for(n, layout, point.page_size) for n in lengths) + memory.PAGES_OF_PADDING
-    moe = shape.layers - shape.first_dense
-    itemsize = DTYPES[point.dtype].itemsize
-    held = memory.weight_bytes(shape, layout, itemsize, shape.first_dense, moe, point.group_wide)
-    plan = memory.Plan(
-        kv_bytes=pages * memory.page_bytes(shape, point.page_size, itemsize),
-        weight_bytes=held,
-        full_weight_bytes=held,
-        dense_held=shape.first_dense,
-        moe_held=moe,
-        layers=shape.layers,
-    )
-    return build(
-        point,
-        shape,
-        plan,
-        pages=pages,
-        max_requests=len(lengths),
-        max_context=max(lengths),
-        rank=rank,
-        device=device,
-        seed=seed,
-    ).engine
+    plan = plan_whole(point, lengths, shape)
+    return build(point, shape, plan, rank=rank, device=device, seed=seed).engine
 
 
 def _check(point: Point, name: str, error: float, limit: float | None, detail: str) -> Check:

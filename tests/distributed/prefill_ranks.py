@@ -18,11 +18,12 @@ import torch.multiprocessing as mp
 
 from dcpbench.engine.prefill import Prefiller
 from dcpbench.points import memory
+from dcpbench.points.budget import plan_whole
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
 from dcpbench.points.shapes import load_shape
 from dcpbench.workloads.session import build
-from tests.unit.engine_builder import CPU, plan
+from tests.unit.engine_builder import CPU
 from tests.unit.prefill_builder import Prompt, prompt_tokens, step
 
 LENGTH = 40
@@ -104,10 +105,7 @@ def prompts(replica: int) -> list[list[int]]:
 def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -> float:
     """Largest difference of any logit of any step from the truth [replicas · prompts, tokens, vocab]."""
     point, shape = case.point(folder), load_shape(str(folder / case.model))
-    pages = 2 * -(-CONTEXT // (case.page_size * case.layout.dcp)) + 1
-    session = build(
-        point, shape, plan(shape), pages=pages, max_requests=2, max_context=CONTEXT, rank=rank, device=CPU, seed=0
-    )
+    session = build(point, shape, plan_whole(point, [CONTEXT] * 2, shape), rank=rank, device=CPU, seed=0)
     nbytes = memory.window_bytes(shape, case.layout, case.window, 4)
     engine = session.engine
     prefiller = Prefiller(engine.model, backend="sdpa", tokens=CONTEXT, gather=case.gather, window_bytes=nbytes)

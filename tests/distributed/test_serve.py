@@ -9,7 +9,9 @@ import pytest
 
 from dcpbench.launch import launcher
 from dcpbench.launch.torchrun import Machines
+from dcpbench.points.budget import plan_engines
 from dcpbench.points.layout import Layout
+from dcpbench.points.machine import Probe
 from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
 from dcpbench.records.file import read_records
@@ -79,7 +81,9 @@ def point(checkpoint: str, layout: Layout, load: Load, concurrency: int = 6, **f
 
 def serve(points: list[Point], folder: Path, settings: Settings = Settings()) -> list[Record]:  # noqa: B008 - frozen
     """What a job of these points records."""
-    launcher.run(points, launcher.Work(folder=folder, settings=settings, device="cpu"), Machines(), lambda _: None)
+    engines = tuple(plan_engines(points, settings, Probe(device="cpu", count=0, name="CPU")))
+    work = launcher.Work(folder=folder, settings=settings, device="cpu", engines=engines)
+    launcher.run(points, work, Machines(), lambda _: None)
     return read_records(folder)
 
 

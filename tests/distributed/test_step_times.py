@@ -9,13 +9,15 @@ import pytest
 
 from dcpbench.launch import launcher
 from dcpbench.launch.torchrun import Machines
+from dcpbench.points.budget import plan_engines
 from dcpbench.points.layout import Layout
+from dcpbench.points.machine import Probe
 from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
 from dcpbench.records.file import read_records
-from dcpbench.serving.replay_point import replay_from_file, step_times_name
+from dcpbench.serving.replay import replay_from_file, step_times_name
 from dcpbench.serving.samples import read_samples
-from dcpbench.serving.step_grid import grid
+from dcpbench.serving.step_cases import grid
 from dcpbench.serving.step_times import EnginePath, StepTimes, read_step_times
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ pytestmark = pytest.mark.distributed
 
 LOAD = Load(mode="replay", requests=12, input_tokens="uniform:1-40", output_tokens="uniform:1-8", chunk=16)
 SETTINGS = Settings(profile=False)
+CPU = Probe(device="cpu", count=0, name="CPU")
 
 
 def point(layout: Layout = Layout(2, dcp=2), concurrency: int = 6, **changes: object) -> Point:  # noqa: B008 - frozen
@@ -49,7 +52,9 @@ def point(layout: Layout = Layout(2, dcp=2), concurrency: int = 6, **changes: ob
 
 def run(points: list[Point], folder: Path) -> list[Record]:
     """What a job of these points records."""
-    launcher.run(points, launcher.Work(folder=folder, settings=SETTINGS, device="cpu"), Machines(), lambda _: None)
+    engines = tuple(plan_engines(points, SETTINGS, CPU))
+    work = launcher.Work(folder=folder, settings=SETTINGS, device="cpu", engines=engines)
+    launcher.run(points, work, Machines(), lambda _: None)
     records = read_records(folder)[-len(points) :]
     assert [(r.outcome, r.reason, r.detail) for r in records] == [("ok", None, {})] * len(points)
     return records
@@ -104,7 +109,7 @@ def test_every_case_was_measured_alike_on_all_ranks(job) -> None:
 
 
 def test_the_grid_is_that_of_the_larger_point(job) -> None:
-    from dcpbench.serving.step_grid import Extent
+    from dcpbench.serving.step_cases import Extent
 
     _, records, times = job
     pages = records[0].kv.capacity_tokens // 4 + 1
@@ -124,10 +129,10 @@ def test_every_request_is_answered_in_virtual_time(job) -> None:
 def test_the_same_file_gives_the_same_record_without_a_job(job, tmp_path) -> None:
     """Word for word, but for when, where to and by which command."""
     folder, records, _ = job
-    points = [r.point for r in records]
+    (plan,) = plan_engines([r.point for r in records], SETTINGS, CPU)
     for record in records:
         file = folder / record.honesty.step_times
-        again = replay_from_file(record.point, points, file, SETTINGS, tmp_path)
+        again = replay_from_file(record.point, plan, file, SETTINGS, tmp_path)
         honesty = msgspec.structs.replace(again.honesty, step_times=record.honesty.step_times)
         assert honesty == record.honesty
         assert (again.serve, again.kv, again.marks) == (record.serve, record.kv, record.marks)

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from dcpbench.bench.operators import calls as measuring
-from dcpbench.bench.operators.calls import Calls
+from dcpbench.bench.operators.calls import Calls, count_syncs
 from dcpbench.bench.operators.kv_write import KvWrite
-from dcpbench.bench.operators.sync_count import count_syncs
 from dcpbench.bench.record import BenchSettings, Case
 from dcpbench.measuring.timing import Timing, capture
 

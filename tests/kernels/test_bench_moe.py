@@ -39,7 +39,9 @@ def test_a_wrong_product_is_noticed(variant, product, device, monkeypatch):
         monkeypatch.setitem(
             moe.VARIANTS,
             variant,
-            lambda inputs, wrong=wrong: dataclasses.replace(right(inputs), call=lambda: wrong(right(inputs).call())),
+            lambda inputs, wrong=wrong: dataclasses.replace(
+                right(inputs), call=lambda: (wrong(*right(inputs).call()),)
+            ),
         )
         calls = Moe(device, 0).build(case(variant, product))
         assert "relative error" in calls.check(calls.run)

@@ -21,16 +21,10 @@ CPU = torch.device("cpu")
 TINY = SHAPES["tiny"]
 
 
-def plan(shape: ModelShape, dense: int | None = None, moe: int | None = None) -> memory.Plan:
-    """A plan that holds `dense` + `moe` layers, by default all of them. Its byte counts are not used."""
-    return memory.Plan(
-        kv_bytes=0,
-        weight_bytes=0,
-        full_weight_bytes=0,
-        layers=shape.layers,
-        dense_held=shape.first_dense if dense is None else dense,
-        moe_held=shape.layers - shape.first_dense if moe is None else moe,
-    )
+def layers(shape: ModelShape, dense: int | None = None, moe: int | None = None) -> memory.Layers:
+    """So many distinct layers to hold, by default all of them."""
+    whole = memory.all_layers(shape)
+    return memory.Layers(whole.dense if dense is None else dense, whole.moe if moe is None else moe)
 
 
 def alone(layout: Layout, rank: int) -> Groups:
@@ -58,7 +52,7 @@ def engine(
     overlap: bool = False,
 ) -> DecodeEngine:
     """The engine of one rank in fp32 with synthetic weights; it can run steps where the layout has one rank."""
-    weights = load_weights(SyntheticSource(seed, torch.float32, CPU), shape, layout, rank, plan(shape))
+    weights = load_weights(SyntheticSource(seed, torch.float32, CPU), shape, layout, rank, layers(shape))
     kv = KvPool(shape.layers, pages, page_size, shape.kv_width, torch.float32, CPU)
     groups = alone(layout, rank)
     model = Model(shape, layout, groups, weights, kv, interleave=interleave, max_context=context, device=CPU)
@@ -89,7 +83,7 @@ class Recorder(SyntheticSource):
 def tensors(shape: ModelShape) -> dict[str, torch.Tensor]:
     """All tensors of a model by their names in a checkpoint."""
     recorder = Recorder()
-    load_weights(recorder, shape, Layout(1), 0, plan(shape))
+    load_weights(recorder, shape, Layout(1), 0, layers(shape))
     return recorder.made
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dcpbench.records.record import Environment, Honesty
-from dcpbench.serving.step_grid import Extent, grid
+from dcpbench.serving.step_cases import Extent, grid
 from dcpbench.serving.step_times import EnginePath, Measured, StepTimes
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from dcpbench.bench.record import BenchRecord, Graph
 from dcpbench.bench.shown.findings import findings, marks_told, times
-from dcpbench.bench.shown.picture import write_picture
+from dcpbench.bench.shown.pictures import write_picture
 from dcpbench.bench.shown.table import legend, table
 from tests.unit.bench_builder import REFUSED, record, result, timing
 

@@ -64,10 +64,10 @@ class TestParts:
         del tensors["lm_head.weight"]
         save_file(tensors, tmp_path / "model.safetensors")
         tied = build.shape_like_tiny(tied=True)
-        held = load_weights(source(tmp_path), tied, Layout(2), 1, build.plan(tied))
+        held = load_weights(source(tmp_path), tied, Layout(2), 1, build.layers(tied))
         assert torch.equal(held.lm_head, tensors["model.embed_tokens.weight"][256:])
         with pytest.raises(ModelError, match=r"has no tensor 'lm_head\.weight'"):
-            load_weights(source(tmp_path), build.TINY, Layout(1), 0, build.plan(build.TINY))
+            load_weights(source(tmp_path), build.TINY, Layout(1), 0, build.layers(build.TINY))
 
 
 class TestRoutingBias:
@@ -76,7 +76,7 @@ class TestRoutingBias:
     def held(self, folder, tensors, dtype):
         """The routing of the first MoE layer, loaded in `dtype` from a checkpoint of these tensors."""
         save_file(tensors, folder / "model.safetensors")
-        return load_weights(source(folder, dtype), build.TINY, Layout(1), 0, build.plan(build.TINY)).moe[0].mlp
+        return load_weights(source(folder, dtype), build.TINY, Layout(1), 0, build.layers(build.TINY)).moe[0].mlp
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
     def test_it_is_held_as_it_is_published_whatever_the_models_dtype(self, tmp_path, dtype):
@@ -161,7 +161,7 @@ class TestErrors:
     def test_a_real_model_stops_at_its_first_missing_tensor(self, folder):
         """Through the loader: a rank asks for the embedding first."""
         with pytest.raises(ModelError, match=r"no tensor 'model.embed_tokens.weight'"):
-            load_weights(source(folder), build.TINY, Layout(1), 0, build.plan(build.TINY))
+            load_weights(source(folder), build.TINY, Layout(1), 0, build.layers(build.TINY))
 
     def test_a_folder_without_weights(self, tmp_path):
         with pytest.raises(ModelError, match=r"holds neither model\.safetensors\.index\.json nor model\.safetensors"):

@@ -11,7 +11,7 @@ from dcpbench.points.point import Point
 from dcpbench.records.record import Choice, Record, Tried
 from dcpbench.reports import chosen, frames
 from dcpbench.workloads import choice
-from dcpbench.workloads.choice import Load, choose
+from dcpbench.workloads.choice import choose
 from tests.unit import engine_builder, record_builder
 
 POINT = Point(model="tiny", tp=1, concurrency=3, context=9, backend="reference", exchange="auto", dtype="fp32")
@@ -42,18 +42,19 @@ def ran(monkeypatch, engine):
     return timed
 
 
-def load(engine):
+def three_requests(engine):
     """Three requests in four rows."""
     requests = [engine.admit(4) for _ in range(3)]
     for number, request in enumerate(requests):
         engine.fill(request, number, seed=0)
-    return Load(requests, 3)
+    return requests
 
 
 def chosen_by(engine, point=POINT, alive=lambda: None):
     """What `choose` says."""
     with torch.inference_mode():
-        return choose(engine, point, load(engine), alive)
+        requests = three_requests(engine)
+        return choose(engine, point, lambda: engine.plan(requests, 3), alive)
 
 
 class TestChoose:

@@ -26,28 +26,14 @@ POINT = Point(model="tiny", tp=1, concurrency=3, context=9, backend="reference",
 
 def session(point=POINT):
     """An engine for the point, as worker.py builds it."""
-    settings = Settings()
-    pages = budget.kv_pages(point, [point], settings, TINY, PROBE)
-    return build(
-        point,
-        TINY,
-        budget.memory_plan(point, pages, TINY, PROBE),
-        pages=pages,
-        max_requests=point.concurrency,
-        max_context=point.context + memory.HEADROOM_TOKENS,
-        rank=0,
-        device=CPU,
-        seed=0,
-    )
+    return build(point, TINY, budget.plan_engine([point], Settings(), TINY, PROBE), rank=0, device=CPU, seed=0)
 
 
 def run(built, point=POINT, *, profile=True):
     """The point's record and the stages it told, each once."""
     stages = []
     with torch.inference_mode():
-        record = decode.run(
-            built, point, Settings(profile=profile), HERE, l2_bytes=0, bounded_by="sweep", tell=stages.append
-        )
+        record = decode.run(built, point, Settings(profile=profile), HERE, tell=stages.append)
     return record, list(dict.fromkeys(stages))
 
 
@@ -97,6 +83,17 @@ class TestFollow:
         assert model.all_reduce == plain
         built.follow(msgspec.structs.replace(POINT, all_reduce="symm"))
         assert model.all_reduce is symmetric
+
+
+def test_an_engine_allocates_what_its_plan_says():
+    """Which is what --dry-run prints: the pool, the weights of all layers that are held, and room for the requests."""
+    built = session()
+    plan, engine = built.plan, built.engine
+    assert engine.model.kv.nbytes == plan.kv_bytes
+    assert engine.model.weights.nbytes() == plan.weight_bytes
+    assert (len(engine.model.weights.dense), len(engine.model.weights.moe)) == plan.held
+    assert (engine.allocator.pages, engine.requests.size) == (plan.pages, plan.max_requests)
+    assert (engine.max_context, plan.max_context) == (POINT.context + memory.HEADROOM_TOKENS,) * 2
 
 
 class TestRecord:
@@ -237,12 +234,15 @@ class TestMarks:
         assert marks(decode.Profile(phases=idle), 0, None) == [], "a CPU's idle time says nothing"
         assert marks(decode.Profile(), 0, 2e-3) == marks(decode.Profile(), 0, float("nan")) == ["graph_differs"]
 
-    def test_weights_that_stay_in_the_cache_between_two_uses_are_marked(self, measured):
+    def test_weights_that_stay_in_the_cache_between_two_uses_are_marked(self):
         """Three layers' sure bytes against four times the cache: equal is enough."""
-        built = measured[0]
-        cycled = 3 * memory.sure_bytes(TINY, POINT.layout, 4)
-        assert decode._cache_marks(built, cycled // 4) == []
-        assert decode._cache_marks(built, cycled // 4 + 1) == ["l2_warm"]
+        built, cycled = session(), 3 * memory.sure_bytes(TINY, POINT.layout, 4)
+        for l2_bytes, warm in ((cycled // 4, False), (cycled // 4 + 1, True)):
+            gpu = Probe(device="cuda", count=1, name="GPU", memory_bytes=80 << 30, l2_bytes=l2_bytes)
+            built.plan = budget.plan_engine([POINT], Settings(kv_memory_bytes=1 << 20), TINY, gpu)
+            built.plan = msgspec.structs.replace(built.plan, pages=built.engine.allocator.pages)
+            assert built.plan.layers_held == 3
+            assert ("l2_warm" in run(built, profile=False)[0].marks) is warm
 
     def test_an_attention_output_that_rounding_does_not_explain_is_marked(self):
         """bf16 is allowed 1e-2, fp32 1e-5; NaN is never fine."""

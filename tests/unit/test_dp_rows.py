@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcpbench.bench.operators.dp_slice import dp_rows
 from dcpbench.errors import UsageError
-from dcpbench.points.dp_rows import dp_rows
 
 
 def test_packed_rows_begin_after_those_of_all_lower_ranks():

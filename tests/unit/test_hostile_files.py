@@ -175,12 +175,6 @@ def plan_serve(path: Path) -> None:
     grid.expand(found, PROBE)
 
 
-def read_samples(path: Path) -> None:
-    """All that is read of them."""
-    samples.samples_point(path)
-    samples.read_samples(path)
-
-
 def made_samples(folder: Path) -> bytes:
     """Requests beside a record."""
     return (folder / samples.write_samples(folder, serve.point(Layout(4, 1, 4)), ROWS)).read_bytes()
@@ -209,7 +203,7 @@ KINDS: dict[str, tuple[str, Callable[[Path], bytes] | bytes, Callable[[Path], ob
     "records": (RECORDS_FILE, record_lines(), read_run),
     "records with checksums": (RECORDS_FILE, sealed_lines, read_run),
     "model": ("config.json", text(V3), lambda path: load_shape(str(path))),
-    "samples": ("x.parquet", made_samples, read_samples),
+    "samples": ("x.parquet", made_samples, samples.read_samples),
     "job": ("job-t.json", msgspec.json.encode(JOB), read_job),
     "step times": ("x.json", msgspec.json.encode(times.step_times()), read_times),
     "options in TOML": ("x.toml", TOML, plan),

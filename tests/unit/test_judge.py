@@ -10,7 +10,7 @@ import pytest
 
 from dcpbench.errors import UsageError
 from dcpbench.kernels.kv_gather import fused
-from dcpbench.plan import grid, judge, judge_serve
+from dcpbench.plan import grid, judge
 from dcpbench.plan.spec import make_spec
 from dcpbench.points.budget import size_text
 from dcpbench.points.layout import Layout
@@ -170,7 +170,7 @@ class TestServedRows:
         self.serve(36, "fp32")
 
     def test_the_unit_is_the_kernels(self) -> None:
-        assert fused.UNIT == judge_serve.ROW_UNIT
+        assert fused.UNIT == judge.ROW_UNIT
 
     def test_decode_steps_alone_move_no_rows(self) -> None:
         check(tiny(latent=34), CPU, backend="reference", dtype="fp32")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpbench.engine.kv_pool import KvPool
-from dcpbench.engine.request_pool import HybridRequestPool, RequestPool, copy_async
+from dcpbench.engine.request_pool import RequestPool, copy_async
 from dcpbench.errors import CapacityError
 
 
@@ -84,7 +84,7 @@ class TestOnGpu:
 
     def test_no_pool_waits_for_the_device(self) -> None:
         """torch raises on every call that synchronises while the debug mode is `error`."""
-        pool = HybridRequestPool(4, 2, 128_000, "cuda")
+        pool = RequestPool(4, 128_000, "cuda")
         torch.cuda.set_sync_debug_mode("error")
         try:
             slot = pool.alloc()
@@ -94,7 +94,6 @@ class TestOnGpu:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert pool.table[slot].tolist() == list(range(128_000))
-        assert not pool.mamba_map.any()
 
     def test_a_copy_in_flight_keeps_its_numbers_when_the_host_writes_new_ones(self) -> None:
         """The device is kept busy, so that all copies are still to come when the host array changes."""

@@ -8,8 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpbench.errors import CapacityError
-from dcpbench.points import memory
+from dcpbench.points import budget, memory
 from dcpbench.points.layout import OWN_HEADS, GroupWide, Layout, local_length
+from dcpbench.points.machine import Probe
+from dcpbench.points.point import Point
+from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
 
 V3 = SHAPES["deepseek-v3"]
@@ -107,11 +110,30 @@ def test_fewest_layers_outlast_four_times_the_cache() -> None:
     assert memory.least_layers(SHAPES["tiny"], Layout(1), 4, L2) == (1, 2), "no more than the model has"
 
 
-def divide(layout: Layout, kv_pages: int, total: int, model: str = "deepseek-v3") -> memory.Plan:
-    """A plan in bf16 with pages of one token."""
-    return memory.plan(
-        SHAPES[model], layout, itemsize=BF16, kv_pages=kv_pages, page_size=1, total_bytes=total, l2_bytes=L2
+def gpu(total: int) -> Probe:
+    """A machine of GPUs with so much memory."""
+    return Probe(device="cuda", count=8, name="GPU", memory_bytes=total, l2_bytes=L2)
+
+
+def one_request(layout: Layout, model: str = "deepseek-v3") -> Point:
+    """A point in bf16 with pages of one token."""
+    return Point(
+        model=model,
+        tp=layout.tp,
+        dp=layout.dp,
+        dcp=layout.dcp,
+        concurrency=1,
+        context=1,
+        backend="triton",
+        dtype="bf16",
     )
+
+
+def divide(layout: Layout, kv_pages: int, total: int, model: str = "deepseek-v3") -> budget.EnginePlan:
+    """The plan of an engine in bf16 with a pool of so many pages of one token."""
+    shape = SHAPES[model]
+    settings = Settings(kv_memory_bytes=kv_pages * memory.page_bytes(shape, 1, BF16))
+    return budget.plan_engine([one_request(layout, model)], settings, shape, gpu(total))
 
 
 def test_a_model_without_dense_layers_holds_none() -> None:
@@ -122,7 +144,7 @@ def test_a_model_without_dense_layers_holds_none() -> None:
 
 def test_where_everything_fits_every_layer_is_held() -> None:
     plan = divide(Layout(8), 1000, 400 * memory.GIB)
-    assert (plan.dense_held, plan.moe_held, plan.layers_held) == (3, 58, 61)
+    assert (plan.held, plan.layers_held) == ((3, 58), 61)
     assert plan.weight_bytes == plan.full_weight_bytes
     assert plan.kv_bytes == 1000 * 70_272
 
@@ -130,9 +152,9 @@ def test_where_everything_fits_every_layer_is_held() -> None:
 def test_where_not_all_fits_as_many_layers_as_fit_are_held() -> None:
     """671 GB of weights in 4 · 139 GiB leave some out."""
     plan = divide(Layout(4), 1000, H200)
-    assert plan.dense_held == 3
-    assert 2 <= plan.moe_held < 58
-    one_more = memory.weight_bytes(V3, Layout(4), BF16, plan.dense_held, plan.moe_held + 1)
+    assert plan.held.dense == 3
+    assert 2 <= plan.held.moe < 58
+    one_more = memory.weight_bytes(V3, Layout(4), BF16, plan.held.dense, plan.held.moe + 1)
     assert plan.kv_bytes + plan.weight_bytes <= H200 - memory.RESERVE_BYTES < plan.kv_bytes + one_more
 
 
@@ -155,7 +177,7 @@ def test_a_kv_cache_that_cannot_fit_is_told_by_how_much() -> None:
 def test_the_largest_pool_fits_and_one_page_more_does_not(model: str, layout: Layout, gib: int) -> None:
     shape = SHAPES[model]
     total = gib * memory.GIB
-    most = memory.most_kv_pages(shape, layout, itemsize=BF16, page_size=1, total_bytes=total, l2_bytes=L2)
+    most = budget.most_pages(one_request(layout, model), shape, gpu(total))
     if most:
         plan = divide(layout, most, total, model)
         assert plan.kv_bytes + plan.weight_bytes <= total - memory.RESERVE_BYTES

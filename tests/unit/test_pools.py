@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dcpbench.engine.request_pool import DecodeRequestPool, HybridRequestPool, OutOfSlotsError, RequestPool
+from dcpbench.engine.request_pool import OutOfSlotsError, RequestPool
 from dcpbench.errors import CapacityError
 from dcpbench.points.layout import local_length, local_tokens, owner, row
 from dcpbench.serving.allocator import Allocation, DcpAllocator, OutOfKvError
@@ -259,18 +259,11 @@ class TestAllocator:
 
 
 class SlotMachine(RuleBasedStateMachine):
-    """All three kinds of request pool, by the same rules."""
+    """A request pool, by the rules of who calls it."""
 
-    @initialize(kind=st.sampled_from(["plain", "decode", "hybrid"]), size=st.integers(1, 6), extra=st.integers(1, 6))
-    def make(self, kind: str, size: int, extra: int) -> None:
-        """`extra` is the pre-allocated slots, or the number of Mamba states."""
-        self.pool: RequestPool
-        if kind == "plain":
-            self.pool, self.size = RequestPool(size, 16, "cpu"), size
-        elif kind == "decode":
-            self.pool, self.size = DecodeRequestPool(size, extra, 16, "cpu"), size + extra
-        else:
-            self.pool, self.size = HybridRequestPool(size, extra, 16, "cpu"), min(size, extra)
+    @initialize(size=st.integers(1, 12))
+    def make(self, size: int) -> None:
+        self.pool, self.size = RequestPool(size, 16, "cpu"), size
         self.live: dict[int, list[int]] = {}
 
     @rule()
@@ -315,17 +308,6 @@ class SlotMachine(RuleBasedStateMachine):
         assert self.pool.table.dtype == torch.int32
         assert np.array_equal(self.pool.host, self.pool.table.numpy())
 
-    @invariant()
-    def states_are_not_shared_and_the_map_has_a_row_for_each_request_slot(self) -> None:
-        if isinstance(self.pool, HybridRequestPool):
-            mapped = self.pool.mamba_map.tolist()
-            assert len(mapped) == len(self.pool.table)
-            states = [mapped[slot] for slot in self.live]
-            assert len(set(states)) == len(states)
-            assert 0 not in states
-            assert sum(map(bool, mapped)) == len(states), "a free slot, and padding, map to the padding state"
-            assert mapped == self.pool.mamba_host.tolist()
-
 
 TestSlotMachine = SlotMachine.TestCase
 TestSlotMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
@@ -348,23 +330,11 @@ class TestRequestPools:
         with pytest.raises(ValueError, match="slot 0 is not in use"):
             RequestPool(3, 4, "cpu").set_locs(0, 0, np.array([7]))
 
-    def test_a_hybrid_pool_without_request_slots_left_keeps_its_state(self) -> None:
-        pool = HybridRequestPool(1, 5, 4, "cpu")
+    def test_a_pool_without_slots_left_refuses_the_next_request(self) -> None:
+        pool = RequestPool(1, 4, "cpu")
         pool.alloc()
         with pytest.raises(OutOfSlotsError, match="all 1 request slots are in use"):
             pool.alloc()
-        assert pool.mamba_slots.available == 4
-
-    def test_a_mamba_map_smaller_than_the_request_pool_would_be_read_out_of_bounds(self) -> None:
-        """Two states, eight request slots: slot 8 must still have a row to look up."""
-        pool = HybridRequestPool(8, 2, 4, "cpu")
-        assert pool.mamba_map.shape == (9,)
-        first = pool.alloc()
-        for _ in range(20):  # freed slots come back first, so take turns
-            second = pool.alloc()
-            pool.free(first)
-            first = second
-        assert pool.mamba_map[first] in (1, 2)
 
     def test_an_empty_pool_is_refused(self) -> None:
         with pytest.raises(ValueError, match="a pool of 0 request slots"):

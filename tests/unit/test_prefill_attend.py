@@ -15,7 +15,7 @@ from dcpbench.kernels.rope import softmax_scale
 from dcpbench.points import memory
 from dcpbench.points.layout import Layout
 from dcpbench.serving.requests import Chunk
-from tests.unit.engine_builder import alone, plan, shape_like_tiny
+from tests.unit.engine_builder import alone, layers, shape_like_tiny
 
 SHAPE = shape_like_tiny(nope=128, rope=64, value=128, latent=512, heads=4, layers=1, first_dense=1)
 """Widths of the published models, with few heads."""
@@ -28,7 +28,7 @@ TABLE = 512
 
 def made(device, dtype, backend, window):
     """A prefiller over a pool of random rows, and a table in which requests lie one behind the other."""
-    weights = load_weights(SyntheticSource(0, dtype, device), SHAPE, ONE, 0, plan(SHAPE))
+    weights = load_weights(SyntheticSource(0, dtype, device), SHAPE, ONE, 0, layers(SHAPE))
     kv = KvPool(1, len(CHUNKS) * TABLE // PAGE, PAGE, SHAPE.kv_width, dtype, device)
     generator = torch.Generator().manual_seed(1)
     kv.data.copy_(torch.randn(kv.data.shape, generator=generator))

@@ -11,7 +11,7 @@ from dcpbench.engine.weights import load_weights
 from dcpbench.points import memory
 from dcpbench.points.layout import Layout
 from dcpbench.serving.requests import Chunk
-from tests.unit.engine_builder import alone, plan, shape_like_tiny
+from tests.unit.engine_builder import alone, layers, shape_like_tiny
 
 SHAPE = shape_like_tiny(
     hidden=2048,
@@ -42,7 +42,7 @@ def test_a_step_takes_no_more_than_its_formula_says(backend):
     if backend == "flashinfer":
         pytest.importorskip("flashinfer")
     device, dtype = torch.device("cuda"), torch.bfloat16
-    weights = load_weights(SyntheticSource(0, dtype, device), SHAPE, ONE, 0, plan(SHAPE))
+    weights = load_weights(SyntheticSource(0, dtype, device), SHAPE, ONE, 0, layers(SHAPE))
     kv = KvPool(SHAPE.layers, (STORED + TOKENS) // PAGE, PAGE, SHAPE.kv_width, dtype, device)
     model = Model(SHAPE, ONE, alone(ONE, 0), weights, kv, interleave=1, max_context=STORED + TOKENS, device=device)
     table = torch.arange(STORED + TOKENS, dtype=torch.int32, device=device).unsqueeze(0)

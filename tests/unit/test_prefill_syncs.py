@@ -15,7 +15,7 @@ from dcpbench.points import memory
 from dcpbench.points.layout import Layout
 from dcpbench.serving.requests import Chunk
 from dcpbench.syncs.dry_run import DryRun, dry_run
-from tests.unit.engine_builder import alone, plan, shape_like_tiny
+from tests.unit.engine_builder import alone, layers, shape_like_tiny
 
 SHAPE = shape_like_tiny(layers=2, first_dense=2)
 """Experts in fp32 are a reference that waits."""
@@ -29,7 +29,7 @@ ROWS = 17 + 3
 def step(device: torch.device, run: DryRun | None = None) -> torch.Tensor:
     """Logits of the last token of each chunk; the prefixes are random rows."""
     source = SyntheticSource(0, torch.float32, torch.device("cpu"))
-    weights = moved(load_weights(source, SHAPE, ONE, 0, plan(SHAPE)), device)
+    weights = moved(load_weights(source, SHAPE, ONE, 0, layers(SHAPE)), device)
     kv = KvPool(SHAPE.layers, 40, 2, SHAPE.kv_width, torch.float32, device)
     generator = torch.Generator().manual_seed(0)
     kv.data.copy_(torch.randn(kv.data.shape, generator=generator))

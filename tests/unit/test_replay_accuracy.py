@@ -13,7 +13,7 @@ from dcpbench.serving.outcome import serve_metrics
 from dcpbench.serving.replay import replay
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
-from dcpbench.serving.step_grid import Extent, grid
+from dcpbench.serving.step_cases import Extent, grid
 from dcpbench.serving.step_model import step_works
 from dcpbench.serving.step_times import Case, Measured
 from tests.unit.step_times_builder import step_times

@@ -5,11 +5,12 @@ import pytest
 
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points import memory
+from dcpbench.points.budget import plan_engine
 from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES
 from dcpbench.records.record import Record
-from dcpbench.serving.replay_point import replay_from_file, step_times_name
+from dcpbench.serving.replay import replay_from_file, step_times_name
 from dcpbench.serving.samples import read_samples
 from dcpbench.serving.step_times import EnginePath, StepTimes, write_step_times
 from tests.unit.step_times_builder import EXTENT, step_times
@@ -40,7 +41,9 @@ def file(tmp_path):
 
 
 def run(file, tmp_path, point: Point = POINT, settings: Settings = Settings()) -> Record:  # noqa: B008 - frozen
-    return replay_from_file(point, [point], file, settings, tmp_path, "dcpbench serve --mode replay")
+    """The record, with the plan of a live run on the machine of the step times."""
+    plan = plan_engine([point], settings, SHAPES[point.model], TIMES.probe())
+    return replay_from_file(point, plan, file, settings, tmp_path, "dcpbench serve --mode replay")
 
 
 def changed(**changes: object) -> Point:

@@ -7,7 +7,7 @@ import pytest
 from dcpbench.serving.replay import replay
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
-from dcpbench.serving.step_grid import Extent, grid
+from dcpbench.serving.step_cases import Extent, grid
 from dcpbench.serving.step_times import Measured
 from tests.unit.step_times_builder import step_times, true_ms
 

@@ -11,6 +11,7 @@ import torch
 from dcpbench.measuring import ranges
 from dcpbench.points.point import Load, Point
 from dcpbench.workloads.serve import Serving, _requests
+from dcpbench.workloads.session import Session
 from tests.unit import engine_builder as build
 
 SHAPE = build.shape_like_tiny(layers=1, first_dense=1)
@@ -45,7 +46,8 @@ def test_thirty_thousand_steps_leave_nothing_behind():
     So there are hits in the prefix cache, evictions and preemptions.
     """
     engine = build.engine(shape=SHAPE, pages=14, page_size=POINT.page_size, requests=2, context=POINT.context)
-    serving = Serving(SimpleNamespace(engine=engine, point=POINT, shape=SHAPE), LOAD.chunk, "sdpa")
+    plan = SimpleNamespace(pages=engine.allocator.pages, max_context=engine.max_context, chunk=LOAD.chunk)
+    serving = Serving(Session(POINT, SHAPE, plan, engine, reduce_spec=None), "sdpa")
     alone = _requests([1 + 7 * i % 20 for i in range(STEPS)], 20, SHAPE.vocab)
     requests = [dataclasses.replace(r, prompt=alone[r.number // 3].prompt) for r in alone]
     sizes = []

@@ -324,10 +324,8 @@ class TestPools:
 
     def test_it_holds_all_requests_in_flight_where_not_all_weights_fit(self) -> None:
         """48 requests of ceil(5500 / (64·4)) = 22 pages, one more for each, and the padding page."""
-        point = self.of().point
-        assert budget.pages_needed(point) == 48 * (22 + 1) + 1
-        pages = budget.kv_pages(point, [point], make_serve_spec({}, H200X4).settings, SHAPES["deepseek-v3"], H200X4)
-        assert pages == 48 * 23 + 1
+        found = self.of()
+        assert budget.pages_needed(found.point) == found.plan.pages == 48 * (22 + 1) + 1
 
     def test_no_more_requests_are_in_flight_than_there_are(self) -> None:
         point = msgspec.structs.replace(self.of().point, concurrency=1000)

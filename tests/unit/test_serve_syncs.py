@@ -16,6 +16,7 @@ from dcpbench.points.point import Load, Point
 from dcpbench.syncs.dry_run import DryRun, dry_run, virtual_cuda
 from dcpbench.workloads.serve import Serving, _requests
 from dcpbench.workloads.serving_loop import Loop
+from dcpbench.workloads.session import Session
 from tests.unit import engine_builder as build
 
 SHAPE = build.shape_like_tiny(layers=2)
@@ -37,12 +38,13 @@ POINT = Point(
 def served(run: DryRun) -> tuple[Loop, int]:
     """A run of three prompts, the second of two chunks and one that comes later; and the waits before it."""
     device, layout = torch.device("cuda", 0), Layout(1)
-    weights = load_weights(SyntheticSource(0, torch.bfloat16, device), SHAPE, layout, 0, build.plan(SHAPE))
+    weights = load_weights(SyntheticSource(0, torch.bfloat16, device), SHAPE, layout, 0, build.layers(SHAPE))
     kv = KvPool(SHAPE.layers, 32, POINT.page_size, SHAPE.kv_width, torch.bfloat16, device)
     groups = build.alone(layout, 0)
     model = Model(SHAPE, layout, groups, weights, kv, interleave=1, max_context=POINT.context, device=device)
     engine = DecodeEngine(model, backend=POINT.backend, exchange="none", max_requests=2, max_context=POINT.context)
-    serving = Serving(SimpleNamespace(engine=engine, point=POINT, shape=SHAPE), LOAD.chunk, "sdpa")
+    plan = SimpleNamespace(pages=engine.allocator.pages, max_context=engine.max_context, chunk=LOAD.chunk)
+    serving = Serving(Session(POINT, SHAPE, plan, engine, reduce_spec=None), "sdpa")
     loop = serving.loop(POINT, _requests([3, 14, 2], 3, SHAPE.vocab), concurrency=2)
     before = len(run.syncs)
     loop.run()

@@ -14,7 +14,7 @@ import torch
 from dcpbench.errors import DcpbenchError, ModelError
 from dcpbench.kernels.rope import rope_table, softmax_scale
 from dcpbench.plan import judge
-from dcpbench.points.budget import kv_pages, memory_plan
+from dcpbench.points.budget import plan_engine
 from dcpbench.points.machine import Probe
 from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
@@ -458,7 +458,7 @@ def test_whatever_a_config_holds_is_judged_or_refused_in_a_sentence(
         scales = [softmax_scale(shape), *rope_table(dataclasses.replace(shape, rope=64), 2, CPU).flatten().tolist()]
         assert not any(map(math.isnan, scales))
         judge.check(point, settings, shape, judge.Machine(probe=probe))
-        plan = memory_plan(point, kv_pages(point, [point], settings, shape, probe), shape, probe)
+        plan = plan_engine([point], settings, shape, probe)
         assert plan.kv_bytes > 0
     except DcpbenchError as e:
         said = str(e)

@@ -5,8 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from dcpbench.serving.step_cases import CaseMaker, CaseSteps
-from dcpbench.serving.step_grid import Extent, grid
+from dcpbench.serving.step_cases import CaseMaker, CaseSteps, Extent, grid
 from dcpbench.serving.step_model import step_works
 from dcpbench.serving.step_times import Case, Chunks, Decodes
 from tests.unit.serving_builder import config

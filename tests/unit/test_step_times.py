@@ -9,7 +9,7 @@ import pytest
 
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step
-from dcpbench.serving.step_grid import Extent, chunk_sizes, grid, row_sizes
+from dcpbench.serving.step_cases import Extent, chunk_sizes, grid, row_sizes
 from dcpbench.serving.step_model import Line, Work
 from dcpbench.serving.step_times import (
     CHECK,

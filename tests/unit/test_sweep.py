@@ -361,7 +361,9 @@ def test_kv_that_cannot_fit_names_the_gap_the_largest_concurrency_and_the_dcp_th
     assert found[0].error is None
     text = str(found[1].error)
     shape, layout = load_shape("deepseek-v3"), Layout(tp=4)
-    room = memory.most_kv_pages(shape, layout, itemsize=2, page_size=64, total_bytes=139 * GIB, l2_bytes=60 << 20)
+    fewest = memory.least_layers(shape, layout, 2, 60 << 20)
+    left = 139 * GIB - memory.RESERVE_BYTES - memory.weight_bytes(shape, layout, 2, *fewest)
+    room = left // memory.page_bytes(shape, 64, 2)
     assert "GiB more than the 131.0 GiB available" in text
     assert f"largest --concurrency that fits is {(room - 1) // 2001}." in text
     assert "With --dcp 4 it fits." in text
@@ -380,10 +382,7 @@ def test_a_layouts_pool_is_sized_for_its_largest_point_that_fits() -> None:
     """8 requests of 4,001 tokens on dcp4, page 64: ceil(4001 / 256) = 16 pages each, and the padding page: 129."""
     spec = make_spec({"concurrency": "1,8"}, H200X4)
     found = grid.expand(spec, H200X4)
-    points = [c.point for c in found]
-    shape = load_shape("deepseek-v3")
-    pages = {budget.kv_pages(p, points, spec.settings, shape, H200X4) for p in points if p.dcp == 4}
-    assert pages == {8 * 16 + 1}
+    assert {c.plan.pages for c in found if c.plan and c.point.dcp == 4} == {8 * 16 + 1}
     assert {c.plan.kv_bytes for c in found if c.plan and c.point.dcp == 4} == {129 * 64 * 61 * 576 * 2}
 
 
@@ -402,11 +401,13 @@ def test_where_all_weights_fit_the_pool_is_what_they_leave() -> None:
     page = 64 * 27 * 576 * 2
     unused = (H200X4.memory_bytes or 0) - memory.RESERVE_BYTES - found.plan.weight_bytes - found.plan.kv_bytes
     assert 0 <= unused < page
-    assert budget.bounded_by(found.plan, Settings(), H200X4) == "weights"
-    assert budget.bounded_by(found.plan, Settings(kv_memory_bytes=1), H200X4) == "kv_memory"
+    assert found.plan.bounded_by == "weights"
+    (given,) = expand(model="deepseek-v2-lite", tp="1", concurrency=1, kv_memory="10GiB")
+    assert given.plan is not None
+    assert given.plan.bounded_by == "kv_memory"
     (large,) = expand(model="deepseek-v3", tp="4", dcp="1", concurrency=1)
     assert large.plan is not None
-    assert budget.bounded_by(large.plan, Settings(), H200X4) == "sweep", "V3 does not fit whole on 4 GPUs"
+    assert large.plan.bounded_by == "sweep", "V3 does not fit whole on 4 GPUs"
 
 
 def test_kv_memory_fixes_the_pool_and_rejects_what_does_not_fit_in_it() -> None:
@@ -431,12 +432,13 @@ def test_kv_memory_larger_than_the_gpu_says_how_large_it_can_be() -> None:
     assert all(c.error is None for c in expand(kv_memory=size, concurrency=8, baseline=False))
 
 
-def test_kv_pages_ignores_points_of_other_engines() -> None:
-    """A larger load on another layout, model or dtype has its own pool."""
-    shape = load_shape("tiny")
+def test_points_of_other_engines_have_their_own_pool() -> None:
+    """A larger load on another layout, model or dtype does not count."""
     small, other = (c.point for c in expand(CPU, concurrency=2, baseline=False, tp="2,4"))
     large = msgspec.structs.replace(other, concurrency=800)
-    assert budget.kv_pages(small, [small, large], Settings(), shape, CPU) == budget.pages_needed(small)
+    plans = budget.plan_engines([small, large], Settings(), CPU)
+    assert [plan.pages for plan in plans] == [budget.pages_needed(point) for point in (small, large)]
+    assert budget.engine_of(small, plans) is plans[0]
 
 
 @pytest.mark.parametrize(
@@ -493,7 +495,7 @@ def test_all_ranks_of_a_cpu_run_share_four_gib() -> None:
 def test_the_pool_of_a_cpu_run_is_bounded_by_the_sweep() -> None:
     """It holds every layer, and no memory that would be left is given to the pool."""
     found = expand(CPU, concurrency=2, tp="2", baseline=False)
-    assert {budget.bounded_by(c.plan, Settings(), CPU) for c in found if c.plan} == {"sweep"}
+    assert {c.plan.bounded_by for c in found if c.plan} == {"sweep"}
 
 
 def test_more_replicas_than_requests_is_allowed() -> None:

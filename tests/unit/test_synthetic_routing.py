@@ -2,7 +2,7 @@
 
 import torch
 
-from dcpbench.engine.synthetic_routing import router_inputs
+from dcpbench.engine.synthetic import router_inputs
 
 
 def draw(numbers, seed=0):

@@ -58,20 +58,20 @@ class TestBytes:
         dense, moe = shape.first_dense, shape.layers - shape.first_dense
         expected = memory.weight_bytes(shape, layout, dtype.itemsize, dense, moe, wide)
         for rank in {0, layout.tp // 2, layout.tp - 1}:
-            held = load_weights(Meta(dtype), shape, layout, rank, build.plan(shape), wide=wide)
+            held = load_weights(Meta(dtype), shape, layout, rank, build.layers(shape), wide=wide)
             assert held.nbytes() == expected
 
     @pytest.mark.parametrize("model", ["deepseek-v2-lite", "deepseek-v3"])
     def test_so_does_a_rank_of_a_published_model_that_holds_a_few_layers(self, model):
         """One dense and two MoE layers on rank 3 of tp8·dcp8, without and with q-LoRA."""
         shape, layout = SHAPES[model], Layout(8, dcp=8)
-        held = load_weights(Meta(), shape, layout, 3, build.plan(shape, dense=1, moe=2))
+        held = load_weights(Meta(), shape, layout, 3, build.layers(shape, dense=1, moe=2))
         assert held.nbytes() == memory.weight_bytes(shape, layout, 2, 1, 2)
 
     def test_real_tensors_are_counted_as_those_without_memory(self):
         """The bytes above are of tensors without memory; here are some with, and their storage is not larger."""
         held = load_weights(
-            SyntheticSource(0, torch.float32, build.CPU), build.TINY, Layout(4, dcp=2), 1, build.plan(build.TINY)
+            SyntheticSource(0, torch.float32, build.CPU), build.TINY, Layout(4, dcp=2), 1, build.layers(build.TINY)
         )
         assert held.nbytes() == memory.weight_bytes(build.TINY, Layout(4, dcp=2), 4, 1, 2)
         attention = held.moe[0].attention
@@ -85,7 +85,7 @@ class TestLayers:
     def load(self, dense, moe):
         """Weights of tp1 and the source that was asked for them."""
         source = Meta()
-        return load_weights(source, self.SHAPE, Layout(1), 0, build.plan(self.SHAPE, dense, moe)), source
+        return load_weights(source, self.SHAPE, Layout(1), 0, build.layers(self.SHAPE, dense, moe)), source
 
     def test_fewer_layers_are_cycled_through_and_keep_their_kind(self):
         """2 of 3 dense and 4 of 6 MoE layers: dense 0 1 0, then MoE 0 1 2 3 0 1."""
@@ -114,7 +114,7 @@ class TestLayers:
 def ranks():
     """Synthetic weights of all ranks of tp4·dp2·dcp2."""
     source, layout = SyntheticSource(0, torch.float32, build.CPU), Layout(4, dp=2, dcp=2)
-    return [load_weights(source, build.TINY, layout, rank, build.plan(build.TINY)) for rank in range(4)]
+    return [load_weights(source, build.TINY, layout, rank, build.layers(build.TINY)) for rank in range(4)]
 
 
 class TestShards:
@@ -123,7 +123,7 @@ class TestShards:
     def test_together_they_are_the_model_that_one_rank_holds(self, ranks):
         """Only then do two layouts compute the same thing, and are routed to the same experts."""
         source = SyntheticSource(0, torch.float32, build.CPU)
-        whole = load_weights(source, build.TINY, Layout(1), 0, build.plan(build.TINY))
+        whole = load_weights(source, build.TINY, Layout(1), 0, build.layers(build.TINY))
         replica = ranks[:2]
         assert torch.equal(torch.cat([w.embed for w in replica]), whole.embed)
         for index in (0, 1, 2):
@@ -143,7 +143,7 @@ class TestShards:
         for rank in range(4):
             own = [w.layer(1).attention for w in ranks[rank // 2 * 2 :][:2]]
             for wide, names in ((WIDE["query"], ("q_b", "w_uk")), (WIDE["value"], ("w_uv",))):
-                held = load_weights(source, build.TINY, layout, rank, build.plan(build.TINY), wide=wide)
+                held = load_weights(source, build.TINY, layout, rank, build.layers(build.TINY), wide=wide)
                 attention = held.layer(1).attention
                 for name in ("q_b", "w_uk", "w_uv"):
                     parts = [getattr(a, name) for a in own]
@@ -180,7 +180,7 @@ class TestShards:
     def test_the_vocabularys_padding_rows_are_zero(self):
         """9 rows over 4 ranks are 3 each: 3, 3, 3 and none."""
         shape, source = build.shape_like_tiny(vocab=9), SyntheticSource(0, torch.float32, build.CPU)
-        last = load_weights(source, shape, Layout(4), 3, build.plan(shape))
+        last = load_weights(source, shape, Layout(4), 3, build.layers(shape))
         assert last.embed.shape == (3, 64)
         assert not last.embed.any()
 

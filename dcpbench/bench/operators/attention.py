@@ -8,12 +8,13 @@ and o once, two products with every head.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from dcpbench.bench.operators.calls import Calls, cold_sets, relative_error
+from dcpbench.bench.operators.calls import Calls, cold_sets, relative_error, spoil, verdict
 from dcpbench.bench.record import Work
 from dcpbench.errors import CapacityError
 from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
@@ -83,7 +84,7 @@ class Attention:
         q_BHQ = torch.randn(requests, heads, KV_WIDTH, generator=generator, device=self.device).to(self.dtype)
         o_LBHR = torch.empty(len(pools.data), requests, heads, LATENT, dtype=self.dtype, device=self.device)
         lse_LBH = torch.empty(len(pools.data), requests, heads, device=self.device)
-        calls = [_call(backend.run, q_BHQ, *each) for each in zip(pools.data, o_LBHR, lse_LBH, strict=True)]
+        calls = [functools.partial(backend.run, q_BHQ, *each) for each in zip(pools.data, o_LBHR, lse_LBH, strict=True)]
         truths = [
             (layer, b, *_truth(q_BHQ[b], pools.data[layer], pools.shards, b))
             for layer in sorted({0, len(pools.data) - 1})
@@ -97,12 +98,11 @@ class Attention:
             )
 
         def check(run: Callable[[], None]) -> str:
-            for out in (o_LBHR, lse_LBH):
-                out.fill_(float("nan"))
+            spoil(o_LBHR, lse_LBH)
             run()
             if torch.isnan(o_LBHR).any() or torch.isnan(lse_LBH).any():
                 return "NaN: rows were read that are no request's, or results were not written"
-            return "" if error() <= LIMIT else f"its relative error is {error():.2g}"
+            return verdict(error(), LIMIT)
 
         work = work_of(heads, pools.shards.lengths, self.dtype)
         return Calls(
@@ -153,10 +153,6 @@ def work_of(heads: int, lengths: list[int], dtype: torch.dtype) -> Work:
         memory_limit="read",
         flops=2 * rows * heads * (KV_WIDTH + LATENT),
     )
-
-
-def _call(run: Callable[..., None], *tensors: torch.Tensor) -> Callable[[], None]:
-    return lambda: run(*tensors)
 
 
 def _truth(q_HQ: torch.Tensor, pool: torch.Tensor, shards: Shards, b: int) -> tuple[torch.Tensor, torch.Tensor]:

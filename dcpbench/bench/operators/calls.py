@@ -9,19 +9,23 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from dcpbench.bench.record import Graph, Timing
+from dcpbench.bench.record import Graph, Syncs, SyncSite, Timing
 from dcpbench.measuring.gpu_state import GpuSampler
 from dcpbench.measuring.timing import Timer, time_chunks
 from dcpbench.records.stats import StopRule, median_interval
+from dcpbench.syncs.sites import sites_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from typing import Literal
 
     from dcpbench.bench.record import BenchSettings, Case, Overwritten, Work
     from dcpbench.measuring import timing
     from dcpbench.records.record import Gpu
+    from dcpbench.syncs.sites import Sync
 
     Run = Callable[[], None]
+    Tensors = tuple[torch.Tensor, ...]
 
 CHUNK_SECONDS = 0.04
 """Passes between two looks at the stop rule; short, as a bench has many cases."""
@@ -78,6 +82,57 @@ def run_all(calls: Sequence[Run]) -> None:
     """One call after the other."""
     for call in calls:
         call()
+
+
+def compared(
+    calls: Sequence[Callable[[], Tensors]],
+    error: Callable[[Sequence[Tensors]], float],
+    limit: float,
+    *,
+    work: Work,
+    written_bytes: int = 0,
+    before: Run = lambda: None,
+) -> Calls:
+    """Calls that return tensors, of which the last pass's are held against the truth: `error` of them, up to `limit`.
+
+    Whatever an earlier pass returned is filled with NaN before a pass that is checked; then `before` is run.
+    """
+    results: list[Tensors] = [() for _ in calls]
+
+    def keeping(number: int) -> Run:
+        def keep() -> None:
+            results[number] = calls[number]()
+
+        return keep
+
+    def found() -> float:
+        return error(results)
+
+    def check(run: Run) -> str:
+        for result in results:
+            spoil(*result)
+        before()
+        run()
+        return verdict(found(), limit)
+
+    return Calls(
+        calls=[keeping(number) for number in range(len(calls))],
+        check=check,
+        error=found,
+        work=work,
+        written_bytes=written_bytes,
+    )
+
+
+def spoil(*tensors: torch.Tensor) -> None:
+    """Fill with NaN, which no result may hold."""
+    for tensor in tensors:
+        tensor.fill_(math.nan)
+
+
+def verdict(error: float, limit: float) -> str:
+    """What is said of a relative error; empty where it is within the limit."""
+    return "" if error <= limit else f"its relative error is {error:.2g}"
 
 
 class Workload(Protocol):
@@ -165,6 +220,46 @@ def waits(run: Run) -> bool:
         torch.cuda.set_sync_debug_mode(before)
         torch.cuda.synchronize()
     return False
+
+
+def count_syncs(build: Callable[[torch.device], Calls], device: torch.device) -> Syncs:
+    """Synchronisations of one pass, per call; what building it takes is left out.
+
+    On a GPU nothing may be timed afterwards, as the detector's callbacks stay. On the CPU the case is built again, on
+    a device that only stands for a GPU.
+    """
+    if device.type == "cuda":
+        from dcpbench.syncs.live import watch
+
+        calls = build(device)
+        with watch() as seen:
+            calls.run()
+        return _per_call(seen.syncs, calls, "live")
+    from dcpbench.syncs.dry_run import dry_run
+
+    # A dry run begins with a backward pass, which inference mode would refuse.
+    with torch.inference_mode(mode=False), dry_run() as run:
+        calls = build(torch.device("cuda", 0))
+        before = len(run.syncs)
+        calls.run()
+        return _per_call(run.syncs[before:], calls, "dry-run")
+
+
+def _per_call(syncs: Sequence[Sync], calls: Calls, detector: Literal["live", "dry-run"]) -> Syncs:
+    passes = len(calls.calls)
+    certain = [sync for sync in syncs if not sync.may_block]
+    sites = [
+        SyncSite(
+            kind=site.kind,
+            op=site.op,
+            function=site.function,
+            file=site.file,
+            line=site.line,
+            per_call=site.count / passes,
+        )
+        for site in sites_of(certain)
+    ]
+    return Syncs(per_call=len(certain) / passes, detector=detector, sites=sites)
 
 
 def _timing(found: timing.Timing, calls: int) -> Timing:

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench.bench.operators.calls import FRESH_CALLS, Calls, relative_error
+from dcpbench.bench.operators.calls import FRESH_CALLS, compared, relative_error
 from dcpbench.bench.operators.ranks import everyone
 from dcpbench.bench.record import Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from dcpbench.bench.operators.calls import Calls
     from dcpbench.bench.record import Case
     from dcpbench.exchange.collectives import Group
 
@@ -97,33 +98,22 @@ class Collectives:
         mine = messages[self.group.rank]
         collective = VARIANTS[case.variant](self.group, mine)
         inputs = [mine.clone() for _ in range(case.calls or FRESH_CALLS)]
-        results: dict[int, torch.Tensor] = {}
 
-        def calling(number: int) -> Callable[[], None]:
-            def keep() -> None:
-                results[number] = collective(inputs[number])
+        def error(results: Sequence[tuple[torch.Tensor, ...]]) -> float:
+            return max(relative_error(got.flatten(), wanted) for (got,) in results)
 
-            return keep
-
-        def error() -> float:
-            return max(relative_error(got.flatten(), wanted) for got in results.values())
-
-        def check(run: Callable[[], None]) -> str:
-            for got in results.values():
-                got.fill_(float("nan"))
-            for x in inputs:  # after the poison: what works in place has its result there
+        def fill() -> None:  # after the poison: what works in place has its result there
+            for x in inputs:
                 x.copy_(mine)
-            run()
-            limit = ROUNDING if "reduce" in case.variant else 0.0
-            return "" if error() <= limit else f"its relative error is {error():.2g}"
 
         ranks = self.group.size
         share = (ranks - 1) / ranks * (2 if case.variant.startswith("all-reduce") else 1)
-        return Calls(
-            calls=[calling(number) for number in range(len(inputs))],
-            check=check,
-            error=error,
+        return compared(
+            [lambda x=x: (collective(x),) for x in inputs],  # type: ignore[misc]
+            error,
+            ROUNDING if "reduce" in case.variant else 0.0,
             work=Work(received_bytes=round(share * mine.nbytes), barriers=1),
+            before=fill,
         )
 
     def _message(self, shape: tuple[int, int], rank: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Bench dp-slice: a rank takes its own tokens' routed experts out of a batch gathered over attention-DP ranks.
 
     cuda-slice   start and length are numbers on the GPU: each end of the slice is read to the host
-    host-slice   start and length from the counts with which the host made the batch (dp_rows.py)
+    host-slice   start and length from the counts with which the host made the batch (`dp_rows`)
 
 Eagerly the ranks' rows follow each other. Under CUDA graphs each rank has `graph_batch` rows, and a captured slice
 takes all of them, because a graph's shapes are those of its capture.
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.bench.operators.calls import Calls
-from dcpbench.points.dp_rows import dp_rows
+from dcpbench.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from dcpbench.bench.record import Case
 
@@ -42,6 +42,38 @@ class Batch:
     """[Σ counts, layers, columns], int32: the ranks' rows one after the other."""
     padded: torch.Tensor
     """[ranks · graph_batch, layers, columns]"""
+
+
+def dp_rows(tokens_of_ranks: Sequence[int] | None, rank: int, graph_batch: int | None = None) -> tuple[int, int]:
+    """(first row, number of rows) of `rank`, as Python integers: a slice with them waits for no GPU.
+
+    Without `graph_batch` the ranks' rows follow each other, and the first is Σ tokens_of_ranks[:rank]. Under CUDA
+    graphs each rank has `graph_batch` rows, padding last, and the first is rank × graph_batch. Raises UsageError for
+    counts that are missing, that do not hold this rank, or that do not fit.
+    """
+    if tokens_of_ranks is None:
+        counts = f"[{graph_batch}] * dp" if graph_batch is not None else "[n_0, n_1, …]"
+        raise UsageError(
+            "the token counts of the attention-DP ranks are missing on the host (None). Keep the list from which the "
+            "batch was made beside the tensor on the GPU; while a CUDA graph is captured there is no batch yet, so "
+            f"pass the padded counts, {counts}."
+        )
+    if not 0 <= rank < len(tokens_of_ranks):
+        raise UsageError(
+            f"rank {rank} has no entry among the token counts of {len(tokens_of_ranks)} ranks; they must be of the "
+            "attention-DP group, and the rank its own number in that group."
+        )
+    rows = tokens_of_ranks[rank]
+    if min(tokens_of_ranks) < 0:
+        raise UsageError(f"token counts {list(tokens_of_ranks)} are not all 0 or more; pass what each rank has.")
+    if graph_batch is None:
+        return sum(tokens_of_ranks[:rank]), rows
+    if rows > graph_batch:
+        raise UsageError(
+            f"rank {rank} has {rows} tokens, more than the {graph_batch} rows of the captured graph; choose a graph of "
+            "a larger batch, or run this step eagerly with graph_batch=None."
+        )
+    return rank * graph_batch, rows
 
 
 def cuda_slice(batch: Batch, rank: int, graph_batch: int | None) -> Slice:

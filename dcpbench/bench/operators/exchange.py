@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench.bench.operators.calls import FRESH_CALLS, Calls, relative_error
+from dcpbench.bench.operators.calls import FRESH_CALLS, Calls, relative_error, spoil, verdict
 from dcpbench.bench.operators.ranks import everyone
 from dcpbench.bench.record import Work
 from dcpbench.exchange import ExchangeSpec, make_exchange
@@ -140,14 +140,14 @@ class ExchangeBench:
 
         def check(run: Callable[[], None]) -> str:
             for q_BHQ, got_hBR in last:
-                got_hBR.fill_(float("nan"))
+                spoil(got_hBR)
                 if q_BHQ.data_ptr() != mine.q_BhQ.data_ptr():  # else nothing is gathered
-                    q_BHQ.fill_(float("nan"))
+                    spoil(q_BHQ)
             gather_objects(None)  # peers may write the gathered q: none begins before all have spoilt theirs
             run()
             if not all(torch.equal(q_BHQ, inputs.q_BHQ) for q_BHQ, _ in last):
                 return "gathered q is not all ranks' q"
-            return "" if error() <= LIMIT else f"its relative error is {error():.2g}"
+            return verdict(error(), LIMIT)
 
         calls = [call] * (case.calls or FRESH_CALLS)
         for _ in calls:  # every buffer that the exchange takes turns with is filled once

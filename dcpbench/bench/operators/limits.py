@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from dcpbench.exchange.collectives import Group
 
-    Run = Callable[[], None]
+    Run = Callable[[], object]
 
 BUFFER_BYTES = 2 << 30
 PEER_BYTES = 1 << 30
@@ -93,17 +93,14 @@ def _read(device: torch.device) -> Iterator[Limit]:
 
 def _copy(device: torch.device) -> Iterator[Limit]:
     x = _numbers(BUFFER_BYTES // 4, device)
-    yield best("copy", "B/s", 2 * x.nbytes, [_copying(torch.empty_like(x), x)], device)
+    yield best("copy", "B/s", 2 * x.nbytes, [functools.partial(torch.empty_like(x).copy_, x)], device)
 
 
 def _matmul(device: torch.device) -> Iterator[Limit]:
     a, b = (torch.randn(SIDE, SIDE, device=device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
 
-    def product(transposed: bool) -> None:
-        torch.mm(a, b.T if transposed else b, out=out)
-
-    steps = [functools.partial(product, transposed) for transposed in (False, True)]
+    steps = [functools.partial(torch.mm, a, second, out=out) for second in (b, b.T)]
     yield best("matmul", "FLOP/s", 2 * SIDE**3, steps, device)
 
 
@@ -113,17 +110,17 @@ def _peer(device: torch.device) -> Iterator[Limit]:
     x.normal_()
     neighbour = memory.get_buffer((group.rank + 1) % group.size, x.shape, x.dtype)
     out = torch.empty(len(x) // BLOCK, device=device)
-    steps = [lambda: read(neighbour, out), _copying(torch.empty_like(x), neighbour)]
+    steps: list[Run] = [
+        functools.partial(read, neighbour, out),
+        functools.partial(torch.empty_like(x).copy_, neighbour),
+    ]
     yield best("peer", "B/s", x.nbytes, steps, device)
 
 
 def _barrier(device: torch.device) -> Iterator[Limit]:
     _, memory = _symmetric(BLOCK, everyone(), device)
 
-    def barriers() -> None:
-        for _ in range(REPEATS):
-            memory.barrier()
-
+    barriers = _repeated(memory.barrier)
     barriers()
     yield best("barrier", "s", REPEATS, [capture(barriers).replay], device)
 
@@ -132,22 +129,15 @@ def _smallest(device: torch.device) -> Iterator[Limit]:
     group = everyone()
     x = torch.randn(1, 8 * group.size, dtype=torch.bfloat16, device=device)
     for name, make in collectives.NCCL.items():
-        calls = _repeated(make(group, x), x)
+        calls = _repeated(functools.partial(make(group, x), x))
         calls()
         yield best(name, "s", REPEATS, [capture(calls).replay], device)
 
 
-def _copying(to: torch.Tensor, source: torch.Tensor) -> Run:
-    def copy() -> None:
-        to.copy_(source)
-
-    return copy
-
-
-def _repeated(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Run:
+def _repeated(call: Run) -> Callable[[], None]:
     def calls() -> None:
         for _ in range(REPEATS):
-            call(x)
+            call()
 
     return calls
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench.bench.operators.calls import Calls, cold_sets, relative_error
+from dcpbench.bench.operators.calls import cold_sets, compared, relative_error
 from dcpbench.bench.record import Work
 from dcpbench.kernels import merge as kernels
 from dcpbench.kernels.head_order import in_head_order
@@ -26,8 +26,9 @@ from dcpbench.kernels.value_proj import project_values
 from dcpbench.points.shapes import KV_WIDTH, LATENT, VALUE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from dcpbench.bench.operators.calls import Calls
     from dcpbench.bench.record import Case
 
 DTYPE = torch.bfloat16
@@ -160,33 +161,14 @@ class Merge:
         work = sets[0].work
         count = case.calls or cold_sets(work.memory_bytes, self.device)
         sets += [ready() for _ in range(count - 1)]
-        results: dict[int, tuple[torch.Tensor, ...]] = {}
         truths = {number: sets[number].truth() for number in (0, count - 1)}
 
-        def calling(number: int) -> Callable[[], None]:
-            def keep() -> None:
-                results[number] = sets[number].call()
-
-            return keep
-
-        def error() -> float:
+        def error(results: Sequence[tuple[torch.Tensor, ...]]) -> float:
             return max(
                 relative_error(got, truth)
                 for number, wanted in truths.items()
                 for got, truth in zip(results[number], wanted, strict=True)
             )
 
-        def check(run: Callable[[], None]) -> str:
-            for each in results.values():
-                for got in each:
-                    got.fill_(float("nan"))
-            run()
-            return "" if error() <= LIMIT else f"its relative error is {error():.2g}"
-
-        return Calls(
-            calls=[calling(number) for number in range(count)],
-            check=check,
-            error=error,
-            work=work,
-            written_bytes=count * work.memory_bytes,
-        )
+        calls = [each.call for each in sets]
+        return compared(calls, error, LIMIT, work=work, written_bytes=count * work.memory_bytes)

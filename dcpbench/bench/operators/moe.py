@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench.bench.operators.calls import Calls, cold_sets, relative_error
+from dcpbench.bench.operators.calls import cold_sets, compared, relative_error
 from dcpbench.bench.record import Work
 from dcpbench.errors import MissingPackageError
 from dcpbench.kernels.moe import decode, prompts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from dcpbench.bench.operators.calls import Calls
     from dcpbench.bench.record import Case
 
 LIMIT = 8e-3
@@ -110,7 +111,7 @@ class Inputs:
 class Ready:
     """A variant on its inputs."""
 
-    call: Callable[[], torch.Tensor]
+    call: Callable[[], tuple[torch.Tensor]]
     rows: Callable[[torch.Tensor], torch.Tensor]
     """What `call` returns as sorted rows."""
     fused: bool = False
@@ -124,11 +125,13 @@ def triton(inputs: Inputs) -> Ready:
         rows_ID = inputs.sorted_rows
         _, ends = prompts.sort_by_expert(inputs.ids, 0, sizes.experts)
         return Ready(
-            call=lambda: prompts.product(rows_ID, inputs.weight, ends, gated=sizes.gated), rows=lambda y: y, fused=True
+            call=lambda: (prompts.product(rows_ID, inputs.weight, ends, gated=sizes.gated),),
+            rows=lambda y: y,
+            fused=True,
         )
     plan = decode.plan(inputs.ids, 0, sizes.experts, decode.tile_rows(sizes.requests))
     return Ready(
-        call=lambda: decode.product(inputs.x, inputs.weight, plan, sizes.top_k, gated=sizes.gated),
+        call=lambda: (decode.product(inputs.x, inputs.weight, plan, sizes.top_k, gated=sizes.gated),),
         rows=lambda y: y,
         fused=True,
     )
@@ -139,7 +142,7 @@ def by_torch(inputs: Inputs) -> Ready:
     rows_ID, weight = inputs.sorted_rows, inputs.weight.transpose(-2, -1)
     _, ends = prompts.sort_by_expert(inputs.ids, 0, inputs.sizes.experts)
     grouped_mm = torch._grouped_mm  # noqa: SLF001 - public only from 2.12 on
-    return Ready(call=lambda: grouped_mm(rows_ID, weight, offs=ends), rows=lambda y: y)
+    return Ready(call=lambda: (grouped_mm(rows_ID, weight, offs=ends),), rows=lambda y: y)
 
 
 def deepgemm(inputs: Inputs) -> Ready:
@@ -161,9 +164,9 @@ def deepgemm(inputs: Inputs) -> Ready:
     masked = torch.tensor(counts, dtype=torch.int32, device=x.device)
     expected = -(-sum(counts) // len(counts))
 
-    def call() -> torch.Tensor:
+    def call() -> tuple[torch.Tensor]:
         deep_gemm.m_grouped_bf16_gemm_nt_masked(x, inputs.weight, y, masked, expected)
-        return y
+        return (y,)
 
     return Ready(call=call, rows=lambda y: y[used])
 
@@ -188,41 +191,22 @@ class Moe:
         count = case.calls or cold_sets(work.memory_bytes, self.device)
         sets = [dataclasses.replace(inputs, weight=weight) for weight in self._weights_of(sizes.weight, count)]
         ready = [VARIANTS[case.variant](each) for each in sets]
-        results: dict[int, torch.Tensor] = {}
-
-        def calling(number: int) -> Callable[[], None]:
-            def keep() -> None:
-                results[number] = ready[number].call()
-
-            return keep
-
         fullest = max(range(sizes.experts), key=lambda e: inputs.counts[e])
         chosen = {fullest, *range(0, sizes.experts, max(1, sizes.experts // CHECKED))}
         chosen = {e for e in chosen if inputs.counts[e]}
 
-        def error() -> float:
+        def error(results: Sequence[tuple[torch.Tensor, ...]]) -> float:
             found, wanted = [], []
             for number in (0, count - 1):
-                y = ready[number].rows(results[number])
+                y = ready[number].rows(*results[number])
                 for expert in chosen:
                     rows, truth = sets[number].truth(expert, fused=ready[number].fused)
                     found.append(y[rows].double().flatten())
                     wanted.append(truth.flatten())
             return relative_error(torch.cat(found), torch.cat(wanted))
 
-        def check(run: Callable[[], None]) -> str:
-            for each in results.values():
-                each.fill_(float("nan"))
-            run()
-            return "" if error() <= LIMIT else f"its relative error is {error():.2g}"
-
-        return Calls(
-            calls=[calling(number) for number in range(count)],
-            check=check,
-            error=error,
-            work=work,
-            written_bytes=count * work.memory_bytes,
-        )
+        calls = [each.call for each in ready]
+        return compared(calls, error, LIMIT, work=work, written_bytes=count * work.memory_bytes)
 
     def _inputs(self, sizes: Sizes, random: torch.Generator) -> Inputs:
         chance = torch.ones(sizes.experts, device=self.device)

@@ -24,7 +24,7 @@ from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
 from dcpbench.points.batches import padded_batch
 from dcpbench.points.layout import Layout
-from dcpbench.points.memory import Plan
+from dcpbench.points.memory import Layers, all_layers
 from dcpbench.points.shapes import SHAPES
 
 if TYPE_CHECKING:
@@ -128,16 +128,8 @@ class PaddedSlots:
         self.device, self.seed, self.machine = device, seed, MACHINES[device.type]
         self.shape = SHAPES[self.machine.model]
         source = SyntheticSource(seed, self.machine.dtype, device)
-        held = min(HELD_MOE, self.shape.layers - self.shape.first_dense)
-        plan = Plan(
-            kv_bytes=0,
-            weight_bytes=0,
-            full_weight_bytes=0,
-            dense_held=self.shape.first_dense,
-            moe_held=held,
-            layers=self.shape.layers,
-        )
-        self.weights = load_weights(source, self.shape, ALONE, 0, plan)
+        whole = all_layers(self.shape)
+        self.weights = load_weights(source, self.shape, ALONE, 0, Layers(whole.dense, min(HELD_MOE, whole.moe)))
 
     def build(self, case: Case) -> Calls:
         """Calls of one decode step with sizes requests, context and ids, `known` or `elsewhere`."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dcpbench.bench.record import Overwritten
-from dcpbench.bench.shown.rate_findings import rate_findings
+from dcpbench.bench.shown.rates import baselines, share, speed_up
+from dcpbench.points.memory import GIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from dcpbench.bench.record import BenchRecord, Result, Timing
 
@@ -26,15 +27,14 @@ MARKS = {
 def findings(record: BenchRecord) -> list[str]:
     """Sentences about correctness, synchronisation, host time, rates and CUDA graphs, as far as there are numbers."""
     ok = [r for r in record.results if r.outcome == "ok"]
-    variants = list(dict.fromkeys(r.case.variant for r in ok))
-    of = {name: [r for r in ok if r.case.variant == name] for name in variants}
+    of = _by_variant(ok)
     told = list(_wrong(ok))
-    told += [sentence for name in variants if (sentence := _syncs(name, of[name]))]
-    told += [sentence for name in variants if (sentence := _where(name, of[name]))]
+    told += [sentence for name in of if (sentence := _syncs(name, of[name]))]
+    told += [sentence for name in of if (sentence := _where(name, of[name]))]
     if host := _range_by_variant(of, lambda r: r.host):
         told.append(f"Host time inside a call while the GPU is {record.settings.backlog_us:g} µs behind: {host}.")
-    told += [sentence for name in variants if (sentence := _overwritten(name, of[name]))]
-    told += rate_findings(record)
+    told += [sentence for name in of if (sentence := _overwritten(name, of[name]))]
+    told += _rates(record)
     replay = _range_by_variant(of, lambda r: r.graph.time if r.graph else None)
     if replay and any(r.host for r in ok):
         told.append(f"GPU time of a call replayed from a CUDA graph: {replay}.")
@@ -44,6 +44,13 @@ def findings(record: BenchRecord) -> list[str]:
         if r.graph and not r.graph.captured
     ]
     return told
+
+
+def _by_variant(results: Sequence[Result]) -> dict[str, list[Result]]:
+    of: dict[str, list[Result]] = {}
+    for r in results:
+        of.setdefault(r.case.variant, []).append(r)
+    return of
 
 
 def corrupts(r: Result) -> bool:
@@ -113,7 +120,7 @@ def _overwritten(variant: str, results: Sequence[Result]) -> str:
     )
 
 
-def _range_by_variant(of: dict[str, list[Result]], timing: Callable[[Result], Timing | None]) -> str:
+def _range_by_variant(of: Mapping[str, Sequence[Result]], timing: Callable[[Result], Timing | None]) -> str:
     parts = []
     for variant, results in of.items():
         medians = [t.median_us for r in results if (t := timing(r))]
@@ -121,3 +128,72 @@ def _range_by_variant(of: dict[str, list[Result]], timing: Callable[[Result], Ti
             low, high = f"{min(medians):,.3g}", f"{max(medians):,.3g}"
             parts.append(f"{variant} {low if low == high else f'{low} to {high}'} µs")
     return ", ".join(parts)
+
+
+def _rates(record: BenchRecord) -> list[str]:
+    """Of results that are correct; a fast wrong one is no finding."""
+    right = [r for r in record.results if r.outcome == "ok" and r.correct]
+    of = _by_variant(right)
+    usual = baselines(record)
+    told = [
+        sentence
+        for place, baseline in enumerate(usual)
+        for name in of
+        if name not in usual[: place + 1] and (sentence := _speed(name, baseline, of[name], right))
+    ]
+    told += [sentence for name in of if (sentence := _share(name, of[name], right))]
+    return told + [sentence for r in right if (sentence := _outgrown(r))]
+
+
+def _speed(variant: str, baseline: str, mine: Sequence[Result], results: Sequence[Result]) -> str:
+    """Such as: symm is 3.40× as fast as ag_rs at requests 1, 3.30× at requests 8."""
+    ratios = [(r, ratio) for r in mine if (ratio := speed_up(r, baseline, results))]
+    if not ratios:
+        return ""
+    many = len(ratios) > 4  # noqa: PLR2004 - more than a sentence holds
+    told = [min(ratios, key=lambda x: x[1]), max(ratios, key=lambda x: x[1])] if many else ratios
+    (first, slowest), *others = told
+    parts = [f"{variant} is {slowest:.2f}× as fast as {baseline}{_at(first, mine)}"]
+    parts += [f"{ratio:.2f}×{_at(r, mine)}" for r, ratio in others]
+    if not many:
+        return f"{', '.join(parts)}."
+    faster = sum(ratio > 1 for _, ratio in ratios)
+    return f"{' to '.join(parts)}; faster in {faster} of {len(ratios)} cases."
+
+
+def _share(variant: str, mine: Sequence[Result], results: Sequence[Result]) -> str:
+    """Such as: triton reaches 41 % at … to 78 % at … of what this machine allows.
+
+    From CUDA graphs alone: what waits for the host is not held against the GPU.
+    """
+    shares = [(r, part) for r in mine if r.graph and r.graph.time and (part := share(r))]
+    if not shares:
+        return ""
+    low, high = min(shares, key=lambda x: x[1]), max(shares, key=lambda x: x[1])
+    if low is high:
+        return f"{variant} reaches {100 * low[1]:.0f} % of what this machine allows."
+    least, most = (f"{100 * part:.0f} %{_at(r, results)}" for r, part in (low, high))
+    return f"{variant} reaches {least} to {most} of what this machine allows."
+
+
+def _outgrown(r: Result) -> str:
+    """What it costs that a buffer has to be allocated while the request waits."""
+    if r.case.sizes.get("buffer") != "outgrown" or not (r.time and r.graph and r.graph.time):
+        return ""
+    sizes = ", ".join(f"{name} {int(r.case.sizes[name]):,}" for name in ("requests", "tokens"))
+    pool = f"the pool of {int(r.case.sizes['pool_bytes']) / GIB:.3g} GiB"
+    before, late = (f"{time.median_us:,.0f} µs" for time in (r.graph.time, r.time))
+    return (
+        f"{r.case.variant} outgrows {pool} at {sizes}: allocating a buffer at run time makes a call of {before} take "
+        f"{late}."
+    )
+
+
+def _at(r: Result, among: Sequence[Result]) -> str:
+    """` at heads 128, requests 1`: the sizes in which results differ."""
+    sizes = [
+        f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
+        for name, value in r.case.sizes.items()
+        if any(other.case.sizes.get(name) != value for other in among)
+    ]
+    return f" at {', '.join(sizes)}" if sizes else ""

@@ -13,9 +13,7 @@ def in_head_order(q_NBhQ: torch.Tensor) -> torch.Tensor:
     if 1 in q_NBhQ.shape[:2]:
         return q_NBhQ.transpose(0, 1).flatten(1, 2)
     if q_NBhQ.is_cuda:
-        from dcpbench.kernels.head_order.fused import in_head_order as in_head_order_fused
-
-        return in_head_order_fused(q_NBhQ)
-    from dcpbench.kernels.head_order.reference import in_head_order as in_head_order_reference
-
-    return in_head_order_reference(q_NBhQ)
+        from dcpbench.kernels.head_order.fused import in_head_order as chosen
+    else:
+        from dcpbench.kernels.head_order.reference import in_head_order as chosen
+    return chosen(q_NBhQ)

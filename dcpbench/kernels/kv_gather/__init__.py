@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench.kernels.kv_gather import reference
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -33,11 +31,10 @@ def pack(part_JQ: torch.Tensor, kv_KQ: torch.Tensor, row_J: torch.Tensor) -> Non
     contiguous and of the dtype of kv_KQ, whose last dimension is contiguous.
     """
     if kv_KQ.is_cuda:
-        from dcpbench.kernels.kv_gather.fused import pack as fused_pack
-
-        fused_pack(part_JQ, kv_KQ, row_J)
+        from dcpbench.kernels.kv_gather.fused import pack as chosen
     else:
-        reference.pack(part_JQ, kv_KQ, row_J)
+        from dcpbench.kernels.kv_gather.reference import pack as chosen
+    chosen(part_JQ, kv_KQ, row_J)
 
 
 def in_token_order(

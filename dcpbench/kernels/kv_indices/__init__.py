@@ -8,9 +8,7 @@ that the rows j·page_size … of a share are one page.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
-
-from dcpbench.kernels.kv_indices import reference
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -41,11 +39,7 @@ def fill_page_tables(
     pages_BM [B, at least ceil(rows / page_size)] and local_lengths_B are int32, pages_BM's last dimension contiguous;
     what lies behind a request's pages is left as it was. One kernel, which a graph may hold.
     """
-    if pages_BM.is_cuda:
-        from dcpbench.kernels.kv_indices.fused import fill_page_tables as fill
-    else:
-        fill = reference.fill_page_tables
-    fill(pages_BM, local_lengths_B, table_SC, slots_B, lengths_B, share)
+    _fill(pages_BM, None, local_lengths_B, table_SC, slots_B, lengths_B, share)
 
 
 def fill_kv_indices(
@@ -62,8 +56,12 @@ def fill_kv_indices(
     Pages of request b are `indices[indptr[b]:indptr[b + 1]]`; indices and indptr [B + 1] are int32, indices has room
     for all pages, and what lies behind them is left as it was.
     """
-    if indices.is_cuda:
-        from dcpbench.kernels.kv_indices.fused import fill_kv_indices as fill
+    _fill(indices, indptr, local_lengths_B, table_SC, slots_B, lengths_B, share)
+
+
+def _fill(pages: torch.Tensor, *arguments: Any) -> None:
+    if pages.is_cuda:
+        from dcpbench.kernels.kv_indices.fused import fill as chosen
     else:
-        fill = reference.fill_kv_indices
-    fill(indices, indptr, local_lengths_B, table_SC, slots_B, lengths_B, share)
+        from dcpbench.kernels.kv_indices.reference import fill as chosen
+    chosen(pages, *arguments)

@@ -71,32 +71,7 @@ def _fill_kernel(
         tl.store(out + page, row // PAGE, mask=page < count)
 
 
-def fill_page_tables(
-    pages_BM: torch.Tensor,
-    local_lengths_B: torch.Tensor,
-    table_SC: torch.Tensor,
-    slots_B: torch.Tensor,
-    lengths_B: torch.Tensor,
-    share: Share,
-) -> None:
-    """See kernels.kv_indices.fill_page_tables."""
-    _launch(pages_BM, None, local_lengths_B, table_SC, slots_B, lengths_B, share)
-
-
-def fill_kv_indices(
-    indices: torch.Tensor,
-    indptr: torch.Tensor,
-    local_lengths_B: torch.Tensor,
-    table_SC: torch.Tensor,
-    slots_B: torch.Tensor,
-    lengths_B: torch.Tensor,
-    share: Share,
-) -> None:
-    """See kernels.kv_indices.fill_kv_indices."""
-    _launch(indices, indptr, local_lengths_B, table_SC, slots_B, lengths_B, share)
-
-
-def _launch(
+def fill(
     pages: torch.Tensor,
     indptr: torch.Tensor | None,
     local_lengths_B: torch.Tensor,
@@ -105,6 +80,7 @@ def _launch(
     lengths_B: torch.Tensor,
     share: Share,
 ) -> None:
+    """See kernels.kv_indices: page tables where there is no `indptr`, else the pages one request after the other."""
     batch = len(slots_B)
     # Most pages of a request, by what the table can hold: lengths are on the device.
     stripes = triton.cdiv(table_SC.shape[1], share.interleave * share.dcp)

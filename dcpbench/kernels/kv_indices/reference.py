@@ -19,36 +19,22 @@ def pages_of(locs: list[int], share: Share) -> list[int]:
     return [row // share.page_size for row in rows[:: share.page_size]]
 
 
-def fill_page_tables(
-    pages_BM: torch.Tensor,
+def fill(
+    pages: torch.Tensor,
+    indptr: torch.Tensor | None,
     local_lengths_B: torch.Tensor,
     table_SC: torch.Tensor,
     slots_B: torch.Tensor,
     lengths_B: torch.Tensor,
     share: Share,
 ) -> None:
-    """See kernels.kv_indices.fill_page_tables."""
+    """See kernels.kv_indices: page tables where there is no `indptr`, else the pages one request after the other."""
+    ends = [0]
     for b, (slot, length) in enumerate(zip(slots_B.tolist(), lengths_B.tolist(), strict=True)):
-        pages = pages_of(table_SC[slot, :length].tolist(), share)
-        pages_BM[b, : len(pages)] = pages_BM.new_tensor(pages)
+        found = pages_of(table_SC[slot, :length].tolist(), share)
+        out = pages[b] if indptr is None else pages[ends[-1] :]
+        out[: len(found)] = pages.new_tensor(found)
         local_lengths_B[b] = layout.local_length(length, share.rank, share.dcp, share.interleave)
-
-
-def fill_kv_indices(
-    indices: torch.Tensor,
-    indptr: torch.Tensor,
-    local_lengths_B: torch.Tensor,
-    table_SC: torch.Tensor,
-    slots_B: torch.Tensor,
-    lengths_B: torch.Tensor,
-    share: Share,
-) -> None:
-    """See kernels.kv_indices.fill_kv_indices."""
-    start = 0
-    indptr[0] = start
-    for b, (slot, length) in enumerate(zip(slots_B.tolist(), lengths_B.tolist(), strict=True)):
-        pages = pages_of(table_SC[slot, :length].tolist(), share)
-        indices[start : start + len(pages)] = indices.new_tensor(pages)
-        local_lengths_B[b] = layout.local_length(length, share.rank, share.dcp, share.interleave)
-        start += len(pages)
-        indptr[b + 1] = start
+        ends.append(ends[-1] + len(found))
+    if indptr is not None:
+        indptr[: len(ends)] = indptr.new_tensor(ends)

@@ -175,18 +175,8 @@ def write_kv(
     settled: bool = False,
 ) -> None:
     """See kernels.kv_write.write_kv."""
-    launch(
-        kv_KQ,
-        new_BQ,
-        loc_B,
-        tiling(len(loc_B), dcp),
-        scale,
-        settled,
-        OWNED=True,
-        rank=rank,
-        DCP=dcp,
-        INTERLEAVE=interleave,
-    )
+    owner = {"OWNED": True, "rank": rank, "DCP": dcp, "INTERLEAVE": interleave}
+    launch(kv_KQ, new_BQ, loc_B, tiling(len(loc_B), dcp), scale, settled, **owner)
 
 
 def write_rows(
@@ -199,18 +189,8 @@ def write_rows(
     settled: bool = False,
 ) -> None:
     """See kernels.kv_write.write_rows."""
-    launch(
-        kv_KQ,
-        new_BQ,
-        row_B,
-        tiling(len(row_B), share),
-        scale,
-        settled,
-        OWNED=False,
-        rank=0,
-        DCP=1,
-        INTERLEAVE=1,
-    )
+    nobody = {"OWNED": False, "rank": 0, "DCP": 1, "INTERLEAVE": 1}
+    launch(kv_KQ, new_BQ, row_B, tiling(len(row_B), share), scale, settled, **nobody)
 
 
 def launch(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.kernels.merge.reference import correct as correct_reference
 from dcpbench.kernels.merge.reference import merge
-from dcpbench.kernels.merge.reference import merge_into as merge_into_reference
 
 if TYPE_CHECKING:
     import torch
@@ -21,10 +19,10 @@ def correct(o_BHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int, dtype: torch.
     all ranks are empty the result is 0. Summed over ranks the shares are the merged output.
     """
     if o_BHR.is_cuda:
-        from dcpbench.kernels.merge.fused import correct as correct_fused
-
-        return correct_fused(o_BHR, lse_NBH, rank, dtype)
-    return correct_reference(o_BHR, lse_NBH, rank, dtype)
+        from dcpbench.kernels.merge.fused import correct as chosen
+    else:
+        from dcpbench.kernels.merge.reference import correct as chosen
+    return chosen(o_BHR, lse_NBH, rank, dtype)
 
 
 def merge_into(o_ThV: torch.Tensor, lse_Th: torch.Tensor, more_ThV: torch.Tensor, more_Th: torch.Tensor) -> None:
@@ -35,8 +33,7 @@ def merge_into(o_ThV: torch.Tensor, lse_Th: torch.Tensor, more_ThV: torch.Tensor
     last dimension of more_ThV excepted. Reads and writes 12 bytes for each number of o, in bf16 2 fewer.
     """
     if o_ThV.is_cuda:
-        from dcpbench.kernels.merge.fused import merge_into as merge_into_fused
-
-        merge_into_fused(o_ThV, lse_Th, more_ThV, more_Th)
+        from dcpbench.kernels.merge.fused import merge_into as chosen
     else:
-        merge_into_reference(o_ThV, lse_Th, more_ThV, more_Th)
+        from dcpbench.kernels.merge.reference import merge_into as chosen
+    chosen(o_ThV, lse_Th, more_ThV, more_Th)

@@ -42,12 +42,10 @@ def route(logits_TE: torch.Tensor, bias_E: torch.Tensor, rule: Routing) -> tuple
     its best one). DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437).
     """
     if logits_TE.is_cuda:
-        from dcpbench.kernels.moe.routing import route as route_fused
-
-        return route_fused(logits_TE, bias_E, rule)
-    from dcpbench.kernels.moe.reference import route as route_reference
-
-    return route_reference(logits_TE, bias_E, rule)
+        from dcpbench.kernels.moe.routing import route as chosen
+    else:
+        from dcpbench.kernels.moe.reference import route as chosen
+    return chosen(logits_TE, bias_E, rule)
 
 
 def router_logits(x_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.kernels.norm.reference import add_rms_norm as add_rms_norm_reference
-from dcpbench.kernels.norm.reference import rms_norm as rms_norm_reference
-
 if TYPE_CHECKING:
     import torch
 
@@ -14,16 +11,16 @@ if TYPE_CHECKING:
 def rms_norm(x_BD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """weight · x / sqrt(mean(x²) + eps), mean in fp32, result in x's dtype. Rows of x may be strided."""
     if x_BD.is_cuda:
-        from dcpbench.kernels.norm.fused import rms_norm as rms_norm_fused
-
-        return rms_norm_fused(x_BD, weight_D, eps)
-    return rms_norm_reference(x_BD, weight_D, eps)
+        from dcpbench.kernels.norm.fused import rms_norm as chosen
+    else:
+        from dcpbench.kernels.norm.reference import rms_norm as chosen
+    return chosen(x_BD, weight_D, eps)
 
 
 def add_rms_norm(x_BD: torch.Tensor, residual_BD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """residual += x in place, then rms_norm(residual)."""
     if x_BD.is_cuda:
-        from dcpbench.kernels.norm.fused import add_rms_norm as add_rms_norm_fused
-
-        return add_rms_norm_fused(x_BD, residual_BD, weight_D, eps)
-    return add_rms_norm_reference(x_BD, residual_BD, weight_D, eps)
+        from dcpbench.kernels.norm.fused import add_rms_norm as chosen
+    else:
+        from dcpbench.kernels.norm.reference import add_rms_norm as chosen
+    return chosen(x_BD, residual_BD, weight_D, eps)

@@ -58,13 +58,10 @@ def pack(o_BHR: torch.Tensor, lse_BH: torch.Tensor, ranks: int) -> torch.Tensor:
     message = Message(batch, heads // ranks, columns, o_BHR.dtype)
     wire_NW = torch.empty(ranks, message.words, dtype=torch.float32, device=o_BHR.device)
     if o_BHR.is_cuda:
-        from dcpbench.kernels.pack.fused import pack as pack_fused
-
-        pack_fused(o_BHR, lse_BH, message, wire_NW)
+        from dcpbench.kernels.pack.fused import pack as chosen
     else:
-        from dcpbench.kernels.pack.reference import pack as pack_reference
-
-        pack_reference(o_BHR, lse_BH, message, wire_NW)
+        from dcpbench.kernels.pack.reference import pack as chosen
+    chosen(o_BHR, lse_BH, message, wire_NW)
     return wire_NW
 
 
@@ -75,13 +72,10 @@ def combine(wire_NW: torch.Tensor, message: Message, out_hBR: torch.Tensor) -> N
     whatever its o holds, NaN included; where all are −inf the result is 0.
     """
     if wire_NW.is_cuda:
-        from dcpbench.kernels.pack.fused import combine as combine_fused
-
-        combine_fused(wire_NW, message, out_hBR)
+        from dcpbench.kernels.pack.fused import combine as chosen
     else:
-        from dcpbench.kernels.pack.reference import combine as combine_reference
-
-        combine_reference(wire_NW, message, out_hBR)
+        from dcpbench.kernels.pack.reference import combine as chosen
+    chosen(wire_NW, message, out_hBR)
 
 
 def _aligned(nbytes: int) -> int:

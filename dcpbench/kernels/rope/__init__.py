@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.kernels.rope.reference import rope as rope_reference
 from dcpbench.kernels.rope.table import rope_table, softmax_scale
 
 if TYPE_CHECKING:
@@ -23,8 +22,7 @@ def rope(
     it.
     """
     if x_BhP.is_cuda:
-        from dcpbench.kernels.rope.fused import rope as rope_fused
-
-        rope_fused(x_BhP, positions_B, table, out_BhP, interleaved=interleaved)
+        from dcpbench.kernels.rope.fused import rope as chosen
     else:
-        rope_reference(x_BhP, positions_B, table, out_BhP, interleaved=interleaved)
+        from dcpbench.kernels.rope.reference import rope as chosen
+    chosen(x_BhP, positions_B, table, out_BhP, interleaved=interleaved)

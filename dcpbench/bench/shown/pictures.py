@@ -1,0 +1,337 @@
+"""The picture of a bench: time against tokens or against bytes, a line for each variant, or a roofline."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+
+from dcpbench.bench.shown.rates import gpu_time
+from dcpbench.reports.style import (
+    LAYOUT_COLOURS,
+    LINES,
+    MARKERS,
+    RC,
+    columns_for,
+    headline,
+    legend_below,
+    measured_ticks,
+    value_axis,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+    from matplotlib.axes import Axes
+
+    from dcpbench.bench.record import BenchRecord, Result, Timing
+
+    Groups = dict[str, list[Result]]
+    Draw = Callable[[Axes, str, list[Result]], None]
+
+GREY = "#555555"
+"""Of limits, and of what stands for no variant."""
+KINDS = ("eager", "host", "graph")
+"""What is drawn of each variant over tokens, each with a line style of its own."""
+KIND_LABELS = {"eager": "eager", "host": "host time inside the call", "graph": "CUDA graph"}
+X = "tokens"
+ALONG = {"kv-gather": ("tokens", "buffer", "pool_bytes")}
+"""Sizes along a line over bytes or in its name, `requests` where nothing else is; the others make panels."""
+MOST_TICKS = 8
+WHAT = {
+    "exchange": "bytes that a rank must receive",
+    "collectives": "bytes that a rank receives",
+    "merge": "bytes read and written",
+    "kv-gather": "bytes that a rank must receive",
+    "moe": "bytes of experts that have a row, and of rows",
+}
+"""Benches that are drawn over bytes, each with the label of the axis."""
+TOKENS_PANEL, BYTES_PANEL, ROOFLINE = (3.9, 3.1), (7.2, 4.4), (7.2, 4.3)
+"""Inches of a panel."""
+ASIDE = 0.06
+"""Backends stand side by side by this share of their intensity, which is the same for all."""
+WITHOUT = ("padded-slots",)
+"""Benches that are told in numbers: two times that should be equal are no picture."""
+
+
+def write_picture(record: BenchRecord, path: Path) -> None:
+    """Write a PNG: times on a GPU; synchronisations alone on the CPU, where a time would be no performance.
+
+    There, benches whose variants never wait have none: nothing of theirs is timed.
+    """
+    draw = _roofline if record.bench == "attention" else _over_bytes if record.bench in WHAT else _over_tokens
+    if record.bench in WITHOUT or not (record.performance or draw is _over_tokens):
+        return
+    with mpl.rc_context(RC):
+        draw(record).savefig(path, dpi=150)
+
+
+def _panels(groups: Groups, size: tuple[float, float], draw: Draw) -> Figure:
+    """A figure with a panel for each group."""
+    columns = columns_for(len(groups))
+    rows = -(-len(groups) // columns)
+    figure = Figure((size[0] * columns, size[1] * rows + 0.9), layout="constrained")
+    for place, (name, results) in enumerate(groups.items(), 1):
+        draw(figure.add_subplot(rows, columns, place), name, results)
+    return figure
+
+
+def _groups(results: Iterable[Result], name_of: Callable[[Result], str]) -> Groups:
+    groups: Groups = {}
+    for r in results:
+        groups.setdefault(name_of(r), []).append(r)
+    return groups
+
+
+def _title(figure: Figure, record: BenchRecord, what: str, width: int = 90) -> None:
+    device = record.environment.device if record.environment else ""
+    headline(figure, f"bench {record.bench}{what}, {device}", width=width)
+
+
+def _variants(results: Iterable[Result]) -> list[str]:
+    return list(dict.fromkeys(r.case.variant for r in results))
+
+
+def _colour(place: int) -> str:
+    return LAYOUT_COLOURS[place % len(LAYOUT_COLOURS)]
+
+
+def _marker(place: int) -> str:
+    return MARKERS[place % len(MARKERS)]
+
+
+def _line(ax: Axes, points: Sequence[tuple[float, Timing]], **look: Any) -> Line2D:  # noqa: ANN401 - as matplotlib's
+    """Medians with their intervals."""
+    times = [t for _, t in points]
+    spread = [[t.median_us - t.low_us for t in times], [t.high_us - t.median_us for t in times]]
+    drawn = ax.errorbar(
+        [x for x, _ in points], [t.median_us for t in times], yerr=spread, linewidth=1.5, capsize=2, **look
+    )
+    return drawn.lines[0]
+
+
+def _over_tokens(record: BenchRecord) -> Figure:
+    """Times, or on the CPU how often each variant waits."""
+    ok = [r for r in record.results if r.outcome == "ok"]
+    variants, groups, timed = _variants(ok), _groups(ok, _but_tokens), record.performance
+
+    def draw(ax: Axes, name: str, results: list[Result]) -> None:
+        syncs = _most_syncs(results, variants)
+        if timed:
+            _draw_times(ax, results, variants)
+            name = f"{name}\nsyncs: " + ", ".join(f"{v} {count:g}" for v, count in syncs.items())
+        else:
+            bars = ax.bar(list(syncs), list(syncs.values()), color=[_colour(variants.index(v)) for v in syncs])
+            ax.bar_label(bars, fmt="%g")
+            value_axis(ax, list(syncs.values()), "y")
+        ax.set_title(name, fontsize=9)
+
+    figure = _panels(groups, TOKENS_PANEL, draw)
+    what = "time per call against tokens" if timed else "synchronisations per call (nothing is timed)"
+    _title(figure, record, f": {what}", width=40 if len(groups) == 1 else 90)
+    figure.supylabel("µs per call" if timed else "syncs per call", fontsize=10)
+    if timed:
+        for ax in figure.axes[-columns_for(len(groups)) :]:
+            ax.set_xlabel(X)
+        legend_below(figure, _handles(variants, ok))
+    return figure
+
+
+def _but_tokens(r: Result) -> str:
+    """`dcp 8, bf16`: everything but the variant and the tokens; a rank that owns none of them says so."""
+    sizes = {name: value for name, value in r.case.sizes.items() if name not in (X, "owned")}
+    words = [str(value) if isinstance(value, str) else f"{name} {value}" for name, value in sizes.items()]
+    return ", ".join([*words, *(["no row owned"] if r.case.sizes.get("owned") == 0 else [])])
+
+
+def _draw_times(ax: Axes, results: Sequence[Result], variants: Sequence[str]) -> None:
+    for place, variant in enumerate(variants):
+        mine = sorted((r for r in results if r.case.variant == variant), key=lambda r: float(r.case.sizes[X]))
+        for kind, line in zip(KINDS, LINES, strict=False):
+            points = [(float(r.case.sizes[X]), t) for r in mine if (t := _timing(r, kind))]
+            if points:
+                _line(ax, points, markersize=4, color=_colour(place), linestyle=line, marker=_marker(place))
+    measured_ticks(ax, [float(r.case.sizes[X]) for r in results])
+    value_axis(ax, [t.high_us for r in results for kind in KINDS if (t := _timing(r, kind))], "y")
+
+
+def _most_syncs(results: Sequence[Result], variants: Sequence[str]) -> dict[str, float]:
+    """Synchronisations per call of each variant that has been counted, the most of all tokens."""
+    counted = [(r.case.variant, r.syncs.per_call) for r in results if r.syncs]
+    return {v: max(c for name, c in counted if name == v) for v in variants if any(name == v for name, _ in counted)}
+
+
+def _timing(r: Result, kind: str) -> Timing | None:
+    if kind == "graph":
+        return r.graph.time if r.graph else None
+    return r.time if kind == "eager" else r.host
+
+
+def _handles(variants: Sequence[str], results: Sequence[Result]) -> list[Line2D]:
+    """Colours for variants, line styles for what was timed."""
+    drawn = [k for k in KINDS if any(_timing(r, k) for r in results)]
+    return [
+        *(Line2D([], [], color=_colour(i), marker=_marker(i), markersize=5, label=v) for i, v in enumerate(variants)),
+        *(Line2D([], [], color=GREY, linestyle=LINES[KINDS.index(k)], label=KIND_LABELS[k]) for k in drawn),
+    ]
+
+
+def _over_bytes(record: BenchRecord) -> Figure:
+    """Time per call against bytes, both logarithmic, and the least time this machine allows."""
+    timed = [r for r in record.results if r.outcome == "ok" and _time(r) and _bytes(r)]
+    names, along = list(dict.fromkeys(map(_name, timed))), ALONG.get(record.bench, ("requests",))
+    handles: dict[str, Line2D] = {}
+
+    def draw(ax: Axes, name: str, results: list[Result]) -> None:
+        handles.update(_draw_bytes(ax, results, names))
+        ax.set_title(name, fontsize=9)
+        ax.set_xlabel(WHAT[record.bench])
+
+    def but_along(r: Result) -> str:
+        return ", ".join(f"{name} {value}" for name, value in r.case.sizes.items() if name not in along)
+
+    figure = _panels(_groups(timed, but_along), BYTES_PANEL, draw)
+    _title(figure, record, ": time per call against bytes")
+    figure.supylabel("µs per eager call" if record.bench in ALONG else "µs per call", fontsize=10)
+    if handles:
+        legend_below(figure, list(handles.values()))
+    return figure
+
+
+def _draw_bytes(ax: Axes, results: Sequence[Result], names: Sequence[str]) -> dict[str, Line2D]:
+    handles = {}
+    for place, name in enumerate(names):
+        mine = sorted((r for r in results if _name(r) == name), key=_bytes)
+        points = [(_bytes(r), t) for r in mine if (t := _time(r))]
+        if points:
+            handles[name] = _line(ax, points, markersize=5, color=_colour(place), marker=_marker(place))
+            handles[name].set_label(name)
+    floors = sorted({(_bytes(r), r.floor_us) for r in results if r.floor_us})
+    if floors:
+        (line,) = ax.plot(*zip(*floors, strict=True), color=GREY, linestyle="--", linewidth=1.2)
+        line.set_label("limit of this machine")
+        handles["limit"] = line
+    value_axis(ax, [*(t.median_us for r in results if (t := _time(r))), *(y for _, y in floors)], "y")
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_locator(FixedLocator(spaced([_bytes(r) for r in results])))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: size(v)))
+    return handles
+
+
+def spaced(values: Iterable[int]) -> list[int]:
+    """Those that have room for a label on a logarithmic axis, from the largest down."""
+    falling = sorted(set(values), reverse=True)
+    step = (falling[0] / falling[-1]) ** (1 / MOST_TICKS)
+    kept = falling[:1]
+    for value in falling[1:]:
+        if value * step <= kept[-1] * 1.001:
+            kept.append(value)
+    return kept[::-1]
+
+
+def size(value: float) -> str:
+    """`96 KB`, `1.5 MB`."""
+    for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value:.0f} B"
+
+
+def _bytes(r: Result) -> int:
+    return (r.work.received_bytes or r.work.memory_bytes) if r.work else 0
+
+
+def _time(r: Result) -> Timing | None:
+    """Where buffers are compared, of an eager call: a graph has its buffer from before."""
+    return r.time if "buffer" in r.case.sizes else gpu_time(r)
+
+
+def _name(r: Result) -> str:
+    return ", ".join([r.case.variant, *([str(r.case.sizes["buffer"])] if "buffer" in r.case.sizes else [])])
+
+
+def _roofline(record: BenchRecord) -> Figure:
+    """Operations per second against operations per byte, a point for each result that was timed."""
+    timed = [r for r in record.results if r.outcome == "ok" and r.work and r.work.memory_bytes and gpu_time(r)]
+    limits = {limit.name: limit.median for limit in record.limits}
+    handles: list[Line2D] = []
+
+    def draw(ax: Axes, _name: str, results: list[Result]) -> None:
+        handles.extend(_points(ax, results))
+        if results:
+            _axes(ax, results, limits)
+        if results and {"read", "matmul"} <= limits.keys():
+            handles.append(_roofs(ax, limits["read"], limits["matmul"]))
+
+    figure = _panels({"": timed}, ROOFLINE, draw)
+    _title(figure, record, " under the roofs measured in the same run")
+    if handles:
+        legend_below(figure, handles)
+    return figure
+
+
+def _points(ax: Axes, timed: Sequence[Result]) -> list[Line2D]:
+    """Colour by backend, marker by heads; returns the legend."""
+    variants = _variants(timed)
+    heads = sorted({int(r.case.sizes["heads"]) for r in timed})
+    for r in timed:
+        place = variants.index(r.case.variant)
+        aside = 1 + ASIDE * (place - (len(variants) - 1) / 2)
+        ax.plot(
+            _intensity(r) * aside,
+            (r.flop_s or 0) / 1e12,
+            linestyle="",
+            color=_colour(place),
+            marker=_marker(heads.index(int(r.case.sizes["heads"]))),
+            markersize=6,
+            alpha=0.8,
+        )
+    handles = [Line2D([], [], color=_colour(i), marker="o", linestyle="", label=v) for i, v in enumerate(variants)]
+    return handles + [
+        Line2D([], [], color=GREY, marker=_marker(i), linestyle="", label=f"{h} heads") for i, h in enumerate(heads)
+    ]
+
+
+def _axes(ax: Axes, timed: Sequence[Result], limits: dict[str, float]) -> None:
+    """Both logarithmic; a tick for each number of heads, whose intensities differ by little."""
+    of_heads: dict[int, list[float]] = {}
+    for r in timed:
+        of_heads.setdefault(int(r.case.sizes["heads"]), []).append(_intensity(r))
+    ticks = [statistics.median(found) for _, found in sorted(of_heads.items())]
+    rates = [*(r.flop_s / 1e12 for r in timed if r.flop_s), *(limits[n] / 1e12 for n in ("matmul",) if n in limits)]
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xlim(min(ticks) / 2, max([*ticks, limits.get("matmul", 0) / limits.get("read", 1)]) * 2)
+    ax.set_ylim(min(rates) / 1.5, max(rates) * 1.4)
+    ax.xaxis.set_major_locator(FixedLocator(ticks))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0f}"))
+    ax.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,g}"))
+    ax.minorticks_off()
+    ax.set_xlabel("operations per byte of memory traffic")
+    ax.set_ylabel("TFLOP/s")
+
+
+def _roofs(ax: Axes, read: float, matmul: float) -> Line2D:
+    """min(matrix product, read · intensity) across the axes, each with its limit beside it."""
+    left, right = ax.get_xlim()
+    ridge = matmul / read
+    ends = [left, ridge, right]
+    (line,) = ax.plot(
+        ends, [min(matmul, read * x) / 1e12 for x in ends], color=GREY, linestyle="--", linewidth=1.2, label="roofs"
+    )
+    beside = {"textcoords": "offset points", "color": GREY, "fontsize": 9}
+    middle = (left * ridge) ** 0.5
+    ax.annotate(f"read {read / 1e12:.3g} TB/s", (middle, middle * read / 1e12), (-6, 4), ha="right", **beside)
+    ax.annotate(f"product {matmul / 1e12:.0f} TFLOP/s", (right, matmul / 1e12), (-2, 4), ha="right", **beside)
+    return line
+
+
+def _intensity(r: Result) -> float:
+    return r.work.flops / r.work.memory_bytes if r.work else 0.0
