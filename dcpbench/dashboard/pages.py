@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench import __version__
 from dcpbench.errors import DcpbenchError
-from dcpbench.records.file import RECORDS_FILE
+from dcpbench.records.folder import RECORDS_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

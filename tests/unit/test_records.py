@@ -11,18 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpbench.errors import LayoutError, RecordsError
-from dcpbench.launch.jobs import CHECKS_FILE, Check, read_checks, write_checks
+from dcpbench.launch.jobs import Check, read_checks, write_checks
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
-from dcpbench.records.file import (
-    ASIDE_FILE,
-    RECORDS_FILE,
-    RecordFile,
-    cut_short,
-    iter_records,
-    read_records,
-    records_in,
-)
+from dcpbench.records.file import RecordFile, cut_short, iter_records, read_records, records_in
+from dcpbench.records.folder import ASIDE_FILE, CHECKS_FILE, RECORDS_FILE
 from dcpbench.records.record import SCHEMA_VERSION, Choice, Interval, Metrics, Percentiles, Record, Tried
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
@@ -190,7 +183,7 @@ class TestChecksum:
                 assert str(e).startswith(f"{path}, line "), str(e)  # noqa: PT017 - of each
             else:
                 unnoticed.append((bit, len(found)))
-        assert list(records_in(io.BytesIO(line), path)) == [EVERYTHING], "as it is, it is read"
+        assert list(records_in(io.BytesIO(line), path)) == [(0, EVERYTHING)], "as it is, it is read"
         assert unnoticed == []
 
     def test_it_is_the_crc_32_of_all_before_its_own_field(self, tmp_path: Path) -> None:
