@@ -63,7 +63,7 @@ def _report(folder: Path, run: RunData) -> str:
     if len(run.entries) > MOST_POINTS:
         return f"{run.name}: no page for {len(run.entries):,} points, only for up to {MOST_POINTS:,}"
     try:
-        write_report([folder], folder)
+        write_report([folder], folder, page_only=True)
     except DcpbenchError as e:
         return f"{run.name}: no page, because {e}"
     except Exception as e:  # noqa: BLE001 - one run's page must not cost the site

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,6 +18,7 @@ from dcpbench.records.provenance import functional, origin
 from dcpbench.records.runs import Run, measurement, read_run
 from dcpbench.reports import slo as objectives
 from dcpbench.reports.clip import Clipper
+from dcpbench.reports.findings import Findings
 from dcpbench.reports.merge import in_order, median, spread, worst
 from dcpbench.reports.serving import frame as serving
 from dcpbench.reports.serving import words
@@ -73,12 +75,17 @@ class Frames:
         """Whether any point was taken on a CPU."""
         return any(len(table) > 0 and bool(table["cpu"].any()) for table in (self.points, self.served))
 
-    @property
+    @cached_property
     def everything(self) -> pd.DataFrame:
         """Points of all workloads, with the columns of each."""
         if self.points.empty or self.served.empty:
             return self.served if self.points.empty else self.points
         return pd.DataFrame([*self.points.to_dict("records"), *self.served.to_dict("records")])
+
+    @cached_property
+    def findings(self) -> Findings:
+        """What the points say when they are compared."""
+        return Findings(self)
 
 
 def load(folders: Iterable[Path], *, as_repeats: bool = False, slo: dict[str, float] | None = None) -> Frames:
