@@ -24,7 +24,8 @@ import threading
 import time
 from pathlib import Path
 
-from dcpbench.records.file import RECORDS_FILE, read_records
+from dcpbench.records.file import read_records
+from dcpbench.records.folder import RECORDS_FILE
 from tests.cli.job_processes import AGENT, MARK, RANK, of_role, processes
 
 SWEEP = (

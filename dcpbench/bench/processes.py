@@ -25,6 +25,7 @@ from dcpbench.bench.record import BenchJob, BenchRecord, Event, Result
 from dcpbench.launch import child
 from dcpbench.launch.jobs import code_words
 from dcpbench.launch.torchrun import on_loopback
+from dcpbench.records.lines import Tail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -52,11 +53,11 @@ def follow(
         Result(case=case, outcome="failed", reason="not reached: the worker ended before") for case in job.cases
     ]
     with _ranks(job, folder, worker) as ranks:
-        heard, read, dying, begun = time.monotonic(), 0, 0.0, False
+        heard, dying, begun, events = time.monotonic(), 0.0, False, Tail(folder / "events.jsonl")
         while True:
             codes = [rank.poll() for rank in ranks]
-            events, read = _events(folder / "events.jsonl", read)
-            for event in events:
+            for line in events.lines():
+                event = msgspec.json.decode(line, type=Event)
                 heard, begun = time.monotonic(), begun or event.stage == "case"
                 _take(event, record)
                 watch(event)
@@ -119,17 +120,6 @@ def _ranks(job: BenchJob, folder: Path, worker: str) -> Iterator[list[Process]]:
 def _without_gpu(job: BenchJob) -> dict[str, str]:
     """How ranks run on the CPU."""
     return {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} if job.device == "cpu" else {}
-
-
-def _events(path: Path, begin: int) -> tuple[list[Event], int]:
-    """Events from byte `begin` on, and where they end; a line still being written waits for the next look."""
-    if not path.exists():
-        return [], begin
-    with path.open("rb") as f:
-        f.seek(begin)
-        whole = f.read().rpartition(b"\n")[0]
-    lines = whole.split(b"\n") if whole else []
-    return [msgspec.json.decode(line, type=Event) for line in lines], begin + (len(whole) + 1 if whole else 0)
 
 
 def _take(event: Event, record: BenchRecord) -> None:

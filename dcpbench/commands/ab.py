@@ -19,7 +19,7 @@ from dcpbench.compare import commands
 from dcpbench.compare.sides import differing, read_side
 from dcpbench.errors import DcpbenchError, OutputError, UsageError
 from dcpbench.launch import folders
-from dcpbench.records.file import RECORDS_FILE
+from dcpbench.records.folder import RECORDS_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -30,12 +30,14 @@ from dcpbench.commands.runs import (
 )
 from dcpbench.errors import UsageError
 from dcpbench.launch import folders, launcher
-from dcpbench.launch.jobs import FAILED_FILE, read_checks
+from dcpbench.launch.jobs import read_checks
 from dcpbench.plan import grid
 from dcpbench.plan.spec import make_spec, read_options
 from dcpbench.points.layout import Layout, valid_layouts
 from dcpbench.points.prompts import random_prompts, read_prompts
 from dcpbench.points.shapes import check_checkpoint, load_shape
+from dcpbench.records.folder import FAILED_FILE
+from dcpbench.records.runs import last_records
 from dcpbench.serving.load_words import parse_slo
 
 if TYPE_CHECKING:
@@ -157,7 +159,7 @@ def _say_cut_short(folders: Sequence[Path]) -> None:
 
 def _print_checks(points: Sequence[Point], folder: Path, run: Run) -> int:
     checks = read_checks(folder)
-    failed = list(launcher.last_records(folder, FAILED_FILE).values())
+    failed = list(last_records(folder, FAILED_FILE).values())
     silent = {str(p.layout) for p in points} - {c.layout for c in checks} - {str(r.point.layout) for r in failed}
     ok = bool(checks) and all(c.ok for c in checks) and not failed and not silent
     if run.as_json:

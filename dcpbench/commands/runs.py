@@ -24,6 +24,7 @@ from dcpbench.plan.options import check_seconds
 from dcpbench.plan.spec import effective
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.file import RecordFile
+from dcpbench.records.runs import last_records
 from dcpbench.show.streams import write_json
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def check_run(run: Run) -> None:
 def _prepare(candidates: Sequence[grid.Candidate], folder: Path, work: launcher.Work, run: Run) -> list[Point]:
     """Make the folder, record the rejected points once, and return those that are still to be measured."""
     folders.prepare_sweep(folder, resume=run.resume, force=run.force)
-    known = launcher.last_records(folder)
+    known = last_records(folder)
     if run.resume:
         folders.check_same_command(folder, candidates[0].point, known.values())
     if run.resume and not known:
@@ -187,7 +188,7 @@ def _finish(candidates: Sequence[grid.Candidate], folder: Path, probe: Probe, ru
     """Write the report, say where it lies, and tell by the exit code whether every point that could run did."""
     from dcpbench.reports import terminal_table, write_report
 
-    last = launcher.last_records(folder)
+    last = last_records(folder)
     records = [last[c.point.key()] for c in candidates if c.point.key() in last]
     failed = [r for r in records if r.outcome in ("failed", "hung")]
     with told_when_stopped(no_report([folder])):

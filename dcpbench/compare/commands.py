@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from dcpbench.compare.model import Comparison
-    from dcpbench.compare.sides import Launch
+    from dcpbench.records.runs import Run
 
 FAILS = 1
 PLAIN_WIDTH = 140
@@ -61,7 +61,7 @@ def check(options: Options, out: Out) -> None:
         raise UsageError(f"--metric {unknown[0]}: there is none; give some of {', '.join(NAMES)}.")
 
 
-def conclude(a: Sequence[Launch], b: Sequence[Launch], options: Options, out: Out) -> int:
+def conclude(a: Sequence[Run], b: Sequence[Run], options: Options, out: Out) -> int:
     """Compare two sides, show and write what was found; 1 where a rule of --fail-on fails, else 0."""
     rules = gate.read_rules(out.fail_on)
     found = judge(a, b, options)

@@ -21,13 +21,16 @@ from dcpbench.syncs.words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from dcpbench.compare.measures import Measure
     from dcpbench.compare.model import Workload
-    from dcpbench.compare.sides import Launch, Matched, Pair
+    from dcpbench.compare.sides import Matched, Pair
     from dcpbench.points.point import Point
     from dcpbench.records.record import Record
+    from dcpbench.records.runs import Run
+
+    Sampled = tuple[Record, Requests]
+    """A record with its step samples, and its requests."""
 
 CPU_REASON = "ran on a CPU, whose times say nothing about performance; --allow-cpu judges them all the same"
 FIRST_LAUNCHES = 4
@@ -60,7 +63,7 @@ class _Test:
     effect: effects.Effect
 
 
-def judge(a: Sequence[Launch], b: Sequence[Launch], options: Options) -> Comparison:
+def judge(a: Sequence[Run], b: Sequence[Run], options: Options) -> Comparison:
     """Compare B with A, every metric of every point that both have.
 
     Raises UsageError where they have no point in common, and where `paired` is asked of sides of different length.
@@ -73,9 +76,8 @@ def judge(a: Sequence[Launch], b: Sequence[Launch], options: Options) -> Compari
     matched = match(a, b, options.across)
     if not matched.pairs:
         raise UsageError(_nothing(matched))
-    requests: dict[int, Requests] = {}
     tests: list[_Test] = []
-    points = [_point(pair, options, a, b, tests, requests) for pair in matched.pairs]
+    points = [_point(pair, options, a, b, tests) for pair in matched.pairs]
     _decide(tests, options)
     points.sort(key=lambda p: p.rank)
     rows = [row for p in points for row in p.rows]
@@ -116,10 +118,9 @@ def name_of(point: Point) -> str:
 def _point(
     pair: Pair,
     options: Options,
-    a: Sequence[Launch],
-    b: Sequence[Launch],
+    a: Sequence[Run],
+    b: Sequence[Run],
     tests: list[_Test],
-    requests: dict[int, Requests],
 ) -> PointResult:
     point, other = pair.point, pair.b[0][1][0].point
     workload: Workload = "serve" if point.load else "decode"
@@ -132,6 +133,7 @@ def _point(
         marks_a=marks(r for _, rs in pair.a for r in rs),
         marks_b=marks(r for _, rs in pair.b for r in rs),
     )
+    sampled: dict[int, Sampled] = {}
     for measure in measures_of(workload, options.metrics):
         left, right = ([_values(measure, side) for side in sides] for sides in (pair.a, pair.b))
         if not any(left) or not any(right):
@@ -145,7 +147,7 @@ def _point(
             {
                 launch.name: e
                 for (launch, records), vs in zip(side, values, strict=True)
-                if vs and (e := _estimate(measure, launch.folder, records, requests))
+                if vs and (e := _estimate(measure, launch, records, sampled))
             }
             for side, values in ((pair.a, left), (pair.b, right))
         ]
@@ -160,13 +162,14 @@ def _point(
     return found
 
 
-def _values(measure: Measure, side: tuple[Launch, list[Record]]) -> list[float]:
+def _values(measure: Measure, side: tuple[Run, list[Record]]) -> list[float]:
     return [v for record in side[1] if (v := of(record, measure)) is not None]
 
 
 def _estimate(
-    measure: Measure, folder: Path, records: Sequence[Record], requests: dict[int, Requests]
+    measure: Measure, launch: Run, records: Sequence[Record], sampled: dict[int, Sampled]
 ) -> effects.Estimate | None:
+    """What a launch knows of a metric; `sampled` keeps the samples of its records from one metric to the next."""
     assert measure.error is not None
     values, errors = [], []
     seed = zlib.crc32(measure.name.encode())  # the same on both sides, for draws of the same requests
@@ -174,10 +177,10 @@ def _estimate(
         value = of(record, measure)
         if value is None:
             continue
-        if record.serve and id(record) not in requests:
-            requests[id(record)] = requests_of(record, folder)
+        if id(record) not in sampled:
+            sampled[id(record)] = launch.whole(record), requests_of(record, launch.folder)
         values.append(value)
-        errors.append(measure.error(record, requests.get(id(record), Requests([])), seed))
+        errors.append(measure.error(*sampled[id(record)], seed))
     return effects.estimate(values, errors) if values else None
 
 
@@ -303,7 +306,7 @@ def _broken(record: Record, side: str) -> Broken:
     return Broken(name=name_of(record.point), side=side, outcome=plain(record.outcome[:20]), reason=reason)  # type: ignore[arg-type]
 
 
-def _notes(a: Sequence[Launch], b: Sequence[Launch], tests: Sequence[_Test]) -> list[str]:
+def _notes(a: Sequence[Run], b: Sequence[Run], tests: Sequence[_Test]) -> list[str]:
     notes = []
     if any(t.effect.assumed for t in tests):
         notes.append(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.point import Load, Point
-from dcpbench.records.file import RECORDS_FILE, read_records
+from dcpbench.records.folder import RECORDS_FILE
+from dcpbench.records.runs import measurement, read_run
 from dcpbench.syncs.words import natural
 
 if TYPE_CHECKING:
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.records.record import Record
+    from dcpbench.records.runs import Run
 
 MOST_POINTS = 10_000
 """Points that both sides have; each takes milliseconds."""
@@ -26,21 +26,11 @@ FIELDS = (*(name for name in Point.__struct_fields__ if name not in ("repeat", "
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
-    """One run's folder."""
-
-    name: str
-    folder: Path
-    records: list[Record]
-    """The last record of each point, its repeats apart."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Pair:
     """A point with what each launch of either side measured of it; launches that lack it are left out."""
 
-    a: list[tuple[Launch, list[Record]]]
-    b: list[tuple[Launch, list[Record]]]
+    a: list[tuple[Run, list[Record]]]
+    b: list[tuple[Run, list[Record]]]
 
     @property
     def point(self) -> Point:
@@ -66,7 +56,7 @@ class Matched:
     broken_b: list[tuple[Record, Record]]
 
 
-def read_side(paths: Sequence[Path]) -> list[Launch]:
+def read_side(paths: Sequence[Path]) -> list[Run]:
     """The launches that paths stand for: runs' folders, their records.jsonl, or folders that hold several runs.
 
     A folder named twice counts once. Raises RecordsError where a path holds no records.
@@ -75,14 +65,14 @@ def read_side(paths: Sequence[Path]) -> list[Launch]:
     unique = {folder.resolve(): folder for folder in folders}
     launches = []
     for folder in unique.values():
-        last = {record.point.key(): record for record in read_records(folder)}
-        if not last:
+        run = read_run(folder)
+        if not run.records:
             raise RecordsError(f"{folder} holds no records yet; wait for its run, or name another one.")
-        launches.append(Launch(str(folder), folder if folder.is_dir() else folder.parent, list(last.values())))
+        launches.append(run)
     return launches
 
 
-def match(a: Sequence[Launch], b: Sequence[Launch], across: Sequence[str] = ()) -> Matched:
+def match(a: Sequence[Run], b: Sequence[Run], across: Sequence[str] = ()) -> Matched:
     """Points of A with the same points of B; without the fields in `across` they may be several of one name.
 
     Raises UsageError for fields that no point has, where a point could be compared with several, and for too many.
@@ -113,7 +103,7 @@ def match(a: Sequence[Launch], b: Sequence[Launch], across: Sequence[str] = ()) 
     return found
 
 
-def differing(a: Sequence[Launch], b: Sequence[Launch]) -> list[str]:
+def differing(a: Sequence[Run], b: Sequence[Run]) -> list[str]:
     """Fields that do not take the same values on both sides: what two variants of one sweep were told differently."""
     points = [[r.point for launch in side for r in launch.records] for side in (a, b)]
     values = ([{name: _field(p, name) for name in FIELDS} for p in side] for side in points)
@@ -148,16 +138,18 @@ def _key(point: Point, across: Iterable[str]) -> str:
     return "/".join(own)
 
 
-def _by_point(launches: Sequence[Launch], across: Sequence[str]) -> dict[str, list[tuple[Launch, list[Record]]]]:
+def _by_point(launches: Sequence[Run], across: Sequence[str]) -> dict[str, list[tuple[Run, list[Record]]]]:
     """By what a point is: its records in each launch. An exact copy of a measurement counts once."""
-    found: dict[str, list[tuple[Launch, list[Record]]]] = {}
+    found: dict[str, list[tuple[Run, list[Record]]]] = {}
     seen: set[bytes] = set()
     replayed: set[tuple[str, str]] = set()
     for launch in launches:
         here: dict[str, list[Record]] = {}
         for record in launch.records:
-            if measured(record) and _copied(record, seen):
-                continue
+            if measured(record):
+                if (one := measurement(record)) in seen:
+                    continue
+                seen.add(one)
             here.setdefault(_key(record.point, across), []).append(record)
         for key, records in here.items():
             if not _known(records, launch, replayed, key):
@@ -165,11 +157,11 @@ def _by_point(launches: Sequence[Launch], across: Sequence[str]) -> dict[str, li
     return found
 
 
-def _that_ran(side: Sequence[tuple[Launch, list[Record]]]) -> list[tuple[Launch, list[Record]]]:
+def _that_ran(side: Sequence[tuple[Run, list[Record]]]) -> list[tuple[Run, list[Record]]]:
     return [(launch, ok) for launch, records in side if (ok := [r for r in records if measured(r)])]
 
 
-def _known(records: Sequence[Record], launch: Launch, seen: set[tuple[str, str]], key: str) -> bool:
+def _known(records: Sequence[Record], launch: Run, seen: set[tuple[str, str]], key: str) -> bool:
     """Whether these are replays by step times that an earlier launch replayed by: those are one measurement, not two.
 
     Step times that lie in the launch's own folder were measured by it.
@@ -181,19 +173,7 @@ def _known(records: Sequence[Record], launch: Launch, seen: set[tuple[str, str]]
     return known
 
 
-def _copied(record: Record, seen: set[bytes]) -> bool:
-    """Whether the same measurement was there before: taken at the same moment, with the same samples."""
-    if not record.started_at:
-        return False
-    point = msgspec.structs.replace(record.point, repeat=0)
-    what = msgspec.json.encode((point, record.started_at, record.metrics or record.serve))
-    if what in seen:
-        return True
-    seen.add(what)
-    return False
-
-
-def _check_one_each(sides: Sequence[dict[str, list[tuple[Launch, list[Record]]]]], across: Sequence[str]) -> None:
+def _check_one_each(sides: Sequence[dict[str, list[tuple[Run, list[Record]]]]], across: Sequence[str]) -> None:
     for side, name in zip(sides, "AB", strict=True):
         for found in side.values():
             points = {record.point.same_but_repeat() for _, records in found for record in records}

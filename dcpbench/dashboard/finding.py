@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from dcpbench.dashboard import lines, measures
 from dcpbench.errors import RecordsError, UsageError
-from dcpbench.records.file import RECORDS_FILE, read_records
+from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.provenance import hardware
+from dcpbench.records.runs import read_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ STATE_FILE = "site.json"
 MOST_BYTES = 1 << 30
 """A larger record file holds samples of more points than a page can show."""
 MOST_POINTS = 200_000
+PIECE = 1 << 20
 LONGEST_SLUG = 80
 COMMIT = 12
 """Characters of a git commit that are shown."""
@@ -137,18 +139,21 @@ def _read(stamp: Stamp, name: str) -> RunData:
     if stamp.size > MOST_BYTES:
         raise RecordsError(f"{stamp.size:,} bytes of records; a site takes runs of up to {MOST_BYTES:,}.")
     try:
-        content = stamp.path.read_bytes()
-        if (lines_here := content.count(b"\n")) > MOST_POINTS:
+        with stamp.path.open("rb") as file:
+            digest, lines_here = hashlib.sha256(), 0
+            while piece := file.read(PIECE):
+                digest.update(piece)
+                lines_here += piece.count(b"\n")
+        if lines_here > MOST_POINTS:
             raise RecordsError(f"{lines_here:,} records; a site takes {MOST_POINTS:,}.")
-        records = read_records(stamp.path)
+        records = read_run(stamp.path).records
     except OSError as e:
         raise RecordsError(f"cannot be read ({e.strerror}).") from e
     except RecursionError as e:
         raise RecordsError("a line is nested deeper than any record.") from e
     if not records:
         raise RecordsError("holds no whole record.")
-    last = list({record.point.key(): record for record in records}.values())
-    return _run(name, stamp.path, hashlib.sha256(content).hexdigest(), last)
+    return _run(name, stamp.path, digest.hexdigest(), records)
 
 
 def _run(name: str, path: Path, digest: str, records: Sequence[Record]) -> RunData:

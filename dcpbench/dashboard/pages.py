@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench import __version__
 from dcpbench.errors import DcpbenchError
-from dcpbench.records.file import RECORDS_FILE
+from dcpbench.records.folder import RECORDS_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,7 +63,7 @@ def _report(folder: Path, run: RunData) -> str:
     if len(run.entries) > MOST_POINTS:
         return f"{run.name}: no page for {len(run.entries):,} points, only for up to {MOST_POINTS:,}"
     try:
-        write_report([folder], folder)
+        write_report([folder], folder, page_only=True)
     except DcpbenchError as e:
         return f"{run.name}: no page, because {e}"
     except Exception as e:  # noqa: BLE001 - one run's page must not cost the site

@@ -8,14 +8,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from dcpbench.dashboard.lines import clip
 from dcpbench.errors import DcpbenchError
 from dcpbench.launch import processes
-from dcpbench.launch.jobs import Job, Progress, read_job
+from dcpbench.launch.jobs import Job, Progress, decode_progress, read_job
 from dcpbench.plan.grid import point_name
-from dcpbench.records.file import UNREADABLE
+from dcpbench.records.folder import JOB_FILES, LOCK_FILE, progress_file
+from dcpbench.records.lines import Tail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +47,7 @@ def working(root: Path, now: float | None = None) -> list[Working]:
     """The newest job of every run below `root` whose command is still alive, in order of folders."""
     found = []
     for folder in _locked(root):
-        jobs = sorted(folder.glob("job-*.json"), key=_mtime, reverse=True)
+        jobs = sorted(folder.glob(JOB_FILES), key=_mtime, reverse=True)
         if jobs and (one := _job(root, folder, jobs[0], time.time() if now is None else now)):
             found.append(one)
     return found
@@ -57,14 +56,14 @@ def working(root: Path, now: float | None = None) -> list[Working]:
 def _locked(root: Path) -> Iterator[Path]:
     for folder, below, files in os.walk(root):
         below[:] = sorted(name for name in below if not name.startswith("."))
-        if processes.LOCK_FILE in files and processes.alive(Path(folder))[0] != processes.NONE:
+        if LOCK_FILE in files and processes.alive(Path(folder))[0] != processes.NONE:
             yield Path(folder)
 
 
 def _job(root: Path, folder: Path, path: Path, now: float) -> Working | None:
     try:
         job = read_job(path)
-        events = _events(folder / f"progress-{job.tag}.jsonl")
+        events = _events(progress_file(folder, job.tag))
     except (DcpbenchError, OSError):
         return None
     if not events or events[-1].stage == ENDED:
@@ -91,15 +90,7 @@ def _name(job: Job, key: str) -> str:
 
 def _events(path: Path) -> list[Progress]:
     """All whole lines of a progress file; what is no event is left out."""
-    if path.stat().st_size > MOST_BYTES:
-        return []
-    found = []
-    for line in path.read_bytes().split(b"\n"):
-        try:
-            found.append(msgspec.json.decode(line, type=Progress))
-        except UNREADABLE:
-            continue
-    return found
+    return [] if path.stat().st_size > MOST_BYTES else list(Tail(path).decoded(decode_progress))
 
 
 def _mtime(path: Path) -> float:

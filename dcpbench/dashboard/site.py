@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from dcpbench import __version__
 from dcpbench.dashboard import changes, data, finding, pages
 from dcpbench.errors import OutputError
-from dcpbench.records.file import RECORDS_FILE
+from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.reports import assets
 
 if TYPE_CHECKING:

@@ -63,12 +63,7 @@ def read(folders: Sequence[Path]) -> list[Measured]:
     """Every point of these runs, the last record of each. Raises RecordsError and UsageError as reports do."""
     from dcpbench.reports import frames
 
-    folders = list(dict.fromkeys(folders))
-    return [
-        Measured(run.name, folder if folder.is_dir() else folder.parent, record)
-        for folder, run in zip(folders, frames.read_runs(folders), strict=True)
-        for record in run.records
-    ]
+    return [Measured(run.name, run.folder, record) for run in frames.read_runs(folders) for record in run.records]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,8 @@ from dcpbench.launch.folders import make_folder
 from dcpbench.points.layout import Layout
 from dcpbench.points.names import CLOSED, NO_EXCHANGE, SGLANG, UNKNOWN, VLLM
 from dcpbench.points.point import SETTING, Load, Point
-from dcpbench.records.file import RECORDS_FILE, RecordFile
+from dcpbench.records.file import RecordFile
+from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.provenance import CPU, OURS
 from dcpbench.records.record import Environment, Record
 from dcpbench.reports.clip import cut

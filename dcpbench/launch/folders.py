@@ -17,9 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import DcpbenchError, OutputError
-from dcpbench.launch.jobs import CHECKS_FILE, FAILED_FILE, read_job
-from dcpbench.launch.processes import COMMAND, LOCK_FILE, alive, alive_pid
-from dcpbench.records.file import RECORDS_FILE
+from dcpbench.launch.jobs import read_job
+from dcpbench.launch.processes import COMMAND, alive, alive_pid
+from dcpbench.records.folder import (
+    CHECKS_FILE,
+    FAILED_FILE,
+    JOB_FILES,
+    LOCK_FILE,
+    RECORDS_FILE,
+    progress_file,
+    tag_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -223,7 +231,7 @@ def _last_settings(folder: Path) -> dict[str, object]:
 
 def _last_job(folder: Path) -> Job | None:
     """Of those that can be read."""
-    for path in sorted(folder.glob("job-*.json"), key=lambda p: p.stat().st_mtime, reverse=True):
+    for path in sorted(folder.glob(JOB_FILES), key=lambda p: p.stat().st_mtime, reverse=True):
         with contextlib.suppress(DcpbenchError):
             return read_job(path)
     return None
@@ -245,10 +253,10 @@ def _holds(path: Path) -> bool:
 def _start_over(folder: Path, *results: str) -> None:
     """Remove results and jobs of an earlier run: its job files would speak for this one, and its logs run on."""
     try:
-        for path in folder.glob("job-*.json"):
-            tag = path.stem.removeprefix("job-")
+        for path in folder.glob(JOB_FILES):
+            tag = tag_of(path)
             shutil.rmtree(folder / "logs" / tag, ignore_errors=True)
-            (folder / f"progress-{tag}.jsonl").unlink(missing_ok=True)
+            progress_file(folder, tag).unlink(missing_ok=True)
             path.unlink()
         for name in results:
             (folder / name).unlink(missing_ok=True)

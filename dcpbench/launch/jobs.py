@@ -25,15 +25,14 @@ from dcpbench.points.names import ALL_REDUCES
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.records import checksums
-from dcpbench.records.file import UNREADABLE
+from dcpbench.records.folder import CHECKS_FILE, job_file, progress_file
+from dcpbench.records.lines import UNREADABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 SECRET = "DCPBENCH_SECRET"  # noqa: S105 -- the name of the variable
 """Environment variable with the secret that the machines of a sweep share."""
-CHECKS_FILE = "checks.jsonl"
-FAILED_FILE = "failed.jsonl"
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +62,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     def path(self) -> Path:
         """Where the job file lies."""
-        return Path(self.folder) / f"job-{self.tag}.json"
+        return job_file(Path(self.folder), self.tag)
 
     def logs(self) -> Path:
         """Folder of what its processes printed."""
@@ -75,7 +74,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     def progress_path(self) -> Path:
         """Where rank 0 writes Progress lines."""
-        return Path(self.folder) / f"progress-{self.tag}.jsonl"
+        return progress_file(Path(self.folder), self.tag)
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,6 +137,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _checks = msgspec.json.Decoder(Check)
+decode_progress = msgspec.json.Decoder(Progress).decode
 
 
 def write_checks(folder: Path, checks: Iterable[Check]) -> None:

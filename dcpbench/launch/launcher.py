@@ -25,12 +25,13 @@ import msgspec
 from dcpbench import errors
 from dcpbench.errors import DcpbenchError, WorkerError
 from dcpbench.launch import child, folders
-from dcpbench.launch.jobs import FAILED_FILE, Exit, Failure, Job, Progress, code_words
+from dcpbench.launch.jobs import Exit, Failure, Job, Progress, code_words
 from dcpbench.launch.nodes import FAILED, STOP, Ended, Leader, Line, follow, split_endpoint
 from dcpbench.launch.torchrun import KEEP_WAIT_S, LOG_LINES, Machines, Running
 from dcpbench.points import budget
 from dcpbench.points.machine import Probe
-from dcpbench.records.file import RECORDS_FILE, RecordFile, read_records
+from dcpbench.records.file import RecordFile
+from dcpbench.records.folder import FAILED_FILE, RECORDS_FILE, job_file
 from dcpbench.records.record import Record
 
 if TYPE_CHECKING:
@@ -130,13 +131,6 @@ def run(points: Sequence[Point], work: Work, machines: Machines, watch: Callable
                 left = _spare(left, record, work, watch)
 
 
-def last_records(folder: Path, name: str = RECORDS_FILE) -> dict[str, Record]:
-    """The last record of each point by its key; a point that failed and was run again has several."""
-    if not (folder / name).exists():
-        return {}
-    return {r.point.key(): r for r in read_records(folder / name)}
-
-
 def blame(failures: Sequence[Failure]) -> Failure | None:
     """The rank whose error explains the others: the first that is not merely a broken collective."""
     causes = [f for f in failures if not _is_collective(f)]
@@ -183,16 +177,15 @@ def _run_size(
     unusable = []
     while points:
         work.check_folder()
-        before = last_records(work.folder, work.records)
+        records = RecordFile(work.folder, work.records)
+        begin = records.end()
         job = _job(points, work, machines)
         others.start(job)
         with Running(job, machines, work.worker, work.lock) as running, _keeping(running, watch):
             end = _follow_job(running, work, others, watch)
         work.check_folder()
         _check_room(end, work.folder)
-        end.done |= {
-            key for key, record in last_records(work.folder, work.records).items() if record != before.get(key)
-        }
+        end.done |= {record.point.key() for record in records.since(begin)}
         points = [p for p in points if p.key() not in end.done]
         if not points:
             break
@@ -396,7 +389,7 @@ def _serve_job(running: Running, line: Line, machines: Machines) -> Ended:
 
 def _job(points: list[Point], work: Work, machines: Machines) -> Job:
     tags = (f"tp{points[0].tp}-{n}" for n in itertools.count())
-    tag = next(t for t in tags if not (work.folder / f"job-{t}.json").exists())
+    tag = next(t for t in tags if not job_file(work.folder, t).exists())
     return Job(
         kind=work.kind,
         tag=tag,

@@ -10,12 +10,11 @@ import time
 from typing import TYPE_CHECKING
 
 from dcpbench.launch import child
+from dcpbench.records.folder import LOCK_FILE
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-LOCK_FILE = ".lock"
-"""Locked while a run writes here; holds the process ids of the command, of its torchrun jobs and of their ranks."""
 COMMAND, WORKERS, NONE = "command", "workers", ""
 SLACK_S = 3.0
 """How far the times of a process and of a file may be apart, which have different clocks."""

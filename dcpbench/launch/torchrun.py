@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from dcpbench.launch import child
-from dcpbench.launch.jobs import SECRET, Exit, Failure, Job, Progress
+from dcpbench.launch.jobs import SECRET, Exit, Failure, Job, Progress, decode_progress
+from dcpbench.records.lines import Tail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -61,7 +62,7 @@ class Running:
         self.started = time.time()
         here = job.points[0].tp // machines.nnodes
         self._ranks = range(machines.node_rank * here, (machines.node_rank + 1) * here)
-        self._read = 0
+        self._progress = Tail(job.progress_path())
         self._forget()
         self.logs.mkdir(parents=True, exist_ok=True)
         job.path().write_bytes(msgspec.json.encode(job))
@@ -95,17 +96,7 @@ class Running:
 
     def events(self) -> Iterator[Progress]:
         """Progress lines written since the last call; a line still being written waits for the next."""
-        path = self.job.progress_path()
-        if not path.exists():
-            return
-        with path.open("rb") as f:
-            f.seek(self._read)
-            for line in f:
-                if not line.endswith(b"\n"):
-                    break
-                self._read += len(line)
-                with contextlib.suppress(msgspec.DecodeError):
-                    yield msgspec.json.decode(line, type=Progress)
+        return self._progress.decoded(decode_progress)
 
     def failures(self) -> list[Failure]:
         """Exceptions that ranks of this machine have left behind, by rank."""

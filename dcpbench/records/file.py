@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import os
 from typing import TYPE_CHECKING
@@ -10,24 +11,19 @@ import msgspec
 
 from dcpbench.errors import RecordsError
 from dcpbench.records import checks, checksums
+from dcpbench.records.folder import ASIDE_FILE, JOB_FILES, LOCK_FILE, RECORDS_FILE, record_file
+from dcpbench.records.lines import UNREADABLE
 from dcpbench.records.record import SCHEMA_VERSION, Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-RECORDS_FILE = "records.jsonl"
-ASIDE_FILE = "records.truncated.txt"
-BEGUN = (".lock", "job-*.json")
-"""Files of a run that may have no record yet (folders.py, jobs.py)."""
-
 
 class _Version(msgspec.Struct):
     schema_version: int
 
 
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What a line that is no record raises."""
 NUL = b"\0"
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)
@@ -51,6 +47,15 @@ class RecordFile:
             f.flush()
             os.fsync(f.fileno())
 
+    def end(self) -> int:
+        """The byte at which the next record will begin."""
+        return _last_line(self.path).next if self.path.exists() else 0
+
+    def since(self, begin: int) -> Iterator[Record]:
+        """The records that were appended since `end` was `begin`; errors as of `read_records`."""
+        if self.path.exists():
+            yield from (record for _, record in placed_records(self.path, begin))
+
 
 def read_records(folder: Path) -> list[Record]:
     """All records of a run folder, or of a records.jsonl given directly.
@@ -64,29 +69,48 @@ def read_records(folder: Path) -> list[Record]:
     return list(iter_records(folder))
 
 
-def iter_records(folder: Path) -> Iterator[Record]:
+def iter_records(run: Path) -> Iterator[Record]:
     """The same one by one, so that what is not needed of each need not stay in memory."""
-    path = folder / RECORDS_FILE if folder.is_dir() else folder
+    return (record for _, record in placed_records(run))
+
+
+def placed_records(run: Path, begin: int = 0) -> Iterator[tuple[int, Record]]:
+    """The same with the byte at which the line of each begins; only those from byte `begin` on."""
+    path = record_file(run)
     if not path.is_file():
-        raise RecordsError(_no_records(folder))
+        raise RecordsError(_no_records(run))
     try:
         with path.open("rb") as f:
-            yield from records_in(f, path)
+            f.seek(begin)
+            yield from records_in(f, path, begin)
     except OSError as e:
         raise RecordsError(f"{path} cannot be read: {e}; name another folder.") from e
 
 
-def records_in(lines: Iterable[bytes], path: Path) -> Iterator[Record]:
-    """The same of an open file, called `path` where something is wrong with it."""
+def records_in(lines: Iterable[bytes], path: Path, begin: int = 0) -> Iterator[tuple[int, Record]]:
+    """The same of an open file that stands at byte `begin`, called `path` where something is wrong with it."""
+    place = begin
     for number, whole in enumerate(lines, 1):
         line = whole if whole.endswith(b"\n") else whole.rstrip(NUL)
         if line.strip():
             try:
-                yield decode(line)
+                yield place, decode(line)
             except UNREADABLE as e:
                 if _cut_short(line, e):
                     return
-                raise RecordsError(f"{path}, line {number}: {checks.why(line, e)}") from e
+                before = path.read_bytes().count(b"\n", 0, begin) if begin else 0
+                raise RecordsError(f"{path}, line {before + number}: {checks.why(line, e)}") from e
+        place += len(whole)
+
+
+def record_at(path: Path, place: int) -> Record | None:
+    """The record whose line begins at this byte; None where no such line can be read any more."""
+    try:
+        with path.open("rb") as f:
+            f.seek(place)
+            return decode(f.readline().rstrip(NUL))
+    except (OSError, *UNREADABLE):
+        return None
 
 
 def _no_records(folder: Path) -> str:
@@ -100,21 +124,21 @@ def _no_records(folder: Path) -> str:
         return f"{folder} is no file of records; {name}" if folder.exists() else f"{folder} does not exist; {name}"
     if not inside:
         return f"{folder} is empty; `dcpbench sweep -o {folder}` would fill it, or {name}"
-    if any(fnmatch.fnmatch(file, begun) for file in inside for begun in BEGUN):
+    if any(fnmatch.fnmatch(file, begun) for file in inside for begun in (LOCK_FILE, JOB_FILES)):
         return f"{folder} holds no record yet; `dcpbench top {folder}` shows what its run is at."
     return f"{folder} holds no {RECORDS_FILE}, so it is no run; name the folder of one, such as those in runs/."
 
 
-def cut_short(folder: Path) -> bool:
+def cut_short(run: Path) -> bool:
     """Whether the last line of a record file is not whole, and so is left out."""
-    path = folder / RECORDS_FILE if folder.is_dir() else folder
-    whole = _last_line(path)
-    line = whole.rstrip(NUL)
+    path = record_file(run)
     try:
-        decode(line)
-    except UNREADABLE as e:
-        return bool(whole) and (not line or _cut_short(line, e))
-    return False
+        last = _last_line(path)
+    except OSError as e:
+        raise RecordsError(f"{path} cannot be read: {e}; name another folder.") from e
+    if last.error is None or last.empty:
+        return False
+    return not last.line or _cut_short(last.line, last.error)
 
 
 def _cut_short(line: bytes, error: Exception) -> bool:
@@ -143,27 +167,48 @@ def _check_version(version: int) -> None:
         raise checks.OtherVersionError(f"schema_version {version}, while this dcpbench reads {SCHEMA_VERSION}")
 
 
-def _last_line(path: Path) -> bytes:
+@dataclasses.dataclass(frozen=True)
+class _LastLine:
+    """What follows the last newline of a file."""
+
+    begin: int
+    line: bytes
+    """Without NULs behind it."""
+    nuls: int
+    error: Exception | None
+    """Why it is no record."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether the file ends with a newline, as it should."""
+        return not self.line and not self.nuls
+
+    @property
+    def next(self) -> int:
+        """Where the next record will begin: behind it, or in its place."""
+        return self.begin + (0 if self.error else len(self.line))
+
+
+def _last_line(path: Path) -> _LastLine:
+    whole = checks.last_line(path)
+    line = whole.rstrip(NUL)
+    error = None
     try:
-        return checks.last_line(path)
-    except OSError as e:
-        raise RecordsError(f"{path} cannot be read: {e}; name another folder.") from e
+        decode(line)
+    except UNREADABLE as e:
+        error = e
+    return _LastLine(path.stat().st_size - len(whole), line, len(whole) - len(line), error)
 
 
 def _end_last_line(path: Path) -> None:
     """Make the file end with a newline: complete a whole last line, move half of one to the file aside."""
-    whole = checks.last_line(path) if path.exists() else b""
-    if not whole:
+    last = _last_line(path) if path.exists() else None
+    if last is None or last.empty:
         return
-    line = whole.rstrip(NUL)
-    begin = path.stat().st_size - len(whole)
-    try:
-        decode(line)
-    except UNREADABLE:
+    if last.error:
         with (path.parent / ASIDE_FILE).open("ab") as f:
-            f.write(line + b"\n")
-        os.truncate(path, begin)
-    else:
-        os.truncate(path, begin + len(line))
+            f.write(last.line + b"\n")
+    os.truncate(path, last.next)
+    if not last.error:
         with path.open("ab") as f:
             f.write(b"\n")

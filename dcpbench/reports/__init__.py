@@ -20,9 +20,16 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def write_report(
-    folders: list[Path], out: Path, *, as_repeats: bool = False, slo: dict[str, float] | None = None
+    folders: list[Path],
+    out: Path,
+    *,
+    as_repeats: bool = False,
+    slo: dict[str, float] | None = None,
+    page_only: bool = False,
 ) -> list[Path]:
     """Write report.html, report.md, points.csv and figures/ about one or several runs into `out`; paths, page first.
+
+    With `page_only` the page, whose charts are then drawn by its script alone, and points.csv.
 
     The folder is whole at any time: it has all of an earlier report, or all of this one (whole_files.py).
 
@@ -40,11 +47,13 @@ def write_report(
     title = "dcpbench: " + ", ".join(run.name for run in read.runs)
     try:
         with whole_folder(out, last=[TABLE, TEXT, PAGE], ours=_ours) as new:
-            pictures = plots.draw_all(read, new / FIGURES)
+            pictures = plots.draw_all(read, new / FIGURES, drawn=not page_only)
             told = sections.report(read, pictures)
-            (new / PAGE).write_text(render(title, told, read), encoding="utf-8")
-            (new / TEXT).write_text(markdown.render(title, told, new), encoding="utf-8")
+            (new / PAGE).write_text(render(title, told, read, pictures=not page_only), encoding="utf-8")
             export.write_csv(read, new / TABLE)
+            if page_only:
+                return [out / PAGE, out / TABLE]
+            (new / TEXT).write_text(markdown.render(title, told, new), encoding="utf-8")
             drawn = [str(path.relative_to(new)) for p in pictures for path in (p.png, p.svg, p.pdf) if path]
     except OSError as e:
         again = shlex.join(["dcpbench", "report", *map(str, folders)])

@@ -338,4 +338,4 @@ def _unique(values: Iterable[object]) -> list[str]:
 
 def slo_sentence(frames: Frames) -> str:
     """Which SLO is in force, and against which percentiles it is held."""
-    return slo.words(findings.rivals(frames), frames.slo)
+    return slo.words(frames.findings.points, frames.slo)

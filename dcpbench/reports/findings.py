@@ -6,13 +6,14 @@ run.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import pandas as pd
 
 from dcpbench.points.names import CLOSED, OPTIONS
 from dcpbench.points.point import Point
+from dcpbench.records.runs import measurement
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports.merge import spread
 from dcpbench.reports.prose import counted
@@ -54,6 +55,48 @@ SHOWN = [
     "dcp",
 ]
 """Columns that a finding takes over from its point."""
+
+
+class Findings:
+    """What is found in the points of a report: each table is made once, however many of its parts show it."""
+
+    def __init__(self, frames: Frames) -> None:
+        self._frames = frames
+
+    @cached_property
+    def points(self) -> pd.DataFrame:
+        """See rivals."""
+        return rivals(self._frames)
+
+    @cached_property
+    def best(self) -> pd.DataFrame:
+        """See best_per_load."""
+        return best_per_load(self.points)
+
+    @cached_property
+    def most(self) -> pd.DataFrame:
+        """See most_per_shape."""
+        return most_per_shape(self.points)
+
+    @cached_property
+    def ratios(self) -> pd.DataFrame:
+        """See dcp_against_baseline."""
+        return dcp_against_baseline(self.points)
+
+    @cached_property
+    def break_even(self) -> pd.DataFrame:
+        """See break_even."""
+        return break_even(self.ratios)
+
+    @cached_property
+    def against_best(self) -> pd.DataFrame:
+        """See dcp_against_best."""
+        return dcp_against_best(self.points)
+
+    @cached_property
+    def repeats(self) -> pd.DataFrame:
+        """See repeats."""
+        return repeats(self._frames)
 
 
 def timed(points: pd.DataFrame) -> pd.DataFrame:
@@ -298,15 +341,16 @@ def repeats(frames: Frames) -> pd.DataFrame:
     A copy of a record, as in a copied run, is no repeat: it agrees by being the same.
     """
     found: dict[tuple[str, str], list[tuple[str, Any, Interval]]] = {}
-    seen: set[tuple[str, str, str, bytes]] = set()
+    seen: set[tuple[str, bytes]] = set()
     for run in frames.runs:
         for record in run.records:
             if record.outcome == "ok" and record.metrics and record.environment:
-                key = (record.point.same_but_repeat(), record.environment.device)
-                whole = (*key, record.started_at, msgspec.json.encode(record.metrics))
-                if whole in seen:
+                device = record.environment.device
+                one = (device, measurement(record))
+                if one in seen:
                     continue
-                seen.add(whole)
+                seen.add(one)
+                key = (record.point.same_but_repeat(), device)
                 found.setdefault(key, []).append((run.name, record.point, record.metrics.step_ms))
     rows: list[dict[str, Any]] = []
     for measured in found.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,10 +13,12 @@ from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import CLOSED, NO_EXCHANGE, OPTIONS, UNKNOWN, with_options
 from dcpbench.points.point import SETTING
-from dcpbench.records.file import ASIDE_FILE, RECORDS_FILE, cut_short, iter_records
+from dcpbench.records.folder import RECORDS_FILE, record_file, run_folder
 from dcpbench.records.provenance import functional, origin
+from dcpbench.records.runs import Run, measurement, read_run
 from dcpbench.reports import slo as objectives
 from dcpbench.reports.clip import Clipper
+from dcpbench.reports.findings import Findings
 from dcpbench.reports.merge import in_order, median, spread, worst
 from dcpbench.reports.serving import frame as serving
 from dcpbench.reports.serving import words
@@ -49,19 +52,6 @@ SAME_ENVIRONMENT = ("device", "device_count", "torch", "cuda", "nccl", "flashinf
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """One folder of records."""
-
-    name: str
-    records: list[Record]
-    """The last record of each point: a later one replaces what --resume measured again."""
-    replaced: int
-    """Records that a later one of the same point replaced."""
-    truncated: bool
-    """Whether a last line was cut short, and so is not counted."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Frames:
     """Everything a report is made of."""
 
@@ -85,12 +75,17 @@ class Frames:
         """Whether any point was taken on a CPU."""
         return any(len(table) > 0 and bool(table["cpu"].any()) for table in (self.points, self.served))
 
-    @property
+    @cached_property
     def everything(self) -> pd.DataFrame:
         """Points of all workloads, with the columns of each."""
         if self.points.empty or self.served.empty:
             return self.served if self.points.empty else self.points
         return pd.DataFrame([*self.points.to_dict("records"), *self.served.to_dict("records")])
+
+    @cached_property
+    def findings(self) -> Findings:
+        """What the points say when they are compared."""
+        return Findings(self)
 
 
 def load(folders: Iterable[Path], *, as_repeats: bool = False, slo: dict[str, float] | None = None) -> Frames:
@@ -153,29 +148,14 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
 
 
 def _read(folder: Path, name: str) -> Run:
-    path = _path(folder)
+    path = record_file(folder)
     inside = sorted(p.parent for p in folder.glob(f"*/{RECORDS_FILE}"))
     if inside and not path.exists():
         raise RecordsError(f"{folder} is no run, but holds some; name one or several: {' '.join(map(str, inside))}")
-    last: dict[str, Record] = {}
-    clip, read = Clipper(), 0
-    for record in iter_records(folder):
-        light = clip(record)
-        last[light.point.key()] = light
-        read += 1
-        if len(last) > MOST_POINTS:
-            raise RecordsError(
-                f"{path} holds more than {MOST_POINTS:,} points, the most that is read of one run; put its lines into "
-                f"several folders, as with `split -l {MOST_POINTS}`, and name one."
-            )
-    cut = cut_short(folder)
-    if cut and not read:
+    run = read_run(folder, name, keep=Clipper(), most=MOST_POINTS)
+    if run.truncated and not run.records:
         raise RecordsError(f"{path} holds only a part of one record; repeat its sweep with -o {folder} --force.")
-    return Run(name, list(last.values()), read - len(last), cut or (path.parent / ASIDE_FILE).exists())
-
-
-def _path(folder: Path) -> Path:
-    return folder / RECORDS_FILE if folder.is_dir() else folder
+    return run
 
 
 def _joined(runs: list[Run]) -> Run:
@@ -185,19 +165,20 @@ def _joined(runs: list[Run]) -> Run:
     """
     _check_same_environment(runs)
     records: dict[str, Record] = {}
-    measured: set[str] = set()
+    measured: set[bytes] = set()
     passes = 0
     for run in runs:
         for record in run.records:
             if record.metrics or record.serve:
-                if _measurement(record) in measured:
+                if (one := measurement(record)) in measured:
                     continue
-                measured.add(_measurement(record))
+                measured.add(one)
             point = msgspec.structs.replace(record.point, repeat=record.point.repeat + passes)
             key = record.point.same_but_repeat() if record.outcome == "rejected" else point.key()
             records.setdefault(key, msgspec.structs.replace(record, point=point))
         passes += 1 + max((r.point.repeat for r in run.records), default=0)
     return Run(
+        folder=runs[0].folder,
         name=" + ".join(run.name for run in runs),
         records=list(records.values()),
         replaced=sum(run.replaced for run in runs),
@@ -219,15 +200,9 @@ def _check_same_environment(runs: list[Run]) -> None:
                     )
 
 
-def _measurement(record: Record) -> str:
-    """The same for a record and its copy alone: when it was taken, of what, and every sample."""
-    samples = record.metrics.step_samples_ms if record.metrics else record.serve
-    return f"{record.point.same_but_repeat()} {record.started_at} {samples}"
-
-
 def _names(folders: list[Path]) -> list[str]:
     """Folder names, with as much of their path as tells them apart."""
-    paths = [(folder if folder.is_dir() else folder.parent).resolve() for folder in folders]
+    paths = [run_folder(folder).resolve() for folder in folders]
     names = [path.name or str(path) for path in paths]
     return [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names, strict=True)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.reports import answer, exchanges, findings, origins
+from dcpbench.reports import answer, findings, origins
 from dcpbench.reports.serving import findings as serving
 
 if TYPE_CHECKING:
@@ -25,22 +25,17 @@ class Told:
 
 def sentences(frames: Frames) -> list[str]:
     """What a report opens with, in reading order: SLO, best layouts, break-even, room, and how far to trust it."""
-    return _split(frames)[0]
-
-
-def more(frames: Frames) -> list[str]:
-    """What else the records say."""
-    everything = exchanges.sentences(exchanges.frame(findings.timed(frames.points)), frames)
-    return _split(frames)[1] + everything
+    return split(frames)[0]
 
 
 def apart(frames: Frames) -> list[float]:
     """By how much repeats differ, of each point that was measured more than once."""
-    tables = (findings.repeats(frames), serving.repeats(frames.served))
+    tables = (frames.findings.repeats, serving.repeats(frames.served))
     return [float(value) for table in tables if len(table) for value in table["apart"]]
 
 
-def _split(frames: Frames) -> tuple[list[str], list[str]]:
+def split(frames: Frames) -> tuple[list[str], list[str]]:
+    """What a report opens with, see `sentences`, and what else its answer says."""
     told = [t for t in _told(frames) if t.text]
     kept = sorted(range(len(told)), key=lambda i: (told[i].weight, i))[:MOST]
     return [t.text for i, t in enumerate(told) if i in kept], [t.text for i, t in enumerate(told) if i not in kept]
@@ -59,8 +54,7 @@ def _told(frames: Frames) -> list[Told]:
             )
         )
     told.append(Told(text=origins.sentence(frames), weight=0.15))
-    points = findings.rivals(frames)
-    if len(points):
+    if len(frames.findings.points):
         told.append(Told(text=answer.slo_sentence(frames), weight=0.1))
         told += _scopes(frames)
         told.append(Told(text=answer.replay(serving.replay_against_live(findings.timed(frames.served))), weight=3.5))
@@ -70,15 +64,9 @@ def _told(frames: Frames) -> list[Told]:
 
 def _scopes(frames: Frames) -> list[Told]:
     """Of each run, model and mode: the best layouts, the most within the SLO, where DCP pays, and KV pressure."""
-    points = findings.rivals(frames)
-    ratios = findings.dcp_against_baseline(points)
-    tables = (
-        findings.best_per_load(points),
-        findings.most_per_shape(points),
-        findings.break_even(ratios),
-        ratios,
-        findings.dcp_against_best(points),
-    )
+    found = frames.findings
+    points = found.points
+    tables = (found.best, found.most, found.break_even, found.ratios, found.against_best)
     short = serving.pressure(findings.timed(frames.served))
     told = []
     scopes = list(dict.fromkeys(zip(points["run"], points["model"], points["mode"], strict=True)))

@@ -8,6 +8,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 import matplotlib as mpl
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from dcpbench.points.names import CLOSED
 from dcpbench.reports import bars, findings, lines, style, thinning
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 BREAK_EVEN = "break-even"
 """Kind of the figures that show all models at once."""
+DPI = 150
+"""Of PNGs."""
 SUBJECTS = (BREAK_EVEN, "throughput", "ttft", "itl", "frontier")
 LINES = (
     ("throughput", "Output throughput against concurrency", lines.draw_throughput),
@@ -52,12 +55,13 @@ class Picture:
         return next((name for name in SUBJECTS if name in self.kind), self.kind)
 
 
-def draw_all(read: Frames, folder: Path) -> list[Picture]:
-    """Draw every figure that the points allow into `folder`."""
+def draw_all(read: Frames, folder: Path, *, drawn: bool = True) -> list[Picture]:
+    """Draw every figure that the points allow into `folder`; without `drawn` only say which there would be."""
     if read.everything.empty:
         return []
-    folder.mkdir(parents=True, exist_ok=True)
-    studio = Studio(folder, style.Style.of(read.everything))
+    studio = Studio(folder, style.Style.of(read.everything), drawn=drawn)
+    if drawn:
+        folder.mkdir(parents=True, exist_ok=True)
     _draw_steps(read.points, studio)
     _draw_served(read.served, studio)
     _draw_break_even(read, studio)
@@ -117,7 +121,7 @@ def _draw_served(served: pd.DataFrame, studio: Studio) -> None:
 
 def _draw_break_even(read: Frames, studio: Studio) -> None:
     """DCP over its baseline: a figure for decode, one for live runs and one for replays, over all models."""
-    ratios = findings.dcp_against_baseline(findings.rivals(read))
+    ratios = read.findings.ratios
     loops = ratios[ratios["ratio"].notna() & (ratios["load_arrival"] == CLOSED)] if len(ratios) else ratios
     models = thinning.first_of(loops, "model", thinning.MOST_LENGTHS)
     for mode, found in loops[loops["model"].isin(models)].groupby("mode", sort=False) if len(loops) else ():
@@ -133,12 +137,14 @@ class Studio:
 
     folder: Path
     look: style.Style
+    drawn: bool = True
     pictures: list[Picture] = dataclasses.field(default_factory=list)
 
     def add(self, kind: str, title: str, points: pd.DataFrame, draw: Draw, alt: str = "") -> None:
         """Draw one figure and write it."""
         path = self.folder / self._name(kind, points)
-        self.draw(path, title, points, draw)
+        if self.drawn:
+            self.draw(path, title, points, draw)
         png, svg, pdf = (path.with_suffix(end) for end in (".png", ".svg", ".pdf"))
         alt = alt or _alt(kind, title, points)
         self.pictures.append(Picture(kind, title, alt, png, svg, pdf))
@@ -148,7 +154,8 @@ class Studio:
         with mpl.rc_context(style.RC), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Glyph .* missing")  # a name in letters that the font lacks
             figure = draw(points, self.look, title)
-            figure.savefig(path.with_suffix(".png"), dpi=150)
+            _lay_out(figure)
+            figure.savefig(path.with_suffix(".png"), dpi=DPI)
             figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
             figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None})
 
@@ -164,6 +171,17 @@ class Studio:
         while unique in taken:
             unique, number = f"{name}-{number}", number + 1
         return unique
+
+
+def _lay_out(figure: Figure) -> None:
+    """Find the place of everything once, as the PNG needs it; matplotlib would do so for each format, and draw twice."""
+    before = figure.dpi
+    FigureCanvasAgg(figure)
+    figure.set_dpi(DPI)
+    if engine := figure.get_layout_engine():
+        engine.execute(figure)
+    figure.set_layout_engine("none")
+    figure.set_dpi(before)
 
 
 def _alt(kind: str, title: str, points: pd.DataFrame) -> str:

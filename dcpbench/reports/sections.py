@@ -33,8 +33,9 @@ COMPARED = ("output throughput", "ratio, ×", "DCP pays", "clearly")
 def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
     """All sections that have something to say."""
     everything = frames.everything
+    first, more = opening.split(frames)
     sections = [
-        _answer(frames, pictures),
+        _answer(frames, pictures, first),
         Section(
             slug="throughput",
             title="Throughput against concurrency",
@@ -89,12 +90,12 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
         ),
         _points(frames),
         *served.sections(frames),
-        _comparisons(frames),
+        _comparisons(frames, more),
         Section(
             slug="repeats",
             title="Whether repeats agree",
             paragraphs=[] if everything.empty else [findings.repeats_sentence(opening.apart(frames))],
-            tables=[tables.repeats(findings.repeats(frames)), served.repeats(frames)],
+            tables=[tables.repeats(frames.findings.repeats), served.repeats(frames)],
         ),
         Section(
             slug="honesty",
@@ -124,14 +125,13 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
     return [s for s in sections if s.tables or s.told()]
 
 
-def _answer(frames: Frames, pictures: list[Picture]) -> Section:
-    points = findings.rivals(frames)
-    best, ratios = findings.best_per_load(points), findings.dcp_against_baseline(points)
-    grids = answer_tables.grids(best, findings.most_per_shape(points), ratios, frames)
+def _answer(frames: Frames, pictures: list[Picture], sentences: list[str]) -> Section:
+    found = frames.findings
+    grids = answer_tables.grids(found.best, found.most, found.ratios, frames)
     return Section(
         slug="answer",
         title="The answer",
-        bullets=opening.sentences(frames),
+        bullets=sentences,
         pictures=_drawn(pictures, "break-even"),
         tables=[*grids, definitions.table(frames, COMPARED)] if grids else [],
     )
@@ -148,9 +148,9 @@ def _points(frames: Frames) -> Section:
     )
 
 
-def _comparisons(frames: Frames) -> Section:
-    points = findings.rivals(frames)
-    best, ratios = findings.best_per_load(points), findings.dcp_against_baseline(points)
+def _comparisons(frames: Frames, sentences: list[str]) -> Section:
+    best, ratios = frames.findings.best, frames.findings.ratios
+    exchanged = exchanges.frame(findings.timed(frames.points))
     by_mode: list[Table] = [
         table
         for mode in ("decode", *MODES)
@@ -159,8 +159,8 @@ def _comparisons(frames: Frames) -> Section:
     return Section(
         slug="comparisons",
         title="Every comparison",
-        bullets=opening.more(frames),
-        tables=[*by_mode, exchanges.table(exchanges.frame(findings.timed(frames.points)))],
+        bullets=sentences + exchanges.sentences(exchanged, frames),
+        tables=[*by_mode, exchanges.table(exchanged)],
     )
 
 

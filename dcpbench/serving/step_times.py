@@ -15,7 +15,7 @@ from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.machine import Probe
 from dcpbench.points.names import ALL_REDUCES, AUTO, NO_EXCHANGE, PREFILLS, flag
 from dcpbench.records.checks import LARGEST
-from dcpbench.records.file import UNREADABLE
+from dcpbench.records.lines import UNREADABLE
 from dcpbench.records.provenance import CPU
 from dcpbench.records.record import Environment, Honesty
 from dcpbench.serving.load_words import MOST_TOKENS

@@ -12,33 +12,31 @@ import dataclasses
 import datetime as dt
 import functools
 import math
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from dcpbench.errors import DcpbenchError
-from dcpbench.launch.jobs import CHECKS_FILE, FAILED_FILE, Failure, Job, Progress, decode_check, read_job
+from dcpbench.launch.jobs import Failure, Job, Progress, decode_check, decode_progress, read_job
 from dcpbench.launch.launcher import blame
 from dcpbench.plan.grid import point_name
-from dcpbench.records.file import RECORDS_FILE, UNREADABLE, decode
+from dcpbench.records.file import decode
+from dcpbench.records.folder import CHECKS_FILE, FAILED_FILE, JOB_FILES, RECORDS_FILE, progress_file, tag_of
+from dcpbench.records.lines import UNREADABLE, Tail
 from dcpbench.reports.clip import cut
 from dcpbench.syncs.words import plain
-from dcpbench.top.tail import Tail
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from dcpbench.points.point import Point
     from dcpbench.records.record import Record
 
-T = TypeVar("T")
 LONGEST = 300
 """Characters of a text that are kept."""
 SHOWN = 50
 """Finished points that are kept in full."""
 VERIFY = "verify"
-_events = msgspec.json.Decoder(Progress)
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,8 +115,7 @@ class Facts:
         self.ended: dict[int, Ended] = {}
         """The last record of each point, by point_id."""
         self.last: collections.deque[Finished] = collections.deque(maxlen=SHOWN)
-        self.unread: dict[str, int] = {}
-        """Lines, or files, that could not be read, by file name."""
+        self._unread_jobs: set[str] = set()
         self.wrong = 0
         """Checks of `verify` that are wrong."""
         self._records = [Tail(self.folder / name) for name in (RECORDS_FILE, FAILED_FILE)]
@@ -130,12 +127,17 @@ class Facts:
             self._forget()
         self._look_for_jobs()
         for found in self.jobs.values():
-            for event in self._decoded(found.events, _events.decode):
+            for event in found.events.decoded(decode_progress):
                 found.see(event)
         for tail in self._records:
-            for record in self._decoded(tail, decode):
+            for record in tail.decoded(decode):
                 self._take(record)
-        self.wrong += sum(not check.ok for check in self._decoded(self._checks, decode_check))
+        self.wrong += sum(not check.ok for check in self._checks.decoded(decode_check))
+
+    @property
+    def unread(self) -> dict[str, int]:
+        """Lines, or files, that could not be read, by file name."""
+        return dict.fromkeys(sorted(self._unread_jobs), 1) | {t.path.name: t.unread for t in self._tails() if t.unread}
 
     @property
     def newest(self) -> JobFacts | None:
@@ -156,29 +158,19 @@ class Facts:
         return any(self.folder.glob("rank-*.pid"))
 
     def _tails(self) -> list[Tail]:
-        return [*self._records, self._checks, *(j.events for j in self.jobs.values())]
+        return [*(j.events for j in self.jobs.values()), *self._records, self._checks]
 
     def _look_for_jobs(self) -> None:
-        for path in self.folder.glob("job-*.json"):
+        for path in self.folder.glob(JOB_FILES):
             if path.name in self.jobs:
                 continue
             try:
                 job, began = read_job(path), path.stat().st_mtime
             except (DcpbenchError, OSError):  # it may be half written; the next look tries again
-                self.unread[path.name] = 1
+                self._unread_jobs.add(path.name)
                 continue
-            self.unread.pop(path.name, None)
-            name = path.name.removeprefix("job-").removesuffix(".json")
-            self.jobs[path.name] = JobFacts(job, began, Tail(self.folder / f"progress-{name}.jsonl"))
-
-    def _decoded(self, tail: Tail, decoded: Callable[[bytes], T]) -> Iterator[T]:
-        for line in tail.lines():
-            try:
-                found = decoded(line)
-            except UNREADABLE:
-                self.unread[tail.path.name] = self.unread.get(tail.path.name, 0) + bool(line.strip())
-            else:
-                yield found
+            self._unread_jobs.discard(path.name)
+            self.jobs[path.name] = JobFacts(job, began, Tail(progress_file(self.folder, tag_of(path))))
 
     def _take(self, record: Record) -> None:
         ended = Ended(inert(record.outcome), _finished_at(record), ran=record.seconds > 0)

@@ -13,7 +13,7 @@ import msgspec
 
 from dcpbench.errors import UsageError
 from dcpbench.launch import processes
-from dcpbench.records.file import RECORDS_FILE
+from dcpbench.records.folder import JOB_FILES, LOCK_FILE, RECORDS_FILE
 from dcpbench.show.streams import write_json
 from dcpbench.syncs.words import plain
 from dcpbench.top.facts import Facts
@@ -62,7 +62,7 @@ class NotBegunError(UsageError):
 
 def running_below(runs: Path) -> Path:
     """The running run whose lock was written last. Raises NotBegunError where none runs."""
-    locks = {path.parent: path.stat().st_mtime for path in runs.glob(f"*/{processes.LOCK_FILE}")}
+    locks = {path.parent: path.stat().st_mtime for path in runs.glob(f"*/{LOCK_FILE}")}
     newest = sorted(locks, key=lambda folder: locks[folder], reverse=True)
     for folder in newest:
         if processes.alive(folder)[0]:
@@ -113,9 +113,9 @@ def _checked(folder: Path) -> Path:
             f"{folder} has not begun, as there is no such folder: a run makes it once it knows the machine, some "
             "seconds after its start."
         )
-    known = (processes.LOCK_FILE, RECORDS_FILE)
-    if not any((folder / name).exists() for name in known) and not any(folder.glob("job-*.json")):
-        inside = sorted(str(p.parent) for p in folder.glob(f"*/{processes.LOCK_FILE}"))
+    known = (LOCK_FILE, RECORDS_FILE)
+    if not any((folder / name).exists() for name in known) and not any(folder.glob(JOB_FILES)):
+        inside = sorted(str(p.parent) for p in folder.glob(f"*/{LOCK_FILE}"))
         if inside:
             raise UsageError(f"{folder} is no run, but holds some; name one: {' '.join(inside[-3:])}")
         raise NotBegunError(f"{folder} holds no run of sweep, serve or verify yet.")

@@ -18,6 +18,7 @@ from dcpbench.launch.torchrun import Machines
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.records.file import read_records
+from dcpbench.records.runs import last_records
 from tests.cli.waiting import until
 from tests.unit.test_launch import free_port
 
@@ -150,7 +151,7 @@ def test_a_point_that_verify_cannot_check_is_no_record_of_a_sweep(tmp_path: Path
     checking = dataclasses.replace(work(tmp_path), kind="verify")
     launcher.run([point(2, 13)], checking, Machines(), lambda _: None)
     assert not (tmp_path / "records.jsonl").exists()
-    (record,) = launcher.last_records(tmp_path, "failed.jsonl").values()
+    (record,) = last_records(tmp_path, "failed.jsonl").values()
     assert str(record.reason).endswith("no such row in tiny. Read logs/tp2-0 in the run's folder")
 
 

@@ -18,10 +18,10 @@ import pytest
 from dcpbench.errors import OutputError, WorkerError
 from dcpbench.launch import folders, launcher
 from dcpbench.launch.jobs import Job, Progress
-from dcpbench.launch.processes import LOCK_FILE
 from dcpbench.launch.torchrun import Machines, Running
 from dcpbench.points.settings import Settings
 from dcpbench.records.file import read_records
+from dcpbench.records.folder import LOCK_FILE
 from tests.cli.job_processes import AGENT, MARK, RANK, listening, of_role, opened, processes, wait_until
 from tests.cli.test_launcher import outcomes, point, work
 

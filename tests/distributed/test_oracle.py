@@ -15,12 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dcpbench.launch import launcher
-from dcpbench.launch.jobs import FAILED_FILE, Check, Job
+from dcpbench.launch.jobs import Check, Job
 from dcpbench.launch.torchrun import Machines
 from dcpbench.points.layout import Layout, local_length
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
+from dcpbench.records.folder import FAILED_FILE
+from dcpbench.records.runs import last_records
 from dcpbench.workloads import verify as workload
 from tests.distributed.checkpoints import ABSENT, VOCAB, WRITERS, deepseek_v2_of, deepseek_v3_of, yarn
 
@@ -99,9 +101,7 @@ def verify(points: list[Point], prompts: tuple[tuple[int, ...], ...], new: int, 
         folder=folder, settings=Settings(), device="cpu", kind="verify", prompts=prompts, new_tokens=new
     )
     launcher.run(points, work, Machines(), lambda _: None)
-    assert {r.point.key(): r.reason for r in launcher.last_records(folder, FAILED_FILE).values()} == {}, (
-        "no point failed"
-    )
+    assert {r.point.key(): r.reason for r in last_records(folder, FAILED_FILE).values()} == {}, "no point failed"
     lines = (folder / "checks.jsonl").read_bytes().splitlines()
     checks = [msgspec.json.decode(line, type=Check) for line in lines]
     reduced = [c for c in checks if c.name == "reduce"]

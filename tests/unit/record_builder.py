@@ -9,7 +9,8 @@ import msgspec
 
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
-from dcpbench.records.file import RECORDS_FILE, RecordFile
+from dcpbench.records.file import RecordFile
+from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.formulas import decode_metrics
 from dcpbench.records.record import Environment, Gpu, Honesty, Kv, Phases, Record
 

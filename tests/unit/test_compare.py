@@ -16,6 +16,7 @@ from dcpbench.compare.sides import read_side
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.layout import Layout
 from dcpbench.records.record import Latencies
+from dcpbench.records.runs import Run
 from dcpbench.serving.outcome import Row
 from dcpbench.serving.samples import write_samples
 from tests.unit import record_builder as build
@@ -59,7 +60,7 @@ class TestRealRecords:
     def test_a_live_run_is_not_compared_with_its_replay(self) -> None:
         (one,) = read_side([RESULTS / "serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-pressure"])
         by_mode = {r.point.load.mode: [r] for r in one.records}
-        a, b = ([sides.Launch(mode, one.folder, by_mode[mode])] for mode in ("live", "replay"))
+        a, b = ([Run(mode, one.folder, by_mode[mode])] for mode in ("live", "replay"))
         with pytest.raises(UsageError, match="no measured point in common"):
             judge(a, b, Options())
 
@@ -232,7 +233,7 @@ class TestVerdicts:
         """B's 60 requests are those of A, each 1.2 times as long: what is left is the assumed noise of launches."""
         of = serving.point()
 
-        def side(name: str, factor: float) -> list[sides.Launch]:
+        def side(name: str, factor: float) -> list[Run]:
             tokens = [[n + 0.5 * factor * (1 + n % 7) + 0.01 * factor * k for k in range(40)] for n in range(60)]
             rows = [
                 Row(

@@ -20,6 +20,7 @@ from dcpbench.compare.measures import requests_of
 from dcpbench.compare.model import Comparison
 from dcpbench.errors import UsageError
 from dcpbench.points.layout import Layout
+from dcpbench.records.runs import Run
 from dcpbench.serving.outcome import FINISHED, Row
 from dcpbench.serving.samples import write_samples
 from tests.unit import record_builder as build
@@ -229,9 +230,9 @@ class TestHostileRecords:
         return [*found, good]
 
     def test_no_form_is_broken_by_them(self, tmp_path: Path) -> None:
-        a = [sides.Launch("a" + EVIL, tmp_path / "a", self.records())]
+        a = [Run("a" + EVIL, tmp_path / "a", self.records())]
         b = [
-            sides.Launch(
+            Run(
                 "b",
                 tmp_path / "b",
                 [msgspec.structs.replace(r, memory_peak_bytes=1, started_at="x") for r in self.records()],

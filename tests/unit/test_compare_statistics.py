@@ -23,7 +23,7 @@ from dcpbench.compare.resampling import (
     mean,
     quantile,
 )
-from dcpbench.compare.sides import Launch
+from dcpbench.records.runs import Run
 from tests.unit.compare_builder import launch
 
 
@@ -233,9 +233,9 @@ class TestEffects:
         assert effects.more_launches(effect, 0.0101, 0.025) is None
 
 
-def side(name: str, rng: np.random.Generator, launches: int, model: str, **how: float) -> list[Launch]:
+def side(name: str, rng: np.random.Generator, launches: int, model: str, **how: float) -> list[Run]:
     """Launches that lie in no folder."""
-    return [Launch(f"{name}{n}", Path(f"{name}{n}"), launch(rng, model, **how)) for n in range(launches)]
+    return [Run(f"{name}{n}", Path(f"{name}{n}"), launch(rng, model, **how)) for n in range(launches)]
 
 
 def verdicts(rng: np.random.Generator, model: str, launches: int, faster: float = 1.0) -> dict[str, int]:
@@ -286,11 +286,11 @@ class TestGuarantees:
         rng = np.random.default_rng(5)
         different = 0
         for _ in range(50):
-            taken: dict[str, list[Launch]] = {"a": [], "b": []}
+            taken: dict[str, list[Run]] = {"a": [], "b": []}
             turns = [name for n in range(1, 7) for name in (order(n) if alternate else "ab")]
             for place, name in enumerate(turns):
                 records = launch(rng, "shared", cv=0.005, faster=1.01**-place)
-                taken[name].append(Launch(f"{name}{place}", Path(f"{name}{place}"), records))
+                taken[name].append(Run(f"{name}{place}", Path(f"{name}{place}"), records))
             options = Options(metrics=("step_time",), paired=True)
             found = judge(taken["a"], taken["b"], options).counts
             different += "SLOWER" in found or "FASTER" in found

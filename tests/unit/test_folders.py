@@ -12,11 +12,11 @@ import pytest
 
 from dcpbench.errors import OutputError
 from dcpbench.launch import folders
-from dcpbench.launch.jobs import CHECKS_FILE, FAILED_FILE, Job
-from dcpbench.launch.processes import LOCK_FILE
+from dcpbench.launch.jobs import Job
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
-from dcpbench.records.file import RECORDS_FILE, RecordFile, read_records
+from dcpbench.records.file import RecordFile, read_records
+from dcpbench.records.folder import CHECKS_FILE, FAILED_FILE, LOCK_FILE, RECORDS_FILE
 from dcpbench.records.record import Record
 from tests.unit import serve_record_builder
 

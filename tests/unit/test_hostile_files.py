@@ -21,7 +21,8 @@ from dcpbench.points.layout import Layout
 from dcpbench.points.machine import Probe
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import load_shape
-from dcpbench.records.file import RECORDS_FILE, RecordFile, cut_short, read_records
+from dcpbench.records.file import RecordFile, cut_short, read_records
+from dcpbench.records.folder import CHECKS_FILE, RECORDS_FILE
 from dcpbench.serving import samples, step_times
 from dcpbench.serving.request_files import read_requests
 from dcpbench.serving.requests import Step
@@ -143,7 +144,7 @@ def read_job(path: Path) -> None:
     """A job with its events, as `top`, `dashboard` and every rank read it."""
     (path.parent / "progress-t.jsonl").write_bytes(path.read_bytes())
     (path.parent / "error-0.json").write_bytes(path.read_bytes())
-    (path.parent / jobs.CHECKS_FILE).write_bytes(path.read_bytes())
+    (path.parent / CHECKS_FILE).write_bytes(path.read_bytes())
     facts = Facts(path.parent)
     facts.look()
     facts.failure()

@@ -17,7 +17,9 @@ from dcpbench.launch.torchrun import Machines, Running
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.records.file import RecordFile
+from dcpbench.records.lines import Tail
 from dcpbench.records.record import Record
+from dcpbench.records.runs import last_records
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +50,7 @@ class Sleeper(Running):
         self.logs = folder / "logs" / "tp2-0"
         self.logs.mkdir(parents=True)
         self.agent_log = self.logs / "agent.log"
-        self._ranks, self._read = range(2), 0
+        self._ranks, self._progress = range(2), Tail(self.job.progress_path())
 
 
 @pytest.mark.parametrize(
@@ -99,10 +101,10 @@ def test_points_share_a_cause_that_another_job_would_only_meet_again(
 
 def test_the_last_record_of_a_point_counts(tmp_path: Path) -> None:
     """Failed, then measured with --resume: measured. A folder without records has none."""
-    assert launcher.last_records(tmp_path) == {}
+    assert last_records(tmp_path) == {}
     for outcome in ("failed", "ok"):
         RecordFile(tmp_path).append(Record(point=point(), outcome=outcome))
-    assert {key: r.outcome for key, r in launcher.last_records(tmp_path).items()} == {point().key(): "ok"}
+    assert {key: r.outcome for key, r in last_records(tmp_path).items()} == {point().key(): "ok"}
 
 
 def test_a_progress_line_still_being_written_waits_for_its_end(tmp_path: Path) -> None:

@@ -11,19 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpbench.errors import LayoutError, RecordsError
-from dcpbench.launch.jobs import CHECKS_FILE, Check, read_checks, write_checks
+from dcpbench.launch.jobs import Check, read_checks, write_checks
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
-from dcpbench.records.file import (
-    ASIDE_FILE,
-    RECORDS_FILE,
-    RecordFile,
-    cut_short,
-    iter_records,
-    read_records,
-    records_in,
-)
+from dcpbench.records import checks, file
+from dcpbench.records.file import RecordFile, cut_short, iter_records, read_records, records_in
+from dcpbench.records.folder import ASIDE_FILE, CHECKS_FILE, RECORDS_FILE
 from dcpbench.records.record import SCHEMA_VERSION, Choice, Interval, Metrics, Percentiles, Record, Tried
+from dcpbench.records.runs import measurement, read_run, without_samples
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
 
@@ -190,7 +185,7 @@ class TestChecksum:
                 assert str(e).startswith(f"{path}, line "), str(e)  # noqa: PT017 - of each
             else:
                 unnoticed.append((bit, len(found)))
-        assert list(records_in(io.BytesIO(line), path)) == [EVERYTHING], "as it is, it is read"
+        assert list(records_in(io.BytesIO(line), path)) == [(0, EVERYTHING)], "as it is, it is read"
         assert unnoticed == []
 
     def test_it_is_the_crc_32_of_all_before_its_own_field(self, tmp_path: Path) -> None:
@@ -385,3 +380,89 @@ class TestDeleted:
         path.unlink()
         tmp_path.rmdir()
         assert list(found) == [FAILED]
+
+
+class TestRun:
+    """What those who show or compare a run get of it."""
+
+    def test_samples_and_replaced_records_are_not_kept(self, tmp_path: Path) -> None:
+        """Two records of one point: the last, without the samples, which can be had again one record at a time."""
+        changed = msgspec.structs.replace(FULL, started_at="later")
+        written(tmp_path, FULL, FAILED, changed)
+        run = read_run(tmp_path)
+        (record,) = run.records
+        assert (record.started_at, run.replaced, run.truncated) == ("later", 2, False)
+        assert record.metrics is not None
+        assert record.metrics.step_samples_ms == []
+        assert run.whole(record) == changed
+
+    def test_a_run_that_was_started_over_while_it_is_read_is_told(self, tmp_path: Path) -> None:
+        path = written(tmp_path, FULL)
+        run = read_run(tmp_path)
+        path.unlink()
+        written(tmp_path, msgspec.structs.replace(FULL, started_at="later"))
+        with pytest.raises(RecordsError, match="was changed while it was read"):
+            run.whole(run.records[0])
+
+    def test_each_line_is_decoded_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Three records; what is asked for at the end of the file finds nothing there."""
+        written(tmp_path, FULL, FAILED, FULL)
+        lines: list[bytes] = []
+        decode = file.decode
+        monkeypatch.setattr(file, "decode", lambda line: (lines.append(line), decode(line))[1])
+        read_run(tmp_path)
+        assert len([line for line in lines if line]) == 3
+
+    def test_what_a_job_appended_is_all_that_is_read_after_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """However many records there were before, half a last line among them, which the next one puts aside."""
+        path = written(tmp_path, *[FULL] * 20)
+        with path.open("ab") as f:
+            f.write(b'{"half')
+        here = RecordFile(tmp_path)
+        begin = here.end()
+        here.append(FAILED)
+        lines: list[bytes] = []
+        decode = file.decode
+        monkeypatch.setattr(file, "decode", lambda line: (lines.append(line), decode(line))[1])
+        assert list(here.since(begin)) == [FAILED]
+        assert len(lines) == 1
+
+    def test_damage_in_what_was_appended_has_the_number_of_its_line(self, tmp_path: Path) -> None:
+        path = written(tmp_path, FULL, FULL)
+        begin = RecordFile(tmp_path).end()
+        with path.open("ab") as f:
+            f.write(b"[]\n")
+        with pytest.raises(RecordsError, match=r"records\.jsonl, line 3: "):
+            list(RecordFile(tmp_path).since(begin))
+        assert list(RecordFile(tmp_path / "none").since(0)) == []
+
+    def test_long_samples_are_not_searched_and_still_checked(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The search for unusual numbers sees the line without them; a sample below 0 or of 1e16 ms is refused."""
+        assert FULL.metrics is not None
+        seen: list[bytes] = []
+
+        class Search:
+            def search(self, text: bytes) -> None:
+                seen.append(text)
+
+        path = written(tmp_path, FULL)
+        with monkeypatch.context() as patch:
+            patch.setattr(checks, "UNUSUAL_NUMBER", Search())
+            read_records(tmp_path)
+        assert not any(b"1.25,1.2,1.3" in text for text in seen)
+        assert b'"step_samples_ms":[1.25,1.2,1.3]' in path.read_bytes()
+        for wrong in (-1.0, 1e16):
+            metrics = msgspec.structs.replace(FULL.metrics, step_samples_ms=[1.0, wrong])
+            path.write_bytes(msgspec.json.encode(msgspec.structs.replace(FULL, metrics=metrics)) + b"\n")
+            with pytest.raises(RecordsError, match=r"metrics\.step_samples_ms is"):
+                read_records(tmp_path)
+
+    def test_a_copy_is_the_same_measurement_under_any_repeat_and_with_no_samples(self) -> None:
+        assert FULL.metrics is not None
+        again = msgspec.structs.replace(FULL, point=msgspec.structs.replace(POINT, repeat=3))
+        assert measurement(again) == measurement(without_samples(FULL)) == measurement(FULL)
+        assert measurement(msgspec.structs.replace(FULL, started_at="later")) != measurement(FULL)

@@ -15,7 +15,19 @@ from rich.console import Console
 
 from dcpbench.errors import OutputError, RecordsError, UsageError
 from dcpbench.points.layout import Layout
-from dcpbench.reports import assets, frames, lines, markdown, sections, style, tables, terminal_table, write_report
+from dcpbench.reports import (
+    assets,
+    findings,
+    frames,
+    lines,
+    markdown,
+    plots,
+    sections,
+    style,
+    tables,
+    terminal_table,
+    write_report,
+)
 from dcpbench.reports.page.render import SCRIPTS
 from tests.unit import record_builder as build
 
@@ -366,3 +378,32 @@ class TestWordsOfSmallThings:
 )
 def test_memory_below_a_gib_keeps_its_digits(value: int | None, said: str) -> None:
     assert tables.gib(value) == said
+
+
+def test_a_report_works_out_each_finding_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer, its tables, its figures and its page all show them."""
+    made: list[str] = []
+
+    def counted(name: str) -> None:
+        real = getattr(findings, name)
+        monkeypatch.setattr(findings, name, lambda of: (made.append(name), real(of))[1])
+
+    names = ["rivals", "best_per_load", "most_per_shape", "dcp_against_baseline", "break_even", "dcp_against_best"]
+    for name in (*names, "repeats"):
+        counted(name)
+    points = [build.point(layout, concurrency=n) for layout in (Layout(4), Layout(4, 1, 4)) for n in (8, 16)]
+    write_report([build.write(tmp_path / "run", [build.ok(p) for p in points])], tmp_path / "report", page_only=True)
+    assert sorted(made) == sorted([*names, "repeats"])
+
+
+def test_a_page_alone_has_charts_and_draws_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a dashboard's: pictures are nearly all of the time that a report takes, and scripts draw the charts."""
+    monkeypatch.setattr(plots.Studio, "draw", lambda *_: pytest.fail("drawn"))
+    run = build.write(tmp_path / "run", [build.ok(build.point(x)) for x in (Layout(4), Layout(4, 1, 4))])
+    page, table = write_report([run], tmp_path / "report", page_only=True)
+    assert sorted(path.name for path in (tmp_path / "report").iterdir()) == sorted([page.name, table.name])
+    text = page.read_text()
+    assert 'id="chart-throughput"' in text
+    assert "<img" not in text
+    assert "dcpbench report" in text, "what to type for pictures"
+    assert "holds the pictures" not in text

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from dcpbench.errors import RecordsError
 from dcpbench.points.layout import Layout
-from dcpbench.records.file import RECORDS_FILE, cut_short, read_records
+from dcpbench.records.file import cut_short, read_records
+from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.reports import (
     answer_tables,
     clip,

@@ -10,7 +10,7 @@ import msgspec
 from dcpbench.errors import UsageError
 from dcpbench.points.names import CLOSED, GAMMA, LIVE
 from dcpbench.points.point import Load, Point
-from dcpbench.reports import bars, findings, style
+from dcpbench.reports import bars, style
 from dcpbench.reports.merge import missing
 from dcpbench.reports.page.fields import COLOURS, FIELDS, FILTERS, RANGES
 from dcpbench.reports.page.words import LONGEST_COMMAND, LONGEST_NAME, brief
@@ -71,7 +71,7 @@ SAME = ("run", "model", "mode", "same_load", "label")
 
 def _ratios(frames: Frames) -> dict[tuple[str, ...], dict[str, Any]]:
     """What findings say of each DCP point and its baseline; nothing where two points would share it."""
-    found = findings.dcp_against_baseline(findings.rivals(frames))
+    found = frames.findings.ratios
     if found.empty:
         return {}
     found = found[found["ratio"].notna()].drop_duplicates(list(SAME), keep=False)

@@ -30,8 +30,13 @@ MOST_ROWS = 1000
 """Rows of a table that the page prints; points.csv has all points."""
 
 
-def render(title: str, sections: Sequence[Section], frames: Frames, *, most: int = MOST_POINTS) -> str:
-    """The page, with charts of `most` points. What comes from records is escaped here, or by assets.json_block."""
+def render(
+    title: str, sections: Sequence[Section], frames: Frames, *, most: int = MOST_POINTS, pictures: bool = True
+) -> str:
+    """The page, with charts of `most` points, and `pictures` of them for those who run no script.
+
+    What comes from records is escaped here, or by assets.json_block.
+    """
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -45,6 +50,7 @@ def render(title: str, sections: Sequence[Section], frames: Frames, *, most: int
     return environment.from_string(source).render(
         title=title,
         sections=sections,
+        pictures=pictures,
         explore_after=_last_with_charts(sections),
         data=data,
         block=assets.json_block(data),

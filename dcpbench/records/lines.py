@@ -1,14 +1,20 @@
-"""Lines that were appended to a file since the last look."""
+"""Lines that were appended to a file since the last look: progress, records and checks of a run at work."""
 
 from __future__ import annotations
 
 import os
 import stat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+T = TypeVar("T")
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What a line raises that is not what it should be."""
 
 
 class Tail:
@@ -16,6 +22,8 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.unread = 0
+        """Lines, but for blank ones, that `decoded` could not read."""
         self._read = 0
         self._inode = 0
 
@@ -44,6 +52,16 @@ class Tail:
                     return
                 self._read += len(line)
                 yield line[:-1]
+
+    def decoded(self, decode: Callable[[bytes], T]) -> Iterator[T]:
+        """What `decode` makes of the lines that have come; those that raise UNREADABLE are left out and counted."""
+        for line in self.lines():
+            try:
+                found = decode(line)
+            except UNREADABLE:
+                self.unread += bool(line.strip())
+            else:
+                yield found
 
 
 def _regular(path: Path) -> os.stat_result | None:

@@ -1,0 +1,43 @@
+"""The files of a run's folder, by name. What stands in each: launch/jobs.py, launch/torchrun.py, records/file.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RECORDS_FILE = "records.jsonl"
+ASIDE_FILE = "records.truncated.txt"
+"""Last lines that a crash cut short, which the next record moved out of the way."""
+CHECKS_FILE = "checks.jsonl"
+FAILED_FILE = "failed.jsonl"
+"""Records of points that `verify` could not check."""
+LOCK_FILE = ".lock"
+"""Locked while a run writes here; holds the process ids of the command, of its torchrun jobs and of their ranks."""
+JOB_FILES = "job-*.json"
+
+
+def job_file(folder: Path, tag: str) -> Path:
+    """The torchrun job of this tag."""
+    return folder / JOB_FILES.replace("*", tag)
+
+
+def tag_of(job: Path) -> str:
+    """The tag of a job's file."""
+    return job.stem.removeprefix("job-")
+
+
+def progress_file(folder: Path, tag: str) -> Path:
+    """What the job of this tag has said while it ran."""
+    return folder / f"progress-{tag}.jsonl"
+
+
+def record_file(run: Path) -> Path:
+    """The records of a run: in its folder, or the file itself where that was named."""
+    return run / RECORDS_FILE if run.is_dir() else run
+
+
+def run_folder(run: Path) -> Path:
+    """The folder of a run that is named by it, or by its file of records."""
+    return run if run.is_dir() else run.parent
