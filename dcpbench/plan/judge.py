@@ -14,7 +14,8 @@ from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.budget import CPU_BYTES, ITEMSIZE, kv_pages, memory_plan, most_pages, pages_needed, size_text
 from dcpbench.points.layout import Layout, valid_layouts
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import AUTO, EXCHANGES, NO_EXCHANGE, OPTIONS, flag
+from dcpbench.points.names import AUTO, EXCHANGES, NO_EXCHANGE, flag
+from dcpbench.points.point import OPTIONS
 
 if TYPE_CHECKING:
     from dcpbench.points.machine import Probe

@@ -5,12 +5,14 @@ Both ask the functions here, so that what --dry-run prints is what a rank alloca
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import CapacityError
 from dcpbench.points import memory
+from dcpbench.points.axes import Role
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import OPTIONS
+from dcpbench.points.point import point_axes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of a number, by --dtype."""
 KIB = 1024
+engine_of = operator.attrgetter(*(axis.name for axis in point_axes(Role.ENGINE)))
+"""What points have in common that can share weights, pools and process groups; compared for every two of a sweep."""
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 CPU_BYTES = 4 * GIB
 """Weights and KV of all ranks together that a CPU run may take: it tests the code, and a laptop should survive it."""
@@ -87,14 +91,12 @@ def least_pages(point: Point) -> int:
 
 def same_engine(a: Point, b: Point) -> bool:
     """Whether two points can share weights, pools and process groups."""
-    fields = ("model", "tp", "dp", "dcp", "dtype", "page_size", "interleave", "weights", "group_wide")
-    return all(getattr(a, name) == getattr(b, name) for name in fields)
+    return engine_of(a) == engine_of(b)
 
 
 def same_path(a: Point, b: Point) -> bool:
     """Whether two points are computed by the same kernels and collectives."""
-    fields = ("backend", "exchange", "all_reduce", *OPTIONS)
-    return all(getattr(a, name) == getattr(b, name) for name in fields)
+    return a.values(Role.PATH) == b.values(Role.PATH)
 
 
 def memory_plan(point: Point, pages: int, shape: ModelShape, probe: Probe) -> memory.Plan:

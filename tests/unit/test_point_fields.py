@@ -9,12 +9,11 @@ import pytest
 
 from dcpbench.points import budget
 from dcpbench.points.layout import Layout
-from dcpbench.points.names import OPTIONS
-from dcpbench.points.point import Load, Point
+from dcpbench.points.point import OPTIONS, Load, Point
 from dcpbench.reports import exchanges, findings, frames
 from dcpbench.reports.reproduce import command_of
 from dcpbench.reports.serving import findings as serving
-from dcpbench.serving.step_times import EnginePath
+from dcpbench.serving.step_times import engine_path
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
 
@@ -196,7 +195,7 @@ class TestSharing:
     @pytest.mark.parametrize("name", [*fields(Point, *WHAT_RUNS, IMPORTED), "prefill"])
     def test_step_times_are_those_of_one_engine_path(self, name: str) -> None:
         point = serve.point(DCP)
-        assert EnginePath.of(point) != EnginePath.of(changed(point, name))
+        assert engine_path(point) != engine_path(changed(point, name))
 
 
 class TestCommands:
