@@ -7,7 +7,10 @@ import hashlib
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from dcpbench.dashboard import measures
+from dcpbench.points import axes
 from dcpbench.points.axes import COMPUTES, Role
 from dcpbench.points.memory import GIB
 from dcpbench.points.point import LOAD_AXES
@@ -147,7 +150,7 @@ def _conditions(record: Record) -> str:
 
 def _how(point: Point) -> str:
     """What else tells points apart; what is usual, and what an import does not say, is left out."""
-    load = [text for axis in LOAD_AXES if point.load for text in axis.texts(getattr(point.load, axis.name))]
+    load = axes.words(LOAD_AXES, msgspec.structs.asdict(point.load)) if point.load else []
     return words.SEPARATOR.join(point.words(COMPUTES, but=Role.EXCHANGE) + load)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 WITHOUT_EXCHANGE: dict[str, object] = {axis.name: axis.default for axis in point_axes(Role.EXCHANGE)}
 """Fields of a point with dcp 1."""
-TOLD = [axis for axis in AXES if axis.name in DEGREES or Role.PATH in axis.role]
+LISTED = [axis for axis in AXES if axis.name in DEGREES or Role.PATH in axis.role]
 """Fields of their own in the JSON of --dry-run."""
 MOST_POINTS = 100_000
 """Of one run, as many as its report reads."""
@@ -108,7 +108,7 @@ def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
                 "model": p.model,
                 "layout": p.layout_name,
                 "vllm_layout": p.layout.vllm_name() if c.error is None else None,
-                **{axis.name: getattr(p, axis.name) for axis in TOLD},
+                **{axis.name: getattr(p, axis.name) for axis in LISTED},
                 "path": path_name(p),
                 "workload": p.workload,
                 "concurrency": p.concurrency,

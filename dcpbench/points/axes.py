@@ -15,7 +15,7 @@ import msgspec
 from dcpbench.points.names import UNKNOWN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     Value = str | int | float | bool | None
 
@@ -70,11 +70,6 @@ class Axis:
             return ""
         return self.label.format(("off", "on")[bool(value)] if self.kind is bool else value)
 
-    def texts(self, value: object) -> list[str]:
-        """The same, and nothing for the default: what is usual goes without saying."""
-        text = "" if value == self.default else self.text(value)
-        return [text] if text else []
-
 
 def read(struct: type[msgspec.Struct]) -> tuple[Axis, ...]:
     """The axes of a struct's fields, in order."""
@@ -91,3 +86,9 @@ def read(struct: type[msgspec.Struct]) -> tuple[Axis, ...]:
 def of_role(axes: Iterable[Axis], role: Role, but: Role = NOTHING) -> tuple[Axis, ...]:
     """Those that have any of `role`, and nothing of `but`."""
     return tuple(axis for axis in axes if axis.role & role and not axis.role & but)
+
+
+def words(axes: Iterable[Axis], values: Mapping[str, Any]) -> list[str]:
+    """Of values by name, those that are not the defaults, as they are printed: what is usual goes without saying."""
+    said = (axis.text(value) for axis in axes if (value := values.get(axis.name, axis.default)) != axis.default)
+    return [text for text in said if text]

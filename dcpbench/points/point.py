@@ -156,7 +156,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     def words(self, role: Role, but: Role = axes.NOTHING) -> list[str]:
         """What of the point's own fields of such a role is not as usual."""
-        return [text for axis in point_axes(role, but) for text in axis.texts(getattr(self, axis.name))]
+        return axes.words(point_axes(role, but), msgspec.structs.asdict(self))
 
     def key(self) -> str:
         """Everything that makes this point itself; `--resume` and comparisons match on it.

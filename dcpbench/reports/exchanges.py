@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from dcpbench.points.axes import COMPUTES, Role
+from dcpbench.points.axes import COMPUTES, Role, words
 from dcpbench.points.names import EXCHANGES
 from dcpbench.points.point import OPTIONS, point_axes
 from dcpbench.reports.findings import verdict
@@ -38,10 +38,8 @@ def frame(timed: pd.DataFrame) -> pd.DataFrame:
     if others.empty:
         return pd.DataFrame()
     found = others[[*SAME, "label", "step_ms"]].copy()
-    found["with"] = [
-        " ".join(text for axis in point_axes(Role.EXCHANGE) for text in axis.texts(row[axis.name]))
-        for row in others.to_dict("records")
-    ]
+    rows = others[["exchange", *OPTIONS]].to_dict("records")
+    found["with"] = [" ".join(words(point_axes(Role.EXCHANGE), {str(k): v for k, v in row.items()})) for row in rows]
     found["plain_ms"] = others["plain_step_ms"]
     found["ratio"] = others["step_ms"] / others["plain_step_ms"]
     found["low"] = others["step_ms_low"] / others["plain_step_ms_high"]

@@ -9,6 +9,7 @@ import msgspec
 import pandas as pd
 
 from dcpbench.errors import RecordsError, UsageError
+from dcpbench.points import axes
 from dcpbench.points.axes import Role
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.memory import GIB
@@ -375,11 +376,11 @@ def _settings(table: pd.DataFrame) -> list[str]:
 
 def _exchanges(table: pd.DataFrame) -> list[str]:
     """`a2a +q-replicate`: of each point that exchanges, what not all of these have in common; else empty."""
-    axes = point_axes(Role.EXCHANGE)
-    rows = table[[axis.name for axis in axes]].to_dict("records")
+    own = point_axes(Role.EXCHANGE)
+    rows = table[[axis.name for axis in own]].to_dict("records")
     exchanges = ~table["exchange"].isin((NO_EXCHANGE, UNKNOWN))
-    varying = [axis for axis in axes if len(set(table[axis.name][exchanges])) > 1]
+    varying = [axis for axis in own if len(set(table[axis.name][exchanges])) > 1]
     return [
-        " ".join(text for axis in varying for text in axis.texts(row[axis.name])) if exchanging else ""
+        " ".join(axes.words(varying, {str(k): v for k, v in row.items()})) if exchanging else ""
         for row, exchanging in zip(rows, exchanges, strict=True)
     ]

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 LISTS = [axis.name for axis in AXES if axis.kind is str and not axis.one]
 """Options that take a comma list of names."""
+UNTYPED = {"exchange": NO_EXCHANGE, "weights": SYNTHETIC}
+"""Values with which an option is left out."""
 
 
 def command_of(point: Point, settings: Mapping[str, object], *, cpu: bool = False) -> str:
@@ -37,9 +39,9 @@ def command_of(point: Point, settings: Mapping[str, object], *, cpu: bool = Fals
 
 
 def _how(point: Point) -> dict[str, object]:
-    """The model, its layout, and how it is computed; no exchange is none that can be typed."""
+    """The model, its layout, and how it is computed."""
     found = {axis.name: getattr(point, axis.name) for axis in point_axes(Role.ENGINE | Role.PATH)}
-    return {name: value for name, value in found.items() if value not in (NO_EXCHANGE, SYNTHETIC)}
+    return {name: value for name, value in found.items() if UNTYPED.get(name) != value}
 
 
 def _load(point: Point, settings: Mapping[str, object]) -> dict[str, object]:

@@ -14,7 +14,7 @@ from dcpbench.launch.folders import settings_of
 from dcpbench.plan import grid
 from dcpbench.points import budget
 from dcpbench.points import point as point_module
-from dcpbench.points.axes import COMPUTES, Axis, Role
+from dcpbench.points.axes import COMPUTES, Axis, Role, words
 from dcpbench.points.layout import DEGREES, Layout
 from dcpbench.points.names import flag
 from dcpbench.points.point import AXES, HOW, LOAD_AXES, OPTIONS, Load, Point, point_axes
@@ -127,10 +127,10 @@ class TestAxes:
     def test_what_is_usual_and_what_nobody_knows_goes_without_saying(self) -> None:
         """And the default of one that once was not there is in no key."""
         axis = Axis(Role.PATH, 1, "page {}", later=True, name="page_size", kind=int, default=1)
-        assert [axis.texts(value) for value in (1, 0, 64)] == [[], [], ["page 64"]]
+        assert [words([axis], {"page_size": value}) for value in (1, 0, 64)] == [[], [], ["page 64"]]
         assert [axis.text(value) for value in (1, 0, 64)] == ["page 1", "", "page 64"]
-        switch = Axis(Role.LOAD, 2, "cache {}", kind=bool, default=True)
-        assert [switch.texts(value) for value in (True, None, False)] == [[], [], ["cache off"]]
+        switch = Axis(Role.LOAD, 2, "cache {}", name="cache", kind=bool, default=True)
+        assert [words([switch], {"cache": value}) for value in (True, None, False)] == [[], [], ["cache off"]]
 
     def test_an_option_takes_the_values_that_can_be_computed(self) -> None:
         """Those of a dtype are those whose numbers have a size."""
@@ -257,8 +257,8 @@ class TestWords:
         other = msgspec.structs.replace(record, point=changed(record.point, name))
         read = as_repeats(tmp_path, record, other).everything
         assert len(read) == 2
-        words = read[["model", "mode", "load", "label"]].astype(str).agg(" | ".join, axis=1)
-        assert words.nunique() == 2, words.tolist()
+        said = read[["model", "mode", "load", "label"]].astype(str).agg(" | ".join, axis=1)
+        assert said.nunique() == 2, said.tolist()
 
 
 class TestSharing:
