@@ -33,7 +33,7 @@ from dcpbench.launch import folders, launcher
 from dcpbench.launch.jobs import read_checks
 from dcpbench.plan import grid
 from dcpbench.plan.spec import make_spec, read_options
-from dcpbench.points.layout import Layout, valid_layouts
+from dcpbench.points.layout import DEGREES, Layout, valid_layouts
 from dcpbench.points.prompts import random_prompts, read_prompts
 from dcpbench.points.shapes import check_checkpoint, load_shape
 from dcpbench.records.folder import FAILED_FILE
@@ -186,7 +186,7 @@ def _verify_defaults(given: dict[str, object]) -> dict[str, object]:
 
 def _verify_layouts(spec: SweepSpec, given: dict[str, object], probe: Probe) -> list[Layout]:
     """The usual six that these GPUs can hold; once a degree is typed, every valid layout with it."""
-    if not any(given.get(name) for name in ("tp", "dp", "dcp")):
+    if not any(given.get(name) for name in DEGREES):
         return [x for x in VERIFY_LAYOUTS if probe.device == "cpu" or x.tp <= probe.count]
     shape = load_shape(spec.model[0])
     dps = spec.dp if given.get("dp") else (None,)

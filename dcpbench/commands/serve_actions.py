@@ -52,11 +52,11 @@ def serve(given: dict[str, object], run: Run) -> int:
     times = known_times(path)
     probe = msgspec.structs.replace(
         times.probe(),
-        count=max(times.probe().count, times.path.tp),
+        count=max(times.probe().count, int(times.path["tp"])),
         packages={"flashinfer": times.environment.flashinfer},
     )
-    unsaid = ("overlap", "exchange") if times.path.exchange == NO_EXCHANGE else ("overlap",)
-    own = {name: value for name, value in msgspec.to_builtins(times.path).items() if name not in unsaid}
+    unsaid = ("overlap", "exchange") if times.path["exchange"] == NO_EXCHANGE else ("overlap",)
+    own = {name: value for name, value in times.path.items() if name not in unsaid}
     spec = make_serve_spec({"baseline": False, **own, **typed}, probe)
     _say_about(spec, probe)
     return measure(spec, probe, run, _replay_points)

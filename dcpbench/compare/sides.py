@@ -6,22 +6,23 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import RecordsError, UsageError
-from dcpbench.points.point import Load, Point
+from dcpbench.points.axes import Role
+from dcpbench.points.point import AXES, LOAD_AXES, Point
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.runs import measurement, read_run
 from dcpbench.syncs.words import natural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from dcpbench.points.point import Point
     from dcpbench.records.record import Record
     from dcpbench.records.runs import Run
 
 MOST_POINTS = 10_000
 """Points that both sides have; each takes milliseconds."""
-LOAD_FIELDS = tuple(name for name in Load.__struct_fields__ if name != "mode")
-FIELDS = (*(name for name in Point.__struct_fields__ if name not in ("repeat", "load", "workload")), *LOAD_FIELDS)
+FIELDS = tuple(axis.name for axis in (*AXES, *LOAD_AXES) if axis.name not in ("repeat", "workload", "mode"))
 """Of a point and its load, which `across` may leave out of what it is. Live is never compared with replay."""
 
 
@@ -106,8 +107,8 @@ def match(a: Sequence[Run], b: Sequence[Run], across: Sequence[str] = ()) -> Mat
 def differing(a: Sequence[Run], b: Sequence[Run]) -> list[str]:
     """Fields that do not take the same values on both sides: what two variants of one sweep were told differently."""
     points = [[r.point for launch in side for r in launch.records] for side in (a, b)]
-    values = ([{name: _field(p, name) for name in FIELDS} for p in side] for side in points)
-    taken = [{name: {str(v[name]) for v in side} for name in FIELDS} for side in values]
+    values = ([p.values(~Role.REPEAT) for p in side] for side in points)
+    taken = [{name: {str(v.get(name)) for v in side} for name in FIELDS} for side in values]
     return [name for name in FIELDS if taken[0][name] != taken[1][name]]
 
 
@@ -125,17 +126,9 @@ def _runs(path: Path) -> list[Path]:
     return inside
 
 
-def _field(point: Point, name: str) -> object:
-    return getattr(point.load if name in LOAD_FIELDS else point, name, None)
-
-
-def _key(point: Point, across: Iterable[str]) -> str:
+def _key(point: Point, across: Sequence[str]) -> str:
     """Everything that a point is, its repeat and the fields in `across` left out."""
-    left_out = {*across, "repeat", "load"}
-    own = [f"{name}={getattr(point, name)}" for name in Point.__struct_fields__ if name not in left_out]
-    if point.load:
-        own += [f"{name}={getattr(point.load, name)}" for name in Load.__struct_fields__ if name not in left_out]
-    return "/".join(own)
+    return "/".join(f"{name}={value}" for name, value in point.values(~Role.REPEAT).items() if name not in across)
 
 
 def _by_point(launches: Sequence[Run], across: Sequence[str]) -> dict[str, list[tuple[Run, list[Record]]]]:

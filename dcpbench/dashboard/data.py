@@ -19,6 +19,7 @@ import msgspec
 
 from dcpbench.dashboard import changes, lines
 from dcpbench.dashboard.measures import DEFAULT, MEASURES
+from dcpbench.points.layout import DEGREES
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.reports.assets import inert
 
@@ -101,7 +102,8 @@ def _histories(runs: Sequence[RunData]) -> list[History]:
 def _order(line: Line) -> tuple[object, ...]:
     p = line.example
     where = (line.hardware, line.driver, line.conditions, line.point)
-    return (p.model, p.workload, p.context, p.concurrency, p.tp, p.dp, p.dcp, p.exchange, *where)
+    degrees = [getattr(p, name) for name in DEGREES]
+    return (p.model, p.workload, p.context, p.concurrency, *degrees, p.exchange, *where)
 
 
 def _changes(history: History) -> dict[str, list[tuple[list[int], Change]]]:

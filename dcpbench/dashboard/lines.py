@@ -7,9 +7,13 @@ import hashlib
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from dcpbench.dashboard import measures
+from dcpbench.points import axes
+from dcpbench.points.axes import COMPUTES, Role
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import ALL_REDUCES, UNKNOWN
+from dcpbench.points.point import LOAD_AXES
 from dcpbench.records.provenance import CPU, hardware
 from dcpbench.reports.clip import cut
 from dcpbench.reports.serving import words
@@ -145,26 +149,9 @@ def _conditions(record: Record) -> str:
 
 
 def _how(point: Point) -> str:
-    """What else tells points apart; what an import does not say is left out."""
-    said = [
-        (point.backend, point.backend),
-        (point.dtype, point.dtype),
-        (point.page_size > 1, f"page {point.page_size}"),
-        (point.interleave > 1, f"interleave {point.interleave}"),
-        (point.all_reduce not in (ALL_REDUCES[0], UNKNOWN), f"{point.all_reduce} all-reduce"),
-        (point.weights not in ("synthetic", UNKNOWN), f"weights {point.weights}"),
-        (point.settings, point.settings),
-    ]
-    if load := point.load:
-        said += [
-            (load.chunk, f"chunk {load.chunk:,}"),
-            (load.policy, load.policy),
-            (load.requests, f"{load.requests:,} requests"),
-            (load.prefix_cache is False, "no prefix cache"),
-            (load.prefill != UNKNOWN, f"prefill {load.prefill}"),
-            (load.seed, f"seed {load.seed}"),
-        ]
-    return words.SEPARATOR.join(text for said_at_all, text in said if said_at_all and text != UNKNOWN)
+    """What else tells points apart; what is usual, and what an import does not say, is left out."""
+    load = axes.words(LOAD_AXES, msgspec.structs.asdict(point.load)) if point.load else []
+    return words.SEPARATOR.join(point.words(COMPUTES, but=Role.EXCHANGE) + load)
 
 
 def _entry(records: Sequence[Record]) -> Entry:

@@ -6,16 +6,24 @@ import dataclasses
 from typing import TYPE_CHECKING, Literal
 
 from dcpbench.exports.metrics import METRICS, known
+from dcpbench.points.axes import Role
+from dcpbench.points.point import AXES, LOAD_AXES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dcpbench.exports.measured import Measured
+    from dcpbench.points.axes import Axis
 
 Kind = Literal["text", "whole", "number", "yes"]
 Cell = str | int | float | bool | None
 LARGEST = 2**63 - 1
 """Of a whole number in a column of 64 bits; a record may hold any, and one that is larger is none of ours."""
+
+
+KINDS: dict[type, Kind] = {str: "text", int: "whole", float: "number", bool: "yes"}
+NOT_EXPORTED = ("mode", "prefix_groups", "trace_sha256", "prefix_cache", "prefill", "seed")
+"""Of a load: what has another name here, and what tables never had."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,16 +49,19 @@ def _cell(column: Column, m: Measured) -> Cell:
     return value
 
 
-def _point(name: str, kind: Kind, *, unknown: Cell = "") -> Column:
+def _point(axis: Axis) -> Column:
+    """A field of a point; 0 is what an import does not say, but for its repeat."""
+    unknown = 0 if axis.kind is int and axis.role is not Role.REPEAT else ""
+
     def of(m: Measured) -> Cell:
-        value: Cell = getattr(m.record.point, name)
-        return None if not isinstance(value, bool) and value == unknown else value
+        value: Cell = getattr(m.record.point, axis.name)
+        return None if value == unknown else value
 
-    return Column(name, kind, of)
+    return Column(axis.name, KINDS[axis.kind], of)
 
 
-def _load(name: str, kind: Kind) -> Column:
-    return Column(f"load_{name}", kind, lambda m: getattr(m.record.point.load, name, None))
+def _load(axis: Axis) -> Column:
+    return Column(f"load_{axis.name}", KINDS[axis.kind], lambda m: getattr(m.record.point.load, axis.name, None))
 
 
 def _env(name: str, kind: Kind) -> Column:
@@ -66,29 +77,10 @@ COLUMNS: tuple[Column, ...] = (
     Column("reason", "text", lambda m: m.record.reason),
     Column("marks", "text", lambda m: ", ".join(m.record.marks)),
     Column("started_at_utc", "text", lambda m: m.record.started_at),
-    _point("repeat", "whole"),
-    _point("model", "text"),
     Column("layout", "text", lambda m: m.record.point.layout_name),
-    *(_point(name, "whole", unknown=0) for name in ("tp", "dp", "dcp")),
-    _point("workload", "text"),
     Column("mode", "text", lambda m: m.record.point.load.mode if m.record.point.load else None),
-    _point("concurrency", "whole"),
-    _point("context", "whole", unknown=0),
-    _point("exchange", "text"),
-    *(_point(name, "yes") for name in ("q_replicate", "project_first", "overlap")),
-    *(_point(name, "text") for name in ("all_reduce", "backend", "dtype", "weights")),
-    *(_point(name, "whole", unknown=0) for name in ("page_size", "interleave")),
-    _load("requests", "whole"),
-    _load("arrival", "text"),
-    _load("request_rate", "number"),
-    _load("burstiness", "number"),
-    _load("input_tokens", "text"),
-    _load("output_tokens", "text"),
-    _load("prefix_share", "number"),
-    _load("trace", "text"),
-    _point("settings", "text"),
-    _load("policy", "text"),
-    _load("chunk", "whole"),
+    *map(_point, AXES),
+    *(_load(axis) for axis in LOAD_AXES if axis.name not in NOT_EXPORTED),
     *(
         Column(metric.name, "whole" if metric.whole else "number", lambda m, metric=metric: known(metric, m.record))  # type: ignore[misc]
         for metric in METRICS

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.exports import measured
 from dcpbench.exports.files import Rendered, as_list
 from dcpbench.exports.metrics import Value, values
+from dcpbench.points.axes import Role
+from dcpbench.points.point import point_axes
 from dcpbench.records.provenance import OURS
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Environment
 
 FILE = "hud.json"
+PATH = point_axes(Role.PATH, but=Role.EXCHANGE)
+"""What a point says of its path, besides its exchange."""
 PACKAGES = ("torch", "triton", "nccl", "flashinfer", "dcpbench")
 GB = 10**9
 
@@ -77,7 +81,7 @@ def _facts(m: Measured) -> dict[str, object]:
         "data_parallel_size": point.dp or "",
         "decode_context_parallel_size": point.dcp or "",
         "exchange": point.exchange_label(),
-        "all_reduce": point.all_reduce,
+        **{axis.name: getattr(point, axis.name) for axis in PATH if axis.name != "backend"},
         "concurrency": point.concurrency,
         "context": point.context or "",
         "marks": ", ".join(m.record.marks),

@@ -13,7 +13,7 @@ import msgspec
 from dcpbench.errors import LayoutError, OutputError, RecordsError, UsageError
 from dcpbench.imports import documents, lengths, metrics, sglang, vllm
 from dcpbench.launch.folders import make_folder
-from dcpbench.points.layout import Layout
+from dcpbench.points.layout import DEGREES, Layout
 from dcpbench.points.names import CLOSED, NO_EXCHANGE, SGLANG, UNKNOWN, VLLM
 from dcpbench.points.point import SETTING, Load, Point
 from dcpbench.records.file import RecordFile
@@ -139,7 +139,7 @@ def _check_told(told: Told) -> None:
         if given := [f"--{name}" for name in ("dp", "dcp", "gpu") if getattr(told, name) is not None]:
             raise UsageError(f"{', '.join(given)} without --tp: say how many GPUs there were, for example --tp 8.")
         return
-    for name in ("tp", "dp", "dcp"):
+    for name in DEGREES:
         if (getattr(told, name) or 1) < 1:
             raise UsageError(f"--{name} {getattr(told, name)} is not positive; try --{name} 1.")
     try:

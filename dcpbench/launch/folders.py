@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 from dcpbench.errors import DcpbenchError, OutputError
 from dcpbench.launch.jobs import read_job
 from dcpbench.launch.processes import COMMAND, alive, alive_pid
+from dcpbench.points.names import flag
+from dcpbench.points.point import HOW
 from dcpbench.records.folder import (
     CHECKS_FILE,
     FAILED_FILE,
@@ -180,10 +182,7 @@ def settings_of(point: Point, settings: Settings, device: str) -> dict[str, obje
         "--limit": settings.limit_seconds and f"{settings.limit_seconds:g}s",
         "--step-times": settings.step_times or None,
         "--kv-memory": settings.kv_memory_bytes and f"{settings.kv_memory_bytes}B",
-        "--page-size": point.page_size,
-        "--interleave": point.interleave,
-        "--dtype": point.dtype,
-        "--weights": point.weights,
+        **{flag(axis.name): getattr(point, axis.name) for axis in HOW if axis.one},
         "--device": device,
     }
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Self
 
+import msgspec
 from rich import box
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
 from dcpbench.plan.grid import point_name
+from dcpbench.points.axes import Role, words
 from dcpbench.points.budget import size_text
-from dcpbench.points.names import ALL_REDUCES, NO_EXCHANGE
+from dcpbench.points.point import point_axes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -179,9 +181,7 @@ def env_table(probe: Probe) -> Table:
 
 
 def _path(check: jobs.Check) -> str:
-    exchange = "" if check.exchange == NO_EXCHANGE else check.exchange
-    reduced = "" if check.all_reduce == ALL_REDUCES[0] else f"{check.all_reduce} all-reduce"
-    return " ".join(filter(None, (check.backend, exchange, reduced)))
+    return " ".join(words(point_axes(Role.PATH), msgspec.structs.asdict(check)))
 
 
 def _size(value: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,9 +12,11 @@ import msgspec
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.plan.judge import Machine, check
 from dcpbench.plan.spec import check_same_sizes
+from dcpbench.points.axes import Role
 from dcpbench.points.budget import EnginePlan, engine_of, plan_engines
-from dcpbench.points.names import ALL_REDUCES, NO_EXCHANGE, OPTIONS, UNKNOWN, flag
-from dcpbench.points.point import Point
+from dcpbench.points.layout import DEGREES
+from dcpbench.points.names import ALL_REDUCES, flag
+from dcpbench.points.point import AXES, OPTIONS, Point, point_axes
 from dcpbench.points.shapes import ModelShape, load_shape
 from dcpbench.records.record import Record
 from dcpbench.serving.load_words import load_name
@@ -25,8 +28,10 @@ if TYPE_CHECKING:
     from dcpbench.points.layout import Layout
     from dcpbench.points.machine import Probe
 
-WITHOUT_EXCHANGE: dict[str, object] = {"exchange": NO_EXCHANGE, **dict.fromkeys(OPTIONS, False)}
+WITHOUT_EXCHANGE: dict[str, object] = {axis.name: axis.default for axis in point_axes(Role.EXCHANGE)}
 """Fields of a point with dcp 1."""
+LISTED = [axis for axis in AXES if axis.name in DEGREES or Role.PATH in axis.role]
+"""Fields of their own in the JSON of --dry-run."""
 MOST_POINTS = 100_000
 """Of one run, as many as its report reads."""
 MOST_REASONS = 3
@@ -88,9 +93,8 @@ def load_text(point: Point) -> str:
 
 
 def path_name(point: Point) -> str:
-    """How a point is computed: `triton a2a +q-replicate`; the all-reduce only where it is not the usual one."""
-    reduced = "" if point.all_reduce in (ALL_REDUCES[0], UNKNOWN) else f"{point.all_reduce} all-reduce"
-    return " ".join(filter(None, (point.backend, point.exchange_label(), reduced, point.settings)))
+    """How a point is computed: `triton a2a +q-replicate`; what is usual, such as the all-reduce, is left out."""
+    return " ".join(point.words(Role.PATH | Role.SERVER))
 
 
 def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
@@ -103,13 +107,7 @@ def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
                 "model": p.model,
                 "layout": p.layout_name,
                 "vllm_layout": p.layout.vllm_name() if c.error is None else None,
-                "tp": p.tp,
-                "dp": p.dp,
-                "dcp": p.dcp,
-                "backend": p.backend,
-                "exchange": p.exchange,
-                "all_reduce": p.all_reduce,
-                **{name: getattr(p, name) for name in OPTIONS},
+                **{axis.name: getattr(p, axis.name) for axis in LISTED},
                 "path": path_name(p),
                 "workload": p.workload,
                 "concurrency": p.concurrency,
@@ -130,10 +128,10 @@ def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
 
 def _grid(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> Iterable[Point]:
     loads = {(model, dp): spec.loads(dp, shapes[model]) for model in spec.model for dp in spec.dp}
-    paths = list(itertools.product(spec.backend, spec.all_reduce, _exchanges(spec)))
-    _check_count(spec, sum(map(len, loads.values())) * len(paths))
-    axes = itertools.product(range(spec.repeats), spec.tp, spec.dp, spec.model, paths)
-    for repeat, tp, dp, model, (backend, all_reduce, exchange) in axes:
+    _check_count(spec, sum(map(len, loads.values())) * math.prod(map(len, spec.how.values())))
+    hows = [dict(zip(spec.how, values, strict=True)) for values in itertools.product(*spec.how.values())]
+    axes = itertools.product(range(spec.repeats), spec.tp, spec.dp, spec.model, hows)
+    for repeat, tp, dp, model, how in axes:
         for given, dcp in itertools.product(loads[model, dp], spec.dcp or (max(tp // dp, 1),)):
             yield Point(
                 model=model,
@@ -144,15 +142,15 @@ def _grid(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> Iterable[Point]:
                 context=given.context,
                 load=given.load,
                 workload="serve" if given.load else "decode",
-                backend=backend,
-                all_reduce=all_reduce if tp > dp else ALL_REDUCES[0],
-                dtype=spec.dtype,
-                page_size=spec.page_size,
-                interleave=spec.interleave,
-                weights=spec.weights,
                 repeat=repeat,
-                **(exchange if dcp > 1 else WITHOUT_EXCHANGE),  # type: ignore[arg-type]
+                **(how | _idle(tp, dp, dcp)),  # type: ignore[arg-type]
             )
+
+
+def _idle(tp: int, dp: int, dcp: int) -> dict[str, object]:
+    """Fields that change nothing in a layout, as all of its points have them."""
+    exchange = WITHOUT_EXCHANGE if dcp == 1 else {}
+    return exchange | ({} if tp > dp else {"all_reduce": ALL_REDUCES[0]})
 
 
 def _check_count(spec: SweepSpec, each: int) -> None:
@@ -165,15 +163,9 @@ def _check_count(spec: SweepSpec, each: int) -> None:
         )
 
 
-def _exchanges(spec: SweepSpec) -> list[dict[str, object]]:
-    """Every exchange with every combination of its options, as fields of a point."""
-    names = ("exchange", *OPTIONS)
-    return [dict(zip(names, values, strict=True)) for values in itertools.product(*(getattr(spec, n) for n in names))]
-
-
 def _check_used(spec: SweepSpec, points: Iterable[Point]) -> None:
     """Raise UsageError where an option was typed and no point exchanges anything."""
-    on = [flag(name) for name in OPTIONS if any(getattr(spec, name))]
+    on = [flag(name) for name in OPTIONS if any(spec.how[name])]
     if on and all(p.dcp == 1 for p in points):
         raise UsageError(
             f"{', '.join(on)} without a layout with --dcp > 1: nothing is exchanged. Add for example --dcp 2, "
@@ -204,11 +196,11 @@ def _baseline(point: Point) -> Point:
 
 
 def _order(point: Point, spec: SweepSpec) -> tuple[object, ...]:
-    p = point
-    place = spec.model.index(p.model)
-    weights, path = (p.q_replicate, p.project_first), (p.backend, p.exchange, p.overlap, p.all_reduce)
-    load = (p.load.request_rate or 0.0, p.load.input_tokens, p.load.output_tokens) if p.load else ()
-    return (p.repeat, p.tp, place, p.dp, p.dcp, *weights, *path, p.concurrency, p.context, *load)
+    """One pass after the other, and in each, one job (tp), engine and path after the other; models as typed."""
+    engine = point.values(Role.ENGINE) | {"model": spec.model.index(point.model)}
+    rest = (point.values(role, but=Role.ENGINE).values() for role in (Role.PATH, Role.LOAD))
+    load = ((value is not None, value) for value in itertools.chain(*rest))
+    return (point.repeat, point.tp, *engine.values(), *load)
 
 
 def _judge(point: Point, spec: SweepSpec, shape: ModelShape, machine: Machine) -> Candidate:

@@ -23,7 +23,8 @@ from dcpbench.points.budget import (
 )
 from dcpbench.points.layout import Layout, valid_layouts
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import AUTO, EXCHANGES, NO_EXCHANGE, OPTIONS, flag
+from dcpbench.points.names import AUTO, EXCHANGES, NO_EXCHANGE, flag
+from dcpbench.points.point import OPTIONS
 from dcpbench.points.shapes import NOPE, ROPE, VALUE
 from dcpbench.serving.loads import extent
 from dcpbench.serving.step_times import read_step_times

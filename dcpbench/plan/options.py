@@ -9,13 +9,15 @@ import reprlib
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
-from dcpbench.points.names import ALL_REDUCES, BACKENDS, EXCHANGES, MIXED, PREFILLS, REPLAY, flag
+from dcpbench.points.names import BACKENDS, REPLAY, SYNTHETIC, flag
+from dcpbench.points.point import AXES, LOAD_AXES
 from dcpbench.records.checks import LARGEST
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-SYNTHETIC = "synthetic"
+    from dcpbench.points.axes import Axis
+
 LONGEST_NAME = 1_000
 """Characters of a name or a path."""
 LONGEST_SHOWN = 80
@@ -60,13 +62,10 @@ def items(name: str, value: object) -> list[object]:
 
 def example(name: str) -> str:
     """What an option can look like."""
-    examples = {
+    examples = {axis.name: axis.values[0] for axis in (*AXES, *LOAD_AXES) if axis.values} | {
         "model": "deepseek-v3,kimi-k2",
         "backend": ",".join(BACKENDS),
-        "exchange": EXCHANGES[0],
-        "dtype": "bf16",
         "weights": SYNTHETIC,
-        "all_reduce": ALL_REDUCES[0],
         "tp": "4,8",
         "dcp": "1,4",
         "concurrency": "8,32",
@@ -78,8 +77,6 @@ def example(name: str) -> str:
         "burstiness": "0.5",
         "prefix_share": "0.5",
         "chunk": "8192",
-        "policy": MIXED,
-        "prefill": PREFILLS[0],
         "mode": REPLAY,
         "requests": "trace.jsonl",
         "step_times": "runs/NAME/step-times/FILE.json",
@@ -140,6 +137,12 @@ def switches(name: str, value: object) -> tuple[bool, ...]:
     """`true`, or `[false, true]` for an axis of both."""
     values = value if isinstance(value, list) else [value]
     return tuple(dict.fromkeys(switch(name, item) for item in values))
+
+
+def parser_of(axis: Axis) -> Callable[[str, object], object]:
+    """What reads the values of a field of a point or load."""
+    one, several = {str: (name_of, names), int: (whole, ints), bool: (switch, switches)}[axis.kind]
+    return one if axis.one else several
 
 
 def shown(value: object) -> str:

@@ -13,8 +13,8 @@ from dcpbench.plan import options as read
 from dcpbench.plan.options import check_known, check_positive
 from dcpbench.plan.spec import PARSERS, PointLoad, complete, defaults
 from dcpbench.points.batches import GRAPH_BATCHES
-from dcpbench.points.names import CLOSED, GAMMA, LIVE, MIXED, MODES, POLICIES, PREFILLS, REPLAY, TRACE, flag
-from dcpbench.points.point import Load
+from dcpbench.points.names import CLOSED, GAMMA, LIVE, MIXED, PREFILLS, REPLAY, TRACE, flag
+from dcpbench.points.point import LOAD_AXES, Load
 from dcpbench.serving.load_words import TRACE_LENGTHS, parse_lengths, parse_limit, parse_slo
 from dcpbench.serving.loads import extent
 from dcpbench.serving.request_files import read_requests
@@ -29,24 +29,8 @@ if TYPE_CHECKING:
 
 OTHERS = ("context", "seconds", "overlap")
 """Options that only `sweep` has; a batch of one request, which serving meets, has no halves to overlap."""
-SERVED = (
-    "concurrency",
-    "request_rate",
-    "burstiness",
-    "requests",
-    "num_requests",
-    "input_tokens",
-    "output_tokens",
-    "prefix_share",
-    "prefix_groups",
-    "policy",
-    "chunk",
-    "prefix_cache",
-    "prefill",
-    "mode",
-    "seed",
-)
-"""Options that make the loads."""
+ALIKE = [axis for axis in LOAD_AXES if axis.one]
+"""Of all loads of a run; fields of a load, and options with the same names."""
 MOST_REQUESTS = 10_000_000
 """Of made-up requests: their prompts, of even 100 tokens, are 4 GB on every rank."""
 LEAST_BURSTINESS = 1e-3
@@ -86,10 +70,10 @@ class ServeLoads:
             )
         for value in self.concurrency:
             check_positive("concurrency", value)
-        for name, known in (("policy", POLICIES), ("prefill", PREFILLS)):
-            check_known(name, getattr(self, name), known)
-        for mode in self.mode:
-            check_known("mode", mode, MODES)
+        for axis in (axis for axis in LOAD_AXES if axis.values):
+            value = getattr(self, axis.name)
+            for name in (value,) if axis.one else value:
+                check_known(axis.name, name, axis.values)
         if self.seed < 0:
             raise UsageError(f"--seed {self.seed} is negative; write 0 or more.")
         self._check_arrivals()
@@ -171,18 +155,11 @@ class ServeLoads:
                     requests=count,
                     arrival=arrival,
                     request_rate=rate,
-                    burstiness=self.burstiness,
                     input_tokens=inputs,
                     output_tokens=outputs,
-                    prefix_share=self.prefix_share,
-                    prefix_groups=self.prefix_groups,
                     trace=self.trace.path.name if self.trace else "",
                     trace_sha256=self.trace.sha256 if self.trace else "",
-                    chunk=self.chunk,
-                    policy=self.policy,
-                    prefix_cache=self.prefix_cache,
-                    prefill=self.prefill,
-                    seed=self.seed,
+                    **{axis.name: getattr(self, axis.name) for axis in ALIKE},
                 ),
             )
 
@@ -200,6 +177,10 @@ class ServeLoads:
     def _lengths(self) -> list[list[str]]:
         axes = ("input_tokens", "output_tokens")
         return [[str(parse_lengths(flag(name), text)) for text in getattr(self, name)] for name in axes]
+
+
+SERVED = {field.name for field in dataclasses.fields(ServeLoads)} - {"trace", "limit"} | {"requests"}
+"""Options that make the loads."""
 
 
 def make_serve_spec(given: Mapping[str, object], probe: Probe) -> SweepSpec:
@@ -289,22 +270,15 @@ def _real(name: str, value: object) -> float:
 
 SERVE_PARSERS: dict[str, Callable[[str, object], object]] = {
     **{name: parser for name, parser in PARSERS.items() if name not in OTHERS},
+    **{axis.name: _real if axis.kind is float else read.parser_of(axis) for axis in ALIKE},
     "request_rate": _rates,
-    "burstiness": _real,
     "requests": read.name_of,
     "num_requests": read.whole,
     "input_tokens": _specs,
     "output_tokens": _specs,
-    "prefix_share": _real,
-    "prefix_groups": read.whole,
-    "policy": read.name_of,
-    "chunk": read.whole,
-    "prefix_cache": read.switch,
-    "prefill": read.name_of,
     "mode": read.names,
     "step_times": read.name_of,
     "slo": lambda _, value: parse_slo(value),
     "limit": lambda _, value: parse_limit(value),
-    "seed": read.whole,
 }
 """Every name that a configuration file of `serve` may hold, and how its value is read."""

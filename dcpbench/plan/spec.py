@@ -6,21 +6,23 @@ import dataclasses
 import itertools
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
 
 from dcpbench.errors import CapacityError, MissingPackageError, ModelError, UsageError
 from dcpbench.plan import options as read
-from dcpbench.plan.options import SYNTHETIC, check_known, check_positive, check_seconds, did_you_mean
-from dcpbench.points.budget import ITEMSIZE
-from dcpbench.points.names import ALL_REDUCES, AUTO, BACKENDS, EXCHANGES, OPTIONS, flag
+from dcpbench.plan.options import check_known, check_positive, check_seconds, did_you_mean
+from dcpbench.points.layout import DEGREES
+from dcpbench.points.names import SYNTHETIC, flag
+from dcpbench.points.point import HOW
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import check_checkpoint, load_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from dcpbench.points.axes import Value
     from dcpbench.points.machine import Probe
     from dcpbench.points.point import Load
     from dcpbench.points.shapes import ModelShape
@@ -63,17 +65,8 @@ class SweepSpec:
     context: tuple[int, ...] = ()
     serve: Served | None = None
     """Takes the place of concurrency and context for the workload `serve`."""
-    exchange: tuple[str, ...] = EXCHANGES[:1]
-    """Used where dcp > 1, as the three options after it; points with dcp 1 exchange nothing and say `none`."""
-    q_replicate: tuple[bool, ...] = (False,)
-    project_first: tuple[bool, ...] = (False,)
-    overlap: tuple[bool, ...] = (False,)
-    all_reduce: tuple[str, ...] = ALL_REDUCES[:1]
-    backend: tuple[str, ...]
-    dtype: str
-    page_size: int
-    interleave: int = 1
-    weights: str = SYNTHETIC
+    how: Mapping[str, tuple[Value, ...]]
+    """Values of each axis of point.HOW. Those of an exchange are used where dcp > 1."""
     repeats: int = 1
     baseline: bool = True
     """Whether each layout is added without dcp, and tp alone for dp without dcp, for each model, backend and load."""
@@ -81,23 +74,26 @@ class SweepSpec:
 
     def __post_init__(self) -> None:
         loads = () if self.serve else ("concurrency", "context")
-        for name in ("model", "tp", "dp", *loads, "exchange", "backend", "all_reduce", *OPTIONS):
-            if not getattr(self, name):
+        needed = {name: getattr(self, name) for name in ("model", "tp", "dp", *loads)}
+        for name, values in (needed | dict(self.how)).items():
+            if not values:
                 raise UsageError(f"{flag(name)} is empty; give at least one value or leave the option out.")
-        for name in ("tp", "dp", "dcp", "concurrency", "context"):
+        for name in (*DEGREES, "concurrency", "context"):
             for value in getattr(self, name):
                 check_positive(name, value)
-        for name in ("page_size", "interleave", "repeats"):
-            check_positive(name, getattr(self, name))
-        for name, values, known in (
-            ("exchange", self.exchange, (*EXCHANGES, AUTO)),
-            ("all_reduce", self.all_reduce, ALL_REDUCES),
-            ("backend", self.backend, (*BACKENDS, AUTO)),
-            ("dtype", (self.dtype,), ITEMSIZE),
-        ):
-            for value in values:
-                check_known(name, value, tuple(known))
+        for axis in HOW:
+            for value in self.how[axis.name]:
+                if axis.values:
+                    check_known(axis.name, str(value), axis.values)
+                elif axis.kind is int:
+                    check_positive(axis.name, cast("int", value))
+        check_positive("repeats", self.repeats)
         self._check_sizes()
+
+    @property
+    def weights(self) -> str:
+        """Folder of a checkpoint, or SYNTHETIC."""
+        return str(self.how["weights"][0])
 
     def loads(self, dp: int, shape: ModelShape) -> list[PointLoad]:
         """What the points of a model have to do in `dp` replicas."""
@@ -106,10 +102,11 @@ class SweepSpec:
         return [PointLoad(*pair) for pair in itertools.product(self.concurrency, self.context)]
 
     def _check_sizes(self) -> None:
-        if self.page_size % self.interleave:
-            valid = [str(i) for i in range(1, min(self.page_size, MOST_LISTED) + 1) if self.page_size % i == 0]
+        page, stripe = (cast("int", self.how[name][0]) for name in ("page_size", "interleave"))
+        if page % stripe:
+            valid = [str(i) for i in range(1, min(page, MOST_LISTED) + 1) if page % i == 0]
             raise UsageError(
-                f"--interleave {self.interleave} does not divide --page-size {self.page_size}; these do: "
+                f"--interleave {stripe} does not divide --page-size {page}; these do: "
                 f"{', '.join(valid)}. A stripe must not cross a page."
             )
         check_seconds("--seconds", self.settings.seconds, 10)
@@ -142,7 +139,9 @@ def complete(options: Mapping[str, object], base: Mapping[str, object], settings
     checkpoint = options.get("weights", SYNTHETIC)
     found = {**base, **({} if checkpoint == SYNTHETIC else {"model": (checkpoint,)}), **options}
     more = {field: found.pop(name) for name, field in _SETTINGS.items() if name in found}
-    return SweepSpec(**found, settings=Settings(**settings, **more))  # type: ignore[arg-type]
+    how = {axis.name: found.pop(axis.name, axis.values[0] if axis.values else axis.default) for axis in HOW}
+    how = {name: values if isinstance(values, tuple) else (values,) for name, values in how.items()}
+    return SweepSpec(**found, how=how, settings=Settings(**settings, **more))  # type: ignore[arg-type]
 
 
 def defaults(probe: Probe) -> dict[str, object]:
@@ -253,21 +252,8 @@ def _why(error: Exception) -> str:
 
 PARSERS: dict[str, Callable[[str, object], object]] = {
     "model": read.names,
-    "tp": read.ints,
-    "dp": read.ints,
-    "dcp": read.ints,
-    "concurrency": read.ints,
-    "context": read.ints,
-    "exchange": read.names,
-    "q_replicate": read.switches,
-    "project_first": read.switches,
-    "overlap": read.switches,
-    "all_reduce": read.names,
-    "backend": read.names,
-    "dtype": read.name_of,
-    "page_size": read.whole,
-    "interleave": read.whole,
-    "weights": read.name_of,
+    **dict.fromkeys((*DEGREES, "concurrency", "context"), read.ints),
+    **{axis.name: read.parser_of(axis) for axis in HOW},
     "kv_memory": read.parse_bytes,
     "seconds": read.number,
     "repeats": read.whole,

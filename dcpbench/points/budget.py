@@ -5,16 +5,17 @@ memory.py says how much each thing takes. What --dry-run prints is the plan that
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from dcpbench.errors import CapacityError
 from dcpbench.points import memory
+from dcpbench.points.axes import Role
 from dcpbench.points.machine import Probe
 from dcpbench.points.memory import GIB, Layers
-from dcpbench.points.names import OPTIONS
-from dcpbench.points.point import Point
+from dcpbench.points.point import Point, point_axes
 from dcpbench.points.shapes import load_shape
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of a number, by --dtype."""
 KIB = 1024
+engine_values = operator.attrgetter(*(axis.name for axis in point_axes(Role.ENGINE)))
+"""What points have in common that can share weights, pools and process groups; compared for every two of a sweep."""
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 CPU_BYTES = 4 * GIB
 """Weights and KV of all ranks together that a CPU run may take: it tests the code, and a laptop should survive it."""
@@ -154,14 +157,12 @@ def least_pages(point: Point) -> int:
 
 def same_engine(a: Point, b: Point) -> bool:
     """Whether two points can share weights, pools and process groups."""
-    fields = ("model", "tp", "dp", "dcp", "dtype", "page_size", "interleave", "weights", "group_wide")
-    return all(getattr(a, name) == getattr(b, name) for name in fields)
+    return engine_values(a) == engine_values(b)
 
 
 def same_path(a: Point, b: Point) -> bool:
     """Whether two points are computed by the same kernels and collectives."""
-    fields = ("backend", "exchange", "all_reduce", *OPTIONS)
-    return all(getattr(a, name) == getattr(b, name) for name in fields)
+    return a.values(Role.PATH) == b.values(Role.PATH)
 
 
 class _Rank:

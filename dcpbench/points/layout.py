@@ -46,6 +46,10 @@ OWN_HEADS = GroupWide()
 Ints = TypeVar("Ints", int, "np.ndarray[Any, np.dtype[np.int32]]")
 
 
+DEGREES = ("tp", "dp", "dcp")
+"""Fields of a Layout, which a point has under the same names."""
+
+
 @dataclasses.dataclass(frozen=True, order=True)
 class Layout:
     """One way to place a model on `tp` GPUs. Raises LayoutError when the degrees do not nest."""
@@ -58,7 +62,7 @@ class Layout:
     """Ranks that share the KV cache of one request, inside one attention replica."""
 
     def __post_init__(self) -> None:
-        for name in ("tp", "dp", "dcp"):
+        for name in DEGREES:
             if getattr(self, name) < 1:
                 raise LayoutError(f"--{name} {getattr(self, name)} is not a positive number; try --{name} 1.")
             if getattr(self, name) > MOST_RANKS:

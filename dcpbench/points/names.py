@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 BACKENDS = ("reference", "triton", "flashinfer")
 """What --backend can be; kernels/attention makes them."""
 EXCHANGES = ("ag_rs", "a2a", "symm")
@@ -15,10 +10,12 @@ AUTO = "auto"
 """A backend or an exchange that is measured for and chosen when a point is warmed up."""
 TIMED_BACKENDS = ("triton", "flashinfer")
 """Those that --backend auto tries; the reference is not for timing."""
-OPTIONS = ("q_replicate", "project_first", "overlap")
-"""What an exchange can be told, each on or off; fields of a point, and options with the same names."""
 ALL_REDUCES = ("nccl", "symm")
 """What --all-reduce can be."""
+DTYPES = ("bf16", "fp16", "fp32")
+"""What --dtype can be."""
+SYNTHETIC = "synthetic"
+"""What --weights is without a checkpoint."""
 NO_EXCHANGE = "none"
 """What a point with dcp 1 has, where nothing is exchanged."""
 
@@ -41,8 +38,3 @@ CLOSED, GAMMA, TRACE = ARRIVALS = ("closed", "gamma", "trace")
 def flag(name: str) -> str:
     """`page_size` as it is typed: `--page-size`."""
     return "--" + name.replace("_", "-")
-
-
-def with_options(exchange: str, options: Iterable[str]) -> str:
-    """`a2a +q-replicate`: an exchange and those of OPTIONS that are on; either may be empty."""
-    return " ".join(filter(None, (exchange, *(f"+{name.replace('_', '-')}" for name in options))))

@@ -2,85 +2,120 @@
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING, Annotated, Any
+
 import msgspec
 
 from dcpbench.errors import LayoutError
+from dcpbench.points import axes
+from dcpbench.points.axes import Axis, Role
 from dcpbench.points.layout import GroupWide, Layout
-from dcpbench.points.names import CLOSED, LIVE, MIXED, NO_EXCHANGE, OPTIONS, PREFILLS, UNKNOWN, with_options
+from dcpbench.points.names import (
+    ALL_REDUCES,
+    AUTO,
+    BACKENDS,
+    CLOSED,
+    DTYPES,
+    EXCHANGES,
+    LIVE,
+    MIXED,
+    MODES,
+    NO_EXCHANGE,
+    POLICIES,
+    PREFILLS,
+    SYNTHETIC,
+)
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from dcpbench.points.axes import Value
+
+ENGINE, PATH, EXCHANGE, LOAD, REPEAT, SERVER = Role
 UNKNOWN_LAYOUT = "layout unknown"
 SETTING = ", "
 """Stands between the settings of a point."""
 
 
+def _key_fields(of: msgspec.Struct, later: dict[str, Any]) -> Iterable[str]:
+    """Fields that a key has; `later` with their defaults."""
+    return (name for name in of.__struct_fields__ if name not in later or getattr(of, name) != later[name])
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """What the workload `serve` is asked to serve, and how; docs/serving.md has a sentence for each option."""
 
-    mode: str = LIVE
+    mode: Annotated[str, Axis(LOAD, 60, title="live or replay", values=MODES)] = LIVE
     """`live`, or `replay`: the same scheduler in virtual time, with step times that were measured before."""
-    requests: int
+    requests: Annotated[int, Axis(LOAD, 70, "{:,} requests")]
     """How many are submitted."""
-    arrival: str = CLOSED
+    arrival: Annotated[str, Axis(LOAD, 51)] = CLOSED
     """`closed` (point.concurrency clients), `gamma` (request_rate and burstiness) or `trace` (the file's times)."""
-    request_rate: float | None = None
+    request_rate: Annotated[float | None, Axis(LOAD, 52)] = None
     """Requests per second, on average."""
-    burstiness: float = 1.0
+    burstiness: Annotated[float, Axis(LOAD, 53, one=True)] = 1.0
     """Shape of the gamma distribution of the gaps: 1 is Poisson, less comes in bursts, more is regular."""
-    input_tokens: str
+    input_tokens: Annotated[str, Axis(LOAD, 54)]
     """Length of prompts: `4000`, `uniform:1000-7000` or `lognormal:4000:0.5` (median and sigma); `trace`."""
-    output_tokens: str
+    output_tokens: Annotated[str, Axis(LOAD, 55)]
     """Tokens sampled per request, likewise."""
-    prefix_share: float | None = 0.0
+    prefix_share: Annotated[float | None, Axis(LOAD, 56, one=True)] = 0.0
     """Share of each prompt that it has in common with others of its group, at the beginning. Null, like `prefix_cache`
     and `seed`, where an import does not say."""
-    prefix_groups: int = 1
-    trace: str = ""
+    prefix_groups: Annotated[int, Axis(LOAD, 57, one=True)] = 1
+    trace: Annotated[str, Axis(LOAD, 58)] = ""
     """Name of the file of requests, without its folder."""
-    trace_sha256: str = ""
-    chunk: int
+    trace_sha256: Annotated[str, Axis(LOAD, 76, "file {:.8}")] = ""
+    chunk: Annotated[int, Axis(LOAD, 71, "chunk {:,}", one=True)]
     """Prompt tokens that a step prefills at most, over the whole layout."""
-    policy: str = MIXED
-    prefix_cache: bool | None = True
-    prefill: str = PREFILLS[0]
+    policy: Annotated[str, Axis(LOAD, 72, "{}", values=POLICIES, one=True)] = MIXED
+    prefix_cache: Annotated[bool | None, Axis(LOAD, 73, "prefix cache {}", one=True)] = True
+    prefill: Annotated[str, Axis(PATH, 74, "{} prefill", values=PREFILLS, one=True)] = PREFILLS[0]
     """Attention of prompts: `sdpa` (torch) or `flashinfer` (ragged prefill)."""
-    seed: int | None = 0
+    seed: Annotated[int | None, Axis(LOAD, 75, "seed {}", one=True)] = 0
+
+    def __str__(self) -> str:
+        """As it stands in keys, the same for ever: without what was added to loads later and is as it was before."""
+        fields = (f"{name}={getattr(self, name)!r}" for name in _key_fields(self, LOADS_LATER))
+        return f"Load({', '.join(fields)})"
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
     """One layout × workload × load, as asked for."""
 
-    model: str
-    tp: int
+    model: Annotated[str, Axis(ENGINE, 1, title="model")]
+    tp: Annotated[int, Axis(ENGINE, 2)]
     """0 where nobody knows the layout: of an import that does not say; dp and dcp likewise."""
-    dp: int = 1
-    dcp: int = 1
-    workload: str = "decode"
-    concurrency: int
+    dp: Annotated[int, Axis(ENGINE, 3)] = 1
+    dcp: Annotated[int, Axis(ENGINE, 4)] = 1
+    workload: Annotated[str, Axis(LOAD, 5, "{}", title="workload")] = "decode"
+    concurrency: Annotated[int, Axis(LOAD, 40, title="concurrency")]
     """Requests in flight over the whole layout; `serve`: at most."""
-    context: int
+    context: Annotated[int, Axis(LOAD, 41, title="context")]
     """Tokens already in the KV cache of each request; `serve`: the most tokens of a request, output included."""
-    exchange: str = "none"
+    exchange: Annotated[str, Axis(PATH | EXCHANGE, 11, "{}", title="exchange", values=(*EXCHANGES, AUTO))] = NO_EXCHANGE
     """`ag_rs`, `a2a`, …; `auto` (see Record.choice); `none` where dcp is 1 and nothing is exchanged."""
-    q_replicate: bool = False
+    q_replicate: Annotated[bool, Axis(ENGINE | PATH | EXCHANGE, 12, "+q-replicate")] = False
     """Every rank computes the queries of all heads of its DCP group, and none are gathered."""
-    project_first: bool = False
+    project_first: Annotated[bool, Axis(ENGINE | PATH | EXCHANGE, 13, "+project-first")] = False
     """Partial outputs are projected to values before they are exchanged."""
-    overlap: bool = False
+    overlap: Annotated[bool, Axis(PATH | EXCHANGE, 14, "+overlap")] = False
     """The batch in two halves, one half's exchange beside the other half's attention."""
-    all_reduce: str = "nccl"
+    all_reduce: Annotated[str, Axis(PATH, 24, "{} all-reduce", values=ALL_REDUCES)] = ALL_REDUCES[0]
     """How partial sums of tensor parallelism are reduced."""
-    backend: str
+    backend: Annotated[str, Axis(PATH, 10, "{}", values=(*BACKENDS, AUTO))]
     """The attention kernel; of an import the engine, which chose its own."""
-    dtype: str
-    page_size: int = 1
-    interleave: int = 1
-    weights: str = "synthetic"
+    dtype: Annotated[str, Axis(ENGINE, 21, "{}", values=DTYPES, one=True)]
+    page_size: Annotated[int, Axis(ENGINE, 22, "page {}", one=True)] = 1
+    interleave: Annotated[int, Axis(ENGINE, 23, "interleave {}", one=True)] = 1
+    weights: Annotated[str, Axis(ENGINE, 25, "weights {}", one=True)] = SYNTHETIC
     """`synthetic`, or the folder of a checkpoint."""
-    repeat: int = 0
+    repeat: Annotated[int, Axis(REPEAT, 0)] = 0
     """Which pass over the whole sweep this is, from 0."""
     load: Load | None = None
     """Null for `decode`."""
-    settings: str = ""
+    settings: Annotated[str, Axis(SERVER, 30, "{}", title="server settings", later=True)] = ""
     """Of an import: what its benchmark varied of the server or the load and no other field says, such as
     `max_num_seqs=4`; comma list."""
 
@@ -111,18 +146,48 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     def exchange_label(self) -> str:
         """The exchange with the options that are on: `a2a +q-replicate`; empty without one that is known."""
-        if self.exchange in (NO_EXCHANGE, UNKNOWN):
-            return ""
-        return with_options(self.exchange, [name for name in OPTIONS if getattr(self, name)])
+        return " ".join(self.words(EXCHANGE))
+
+    def values(self, role: Role, but: Role = axes.NOTHING) -> dict[str, Value]:
+        """Of the fields of such a role, in order, those of the load after the point's own."""
+        found = {axis.name: getattr(self, axis.name) for axis in point_axes(role, but)}
+        load = load_axes(role, but) if self.load else ()
+        return found | {axis.name: getattr(self.load, axis.name) for axis in load}
+
+    def words(self, role: Role, but: Role = axes.NOTHING) -> list[str]:
+        """What of the point's own fields of such a role is not as usual."""
+        return axes.words(point_axes(role, but), msgspec.structs.asdict(self))
 
     def key(self) -> str:
         """Everything that makes this point itself; `--resume` and comparisons match on it.
 
         The same for a point for ever: what was added to points later is in it only where it says something.
         """
-        names = (name for name in self.__struct_fields__ if name != "settings" or self.settings)
-        return "/".join(f"{name}={getattr(self, name)}" for name in names)
+        return "/".join(f"{name}={getattr(self, name)}" for name in _key_fields(self, LATER))
 
     def same_but_repeat(self) -> str:
         """Key without the repeat, equal for all measurements of the same thing."""
         return msgspec.structs.replace(self, repeat=0).key()
+
+
+AXES, LOAD_AXES = axes.read(Point), axes.read(Load)
+"""Of all fields of a point but its load, and of a load; in the order of lists."""
+
+
+@functools.cache
+def point_axes(role: Role, but: Role = axes.NOTHING) -> tuple[Axis, ...]:
+    """Those of a point's own fields that have any of `role`, and nothing of `but`."""
+    return axes.of_role(AXES, role, but)
+
+
+@functools.cache
+def load_axes(role: Role, but: Role = axes.NOTHING) -> tuple[Axis, ...]:
+    """The same of a load's."""
+    return axes.of_role(LOAD_AXES, role, but)
+
+
+HOW = tuple(axis for axis in point_axes(ENGINE | PATH) if axis.label)
+"""How a point is computed, besides its model and layout: options of `sweep` with these names."""
+OPTIONS = tuple(axis.name for axis in point_axes(EXCHANGE) if axis.kind is bool)
+"""What an exchange can be told, each on or off."""
+LATER, LOADS_LATER = ({axis.name: axis.default for axis in of if axis.later} for of in (AXES, LOAD_AXES))

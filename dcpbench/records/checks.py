@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.points.layout import MOST_RANKS
+from dcpbench.points.layout import DEGREES, MOST_RANKS
 from dcpbench.records import checksums
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _layout(record: Record) -> str:
     tp, dp, dcp = degrees = record.point.tp, record.point.dp, record.point.dcp
     if record.outcome == NOT_RUN or not any(degrees):
         return ""
-    for name, degree in zip(("tp", "dp", "dcp"), degrees, strict=True):
+    for name, degree in zip(DEGREES, degrees, strict=True):
         if not 1 <= degree <= MOST_RANKS:
             return f"point.{name} is {degree}, which no layout that ran has"
     if tp % dp:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from dcpbench.points.layout import DEGREES
 from dcpbench.reports.style import (
     IDLE_COLOUR,
     PHASE_COLOURS,
@@ -57,7 +58,7 @@ def draw_phases(points: pd.DataFrame, style: Style, title: str) -> Figure:  # no
     """Stacked bars of GPU time per step by phase, one panel per context, grouped by concurrency."""
     contexts = sorted(points["context"].unique())
     loads = _some(sorted(points["concurrency"].unique()))
-    labels = list(dict.fromkeys(points.sort_values(["tp", "dp", "dcp"], kind="stable")["label"]))
+    labels = list(dict.fromkeys(points.sort_values([*DEGREES], kind="stable")["label"]))
     rows: list[tuple[int, str]] = [row for c in loads for row in ((c, ""), *((c, label) for label in labels))]
     columns = columns_for(len(contexts))
     height = math.ceil(len(contexts) / columns)
@@ -127,7 +128,7 @@ def _stack(ax: Axes, panel: pd.DataFrame, rows: list[tuple[int, str]], times: pd
 def draw_capacity(points: pd.DataFrame, style: Style, title: str) -> Figure:
     """Tokens that each GiB of KV memory on each GPU holds and, where it means something, tokens in all."""
     best = points.dropna(subset=["kv_tokens_per_gib"]).sort_values("kv_tokens_per_gib", ascending=False)
-    best = best.drop_duplicates("layout").sort_values(["tp", "dp", "dcp"], kind="stable")
+    best = best.drop_duplicates("layout").sort_values([*DEGREES], kind="stable")
     panels = [("kv_tokens_per_gib", "tokens held per GiB of KV memory on each GPU", best)]
     real = best[best["kv_bounded_by"] != "sweep"]
     if len(real):

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from dcpbench.points.names import EXCHANGES, OPTIONS, with_options
-from dcpbench.reports.findings import HOW_EXCHANGED, fields_but, verdict
+from dcpbench.points.axes import COMPUTES, Role, words
+from dcpbench.points.names import EXCHANGES
+from dcpbench.points.point import OPTIONS, point_axes
+from dcpbench.reports.findings import verdict
 from dcpbench.reports.tables import Table, make_table, number, with_interval
 
 if TYPE_CHECKING:
@@ -15,10 +17,8 @@ if TYPE_CHECKING:
 
 PLAIN = EXCHANGES[0]
 """What the others are compared with: NCCL's collectives as the first implementation used them."""
-SAME = ["run", *fields_but(*HOW_EXCHANGED)]
+SAME = ["run", *(axis.name for axis in point_axes(COMPUTES | Role.LOAD, but=Role.EXCHANGE))]
 """What two points have in common that differ in their exchange alone."""
-
-
 STEPS = ("step_ms", "step_ms_low", "step_ms_high")
 
 
@@ -38,11 +38,8 @@ def frame(timed: pd.DataFrame) -> pd.DataFrame:
     if others.empty:
         return pd.DataFrame()
     found = others[[*SAME, "label", "step_ms"]].copy()
-    options = others[list(OPTIONS)].to_dict("records")
-    found["with"] = [
-        with_options(exchange, [name for name in OPTIONS if on[name]])
-        for exchange, on in zip(others["exchange"], options, strict=True)
-    ]
+    rows = others[["exchange", *OPTIONS]].to_dict("records")
+    found["with"] = [" ".join(words(point_axes(Role.EXCHANGE), {str(k): v for k, v in row.items()})) for row in rows]
     found["plain_ms"] = others["plain_step_ms"]
     found["ratio"] = others["step_ms"] / others["plain_step_ms"]
     found["low"] = others["step_ms_low"] / others["plain_step_ms_high"]

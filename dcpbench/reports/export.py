@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dcpbench.points import point
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -11,6 +13,8 @@ if TYPE_CHECKING:
 
 INNER = ("same_load", "slo_recorded")
 """Columns that only tell points apart."""
+LATER = point.LATER | {f"load_{name}": default for name, default in point.LOADS_LATER.items()}
+"""Columns that are left out where all points have this: tables once were without."""
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 """A spreadsheet would run a cell that starts with one of these."""
 
@@ -19,14 +23,13 @@ def write_csv(frames: Frames, path: Path) -> None:
     """Every point that ran, then every point that did not with its outcome and reason. Absent values are empty."""
     import pandas as pd
 
-    imported = any(row for table in (frames.points, frames.served) for row in table.get("settings", ()))
     ran = [*frames.points.to_dict("records"), *frames.served.to_dict("records")]
     others = frames.others.drop(columns="detail").to_dict("records")
     table = pd.DataFrame([*({**row, "outcome": "ok"} for row in ran), *others])
     if table.empty:
         table = frames.others
-    inner = INNER if imported else (*INNER, "settings")
-    table = table.drop(columns=[c for c in table if str(c) in inner or str(c).startswith("slo_limit")])
+    usual = [name for name, default in LATER.items() if name in table and set(table[name].dropna()) <= {default}]
+    table = table.drop(columns=[c for c in table if str(c) in (*INNER, *usual) or str(c).startswith("slo_limit")])
     words = [c for c in table.columns if not pd.api.types.is_numeric_dtype(table[c])]
     for column in words:
         table[column] = pd.Series([_inert(v) for v in table[column]], index=table.index, dtype=object)

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from dcpbench.points.names import CLOSED, OPTIONS
-from dcpbench.points.point import Point
+from dcpbench.points.axes import COMPUTES, Role
+from dcpbench.points.layout import DEGREES
+from dcpbench.points.names import CLOSED
+from dcpbench.points.point import point_axes
 from dcpbench.records.runs import measurement
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports.merge import spread
@@ -25,17 +27,8 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Interval
     from dcpbench.reports.frames import Frames
 
-
-def fields_but(*left_out: str) -> list[str]:
-    """Columns of all that a point is, besides its load and repeat and what is left out here."""
-    return [name for name in Point.__struct_fields__ if name not in ("load", "repeat", *left_out)]
-
-
-HOW_EXCHANGED = ("exchange", *OPTIONS)
-OF_A_LOAD = ("workload", "concurrency", "context")
-"""Fields of a point that the columns of LOAD stand for; what `serve` calls its context follows from its load."""
-BASELINE_OF = [*LOAD, *fields_but("model", *OF_A_LOAD, "dcp", *HOW_EXCHANGED)]
-"""What a DCP point and its dcp=1 baseline have in common."""
+BASELINE_OF = [*LOAD, *(a.name for a in point_axes(COMPUTES, but=Role.EXCHANGE) if a.name not in ("model", "dcp"))]
+"""What a DCP point and its dcp=1 baseline have in common; LOAD has the model."""
 SHOWN = [
     *SCOPE,
     "workload",
@@ -50,9 +43,7 @@ SHOWN = [
     "label",
     "layout",
     "variant",
-    "tp",
-    "dp",
-    "dcp",
+    *DEGREES,
 ]
 """Columns that a finding takes over from its point."""
 
@@ -325,7 +316,7 @@ def kv_by_layout(points: pd.DataFrame) -> pd.DataFrame:
         return pd.DataFrame()
     known = points.dropna(subset=["kv_tokens_per_gib"]).sort_values("kv_capacity_tokens", ascending=False)
     best = known.drop_duplicates(["run", "model", "layout"])
-    best = best.sort_values(["run", "model", "tp", "dp", "dcp"], kind="stable").copy()
+    best = best.sort_values(["run", "model", *DEGREES], kind="stable").copy()
     plain = best[(best["dp"] == 1) & (best["dcp"] == 1)].set_index(["run", "model", "tp"])["kv_tokens_per_gib"]
     keys = zip(best["run"], best["model"], best["tp"], strict=True)
     best["kv_ratio"] = [

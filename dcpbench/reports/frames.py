@@ -10,9 +10,12 @@ import msgspec
 import pandas as pd
 
 from dcpbench.errors import RecordsError, UsageError
+from dcpbench.points import axes
+from dcpbench.points.axes import Role
+from dcpbench.points.layout import DEGREES
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import CLOSED, NO_EXCHANGE, OPTIONS, UNKNOWN, with_options
-from dcpbench.points.point import SETTING
+from dcpbench.points.names import CLOSED, NO_EXCHANGE, UNKNOWN
+from dcpbench.points.point import AXES, SETTING, point_axes
 from dcpbench.records.folder import RECORDS_FILE, record_file, run_folder
 from dcpbench.records.provenance import functional, origin
 from dcpbench.records.runs import Run, measurement, read_run
@@ -27,23 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from dcpbench.points.axes import Axis
     from dcpbench.records.record import Environment, Record
-
-VARIANTS = {
-    "workload": "{}",
-    "backend": "{}",
-    "exchange": "{}",
-    "all_reduce": "{} all-reduce",
-    "dtype": "{}",
-    "page_size": "page {}",
-    "interleave": "interleave {}",
-    "weights": "weights {}",
-    "settings": "{}",
-}
-"""What else than the layout may tell two points of one load apart, and how it is printed."""
-NOT_SAID = (UNKNOWN, 0)
-"""Of these, what an import does not say."""
-
 
 MOST_POINTS = 100_000
 """Of one run. A report about as many takes four minutes; of more nobody could read it."""
@@ -335,20 +323,23 @@ def _tidy(rows: list[dict[str, Any]]) -> pd.DataFrame:
     if not rows:
         return pd.DataFrame()
     table = pd.DataFrame(rows)
-    parts = []
-    for column, form in VARIANTS.items():
-        if column == "exchange":
-            parts.append(_exchanges(table))
-        elif column == "settings":
-            parts.append(_settings(table))
-        elif len(set(table[column]) - set(NOT_SAID)) > 1:
-            parts.append(["" if v in NOT_SAID else form.format(v) for v in table[column]])
+    found = (_exchanges(table) if axis.name == "exchange" else _varying(table, axis) for axis in AXES)
+    parts = [texts for texts in found if texts]
     table["variant"] = [", ".join(filter(None, texts)) for texts in zip(*parts, strict=True)]
     table["label"] = [
         f"{lay} ({var})" if var else lay for lay, var in zip(table["layout"], table["variant"], strict=True)
     ]
-    order = ["run", "model", "context", "concurrency", "tp", "dp", "dcp", "variant"]
+    order = ["run", "model", "context", "concurrency", *DEGREES, "variant"]
     return table.sort_values(order, kind="stable", ignore_index=True, key=in_order)
+
+
+def _varying(table: pd.DataFrame, axis: Axis) -> list[str]:
+    """`page 64` of each point; empty unless it tells two points apart that both say it."""
+    if Role.SERVER in axis.role:
+        return _settings(table)
+    own = axis.label and Role.EXCHANGE not in axis.role
+    texts = [axis.text(value) for value in table[axis.name]] if own else []
+    return texts if len({*texts} - {""}) > 1 else []
 
 
 def _settings(table: pd.DataFrame) -> list[str]:
@@ -360,10 +351,11 @@ def _settings(table: pd.DataFrame) -> list[str]:
 
 def _exchanges(table: pd.DataFrame) -> list[str]:
     """`a2a +q-replicate`: of each point that exchanges, what not all of these have in common; else empty."""
-    exchanging = ~table["exchange"].isin((NO_EXCHANGE, UNKNOWN))
-    varies = {name: len(set(table[name][exchanging])) > 1 for name in ("exchange", *OPTIONS)}
-    texts = [""] * len(table)
-    for i in table.index[exchanging]:
-        options = [name for name in OPTIONS if varies[name] and table.loc[i, name]]
-        texts[i] = with_options(table.loc[i, "exchange"] if varies["exchange"] else "", options)
-    return texts
+    own = point_axes(Role.EXCHANGE)
+    rows = table[[axis.name for axis in own]].to_dict("records")
+    exchanges = ~table["exchange"].isin((NO_EXCHANGE, UNKNOWN))
+    varying = [axis for axis in own if len(set(table[axis.name][exchanges])) > 1]
+    return [
+        " ".join(axes.words(varying, {str(k): v for k, v in row.items()})) if exchanging else ""
+        for row, exchanging in zip(rows, exchanges, strict=True)
+    ]

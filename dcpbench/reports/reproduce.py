@@ -7,14 +7,20 @@ from decimal import Decimal
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
-from dcpbench.plan.options import SYNTHETIC
+from dcpbench.points.axes import Role
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import GAMMA, NO_EXCHANGE, OPTIONS, TRACE, flag
+from dcpbench.points.names import GAMMA, NO_EXCHANGE, SYNTHETIC, TRACE, flag
+from dcpbench.points.point import AXES, point_axes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dcpbench.points.point import Load, Point
+
+LISTS = [axis.name for axis in AXES if axis.kind is str and not axis.one]
+"""Options that take a comma list of names."""
+UNTYPED = {"exchange": NO_EXCHANGE, "weights": SYNTHETIC}
+"""Values with which an option is left out."""
 
 
 def command_of(point: Point, settings: Mapping[str, object], *, cpu: bool = False) -> str:
@@ -25,22 +31,17 @@ def command_of(point: Point, settings: Mapping[str, object], *, cpu: bool = Fals
     Raises UsageError for a point that no option can say: a name with a comma, or an empty one.
     """
     words = ["dcpbench", "serve" if point.load else "sweep"]
-    for name, value in (_layout(point) | _load(point, settings) | _how(point) | _measured(point, settings)).items():
+    for name, value in (_how(point) | _load(point, settings) | _measured(point, settings)).items():
         words += _option(name, value)
     words += ["--no-baseline"]
     words += ["--device", "cpu"] if cpu else []
     return shlex.join(words)
 
 
-def _layout(point: Point) -> dict[str, object]:
-    checkpoint = {} if point.weights == SYNTHETIC else {"weights": point.weights}
-    return {"model": point.model, "tp": point.tp, "dp": point.dp, "dcp": point.dcp} | checkpoint
-
-
 def _how(point: Point) -> dict[str, object]:
-    exchanged = {} if point.exchange == NO_EXCHANGE else {name: getattr(point, name) for name in ("exchange", *OPTIONS)}
-    names = ("backend", "all_reduce", "dtype", "page_size", "interleave")
-    return exchanged | {name: getattr(point, name) for name in names}
+    """The model, its layout, and how it is computed."""
+    found = {axis.name: getattr(point, axis.name) for axis in point_axes(Role.ENGINE | Role.PATH)}
+    return {name: value for name, value in found.items() if UNTYPED.get(name) != value}
 
 
 def _load(point: Point, settings: Mapping[str, object]) -> dict[str, object]:
@@ -92,6 +93,6 @@ def _option(name: str, value: object) -> list[str]:
     if isinstance(value, bool):
         return [flag(name)] if value else []
     text = str(value)
-    if not text or ("," in text and name in ("model", "backend", "exchange", "all_reduce")):
+    if not text or ("," in text and name in LISTS):
         raise UsageError(f"{flag(name)} cannot be {text!r}: a comma list, and nothing, have another meaning.")
     return [f"{flag(name)}={text}"] if text.startswith("-") else [flag(name), text]

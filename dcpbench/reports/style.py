@@ -7,6 +7,7 @@ import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
+from dcpbench.points.layout import DEGREES
 from dcpbench.reports.clip import cut, inert
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class Style:
     @classmethod
     def of(cls, points: pd.DataFrame) -> Style:
         """The style of a whole report."""
-        ordered = points.sort_values(["tp", "dp", "dcp"], kind="stable")
+        ordered = points.sort_values([*DEGREES], kind="stable")
         return cls(
             *(
                 list(dict.fromkeys(map(str, t[c])))

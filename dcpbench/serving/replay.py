@@ -132,7 +132,7 @@ def replay(
 
 def step_times_name(path: EnginePath) -> str:
     """The file's place below the run's folder: `step-times/deepseek-v3-tp4-dp1-dcp4-ag_rs-0123456789ab.json`."""
-    words = f"{Path(path.model).name}-tp{path.tp}-dp{path.dp}-dcp{path.dcp}-{path.exchange}"
+    words = "{0}-tp{tp}-dp{dp}-dcp{dcp}-{exchange}".format(Path(str(path["model"])).name, **path)
     return f"{FOLDER}/{words}-{hashlib.sha256(msgspec.json.encode(path)).hexdigest()[:12]}.json"
 
 

@@ -7,13 +7,15 @@ make three parts of the prediction (step_model.py); docs/replay.md says why, and
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
 from dcpbench.errors import RecordsError, UsageError
+from dcpbench.points.axes import Role
 from dcpbench.points.machine import Probe
-from dcpbench.points.names import ALL_REDUCES, AUTO, NO_EXCHANGE, PREFILLS, flag
+from dcpbench.points.names import AUTO, flag
+from dcpbench.points.point import load_axes, point_axes
 from dcpbench.records.checks import LARGEST
 from dcpbench.records.lines import UNREADABLE
 from dcpbench.records.provenance import CPU
@@ -101,39 +103,24 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         return statistics.median(self.host_ms) if self.host_ms else 0.0
 
 
-class EnginePath(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the time of a step depends on, besides the step and the machine."""
+EnginePath = dict[str, str | int | bool]
+"""All that the time of a step depends on, besides the step and the machine: fields of a point and its load."""
+PATH_AXES = point_axes(Role.ENGINE | Role.PATH) + load_axes(Role.ENGINE | Role.PATH)
 
-    model: str
-    tp: int
-    dp: int = 1
-    dcp: int = 1
-    dtype: str
-    page_size: int = 1
-    interleave: int = 1
-    weights: str = "synthetic"
-    backend: str
-    exchange: str = NO_EXCHANGE
-    q_replicate: bool = False
-    project_first: bool = False
-    overlap: bool = False
-    all_reduce: str = ALL_REDUCES[0]
-    prefill: str = PREFILLS[0]
 
-    @classmethod
-    def of(cls, point: Point) -> EnginePath:
-        """Of a point of the workload `serve`; `auto` stays `auto`."""
-        assert point.load is not None
-        fields = {name: getattr(point, name) for name in cls.__struct_fields__ if name != "prefill"}
-        return cls(**fields, prefill=point.load.prefill)
+def engine_path(point: Point) -> EnginePath:
+    """Of a point of the workload `serve`; `auto` stays `auto`."""
+    assert point.load is not None
+    return cast("EnginePath", point.values(Role.ENGINE | Role.PATH))
 
-    def differences(self, wanted: EnginePath) -> list[str]:
-        """Where this is not what is wanted, as options: `--backend triton instead of flashinfer`. `auto` takes all."""
-        return [
-            f"{flag(name)} {getattr(self, name)} instead of {getattr(wanted, name)}"
-            for name in self.__struct_fields__
-            if getattr(self, name) != getattr(wanted, name) and getattr(wanted, name) != AUTO
-        ]
+
+def differences(path: EnginePath, wanted: EnginePath) -> list[str]:
+    """Where a path is not what is wanted, as options: `--backend triton instead of flashinfer`. `auto` takes all."""
+    return [
+        f"{flag(name)} {path[name]} instead of {value}"
+        for name, value in wanted.items()
+        if value not in (path[name], AUTO)
+    ]
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -203,7 +190,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def must_be_of(self, point: Point, name: str = "the step times") -> None:
         """Raise UsageError unless these are the times of the point's engine, saying what differs."""
-        found = self.path.differences(EnginePath.of(point))
+        found = differences(self.path, engine_path(point))
         if found:
             raise UsageError(
                 f"{name}: measured with {', '.join(found)}; name a file that was measured for this point, or leave "
@@ -226,7 +213,7 @@ def read_step_times(path: Path) -> StepTimes:
         version = msgspec.json.decode(data, type=_Version).schema_version
         if version != STEP_TIMES_VERSION:
             raise RecordsError(f"{path} has schema_version {version}, while this dcpbench reads {STEP_TIMES_VERSION}.")
-        times = msgspec.json.decode(data, type=StepTimes)
+        times = _whole(msgspec.json.decode(data, type=StepTimes))
     except (OSError, *UNREADABLE) as e:
         said = "it is nested too deep" if isinstance(e, RecursionError) else str(e)[:300]
         raise RecordsError(
@@ -238,6 +225,15 @@ def read_step_times(path: Path) -> StepTimes:
     if not 0 <= times.launch_ms <= LARGEST:
         raise RecordsError(f"{path}: launch_ms is {times.launch_ms:g}, which is no time; measure again.")
     return times
+
+
+def _whole(times: StepTimes) -> StepTimes:
+    """With a path that has every field; raises ValidationError for one that lacks what has no default."""
+    path = {axis.name: times.path.get(axis.name, axis.default) for axis in PATH_AXES}
+    for axis in PATH_AXES:
+        if type(path[axis.name]) is not axis.kind:
+            raise msgspec.ValidationError(f"path.{axis.name} is missing, or no {axis.kind.__name__}")
+    return msgspec.structs.replace(times, path=path)
 
 
 def _problem(measured: Measured) -> str:

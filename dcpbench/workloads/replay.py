@@ -10,7 +10,7 @@ from dcpbench.points.names import REPLAY
 from dcpbench.serving.loads import requests_of
 from dcpbench.serving.replay import replay_point, step_times_name
 from dcpbench.serving.step_cases import grid
-from dcpbench.serving.step_times import EnginePath, StepTimes, read_step_times, write_step_times
+from dcpbench.serving.step_times import StepTimes, engine_path, read_step_times, write_step_times
 from dcpbench.workloads import step_times
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Environment, Record
     from dcpbench.workloads.serve import Serving
 
-Known = dict[EnginePath, StepTimes]
-"""Step times that this job has, on every rank."""
+Known = dict[str, StepTimes]
+"""Step times that this job has, on every rank, by the name of their file."""
 
 
 def run(
@@ -41,10 +41,10 @@ def run(
 
     Every rank returns the record. The step times lie below the run's folder afterwards.
     """
-    path, session = EnginePath.of(point), serving.session
+    path, session = engine_path(point), serving.session
     name = step_times_name(path)
-    if path not in known:
-        sharing = [p for p in points if p.load and p.load.mode == REPLAY and EnginePath.of(p) == path]
+    if name not in known:
+        sharing = [p for p in points if p.load and p.load.mode == REPLAY and engine_path(p) == path]
         old = _measured_before(serving, sharing, environment, folder / name)
         if old is None:
             tell("capture")
@@ -52,13 +52,13 @@ def run(
             old = step_times.measure(serving, sharing, environment, tell)
             if is_first():
                 write_step_times(folder / name, old)
-        known[path] = old
+        known[name] = old
     tell("measure", "replay")
     record = None
     if is_first():
         requests = requests_of(point, settings, session.shape.vocab)
         record = replay_point(
-            point, session.plan, requests, known[path], settings, folder, file=name, command=environment.command
+            point, session.plan, requests, known[name], settings, folder, file=name, command=environment.command
         )
     found = gather_objects(record)[0]
     assert found is not None

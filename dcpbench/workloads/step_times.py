@@ -22,7 +22,7 @@ from dcpbench.exchange.collectives import gather_objects
 from dcpbench.measuring.gpu_state import GpuSampler, worst
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.serving.step_cases import CaseMaker, Extent, grid
-from dcpbench.serving.step_times import EnginePath, Measured, StepTimes
+from dcpbench.serving.step_times import Measured, StepTimes, engine_path
 from dcpbench.workloads.point_facts import device_marks, held
 from dcpbench.workloads.serve import scheduler_config
 from dcpbench.workloads.serving_loop import settled_heap
@@ -85,7 +85,7 @@ def measure(
     serving.engine.forget()
     throttled = gpu is not None and bool(gpu.throttle_reasons)
     return StepTimes(
-        path=EnginePath.of(points[0]),
+        path=engine_path(points[0]),
         cases=[
             Measured(case=case, samples_ms=samples, host_ms=host)
             for case, samples, host in zip(

@@ -16,8 +16,9 @@ from dcpbench import cli
 from dcpbench.points.machine import Probe
 from dcpbench.records.file import read_records
 from dcpbench.records.record import Environment, Honesty
-from dcpbench.serving.step_times import Case, Chunks, Decodes, EnginePath, Measured, StepTimes, write_step_times
+from dcpbench.serving.step_times import Case, Chunks, Decodes, Measured, StepTimes, write_step_times
 from tests.cli.waiting import is_gone, until
+from tests.unit.step_times_builder import path_of
 
 HERE = Path(__file__).parent
 ROOT = Path(cli.__file__).parents[1]
@@ -181,7 +182,7 @@ def step_times(tmp_path: Path) -> Path:
     write_step_times(
         path,
         StepTimes(
-            path=EnginePath(model="tiny", tp=2, dcp=2, dtype="fp32", backend="reference", exchange="ag_rs"),
+            path=path_of(model="tiny", tp=2, dcp=2, dtype="fp32", backend="reference", exchange="ag_rs"),
             cases=[Measured(case=case, samples_ms=[10.0]) for case in decodes + chunks],
             launch_ms=0.0,
             measuring_s=1.0,

@@ -18,7 +18,7 @@ from dcpbench.records.file import read_records
 from dcpbench.serving.replay import replay_from_file, step_times_name
 from dcpbench.serving.samples import read_samples
 from dcpbench.serving.step_cases import grid
-from dcpbench.serving.step_times import EnginePath, StepTimes, read_step_times
+from dcpbench.serving.step_times import StepTimes, engine_path, read_step_times
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,7 +94,7 @@ def job(folder: Path, two_ranks: list[Record]) -> tuple[Path, list[Record], Step
 
 def test_points_of_one_path_share_a_file_that_their_records_name(job) -> None:
     folder, records, _ = job
-    name = step_times_name(EnginePath.of(records[0].point))
+    name = step_times_name(engine_path(records[0].point))
     assert [r.honesty.step_times for r in records] == [name] * 2
     assert (folder / name).is_file()
 
@@ -143,7 +143,7 @@ def test_the_same_file_gives_the_same_record_without_a_job(job, tmp_path) -> Non
 def test_other_layouts_are_measured_too(layout: Layout, request: pytest.FixtureRequest) -> None:
     record = request.getfixturevalue("one_rank") if layout == LONE else request.getfixturevalue("two_ranks")[2]
     assert record.point.layout == layout
-    assert record.honesty.step_times == step_times_name(EnginePath.of(record.point))
+    assert record.honesty.step_times == step_times_name(engine_path(record.point))
     assert record.serve.finished == 12
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.records.record import Environment, Honesty
 from dcpbench.serving.step_cases import Extent, grid
-from dcpbench.serving.step_times import EnginePath, Measured, StepTimes
+from dcpbench.serving.step_times import PATH_AXES, EnginePath, Measured, StepTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,8 +15,15 @@ if TYPE_CHECKING:
 
 EXTENT = Extent(requests=48, context=5500, pages=1200, virtual_page=256, chunk=8192, targets=(8, 48), prompts=(4000,))
 """DeepSeek-V3 on tp4·dcp4 with prompts of 4,000 and answers of 1,500 tokens, KV for 307,200."""
-PATH = EnginePath(model="tiny", tp=4, dcp=4, dtype="bf16", page_size=64, backend="flashinfer", exchange="ag_rs")
 HONESTY = Honesty(weights="synthetic", layers=4, layers_held=4, full_weights_bytes_per_gpu=1)
+
+
+def path_of(**fields: str | int | bool) -> EnginePath:
+    """A path with these fields; the others have their defaults."""
+    return {axis.name: fields.get(axis.name, axis.default) for axis in PATH_AXES}
+
+
+PATH = path_of(model="tiny", tp=4, dcp=4, dtype="bf16", page_size=64, backend="flashinfer", exchange="ag_rs")
 
 
 def true_ms(work: Work) -> float:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
+from dcpbench.dashboard import lines
+from dcpbench.exports import columns, measured
+from dcpbench.launch.folders import settings_of
+from dcpbench.plan import grid
 from dcpbench.points import budget
-from dcpbench.points.layout import Layout
-from dcpbench.points.names import OPTIONS
-from dcpbench.points.point import Load, Point
+from dcpbench.points import point as point_module
+from dcpbench.points.axes import COMPUTES, Axis, Role, words
+from dcpbench.points.layout import DEGREES, Layout
+from dcpbench.points.names import flag
+from dcpbench.points.point import AXES, HOW, LOAD_AXES, OPTIONS, Load, Point, point_axes
+from dcpbench.points.settings import Settings
 from dcpbench.reports import exchanges, findings, frames
+from dcpbench.reports.page.points import page_data
 from dcpbench.reports.reproduce import command_of
 from dcpbench.reports.serving import findings as serving
-from dcpbench.serving.step_times import EnginePath
+from dcpbench.serving.step_times import engine_path
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from dcpbench.records.record import Record
 
@@ -67,9 +75,9 @@ OTHER_LOAD: dict[str, Any] = {
     "seed": 7,
 }
 """Another value of each field of a load."""
-WHAT_RUNS = ("workload", "concurrency", "context", "load", "repeat")
+WHAT_IS_RUN = ("workload", "concurrency", "context", "load", "repeat")
 """Of a point, what is run; the rest is what runs it."""
-HOW_EXCHANGED = ("exchange", *OPTIONS)
+HOW_EXCHANGED = tuple(axis.name for axis in point_axes(Role.EXCHANGE))
 IMPORTED = "settings"
 """Of another engine's server: points of ours have none, and no command of ours can set it."""
 
@@ -103,6 +111,61 @@ def test_every_field_has_another_value_here() -> None:
     """A field that is new must be thought about: what compares two points in which it differs?"""
     assert sorted(OTHER) == sorted(fields(Point, "load"))
     assert sorted(OTHER_LOAD) == sorted(fields(Load))
+
+
+class TestAxes:
+    @pytest.mark.parametrize(("of", "axes", "left_out"), [(Point, AXES, ["load"]), (Load, LOAD_AXES, [])])
+    def test_every_field_says_what_it_is(self, of: type[msgspec.Struct], axes: list[Axis], left_out: list[str]) -> None:
+        """And no two have the same place, so that the order of lists is not left to chance."""
+        assert {axis.name for axis in axes} == set(fields(of, *left_out))
+        assert len({axis.order for axis in (*AXES, *LOAD_AXES)}) == len(AXES) + len(LOAD_AXES)
+
+    def test_roles_say_what_computes_a_point_and_what_is_run(self) -> None:
+        assert {axis.name for axis in point_axes(COMPUTES)} == set(fields(Point, *WHAT_IS_RUN))
+        assert HOW_EXCHANGED == ("exchange", *OPTIONS) == ("exchange", "q_replicate", "project_first", "overlap")
+
+    def test_what_is_usual_and_what_nobody_knows_goes_without_saying(self) -> None:
+        """And the default of one that once was not there is in no key."""
+        axis = Axis(Role.PATH, 1, "page {}", later=True, name="page_size", kind=int, default=1)
+        assert [words([axis], {"page_size": value}) for value in (1, 0, 64)] == [[], [], ["page 64"]]
+        assert [axis.text(value) for value in (1, 0, 64)] == ["page 1", "", "page 64"]
+        switch = Axis(Role.LOAD, 2, "cache {}", name="cache", kind=bool, default=True)
+        assert [words([switch], {"cache": value}) for value in (True, None, False)] == [[], [], ["cache off"]]
+
+    def test_an_option_takes_the_values_that_can_be_computed(self) -> None:
+        """Those of a dtype are those whose numbers have a size."""
+        (dtype,) = (axis for axis in AXES if axis.name == "dtype")
+        assert set(dtype.values) == set(budget.ITEMSIZE)
+
+
+class TestKeys:
+    """Stored with what was made of a point, so that a point of today has to have the key that it had."""
+
+    def test_they_are_those_of_the_first_records(self) -> None:
+        assert build.point(DCP).key() == (
+            "model=kimi-k2/tp=8/dp=1/dcp=2/workload=decode/concurrency=8/context=4000/exchange=ag_rs/q_replicate=False/"
+            "project_first=False/overlap=False/all_reduce=nccl/backend=flashinfer/dtype=bfloat16/page_size=64/"
+            "interleave=1/weights=synthetic/repeat=0/load=None"
+        )
+
+    def test_a_load_stands_in_them_as_in_the_first_records(self) -> None:
+        load = Load(requests=3, input_tokens="4", output_tokens="5", chunk=6)
+        assert str(load) == (
+            "Load(mode='live', requests=3, arrival='closed', request_rate=None, burstiness=1.0, input_tokens='4', "
+            "output_tokens='5', prefix_share=0.0, prefix_groups=1, trace='', trace_sha256='', chunk=6, policy='mixed', "
+            "prefix_cache=True, prefill='sdpa', seed=0)"
+        )
+        assert f"/load={load}" in msgspec.structs.replace(build.point(DCP), load=load).key()
+
+    def test_what_was_added_later_is_in_them_where_it_says_something(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As if overlap and seed were new."""
+        monkeypatch.setitem(point_module.LATER, name="overlap", value=False)
+        monkeypatch.setitem(point_module.LOADS_LATER, "seed", 0)
+        point = serve.point(DCP)
+        assert "overlap" not in point.key()
+        assert "seed" not in point.key()
+        assert "/overlap=True/" in changed(point, "overlap").key()
+        assert ", seed=7)" in changed(point, "seed").key()
 
 
 class TestComparisons:
@@ -176,27 +239,71 @@ class TestWords:
             loop |= {"trace": "a.jsonl", "trace_sha256": "def"}
         self.check(served(serve.point(DCP, changed=loop)), name, tmp_path)
 
+    @pytest.mark.parametrize("name", fields(Point, "load"))
+    def test_points_of_a_sweep_that_differ_have_different_names(self, name: str) -> None:
+        """In the progress bar, a comparison and --dry-run; what a whole run has in common is not in them."""
+        point = build.point(DCP)
+        same = grid.point_name(point) == grid.point_name(changed(point, name))
+        assert same == (name in ("workload", *(axis.name for axis in HOW if axis.one)))
+
+    @pytest.mark.parametrize("name", [*fields(Point, "load", "repeat"), *(a.name for a in LOAD_AXES if a.label)])
+    def test_lines_of_a_dashboard_that_differ_have_different_words(self, name: str) -> None:
+        point = serve.point(DCP)
+        said = [lines.described(line) for line in lines.of_run([served(point), served(changed(point, name))])]
+        assert len(said) == 2
+        assert said[0] != said[1]
+
     def check(self, record: Record, name: str, tmp_path: Path) -> None:
         other = msgspec.structs.replace(record, point=changed(record.point, name))
         read = as_repeats(tmp_path, record, other).everything
         assert len(read) == 2
-        words = read[["model", "mode", "load", "label"]].astype(str).agg(" | ".join, axis=1)
-        assert words.nunique() == 2, words.tolist()
+        said = read[["model", "mode", "load", "label"]].astype(str).agg(" | ".join, axis=1)
+        assert said.nunique() == 2, said.tolist()
 
 
 class TestSharing:
     """What was built or measured for one point serves another only where both are computed the same way."""
 
-    @pytest.mark.parametrize("name", fields(Point, *WHAT_RUNS, IMPORTED))
+    @pytest.mark.parametrize("name", fields(Point, *WHAT_IS_RUN, IMPORTED))
     def test_an_engine_and_its_path_are_all_that_computes_a_point(self, name: str) -> None:
         point = build.point(DCP)
         other = changed(point, name)
         assert not (budget.same_engine(point, other) and budget.same_path(point, other))
 
-    @pytest.mark.parametrize("name", [*fields(Point, *WHAT_RUNS, IMPORTED), "prefill"])
+    @pytest.mark.parametrize("name", [*fields(Point, *WHAT_IS_RUN, IMPORTED), "prefill"])
     def test_step_times_are_those_of_one_engine_path(self, name: str) -> None:
         point = serve.point(DCP)
-        assert EnginePath.of(point) != EnginePath.of(changed(point, name))
+        assert engine_path(point) != engine_path(changed(point, name))
+
+
+class TestTables:
+    """What a table, a page or a folder says of points has a place for each field."""
+
+    @pytest.mark.parametrize("name", [axis.name for axis in AXES])
+    def test_an_exported_table_has_a_column(self, name: str) -> None:
+        point = build.point(DCP)
+        rows = columns.rows(
+            [measured.Measured("run", Path(), build.ok(p)) for p in (point, changed(point, name))],
+        )
+        assert rows[0][name] != rows[1][name]
+
+    def test_a_dry_run_has_every_degree_and_what_of_the_path_differs(self) -> None:
+        (row,) = grid.table([grid.Candidate(point=build.point(DCP))])
+        assert {*DEGREES, *(axis.name for axis in point_axes(Role.PATH))} <= set(row)
+
+    def test_a_page_filters_by_what_has_a_title(self, tmp_path: Path) -> None:
+        """And its data has a column for it."""
+        read = as_repeats(tmp_path, served(changed(serve.point(DCP), "settings")))
+        titled = {axis.name for axis in (*AXES, *LOAD_AXES) if axis.title}
+        assert titled <= set(page_data(read)["columns"])
+        assert titled <= set(page_data(read)["filters"])
+        assert titled <= set(page_data(read)["colours"])
+
+    @pytest.mark.parametrize("name", [axis.name for axis in HOW if axis.one])
+    def test_a_run_is_not_resumed_with_another_value_of_what_is_one_for_all(self, name: str) -> None:
+        point = build.point(DCP)
+        now = [settings_of(p, Settings(), "cuda") for p in (point, changed(point, name))]
+        assert {option for option in now[0] if now[0][option] != now[1][option]} == {flag(name)}
 
 
 class TestCommands:

@@ -12,7 +12,7 @@ from dcpbench.points.shapes import SHAPES
 from dcpbench.records.record import Record
 from dcpbench.serving.replay import replay_from_file, step_times_name
 from dcpbench.serving.samples import read_samples
-from dcpbench.serving.step_times import EnginePath, StepTimes, write_step_times
+from dcpbench.serving.step_times import StepTimes, engine_path, write_step_times
 from tests.unit.step_times_builder import EXTENT, step_times
 
 LOAD = Load(mode="replay", requests=60, input_tokens="4000", output_tokens="30", chunk=8192)
@@ -29,7 +29,7 @@ POINT = Point(
     dtype="bf16",
     page_size=64,
 )
-TIMES = step_times(path=EnginePath.of(POINT))
+TIMES = step_times(path=engine_path(POINT))
 PAGE = memory.page_bytes(SHAPES["deepseek-v3"], 64, 2)
 
 
@@ -104,10 +104,10 @@ class TestRecord:
 
     def test_points_of_one_path_share_a_file(self) -> None:
         """Whatever their load; the name tells model and layout."""
-        name = step_times_name(EnginePath.of(POINT))
+        name = step_times_name(engine_path(POINT))
         assert name.startswith("step-times/deepseek-v3-tp4-dp1-dcp4-ag_rs-")
-        assert step_times_name(EnginePath.of(changed(requests=1))) == name
-        assert step_times_name(EnginePath.of(msgspec.structs.replace(POINT, backend="triton"))) != name
+        assert step_times_name(engine_path(changed(requests=1))) == name
+        assert step_times_name(engine_path(msgspec.structs.replace(POINT, backend="triton"))) != name
 
 
 class TestPool:

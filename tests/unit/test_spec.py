@@ -10,6 +10,7 @@ from dcpbench.errors import CapacityError, DcpbenchError, ModelError, UsageError
 from dcpbench.plan.options import parse_bytes
 from dcpbench.plan.spec import PARSERS, SweepSpec, effective, make_spec, read_options
 from dcpbench.points.machine import Probe
+from dcpbench.points.point import HOW
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -224,12 +225,10 @@ def test_device_cpu_hides_the_gpus_and_device_cuda_needs_one() -> None:
 def test_every_option_of_a_file_reaches_the_spec_or_its_settings() -> None:
     """No name is accepted and then ignored."""
     fields = set(SweepSpec.__dataclass_fields__) | {"kv_memory", "seconds", "profile"}
-    assert set(PARSERS) == fields - {"settings", "serve"}
+    assert set(PARSERS) == fields - {"settings", "serve", "how"} | {axis.name for axis in HOW}
 
 
 def test_a_spec_made_by_hand_is_checked_too() -> None:
     """Validation lives in the spec, not in the parser."""
     with pytest.raises(DcpbenchError, match="--tp is empty"):
-        SweepSpec(
-            model=("tiny",), tp=(), concurrency=(1,), context=(1,), backend=("reference",), dtype="fp32", page_size=1
-        )
+        SweepSpec(model=("tiny",), tp=(), concurrency=(1,), context=(1,), how={})

@@ -17,8 +17,8 @@ from dcpbench.serving.step_times import (
     Case,
     Chunks,
     Decodes,
-    EnginePath,
     Measured,
+    differences,
     read_step_times,
     write_step_times,
 )
@@ -241,14 +241,14 @@ class TestHost:
 
 class TestPath:
     def test_differences_are_named_as_options(self) -> None:
-        other = msgspec.structs.replace(PATH, backend="triton", page_size=1)
-        assert other.differences(PATH) == ["--page-size 1 instead of 64", "--backend triton instead of flashinfer"]
+        other = PATH | {"backend": "triton", "page_size": 1}
+        assert differences(other, PATH) == ["--backend triton instead of flashinfer", "--page-size 1 instead of 64"]
 
     def test_auto_takes_what_was_measured(self) -> None:
-        assert PATH.differences(msgspec.structs.replace(PATH, backend="auto", exchange="auto")) == []
+        assert differences(PATH, PATH | {"backend": "auto", "exchange": "auto"}) == []
 
     def test_equal_paths_have_none(self) -> None:
-        assert PATH.differences(EnginePath(**msgspec.structs.asdict(PATH))) == []
+        assert differences(PATH, dict(PATH)) == []
 
 
 class TestFile:
@@ -263,6 +263,22 @@ class TestFile:
         write_step_times(path, TIMES)
         step = Step(0, [replica([99, 1000], [(700, 256)])])
         assert read_step_times(path).duration_ms(step) == TIMES.duration_ms(step)
+
+    def test_a_path_from_before_an_option_was_there_leaves_it_off(self, tmp_path) -> None:
+        write_step_times(tmp_path / "x.json", TIMES)
+        older = msgspec.json.decode((tmp_path / "x.json").read_bytes())
+        del older["path"]["overlap"], older["path"]["prefill"]
+        (tmp_path / "x.json").write_bytes(msgspec.json.encode(older))
+        assert read_step_times(tmp_path / "x.json").path == PATH
+
+    @pytest.mark.parametrize("change", [{"tp": "4"}, {"model": None}, {"overlap": 1}], ids=str)
+    def test_a_path_that_no_point_has_says_so(self, tmp_path, change: dict[str, object]) -> None:
+        write_step_times(tmp_path / "x.json", TIMES)
+        bad = msgspec.json.decode((tmp_path / "x.json").read_bytes())
+        bad["path"] |= change
+        (tmp_path / "x.json").write_bytes(msgspec.json.encode(bad))
+        with pytest.raises(RecordsError, match=f"path.*{'' if None in change.values() else next(iter(change))}"):
+            read_step_times(tmp_path / "x.json")
 
     def test_one_without_the_host_s_time_has_none(self, tmp_path) -> None:
         """As files have that are older than it."""

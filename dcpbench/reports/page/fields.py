@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from dcpbench.points.memory import GIB
+from dcpbench.points.point import AXES, LOAD_AXES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,32 +68,13 @@ FIELDS = (
 RANGES = ("output_tok_s", "step_ms", "dcp_ratio")
 """Columns that have a `_low` and a `_high` beside them."""
 FILTERS = {
-    "model": "model",
     "layout": "layout",
-    "exchange": "exchange",
-    "context": "context",
-    "concurrency": "concurrency",
-    "workload": "workload",
-    "mode": "live or replay",
+    **{axis.name: axis.title for axis in (*AXES, *LOAD_AXES) if axis.title},
     "load": "load",
     "origin": "measured by",
     "run": "run",
-    "settings": "server settings",
     "marks": "marks",
 }
 """Names in the page's data, and what the page calls them."""
-COLOURS = (
-    "layout",
-    "exchange",
-    "model",
-    "run",
-    "backend",
-    "context",
-    "concurrency",
-    "mode",
-    "workload",
-    "device",
-    "origin",
-    "settings",
-)
+COLOURS = (*(name for name in FILTERS if name not in ("load", "marks")), "backend", "device")
 """By what the chart that a reader makes can be coloured."""

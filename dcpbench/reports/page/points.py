@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.errors import UsageError
+from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import CLOSED, GAMMA, LIVE
-from dcpbench.points.point import Load, Point
+from dcpbench.points.point import AXES, Load, Point
 from dcpbench.reports import bars, style
 from dcpbench.reports.merge import missing
 from dcpbench.reports.page.fields import COLOURS, FIELDS, FILTERS, RANGES
@@ -82,16 +83,14 @@ def _ratios(frames: Frames) -> dict[tuple[str, ...], dict[str, Any]]:
 
 def _row(row: dict[str, Any], phases: dict[str, Any]) -> dict[str, Any]:
     """One point: its words, its numbers in the units of FIELDS, and the ends of their intervals."""
-    found: dict[str, Any] = {
+    found: dict[str, Any] = {axis.name: row[axis.name] for axis in AXES if axis.title} | {
         "run": row["run"],
-        "model": row["model"],
-        "workload": row["workload"],
         "layout": row["layout"],
         "label": row["label"],
         "backend": row["backend"],
         "device": row["device"],
         "origin": row.get("origin"),
-        "settings": row.get("settings") or None,
+        "settings": row["settings"] or None,
         "exchange": point_of(row).exchange_label() or row["exchange"],
         "mode": row["mode"] if _served(row) else LIVE,
         "load": _load(row),
@@ -167,7 +166,7 @@ class _Series:
             whole = style.Style.of(frames.everything)
             of = {served: style.Style.of(t).variants for served, t in tables.items()}
             self._styles = {served: dataclasses.replace(whole, variants=names) for served, names in of.items()}
-        ordered = [t.sort_values(["tp", "dp", "dcp"], kind="stable")["label"] for t in tables.values()]
+        ordered = [t.sort_values([*DEGREES], kind="stable")["label"] for t in tables.values()]
         self._labels = list(dict.fromkeys(str(label) for labels in ordered for label in labels.unique()))
 
     def of(self, row: dict[str, Any]) -> dict[str, int]:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pandas as pd
 
+from dcpbench.points.axes import COMPUTES
 from dcpbench.points.names import CLOSED, LIVE, REPLAY
-from dcpbench.reports.findings import OF_A_LOAD, fields_but
+from dcpbench.points.point import point_axes
 from dcpbench.reports.merge import missing
 
-SAME_BUT_MODE = ["device", "same_load", *fields_but(*OF_A_LOAD)]
+SAME_BUT_MODE = ["device", "same_load", *(axis.name for axis in point_axes(COMPUTES))]
 """What a replay and the live run that it stands for have in common."""
 SHOWN = ["run", "model", "mode", "load", "arrival", "rest", "concurrency", "input_typical", "label", "layout", "tp"]
 COMPARED = {

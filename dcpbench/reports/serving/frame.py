@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pandas as pd
 
+from dcpbench.points.layout import DEGREES
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import CLOSED
+from dcpbench.points.point import LOAD_AXES
 from dcpbench.records.provenance import OURS
 from dcpbench.records.record import Interval
 from dcpbench.reports.merge import in_order, median, missing, spread
@@ -44,22 +46,14 @@ SCALARS = (
 """Fields of ServeMetrics that are the median over repeats."""
 VARIES = {
     "at_once": "{:,.0f} at once",
-    "requests": "{:,} requests",
-    "chunk": "chunk {:,}",
-    "policy": "{}",
-    "prefix_cache": "prefix cache {}",
-    "prefill": "{} prefill",
-    "seed": "seed {}",
-    "trace_sha256": "file {:.8}",
+    **{axis.name: axis.label for axis in LOAD_AXES if axis.label},
     "kv_memory_gib": "{:g} GiB of KV",
     "limit_seconds": "ended at {:g} s",
 }
 """What else of a load, or of the settings it was served with, may tell two points of a report apart, as printed."""
-
-SOME_HAVE = ("at_once", "requests", "trace_sha256", "chunk", "policy", "prefix_cache", "prefill", "seed")
-"""Of these, what only some points have: that the others have none tells nothing new."""
-NOT_TOLD = ("at_once", "chunk", "policy", "prefix_cache", "prefill", "seed")
-"""What no import says."""
+SOME_HAVE = tuple(name for name in VARIES if name not in ("kv_memory_gib", "limit_seconds"))
+"""Of these, what only some points have: that the others have none tells nothing new. No import says any but
+`requests`."""
 MAY_LACK = (*SCALARS, "kv_capacity_requests", "kv_capacity_tokens", "kv_tokens_per_gib")
 """Columns of numbers that may be unknown in every row, which pandas would not take for numbers."""
 
@@ -133,9 +127,7 @@ def tidy(table: pd.DataFrame) -> pd.DataFrame:
         "rest",
         "load_request_rate",
         "concurrency",
-        "tp",
-        "dp",
-        "dcp",
+        *DEGREES,
         "variant",
     ]
     return table.sort_values(order, kind="stable", ignore_index=True, key=in_order)
@@ -149,7 +141,7 @@ def _told(table: pd.DataFrame, name: str) -> pd.Series:
     ours = table["origin"].eq(OURS)
     if name == "requests":
         return ours | table.duplicated(["run", "model", "mode", "label", "arrival", "shape"], keep=False)
-    return ours | (name not in NOT_TOLD)
+    return ours | (name not in SOME_HAVE)
 
 
 def _word(value: object) -> object:
