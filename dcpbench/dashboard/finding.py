@@ -11,8 +11,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dcpbench.dashboard import lines, measures
+from dcpbench.dashboard import lines
 from dcpbench.errors import RecordsError, UsageError
+from dcpbench.records import metrics
 from dcpbench.records.file import RECORDS_FILE, read_records
 from dcpbench.records.provenance import hardware
 
@@ -30,6 +31,7 @@ MOST_POINTS = 200_000
 LONGEST_SLUG = 80
 COMMIT = 12
 """Characters of a git commit that are shown."""
+HEADLINE = metrics.DASHBOARD[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +181,7 @@ def _run(name: str, path: Path, digest: str, records: Sequence[Record]) -> RunDa
 
 def _headline(entries: dict[Line, Entry]) -> str:
     """The point with the highest output throughput per GPU, in words."""
-    timed = {line: e.values[measures.DEFAULT] for line, e in entries.items() if measures.DEFAULT in e.values}
+    timed = {line: e.values[HEADLINE] for line, e in entries.items() if HEADLINE in e.values}
     if not timed and any(e.outcome == "ok" for e in entries.values()):
         return "output per GPU is not known"
     if not timed:
