@@ -24,7 +24,7 @@ from dcpbench.plan.options import check_seconds
 from dcpbench.plan.spec import effective
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.file import RecordFile
-from dcpbench.records.metrics import METRIC, SWEPT
+from dcpbench.records.metrics import SWEPT
 from dcpbench.show.streams import write_json
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def _summary(records: Sequence[Record], folder: Path, paths: Sequence[Path], pro
     for r in records:
         row = {"point": msgspec.to_builtins(r.point), "layout": r.point.layout_name, "outcome": r.outcome}
         if r.metrics:
-            row |= {name: METRIC[name].value(r) for name in SWEPT}
+            row |= {metric.name: metric.value(r) for metric in SWEPT}
         if r.serve:
             row |= {"serve": msgspec.to_builtins(r.serve)}
         results.append(row | {"reason": r.reason, "marks": r.marks})

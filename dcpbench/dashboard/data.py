@@ -19,7 +19,7 @@ import msgspec
 
 from dcpbench.dashboard import changes, lines
 from dcpbench.records.checks import OUTCOMES
-from dcpbench.records.metrics import DASHBOARD, METRIC
+from dcpbench.records.metrics import DASHBOARD
 from dcpbench.reports.assets import inert
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ MOST_WHOLE = 1e15
 WORDS = ("model", "workload", "layout", "exchange", "how", "load", "hardware", "driver", "conditions")
 NUMBERS = ("context", "concurrency")
 FOLDER = "data"
-FOLLOWED = tuple(METRIC[name] for name in DASHBOARD)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +109,7 @@ def _changes(history: History) -> dict[str, list[tuple[list[int], Change]]]:
     if history.line.cpu or len(history.entries) < changes.LEAST_RUNS:
         return {}
     found = {}
-    for metric in FOLLOWED:
+    for metric in DASHBOARD:
         having = [i for i, (_, entry) in enumerate(history.entries) if metric.shown_name in entry.values]
         steps = changes.find([history.entries[i][1].values[metric.shown_name].median for i in having])
         if steps:
@@ -158,7 +157,7 @@ def _measures(
     histories: Sequence[History], steps: Sequence[dict[str, list[tuple[list[int], Change]]]], files: dict[str, str]
 ) -> list[dict[str, object]]:
     told = []
-    for metric in FOLLOWED:
+    for metric in DASHBOARD:
         rows, latest = [], []
         for i, history in enumerate(histories):
             values = [(run, e.values[metric.shown_name]) for run, e in history.entries if metric.shown_name in e.values]
@@ -208,7 +207,7 @@ def _shards(
 def _history(history: History, steps: dict[str, list[tuple[list[int], Change]]]) -> dict[str, object]:
     entries = [entry for _, entry in history.entries]
     values: dict[str, list[list[float | None]]] = {}
-    for metric in FOLLOWED:
+    for metric in DASHBOARD:
         found = [entry.values.get(metric.shown_name) for entry in entries]
         if any(found):
             parts = [[_short(getattr(v, name, None)) for v in found] for name in ("median", "low", "high")]

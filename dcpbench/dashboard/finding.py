@@ -31,7 +31,7 @@ MOST_POINTS = 200_000
 LONGEST_SLUG = 80
 COMMIT = 12
 """Characters of a git commit that are shown."""
-HEADLINE = metrics.DASHBOARD[0]
+HEADLINE = metrics.DASHBOARD[0].name
 
 
 @dataclasses.dataclass(frozen=True)

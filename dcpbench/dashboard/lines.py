@@ -180,5 +180,4 @@ def _entry(records: Sequence[Record]) -> Entry:
 
 
 def _values(repeats: Sequence[Record]) -> dict[str, Value]:
-    followed = (metrics.METRIC[name] for name in metrics.DASHBOARD)
-    return {v.metric.shown_name: v.shown() for v in metrics.values(repeats, followed, derived=True)}
+    return {v.metric.shown_name: v.shown() for v in metrics.values(repeats, metrics.DASHBOARD, derived=True)}

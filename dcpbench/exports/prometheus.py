@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dcpbench.exports.measured import Measured
 
 FILE = "dcpbench.prom"
-SECONDS = {"ms": 1e-3, "µs": 1e-6}
+SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 """Units of time, in the base unit."""
 
 
@@ -40,7 +40,8 @@ def gauge(metric: Metric) -> Gauge:
         return Gauge(f"dcpbench_{metric.latency}_seconds", help_, SECONDS[metric.unit], metric.statistic)
     if scale := SECONDS.get(metric.unit):
         return Gauge(f"dcpbench_{metric.name.rpartition('_')[0]}_seconds", metric.help, scale)
-    return Gauge(f"dcpbench_{metric.gauge or metric.name}", metric.help)
+    counted = "_requests" if metric.unit == "requests" and not metric.name.endswith("requests") else ""
+    return Gauge(f"dcpbench_{metric.gauge or metric.name + counted}", metric.help)
 
 
 GAUGES = {metric.name: gauge(metric) for metric in exported()}

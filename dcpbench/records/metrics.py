@@ -11,10 +11,9 @@ import dataclasses
 import functools
 import math
 import statistics
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import OBJECTIVES
 from dcpbench.records.record import Interval
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ requests, gaps between tokens, tokens in windows of the run or of its steady par
 objectives."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Metric:
     """One number of a point."""
 
@@ -40,10 +39,11 @@ class Metric:
     """With its unit, as in a record."""
     unit: str
     """As said in words."""
-    better: Direction = ""
+    better: Direction
     """Nothing where a change is neither good nor bad."""
-    help: str = ""
+    help: str
     """What it is, in a line. Exports carry it."""
+    _: dataclasses.KW_ONLY
 
     at: tuple[str, ...] = ()
     """Where a record holds it, as a number or as an Interval: of the first of these whose outermost part it has."""
@@ -60,6 +60,8 @@ class Metric:
     whole: bool = False
     """Whether it counts things."""
     exported: bool = True
+    gauge: str = ""
+    """What Prometheus calls it, without `dcpbench_`, where its unit does not say that."""
 
     label: str = ""
     """What it is called beside its unit."""
@@ -81,8 +83,6 @@ class Metric:
     """The word that a report explains."""
     defined: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The explanation, by workload."""
-    gauge: str = ""
-    """Name in Prometheus where that does not follow from the unit, without `dcpbench_`."""
 
     latency: str = ""
     """`ttft` of `ttft_p99_ms`."""
@@ -100,19 +100,16 @@ class Metric:
 
     def __post_init__(self) -> None:
         """Words that were not given are those that were."""
-        unit = self.unit if self.shown_unit is None else self.shown_unit
-        brief = self.brief or self.label
-        brief_unit = unit if self.brief_unit is None else self.brief_unit
-        given = {
-            "shown_unit": unit,
-            "title": self.title or self.label,
-            "brief": brief,
-            "brief_unit": brief_unit,
-            "option": self.option or self.name.removesuffix(f"_{self.unit}"),
-        }
-        for name, value in given.items():
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "heading", self.heading or self.in_brief)
+        self._set("label", self.label or self.name.replace("_", " "))
+        self._set("title", self.title or self.label)
+        self._set("brief", self.brief or self.label)
+        self._set("shown_unit", self.unit if self.shown_unit is None else self.shown_unit)
+        self._set("brief_unit", self.shown_unit if self.brief_unit is None else self.brief_unit)
+        self._set("heading", self.heading or self.in_brief)
+        self._set("option", self.option or self.name.removesuffix(f"_{self.unit}"))
+
+    def _set(self, field: str, value: str | None) -> None:
+        object.__setattr__(self, field, value)
 
     @property
     def in_brief(self) -> str:
@@ -163,79 +160,93 @@ class Metric:
         return (found.low, found.high) if isinstance(found, Interval) else None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Latency:
     """A time of requests, of which a metric is made for each statistic."""
 
     name: str
     label: str
     help: str
-    decoded: bool = False
-    """Whether decode has it too, as percentiles alone."""
     defined: Mapping[str, str]
 
     def metric(self, statistic: str) -> Metric:
         """`ttft_p50_ms`."""
-        leads = statistic in STATISTICS[:2]
-        in_decode = self.decoded and statistic in PERCENTILES
         path = f"{self.name}_ms.{statistic}"
+        in_decode = self.name in OF_STEPS and statistic in PERCENTILES
         errors: dict[str, Error] = {SERVE: "gaps" if self.name == "itl" else "requests"}
-        if in_decode:
-            errors[DECODE] = "steps"
         return Metric(
-            name=f"{self.name}_{statistic}_ms",
-            unit="ms",
-            better="lower",
-            help=f"{statistic} of the {self.help}; absent where samples are too few",
-            at=(f"serve.{path}", *([f"metrics.{path}"] if in_decode else [])),
+            f"{self.name}_{statistic}_ms",
+            "ms",
+            "lower",
+            f"{statistic} of the {self.help}; absent where samples are too few",
+            at=_either(path) if in_decode else (f"serve.{path}",),
             label=f"{self.label} {statistic}",
-            heading="" if leads else statistic,
+            heading="" if statistic in STATISTICS[:2] else statistic,
             latency=self.name,
             statistic=statistic,
-            errors=errors,
+            errors=errors | ({DECODE: "steps"} if in_decode else {}),
         )
 
 
+OF_STEPS = ("ttft", "itl")
+"""Latencies that `decode` has as well."""
 LATENCIES = {
     found.name: found
     for found in (
         Latency(
-            name="ttft",
-            label="TTFT",
-            help="time to first token, queueing included",
-            decoded=True,
-            defined={SERVE: "t1 - t0: first output token - submitted (open loop: due), queueing included"},
+            "ttft",
+            "TTFT",
+            "time to first token, queueing included",
+            {SERVE: "t1 - t0: first output token - submitted (open loop: due), queueing included"},
         ),
         Latency(
-            name="itl",
-            label="ITL",
-            help="gap between two output tokens of a request",
-            decoded=True,
-            defined={
+            "itl",
+            "ITL",
+            "gap between two output tokens of a request",
+            {
                 DECODE: "gap between two output tokens of a request: one step, one sample per step",
                 SERVE: "each gap between consecutive output tokens of a request, pooled over requests",
             },
         ),
         Latency(
-            name="tpot",
-            label="TPOT",
-            help="time per output token after the first, one per request",
-            defined={SERVE: "(tn - t1) / (n - 1), one per request, none if n < 2"},
+            "tpot",
+            "TPOT",
+            "time per output token after the first, one per request",
+            {SERVE: "(tn - t1) / (n - 1), one per request, none if n < 2"},
         ),
         Latency(
-            name="e2el",
-            label="E2EL",
-            help="time from submission to the last token",
-            defined={SERVE: "tn - t0: last output token - submitted"},
+            "e2el",
+            "E2EL",
+            "time from submission to the last token",
+            {SERVE: "tn - t0: last output token - submitted"},
         ),
     )
 }
-"""By the names that --slo has for them."""
-assert tuple(LATENCIES) == OBJECTIVES
+"""By the names that --slo has for them (names.OBJECTIVES)."""
+
+
+def _either(name: str) -> tuple[str, str]:
+    """Where records of both workloads hold it."""
+    return f"serve.{name}", f"metrics.{name}"
 
 
 def _both(definition: str) -> dict[str, str]:
     return dict.fromkeys((DECODE, SERVE), definition)
+
+
+def _served(name: str, unit: str, better: Direction, help_: str, **more: Any) -> Metric:  # noqa: ANN401 - of Metric
+    """A field of ServeMetrics."""
+    return Metric(name, unit, better, help_, at=(f"serve.{name}",), **more)
+
+
+def _count(name: str, unit: str, help_: str, better: Direction = "", **more: Any) -> Metric:  # noqa: ANN401 - of Metric
+    """The same, of what is counted."""
+    return _served(name, unit, better, help_, whole=True, **more)
+
+
+def _kv(name: str, unit: str, better: Direction, help_: str, **more: Any) -> Metric:  # noqa: ANN401 - of Metric
+    """A field of Kv, which repeats share."""
+    return Metric(f"kv_{name}", unit, better, help_, at=(f"kv.{name}",), merged="first", **more)
 
 
 def _per_gpu_interval(record: Record) -> tuple[float, float] | None:
@@ -262,20 +273,18 @@ def _cached_share(record: Record) -> float | None:
     return serve.cached_tokens / serve.input_tokens
 
 
-def _either(name: str) -> tuple[str, str]:
-    """Where records of both workloads hold it."""
-    return f"serve.{name}", f"metrics.{name}"
-
-
+IN_GIB: dict[str, Any] = {"shown_unit": "GiB", "scale": 1 / GIB}
+IN_PERCENT: dict[str, Any] = {"shown_unit": "%", "scale": 100.0}
 METRICS: tuple[Metric, ...] = (
     Metric(
-        name="output_tok_s",
-        unit="tok/s",
-        better="higher",
-        help="output tokens per second of the whole layout",
+        "output_tok_s",
+        "tok/s",
+        "higher",
+        "output tokens per second of the whole layout",
         at=_either("output_tok_s"),
         ranged=True,
         positive=True,
+        gauge="output_tokens_per_second",
         label="output",
         title="output throughput",
         brief="output tok/s",
@@ -284,104 +293,91 @@ METRICS: tuple[Metric, ...] = (
             DECODE: "concurrency / step time, of the whole layout",
             SERVE: "output tokens / wall time (first submission to last token), ramp and drain included",
         },
-        gauge="output_tokens_per_second",
         option="tok_s",
         aliases=("slower",),
         errors={SERVE: "tokens"},
     ),
     Metric(
-        name="output_tok_s_per_gpu",
-        unit="tok/s/GPU",
-        better="higher",
-        help="output tokens per second and GPU",
+        "output_tok_s_per_gpu",
+        "tok/s/GPU",
+        "higher",
+        "output tokens per second and GPU",
         at=_either("output_tok_s_per_gpu"),
         derived=_per_gpu_interval,
         positive=True,
+        gauge="output_tokens_per_second_per_gpu",
         label="output per GPU",
         title="output throughput per GPU",
         heading="tok/s/GPU",
         term="per GPU",
         defined=_both("output throughput / tp; neither dp nor dcp adds GPUs"),
-        gauge="output_tokens_per_second_per_gpu",
     ),
     Metric(
-        name="tok_s_per_user",
-        unit="tok/s/user",
-        better="higher",
-        help="1000 over the median ITL in ms",
+        "tok_s_per_user",
+        "tok/s/user",
+        "higher",
+        "1000 over the median ITL in ms",
         at=_either("tok_s_per_user"),
         derived=_per_user_interval,
         positive=True,
+        gauge="output_tokens_per_second_per_user",
         label="speed for one user",
         heading="tok/s/user",
         digits=3,
         term="per user",
         defined=_both("1000 / median ITL in ms"),
-        gauge="output_tokens_per_second_per_user",
     ),
-    Metric(
-        name="total_tok_s",
-        unit="tok/s",
-        better="higher",
-        help="input and output tokens per second of the whole layout",
-        at=("serve.total_tok_s",),
-        label="input and output",
-        heading="input + output tok/s",
+    _served(
+        "total_tok_s",
+        "tok/s",
+        "higher",
+        "input and output tokens per second of the whole layout",
         gauge="input_and_output_tokens_per_second",
+        label="input + output",
     ),
-    Metric(
-        name="steady_tok_s",
-        unit="tok/s",
-        better="higher",
-        help="output tokens per second while the target concurrency is held",
-        at=("serve.steady_tok_s",),
+    _served(
+        "steady_tok_s",
+        "tok/s",
+        "higher",
+        "output tokens per second while the target concurrency is held",
+        gauge="steady_output_tokens_per_second",
         label="steady output",
         title="steady output throughput",
         brief="steady tok/s",
         heading="steady",
         term="steady",
         defined={SERVE: "the same over the longest time with at least 95 % of a closed loop's clients in flight"},
-        gauge="steady_output_tokens_per_second",
         errors={SERVE: "steady tokens"},
     ),
-    Metric(
-        name="steady_s",
-        unit="s",
-        help="how long the target concurrency was held",
-        at=("serve.steady_s",),
-        exported=False,
-        label="time at the target concurrency",
-    ),
-    Metric(
-        name="request_s",
-        unit="requests/s",
-        better="higher",
-        help="finished requests per second",
-        at=("serve.request_s",),
-        label="finished requests",
+    _served("steady_s", "s", "", "how long the target concurrency is held", exported=False),
+    _served(
+        "request_s",
+        "requests/s",
+        "higher",
+        "finished requests per second",
         gauge="requests_per_second",
+        label="finished requests",
     ),
-    Metric(
-        name="goodput_s",
-        unit="requests/s",
-        better="higher",
-        help="requests per second that meet every objective",
-        at=("serve.goodput_s",),
+    _served(
+        "goodput_s",
+        "requests/s",
+        "higher",
+        "requests per second that meet every objective",
+        gauge="goodput_requests_per_second",
         label="goodput",
         title="goodput under the line's objectives",
         brief_unit="req/s",
         digits=3,
         term="goodput",
         defined={SERVE: "finished requests that meet every objective / wall time; ITL in 99 of 100 gaps"},
-        gauge="goodput_requests_per_second",
         option="goodput",
         errors={SERVE: "objectives"},
     ),
     Metric(
-        name="step_ms",
-        unit="ms",
-        better="lower",
-        help="median time of a decode step, slowest rank",
+        "step_ms",
+        "ms",
+        "lower",
+        "median time of a decode step, slowest rank",
         at=("metrics.step_ms",),
         ranged=True,
         positive=True,
@@ -394,10 +390,10 @@ METRICS: tuple[Metric, ...] = (
     ),
     *(latency.metric(statistic) for latency in LATENCIES.values() for statistic in STATISTICS),
     Metric(
-        name="host_syncs_per_step",
-        unit="syncs/step",
-        better="lower",
-        help="calls in one step that make the host wait for the GPU",
+        "host_syncs_per_step",
+        "syncs/step",
+        "lower",
+        "calls in one step that make the host wait for the GPU",
         at=("host_syncs_per_step",),
         merged="max",
         label="host syncs per step",
@@ -410,244 +406,140 @@ METRICS: tuple[Metric, ...] = (
         absolute=True,
     ),
     Metric(
-        name="allocations_per_step",
-        unit="allocations/step",
-        better="lower",
-        help="calls to CUDA's allocator in one timed step",
+        "allocations_per_step",
+        "allocations/step",
+        "lower",
+        "calls to CUDA's allocator in one timed step",
         at=("allocations_per_step",),
         merged="max",
         exported=False,
-        label="allocations per step",
         heading="allocations",
         digits=3,
     ),
     Metric(
-        name="host_plan_us",
-        unit="µs",
-        better="lower",
-        help="host time to plan one step",
+        "host_plan_us",
+        "µs",
+        "lower",
+        "host time to plan one step",
         at=("host_plan_us",),
         label="host time to plan a step",
-        heading="host plan µs",
+        brief="host plan",
         digits=3,
     ),
     Metric(
-        name="idle_fraction",
-        unit="share",
-        better="lower",
-        help="share of a step in which no kernel runs",
+        "idle_fraction",
+        "share",
+        "lower",
+        "share of a step in which no kernel runs",
         at=("serve.idle_fraction", "phases.idle_fraction"),
-        label="GPU idle",
-        heading="GPU idle",
-        shown_unit="%",
-        scale=100.0,
         gauge="gpu_idle_ratio",
+        label="GPU idle",
+        **IN_PERCENT,
     ),
-    Metric(
-        name="kv_capacity_tokens",
-        unit="tokens",
-        better="higher",
-        help="tokens that the KV pools hold, each counted once",
-        at=("kv.capacity_tokens",),
-        merged="first",
+    _kv(
+        "capacity_tokens",
+        "tokens",
+        "higher",
+        "tokens that the KV pools hold, each counted once",
         whole=True,
         label="KV capacity",
     ),
-    Metric(
-        name="kv_capacity_requests",
-        unit="requests",
-        better="higher",
-        help="requests of the point's context that fit at once",
-        at=("kv.capacity_requests",),
-        merged="first",
-        whole=True,
-        label="KV capacity",
-    ),
-    Metric(
-        name="kv_pool_bytes_per_gpu",
-        unit="bytes",
-        help="size of one GPU's KV pool",
-        at=("kv.pool_bytes_per_gpu",),
-        merged="first",
+    _kv("capacity_requests", "requests", "higher", "requests of the point's context that fit at once", whole=True),
+    _kv(
+        "pool_bytes_per_gpu",
+        "bytes",
+        "",
+        "size of one GPU's KV pool",
         whole=True,
         label="KV pool per GPU",
         heading="pool GiB per GPU",
-        shown_unit="GiB",
-        scale=1 / GIB,
+        **IN_GIB,
     ),
-    Metric(
-        name="kv_bytes_per_token_per_gpu",
-        unit="bytes",
-        better="lower",
-        help="KV bytes of a token, averaged over the layout's GPUs",
-        at=("kv.bytes_per_token_per_gpu",),
-        merged="first",
-        label="KV per token and GPU",
-        heading="bytes per token per GPU",
+    _kv(
+        "bytes_per_token_per_gpu",
+        "bytes",
+        "lower",
+        "KV bytes of a token, averaged over the layout's GPUs",
+        brief="bytes per token per GPU",
         digits=5,
     ),
     Metric(
-        name="kv_tokens_per_gib",
-        unit="tokens/GiB",
-        better="higher",
-        help="tokens that the KV pools hold, over the GiB of one GPU's pool",
+        "kv_tokens_per_gib",
+        "tokens/GiB",
+        "higher",
+        "tokens that the KV pools hold, over the GiB of one GPU's pool",
         of=_kv_tokens_per_gib,
         merged="first",
         exported=False,
         label="KV tokens per GiB on each GPU",
         shown_unit="tokens",
         term="KV tokens per GiB",
-        defined={"": "tokens that the layout's pools hold, each counted once / GiB of one GPU's pool"},
+        defined=_both("tokens that the layout's pools hold, each counted once / GiB of one GPU's pool"),
     ),
     Metric(
-        name="memory_peak_bytes",
-        unit="bytes",
-        better="lower",
-        help="peak memory of a GPU",
+        "memory_peak_bytes",
+        "bytes",
+        "lower",
+        "peak memory of a GPU",
         at=("memory_peak_bytes",),
         merged="max",
         whole=True,
         label="memory peak per GPU",
         title="peak memory",
         brief="memory peak",
-        shown_unit="GiB",
-        scale=1 / GIB,
         option="memory",
+        **IN_GIB,
+    ),
+    _served("wall_s", "s", "", "time from the first submission to the last token", label="wall"),
+    _count("submitted", "requests", "requests that were submitted"),
+    _count("finished", "requests", "requests that got all their tokens"),
+    _count("rejected", "requests", "requests that can never fit", heading="rejected"),
+    _count("cancelled", "requests", "requests that the end of the run cut off", heading="cut off"),
+    _count("input_tokens", "tokens", "prompt tokens of requests that got a token"),
+    _count("output_tokens", "tokens", "output tokens that came"),
+    _count("cached_tokens", "tokens", "prompt tokens that the prefix cache had"),
+    _count(
+        "preemptions",
+        "preemptions",
+        "how often a request lost its KV cache to others",
+        "lower",
+        shown_unit="",
+        heading="preempted",
+    ),
+    _count("steps", "steps", "steps of the run"),
+    _count("decode_steps", "steps", "steps without prefill"),
+    _count(
+        "eager_decode_steps",
+        "steps",
+        "steps without prefill past the largest captured graph",
+        exported=False,
+        heading="of these eager",
+    ),
+    _served(
+        "decode_batch",
+        "requests",
+        "",
+        "mean requests in a step without prefill",
+        label="requests in a decode step",
+        heading="requests in these",
+        digits=3,
     ),
     Metric(
-        name="wall_s",
-        unit="s",
-        help="time from the first submission to the last token",
-        at=("serve.wall_s",),
-        label="wall time",
-        heading="wall s",
-        gauge="wall_seconds",
-    ),
-    Metric(
-        name="submitted",
-        unit="requests",
-        help="requests that were submitted",
-        at=("serve.submitted",),
-        whole=True,
-        label="submitted",
-        gauge="submitted_requests",
-    ),
-    Metric(
-        name="finished",
-        unit="requests",
-        help="requests that got all their tokens",
-        at=("serve.finished",),
-        whole=True,
-        label="finished",
-        heading="finished",
-        gauge="finished_requests",
-    ),
-    Metric(
-        name="rejected",
-        unit="requests",
-        help="requests that can never fit",
-        at=("serve.rejected",),
-        whole=True,
-        label="rejected",
-        heading="rejected",
-        gauge="rejected_requests",
-    ),
-    Metric(
-        name="cancelled",
-        unit="requests",
-        help="requests that the end of the run cut off",
-        at=("serve.cancelled",),
-        whole=True,
-        label="cut off",
-        heading="cut off",
-        gauge="cancelled_requests",
-    ),
-    Metric(
-        name="input_tokens",
-        unit="tokens",
-        help="prompt tokens of requests that got a token",
-        at=("serve.input_tokens",),
-        whole=True,
-        label="input",
-    ),
-    Metric(
-        name="output_tokens",
-        unit="tokens",
-        help="output tokens that came",
-        at=("serve.output_tokens",),
-        whole=True,
-        label="output",
-    ),
-    Metric(
-        name="cached_tokens",
-        unit="tokens",
-        help="prompt tokens that the prefix cache had",
-        at=("serve.cached_tokens",),
-        whole=True,
-        label="input from the prefix cache",
-    ),
-    Metric(
-        name="cached_share",
-        unit="share",
-        help="prompt tokens that the prefix cache had, as a share of all",
+        "cached_share",
+        "share",
+        "",
+        "prompt tokens that the prefix cache had, as a share of all",
         of=_cached_share,
         exported=False,
         label="prompt tokens from the prefix cache",
         heading="cached",
-        shown_unit="%",
-        scale=100.0,
+        **IN_PERCENT,
     ),
     Metric(
-        name="preemptions",
-        unit="preemptions",
-        better="lower",
-        help="how often a request lost its KV cache to others",
-        at=("serve.preemptions",),
-        whole=True,
-        label="preemptions",
-        shown_unit="",
-        heading="preempted",
-    ),
-    Metric(
-        name="steps",
-        unit="steps",
-        help="steps of the run",
-        at=("serve.steps",),
-        whole=True,
-        label="steps",
-    ),
-    Metric(
-        name="decode_steps",
-        unit="steps",
-        help="steps without prefill",
-        at=("serve.decode_steps",),
-        whole=True,
-        label="steps without prefill",
-    ),
-    Metric(
-        name="eager_decode_steps",
-        unit="steps",
-        help="steps without prefill that no captured graph ran",
-        at=("serve.eager_decode_steps",),
-        whole=True,
-        exported=False,
-        label="eager steps without prefill",
-        heading="of these eager",
-    ),
-    Metric(
-        name="decode_batch",
-        unit="requests",
-        help="mean requests in a step without prefill",
-        at=("serve.decode_batch",),
-        label="requests in a decode step",
-        heading="requests in these",
-        digits=3,
-        gauge="decode_batch_requests",
-    ),
-    Metric(
-        name="kernels",
-        unit="kernels/step",
-        help="kernels in one profiled step",
+        "kernels",
+        "kernels/step",
+        "",
+        "kernels in one profiled step",
         at=("phases.kernels",),
         exported=False,
         label="kernels per step",
@@ -655,39 +547,40 @@ METRICS: tuple[Metric, ...] = (
         heading="kernels",
     ),
     Metric(
-        name="attention_error",
-        unit="",
-        better="lower",
-        help="relative error of the merged attention output against fp64, worst rank",
+        "attention_error",
+        "",
+        "lower",
+        "relative error of the merged attention output against fp64, worst rank",
         at=("honesty.attention_error",),
         merged="max",
         exported=False,
-        label="attention error",
         title="attention error against fp64",
     ),
     Metric(
-        name="sm_clock_mhz_min",
-        unit="MHz",
-        help="lowest clock of any GPU while the point was measured",
+        "sm_clock_mhz_min",
+        "MHz",
+        "",
+        "lowest clock of any GPU while the point was measured",
         at=("gpu.sm_clock_mhz_min",),
         merged="min",
         exported=False,
         label="lowest SM clock",
     ),
     Metric(
-        name="temperature_c_max",
-        unit="°C",
-        help="highest temperature of any GPU while the point was measured",
+        "temperature_c_max",
+        "°C",
+        "",
+        "highest temperature of any GPU while the point was measured",
         at=("gpu.temperature_c_max",),
         merged="max",
         exported=False,
         label="highest temperature",
     ),
     Metric(
-        name="dcp_ratio",
-        unit="×",
-        better="higher",
-        help="output throughput over that of the same layout, load and settings with dcp 1",
+        "dcp_ratio",
+        "×",
+        "higher",
+        "output throughput over that of the same layout, load and settings with dcp 1",
         ranged=True,
         exported=False,
         label="output over the same layout without DCP",
@@ -696,160 +589,102 @@ METRICS: tuple[Metric, ...] = (
 METRIC = {metric.name: metric for metric in METRICS}
 
 
-def _statistics(latency: str, *wanted: str) -> tuple[str, ...]:
-    return tuple(f"{latency}_{statistic}_ms" for statistic in wanted)
+def _listed(names: str) -> tuple[Metric, ...]:
+    return tuple(METRIC[name] for name in names.split())
 
 
-PAGE = (
-    "output_tok_s",
-    "output_tok_s_per_gpu",
-    "tok_s_per_user",
-    "dcp_ratio",
-    "steady_tok_s",
-    "step_ms",
-    *_statistics("itl", *PERCENTILES),
-    *_statistics("ttft", *PERCENTILES),
-    *_statistics("tpot", "p50", "p99"),
-    *_statistics("e2el", "p50", "p99"),
-    "request_s",
-    "goodput_s",
-    "preemptions",
-    "cached_share",
-    "decode_batch",
-    "kv_capacity_tokens",
-    "kv_tokens_per_gib",
-    "kv_pool_bytes_per_gpu",
-    "memory_peak_bytes",
-    "idle_fraction",
-    "host_syncs_per_step",
-    "kernels",
-    "attention_error",
-    "sm_clock_mhz_min",
-    "temperature_c_max",
+PAGE = _listed(
+    """
+    output_tok_s output_tok_s_per_gpu tok_s_per_user dcp_ratio steady_tok_s
+    step_ms itl_p50_ms itl_p90_ms itl_p95_ms itl_p99_ms ttft_p50_ms ttft_p90_ms ttft_p95_ms ttft_p99_ms
+    tpot_p50_ms tpot_p99_ms e2el_p50_ms e2el_p99_ms
+    request_s goodput_s preemptions cached_share decode_batch
+    kv_capacity_tokens kv_tokens_per_gib kv_pool_bytes_per_gpu memory_peak_bytes
+    idle_fraction host_syncs_per_step kernels attention_error sm_clock_mhz_min temperature_c_max
+    """
 )
 """What the page of a report shows of the point under the pointer, and offers as an axis."""
-PAGE_TABLE = (
-    "output_tok_s",
-    "output_tok_s_per_gpu",
-    "tok_s_per_user",
-    "step_ms",
-    *_statistics("itl", "p50", "p99"),
-    *_statistics("ttft", "p50", "p99"),
-    "goodput_s",
-    "preemptions",
-    "kv_capacity_tokens",
+PAGE_TABLE = _listed(
+    """
+    output_tok_s output_tok_s_per_gpu tok_s_per_user step_ms itl_p50_ms itl_p99_ms ttft_p50_ms ttft_p99_ms
+    goodput_s preemptions kv_capacity_tokens
+    """
 )
 """Of these, what stands in its table of points."""
-DECODE_TABLE = (
-    "output_tok_s_per_gpu",
-    "tok_s_per_user",
-    *_statistics("itl", *PERCENTILES),
-    *_statistics("ttft", "p50"),
-)
+DECODE_TABLE = _listed("output_tok_s_per_gpu tok_s_per_user itl_p50_ms itl_p90_ms itl_p95_ms itl_p99_ms ttft_p50_ms")
 """Columns of a report's table of points of `decode`, between the throughput with its interval and the objectives."""
-PROFILE_TABLE = ("idle_fraction", "host_syncs_per_step", "allocations_per_step", "kernels", "host_plan_us")
+PROFILE_TABLE = _listed("idle_fraction host_syncs_per_step allocations_per_step kernels host_plan_us")
 """Columns of its table of steps, after the step time."""
-KV_TABLE = ("kv_pool_bytes_per_gpu", "kv_bytes_per_token_per_gpu")
+KV_TABLE = _listed("kv_pool_bytes_per_gpu kv_bytes_per_token_per_gpu")
 """Columns of its table of KV caches, before what they hold."""
-SERVED_TABLE = (
-    "output_tok_s",
-    "steady_tok_s",
-    "output_tok_s_per_gpu",
-    "tok_s_per_user",
-    *_statistics("ttft", "p50", "p99"),
-    *_statistics("itl", "p50", "p99"),
+SERVED_TABLE = _listed(
+    """
+    output_tok_s steady_tok_s output_tok_s_per_gpu tok_s_per_user ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms
+    """
 )
 """Columns of its table of served points before the objectives."""
-SERVED_COUNTS = ("goodput_s", "preemptions", "cached_share", "finished")
+SERVED_COUNTS = _listed("goodput_s preemptions cached_share finished")
 """And after them."""
-SERVED_DETAILS = (
-    *_statistics("ttft", "mean", "p90", "p95"),
-    *_statistics("itl", "mean", "p90", "p95"),
-    *_statistics("tpot", "p50"),
-    *_statistics("e2el", "p50"),
-    "total_tok_s",
-    "wall_s",
-    "steps",
-    "decode_steps",
-    "decode_batch",
-    "eager_decode_steps",
-    "idle_fraction",
-    "host_syncs_per_step",
-    "rejected",
-    "cancelled",
+SERVED_DETAILS = _listed(
+    """
+    ttft_mean_ms ttft_p90_ms ttft_p95_ms itl_mean_ms itl_p90_ms itl_p95_ms tpot_p50_ms e2el_p50_ms total_tok_s wall_s
+    steps decode_steps decode_batch eager_decode_steps idle_fraction host_syncs_per_step rejected cancelled
+    """
 )
 """Columns of its second table of served points."""
-REPLAYED = ("output_tok_s", *_statistics("ttft", "p50", "p99"), *_statistics("itl", "p50", "p99"))
+REPLAYED = _listed("output_tok_s ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms")
 """What a replay is held against the live run of the same load by."""
-DEFINED = (
-    "step_ms",
-    *LATENCIES,
-    "output_tok_s",
-    "steady_tok_s",
-    "goodput_s",
-    "output_tok_s_per_gpu",
-    "tok_s_per_user",
-)
-"""Metrics and latencies that a report explains."""
-DASHBOARD = (
-    "output_tok_s_per_gpu",
-    "output_tok_s",
-    "tok_s_per_user",
-    "step_ms",
-    *_statistics("itl", "p50", "p99"),
-    *_statistics("ttft", "p50", "p99"),
-    *_statistics("tpot", "p50"),
-    *_statistics("e2el", "p50"),
-    "steady_tok_s",
-    "request_s",
-    "goodput_s",
-    "host_syncs_per_step",
-    "host_plan_us",
-    "kv_capacity_tokens",
-    "memory_peak_bytes",
-    "attention_error",
+DASHBOARD = _listed(
+    """
+    output_tok_s_per_gpu output_tok_s tok_s_per_user
+    step_ms itl_p50_ms itl_p99_ms ttft_p50_ms ttft_p99_ms tpot_p50_ms e2el_p50_ms steady_tok_s request_s goodput_s
+    host_syncs_per_step host_plan_us kv_capacity_tokens memory_peak_bytes attention_error
+    """
 )
 """What the dashboard follows over runs; the first is what it shows before another is chosen."""
-COUNTED = ("kv_capacity_tokens", "memory_peak_bytes", "host_syncs_per_step")
+_COUNTED = "kv_capacity_tokens memory_peak_bytes host_syncs_per_step"
 COMPARED = {
-    DECODE: ("step_ms", *_statistics("itl", "p90", "p99"), *COUNTED),
-    SERVE: (
-        "output_tok_s",
-        "steady_tok_s",
-        *_statistics("ttft", "p50", "p99"),
-        *_statistics("itl", "p50", "p99"),
-        *_statistics("tpot", "p50"),
-        *_statistics("e2el", "p50"),
-        "goodput_s",
-        *COUNTED,
+    DECODE: _listed(f"step_ms itl_p90_ms itl_p99_ms {_COUNTED}"),
+    SERVE: _listed(
+        "output_tok_s steady_tok_s ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms tpot_p50_ms e2el_p50_ms goodput_s "
+        f"{_COUNTED}"
     ),
 }
 """What `compare` compares of a point, by workload. In `decode` throughput is concurrency / step time, and the median
 ITL is the step time: one test, of which the other two are aliases."""
-SWEPT = ("step_ms", "output_tok_s", "output_tok_s_per_gpu", "tok_s_per_user")
+SWEPT = _listed("step_ms output_tok_s output_tok_s_per_gpu tok_s_per_user")
 """What --json of a measuring command says of a point of `decode`."""
 TOP = {
-    "tok_s": "output_tok_s",
-    "tok_s_per_gpu": "output_tok_s_per_gpu",
-    "ttft_ms": "ttft_p50_ms",
-    "itl_ms": "itl_p50_ms",
+    "tok_s": METRIC["output_tok_s"],
+    "tok_s_per_gpu": METRIC["output_tok_s_per_gpu"],
+    "ttft_ms": METRIC["ttft_p50_ms"],
+    "itl_ms": METRIC["itl_p50_ms"],
 }
 """What `top` shows of a finished point, by its own names."""
+
+
+def defined(workload: str) -> dict[str, tuple[str, str]]:
+    """Words that a report explains in this workload, each with the explanation and its unit."""
+    latencies = [(latency.label, latency.defined, "ms") for latency in LATENCIES.values()]
+    step, *others = (
+        (metric.term, metric.defined, metric.unit)
+        for metric in _listed("step_ms output_tok_s steady_tok_s goodput_s output_tok_s_per_gpu tok_s_per_user")
+    )
+    return {term: (said[workload], unit) for term, said, unit in (step, *latencies, *others) if workload in said}
 
 
 def compared(workload: str, options: Sequence[str] = ()) -> list[Metric]:
     """What `compare` compares of a point of this workload; with names of options only these."""
     wanted = {named(option, workload) for option in options}
-    return [METRIC[name] for name in COMPARED[workload] if not wanted or METRIC[name] in wanted]
+    return [metric for metric in COMPARED[workload] if not wanted or metric in wanted]
 
 
 def named(option: str, workload: str) -> Metric | None:
     """The metric that an option of `compare` names in this workload, if there is one."""
-    found = (METRIC[name] for name in COMPARED[workload])
-    return next((metric for metric in found if option in metric.options), None)
+    return next((metric for metric in COMPARED[workload] if option in metric.options), None)
 
 
-_OF_COMPARE = [metric for workload in COMPARED for metric in compared(workload)]
+_OF_COMPARE = sorted((metric for found in COMPARED.values() for metric in found), key=lambda metric: not metric.errors)
 OPTIONS = tuple(dict.fromkeys([*(a for m in _OF_COMPARE for a in m.aliases), *(m.option for m in _OF_COMPARE)]))
 """What options of `compare` name metrics by; their own names do as well."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.records.metrics import DECODE, DEFINED, LATENCIES, METRIC, SERVE
+from dcpbench.records.metrics import DECODE, METRIC, SERVE, defined
 from dcpbench.reports.tables import Table
 
 if TYPE_CHECKING:
@@ -19,31 +19,17 @@ EVERYWHERE = {
     "SLO": ("held against p99; where that lacks samples, against the highest percentile all points of a load have", ""),
 }
 OTHERS = {
-    KV.term: (KV.defined[""], KV.unit),
+    KV.term: (KV.defined[SERVE], KV.unit),
     "phases, GPU idle": ("GPU time by range, and time without a kernel, in a separate profiled pass", "ms"),
     "host syncs": ("calls in a profiled step that made the host wait for the GPU", "per step"),
-    "ratio, ×": ("output throughput over that of the same layout, load and settings with dcp 1", ""),
+    "ratio, ×": (METRIC["dcp_ratio"].help, ""),
     "DCP pays": (
         "it meets the SLO and is clearly above the best layout without DCP that does: same load, GPUs, dtype, weights",
         "",
     ),
     "clearly": ("intervals lie apart and the difference is more than 2 %, as far as repeats may differ", ""),
 }
-
-
-def _of(workload: str) -> dict[str, tuple[str, str]]:
-    """What the words mean in a workload, and their units."""
-    found = {}
-    for name in DEFINED:
-        metric, latency = METRIC.get(name), LATENCIES.get(name)
-        if metric and workload in metric.defined:
-            found[metric.term] = (metric.defined[workload], metric.unit)
-        elif latency and workload in latency.defined:
-            found[latency.label] = (latency.defined[workload], "ms")
-    return found | EVERYWHERE
-
-
-EVERY = {workload: _of(workload) for workload in (DECODE, SERVE)}
+EVERY = {workload: defined(workload) | EVERYWHERE for workload in (DECODE, SERVE)}
 
 
 def table(frames: Frames, names: Iterable[str] | None = None) -> Table:

@@ -12,7 +12,7 @@ import pandas as pd
 from dcpbench.points.memory import GIB
 from dcpbench.records import provenance
 from dcpbench.records.checks import OUTCOMES
-from dcpbench.records.metrics import DECODE_TABLE, KV_TABLE, METRIC, PROFILE_TABLE
+from dcpbench.records.metrics import DECODE_TABLE, KV_TABLE, PROFILE_TABLE
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports.clip import cut
 from dcpbench.reports.merge import missing
@@ -89,9 +89,9 @@ def shown(metric: Metric, value: float | None) -> str:
     return whole(value) if metric.whole else number(value, metric.digits)
 
 
-def columns(names: Iterable[str], **instead: Column) -> list[Column]:
+def columns(metrics: Iterable[Metric], **instead: Column) -> list[Column]:
     """Metrics as columns, headed and printed as the catalogue says; some of them `instead` as their table has it."""
-    return [instead.get(name) or column(METRIC[name]) for name in names]
+    return [instead.get(metric.name) or column(metric) for metric in metrics]
 
 
 def column(metric: Metric, heading: str = "") -> Column:

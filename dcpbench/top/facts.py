@@ -21,7 +21,7 @@ from dcpbench.launch.jobs import CHECKS_FILE, FAILED_FILE, Failure, Job, Progres
 from dcpbench.launch.launcher import blame
 from dcpbench.plan.grid import point_name
 from dcpbench.records.file import RECORDS_FILE, UNREADABLE, decode
-from dcpbench.records.metrics import METRIC, TOP
+from dcpbench.records.metrics import TOP
 from dcpbench.reports.clip import cut
 from dcpbench.syncs.words import plain
 from dcpbench.top.tail import Tail
@@ -195,7 +195,7 @@ def point_id(point: Point) -> int:
 
 def finished(record: Record) -> Finished:
     """What is shown of a record."""
-    figures = {name: METRIC[metric].value(record) for name, metric in TOP.items()}
+    figures = {name: metric.value(record) for name, metric in TOP.items()}
     return Finished(
         point=inert(point_name(record.point)),
         outcome=inert(record.outcome),

@@ -76,11 +76,11 @@ def _field(name: str, label: str, unit: str) -> dict[str, Any]:
 
 def _metric_field(metric: Metric) -> dict[str, Any]:
     about = _field(metric.name, metric.label, metric.shown_unit or "")
-    return about | {"table": metric.name in PAGE_TABLE, "range": metric.ranged}
+    return about | {"table": metric in PAGE_TABLE, "range": metric.ranged}
 
 
 FIELDS = [_field(name, *words) for name, words in LOADS.items()]
-FIELDS[-1:-1] = [_metric_field(METRIC[name]) for name in PAGE]
+FIELDS[-1:-1] = [_metric_field(metric) for metric in PAGE]
 """What the page says of a point in numbers, in order; how many repeats it had comes last."""
 
 

@@ -18,6 +18,8 @@ SAME_BUT_MODE = ["device", "same_load", *fields_but(*OF_A_LOAD)]
 """What a replay and the live run that it stands for have in common."""
 SHOWN = ["run", "model", "mode", "load", "arrival", "rest", "concurrency", "input_typical", "label", "layout", "tp"]
 
+NAMES = [metric.name for metric in REPLAYED]
+
 
 def pressure(points: pd.DataFrame) -> pd.DataFrame:
     """Points whose KV cache was short: requests were preempted, or fewer fit than were in flight."""
@@ -39,9 +41,9 @@ def replay_against_live(served: pd.DataFrame) -> pd.DataFrame:
         if key in live.index:
             of = live.loc[key]
             row = {name: point[name] for name in (*SHOWN, "cpu")} | {"cpu": bool(point["cpu"] or of["cpu"])}
-            row |= {name: of[name] for name in REPLAYED}
-            row |= {f"{name}_replay": point[name] for name in REPLAYED}
-            ratios = {name: _over(point[name], of[name]) for name in REPLAYED}
+            row |= {name: of[name] for name in NAMES}
+            row |= {f"{name}_replay": point[name] for name in NAMES}
+            ratios = {name: _over(point[name], of[name]) for name in NAMES}
             rows.append(row | {f"{name}_error": None if r is None else r - 1 for name, r in ratios.items()})
     return pd.DataFrame(rows)
 

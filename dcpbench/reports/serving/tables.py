@@ -83,7 +83,7 @@ def details(served: pd.DataFrame, mode: str) -> Table:
 def replay(found: pd.DataFrame) -> Table:
     """How far replay lies from live."""
     compared: list[Column] = [*LOADED, ("layout", lambda r: str(r["label"]))]
-    for metric in (METRIC[name] for name in REPLAYED):
+    for metric in REPLAYED:
         compared += [column(metric, f"{metric.in_brief} live"), ("error", _error(f"{metric.name}_error"))]
     cpu = len(found) > 0 and bool(found["cpu"].any())
     return make_table(
