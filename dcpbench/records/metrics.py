@@ -385,7 +385,7 @@ METRICS: tuple[Metric, ...] = (
         term="step time",
         defined={DECODE: "slowest rank's time from graph launch to the step's end; median with its 95 % interval"},
         option="step_time",
-        aliases=("slower", "tok_s", "itl_p50"),
+        aliases=("slower", "tok_s", "itl_p50", "output_tok_s", "itl_p50_ms"),
         errors={DECODE: "steps"},
     ),
     *(latency.metric(statistic) for latency in LATENCIES.values() for statistic in STATISTICS),
@@ -685,7 +685,9 @@ def named(option: str, workload: str) -> Metric | None:
 
 
 _OF_COMPARE = sorted((metric for found in COMPARED.values() for metric in found), key=lambda metric: not metric.errors)
-OPTIONS = tuple(dict.fromkeys([*(a for m in _OF_COMPARE for a in m.aliases), *(m.option for m in _OF_COMPARE)]))
+OPTIONS = tuple(
+    dict.fromkeys([*(a for m in _OF_COMPARE for a in m.aliases if a not in METRIC), *(m.option for m in _OF_COMPARE)])
+)
 """What options of `compare` name metrics by; their own names do as well."""
 
 

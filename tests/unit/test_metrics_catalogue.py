@@ -176,6 +176,7 @@ class TestNames:
             ("slower", "step_ms", "output_tok_s"),
             ("tok_s", "step_ms", "output_tok_s"),
             ("itl_p50", "step_ms", "itl_p50_ms"),
+            ("output_tok_s", "step_ms", "output_tok_s"),
             ("memory", "memory_peak_bytes", "memory_peak_bytes"),
             ("ttft_p99_ms", None, "ttft_p99_ms"),
         ],
@@ -204,6 +205,10 @@ class TestErrors:
 
 
 class TestDocuments:
+    def test_the_page_about_comparing_names_every_option(self) -> None:
+        quoted = set(re.findall(r"`(\w+)`", (DOCS / "comparing.md").read_text(encoding="utf-8")))
+        assert set(metrics.OPTIONS) <= quoted
+
     def test_the_page_about_metrics_names_every_served_field_and_latency(self) -> None:
         text = (DOCS / "metrics.md").read_text(encoding="utf-8")
         section = text[text.index("## Served requests") : text.index("## Statistics")]
