@@ -34,9 +34,8 @@ LOADS = {
     "tp": ("GPUs (tp)", ""),
     "dp": ("attention replicas (dp)", ""),
     "dcp": ("KV shards (dcp)", ""),
-    "repeats": ("repeats", ""),
 }
-"""Numbers of a point that are no metric: their label and unit."""
+"""Numbers of its load and layout: their label and unit."""
 FILTERS = {
     "model": "model",
     "layout": "layout",
@@ -79,9 +78,12 @@ def _metric_field(metric: Metric) -> dict[str, Any]:
     return about | {"table": metric in PAGE_TABLE, "range": metric.ranged}
 
 
-FIELDS = [_field(name, *words) for name, words in LOADS.items()]
-FIELDS[-1:-1] = [_metric_field(metric) for metric in PAGE]
-"""What the page says of a point in numbers, in order; how many repeats it had comes last."""
+FIELDS = [
+    *(_field(name, *words) for name, words in LOADS.items()),
+    *map(_metric_field, PAGE),
+    _field("repeats", "repeats", ""),
+]
+"""What the page says of a point in numbers, in order."""
 
 
 def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
