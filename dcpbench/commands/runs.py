@@ -24,6 +24,7 @@ from dcpbench.plan.options import check_seconds
 from dcpbench.plan.spec import effective
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.file import RecordFile
+from dcpbench.records.metrics import SWEPT
 from dcpbench.records.runs import last_records
 from dcpbench.show.streams import write_json
 
@@ -213,12 +214,7 @@ def _summary(records: Sequence[Record], folder: Path, paths: Sequence[Path], pro
     for r in records:
         row = {"point": msgspec.to_builtins(r.point), "layout": r.point.layout_name, "outcome": r.outcome}
         if r.metrics:
-            row |= {
-                "step_ms": r.metrics.step_ms.median,
-                "output_tok_s": r.metrics.output_tok_s.median,
-                "output_tok_s_per_gpu": r.metrics.output_tok_s_per_gpu,
-                "tok_s_per_user": r.metrics.tok_s_per_user,
-            }
+            row |= {metric.name: metric.value(r) for metric in SWEPT}
         if r.serve:
             row |= {"serve": msgspec.to_builtins(r.serve)}
         results.append(row | {"reason": r.reason, "marks": r.marks})

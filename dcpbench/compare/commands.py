@@ -11,9 +11,9 @@ import msgspec
 
 from dcpbench.compare import gate, github, junit, markdown, table
 from dcpbench.compare.judging import Options, judge
-from dcpbench.compare.measures import NAMES
 from dcpbench.compare.sides import read_side
 from dcpbench.errors import OutputError, UsageError
+from dcpbench.records import metrics
 from dcpbench.show.streams import write_json
 from dcpbench.syncs.formats.github import step_summary
 
@@ -57,8 +57,8 @@ def check(options: Options, out: Out) -> None:
             raise UsageError(f"{name} {value * 100:g}% cannot be; give a share from 0% to 50%, such as {name} 1%.")
     if not LEAST_ALPHA <= options.alpha <= MOST_SHARE:
         raise UsageError(f"--alpha {options.alpha:g} cannot be; give a probability such as --alpha 0.03.")
-    if unknown := [name for name in options.metrics if name not in NAMES]:
-        raise UsageError(f"--metric {unknown[0]}: there is none; give some of {', '.join(NAMES)}.")
+    if unknown := [name for name in options.metrics if not metrics.is_option(name)]:
+        raise UsageError(f"--metric {unknown[0]}: there is none; give some of {', '.join(metrics.OPTIONS)}.")
 
 
 def conclude(a: Sequence[Run], b: Sequence[Run], options: Options, out: Out) -> int:

@@ -7,10 +7,10 @@ import math
 import re
 from typing import TYPE_CHECKING, Literal
 
-from dcpbench.compare.measures import NAMES, real_name
 from dcpbench.compare.model import Comparison, Finding, PointResult, Row
 from dcpbench.compare.words import number, range_text
 from dcpbench.errors import UsageError
+from dcpbench.records import metrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -44,8 +44,10 @@ def _rule(text: str) -> Rule:
         if colon:
             raise UsageError(f"--fail-on {text}: {name} takes no limit; type {name} alone.")
         return Rule(text, name)
-    if name not in NAMES:
-        raise UsageError(f"--fail-on {text or repr(text)}: give one of {', '.join((*NAMES, *WORDS))}, as in {EXAMPLE}.")
+    if not metrics.is_option(name):
+        raise UsageError(
+            f"--fail-on {text or repr(text)}: give one of {', '.join((*metrics.OPTIONS, *WORDS))}, as in {EXAMPLE}."
+        )
     found = _LIMIT.fullmatch(limit)
     if not found:
         raise UsageError(
@@ -101,15 +103,13 @@ def unused(comparison: Comparison, rules: Sequence[Rule]) -> list[str]:
     """Rules about metrics that no compared point has: they guard nothing, which must be said."""
     seen = {(p.workload, row.metric) for p in comparison.points for row in p.rows}
     return [
-        rule.text
-        for rule in rules
-        if rule.name not in WORDS and not any(real_name(rule.name, w) == metric for w, metric in seen)
+        rule.text for rule in rules if rule.name not in WORDS and not any(_is_of(rule, w, metric) for w, metric in seen)
     ]
 
 
 def _of_row(point: PointResult, row: Row, rules: Sequence[Rule]) -> Iterator[Finding]:
     for rule in rules:
-        if rule.name in WORDS or real_name(rule.name, point.workload) != row.metric:
+        if rule.name in WORDS or not _is_of(rule, point.workload, row.metric):
             continue
         status = _status(row, rule)
         row.gate = max(row.gate, status, key=("", "passes", "undecided", "fails").index)
@@ -122,6 +122,12 @@ def _of_row(point: PointResult, row: Row, rules: Sequence[Rule]) -> Iterator[Fin
                 status=status,
                 message=f"{point.name}: {row.title} {said} more than {rule.text.partition(':')[2]}: {_values(row)}",
             )
+
+
+def _is_of(rule: Rule, workload: str, metric: str) -> bool:
+    """Whether the rule is about this row's metric."""
+    found = metrics.named(rule.name, workload)
+    return found is not None and found.option == metric
 
 
 def _status(row: Row, rule: Rule) -> Literal["fails", "undecided", "passes"]:

@@ -6,15 +6,16 @@ import dataclasses
 import math
 import statistics
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dcpbench.compare import effects, multiple
 from dcpbench.compare.environments import differences, marks
-from dcpbench.compare.measures import Requests, measures_of, of, requests_of
 from dcpbench.compare.model import WORST_FIRST, Broken, Comparison, PointResult, Row
+from dcpbench.compare.samples import Requests, comparable, error_of, requests_of
 from dcpbench.compare.sides import match
 from dcpbench.errors import UsageError
 from dcpbench.plan.grid import point_name
+from dcpbench.records.metrics import compared
 from dcpbench.records.provenance import functional
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.syncs.words import plain
@@ -22,10 +23,10 @@ from dcpbench.syncs.words import plain
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.compare.measures import Measure
     from dcpbench.compare.model import Workload
     from dcpbench.compare.sides import Matched, Pair
     from dcpbench.points.point import Point
+    from dcpbench.records.metrics import Error, Metric
     from dcpbench.records.record import Record
     from dcpbench.records.runs import Run
 
@@ -134,26 +135,27 @@ def _point(
         marks_b=marks(r for _, rs in pair.b for r in rs),
     )
     sampled: dict[int, Sampled] = {}
-    for measure in measures_of(workload, options.metrics):
-        left, right = ([_values(measure, side) for side in sides] for sides in (pair.a, pair.b))
+    for metric in compared(workload, options.metrics):
+        kind = metric.errors.get(workload)
+        left, right = ([_values(metric, kind, side) for side in sides] for sides in (pair.a, pair.b))
         if not any(left) or not any(right):
             if any(left) or any(right):
-                found.not_compared.append(f"{measure.title} (absent in {'B' if any(left) else 'A'})")
+                found.not_compared.append(f"{metric.brief} (absent in {'B' if any(left) else 'A'})")
             continue
-        if not measure.sampled:
-            found.rows.append(_counted(measure, left, right, options.margin))
+        if kind is None:
+            found.rows.append(_counted(metric, left, right, options.margin))
             continue
         sides = [
             {
                 launch.name: e
                 for (launch, records), vs in zip(side, values, strict=True)
-                if vs and (e := _estimate(measure, launch, records, sampled))
+                if vs and (e := _estimate(metric, kind, launch, records, sampled))
             }
             for side, values in ((pair.a, left), (pair.b, right))
         ]
-        test = _test(measure, sides, options, [x.name for x in a], [x.name for x in b])
+        test = _test(metric, sides, options, [x.name for x in a], [x.name for x in b])
         found.rows.append(test.row)
-        if measure.name == "step_time":
+        if metric.name == "step_ms":
             found.output_tok_s = (point.concurrency * 1e3 / test.row.a, point.concurrency * 1e3 / test.row.b)
         if found.cpu and not options.allow_cpu:
             test.row.reason = CPU_REASON
@@ -162,30 +164,29 @@ def _point(
     return found
 
 
-def _values(measure: Measure, side: tuple[Run, list[Record]]) -> list[float]:
-    return [v for record in side[1] if (v := of(record, measure)) is not None]
+def _values(metric: Metric, kind: Error | None, side: tuple[Run, list[Record]]) -> list[float]:
+    return [v for record in side[1] if (v := comparable(metric, record, sampled=kind is not None)) is not None]
 
 
 def _estimate(
-    measure: Measure, launch: Run, records: Sequence[Record], sampled: dict[int, Sampled]
+    metric: Metric, kind: Error, launch: Run, records: Sequence[Record], sampled: dict[int, Sampled]
 ) -> effects.Estimate | None:
     """What a launch knows of a metric; `sampled` keeps the samples of its records from one metric to the next."""
-    assert measure.error is not None
     values, errors = [], []
-    seed = zlib.crc32(measure.name.encode())  # the same on both sides, for draws of the same requests
+    seed = zlib.crc32(metric.option.encode())  # the same on both sides, for draws of the same requests
     for record in records:
-        value = of(record, measure)
+        value = comparable(metric, record, sampled=True)
         if value is None:
             continue
         if id(record) not in sampled:
             sampled[id(record)] = launch.whole(record), requests_of(record, launch.folder)
         values.append(value)
-        errors.append(measure.error(*sampled[id(record)], seed))
+        errors.append(error_of(metric, kind, *sampled[id(record)], seed))
     return effects.estimate(values, errors) if values else None
 
 
 def _test(
-    measure: Measure, sides: Sequence[dict[str, effects.Estimate]], options: Options, a: list[str], b: list[str]
+    metric: Metric, sides: Sequence[dict[str, effects.Estimate]], options: Options, a: list[str], b: list[str]
 ) -> _Test:
     left, right = (list(side.values()) for side in sides)
     rounds = [(sides[0][x], sides[1][y]) for x, y in zip(a, b, strict=False) if x in sides[0] and y in sides[1]]
@@ -195,10 +196,7 @@ def _test(
     else:
         effect = effects.compare(left, right, options.launch_noise)
     row = Row(
-        metric=measure.name,
-        title=measure.title,
-        unit=measure.unit,
-        higher_is_better=measure.higher_is_better,
+        **_about(metric),
         a=_exp(statistics.fmean(e.log for e in left)),
         b=_exp(statistics.fmean(e.log for e in right)),
         ratio=_exp(effect.log),
@@ -207,6 +205,17 @@ def _test(
         repeats=(sum(e.repeats for e in left), sum(e.repeats for e in right)),
     )
     return _Test(row, effect)
+
+
+def _about(metric: Metric) -> dict[str, Any]:
+    """What a row says of its metric."""
+    return {
+        "metric": metric.option,
+        "title": metric.brief,
+        "unit": metric.brief_unit,
+        "higher_is_better": metric.better == "higher",
+        "absolute": metric.absolute,
+    }
 
 
 def _decide(tests: Sequence[_Test], options: Options) -> None:
@@ -262,17 +271,13 @@ def _undecided(test: _Test, margin: float, tail: float, alpha: float) -> None:
         row.reason += "; it differs, but perhaps by less than the margin"
 
 
-def _counted(measure: Measure, a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], margin: float) -> Row:
+def _counted(metric: Metric, a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], margin: float) -> Row:
     """What is counted and not sampled: the same number each time, or else whole ranges that do not overlap."""
     left, right = ([v for launch in side for v in launch] for side in (a, b))
     x, y = statistics.median(left), statistics.median(right)
-    slack = 1.0 if measure.absolute else 1 + margin
+    slack = 1.0 if metric.absolute else 1 + margin
     row = Row(
-        metric=measure.name,
-        title=measure.title,
-        unit=measure.unit,
-        higher_is_better=measure.higher_is_better,
-        absolute=measure.absolute,
+        **_about(metric),
         sampled=False,
         a=x,
         b=y,

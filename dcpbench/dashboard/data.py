@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.dashboard import changes, lines
-from dcpbench.dashboard.measures import DEFAULT, MEASURES
 from dcpbench.points.layout import DEGREES
 from dcpbench.records.checks import OUTCOMES
+from dcpbench.records.metrics import DASHBOARD
 from dcpbench.reports.assets import inert
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def make(found: Found, pages: Sequence[str], records: Sequence[str], tell: Calla
         **_columns(histories, shards),
         "measures": measures,
         "shards": [path for _, path in shards],
-        "first": DEFAULT if any(m["id"] == DEFAULT for m in measures) else (measures[0]["id"] if measures else ""),
+        "first": measures[0]["id"] if measures else "",
     }
     first = next((str(m["file"]) for m in measures if m["id"] == index["first"]), "")
     count = sum(len(found) for step in steps for found in step.values())
@@ -111,11 +111,11 @@ def _changes(history: History) -> dict[str, list[tuple[list[int], Change]]]:
     if history.line.cpu or len(history.entries) < changes.LEAST_RUNS:
         return {}
     found = {}
-    for measure in MEASURES:
-        having = [i for i, (_, entry) in enumerate(history.entries) if measure.id in entry.values]
-        steps = changes.find([history.entries[i][1].values[measure.id].median for i in having])
+    for metric in DASHBOARD:
+        having = [i for i, (_, entry) in enumerate(history.entries) if metric.shown_name in entry.values]
+        steps = changes.find([history.entries[i][1].values[metric.shown_name].median for i in having])
         if steps:
-            found[measure.id] = [(having, step) for step in steps]
+            found[metric.shown_name] = [(having, step) for step in steps]
     return found
 
 
@@ -159,21 +159,21 @@ def _measures(
     histories: Sequence[History], steps: Sequence[dict[str, list[tuple[list[int], Change]]]], files: dict[str, str]
 ) -> list[dict[str, object]]:
     told = []
-    for measure in MEASURES:
+    for metric in DASHBOARD:
         rows, latest = [], []
         for i, history in enumerate(histories):
-            values = [(run, e.values[measure.id]) for run, e in history.entries if measure.id in e.values]
+            values = [(run, e.values[metric.shown_name]) for run, e in history.entries if metric.shown_name in e.values]
             if not values:
                 continue
             rows.append((i, values[-1][0], values[-1][1]))
-            if found := steps[i].get(measure.id):
+            if found := steps[i].get(metric.shown_name):
                 having, change = found[-1]
                 runs = [history.entries[having[change.before + k]][0] for k in (0, 1)]
                 latest.append([i, *runs, *_levels(change)])
         if not rows:
             continue
         data = {
-            "id": measure.id,
+            "id": metric.shown_name,
             "line": _gaps([i for i, _, _ in rows]),
             "run": [run for _, run, _ in rows],
             "value": [_short(v.median) for _, _, v in rows],
@@ -181,8 +181,13 @@ def _measures(
             "high": [_short(v.high) for _, _, v in rows],
             "changes": latest,
         }
-        about = {"id": measure.id, "label": measure.label, "unit": measure.unit, "better": measure.better}
-        told.append(about | {"file": _add(files, f"measure-{measure.id}", data), "changes": len(latest)})
+        about = {
+            "id": metric.shown_name,
+            "label": metric.title[:1].upper() + metric.title[1:],
+            "unit": metric.shown_unit,
+            "better": metric.better,
+        }
+        told.append(about | {"file": _add(files, f"measure-{metric.shown_name}", data), "changes": len(latest)})
     return told
 
 
@@ -204,11 +209,11 @@ def _shards(
 def _history(history: History, steps: dict[str, list[tuple[list[int], Change]]]) -> dict[str, object]:
     entries = [entry for _, entry in history.entries]
     values: dict[str, list[list[float | None]]] = {}
-    for measure in MEASURES:
-        found = [entry.values.get(measure.id) for entry in entries]
+    for metric in DASHBOARD:
+        found = [entry.values.get(metric.shown_name) for entry in entries]
         if any(found):
             parts = [[_short(getattr(v, name, None)) for v in found] for name in ("median", "low", "high")]
-            values[measure.id] = parts if any(x is not None for x in parts[1]) else parts[:1]
+            values[metric.shown_name] = parts if any(x is not None for x in parts[1]) else parts[:1]
     changed = {
         name: [[having[c.before], having[c.before + 1], *_levels(c)] for having, c in found]
         for name, found in steps.items()

@@ -11,8 +11,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dcpbench.dashboard import lines, measures
+from dcpbench.dashboard import lines
 from dcpbench.errors import RecordsError, UsageError
+from dcpbench.records import metrics
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.provenance import hardware
 from dcpbench.records.runs import read_run
@@ -32,6 +33,7 @@ PIECE = 1 << 20
 LONGEST_SLUG = 80
 COMMIT = 12
 """Characters of a git commit that are shown."""
+HEADLINE = metrics.DASHBOARD[0].name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +186,7 @@ def _run(name: str, path: Path, digest: str, records: Sequence[Record]) -> RunDa
 
 def _headline(entries: dict[Line, Entry]) -> str:
     """The point with the highest output throughput per GPU, in words."""
-    timed = {line: e.values[measures.DEFAULT] for line, e in entries.items() if measures.DEFAULT in e.values}
+    timed = {line: e.values[HEADLINE] for line, e in entries.items() if HEADLINE in e.values}
     if not timed and any(e.outcome == "ok" for e in entries.values()):
         return "output per GPU is not known"
     if not timed:

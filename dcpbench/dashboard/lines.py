@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.dashboard import measures
 from dcpbench.points import axes
 from dcpbench.points.axes import COMPUTES, Role
 from dcpbench.points.memory import GIB
 from dcpbench.points.point import LOAD_AXES
+from dcpbench.records import metrics
 from dcpbench.records.provenance import CPU, hardware
 from dcpbench.reports.clip import cut
 from dcpbench.reports.serving import words
@@ -21,8 +21,8 @@ from dcpbench.reports.serving import words
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.dashboard.measures import Value
     from dcpbench.points.point import Point
+    from dcpbench.records.metrics import Value
     from dcpbench.records.record import Environment, Record
 
 LONGEST = 160
@@ -65,6 +65,7 @@ class Entry:
 
     outcome: str
     values: dict[str, Value]
+    """By their metric's name, both in the unit that is shown."""
     repeats: int
     marks: str
     reason: str
@@ -162,4 +163,8 @@ def _entry(records: Sequence[Record]) -> Entry:
     if ok and failed:
         reason = f"{len(failed)} of {len(records)} repeats did not finish: {reason}"
     marks = ", ".join(sorted({mark for r in ok for mark in r.marks}))
-    return Entry(clip(outcome), measures.of_records(ok), len(ok), clip(marks), clip(reason, LONGEST_REASON))
+    return Entry(clip(outcome), _values(ok), len(ok), clip(marks), clip(reason, LONGEST_REASON))
+
+
+def _values(repeats: Sequence[Record]) -> dict[str, Value]:
+    return {v.metric.shown_name: v.shown() for v in metrics.values(repeats, metrics.DASHBOARD, derived=True)}

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 from dcpbench.exports.measured import DECODE_STEPS, DID_NOT_RUN, Measured, Rule, sieve
 from dcpbench.exports.requests import Requests, Totals, of_point, samples_of, totals_of
 from dcpbench.points.names import CLOSED, GAMMA
+from dcpbench.records.metrics import PERCENTILES
 from dcpbench.records.provenance import OURS
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from dcpbench.points.point import Load
     from dcpbench.records.record import Latencies, ServeMetrics
@@ -24,6 +25,8 @@ NOT_KNOWN = Rule(
 NO_TIME = Rule("took no time", lambda m: m.record.serve is not None and not m.record.serve.wall_s > 0)
 CARRIES = (DID_NOT_RUN, DECODE_STEPS, NO_TIME, NOT_KNOWN)
 """What neither file has a place for."""
+SAME_NAMES = {name: name for name in ("ttft", "tpot", "itl", "e2el")}
+"""Latencies of a tool that calls them what we do, in its order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +54,6 @@ class Served:
         """None where nothing spaces the requests: a closed loop, or a file's own times."""
         return self.load.request_rate if self.load.arrival == GAMMA else None
 
-    @property
-    def latencies(self) -> dict[str, Latencies]:
-        """By their names here."""
-        return {name: getattr(self.serve, f"{name}_ms") for name in ("ttft", "tpot", "itl", "e2el")}
-
 
 def served(points: Iterable[Measured], *more: Rule) -> tuple[list[Served], Counter[str]]:
     """The points that such a file can carry, and how many were left out, by reason."""
@@ -72,18 +70,18 @@ def served(points: Iterable[Measured], *more: Rule) -> tuple[list[Served], Count
     return found, left_out
 
 
-def statistics(point: Served, names: dict[str, str]) -> dict[str, float]:
+def statistics(point: Served, names: Mapping[str, str] = SAME_NAMES) -> dict[str, float]:
     """`mean_ttft_ms` and its like, by the names that a tool has for ours; percentiles that are not known are absent."""
     spread = point.requests.spread_ms() if point.requests else {}
     found: dict[str, float | None] = {}
     for ours, theirs in names.items():
-        times = point.latencies[ours]
+        times: Latencies = getattr(point.serve, f"{ours}_ms")
         found |= {
             f"mean_{theirs}_ms": times.mean,
             f"median_{theirs}_ms": times.p50,
             f"std_{theirs}_ms": spread.get(ours),
         }
-        found |= {f"{p}_{theirs}_ms": getattr(times, p) for p in ("p90", "p95", "p99")}
+        found |= {f"{p}_{theirs}_ms": getattr(times, p) for p in PERCENTILES[1:]}
     return {name: value for name, value in found.items() if value is not None}
 
 

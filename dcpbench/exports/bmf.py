@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from dcpbench.exports import measured
 from dcpbench.exports.files import Rendered, as_object
-from dcpbench.exports.metrics import Value, values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dcpbench.exports.measured import Measured
+    from dcpbench.records.metrics import Value
 
 FILE = "bmf.json"
 MOST_IN_A_NAME = 1024
@@ -27,14 +27,16 @@ def render(points: Sequence[Measured]) -> Rendered:
     kept, left_out = measured.sieve(points, measured.DID_NOT_RUN)
     groups = measured.by_point(kept)
     found = {
-        measured.clip(name, MOST_IN_A_NAME): {v.metric.name.replace("_", "-"): _metric(v) for v in values(group)}
+        measured.clip(name, MOST_IN_A_NAME): {
+            v.metric.name.replace("_", "-"): _metric(v) for v in measured.values(group)
+        }
         for name, group in zip(measured.names(groups), groups, strict=True)
     }
     return Rendered({FILE: as_object(found)} if found else {}, left_out)
 
 
 def _metric(v: Value) -> dict[str, float]:
-    metric = {"value": v.value}
+    metric = {"value": v.median}
     if v.low is not None and v.high is not None:
         metric |= {"lower_value": v.low, "upper_value": v.high}
     return metric

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Literal
 
-from dcpbench.exports.metrics import METRICS, known
 from dcpbench.points.axes import Role
 from dcpbench.points.point import AXES, LOAD_AXES
+from dcpbench.records import metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,6 +68,20 @@ def _env(name: str, kind: Kind) -> Column:
     return Column(name, kind, lambda m: getattr(m.record.environment, name, None))
 
 
+def _metric(metric: metrics.Metric) -> Column:
+    return Column(metric.name, "whole" if metric.whole else "number", lambda m: metrics.known(metric, m.record))
+
+
+def _end(metric: metrics.Metric, name: str, place: int) -> Column:
+    """One end of its interval."""
+
+    def of(m: Measured) -> float | None:
+        interval = metric.interval(m.record)
+        return None if interval is None else interval[place]
+
+    return Column(f"{metric.name}_{name}", "number", of)
+
+
 COLUMNS: tuple[Column, ...] = (
     Column("run", "text", lambda m: m.run),
     Column("point", "text", lambda m: m.point_id),
@@ -81,14 +95,8 @@ COLUMNS: tuple[Column, ...] = (
     Column("mode", "text", lambda m: m.record.point.load.mode if m.record.point.load else None),
     *map(_point, AXES),
     *(_load(axis) for axis in LOAD_AXES if axis.name not in NOT_EXPORTED),
-    *(
-        Column(metric.name, "whole" if metric.whole else "number", lambda m, metric=metric: known(metric, m.record))  # type: ignore[misc]
-        for metric in METRICS
-    ),
-    Column("output_tok_s_low", "number", lambda m: m.record.metrics.output_tok_s.low if m.record.metrics else None),
-    Column("output_tok_s_high", "number", lambda m: m.record.metrics.output_tok_s.high if m.record.metrics else None),
-    Column("step_ms_low", "number", lambda m: m.record.metrics.step_ms.low if m.record.metrics else None),
-    Column("step_ms_high", "number", lambda m: m.record.metrics.step_ms.high if m.record.metrics else None),
+    *map(_metric, metrics.exported()),
+    *(_end(m, name, place) for m in metrics.exported() if m.ranged for place, name in enumerate(("low", "high"))),
     Column("step_samples", "whole", lambda m: m.record.metrics.step_ms.samples if m.record.metrics else None),
     Column("ttft_samples", "whole", lambda m: m.record.serve.ttft_ms.samples if m.record.serve else None),
     Column("itl_samples", "whole", lambda m: m.record.serve.itl_ms.samples if m.record.serve else None),

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.exports import measured
 from dcpbench.exports.files import Rendered, as_list
-from dcpbench.exports.metrics import Value, values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dcpbench.exports.measured import Measured
+    from dcpbench.records.metrics import Value
 
-FILES = {"smaller": "gha-smaller-is-better.json", "bigger": "gha-bigger-is-better.json"}
-"""By the action's `tool`: customSmallerIsBetter and customBiggerIsBetter."""
+FILES = {"lower": "gha-smaller-is-better.json", "higher": "gha-bigger-is-better.json"}
+"""By which direction is better: for the action's `tool` customSmallerIsBetter and customBiggerIsBetter."""
 
 
 def render(points: Sequence[Measured]) -> Rendered:
@@ -23,16 +23,16 @@ def render(points: Sequence[Measured]) -> Rendered:
     groups = measured.by_point(kept)
     entries: dict[str, list[dict[str, Any]]] = {better: [] for better in FILES}
     for name, group in zip(measured.names(groups), groups, strict=True):
-        for value in values(group):
+        for value in measured.values(group):
             if value.metric.better:
                 entries[value.metric.better].append(_entry(name, group, value))
     return Rendered({FILES[better]: as_list(found) for better, found in entries.items() if found}, left_out)
 
 
 def _entry(name: str, group: Sequence[Measured], v: Value) -> dict[str, Any]:
-    entry: dict[str, Any] = {"name": f"{name}: {v.metric.name}", "unit": v.metric.unit, "value": v.value}
+    entry: dict[str, Any] = {"name": f"{name}: {v.metric.name}", "unit": v.metric.unit, "value": v.median}
     if v.low is not None and v.high is not None:
-        entry["range"] = f"± {max(v.high - v.value, v.value - v.low):g}"
+        entry["range"] = f"± {max(v.high - v.median, v.median - v.low):g}"
     first = group[0]
     facts = [
         v.metric.help,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.exports import measured
 from dcpbench.exports.files import Rendered, as_list
-from dcpbench.exports.metrics import Value, values
 from dcpbench.points.axes import Role
 from dcpbench.points.point import point_axes
 from dcpbench.records.provenance import OURS
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dcpbench.exports.measured import Measured
+    from dcpbench.records.metrics import Value
     from dcpbench.records.record import Environment
 
 FILE = "hud.json"
@@ -26,6 +26,8 @@ PATH = point_axes(Role.PATH, but=Role.EXCHANGE)
 """What a point says of its path, besides its exchange."""
 PACKAGES = ("torch", "triton", "nccl", "flashinfer", "dcpbench")
 GB = 10**9
+BETTER = {"higher": "bigger", "lower": "smaller", "": ""}
+"""Directions in the words of the database."""
 
 
 def render(points: Sequence[Measured]) -> Rendered:
@@ -38,14 +40,14 @@ def render(points: Sequence[Measured]) -> Rendered:
 def _records(group: Sequence[Measured]) -> list[dict[str, Any]]:
     """Of one point, a record per metric; what they share is made once."""
     shared = _shared(group)
-    return [{"metric": _metric(v), **shared} for v in values(group)]
+    return [{"metric": _metric(v), **shared} for v in measured.values(group)]
 
 
 def _metric(v: Value) -> dict[str, Any]:
     return {
         "name": v.metric.name,
         "benchmark_values": list(v.each),
-        "extra_info": _strings({"unit": v.metric.unit, "better": v.metric.better}),
+        "extra_info": _strings({"unit": v.metric.unit, "better": BETTER[v.metric.better]}),
     }
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from dcpbench.exports.bench_files import Served
 
-NAMES = {"ttft": "ttft", "tpot": "tpot", "itl": "itl", "e2el": "e2el"}
 FILE = "inferencex.json"
 GPU = re.compile(r"\b(?:gb|mi|h|b|a)\d{2,3}[a-z]?\b")
 """`h200` in `NVIDIA H200`, `mi355x`, `gb200`: what InferenceX calls hardware."""
@@ -45,7 +44,7 @@ def _row(p: Served) -> dict[str, Any]:
     point, totals, wall = p.m.record.point, p.totals, p.serve.wall_s
     isl, osl = _lengths(p.m)
     gpus = point.tp
-    times = bench_files.statistics(p, NAMES)
+    times = bench_files.statistics(p)
     found: dict[str, Any] = {
         "hw": _hardware(p.m.device),
         "conc": point.concurrency,

@@ -8,6 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from dcpbench.points.names import REPLAY
+from dcpbench.records import metrics
 from dcpbench.records.provenance import functional, origin
 from dcpbench.reports.clip import cut, inert
 from dcpbench.reports.serving import words
@@ -105,6 +106,11 @@ def by_point(points: Iterable[Measured]) -> list[list[Measured]]:
     for m in points:
         groups.setdefault((m.run, m.origin, m.standing, m.record.point.same_but_repeat()), []).append(m)
     return list(groups.values())
+
+
+def values(group: Sequence[Measured]) -> list[metrics.Value]:
+    """What is known of a point, in the order of the catalogue; what was not measured, or is no number, is left out."""
+    return metrics.values([m.record for m in group], metrics.exported())
 
 
 def names(groups: Sequence[Sequence[Measured]]) -> list[str]:

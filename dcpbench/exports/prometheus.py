@@ -6,12 +6,11 @@ No timestamps, which that collector refuses; base units (seconds, bytes); every 
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import TYPE_CHECKING
 
 from dcpbench.exports import measured
 from dcpbench.exports.files import Rendered
-from dcpbench.exports.metrics import METRICS, TIMES, Metric, values
+from dcpbench.records.metrics import LATENCIES, Metric, exported
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,25 +18,8 @@ if TYPE_CHECKING:
     from dcpbench.exports.measured import Measured
 
 FILE = "dcpbench.prom"
-LATENCY = re.compile(rf"({'|'.join(TIMES)})_(mean|p\d+)_ms")
-RENAMED = {
-    "output_tok_s": "output_tokens_per_second",
-    "output_tok_s_per_gpu": "output_tokens_per_second_per_gpu",
-    "tok_s_per_user": "output_tokens_per_second_per_user",
-    "total_tok_s": "input_and_output_tokens_per_second",
-    "steady_tok_s": "steady_output_tokens_per_second",
-    "request_s": "requests_per_second",
-    "goodput_s": "goodput_requests_per_second",
-    "idle_fraction": "gpu_idle_ratio",
-    "submitted": "submitted_requests",
-    "finished": "finished_requests",
-    "rejected": "rejected_requests",
-    "cancelled": "cancelled_requests",
-    "decode_batch": "decode_batch_requests",
-    "wall_s": "wall_seconds",
-}
-"""Names that the rules for units do not make."""
-SCALES = {"_ms": 1e-3, "_us": 1e-6}
+SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+"""Units of time, in the base unit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,18 +35,16 @@ class Gauge:
 
 def gauge(metric: Metric) -> Gauge:
     """`itl_p99_ms` as `dcpbench_itl_seconds{statistic="p99"}`, `host_plan_us` as `dcpbench_host_plan_seconds`."""
-    if found := LATENCY.fullmatch(metric.name):
-        name, statistic = found.groups()
-        return Gauge(
-            f"dcpbench_{name}_seconds", f"{TIMES[name]}; percentiles only with enough samples", 1e-3, statistic
-        )
-    for suffix, scale in SCALES.items():
-        if metric.name.endswith(suffix):
-            return Gauge(f"dcpbench_{metric.name.removesuffix(suffix)}_seconds", metric.help, scale)
-    return Gauge(f"dcpbench_{RENAMED.get(metric.name, metric.name)}", metric.help)
+    if metric.latency:
+        help_ = f"{LATENCIES[metric.latency].help}; percentiles only with enough samples"
+        return Gauge(f"dcpbench_{metric.latency}_seconds", help_, SECONDS[metric.unit], metric.statistic)
+    if scale := SECONDS.get(metric.unit):
+        return Gauge(f"dcpbench_{metric.name.rpartition('_')[0]}_seconds", metric.help, scale)
+    counted = "_requests" if metric.unit == "requests" and not metric.name.endswith("requests") else ""
+    return Gauge(f"dcpbench_{metric.gauge or metric.name + counted}", metric.help)
 
 
-GAUGES = {metric.name: gauge(metric) for metric in METRICS}
+GAUGES = {metric.name: gauge(metric) for metric in exported()}
 
 
 def render(points: Sequence[Measured]) -> Rendered:
@@ -73,10 +53,10 @@ def render(points: Sequence[Measured]) -> Rendered:
     families: dict[str, list[str]] = {}
     for group in measured.by_point(kept):
         labels = _told(labels_of(group[0]))
-        for v in values(group):
+        for v in measured.values(group):
             to = GAUGES[v.metric.name]
             statistic = f',statistic="{to.statistic}"' if to.statistic else ""
-            series = f"{to.name}{{{labels}{statistic}}} {v.value * to.scale!r}\n"
+            series = f"{to.name}{{{labels}{statistic}}} {v.median * to.scale!r}\n"
             families.setdefault(to.name, []).append(series)
     lines = []
     for to in GAUGES.values():

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from dcpbench.exports.bench_files import Served
     from dcpbench.exports.measured import Measured
 
-NAMES = {"ttft": "ttft", "tpot": "tpot", "itl": "itl", "e2el": "e2el"}
 TP, DP, DCP = "tensor_parallel_size", "data_parallel_size", "decode_context_parallel_size"
 """Metadata under vLLM's own option names; its tp counts inside one dp replica, ours over all of them."""
 GOODPUT_OF = ("ttft", "tpot", "e2el")
@@ -67,7 +66,7 @@ def _result(p: Served) -> dict[str, Any]:
             "errors": p.requests.errors,
             "max_concurrent_requests": p.requests.most_at_once(),
         }
-    return found | bench_files.statistics(p, NAMES)
+    return found | bench_files.statistics(p)
 
 
 def _metadata(p: Served) -> dict[str, str]:

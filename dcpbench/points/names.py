@@ -26,7 +26,7 @@ LIVE, REPLAY = MODES = ("live", "replay")
 PREFILLS = ("sdpa", "flashinfer")
 """What --prefill can be; kernels/prefill makes them."""
 OBJECTIVES = ("ttft", "itl", "tpot", "e2el")
-"""What --slo can bound, in ms; metrics.py defines them."""
+"""What --slo can bound, in ms; formulas.py defines them."""
 VLLM, SGLANG = ENGINES = ("vllm", "sglang")
 """What `dcpbench import --from` reads, and so what the origin of a record and the backend of its point can be."""
 UNKNOWN = "unknown"

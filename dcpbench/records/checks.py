@@ -14,12 +14,14 @@ import msgspec
 
 from dcpbench.points.layout import DEGREES, MOST_RANKS
 from dcpbench.records import checksums
+from dcpbench.records.metrics import METRICS
+from dcpbench.records.record import Interval
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sized
     from pathlib import Path
 
-    from dcpbench.records.record import Interval, Metrics, Record
+    from dcpbench.records.record import Record
 
 LARGEST = 1e15
 """No number of a record is larger: a petabyte, or 31,000 years in ms."""
@@ -35,6 +37,7 @@ WITHOUT_SUM = (
     "take the checksums out, in its folder: "
     "jq -c 'del(.checked, .crc32)' records.jsonl > new.jsonl && mv new.jsonl records.jsonl"
 )
+POSITIVE = tuple(metric for metric in METRICS if metric.positive)
 OUTCOMES = ("ok", "failed", "hung", "rejected")
 NOT_RUN = "rejected"
 
@@ -46,8 +49,7 @@ def problem(record: Record, line: bytes) -> str:
     parts = (
         _outcome(record),
         _layout(record),
-        _metrics(record.metrics) if record.metrics else "",
-        _positive("serve.output_tok_s", record.serve.output_tok_s) if record.serve else "",
+        _metrics(record) if record.metrics or record.serve else "",
         _entries(record),
     )
     return next((part for part in parts if part), "")
@@ -124,13 +126,18 @@ def _layout(record: Record) -> str:
     return ""
 
 
-def _metrics(metrics: Metrics) -> str:
-    named = {"step_ms": metrics.step_ms, "output_tok_s": metrics.output_tok_s}
-    rates = [
-        _positive(f"metrics.{name}", getattr(metrics, name)) for name in ("output_tok_s_per_gpu", "tok_s_per_user")
-    ]
-    samples = _positive("metrics.step_samples_ms", min(metrics.step_samples_ms, default=None))
-    return _first([*(_interval(f"metrics.{name}", value) for name, value in named.items()), *rates, samples])
+def _metrics(record: Record) -> str:
+    """Metrics above 0, whose intervals hold their medians."""
+    for metric in POSITIVE:
+        found, where = metric.held(record), "serve" if record.serve else "metrics"
+        if isinstance(found, Interval):
+            said = _interval(f"{where}.{metric.name}", found)
+        else:
+            said = _positive(f"{where}.{metric.name}", found)
+        if said:
+            return said
+    samples = record.metrics.step_samples_ms if record.metrics else []
+    return _positive("metrics.step_samples_ms", min(samples, default=None))
 
 
 def _entries(record: Record) -> str:

@@ -53,7 +53,7 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
-    """What the workload measured; definitions in metrics.py."""
+    """What the workload measured; definitions in formulas.py."""
 
     step_ms: Interval
     """Slowest rank's time from graph launch to the step's end."""
@@ -196,7 +196,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Latencies(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of finished requests in ms, as metrics.py defines them; percentiles are null where samples are too few."""
+    """Times of finished requests in ms, as formulas.py defines them; percentiles are null where samples are too few."""
 
     mean: float | None = None
     p50: float | None = None
@@ -207,7 +207,7 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """What the workload `serve` measured, or computed in replay; definitions in metrics.py."""
+    """What the workload `serve` measured, or computed in replay; definitions in formulas.py."""
 
     ttft_ms: Latencies
     itl_ms: Latencies

@@ -10,11 +10,11 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import CLOSED
+from dcpbench.records.metrics import REPLAYED
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import findings, slo
 from dcpbench.reports.merge import missing
 from dcpbench.reports.prose import capital, counted, listed, reach, short_shapes, tok_s, with_reach
-from dcpbench.reports.serving import findings as serving
 from dcpbench.reports.serving import words
 from dcpbench.reports.tables import ABSENT, number
 
@@ -197,11 +197,11 @@ def replay(found: pd.DataFrame) -> str:
     if found.empty:
         return ""
     parts = []
-    for name, what in serving.COMPARED.items():
-        errors = found[f"{name}_error"].dropna().abs()
+    for metric in REPLAYED:
+        errors = found[f"{metric.name}_error"].dropna().abs()
         if len(errors):
             among = "" if len(errors) == len(found) else f" ({len(errors)} of {len(found)})"
-            parts.append(f"{what} {errors.max() * 100:.2g} %{among}")
+            parts.append(f"{metric.brief} {errors.max() * 100:.2g} %{among}")
     many = "1 point that was" if len(found) == 1 else f"{len(found)} points that were"
     return f"Replay against live, largest errors over {many} run both ways: {', '.join(parts)}."
 

@@ -13,16 +13,17 @@ from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points import axes
 from dcpbench.points.axes import Role
 from dcpbench.points.layout import DEGREES
-from dcpbench.points.memory import GIB
 from dcpbench.points.names import CLOSED, NO_EXCHANGE, UNKNOWN
 from dcpbench.points.point import AXES, SETTING, point_axes
+from dcpbench.records import metrics
 from dcpbench.records.folder import RECORDS_FILE, record_file, run_folder
 from dcpbench.records.provenance import functional, origin
+from dcpbench.records.record import Kv
 from dcpbench.records.runs import Run, measurement, read_run
 from dcpbench.reports import slo as objectives
 from dcpbench.reports.clip import Clipper
 from dcpbench.reports.findings import Findings
-from dcpbench.reports.merge import in_order, median, spread, worst
+from dcpbench.reports.merge import in_order, median, merged, spread
 from dcpbench.reports.serving import frame as serving
 from dcpbench.reports.serving import words
 
@@ -244,78 +245,41 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
         "device": next((r.environment.device for r in records if r.environment), None),
         "slo_recorded": objectives.recorded(records[0]),
     }
-    row |= _kv_columns(records) | _phase_columns(records) | _other_columns(records)
-    return row | (serving.columns(records) if point.load else _metric_columns(records))
+    row |= _kv_columns(records) | _phase_columns(records) | _honesty_columns(records)
+    row |= merged(records, *(m.name for m in metrics.METRICS if m.at and not m.parts & {"metrics", "serve"}))
+    states = [r.gpu for r in records if r.gpu]
+    row["throttle_reasons"] = ", ".join(sorted({reason for g in states for reason in g.throttle_reasons}))
+    return row | (serving.columns(records) if point.load else _decode_columns(records))
 
 
-def _metric_columns(records: list[Record]) -> dict[str, Any]:
-    measured = [r.metrics for r in records if r.metrics]
-    steps = [m.step_ms for m in measured]
-    row: dict[str, Any] = {"samples": sum(i.samples for i in steps), "spread": spread(steps)}
-    for name, intervals in (("step_ms", steps), ("output_tok_s", [m.output_tok_s for m in measured])):
-        row[name] = median(i.median for i in intervals)
-        row[f"{name}_low"] = min((i.low for i in intervals), default=None)
-        row[f"{name}_high"] = max((i.high for i in intervals), default=None)
-    for p in ("p50", "p90", "p95", "p99"):
-        row[f"itl_{p}_ms"] = median(getattr(m.itl_ms, p) for m in measured)
-        row[f"ttft_{p}_ms"] = median(getattr(m.ttft_ms, p) for m in measured if m.ttft_ms)
-    row["output_tok_s_per_gpu"] = median(m.output_tok_s_per_gpu for m in measured)
-    row["tok_s_per_user"] = median(m.tok_s_per_user for m in measured)
-    return row
-
-
-_KV_COLUMNS = (
-    "kv_pool_bytes_per_gpu",
-    "kv_bytes_per_token_per_gpu",
-    "kv_capacity_tokens",
-    "kv_capacity_requests",
-    "kv_bounded_by",
-    "kv_fragmentation",
-    "kv_tokens_per_gib",
-)
+def _decode_columns(records: list[Record]) -> dict[str, Any]:
+    steps = [r.metrics.step_ms for r in records if r.metrics]
+    latencies = [f"{name}_{p}_ms" for p in metrics.PERCENTILES for name in ("itl", "ttft")]
+    return {
+        "samples": sum(interval.samples for interval in steps),
+        "spread": spread(steps),
+        **merged(records, "step_ms", "output_tok_s", *latencies),
+        **merged(records, *(m.name for m in metrics.METRICS if "metrics" in m.parts)),
+    }
 
 
 def _kv_columns(records: list[Record]) -> dict[str, Any]:
     kv = next((r.kv for r in records if r.kv), None)
-    if kv is None:
-        return dict.fromkeys(_KV_COLUMNS)
-    return {
-        "kv_pool_bytes_per_gpu": kv.pool_bytes_per_gpu,
-        "kv_bytes_per_token_per_gpu": kv.bytes_per_token_per_gpu,
-        "kv_capacity_tokens": kv.capacity_tokens,
-        "kv_capacity_requests": kv.capacity_requests,
-        "kv_bounded_by": kv.bounded_by,
-        "kv_fragmentation": kv.fragmentation,
-        "kv_tokens_per_gib": kv.capacity_tokens / (kv.pool_bytes_per_gpu / GIB) if kv.pool_bytes_per_gpu else None,
-    }
+    row = {f"kv_{name}": getattr(kv, name, None) for name in Kv.__struct_fields__}
+    return row | merged(records, "kv_tokens_per_gib")
 
 
 def _phase_columns(records: list[Record]) -> dict[str, Any]:
     profiled = [r.phases for r in records if r.phases]
     names = dict.fromkeys(name for p in profiled for name in p.phase_us)
     row: dict[str, Any] = {f"phase_{name}_us": median(p.phase_us.get(name, 0.0) for p in profiled) for name in names}
-    return row | {
-        "idle_us": median(p.idle_us for p in profiled),
-        "idle_fraction": median(p.idle_fraction for p in profiled),
-        "kernels": median(p.kernels for p in profiled),
-    }
+    return row | {"idle_us": median(p.idle_us for p in profiled)} | merged(records, "idle_fraction", "kernels")
 
 
-def _other_columns(records: list[Record]) -> dict[str, Any]:
+def _honesty_columns(records: list[Record]) -> dict[str, Any]:
     honesty = next((r.honesty for r in records if r.honesty), None)
     names = ("layers", "layers_held", "attention_error", "experts_hit", "graph_batch", "cuda_graph")
-    row: dict[str, Any] = {name: getattr(honesty, name, None) for name in names}
-    row["attention_error"] = worst(max, (r.honesty.attention_error for r in records if r.honesty))
-    states = [r.gpu for r in records if r.gpu]
-    return row | {
-        "host_syncs_per_step": worst(max, (r.host_syncs_per_step for r in records)),
-        "allocations_per_step": worst(max, (r.allocations_per_step for r in records)),
-        "host_plan_us": median(r.host_plan_us for r in records),
-        "memory_peak_bytes": worst(max, (r.memory_peak_bytes for r in records)),
-        "sm_clock_mhz_min": worst(min, (g.sm_clock_mhz_min for g in states)),
-        "temperature_c_max": worst(max, (g.temperature_c_max for g in states)),
-        "throttle_reasons": ", ".join(sorted({reason for g in states for reason in g.throttle_reasons})),
-    }
+    return {name: getattr(honesty, name, None) for name in names}
 
 
 def _tidy(rows: list[dict[str, Any]]) -> pd.DataFrame:

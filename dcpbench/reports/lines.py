@@ -1,7 +1,8 @@
-"""Figures with one line per layout and one panel per context: throughput, latency, frontier."""
+"""Figures with one line per layout and one panel per context or shape of requests: throughput, latency, frontier."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import textwrap
 from typing import TYPE_CHECKING
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from dcpbench.points.names import CLOSED, GAMMA, REPLAY
+from dcpbench.records.metrics import METRIC, PERCENTILES
 from dcpbench.reports.style import (
     Style,
     columns_for,
@@ -26,26 +29,68 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
+    from dcpbench.records.metrics import Metric
+
 WIDE_PANEL = (3.7, 3.0)
 GREY = "#555555"
+FRONTIER = (METRIC["tok_s_per_user"], METRIC["output_tok_s_per_gpu"])
 SINGLE_PANEL = (4.4, 3.0)
 TITLE_WIDTH = 42
 """Characters of a line above a panel."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Along:
+    """What makes a load heavier."""
+
+    column: str
+    against: str
+    label: str
+
+
+ALONG = {
+    CLOSED: Along("concurrency", "concurrency", "concurrency (closed loop)"),
+    GAMMA: Along("load_request_rate", "request rate", "request rate (requests/s)"),
+}
+"""By arrival. A trace has one load, which no line can show."""
+IN_STEPS = Along("concurrency", "concurrency", "concurrency (requests in flight)")
+"""Of `decode`."""
+
+
+def start(points: pd.DataFrame, title: str) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]], Along]:
+    """A panel for each context of `decode` or each shape of requests, and what its x axis shows."""
+    if bool((points["mode"] == "decode").all()):
+        return *panels(points, title), IN_STEPS
+    figure, drawn = panels(points, title, by="rest", form=said("{}", points), order="input_typical")
+    return figure, drawn, ALONG[points["load_arrival"].iloc[0]]
+
+
+def said(form: str, points: pd.DataFrame) -> str:
+    """A panel's title, which says of a replay that it is one."""
+    return f"{form} (replay)" if points["mode"].iloc[0] == REPLAY else form
+
+
+def axis_label(metric: Metric) -> str:
+    """`speed for one user (tok/s/user)`."""
+    return f"{metric.label} ({metric.shown_unit})"
+
+
 def draw_throughput(points: pd.DataFrame, style: Style, title: str) -> Figure:
-    """Output tok/s of the whole layout against concurrency, with 95 % intervals."""
-    figure, drawn = panels(points, title)
+    """Output tok/s of the whole layout against load, with 95 % intervals; of served runs bars reach over the repeats.
+
+    Of these it is that of the whole run, ramp and drain included.
+    """
+    figure, drawn, along = start(points, title)
     for ax, panel in drawn:
-        for line, look in series(panel, style):
+        for line, look in series(panel, style, along.column):
             low, high = (
                 line["output_tok_s"] - line["output_tok_s_low"],
                 line["output_tok_s_high"] - line["output_tok_s"],
             )
-            ax.errorbar(line["concurrency"], line["output_tok_s"], yerr=[low, high], capsize=3, **look)
-        measured_ticks(ax, panel["concurrency"])
+            ax.errorbar(line[along.column], line["output_tok_s"], yerr=[low, high], capsize=3, **look)
+        measured_ticks(ax, panel[along.column])
         value_axis(ax, points["output_tok_s_high"].dropna(), "y")
-    axis_labels(figure, "concurrency (requests in flight)", "output throughput (tok/s)")
+    axis_labels(figure, along.label, "output throughput (tok/s)")
     legend(figure, points, style, [])
     return figure
 
@@ -70,7 +115,7 @@ def draw_itl(points: pd.DataFrame, style: Style, title: str) -> Figure:
 def tail_percentile(points: pd.DataFrame, name: str) -> str:
     """The highest percentile of a latency that all points have that have a median, else one that some have, else ''."""
     some = points[points[f"{name}_p50_ms"].notna()]
-    known = {p: some[f"{name}_{p}_ms"].notna() for p in ("p99", "p95", "p90")}
+    known = {p: some[f"{name}_{p}_ms"].notna() for p in PERCENTILES[:0:-1]}
     return next((p for p, has in known.items() if len(some) and has.all()), "") or next(
         (p for p, has in known.items() if has.any()), ""
     )
@@ -85,21 +130,21 @@ def tail_legend(percentile: str, size: float) -> list[Line2D]:
 
 
 def draw_frontier(points: pd.DataFrame, style: Style, title: str) -> Figure:
-    """Output tok/s/GPU against tok/s/user; grey joins the points that no other beats in both."""
-    figure, drawn = panels(points, title)
+    """Output tok/s/GPU against tok/s/user; grey joins the points that no other beats in both, each with its load."""
+    figure, drawn, along = start(points, title)
+    x, y = FRONTIER
     for ax, panel in drawn:
         best = frontier(panel)
-        ax.plot(best["tok_s_per_user"], best["output_tok_s_per_gpu"], color="#D0D0D0", linewidth=7, zorder=1)
-        for line, look in series(panel, style):
-            ax.plot(line["tok_s_per_user"], line["output_tok_s_per_gpu"], **look)
-        for _, point in _one_per_concurrency(best).iterrows():
-            at = (point["tok_s_per_user"], point["output_tok_s_per_gpu"])
-            ax.annotate(f"{point['concurrency']}", at, (6, 6), textcoords="offset points", fontsize=9, color="#444444")
-        value_axis(ax, points["tok_s_per_user"].dropna(), "x")
-        value_axis(ax, points["output_tok_s_per_gpu"].dropna(), "y")
-    axis_labels(figure, "speed for one user (tok/s/user)", "output per GPU (tok/s/GPU)")
-    best_line = Line2D([], [], color="#D0D0D0", linewidth=7, label="best (concurrency)")
-    legend(figure, points, style, [best_line])
+        ax.plot(best[x.name], best[y.name], color="#D0D0D0", linewidth=7, zorder=1)
+        for line, look in series(panel, style, along.column):
+            ax.plot(line[x.name], line[y.name], **look)
+        for _, point in best.drop_duplicates(along.column, keep="last").iterrows():
+            load, at = f"{point[along.column]:g}", (point[x.name], point[y.name])
+            ax.annotate(load, at, (6, 6), textcoords="offset points", fontsize=9, color="#444444")
+        value_axis(ax, points[x.name].dropna(), "x")
+        value_axis(ax, points[y.name].dropna(), "y")
+    axis_labels(figure, axis_label(x), axis_label(y))
+    legend(figure, points, style, [Line2D([], [], color="#D0D0D0", linewidth=7, label=f"best ({along.against})")])
     return figure
 
 
@@ -109,10 +154,6 @@ def frontier(points: pd.DataFrame) -> pd.DataFrame:
     ordered = ordered.sort_values(["tok_s_per_user", "output_tok_s_per_gpu"], ascending=False)
     before = ordered["output_tok_s_per_gpu"].cummax().shift(fill_value=-math.inf)
     return ordered[ordered["output_tok_s_per_gpu"] > before]
-
-
-def _one_per_concurrency(best: pd.DataFrame) -> pd.DataFrame:
-    return best.drop_duplicates("concurrency", keep="last")
 
 
 def panels(
@@ -174,8 +215,14 @@ def series(
             "marker": style.marker(str(layout), str(run), str(variant)),
             "markersize": 5,
             "linewidth": 1.6,
+            **marked(panel, style.colour(str(layout), str(variant))),
         }
         yield line.sort_values(along), look
+
+
+def marked(panel: pd.DataFrame, colour: str) -> dict[str, object]:
+    """Hollow markers for replays."""
+    return {"markerfacecolor": "white" if panel["mode"].iloc[0] == REPLAY else colour}
 
 
 def legend(figure: Figure, points: pd.DataFrame, style: Style, more: list[Line2D]) -> None:

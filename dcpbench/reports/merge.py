@@ -8,13 +8,23 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from dcpbench.records.metrics import METRIC
 from dcpbench.records.stats import agreement
 from dcpbench.syncs.words import natural
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
-    from dcpbench.records.record import Interval
+    from dcpbench.records.record import Interval, Record
+
+
+MERGES: dict[str, Callable[[list[float]], float]] = {
+    "median": lambda values: statistics.median(map(float, values)),
+    "max": max,
+    "min": min,
+    "first": lambda values: values[0],
+}
+"""By the words of the catalogue of metrics."""
 
 
 def in_order(column: pd.Series) -> pd.Series:
@@ -36,10 +46,21 @@ def median(values: Iterable[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def worst(pick: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
-    """What `max` or `min` picks of those that are known."""
-    known = [v for v in values if v is not None]
-    return pick(known) if known else None
+def merged(records: Sequence[Record], *names: str) -> dict[str, float | None]:
+    """Columns of these metrics: what repeats say together, and both ends of an interval where tables have them.
+
+    An interval is the envelope of the repeats' intervals, and without these of the repeats.
+    """
+    row: dict[str, float | None] = {}
+    for metric in (METRIC[name] for name in names):
+        known = [
+            (v, metric.interval(record) or (v, v)) for record in records if (v := metric.value(record)) is not None
+        ]
+        row[metric.name] = MERGES[metric.merged]([v for v, _ in known]) if known else None
+        if metric.ranged:
+            row[f"{metric.name}_low"] = min((low for _, (low, _) in known), default=None)
+            row[f"{metric.name}_high"] = max((high for _, (_, high) in known), default=None)
+    return row
 
 
 def spread(intervals: list[Interval]) -> float | None:

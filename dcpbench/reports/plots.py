@@ -107,15 +107,15 @@ def _draw_served(served: pd.DataFrame, studio: Studio) -> None:
     if known.empty:
         return
     studio.look = dataclasses.replace(studio.look, variants=style.Style.of(known).variants)
-    along = known[known["load_arrival"].isin(figures.ALONG)]
+    along = known[known["load_arrival"].isin(lines.ALONG)]
     shown = along[along["model"].isin(thinning.first_of(along, "model", thinning.MOST_MODELS))]
     for key, found in shown.groupby(["mode", "model", "load_arrival"], sort=False):
         mode, model, arrival = map(str, key)
-        group, note = thinning.thinned(found, figures.ALONG[arrival].column)
+        group, note = thinning.thinned(found, lines.ALONG[arrival].column)
         for kind, title, draw in figures.LINES:
             if figures.lacks(kind, group):
                 continue
-            told = f"{title.format(figures.ALONG[arrival].against)}, {style.plain(model)}, {mode}{note}"
+            told = f"{title.format(lines.ALONG[arrival].against)}, {style.plain(model)}, {mode}{note}"
             studio.add(f"serve-{kind}-{mode}-{arrival}", told, group, draw, figures.alt(told, group))
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from dcpbench.records import metrics
 from dcpbench.reports.serving.words import OBJECTIVES
 from dcpbench.reports.tables import number
 
@@ -25,7 +26,7 @@ SCOPE = ["run", "model", "mode"]
 """What a sentence of the answer speaks of."""
 LOAD = [*SCOPE, "same_load"]
 """What rivals have in common."""
-PERCENTILES = ("p99", "p95", "p90", "p50")
+PERCENTILES = metrics.PERCENTILES[::-1]
 NARROWLY = 0.02
 """A value this close to its limit, as a share of it, meets or misses it by no more than repeats may differ."""
 

@@ -12,6 +12,7 @@ import pandas as pd
 from dcpbench.points.memory import GIB
 from dcpbench.records import provenance
 from dcpbench.records.checks import OUTCOMES
+from dcpbench.records.metrics import DECODE_TABLE, KV_TABLE, PROFILE_TABLE
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports.clip import cut
 from dcpbench.reports.merge import missing
@@ -19,6 +20,7 @@ from dcpbench.reports.merge import missing
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from dcpbench.records.metrics import Metric
     from dcpbench.reports.frames import Frames
 
 ABSENT = "—"
@@ -71,6 +73,32 @@ def gib(value: float | None) -> str:
     return f"{value / GIB:,.1f}" if value >= GIB else number(value / GIB, 2)
 
 
+def whole(value: float | None) -> str:
+    """A count; the median of repeats may lie between two."""
+    if value is None or missing(value):
+        return ABSENT
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
+
+
+def shown(metric: Metric, value: float | None) -> str:
+    """A metric's value in the unit that it is shown in."""
+    if metric.shown_unit == "%":
+        return percent(value)
+    if metric.shown_unit == "GiB":
+        return gib(value)
+    return whole(value) if metric.whole else number(value, metric.digits)
+
+
+def columns(metrics: Iterable[Metric], **instead: Column) -> list[Column]:
+    """Metrics as columns, headed and printed as the catalogue says; some of them `instead` as their table has it."""
+    return [instead.get(metric.name) or column(metric) for metric in metrics]
+
+
+def column(metric: Metric, heading: str = "") -> Column:
+    """One metric, perhaps with a heading of its table's own."""
+    return heading or metric.heading, lambda row: shown(metric, row[metric.name])
+
+
 def with_interval(value: float | None, low: float | None, high: float | None, digits: int = 4) -> str:
     """A median and its interval."""
     return ABSENT if missing(value) else f"{number(value, digits)} [{number(low, digits)}–{number(high, digits)}]"
@@ -85,13 +113,7 @@ def points(found: pd.DataFrame) -> Table:
             ("layout", lambda r: r["label"]),
             ("marks", lambda r: text(r["marks"])),
             ("output tok/s [95 %]", lambda r: with_interval(*(r[f"output_tok_s{x}"] for x in ("", "_low", "_high")))),
-            ("tok/s/GPU", lambda r: number(r["output_tok_s_per_gpu"])),
-            ("tok/s/user", lambda r: number(r["tok_s_per_user"], 3)),
-            ("ITL p50 ms", lambda r: number(r["itl_p50_ms"])),
-            ("p90", lambda r: number(r["itl_p90_ms"])),
-            ("p95", lambda r: number(r["itl_p95_ms"])),
-            ("p99", lambda r: number(r["itl_p99_ms"])),
-            ("TTFT p50 ms", lambda r: number(r["ttft_p50_ms"])),
+            *columns(DECODE_TABLE),
             ("SLO", lambda r: text(r["slo_said"])),
             ("steps", lambda r: f"{r['samples']:,.0f}" if r["samples"] else ABSENT),
             ("repeats apart", lambda r: percent(r["spread"])),
@@ -111,11 +133,11 @@ def steps(found: pd.DataFrame) -> Table:
         [
             ("layout", lambda r: r["label"]),
             ("step ms [95 %]", lambda r: with_interval(r["step_ms"], r["step_ms_low"], r["step_ms_high"])),
-            ("GPU idle", lambda r: ABSENT if r["cpu"] else percent(r["idle_fraction"])),
-            ("host syncs", lambda r: number(r["host_syncs_per_step"], 3)),
-            ("allocations", lambda r: number(r["allocations_per_step"], 3)),
-            ("kernels", lambda r: number(r["kernels"] or None)),
-            ("host plan µs", lambda r: number(r["host_plan_us"], 3)),
+            *columns(
+                PROFILE_TABLE,
+                idle_fraction=("GPU idle", idle),
+                kernels=("kernels", lambda r: number(r["kernels"] or None)),
+            ),
         ],
         load=True,
         fold=len(found) > FOLD_ABOVE,
@@ -131,8 +153,7 @@ def kv(found: pd.DataFrame) -> Table:
             ("model", lambda r: r["model"]),
             ("layout", lambda r: r["layout"]),
             ("bounded by", lambda r: text(r["kv_bounded_by"])),
-            ("pool GiB per GPU", lambda r: gib(r["kv_pool_bytes_per_gpu"])),
-            ("bytes per token per GPU", lambda r: number(r["kv_bytes_per_token_per_gpu"], 5)),
+            *columns(KV_TABLE),
             ("tokens per GiB per GPU", lambda r: f"{r['kv_tokens_per_gib']:,.0f}"),
             ("over tp alone", lambda r: ABSENT if missing(r["kv_ratio"]) else f"{r['kv_ratio']:.2f}×"),
             ("tokens in all", lambda r: f"{r['kv_capacity_tokens']:,.0f}"),
@@ -262,6 +283,11 @@ def environment(frames: Frames) -> Table:
 
 
 Column = tuple[str, "Callable[[Any], str]"]
+
+
+def idle(row: pd.Series[Any]) -> str:
+    """How much the GPU idled; a CPU has none."""
+    return ABSENT if row["cpu"] else percent(row["idle_fraction"])
 
 
 def make_table(

@@ -82,7 +82,7 @@ def serve_metrics(
     idle_fraction: float | None = None,
     samples_file: str = "",
 ) -> ServeMetrics:
-    """Metrics of a run that has ended, by itself or by `Traffic.stop`; each as metrics.py defines it.
+    """Metrics of a run that has ended, by itself or by `Traffic.stop`; each as formulas.py defines it.
 
     Latencies, goodput and request rate are those of finished requests, and null where none finished. Token rates count
     every token that came, also of requests that were cut off. `concurrency` is the target of a closed loop; None where

@@ -23,6 +23,7 @@ from dcpbench.plan.grid import point_name
 from dcpbench.records.file import decode
 from dcpbench.records.folder import CHECKS_FILE, FAILED_FILE, JOB_FILES, RECORDS_FILE, progress_file, tag_of
 from dcpbench.records.lines import UNREADABLE, Tail
+from dcpbench.records.metrics import TOP
 from dcpbench.reports.clip import cut
 from dcpbench.syncs.words import plain
 
@@ -186,21 +187,7 @@ def point_id(point: Point) -> int:
 
 def finished(record: Record) -> Finished:
     """What is shown of a record."""
-    m, s = record.metrics, record.serve
-    figures: dict[str, float | None] = {}
-    if m:
-        figures = {
-            "tok_s": m.output_tok_s.median,
-            "tok_s_per_gpu": m.output_tok_s_per_gpu,
-            "itl_ms": m.itl_ms.p50,
-        }
-    elif s:
-        figures = {
-            "tok_s": s.output_tok_s,
-            "tok_s_per_gpu": s.output_tok_s_per_gpu,
-            "ttft_ms": s.ttft_ms.p50,
-            "itl_ms": s.itl_ms.p50,
-        }
+    figures = {name: metric.value(record) for name, metric in TOP.items()}
     return Finished(
         point=inert(point_name(record.point)),
         outcome=inert(record.outcome),

@@ -16,8 +16,8 @@ import yaml
 from dcpbench import cli
 from dcpbench.compare import gate, github, junit, markdown, picture, sides, table
 from dcpbench.compare.judging import Options, judge
-from dcpbench.compare.measures import requests_of
 from dcpbench.compare.model import Comparison
+from dcpbench.compare.samples import requests_of
 from dcpbench.errors import UsageError
 from dcpbench.points.layout import Layout
 from dcpbench.records.runs import Run

@@ -294,7 +294,7 @@ class TestInferencex:
 class TestGha:
     def test_each_file_has_one_direction(self) -> None:
         rendered = gha.render([files.decoded(), files.served()])
-        smaller, bigger = (json.loads(rendered.files[gha.FILES[b]]) for b in ("smaller", "bigger"))
+        smaller, bigger = (json.loads(rendered.files[gha.FILES[b]]) for b in ("lower", "higher"))
         for entries, words in ((smaller, ("_ms", "_us", "syncs")), (bigger, ("tok_s", "tokens", "goodput"))):
             assert any(word in e["name"] for e in entries for word in words)
             for entry in entries:
@@ -320,7 +320,7 @@ class TestGha:
             Measured("run", NOWHERE, record_builder.ok(of, median_ms=ms, noise=0.0))
             for of, ms in ((point, 10.0), (again, 12.0))
         ]
-        entries = json.loads(gha.render(two).files[gha.FILES["smaller"]])
+        entries = json.loads(gha.render(two).files[gha.FILES["lower"]])
         (step,) = [e for e in entries if e["name"].endswith(": step_ms")]
         assert step["value"] == pytest.approx(11)
         assert step["range"] == "± 1"

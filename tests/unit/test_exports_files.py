@@ -17,8 +17,8 @@ import pytest
 from dcpbench.errors import OutputError, UsageError
 from dcpbench.exports import FORMATS, columns, csv_table, export, measured, parquet_table
 from dcpbench.exports.measured import Measured
-from dcpbench.exports.metrics import METRICS
 from dcpbench.points.layout import Layout
+from dcpbench.records.metrics import exported
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder
 from tests.unit import serve_record_builder as build
@@ -69,7 +69,7 @@ class TestTables:
         assert frame["output_tok_s"].isna().sum() == 2, "of the two that did not run"
 
     def test_every_metric_is_a_column(self) -> None:
-        assert {m.name for m in METRICS} <= {c.name for c in columns.COLUMNS}
+        assert {m.name for m in exported()} <= {c.name for c in columns.COLUMNS}
 
 
 class TestNumbersThatAreNone:

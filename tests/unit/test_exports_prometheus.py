@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dcpbench.exports import prometheus
 from dcpbench.exports.measured import Measured
-from dcpbench.exports.metrics import METRICS
+from dcpbench.records.metrics import exported
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder
 from tests.unit import serve_record_builder as build
@@ -97,7 +97,7 @@ class TestText:
 
     def test_every_metric_has_a_gauge_of_its_own(self) -> None:
         gauges = [(g.name, g.statistic) for g in prometheus.GAUGES.values()]
-        assert len(set(gauges)) == len(METRICS)
+        assert len(set(gauges)) == len(exported())
 
     @given(name=st.text(max_size=300), run=st.text(max_size=300))
     def test_any_name_comes_back_as_one_label(self, name: str, run: str) -> None:

@@ -1,4 +1,4 @@
-"""metrics.py: every formula with its arithmetic worked out."""
+"""formulas.py: every formula with its arithmetic worked out."""
 
 import math
 

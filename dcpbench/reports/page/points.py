@@ -10,10 +10,10 @@ import msgspec
 from dcpbench.errors import UsageError
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import CLOSED, GAMMA, LIVE
-from dcpbench.points.point import AXES, Load, Point
+from dcpbench.points.point import AXES, LOAD_AXES, Load, Point
+from dcpbench.records.metrics import METRIC, PAGE, PAGE_TABLE, Metric
 from dcpbench.reports import bars, style
 from dcpbench.reports.merge import missing
-from dcpbench.reports.page.fields import COLOURS, FIELDS, FILTERS, RANGES
 from dcpbench.reports.page.words import LONGEST_COMMAND, LONGEST_NAME, brief
 from dcpbench.reports.reproduce import command_of
 from dcpbench.reports.serving.frame import same_load
@@ -28,7 +28,44 @@ DIGITS = 7
 """Significant digits of numbers in a page; points.csv has all."""
 UNMARKED = "unmarked"
 """Among the marks by which points are filtered: to have none."""
+LOADS = {
+    "concurrency": ("concurrency", "requests"),
+    "load_request_rate": ("request rate", "requests/s"),
+    "context": ("context", "tokens"),
+    "tp": ("GPUs (tp)", ""),
+    "dp": ("attention replicas (dp)", ""),
+    "dcp": ("KV shards (dcp)", ""),
+}
+"""Numbers of its load and layout: their label and unit."""
+FILTERS = {
+    "layout": "layout",
+    **{axis.name: axis.title for axis in (*AXES, *LOAD_AXES) if axis.title},
+    "load": "load",
+    "origin": "measured by",
+    "run": "run",
+    "marks": "marks",
+}
+"""Names in the page's data, and what the page calls them."""
+COLOURS = (*(name for name in FILTERS if name not in ("load", "marks")), "backend", "device")
+"""By what the chart that a reader makes can be coloured."""
 Rows = list[dict[str, Any]]
+
+
+def _field(name: str, label: str, unit: str) -> dict[str, Any]:
+    return {"name": name, "label": label, "unit": unit, "table": False, "range": False}
+
+
+def _metric_field(metric: Metric) -> dict[str, Any]:
+    about = _field(metric.name, metric.label, metric.shown_unit or "")
+    return about | {"table": metric in PAGE_TABLE, "range": metric.ranged}
+
+
+FIELDS = [
+    *(_field(name, *words) for name, words in LOADS.items()),
+    *map(_metric_field, PAGE),
+    _field("repeats", "repeats", ""),
+]
+"""What the page says of a point in numbers, in order."""
 
 
 def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
@@ -55,11 +92,7 @@ def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
         "cpu": frames.cpu,
         "series": series.looks,
         "phases": list(phases),
-        "fields": [
-            {"name": f.column, "label": f.label, "unit": f.unit, "table": f.table, "range": f.column in RANGES}
-            for f in FIELDS
-            if any(row.get(f.column) is not None for row in rows)
-        ],
+        "fields": [field for field in FIELDS if any(row.get(field["name"]) is not None for row in rows)],
         "unmarked": UNMARKED,
         "filters": FILTERS,
         "colours": COLOURS,
@@ -103,10 +136,9 @@ def _row(row: dict[str, Any], phases: dict[str, Any]) -> dict[str, Any]:
         "samples": row.get("samples") or row.get("itl_samples"),
     }
     for field in FIELDS:
-        found[field.column] = _number(row.get(field.column), field.scale)
-        if field.column in RANGES:
-            for end in ("_low", "_high"):
-                found[field.column + end] = _number(row.get(field.column + end), field.scale)
+        name, scale = field["name"], METRIC[field["name"]].scale if field["name"] in METRIC else 1.0
+        for end in ("", "_low", "_high") if field["range"] else ("",):
+            found[name + end] = _number(row.get(name + end), scale)
     found = {k: brief(v, LONGEST_NAME) if isinstance(v, str) else v for k, v in found.items()}
     found |= {f"phase:{name}": _number(ms) for name, ms in phases.items()}
     found["context"] = found["context"] or None  # 0 where another tool's file does not say

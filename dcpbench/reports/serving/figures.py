@@ -6,14 +6,15 @@ panel.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
-from dcpbench.points.names import CLOSED, GAMMA, REPLAY
+from dcpbench.points.names import CLOSED
+from dcpbench.records.metrics import PERCENTILES
 from dcpbench.reports import lines
+from dcpbench.reports.serving import words
 from dcpbench.reports.style import (
     LAYOUT_COLOURS,
     MARKERS,
@@ -28,43 +29,11 @@ from dcpbench.reports.style import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import pandas as pd
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-@dataclasses.dataclass(frozen=True)
-class Along:
-    """What makes a load heavier."""
-
-    column: str
-    against: str
-    label: str
-
-
-ALONG = {
-    CLOSED: Along("concurrency", "concurrency", "concurrency (closed loop)"),
-    GAMMA: Along("load_request_rate", "request rate", "request rate (requests/s)"),
-}
-"""By arrival. A trace has one load, which no line can show."""
 GREY = "#555555"
-
-
-def draw_rate(points: pd.DataFrame, style: Style, title: str) -> Figure:
-    """Output tok/s of the whole run, ramp and drain included; bars reach over the repeats."""
-    figure, panels, along = _start(points, title)
-    for ax, panel in panels:
-        for line, look in _series(panel, style, along):
-            low, high = (
-                line["output_tok_s"] - line["output_tok_s_low"],
-                line["output_tok_s_high"] - line["output_tok_s"],
-            )
-            ax.errorbar(line[along.column], line["output_tok_s"], yerr=[low, high], capsize=3, **look)
-        measured_ticks(ax, panel[along.column])
-        value_axis(ax, points["output_tok_s_high"], "y")
-    return _end(figure, points, style, along, "output throughput (tok/s)", [])
 
 
 def draw_ttft(points: pd.DataFrame, style: Style, title: str) -> Figure:
@@ -77,45 +46,25 @@ def draw_itl(points: pd.DataFrame, style: Style, title: str) -> Figure:
     return _draw_latency(points, style, title, "itl", "inter-token latency (ms)")
 
 
-def draw_frontier(points: pd.DataFrame, style: Style, title: str) -> Figure:
-    """Output tok/s/GPU against tok/s/user, the load beside each point that no other beats in both."""
-    figure, panels, along = _start(points, title)
-    for ax, panel in panels:
-        best = lines.frontier(panel)
-        ax.plot(best["tok_s_per_user"], best["output_tok_s_per_gpu"], color="#D0D0D0", linewidth=7, zorder=1)
-        for line, look in _series(panel, style, along):
-            ax.plot(line["tok_s_per_user"], line["output_tok_s_per_gpu"], **look)
-        for _, point in best.drop_duplicates(along.column, keep="last").iterrows():
-            at = (point["tok_s_per_user"], point["output_tok_s_per_gpu"])
-            said = f"{point[along.column]:g}"
-            ax.annotate(said, at, (6, 6), textcoords="offset points", fontsize=9, color="#444444")
-        value_axis(ax, points["tok_s_per_user"].dropna(), "x")
-        value_axis(ax, points["output_tok_s_per_gpu"].dropna(), "y")
-    lines.axis_labels(figure, "speed for one user (tok/s/user)", "output per GPU (tok/s/GPU)")
-    best_line = Line2D([], [], color="#D0D0D0", linewidth=7, label=f"best ({along.against})")
-    lines.legend(figure, points, style, [best_line])
-    return figure
-
-
 LINES = (
-    ("throughput", "Output throughput against {}", draw_rate),
+    ("throughput", "Output throughput against {}", lines.draw_throughput),
     ("ttft", "Time to first token against {}", draw_ttft),
     ("itl", "Inter-token latency against {}", draw_itl),
-    ("frontier", "Throughput per GPU against speed per user", draw_frontier),
+    ("frontier", "Throughput per GPU against speed per user", lines.draw_frontier),
 )
 EDGE = {
     "tok_s_per_user": "a speed for one user (1000 / median ITL)",
     "output_tok_s_per_gpu": "an output per GPU (an import with --tp says how many there were)",
 }
 """What a point on the frontier has, in words."""
-NAMES = {"ttft": "TTFT", "itl": "ITL", "frontier": "Throughput per GPU against speed per user"}
+NAMES = words.OBJECTIVES | {"frontier": "Throughput per GPU against speed per user"}
 """Of the figures that some points cannot be in."""
 
 
 def lacks(kind: str, points: pd.DataFrame) -> str:
     """What no point has that a figure of LINES would show; empty where there is something to draw."""
     if kind in ("ttft", "itl"):
-        shown = points[[f"{kind}_{p}_ms" for p in ("p50", "p90", "p95", "p99")]]
+        shown = points[[f"{kind}_{p}_ms" for p in PERCENTILES]]
         return "" if shown.notna().any(axis=None) else f"a median or percentile of {NAMES[kind]}"
     if kind != "frontier" or points[list(EDGE)].notna().all(axis=1).any():
         return ""
@@ -149,20 +98,20 @@ def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:  
     split = len(labels) > 1 and len(labels) * len(others) > MOST_CURVES
     names = ratios["model"].str.cat(ratios["label"], sep=": ") if split else ratios["model"]
     table = ratios.assign(cpu=False, panel=names)
-    figure, panels = lines.panels(table, title, by="panel", form=_said("{}", ratios))
+    figure, panels = lines.panels(table, title, by="panel", form=lines.said("{}", ratios))
     for ax, panel in panels:
         for (_, label, value), line in panel.sort_values(x).groupby(["run", "label", other], sort=False):
             i = others.index(value)
             colour = LAYOUT_COLOURS[(i if split else labels.index(label)) % len(LAYOUT_COLOURS)]
             look = {"color": colour, **_curve(i)}
             spread = [line["ratio"] - line["low"], line["high"] - line["ratio"]]
-            ax.errorbar(line[x], line["ratio"], yerr=spread, capsize=3, **look, **_marked(panel, look))
+            ax.errorbar(line[x], line["ratio"], yerr=spread, capsize=3, **look, **lines.marked(panel, colour))
         ax.axhline(1, color=GREY, linewidth=1)
         measured_ticks(ax, panel[x])
         ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}×"))
     decode = bool((ratios["mode"] == "decode").all())
     length = "context (tokens)" if decode else "prompt (tokens)"
-    loads = "concurrency (requests in flight)" if decode else ALONG[CLOSED].label
+    loads = "concurrency (requests in flight)" if decode else lines.ALONG[CLOSED].label
     lines.axis_labels(figure, length if x == "input_typical" else loads, "with DCP / without")
     legend_below(figure, _break_even_legend(labels, others, other, split=split))
     return figure
@@ -208,46 +157,20 @@ def alt_break_even(title: str, ratios: pd.DataFrame) -> str:
 
 
 def _draw_latency(points: pd.DataFrame, style: Style, title: str, name: str, label: str) -> Figure:
-    figure, panels, along = _start(points, title)
+    figure, panels, along = lines.start(points, title)
     top = lines.tail_percentile(points, name)
     p50, high = f"{name}_p50_ms", f"{name}_{top or 'p99'}_ms"
     for ax, panel in panels:
-        for line, look in _series(panel, style, along):
+        for line, look in lines.series(panel, style, along.column):
             ax.plot(line[along.column], line[p50], **look)
             ax.plot(
                 line[along.column], line[high].astype(float), "_", color=look["color"], markersize=11, markeredgewidth=2
             )
         measured_ticks(ax, panel[along.column])
         value_axis(ax, [*points[p50].dropna(), *points[high].dropna()], "y")
-    return _end(figure, points, style, along, label, lines.tail_legend(top, 11))
-
-
-def _start(points: pd.DataFrame, title: str) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]], Along]:
-    """A panel for each shape of requests, and what its x axis shows."""
-    form = _said("{}", points)
-    figure, panels = lines.panels(points, title, by="rest", form=form, order="input_typical")
-    return figure, panels, ALONG[points["load_arrival"].iloc[0]]
-
-
-def _said(form: str, points: pd.DataFrame) -> str:
-    """A panel's title, which says of a replay that it is one."""
-    return f"{form} (replay)" if points["mode"].iloc[0] == REPLAY else form
-
-
-def _end(figure: Figure, points: pd.DataFrame, style: Style, along: Along, label: str, more: list[Line2D]) -> Figure:
     lines.axis_labels(figure, along.label, label)
-    lines.legend(figure, points, style, more)
+    lines.legend(figure, points, style, lines.tail_legend(top, 11))
     return figure
-
-
-def _series(panel: pd.DataFrame, style: Style, along: Along) -> Iterator[tuple[pd.DataFrame, dict[str, Any]]]:
-    for line, look in lines.series(panel, style, along.column):
-        yield line, look | _marked(panel, look)
-
-
-def _marked(panel: pd.DataFrame, look: dict[str, Any]) -> dict[str, Any]:
-    """Hollow markers for replays."""
-    return {"markerfacecolor": "white" if panel["mode"].iloc[0] == REPLAY else look["color"]}
 
 
 def _curve(index: int) -> dict[str, Any]:

@@ -12,18 +12,14 @@ import pandas as pd
 from dcpbench.points.axes import COMPUTES
 from dcpbench.points.names import CLOSED, LIVE, REPLAY
 from dcpbench.points.point import point_axes
+from dcpbench.records.metrics import REPLAYED
 from dcpbench.reports.merge import missing
 
 SAME_BUT_MODE = ["device", "same_load", *(axis.name for axis in point_axes(COMPUTES))]
 """What a replay and the live run that it stands for have in common."""
 SHOWN = ["run", "model", "mode", "load", "arrival", "rest", "concurrency", "input_typical", "label", "layout", "tp"]
-COMPARED = {
-    "output_tok_s": "output tok/s",
-    "ttft_p50_ms": "TTFT p50",
-    "ttft_p99_ms": "TTFT p99",
-    "itl_p50_ms": "ITL p50",
-    "itl_p99_ms": "ITL p99",
-}
+
+NAMES = [metric.name for metric in REPLAYED]
 
 
 def pressure(points: pd.DataFrame) -> pd.DataFrame:
@@ -46,9 +42,9 @@ def replay_against_live(served: pd.DataFrame) -> pd.DataFrame:
         if key in live.index:
             of = live.loc[key]
             row = {name: point[name] for name in (*SHOWN, "cpu")} | {"cpu": bool(point["cpu"] or of["cpu"])}
-            row |= {name: of[name] for name in COMPARED}
-            row |= {f"{name}_replay": point[name] for name in COMPARED}
-            ratios = {name: _over(point[name], of[name]) for name in COMPARED}
+            row |= {name: of[name] for name in NAMES}
+            row |= {f"{name}_replay": point[name] for name in NAMES}
+            ratios = {name: _over(point[name], of[name]) for name in NAMES}
             rows.append(row | {f"{name}_error": None if r is None else r - 1 for name, r in ratios.items()})
     return pd.DataFrame(rows)
 

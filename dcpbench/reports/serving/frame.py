@@ -11,39 +11,15 @@ from dcpbench.points.layout import DEGREES
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import CLOSED
 from dcpbench.points.point import LOAD_AXES
+from dcpbench.records.metrics import LATENCIES, METRIC, STATISTICS
 from dcpbench.records.provenance import OURS
-from dcpbench.records.record import Interval
-from dcpbench.reports.merge import in_order, median, missing, spread
+from dcpbench.records.record import Interval, ServeMetrics
+from dcpbench.reports.merge import in_order, median, merged, missing, spread
 from dcpbench.reports.serving import words
 
 if TYPE_CHECKING:
-    from dcpbench.records.record import Record, ServeMetrics
+    from dcpbench.records.record import Record
 
-TIMES = ("ttft", "itl", "tpot", "e2el")
-STATISTICS = ("mean", "p50", "p90", "p95", "p99")
-SCALARS = (
-    "output_tok_s",
-    "output_tok_s_per_gpu",
-    "total_tok_s",
-    "request_s",
-    "tok_s_per_user",
-    "steady_tok_s",
-    "steady_s",
-    "wall_s",
-    "submitted",
-    "finished",
-    "rejected",
-    "cancelled",
-    "input_tokens",
-    "output_tokens",
-    "cached_tokens",
-    "preemptions",
-    "steps",
-    "decode_steps",
-    "eager_decode_steps",
-    "decode_batch",
-)
-"""Fields of ServeMetrics that are the median over repeats."""
 VARIES = {
     "at_once": "{:,.0f} at once",
     **{axis.name: axis.label for axis in LOAD_AXES if axis.label},
@@ -54,8 +30,8 @@ VARIES = {
 SOME_HAVE = tuple(name for name in VARIES if name not in ("kv_memory_gib", "limit_seconds"))
 """Of these, what only some points have: that the others have none tells nothing new. No import says any but
 `requests`."""
-MAY_LACK = (*SCALARS, "kv_capacity_requests", "kv_capacity_tokens", "kv_tokens_per_gib")
-"""Columns of numbers that may be unknown in every row, which pandas would not take for numbers."""
+SERVED = [name for name in ServeMetrics.__struct_fields__ if name in METRIC and name != "goodput_s"]
+"""Metrics of a served point alone, in the order of a record; goodput is told with its objectives."""
 
 
 def columns(records: list[Record]) -> dict[str, Any]:
@@ -81,15 +57,12 @@ def columns(records: list[Record]) -> dict[str, Any]:
         "output_tok_s_high": max(rates, default=None),
         "spread": spread([once(rate) for rate in rates]),
         "step_error": max((e for r in records if r.honesty and (e := r.honesty.step_error) is not None), default=None),
-        "idle_fraction": median(m.idle_fraction for m in measured),
     }
-    row |= {name: median(getattr(m, name) for m in measured) for name in SCALARS}
-    for name in TIMES:
-        times = [getattr(m, f"{name}_ms") for m in measured]
-        row |= {f"{name}_{s}_ms": median(getattr(t, s) for t in times) for s in STATISTICS}
-        row[f"{name}_samples"] = max((t.samples for t in times), default=0)
-    cached = row["cached_tokens"]
-    row["cached_share"] = cached / row["input_tokens"] if row["input_tokens"] and cached is not None else None
+    row |= merged(records, *SERVED)
+    for name in LATENCIES:
+        row |= merged(records, *(f"{name}_{statistic}_ms" for statistic in STATISTICS))
+        row[f"{name}_samples"] = max((getattr(m, f"{name}_ms").samples for m in measured), default=0)
+    row |= merged(records, "cached_share")
     return row | _objectives(measured)
 
 
@@ -106,7 +79,8 @@ def tidy(table: pd.DataFrame) -> pd.DataFrame:
     """With `load` in words, and in reading order: modes apart, then loads from light to heavy, then layouts."""
     if table.empty:
         return table
-    table = table.assign(**{name: pd.to_numeric(table[name]) for name in MAY_LACK})
+    # columns that may be unknown in every row, which pandas would not take for numbers
+    table = table.assign(**{name: pd.to_numeric(table[name]) for name in METRIC if name in table})
     parts = [table["shape"].tolist()]
     for name, form in VARIES.items():
         told = _told(table, name).tolist()

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dcpbench.records.metrics import METRIC, REPLAYED, SERVED_COUNTS, SERVED_DETAILS, SERVED_TABLE
 from dcpbench.records.provenance import OURS
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN, least_samples
 from dcpbench.reports.merge import missing
 from dcpbench.reports.origins import some_imported
-from dcpbench.reports.serving import findings, words
+from dcpbench.reports.serving import words
 from dcpbench.reports.tables import (
     ABSENT,
     FOLD_ABOVE,
     Column,
     Table,
+    column,
+    columns,
+    idle,
     make_table,
     number,
     percent,
@@ -43,19 +47,9 @@ def points(served: pd.DataFrame, mode: str) -> Table:
             ("layout", lambda r: str(r["label"])),
             *WHOSE[: some_imported(served)],
             ("marks", lambda r: text(", ".join(m for m in str(r["marks"]).split(", ") if m != FEW_SAMPLES))),
-            ("output tok/s", lambda r: number(r["output_tok_s"])),
-            ("steady", lambda r: number(r["steady_tok_s"])),
-            ("tok/s/GPU", lambda r: number(r["output_tok_s_per_gpu"])),
-            ("tok/s/user", lambda r: number(r["tok_s_per_user"], 3)),
-            ("TTFT p50 ms", lambda r: number(r["ttft_p50_ms"])),
-            ("p99", lambda r: number(r["ttft_p99_ms"])),
-            ("ITL p50 ms", lambda r: number(r["itl_p50_ms"])),
-            ("p99", lambda r: number(r["itl_p99_ms"])),
+            *columns(SERVED_TABLE),
             ("SLO", lambda r: text(r["slo_said"])),
-            ("goodput req/s", lambda r: number(r["goodput_s"], 3)),
-            ("preempted", lambda r: whole(r["preemptions"])),
-            ("cached", lambda r: percent(r["cached_share"])),
-            ("finished", _finished),
+            *columns(SERVED_COUNTS, finished=("finished", _finished)),
             ("repeats apart", lambda r: percent(r["spread"])),
         ],
         text_columns=4 + some_imported(served),
@@ -73,24 +67,12 @@ def details(served: pd.DataFrame, mode: str) -> Table:
         [
             *LOADED,
             ("layout", lambda r: str(r["label"])),
-            ("TTFT mean ms", lambda r: number(r["ttft_mean_ms"])),
-            ("p90", lambda r: number(r["ttft_p90_ms"])),
-            ("p95", lambda r: number(r["ttft_p95_ms"])),
-            ("ITL mean ms", lambda r: number(r["itl_mean_ms"])),
-            ("p90", lambda r: number(r["itl_p90_ms"])),
-            ("p95", lambda r: number(r["itl_p95_ms"])),
-            ("TPOT p50 ms", lambda r: number(r["tpot_p50_ms"])),
-            ("E2EL p50 ms", lambda r: number(r["e2el_p50_ms"])),
-            ("input + output tok/s", lambda r: number(r["total_tok_s"])),
-            ("wall s", lambda r: number(r["wall_s"])),
-            ("steps", lambda r: whole(r["steps"])),
-            ("without prefill", lambda r: percent(_share(r["decode_steps"], r["steps"]))),
-            ("requests in these", lambda r: number(r["decode_batch"], 3)),
-            ("of these eager", lambda r: whole(r["eager_decode_steps"])),
-            ("GPU idle between", lambda r: ABSENT if r["cpu"] else percent(r["idle_fraction"])),
-            ("host syncs per step", lambda r: number(r["host_syncs_per_step"], 3)),
-            ("rejected", lambda r: whole(r["rejected"])),
-            ("cut off", lambda r: whole(r["cancelled"])),
+            *columns(
+                SERVED_DETAILS,
+                decode_steps=("without prefill", _without_prefill),
+                idle_fraction=("GPU idle between", idle),
+                host_syncs_per_step=column(METRIC["host_syncs_per_step"], "host syncs per step"),
+            ),
         ],
         text_columns=3,
         optional=("GPU idle between", "host syncs per step"),
@@ -100,15 +82,14 @@ def details(served: pd.DataFrame, mode: str) -> Table:
 
 def replay(found: pd.DataFrame) -> Table:
     """How far replay lies from live."""
-    columns: list[Column] = [*LOADED, ("layout", lambda r: str(r["label"]))]
-    for name, what in findings.COMPARED.items():
-        unit = "" if name == "output_tok_s" else " ms"
-        columns += [(f"{what}{unit} live", _shown(name)), ("error", _error(f"{name}_error"))]
+    compared: list[Column] = [*LOADED, ("layout", lambda r: str(r["label"]))]
+    for metric in REPLAYED:
+        compared += [column(metric, f"{metric.in_brief} live"), ("error", _error(f"{metric.name}_error"))]
     cpu = len(found) > 0 and bool(found["cpu"].any())
     return make_table(
         "Replay against live" + (" (CPU: functional run)" if cpu else "") + ": replay / live - 1",
         found,
-        columns,
+        compared,
         text_columns=3,
     )
 
@@ -127,13 +108,6 @@ def repeats(found: pd.DataFrame) -> Table:
         ],
         text_columns=3,
     )
-
-
-def whole(value: float | None) -> str:
-    """A count; the median of repeats may lie between two."""
-    if value is None or missing(value):
-        return ABSENT
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
 
 
 def absent(served: pd.DataFrame) -> list[str]:
@@ -175,16 +149,8 @@ def _finished(row: pd.Series[Any]) -> str:
     return f"{row['finished']:,.0f}{of}"
 
 
-def _share(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
-
-
-def _times(ratio: float | None) -> str:
-    return ABSENT if missing(ratio) else f"{ratio:.3f}×"
-
-
-def _shown(name: str) -> Any:  # noqa: ANN401 - what prints a column
-    return lambda r: number(r[name])
+def _without_prefill(row: pd.Series[Any]) -> str:
+    return percent(row["decode_steps"] / row["steps"] if row["steps"] else None)
 
 
 def _error(name: str) -> Any:  # noqa: ANN401 - what prints a column

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import CLOSED, GAMMA, TRACE
 from dcpbench.reports.merge import missing
-from dcpbench.reports.serving.tables import FEW_SAMPLES, whole
+from dcpbench.reports.serving.tables import FEW_SAMPLES
 from dcpbench.reports.serving.words import MODES
-from dcpbench.reports.tables import number
+from dcpbench.reports.tables import number, whole
 from dcpbench.reports.terminal_parts import Column, Fitted, plain, told_marks
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.names import CLOSED, GAMMA, LIVE
 from dcpbench.records.formulas import GAPS_PER_MISS
+from dcpbench.records.metrics import LATENCIES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,7 +18,7 @@ MODES = {
     "replay": "replay",
 }
 """In titles and sentences."""
-OBJECTIVES = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2el": "E2EL"}
+OBJECTIVES = {name: latency.label for name, latency in LATENCIES.items()}
 SEPARATOR = " · "
 
 

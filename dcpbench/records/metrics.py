@@ -1,0 +1,757 @@
+"""The catalogue of metrics: each one's name, unit, direction and words, where a record holds it, and where it is shown.
+
+What prints, draws, exports, compares or checks a number reads it here. A new metric is a field of the record, an entry
+of METRICS, and its name in those lists at the end of this file in which it is to be shown. Formulas stand in
+`formulas`; how far repeats and launches scatter is resampled in `compare`, by the kind of error that stands here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import statistics
+from typing import TYPE_CHECKING, Any, Literal
+
+from dcpbench.points.memory import GIB
+from dcpbench.records.record import Interval
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from dcpbench.records.record import Record
+
+DECODE, SERVE = "decode", "serve"
+STATISTICS = ("mean", "p50", "p90", "p95", "p99")
+PERCENTILES = STATISTICS[1:]
+Direction = Literal["higher", "lower", ""]
+Error = Literal["steps", "requests", "gaps", "tokens", "steady tokens", "objectives"]
+"""What a launch has many of, so that it says by itself how well it knows a metric: times of steps, latencies of
+requests, gaps between tokens, tokens in windows of the run or of its steady part, and whether requests met their
+objectives."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Metric:
+    """One number of a point."""
+
+    name: str
+    """With its unit, as in a record."""
+    unit: str
+    """As said in words."""
+    better: Direction
+    """Nothing where a change is neither good nor bad."""
+    help: str
+    """What it is, in a line. Exports carry it."""
+    _: dataclasses.KW_ONLY
+
+    at: tuple[str, ...] = ()
+    """Where a record holds it, as a number or as an Interval: of the first of these whose outermost part it has."""
+    of: Callable[[Record], float | None] | None = None
+    """Or how it follows from a record. A metric with neither is of points beside each other, and no record has it."""
+    derived: Callable[[Record], tuple[float, float] | None] | None = None
+    """Ends of its interval, where that follows from another metric's and no record holds it."""
+    merged: Literal["median", "max", "min", "first"] = "median"
+    """What a report shows of repeats. Exports and the dashboard show medians."""
+    ranged: bool = False
+    """Whether tables have both ends of its interval beside it, as `…_low` and `…_high`."""
+    positive: bool = False
+    """Whether no record can hold a 0 of it."""
+    whole: bool = False
+    """Whether it counts things."""
+    exported: bool = True
+    gauge: str = ""
+    """What Prometheus calls it, without `dcpbench_`, where its unit does not say that."""
+
+    label: str = ""
+    """What it is called beside its unit."""
+    title: str = ""
+    """The same where there is more room."""
+    brief: str = ""
+    """The same where there is less."""
+    heading: str = ""
+    """Of its column in a report's tables."""
+    shown_unit: str | None = None
+    """Where it is shown in another unit than it is recorded in, or where its words say it already."""
+    brief_unit: str | None = None
+    """The unit beside `brief`."""
+    scale: float = 1.0
+    """From the unit to the one that is shown."""
+    digits: int = 4
+    """Significant ones in a report's tables."""
+    term: str = ""
+    """The word that a report explains."""
+    defined: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The explanation, by workload."""
+
+    latency: str = ""
+    """`ttft` of `ttft_p99_ms`."""
+    statistic: str = ""
+    """`p99` of it."""
+
+    option: str = ""
+    """What `compare` calls it, in options and in what it writes."""
+    aliases: tuple[str, ...] = ()
+    """Other names that options of `compare` take for it."""
+    errors: Mapping[str, Error] = dataclasses.field(default_factory=dict)
+    """What `compare` resamples, by workload; nothing of what is counted, where every difference is one."""
+    absolute: bool = False
+    """Small whole numbers, whose ratio says little."""
+
+    def __post_init__(self) -> None:
+        """Words that were not given are those that were."""
+        self._set("label", self.label or self.name.replace("_", " "))
+        self._set("title", self.title or self.label)
+        self._set("brief", self.brief or self.label)
+        self._set("shown_unit", self.unit if self.shown_unit is None else self.shown_unit)
+        self._set("brief_unit", self.shown_unit if self.brief_unit is None else self.brief_unit)
+        self._set("heading", self.heading or self.in_brief)
+        self._set("option", self.option or self.name.removesuffix(f"_{self.unit}"))
+
+    def _set(self, field: str, value: str | None) -> None:
+        object.__setattr__(self, field, value)
+
+    @property
+    def in_brief(self) -> str:
+        """`TTFT p50 ms`; words that say their unit already, such as `output tok/s`, stay as they are."""
+        unit = self.brief_unit or ""
+        return self.brief if unit in self.brief else f"{self.brief} {unit}"
+
+    @functools.cached_property
+    def paths(self) -> tuple[tuple[str, ...], ...]:
+        """`at`, as names from the outside in."""
+        return tuple(tuple(path.split(".")) for path in self.at)
+
+    @functools.cached_property
+    def parts(self) -> frozenset[str]:
+        """Outermost parts of a record that may hold it, such as `serve`."""
+        return frozenset(path[0] for path in self.paths)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """All names that options of `compare` take for it."""
+        return self.option, *self.aliases, self.name
+
+    @property
+    def shown_name(self) -> str:
+        """The name with the unit in which it is shown: `memory_peak_gib`."""
+        return self.name.replace("_bytes", "_gib") if self.shown_unit == "GiB" else self.name
+
+    def held(self, record: Record) -> float | Interval | None:
+        """What a record says of it; None where that was not measured."""
+        if self.of is not None:
+            return self.of(record)
+        for path in self.paths:
+            found: object = getattr(record, path[0])
+            if found is not None:
+                for name in path[1:]:
+                    found = getattr(found, name, None)
+                return found if isinstance(found, float | int | Interval) else None
+        return None
+
+    def value(self, record: Record) -> float | None:
+        """The number, or the median of what was measured."""
+        found = self.held(record)
+        return found.median if isinstance(found, Interval) else found
+
+    def interval(self, record: Record) -> tuple[float, float] | None:
+        """The ends of its 95 % interval, where a record holds one."""
+        found = self.held(record)
+        return (found.low, found.high) if isinstance(found, Interval) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Latency:
+    """A time of requests, of which a metric is made for each statistic."""
+
+    name: str
+    label: str
+    help: str
+    defined: Mapping[str, str]
+
+    def metric(self, statistic: str) -> Metric:
+        """`ttft_p50_ms`."""
+        path = f"{self.name}_ms.{statistic}"
+        in_decode = self.name in OF_STEPS and statistic in PERCENTILES
+        errors: dict[str, Error] = {SERVE: "gaps" if self.name == "itl" else "requests"}
+        return Metric(
+            f"{self.name}_{statistic}_ms",
+            "ms",
+            "lower",
+            f"{statistic} of the {self.help}; absent where samples are too few",
+            at=_either(path) if in_decode else (f"serve.{path}",),
+            label=f"{self.label} {statistic}",
+            heading="" if statistic in STATISTICS[:2] else statistic,
+            latency=self.name,
+            statistic=statistic,
+            errors=errors | ({DECODE: "steps"} if in_decode else {}),
+        )
+
+
+OF_STEPS = ("ttft", "itl")
+"""Latencies that `decode` has as well."""
+LATENCIES = {
+    found.name: found
+    for found in (
+        Latency(
+            "ttft",
+            "TTFT",
+            "time to first token, queueing included",
+            {SERVE: "t1 - t0: first output token - submitted (open loop: due), queueing included"},
+        ),
+        Latency(
+            "itl",
+            "ITL",
+            "gap between two output tokens of a request",
+            {
+                DECODE: "gap between two output tokens of a request: one step, one sample per step",
+                SERVE: "each gap between consecutive output tokens of a request, pooled over requests",
+            },
+        ),
+        Latency(
+            "tpot",
+            "TPOT",
+            "time per output token after the first, one per request",
+            {SERVE: "(tn - t1) / (n - 1), one per request, none if n < 2"},
+        ),
+        Latency(
+            "e2el",
+            "E2EL",
+            "time from submission to the last token",
+            {SERVE: "tn - t0: last output token - submitted"},
+        ),
+    )
+}
+"""By the names that --slo has for them (names.OBJECTIVES)."""
+
+
+def _either(name: str) -> tuple[str, str]:
+    """Where records of both workloads hold it."""
+    return f"serve.{name}", f"metrics.{name}"
+
+
+def _both(definition: str) -> dict[str, str]:
+    return dict.fromkeys((DECODE, SERVE), definition)
+
+
+def _served(name: str, unit: str, better: Direction, help_: str, **more: Any) -> Metric:  # noqa: ANN401 - of Metric
+    """A field of ServeMetrics."""
+    return Metric(name, unit, better, help_, at=(f"serve.{name}",), **more)
+
+
+def _count(name: str, unit: str, help_: str, better: Direction = "", **more: Any) -> Metric:  # noqa: ANN401 - of Metric
+    """The same, of what is counted."""
+    return _served(name, unit, better, help_, whole=True, **more)
+
+
+def _kv(name: str, unit: str, better: Direction, help_: str, **more: Any) -> Metric:  # noqa: ANN401 - of Metric
+    """A field of Kv, which repeats share."""
+    return Metric(f"kv_{name}", unit, better, help_, at=(f"kv.{name}",), merged="first", **more)
+
+
+def _per_gpu_interval(record: Record) -> tuple[float, float] | None:
+    """That of the output throughput, divided by tp."""
+    if record.metrics is None:
+        return None
+    return record.metrics.output_tok_s.low / record.point.tp, record.metrics.output_tok_s.high / record.point.tp
+
+
+def _per_user_interval(record: Record) -> tuple[float, float] | None:
+    """That of the step time turned over: the gaps between tokens of `decode` are its steps."""
+    return None if record.metrics is None else (1000 / record.metrics.step_ms.high, 1000 / record.metrics.step_ms.low)
+
+
+def _kv_tokens_per_gib(record: Record) -> float | None:
+    kv = record.kv
+    return kv.capacity_tokens / (kv.pool_bytes_per_gpu / GIB) if kv and kv.pool_bytes_per_gpu else None
+
+
+def _cached_share(record: Record) -> float | None:
+    serve = record.serve
+    if serve is None or serve.cached_tokens is None or not serve.input_tokens:
+        return None
+    return serve.cached_tokens / serve.input_tokens
+
+
+IN_GIB: dict[str, Any] = {"shown_unit": "GiB", "scale": 1 / GIB}
+IN_PERCENT: dict[str, Any] = {"shown_unit": "%", "scale": 100.0}
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        "output_tok_s",
+        "tok/s",
+        "higher",
+        "output tokens per second of the whole layout",
+        at=_either("output_tok_s"),
+        ranged=True,
+        positive=True,
+        gauge="output_tokens_per_second",
+        label="output",
+        title="output throughput",
+        brief="output tok/s",
+        term="output throughput",
+        defined={
+            DECODE: "concurrency / step time, of the whole layout",
+            SERVE: "output tokens / wall time (first submission to last token), ramp and drain included",
+        },
+        option="tok_s",
+        aliases=("slower",),
+        errors={SERVE: "tokens"},
+    ),
+    Metric(
+        "output_tok_s_per_gpu",
+        "tok/s/GPU",
+        "higher",
+        "output tokens per second and GPU",
+        at=_either("output_tok_s_per_gpu"),
+        derived=_per_gpu_interval,
+        positive=True,
+        gauge="output_tokens_per_second_per_gpu",
+        label="output per GPU",
+        title="output throughput per GPU",
+        heading="tok/s/GPU",
+        term="per GPU",
+        defined=_both("output throughput / tp; neither dp nor dcp adds GPUs"),
+    ),
+    Metric(
+        "tok_s_per_user",
+        "tok/s/user",
+        "higher",
+        "1000 over the median ITL in ms",
+        at=_either("tok_s_per_user"),
+        derived=_per_user_interval,
+        positive=True,
+        gauge="output_tokens_per_second_per_user",
+        label="speed for one user",
+        heading="tok/s/user",
+        digits=3,
+        term="per user",
+        defined=_both("1000 / median ITL in ms"),
+    ),
+    _served(
+        "total_tok_s",
+        "tok/s",
+        "higher",
+        "input and output tokens per second of the whole layout",
+        gauge="input_and_output_tokens_per_second",
+        label="input + output",
+    ),
+    _served(
+        "steady_tok_s",
+        "tok/s",
+        "higher",
+        "output tokens per second while the target concurrency is held",
+        gauge="steady_output_tokens_per_second",
+        label="steady output",
+        title="steady output throughput",
+        brief="steady tok/s",
+        heading="steady",
+        term="steady",
+        defined={SERVE: "the same over the longest time with at least 95 % of a closed loop's clients in flight"},
+        errors={SERVE: "steady tokens"},
+    ),
+    _served("steady_s", "s", "", "how long the target concurrency is held", exported=False),
+    _served(
+        "request_s",
+        "requests/s",
+        "higher",
+        "finished requests per second",
+        gauge="requests_per_second",
+        label="finished requests",
+    ),
+    _served(
+        "goodput_s",
+        "requests/s",
+        "higher",
+        "requests per second that meet every objective",
+        gauge="goodput_requests_per_second",
+        label="goodput",
+        title="goodput under the line's objectives",
+        brief_unit="req/s",
+        digits=3,
+        term="goodput",
+        defined={SERVE: "finished requests that meet every objective / wall time; ITL in 99 of 100 gaps"},
+        option="goodput",
+        errors={SERVE: "objectives"},
+    ),
+    Metric(
+        "step_ms",
+        "ms",
+        "lower",
+        "median time of a decode step, slowest rank",
+        at=("metrics.step_ms",),
+        ranged=True,
+        positive=True,
+        label="step time",
+        term="step time",
+        defined={DECODE: "slowest rank's time from graph launch to the step's end; median with its 95 % interval"},
+        option="step_time",
+        aliases=("slower", "tok_s", "itl_p50", "output_tok_s", "itl_p50_ms"),
+        errors={DECODE: "steps"},
+    ),
+    *(latency.metric(statistic) for latency in LATENCIES.values() for statistic in STATISTICS),
+    Metric(
+        "host_syncs_per_step",
+        "syncs/step",
+        "lower",
+        "calls in one step that make the host wait for the GPU",
+        at=("host_syncs_per_step",),
+        merged="max",
+        label="host syncs per step",
+        shown_unit="",
+        brief="host syncs",
+        brief_unit="/step",
+        heading="host syncs",
+        digits=3,
+        option="syncs",
+        absolute=True,
+    ),
+    Metric(
+        "allocations_per_step",
+        "allocations/step",
+        "lower",
+        "calls to CUDA's allocator in one timed step",
+        at=("allocations_per_step",),
+        merged="max",
+        exported=False,
+        heading="allocations",
+        digits=3,
+    ),
+    Metric(
+        "host_plan_us",
+        "µs",
+        "lower",
+        "host time to plan one step",
+        at=("host_plan_us",),
+        label="host time to plan a step",
+        brief="host plan",
+        digits=3,
+    ),
+    Metric(
+        "idle_fraction",
+        "share",
+        "lower",
+        "share of a step in which no kernel runs",
+        at=("serve.idle_fraction", "phases.idle_fraction"),
+        gauge="gpu_idle_ratio",
+        label="GPU idle",
+        **IN_PERCENT,
+    ),
+    _kv(
+        "capacity_tokens",
+        "tokens",
+        "higher",
+        "tokens that the KV pools hold, each counted once",
+        whole=True,
+        label="KV capacity",
+    ),
+    _kv("capacity_requests", "requests", "higher", "requests of the point's context that fit at once", whole=True),
+    _kv(
+        "pool_bytes_per_gpu",
+        "bytes",
+        "",
+        "size of one GPU's KV pool",
+        whole=True,
+        label="KV pool per GPU",
+        heading="pool GiB per GPU",
+        **IN_GIB,
+    ),
+    _kv(
+        "bytes_per_token_per_gpu",
+        "bytes",
+        "lower",
+        "KV bytes of a token, averaged over the layout's GPUs",
+        brief="bytes per token per GPU",
+        digits=5,
+    ),
+    Metric(
+        "kv_tokens_per_gib",
+        "tokens/GiB",
+        "higher",
+        "tokens that the KV pools hold, over the GiB of one GPU's pool",
+        of=_kv_tokens_per_gib,
+        merged="first",
+        exported=False,
+        label="KV tokens per GiB on each GPU",
+        shown_unit="tokens",
+        term="KV tokens per GiB",
+        defined=_both("tokens that the layout's pools hold, each counted once / GiB of one GPU's pool"),
+    ),
+    Metric(
+        "memory_peak_bytes",
+        "bytes",
+        "lower",
+        "peak memory of a GPU",
+        at=("memory_peak_bytes",),
+        merged="max",
+        whole=True,
+        label="memory peak per GPU",
+        title="peak memory",
+        brief="memory peak",
+        option="memory",
+        **IN_GIB,
+    ),
+    _served("wall_s", "s", "", "time from the first submission to the last token", label="wall"),
+    _count("submitted", "requests", "requests that were submitted"),
+    _count("finished", "requests", "requests that got all their tokens"),
+    _count("rejected", "requests", "requests that can never fit", heading="rejected"),
+    _count("cancelled", "requests", "requests that the end of the run cut off", heading="cut off"),
+    _count("input_tokens", "tokens", "prompt tokens of requests that got a token"),
+    _count("output_tokens", "tokens", "output tokens that came"),
+    _count("cached_tokens", "tokens", "prompt tokens that the prefix cache had"),
+    _count(
+        "preemptions",
+        "preemptions",
+        "how often a request lost its KV cache to others",
+        "lower",
+        shown_unit="",
+        heading="preempted",
+    ),
+    _count("steps", "steps", "steps of the run"),
+    _count("decode_steps", "steps", "steps without prefill"),
+    _count(
+        "eager_decode_steps",
+        "steps",
+        "steps without prefill past the largest captured graph",
+        exported=False,
+        heading="of these eager",
+    ),
+    _served(
+        "decode_batch",
+        "requests",
+        "",
+        "mean requests in a step without prefill",
+        label="requests in a decode step",
+        heading="requests in these",
+        digits=3,
+    ),
+    Metric(
+        "cached_share",
+        "share",
+        "",
+        "prompt tokens that the prefix cache had, as a share of all",
+        of=_cached_share,
+        exported=False,
+        label="prompt tokens from the prefix cache",
+        heading="cached",
+        **IN_PERCENT,
+    ),
+    Metric(
+        "kernels",
+        "kernels/step",
+        "",
+        "kernels in one profiled step",
+        at=("phases.kernels",),
+        exported=False,
+        label="kernels per step",
+        shown_unit="",
+        heading="kernels",
+    ),
+    Metric(
+        "attention_error",
+        "",
+        "lower",
+        "relative error of the merged attention output against fp64, worst rank",
+        at=("honesty.attention_error",),
+        merged="max",
+        exported=False,
+        title="attention error against fp64",
+    ),
+    Metric(
+        "sm_clock_mhz_min",
+        "MHz",
+        "",
+        "lowest clock of any GPU while the point was measured",
+        at=("gpu.sm_clock_mhz_min",),
+        merged="min",
+        exported=False,
+        label="lowest SM clock",
+    ),
+    Metric(
+        "temperature_c_max",
+        "°C",
+        "",
+        "highest temperature of any GPU while the point was measured",
+        at=("gpu.temperature_c_max",),
+        merged="max",
+        exported=False,
+        label="highest temperature",
+    ),
+    Metric(
+        "dcp_ratio",
+        "×",
+        "higher",
+        "output throughput over that of the same layout, load and settings with dcp 1",
+        ranged=True,
+        exported=False,
+        label="output over the same layout without DCP",
+    ),
+)
+METRIC = {metric.name: metric for metric in METRICS}
+
+
+def _listed(names: str) -> tuple[Metric, ...]:
+    return tuple(METRIC[name] for name in names.split())
+
+
+PAGE = _listed(
+    """
+    output_tok_s output_tok_s_per_gpu tok_s_per_user dcp_ratio steady_tok_s
+    step_ms itl_p50_ms itl_p90_ms itl_p95_ms itl_p99_ms ttft_p50_ms ttft_p90_ms ttft_p95_ms ttft_p99_ms
+    tpot_p50_ms tpot_p99_ms e2el_p50_ms e2el_p99_ms
+    request_s goodput_s preemptions cached_share decode_batch
+    kv_capacity_tokens kv_tokens_per_gib kv_pool_bytes_per_gpu memory_peak_bytes
+    idle_fraction host_syncs_per_step kernels attention_error sm_clock_mhz_min temperature_c_max
+    """
+)
+"""What the page of a report shows of the point under the pointer, and offers as an axis."""
+PAGE_TABLE = _listed(
+    """
+    output_tok_s output_tok_s_per_gpu tok_s_per_user step_ms itl_p50_ms itl_p99_ms ttft_p50_ms ttft_p99_ms
+    goodput_s preemptions kv_capacity_tokens
+    """
+)
+"""Of these, what stands in its table of points."""
+DECODE_TABLE = _listed("output_tok_s_per_gpu tok_s_per_user itl_p50_ms itl_p90_ms itl_p95_ms itl_p99_ms ttft_p50_ms")
+"""Columns of a report's table of points of `decode`, between the throughput with its interval and the objectives."""
+PROFILE_TABLE = _listed("idle_fraction host_syncs_per_step allocations_per_step kernels host_plan_us")
+"""Columns of its table of steps, after the step time."""
+KV_TABLE = _listed("kv_pool_bytes_per_gpu kv_bytes_per_token_per_gpu")
+"""Columns of its table of KV caches, before what they hold."""
+SERVED_TABLE = _listed(
+    """
+    output_tok_s steady_tok_s output_tok_s_per_gpu tok_s_per_user ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms
+    """
+)
+"""Columns of its table of served points before the objectives."""
+SERVED_COUNTS = _listed("goodput_s preemptions cached_share finished")
+"""And after them."""
+SERVED_DETAILS = _listed(
+    """
+    ttft_mean_ms ttft_p90_ms ttft_p95_ms itl_mean_ms itl_p90_ms itl_p95_ms tpot_p50_ms e2el_p50_ms total_tok_s wall_s
+    steps decode_steps decode_batch eager_decode_steps idle_fraction host_syncs_per_step rejected cancelled
+    """
+)
+"""Columns of its second table of served points."""
+REPLAYED = _listed("output_tok_s ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms")
+"""What a replay is held against the live run of the same load by."""
+DASHBOARD = _listed(
+    """
+    output_tok_s_per_gpu output_tok_s tok_s_per_user
+    step_ms itl_p50_ms itl_p99_ms ttft_p50_ms ttft_p99_ms tpot_p50_ms e2el_p50_ms steady_tok_s request_s goodput_s
+    host_syncs_per_step host_plan_us kv_capacity_tokens memory_peak_bytes attention_error
+    """
+)
+"""What the dashboard follows over runs; the first is what it shows before another is chosen."""
+_COUNTED = "kv_capacity_tokens memory_peak_bytes host_syncs_per_step"
+COMPARED = {
+    DECODE: _listed(f"step_ms itl_p90_ms itl_p99_ms {_COUNTED}"),
+    SERVE: _listed(
+        "output_tok_s steady_tok_s ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms tpot_p50_ms e2el_p50_ms goodput_s "
+        f"{_COUNTED}"
+    ),
+}
+"""What `compare` compares of a point, by workload. In `decode` throughput is concurrency / step time, and the median
+ITL is the step time: one test, of which the other two are aliases."""
+SWEPT = _listed("step_ms output_tok_s output_tok_s_per_gpu tok_s_per_user")
+"""What --json of a measuring command says of a point of `decode`."""
+TOP = {
+    "tok_s": METRIC["output_tok_s"],
+    "tok_s_per_gpu": METRIC["output_tok_s_per_gpu"],
+    "ttft_ms": METRIC["ttft_p50_ms"],
+    "itl_ms": METRIC["itl_p50_ms"],
+}
+"""What `top` shows of a finished point, by its own names."""
+
+
+def defined(workload: str) -> dict[str, tuple[str, str]]:
+    """Words that a report explains in this workload, each with the explanation and its unit."""
+    latencies = [(latency.label, latency.defined, "ms") for latency in LATENCIES.values()]
+    step, *others = (
+        (metric.term, metric.defined, metric.unit)
+        for metric in _listed("step_ms output_tok_s steady_tok_s goodput_s output_tok_s_per_gpu tok_s_per_user")
+    )
+    return {term: (said[workload], unit) for term, said, unit in (step, *latencies, *others) if workload in said}
+
+
+def compared(workload: str, options: Sequence[str] = ()) -> list[Metric]:
+    """What `compare` compares of a point of this workload; with names of options only these."""
+    wanted = {named(option, workload) for option in options}
+    return [metric for metric in COMPARED[workload] if not wanted or metric in wanted]
+
+
+def named(option: str, workload: str) -> Metric | None:
+    """The metric that an option of `compare` names in this workload, if there is one."""
+    return next((metric for metric in COMPARED[workload] if option in metric.options), None)
+
+
+_OF_COMPARE = sorted((metric for found in COMPARED.values() for metric in found), key=lambda metric: not metric.errors)
+OPTIONS = tuple(
+    dict.fromkeys([*(a for m in _OF_COMPARE for a in m.aliases if a not in METRIC), *(m.option for m in _OF_COMPARE)])
+)
+"""What options of `compare` name metrics by; their own names do as well."""
+
+
+def is_option(name: str) -> bool:
+    """Whether an option of `compare` may name a metric so."""
+    return any(named(name, workload) for workload in COMPARED)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Value:
+    """A metric of a point over its repeats: their median, and how far they reach."""
+
+    metric: Metric
+    median: float
+    low: float | None
+    high: float | None
+    """95 % interval of a single measurement, or the envelope of several; None where one number is all there is."""
+    each: tuple[float, ...]
+    """Of each repeat that has it."""
+
+    def shown(self) -> Value:
+        """The same in the unit that is shown."""
+        scale = self.metric.scale
+        low, high = (None if end is None else end * scale for end in (self.low, self.high))
+        return Value(self.metric, self.median * scale, low, high, tuple(v * scale for v in self.each))
+
+
+def exported() -> tuple[Metric, ...]:
+    """Those that exports carry, in the order of their columns."""
+    return tuple(metric for metric in METRICS if metric.exported)
+
+
+def known(metric: Metric, record: Record) -> float | None:
+    """The number, unless it was not measured or is none: a record may hold anything."""
+    value = metric.value(record)
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def values(records: Sequence[Record], metrics: Iterable[Metric], *, derived: bool = False) -> list[Value]:
+    """What repeats of a point say together, in the order of `metrics`; what none of them knows is left out.
+
+    `derived`: with intervals that follow from those of other metrics, beside those that records hold.
+    """
+    found = []
+    for metric in metrics:
+        each, ends = [], []
+        for record in records:
+            value = known(metric, record)
+            if value is None:
+                continue
+            each.append(value)
+            interval = metric.interval(record)
+            if interval is None and derived and metric.derived is not None:
+                interval = metric.derived(record)
+            if interval is not None:
+                ends.append(interval)
+        if each:
+            low, high = _reach(each, ends)
+            found.append(Value(metric, statistics.median(each), low, high, tuple(each)))
+    return found
+
+
+def _reach(each: Sequence[float], ends: Sequence[tuple[float, float]]) -> tuple[float | None, float | None]:
+    if len(each) == 1 and not ends:
+        return None, None
+    low, high = min([*each, *(low for low, _ in ends)]), max([*each, *(high for _, high in ends)])
+    return (low, high) if math.isfinite(low) and math.isfinite(high) else (None, None)

@@ -1,0 +1,219 @@
+"""records/metrics.py: the catalogue names every number of a record, where it lies, and nothing that is not there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+
+import pytest
+
+from dcpbench.compare.samples import ERRORS
+from dcpbench.points.names import OBJECTIVES
+from dcpbench.records import formulas, metrics
+from dcpbench.records.metrics import LATENCIES, METRIC, METRICS, Metric
+from dcpbench.records.record import Interval, Kv, Latencies, Percentiles, Record, ServeMetrics
+from dcpbench.records.record import Metrics as DecodeMetrics
+from tests.unit import record_builder
+from tests.unit import serve_record_builder as build
+
+if TYPE_CHECKING:
+    import msgspec
+
+DOCS = Path(__file__).parents[2] / "docs"
+EXPORTED = [
+    "output_tok_s",
+    "output_tok_s_per_gpu",
+    "tok_s_per_user",
+    "total_tok_s",
+    "steady_tok_s",
+    "request_s",
+    "goodput_s",
+    "step_ms",
+    "ttft_mean_ms",
+    "ttft_p50_ms",
+    "ttft_p90_ms",
+    "ttft_p95_ms",
+    "ttft_p99_ms",
+    "itl_mean_ms",
+    "itl_p50_ms",
+    "itl_p90_ms",
+    "itl_p95_ms",
+    "itl_p99_ms",
+    "tpot_mean_ms",
+    "tpot_p50_ms",
+    "tpot_p90_ms",
+    "tpot_p95_ms",
+    "tpot_p99_ms",
+    "e2el_mean_ms",
+    "e2el_p50_ms",
+    "e2el_p90_ms",
+    "e2el_p95_ms",
+    "e2el_p99_ms",
+    "host_syncs_per_step",
+    "host_plan_us",
+    "idle_fraction",
+    "kv_capacity_tokens",
+    "kv_capacity_requests",
+    "kv_pool_bytes_per_gpu",
+    "kv_bytes_per_token_per_gpu",
+    "memory_peak_bytes",
+    "wall_s",
+    "submitted",
+    "finished",
+    "rejected",
+    "cancelled",
+    "input_tokens",
+    "output_tokens",
+    "cached_tokens",
+    "preemptions",
+    "steps",
+    "decode_steps",
+    "decode_batch",
+]
+"""Columns that others read: they keep their names and their order, and new ones come behind or between."""
+OPTIONS = [
+    "slower",
+    "tok_s",
+    "itl_p50",
+    "step_time",
+    "itl_p90",
+    "itl_p99",
+    "steady_tok_s",
+    "ttft_p50",
+    "ttft_p99",
+    "tpot_p50",
+    "e2el_p50",
+    "goodput",
+    "kv_capacity",
+    "memory",
+    "syncs",
+]
+"""What scripts type at --fail-on and --metric."""
+
+
+def kinds(struct: type[msgspec.Struct], name: str) -> set[Any]:
+    """The types that a field can have, without None."""
+    hint = get_type_hints(struct)[name]
+    found = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return set(found) - {type(None)}
+
+
+def numbers(struct: type[msgspec.Struct]) -> set[str]:
+    """Fields of a struct that hold a number or a number with its interval."""
+    return {n for n in struct.__struct_fields__ if kinds(struct, n) & {int, float, Interval}}
+
+
+class TestWhereTheyLie:
+    @pytest.mark.parametrize("metric", METRICS, ids=lambda m: m.name)
+    def test_every_path_ends_at_a_number_of_a_record(self, metric: Metric) -> None:
+        for path in metric.paths:
+            struct: Any = Record
+            *parts, last = path
+            for part in parts:
+                (struct,) = kinds(struct, part)
+            assert kinds(struct, last) <= {int, float, Interval}, path
+
+    def test_no_number_of_a_point_is_forgotten(self) -> None:
+        """A field that is added to a record without an entry here would be shown nowhere."""
+        assert numbers(ServeMetrics) <= set(METRIC)
+        assert numbers(DecodeMetrics) <= set(METRIC)
+        assert {f"kv_{name}" for name in numbers(Kv) - {"fragmentation"}} <= set(METRIC)
+
+    def test_every_latency_is_there_in_all_its_statistics(self) -> None:
+        of_requests = [n for n in ServeMetrics.__struct_fields__ if Latencies in kinds(ServeMetrics, n)]
+        assert of_requests == [f"{name}_ms" for name in LATENCIES] == [f"{name}_ms" for name in OBJECTIVES]
+        assert set(metrics.STATISTICS) == set(Latencies.__struct_fields__) - {"samples"}
+        assert set(metrics.PERCENTILES) == set(Percentiles.__struct_fields__) - {"samples"}
+        assert {f"{n}_{s}_ms" for n in LATENCIES for s in metrics.STATISTICS} <= set(METRIC)
+
+    def test_values_are_those_of_the_record(self) -> None:
+        decoded, served = record_builder.ok(record_builder.point(build.DCP)), build.served(build.point(build.DCP))
+        assert decoded.metrics
+        assert served.serve
+        assert METRIC["output_tok_s"].value(decoded) == decoded.metrics.output_tok_s.median
+        assert METRIC["output_tok_s"].value(served) == served.serve.output_tok_s
+        assert METRIC["ttft_p50_ms"].value(served) == served.serve.ttft_ms.p50
+        assert METRIC["itl_p90_ms"].value(decoded) == decoded.metrics.itl_ms.p90
+        assert METRIC["finished"].value(decoded) is None, "absent, and no 0"
+
+    def test_an_interval_that_follows_from_another_is_that_of_decode(self) -> None:
+        """Of a layout of 4 GPUs: a quarter of the throughput's; the time of a step turned over for one user."""
+        record = record_builder.ok(record_builder.point(build.DCP))
+        assert record.metrics
+        per_gpu, per_user = metrics.values(
+            [record], [METRIC["output_tok_s_per_gpu"], METRIC["tok_s_per_user"]], derived=True
+        )
+        assert (per_gpu.low, per_gpu.high) == (
+            record.metrics.output_tok_s.low / 4,
+            record.metrics.output_tok_s.high / 4,
+        )
+        assert (per_user.low, per_user.high) == (1000 / record.metrics.step_ms.high, 1000 / record.metrics.step_ms.low)
+        assert [v.low for v in metrics.values([record], [METRIC["tok_s_per_user"]])] == [None]
+
+
+class TestNames:
+    def test_each_is_there_once(self) -> None:
+        assert len(METRIC) == len(METRICS)
+
+    def test_exported_columns_keep_their_names_and_their_order(self) -> None:
+        names = [metric.name for metric in metrics.exported()]
+        assert [name for name in names if name in EXPORTED] == EXPORTED
+
+    def test_every_exported_one_says_what_it_is(self) -> None:
+        assert all(metric.help and metric.unit for metric in metrics.exported())
+
+    def test_options_that_scripts_type_are_taken_for_ever_and_names_of_metrics_too(self) -> None:
+        assert set(OPTIONS) <= set(metrics.OPTIONS)
+        for name in [*OPTIONS, *(metric.name for found in metrics.COMPARED.values() for metric in found)]:
+            assert metrics.is_option(name)
+        assert not metrics.is_option("goodness")
+
+    @pytest.mark.parametrize(
+        ("option", "decode", "serve"),
+        [
+            ("slower", "step_ms", "output_tok_s"),
+            ("tok_s", "step_ms", "output_tok_s"),
+            ("itl_p50", "step_ms", "itl_p50_ms"),
+            ("output_tok_s", "step_ms", "output_tok_s"),
+            ("memory", "memory_peak_bytes", "memory_peak_bytes"),
+            ("ttft_p99_ms", None, "ttft_p99_ms"),
+        ],
+    )
+    def test_an_option_names_one_metric_of_each_workload(self, option: str, decode: str | None, serve: str) -> None:
+        """In `decode` throughput is concurrency / step time, and the median ITL is the step time."""
+        assert metrics.named(option, "serve") is METRIC[serve]
+        assert metrics.named(option, "decode") is (METRIC[decode] if decode else None)
+
+    def test_no_two_metrics_of_a_workload_share_an_option(self) -> None:
+        for found in metrics.COMPARED.values():
+            names = [name for metric in found for name in set(metric.options)]
+            assert len(names) == len(set(names))
+
+
+class TestErrors:
+    def test_every_kind_is_resampled_by_compare(self) -> None:
+        assert {kind for metric in METRICS for kind in metric.errors.values()} <= set(ERRORS)
+
+    def test_what_is_compared_and_has_none_is_counted(self) -> None:
+        counted = {m.name for w, found in metrics.COMPARED.items() for m in found if w not in m.errors}
+        assert counted == {"kv_capacity_tokens", "memory_peak_bytes", "host_syncs_per_step"}
+
+    def test_latencies_of_a_request_have_a_formula_each(self) -> None:
+        assert all(hasattr(formulas, f"{name}_ms") for name in LATENCIES)
+
+
+class TestDocuments:
+    def test_the_page_about_comparing_names_every_option(self) -> None:
+        quoted = set(re.findall(r"`(\w+)`", (DOCS / "comparing.md").read_text(encoding="utf-8")))
+        assert set(metrics.OPTIONS) <= quoted
+
+    def test_the_page_about_metrics_names_every_served_field_and_latency(self) -> None:
+        text = (DOCS / "metrics.md").read_text(encoding="utf-8")
+        section = text[text.index("## Served requests") : text.index("## Statistics")]
+        fields = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+        named = {name for row in fields for name in re.findall(r"`(\w+)`", row)}
+        assert named <= set(METRIC), "a row of the table is about a field of the catalogue"
+        assert {m.name for m in METRICS if m.whole and m.parts == {"serve"}} <= named
+        assert all(latency.label in section for latency in LATENCIES.values())
