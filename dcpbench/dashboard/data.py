@@ -20,7 +20,7 @@ import msgspec
 from dcpbench.dashboard import changes, lines
 from dcpbench.dashboard.measures import DEFAULT, MEASURES
 from dcpbench.records.checks import OUTCOMES
-from dcpbench.reports.assets import inert
+from dcpbench.show.web import without_markup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -240,7 +240,7 @@ def _short(value: float | None) -> float | int | None:
 
 
 def _add(files: dict[str, str], name: str, data: object) -> str:
-    text = inert(f'dcpbenchData("{name}",{msgspec.json.encode(data).decode()});\n')
+    text = without_markup(f'dcpbenchData("{name}",{msgspec.json.encode(data).decode()});\n')
     path = f"{FOLDER}/{name}-{hashlib.sha256(text.encode()).hexdigest()[:DIGEST]}.js"
     files[path] = text
     return path

@@ -15,8 +15,9 @@ from rich.console import Console
 
 from dcpbench.errors import OutputError, RecordsError, UsageError
 from dcpbench.points.layout import Layout
-from dcpbench.reports import assets, frames, lines, markdown, sections, style, tables, terminal_table, write_report
-from dcpbench.reports.page.render import SCRIPTS
+from dcpbench.reports import frames, lines, markdown, sections, style, tables, terminal_table, write_report
+from dcpbench.reports.page import render as page_render
+from dcpbench.show import web
 from tests.unit import record_builder as build
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def test_hostile_strings_stay_text(tmp_path: Path) -> None:
     ]
     records[1] = msgspec.structs.replace(records[1], point=msgspec.structs.replace(bad, concurrency=9))
     page, out = report(tmp_path, records)
-    own = [assets.read(name) for name in SCRIPTS]
+    own = [*map(web.read, web.SCRIPTS), *map(page_render.own, page_render.OWN_SCRIPTS)]
     assert [script for script in page.scripts if script in own] == own
     assert len(page.scripts) == len(own) + 2, "beside our scripts there are the data and the packed plotly.js"
     assert "<script>alert(1)</script>" in page.text

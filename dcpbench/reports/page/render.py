@@ -6,17 +6,15 @@ import base64
 import gzip
 import re
 from functools import cache
-from importlib import resources
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-import jinja2
 from markupsafe import Markup
 
-from dcpbench.reports import assets
 from dcpbench.reports.page.charts import chart_of, charts_of
 from dcpbench.reports.page.points import MOST_POINTS, page_data
 from dcpbench.reports.page.words import brief
+from dcpbench.show import web
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,36 +22,40 @@ if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
     from dcpbench.reports.section import Section
 
-TEMPLATE = "page.html.j2"
-SCRIPTS = ("chart.js", "page.js", "report-points.js", "report-charts.js", "report-table.js", "report.js")
+OWN_SCRIPTS = ("points.js", "charts.js", "report.js")
 MOST_ROWS = 1000
 """Rows of a table that the page prints; points.csv has all points."""
 
 
 def render(title: str, sections: Sequence[Section], frames: Frames, *, most: int = MOST_POINTS) -> str:
-    """The page, with charts of `most` points. What comes from records is escaped here, or by assets.json_block."""
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"data_uri": _data_uri, "brief": brief}
-    environment.globals |= {"charts_of": charts_of, "chart_of": chart_of, "most_rows": MOST_ROWS}
+    """The page, with charts of `most` points. What comes from records is escaped here, or by web.json_block."""
     data = page_data(frames, most)
     drawn = [chart for section in sections for chart in charts_of(section.pictures)]
     data["charts"] = [{"slug": c.slug, "kind": c.kind, "workload": c.workload, "mode": c.mode} for c in drawn]
-    scripts = [assets.read(name) for name in SCRIPTS]
-    source = resources.files("dcpbench.reports.page").joinpath(TEMPLATE).read_text(encoding="utf-8")
-    return environment.from_string(source).render(
-        title=title,
-        sections=sections,
-        explore_after=_last_with_charts(sections),
-        data=data,
-        block=assets.json_block(data),
-        theme=assets.read("theme.css"),
-        style=assets.read("report.css"),
-        scripts=scripts,
-        plotly=_packed(assets.PLOTLY),
-        policy=assets.policy([*scripts, assets.read(assets.PLOTLY)]),
-    )
+    scripts = [*map(web.read, web.SCRIPTS), *map(own, OWN_SCRIPTS)]
+    values = {
+        "title": brief(title),
+        "main": "main",
+        "main_called": "report",
+        "sections": sections,
+        "explore_after": _last_with_charts(sections),
+        "data": data,
+        "block": web.json_block(data),
+        "theme": web.read(web.STYLE),
+        "style": own("report.css"),
+        "scripts": scripts,
+        "plotly": _packed(web.PLOTLY),
+        "policy": web.policy([*scripts, web.read(web.PLOTLY)]),
+        "charts_of": charts_of,
+        "chart_of": chart_of,
+        "most_rows": MOST_ROWS,
+    }
+    return web.fill(own("page.html.j2"), values, {"data_uri": _data_uri, "brief": brief})
+
+
+def own(name: str) -> str:
+    """The text of one of the report's own assets."""
+    return web.read(name, __package__)
 
 
 def _last_with_charts(sections: Sequence[Section]) -> str:
@@ -65,7 +67,7 @@ def _last_with_charts(sections: Sequence[Section]) -> str:
 @cache
 def _packed(name: str) -> str:
     """A script that the page unpacks; half of a report would otherwise be its plotting library."""
-    return base64.b64encode(gzip.compress(assets.read(name).encode("utf-8"), mtime=0)).decode("ascii")
+    return base64.b64encode(gzip.compress(web.read(name).encode("utf-8"), mtime=0)).decode("ascii")
 
 
 def _data_uri(svg: bytes) -> Markup:
