@@ -6,11 +6,10 @@ import math
 import textwrap
 from typing import TYPE_CHECKING
 
-import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from dcpbench.compare.words import label, summary
-from dcpbench.reports.style import RC, WATERMARK
+from dcpbench.show.figures import WATERMARK, drawing, save
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,17 +34,14 @@ def draw(c: Comparison, folder: Path) -> list[Path]:
     if not rows:
         return []
     rows = rows[:MOST]
-    with mpl.rc_context({**RC, "text.parse_math": False}):
+    with drawing({"text.parse_math": False}):
         figure = Figure(figsize=(WIDE, 1.5 + ROW_INCHES * len(rows)), layout="constrained")
         axes = figure.subplots()
         _rows(axes, rows)
         _frame(axes, rows, c)
         if c.cpu:
             figure.text(0.5, 0.5, WATERMARK, ha="center", va="center", fontsize=28, color="#BBBBBB", alpha=0.5)
-        paths = [folder / "forest.png", folder / "forest.svg"]
-        for path in paths:
-            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-    return paths
+        return save(figure, folder / "forest", "png", "svg")
 
 
 def _rows(axes: Axes, rows: list[tuple[PointResult, Row]]) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import warnings
 from typing import TYPE_CHECKING
 
-import matplotlib as mpl
-
 from dcpbench.points.names import CLOSED
-from dcpbench.reports import bars, findings, lines, style, thinning
-from dcpbench.reports.serving import figures
+from dcpbench.reports import bars, figures, findings, style, thinning
+from dcpbench.show.figures import count, drawing, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,11 +24,6 @@ if TYPE_CHECKING:
 BREAK_EVEN = "break-even"
 """Kind of the figures that show all models at once."""
 SUBJECTS = (BREAK_EVEN, "throughput", "ttft", "itl", "frontier")
-LINES = (
-    ("throughput", "Output throughput against concurrency", lines.draw_throughput),
-    ("itl", "Inter-token latency against concurrency", lines.draw_itl),
-    ("frontier", "Throughput per GPU against speed per user", lines.draw_frontier),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +72,10 @@ def _draw_steps(points: pd.DataFrame, studio: Studio) -> None:
     for model, found in _by_model(points):
         of_model, note = thinning.thinned(found)
         if of_model["output_tok_s"].notna().any():
-            for kind, title, draw in LINES:
-                studio.add(kind, f"{title}, {style.plain(model)}{note}", of_model, draw)
+            for kind, title, draw in figures.LINES:
+                if kind != "ttft":
+                    told = f"{title.format(figures.DECODE.against)}, {style.plain(model)}{note}"
+                    studio.add(kind, told, of_model, draw)
         _draw_bars(of_model, studio, "phases", "Where a step's time goes", bars.draw_phases, bars.has_phases)
 
 
@@ -145,12 +139,8 @@ class Studio:
 
     def draw(self, path: Path, title: str, points: pd.DataFrame, draw: Draw) -> None:
         """Write a figure in all formats."""
-        with mpl.rc_context(style.RC), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Glyph .* missing")  # a name in letters that the font lacks
-            figure = draw(points, self.look, title)
-            figure.savefig(path.with_suffix(".png"), dpi=150)
-            figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-            figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None})
+        with drawing():
+            save(draw(points, self.look, title), path, "png", "svg", "pdf")
 
     def _name(self, kind: str, points: pd.DataFrame) -> str:
         """A file name of plain letters, whatever the model is called, and no name twice."""
@@ -168,9 +158,8 @@ class Studio:
 
 def _alt(kind: str, title: str, points: pd.DataFrame) -> str:
     """A sentence with what a reader would take from the picture; the full numbers stand in the tables."""
-    shown = ", ".join(style.plain(label) for label in dict.fromkeys(map(str, points["label"])))
-    contexts = ", ".join(style.count(c) for c in sorted(points["context"].unique()))
-    text = f"{title}. Layouts: {shown}. Contexts: {contexts} tokens."
+    contexts = ", ".join(count(c) for c in sorted(points["context"].unique()))
+    text = f"{title}. Layouts: {figures.layouts(points)}. Contexts: {contexts} tokens."
     known = points[points["output_tok_s"].notna()]
     if kind in ("throughput", "frontier") and len(known):
         top = known.sort_values("output_tok_s", kind="stable").iloc[-1]
@@ -178,6 +167,4 @@ def _alt(kind: str, title: str, points: pd.DataFrame) -> str:
             f" Highest: {top['label']} with {top['output_tok_s']:,.0f} tok/s at context {top['context']:,} "
             f"and concurrency {top['concurrency']}."
         )
-    if bool(points["cpu"].any()):
-        text += " CPU: functional run, not performance."
-    return text
+    return text + figures.cpu_aside(points)

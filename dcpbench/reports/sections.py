@@ -11,13 +11,13 @@ from dcpbench.reports import (
     definitions,
     exchanges,
     explain,
+    figures,
     findings,
     opening,
     sync_sites,
     tables,
 )
 from dcpbench.reports.section import Section
-from dcpbench.reports.serving import figures
 from dcpbench.reports.serving import sections as served
 
 if TYPE_CHECKING:

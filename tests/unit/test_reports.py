@@ -15,7 +15,7 @@ from rich.console import Console
 
 from dcpbench.errors import OutputError, RecordsError, UsageError
 from dcpbench.points.layout import Layout
-from dcpbench.reports import frames, lines, markdown, sections, style, tables, terminal_table, write_report
+from dcpbench.reports import figures, frames, markdown, sections, style, tables, terminal_table, write_report
 from dcpbench.reports.page import render as page_render
 from dcpbench.show import web
 from tests.unit import record_builder as build
@@ -325,7 +325,7 @@ def test_importing_the_reports_imports_nothing_heavy() -> None:
 def test_a_logarithmic_axis_says_so(tmp_path: Path) -> None:
     """Loads 8 and 32 are far apart; equal steps to the right are equal factors."""
     read = frames.load([build.write(tmp_path / "run", small())])
-    figure = lines.draw_itl(read.points, style.Style.of(read.points), "title")
+    figure = figures.draw_itl(read.points, style.Style.of(read.points), "title")
     assert [ax.get_xlabel() for ax in figure.axes] == ["concurrency (requests in flight, log scale)"]
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from dcpbench.bench.shown.rates import gpu_time
-from dcpbench.reports.style import LAYOUT_COLOURS, MARKERS, RC, columns_for, headline, legend_below, value_axis
+from dcpbench.show.figures import GREY, colour, columns_for, drawing, headline, legend_below, marker, save, value_axis
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from dcpbench.bench.record import BenchRecord, Result, Timing
 
 PANEL = (7.2, 4.4)
-LIMIT = "#555555"
 ALONG = {"kv-gather": ("tokens", "buffer", "pool_bytes")}
 """Sizes along a line or in its name, `requests` where nothing else is; the others make panels."""
 MOST_TICKS = 8
@@ -42,7 +40,7 @@ def write_curves(record: BenchRecord, path: Path) -> None:
     groups: dict[str, list[Result]] = {}
     for r in timed:
         groups.setdefault(_group(r, ALONG.get(record.bench, ("requests",))), []).append(r)
-    with mpl.rc_context(RC):
+    with drawing():
         columns = columns_for(len(groups))
         rows = -(-len(groups) // columns)
         figure = Figure((PANEL[0] * columns, PANEL[1] * rows + 0.9), layout="constrained")
@@ -58,7 +56,7 @@ def write_curves(record: BenchRecord, path: Path) -> None:
         figure.supylabel("µs per eager call" if eager else "µs per call", fontsize=10)
         if handles:
             legend_below(figure, list(handles.values()))
-        figure.savefig(path, dpi=150)
+        save(figure, path, "png")
 
 
 def _draw(ax: Axes, results: Sequence[Result], lines: Sequence[str]) -> dict[str, Line2D]:
@@ -69,7 +67,7 @@ def _draw(ax: Axes, results: Sequence[Result], lines: Sequence[str]) -> dict[str
         if not times:
             continue
         spread = [[t.median_us - t.low_us for t in times], [t.high_us - t.median_us for t in times]]
-        look = {"color": LAYOUT_COLOURS[place % len(LAYOUT_COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
+        look = {"color": colour(place), "marker": marker(place)}
         drawn = ax.errorbar(
             [_bytes(r) for r in mine],
             [t.median_us for t in times],
@@ -83,7 +81,7 @@ def _draw(ax: Axes, results: Sequence[Result], lines: Sequence[str]) -> dict[str
         handles[name].set_label(name)
     floors = sorted({(_bytes(r), r.floor_us) for r in results if r.floor_us})
     if floors:
-        (line,) = ax.plot(*zip(*floors, strict=True), color=LIMIT, linestyle="--", linewidth=1.2)
+        (line,) = ax.plot(*zip(*floors, strict=True), color=GREY, linestyle="--", linewidth=1.2)
         line.set_label("limit of this machine")
         handles["limit"] = line
     heights = [t.median_us for r in results if (t := _time(r))] + [y for _, y in floors]

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from dcpbench.bench.shown.curves import write_curves
 from dcpbench.bench.shown.roofline import write_roofline
-from dcpbench.reports.style import (
-    LAYOUT_COLOURS,
+from dcpbench.show.figures import (
+    GREY,
     LINES,
-    MARKERS,
-    RC,
+    colour,
     columns_for,
+    drawing,
     headline,
     legend_below,
+    marker,
     measured_ticks,
+    save,
     value_axis,
 )
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 PANEL = (3.9, 3.1)
 KINDS = ("eager", "host", "graph")
 """What is drawn of each variant, each with a line style of its own."""
-GREY = "#555555"
 X = "tokens"
 
 
@@ -63,7 +63,7 @@ def write_picture(record: BenchRecord, path: Path) -> None:
     groups: dict[str, list[Result]] = {}
     for r in ok:
         groups.setdefault(_group(r), []).append(r)
-    with mpl.rc_context(RC):
+    with drawing():
         columns = columns_for(len(groups))
         rows = -(-len(groups) // columns)
         figure = Figure((PANEL[0] * columns, PANEL[1] * rows + 0.9), layout="constrained")
@@ -80,7 +80,7 @@ def write_picture(record: BenchRecord, path: Path) -> None:
         figure.supylabel("µs per call" if record.performance else "syncs per call", fontsize=10)
         if record.performance:
             legend_below(figure, _handles(variants, ok))
-        figure.savefig(path, dpi=150)
+        save(figure, path, "png")
 
 
 def _draw_times(ax: Axes, results: Sequence[Result], variants: Sequence[str]) -> None:
@@ -129,11 +129,11 @@ def _group(r: Result) -> str:
 
 
 def _colour(variants: Sequence[str], variant: str) -> str:
-    return LAYOUT_COLOURS[variants.index(variant) % len(LAYOUT_COLOURS)]
+    return colour(variants.index(variant))
 
 
 def _marker(variants: Sequence[str], variant: str) -> str:
-    return MARKERS[variants.index(variant) % len(MARKERS)]
+    return marker(variants.index(variant))
 
 
 def _handles(variants: Sequence[str], results: Sequence[Result]) -> list[Line2D]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
-import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator
 
 from dcpbench.bench.shown.rates import gpu_time
-from dcpbench.reports.style import LAYOUT_COLOURS, MARKERS, RC, headline, legend_below
+from dcpbench.show.figures import GREY, colour, drawing, headline, legend_below, marker, save
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from dcpbench.bench.record import BenchRecord, Result
 
 SIZE = (7.2, 5.2)
-ROOF = "#555555"
 ASIDE = 0.06
 """Backends stand side by side by this share of their intensity, which is the same for all."""
 
@@ -31,7 +29,7 @@ def write_roofline(record: BenchRecord, path: Path) -> None:
     """Write a PNG: operations per second against operations per byte, a point for each result that was timed."""
     timed = [r for r in record.results if r.outcome == "ok" and r.work and r.work.memory_bytes and gpu_time(r)]
     limits = {limit.name: limit.median for limit in record.limits}
-    with mpl.rc_context(RC):
+    with drawing():
         figure = Figure(SIZE, layout="constrained")
         ax = figure.add_subplot()
         handles = _points(ax, timed)
@@ -43,7 +41,7 @@ def write_roofline(record: BenchRecord, path: Path) -> None:
         headline(figure, f"bench {record.bench} under the roofs measured in the same run, {device}")
         if handles:
             legend_below(figure, handles)
-        figure.savefig(path, dpi=150)
+        save(figure, path, "png")
 
 
 def _points(ax: Axes, timed: Sequence[Result]) -> list[Line2D]:
@@ -57,15 +55,14 @@ def _points(ax: Axes, timed: Sequence[Result]) -> list[Line2D]:
             _intensity(r) * aside,
             (r.flop_s or 0) / 1e12,
             linestyle="",
-            color=_colour(place),
-            marker=MARKERS[heads.index(int(r.case.sizes["heads"])) % len(MARKERS)],
+            color=colour(place),
+            marker=marker(heads.index(int(r.case.sizes["heads"]))),
             markersize=6,
             alpha=0.8,
         )
-    handles = [Line2D([], [], color=_colour(i), marker="o", linestyle="", label=v) for i, v in enumerate(variants)]
+    handles = [Line2D([], [], color=colour(i), marker="o", linestyle="", label=v) for i, v in enumerate(variants)]
     return handles + [
-        Line2D([], [], color=ROOF, marker=MARKERS[i % len(MARKERS)], linestyle="", label=f"{h} heads")
-        for i, h in enumerate(heads)
+        Line2D([], [], color=GREY, marker=marker(i), linestyle="", label=f"{h} heads") for i, h in enumerate(heads)
     ]
 
 
@@ -95,9 +92,9 @@ def _roofs(ax: Axes, read: float, matmul: float) -> Line2D:
     ridge = matmul / read
     ends = [left, ridge, right]
     (line,) = ax.plot(
-        ends, [min(matmul, read * x) / 1e12 for x in ends], color=ROOF, linestyle="--", linewidth=1.2, label="roofs"
+        ends, [min(matmul, read * x) / 1e12 for x in ends], color=GREY, linestyle="--", linewidth=1.2, label="roofs"
     )
-    beside = {"textcoords": "offset points", "color": ROOF, "fontsize": 9}
+    beside = {"textcoords": "offset points", "color": GREY, "fontsize": 9}
     middle = (left * ridge) ** 0.5
     ax.annotate(f"read {read / 1e12:.3g} TB/s", (middle, middle * read / 1e12), (-6, 4), ha="right", **beside)
     ax.annotate(f"product {matmul / 1e12:.0f} TFLOP/s", (right, matmul / 1e12), (-2, 4), ha="right", **beside)
@@ -106,7 +103,3 @@ def _roofs(ax: Axes, read: float, matmul: float) -> Line2D:
 
 def _intensity(r: Result) -> float:
     return r.work.flops / r.work.memory_bytes if r.work else 0.0
-
-
-def _colour(place: int) -> str:
-    return LAYOUT_COLOURS[place % len(LAYOUT_COLOURS)]

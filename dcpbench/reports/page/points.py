@@ -16,6 +16,7 @@ from dcpbench.reports.page.fields import COLOURS, FIELDS, FILTERS, RANGES
 from dcpbench.reports.page.words import LONGEST_COMMAND, LONGEST_NAME, brief
 from dcpbench.reports.reproduce import command_of
 from dcpbench.reports.serving.frame import same_load
+from dcpbench.show import figures
 
 if TYPE_CHECKING:
     from dcpbench.records.record import Record
@@ -187,17 +188,17 @@ class _Series:
 
         Of more labels, layouts have the colours and variants the dashes, as in the figures.
         """
-        if len(self._labels) <= len(style.LAYOUT_COLOURS):
+        if len(self._labels) <= len(figures.COLOURS):
             place, of_run = self._labels.index(label), look.runs.index(run)
             return {
                 "colour": place,
-                "dash": of_run % len(style.LINES),
+                "dash": of_run % len(figures.LINES),
                 "symbol": of_run if len(look.runs) > 1 else place,
             }
         return {
-            "colour": style.LAYOUT_COLOURS.index(look.colour(layout, variant)),
-            "dash": style.LINES.index(look.line(variant)),
-            "symbol": style.MARKERS.index(look.marker(layout, run, variant)),
+            "colour": figures.COLOURS.index(look.colour(layout, variant)),
+            "dash": figures.LINES.index(look.line(variant)),
+            "symbol": figures.MARKERS.index(look.marker(layout, run, variant)),
         }
 
 
