@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 OURS = "dcpbench_dashboard"
-SCRIPTS = ("points.js", "history.js", "dashboard.js")
+SCRIPTS = ("points.js", "charts.js", "dashboard.js")
 STYLE = "dashboard.css"
 SHARED = (web.STYLE, *web.SCRIPTS, web.PLOTLY, web.LICENSE)
 SECONDS_BETWEEN_NEWS = 2.0

@@ -21,27 +21,24 @@ if TYPE_CHECKING:
 
     Draw = Callable[..., Figure]
 
-BREAK_EVEN = "break-even"
-"""Kind of the figures that show all models at once."""
-SUBJECTS = (BREAK_EVEN, "throughput", "ttft", "itl", "frontier")
+BREAK_EVEN, KV, PHASES = "break-even", "kv", "phases"
+"""Subjects of the figures that are not of figures.LINES; the first shows all models at once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
     """One drawn figure."""
 
-    kind: str
+    subject: str
+    """`throughput`, `ttft`, `itl`, `frontier`, `break-even`, `kv` or `phases`."""
+    mode: str
+    """`live` or `replay`, of served requests; empty for `decode`, and for what does not depend on it."""
     title: str
     alt: str
     """What it shows, for those who cannot see it."""
     png: Path
     svg: Path
     pdf: Path | None = None
-
-    @property
-    def subject(self) -> str:
-        """The kind without workload, mode and arrival: `throughput`, `ttft`, `itl`, `frontier`, `break-even`."""
-        return next((name for name in SUBJECTS if name in self.kind), self.kind)
 
 
 def draw_all(read: Frames, folder: Path) -> list[Picture]:
@@ -54,7 +51,7 @@ def draw_all(read: Frames, folder: Path) -> list[Picture]:
     _draw_served(read.served, studio)
     _draw_break_even(read, studio)
     for _, points in _by_model(read.everything):
-        _draw_bars(points, studio, "kv", "KV cache capacity by layout", bars.draw_capacity, bars.has_capacity)
+        _draw_bars(points, studio, KV, "KV cache capacity by layout", bars.draw_capacity, bars.has_capacity)
     return studio.pictures
 
 
@@ -72,15 +69,15 @@ def _draw_steps(points: pd.DataFrame, studio: Studio) -> None:
     for model, found in _by_model(points):
         of_model, note = thinning.thinned(found)
         if of_model["output_tok_s"].notna().any():
-            for kind, title, draw in figures.LINES:
-                if kind != "ttft":
+            for subject, title, draw in figures.LINES:
+                if subject != "ttft":
                     told = f"{title.format(figures.DECODE.against)}, {style.plain(model)}{note}"
-                    studio.add(kind, told, of_model, draw)
-        _draw_bars(of_model, studio, "phases", "Where a step's time goes", bars.draw_phases, bars.has_phases)
+                    studio.add(subject, told, of_model, draw)
+        _draw_bars(of_model, studio, PHASES, "Where a step's time goes", bars.draw_phases, bars.has_phases)
 
 
 def _draw_bars(
-    points: pd.DataFrame, studio: Studio, kind: str, title: str, draw: Draw, wanted: Callable[[pd.DataFrame], bool]
+    points: pd.DataFrame, studio: Studio, subject: str, title: str, draw: Draw, wanted: Callable[[pd.DataFrame], bool]
 ) -> None:
     """A figure of a model for each run that has what it shows."""
     for run in thinning.first_of(points, "run", thinning.MOST_RUNS):
@@ -88,7 +85,7 @@ def _draw_bars(
         where = style.plain(points["model"].iloc[0])
         where += f", run {style.plain(run)}" if len(studio.look.runs) > 1 else ""
         if wanted(of_run):
-            studio.add(kind, f"{title}, {where}{note}", of_run, draw)
+            studio.add(subject, f"{title}, {where}{note}", of_run, draw)
 
 
 def _draw_served(served: pd.DataFrame, studio: Studio) -> None:
@@ -102,11 +99,10 @@ def _draw_served(served: pd.DataFrame, studio: Studio) -> None:
     for key, found in shown.groupby(["mode", "model", "load_arrival"], sort=False):
         mode, model, arrival = map(str, key)
         group, note = thinning.thinned(found, figures.ALONG[arrival].column)
-        for kind, title, draw in figures.LINES:
-            if figures.lacks(kind, group):
-                continue
-            told = f"{title.format(figures.ALONG[arrival].against)}, {style.plain(model)}, {mode}{note}"
-            studio.add(f"serve-{kind}-{mode}-{arrival}", told, group, draw, figures.alt(told, group))
+        for subject, title, draw in figures.LINES:
+            if not figures.lacks(subject, group):
+                told = f"{title.format(figures.ALONG[arrival].against)}, {style.plain(model)}, {mode}{note}"
+                studio.add(subject, told, group, draw, figures.alt(told, group))
 
 
 def _draw_break_even(read: Frames, studio: Studio) -> None:
@@ -117,8 +113,7 @@ def _draw_break_even(read: Frames, studio: Studio) -> None:
     for mode, found in loops[loops["model"].isin(models)].groupby("mode", sort=False) if len(loops) else ():
         group, note = thinning.thinned(found, rate="ratio")
         told = f"Output tok/s with DCP over the same layout without it, {mode}{findings.slo_aside(group)}{note}"
-        kind = BREAK_EVEN if mode == "decode" else f"serve-{BREAK_EVEN}-{mode}"
-        studio.add(kind, told, group, figures.draw_break_even, figures.alt_break_even(told, group))
+        studio.add(BREAK_EVEN, told, group, figures.draw_break_even, figures.alt_break_even(told, group))
 
 
 @dataclasses.dataclass
@@ -129,25 +124,30 @@ class Studio:
     look: style.Style
     pictures: list[Picture] = dataclasses.field(default_factory=list)
 
-    def add(self, kind: str, title: str, points: pd.DataFrame, draw: Draw, alt: str = "") -> None:
+    def add(self, subject: str, title: str, points: pd.DataFrame, draw: Draw, alt: str = "") -> None:
         """Draw one figure and write it."""
-        path = self.folder / self._name(kind, points)
+        mode = points["mode"].iloc[0]
+        mode = "" if subject == KV or mode == "decode" else str(mode)
+        path = self.folder / self._name(subject, mode, points)
         self.draw(path, title, points, draw)
         png, svg, pdf = (path.with_suffix(end) for end in (".png", ".svg", ".pdf"))
-        alt = alt or _alt(kind, title, points)
-        self.pictures.append(Picture(kind, title, alt, png, svg, pdf))
+        self.pictures.append(Picture(subject, mode, title, alt or _alt(subject, title, points), png, svg, pdf))
 
     def draw(self, path: Path, title: str, points: pd.DataFrame, draw: Draw) -> None:
         """Write a figure in all formats."""
         with drawing():
             save(draw(points, self.look, title), path, "png", "svg", "pdf")
 
-    def _name(self, kind: str, points: pd.DataFrame) -> str:
+    def _name(self, subject: str, mode: str, points: pd.DataFrame) -> str:
         """A file name of plain letters, whatever the model is called, and no name twice."""
-        model = "all" if BREAK_EVEN in kind else points["model"].iloc[0]
-        parts = [kind, model, *(points["run"].iloc[:1] if kind in ("phases", "kv") else ())]
-        parts = parts if len(self.look.runs) > 1 else parts[:2]
-        name = "-".join(re.sub(r"[^A-Za-z0-9_]+", "-", str(part)).strip("-")[:40] or "unnamed" for part in parts)
+        parts = ["serve", subject, mode] if mode else [subject]
+        parts += [points["load_arrival"].iloc[0]] if mode and subject != BREAK_EVEN else []
+        kind = "-".join(parts)
+        model = "all" if subject == BREAK_EVEN else points["model"].iloc[0]
+        run = points["run"].iloc[:1] if subject in (PHASES, KV) and len(self.look.runs) > 1 else ()
+        name = "-".join(
+            re.sub(r"[^A-Za-z0-9_]+", "-", str(part)).strip("-")[:40] or "unnamed" for part in (kind, model, *run)
+        )
         taken = {picture.png.stem for picture in self.pictures}
         number = 2
         unique = name
@@ -156,12 +156,12 @@ class Studio:
         return unique
 
 
-def _alt(kind: str, title: str, points: pd.DataFrame) -> str:
+def _alt(subject: str, title: str, points: pd.DataFrame) -> str:
     """A sentence with what a reader would take from the picture; the full numbers stand in the tables."""
     contexts = ", ".join(count(c) for c in sorted(points["context"].unique()))
     text = f"{title}. Layouts: {figures.layouts(points)}. Contexts: {contexts} tokens."
     known = points[points["output_tok_s"].notna()]
-    if kind in ("throughput", "frontier") and len(known):
+    if subject in ("throughput", "frontier") and len(known):
         top = known.sort_values("output_tok_s", kind="stable").iloc[-1]
         text += (
             f" Highest: {top['label']} with {top['output_tok_s']:,.0f} tok/s at context {top['context']:,} "

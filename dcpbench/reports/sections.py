@@ -164,6 +164,6 @@ def _comparisons(frames: Frames) -> Section:
     )
 
 
-def _drawn(pictures: list[Picture], *kinds: str) -> list[Picture]:
-    """Pictures of these kinds: of decode, then of served requests, live before replayed."""
-    return [p for kind in kinds for p in pictures if kind in (p.kind, p.subject)]
+def _drawn(pictures: list[Picture], *subjects: str) -> list[Picture]:
+    """Pictures of these subjects: of decode, then of served requests, live before replayed."""
+    return [p for subject in subjects for p in pictures if p.subject == subject]

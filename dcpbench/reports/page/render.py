@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import gzip
 import re
 from functools import cache
@@ -11,20 +12,65 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from dcpbench.reports.page.charts import chart_of, charts_of
 from dcpbench.reports.page.points import MOST_POINTS, page_data
 from dcpbench.reports.page.words import brief
+from dcpbench.reports.plots import KV
 from dcpbench.show import web
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from dcpbench.reports.frames import Frames
+    from dcpbench.reports.plots import Picture
     from dcpbench.reports.section import Section
 
 OWN_SCRIPTS = ("points.js", "charts.js", "report.js")
 MOST_ROWS = 1000
 """Rows of a table that the page prints; points.csv has all points."""
+TITLES = {
+    "throughput": "Output throughput against load",
+    "ttft": "Time to first token, p50 and p99",
+    "itl": "Inter-token latency, p50 and p99",
+    "frontier": "Throughput per GPU against speed per user",
+    "break-even": "Output with DCP over that of the same layout without it",
+    "kv": "KV cache capacity by layout",
+    "phases": "Where a step's time goes",
+}
+"""Of the charts that the page draws in place of the pictures of these subjects."""
+
+
+@dataclasses.dataclass
+class Chart:
+    """A chart that the page draws itself, with a panel for each thing that lines must not share."""
+
+    kind: str
+    """What charts.js draws: the subject of its pictures."""
+    workload: str
+    """`decode`, `serve`, or empty for both."""
+    mode: str
+    """Of `serve`: `live` or `replay`, which no chart mixes."""
+    alts: list[str] = dataclasses.field(default_factory=list)
+    """What it shows, for those who cannot see it."""
+
+    @property
+    def title(self) -> str:
+        """What it shows, in a few words."""
+        return TITLES[self.kind] + (f", {self.mode}" if self.mode else "")
+
+    @property
+    def slug(self) -> str:
+        """Its name in the page and in the fragment of its address."""
+        return "-".join(filter(None, (self.kind, self.workload if self.mode else "", self.mode)))
+
+
+def charts_of(pictures: Iterable[Picture]) -> list[Chart]:
+    """The charts that stand for these pictures, each once; the page shows other pictures as they are."""
+    found: dict[tuple[str, str], Chart] = {}
+    for p in pictures:
+        if p.subject in TITLES:
+            workload = "" if p.subject == KV else "serve" if p.mode else "decode"
+            found.setdefault((p.subject, p.mode), Chart(p.subject, workload, p.mode)).alts.append(p.alt)
+    return list(found.values())
 
 
 def render(title: str, sections: Sequence[Section], frames: Frames, *, most: int = MOST_POINTS) -> str:
@@ -47,7 +93,7 @@ def render(title: str, sections: Sequence[Section], frames: Frames, *, most: int
         "plotly": _packed(web.PLOTLY),
         "policy": web.policy([*scripts, web.read(web.PLOTLY)]),
         "charts_of": charts_of,
-        "chart_of": chart_of,
+        "charted": TITLES,
         "most_rows": MOST_ROWS,
     }
     return web.fill(own("page.html.j2"), values, {"data_uri": _data_uri, "brief": brief})
