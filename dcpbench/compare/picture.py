@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from matplotlib.figure import Figure
 
 from dcpbench.compare.words import label, summary
-from dcpbench.show.figures import WATERMARK, drawing, save
+from dcpbench.show.figures import WATERMARK, colour, drawing, save
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 MOST = 60
 """Rows of the picture, worst first."""
-COLOURS = {"SLOWER": "#D55E00", "FASTER": "#009E73", "SAME": "#777777", "UNDECIDED": "#0072B2"}
-"""Okabe and Ito's palette, as in all figures; each verdict has its own mark, too."""
+COLOURS = {"SLOWER": colour(1), "FASTER": colour(2), "SAME": "#777777", "UNDECIDED": colour(0)}
+"""Each verdict has its own mark, too."""
 MARKS = {"SLOWER": "v", "FASTER": "^", "SAME": "s", "UNDECIDED": "o"}
 ROW_INCHES, WIDE, LABEL = 0.24, 9.0, 58
 FURTHEST = 3.0
@@ -47,9 +47,8 @@ def draw(c: Comparison, folder: Path) -> list[Path]:
 def _rows(axes: Axes, rows: list[tuple[PointResult, Row]]) -> None:
     for y, (_, row) in enumerate(rows):
         low, ratio, high = (_within(x) for x in (row.low, row.ratio, row.high))
-        colour = COLOURS[row.verdict]
-        axes.plot([low, high], [y, y], color=colour, linewidth=1.6, solid_capstyle="butt")
-        axes.plot(ratio, y, MARKS[row.verdict], color=colour, markersize=5)
+        axes.plot([low, high], [y, y], color=COLOURS[row.verdict], linewidth=1.6, solid_capstyle="butt")
+        axes.plot(ratio, y, MARKS[row.verdict], color=COLOURS[row.verdict], markersize=5)
 
 
 def _frame(axes: Axes, rows: list[tuple[PointResult, Row]], c: Comparison) -> None:

@@ -4,14 +4,13 @@
    what a point must have to be in one. */
 "use strict";
 dcp.charts = (() => {
-  const LOG_RANGE = 20; // an axis is logarithmic when its values span more, as in style.py
   const DOUBLINGS = 4;
   const MOST_PANELS = 12;
   const MOST_LOADS = 3;
   const ROW_PIXELS = 24;
   const AHEAD = "Above 1 DCP is ahead of the same layout without it. Whether it pays is judged against the best other layout, within the SLO: the answer says so.";
   const LEAST_GAP = 0.1; // between two labels, as a share of the axis
-  const { series, fields } = dcp.points;
+  const { data, series, fields } = dcp.points;
   const plain = (value) => new Intl.NumberFormat("en-US", { maximumFractionDigits: 3 }).format(value);
   const known = (value) => value !== null && value !== undefined;
 
@@ -20,7 +19,7 @@ dcp.charts = (() => {
   const tipOf = (point) => [dcp.points.brief(series[point.series].name), dcp.points.words(point)];
   const shape = (look, mode) => dcp.symbol(look.symbol) + (mode === "replay" ? "-open" : "");
   const watermark = (points) => (points.some((p) => p.marks.includes("cpu") || p.device === "CPU")
-    ? [dcp.watermark("CPU: functional run,\nnot performance")] : []);
+    ? [dcp.watermark(data.watermark)] : []);
 
   const scaled = (words) => (words.endsWith(")") ? `${words.slice(0, -1)}, log scale)` : `${words} (log scale)`);
 
@@ -28,7 +27,7 @@ dcp.charts = (() => {
   function values(numbers, words) {
     const positive = numbers.filter((v) => known(v) && v > 0);
     const [least, most] = [Math.min(...positive), Math.max(...positive)];
-    if (positive.length && most / least > LOG_RANGE) {
+    if (positive.length && most / least > data.log_range) {
       return { type: "log", range: [Math.log10(least / 1.2), Math.log10(most * 1.5)], dtick: most / least > 1000 ? 1 : "D2", tickformat: ",~r", title: { text: scaled(words) } };
     }
     return { type: "linear", range: [0, positive.length ? most * 1.1 : 1], nticks: 6, tickformat: ",~r", title: { text: words } };
@@ -196,7 +195,7 @@ dcp.charts = (() => {
 
   function phases(figure, points) {
     const profiled = points.filter((p) => known(p["phase:idle"]));
-    const names = [...dcp.points.data.phases, "idle"].filter((name) => profiled.some((p) => p[`phase:${name}`] > 0));
+    const names = [...data.phases, "idle"].filter((name) => profiled.some((p) => p[`phase:${name}`] > 0));
     const cpu = profiled.every((p) => p.device === "CPU");
     const called = (name) => (name === "idle" && cpu ? "outside ranges" : name.replaceAll("_", " "));
     const items = names.map((name) => ({ key: name, name: called(name), colour: `var(--phase-${name})` }));

@@ -32,7 +32,7 @@ Rows = list[dict[str, Any]]
 
 
 def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
-    """What report-*.js read: columns of the first `most` points, looks of their series, and names of everything."""
+    """What the scripts of the page read: columns of the first `most` points, looks of their series, and names of everything."""
     tables = [table for table in (frames.points, frames.served) if len(table)]
     rows: Rows = []
     phases: dict[str, None] = {}
@@ -61,6 +61,8 @@ def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
             if any(row.get(f.column) is not None for row in rows)
         ],
         "unmarked": UNMARKED,
+        "watermark": figures.WATERMARK,
+        "log_range": figures.LOG_RANGE,
         "filters": FILTERS,
         "colours": COLOURS,
     }

@@ -11,14 +11,8 @@ from dcpbench.syncs.words import advice, marks, standing, told
 if TYPE_CHECKING:
     from dcpbench.syncs.model import Report, Site
 
-LEVELS = {
-    "finding": "error",
-    "counted": "warning",
-    "known": "notice",
-    "allowed": "notice",
-    "warm-up": "notice",
-    "may block": "notice",
-}
+LEVELS = {"finding": "error", "counted": "warning"}
+"""By how a site stands; all others are notices, and the profiler's own are left out."""
 
 
 def render(report: Report) -> str:
@@ -50,8 +44,8 @@ def left_out(report: Report) -> int:
 def _by_level(report: Report) -> dict[str, list[Site]]:
     found: dict[str, list[Site]] = {"error": [], "warning": [], "notice": []}
     for site in report.sites:
-        if level := LEVELS.get(standing(site, report.verdict)):
-            found[level].append(site)
+        if not site.own:
+            found[LEVELS.get(standing(site, report.verdict), "notice")].append(site)
     return found
 
 
