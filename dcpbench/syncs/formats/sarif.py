@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from dcpbench import __version__
-from dcpbench.syncs.formats.github import LEVELS
 from dcpbench.syncs.rules import BY_ID, RULES
 from dcpbench.syncs.words import advice, modules, place, standing, told
 
@@ -19,6 +18,14 @@ if TYPE_CHECKING:
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 ROOT = "%SRCROOT%"
 FINGERPRINT = "dcpbenchSyncs/v1"
+LEVELS = {
+    "finding": "error",
+    "counted": "warning",
+    "known": "note",
+    "allowed": "note",
+    "warm-up": "note",
+    "may block": "note",
+}
 Json = dict[str, Any]
 
 
@@ -66,7 +73,7 @@ def _result(site: Site, report: Report) -> Json:
     rule = BY_ID.get(site.rule)
     result: Json = {
         "ruleId": site.rule,
-        "level": LEVELS.get(stands, "note"),
+        "level": LEVELS[stands],
         "message": {"text": message(text + (f". {advice(site, rule.fix)}" if rule else ""))},
         "locations": [_location(site)],
         "partialFingerprints": {FINGERPRINT: site.fingerprint},
