@@ -66,13 +66,13 @@ ALONG = {
 
 def draw_throughput(points: pd.DataFrame, style: Style, title: str) -> Figure:
     """Output tok/s of the whole layout: 95 % intervals of `decode`; of a served run whole, bars over its repeats."""
-    figure, drawn, along = _start(points, title)
+    figure, drawn, load = _start(points, title)
     for ax, panel in drawn:
-        for line, look in _series(panel, style, along.column):
-            _with_bars(ax, line, along.column, "output_tok_s", capsize=3, **look)
-        measured_ticks(ax, panel[along.column])
+        for line, look in _series(panel, style, load.column):
+            _with_bars(ax, line, load.column, "output_tok_s", capsize=3, **look)
+        measured_ticks(ax, panel[load.column])
         value_axis(ax, points["output_tok_s_high"], "y")
-    axis_labels(figure, along.label, "output throughput (tok/s)")
+    axis_labels(figure, load.label, "output throughput (tok/s)")
     _legend(figure, points, style, [])
     return figure
 
@@ -88,22 +88,22 @@ def draw_itl(points: pd.DataFrame, style: Style, title: str) -> Figure:
 
 
 def _draw_latency(points: pd.DataFrame, style: Style, title: str, name: str, label: str) -> Figure:
-    figure, drawn, along = _start(points, title)
+    figure, drawn, load = _start(points, title)
     top = _tail_percentile(points, name)
     tail = f"{name}_{top or 'p99'}_ms"
-    decode = along is DECODE
+    decode = load is DECODE
     median = "step_ms" if decode else f"{name}_p50_ms"
     dash = {"markersize": 9} if decode else {"markersize": 11, "markeredgewidth": 2}
     for ax, panel in drawn:
-        for line, look in _series(panel, style, along.column):
+        for line, look in _series(panel, style, load.column):
             if decode:
-                _with_bars(ax, line, along.column, median, **look)
+                _with_bars(ax, line, load.column, median, **look)
             else:
-                ax.plot(line[along.column], line[median], **look)
-            ax.plot(line[along.column], line[tail].astype(float), "_", color=look["color"], **dash)
-        measured_ticks(ax, panel[along.column])
+                ax.plot(line[load.column], line[median], **look)
+            ax.plot(line[load.column], line[tail].astype(float), "_", color=look["color"], **dash)
+        measured_ticks(ax, panel[load.column])
         value_axis(ax, [*points[f"{median}_high" if decode else median].dropna(), *points[tail].dropna()], "y")
-    axis_labels(figure, along.label, label)
+    axis_labels(figure, load.label, label)
     handles = []
     if top:
         said = top if top == "p99" else f"{top} (p99 lacks samples)"
@@ -129,20 +129,20 @@ def _tail_percentile(points: pd.DataFrame, name: str) -> str:
 
 def draw_frontier(points: pd.DataFrame, style: Style, title: str) -> Figure:
     """Output tok/s/GPU against tok/s/user; grey joins the points that no other beats in both, their load beside them."""
-    figure, drawn, along = _start(points, title)
+    figure, drawn, load = _start(points, title)
     for ax, panel in drawn:
         best = frontier(panel)
         ax.plot(best["tok_s_per_user"], best["output_tok_s_per_gpu"], color=PALE, linewidth=7, zorder=1)
-        for line, look in _series(panel, style, along.column):
+        for line, look in _series(panel, style, load.column):
             ax.plot(line["tok_s_per_user"], line["output_tok_s_per_gpu"], **look)
-        for _, point in best.drop_duplicates(along.column, keep="last").iterrows():
+        for _, point in best.drop_duplicates(load.column, keep="last").iterrows():
             at = (point["tok_s_per_user"], point["output_tok_s_per_gpu"])
-            said = f"{point[along.column]:g}"
+            said = f"{point[load.column]:g}"
             ax.annotate(said, at, (6, 6), textcoords="offset points", fontsize=9, color="#444444")
         value_axis(ax, points["tok_s_per_user"].dropna(), "x")
         value_axis(ax, points["output_tok_s_per_gpu"].dropna(), "y")
     axis_labels(figure, "speed for one user (tok/s/user)", "output per GPU (tok/s/GPU)")
-    _legend(figure, points, style, [Line2D([], [], color=PALE, linewidth=7, label=f"best ({along.against})")])
+    _legend(figure, points, style, [Line2D([], [], color=PALE, linewidth=7, label=f"best ({load.against})")])
     return figure
 
 
@@ -173,7 +173,8 @@ NAMES = {"ttft": "TTFT", "itl": "ITL", "frontier": "Throughput per GPU against s
 def lacks(kind: str, points: pd.DataFrame) -> str:
     """What no point has that a figure of LINES would show; empty where there is something to draw."""
     if kind in ("ttft", "itl"):
-        shown = points[[f"{kind}_{p}_ms" for p in ("p50", "p90", "p95", "p99")]]
+        columns = [f"{kind}_{p}_ms" for p in ("p50", "p90", "p95", "p99")]
+        shown = points.reindex(columns=[*columns, *(["step_ms"] if kind == "itl" else [])])
         return "" if shown.notna().any(axis=None) else f"a median or percentile of {NAMES[kind]}"
     if kind != "frontier" or points[list(EDGE)].notna().all(axis=1).any():
         return ""
@@ -264,9 +265,14 @@ def cpu_aside(points: pd.DataFrame) -> str:
 
 def _start(points: pd.DataFrame, title: str) -> tuple[Figure, Panels, Along]:
     """A panel for each shape of requests, and what its x axis shows."""
-    decode = points["mode"].iloc[0] == "decode"
-    figure, drawn = _panels(points, title, by="rest", form="{} tokens" if decode else "{}", order="input_typical")
-    return figure, drawn, DECODE if decode else ALONG[points["load_arrival"].iloc[0]]
+    load = along(points)
+    form = "{} tokens" if load is DECODE else "{}"
+    return *_panels(points, title, by="rest", form=form, order="input_typical"), load
+
+
+def along(points: pd.DataFrame) -> Along:
+    """What makes the load of these points heavier, which are of one mode and arrival."""
+    return DECODE if points["mode"].iloc[0] == "decode" else ALONG[points["load_arrival"].iloc[0]]
 
 
 def _panels(points: pd.DataFrame, title: str, *, by: str, order: str, form: str = "{}") -> tuple[Figure, Panels]:

@@ -47,33 +47,20 @@ def draw_all(read: Frames, folder: Path) -> list[Picture]:
         return []
     folder.mkdir(parents=True, exist_ok=True)
     studio = Studio(folder, style.Style.of(read.everything))
-    _draw_steps(read.points, studio)
-    _draw_served(read.served, studio)
+    _draw_lines(read.points, studio)
+    _draw_lines(read.served, studio)
     _draw_break_even(read, studio)
-    for _, points in _by_model(read.everything):
+    for points in _by_model(read.points):
+        few, _ = thinning.thinned(points)
+        _draw_bars(few, studio, PHASES, "Where a step's time goes", bars.draw_phases, bars.has_phases)
+    for points in _by_model(read.everything):
         _draw_bars(points, studio, KV, "KV cache capacity by layout", bars.draw_capacity, bars.has_capacity)
     return studio.pictures
 
 
-def _by_model(points: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+def _by_model(points: pd.DataFrame) -> list[pd.DataFrame]:
     """The points of each model, of those that have the most."""
-    names = thinning.first_of(points, "model", thinning.MOST_MODELS)
-    return [(name, points[points["model"] == name]) for name in names]
-
-
-def _draw_steps(points: pd.DataFrame, studio: Studio) -> None:
-    """Figures of the workload `decode`."""
-    if points.empty:
-        return
-    studio.look = dataclasses.replace(studio.look, variants=style.Style.of(points).variants)
-    for model, found in _by_model(points):
-        of_model, note = thinning.thinned(found)
-        if of_model["output_tok_s"].notna().any():
-            for subject, title, draw in figures.LINES:
-                if subject != "ttft":
-                    told = f"{title.format(figures.DECODE.against)}, {style.plain(model)}{note}"
-                    studio.add(subject, told, of_model, draw)
-        _draw_bars(of_model, studio, PHASES, "Where a step's time goes", bars.draw_phases, bars.has_phases)
+    return [points[points["model"] == name] for name in thinning.first_of(points, "model", thinning.MOST_MODELS)]
 
 
 def _draw_bars(
@@ -88,21 +75,22 @@ def _draw_bars(
             studio.add(subject, f"{title}, {where}{note}", of_run, draw)
 
 
-def _draw_served(served: pd.DataFrame, studio: Studio) -> None:
-    """Figures of the workload `serve`: live runs and replays in figures of their own, each of which says what it is."""
-    known = served if served.empty else served[served["output_tok_s"].notna()]
+def _draw_lines(points: pd.DataFrame, studio: Studio) -> None:
+    """Figures of rates and latencies; live runs and replays have figures of their own, each of which says what it is."""
+    known = points if points.empty else points[points["output_tok_s"].notna()]
     if known.empty:
         return
     studio.look = dataclasses.replace(studio.look, variants=style.Style.of(known).variants)
     along = known[known["load_arrival"].isin(figures.ALONG)]
     shown = along[along["model"].isin(thinning.first_of(along, "model", thinning.MOST_MODELS))]
-    for key, found in shown.groupby(["mode", "model", "load_arrival"], sort=False):
-        mode, model, arrival = map(str, key)
-        group, note = thinning.thinned(found, figures.ALONG[arrival].column)
+    for (mode, model, _), found in shown.groupby(["mode", "model", "load_arrival"], sort=False):
+        load, decode = figures.along(found), mode == "decode"
+        group, note = thinning.thinned(found, load.column)
         for subject, title, draw in figures.LINES:
             if not figures.lacks(subject, group):
-                told = f"{title.format(figures.ALONG[arrival].against)}, {style.plain(model)}, {mode}{note}"
-                studio.add(subject, told, group, draw, figures.alt(told, group))
+                where = style.plain(model) if decode else f"{style.plain(model)}, {mode}"
+                told = f"{title.format(load.against)}, {where}{note}"
+                studio.add(subject, told, group, draw, "" if decode else figures.alt(told, group))
 
 
 def _draw_break_even(read: Frames, studio: Studio) -> None:
