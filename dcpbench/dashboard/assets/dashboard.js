@@ -19,6 +19,8 @@
     find("summary").textContent = `${counted(runs.name.length, "run")}${span} · ${counted(lines.id.length, "point")} with ${counted(entries, "result")} · ${changed ? `changes are marked in ${counted(changed, changed === 1 ? "history" : "historie")}, counting each metric` : "no change is marked"}`;
   }
 
+  const file = (i, name, text) => el("a", { href: `runs/${dash.index.runs.slug[i]}/${name}` }, text);
+  const link = (i, name, text) => (dash.hasPage(i) ? file(i, name, text) : text);
   const word = (label, name, kind) => ({ label, class: kind, cell: (i) => dash.index.runs[name][i] });
 
   const columns = [
@@ -29,8 +31,6 @@
     word("rejected", "rejected", "n"), word("Headline", "headline", "wide"),
     { label: "Files", class: "w", cell: (i) => (dash.hasPage(i) ? [link(i, "records.jsonl", "records"), " ", link(i, "points.csv", "CSV")] : dash.index.runs.records[i] ? file(i, "records.jsonl", "records") : "") },
   ];
-  const file = (i, name, text) => el("a", { href: `runs/${dash.index.runs.slug[i]}/${name}` }, text);
-  const link = (i, name, text) => (dash.hasPage(i) ? file(i, name, text) : text);
 
   function runs() {
     const newest = dash.index.runs.name.map((_, i) => i).reverse();
