@@ -14,8 +14,8 @@ from dcpbench.compare.judging import Options, judge
 from dcpbench.compare.sides import read_side
 from dcpbench.errors import OutputError, UsageError
 from dcpbench.records import metrics
+from dcpbench.show.ci import step_summary
 from dcpbench.show.streams import write_json
-from dcpbench.syncs.formats.github import step_summary
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,13 +15,17 @@ from dcpbench.compare.words import (
     ratio_text,
     summary,
 )
-from dcpbench.syncs.formats.markdown import escape
+from dcpbench.show import ci
+from dcpbench.show.ci import bullets, escape
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dcpbench.compare.model import Comparison, PointResult, Row
 
 MOST = 300
 """Points in the table; JSON has them all."""
+MOST_NAMES = 5
 SIGNS = {"SLOWER": "🔴", "FASTER": "🟢", "MORE": "▲", "FEWER": "▼", "SAME": "=", "UNDECIDED": "?"}
 HEAD = "| Point | Metric | A | B | B/A | Interval | Verdict | |\n|---|---|--:|--:|--:|:-:|---|---|"
 
@@ -38,32 +42,30 @@ def render(c: Comparison, *, picture: str = "") -> str:
     if len(c.points) > MOST:
         parts.append(f"{len(c.points) - MOST} more points are left out here; `--json` has them.")
     if lines := not_matched(c):
-        parts.append("### Not compared\n\n" + "\n".join(f"- {escape(line)}" for line in lines))
-    parts.append("\n".join(f"- {escape(line)}" for line in (how(c), *c.notes)))
+        parts.append(bullets(map(escape, lines), "Not compared"))
+    parts.append(bullets(map(escape, (how(c), *c.notes))))
     return "\n\n".join(parts) + "\n"
 
 
 def _verdict(c: Comparison) -> str:
     sign = "❌" if c.fails else "🔴" if any(r.worse for p in c.points for r in p.rows) else "✅"
     head = f"## {sign} {escape(summary(c))}"
-    lines = [f"- {escape(f.message)}" for f in c.fails]
+    lines = bullets(escape(f.message) for f in c.fails)
     gate = f"\n\n{escape(gate_text(c))}" if c.rules else ""
-    return head + gate + ("\n\n" + "\n".join(lines) if lines else "")
+    return head + gate + (f"\n\n{lines}" if lines else "")
 
 
 def _differences(c: Comparison) -> str:
-    sides = (
-        "A: "
-        + ", ".join(escape(n) for n in c.a[:5])
-        + ("…" if len(c.a) > 5 else "")  # noqa: PLR2004 -- as many as are shown
-        + " · B: "
-        + ", ".join(escape(n) for n in c.b[:5])
-        + ("…" if len(c.b) > 5 else "")  # noqa: PLR2004
-    )
+    sides = f"A: {_launches(c.a)} · B: {_launches(c.b)}"
     if not c.differences:
         return f"{sides}\n\nEnvironment and settings: the same."
-    rows = [f"| {escape(d.what)} | {escape(d.a)} | {escape(d.b)} |" for d in c.differences]
+    rows = [ci.row(map(escape, (d.what, d.a, d.b))) for d in c.differences]
     return "\n".join([sides, "", "| Not the same | A | B |", "|---|---|---|", *rows])
+
+
+def _launches(names: Sequence[str]) -> str:
+    """The names of a side, of many the first."""
+    return ", ".join(map(escape, names[:MOST_NAMES])) + ("…" if len(names) > MOST_NAMES else "")
 
 
 def _row(point: PointResult, row: Row) -> str:
@@ -80,4 +82,4 @@ def _row(point: PointResult, row: Row) -> str:
         f"{SIGNS[row.verdict]} {row.verdict}",
         escape(row.reason),
     )
-    return "| " + " | ".join(cells) + " |"
+    return ci.row(cells)

@@ -6,11 +6,10 @@ import math
 import textwrap
 from typing import TYPE_CHECKING
 
-import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from dcpbench.compare.words import label, summary
-from dcpbench.reports.style import RC, WATERMARK
+from dcpbench.show.figures import WATERMARK, colour, drawing, save
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
 
 MOST = 60
 """Rows of the picture, worst first."""
-COLOURS = {"SLOWER": "#D55E00", "FASTER": "#009E73", "SAME": "#777777", "UNDECIDED": "#0072B2"}
-"""Okabe and Ito's palette, as in all figures; each verdict has its own mark, too."""
+COLOURS = {"SLOWER": colour(1), "FASTER": colour(2), "SAME": "#777777", "UNDECIDED": colour(0)}
+"""Each verdict has its own mark, too."""
 MARKS = {"SLOWER": "v", "FASTER": "^", "SAME": "s", "UNDECIDED": "o"}
 ROW_INCHES, WIDE, LABEL = 0.24, 9.0, 58
 FURTHEST = 3.0
@@ -35,25 +34,21 @@ def draw(c: Comparison, folder: Path) -> list[Path]:
     if not rows:
         return []
     rows = rows[:MOST]
-    with mpl.rc_context({**RC, "text.parse_math": False}):
+    with drawing({"text.parse_math": False}):
         figure = Figure(figsize=(WIDE, 1.5 + ROW_INCHES * len(rows)), layout="constrained")
         axes = figure.subplots()
         _rows(axes, rows)
         _frame(axes, rows, c)
         if c.cpu:
             figure.text(0.5, 0.5, WATERMARK, ha="center", va="center", fontsize=28, color="#BBBBBB", alpha=0.5)
-        paths = [folder / "forest.png", folder / "forest.svg"]
-        for path in paths:
-            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-    return paths
+        return save(figure, folder / "forest", "png", "svg")
 
 
 def _rows(axes: Axes, rows: list[tuple[PointResult, Row]]) -> None:
     for y, (_, row) in enumerate(rows):
         low, ratio, high = (_within(x) for x in (row.low, row.ratio, row.high))
-        colour = COLOURS[row.verdict]
-        axes.plot([low, high], [y, y], color=colour, linewidth=1.6, solid_capstyle="butt")
-        axes.plot(ratio, y, MARKS[row.verdict], color=colour, markersize=5)
+        axes.plot([low, high], [y, y], color=COLOURS[row.verdict], linewidth=1.6, solid_capstyle="butt")
+        axes.plot(ratio, y, MARKS[row.verdict], color=COLOURS[row.verdict], markersize=5)
 
 
 def _frame(axes: Axes, rows: list[tuple[PointResult, Row]], c: Comparison) -> None:

@@ -21,7 +21,7 @@ from dcpbench.dashboard import changes, lines
 from dcpbench.points.layout import DEGREES
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.metrics import DASHBOARD
-from dcpbench.reports.assets import inert
+from dcpbench.show.web import without_markup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -247,7 +247,7 @@ def _short(value: float | None) -> float | int | None:
 
 
 def _add(files: dict[str, str], name: str, data: object) -> str:
-    text = inert(f'dcpbenchData("{name}",{msgspec.json.encode(data).decode()});\n')
+    text = without_markup(f'dcpbenchData("{name}",{msgspec.json.encode(data).decode()});\n')
     path = f"{FOLDER}/{name}-{hashlib.sha256(text.encode()).hexdigest()[:DIGEST]}.js"
     files[path] = text
     return path

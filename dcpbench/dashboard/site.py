@@ -7,14 +7,13 @@ import hashlib
 import json
 import shutil
 import time
-from importlib import resources
 from typing import TYPE_CHECKING
 
 from dcpbench import __version__
 from dcpbench.dashboard import changes, data, finding, pages
 from dcpbench.errors import OutputError
 from dcpbench.records.folder import RECORDS_FILE
-from dcpbench.reports import assets
+from dcpbench.show import web
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +24,9 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 OURS = "dcpbench_dashboard"
-ASSETS = ("dashboard.js", "table.js", "charts.js", "dashboard.css")
-SHARED = ("theme.css", "chart.js", "page.js", assets.PLOTLY, "plotly-license.txt")
+SCRIPTS = ("points.js", "charts.js", "dashboard.js")
+STYLE = "dashboard.css"
+SHARED = (web.STYLE, *web.SCRIPTS, web.PLOTLY, web.LICENSE)
 SECONDS_BETWEEN_NEWS = 2.0
 
 
@@ -136,7 +136,7 @@ def _write(site: Path, files: DataFiles, here: dict[str, str]) -> str:
     """Data first, then the page that names it, then what says that all is there."""
     for path, text in files.files.items():
         _put(site / path, text)
-    texts = {name: assets.read(name) for name in SHARED} | {name: asset(name) for name in ASSETS}
+    texts = {name: web.read(name) for name in SHARED} | {name: _own(name) for name in (*SCRIPTS, STYLE)}
     for name, text in texts.items():
         _put(site / "assets" / name, text)
     stamps = {name: hashlib.sha256(text.encode()).hexdigest()[: data.DIGEST] for name, text in texts.items()}
@@ -151,17 +151,25 @@ def _write(site: Path, files: DataFiles, here: dict[str, str]) -> str:
 
 
 def _page(files: DataFiles, stamps: dict[str, str]) -> str:
-    import jinja2
+    values: dict[str, object] = {
+        "title": "dcpbench dashboard",
+        "main": "points",
+        "main_called": "points",
+        "policy": web.policy(own_files=True),
+        "index": files.index,
+        "first": files.first,
+        "styles": (web.STYLE, STYLE),
+        "scripts": (*web.SCRIPTS, *SCRIPTS),
+        "stamps": stamps,
+        "plotly": web.PLOTLY,
+        "version": __version__,
+    }
+    return web.fill(_own("index.html.j2"), values)
 
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    return environment.from_string(asset("index.html.j2")).render(
-        index=files.index, first=files.first, stamps=stamps, plotly=assets.PLOTLY, version=__version__
-    )
 
-
-def asset(name: str) -> str:
+def _own(name: str) -> str:
     """The text of one of the dashboard's own assets."""
-    return resources.files("dcpbench.dashboard.assets").joinpath(name).read_text(encoding="utf-8")
+    return web.read(f"assets/{name}", __package__)
 
 
 def _tidy(site: Path, files: DataFiles, slugs: set[str]) -> None:

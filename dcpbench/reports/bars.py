@@ -11,18 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from dcpbench.points.layout import DEGREES
-from dcpbench.reports.style import (
-    IDLE_COLOUR,
-    PHASE_COLOURS,
-    REST_COLOUR,
-    Style,
-    columns_for,
-    count,
-    headline,
-    legend_below,
-    plain,
-    watermark,
-)
+from dcpbench.reports.style import IDLE_COLOUR, PHASE_COLOURS, REST_COLOUR, Style, plain
+from dcpbench.show.figures import columns_for, count, headline, legend_below, watermark
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import warnings
 from typing import TYPE_CHECKING
 
-import matplotlib as mpl
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-
 from dcpbench.points.names import CLOSED
-from dcpbench.reports import bars, findings, lines, style, thinning
-from dcpbench.reports.serving import figures
+from dcpbench.reports import bars, figures, findings, style, thinning
+from dcpbench.show.figures import count, drawing, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,34 +21,24 @@ if TYPE_CHECKING:
 
     Draw = Callable[..., Figure]
 
-BREAK_EVEN = "break-even"
-"""Kind of the figures that show all models at once."""
-DPI = 150
-"""Of PNGs."""
-SUBJECTS = (BREAK_EVEN, "throughput", "ttft", "itl", "frontier")
-LINES = (
-    ("throughput", "Output throughput against concurrency", lines.draw_throughput),
-    ("itl", "Inter-token latency against concurrency", lines.draw_itl),
-    ("frontier", "Throughput per GPU against speed per user", lines.draw_frontier),
-)
+BREAK_EVEN, KV, PHASES = "break-even", "kv", "phases"
+"""Subjects of the figures that are not of figures.LINES; the first shows all models at once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
     """One drawn figure."""
 
-    kind: str
+    subject: str
+    """`throughput`, `ttft`, `itl`, `frontier`, `break-even`, `kv` or `phases`."""
+    mode: str
+    """`live` or `replay`, of served requests; empty for `decode`, and for what does not depend on it."""
     title: str
     alt: str
     """What it shows, for those who cannot see it."""
     png: Path
     svg: Path
     pdf: Path | None = None
-
-    @property
-    def subject(self) -> str:
-        """The kind without workload, mode and arrival: `throughput`, `ttft`, `itl`, `frontier`, `break-even`."""
-        return next((name for name in SUBJECTS if name in self.kind), self.kind)
 
 
 def draw_all(read: Frames, folder: Path, *, drawn: bool = True) -> list[Picture]:
@@ -62,35 +48,24 @@ def draw_all(read: Frames, folder: Path, *, drawn: bool = True) -> list[Picture]
     studio = Studio(folder, style.Style.of(read.everything), drawn=drawn)
     if drawn:
         folder.mkdir(parents=True, exist_ok=True)
-    _draw_steps(read.points, studio)
-    _draw_served(read.served, studio)
+    _draw_lines(read.points, studio)
+    _draw_lines(read.served, studio)
     _draw_break_even(read, studio)
-    for _, points in _by_model(read.everything):
-        _draw_bars(points, studio, "kv", "KV cache capacity by layout", bars.draw_capacity, bars.has_capacity)
+    for points in _by_model(read.points):
+        few, _ = thinning.thinned(points)
+        _draw_bars(few, studio, PHASES, "Where a step's time goes", bars.draw_phases, bars.has_phases)
+    for points in _by_model(read.everything):
+        _draw_bars(points, studio, KV, "KV cache capacity by layout", bars.draw_capacity, bars.has_capacity)
     return studio.pictures
 
 
-def _by_model(points: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+def _by_model(points: pd.DataFrame) -> list[pd.DataFrame]:
     """The points of each model, of those that have the most."""
-    names = thinning.first_of(points, "model", thinning.MOST_MODELS)
-    return [(name, points[points["model"] == name]) for name in names]
-
-
-def _draw_steps(points: pd.DataFrame, studio: Studio) -> None:
-    """Figures of the workload `decode`."""
-    if points.empty:
-        return
-    studio.look = dataclasses.replace(studio.look, variants=style.Style.of(points).variants)
-    for model, found in _by_model(points):
-        of_model, note = thinning.thinned(found)
-        if of_model["output_tok_s"].notna().any():
-            for kind, title, draw in LINES:
-                studio.add(kind, f"{title}, {style.plain(model)}{note}", of_model, draw)
-        _draw_bars(of_model, studio, "phases", "Where a step's time goes", bars.draw_phases, bars.has_phases)
+    return [points[points["model"] == name] for name in thinning.first_of(points, "model", thinning.MOST_MODELS)]
 
 
 def _draw_bars(
-    points: pd.DataFrame, studio: Studio, kind: str, title: str, draw: Draw, wanted: Callable[[pd.DataFrame], bool]
+    points: pd.DataFrame, studio: Studio, subject: str, title: str, draw: Draw, wanted: Callable[[pd.DataFrame], bool]
 ) -> None:
     """A figure of a model for each run that has what it shows."""
     for run in thinning.first_of(points, "run", thinning.MOST_RUNS):
@@ -98,25 +73,25 @@ def _draw_bars(
         where = style.plain(points["model"].iloc[0])
         where += f", run {style.plain(run)}" if len(studio.look.runs) > 1 else ""
         if wanted(of_run):
-            studio.add(kind, f"{title}, {where}{note}", of_run, draw)
+            studio.add(subject, f"{title}, {where}{note}", of_run, draw)
 
 
-def _draw_served(served: pd.DataFrame, studio: Studio) -> None:
-    """Figures of the workload `serve`: live runs and replays in figures of their own, each of which says what it is."""
-    known = served if served.empty else served[served["output_tok_s"].notna()]
+def _draw_lines(points: pd.DataFrame, studio: Studio) -> None:
+    """Figures of rates and latencies; live runs and replays have figures of their own, each of which says what it is."""
+    known = points if points.empty else points[points["output_tok_s"].notna()]
     if known.empty:
         return
     studio.look = dataclasses.replace(studio.look, variants=style.Style.of(known).variants)
-    along = known[known["load_arrival"].isin(lines.ALONG)]
+    along = known[known["load_arrival"].isin(figures.ALONG)]
     shown = along[along["model"].isin(thinning.first_of(along, "model", thinning.MOST_MODELS))]
-    for key, found in shown.groupby(["mode", "model", "load_arrival"], sort=False):
-        mode, model, arrival = map(str, key)
-        group, note = thinning.thinned(found, lines.ALONG[arrival].column)
-        for kind, title, draw in figures.LINES:
-            if figures.lacks(kind, group):
-                continue
-            told = f"{title.format(lines.ALONG[arrival].against)}, {style.plain(model)}, {mode}{note}"
-            studio.add(f"serve-{kind}-{mode}-{arrival}", told, group, draw, figures.alt(told, group))
+    for (mode, model, _), found in shown.groupby(["mode", "model", "load_arrival"], sort=False):
+        load, decode = figures.along(found), mode == "decode"
+        group, note = thinning.thinned(found, load.column)
+        for subject, title, draw in figures.LINES:
+            if not figures.lacks(subject, group):
+                where = style.plain(model) if decode else f"{style.plain(model)}, {mode}"
+                told = f"{title.format(load.against)}, {where}{note}"
+                studio.add(subject, told, group, draw, "" if decode else figures.alt(told, group))
 
 
 def _draw_break_even(read: Frames, studio: Studio) -> None:
@@ -127,8 +102,7 @@ def _draw_break_even(read: Frames, studio: Studio) -> None:
     for mode, found in loops[loops["model"].isin(models)].groupby("mode", sort=False) if len(loops) else ():
         group, note = thinning.thinned(found, rate="ratio")
         told = f"Output tok/s with DCP over the same layout without it, {mode}{findings.slo_aside(group)}{note}"
-        kind = BREAK_EVEN if mode == "decode" else f"serve-{BREAK_EVEN}-{mode}"
-        studio.add(kind, told, group, figures.draw_break_even, figures.alt_break_even(told, group))
+        studio.add(BREAK_EVEN, told, group, figures.draw_break_even, figures.alt_break_even(told, group))
 
 
 @dataclasses.dataclass
@@ -140,31 +114,31 @@ class Studio:
     drawn: bool = True
     pictures: list[Picture] = dataclasses.field(default_factory=list)
 
-    def add(self, kind: str, title: str, points: pd.DataFrame, draw: Draw, alt: str = "") -> None:
+    def add(self, subject: str, title: str, points: pd.DataFrame, draw: Draw, alt: str = "") -> None:
         """Draw one figure and write it."""
-        path = self.folder / self._name(kind, points)
+        mode = points["mode"].iloc[0]
+        mode = "" if subject == KV or mode == "decode" else str(mode)
+        path = self.folder / self._name(subject, mode, points)
         if self.drawn:
             self.draw(path, title, points, draw)
         png, svg, pdf = (path.with_suffix(end) for end in (".png", ".svg", ".pdf"))
-        alt = alt or _alt(kind, title, points)
-        self.pictures.append(Picture(kind, title, alt, png, svg, pdf))
+        self.pictures.append(Picture(subject, mode, title, alt or _alt(subject, title, points), png, svg, pdf))
 
     def draw(self, path: Path, title: str, points: pd.DataFrame, draw: Draw) -> None:
         """Write a figure in all formats."""
-        with mpl.rc_context(style.RC), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Glyph .* missing")  # a name in letters that the font lacks
-            figure = draw(points, self.look, title)
-            _lay_out(figure)
-            figure.savefig(path.with_suffix(".png"), dpi=DPI)
-            figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-            figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None})
+        with drawing():
+            save(draw(points, self.look, title), path, "png", "svg", "pdf")
 
-    def _name(self, kind: str, points: pd.DataFrame) -> str:
+    def _name(self, subject: str, mode: str, points: pd.DataFrame) -> str:
         """A file name of plain letters, whatever the model is called, and no name twice."""
-        model = "all" if BREAK_EVEN in kind else points["model"].iloc[0]
-        parts = [kind, model, *(points["run"].iloc[:1] if kind in ("phases", "kv") else ())]
-        parts = parts if len(self.look.runs) > 1 else parts[:2]
-        name = "-".join(re.sub(r"[^A-Za-z0-9_]+", "-", str(part)).strip("-")[:40] or "unnamed" for part in parts)
+        parts = ["serve", subject, mode] if mode else [subject]
+        parts += [points["load_arrival"].iloc[0]] if mode and subject != BREAK_EVEN else []
+        kind = "-".join(parts)
+        model = "all" if subject == BREAK_EVEN else points["model"].iloc[0]
+        run = points["run"].iloc[:1] if subject in (PHASES, KV) and len(self.look.runs) > 1 else ()
+        name = "-".join(
+            re.sub(r"[^A-Za-z0-9_]+", "-", str(part)).strip("-")[:40] or "unnamed" for part in (kind, model, *run)
+        )
         taken = {picture.png.stem for picture in self.pictures}
         number = 2
         unique = name
@@ -173,29 +147,15 @@ class Studio:
         return unique
 
 
-def _lay_out(figure: Figure) -> None:
-    """Find the place of everything once, as the PNG needs it; matplotlib would do so for each format, and draw twice."""
-    before = figure.dpi
-    FigureCanvasAgg(figure)
-    figure.set_dpi(DPI)
-    if engine := figure.get_layout_engine():
-        engine.execute(figure)
-    figure.set_layout_engine("none")
-    figure.set_dpi(before)
-
-
-def _alt(kind: str, title: str, points: pd.DataFrame) -> str:
+def _alt(subject: str, title: str, points: pd.DataFrame) -> str:
     """A sentence with what a reader would take from the picture; the full numbers stand in the tables."""
-    shown = ", ".join(style.plain(label) for label in dict.fromkeys(map(str, points["label"])))
-    contexts = ", ".join(style.count(c) for c in sorted(points["context"].unique()))
-    text = f"{title}. Layouts: {shown}. Contexts: {contexts} tokens."
+    contexts = ", ".join(count(c) for c in sorted(points["context"].unique()))
+    text = f"{title}. Layouts: {figures.layouts(points)}. Contexts: {contexts} tokens."
     known = points[points["output_tok_s"].notna()]
-    if kind in ("throughput", "frontier") and len(known):
+    if subject in ("throughput", "frontier") and len(known):
         top = known.sort_values("output_tok_s", kind="stable").iloc[-1]
         text += (
             f" Highest: {top['label']} with {top['output_tok_s']:,.0f} tok/s at context {top['context']:,} "
             f"and concurrency {top['concurrency']}."
         )
-    if bool(points["cpu"].any()):
-        text += " CPU: functional run, not performance."
-    return text
+    return text + figures.cpu_aside(points)

@@ -11,13 +11,13 @@ from dcpbench.reports import (
     definitions,
     exchanges,
     explain,
+    figures,
     findings,
     opening,
     sync_sites,
     tables,
 )
 from dcpbench.reports.section import Section
-from dcpbench.reports.serving import figures
 from dcpbench.reports.serving import sections as served
 
 if TYPE_CHECKING:
@@ -164,6 +164,6 @@ def _comparisons(frames: Frames, sentences: list[str]) -> Section:
     )
 
 
-def _drawn(pictures: list[Picture], *kinds: str) -> list[Picture]:
-    """Pictures of these kinds: of decode, then of served requests, live before replayed."""
-    return [p for kind in kinds for p in pictures if kind in (p.kind, p.subject)]
+def _drawn(pictures: list[Picture], *subjects: str) -> list[Picture]:
+    """Pictures of these subjects: of decode, then of served requests, live before replayed."""
+    return [p for subject in subjects for p in pictures if p.subject == subject]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import OutputError, UsageError
-from dcpbench.show import streams
+from dcpbench.show import ci, streams
 from dcpbench.syncs.files import check_output, each_text_once, expand, write
 from dcpbench.syncs.formats import PLAIN_WIDTH, check_format, github, markdown, render
 from dcpbench.syncs.gating import baseline as baselines
@@ -159,7 +159,7 @@ def _repeated(path: Path, first: Path) -> None:
 def _step_summary(report: Report) -> None:
     """Everything, for the annotations are few."""
     left = github.left_out(report)
-    github.step_summary(
+    ci.step_summary(
         markdown.render(cleaned(report)) + (f"\n{left} of these sites have no annotation.\n" if left else "")
     )
 

@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="40" height="30"><rect width="40" height="30"/></svg>'
-DECODE_KINDS = ("break-even", "throughput", "itl", "frontier", "phases", "kv")
-SERVE_KINDS = tuple(
-    f"serve-{kind}-{mode}-closed" for mode in ("live", "replay") for kind in ("throughput", "ttft", "itl")
-)
+DECODE = [(subject, "") for subject in ("break-even", "throughput", "itl", "frontier", "phases", "kv")]
+SERVED = [(subject, mode) for mode in ("live", "replay") for subject in ("throughput", "ttft", "itl")]
 
 
 def page(folder: Path, records: list[Record], *, most: int = MOST_POINTS) -> Path:
@@ -32,8 +30,8 @@ def page(folder: Path, records: list[Record], *, most: int = MOST_POINTS) -> Pat
     picture = folder / "picture.svg"
     picture.write_text(SVG)
     read = frames.load([run])
-    kinds = (DECODE_KINDS if len(read.points) else ()) + (SERVE_KINDS if len(read.served) else ())
-    pictures = [Picture(kind, kind, f"alt of {kind}", picture, picture) for kind in kinds]
+    subjects = (DECODE if len(read.points) else []) + (SERVED if len(read.served) else [])
+    pictures = [Picture(*of, " ".join(of), f"alt of {' '.join(of)}", picture, picture) for of in subjects]
     out = folder / "report.html"
     out.write_text(render("a run", sections.report(read, pictures), read, most=most), encoding="utf-8")
     return out

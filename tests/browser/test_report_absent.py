@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dcpbench.imports import Told, import_files
-from dcpbench.reports import assets
 from dcpbench.reports.page import render
 from tests.browser import pages
 from tests.unit import engine_files_builder as files
@@ -105,10 +104,8 @@ class TestBrokenCharts:
         """Makes a page of served points whose scripts go on with some more."""
 
         def make(more: str) -> Path:
-            read = assets.read
-            monkeypatch.setattr(
-                render.assets, "read", lambda name: read(name) + (more if name == "report-charts.js" else "")
-            )
+            own = render.own
+            monkeypatch.setattr(render, "own", lambda name: own(name) + (more if name == "charts.js" else ""))
             return pages.page(tmp_path, pages.served())
 
         return make

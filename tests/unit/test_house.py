@@ -46,7 +46,7 @@ class TestWheel:
         assert names == {"dcpbench", f"dcpbench-{dcpbench.__version__}.dist-info"}
 
     def test_it_holds_every_source_and_template(self, wheel: list[str]) -> None:
-        files = [*SOURCES, *PACKAGE.rglob("*.j2")]
+        files = [*SOURCES, *(path for kind in ("j2", "js", "css") for path in PACKAGE.rglob(f"*.{kind}"))]
         assert {named(path) for path in files} <= set(wheel)
 
     def test_it_holds_nothing_else(self, wheel: list[str]) -> None:

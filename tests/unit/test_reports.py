@@ -16,10 +16,9 @@ from rich.console import Console
 from dcpbench.errors import OutputError, RecordsError, UsageError
 from dcpbench.points.layout import Layout
 from dcpbench.reports import (
-    assets,
+    figures,
     findings,
     frames,
-    lines,
     markdown,
     plots,
     sections,
@@ -28,7 +27,8 @@ from dcpbench.reports import (
     terminal_table,
     write_report,
 )
-from dcpbench.reports.page.render import SCRIPTS
+from dcpbench.reports.page import render as page_render
+from dcpbench.show import web
 from tests.unit import record_builder as build
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def test_hostile_strings_stay_text(tmp_path: Path) -> None:
     ]
     records[1] = msgspec.structs.replace(records[1], point=msgspec.structs.replace(bad, concurrency=9))
     page, out = report(tmp_path, records)
-    own = [assets.read(name) for name in SCRIPTS]
+    own = [*map(web.read, web.SCRIPTS), *map(page_render.own, page_render.OWN_SCRIPTS)]
     assert [script for script in page.scripts if script in own] == own
     assert len(page.scripts) == len(own) + 2, "beside our scripts there are the data and the packed plotly.js"
     assert "<script>alert(1)</script>" in page.text
@@ -336,7 +336,7 @@ def test_importing_the_reports_imports_nothing_heavy() -> None:
 def test_a_logarithmic_axis_says_so(tmp_path: Path) -> None:
     """Loads 8 and 32 are far apart; equal steps to the right are equal factors."""
     read = frames.load([build.write(tmp_path / "run", small())])
-    figure = lines.draw_itl(read.points, style.Style.of(read.points), "title")
+    figure = figures.draw_itl(read.points, style.Style.of(read.points), "title")
     assert [ax.get_xlabel() for ax in figure.axes] == ["concurrency (requests in flight, log scale)"]
 
 

@@ -11,7 +11,7 @@ from dcpbench.errors import UsageError
 from dcpbench.points.layout import Layout
 from dcpbench.records.formulas import decode_metrics
 from dcpbench.reports import findings, frames, opening
-from dcpbench.reports.lines import frontier
+from dcpbench.reports.figures import frontier
 from dcpbench.reports.tables import number, percent
 from tests.unit import record_builder as build
 

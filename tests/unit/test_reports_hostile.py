@@ -7,7 +7,6 @@ import re
 import zipfile
 from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
 import msgspec
 import pytest
 from rich.console import Console
@@ -20,9 +19,9 @@ from dcpbench.reports import (
     answer_tables,
     clip,
     export,
+    figures,
     findings,
     frames,
-    lines,
     markdown,
     sections,
     style,
@@ -30,6 +29,7 @@ from dcpbench.reports import (
     thinning,
 )
 from dcpbench.reports.tables import MOST_LETTERS, MOST_ROWS
+from dcpbench.show.figures import drawing
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
 
@@ -263,8 +263,8 @@ def test_what_is_odd_and_can_be_shown_is_shown(tmp_path: Path, spoiled: dict[str
 def test_no_figure_breaks(tmp_path: Path, spoiled: dict[str, Any]) -> None:
     """Titles, legends and axes of lines are drawn."""
     read = frames.load([run(tmp_path / "run", spoiled, line(build.ok(build.point(DCP), steps=5)))])
-    with mpl.rc_context(style.RC):
-        for draw in (lines.draw_throughput, lines.draw_itl, lines.draw_frontier):
+    with drawing():
+        for draw in (figures.draw_throughput, figures.draw_itl, figures.draw_frontier):
             draw(read.points, style.Style.of(read.points), "title").savefig(tmp_path / "figure.svg")
             assert (tmp_path / "figure.svg").read_text().endswith("</svg>\n")
 

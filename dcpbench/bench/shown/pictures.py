@@ -5,21 +5,22 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from dcpbench.bench.shown.rates import gpu_time
-from dcpbench.reports.style import (
-    LAYOUT_COLOURS,
+from dcpbench.show.figures import (
+    GREY,
     LINES,
-    MARKERS,
-    RC,
+    colour,
     columns_for,
+    drawing,
     headline,
     legend_below,
+    marker,
     measured_ticks,
+    save,
     value_axis,
 )
 
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     Groups = dict[str, list[Result]]
     Draw = Callable[[Axes, str, list[Result]], None]
 
-GREY = "#555555"
-"""Of limits, and of what stands for no variant."""
 KINDS = ("eager", "host", "graph")
 """What is drawn of each variant over tokens, each with a line style of its own."""
 KIND_LABELS = {"eager": "eager", "host": "host time inside the call", "graph": "CUDA graph"}
@@ -67,8 +66,8 @@ def write_picture(record: BenchRecord, path: Path) -> None:
     draw = _roofline if record.bench == "attention" else _over_bytes if record.bench in WHAT else _over_tokens
     if record.bench in WITHOUT or not (record.performance or draw is _over_tokens):
         return
-    with mpl.rc_context(RC):
-        draw(record).savefig(path, dpi=150)
+    with drawing():
+        save(draw(record), path, "png")
 
 
 def _panels(groups: Groups, size: tuple[float, float], draw: Draw) -> Figure:
@@ -97,14 +96,6 @@ def _variants(results: Iterable[Result]) -> list[str]:
     return list(dict.fromkeys(r.case.variant for r in results))
 
 
-def _colour(place: int) -> str:
-    return LAYOUT_COLOURS[place % len(LAYOUT_COLOURS)]
-
-
-def _marker(place: int) -> str:
-    return MARKERS[place % len(MARKERS)]
-
-
 def _line(ax: Axes, points: Sequence[tuple[float, Timing]], **look: Any) -> Line2D:  # noqa: ANN401 - as matplotlib's
     """Medians with their intervals."""
     times = [t for _, t in points]
@@ -126,7 +117,7 @@ def _over_tokens(record: BenchRecord) -> Figure:
             _draw_times(ax, results, variants)
             name = f"{name}\nsyncs: " + ", ".join(f"{v} {count:g}" for v, count in syncs.items())
         else:
-            bars = ax.bar(list(syncs), list(syncs.values()), color=[_colour(variants.index(v)) for v in syncs])
+            bars = ax.bar(list(syncs), list(syncs.values()), color=[colour(variants.index(v)) for v in syncs])
             ax.bar_label(bars, fmt="%g")
             value_axis(ax, list(syncs.values()), "y")
         ax.set_title(name, fontsize=9)
@@ -155,7 +146,7 @@ def _draw_times(ax: Axes, results: Sequence[Result], variants: Sequence[str]) ->
         for kind, line in zip(KINDS, LINES, strict=False):
             points = [(float(r.case.sizes[X]), t) for r in mine if (t := _timing(r, kind))]
             if points:
-                _line(ax, points, markersize=4, color=_colour(place), linestyle=line, marker=_marker(place))
+                _line(ax, points, markersize=4, color=colour(place), linestyle=line, marker=marker(place))
     measured_ticks(ax, [float(r.case.sizes[X]) for r in results])
     value_axis(ax, [t.high_us for r in results for kind in KINDS if (t := _timing(r, kind))], "y")
 
@@ -176,7 +167,7 @@ def _handles(variants: Sequence[str], results: Sequence[Result]) -> list[Line2D]
     """Colours for variants, line styles for what was timed."""
     drawn = [k for k in KINDS if any(_timing(r, k) for r in results)]
     return [
-        *(Line2D([], [], color=_colour(i), marker=_marker(i), markersize=5, label=v) for i, v in enumerate(variants)),
+        *(Line2D([], [], color=colour(i), marker=marker(i), markersize=5, label=v) for i, v in enumerate(variants)),
         *(Line2D([], [], color=GREY, linestyle=LINES[KINDS.index(k)], label=KIND_LABELS[k]) for k in drawn),
     ]
 
@@ -209,7 +200,7 @@ def _draw_bytes(ax: Axes, results: Sequence[Result], names: Sequence[str]) -> di
         mine = sorted((r for r in results if _name(r) == name), key=_bytes)
         points = [(_bytes(r), t) for r in mine if (t := _time(r))]
         if points:
-            handles[name] = _line(ax, points, markersize=5, color=_colour(place), marker=_marker(place))
+            handles[name] = _line(ax, points, markersize=5, color=colour(place), marker=marker(place))
             handles[name].set_label(name)
     floors = sorted({(_bytes(r), r.floor_us) for r in results if r.floor_us})
     if floors:
@@ -287,14 +278,14 @@ def _points(ax: Axes, timed: Sequence[Result]) -> list[Line2D]:
             _intensity(r) * aside,
             (r.flop_s or 0) / 1e12,
             linestyle="",
-            color=_colour(place),
-            marker=_marker(heads.index(int(r.case.sizes["heads"]))),
+            color=colour(place),
+            marker=marker(heads.index(int(r.case.sizes["heads"]))),
             markersize=6,
             alpha=0.8,
         )
-    handles = [Line2D([], [], color=_colour(i), marker="o", linestyle="", label=v) for i, v in enumerate(variants)]
+    handles = [Line2D([], [], color=colour(i), marker="o", linestyle="", label=v) for i, v in enumerate(variants)]
     return handles + [
-        Line2D([], [], color=GREY, marker=_marker(i), linestyle="", label=f"{h} heads") for i, h in enumerate(heads)
+        Line2D([], [], color=GREY, marker=marker(i), linestyle="", label=f"{h} heads") for i, h in enumerate(heads)
     ]
 
 

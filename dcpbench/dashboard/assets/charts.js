@@ -2,24 +2,14 @@
    dash.draw()  loads what is missing and draws; called again whenever ticks, axis or data change. */
 "use strict";
 (() => {
-  const { state, find, el } = dash;
+  const { state } = dash;
+  const { element: el, find } = dcp;
   const FIRST = 4;
   const LEAST_OTHERS = 6;
   const TOP = 26;
   const LABEL = { size: 12, height: 17, apart: 8 }; // pixels; Plotly leaves a little around a text
   const AXES = [["date", "date"], ["commit", "commit"], ["run", "run"]];
   let turn = 0;
-
-  function plotly() {
-    if (globalThis.Plotly) return Promise.resolve();
-    plotly.loading ??= new Promise((done, failed) => {
-      const script = el("script", { src: document.documentElement.dataset.plotly });
-      script.addEventListener("load", done);
-      script.addEventListener("error", () => failed(new Error("assets/plotly-basic.min.js is missing from this site; build it again.")));
-      document.head.append(script);
-    });
-    return plotly.loading;
-  }
 
   async function historyOf(line) {
     const { starts, shards } = dash.index;
@@ -35,7 +25,7 @@
     find("nothing").hidden = lines.length > 0;
     if (!lines.length) { find("picked").replaceChildren(); find("charts").replaceChildren(); return; }
     try {
-      const histories = await Promise.all([...lines.map(historyOf), plotly()]);
+      const histories = await Promise.all([...lines.map(historyOf), dcp.plotly()]);
       if (mine !== turn) return; // ticks changed meanwhile
       histories.pop();
       controls(histories);
@@ -46,21 +36,17 @@
   };
 
   function controls(histories) {
-    const axis = el("select", { name: "x" }, ...AXES.map(([value, text]) => el("option", { value, selected: state.x === value }, text)));
-    axis.addEventListener("change", () => { state.x = axis.value; dash.save(); charts(histories); });
-    const clear = el("button", { type: "button" }, "Untick all");
-    clear.addEventListener("click", () => { for (const id of [...state.picked]) dash.pick(id, false); find("points").querySelector("input").focus(); });
-    const rows = histories.map(({ line }, i) => {
-      const key = el("span", { class: "key", "aria-hidden": "true" });
-      key.style.background = dcp.series(i);
-      const untick = el("button", { type: "button", "aria-label": `Untick ${dash.name(line)}` }, "Untick");
-      untick.addEventListener("click", () => dash.pick(dash.columns.id[line], false));
-      return el("li", {}, key, el("span", {}, `${dash.name(line)} · ${dash.word("how", line)}`, el("span", { class: "note" }, ` — ${place(line)}`)), untick);
-    });
+    const axis = dcp.select(AXES, state.x, (value) => { state.x = value; dash.save(); charts(histories); }, { name: "x" });
+    const none = () => { for (const id of [...state.picked]) dash.pick(id, false); find("points").querySelector("input").focus(); };
+    const rows = histories.map(({ line }, i) => el("li", {},
+      el("span", { class: "key", "aria-hidden": "true", style: `background: ${dcp.series(i)}` }),
+      el("span", {}, `${dash.name(line)} · ${dash.word("how", line)}`, el("span", { class: "note" }, ` — ${place(line)}`)),
+      el("button", { type: "button", "aria-label": `Untick ${dash.name(line)}`, click: () => dash.pick(dash.columns.id[line], false) }, "Untick")));
+    const clear = el("button", { type: "button", click: none }, "Untick all");
     find("picked").replaceChildren(el("ul", {}, ...rows), elsewhere(histories), el("div", { class: "controls" }, el("label", {}, "By", axis), clear));
   }
 
-  const place = (line) => [dash.word("hardware", line), dash.word("driver", line) && `driver ${dash.word("driver", line)}`, dash.word("conditions", line)].filter(Boolean).join(", ");
+  const place = (line) => [dash.word("hardware", line), ...dash.under(line)].filter(Boolean).join(", ");
 
   /** The same points on other hardware, drivers and conditions, to be ticked as well. */
   function elsewhere(histories) {
@@ -72,11 +58,10 @@
       if (points.has(point[line]) && !shown.has(line) && (state.cpu || !cpu[line])) others.push(line);
     }
     if (!others.length) return "";
-    return el("p", { class: "note" }, "The same elsewhere: ", ...others.map((line) => {
-      const button = el("button", { type: "button", "aria-label": `Show ${dash.name(line)}, ${place(line)}` }, points.size > 1 ? `${dash.word("layout", line)}: ${place(line)}` : place(line));
-      button.addEventListener("click", () => dash.pick(id[line], true));
-      return button;
-    }));
+    const layout = (line) => (points.size > 1 ? `${dash.word("layout", line)}: ` : "");
+    return el("p", { class: "note" }, "The same elsewhere: ", ...others.map((line) => el("button", {
+      type: "button", "aria-label": `Show ${dash.name(line)}, ${place(line)}`, click: () => dash.pick(id[line], true),
+    }, `${layout(line)}${place(line)}`)));
   }
 
   function charts(histories) {
@@ -89,9 +74,8 @@
     const figures = shown.map((m) => figure(m, histories));
     const parts = figures.map(({ node }) => node);
     if (order.length > shown.length || state.all) {
-      const more = el("button", { type: "button" }, state.all ? "Fewer metrics" : `All ${order.length} metrics`);
-      more.addEventListener("click", () => { state.all = !state.all; dash.save(); charts(histories); });
-      parts.push(el("p", {}, more));
+      const more = () => { state.all = !state.all; dash.save(); charts(histories); };
+      parts.push(el("p", {}, el("button", { type: "button", click: more }, state.all ? "Fewer metrics" : `All ${order.length} metrics`)));
     }
     find("charts").replaceChildren(...parts, ...histories.map(runsTable));
     for (const { draw } of figures) draw();
@@ -133,14 +117,13 @@
         const x = axis.between(before, after);
         if (x === null) continue;
         shapes.push({ type: "line", xref: "x", yref: "paper", x0: x, x1: x, y0: 0, y1: 1, line: { color: dcp.series(i), width: 1.5, dash: "dash" } });
-        labels.push({ x, xref: "x", y: 1, yref: "paper", yanchor: "bottom", yshift: 0, showarrow: false, text: dcp.text(size(change)), font: { size: LABEL.size, color: "var(--ink)" } });
+        labels.push({ x, xref: "x", y: 1, yref: "paper", yanchor: "bottom", yshift: 0, showarrow: false, text: dcp.text(dash.changed("", change).text), font: { size: LABEL.size, color: "var(--ink)" } });
       }
     });
     const marks = histories.some(({ line }) => dash.columns.cpu[line]) ? [dcp.watermark("CPU: functional, times say nothing")] : [];
     const chart = el("div", { class: "chart", role: "img", "aria-label": `${measure.label} over ${histories.length} histories; the values are in the tables below` });
-    const title = measure.unit ? `${measure.label} (${measure.unit})` : measure.label;
     const notes = [measure.better ? `${measure.better} is better` : "", undated ? `${undated} values of runs without a date are not shown; choose “by run”` : ""].filter(Boolean);
-    const node = el("figure", { "data-measure": measure.id }, el("figcaption", {}, title), el("p", { class: "note" }, notes.join("; ")), chart, ...(said.length ? [el("ul", {}, ...said)] : []));
+    const node = el("figure", { "data-measure": measure.id }, el("figcaption", {}, dcp.measured(measure)), el("p", { class: "note" }, notes.join("; ")), chart, ...(said.length ? [el("ul", {}, ...said)] : []));
     const layout = { xaxis: { ...axis.layout }, yaxis: { tickformat: "~r", separatethousands: true }, shapes, annotations: [...labels, ...marks], margin: { t: TOP } };
     const draw = () => {
       const done = dcp.draw(chart, traces, layout);
@@ -184,52 +167,53 @@
   }
 
   function trace(measure, history, placed, axis, i) {
-    const [median, low, high] = history.values[measure.id];
+    const [median, low, high] = history.values[measure.id].map((values) => placed.map((k) => values[k]));
     const { name, date, commit } = dash.index.runs;
-    const made = {
+    return {
       type: "scatter", mode: placed.length > 1 ? "lines+markers" : "markers", name: dcp.text(dash.name(history.line)),
-      x: placed.map((k) => axis.at(history.run[k])), y: placed.map((k) => median[k]),
+      x: placed.map((k) => axis.at(history.run[k])), y: median,
       line: { color: dcp.series(i), width: 1.5, dash: dcp.dash(i) }, marker: { color: dcp.series(i), symbol: dcp.symbol(i), size: 7 },
+      error_y: low ? dcp.spread(median, low, high, { thickness: 1.2, width: 3, color: dcp.series(i) }) : { visible: false },
       tip: (j) => {
-        const k = placed[j];
+        const run = history.run[placed[j]];
         return [`${dash.name(history.line)}, ${place(history.line)}`, [
-          [measure.label, `${dcp.number(median[k])} ${measure.unit}`], ...(interval(low, high, k) ? [["interval", interval(low, high, k)]] : []),
-          ["run", name[history.run[k]]], ["date", dash.when(date[history.run[k]])], ["commit", commit[history.run[k]] || "–"], ...(history.marks[k] ? [["marks", history.marks[k]]] : []),
-        ]];
+          [measure.label, `${dcp.number(median[j])} ${measure.unit}`], ["interval", interval([median, low, high], j)],
+          ["run", name[run]], ["date", dash.when(date[run])], ["commit", commit[run] || "–"], ["marks", history.marks[placed[j]]],
+        ].filter(([, value]) => value)];
       },
     };
-    if (low) made.error_y = { type: "data", symmetric: false, array: placed.map((k) => (high[k] === null ? 0 : high[k] - median[k])), arrayminus: placed.map((k) => (low[k] === null ? 0 : median[k] - low[k])), thickness: 1.2, width: 3, color: dcp.series(i) };
-    return made;
   }
 
-  const interval = (low, high, k) => (low && low[k] !== null ? `${dcp.number(low[k])} – ${dcp.number(high[k])}` : "");
-  const size = ([, , ratio, , , old, fresh]) => (ratio === null ? `${dcp.number(old)} → ${dcp.number(fresh)}` : dash.percent(ratio));
+  const interval = ([, low, high], k) => (low ? dcp.range(low[k], high[k]).replace("–", " – ") : "");
 
   function sentence(measure, line, before, after, change, named) {
     const [, , ratio, low, high, old, fresh] = change;
     const { name, date, commit } = dash.index.runs;
     const at = (run) => `${name[run]} (${[dash.when(date[run]), commit[run]].filter(Boolean).join(", ")})`;
-    const kind = dash.worse(measure.better, ratio ?? (fresh > old ? 2 : 0.5));
+    const { kind, text, said } = dash.changed(measure.better, change);
     const sure = ratio === null ? "" : ` (95 %: ${dash.percent(low)} to ${dash.percent(high)})`;
-    return el("li", {}, el("span", { class: kind }, `${size(change)}${kind === "bad" ? ", worse" : kind === "good" ? ", better" : ""}`),
+    return el("li", {}, el("span", { class: kind }, `${text}${said}`),
       `${sure}, ${dcp.number(old)} → ${dcp.number(fresh)} ${measure.unit}, between ${at(before)} and ${at(after)}${named ? `: ${dash.name(line)}` : ""}`);
   }
 
   function runsTable(history) {
     const { name, slug, date, commit } = dash.index.runs;
-    const shown = dash.index.measures.filter((m) => history.values[m.id]);
-    const head = ["Run", "Date", "Commit", "Outcome", "Repeats", ...shown.map((m) => (m.unit ? `${m.label} (${m.unit})` : m.label)), "Marks"];
-    const rows = history.run.map((run, k) => {
+    const run = (k) => history.run[k];
+    const valueOf = (values) => (k) => { const ends = interval(values, k); return [dcp.number(values[0][k]), el("span", { class: "note" }, ends && ` [${ends}]`)]; };
+    const outcome = (k) => {
       const ok = history.outcome[k] === "ok";
-      return el("tr", {}, el("td", {}, dash.hasPage(run) ? el("a", { href: `runs/${slug[run]}/report.html` }, name[run]) : name[run]),
-        el("td", { class: "w" }, dash.when(date[run])), el("td", {}, commit[run]),
-        el("td", { class: ok ? null : "long" }, el("span", { class: ok ? "" : "bad" }, history.outcome[k]), history.reason[k] ? ` ${history.reason[k]}` : ""),
-        el("td", { class: "n" }, history.repeats[k]),
-        ...shown.map((m) => { const [median, low, high] = history.values[m.id]; return el("td", { class: "n" }, dcp.number(median[k]), el("span", { class: "note" }, interval(low, high, k) && ` [${interval(low, high, k)}]`)); }),
-        el("td", {}, history.marks[k] ?? ""));
-    }).reverse();
-    return el("details", {}, el("summary", {}, `All ${history.run.length} runs of ${dash.name(history.line)}`), el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Runs of ${dash.name(history.line)}` },
-      el("table", {}, el("thead", {}, el("tr", {}, ...head.map((text) => el("th", { scope: "col" }, text)))), el("tbody", {}, ...rows))));
+      return el("td", { class: ok ? null : "long" }, el("span", { class: ok ? "" : "bad" }, history.outcome[k]), history.reason[k] ? ` ${history.reason[k]}` : "");
+    };
+    const columns = [
+      { label: "Run", cell: (k) => (dash.hasPage(run(k)) ? el("a", { href: `runs/${slug[run(k)]}/report.html` }, name[run(k)]) : name[run(k)]) },
+      { label: "Date", class: "w", cell: (k) => dash.when(date[run(k)]) }, { label: "Commit", cell: (k) => commit[run(k)] },
+      { label: "Outcome", cell: outcome }, { label: "Repeats", class: "n", cell: (k) => history.repeats[k] },
+      ...dash.index.measures.filter((m) => history.values[m.id]).map((m) => ({ label: dcp.measured(m), class: "n", cell: valueOf(history.values[m.id]) })),
+      { label: "Marks", cell: (k) => history.marks[k] ?? "" },
+    ];
+    const place = el("div");
+    dcp.table(place, `Runs of ${dash.name(history.line)}`, columns)(history.run.map((_, k) => k).reverse());
+    return el("details", {}, el("summary", {}, `All ${history.run.length} runs of ${dash.name(history.line)}`), place);
   }
 
   dash.onPick = dash.draw;

@@ -1,11 +1,13 @@
 /* Starts the page, shows the runs, and follows a server that builds the site again while runs are at work. */
 "use strict";
 (() => {
-  const { state, find, el } = dash;
+  const { state } = dash;
+  const { element: el, find, counted } = dcp;
   const root = document.documentElement;
   const RUNS = 20;
   const POLL_MS = 2000;
   let runPage = 0;
+  let fill = null;
   let version = null;
 
   function summary() {
@@ -14,25 +16,27 @@
     const span = dates.length ? `, ${[...new Set([dates[0].slice(0, 10), dates.at(-1).slice(0, 10)])].join(" to ")}` : "";
     const changed = measures.reduce((sum, m) => sum + m.changes, 0);
     const entries = lines.runs.reduce((sum, one) => sum + one, 0);
-    const count = (n, what) => `${n.toLocaleString("en-US")} ${what}${n === 1 ? "" : "s"}`;
-    find("summary").textContent = `${count(runs.name.length, "run")}${span} · ${count(lines.id.length, "point")} with ${count(entries, "result")} · ${changed ? `changes are marked in ${count(changed, changed === 1 ? "history" : "historie")}, counting each metric` : "no change is marked"}`;
+    find("summary").textContent = `${counted(runs.name.length, "run")}${span} · ${counted(lines.id.length, "point")} with ${counted(entries, "result")} · ${changed ? `changes are marked in ${counted(changed, changed === 1 ? "history" : "historie")}, counting each metric` : "no change is marked"}`;
   }
 
+  const file = (i, name, text) => el("a", { href: `runs/${dash.index.runs.slug[i]}/${name}` }, text);
+  const link = (i, name, text) => (dash.hasPage(i) ? file(i, name, text) : text);
+  const word = (label, name, kind) => ({ label, class: kind, cell: (i) => dash.index.runs[name][i] });
+
+  const columns = [
+    { label: "Run", class: "name", cell: (i) => [link(i, "report.html", dash.index.runs.name[i]), dash.functional(dash.index.runs.cpu[i])] },
+    { label: "Date", class: "w", cell: (i) => dash.when(dash.index.runs.date[i]) },
+    word("Commit", "commit"), word("Hardware", "hardware", "w"), word("Driver", "driver"), word("Workloads", "workloads"), word("Models", "models"), word("ok", "ok", "n"),
+    { label: "failed", class: "n", cell: (i) => { const lost = dash.index.runs.failed[i] + dash.index.runs.hung[i]; return el("span", { class: lost ? "bad" : "" }, lost); } },
+    word("rejected", "rejected", "n"), word("Headline", "headline", "wide"),
+    { label: "Files", class: "w", cell: (i) => (dash.hasPage(i) ? [link(i, "records.jsonl", "records"), " ", link(i, "points.csv", "CSV")] : dash.index.runs.records[i] ? file(i, "records.jsonl", "records") : "") },
+  ];
+
   function runs() {
-    const r = dash.index.runs;
-    const newest = r.name.map((_, i) => i).reverse();
-    const head = ["Run", "Date", "Commit", "Hardware", "Driver", "Workloads", "Models", "ok", "failed", "rejected", "Headline", "Files"];
-    find("run-table").tHead.replaceChildren(el("tr", {}, ...head.map((text) => el("th", { scope: "col", class: ["ok", "failed", "rejected"].includes(text) ? "n" : null }, text))));
-    find("run-table").tBodies[0].replaceChildren(...newest.slice(runPage * RUNS, (runPage + 1) * RUNS).map((i) => {
-      const folder = `runs/${r.slug[i]}`;
-      const failed = r.failed[i] + r.hung[i];
-      const page = dash.hasPage(i);
-      const files = [page || r.records[i] ? el("a", { href: `${folder}/records.jsonl` }, "records") : "", page ? " " : "", page ? el("a", { href: `${folder}/points.csv` }, "CSV") : ""];
-      return el("tr", {}, el("td", { class: "name" }, page ? el("a", { href: `${folder}/report.html` }, r.name[i]) : r.name[i], r.cpu[i] ? el("span", { class: "pill" }, "functional") : ""),
-        el("td", { class: "w" }, dash.when(r.date[i])), el("td", {}, r.commit[i]), el("td", { class: "w" }, r.hardware[i]), el("td", {}, r.driver[i]), el("td", {}, r.workloads[i]), el("td", {}, r.models[i]),
-        el("td", { class: "n" }, r.ok[i]), el("td", { class: "n" }, el("span", { class: failed ? "bad" : "" }, failed)), el("td", { class: "n" }, r.rejected[i]), el("td", { class: "wide" }, r.headline[i]), el("td", { class: "w" }, ...files));
-    }));
-    dash.pager(find("run-pager"), Math.ceil(newest.length / RUNS), runPage, (page) => { runPage = page; runs(); });
+    const newest = dash.index.runs.name.map((_, i) => i).reverse();
+    fill ??= dcp.table(find("runs-table"), "Runs", columns, { id: "run-table" });
+    fill(newest, runPage * RUNS, (runPage + 1) * RUNS);
+    dcp.pager(find("run-pager"), Math.ceil(newest.length / RUNS), runPage, (page) => { runPage = page; runs(); });
     const skipped = dash.index.skipped;
     find("skipped").replaceChildren(...(skipped.length ? [el("details", {}, el("summary", {}, `${skipped.length} left out`), el("ul", {}, ...skipped.map((text) => el("li", {}, text))))] : []));
   }

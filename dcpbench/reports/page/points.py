@@ -17,6 +17,7 @@ from dcpbench.reports.merge import missing
 from dcpbench.reports.page.words import LONGEST_COMMAND, LONGEST_NAME, brief
 from dcpbench.reports.reproduce import command_of
 from dcpbench.reports.serving.frame import same_load
+from dcpbench.show import figures
 
 if TYPE_CHECKING:
     from dcpbench.records.record import Record
@@ -69,7 +70,7 @@ FIELDS = [
 
 
 def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
-    """What report-*.js read: columns of the first `most` points, looks of their series, and names of everything."""
+    """What the scripts of the page read: columns of the first `most` points, looks of their series, and names of everything."""
     tables = [table for table in (frames.points, frames.served) if len(table)]
     rows: Rows = []
     phases: dict[str, None] = {}
@@ -94,6 +95,8 @@ def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
         "phases": list(phases),
         "fields": [field for field in FIELDS if any(row.get(field["name"]) is not None for row in rows)],
         "unmarked": UNMARKED,
+        "watermark": figures.WATERMARK,
+        "log_range": figures.LOG_RANGE,
         "filters": FILTERS,
         "colours": COLOURS,
     }
@@ -218,17 +221,17 @@ class _Series:
 
         Of more labels, layouts have the colours and variants the dashes, as in the figures.
         """
-        if len(self._labels) <= len(style.LAYOUT_COLOURS):
+        if len(self._labels) <= len(figures.COLOURS):
             place, of_run = self._labels.index(label), look.runs.index(run)
             return {
                 "colour": place,
-                "dash": of_run % len(style.LINES),
+                "dash": of_run % len(figures.LINES),
                 "symbol": of_run if len(look.runs) > 1 else place,
             }
         return {
-            "colour": style.LAYOUT_COLOURS.index(look.colour(layout, variant)),
-            "dash": style.LINES.index(look.line(variant)),
-            "symbol": style.MARKERS.index(look.marker(layout, run, variant)),
+            "colour": figures.COLOURS.index(look.colour(layout, variant)),
+            "dash": figures.LINES.index(look.line(variant)),
+            "symbol": figures.MARKERS.index(look.marker(layout, run, variant)),
         }
 
 

@@ -3,31 +3,74 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import gzip
 import re
 from functools import cache
-from importlib import resources
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-import jinja2
 from markupsafe import Markup
 
-from dcpbench.reports import assets
-from dcpbench.reports.page.charts import chart_of, charts_of
 from dcpbench.reports.page.points import MOST_POINTS, page_data
 from dcpbench.reports.page.words import brief
+from dcpbench.reports.plots import KV
+from dcpbench.show import web
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from dcpbench.reports.frames import Frames
+    from dcpbench.reports.plots import Picture
     from dcpbench.reports.section import Section
 
-TEMPLATE = "page.html.j2"
-SCRIPTS = ("chart.js", "page.js", "report-points.js", "report-charts.js", "report-table.js", "report.js")
+OWN_SCRIPTS = ("points.js", "charts.js", "report.js")
 MOST_ROWS = 1000
 """Rows of a table that the page prints; points.csv has all points."""
+TITLES = {
+    "throughput": "Output throughput against load",
+    "ttft": "Time to first token, p50 and p99",
+    "itl": "Inter-token latency, p50 and p99",
+    "frontier": "Throughput per GPU against speed per user",
+    "break-even": "Output with DCP over that of the same layout without it",
+    "kv": "KV cache capacity by layout",
+    "phases": "Where a step's time goes",
+}
+"""Of the charts that the page draws in place of the pictures of these subjects."""
+
+
+@dataclasses.dataclass
+class Chart:
+    """A chart that the page draws itself, with a panel for each thing that lines must not share."""
+
+    kind: str
+    """What charts.js draws: the subject of its pictures."""
+    workload: str
+    """`decode`, `serve`, or empty for both."""
+    mode: str
+    """Of `serve`: `live` or `replay`, which no chart mixes."""
+    alts: list[str] = dataclasses.field(default_factory=list)
+    """What it shows, for those who cannot see it."""
+
+    @property
+    def title(self) -> str:
+        """What it shows, in a few words."""
+        return TITLES[self.kind] + (f", {self.mode}" if self.mode else "")
+
+    @property
+    def slug(self) -> str:
+        """Its name in the page and in the fragment of its address."""
+        return "-".join(filter(None, (self.kind, self.workload if self.mode else "", self.mode)))
+
+
+def charts_of(pictures: Iterable[Picture]) -> list[Chart]:
+    """The charts that stand for these pictures, each once; the page shows other pictures as they are."""
+    found: dict[tuple[str, str], Chart] = {}
+    for p in pictures:
+        if p.subject in TITLES:
+            workload = "" if p.subject == KV else "serve" if p.mode else "decode"
+            found.setdefault((p.subject, p.mode), Chart(p.subject, workload, p.mode)).alts.append(p.alt)
+    return list(found.values())
 
 
 def render(
@@ -35,31 +78,36 @@ def render(
 ) -> str:
     """The page, with charts of `most` points, and `pictures` of them for those who run no script.
 
-    What comes from records is escaped here, or by assets.json_block.
+    What comes from records is escaped here, or by web.json_block.
     """
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"data_uri": _data_uri, "brief": brief}
-    environment.globals |= {"charts_of": charts_of, "chart_of": chart_of, "most_rows": MOST_ROWS}
     data = page_data(frames, most)
     drawn = [chart for section in sections for chart in charts_of(section.pictures)]
     data["charts"] = [{"slug": c.slug, "kind": c.kind, "workload": c.workload, "mode": c.mode} for c in drawn]
-    scripts = [assets.read(name) for name in SCRIPTS]
-    source = resources.files("dcpbench.reports.page").joinpath(TEMPLATE).read_text(encoding="utf-8")
-    return environment.from_string(source).render(
-        title=title,
-        sections=sections,
-        pictures=pictures,
-        explore_after=_last_with_charts(sections),
-        data=data,
-        block=assets.json_block(data),
-        theme=assets.read("theme.css"),
-        style=assets.read("report.css"),
-        scripts=scripts,
-        plotly=_packed(assets.PLOTLY),
-        policy=assets.policy([*scripts, assets.read(assets.PLOTLY)]),
-    )
+    scripts = [*map(web.read, web.SCRIPTS), *map(own, OWN_SCRIPTS)]
+    values = {
+        "title": brief(title),
+        "main": "main",
+        "main_called": "report",
+        "sections": sections,
+        "pictures": pictures,
+        "explore_after": _last_with_charts(sections),
+        "data": data,
+        "block": web.json_block(data),
+        "theme": web.read(web.STYLE),
+        "style": own("report.css"),
+        "scripts": scripts,
+        "plotly": _packed(web.PLOTLY),
+        "policy": web.policy([*scripts, web.read(web.PLOTLY)]),
+        "charts_of": charts_of,
+        "charted": TITLES,
+        "most_rows": MOST_ROWS,
+    }
+    return web.fill(own("page.html.j2"), values, {"data_uri": _data_uri, "brief": brief})
+
+
+def own(name: str) -> str:
+    """The text of one of the report's own assets."""
+    return web.read(name, __package__)
 
 
 def _last_with_charts(sections: Sequence[Section]) -> str:
@@ -71,7 +119,7 @@ def _last_with_charts(sections: Sequence[Section]) -> str:
 @cache
 def _packed(name: str) -> str:
     """A script that the page unpacks; half of a report would otherwise be its plotting library."""
-    return base64.b64encode(gzip.compress(assets.read(name).encode("utf-8"), mtime=0)).decode("ascii")
+    return base64.b64encode(gzip.compress(web.read(name).encode("utf-8"), mtime=0)).decode("ascii")
 
 
 def _data_uri(svg: bytes) -> Markup:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
+from dcpbench.show.ci import bullets, code, escape, row
 from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.words import (
     BOUND_NOTE,
@@ -40,8 +40,8 @@ def render(report: Report) -> str:
         _sites(report),
         _rules(report),
         _totals(report),
-        _list("Allowed", _allowed(report)),
-        _list("Of no use any more", [escape(t) for t in report.verdict.stale]),
+        bullets(_allowed(report), "Allowed"),
+        bullets((escape(t) for t in report.verdict.stale), "Of no use any more"),
         _coverage(report),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -55,8 +55,8 @@ def _verdict(report: Report) -> str:
         "findings": f"❌ Hidden synchronisation: {counted(len(verdict.findings), 'finding')}",
     }
     overall = [escape(f.message) for f in verdict.findings if not f.fingerprint]
-    lines = [f"- {text}" for text in [*overall, *(escape(reason) for reason in verdict.reasons)]]
-    return "\n".join([f"## {heads[verdict.status]}", *(["", *lines] if lines else [])])
+    lines = bullets([*overall, *map(escape, verdict.reasons)])
+    return f"## {heads[verdict.status]}" + (f"\n\n{lines}" if lines else "")
 
 
 def _sites(report: Report) -> str:
@@ -64,7 +64,7 @@ def _sites(report: Report) -> str:
         return "No site was seen."
     rows = [HEAD, ("---", "---", "---", "---", *["---:"] * 6, "---")]
     rows += [_row(site, report) for site in report.sites[:MOST]]
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines = list(map(row, rows))
     if len(report.sites) > MOST:
         lines += ["", f"{len(report.sites) - MOST} more sites are left out here; `--format json` has them."]
     return "\n".join([*lines, "", f"{LEGEND}. {BOUND_NOTE}"])
@@ -81,7 +81,7 @@ def _row(site: Site, report: Report) -> tuple[str, ...]:
         SIGNS[standing(site, report.verdict)],
         kind,
         where,
-        code(site.op or site.call),
+        code(site.op or site.call) if site.op or site.call else NOTHING,
         count,
         per_step(site.count_per_step),
         microseconds(site.wait_us),
@@ -117,28 +117,4 @@ def _allowed(report: Report) -> list[str]:
 def _coverage(report: Report) -> str:
     """Sentences that several traces share are written once."""
     notes = dict.fromkeys(escape(note) for trace in report.traces for note in trace.coverage.notes)
-    return _list("What this cannot show", list(notes))
-
-
-def _list(title: str, lines: list[str]) -> str:
-    return "\n".join([f"### {title}", "", *(f"- {line}" for line in lines)]) if lines else ""
-
-
-def escape(text: str) -> str:
-    """Text that Markdown and HTML show as it is; `@name` notifies nobody, no address becomes a link."""
-    text = (
-        text.replace("&", "&amp;")
-        .replace("<", "&lt;")
-        .replace(">", "&gt;")
-        .replace("@", "@<!-- -->")
-        .replace("://", "&#58;//")
-    )
-    return re.sub(r"([\\`*_{}\[\]#|~$])", r"\\\1", text)
-
-
-def code(text: str) -> str:
-    """Text in a code span of a table's cell; HTML, as a `|` or a backtick would end a Markdown one."""
-    if not text:
-        return NOTHING
-    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return "<code>" + re.sub(r"([\\`*_{}\[\]#|~$@:])", lambda m: f"&#{ord(m[0])};", text) + "</code>"
+    return bullets(notes, "What this cannot show")

@@ -1,20 +1,12 @@
-/* Puts a report together: unpacks plotly.js, fills figures with panels, and lets filters, switches and axes act on all. */
+/* Puts a report together: fills figures with panels and the table of points, and lets filters, switches and axes act on all. */
 "use strict";
 (() => {
-  const { points: store, element: el } = dcp;
-  const { data, view } = store;
-  const byId = (id) => document.getElementById(id);
+  const { points: store, element: el, find } = dcp;
+  const { data, view, fields } = store;
+  const STEP = 100; // rows of the table that are shown at once, and more at a press
   const pending = new Map();
   const near = new Set();
   let ready = false;
-
-  /** The script as it was packed; its digest is in the page's policy, so nothing else could run here. */
-  async function unpack() {
-    const bytes = Uint8Array.from(atob(byId("plotly").textContent), (c) => c.charCodeAt(0));
-    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-    document.head.append(Object.assign(document.createElement("script"), { textContent: await new Response(stream).text() }));
-    if (!globalThis.Plotly) throw new Error("plotly.js did not start");
-  }
 
   function drawPending(element) {
     const panel = pending.get(element);
@@ -32,7 +24,7 @@
 
   /** One figure: its switches, and a place for each panel, which is drawn when it comes near. */
   function figureOf(chart) {
-    const root = byId(`chart-${chart.slug}`);
+    const root = find(`chart-${chart.slug}`);
     const [legend, grid, note] = [".legend", ".panels", ".note"].map((name) => root.querySelector(name));
     const places = new Map();
     let listed = "";
@@ -94,12 +86,11 @@
 
   function pickers(root) {
     const make = (name, label, options) => {
-      const select = el("select", { id: `pick-${name}` }, ...options.map(([value, text]) => el("option", { value }, text)));
-      select.addEventListener("change", () => { view[name] = select.value; store.changed(); });
+      const select = dcp.select(options, axes()[name], (value) => { view[name] = value; store.changed(); }, { id: `pick-${name}` });
       root.append(el("label", { for: select.id }, label, select));
       return () => { select.value = axes()[name]; };
     };
-    const numbers = data.fields.map((f) => [f.name, f.unit ? `${f.label} (${f.unit})` : f.label]);
+    const numbers = data.fields.map((f) => [f.name, dcp.measured(f)]);
     const colours = data.colours.filter((name) => store.choices(name).length > 1 || name === "layout").map((name) => [name, data.filters[name] ?? name]);
     return [make("x", "x axis", numbers), make("y", "y axis", numbers), make("colour", "colour by", colours)];
   }
@@ -109,37 +100,73 @@
     const count = el("span", { "aria-live": "polite" });
     const boxes = [];
     const fieldsets = groups.map(([name, label, values]) => el("fieldset", {}, el("legend", {}, label), ...values.map((value) => {
-      const box = el("input", { type: "checkbox" });
-      box.addEventListener("change", () => {
-        store.hidden[name][box.checked ? "delete" : "add"](value);
-        store.changed();
-      });
+      const box = el("input", { type: "checkbox", change: () => { store.hidden[name][box.checked ? "delete" : "add"](value); store.changed(); } });
       boxes.push(() => { box.checked = !store.hidden[name].has(value); });
       const number = Number(value);
       return el("label", {}, box, el("span", {}, value && Number.isFinite(number) ? dcp.number(number) : store.brief(value) || "–"));
     })));
-    const reset = el("button", { type: "button" }, "Show all");
-    reset.addEventListener("click", () => {
-      for (const values of Object.values(store.hidden)) values.clear();
-      store.changed();
-    });
+    const all = () => { for (const values of Object.values(store.hidden)) values.clear(); store.changed(); };
+    const reset = el("button", { type: "button", click: all }, "Show all");
     root.append(el("details", {}, el("summary", {}, "Filters: ", count), el("div", { class: "groups" }, ...fieldsets), reset));
     return (shown) => {
-      count.textContent = `${dcp.number(shown.length)} of ${store.counted(data.count)} in charts and table`;
+      count.textContent = `${dcp.number(shown.length)} of ${dcp.counted(data.count, "point")} in charts and table`;
       for (const box of boxes) box();
     };
   }
 
+  /** What a reader sorts the points by, each with the command that measures it again. */
+  function columnsOfTable() {
+    const words = [
+      ["run", "run", store.choices("run").length > 1], ["model", "model", true], ["label", "layout", true], ["mode", "live or replay", store.choices("workload").includes("serve")],
+      ["load", "load", store.choices("load").length > 1], ["context", "context (tokens)", true], ["concurrency", "concurrency", true],
+      ["load_request_rate", "request rate (requests/s)", fields.has("load_request_rate")],
+    ].filter(([, , wanted]) => wanted).map(([name, label]) => (fields.has(name)
+      ? { name, label, class: "n", key: (point) => point[name], cell: (point) => dcp.number(point[name]) }
+      : { name, label, class: "w", key: (point) => point[name] ?? null, cell: (point) => store.brief(String(point[name] ?? "–")) }));
+    const numbers = data.fields.filter((field) => field.table).map((field) => ({
+      name: field.name, label: dcp.measured(field), class: "n", key: (point) => point[field.name],
+      cell: (point) => {
+        const ends = store.range(point, field);
+        return [dcp.number(point[field.name]), ...(ends ? [el("span", { class: "soft" }, ` [${ends.replace("95 %: ", "")}]`)] : [])];
+      },
+    }));
+    const again = (point) => (point.command ? el("button", {
+      type: "button", class: "copy", title: point.command, "aria-label": `copy the command that measures ${point.label} at concurrency ${point.concurrency} again`,
+      click: (event) => { dcp.copy(point.command, event.currentTarget); },
+    }, "copy") : "");
+    return [{ label: "again", class: "no-print", cell: again }, ...words, ...numbers, { name: "marks", label: "marks", class: "w", key: (point) => String(point.marks), cell: (point) => store.marks(point) || "–" }];
+  }
+
+  function pointsTable(root) {
+    let shown = STEP;
+    let current = [];
+    const [note, place] = [el("p", { class: "note", "aria-live": "polite" }), el("div")];
+    const more = el("button", { type: "button", class: "no-print", click: () => { shown += STEP; fill(); } });
+    root.replaceChildren(el("h3", {}, "The points"), note, place, more);
+    const table = dcp.table(place, "The points", columnsOfTable(), {
+      sorted: () => ({ name: view.sort.replace(/^-/, ""), down: view.sort.startsWith("-") }),
+      sort: (name, down) => { view.sort = `${down ? "-" : ""}${name}`; store.changed(); },
+    });
+
+    function fill() {
+      table(current, 0, shown);
+      const left = Math.max(current.length - shown, 0);
+      note.textContent = `${dcp.number(current.length)} of ${dcp.counted(data.count, "point")}${left ? `, the first ${dcp.number(shown)} below` : ""}. A header sorts; “copy” takes the command that measures a point again, alone.`;
+      more.hidden = left === 0;
+      more.textContent = `Show ${dcp.number(Math.min(STEP, left))} more`;
+    }
+    return (points) => { current = points; fill(); };
+  }
+
   function start() {
     for (const node of document.querySelectorAll(".scripted")) node.hidden = false;
-    byId("theme").hidden = false;
-    dcp.themeButton(byId("theme"));
+    dcp.themeButton(find("theme"));
     if (data.count === 0) return;
-    byId("filters").hidden = false;
-    const said = filters(byId("filters"));
+    find("filters").hidden = false;
+    const said = filters(find("filters"));
     const picked = pickers(document.querySelector("#chart-explore .controls"));
     const figures = [...data.charts, { slug: "explore", kind: "explore", workload: "", mode: "" }].map(figureOf);
-    const table = dcp.pointsTable(byId("every-point"));
+    const table = pointsTable(find("every-point"));
     const all = () => {
       const shown = store.shown();
       said(shown);
@@ -156,13 +183,13 @@
     addEventListener("afterprint", () => {
       for (const details of document.querySelectorAll("details[data-opened]")) { details.open = false; delete details.dataset.opened; }
     });
-    unpack().then(() => {
+    dcp.plotly().then(() => {
       ready = true;
       for (const element of near) drawPending(element);
       document.documentElement.dataset.ready = "";
     }).catch((error) => {
-      byId("broken").hidden = false;
-      byId("broken").textContent = `This browser cannot draw the charts (${error.message}); figures/ beside this page has them as pictures.`;
+      find("broken").hidden = false;
+      find("broken").textContent = `This browser cannot draw the charts (${error.message}); figures/ beside this page has them as pictures.`;
     });
   }
   start();

@@ -1,38 +1,53 @@
-/* Charts by Plotly that follow the page's theme. One global object, `dcp`:
+/* Charts by Plotly that follow the page's theme. Adds to `dcp`:
 
+   dcp.plotly()                       loads Plotly once: from the page, which has it packed in <script id="plotly">, or
+                                      from the file that <html data-plotly> names
    dcp.draw(element, traces, layout)  draws or redraws; colours may be written "var(--name)" anywhere in both, and are
                                       read anew when the theme changes, and for paper. Size: that of the element; on paper
                                       its `data-paper` pixels wide. One that cannot be drawn says so in its place.
    dcp.undrawn(element, error)        puts the sentence that says so into a place for charts
-   dcp.series(i), symbol(i), dash(i)  colour, marker and line of the i-th thing to tell apart, as in style.py
+   dcp.series(i), symbol(i), dash(i)  colour, marker and line of the i-th thing to tell apart, as in show/figures.py
+   dcp.spread(middle, low, high, look)  error bars from lists of numbers, of which ends may be null
    dcp.text(string)                   any string as text for Plotly, which takes <b> and <a href> for markup
-   dcp.hover(title, [[name, value]])  one point's hover text, escaped; give it as `customdata` with `hovertemplate: dcp.HOVER`
    trace.tip = (i) => [title, [[name, value]]]  of a trace given to dcp.draw: says all of its i-th mark when a pointer
                                       comes over it, however much that is; Plotly's own labels must be shorter than a chart
-   dcp.number(value)                  1234.5 as "1,235"; "–" for what is not known
    dcp.watermark(text)                a layout annotation across the whole chart, with its line breaks
    dcp.switches(element, items, change)  buttons that switch series: items {name, colour, symbol, dash, on};
-                                      change(i, on) is called when one is pressed, by mouse or keyboard
-   dcp.redraw()                       all charts, as after a change of theme */
+                                      change(i, on) is called when one is pressed, by mouse or keyboard */
 "use strict";
-globalThis.dcp = (() => {
+(() => {
+  const el = dcp.element;
   const COLOURS = 7;
   const SYMBOLS = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "x"];
   const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "8px,3px,2px,3px,2px,3px", "longdashdot", "3px,6px"];
   const STROKES = { solid: "", dash: "6 3", dot: "2 2", dashdot: "6 2 2 2", longdash: "10 3", longdashdot: "10 3 2 3" };
-  const HOVER = "%{customdata}<extra></extra>";
   const PAPER_WIDTH = 660; // A4 or Letter between usual margins, in CSS pixels
   const drawn = new Map();
   const root = document.documentElement;
   const coarse = matchMedia("(pointer: coarse)");
-  let probe = null;
+  const probe = el("span", { hidden: true });
+
+  /** The script as it was packed; its digest is in the page's policy, so nothing else could run there. */
+  async function unpack(packed) {
+    const bytes = Uint8Array.from(atob(packed.textContent), (c) => c.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    document.head.append(el("script", {}, await new Response(stream).text()));
+    if (!globalThis.Plotly) throw new Error("plotly.js did not start");
+  }
+
+  const fetched = (src) => new Promise((done, failed) => {
+    const missing = () => failed(new Error("assets/plotly-basic.min.js is missing from this site; build it again."));
+    document.head.append(el("script", { src, load: done, error: missing }));
+  });
+
+  let loading = null;
+  function plotly() {
+    const packed = dcp.find("plotly");
+    return (loading ??= packed ? unpack(packed) : fetched(root.dataset.plotly));
+  }
 
   function colour(name) {
-    if (!probe) {
-      probe = document.createElement("span");
-      probe.hidden = true;
-      document.body.append(probe);
-    }
+    if (!probe.isConnected) document.body.append(probe);
     probe.style.color = name;
     return getComputedStyle(probe).color;
   }
@@ -88,7 +103,7 @@ globalThis.dcp = (() => {
   function undrawn(element, error) {
     console.warn(error);
     const said = `This chart could not be drawn (${error.message}); the others are whole.`;
-    element.replaceChildren(Object.assign(document.createElement("p"), { className: "note", textContent: said }));
+    element.replaceChildren(el("p", { class: "note" }, said));
   }
 
   async function plot(element, traces, layout = {}) {
@@ -111,15 +126,11 @@ globalThis.dcp = (() => {
     }
   }
 
-  const tip = document.createElement("div");
-  tip.className = "tip";
-  tip.hidden = true;
-  tip.setAttribute("aria-hidden", "true"); // tables say the same
+  const tip = el("div", { class: "tip", hidden: true, "aria-hidden": "true" }); // tables say the same
   const hideTip = () => { tip.hidden = true; };
 
   function showTip([title, rows], event) {
-    const line = (name, words) => Object.assign(document.createElement(name), { textContent: words });
-    tip.replaceChildren(line("strong", title), ...rows.flatMap(([name, value]) => [line("span", name), line("span", value)]));
+    tip.replaceChildren(el("strong", {}, title), ...rows.flat().map((words) => el("span", {}, words)));
     if (!tip.isConnected) document.body.append(tip);
     tip.hidden = false;
     const { width, height } = tip.getBoundingClientRect();
@@ -147,16 +158,11 @@ globalThis.dcp = (() => {
   const symbol = (i) => SYMBOLS[i % SYMBOLS.length];
   const dash = (i) => DASHES[i % DASHES.length];
   const text = (string) => String(string).replace(/[&<>]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[c]);
-  const hover = (title, rows) =>
-    [`<b>${text(title)}</b>`, ...rows.map(([name, value]) => `${text(name)}: ${text(value)}`)].join("<br>");
 
-  function number(value) {
-    if (value === null || value === undefined || !Number.isFinite(value)) return "–";
-    const size = Math.abs(value);
-    const digits = size >= 1000 || Number.isInteger(value) ? 0 : size >= 100 ? 1 : size >= 10 ? 2 : 3;
-    const form = size && size < 1 ? { maximumSignificantDigits: 3 } : { minimumFractionDigits: digits, maximumFractionDigits: digits };
-    return new Intl.NumberFormat("en-US", form).format(value);
-  }
+  const spread = (middle, low, high, look) => ({
+    type: "data", symmetric: false, ...look,
+    array: middle.map((value, i) => (high[i] ?? value) - value), arrayminus: middle.map((value, i) => value - (low[i] ?? value)),
+  });
 
   const watermark = (words) => ({
     text: text(words).replaceAll("\n", "<br>"), xref: "paper", yref: "paper", x: 0.5, y: 0.5, showarrow: false, textangle: -12,
@@ -193,18 +199,12 @@ globalThis.dcp = (() => {
     element.classList.add("switches");
     element.setAttribute("role", "group");
     element.replaceChildren(...items.map((item, i) => {
-      const button = document.createElement("button");
-      button.type = "button";
-      button.className = "switch";
-      button.setAttribute("aria-pressed", String(item.on !== false));
-      const name = document.createElement("span");
-      name.textContent = item.name;
-      button.append(sample(item), name);
-      button.addEventListener("click", () => {
+      const press = () => {
         const on = button.getAttribute("aria-pressed") !== "true";
         button.setAttribute("aria-pressed", String(on));
         change(i, on);
-      });
+      };
+      const button = el("button", { type: "button", class: "switch", "aria-pressed": String(item.on !== false), click: press }, sample(item), el("span", {}, item.name));
       return button;
     }));
   }
@@ -215,5 +215,5 @@ globalThis.dcp = (() => {
   addEventListener("beforeprint", () => { root.dataset.print = ""; redraw(); });
   addEventListener("afterprint", () => { delete root.dataset.print; redraw(); });
 
-  return { HOVER, draw, undrawn, redraw, series, symbol, dash, text, hover, number, watermark, switches };
+  Object.assign(dcp, { plotly, draw, undrawn, series, symbol, dash, spread, text, watermark, switches });
 })();

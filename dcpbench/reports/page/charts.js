@@ -4,23 +4,22 @@
    what a point must have to be in one. */
 "use strict";
 dcp.charts = (() => {
-  const LOG_RANGE = 20; // an axis is logarithmic when its values span more, as in style.py
   const DOUBLINGS = 4;
   const MOST_PANELS = 12;
   const MOST_LOADS = 3;
   const ROW_PIXELS = 24;
   const AHEAD = "Above 1 DCP is ahead of the same layout without it. Whether it pays is judged against the best other layout, within the SLO: the answer says so.";
   const LEAST_GAP = 0.1; // between two labels, as a share of the axis
-  const { series, fields } = dcp.points;
+  const { data, series, fields } = dcp.points;
   const plain = (value) => new Intl.NumberFormat("en-US", { maximumFractionDigits: 3 }).format(value);
   const known = (value) => value !== null && value !== undefined;
 
   const grouped = (points, key) => Map.groupBy(points, key);
-  const title = (name) => { const field = fields.get(name); return field.unit ? `${field.label} (${field.unit})` : field.label; };
+  const title = (name) => dcp.measured(fields.get(name));
   const tipOf = (point) => [dcp.points.brief(series[point.series].name), dcp.points.words(point)];
   const shape = (look, mode) => dcp.symbol(look.symbol) + (mode === "replay" ? "-open" : "");
   const watermark = (points) => (points.some((p) => p.marks.includes("cpu") || p.device === "CPU")
-    ? [dcp.watermark("CPU: functional run,\nnot performance")] : []);
+    ? [dcp.watermark(data.watermark)] : []);
 
   const scaled = (words) => (words.endsWith(")") ? `${words.slice(0, -1)}, log scale)` : `${words} (log scale)`);
 
@@ -28,7 +27,7 @@ dcp.charts = (() => {
   function values(numbers, words) {
     const positive = numbers.filter((v) => known(v) && v > 0);
     const [least, most] = [Math.min(...positive), Math.max(...positive)];
-    if (positive.length && most / least > LOG_RANGE) {
+    if (positive.length && most / least > data.log_range) {
       return { type: "log", range: [Math.log10(least / 1.2), Math.log10(most * 1.5)], dtick: most / least > 1000 ? 1 : "D2", tickformat: ",~r", title: { text: scaled(words) } };
     }
     return { type: "linear", range: [0, positive.length ? most * 1.1 : 1], nticks: 6, tickformat: ",~r", title: { text: words } };
@@ -71,7 +70,7 @@ dcp.charts = (() => {
     }));
   }
 
-  function line(points, x, y, more = {}) {
+  function line(points, x, y) {
     const look = series[points[0].series];
     const [low, high] = [`${y}_low`, `${y}_high`];
     const spread = points.some((p) => known(p[low]) && p[low] !== p[high]);
@@ -79,12 +78,20 @@ dcp.charts = (() => {
     return {
       x: points.map(x), y: points.map((p) => p[y]), mode: "lines+markers", tip: (i) => tipOf(points[i]),
       line: { color: colour, dash: dcp.dash(look.dash), width: 2 }, marker: { color: colour, symbol: shape(look, points[0].mode), size: 8, line: { color: colour, width: 1.5 } },
-      error_y: spread ? { type: "data", symmetric: false, array: points.map((p) => (p[high] ?? p[y]) - p[y]), arrayminus: points.map((p) => p[y] - (p[low] ?? p[y])), thickness: 1.3, width: 4, color: colour } : { visible: false },
-      ...more,
+      error_y: spread ? dcp.spread(...[y, low, high].map((name) => points.map((p) => p[name])), { thickness: 1.3, width: 4, color: colour }) : { visible: false },
     };
   }
 
+  /** A percentile beside a line. */
+  function dashes(points, y) {
+    const color = dcp.series(series[points[0].series].colour);
+    const marker = { symbol: "line-ew-open", size: 13, color, line: { width: 2.5, color } };
+    return { ...line(points, along, y), line: { color, dash: "dot", width: 1 }, marker, error_y: { visible: false } };
+  }
+
   const along = (point) => (point.arrival === "gamma" ? point.load_request_rate : point.concurrency);
+  const byLoad = (points) => [...points].sort((a, b) => along(a) - along(b));
+  const switchedOn = (figure, points) => points.filter((p) => !figure.off.has(series[p.series].name));
   const against = (point) => (point.arrival === "gamma" ? "request rate (requests/s)" : "concurrency (requests in flight)");
 
   /** Lines over load; `stats` are [column, name] pairs, of which the first is the line and others are dashes. */
@@ -95,17 +102,13 @@ dcp.charts = (() => {
     if (present.length > 1) {
       items.push(...present.map(([, name], i) => ({ key: name, name, colour: "var(--soft)", symbol: i ? "" : "circle", dash: i ? "dot" : "solid" })));
     }
-    const on = loaded.filter((p) => !figure.off.has(series[p.series].name));
+    const on = switchedOn(figure, loaded);
     const drawn = present.filter(([, name]) => !figure.off.has(name));
     const heights = grouped(on, (p) => p.model);
     const panels = [...grouped(on, (p) => p.panel)].map(([name, inside]) => {
-      const traces = [...grouped(inside, (p) => p.series).values()].flatMap((own) => drawn.map(([column], i) => {
-        const points_ = own.filter((p) => known(p[column])).sort((a, b) => along(a) - along(b));
-        const thin = { mode: "lines+markers", error_y: { visible: false } };
-        return points_.length === 0 ? null : line(points_, along, column, present.findIndex(([c]) => c === column) === 0 ? {} : {
-          ...thin, line: { color: dcp.series(series[own[0].series].colour), dash: "dot", width: 1 },
-          marker: { symbol: "line-ew-open", size: 13, color: dcp.series(series[own[0].series].colour), line: { width: 2.5, color: dcp.series(series[own[0].series].colour) } },
-        });
+      const traces = [...grouped(inside, (p) => p.series).values()].flatMap((own) => drawn.map(([column]) => {
+        const along_ = byLoad(own.filter((p) => known(p[column])));
+        return along_.length === 0 ? null : column === present[0][0] ? line(along_, along, column) : dashes(along_, column);
       })).filter(Boolean);
       const all = heights.get(inside[0].model).flatMap((p) => drawn.flatMap(([column]) => [p[column], p[`${column}_high`]]));
       return {
@@ -123,7 +126,7 @@ dcp.charts = (() => {
   function breakEven(figure, points) {
     const compared = points.filter((p) => known(p.dcp_ratio) && p.arrival === "closed");
     const { panels, items, note } = overLoad({ ...figure, axis: "with DCP / without" }, compared, [["dcp_ratio", "ratio"]]);
-    const on = compared.filter((p) => !figure.off.has(series[p.series].name)).flatMap((p) => [p.dcp_ratio, p.dcp_ratio_low ?? p.dcp_ratio, p.dcp_ratio_high ?? p.dcp_ratio, 1]);
+    const on = switchedOn(figure, compared).flatMap((p) => [p.dcp_ratio, p.dcp_ratio_low ?? p.dcp_ratio, p.dcp_ratio_high ?? p.dcp_ratio, 1]);
     const [least, most] = [Math.min(...on), Math.max(...on)];
     const margin = (most - least) * 0.08 || 0.05;
     const level = { type: "line", xref: "paper", x0: 0, x1: 1, y0: 1, y1: 1, line: { color: "var(--ink)", width: 1.5 } };
@@ -141,20 +144,20 @@ dcp.charts = (() => {
   function frontier(figure, points) {
     const placed = points.filter((p) => known(p.tok_s_per_user) && known(p.output_tok_s_per_gpu));
     const items = itemsOf(placed);
-    const on = placed.filter((p) => !figure.off.has(series[p.series].name));
+    const on = switchedOn(figure, placed);
     const panels = [...grouped(on, (p) => p.panel)].map(([name, inside]) => {
       const edge = best(inside);
       const last = [...new Map(edge.map((p) => [along(p), p])).values()];
       const traces = [
         { x: edge.map((p) => p.tok_s_per_user), y: edge.map((p) => p.output_tok_s_per_gpu), mode: "lines", line: { color: "var(--line)", width: 8 }, hoverinfo: "skip" },
-        ...[...grouped(inside, (p) => p.series).values()].map((own) => line([...own].sort((a, b) => along(a) - along(b)), (p) => p.tok_s_per_user, "output_tok_s_per_gpu")),
+        ...[...grouped(inside, (p) => p.series).values()].map((own) => line(byLoad(own), (p) => p.tok_s_per_user, "output_tok_s_per_gpu")),
         { x: last.map((p) => p.tok_s_per_user), y: last.map((p) => p.output_tok_s_per_gpu), mode: "text", text: last.map((p) => plain(along(p))), textposition: "top right", textfont: { size: 11, color: "var(--soft)" }, hoverinfo: "skip", cliponaxis: false },
       ];
       const same = on.filter((p) => p.model === inside[0].model);
       return {
         key: name, title: name, traces,
         layout: {
-          xaxis: { ...values(same.map((p) => p.tok_s_per_user), title("tok_s_per_user")) }, yaxis: values(same.map((p) => p.output_tok_s_per_gpu), title("output_tok_s_per_gpu")),
+          xaxis: values(same.map((p) => p.tok_s_per_user), title("tok_s_per_user")), yaxis: values(same.map((p) => p.output_tok_s_per_gpu), title("output_tok_s_per_gpu")),
           annotations: watermark(inside),
         },
       };
@@ -192,7 +195,7 @@ dcp.charts = (() => {
 
   function phases(figure, points) {
     const profiled = points.filter((p) => known(p["phase:idle"]));
-    const names = [...dcp.points.data.phases, "idle"].filter((name) => profiled.some((p) => p[`phase:${name}`] > 0));
+    const names = [...data.phases, "idle"].filter((name) => profiled.some((p) => p[`phase:${name}`] > 0));
     const cpu = profiled.every((p) => p.device === "CPU");
     const called = (name) => (name === "idle" && cpu ? "outside ranges" : name.replaceAll("_", " "));
     const items = names.map((name) => ({ key: name, name: called(name), colour: `var(--phase-${name})` }));
@@ -258,7 +261,7 @@ dcp.charts = (() => {
     const axis = (name) => (joined && name === x ? loads(on.map((p) => p[name]), title(name)) : values(on.map((p) => p[name]), title(name)));
     const panels = on.length === 0 ? [] : [{ key: "explore", title: "", traces, layout: { xaxis: axis(x), yaxis: axis(y), annotations: watermark(on) } }];
     const without = points.length - placed.length;
-    return { panels, items, note: without > 0 ? `Not drawn: ${without} of ${dcp.points.counted(points.length)} without ${fields.get(x).label} or without ${fields.get(y).label}.` : "", wide: true };
+    return { panels, items, note: without > 0 ? `Not drawn: ${without} of ${dcp.counted(points.length, "point")} without ${fields.get(x).label} or without ${fields.get(y).label}.` : "", wide: true };
   }
 
   const NEEDS = {

@@ -4,11 +4,10 @@
    dcp.points.shown()                     those that pass the filters
    dcp.points.view                        what else the fragment holds: x, y, colour, sort, and switched-off series
    dcp.points.words(point)                [name, value] pairs with units and intervals, for those who point at a mark
-   dcp.points.counted(n)                  "1 point", "2 points"
    dcp.points.changed()                   something was chosen: remember it, and tell all who asked by watch(callback) */
 "use strict";
 dcp.points = (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
+  const data = JSON.parse(dcp.find("data").textContent);
   const columns = Object.entries(data.columns);
   const all = Array.from({ length: data.count }, (_, i) => Object.fromEntries(columns.map(([name, values]) => [name, values[i]])));
   const fields = new Map(data.fields.map((field) => [field.name, field]));
@@ -22,13 +21,11 @@ dcp.points = (() => {
   const shown = () => all.filter(passes);
   const choices = (name) => [...new Set(all.flatMap((point) => valuesOf(point, name)))];
   const brief = (text) => (text.length > LONGEST ? `${text.slice(0, LONGEST - 1)}…` : text);
-  const counted = (n) => `${dcp.number(n)} ${n === 1 ? "point" : "points"}`;
-  const withUnit = (value, unit) => `${dcp.number(value)}${unit ? ` ${unit}` : ""}`;
 
   function range(point, field) {
-    const [low, high] = [point[`${field.name}_low`] ?? null, point[`${field.name}_high`] ?? null];
-    if (!field.range || low === null || high === null || low === high) return "";
-    const ends = `${dcp.number(low)}–${dcp.number(high)}`;
+    const [low, high] = [point[`${field.name}_low`], point[`${field.name}_high`]];
+    const ends = dcp.range(low, high);
+    if (!field.range || !ends || low === high) return "";
     if (field.name === "dcp_ratio") return `at widest ${ends}`;
     return point.workload === "serve" ? `${ends} over ${point.repeats} repeats` : `95 %: ${ends}`;
   }
@@ -41,7 +38,7 @@ dcp.points = (() => {
       const value = point[field.name] ?? null;
       if (value === null || ["tp", "dp", "dcp", "context"].includes(field.name)) continue;
       const ends = range(point, field);
-      rows.push([field.label, withUnit(value, field.unit) + (ends ? ` [${ends}]` : "")]);
+      rows.push([field.label, [dcp.number(value), field.unit, ends && `[${ends}]`].filter(Boolean).join(" ")]);
       if (field.name === "dcp_ratio") rows.push(["compared with", `${point.baseline}: ${point.verdict}`]);
     }
     return [...rows, ["marks", marks(point)], ["run", brief(point.run)], ["measured by", point.origin]].filter(([, value]) => value);
@@ -80,7 +77,7 @@ dcp.points = (() => {
   read();
 
   return {
-    data, all, fields, series: data.series, hidden, view, shown, choices, words, marks, range, withUnit, brief, counted, changed,
+    data, all, fields, series: data.series, hidden, view, shown, choices, words, marks, range, brief, changed,
     off: (chart) => (view.off[chart] ??= new Set()), watch: (watcher) => { watchers.push(watcher); },
   };
 })();

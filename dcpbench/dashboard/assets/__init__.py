@@ -1,1 +1,0 @@
-"""Template, script and style of the dashboard's page."""

@@ -1,0 +1,230 @@
+/* The points: columns as they come from the index, filters, sorting, one page of rows. Adds to `dash`:
+
+   dash.take(index)      a new index: columns, words, measures; selection and filters stay
+   dash.state            what is filtered, sorted and ticked; dash.save() writes it into the address
+   dash.show()           filters, sorts and draws the table
+   dash.load(file)       a data file by a script element; a promise of what it says
+   dash.percent(ratio)   1.031 as "+3.1 %" */
+"use strict";
+globalThis.dash = (() => {
+  const ROWS = 50;
+  const MOST_PICKED = 8;
+  const FILTERS = ["model", "workload", "layout", "exchange", "context", "concurrency", "hardware"];
+  const LABELS = { model: "Model", workload: "Workload", layout: "Layout", exchange: "Exchange", context: "Context", concurrency: "Concurrency", hardware: "Hardware" };
+  const SEARCHED = ["model", "workload", "layout", "exchange", "how", "load", "hardware", "driver", "conditions"];
+  const { element: el, find } = dcp;
+  const unfiltered = () => Object.fromEntries(FILTERS.map((name) => [name, ""]));
+  const state = { q: "", metric: "", cpu: false, changed: false, sort: "", down: false, page: 0, x: "date", all: false, picked: [], ...unfiltered() };
+  const arrived = new Map();
+  const loading = new Map();
+  const self = { state, measure: null, index: null, columns: {}, onPick: () => {} };
+  let fill = null;
+
+  globalThis.dcpbenchData = (name, data) => { arrived.set(document.currentScript?.getAttribute("src") ?? name, data); arrived.set(name, data); };
+
+  self.load = (file) => {
+    if (!loading.has(file)) {
+      loading.set(file, new Promise((done, failed) => {
+        if (arrived.has(file)) { done(arrived.get(file)); return; }
+        document.head.append(el("script", {
+          src: file,
+          load: () => (arrived.has(file) ? done(arrived.get(file)) : failed(new Error(`${file} holds no data`))),
+          error: () => { loading.delete(file); failed(new Error(`${file} is gone; the site was built again. Reload the page.`)); },
+        }));
+      }));
+    }
+    return loading.get(file);
+  };
+
+  self.trouble = (error) => {
+    find("trouble").textContent = error ? error.message : "";
+    find("trouble").hidden = !error;
+  };
+
+  const summed = (gaps) => { let at = 0; return gaps.map((gap) => (at += gap)); };
+  self.summed = summed;
+  self.word = (name, line) => self.index.words[name][self.columns[name][line]];
+  self.percent = (ratio) => {
+    const change = (ratio - 1) * 100;
+    return `${change < 0 ? "−" : "+"}${Math.abs(change).toLocaleString("en-US", { maximumFractionDigits: Math.abs(change) < 10 ? 1 : 0 })} %`;
+  };
+  self.when = (date) => (date ? date.slice(0, 16).replace("T", " ") : "no date");
+
+  self.take = (index) => {
+    self.index = index;
+    self.columns = index.lines;
+    self.numberOf = new Map(index.lines.id.map((id, line) => [id, line]));
+    self.haystack = null;
+    if (!index.measures.some((m) => m.id === state.metric)) state.metric = index.first;
+    state.picked = state.picked.filter((id) => self.numberOf.has(id)).slice(0, MOST_PICKED);
+    for (const name of FILTERS) if (state[name] && !choices(name).some((choice) => String(choice) === state[name])) state[name] = "";
+  };
+
+  /** Whether a run's page can be opened; a server makes it when it is asked for. */
+  self.hasPage = (run) => Boolean(self.index.runs.page[run]) || document.documentElement.dataset.live === "yes";
+
+  const choices = (name) => (name in self.index.words ? [...self.index.words[name]] : [...new Set(self.columns[name])])
+    .sort((a, b) => (typeof a === "number" ? a - b : a.localeCompare(b, "en", { numeric: true })));
+
+  /** Values of the metric that is shown, spread over all lines. */
+  self.takeMeasure = (data) => {
+    const n = self.columns.id.length;
+    const make = () => new Float64Array(n).fill(NaN);
+    const measure = { ...self.index.measures.find((m) => m.id === data.id), value: make(), low: make(), high: make(), run: new Int32Array(n).fill(-1), change: new Map() };
+    summed(data.line).forEach((line, i) => {
+      measure.value[line] = data.value[i] ?? NaN;
+      measure.low[line] = data.low[i] ?? NaN;
+      measure.high[line] = data.high[i] ?? NaN;
+      measure.run[line] = data.run[i];
+    });
+    for (const [line, ...change] of data.changes) measure.change.set(line, change);
+    self.measure = measure;
+  };
+
+  function matching() {
+    const n = self.columns.id.length;
+    const wanted = FILTERS.filter((name) => state[name] !== "").map((name) => {
+      if (!(name in self.index.words)) return [self.columns[name], Number(state[name])];
+      return [self.columns[name], self.index.words[name].indexOf(state[name])];
+    });
+    const terms = state.q.toLowerCase().split(/\s+/).filter(Boolean);
+    if (terms.length && !self.haystack) {
+      const lower = Object.fromEntries(SEARCHED.map((name) => [name, self.index.words[name].map((word) => word.toLowerCase())]));
+      self.haystack = Array.from({ length: n }, (_, line) => SEARCHED.map((name) => lower[name][self.columns[name][line]]).join(" ") + ` ${self.columns.context[line]} ${self.columns.concurrency[line]}`);
+    }
+    const found = [];
+    for (let line = 0; line < n; line++) {
+      if (!state.cpu && self.columns.cpu[line]) continue;
+      if (state.changed && !self.measure?.change.has(line)) continue;
+      if (!wanted.every(([column, value]) => column[line] === value)) continue;
+      if (terms.length && !terms.every((term) => self.haystack[line].includes(term))) continue;
+      found.push(line);
+    }
+    return found;
+  }
+
+  self.name = (line) => {
+    const load = self.word("load", line) || `${dcp.number(self.columns.concurrency[line])} × ${dcp.number(self.columns.context[line])}`;
+    const exchange = self.word("exchange", line);
+    return [self.word("model", line), self.word("workload", line), self.word("layout", line), exchange === "none" ? "" : exchange, load].filter(Boolean).join(" · ");
+  };
+
+  /** Under what a line was measured, beside its hardware. */
+  self.under = (line) => [self.word("driver", line) && `driver ${self.word("driver", line)}`, self.word("conditions", line)];
+
+  /** The change in words, how it stands in a colour, and `, worse` or `, better`. */
+  self.changed = (better, [, , ratio, , , old, fresh]) => {
+    const up = ratio === null ? fresh > old : ratio >= 1;
+    const kind = better === "" ? "" : (better === "higher") === up ? "good" : "bad";
+    return { kind, text: ratio === null ? `${dcp.number(old)} → ${dcp.number(fresh)}` : self.percent(ratio), said: { good: ", better", bad: ", worse" }[kind] ?? "" };
+  };
+
+  function shownValue(line) {
+    const m = self.measure;
+    if (!m || Number.isNaN(m.value[line])) return "–";
+    const ends = dcp.range(m.low[line], m.high[line]);
+    return [dcp.number(m.value[line]), el("span", { class: "note" }, ends && ` [${ends}]`)];
+  }
+
+  function latestChange(line) {
+    const found = self.measure?.change.get(line);
+    if (!found) return "";
+    const { kind, text } = self.changed(self.measure.better, found);
+    const since = self.index.runs.date[found[1]];
+    return [el("span", { class: kind }, text), el("span", { class: "note" }, ` since ${since ? since.slice(0, 10) : self.index.runs.name[found[1]]}`)];
+  }
+
+  function newestRun(line) {
+    const outcome = self.word("outcome", line);
+    return [self.when(self.index.runs.date[self.columns.last[line]]), outcome === "ok" ? "" : el("span", { class: "bad" }, ` ${outcome}`)];
+  }
+
+  function box(line) {
+    const id = self.columns.id[line];
+    return el("input", { type: "checkbox", "aria-label": `History of ${self.name(line)}`, "data-id": id, checked: isPicked(line), change: (event) => self.pick(id, event.target.checked) });
+  }
+
+  const isPicked = (line) => state.picked.includes(self.columns.id[line]);
+  self.functional = (cpu) => (cpu ? el("span", { class: "pill" }, "functional") : "");
+
+  /** All columns of a line; those of words and numbers sort by what they show. */
+  function columnsOfTable() {
+    const word = (name, label, kind, more = () => "") => ({ name, label, class: kind, key: (line) => self.word(name, line), cell: (line) => [self.word(name, line), more(line)] });
+    const number = (name, label, kind, more = {}) => ({ name, label, class: kind, key: (line) => self.columns[name][line], cell: (line) => dcp.number(self.columns[name][line]), ...more });
+    const functional = (line) => self.functional(self.columns.cpu[line]);
+    const size = (line) => { const found = self.measure?.change.get(line); return found ? Math.abs(Math.log(found[2] ?? 2)) : NaN; };
+    return [
+      { label: el("span", { class: "unseen" }, "Show history"), cell: box },
+      { ...word("model", "Point", "narrow"), cell: (line) => [self.name(line), functional(line)] },
+      word("model", "Model", "roomy"), word("workload", "Workload", "w roomy", functional), word("layout", "Layout", "w roomy"), word("exchange", "Exchange", "roomy"),
+      number("context", "Context", "n roomy"), number("concurrency", "Conc.", "n roomy"),
+      { name: "value", label: () => (self.measure ? dcp.measured(self.measure) : "Value"), class: "n", down: true, key: (line) => self.measure?.value[line], cell: shownValue },
+      { name: "change", label: "Last change", class: "n", down: true, key: size, cell: latestChange },
+      number("runs", "Runs", "n", { down: true }), number("last", "Newest run", "w", { down: true, cell: newestRun }), word("hardware", "Hardware", "w"),
+      { ...word("how", "How", "wide"), cell: (line) => [self.word("load", line), self.word("how", line), ...self.under(line)].filter(Boolean).join(" · ") },
+    ];
+  }
+
+  self.pick = (id, on) => {
+    if (on && state.picked.length >= MOST_PICKED) self.trouble(new Error(`${MOST_PICKED} points are shown at once; untick one first.`));
+    else {
+      self.trouble(null);
+      state.picked = on ? [...state.picked, id] : state.picked.filter((other) => other !== id);
+    }
+    for (const ticked of document.querySelectorAll("#table input[data-id]")) {
+      ticked.checked = state.picked.includes(ticked.dataset.id);
+      ticked.closest("tr").className = ticked.checked ? "on" : "";
+    }
+    self.save();
+    self.onPick();
+  };
+
+  self.show = () => {
+    const lines = matching();
+    const pages = Math.max(1, Math.ceil(lines.length / ROWS));
+    state.page = Math.min(Math.max(0, state.page), pages - 1);
+    fill ??= dcp.table(find("points-table"), "Points", columnsOfTable(), {
+      id: "table", look: (line) => (isPicked(line) ? "on" : null), sorted: () => ({ name: state.sort, down: state.down }),
+      sort: (name, down) => { Object.assign(state, { sort: name, down, page: 0 }); self.show(); },
+    });
+    fill(lines, state.page * ROWS, (state.page + 1) * ROWS);
+    const hidden = state.cpu ? 0 : self.columns.cpu.reduce((sum, one) => sum + one, 0);
+    find("count").textContent = `${dcp.number(lines.length)} of ${dcp.number(self.columns.id.length)} points`
+      + (hidden ? `; ${dcp.number(hidden)} functional ones of CPU runs are hidden` : "");
+    dcp.pager(find("pager"), pages, state.page, (page) => { state.page = page; self.show(); });
+    self.save();
+  };
+
+  self.filters = () => {
+    const choose = (chosen) => { Object.assign(state, { ...chosen, page: 0 }); self.show(); };
+    const again = (name) => ({ target }) => choose({ [name]: target.type === "checkbox" ? target.checked : target.value });
+    const search = el("input", { type: "search", name: "q", placeholder: "model, layout, driver …", value: state.q, input: again("q") });
+    const select = (name, label, options, change) => el("label", { class: name === "metric" ? "whole" : null }, label, dcp.select(options, state[name], change, { name }));
+    const metric = select("metric", "Metric", self.index.measures.map((m) => [m.id, m.changes ? `${m.label} (${m.changes} changed)` : m.label]), (id) => self.onMetric(id));
+    const text = (choice) => (typeof choice === "number" ? dcp.number(choice) : choice);
+    const selects = FILTERS.map((name) => select(name, LABELS[name], [["", "all"], ...choices(name).map((choice) => [choice, text(choice)])], (value) => choose({ [name]: value })));
+    const tick = (name, label) => el("label", { class: "tick" }, el("input", { type: "checkbox", name, checked: state[name], change: again(name) }), label);
+    const clear = () => { choose({ q: "", changed: false, ...unfiltered() }); self.filters(); find("filters").querySelector("input").focus(); };
+    find("filters").replaceChildren(el("label", { class: "whole" }, "Search", search), metric, ...selects, tick("changed", "only changed"), tick("cpu", "functional CPU runs"), el("button", { type: "button", click: clear }, "Clear"));
+  };
+
+  const KEPT = ["q", "metric", "cpu", "changed", "sort", "down", "page", "x", "all", ...FILTERS];
+  self.save = () => {
+    const kept = new URLSearchParams();
+    for (const name of KEPT) if (state[name]) kept.set(name, String(state[name]));
+    for (const id of state.picked) kept.append("p", id);
+    const address = `#${kept}`;
+    if (address !== location.hash) history.replaceState(null, "", address);
+  };
+  self.restore = () => {
+    const kept = new URLSearchParams(location.hash.slice(1));
+    for (const name of KEPT) {
+      const value = kept.get(name);
+      if (value === null) continue;
+      if (typeof state[name] === "boolean") state[name] = value === "true";
+      else state[name] = typeof state[name] === "number" ? Math.max(0, Number.parseInt(value, 10) || 0) : value;
+    }
+    state.picked = [...new Set(kept.getAll("p"))];
+  };
+  return self;
+})();

@@ -1,0 +1,349 @@
+"""Figures with a line per layout and a panel per length of requests: rates, latencies, frontier, and where DCP pays.
+
+A figure holds points of `decode`, live runs, or replays. Replays have hollow markers and say so above each panel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter
+
+from dcpbench.points.names import CLOSED, GAMMA, REPLAY
+from dcpbench.records.metrics import METRIC, PERCENTILES
+from dcpbench.reports.serving import words
+from dcpbench.reports.style import Style, plain
+from dcpbench.show.figures import (
+    GREY,
+    axis_labels,
+    colour,
+    columns_for,
+    dashes,
+    headline,
+    legend_below,
+    marker,
+    measured_ticks,
+    value_axis,
+    watermark,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+    Panels = list[tuple[Axes, pd.DataFrame]]
+
+WIDE_PANEL = (3.7, 3.0)
+SINGLE_PANEL = (4.4, 3.0)
+TITLE_WIDTH = 42
+"""Characters of a line above a panel."""
+PALE = "#D0D0D0"
+FRONTIER = (METRIC["tok_s_per_user"], METRIC["output_tok_s_per_gpu"])
+"""Along the axes of the frontier."""
+MOST_CURVES = 8
+"""Curves of a panel of the break-even figure; of more, each layout with its exchange has a panel of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Along:
+    """What makes a load heavier."""
+
+    column: str
+    against: str
+    label: str
+
+
+DECODE = Along("concurrency", "concurrency", "concurrency (requests in flight)")
+ALONG = {
+    CLOSED: Along("concurrency", "concurrency", "concurrency (closed loop)"),
+    GAMMA: Along("load_request_rate", "request rate", "request rate (requests/s)"),
+}
+"""Of served requests, by arrival. A trace has one load, which no line can show."""
+
+
+def draw_throughput(points: pd.DataFrame, style: Style, title: str) -> Figure:
+    """Output tok/s of the whole layout: 95 % intervals of `decode`; of a served run whole, bars over its repeats."""
+    figure, drawn, load = _start(points, title)
+    for ax, panel in drawn:
+        for line, look in _series(panel, style, load.column):
+            _with_bars(ax, line, load.column, "output_tok_s", capsize=3, **look)
+        measured_ticks(ax, panel[load.column])
+        value_axis(ax, points["output_tok_s_high"], "y")
+    axis_labels(figure, load.label, "output throughput (tok/s)")
+    _legend(figure, points, style, [])
+    return figure
+
+
+def draw_ttft(points: pd.DataFrame, style: Style, title: str) -> Figure:
+    """Median time to first token, p99 as a dash, or the highest percentile that has samples."""
+    return _draw_latency(points, style, title, "ttft", "time to first token (ms)")
+
+
+def draw_itl(points: pd.DataFrame, style: Style, title: str) -> Figure:
+    """Median inter-token latency, that of `decode` with its 95 % interval; p99 as a dash, or the highest percentile."""
+    return _draw_latency(points, style, title, "itl", "inter-token latency (ms)")
+
+
+def _draw_latency(points: pd.DataFrame, style: Style, title: str, name: str, label: str) -> Figure:
+    figure, drawn, load = _start(points, title)
+    top = _tail_percentile(points, name)
+    tail = f"{name}_{top or 'p99'}_ms"
+    decode = load is DECODE
+    median = "step_ms" if decode else f"{name}_p50_ms"
+    dash = {"markersize": 9} if decode else {"markersize": 11, "markeredgewidth": 2}
+    for ax, panel in drawn:
+        for line, look in _series(panel, style, load.column):
+            if decode:
+                _with_bars(ax, line, load.column, median, **look)
+            else:
+                ax.plot(line[load.column], line[median], **look)
+            ax.plot(line[load.column], line[tail].astype(float), "_", color=look["color"], **dash)
+        measured_ticks(ax, panel[load.column])
+        value_axis(ax, [*points[f"{median}_high" if decode else median].dropna(), *points[tail].dropna()], "y")
+    axis_labels(figure, load.label, label)
+    handles = []
+    if top:
+        said = top if top == "p99" else f"{top} (p99 lacks samples)"
+        size = dash["markersize"]
+        handles = [Line2D([], [], color=GREY, marker="_", linestyle="", markersize=size, markeredgewidth=2, label=said)]
+    _legend(figure, points, style, handles)
+    return figure
+
+
+def _with_bars(ax: Axes, line: pd.DataFrame, x: str, y: str, **look: Any) -> None:  # noqa: ANN401 - as of errorbar
+    """A line with its intervals."""
+    ax.errorbar(line[x], line[y], yerr=[line[y] - line[f"{y}_low"], line[f"{y}_high"] - line[y]], **look)
+
+
+def _tail_percentile(points: pd.DataFrame, name: str) -> str:
+    """The highest percentile of a latency that all points have that have a median, else one that some have, else ''."""
+    some = points[points[f"{name}_p50_ms"].notna()]
+    known = {p: some[f"{name}_{p}_ms"].notna() for p in PERCENTILES[:0:-1]}
+    return next((p for p, has in known.items() if len(some) and has.all()), "") or next(
+        (p for p, has in known.items() if has.any()), ""
+    )
+
+
+def draw_frontier(points: pd.DataFrame, style: Style, title: str) -> Figure:
+    """Output tok/s/GPU against tok/s/user; grey joins the points that no other beats in both, their load beside them."""
+    figure, drawn, load = _start(points, title)
+    for ax, panel in drawn:
+        best = frontier(panel)
+        ax.plot(best["tok_s_per_user"], best["output_tok_s_per_gpu"], color=PALE, linewidth=7, zorder=1)
+        for line, look in _series(panel, style, load.column):
+            ax.plot(line["tok_s_per_user"], line["output_tok_s_per_gpu"], **look)
+        for _, point in best.drop_duplicates(load.column, keep="last").iterrows():
+            at = (point["tok_s_per_user"], point["output_tok_s_per_gpu"])
+            said = f"{point[load.column]:g}"
+            ax.annotate(said, at, (6, 6), textcoords="offset points", fontsize=9, color="#444444")
+        value_axis(ax, points["tok_s_per_user"].dropna(), "x")
+        value_axis(ax, points["output_tok_s_per_gpu"].dropna(), "y")
+    axis_labels(figure, *(f"{metric.label} ({metric.shown_unit})" for metric in FRONTIER))
+    _legend(figure, points, style, [Line2D([], [], color=PALE, linewidth=7, label=f"best ({load.against})")])
+    return figure
+
+
+def frontier(points: pd.DataFrame) -> pd.DataFrame:
+    """Points for which no other has both more tok/s/user and more tok/s/GPU, fastest user first."""
+    ordered = points.dropna(subset=["tok_s_per_user", "output_tok_s_per_gpu"])
+    ordered = ordered.sort_values(["tok_s_per_user", "output_tok_s_per_gpu"], ascending=False)
+    before = ordered["output_tok_s_per_gpu"].cummax().shift(fill_value=-math.inf)
+    return ordered[ordered["output_tok_s_per_gpu"] > before]
+
+
+LINES = (
+    ("throughput", "Output throughput against {}", draw_throughput),
+    ("ttft", "Time to first token against {}", draw_ttft),
+    ("itl", "Inter-token latency against {}", draw_itl),
+    ("frontier", "Throughput per GPU against speed per user", draw_frontier),
+)
+"""Kind, title and function of each; a `decode` point has no first token."""
+EDGE = {
+    "tok_s_per_user": "a speed for one user (1000 / median ITL)",
+    "output_tok_s_per_gpu": "an output per GPU (an import with --tp says how many there were)",
+}
+"""What a point on the frontier has, in words."""
+NAMES = words.OBJECTIVES | {"frontier": "Throughput per GPU against speed per user"}
+"""Of the figures that some points cannot be in."""
+
+
+def lacks(kind: str, points: pd.DataFrame) -> str:
+    """What no point has that a figure of LINES would show; empty where there is something to draw."""
+    if kind in ("ttft", "itl"):
+        columns = [f"{kind}_{p}_ms" for p in PERCENTILES]
+        shown = points.reindex(columns=[*columns, *(["step_ms"] if kind == "itl" else [])])
+        return "" if shown.notna().any(axis=None) else f"a median or percentile of {NAMES[kind]}"
+    if kind != "frontier" or points[list(EDGE)].notna().all(axis=1).any():
+        return ""
+    return ", and none ".join(said for column, said in EDGE.items() if points[column].isna().all()) or "both"
+
+
+def not_drawn(served: pd.DataFrame, *kinds: str) -> list[str]:
+    """A sentence for each of these figures, mode and model of which nothing can be drawn, and why."""
+    groups = list(served.groupby(["mode", "model"], sort=False)) if len(served) else []
+    said = []
+    for (mode, model), points in groups:
+        where = f" for {model}, {mode}" if len(groups) > 1 else ""
+        said += [f"{NAMES[k]} is not drawn{where}: no point has {what}." for k in kinds if (what := lacks(k, points))]
+    return said
+
+
+def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:  # noqa: ARG001 - same call for all
+    """Output tok/s with DCP over that of the same layout without it.
+
+    Along the x axis runs whichever of concurrency and length of requests has more values, a curve stands for each value
+    of the other, and a panel for each model; where that makes too many curves, for each layout with its exchange.
+    """
+    x, other = _axes(ratios)
+    others = list(dict.fromkeys(ratios.sort_values(["input_typical", "concurrency"], kind="stable")[other]))
+    order = ratios.sort_values(["tp", "dcp", "variant"], kind="stable")
+    labels = list(dict.fromkeys(order["label"]))
+    split = len(labels) > 1 and len(labels) * len(others) > MOST_CURVES
+    names = ratios["model"].str.cat(ratios["label"], sep=": ") if split else ratios["model"]
+    table = ratios.assign(cpu=False, panel=names)
+    figure, drawn = _panels(table, title, by="panel", order="panel")
+    for ax, panel in drawn:
+        for (_, label, value), line in panel.sort_values(x).groupby(["run", "label", other], sort=False):
+            i = others.index(value)
+            look = {"color": colour(i if split else labels.index(label)), **_curve(i)}
+            spread = [line["ratio"] - line["low"], line["high"] - line["ratio"]]
+            ax.errorbar(line[x], line["ratio"], yerr=spread, capsize=3, **look, **_marked(panel, look))
+        ax.axhline(1, color=GREY, linewidth=1)
+        measured_ticks(ax, panel[x])
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}×"))
+    decode = bool((ratios["mode"] == "decode").all())
+    length = "context (tokens)" if decode else "prompt (tokens)"
+    loads = (DECODE if decode else ALONG[CLOSED]).label
+    axis_labels(figure, length if x == "input_typical" else loads, "with DCP / without")
+    named = [plain(f"concurrency {v}" if other == "concurrency" else v) for v in others]
+    curves = [
+        Line2D([], [], color=colour(i) if split else GREY, label=name, **_curve(i)) for i, name in enumerate(named)
+    ]
+    layouts = [Line2D([], [], color=colour(i), label=plain(label)) for i, label in enumerate(labels)]
+    legend_below(figure, curves if split else [*layouts, *curves])
+    return figure
+
+
+def _axes(ratios: pd.DataFrame) -> tuple[str, str]:
+    """The column along the x axis, and the one that has a curve for each of its values."""
+    lengths, loads = ratios["rest"].nunique(), ratios["concurrency"].nunique()
+    known = bool(ratios["input_typical"].notna().all())
+    return ("input_typical", "concurrency") if known and lengths > loads else ("concurrency", "rest")
+
+
+def _curve(index: int) -> dict[str, Any]:
+    return {"linestyle": dashes(index), "marker": marker(index), "markersize": 5}
+
+
+def alt(title: str, points: pd.DataFrame) -> str:
+    """What a reader would take from a picture of served points; the full numbers stand in the tables."""
+    shapes = "; ".join(plain(rest) for rest in dict.fromkeys(map(str, points["rest"])))
+    top = points.sort_values("output_tok_s", kind="stable").iloc[-1]
+    text = f"{title}. Layouts: {layouts(points)}. Requests: {shapes}."
+    text += f" Highest output: {top['label']} with {top['output_tok_s']:,.0f} tok/s under {top['load']}."
+    return text + cpu_aside(points)
+
+
+def alt_break_even(title: str, ratios: pd.DataFrame) -> str:
+    """The same of the break-even curves."""
+    low, high = ratios["ratio"].min(), ratios["ratio"].max()
+    return f"{title}. Layouts: {layouts(ratios)}. From {low:.2f} to {high:.2f} times."
+
+
+def layouts(points: pd.DataFrame) -> str:
+    """The names of all that is shown."""
+    return ", ".join(plain(label) for label in dict.fromkeys(map(str, points["label"])))
+
+
+def cpu_aside(points: pd.DataFrame) -> str:
+    """What the watermark says, for those who cannot see it."""
+    return " CPU: functional run, not performance." if bool(points["cpu"].any()) else ""
+
+
+def _start(points: pd.DataFrame, title: str) -> tuple[Figure, Panels, Along]:
+    """A panel for each shape of requests, and what its x axis shows."""
+    load = along(points)
+    form = "{} tokens" if load is DECODE else "{}"
+    return *_panels(points, title, by="rest", form=form, order="input_typical"), load
+
+
+def along(points: pd.DataFrame) -> Along:
+    """What makes the load of these points heavier, which are of one mode and arrival."""
+    return DECODE if points["mode"].iloc[0] == "decode" else ALONG[points["load_arrival"].iloc[0]]
+
+
+def _panels(points: pd.DataFrame, title: str, *, by: str, order: str, form: str = "{}") -> tuple[Figure, Panels]:
+    """A figure with one panel per value of the column `by`, in the order of another, on a shared y axis.
+
+    `form` makes a panel's title of its value; that of a replay says that it is one.
+    """
+    form += " (replay)" if points["mode"].iloc[0] == REPLAY else ""
+    values = list(dict.fromkeys(points.sort_values(order, kind="stable")[by]))
+    columns = columns_for(len(values))
+    rows = math.ceil(len(values) / columns)
+    width, height = SINGLE_PANEL if columns == 1 else WIDE_PANEL
+    size = (max(columns * width, 6.0), rows * height + 1.0)
+    figure = Figure(figsize=size, layout="constrained")
+    figure.set_layout_engine("constrained", hspace=0.03)
+    headline(figure, title)
+    axes = figure.subplots(rows, columns, sharex=False, sharey=True, squeeze=False).flat
+    found = []
+    for ax, value in zip(axes, values, strict=False):
+        panel = points[points[by] == value]
+        ax.set_title(textwrap.fill(plain(form.format(value), 2 * TITLE_WIDTH), TITLE_WIDTH))
+        ax.tick_params(labelleft=True)
+        if bool(panel["cpu"].any()):
+            watermark(ax)
+        found.append((ax, panel))
+    for ax in list(figure.axes)[len(values) :]:
+        ax.remove()
+    return figure, found
+
+
+def _series(panel: pd.DataFrame, style: Style, along: str) -> Iterator[tuple[pd.DataFrame, dict[str, Any]]]:
+    """The points of each layout, variant and run with the look of their line."""
+    for (layout, variant, run), line in panel.groupby(["layout", "variant", "run"], sort=False):
+        look: dict[str, Any] = {
+            "color": style.colour(str(layout), str(variant)),
+            "linestyle": style.line(str(variant)),
+            "marker": style.marker(str(layout), str(run), str(variant)),
+            "markersize": 5,
+            "linewidth": 1.6,
+        }
+        yield line.sort_values(along), look | _marked(panel, look)
+
+
+def _marked(panel: pd.DataFrame, look: dict[str, Any]) -> dict[str, Any]:
+    """Hollow markers for replays."""
+    return {"markerfacecolor": "white" if panel["mode"].iloc[0] == REPLAY else look["color"]}
+
+
+def _legend(figure: Figure, points: pd.DataFrame, style: Style, more: list[Line2D]) -> None:
+    """Below the panels: colours for layouts, lines for variants, markers for runs, whichever there are."""
+    names, variants, runs = (
+        [name for name in known if name in set(points[column])]
+        for known, column in ((style.layouts, "layout"), (style.variants, "variant"), (style.runs, "run"))
+    )
+    several = len(style.runs) > 1
+    handles = []
+    for layout, variant in [(style.layouts[0], v) for v in variants] if style.by_variant else [(x, "") for x in names]:
+        look = {
+            "color": style.colour(layout, variant),
+            "marker": "" if several else style.marker(layout, "", variant),
+            "linestyle": style.line(variant) if variant else "-",
+        }
+        handles.append(Line2D([], [], markersize=5, label=plain(f"{layout} {variant}".strip()), **look))
+    if len(style.variants) > 1 and not style.by_variant:
+        lines = [(style.line(name), plain(name) or "no exchange") for name in variants]
+        handles += [Line2D([], [], color=GREY, linestyle=line, label=label) for line, label in lines]
+    if several:
+        marks = [(style.marker("", name), f"run {plain(name, 24)}") for name in runs]
+        handles += [Line2D([], [], color=GREY, linestyle="", marker=mark, label=label) for mark, label in marks]
+    legend_below(figure, [*handles, *more])

@@ -1,0 +1,122 @@
+"""What CI systems read: test results as JUnit XML, annotations and the step summary of GitHub, and its Markdown."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+MOST = 10
+"""Annotations of one level that GitHub shows for a step; it drops the others without a word."""
+SUMMARY = "GITHUB_STEP_SUMMARY"
+"""Names the file of the step summary, where there is one."""
+SUMMARY_BYTES = 1_000_000
+"""GitHub drops a summary of more than 1 MiB as a whole."""
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def junit_case(classname: str, name: str, *, file: str = "", line: int | None = None) -> ET.Element:
+    """One test, which passes unless it is given another result."""
+    case = ET.Element("testcase", classname=_xml(classname), name=_xml(name), time="0")
+    if file:
+        case.set("file", _xml(file))
+    if line is not None:
+        case.set("line", str(line))
+    return case
+
+
+def junit_result(case: ET.Element, kind: str, message: str = "", text: str = "", *, of: str = "") -> None:
+    """What became of a test: `failure`, `error` or `skipped` with a message and, where it has one, a type.
+
+    The kind `system-out` is what a test that passed has to say.
+    """
+    attributes = {"message": message, "type": of}
+    result = ET.SubElement(case, kind, {name: _xml(value) for name, value in attributes.items() if value})
+    result.text = _xml(text)
+
+
+def junit(name: str, suites: Mapping[str, Sequence[ET.Element]]) -> str:
+    """A JUnit XML file: the cases of each suite, with how many there are of each result in it and in all."""
+    root = ET.Element("testsuites", name=name)
+    for title, cases in suites.items():
+        suite = ET.SubElement(root, "testsuite", name=title, tests=str(len(cases)))
+        for many, one in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+            suite.set(many, str(sum(case.find(one) is not None for case in cases)))
+        suite.extend(cases)
+    for count in ("tests", "failures", "errors", "skipped"):
+        root.set(count, str(sum(int(suite.get(count, "0")) for suite in root)))
+    ET.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+
+
+def _xml(text: str) -> str:
+    """XML has no way to write most control characters."""
+    return _NOT_XML.sub("\ufffd", text)
+
+
+def annotation(level: str, message: str, title: str, *, file: str = "", line: int | None = None) -> str:
+    """A workflow command of GitHub Actions, which marks a line of a change.
+
+    `level` is `error`, `warning` or `notice`. What would end the message, a property or the list of them is escaped.
+    """
+    properties = {"file": file, "line": str(line) if line and line > 0 else "", "title": title}
+    listed = ",".join(f"{name}={_property(value)}" for name, value in properties.items() if value)
+    return f"::{level} {listed}::{_data(message)}"
+
+
+def annotation_lines(*levels: Iterable[str]) -> str:
+    """As many annotations of each level as GitHub shows, a line each."""
+    return "".join(f"{line}\n" for level in levels for line in list(level)[:MOST])
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def step_summary(text: str) -> None:
+    """Append Markdown to the step summary, if there is one; that it cannot be written is a warning, no failure."""
+    path = os.environ.get(SUMMARY)
+    if not path:
+        return
+    try:
+        with Path(path).open("a", encoding="utf-8") as f:
+            f.write(text.encode()[:SUMMARY_BYTES].decode(errors="ignore"))
+    except OSError as e:
+        said = path if path.isprintable() else ascii(path)
+        sys.stderr.write(f"warning: {SUMMARY}={said} cannot be written ({e.strerror}).\n")
+
+
+def escape(text: str) -> str:
+    """Text that Markdown and HTML show as it is; `@name` notifies nobody, no address becomes a link."""
+    text = _html(text).replace("@", "@<!-- -->").replace("://", "&#58;//")
+    return re.sub(r"([\\`*_{}\[\]#|~$])", r"\\\1", text)
+
+
+def code(text: str) -> str:
+    """Text in a code span of a table's cell; HTML, as a `|` or a backtick would end a Markdown one."""
+    return "<code>" + re.sub(r"([\\`*_{}\[\]#|~$@:])", lambda m: f"&#{ord(m[0])};", _html(text)) + "</code>"
+
+
+def _html(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def row(cells: Iterable[str]) -> str:
+    """A row of a Markdown table."""
+    return "| " + " | ".join(cells) + " |"
+
+
+def bullets(lines: Iterable[str], title: str = "") -> str:
+    """A list under a heading; empty without lines."""
+    text = "\n".join(f"- {line}" for line in lines)
+    return f"### {title}\n\n{text}" if text and title else text

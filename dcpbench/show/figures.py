@@ -1,0 +1,177 @@
+"""How figures look and are written: colours, marks and axes that all share, the CPU watermark, and their formats."""
+
+from __future__ import annotations
+
+import contextlib
+import textwrap
+import warnings
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Okabe and Ito's palette, told apart with any kind of colour vision; its yellow is too pale for lines on white."""
+GREY = "#555555"
+"""Of what belongs to no series: limits, and signs in a legend."""
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+Line = str | tuple[int, tuple[int, ...]]
+LINES: tuple[Line, ...] = (
+    "-",
+    "--",
+    ":",
+    "-.",
+    (0, (8, 2)),
+    (0, (1, 3)),
+    (0, (5, 1, 1, 1, 1, 1)),
+    (0, (3, 4)),
+)
+WATERMARK = "CPU: functional run,\nnot performance"
+LOG_RANGE = 20
+"""An axis becomes logarithmic when its values span more than this factor."""
+RC: dict[str, Any] = {
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E4E4E4",
+    "legend.frameon": False,
+    "figure.facecolor": "white",
+    "svg.hashsalt": "dcpbench",
+}
+
+
+UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+"""Equal figures are equal files."""
+
+
+@contextlib.contextmanager
+def drawing(more: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """The look of everything that is drawn and saved inside, with `more` of matplotlib's settings."""
+    import matplotlib as mpl
+
+    with mpl.rc_context({**RC, **(more or {})}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a name in letters that the font lacks
+        yield
+
+
+def save(figure: Figure, path: Path, *formats: str) -> list[Path]:
+    """Write a figure in formats, of `png`, `svg` and `pdf`, which end the name of `path`; returns the files."""
+    paths = [path.with_suffix(f".{form}") for form in formats]
+    for form, target in zip(formats, paths, strict=True):
+        figure.savefig(target, dpi=150, metadata=UNDATED.get(form))
+    return paths
+
+
+def count(value: float) -> str:
+    """A whole number with thousands separated, as on every axis: 128,000."""
+    return f"{value:,.0f}"
+
+
+def colour(place: int) -> str:
+    """The colour of the so-manieth series."""
+    return COLOURS[place % len(COLOURS)]
+
+
+def marker(place: int) -> str:
+    """Its marker, the second sign beside the colour."""
+    return MARKERS[place % len(MARKERS)]
+
+
+def dashes(place: int) -> Line:
+    """Its line style."""
+    return LINES[place % len(LINES)]
+
+
+def axis_labels(figure: Figure, x: str, y: str) -> None:
+    """Label the x axis of every panel and the y axis of the first in each row."""
+    for ax in figure.axes:
+        ax.set_xlabel(_scaled(x, ax.get_xscale()))
+        spec = ax.get_subplotspec()
+        if spec is None or spec.is_first_col():
+            ax.set_ylabel(_scaled(y, ax.get_yscale()))
+
+
+def _scaled(label: str, scale: str) -> str:
+    """The label, and in its brackets that the axis is logarithmic where it is."""
+    return label.removesuffix(")") + ", log scale)" if scale == "log" else label
+
+
+def headline(figure: Figure, title: str, *, width: int = 90) -> None:
+    """Title of a figure, broken into lines of at most `width` characters."""
+    figure.suptitle("\n".join(textwrap.wrap(title, width)), fontsize=12)
+
+
+LEGEND_LINES = 4
+LEGEND_LINE_INCHES = 0.2
+"""Lines of a legend that a figure has room for, and how much taller each further one makes it."""
+
+
+def legend_below(figure: Figure, handles: list[Any]) -> None:
+    """A legend outside the panels, in as many columns as the figure is wide, which grows with a long one."""
+    longest = max(len(str(handle.get_label())) for handle in handles)
+    columns = max(1, min(int(figure.get_figwidth() * 72 / (longest * 5.4 + 48)), len(handles)))
+    more = max(0, -(-len(handles) // columns) - LEGEND_LINES)
+    figure.set_figheight(figure.get_figheight() + more * LEGEND_LINE_INCHES)
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=9)
+
+
+def columns_for(panels: int) -> int:
+    """Panels side by side: one on a small screen, else up to three, and no single one left over from four."""
+    return {1: 1, 2: 2, 4: 2}.get(panels, 3)
+
+
+def watermark(ax: Axes) -> None:
+    """Say across a panel that its numbers are no performance claim, without hiding what is drawn below."""
+    from matplotlib.patheffects import withStroke
+
+    ax.text(
+        0.5,
+        0.5,
+        WATERMARK,
+        transform=ax.transAxes,
+        ha="center",
+        va="center",
+        rotation=15,
+        fontsize=13,
+        color="#666666",
+        alpha=0.85,
+        zorder=5,
+        path_effects=[withStroke(linewidth=2.5, foreground="white")],
+    )
+
+
+def measured_ticks(ax: Axes, values: Iterable[float]) -> None:
+    """Put the ticks of the x axis where something was measured, logarithmic when the values are far apart."""
+    ticks = sorted(set(values))
+    if ticks and ticks[0] > 0 and ticks[-1] / ticks[0] >= 4:  # noqa: PLR2004 - two doublings
+        ax.set_xscale("log", base=2)
+    if ticks and ticks[0] == ticks[-1]:
+        ax.set_xlim(ticks[0] * 0.5, ticks[0] * 1.5)
+    most = 7
+    ticks = ticks if len(ticks) <= most else [*ticks[:: -(-len(ticks) // most)], ticks[-1]]
+    ax.set_xticks(ticks, [count(t) for t in ticks])
+    ax.minorticks_off()
+
+
+def value_axis(ax: Axes, values: Iterable[float], axis: str) -> None:
+    """Start an axis at 0, or make it logarithmic where the values span more than LOG_RANGE."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+
+    known = [v for v in values if v > 0]
+    target = getattr(ax, f"{axis}axis")
+    if known and max(known) / min(known) > LOG_RANGE:
+        getattr(ax, f"set_{axis}scale")("log")
+        getattr(ax, f"set_{axis}lim")(min(known) / 1.2, max(known) * 1.5)
+        target.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+        ax.minorticks_off()
+    else:
+        getattr(ax, f"set_{axis}lim")(0, max(known, default=1) * 1.08)
+        target.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    target.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if v >= 10 or v == 0 else f"{v:g}"))  # noqa: PLR2004

@@ -1,0 +1,94 @@
+"""What web pages are made of: frame, styles, scripts, and data that no browser takes for markup.
+
+`plotly-basic.min.js` is plotly.js-basic-dist-min 4.1.1 as npm has it (MIT, see plotly-license.txt): lines, bars and
+points. Pages carry it inside or beside them, because they must open without a network.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+STYLE = "theme.css"
+PLOTLY = "plotly-basic.min.js"
+LICENSE = "plotly-license.txt"
+SCRIPTS = ("page.js", "table.js", "chart.js")
+"""What all pages share, in the order in which it is loaded; scripts of a page come after."""
+FRAME = "frame.html.j2"
+"""The template that pages extend: head with policy, title and button for the theme."""
+
+
+@cache
+def read(name: str, package: str = __name__) -> str:
+    """The text of an asset: of all pages, or of the package whose page it belongs to."""
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
+
+
+def fill(template: str, values: dict[str, object], filters: dict[str, Callable[..., object]] | None = None) -> str:
+    """The page that a template which extends FRAME makes of the values, escaped."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.DictLoader({FRAME: read(FRAME)}),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= filters or {}
+    return environment.from_string(template).render(values)
+
+
+def policy(scripts: Iterable[str] = (), *, own_files: bool = False) -> str:
+    """A Content-Security-Policy under which exactly these inline scripts run, and nothing is loaded from anywhere.
+
+    `own_files`: but for the scripts, styles and data that lie beside the page.
+    """
+    hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    sources = {
+        "default-src": "'none'",
+        "img-src": "data: blob:",
+        "style-src": "'self' 'unsafe-inline'" if own_files else "'unsafe-inline'",
+        "script-src": "'self'" if own_files else hashes or "'none'",
+        "connect-src": "'self'" if own_files else "'none'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    return "; ".join(f"{name} {allowed}" for name, allowed in sources.items())
+
+
+def json_block(data: object) -> str:
+    """`data` as JSON to stand inside `<script type="application/json">`: whatever its strings say, they end nothing.
+
+    NaN and infinity, which JSON does not have, become null.
+    """
+    return without_markup(json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+
+
+def without_markup(text: str) -> str:
+    """JSON of any kind with the characters escaped that could end a script or begin markup."""
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
