@@ -9,12 +9,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
 from dcpbench.bench import processes
-from dcpbench.bench.cases import Machine
+from dcpbench.bench.cases import CASES, Machine
 from dcpbench.bench.record import BenchJob, BenchRecord, BenchSettings, Event
 from dcpbench.errors import CapacityError, OutputError, UsageError, WorkerError
 from dcpbench.launch import folders, launcher
@@ -23,11 +23,10 @@ from dcpbench.plan.spec import effective
 from dcpbench.show.streams import write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping
 
     from rich.console import Console
 
-    from dcpbench.bench.record import Case
     from dcpbench.points.machine import Probe
 
 WORKER = "dcpbench.bench.worker"
@@ -43,78 +42,58 @@ CPU_NOTE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What all benches share."""
+    """How every bench is run, as typed."""
 
-    device: str = "auto"
-    settings: BenchSettings = BenchSettings()  # noqa: RUF009 -- frozen
+    seconds: float = BenchSettings().seconds
+    backlog: float = BenchSettings().backlog_us
     timeout: float = 300.0
+    device: str = "auto"
     output: Path | None = None
     force: bool = False
     as_json: bool = False
-    between_ranks: bool = False
-    """Whether it is a bench of what ranks send to each other."""
-    ranks: int | None = None
-    """How many; None: all visible GPUs."""
+
+    def settings(self) -> BenchSettings:
+        """Raises UsageError for times that cannot pass."""
+        check_seconds("--seconds", self.seconds, 1)
+        check_seconds("--timeout", self.timeout, 300)
+        if not 0 < self.backlog <= LONGEST_BACKLOG_US:
+            raise UsageError(f"--backlog {self.backlog:g}: must be 1 to {LONGEST_BACKLOG_US:,} µs; try --backlog 100.")
+        return BenchSettings(seconds=self.seconds, backlog_us=self.backlog)
 
 
-def options(
-    *,
-    seconds: float,
-    timeout: float,
-    device: str,
-    output: Path | None,
-    force: bool,
-    as_json: bool,
-    backlog: float = BenchSettings().backlog_us,
-    between_ranks: bool = False,
-    ranks: int | None = None,
-) -> Options:
-    """Options as typed. Raises UsageError for times that cannot pass, and for ranks that have nobody to talk to."""
-    check_seconds("--seconds", seconds, 1)
-    check_seconds("--timeout", timeout, 300)
-    if not 0 < backlog <= LONGEST_BACKLOG_US:
-        raise UsageError(f"--backlog {backlog:g}: must be 1 to {LONGEST_BACKLOG_US:,} µs; try --backlog 100.")
-    if ranks is not None and ranks < CPU_RANKS:
-        raise UsageError(f"--ranks {ranks}: one rank has nobody to exchange anything with; try --ranks {CPU_RANKS}.")
-    settings = BenchSettings(seconds=seconds, backlog_us=backlog)
-    return Options(
-        device=device,
-        settings=settings,
-        timeout=timeout,
-        output=output,
-        force=force,
-        as_json=as_json,
-        between_ranks=between_ranks,
-        ranks=ranks,
-    )
-
-
-def run(bench: str, cases_on: Callable[[Machine], list[Case]], asked: Options) -> int:
+def run(bench: str, sizes: Mapping[str, Any], asked: Options) -> int:
     """Run a bench and return the exit code: 0, 1 with a wrong result, 4 with a failed case.
 
     Args:
-        bench: Its name in bench_worker.BENCHES.
-        cases_on: Gives the cases for a machine. Raises UsageError for bad options.
-        asked: What all benches share.
+        bench: Its name in cases.CASES.
+        sizes: What its cases are made of, as typed; with `ranks` for a bench of what ranks send to each other.
+        asked: How it is run.
     """
+    settings, sizes = asked.settings(), dict(sizes)
+    between_ranks, asked_ranks = "ranks" in sizes, sizes.pop("ranks", None)
+    if asked_ranks is not None and asked_ranks < CPU_RANKS:
+        raise UsageError(
+            f"--ranks {asked_ranks}: one rank has nobody to exchange anything with; try --ranks {CPU_RANKS}."
+        )
     # Bad options are refused before the machine is asked, which takes seconds.
-    cases_on(Machine(cpu=True, ranks=asked.ranks or CPU_RANKS))
+    CASES[bench](Machine(cpu=True, ranks=asked_ranks or CPU_RANKS), **sizes)
     paths = _prepare(bench, asked)
-    device, ranks = _where(bench, asked)
+    probe = _where(bench, asked.device)
+    ranks = _ranks(bench, probe, asked_ranks) if between_ranks else 1
     job = BenchJob(
         bench=bench,
-        device=device,
+        device=probe.device,
         ranks=ranks,
-        cases=cases_on(Machine(cpu=device == "cpu", ranks=ranks)),
-        settings=asked.settings,
+        cases=CASES[bench](Machine(cpu=probe.device == "cpu", ranks=ranks), **sizes),
+        settings=settings,
         command=shlex.join(["dcpbench", *sys.argv[1:]]),
     )
-    if device == "cpu":
+    if job.device == "cpu":
         _say(CPU_NOTE)
     started = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
     begin = time.monotonic()
     record = BenchRecord(
-        bench=bench, performance=device != "cpu", ranks=ranks, settings=job.settings, started_at=started
+        bench=bench, performance=job.device != "cpu", ranks=ranks, settings=job.settings, started_at=started
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -132,27 +111,31 @@ def run(bench: str, cases_on: Callable[[Machine], list[Case]], asked: Options) -
     return _finish(record, paths, problem, asked)
 
 
-def _where(bench: str, asked: Options) -> tuple[str, int]:
-    """(device, number of ranks). Raises CapacityError where there are not as many GPUs."""
+def _where(bench: str, device: str) -> Probe:
+    """The machine as --device wants it seen. Raises CapacityError where there is no such device."""
     probe = launcher.probe()
-    here = f"`dcpbench bench {bench} --device cpu`, which checks correctness"
-    if asked.device == "cuda" and probe.device != "cuda":
+    if device == "cuda" and probe.device != "cuda":
         raise CapacityError(
-            f"--device cuda, but no GPU is visible; `dcpbench env` says why. Without one, type {here} and counts "
-            "synchronisations."
+            f"--device cuda, but no GPU is visible; `dcpbench env` says why. Without one, type {_on_cpu(bench)} and "
+            "counts synchronisations."
         )
-    device = effective(probe, asked.device).device
-    if not asked.between_ranks:
-        return device, 1
-    return device, asked.ranks or CPU_RANKS if device == "cpu" else _gpus(probe, asked.ranks, here)
+    return effective(probe, device)
 
 
-def _gpus(probe: Probe, ranks: int | None, here: str) -> int:
-    wanted = ranks or max(probe.count, CPU_RANKS)
+def _ranks(bench: str, probe: Probe, asked: int | None) -> int:
+    """How many ranks take part. Raises CapacityError where there are not as many GPUs."""
+    if probe.device == "cpu":
+        return asked or CPU_RANKS
+    wanted = asked or max(probe.count, CPU_RANKS)
     if wanted > probe.count:
-        fewer = f"type --ranks {probe.count}" if probe.count >= CPU_RANKS else f"with one alone, type {here}"
+        alone = f"with one alone, type {_on_cpu(bench)}"
+        fewer = f"type --ranks {probe.count}" if probe.count >= CPU_RANKS else alone
         raise CapacityError(f"{wanted} ranks need {wanted} GPUs, but {probe.count} visible; {fewer}.")
     return wanted
+
+
+def _on_cpu(bench: str) -> str:
+    return f"`dcpbench bench {bench} --device cpu`, which checks correctness"
 
 
 def _prepare(bench: str, options: Options) -> list[Path]:

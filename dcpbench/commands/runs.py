@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench.commands.command import INTERRUPTED, SOME_FAILED
 from dcpbench.errors import UsageError
 from dcpbench.launch import folders, launcher
 from dcpbench.launch.nodes import secret, split_endpoint
-from dcpbench.launch.torchrun import Machines
 from dcpbench.plan import grid
 from dcpbench.plan.options import check_seconds
 from dcpbench.plan.spec import effective
@@ -32,33 +32,17 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from dcpbench.commands.options import Run
     from dcpbench.plan.spec import SweepSpec
     from dcpbench.points.machine import Probe
     from dcpbench.points.point import Point
     from dcpbench.records.record import Record
 
-    WorkOff = Callable[[Sequence[Point], launcher.Work, "Run"], None]
+    WorkOff = Callable[[Sequence[Point], launcher.Work, Run], None]
 
 WORKER = launcher.WORKER
 PLAIN_WIDTH = 140
 """Columns of a table in a file or a pipe."""
-INTERRUPTED = 130
-SOME_FAILED = 4
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """Options that say how a command runs, not what it measures."""
-
-    output: Path | None = None
-    config: Path | None = None
-    device: str = "auto"
-    timeout: float = 300.0
-    resume: bool = False
-    force: bool = False
-    dry_run: bool = False
-    as_json: bool = False
-    machines: Machines = Machines()  # noqa: RUF009 -- frozen
 
 
 def machine(run: Run) -> Probe:
@@ -201,6 +185,15 @@ def no_report(folders: Sequence[Path]) -> str:
     """What is said where a report was interrupted, and what to type."""
     again = shlex.join(["dcpbench", "report", *map(str, folders)])
     return f"Interrupted; no report was written. The records are safe; to write it: {again}"
+
+
+def say_cut_short(folders: Sequence[Path]) -> None:
+    """Say of which runs the last record is not whole."""
+    from dcpbench.reports import cut_short
+
+    for folder in folders:
+        if cut_short(folder):
+            say(f"{folder}: the last line of its record file was cut short; it is left out.")
 
 
 def _summary(records: Sequence[Record], folder: Path, paths: Sequence[Path], probe: Probe) -> dict[str, object]:

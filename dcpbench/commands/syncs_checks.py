@@ -5,15 +5,16 @@ from typing import Annotated
 
 import typer
 
+from dcpbench.commands.command import command
 from dcpbench.commands.syncs import OUTPUT, READ, Force, Output, app
 
 __all__ = ["app"]
 
 PANEL = "Whether it can be believed"
-AsJson = Annotated[bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print the result as JSON. Default: no.")]
+AsJson = Annotated[bool, OUTPUT("--json", help="Print the result as JSON. Default: no.")]
 
 
-@app.command(rich_help_panel=PANEL)
+@command(app, rich_help_panel=PANEL)
 def corpus(
     records: Annotated[
         list[Path] | None,
@@ -25,17 +26,16 @@ def corpus(
     ] = None,
     keep: Annotated[
         Path | None,
-        typer.Option(
+        OUTPUT(
             "--keep",
             metavar="FOLDER",
-            rich_help_panel=OUTPUT,
             help="Leave the record and the traces there. Default: they are removed.",
         ),
     ] = None,
     as_json: AsJson = False,
     output: Output = None,
     force: Force = False,
-) -> None:
+) -> int:
     """Run small programs with a known number of synchronisations, and print each detector's precision and recall.
 
     With a GPU: the clock, behind 20 ms of queued work, which decides what is true; the live detector; torch's own
@@ -48,47 +48,42 @@ def corpus(
     """
     from dcpbench.syncs import checks
 
-    raise typer.Exit(checks.corpus(records or [], keep=keep, as_json=as_json, output=output, force=force))
+    return checks.corpus(records or [], keep=keep, as_json=as_json, output=output, force=force)
 
 
-@app.command(rich_help_panel=PANEL)
+@command(app, rich_help_panel=PANEL)
 def speed(
     trace: Annotated[
         Path, typer.Argument(metavar="TRACE", show_default=False, help="A real trace, which is repeated.")
     ],
     size: Annotated[
         str,
-        typer.Option(
+        READ(
             "--size",
             metavar="SIZE",
-            rich_help_panel=READ,
             help="Size of the trace that is made of it, such as 140MB or 1GB.",
         ),
     ] = "140MB",
     hta: Annotated[
         Path | None,
-        typer.Option(
+        READ(
             "--hta",
             metavar="PYTHON",
-            rich_help_panel=READ,
             help="A Python in whose environment "
             "HolisticTraceAnalysis is installed; its loader is then timed in turns with scan. Default: none.",
         ),
     ] = None,
-    runs: Annotated[
-        int, typer.Option("--runs", metavar="N", rich_help_panel=READ, help="Runs of each; the fastest counts.")
-    ] = 3,
+    runs: Annotated[int, READ("--runs", metavar="N", help="Runs of each; the fastest counts.")] = 3,
     keep: Annotated[
         Path | None,
-        typer.Option(
+        OUTPUT(
             "--keep",
             metavar="FILE",
-            rich_help_panel=OUTPUT,
             help="Leave the trace that is made there. Default: it is removed.",
         ),
     ] = None,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Time scan and measure its memory on a trace of any size, made by repeating a real one.
 
     Exit codes: 0 timed · 2 options or input that cannot be used.
@@ -97,4 +92,4 @@ def speed(
     """
     from dcpbench.syncs import checks
 
-    raise typer.Exit(checks.speed(trace, size, hta=hta, runs=runs, keep=keep, as_json=as_json))
+    return checks.speed(trace, size, hta=hta, runs=runs, keep=keep, as_json=as_json)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from dcpbench import cli
-from dcpbench.commands import actions, serve_actions
+from dcpbench.commands import runs
 from dcpbench.errors import UsageError
 from dcpbench.plan import grid
 from dcpbench.plan.serve_spec import make_serve_spec
@@ -37,15 +37,12 @@ def read_back(monkeypatch: pytest.MonkeyPatch) -> ReadBack:
     """What the command line makes of a command, on the machine that its --device asks for."""
     typed: list[SweepSpec] = []
 
-    def note(make: Callable[..., SweepSpec]) -> Callable[..., int]:
-        def read(given: dict[str, object], run: object) -> int:
-            typed.append(make(given, CPU if run.device == "cpu" else H200X4))  # type: ignore[attr-defined]
-            return 0
+    def noted(spec: SweepSpec, _probe: Probe, _run: object) -> int:
+        typed.append(spec)
+        return 0
 
-        return read
-
-    monkeypatch.setattr(actions, "sweep", note(make_spec))
-    monkeypatch.setattr(serve_actions, "serve", note(make_serve_spec))
+    monkeypatch.setattr(runs, "machine", lambda run: CPU if run.device == "cpu" else H200X4)
+    monkeypatch.setattr(runs, "measure", noted)
 
     def back(command: str) -> SweepSpec:
         words = shlex.split(command)
