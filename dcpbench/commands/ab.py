@@ -13,9 +13,11 @@ from typing import Annotated, Any
 import typer
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import INTERRUPTED, SOME_FAILED, Command, panel
+from dcpbench.commands.command import SOME_FAILED, Command, panel
 from dcpbench.commands.compare import Judged, Shown
 from dcpbench.errors import DcpbenchError, OutputError, UsageError
+from dcpbench.launch.stopping import INTERRUPTED
+from dcpbench.show.terminal import say
 
 STATE_FILE = "ab.json"
 WORKLOADS = ("sweep", "serve")
@@ -100,7 +102,6 @@ def ab(context: typer.Context, variants: Variants, judged: JudgedInRounds, launc
 
       dcpbench ab --workload serve --both "--tp 4 --concurrency 32" --a "--policy mixed" --b "--policy prefill-first"
     """
-    from dcpbench.commands.runs import say
     from dcpbench.compare import outputs
     from dcpbench.compare.sides import differing, read_side
     from dcpbench.launch import folders
@@ -141,8 +142,6 @@ def order(number: int) -> tuple[str, str]:
 
 def _launch_all(folder: Path, state: State, rounds: int, command: Command, *, force: bool) -> int:
     """Every launch that has not ended yet, in order; SOME_FAILED where points failed, INTERRUPTED after Ctrl-C."""
-    from dcpbench.commands.runs import say
-
     todo = [f"{side}/round-{n}" for n in range(1, rounds + 1) for side in order(n)]
     left = [name for name in todo if name not in state.done]
     began = time.monotonic()
@@ -267,8 +266,6 @@ def _write(folder: Path, state: State) -> None:
 
 
 def _plan(variants: Variants, sides: Mapping[str, list[str]], command: Command) -> int:
-    from dcpbench.commands.runs import say
-
     for side, arguments in sides.items():
         say(f"== {side.upper()}: dcpbench {variants.workload} {shlex.join(arguments)}")
         code = command.main([*arguments, "--dry-run"], standalone_mode=False)

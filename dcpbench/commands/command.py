@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     Does = TypeVar("Does", bound=Callable[..., int])
 
-WRONG, SOME_FAILED, INTERRUPTED = 1, 4, 130
+WRONG, SOME_FAILED = 1, 4
 """Exit codes of commands that ran; those of errors are in errors.py."""
 
 

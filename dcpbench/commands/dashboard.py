@@ -19,6 +19,7 @@ import typer
 
 from dcpbench.commands.command import command
 from dcpbench.errors import MissingPackageError, OutputError, UsageError, how_to_install
+from dcpbench.show.terminal import say
 
 LOOPBACK = "127.0.0.1"
 PORTS_TO_TRY = 100
@@ -55,7 +56,6 @@ def build(
 
       dcpbench dashboard build runs -o site
     """
-    from dcpbench.commands.runs import say
     from dcpbench.dashboard import site
     from dcpbench.show.streams import write_json
 
@@ -98,8 +98,6 @@ def serve(
 
       dcpbench dashboard serve runs --open
     """
-    from dcpbench.commands.runs import say
-
     try:
         import uvicorn
 
@@ -182,8 +180,6 @@ def _free(port: int) -> int:
 
 def _open(url: str) -> None:
     import webbrowser
-
-    from dcpbench.commands.runs import say
 
     if not webbrowser.open(url):
         say(f"no browser could be started; open {url} yourself.")

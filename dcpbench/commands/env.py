@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+from dcpbench.show.terminal import console
+
 
 def env(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> int:
     """Show what is installed and visible, and what is missing for what.
@@ -21,7 +23,7 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON."
         return 0
     from dcpbench.launch.progress import env_table
 
-    terminal = runs.console()
+    terminal = console()
     terminal.print(env_table(probe))
     for problem in probe.problems:
         terminal.print(f"• {problem}", markup=False, highlight=False, soft_wrap=True)

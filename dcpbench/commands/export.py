@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from dcpbench.commands import options as opt
+from dcpbench.show.terminal import say
 
 
 def export(
@@ -45,7 +46,6 @@ def export(
       dcpbench export runs/monday --to prometheus -o /var/lib/node_exporter/dcpbench.prom --force
     """
     from dcpbench import exports
-    from dcpbench.commands.runs import say
 
     done = exports.export(runs, to, output, force=force)
     if done.told:

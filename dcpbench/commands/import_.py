@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from dcpbench.commands.command import panel
+from dcpbench.show.terminal import say
 
 LAYOUT = panel("What the engine ran on, where its file does not say")
 
@@ -88,7 +89,6 @@ def import_(
       dcpbench report runs/monday runs/vllm -o both
     """
     from dcpbench import imports
-    from dcpbench.commands.runs import say
 
     done = imports.import_files(files, source, output, imports.Told(**vars(engine)), force=force)
     for sentence in done.told:

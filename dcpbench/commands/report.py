@@ -21,13 +21,14 @@ def report(
 
     Example: dcpbench report runs/monday runs/tuesday --as-repeats --slo ttft=2000,itl=60 -o both
     """
-    from dcpbench.commands.runs import no_report, print_paths, say_cut_short, told_when_stopped
+    from dcpbench.commands.runs import no_report, print_paths, say_cut_short
+    from dcpbench.launch.stopping import said_when_stopped
     from dcpbench.reports import write_report
     from dcpbench.serving.load_words import parse_slo
 
     out = output or (runs[0] if runs[0].is_dir() else runs[0].parent) / "report"
     objectives = {} if slo is None else parse_slo(slo)
-    with told_when_stopped(no_report(runs)):
+    with said_when_stopped(no_report(runs)):
         paths = write_report(runs, out, as_repeats=as_repeats, slo=objectives)
     say_cut_short(runs)
     print_paths(paths, sys.stdout)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import panel, typed
+from dcpbench.show.terminal import console, say
 
 if TYPE_CHECKING:
     from dcpbench.launch.launcher import Work
@@ -310,10 +311,10 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, run: opt.R
 
 def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> None:
     """Each point in virtual time, in this process."""
-    from dcpbench.commands.runs import console, stoppable
+    from dcpbench.commands.runs import stoppable
     from dcpbench.errors import DcpbenchError
     from dcpbench.launch.jobs import Progress
-    from dcpbench.launch.progress import Watch
+    from dcpbench.launch.progress import ProgressBar, names_of
     from dcpbench.records.file import RecordFile
     from dcpbench.records.record import Record
     from dcpbench.serving.outcome import in_short
@@ -321,7 +322,7 @@ def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> Non
 
     del run
     out = RecordFile(work.folder)
-    with stoppable(work), Watch(points, console(error=True)) as watch:
+    with stoppable(work), ProgressBar(names_of(points), console(error=True)) as bar:
         for point in points:
             try:
                 record = replay_from_file(
@@ -337,12 +338,11 @@ def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> Non
             out.append(record)
             stage = "done" if record.outcome == "ok" else record.outcome
             note = record.reason or (in_short(record.serve) if record.serve else "")
-            watch(Progress(stage=stage, key=point.key(), note=note, at=time.time()))
+            bar(Progress(stage=stage, key=point.key(), note=note, at=time.time()))
 
 
 def _say_about(spec: "SweepSpec", probe: "Probe") -> None:
     """What the options do that nobody might expect."""
-    from dcpbench.commands.runs import say
     from dcpbench.points.names import LIVE
 
     loads = cast("ServeLoads", spec.serve)

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from dcpbench.commands import options as opt
+from dcpbench.show.terminal import console
 
 
 def show(
@@ -20,7 +21,7 @@ def show(
 
     Example: dcpbench show runs/monday
     """
-    from dcpbench.commands.runs import console, say_cut_short
+    from dcpbench.commands.runs import say_cut_short
     from dcpbench.reports import terminal_table
     from dcpbench.serving.load_words import parse_slo
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import SOME_FAILED, WRONG, typed
+from dcpbench.show.terminal import console, say
 
 if TYPE_CHECKING:
     from dcpbench.plan.spec import SweepSpec
@@ -199,12 +200,12 @@ def _print_checks(points: Sequence["Point"], folder: Path, run: opt.Run) -> int:
     elif checks:
         from dcpbench.launch.progress import checks_table
 
-        runs.console().print(checks_table(checks))
+        console().print(checks_table(checks))
     for r in failed:
-        runs.say(f"{r.outcome}: {grid.point_name(r.point)}: {r.reason}")
+        say(f"{r.outcome}: {grid.point_name(r.point)}: {r.reason}")
     if silent:
-        runs.say(f"no check was made for: {', '.join(sorted(silent))}; read {folder / 'logs'}")
+        say(f"no check was made for: {', '.join(sorted(silent))}; read {folder / 'logs'}")
     wrong = sum(not c.ok for c in checks)
     said = f"{len(checks) - wrong} checks ok, {wrong} wrong, {runs.points_text(len(failed))} failed"
-    runs.say(f"{said}. Output: {folder}")
+    say(f"{said}. Output: {folder}")
     return 0 if ok else WRONG if wrong else SOME_FAILED

@@ -13,6 +13,7 @@ import pytest
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.launch import launcher, nodes, torchrun
 from dcpbench.launch.jobs import SECRET, Exit, Failure, Job, Progress, code_words, listen
+from dcpbench.launch.ranks import Ranks
 from dcpbench.launch.torchrun import Machines, Running
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
@@ -45,10 +46,9 @@ class Sleeper(Running):
 
     def __init__(self, folder: Path) -> None:
         self.job = job(folder)
-        self.logs = folder / "logs" / "tp2-0"
+        Ranks.__init__(self, folder, self.job.logs(), self.job.progress_path(), range(2))
         self.logs.mkdir(parents=True)
         self.agent_log = self.logs / "agent.log"
-        self._ranks, self._read = range(2), 0
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_new_job_forgets_process_ids_and_errors_of_the_last_one(tmp_path: Path
     running = Sleeper(tmp_path)
     for name in ("rank-0.pid", "error-1.json", "stacks-0.txt", "rank-2.pid"):
         (tmp_path / name).write_text("1")
-    running._forget()
+    running.forget()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["logs", "rank-2.pid"]
 
 
