@@ -1,7 +1,7 @@
 """What a bench is asked to do, what it says while it runs, and the record that it leaves: plain JSON. No torch.
 
-job.json        BenchJob, written by bench_job.py, read by every rank of bench_worker.py
-events.jsonl    Event, one line each, written by rank 0 of bench_worker.py while it runs
+job.json        BenchJob, written by command.py, read by every rank of worker.py
+events.jsonl    Event, one line each, written by rank 0 of worker.py while it runs
 bench-NAME.json BenchRecord, in the folder given with -o
 
 Times are microseconds and of one call, of the slowest rank. What was not measured is null, never 0.

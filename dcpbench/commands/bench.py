@@ -16,20 +16,20 @@ app = typer.Typer(
     "synchronisations, and correctness of each.\n\nStart with: dcpbench bench attention",
 )
 
-WHAT = panel("What is run (comma lists)")
+TITLE = "What is run (comma lists)"
+WHAT, COUNTS, NAMES = panel(TITLE), panel(TITLE, metavar="N,…"), panel(TITLE, metavar="NAME,…")
 MEASURE = panel("How it is measured")
 OUTPUT = panel("Output")
 
 Heads = Annotated[
-    str | None, WHAT("--heads", metavar="N,…", help="Query heads of a DCP group. Default: 128 on a GPU; 8 on the CPU.")
+    str | None, COUNTS("--heads", help="Query heads of a DCP group. Default: 128 on a GPU; 8 on the CPU.")
 ]
 Requests = Annotated[
     str | None,
-    WHAT(
+    COUNTS(
         "--requests",
-        metavar="N,…",
-        help="Requests of a decode step. Default: 1,8,32,128 on a GPU, 512 for merge and collectives, too; a "
-        "few on the CPU.",
+        help="Requests of a decode step. Default: 1,8,32,128 on a GPU, 512 for merge and collectives, too; a few "
+        "on the CPU.",
     ),
 ]
 Layers = Annotated[
@@ -66,8 +66,8 @@ class Run:
         MEASURE(
             "--timeout",
             metavar="SECONDS",
-            help="A bench of which nothing is heard for this long is hung, and ended; until its first case 300 s "
-            "are allowed, however short this is.",
+            help="A bench of which nothing is heard for this long is hung, and ended; until its first case 300 s are "
+            "allowed, however short this is.",
         ),
     ] = 300.0
     device: Annotated[
@@ -85,9 +85,9 @@ class Run:
             "-o",
             "--output",
             metavar="DIR",
-            help="Folder for the raw record (bench-NAME.json, every sample in it), a picture (bench-NAME.png) and "
-            "the log. On the CPU, where nothing is timed, only benches that count synchronisations have a "
-            "picture. Default: only print.",
+            help="Folder for the raw record (bench-NAME.json, every sample in it), a picture (bench-NAME.png) and the "
+            "log. On the CPU, where nothing is timed, only benches that count synchronisations have a picture. "
+            "Default: only print.",
         ),
     ] = None
     force: Annotated[bool, OUTPUT("--force", help="Write over what is in -o.")] = False
@@ -114,40 +114,26 @@ class Attention:
 
     heads: Annotated[
         str | None,
-        WHAT(
-            "--heads",
-            metavar="N,…",
-            help="Query heads that one rank attends with. Default: 16,64,128 on a GPU; 16 on the CPU.",
-        ),
+        COUNTS("--heads", help="Query heads that one rank attends with. Default: 16,64,128 on a GPU; 16 on the CPU."),
     ] = None
     requests: Annotated[
-        str | None,
-        WHAT("--requests", metavar="N,…", help="Requests of a decode step. Default: 1,8,64 on a GPU; 1,3 on the CPU."),
+        str | None, COUNTS("--requests", help="Requests of a decode step. Default: 1,8,64 on a GPU; 1,3 on the CPU.")
     ] = None
     context: Annotated[
         str | None,
-        WHAT(
-            "--context",
-            metavar="N,…",
-            help="KV rows of a request on this rank. Default: 8192,131072 on a GPU; 16 on the CPU.",
-        ),
+        COUNTS("--context", help="KV rows of a request on this rank. Default: 8192,131072 on a GPU; 16 on the CPU."),
     ] = None
-    page: Annotated[
-        str | None, WHAT("--page", metavar="N,…", help="Rows of a page. Default: 64 on a GPU; 4 on the CPU.")
-    ] = None
+    page: Annotated[str | None, COUNTS("--page", help="Rows of a page. Default: 64 on a GPU; 4 on the CPU.")] = None
     lengths: Annotated[
         str,
-        WHAT(
-            "--lengths",
-            metavar="NAME,…",
-            help="even: all requests have --context rows. uneven: from 1/8 to 15/8 of it, the same in all.",
+        NAMES(
+            "--lengths", help="even: all requests have --context rows. uneven: from 1/8 to 15/8 of it, the same in all."
         ),
     ] = "even"
     backend: Annotated[
         str | None,
-        WHAT(
+        NAMES(
             "--backend",
-            metavar="NAME,…",
             help="reference, triton, flashinfer. Default: flashinfer,triton on a GPU; reference,triton on the CPU.",
         ),
     ] = None
@@ -176,9 +162,8 @@ class Exchange:
     ranks: Ranks = None
     variant: Annotated[
         str | None,
-        WHAT(
+        NAMES(
             "--variant",
-            metavar="NAME,…",
             help="Exchanges as --exchange of a sweep names them, and ag_rs-bf16, which reduces partial outputs in "
             "bf16. Default: all.",
         ),
@@ -191,8 +176,8 @@ class Exchange:
         bool,
         WHAT(
             "--project-first/--no-project-first",
-            help="Partial outputs are projected before they are exchanged: 128 columns instead of 512. The "
-            "projection itself is not in the time.",
+            help="Partial outputs are projected before they are exchanged: 128 columns instead of 512. The projection "
+            "itself is not in the time.",
         ),
     ] = False
     layers: Layers = None
@@ -218,9 +203,8 @@ class Collectives:
     requests: Requests = None
     width: Annotated[
         str | None,
-        WHAT(
+        COUNTS(
             "--width",
-            metavar="N,…",
             help="Columns of a message in bf16, which has a row for each request. Default: 7168 on a GPU, "
             "DeepSeek-V3's hidden size; 64 on the CPU.",
         ),
@@ -228,11 +212,7 @@ class Collectives:
     ranks: Ranks = None
     variant: Annotated[
         str | None,
-        WHAT(
-            "--variant",
-            metavar="NAME,…",
-            help="all-gather, reduce-scatter, all-to-all, all-reduce, all-reduce-symm. Default: all.",
-        ),
+        NAMES("--variant", help="all-gather, reduce-scatter, all-to-all, all-reduce, all-reduce-symm. Default: all."),
     ] = None
     layers: Layers = None
 
@@ -256,15 +236,12 @@ class Merge:
     requests: Requests = None
     dcp: Annotated[
         str | None,
-        WHAT(
-            "--dcp",
-            metavar="N,…",
-            help="Ranks of the DCP group whose partial outputs are merged. Default: 4 on a GPU; 2 on the CPU.",
+        COUNTS(
+            "--dcp", help="Ranks of the DCP group whose partial outputs are merged. Default: 4 on a GPU; 2 on the CPU."
         ),
     ] = None
     variant: Annotated[
-        str | None,
-        WHAT("--variant", metavar="NAME,…", help="head-order, correct, pack, combine, value-proj. Default: all."),
+        str | None, NAMES("--variant", help="head-order, correct, pack, combine, value-proj. Default: all.")
     ] = None
     layers: Layers = None
 
@@ -297,31 +274,25 @@ class Moe:
     ] = None
     tp: Annotated[
         str | None,
-        WHAT(
+        COUNTS(
             "--tp",
-            metavar="N,…",
-            help="Ranks over which each expert is cut by width; one rank's share runs. Default: 1,4,8 on a GPU; "
-            "1,2 on the CPU.",
+            help="Ranks over which each expert is cut by width; one rank's share runs. Default: 1,4,8 on a GPU; 1,2 "
+            "on the CPU.",
         ),
     ] = None
     requests: Annotated[
-        str | None,
-        WHAT(
-            "--requests", metavar="N,…", help="Requests of a decode step. Default: 8,32,128 on a GPU; 1,4 on the CPU."
-        ),
+        str | None, COUNTS("--requests", help="Requests of a decode step. Default: 8,32,128 on a GPU; 1,4 on the CPU.")
     ] = None
     rows: Annotated[
         str,
-        WHAT(
+        NAMES(
             "--rows",
-            metavar="NAME,…",
-            help="uniform: experts are drawn alike. skewed: expert i with a chance of 1 / (i + 1). few: one in "
-            "four is drawn, the others have no row.",
+            help="uniform: experts are drawn alike. skewed: expert i with a chance of 1 / (i + 1). few: one in four "
+            "is drawn, the others have no row.",
         ),
     ] = "uniform"
     variant: Annotated[
-        str | None,
-        WHAT("--variant", metavar="NAME,…", help="triton, torch, deepgemm. Default: all that are installed."),
+        str | None, NAMES("--variant", help="triton, torch, deepgemm. Default: all that are installed.")
     ] = None
     layers: Layers = None
 
@@ -345,30 +316,23 @@ class KvGather:
 
     requests: Annotated[
         str | None,
-        WHAT(
+        COUNTS(
             "--requests",
-            metavar="N,…",
             help="Requests whose prefixes are gathered, of uneven lengths. Default: 1,16 on a GPU; 3 on the CPU.",
         ),
     ] = None
     tokens: Annotated[
         str | None,
-        WHAT(
-            "--tokens",
-            metavar="N,…",
-            help="Tokens of all requests. Default: 8192,131072,4194304 on a GPU; 64 on the CPU.",
-        ),
+        COUNTS("--tokens", help="Tokens of all requests. Default: 8192,131072,4194304 on a GPU; 64 on the CPU."),
     ] = None
     ranks: Ranks = None
     variant: Annotated[
-        str | None,
-        WHAT("--variant", metavar="NAME,…", help="nccl (all-gather) or direct (peers' memory is read). Default: both."),
+        str | None, NAMES("--variant", help="nccl (all-gather) or direct (peers' memory is read). Default: both.")
     ] = None
     buffer: Annotated[
         str | None,
-        WHAT(
+        NAMES(
             "--buffer",
-            metavar="NAME,…",
             help="pool (a reserve of symmetric memory, taken at start) or plain (allocated in every eager call). "
             "Default: both.",
         ),
@@ -378,8 +342,8 @@ class KvGather:
         WHAT(
             "--pool-bytes",
             metavar="SIZE",
-            help="Size of the pool; what does not fit is allocated at run time, and its case says outgrown. "
-            "Default: 4GiB on a GPU; 1MiB on the CPU.",
+            help="Size of the pool; what does not fit is allocated at run time, and its case says outgrown. Default: "
+            "4GiB on a GPU; 1MiB on the CPU.",
         ),
     ] = None
     layers: Layers = None
@@ -404,17 +368,12 @@ class KvWrite:
 
     tokens: Annotated[
         str | None,
-        WHAT(
-            "--tokens",
-            metavar="N,…",
-            help="New tokens of a step. Default: 16,256,4096,65536 on a GPU; 16,64 on the CPU.",
-        ),
+        COUNTS("--tokens", help="New tokens of a step. Default: 16,256,4096,65536 on a GPU; 16,64 on the CPU."),
     ] = None
     dcp: Annotated[
         str | None,
-        WHAT(
+        COUNTS(
             "--dcp",
-            metavar="N,…",
             help="Ranks that share the KV cache: of N entries, N - 1 are -1. Default: 1,8 on a GPU; 1,4 on the CPU.",
         ),
     ] = None
@@ -423,11 +382,7 @@ class KvWrite:
     ] = True
     dtype: Annotated[
         str | None,
-        WHAT(
-            "--dtype",
-            metavar="NAME,…",
-            help="What the pool holds: bf16, or fp8 (float8_e4m3fn, kept as bytes). Default: both.",
-        ),
+        NAMES("--dtype", help="What the pool holds: bf16, or fp8 (float8_e4m3fn, kept as bytes). Default: both."),
     ] = None
     scale: Annotated[float, WHAT("--scale", metavar="X", help="fp8 holds numbers divided by this.")] = 1.0
     layers: Annotated[
@@ -438,9 +393,7 @@ class KvWrite:
             help="Layers of a pass, each with a pool of its own. Default: 61 on a GPU; 2 on the CPU.",
         ),
     ] = None
-    variant: Annotated[
-        str | None, WHAT("--variant", metavar="NAME,…", help="check-all, filter, masked-kernel. Default: all.")
-    ] = None
+    variant: Annotated[str | None, NAMES("--variant", help="check-all, filter, masked-kernel. Default: all.")] = None
 
 
 @command(app, name="kv-write")
@@ -465,27 +418,20 @@ class DpSlice:
 
     tokens: Annotated[
         str | None,
-        WHAT(
+        COUNTS(
             "--tokens",
-            metavar="N,…",
             help="Tokens of the busiest rank, which is the batch of a CUDA graph. Default: 16,256,4096 on a GPU; "
             "16,64 on the CPU.",
         ),
     ] = None
     dp: Annotated[
         str | None,
-        WHAT(
-            "--dp",
-            metavar="N,…",
-            help="Attention data parallel ranks, with uneven tokens. Default: 8 on a GPU; 4 on the CPU.",
-        ),
+        COUNTS("--dp", help="Attention data parallel ranks, with uneven tokens. Default: 8 on a GPU; 4 on the CPU."),
     ] = None
     steps: Annotated[
         int | None, WHAT("--steps", metavar="N", help="Calls of a pass. Default: 16 on a GPU; 2 on the CPU.")
     ] = None
-    variant: Annotated[
-        str | None, WHAT("--variant", metavar="NAME,…", help="cuda-slice, host-slice. Default: both.")
-    ] = None
+    variant: Annotated[str | None, NAMES("--variant", help="cuda-slice, host-slice. Default: both.")] = None
 
 
 @command(app, name="dp-slice")
@@ -508,29 +454,24 @@ class PaddedSlots:
 
     requests: Annotated[
         str | None,
-        WHAT(
+        COUNTS(
             "--requests",
-            metavar="N,…",
-            help="Requests of a decode step, fewer than the rows of its CUDA graph. Default: 3,33 on a GPU, in "
-            "graphs of 4 and 40; 3 on the CPU.",
+            help="Requests of a decode step, fewer than the rows of its CUDA graph. Default: 3,33 on a GPU, in graphs "
+            "of 4 and 40; 3 on the CPU.",
         ),
     ] = None
     context: Annotated[
-        str | None,
-        WHAT("--context", metavar="N,…", help="Tokens of each request. Default: 64,8192 on a GPU; 16 on the CPU."),
+        str | None, COUNTS("--context", help="Tokens of each request. Default: 64,8192 on a GPU; 16 on the CPU.")
     ] = None
     ids: Annotated[
         str | None,
-        WHAT(
+        NAMES(
             "--ids",
-            metavar="NAME,…",
-            help="elsewhere: prompts were prefilled by another server, and their token ids are 0 here. known: "
-            "they are in the request table. Default: both.",
+            help="elsewhere: prompts were prefilled by another server, and their token ids are 0 here. known: they "
+            "are in the request table. Default: both.",
         ),
     ] = None
-    variant: Annotated[
-        str | None, WHAT("--variant", metavar="NAME,…", help="slot-0-live, slot-0-padding. Default: both.")
-    ] = None
+    variant: Annotated[str | None, NAMES("--variant", help="slot-0-live, slot-0-padding. Default: both.")] = None
 
 
 @command(app, name="padded-slots")

@@ -26,9 +26,9 @@ WRONG, SOME_FAILED = 1, 4
 """Exit codes of commands that ran; those of errors are in errors.py."""
 
 
-def panel(title: str) -> Callable[..., Any]:
-    """`typer.Option` for options that the help shows under this title."""
-    return functools.partial(typer.Option, rich_help_panel=title)
+def panel(title: str, **same: Any) -> Callable[..., Any]:  # noqa: ANN401 -- what Typer takes
+    """`typer.Option` for options that the help shows under this title, and which have the `same` otherwise, too."""
+    return functools.partial(typer.Option, rich_help_panel=title, **same)
 
 
 def command(app: typer.Typer, **settings: Any) -> Callable[[Does], Does]:  # noqa: ANN401 -- what Typer takes

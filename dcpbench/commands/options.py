@@ -15,7 +15,7 @@ from dcpbench.commands.command import panel
 if TYPE_CHECKING:
     from dcpbench.launch.torchrun import Machines
 
-LAYOUT = panel("Layouts (comma lists)")
+LAYOUT = panel("Layouts (comma lists)", metavar="N,…")
 LOAD = panel("Model and load")
 HOW = panel("How it is computed")
 MEASURE = panel("How it is measured")
@@ -85,19 +85,15 @@ class Layouts:
         str | None,
         LAYOUT(
             "--tp",
-            metavar="N,…",
             help="GPUs that share one copy of the model; each is one torchrun job. Default: all GPUs of this "
             "machine; 8 on the CPU.",
         ),
     ] = None
-    dp: Annotated[
-        str | None, LAYOUT("--dp", metavar="N,…", help="Attention data parallel replicas inside tp. Default: 1.")
-    ] = None
+    dp: Annotated[str | None, LAYOUT("--dp", help="Attention data parallel replicas inside tp. Default: 1.")] = None
     dcp: Annotated[
         str | None,
         LAYOUT(
             "--dcp",
-            metavar="N,…",
             help="Ranks that share the KV cache of one request; divides tp / dp. Adds no GPUs. Default: tp / dp.",
         ),
     ] = None

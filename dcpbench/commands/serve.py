@@ -37,7 +37,6 @@ class Layouts(opt.Layouts):
         str | None,
         opt.LAYOUT(
             "--tp",
-            metavar="N,…",
             help="GPUs that share one copy of the model; each is one torchrun job. Default: all GPUs of this "
             "machine; 4 on the CPU.",
         ),

@@ -30,22 +30,18 @@ class Layouts(opt.Layouts):
         str | None,
         opt.LAYOUT(
             "--tp",
-            metavar="N,…",
             help="Ranks of a layout. Default: the largest --dp times the largest --dcp; without any of the three, "
             "the six layouts above.",
         ),
     ] = None
     dp: Annotated[
         str | None,
-        opt.LAYOUT(
-            "--dp", metavar="N,…", help="Attention data parallel replicas inside tp. Default: every valid number."
-        ),
+        opt.LAYOUT("--dp", help="Attention data parallel replicas inside tp. Default: every valid number."),
     ] = None
     dcp: Annotated[
         str | None,
         opt.LAYOUT(
             "--dcp",
-            metavar="N,…",
             help="Ranks that share the KV cache of one request; divides tp / dp. Default: every valid number.",
         ),
     ] = None
