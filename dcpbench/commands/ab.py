@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import SOME_FAILED, Command, panel
+from dcpbench.commands.command import SOME_FAILED, Command, group, panel
 from dcpbench.commands.compare import Judged, Shown
 from dcpbench.errors import DcpbenchError, OutputError, UsageError
 from dcpbench.launch.stopping import INTERRUPTED
@@ -39,7 +39,7 @@ PARSER_ERROR: Any = typer.BadParameter.__base__
 RUNS = panel("What is run")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class Variants:
     """What is run, and how often."""
 
@@ -54,14 +54,14 @@ class Variants:
     ] = 8
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class JudgedInRounds(Judged):
     """Rounds show themselves how launches scatter."""
 
     launch_noise: str = dataclasses.field(default="2%", init=False)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class Launches:
     """Where they are kept, and what is done with those that are there."""
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dcpbench.commands.command import command, panel
+from dcpbench.commands.command import command, group, panel
 
 app = typer.Typer(
     name="bench",
@@ -47,7 +47,7 @@ Ranks = Annotated[
 ]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class Run:
     """What all benches share."""
 
@@ -94,7 +94,7 @@ class Run:
     as_json: Annotated[bool, OUTPUT("--json", help="Print the record as JSON on stdout, without samples.")] = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class RunWithHost(Run):
     """Of benches that time the host, too."""
 
@@ -108,7 +108,7 @@ class RunWithHost(Run):
     ] = 100.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class Attention:
     """Sizes of a decode step on one rank."""
 
@@ -153,7 +153,7 @@ def attention(sizes: Attention, run: Run) -> int:
     return _measure("attention", sizes, run)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class Exchange:
     """Sizes of a DCP group."""
 
@@ -196,7 +196,7 @@ def exchange(sizes: Exchange, run: Run) -> int:
     return _measure("exchange", sizes, run)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class Collectives:
     """Sizes of messages."""
 
@@ -228,7 +228,7 @@ def collectives(sizes: Collectives, run: Run) -> int:
     return _measure("collectives", sizes, run)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class Merge:
     """Sizes of what is merged."""
 
@@ -259,7 +259,7 @@ def merge(sizes: Merge, run: Run) -> int:
     return _measure("merge", sizes, run)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class Moe:
     """A model's experts and what they get."""
 
@@ -310,7 +310,7 @@ def moe(sizes: Moe, run: Run) -> int:
     return _measure("moe", sizes, run)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class KvGather:
     """Sizes of the prefixes and of the pool."""
 
@@ -362,7 +362,7 @@ def kv_gather(sizes: KvGather, run: Run) -> int:
     return _measure("kv-gather", sizes, run)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class KvWrite:
     """Sizes of a step, and of the pool that is written."""
 
@@ -412,7 +412,7 @@ def kv_write(sizes: KvWrite, run: RunWithHost) -> int:
     return _measure("kv-write", sizes, run)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class DpSlice:
     """Sizes of a gathered batch."""
 
@@ -448,7 +448,7 @@ def dp_slice(sizes: DpSlice, run: RunWithHost) -> int:
     return _measure("dp-slice", sizes, run)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class PaddedSlots:
     """Sizes of a decode step."""
 

@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
 
 import typer
 from typer.core import TyperCommand
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     Does = TypeVar("Does", bound=Callable[..., int])
+    Group = TypeVar("Group")
 
 WRONG, SOME_FAILED = 1, 4
 """Exit codes of commands that ran; those of errors are in errors.py."""
@@ -42,6 +43,12 @@ def command(app: typer.Typer, **settings: Any) -> Callable[[Does], Does]:  # noq
         return function
 
     return add
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
+def group(kind: type[Group]) -> type[Group]:
+    """A dataclass of options, which is a parameter of commands; made without what costs `--help` its time."""
+    return dataclasses.dataclass(kw_only=True, eq=False, repr=False)(kind)
 
 
 def typed(*groups: object) -> dict[str, object]:

@@ -1,13 +1,12 @@
 """`dcpbench compare`: whether B is faster or slower than A. `ab` judges and shows in the same way."""
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import panel
+from dcpbench.commands.command import group, panel
 from dcpbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 JUDGE = panel("How it is judged")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class Judged:
     """How two sides are held against each other."""
 
@@ -73,7 +72,7 @@ class Judged:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class Shown:
     """Where a comparison goes."""
 

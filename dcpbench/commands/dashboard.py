@@ -3,23 +3,23 @@
 import contextlib
 import dataclasses
 import errno
-import json
 import shutil
 import signal
-import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dcpbench.commands.command import command
 from dcpbench.errors import MissingPackageError, OutputError, UsageError, how_to_install
 from dcpbench.show.terminal import say
+
+if TYPE_CHECKING:
+    import socket
 
 LOOPBACK = "127.0.0.1"
 PORTS_TO_TRY = 100
@@ -56,6 +56,8 @@ def build(
 
       dcpbench dashboard build runs -o site
     """
+    import json
+
     from dcpbench.dashboard import site
     from dcpbench.show.streams import write_json
 
@@ -141,6 +143,8 @@ def _folder(output: Path | None) -> Iterator[Path]:
     if output is not None:
         yield output
         return
+    import tempfile
+
     before = signal.signal(signal.SIGTERM, _ended)
     made = tempfile.mkdtemp(prefix="dcpbench-dashboard-")
     try:
@@ -155,8 +159,10 @@ def _ended(number: int, _: object) -> None:
 
 
 @contextlib.contextmanager
-def _bound(port: int) -> Iterator[socket.socket]:
+def _bound(port: int) -> Iterator["socket.socket"]:
     """A socket of loopback alone. Raises UsageError with a port that is free where this one is not."""
+    import socket
+
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as made:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -171,6 +177,8 @@ def _bound(port: int) -> Iterator[socket.socket]:
 
 def _free(port: int) -> int:
     """The next port that nobody listens on; any free one past the last."""
+    import socket
+
     for candidate in (*range(max(port + 1, 1024), min(port + PORTS_TO_TRY, 65536)), 0):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as tried, contextlib.suppress(OSError):
             tried.bind((LOOPBACK, candidate))

@@ -1,18 +1,17 @@
 """`dcpbench import`: runs made of another engine's benchmark results."""
 
-import dataclasses
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dcpbench.commands.command import panel
+from dcpbench.commands.command import group, panel
 from dcpbench.show.terminal import say
 
 LAYOUT = panel("What the engine ran on, where its file does not say")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class Engine:
     """What the user says of results that do not say it themselves."""
 

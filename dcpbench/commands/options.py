@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dcpbench.commands.command import panel
+from dcpbench.commands.command import group, panel
 
 if TYPE_CHECKING:
     from dcpbench.launch.torchrun import Machines
@@ -77,7 +77,7 @@ Slo = Annotated[
 ]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class Layouts:
     """Over how many ranks, and as what."""
 
@@ -99,7 +99,7 @@ class Layouts:
     ] = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class How:
     """How a layer is computed."""
 
@@ -174,7 +174,7 @@ class How:
     ] = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class Run:
     """How a command runs, not what it measures."""
 
@@ -234,7 +234,7 @@ class Run:
         return Machines()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class RunOnMachines(Run):
     """The same, where several machines may take part."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import panel, typed
+from dcpbench.commands.command import group, panel, typed
 from dcpbench.show.terminal import console, say
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ WHAT = panel("What requests are")
 SERVED = panel("How requests are served")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class Layouts(opt.Layouts):
     """Fewer ranks on the CPU than of sweep."""
 
@@ -43,7 +43,7 @@ class Layouts(opt.Layouts):
     ] = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class Load:
     """What is sent and how it is served."""
 
@@ -181,7 +181,7 @@ class Load:
     ] = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class How(opt.How):
     """Nothing is chosen by itself, and no batch is halved."""
 
@@ -215,7 +215,7 @@ class How(opt.How):
     ] = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class Measured:
     """Live or replayed, against what, and how often."""
 

@@ -1,13 +1,12 @@
 """`dcpbench sweep`: decode over layouts and loads."""
 
-import dataclasses
 from typing import Annotated
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import typed
+from dcpbench.commands.command import group, typed
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class Load:
     """What is computed, and for how many requests."""
 
@@ -31,7 +30,7 @@ class Load:
     weights: opt.Weights = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class How(opt.How):
     """With the size of the pool."""
 
@@ -46,7 +45,7 @@ class How(opt.How):
     ] = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class Measured:
     """How long, how often, and what beside."""
 

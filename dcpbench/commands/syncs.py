@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dcpbench.commands.command import command, panel
+from dcpbench.commands.command import command, group, panel
 
 if TYPE_CHECKING:
     from dcpbench.syncs.commands import GateOptions
@@ -39,7 +39,7 @@ Output = Annotated[Path | None, OUTPUT("-o", "--output", metavar="FILE", help="W
 Force = Annotated[bool, OUTPUT("--force", help="Write over a file that is there. Default: no.")]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class Gate:
     """What is read beside traces, and what may pass."""
 
@@ -104,14 +104,14 @@ class Gate:
         return GateOptions(**{**vars(self), "allow": self.allow or ()})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class GateWithoutTimes(Gate):
     """Nothing is timed."""
 
     max_bubble_us: float | None = dataclasses.field(default=None, init=False)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class GateToBe(GateWithoutTimes):
     """For a baseline that is yet to be written, of whatever number."""
 
@@ -119,7 +119,7 @@ class GateToBe(GateWithoutTimes):
     max_per_step: float | None = dataclasses.field(default=None, init=False)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class Report:
     """Where the report goes, and as what."""
 
@@ -135,7 +135,7 @@ class Report:
     force: Force = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class Recorded:
     """What is recorded of each process."""
 

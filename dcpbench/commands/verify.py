@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import SOME_FAILED, WRONG, typed
+from dcpbench.commands.command import SOME_FAILED, WRONG, group, typed
 from dcpbench.show.terminal import console, say
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ USUAL = ((1, 1, 1), (2, 1, 1), (2, 1, 2), (4, 1, 2), (4, 1, 4), (4, 2, 2))
 USUAL_LOAD = {"concurrency": "4", "context": "37"}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class Layouts(opt.Layouts):
     """Those to be checked, all that are valid where a degree is left out."""
 
@@ -47,7 +47,7 @@ class Layouts(opt.Layouts):
     ] = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class Load:
     """What is computed, and against what a checkpoint is held."""
 
@@ -85,7 +85,7 @@ class Load:
     ] = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@group
 class Run(opt.Run):
     """Without a file of options, and always from the beginning."""
 
