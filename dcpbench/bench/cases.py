@@ -19,7 +19,7 @@ from dcpbench.points.names import BACKENDS, EXCHANGES
 from dcpbench.points.shapes import KV_WIDTH, LATENT, VALUE, load_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 KV_WRITE_VARIANTS = ("check-all", "filter", "masked-kernel")
 DP_SLICE_VARIANTS = ("cuda-slice", "host-slice")
@@ -348,3 +348,17 @@ def _names(option: str, typed: str | None, known: Sequence[str]) -> tuple[str, .
             hint = f"; did you mean {near[0]}?" if near else "."
             raise UsageError(f"{option} '{item}' is unknown{hint} Write a comma list of: {', '.join(known)}.")
     return tuple(name for name in known if name in items)
+
+
+CASES: dict[str, Callable[..., list[Case]]] = {
+    "attention": attention_cases,
+    "exchange": exchange_cases,
+    "collectives": collectives_cases,
+    "merge": merge_cases,
+    "moe": moe_cases,
+    "kv-gather": kv_gather_cases,
+    "kv-write": kv_write_cases,
+    "dp-slice": dp_slice_cases,
+    "padded-slots": padded_slots_cases,
+}
+"""What makes the cases of each bench of its options."""

@@ -9,30 +9,29 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench.bench import processes
-from dcpbench.bench.cases import Machine
-from dcpbench.bench.record import BenchJob, BenchRecord, BenchSettings, Event
+from dcpbench.bench.cases import CASES, Machine
+from dcpbench.bench.record import BenchJob, BenchRecord, BenchSettings, Event, Result
 from dcpbench.errors import CapacityError, OutputError, UsageError, WorkerError
 from dcpbench.launch import folders, launcher
+from dcpbench.launch.jobs import Exit, Progress, code_words
+from dcpbench.launch.progress import ProgressBar
+from dcpbench.launch.ranks import Started
+from dcpbench.launch.stopping import said_when_stopped
 from dcpbench.plan.options import check_seconds
 from dcpbench.plan.spec import effective
 from dcpbench.show.streams import write_json
+from dcpbench.show.terminal import console, say
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Container, Mapping
 
-    from rich.console import Console
-
-    from dcpbench.bench.record import Case
     from dcpbench.points.machine import Probe
 
 WORKER = "dcpbench.bench.worker"
-PLAIN_WIDTH = 160
-"""Columns of a table in a file or a pipe."""
 LONGEST_BACKLOG_US = 100_000
 WRONG, SOME_FAILED = 1, 4
 CPU_RANKS = 2
@@ -43,116 +42,173 @@ CPU_NOTE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What all benches share."""
+    """How every bench is run, as typed."""
 
-    device: str = "auto"
-    settings: BenchSettings = BenchSettings()  # noqa: RUF009 -- frozen
+    seconds: float = BenchSettings().seconds
+    backlog: float = BenchSettings().backlog_us
     timeout: float = 300.0
+    device: str = "auto"
     output: Path | None = None
     force: bool = False
     as_json: bool = False
-    between_ranks: bool = False
-    """Whether it is a bench of what ranks send to each other."""
-    ranks: int | None = None
-    """How many; None: all visible GPUs."""
+
+    def settings(self) -> BenchSettings:
+        """Raises UsageError for times that cannot pass."""
+        check_seconds("--seconds", self.seconds, 1)
+        check_seconds("--timeout", self.timeout, 300)
+        if not 0 < self.backlog <= LONGEST_BACKLOG_US:
+            raise UsageError(f"--backlog {self.backlog:g}: must be 1 to {LONGEST_BACKLOG_US:,} µs; try --backlog 100.")
+        return BenchSettings(seconds=self.seconds, backlog_us=self.backlog)
 
 
-def options(
-    *,
-    seconds: float,
-    timeout: float,
-    device: str,
-    output: Path | None,
-    force: bool,
-    as_json: bool,
-    backlog: float = BenchSettings().backlog_us,
-    between_ranks: bool = False,
-    ranks: int | None = None,
-) -> Options:
-    """Options as typed. Raises UsageError for times that cannot pass, and for ranks that have nobody to talk to."""
-    check_seconds("--seconds", seconds, 1)
-    check_seconds("--timeout", timeout, 300)
-    if not 0 < backlog <= LONGEST_BACKLOG_US:
-        raise UsageError(f"--backlog {backlog:g}: must be 1 to {LONGEST_BACKLOG_US:,} µs; try --backlog 100.")
-    if ranks is not None and ranks < CPU_RANKS:
-        raise UsageError(f"--ranks {ranks}: one rank has nobody to exchange anything with; try --ranks {CPU_RANKS}.")
-    settings = BenchSettings(seconds=seconds, backlog_us=backlog)
-    return Options(
-        device=device,
-        settings=settings,
-        timeout=timeout,
-        output=output,
-        force=force,
-        as_json=as_json,
-        between_ranks=between_ranks,
-        ranks=ranks,
-    )
-
-
-def run(bench: str, cases_on: Callable[[Machine], list[Case]], asked: Options) -> int:
+def run(bench: str, sizes: Mapping[str, Any], asked: Options) -> int:
     """Run a bench and return the exit code: 0, 1 with a wrong result, 4 with a failed case.
 
     Args:
-        bench: Its name in bench_worker.BENCHES.
-        cases_on: Gives the cases for a machine. Raises UsageError for bad options.
-        asked: What all benches share.
+        bench: Its name in cases.CASES.
+        sizes: What its cases are made of, as typed; with `ranks` for a bench of what ranks send to each other.
+        asked: How it is run.
     """
+    settings, sizes = asked.settings(), dict(sizes)
+    between_ranks, asked_ranks = "ranks" in sizes, sizes.pop("ranks", None)
+    if asked_ranks is not None and asked_ranks < CPU_RANKS:
+        raise UsageError(
+            f"--ranks {asked_ranks}: one rank has nobody to exchange anything with; try --ranks {CPU_RANKS}."
+        )
     # Bad options are refused before the machine is asked, which takes seconds.
-    cases_on(Machine(cpu=True, ranks=asked.ranks or CPU_RANKS))
+    CASES[bench](Machine(cpu=True, ranks=asked_ranks or CPU_RANKS), **sizes)
     paths = _prepare(bench, asked)
-    device, ranks = _where(bench, asked)
+    probe = _where(bench, asked.device)
+    ranks = _ranks(bench, probe, asked_ranks) if between_ranks else 1
     job = BenchJob(
         bench=bench,
-        device=device,
+        device=probe.device,
         ranks=ranks,
-        cases=cases_on(Machine(cpu=device == "cpu", ranks=ranks)),
-        settings=asked.settings,
+        cases=CASES[bench](Machine(cpu=probe.device == "cpu", ranks=ranks), **sizes),
+        settings=settings,
         command=shlex.join(["dcpbench", *sys.argv[1:]]),
     )
-    if device == "cpu":
-        _say(CPU_NOTE)
+    if job.device == "cpu":
+        say(CPU_NOTE)
     started = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
     begin = time.monotonic()
     record = BenchRecord(
-        bench=bench, performance=device != "cpu", ranks=ranks, settings=job.settings, started_at=started
+        bench=bench, performance=job.device != "cpu", ranks=ranks, settings=job.settings, started_at=started
     )
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:  # of ranks that are just being ended
         folder = Path(name)
-        try:
-            with _Watch(job) as watch:
-                problem = processes.follow(job, folder, record, worker=WORKER, timeout=asked.timeout, watch=watch)
-        except KeyboardInterrupt:
-            _say("\nInterrupted; the worker has ended and nothing was written.")
-            sys.exit(130)
+        with said_when_stopped("Interrupted; the worker has ended and nothing was written."):
+            problem = _follow(job, folder, record, asked.timeout)
         if paths:
-            (paths[0].with_suffix(".log")).write_bytes(processes.logs(folder))
+            (paths[0].with_suffix(".log")).write_bytes(_logs(folder))
     record.seconds = round(time.monotonic() - begin, 3)
     if record.environment is None:
         raise WorkerError(f"the bench's worker ended before its first case. {problem}")
     return _finish(record, paths, problem, asked)
 
 
-def _where(bench: str, asked: Options) -> tuple[str, int]:
-    """(device, number of ranks). Raises CapacityError where there are not as many GPUs."""
+def _follow(job: BenchJob, folder: Path, record: BenchRecord, timeout: float) -> str:
+    """Run the job's ranks and fill the record; returns why they ended early, empty where they did not."""
+    (folder / "job.json").write_bytes(msgspec.json.encode(job))
+    record.results = [
+        Result(case=case, outcome="failed", reason="not reached: the worker ended before") for case in job.cases
+    ]
+    names = {str(index): case.name() for index, case in enumerate(job.cases)}
+    watchdog, seen = launcher.Watchdog(), set[str]()
+    with (
+        ProgressBar(names, console(error=True), "cases") as bar,
+        Started(folder, folder / "events.jsonl", job.ranks, WORKER, job.device) as ranks,
+    ):
+        while True:
+            ended = ranks.ended()
+            for line in ranks.told.lines():
+                event = msgspec.json.decode(line, type=Event)
+                watchdog.hear()
+                seen.add(event.stage)
+                _take(event, record)
+                bar(_shown(event))
+            if ended or watchdog.past_grace(lambda: bool(_gone(ranks, seen))):
+                break
+            limit = timeout if "case" in seen else max(timeout, launcher.PATIENCE_S)
+            if watchdog.silent(limit):
+                ranks.stacks()  # into their logs
+                return f"It hung: nothing was heard for {limit:g} s (--timeout).{_last_words(ranks, [])}"
+            time.sleep(launcher.POLL_S)
+        gone = _gone(ranks, seen)
+        if not gone and "end" not in seen:
+            return f"Its processes were ended by another one.{_last_words(ranks, [])}"
+        who = "Rank {}" if job.ranks > 1 else "It"
+        dead = [f"{who.format(e.rank)} {code_words(e.code)}." for e in sorted(gone, key=lambda e: e.rank)]
+        return f"{' '.join(dead)}{_last_words(ranks, [e.rank for e in gone])}" if dead else ""
+
+
+def _gone(ranks: Started, seen: Container[str]) -> list[Exit]:
+    """The ranks that ended out of turn, the first one first; with 0 they may only when all is done."""
+    return [e for e in ranks.exits() if e.code or "end" not in seen]
+
+
+def _take(event: Event, record: BenchRecord) -> None:
+    """Put what an event says into the record."""
+    if event.environment:
+        record.environment = event.environment
+    if event.stage == "limits":
+        record.limits, record.without = event.limits, event.without
+    if event.result:
+        record.results[event.index] = event.result
+    for name, value in (("syncs", event.syncs), ("graph", event.graph)):
+        if value is not None:
+            record.results[event.index] = msgspec.structs.replace(record.results[event.index], **{name: value})
+
+
+def _shown(event: Event) -> Progress:
+    """An event as the bar shows it."""
+    key = str(event.index) if event.stage in ("case", "done", "counted", "graph") else ""
+    note, r = "", event.result
+    if r and event.stage == "done":
+        note = r.reason or r.difference or (f"{r.time.median_us:.3g} µs" if r.time else "correct")
+    return Progress(stage=event.stage, key=key, note=note)
+
+
+def _last_words(ranks: Started, first: list[int]) -> str:
+    """The last lines of the first of these ranks, else of any, that printed some."""
+    log, lines = ranks.last_words(first)
+    of = f" of {Path(log).stem.replace('-', ' ')}" if len(ranks.ranks) > 1 else ""
+    return "\n".join([f" The last lines{of}:", *lines]) if lines else ""
+
+
+def _logs(folder: Path) -> bytes:
+    """What all ranks printed, one after the other."""
+    parts = []
+    for path in sorted(folder.glob("rank-*.log")):
+        parts += [f"{path.name}:\n".encode(), path.read_bytes(), b"\n"]
+    return b"".join(parts)
+
+
+def _where(bench: str, device: str) -> Probe:
+    """The machine as --device wants it seen. Raises CapacityError where there is no such device."""
     probe = launcher.probe()
-    here = f"`dcpbench bench {bench} --device cpu`, which checks correctness"
-    if asked.device == "cuda" and probe.device != "cuda":
+    if device == "cuda" and probe.device != "cuda":
         raise CapacityError(
-            f"--device cuda, but no GPU is visible; `dcpbench env` says why. Without one, type {here} and counts "
-            "synchronisations."
+            f"--device cuda, but no GPU is visible; `dcpbench env` says why. Without one, type {_on_cpu(bench)} and "
+            "counts synchronisations."
         )
-    device = effective(probe, asked.device).device
-    if not asked.between_ranks:
-        return device, 1
-    return device, asked.ranks or CPU_RANKS if device == "cpu" else _gpus(probe, asked.ranks, here)
+    return effective(probe, device)
 
 
-def _gpus(probe: Probe, ranks: int | None, here: str) -> int:
-    wanted = ranks or max(probe.count, CPU_RANKS)
+def _ranks(bench: str, probe: Probe, asked: int | None) -> int:
+    """How many ranks take part. Raises CapacityError where there are not as many GPUs."""
+    if probe.device == "cpu":
+        return asked or CPU_RANKS
+    wanted = asked or max(probe.count, CPU_RANKS)
     if wanted > probe.count:
-        fewer = f"type --ranks {probe.count}" if probe.count >= CPU_RANKS else f"with one alone, type {here}"
+        alone = f"with one alone, type {_on_cpu(bench)}"
+        fewer = f"type --ranks {probe.count}" if probe.count >= CPU_RANKS else alone
         raise CapacityError(f"{wanted} ranks need {wanted} GPUs, but {probe.count} visible; {fewer}.")
     return wanted
+
+
+def _on_cpu(bench: str) -> str:
+    return f"`dcpbench bench {bench} --device cpu`, which checks correctness"
 
 
 def _prepare(bench: str, options: Options) -> list[Path]:
@@ -181,7 +237,7 @@ def _finish(record: BenchRecord, paths: list[Path], problem: str, options: Optio
         print(f"Wrote {path}", file=sys.stderr if options.as_json else sys.stdout)
     failed = [r for r in record.results if r.outcome != "ok"]
     if problem or failed:
-        _say(f"{len(failed)} of {len(record.results)} cases failed. {problem}".strip())
+        say(f"{len(failed)} of {len(record.results)} cases failed. {problem}".strip())
     if any(r.correct is False for r in record.results):
         return WRONG
     return SOME_FAILED if problem or failed else 0
@@ -203,12 +259,12 @@ def _print(record: BenchRecord) -> None:
     from dcpbench.bench.shown.findings import marks_told
     from dcpbench.bench.shown.table import legend, table
 
-    console = _console()
-    console.print(table(record, console.width))
-    for line in [*legend(record, console.width), *marks_told(record.results)]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True, style="dim")
+    terminal = console()
+    terminal.print(table(record, terminal.width))
+    for line in [*legend(record, terminal.width), *marks_told(record.results)]:
+        terminal.print(line, markup=False, highlight=False, soft_wrap=True, style="dim")
     for line in record.findings:
-        console.print(f"• {line}", markup=False, highlight=False, soft_wrap=True)
+        terminal.print(f"• {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _without_samples(record: BenchRecord) -> bytes:
@@ -218,56 +274,3 @@ def _without_samples(record: BenchRecord) -> bytes:
         return [strip(v) for v in value] if isinstance(value, list) else value
 
     return msgspec.json.encode(strip(msgspec.to_builtins(record)))
-
-
-class _Watch:
-    """Progress: a bar on a terminal, a line for each timed case elsewhere."""
-
-    def __init__(self, job: BenchJob) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self._job, console = job, _console(error=True)
-        self._bar: Progress | None = None
-        if console.is_terminal:
-            self._bar = Progress(
-                BarColumn(30),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("{task.description}"),
-                console=console,
-                transient=True,
-            )
-            self._task = self._bar.add_task("starting", total=len(job.cases))
-
-    def __enter__(self) -> Self:
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar:
-            self._bar.stop()
-
-    def __call__(self, event: Event) -> None:
-        """Show one event."""
-        name = self._job.cases[event.index].name() if event.stage in ("case", "done", "counted", "graph") else ""
-        if self._bar:
-            self._bar.update(self._task, description=name, advance=event.stage == "done")
-        elif event.stage == "done" and event.result:
-            r = event.result
-            note = r.reason or r.difference or (f"{r.time.median_us:.3g} µs" if r.time else "correct")
-            _say(f"[{event.index + 1}/{len(self._job.cases)}] {name}  {note}")
-
-
-def _console(*, error: bool = False) -> Console:
-    from rich.console import Console
-
-    console = Console(stderr=error)
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
-    return console
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()

@@ -1,6 +1,6 @@
 """What a bench is asked to do, what it says while it runs, and the record that it leaves: plain JSON. No torch.
 
-job.json        BenchJob, written by processes.py, read by every rank of worker.py
+job.json        BenchJob, written by command.py, read by every rank of worker.py
 events.jsonl    Event, one line each, written by rank 0 of worker.py while it runs
 bench-NAME.json BenchRecord, in the folder given with -o
 

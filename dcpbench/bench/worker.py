@@ -1,4 +1,4 @@
-"""Runs the cases of a bench as one of its ranks: `python -m dcpbench.bench.worker FOLDER`, started by processes.py.
+"""Runs the cases of a bench as one of its ranks: `python -m dcpbench.bench.worker FOLDER`, started by command.py.
 
 FOLDER/job.json says what; FOLDER/events.jsonl gets a line for each thing done, from rank 0. The machine's limits come
 first, then up to three rounds over the cases: timing, since the detector that counts synchronisations afterwards slows

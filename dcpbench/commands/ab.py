@@ -1,6 +1,4 @@
-"""What `dcpbench ab` does: two variants of sweep or serve, launched in turn, then compared round by round. No torch."""
-
-from __future__ import annotations
+"""`dcpbench ab`: two variants of sweep or serve, launched in turn, then compared round by round."""
 
 import contextlib
 import dataclasses
@@ -8,23 +6,18 @@ import io
 import shlex
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
-import msgspec
 import typer
 
-from dcpbench.commands.runs import INTERRUPTED, SOME_FAILED, say
-from dcpbench.compare import commands
-from dcpbench.compare.sides import differing, read_side
+from dcpbench.commands import options as opt
+from dcpbench.commands.command import SOME_FAILED, Command, group, panel
+from dcpbench.commands.compare import Judged, Shown
 from dcpbench.errors import DcpbenchError, OutputError, UsageError
-from dcpbench.launch import folders
-from dcpbench.records.folder import RECORDS_FILE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from dcpbench.compare.judging import Options
+from dcpbench.launch.stopping import INTERRUPTED
+from dcpbench.show.terminal import say
 
 STATE_FILE = "ab.json"
 WORKLOADS = ("sweep", "serve")
@@ -43,60 +36,102 @@ OURS = {
 PARSER_ERROR: Any = typer.BadParameter.__base__
 """What a parser raises for any option that it cannot take; its module differs between versions of Typer."""
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """The options of `ab` that say what is run."""
-
-    workload: str = "sweep"
-    a: str = ""
-    b: str = ""
-    both: str = ""
-    rounds: int = 8
-    output: Path | None = None
-    resume: bool = False
-    force: bool = False
-    dry_run: bool = False
+RUNS = panel("What is run")
 
 
-class State(msgspec.Struct, kw_only=True):
+@group
+class Variants:
+    """What is run, and how often."""
+
+    a: Annotated[str, RUNS("--a", metavar="OPTIONS", help="Options of variant A, as one word in quotes.")] = ""
+    b: Annotated[str, RUNS("--b", metavar="OPTIONS", help="Options of variant B.")] = ""
+    both: Annotated[str, RUNS("--both", metavar="OPTIONS", help="Options of both.")] = ""
+    workload: Annotated[str, RUNS("--workload", metavar="NAME", help="sweep or serve: the command that is run.")] = (
+        "sweep"
+    )
+    rounds: Annotated[
+        int, RUNS("--rounds", metavar="N", help="Each round launches both variants once: A B, B A, A B, …")
+    ] = 8
+
+
+@group
+class JudgedInRounds(Judged):
+    """Rounds show themselves how launches scatter."""
+
+    launch_noise: str = dataclasses.field(default="2%", init=False)
+
+
+@group
+class Launches:
+    """Where they are kept, and what is done with those that are there."""
+
+    output: Annotated[
+        Path | None,
+        opt.OUTPUT(
+            "-o", "--output", metavar="DIR", help="Folder for a/, b/ and the comparison. Default: runs/DATE-TIME-ab-…."
+        ),
+    ] = None
+    resume: opt.Resume = False
+    force: opt.Force = False
+    dry_run: Annotated[
+        bool, opt.OUTPUT("--dry-run", help="Only print the points of both variants and the order of launches.")
+    ] = False
+
+
+@dataclasses.dataclass(kw_only=True)
+class State:
     """What ab.json holds: what is run, and which launches have ended."""
 
     workload: str
     a: list[str]
     b: list[str]
-    done: dict[str, int] = {}
+    done: dict[str, int] = dataclasses.field(default_factory=dict)
     """Exit code of each launch that ended, such as `a/round-1`."""
 
 
-def ab(wanted: Wanted, options: Options, out: commands.Out, known: Mapping[str, Any]) -> int:
-    """`dcpbench ab`: returns the exit code. `known` are the commands of this command line, by name.
+def ab(context: typer.Context, variants: Variants, judged: JudgedInRounds, launches: Launches, shown: Shown) -> int:
+    """Run two variants in turn on this machine, so that drift cancels, and compare them round by round.
 
-    Raises UsageError for options that neither side's command can take, and OutputError for a folder in use.
+    Every round is a launch of its own on each side, and their order alternates (A B, B A, …), which takes out whatever
+    drifts evenly. Ctrl-C keeps what was measured; --resume goes on. Exit codes: those of compare, and 4 where points
+    failed.
+
+    For example:
+
+      dcpbench ab --both "--tp 4 --dcp 4 --context 32000" --a "--exchange ag_rs" --b "--exchange symm"
+
+      dcpbench ab --workload serve --both "--tp 4 --concurrency 32" --a "--policy mixed" --b "--policy prefill-first"
     """
-    commands.check(options, out)
-    sides = {side: _arguments(wanted, side, known) for side in "ab"}
+    from dcpbench.compare import outputs
+    from dcpbench.compare.sides import differing, read_side
+    from dcpbench.launch import folders
+
+    options, out = judged.options(paired=True), outputs.Out(fail_on=judged.fail_on, **vars(shown))
+    outputs.check(options, out)
+    _check(variants, launches)
+    command = getattr(context.find_root().command, "commands", {})[variants.workload]
+    sides = {side: _arguments(variants, side, command) for side in "ab"}
     if not (sides["a"] or sides["b"]):
         raise UsageError('what differs? Give both variants, such as --a "--exchange ag_rs" --b "--exchange symm".')
     if sides["a"] == sides["b"]:
         say("A and B are the same: this shows what differs between launches of one variant.")
-    if wanted.dry_run:
-        return _plan(wanted, sides, known)
-    folder = wanted.output or Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-ab-{wanted.workload}"
+    if launches.dry_run:
+        return _plan(variants, sides, command)
+    folder = launches.output or Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-ab-{variants.workload}"
     with folders.locked(folder):
-        state = _state(folder, wanted, sides)
-        _check_values(wanted.workload, sides, known)
-        code = _launch_all(folder, state, wanted, known)
-        launches = [_complete(folder, state, side, wanted.rounds) for side in "ab"]
-        shared = [n for n in launches[0] if n in launches[1]]
+        state = _state(folder, launches, State(workload=variants.workload, a=sides["a"], b=sides["b"]))
+        _check_values(sides, command)
+        code = _launch_all(folder, state, variants.rounds, command, force=launches.force)
+        ended = [_complete(folder, state, side, variants.rounds) for side in "ab"]
+        shared = [n for n in ended[0] if n in ended[1]]
         if not shared:
             raise UsageError(f"no round has ended on both sides, so there is nothing to compare; read {folder}.")
         a, b = (read_side([folder / side / n for n in shared]) for side in "ab")
         across = differing(a, b)
-        options = dataclasses.replace(options, across=across, paired=True)
+        options = dataclasses.replace(options, across=across)
         if across:
             say(f"Points are matched without {', '.join(across)}, in which the variants differ.")
-        verdict = commands.conclude(a, b, options, dataclasses.replace(out, folder=folder))
+        verdict = outputs.conclude(a, b, options, dataclasses.replace(out, folder=folder))
     return code if code == INTERRUPTED else verdict or code
 
 
@@ -105,21 +140,22 @@ def order(number: int) -> tuple[str, str]:
     return ("a", "b") if number % 2 else ("b", "a")
 
 
-def _launch_all(folder: Path, state: State, wanted: Wanted, known: Mapping[str, Any]) -> int:
+def _launch_all(folder: Path, state: State, rounds: int, command: Command, *, force: bool) -> int:
     """Every launch that has not ended yet, in order; SOME_FAILED where points failed, INTERRUPTED after Ctrl-C."""
-    todo = [f"{side}/round-{n}" for n in range(1, wanted.rounds + 1) for side in order(n)]
+    todo = [f"{side}/round-{n}" for n in range(1, rounds + 1) for side in order(n)]
     left = [name for name in todo if name not in state.done]
-    began, code = time.monotonic(), 0
+    began = time.monotonic()
     for index, name in enumerate(left):
         eta = (time.monotonic() - began) / index * (len(left) - index) if index else None
         about = f", about {eta / 60:.0f} min left" if eta and eta > 90 else ""  # noqa: PLR2004
-        say(f"== {name.upper()[0]}, round {name.rpartition('-')[2]} of {wanted.rounds} ({_done(state, todo)}{about})")
+        done = f"{sum(name in state.done for name in todo)} of {len(todo)} launches done"
+        say(f"== {name.upper()[0]}, round {name.rpartition('-')[2]} of {rounds} ({done}{about})")
         try:
-            ended = _launch(folder / name, state, name[0], known, force=wanted.force)
+            ended = _launch(folder / name, state, name[0], command, force=force)
         except (KeyboardInterrupt, SystemExit) as e:
             say(f"Interrupted in {name}. To go on, repeat the command with: -o {shlex.quote(str(folder))} --resume")
             number = e.code if isinstance(e, SystemExit) and isinstance(e.code, int) else INTERRUPTED
-            if not _any_round(state):
+            if not any(side.startswith("a/") and f"b/{side[2:]}" in state.done for side in state.done):
                 sys.exit(number)
             return INTERRUPTED
         except DcpbenchError as e:
@@ -128,17 +164,23 @@ def _launch_all(folder: Path, state: State, wanted: Wanted, known: Mapping[str, 
             raise UsageError(f"{name}: `dcpbench {state.workload}` ended with {ended}; its messages are above.")
         state.done[name] = ended
         _write(folder, state)
-    return SOME_FAILED if SOME_FAILED in (code, *state.done.values()) else code
+    return SOME_FAILED if SOME_FAILED in state.done.values() else 0
 
 
-def _launch(folder: Path, state: State, side: str, known: Mapping[str, Any], *, force: bool) -> int:
+def _launch(folder: Path, state: State, side: str, command: Command, *, force: bool) -> int:
     """Run sweep or serve in this process, as typed; what it prints goes to stderr, as stdout is the comparison's."""
     arguments = [*getattr(state, side), "-o", str(folder)]
-    holds = (folder / RECORDS_FILE).exists()
-    arguments += ["--force"] if holds and force else ["--resume"] if holds else []
+    if _holds_records(folder):
+        arguments.append("--force" if force else "--resume")
     with _as_typed([state.workload, *arguments]), contextlib.redirect_stdout(sys.stderr):
-        ended = known[state.workload].main(arguments, prog_name=f"dcpbench {state.workload}", standalone_mode=False)
+        ended = command.main(arguments, prog_name=f"dcpbench {state.workload}", standalone_mode=False)
     return int(ended or 0)
+
+
+def _holds_records(folder: Path) -> bool:
+    from dcpbench.records.folder import RECORDS_FILE
+
+    return (folder / RECORDS_FILE).exists()
 
 
 @contextlib.contextmanager
@@ -152,43 +194,46 @@ def _as_typed(arguments: Sequence[str]) -> Iterator[None]:
         sys.argv = before
 
 
-def _arguments(wanted: Wanted, side: str, known: Mapping[str, Any]) -> list[str]:
-    """One side's options as the command's own parser takes them. Raises UsageError, which names the side."""
-    if wanted.workload not in WORKLOADS:
-        raise UsageError(f"--workload {wanted.workload}: give {' or '.join(WORKLOADS)}.")
-    if not 1 <= wanted.rounds <= MOST_ROUNDS:
-        raise UsageError(f"--rounds {wanted.rounds} cannot be; give 1 to {MOST_ROUNDS}, such as --rounds 8.")
-    if wanted.resume and wanted.force:
+def _check(variants: Variants, launches: Launches) -> None:
+    if variants.workload not in WORKLOADS:
+        raise UsageError(f"--workload {variants.workload}: give {' or '.join(WORKLOADS)}.")
+    if not 1 <= variants.rounds <= MOST_ROUNDS:
+        raise UsageError(f"--rounds {variants.rounds} cannot be; give 1 to {MOST_ROUNDS}, such as --rounds 8.")
+    if launches.resume and launches.force:
         raise UsageError("--resume and --force contradict each other; --resume goes on, --force starts over.")
-    if wanted.resume and wanted.output is None:
+    if launches.resume and launches.output is None:
         raise UsageError("--resume needs the run to go on with; add for example -o runs/NAME.")
-    text = getattr(wanted, side)
+
+
+def _arguments(variants: Variants, side: str, command: Command) -> list[str]:
+    """One side's options as the command's own parser takes them. Raises UsageError, which names the side."""
+    text = getattr(variants, side)
     try:
-        arguments = [*shlex.split(wanted.both), *shlex.split(text)]
+        arguments = [*shlex.split(variants.both), *shlex.split(text)]
     except ValueError as e:
         raise UsageError(f"--{side} or --both: {e}; close every quote.") from e
     if {"-h", "--help"} & set(arguments):
-        raise UsageError(f"--{side} and --both take options of a run; see `dcpbench {wanted.workload} --help`.")
-    command = known[wanted.workload]
+        raise UsageError(f"--{side} and --both take options of a run; see `dcpbench {variants.workload} --help`.")
     try:
-        with command.make_context(wanted.workload, list(arguments)) as context:
+        with command.make_context(variants.workload, list(arguments)) as context:
             typed = context.params
             given = [p.name for p in command.params if p.name in OURS and typed.get(p.name) != p.get_default(context)]
     except PARSER_ERROR as e:
         raise UsageError(
-            f"--{side} {text!r}: {e.format_message()} See `dcpbench {wanted.workload} --help` for its options."
+            f"--{side} {text!r}: {e.format_message()} See `dcpbench {variants.workload} --help` for its options."
         ) from e
     if given:
         raise UsageError(f"--{side} {text!r}: leave {OURS[given[0]]} out; ab itself says where and how often to run.")
     return arguments
 
 
-def _state(folder: Path, wanted: Wanted, sides: Mapping[str, list[str]]) -> State:
+def _state(folder: Path, launches: Launches, new: State) -> State:
     """What the folder holds already, or a new beginning. Raises OutputError where the two do not go together."""
+    import msgspec
+
     path = folder / STATE_FILE
-    new = State(workload=wanted.workload, a=sides["a"], b=sides["b"])
-    if path.exists() and not wanted.force:
-        if not wanted.resume:
+    if path.exists() and not launches.force:
+        if not launches.resume:
             raise OutputError(
                 f"{folder} already holds launches of ab; add --resume to go on, --force to start over, or give another "
                 "folder with -o."
@@ -203,13 +248,15 @@ def _state(folder: Path, wanted: Wanted, sides: Mapping[str, list[str]]) -> Stat
                 f"{old.workload}; repeat these (--both counted in), or give another folder with -o."
             )
         return old
-    if not wanted.force and any((folder / side).exists() for side in "ab"):
+    if not launches.force and any((folder / side).exists() for side in "ab"):
         raise OutputError(f"{folder} holds folders a or b that are not of ab; give another folder with -o.")
     _write(folder, new)
     return new
 
 
 def _write(folder: Path, state: State) -> None:
+    import msgspec
+
     half = folder / f"{STATE_FILE}.part"
     try:
         half.write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n")
@@ -218,24 +265,24 @@ def _write(folder: Path, state: State) -> None:
         raise OutputError(f"{folder / STATE_FILE} cannot be written ({e.strerror}); give another folder.") from e
 
 
-def _plan(wanted: Wanted, sides: Mapping[str, list[str]], known: Mapping[str, Any]) -> int:
+def _plan(variants: Variants, sides: Mapping[str, list[str]], command: Command) -> int:
     for side, arguments in sides.items():
-        say(f"== {side.upper()}: dcpbench {wanted.workload} {shlex.join(arguments)}")
-        code = known[wanted.workload].main([*arguments, "--dry-run"], standalone_mode=False)
+        say(f"== {side.upper()}: dcpbench {variants.workload} {shlex.join(arguments)}")
+        code = command.main([*arguments, "--dry-run"], standalone_mode=False)
         if code:
             return int(code)
-    turns = " ".join("".join(order(n)).upper() for n in range(1, min(wanted.rounds, 10) + 1))
-    say(f"{wanted.rounds} rounds: {turns}{' …' if wanted.rounds > 10 else ''}")  # noqa: PLR2004 -- as many as are shown
+    turns = " ".join("".join(order(n)).upper() for n in range(1, min(variants.rounds, 10) + 1))
+    say(f"{variants.rounds} rounds: {turns}{' …' if variants.rounds > 10 else ''}")  # noqa: PLR2004 -- as many as are shown
     return 0
 
 
-def _check_values(workload: str, sides: Mapping[str, list[str]], known: Mapping[str, Any]) -> None:
+def _check_values(sides: Mapping[str, list[str]], command: Command) -> None:
     """Raise what a variant's options are wrong by before the other one has run for nothing: a dry run, not shown."""
     for side, arguments in sides.items():
         nowhere = io.StringIO()
         try:
             with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-                known[workload].main([*arguments, "--dry-run"], standalone_mode=False)
+                command.main([*arguments, "--dry-run"], standalone_mode=False)
         except DcpbenchError as e:
             raise type(e)(f"--{side} {shlex.join(arguments)!r}: {e}") from e
 
@@ -243,12 +290,4 @@ def _check_values(workload: str, sides: Mapping[str, list[str]], known: Mapping[
 def _complete(folder: Path, state: State, side: str, rounds: int) -> list[str]:
     """Rounds of a side that ended and left records."""
     names = [f"round-{n}" for n in range(1, rounds + 1)]
-    return [n for n in names if f"{side}/{n}" in state.done and (folder / side / n / RECORDS_FILE).exists()]
-
-
-def _any_round(state: State) -> bool:
-    return any(name.startswith("a/") and f"b/{name[2:]}" in state.done for name in state.done)
-
-
-def _done(state: State, todo: Sequence[str]) -> str:
-    return f"{sum(name in state.done for name in todo)} of {len(todo)} launches done"
+    return [n for n in names if f"{side}/{n}" in state.done and _holds_records(folder / side / n)]

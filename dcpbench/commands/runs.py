@@ -9,16 +9,16 @@ import contextlib
 import dataclasses
 import json
 import shlex
-import signal
 import sys
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench.commands.command import SOME_FAILED
 from dcpbench.errors import UsageError
 from dcpbench.launch import folders, launcher
 from dcpbench.launch.nodes import secret, split_endpoint
-from dcpbench.launch.torchrun import Machines
+from dcpbench.launch.stopping import said_when_stopped
 from dcpbench.plan import grid
 from dcpbench.plan.options import check_seconds
 from dcpbench.plan.spec import effective
@@ -27,40 +27,21 @@ from dcpbench.records.file import RecordFile
 from dcpbench.records.metrics import SWEPT
 from dcpbench.records.runs import last_records
 from dcpbench.show.streams import write_json
+from dcpbench.show.terminal import console, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from rich.console import Console
-
+    from dcpbench.commands.options import Run
     from dcpbench.plan.spec import SweepSpec
     from dcpbench.points.machine import Probe
     from dcpbench.points.point import Point
     from dcpbench.records.record import Record
 
-    WorkOff = Callable[[Sequence[Point], launcher.Work, "Run"], None]
+    WorkOff = Callable[[Sequence[Point], launcher.Work, Run], None]
 
 WORKER = launcher.WORKER
-PLAIN_WIDTH = 140
-"""Columns of a table in a file or a pipe."""
-INTERRUPTED = 130
-SOME_FAILED = 4
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """Options that say how a command runs, not what it measures."""
-
-    output: Path | None = None
-    config: Path | None = None
-    device: str = "auto"
-    timeout: float = 300.0
-    resume: bool = False
-    force: bool = False
-    dry_run: bool = False
-    as_json: bool = False
-    machines: Machines = Machines()  # noqa: RUF009 -- frozen
 
 
 def machine(run: Run) -> Probe:
@@ -142,10 +123,10 @@ def _prepare(candidates: Sequence[grid.Candidate], folder: Path, work: launcher.
 
 def run_points(points: Sequence[Point], work: launcher.Work, run: Run) -> None:
     """Run the points and show how far they are; an interrupt ends the workers, then the command."""
-    from dcpbench.launch.progress import Watch
+    from dcpbench.launch.progress import ProgressBar, names_of
 
-    with stoppable(work), Watch(points, console(error=True)) as watch:
-        launcher.run(points, work, run.machines, watch)
+    with stoppable(work), ProgressBar(names_of(points), console(error=True)) as bar:
+        launcher.run(points, work, run.machines, bar)
 
 
 @contextlib.contextmanager
@@ -156,33 +137,8 @@ def stoppable(work: launcher.Work) -> Iterator[None]:
     if work.kind == "verify":
         again = f"check again, repeat the command with: -o {folder} --force"
     ended = "" if work.settings.step_times else "the workers have ended and "
-    with told_when_stopped(f"Interrupted; {ended}what was measured is in {work.folder}. To {again}"):
+    with said_when_stopped(f"Interrupted; {ended}what was measured is in {work.folder}. To {again}"):
         yield
-
-
-@contextlib.contextmanager
-def told_when_stopped(said: str) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP end the command with this sentence, once what is at work has cleaned up."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, _stop)
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit) as e:
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            say(f"\n{said}")
-        sys.exit(e.code if isinstance(e, SystemExit) else INTERRUPTED)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _stop(number: int, _: object) -> None:
-    """End as by Ctrl-C, once: a shell that goes away sends SIGHUP twice, and the second must not end the clean-up."""
-    for repeated in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(repeated, signal.SIG_IGN)
-    sys.exit(128 + number)
 
 
 def _finish(candidates: Sequence[grid.Candidate], folder: Path, probe: Probe, run: Run) -> int:
@@ -192,7 +148,7 @@ def _finish(candidates: Sequence[grid.Candidate], folder: Path, probe: Probe, ru
     last = last_records(folder)
     records = [last[c.point.key()] for c in candidates if c.point.key() in last]
     failed = [r for r in records if r.outcome in ("failed", "hung")]
-    with told_when_stopped(no_report([folder])):
+    with said_when_stopped(no_report([folder])):
         paths = write_report([folder], folder / "report")
     if run.as_json:
         print_json(_summary(records, folder, paths, probe))
@@ -206,6 +162,15 @@ def no_report(folders: Sequence[Path]) -> str:
     """What is said where a report was interrupted, and what to type."""
     again = shlex.join(["dcpbench", "report", *map(str, folders)])
     return f"Interrupted; no report was written. The records are safe; to write it: {again}"
+
+
+def say_cut_short(folders: Sequence[Path]) -> None:
+    """Say of which runs the last record is not whole."""
+    from dcpbench.reports import cut_short
+
+    for folder in folders:
+        if cut_short(folder):
+            say(f"{folder}: the last line of its record file was cut short; it is left out.")
 
 
 def _summary(records: Sequence[Record], folder: Path, paths: Sequence[Path], probe: Probe) -> dict[str, object]:
@@ -272,25 +237,9 @@ def work_of(folder: Path, spec: SweepSpec, probe: Probe, run: Run) -> launcher.W
     )
 
 
-def console(*, error: bool = False) -> Console:
-    """Rich's console, wide where nobody's terminal says how wide."""
-    from rich.console import Console
-
-    found = Console(stderr=error)
-    if not found.is_terminal:
-        found.width = PLAIN_WIDTH
-    return found
-
-
 def points_text(count: int) -> str:
     """`1 point`, `2 points`."""
     return "1 point" if count == 1 else f"{count} points"
-
-
-def say(text: str) -> None:
-    """A line on stderr."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
 
 
 def print_json(value: object) -> None:

@@ -1,304 +1,265 @@
-"""`dcpbench serve`: its options; those that it shares with sweep are in cli_options.py. Nothing heavy at the top."""
+"""`dcpbench serve`: requests over layouts and loads, a grid as of sweep."""
 
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
-
-import typer
+from typing import TYPE_CHECKING, Annotated, cast
 
 from dcpbench.commands import options as opt
+from dcpbench.commands.command import group, panel, typed
+from dcpbench.show.terminal import console, say
 
-WHEN = "When requests come"
-WHAT = "What requests are"
-SERVED = "How requests are served"
+if TYPE_CHECKING:
+    from dcpbench.launch.launcher import Work
+    from dcpbench.plan.serve_spec import ServeLoads
+    from dcpbench.plan.spec import SweepSpec
+    from dcpbench.points.machine import Probe
+    from dcpbench.points.point import Load as PointLoad
+    from dcpbench.points.point import Point
+    from dcpbench.points.settings import Settings
 
-Tp = Annotated[
-    str | None,
-    typer.Option(
-        "--tp",
-        metavar="N,…",
-        rich_help_panel=opt.LAYOUT,
-        help="GPUs that share one copy of the model; each "
-        "is one torchrun job. Default: all GPUs of this machine; 4 on the CPU.",
-    ),
-]
-Concurrency = Annotated[
-    str | None,
-    typer.Option(
-        "--concurrency",
-        metavar="N,…",
-        rich_help_panel=WHEN,
-        help="Closed loop: so many clients over the "
-        "whole layout, each of which sends its next request when its last one is answered. With --request-rate: requests "
-        "in flight at most, by default 512 for each dp replica. Default: 8,32,48 on GPUs; 4 on the CPU.",
-    ),
-]
-RequestRate = Annotated[
-    str | None,
-    typer.Option(
-        "--request-rate",
-        metavar="R,…",
-        rich_help_panel=WHEN,
-        help="Open loop: requests per second on "
-        "average, which come whether or not earlier ones are answered. Default: a closed loop.",
-    ),
-]
-Burstiness = Annotated[
-    str | None,
-    typer.Option(
-        "--burstiness",
-        metavar="B",
-        rich_help_panel=WHEN,
-        help="With --request-rate: shape of the gamma "
-        "distribution of the gaps. 1 is Poisson, less comes in bursts, more regularly. Default: 1.",
-    ),
-]
-Requests = Annotated[
-    Path | None,
-    typer.Option(
-        "--requests",
-        metavar="FILE",
-        rich_help_panel=WHEN,
-        help="Requests of a file: Mooncake JSONL, our "
-        "JSONL or CSV. They come at the file's times; with --concurrency in a closed loop, with --request-rate at that "
-        "rate. Default: none, requests are made up.",
-    ),
-]
-Limit = Annotated[
-    str | None,
-    typer.Option(
-        "--limit",
-        metavar="N|Ns",
-        rich_help_panel=WHEN,
-        help="Stop early: 200 takes the first 200 "
-        "requests; 60s ends each run then and counts what has not finished as cancelled. Default: no limit.",
-    ),
-]
-NumRequests = Annotated[
-    str | None,
-    typer.Option(
-        "--num-requests",
-        metavar="N",
-        rich_help_panel=WHAT,
-        help="Requests of each point. Default: 480 on GPUs; 16 on the CPU.",
-    ),
-]
-InputTokens = Annotated[
-    str | None,
-    typer.Option(
-        "--input-tokens",
-        metavar="LEN,…",
-        rich_help_panel=WHAT,
-        help="Length of prompts: 4000, "
-        "uniform:1000-7000 or lognormal:4000:0.5 (median and sigma; at least 1, no upper bound). Each of the list is a "
-        "point. Default: 4000 on GPUs; 32 on the CPU.",
-    ),
-]
-OutputTokens = Annotated[
-    str | None,
-    typer.Option(
-        "--output-tokens",
-        metavar="LEN,…",
-        rich_help_panel=WHAT,
-        help="Tokens that are sampled for a "
-        "request, written likewise; nothing ends one earlier. Default: 1500 on GPUs; 8 on the CPU.",
-    ),
-]
-PrefixShare = Annotated[
-    str | None,
-    typer.Option(
-        "--prefix-share",
-        metavar="S",
-        rich_help_panel=WHAT,
-        help="Share of each prompt, from 0 to less than 1, that begins like the prompts of its group. Default: 0.",
-    ),
-]
-PrefixGroups = Annotated[
-    str | None,
-    typer.Option(
-        "--prefix-groups",
-        metavar="N",
-        rich_help_panel=WHAT,
-        help="With --prefix-share: groups, which take requests in turn. Default: 1.",
-    ),
-]
-Seed = Annotated[
-    str | None,
-    typer.Option(
-        "--seed",
-        metavar="N",
-        rich_help_panel=WHAT,
-        help="Of lengths, gaps and tokens: the same requests for every layout and machine. Default: 0.",
-    ),
-]
-Policy = Annotated[
-    str | None,
-    typer.Option(
-        "--policy",
-        metavar="NAME",
-        rich_help_panel=SERVED,
-        help="mixed: chunks of prompts ride with tokens "
-        "of running requests; prefill-first: these wait while there are chunks. Default: mixed.",
-    ),
-]
-Chunk = Annotated[
-    str | None,
-    typer.Option(
-        "--chunk",
-        metavar="TOKENS",
-        rich_help_panel=SERVED,
-        help="Prompt tokens of a step at most, over the "
-        "whole layout; page size × dcp × dp at least. Default: 8192 on GPUs; 64 on the CPU.",
-    ),
-]
-PrefixCache = Annotated[
-    bool | None,
-    typer.Option(
-        "--prefix-cache/--no-prefix-cache",
-        rich_help_panel=SERVED,
-        help="Keep the KV of finished prompts for others that begin alike, as long as there is room. Default: yes.",
-    ),
-]
-Prefill = Annotated[
-    str | None,
-    typer.Option(
-        "--prefill",
-        metavar="NAME",
-        rich_help_panel=SERVED,
-        help="Attention of prompts: sdpa (torch) or flashinfer. Default: sdpa.",
-    ),
-]
-KvMemory = Annotated[
-    str | None,
-    typer.Option(
-        "--kv-memory",
-        metavar="SIZE",
-        rich_help_panel=SERVED,
-        help="KV pool per GPU, such as 20GiB. Where it "
-        "is less than the requests in flight need, they wait and are preempted. Default: all that the weights leave, where "
-        "all of them fit; else what the requests in flight need, as far as there is room.",
-    ),
-]
-Backend = Annotated[
-    str | None,
-    typer.Option(
-        "--backend",
-        metavar="NAME,…",
-        rich_help_panel=opt.HOW,
-        help="Attention kernel of running requests: "
-        "triton, flashinfer or, on the CPU, reference. Default: flashinfer where it is installed, else triton; reference "
-        "on the CPU.",
-    ),
-]
-Exchange = Annotated[
-    str | None,
-    typer.Option(
-        "--exchange",
-        metavar="NAME,…",
-        rich_help_panel=opt.HOW,
-        help="How partial attention is merged over "
-        "dcp ranks: ag_rs, a2a or symm (symmetric memory, inside one machine). Default: ag_rs.",
-    ),
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        "--dtype",
-        metavar="NAME",
-        rich_help_panel=opt.HOW,
-        help="Of weights and KV cache: bf16 on GPUs; "
-        "bf16, fp16 or fp32 on the CPU. Default: bf16 on GPUs; fp32 on the CPU.",
-    ),
-]
-Mode = Annotated[
-    str | None,
-    typer.Option(
-        "--mode",
-        metavar="NAME,…",
-        rich_help_panel=opt.MEASURE,
-        help="live: every token is computed. replay: "
-        "step times are measured once for a layout, then the same scheduler runs in virtual time. live,replay: both, and "
-        "the report says how far they are apart. Default: live.",
-    ),
-]
-StepTimes = Annotated[
-    Path | None,
-    typer.Option(
-        "--step-times",
-        metavar="FILE",
-        rich_help_panel=opt.MEASURE,
-        help="With --mode replay: step times that were measured before; no GPU is needed then. Default: measure them.",
-    ),
-]
-Slo = Annotated[
-    str | None,
-    typer.Option(
-        "--slo",
-        metavar="NAME=MS,…",
-        rich_help_panel=opt.MEASURE,
-        help="Limits in ms, such as "
-        "ttft=500,itl=50; also tpot and e2el. Goodput is the requests per second that keep all of them. Default: none.",
-    ),
-]
-Profile = Annotated[
-    bool | None,
-    typer.Option(
-        "--profile/--no-profile",
-        rich_help_panel=opt.MEASURE,
-        help="On GPUs, a separate profiled pass that "
-        "says where the host waits; never touches the timings. Default: yes.",
-    ),
-]
+USUAL_STEP_S = 0.05
+"""Order of magnitude of a step of a large model, to say beforehand what a live run is going to take."""
+LONG_S = 600.0
+
+WHEN = panel("When requests come")
+WHAT = panel("What requests are")
+SERVED = panel("How requests are served")
 
 
-def serve(
-    tp: Tp = None,
-    dp: opt.Dp = None,
-    dcp: opt.Dcp = None,
-    model: opt.Model = None,
-    weights: opt.Weights = None,
-    concurrency: Concurrency = None,
-    request_rate: RequestRate = None,
-    burstiness: Burstiness = None,
-    requests: Requests = None,
-    limit: Limit = None,
-    num_requests: NumRequests = None,
-    input_tokens: InputTokens = None,
-    output_tokens: OutputTokens = None,
-    prefix_share: PrefixShare = None,
-    prefix_groups: PrefixGroups = None,
-    seed: Seed = None,
-    policy: Policy = None,
-    chunk: Chunk = None,
-    prefix_cache: PrefixCache = None,
-    prefill: Prefill = None,
-    kv_memory: KvMemory = None,
-    backend: Backend = None,
-    exchange: Exchange = None,
-    q_replicate: opt.QReplicate = None,
-    project_first: opt.ProjectFirst = None,
-    all_reduce: opt.AllReduce = None,
-    dtype: Dtype = None,
-    page_size: opt.PageSize = None,
-    interleave: opt.Interleave = None,
-    mode: Mode = None,
-    step_times: StepTimes = None,
-    slo: Slo = None,
-    repeats: opt.Repeats = None,
-    baseline: opt.Baseline = None,
-    profile: Profile = None,
-    timeout: opt.Timeout = 300.0,
-    config: opt.Config = None,
-    output: opt.Output = None,
-    resume: opt.Resume = False,
-    force: opt.Force = False,
-    dry_run: opt.DryRun = False,
-    as_json: opt.Json = False,
-    device: opt.Device = "auto",
-    nnodes: opt.Nnodes = 1,
-    node_rank: opt.NodeRank = 0,
-    rdzv_endpoint: opt.RdzvEndpoint = "",
-    rdzv_id: opt.RdzvId = "dcpbench",
-) -> None:
+@group
+class Layouts(opt.Layouts):
+    """Fewer ranks on the CPU than of sweep."""
+
+    tp: Annotated[
+        str | None,
+        opt.LAYOUT(
+            "--tp",
+            help="GPUs that share one copy of the model; each is one torchrun job. Default: all GPUs of this "
+            "machine; 4 on the CPU.",
+        ),
+    ] = None
+
+
+@group
+class Load:
+    """What is sent and how it is served."""
+
+    model: opt.Model = None
+    weights: opt.Weights = None
+    concurrency: Annotated[
+        str | None,
+        WHEN(
+            "--concurrency",
+            metavar="N,…",
+            help="Closed loop: so many clients over the whole layout, each of which sends its next request when "
+            "its last one is answered. With --request-rate: requests in flight at most, by default 512 for "
+            "each dp replica. Default: 8,32,48 on GPUs; 4 on the CPU.",
+        ),
+    ] = None
+    request_rate: Annotated[
+        str | None,
+        WHEN(
+            "--request-rate",
+            metavar="R,…",
+            help="Open loop: requests per second on average, which come whether or not earlier ones are answered. "
+            "Default: a closed loop.",
+        ),
+    ] = None
+    burstiness: Annotated[
+        str | None,
+        WHEN(
+            "--burstiness",
+            metavar="B",
+            help="With --request-rate: shape of the gamma distribution of the gaps. 1 is Poisson, less comes in "
+            "bursts, more regularly. Default: 1.",
+        ),
+    ] = None
+    requests: Annotated[
+        Path | None,
+        WHEN(
+            "--requests",
+            metavar="FILE",
+            help="Requests of a file: Mooncake JSONL, our JSONL or CSV. They come at the file's times; with "
+            "--concurrency in a closed loop, with --request-rate at that rate. Default: none, requests are "
+            "made up.",
+        ),
+    ] = None
+    limit: Annotated[
+        str | None,
+        WHEN(
+            "--limit",
+            metavar="N|Ns",
+            help="Stop early: 200 takes the first 200 requests; 60s ends each run then and counts what has not "
+            "finished as cancelled. Default: no limit.",
+        ),
+    ] = None
+    num_requests: Annotated[
+        str | None,
+        WHAT("--num-requests", metavar="N", help="Requests of each point. Default: 480 on GPUs; 16 on the CPU."),
+    ] = None
+    input_tokens: Annotated[
+        str | None,
+        WHAT(
+            "--input-tokens",
+            metavar="LEN,…",
+            help="Length of prompts: 4000, uniform:1000-7000 or lognormal:4000:0.5 (median and sigma; at least 1, "
+            "no upper bound). Each of the list is a point. Default: 4000 on GPUs; 32 on the CPU.",
+        ),
+    ] = None
+    output_tokens: Annotated[
+        str | None,
+        WHAT(
+            "--output-tokens",
+            metavar="LEN,…",
+            help="Tokens that are sampled for a request, written likewise; nothing ends one earlier. Default: "
+            "1500 on GPUs; 8 on the CPU.",
+        ),
+    ] = None
+    prefix_share: Annotated[
+        str | None,
+        WHAT(
+            "--prefix-share",
+            metavar="S",
+            help="Share of each prompt, from 0 to less than 1, that begins like the prompts of its group. Default: 0.",
+        ),
+    ] = None
+    prefix_groups: Annotated[
+        str | None,
+        WHAT(
+            "--prefix-groups", metavar="N", help="With --prefix-share: groups, which take requests in turn. Default: 1."
+        ),
+    ] = None
+    seed: Annotated[
+        str | None,
+        WHAT(
+            "--seed",
+            metavar="N",
+            help="Of lengths, gaps and tokens: the same requests for every layout and machine. Default: 0.",
+        ),
+    ] = None
+    policy: Annotated[
+        str | None,
+        SERVED(
+            "--policy",
+            metavar="NAME",
+            help="mixed: chunks of prompts ride with tokens of running requests; prefill-first: these wait while "
+            "there are chunks. Default: mixed.",
+        ),
+    ] = None
+    chunk: Annotated[
+        str | None,
+        SERVED(
+            "--chunk",
+            metavar="TOKENS",
+            help="Prompt tokens of a step at most, over the whole layout; page size × dcp × dp at least. Default: "
+            "8192 on GPUs; 64 on the CPU.",
+        ),
+    ] = None
+    prefix_cache: Annotated[
+        bool | None,
+        SERVED(
+            "--prefix-cache/--no-prefix-cache",
+            help="Keep the KV of finished prompts for others that begin alike, as long as there is room. Default: yes.",
+        ),
+    ] = None
+    prefill: Annotated[
+        str | None,
+        SERVED("--prefill", metavar="NAME", help="Attention of prompts: sdpa (torch) or flashinfer. Default: sdpa."),
+    ] = None
+    kv_memory: Annotated[
+        str | None,
+        SERVED(
+            "--kv-memory",
+            metavar="SIZE",
+            help="KV pool per GPU, such as 20GiB. Where it is less than the requests in flight need, they wait "
+            "and are preempted. Default: all that the weights leave, where all of them fit; else what the "
+            "requests in flight need, as far as there is room.",
+        ),
+    ] = None
+
+
+@group
+class How(opt.How):
+    """Nothing is chosen by itself, and no batch is halved."""
+
+    backend: Annotated[
+        str | None,
+        opt.HOW(
+            "--backend",
+            metavar="NAME,…",
+            help="Attention kernel of running requests: triton, flashinfer or, on the CPU, reference. Default: "
+            "flashinfer where it is installed, else triton; reference on the CPU.",
+        ),
+    ] = None
+    exchange: Annotated[
+        str | None,
+        opt.HOW(
+            "--exchange",
+            metavar="NAME,…",
+            help="How partial attention is merged over dcp ranks: ag_rs, a2a or symm (symmetric memory, inside "
+            "one machine). Default: ag_rs.",
+        ),
+    ] = None
+    overlap: bool | None = dataclasses.field(default=None, init=False)
+    dtype: Annotated[
+        str | None,
+        opt.HOW(
+            "--dtype",
+            metavar="NAME",
+            help="Of weights and KV cache: bf16 on GPUs; bf16, fp16 or fp32 on the CPU. Default: bf16 on GPUs; "
+            "fp32 on the CPU.",
+        ),
+    ] = None
+
+
+@group
+class Measured:
+    """Live or replayed, against what, and how often."""
+
+    mode: Annotated[
+        str | None,
+        opt.MEASURE(
+            "--mode",
+            metavar="NAME,…",
+            help="live: every token is computed. replay: step times are measured once for a layout, then the same "
+            "scheduler runs in virtual time. live,replay: both, and the report says how far they are apart. "
+            "Default: live.",
+        ),
+    ] = None
+    step_times: Annotated[
+        Path | None,
+        opt.MEASURE(
+            "--step-times",
+            metavar="FILE",
+            help="With --mode replay: step times that were measured before; no GPU is needed then. Default: "
+            "measure them.",
+        ),
+    ] = None
+    slo: Annotated[
+        str | None,
+        opt.MEASURE(
+            "--slo",
+            metavar="NAME=MS,…",
+            help="Limits in ms, such as ttft=500,itl=50; also tpot and e2el. Goodput is the requests per second "
+            "that keep all of them. Default: none.",
+        ),
+    ] = None
+    repeats: opt.Repeats = None
+    baseline: opt.Baseline = None
+    profile: Annotated[
+        bool | None,
+        opt.MEASURE(
+            "--profile/--no-profile",
+            help="On GPUs, a separate profiled pass that says where the host waits; never touches the timings. "
+            "Default: yes.",
+        ),
+    ] = None
+
+
+def serve(layouts: Layouts, load: Load, how: How, measured: Measured, run: opt.RunOnMachines) -> int:
     """Serve requests over layouts and loads: TTFT, ITL, throughput and goodput, with prefill and a real scheduler.
 
     Every combination of the comma lists is a point; those that cannot run are
@@ -317,56 +278,91 @@ def serve(
 
       dcpbench serve --mode replay --step-times FILE --concurrency 64
     """
-    from dcpbench.commands import runs, serve_actions
-    from dcpbench.launch.torchrun import Machines
+    import msgspec
 
-    given: dict[str, object] = {
-        "model": model,
-        "tp": tp,
-        "dp": dp,
-        "dcp": dcp,
-        "weights": weights,
-        "concurrency": concurrency,
-        "request_rate": request_rate,
-        "burstiness": burstiness,
-        "requests": requests and str(requests),
-        "limit": limit,
-        "num_requests": num_requests,
-        "input_tokens": input_tokens,
-        "output_tokens": output_tokens,
-        "prefix_share": prefix_share,
-        "prefix_groups": prefix_groups,
-        "seed": seed,
-        "policy": policy,
-        "chunk": chunk,
-        "prefix_cache": prefix_cache,
-        "prefill": prefill,
-        "kv_memory": kv_memory,
-        "backend": backend,
-        "exchange": exchange,
-        "q_replicate": q_replicate,
-        "project_first": project_first,
-        "all_reduce": all_reduce,
-        "dtype": dtype,
-        "page_size": page_size,
-        "interleave": interleave,
-        "mode": mode,
-        "step_times": step_times and str(step_times),
-        "slo": slo,
-        "repeats": repeats,
-        "baseline": baseline,
-        "profile": profile,
-    }
-    machines = Machines(nnodes=nnodes, node_rank=node_rank, rdzv_endpoint=rdzv_endpoint, rdzv_id=rdzv_id)
-    run = runs.Run(
-        output=output,
-        config=config,
-        device=device,
-        timeout=timeout,
-        resume=resume,
-        force=force,
-        dry_run=dry_run,
-        as_json=as_json,
-        machines=machines,
+    from dcpbench.commands import runs
+    from dcpbench.plan.judge import known_times
+    from dcpbench.plan.serve_spec import SERVE_PARSERS, make_serve_spec, measured_before
+    from dcpbench.plan.spec import read_options
+    from dcpbench.points.names import NO_EXCHANGE
+
+    runs.check_run(run)
+    given = read_options(run.config, SERVE_PARSERS) if run.config else {}
+    given |= typed(layouts, load, how, measured)
+    path = measured_before(given)
+    if path is None:
+        probe = runs.machine(run)
+        spec = make_serve_spec(given, probe)
+        _say_about(spec, probe)
+        return runs.measure(spec, probe, run)
+    times = known_times(path)
+    probe = msgspec.structs.replace(
+        times.probe(),
+        count=max(times.probe().count, int(times.path["tp"])),
+        packages={"flashinfer": times.environment.flashinfer},
     )
-    raise typer.Exit(serve_actions.serve(given, run))
+    unsaid = ("overlap", "exchange") if times.path["exchange"] == NO_EXCHANGE else ("overlap",)
+    own = {name: value for name, value in times.path.items() if name not in unsaid}
+    spec = make_serve_spec({"baseline": False, **own, **given}, probe)
+    _say_about(spec, probe)
+    return runs.measure(spec, probe, run, _replay_points)
+
+
+def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> None:
+    """Each point in virtual time, in this process."""
+    from dcpbench.commands.runs import stoppable
+    from dcpbench.errors import DcpbenchError
+    from dcpbench.launch.jobs import Progress
+    from dcpbench.launch.progress import ProgressBar, names_of
+    from dcpbench.points.budget import engine_of
+    from dcpbench.records.file import RecordFile
+    from dcpbench.records.record import Record
+    from dcpbench.serving.outcome import in_short
+    from dcpbench.serving.replay import replay_from_file
+
+    del run
+    out = RecordFile(work.folder)
+    with stoppable(work), ProgressBar(names_of(points), console(error=True)) as bar:
+        for point in points:
+            try:
+                record = replay_from_file(
+                    point,
+                    engine_of(point, work.engines),
+                    Path(work.settings.step_times),
+                    work.settings,
+                    work.folder,
+                    work.command,
+                )
+            except DcpbenchError as e:
+                record = Record(point=point, outcome="failed", reason=str(e))
+            out.append(record)
+            stage = "done" if record.outcome == "ok" else record.outcome
+            note = record.reason or (in_short(record.serve) if record.serve else "")
+            bar(Progress(stage=stage, key=point.key(), note=note, at=time.time()))
+
+
+def _say_about(spec: "SweepSpec", probe: "Probe") -> None:
+    """What the options do that nobody might expect."""
+    from dcpbench.points.names import LIVE
+
+    loads = cast("ServeLoads", spec.serve)
+    if loads.trace and loads.trace.sorted:
+        say(f"{loads.trace.path}: its times were out of order; the requests are sent by time.")
+    if LIVE not in loads.mode or probe.device == "cpu":
+        return
+    seconds = max(_seconds(concurrency, load, spec.settings) for concurrency, load in loads.each())
+    if seconds > LONG_S:
+        say(
+            f"A live run takes long: about {seconds / 60:,.0f} min for the longest load of each layout, were a step "
+            f"{USUAL_STEP_S * 1000:g} ms. --mode replay measures step times and needs seconds for a load; --limit 60s "
+            "ends a run early."
+        )
+
+
+def _seconds(concurrency: int | None, load: "PointLoad", settings: "Settings") -> float:
+    """What a live run of a load takes at least: until the last request comes, or until all tokens are sampled."""
+    from dcpbench.serving.loads import extent
+
+    size = extent(load, settings.trace_path)
+    steps = size.output / (concurrency or load.requests)
+    return min(max(size.ends_s, steps * USUAL_STEP_S), settings.limit_seconds or math.inf)

@@ -1,9 +1,15 @@
-"""`dcpbench syncs …`: options alone. What the commands do lies in syncs/; nothing heavy is imported at the top."""
+"""`dcpbench syncs …`: their options. What the commands do lies in syncs/, whose parts end in the same way."""
 
+import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from dcpbench.commands.command import command, group, panel
+
+if TYPE_CHECKING:
+    from dcpbench.syncs.commands import GateOptions
 
 app = typer.Typer(
     name="syncs",
@@ -16,110 +22,154 @@ app = typer.Typer(
     "cannot be used · 3 the trace cannot answer (no GPU events, no runtime calls, no steps, or it ends early).",
 )
 
-READ = "What is read"
-RECORD = "What is recorded"
-GATE = "What may pass"
-OUTPUT = "Output"
+READ = panel("What is read")
+RECORD = panel("What is recorded")
+GATE = panel("What may pass")
+OUTPUT = panel("Output")
 
 Traces = Annotated[
     list[str],
     typer.Argument(
         metavar="TRACE",
-        help="Kineto traces (.json, .json.gz): files, folders, or globs in quotes; "
-        "several ranks at once. A folder stands for the traces directly in it.",
+        help="Kineto traces (.json, .json.gz): files, folders, or globs in quotes; several ranks at once. A "
+        "folder stands for the traces directly in it.",
     ),
 ]
-Root = Annotated[
-    Path | None,
-    typer.Option(
-        "--root",
-        metavar="FOLDER",
-        rich_help_panel=READ,
-        help="Root of the repository: paths are shown "
-        "relative to it, and pyproject.toml and allow-sync comments are read there. Default: the folder with .git around "
-        "this one.",
-    ),
-]
-StepRange = Annotated[
-    str | None,
-    typer.Option(
-        "--step-range",
-        metavar="REGEX",
-        rich_help_panel=READ,
-        help="Ranges (record_function) that mark a "
-        "step, such as '^decode_step'. Default: ProfilerStep#N, which prof.step() makes, else numbered ranges.",
-    ),
-]
-Baseline = Annotated[
-    Path | None,
-    typer.Option(
-        "--baseline",
-        metavar="FILE",
-        rich_help_panel=GATE,
-        help="Only sites that are not in FILE, or that "
-        "occur more often per step than there, are findings. Default: none.",
-    ),
-]
-MaxPerStep = Annotated[
-    float | None,
-    typer.Option(
-        "--max-per-step",
-        metavar="N",
-        rich_help_panel=GATE,
-        help="Synchronisations per step over all sites; more are a finding. Default: none.",
-    ),
-]
-MaxBubbleUs = Annotated[
-    float | None,
-    typer.Option(
-        "--max-bubble-us",
-        metavar="MICROSECONDS",
-        rich_help_panel=GATE,
-        help="GPU idle time that removing "
-        "each wait would win, at most, summed over all sites and traces; more is a finding. Default: none.",
-    ),
-]
-AllowOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allow",
-        metavar="GLOB",
-        rich_help_panel=GATE,
-        help="May synchronise: 'module.function', "
-        "'function' or the name of a range; repeat for several. Default: none.",
-    ),
-]
-Format = Annotated[
-    str,
-    typer.Option(
-        "--format",
-        metavar="NAME",
-        rich_help_panel=OUTPUT,
-        help="table, json, sarif, junit, github (annotations, and the step summary) or markdown.",
-    ),
-]
-Output = Annotated[
-    Path | None,
-    typer.Option("-o", "--output", metavar="FILE", rich_help_panel=OUTPUT, help="Write there. Default: stdout."),
-]
-Force = Annotated[
-    bool, typer.Option("--force", rich_help_panel=OUTPUT, help="Write over a file that is there. Default: no.")
-]
+Output = Annotated[Path | None, OUTPUT("-o", "--output", metavar="FILE", help="Write there. Default: stdout.")]
+Force = Annotated[bool, OUTPUT("--force", help="Write over a file that is there. Default: no.")]
 
 
-@app.command(rich_help_panel="Traces")
-def scan(
-    traces: Traces,
-    root: Root = None,
-    step_range: StepRange = None,
-    baseline: Baseline = None,
-    max_per_step: MaxPerStep = None,
-    max_bubble_us: MaxBubbleUs = None,
-    allow: AllowOption = None,
-    form: Format = "table",
-    output: Output = None,
-    force: Force = False,
-) -> None:
+@group
+class Gate:
+    """What is read beside traces, and what may pass."""
+
+    root: Annotated[
+        Path | None,
+        READ(
+            "--root",
+            metavar="FOLDER",
+            help="Root of the repository: paths are shown relative to it, and pyproject.toml and allow-sync "
+            "comments are read there. Default: the folder with .git around this one.",
+        ),
+    ] = None
+    step_range: Annotated[
+        str | None,
+        READ(
+            "--step-range",
+            metavar="REGEX",
+            help="Ranges (record_function) that mark a step, such as '^decode_step'. Default: ProfilerStep#N, "
+            "which prof.step() makes, else numbered ranges.",
+        ),
+    ] = None
+    baseline: Annotated[
+        Path | None,
+        GATE(
+            "--baseline",
+            metavar="FILE",
+            help="Only sites that are not in FILE, or that occur more often per step than there, are findings. "
+            "Default: none.",
+        ),
+    ] = None
+    max_per_step: Annotated[
+        float | None,
+        GATE(
+            "--max-per-step",
+            metavar="N",
+            help="Synchronisations per step over all sites; more are a finding. Default: none.",
+        ),
+    ] = None
+    max_bubble_us: Annotated[
+        float | None,
+        GATE(
+            "--max-bubble-us",
+            metavar="MICROSECONDS",
+            help="GPU idle time that removing each wait would win, at most, summed over all sites and traces; "
+            "more is a finding. Default: none.",
+        ),
+    ] = None
+    allow: Annotated[
+        list[str] | None,
+        GATE(
+            "--allow",
+            metavar="GLOB",
+            help="May synchronise: 'module.function', 'function' or the name of a range; repeat for several. "
+            "Default: none.",
+        ),
+    ] = None
+
+    def options(self) -> "GateOptions":
+        """As typed."""
+        from dcpbench.syncs.commands import GateOptions
+
+        return GateOptions(**{**vars(self), "allow": self.allow or ()})
+
+
+@group
+class GateWithoutTimes(Gate):
+    """Nothing is timed."""
+
+    max_bubble_us: float | None = dataclasses.field(default=None, init=False)
+
+
+@group
+class GateToBe(GateWithoutTimes):
+    """For a baseline that is yet to be written, of whatever number."""
+
+    baseline: Path | None = dataclasses.field(default=None, init=False)
+    max_per_step: float | None = dataclasses.field(default=None, init=False)
+
+
+@group
+class Report:
+    """Where the report goes, and as what."""
+
+    form: Annotated[
+        str,
+        OUTPUT(
+            "--format",
+            metavar="NAME",
+            help="table, json, sarif, junit, github (annotations, and the step summary) or markdown.",
+        ),
+    ] = "table"
+    output: Output = None
+    force: Force = False
+
+
+@group
+class Recorded:
+    """What is recorded of each process."""
+
+    warmup: Annotated[int, RECORD("--warmup", metavar="STEPS", help="Steps of each process that are not recorded.")] = 0
+    steps: Annotated[
+        int | None,
+        RECORD(
+            "--steps",
+            metavar="STEPS",
+            help="Steps that are recorded then; after them the program goes on unprofiled. Default: all until its "
+            "end, which makes large traces.",
+        ),
+    ] = None
+    step: Annotated[
+        str,
+        RECORD(
+            "--step",
+            metavar="MODULE:FUNCTION",
+            help="A call of this function is a step, such as engine.loop:Engine.step or __main__:train_step. "
+            "Default: from one call of the outermost nn.Module to the next.",
+        ),
+    ] = ""
+    keep: Annotated[
+        Path | None,
+        RECORD(
+            "--keep-traces",
+            metavar="FOLDER",
+            help="Keep the traces there. Default: they are removed once they have been read.",
+        ),
+    ] = None
+
+
+@command(app, rich_help_panel="Traces")
+def scan(traces: Traces, gate: Gate, report: Report) -> int:
     r"""Find every place in traces of torch.profiler where the host waits for the GPU.
 
     Without --baseline, --max-per-step and --max-bubble-us any site is a finding that is not allowed, not the profiler's
@@ -139,35 +189,25 @@ def scan(
     """
     from dcpbench.syncs import commands
 
-    options = commands.GateOptions(
-        baseline=baseline,
-        max_per_step=max_per_step,
-        max_bubble_us=max_bubble_us,
-        allow=allow or (),
-        root=root,
-        step_range=step_range,
-    )
-    raise typer.Exit(commands.scan(traces, options, commands.Out(form=form, output=output, force=force)))
+    return commands.scan(traces, gate.options(), commands.Out(**vars(report)))
 
 
-@app.command(rich_help_panel="Traces")
+@command(app, rich_help_panel="Traces")
 def baseline(
     traces: Traces,
     output: Annotated[
         Path | None,
-        typer.Option(
+        OUTPUT(
             "-o",
             "--output",
             metavar="FILE",
-            rich_help_panel=OUTPUT,
             help="Default: the baseline that pyproject.toml names, else syncs-baseline.json.",
         ),
     ] = None,
-    root: Root = None,
-    step_range: StepRange = None,
-    allow: AllowOption = None,
+    *,
+    gate: GateToBe,
     force: Force = False,
-) -> None:
+) -> int:
     """Write down which sites there are today, and how often per step, so that only new ones fail.
 
     What is allowed is left out, and so are sites of the first step alone. The file is sorted and made to be committed.
@@ -178,67 +218,25 @@ def baseline(
     """
     from dcpbench.syncs import commands
 
-    options = commands.GateOptions(allow=allow or (), root=root, step_range=step_range)
-    raise typer.Exit(commands.baseline(traces, options, output, force=force))
+    return commands.baseline(traces, gate.options(), output, force=force)
 
 
-@app.command(rich_help_panel="Programs", context_settings={"allow_interspersed_args": False})
+@command(app, rich_help_panel="Programs", context_settings={"allow_interspersed_args": False})
 def run(
-    command: Annotated[
+    program: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="-- PROGRAM",
             show_default=False,
-            help="Your program as you would type it: python "
-            "script.py …, or torchrun …; every rank and every child process is recorded.",
+            help="Your program as you would type it: python script.py …, or torchrun …; every rank and every "
+            "child process is recorded.",
         ),
     ] = None,
-    warmup: Annotated[
-        int,
-        typer.Option(
-            "--warmup", metavar="STEPS", rich_help_panel=RECORD, help="Steps of each process that are not recorded."
-        ),
-    ] = 0,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            "--steps",
-            metavar="STEPS",
-            rich_help_panel=RECORD,
-            help="Steps that are recorded then; after "
-            "them the program goes on unprofiled. Default: all until its end, which makes large traces.",
-        ),
-    ] = None,
-    step: Annotated[
-        str,
-        typer.Option(
-            "--step",
-            metavar="MODULE:FUNCTION",
-            rich_help_panel=RECORD,
-            help="A call of this function is a "
-            "step, such as engine.loop:Engine.step or __main__:train_step. Default: from one call of the outermost "
-            "nn.Module to the next.",
-        ),
-    ] = "",
-    keep: Annotated[
-        Path | None,
-        typer.Option(
-            "--keep-traces",
-            metavar="FOLDER",
-            rich_help_panel=RECORD,
-            help="Keep the traces there. Default: they are removed once they have been read.",
-        ),
-    ] = None,
-    root: Root = None,
-    step_range: StepRange = None,
-    baseline: Baseline = None,
-    max_per_step: MaxPerStep = None,
-    max_bubble_us: MaxBubbleUs = None,
-    allow: AllowOption = None,
-    form: Format = "table",
-    output: Output = None,
-    force: Force = False,
-) -> None:
+    *,
+    recorded: Recorded,
+    gate: Gate,
+    report: Report,
+) -> int:
     """Run a program, record every process of it, and find where the host waits for the GPU.
 
     The program is not changed: its output, input and exit code are its own, and what it prints comes before the report;
@@ -255,22 +253,13 @@ def run(
     from dcpbench.syncs import commands
     from dcpbench.syncs import run as runs
 
-    options = commands.GateOptions(
-        baseline=baseline,
-        max_per_step=max_per_step,
-        max_bubble_us=max_bubble_us,
-        allow=allow or (),
-        root=root,
-        step_range=step_range,
-    )
-    recording = runs.Recording(warmup=warmup, steps=steps, step=step, keep=keep)
-    out = commands.Out(form=form, output=output, force=force)
-    raise typer.Exit(runs.run(command or [], recording, options, out))
+    out = commands.Out(**vars(report))
+    return runs.run(program or [], runs.Recording(**vars(recorded)), gate.options(), out)
 
 
-@app.command(name="dry-run", rich_help_panel="Programs", context_settings={"allow_interspersed_args": False})
+@command(app, name="dry-run", rich_help_panel="Programs", context_settings={"allow_interspersed_args": False})
 def dry_run(
-    command: Annotated[
+    program: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="-- PROGRAM",
@@ -280,23 +269,17 @@ def dry_run(
     ] = None,
     assume_device: Annotated[
         bool,
-        typer.Option(
+        READ(
             "--assume-device",
-            rich_help_panel=READ,
-            help="Tensors made without a device count as the GPU's, "
-            "for tests that name none; those with device='cpu', pinned ones and those assigned to a name ending in _cpu "
-            "stay on the host. Default: no.",
+            help="Tensors made without a device count as the GPU's, for tests that name none; those with "
+            "device='cpu', pinned ones and those assigned to a name ending in _cpu stay on the host. "
+            "Default: no.",
         ),
     ] = False,
-    root: Root = None,
-    step_range: StepRange = None,
-    baseline: Baseline = None,
-    max_per_step: MaxPerStep = None,
-    allow: AllowOption = None,
-    form: Format = "table",
-    output: Output = None,
-    force: Force = False,
-) -> None:
+    *,
+    gate: GateWithoutTimes,
+    report: Report,
+) -> int:
     """Run a program without a GPU, and find where the host would wait for one.
 
     Tensors on `cuda` are stand-ins with real values in host memory, so the program takes the branches that it would
@@ -313,8 +296,5 @@ def dry_run(
     """
     from dcpbench.syncs import commands, dry_run_program
 
-    options = commands.GateOptions(
-        baseline=baseline, max_per_step=max_per_step, allow=allow or (), root=root, step_range=step_range
-    )
-    out = commands.Out(form=form, output=output, force=force)
-    raise typer.Exit(dry_run_program.dry_run(command or [], options, out, assume_device=assume_device))
+    out = commands.Out(**vars(report))
+    return dry_run_program.dry_run(program or [], gate.options(), out, assume_device=assume_device)

@@ -1,4 +1,4 @@
-"""`dcpbench top`: its options. Nothing heavy at the top."""
+"""`dcpbench top`: a run that is at work, from another terminal."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +19,7 @@ def top(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object for each look, one a line; with --once a single one.")
     ] = False,
-) -> None:
+) -> int:
     """Watch a sweep, serve or verify that is running, from another terminal.
 
     Points, rates, what is left, the point at work, and clocks, power and temperature of this machine's GPUs. It reads
@@ -39,4 +39,4 @@ def top(
     from dcpbench.top import watch
 
     check_seconds("--every", every, 1)
-    raise typer.Exit(watch.top(run, every=every, once=once, as_json=as_json))
+    return watch.top(run, every=every, once=once, as_json=as_json)

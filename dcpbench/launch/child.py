@@ -4,9 +4,9 @@ Run by its path, before anything is imported: a launcher that dies while torch i
 So it has nothing but the standard library.
 
     child.py tied PARENT COMMAND…                be COMMAND, tied to the process PARENT
-    child.py rank WORKER JOBFILE FOLDER LOGS FIRST RANKS
-                                                 have a process of torchrun run JOBFILE as one of so many ranks, of
-                                                 which this machine has those from FIRST on, and keep an account of it:
+    child.py rank WORKER JOB FOLDER LOGS FIRST RANKS
+                                                 have a process run JOB as one of so many ranks, of which this machine
+                                                 has those from FIRST on, and keep an account of it:
 
     FOLDER/rank-R.pid     its process id and when that process began (start_ticks), before it imports anything
     LOGS/rank-R.log       everything that it printed; torchrun's own --log-dir makes up random names
@@ -44,8 +44,8 @@ def tied(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", __file__, "tied", str(os.getpid()), *command]
 
 
-def of_torchrun(worker: str, job: str, folder: str, logs: str, first: int, ranks: int) -> list[str]:
-    """The command line of each rank, for a torchrun of this machine alone that is tied itself."""
+def of_rank(worker: str, job: str, folder: str, logs: str, first: int, ranks: int) -> list[str]:
+    """The command line of each rank, for a process that PARENT names: a torchrun that is tied itself, or this one."""
     return [sys.executable, "-I", "-S", __file__, "rank", worker, job, folder, logs, str(first), str(ranks)]
 
 

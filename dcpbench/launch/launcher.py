@@ -27,7 +27,8 @@ from dcpbench.errors import DcpbenchError, WorkerError
 from dcpbench.launch import child, folders
 from dcpbench.launch.jobs import Exit, Failure, Job, Progress, code_words
 from dcpbench.launch.nodes import FAILED, STOP, Ended, Leader, Line, follow, split_endpoint
-from dcpbench.launch.torchrun import KEEP_WAIT_S, LOG_LINES, Machines, Running
+from dcpbench.launch.ranks import LOG_LINES
+from dcpbench.launch.torchrun import KEEP_WAIT_S, Machines, Running
 from dcpbench.points import budget
 from dcpbench.points.machine import Probe
 from dcpbench.records.file import RecordFile
@@ -294,31 +295,49 @@ class _End:
             self.key = event.key
 
 
+class Watchdog:
+    """Says when to give up on ranks: a while after one of them has failed, or when nothing was heard for too long."""
+
+    def __init__(self) -> None:
+        self._heard = time.monotonic()
+        self._failing: float | None = None
+
+    def hear(self) -> None:
+        """There was a sign of life."""
+        self._heard = time.monotonic()
+
+    def past_grace(self, failing: Callable[[], bool]) -> bool:
+        """Whether the others have had their time to end by themselves, or to say why, since one has failed."""
+        now = time.monotonic()
+        if self._failing is None and failing():
+            self._failing = now
+        return self._failing is not None and now - self._failing > GRACE_S
+
+    def silent(self, limit_s: float) -> bool:
+        """Whether nothing was heard for longer than this, though none has failed."""
+        return self._failing is None and time.monotonic() - self._heard > limit_s
+
+
 def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[Progress], None]) -> _End:
     """Stay with a job until it has ended on all nodes: by itself, by a failure, or by its silence."""
-    end = _End()
-    alive = time.monotonic()
-    failing_since: float | None = None
+    end, watchdog = _End(), Watchdog()
     while True:
         code = running.poll()
         for event in running.events():
-            alive = time.monotonic()
+            watchdog.hear()
             end.see(event)
             watch(event)
-        now = time.monotonic()
         if code is not None:
             end.code = code
             break
         if running.stopped():
             watch(Progress(stage=STOPPED, note="torchrun had been stopped (SIGSTOP); dcpbench lets it go on"))
             running.go_on()
-        if failing_since is None and (_any_gone(running, end) or others.in_trouble()):
-            failing_since = now
-        if failing_since is not None and now - failing_since > GRACE_S:
+        if watchdog.past_grace(lambda: _any_gone(running, end) or others.in_trouble()):
             end.code = 1
             break
         work.check_folder()
-        if failing_since is None and now - alive > work.limit_s(end.stage):
+        if watchdog.silent(work.limit_s(end.stage)):
             end.hung_s = work.limit_s(end.stage)
             end.stacks = running.stacks()
             break

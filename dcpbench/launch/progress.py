@@ -17,7 +17,7 @@ from dcpbench.points.budget import size_text
 from dcpbench.points.point import point_axes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
     from rich.console import Console
@@ -32,11 +32,12 @@ QUIET_S = 60.0
 CPU_NOTE = "CPU: functional run — these timings say nothing about performance"
 
 
-class Watch:
-    """Follows Progress events: a live bar on a terminal, one plain line for each finished point elsewhere."""
+class ProgressBar:
+    """How far a run is, by its Progress events: a live bar on a terminal, one plain line for each finished point elsewhere."""
 
-    def __init__(self, points: Sequence[Point], console: Console) -> None:
-        self._names = {p.key(): point_name(p) for p in points}
+    def __init__(self, names: Mapping[str, str], console: Console, what: str = "points") -> None:
+        """`names` of what is to be done by the key of its events; `what` they are, in the plural."""
+        self._names = names
         self._console = console
         self._finished = 0
         self._began = time.monotonic()
@@ -48,7 +49,7 @@ class Watch:
             self._bar = Progress(
                 BarColumn(min(30, console.width // 8)),
                 MofNCompleteColumn(table_column=fixed),
-                TextColumn("points", table_column=fixed),
+                TextColumn(what, table_column=fixed),
                 TimeElapsedColumn(table_column=fixed),
                 TextColumn("{task.fields[left]}", table_column=fixed),
                 TextColumn("{task.description}", table_column=rest),
@@ -56,7 +57,7 @@ class Watch:
                 transient=True,
                 expand=True,
             )
-            self._task = self._bar.add_task("starting", total=len(points), left="")
+            self._task = self._bar.add_task("starting", total=len(names), left="")
 
     def __enter__(self) -> Self:
         if self._bar:
@@ -102,6 +103,11 @@ class Watch:
             return ""
         left = (time.monotonic() - self._began) / self._finished * (len(self._names) - self._finished)
         return f"about {left / 60:.0f} min left" if left >= 120 else f"about {left:.0f} s left"  # noqa: PLR2004
+
+
+def names_of(points: Sequence[Point]) -> dict[str, str]:
+    """What points are called while they run, by key."""
+    return {p.key(): point_name(p) for p in points}
 
 
 def candidates_table(rows: Sequence[dict[str, object]]) -> Table:

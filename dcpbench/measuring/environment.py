@@ -39,7 +39,7 @@ PACKAGES = (
     "uvicorn",
 )
 ON_LOOPBACK = ("NCCL_SOCKET_IFNAME", "lo")
-"""torchrun.on_loopback's, on one machine: where NCCL's ranks meet, which changes nothing that is measured."""
+"""ranks.environment's, on one machine: where NCCL's ranks meet, which changes nothing that is measured."""
 WANTED_FOR = {
     "triton": "--backend triton and every run on a GPU",
     "flashinfer": f"--backend flashinfer, the default on GPUs; {how_to_install('flashinfer')}",

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 import uvicorn
 
-from dcpbench.dashboard import commands, pages, server, site, watching
+from dcpbench.commands import dashboard
+from dcpbench.dashboard import pages, server, site, watching
 from dcpbench.points.layout import Layout
 from tests.browser.pointer import point_at
 from tests.unit import dashboard_builder, record_builder
@@ -322,7 +323,7 @@ def served(tmp_path: Path) -> Iterator[tuple[watching.Watcher, str]]:
     """A server of two runs, and its address."""
     watcher = watching.Watcher(dashboard_builder.history(tmp_path / "runs", runs=2, count=8), tmp_path / "site", print)
     watcher.refresh()
-    with commands._bound(0) as bound:
+    with dashboard._bound(0) as bound:
         config = uvicorn.Config(server.make_app(watcher), log_level="critical", lifespan="off")
         running = uvicorn.Server(config)
         thread = threading.Thread(target=running.run, kwargs={"sockets": [bound]})

@@ -2,7 +2,7 @@
 
 `wrong` finds a difference, `dies` ends after the first case, `stillborn` before it, `hangs` says nothing more, `half`
 leaves half a line before the rest of it, `failed` cannot run the second case, `lonely` loses rank 1 after the first and
-waits for it.
+waits for it, `leaves` does so without an error.
 """
 
 import os
@@ -16,11 +16,15 @@ from dcpbench.bench.record import BenchJob, Event, Limit, Result, Syncs
 from dcpbench.records.record import Environment
 
 
-def lost(events: Path) -> str:
-    """The last words of a rank that dies when rank 0 has done the first case."""
-    while not (events.exists() and b'"done"' in events.read_bytes()):
+def follow(events: Path, how: str) -> None:
+    """Be another rank than 0, which ends with it, or when it has done the first case."""
+    stage = b'"done"' if how in {"lonely", "leaves"} else b'"end"'
+    while not (events.exists() and stage in events.read_bytes()):
         time.sleep(0.02)
-    return "illegal memory access, as it were"
+    if how == "lonely":
+        sys.exit("illegal memory access, as it were")
+    if how == "leaves":
+        sys.stdout.write("nothing more to do, as it were\n")
 
 
 def main(folder: Path) -> None:
@@ -30,7 +34,8 @@ def main(folder: Path) -> None:
     if how == "stillborn":
         sys.exit("cannot import name 'x'")
     if os.environ["RANK"] != "0":
-        sys.exit(lost(folder / "events.jsonl") if how == "lonely" else 0)
+        follow(folder / "events.jsonl", how)
+        return
     with (folder / "events.jsonl").open("ab", buffering=0) as f:
 
         def tell(event: Event) -> None:
@@ -53,7 +58,7 @@ def main(folder: Path) -> None:
             tell(Event(stage="done", index=index, result=result))
             if how == "dies":
                 sys.exit("Segmentation fault, as it were")
-            while how in {"hangs", "lonely"}:
+            while how in {"hangs", "lonely", "leaves"}:
                 time.sleep(1)
             tell(Event(stage="counted", index=index, syncs=Syncs(per_call=index, detector="dry-run")))
         tell(Event(stage="end"))

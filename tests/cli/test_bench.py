@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dcpbench import cli
-from dcpbench.bench import command, processes
+from dcpbench.bench import command
+from dcpbench.launch import launcher, ranks
 from dcpbench.points.machine import Probe
 
 if TYPE_CHECKING:
@@ -115,16 +115,14 @@ def test_a_hung_worker_is_ended(call, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     now = itertools.count(0, 3600)
     done: list[bool] = []
-    take = processes._take
+    take = command._take
 
     def taken(event: Event, record: BenchRecord) -> None:
         take(event, record)
         done.extend([True] * (event.stage == "done"))
 
-    monkeypatch.setattr(processes, "_take", taken)
-    monkeypatch.setattr(
-        processes, "time", SimpleNamespace(monotonic=lambda: next(now) if done else 0, sleep=time.sleep)
-    )
+    monkeypatch.setattr(command, "_take", taken)
+    monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: next(now) if done else 0))
     code, out, err = call(*TWO, "--timeout", "2", fake="hangs")
     assert code == 4
     assert "It hung: nothing was heard for 2 s (--timeout)." in err
@@ -149,10 +147,21 @@ def test_fewer_ranks_than_gpus_can_be_asked_for(call) -> None:
 
 def test_a_rank_that_dies_ends_the_others_and_has_the_last_word(call, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 would wait for it for ever."""
-    monkeypatch.setattr(processes, "GRACE_S", 0.5)
+    monkeypatch.setattr(launcher, "GRACE_S", 0.5)
     code, out, err = call("exchange", "--variant", "ag_rs", fake="lonely")
     assert code == 4
     assert "Rank 1 ended with exit code 1. The last lines of rank 1:\nillegal memory access, as it were" in err
+    assert "failed: not reached" in out
+
+
+def test_a_rank_that_ends_well_but_too_early_is_noticed_without_waiting_for_the_timeout(
+    call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves with 0 after the first case, and rank 0 would wait for it for 300 s."""
+    monkeypatch.setattr(launcher, "GRACE_S", 0.5)
+    code, out, err = call("exchange", "--variant", "ag_rs", fake="leaves")
+    assert code == 4
+    assert "Rank 1 ended with exit code 0. The last lines of rank 1:\nnothing more to do, as it were" in err
     assert "failed: not reached" in out
 
 
@@ -168,8 +177,8 @@ def test_ctrl_c_ends_every_rank_and_writes_nothing(call, monkeypatch: pytest.Mon
         return started[-1]
 
     popen = subprocess.Popen
-    monkeypatch.setattr(processes.subprocess, "Popen", start)
-    monkeypatch.setattr(processes.time, "sleep", interrupted)
+    monkeypatch.setattr(ranks.subprocess, "Popen", start)
+    monkeypatch.setattr(command.time, "sleep", interrupted)
     code, out, err = call("exchange", "--variant", "ag_rs", "-o", "out", fake="hangs")
     assert code == 130
     assert "Interrupted; the worker has ended and nothing was written." in err

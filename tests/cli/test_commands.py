@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from dcpbench import __version__, cli
-from dcpbench.commands import actions, runs
+from dcpbench.commands import options, verify
 from dcpbench.launch.jobs import Check, Job
 from dcpbench.plan.grid import expand_layouts
 from dcpbench.plan.spec import make_spec
@@ -308,8 +308,8 @@ def test_a_layout_without_any_check_is_not_a_success(tmp_path: Path, capsys: pyt
         ok=True,
     )
     (tmp_path / "checks.jsonl").write_bytes(msgspec.json.encode(check) + b"\n")
-    assert actions._print_checks(points[:1], tmp_path, runs.Run()) == 0
-    assert actions._print_checks(points, tmp_path, runs.Run()) == 4
+    assert verify._print_checks(points[:1], tmp_path, options.Run()) == 0
+    assert verify._print_checks(points, tmp_path, options.Run()) == 4
     assert "no check was made for: tp2" in capsys.readouterr().err
 
 

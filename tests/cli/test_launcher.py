@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from dcpbench.errors import WorkerError
-from dcpbench.launch import launcher, torchrun
+from dcpbench.launch import launcher, ranks
 from dcpbench.launch.jobs import SECRET, Progress
 from dcpbench.launch.torchrun import Machines
 from dcpbench.points.point import Point
@@ -74,7 +74,7 @@ def test_points_that_raise_hang_or_are_killed_leave_records_and_the_others_are_m
     points = [point(2, context) for context in (100, 13, 66, 99, 101)]
     clock = Clock()
     monkeypatch.setattr(launcher, "time", clock)
-    monkeypatch.setattr(torchrun, "STACKS_WAIT_S", 10.0)
+    monkeypatch.setattr(ranks, "STACKS_WAIT_S", 10.0)
 
     def watch(event: Progress) -> None:
         seen.append(event)

@@ -29,7 +29,10 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]  # some start r
 HERE = Path(__file__).parent
 ROOT = Path(launcher.__file__).parents[1]
 SWEEP = ("sweep", "--tp", "2", "--context", "50,66", "--concurrency", "2", "--no-baseline", "-o", "run")
-BENCH = "from dcpbench import cli; from dcpbench.bench import command; command.WORKER = 'fake_bench_worker'; cli.main(['bench', 'exchange'])"
+BENCH = (
+    "from dcpbench import cli; from dcpbench.bench import command; command.WORKER = 'fake_bench_worker'; "
+    "cli.main(['bench', 'exchange'])"
+)
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dcpbench.dashboard import commands, pages, running, server, watching
+from dcpbench.commands import dashboard
+from dcpbench.dashboard import pages, running, server, watching
 from dcpbench.errors import MissingPackageError, OutputError, UsageError
 from dcpbench.launch.folders import locked
 from dcpbench.launch.jobs import Job, tell
@@ -262,7 +263,7 @@ class TestTheRealCommand:
             taken.listen()
             port = taken.getsockname()[1]
             with pytest.raises(UsageError, match=rf"port {port} is taken; (\d+) is free: --port \1") as told:
-                commands.serve(runs, None, port=port, open_browser=False)
+                dashboard.serve(runs, port=port)
         assert f"--port {port}" not in str(told.value)
 
     def test_its_temporary_site_is_removed(self, tmp_path: Path) -> None:
@@ -283,17 +284,17 @@ class TestTheRealCommand:
     def test_without_starlette_it_says_what_to_install(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "uvicorn", None)
         with pytest.raises(MissingPackageError, match=r"pip install '\.\[dashboard\]'"):
-            commands.serve(tmp_path, None, port=0, open_browser=False)
+            dashboard.serve(tmp_path, port=0)
 
     def test_a_site_among_the_runs_themselves_is_refused(self, tmp_path: Path) -> None:
         runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
         for out in (runs, tmp_path):
             with pytest.raises(OutputError, match="give another folder with -o"):
-                commands.build(runs, out, force=False, as_json=False)
+                dashboard.build(runs, out)
 
     def test_build_says_what_it_did_as_json(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], watcher: watching.Watcher
     ) -> None:
-        assert commands.build(watcher.root, tmp_path / "other", force=False, as_json=True) == 0
+        assert dashboard.build(watcher.root, tmp_path / "other", as_json=True) == 0
         told = json.loads(capsys.readouterr().out)
         assert (told["runs"], told["points"], told["pages_made"], told["skipped"]) == (2, 1, 2, [])

@@ -13,11 +13,11 @@ import pytest
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.launch import launcher, nodes, torchrun
 from dcpbench.launch.jobs import SECRET, Exit, Failure, Job, Progress, code_words, listen
+from dcpbench.launch.ranks import Ranks
 from dcpbench.launch.torchrun import Machines, Running
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.records.file import RecordFile
-from dcpbench.records.lines import Tail
 from dcpbench.records.record import Record
 from dcpbench.records.runs import last_records
 
@@ -47,10 +47,9 @@ class Sleeper(Running):
 
     def __init__(self, folder: Path) -> None:
         self.job = job(folder)
-        self.logs = folder / "logs" / "tp2-0"
+        Ranks.__init__(self, folder, self.job.logs(), self.job.progress_path(), range(2))
         self.logs.mkdir(parents=True)
         self.agent_log = self.logs / "agent.log"
-        self._ranks, self._progress = range(2), Tail(self.job.progress_path())
 
 
 @pytest.mark.parametrize(
@@ -179,7 +178,7 @@ def test_a_new_job_forgets_process_ids_and_errors_of_the_last_one(tmp_path: Path
     running = Sleeper(tmp_path)
     for name in ("rank-0.pid", "error-1.json", "stacks-0.txt", "rank-2.pid"):
         (tmp_path / name).write_text("1")
-    running._forget()
+    running.forget()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["logs", "rank-2.pid"]
 
 

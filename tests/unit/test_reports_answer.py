@@ -157,10 +157,10 @@ class TestSlo:
         assert not [s for s in opening.sentences(found) if "SLO" in s]
 
     def test_names_that_are_no_objectives_are_refused_as_serve_does(self, tmp_path: Path) -> None:
-        from dcpbench.commands import actions
+        from dcpbench.commands.report import report
 
         with pytest.raises(UsageError, match="not one of ttft, itl"):
-            actions.report([tmp_path], None, slo="latency=5")
+            report([tmp_path], slo="latency=5")
 
 
 class TestMost:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dcpbench.commands import actions, runs
+from dcpbench.commands import options, runs
+from dcpbench.commands.report import report
 from dcpbench.errors import OutputError
 from dcpbench.points.layout import Layout
 from dcpbench.points.machine import Probe
@@ -222,7 +223,7 @@ class TestCommand:
         monkeypatch.setattr(export, "write_csv", lambda *_: signal.raise_signal(number))
         old = contents(one)
         with pytest.raises(SystemExit) as end:
-            actions.report([one], None)
+            report([one])
         assert end.value.code == 128 + number
         assert "no report was written" in capsys.readouterr().err
         assert contents(one) == old
@@ -234,7 +235,7 @@ class TestCommand:
         ends(monkeypatch, KeyboardInterrupt())
         probe = Probe(device="cuda", count=4, name="NVIDIA H200")
         with pytest.raises(SystemExit) as end:
-            runs._finish([], one, probe, runs.Run())
+            runs._finish([], one, probe, options.Run())
         assert end.value.code == 130
         said = capsys.readouterr().err
         assert (
@@ -246,7 +247,7 @@ class TestCommand:
     ) -> None:
         ends(monkeypatch, KeyboardInterrupt())
         with pytest.raises(SystemExit) as end:
-            actions.report([one], None)
+            report([one])
         assert end.value.code == 130
         assert capsys.readouterr().err == (
             f"\nInterrupted; no report was written. The records are safe; to write it: dcpbench report {one}\n"

@@ -10,14 +10,15 @@ import msgspec
 import pytest
 
 from dcpbench import cli
-from dcpbench.commands import actions, serve_actions
+from dcpbench.commands import runs
 from dcpbench.errors import UsageError
 from dcpbench.plan import grid
 from dcpbench.plan.serve_spec import make_serve_spec
 from dcpbench.plan.spec import make_spec
 from dcpbench.points.settings import Settings
 from dcpbench.reports.reproduce import command_of
-from tests.unit import record_builder
+from dcpbench.serving.step_times import write_step_times
+from tests.unit import record_builder, step_times_builder
 from tests.unit.test_judge import CPU, H200X4
 from tests.unit.test_shapes import V3
 
@@ -37,15 +38,12 @@ def read_back(monkeypatch: pytest.MonkeyPatch) -> ReadBack:
     """What the command line makes of a command, on the machine that its --device asks for."""
     typed: list[SweepSpec] = []
 
-    def note(make: Callable[..., SweepSpec]) -> Callable[..., int]:
-        def read(given: dict[str, object], run: object) -> int:
-            typed.append(make(given, CPU if run.device == "cpu" else H200X4))  # type: ignore[attr-defined]
-            return 0
+    def noted(spec: SweepSpec, *_: object) -> int:
+        typed.append(spec)
+        return 0
 
-        return read
-
-    monkeypatch.setattr(actions, "sweep", note(make_spec))
-    monkeypatch.setattr(serve_actions, "serve", note(make_serve_spec))
+    monkeypatch.setattr(runs, "machine", lambda run: CPU if run.device == "cpu" else H200X4)
+    monkeypatch.setattr(runs, "measure", noted)
 
     def back(command: str) -> SweepSpec:
         words = shlex.split(command)
@@ -136,9 +134,9 @@ def test_a_file_of_requests_is_named_with_its_folder(
 
 
 def test_a_replay_from_a_file_names_the_file(tmp_path: Path, read_back: ReadBack) -> None:
-    """An empty file, which no grid could replay from."""
+    """Those of another engine, from which this grid could not replay."""
     path = tmp_path / "times.json"
-    path.touch()
+    write_step_times(path, step_times_builder.step_times())
     spec = make_serve_spec({"mode": "replay", "step_times": str(path), "concurrency": 8, "baseline": False}, H200X4)
     (candidate,) = grid.expand(spec, H200X4)
     again = read_back(command_of(candidate.point, msgspec.to_builtins(spec.settings)))

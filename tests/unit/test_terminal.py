@@ -35,7 +35,7 @@ def test_a_long_point_says_how_far_it_is_now_and_then(
     """A log should show that something happens, and not every second."""
     monkeypatch.setattr(progress, "QUIET_S", quiet_s)
     out = io.StringIO()
-    with progress.Watch([POINT], Console(file=out, width=140)) as watch:
+    with progress.ProgressBar(progress.names_of([POINT]), Console(file=out, width=140)) as watch:
         watch(Progress(stage="build", key=POINT.key()))
         watch(Progress(stage="measure", key=POINT.key(), note="3/9 requests"))
         watch(Progress(stage="done", key=POINT.key(), note="10 tok/s"))
@@ -47,7 +47,9 @@ def test_a_narrow_terminal_cuts_the_description_and_no_count(width: int) -> None
     """How many points are done says more than which is at work."""
     out = io.StringIO()
     other = Point(model="a-long-name-of-a-model", tp=1, concurrency=2, context=200, backend="reference", dtype="fp32")
-    with progress.Watch([POINT, other], Console(file=out, width=width, force_terminal=True)) as watch:
+    with progress.ProgressBar(
+        progress.names_of([POINT, other]), Console(file=out, width=width, force_terminal=True)
+    ) as watch:
         watch(Progress(stage="done", key=POINT.key()))
         watch(Progress(stage="measure", key=other.key(), note="3/9 requests, 1,000 tok/s"))
     assert "1/2 points" in re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", out.getvalue())

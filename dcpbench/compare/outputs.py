@@ -1,4 +1,4 @@
-"""What `dcpbench compare` does, and how every comparison ends: printed, written, judged by --fail-on."""
+"""How every comparison ends, of `compare` and of `ab`: printed, written, judged by --fail-on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import msgspec
 
 from dcpbench.compare import gate, github, junit, markdown, table
 from dcpbench.compare.judging import Options, judge
-from dcpbench.compare.sides import read_side
 from dcpbench.errors import OutputError, UsageError
 from dcpbench.records import metrics
 from dcpbench.show.ci import step_summary
@@ -41,12 +40,6 @@ class Out:
     github: bool = False
     as_json: bool = False
     every: bool = False
-
-
-def compare(a: Sequence[Path], b: Sequence[Path], options: Options, out: Out) -> int:
-    """`dcpbench compare`: returns the exit code."""
-    check(options, out)
-    return conclude(read_side(a), read_side(b), options, out)
 
 
 def check(options: Options, out: Out) -> None:

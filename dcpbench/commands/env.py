@@ -1,0 +1,32 @@
+"""`dcpbench env`: what is installed and visible."""
+
+from typing import Annotated
+
+import typer
+
+from dcpbench.show.terminal import console
+
+
+def env(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> int:
+    """Show what is installed and visible, and what is missing for what.
+
+    Example: dcpbench env
+    """
+    import msgspec
+
+    from dcpbench.commands import runs
+    from dcpbench.launch import launcher
+
+    probe = launcher.probe(runs.WORKER)
+    if as_json:
+        runs.print_json(msgspec.to_builtins(probe))
+        return 0
+    from dcpbench.launch.progress import env_table
+
+    terminal = console()
+    terminal.print(env_table(probe))
+    for problem in probe.problems:
+        terminal.print(f"• {problem}", markup=False, highlight=False, soft_wrap=True)
+    if not probe.problems:
+        terminal.print("Nothing is missing.")
+    return 0

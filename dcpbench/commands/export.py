@@ -1,0 +1,55 @@
+"""`dcpbench export`: runs in another tool's format."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dcpbench.commands import options as opt
+from dcpbench.show.terminal import say
+
+
+def export(
+    runs: opt.Runs,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="FORMAT",
+            help="vllm or sglang (files of their serving benchmarks), inferencex, gha (github-action-benchmark), "
+            "bmf (Bencher), hud (PyTorch's benchmark database), prometheus (textfile collector), csv or "
+            "parquet.",
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="PATH",
+            help="The file, or a folder where a format writes several. Default: RUN/exports of the first run.",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace files that are already there.")] = False,
+) -> int:
+    """Write the points of runs in another tool's format.
+
+    Functional runs on a CPU and replays never go to inferencex and hud, whose readers compare with others, and are
+    marked everywhere else. What a format has no place for is left out with a sentence.
+
+    For example:
+
+      dcpbench export runs/monday --to vllm -o vllm-results
+
+      dcpbench export runs/monday --to gha -o bench
+
+      dcpbench export runs/monday --to prometheus -o /var/lib/node_exporter/dcpbench.prom --force
+    """
+    from dcpbench import exports
+
+    done = exports.export(runs, to, output, force=force)
+    if done.told:
+        say(done.told)
+    for path in done.paths:
+        typer.echo(f"Wrote {path}")
+    return 0

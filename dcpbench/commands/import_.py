@@ -1,0 +1,96 @@
+"""`dcpbench import`: runs made of another engine's benchmark results."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dcpbench.commands.command import group, panel
+from dcpbench.show.terminal import say
+
+LAYOUT = panel("What the engine ran on, where its file does not say")
+
+
+@group
+class Engine:
+    """What the user says of results that do not say it themselves."""
+
+    model: Annotated[
+        str | None, LAYOUT("--model", metavar="NAME", help="Name of the model. Default: as the file says.")
+    ] = None
+    tp: Annotated[
+        int | None,
+        LAYOUT(
+            "--tp",
+            metavar="N",
+            help="GPUs that shared one copy of the model: of vLLM tensor-parallel-size × data-parallel-size, of "
+            "SGLang tp-size. Default: unknown, and nothing is said per GPU.",
+        ),
+    ] = None
+    dp: Annotated[
+        int | None,
+        LAYOUT("--dp", metavar="N", help="With --tp: attention data parallel replicas inside tp. Default: 1."),
+    ] = None
+    dcp: Annotated[
+        int | None,
+        LAYOUT("--dcp", metavar="N", help="With --tp: ranks that shared the KV cache of one request. Default: 1."),
+    ] = None
+    gpu: Annotated[
+        str | None,
+        LAYOUT("--gpu", metavar="NAME", help="With --tp: hardware, such as 'NVIDIA H200'. Default: unknown."),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        LAYOUT("--dtype", metavar="NAME", help="Of weights and KV cache, such as bf16 or fp8. Default: unknown."),
+    ] = None
+
+
+def import_(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE|FOLDER",
+            help="Result files: JSON or JSON lines, with or without details; or folders of them, such as the tree "
+            "of a `vllm bench sweep`.",
+        ),
+    ],
+    source: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="ENGINE",
+            help="vllm: of `vllm bench serve --save-result`, with --save-detailed if possible; sglang: of "
+            "`sglang.bench_serving`, with --output-details if possible.",
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", metavar="DIR", help="Run folder to make. Default: runs/DATE-TIME-import-ENGINE."
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Start over in a folder that already holds records.")] = False,
+    *,
+    engine: Engine,
+) -> int:
+    """Make a run of another engine's benchmark results, to show them beside ours.
+
+    With times of each request our definitions are computed from these; without them the tool's own summary is taken,
+    and marked. What a file does not say stays unknown, and what of it is not read is named. Of a sweep, settings of the
+    server are variants of a point and its runs are repeats.
+
+    For example:
+
+      dcpbench import results/*.json --from vllm --tp 8 --dcp 8 --gpu 'NVIDIA H200' -o runs/vllm
+
+      dcpbench import results/20261121_101112 --from vllm -o runs/vllm-sweep
+
+      dcpbench report runs/monday runs/vllm -o both
+    """
+    from dcpbench import imports
+
+    done = imports.import_files(files, source, output, imports.Told(**vars(engine)), force=force)
+    for sentence in done.told:
+        say(sentence)
+    typer.echo(f"Wrote {done.path}")
+    return 0

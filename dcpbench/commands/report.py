@@ -1,0 +1,35 @@
+"""`dcpbench report`: the report of one or several runs."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dcpbench.commands import options as opt
+
+
+def report(
+    runs: opt.Runs,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="Default: RUN/report of the first run.")
+    ] = None,
+    as_repeats: opt.AsRepeats = False,
+    slo: opt.Slo = None,
+) -> int:
+    """Write the answer, tables, figures and one self-contained HTML page from the records of one or several runs.
+
+    Example: dcpbench report runs/monday runs/tuesday --as-repeats --slo ttft=2000,itl=60 -o both
+    """
+    from dcpbench.commands.runs import no_report, print_paths, say_cut_short
+    from dcpbench.launch.stopping import said_when_stopped
+    from dcpbench.reports import write_report
+    from dcpbench.serving.load_words import parse_slo
+
+    out = output or (runs[0] if runs[0].is_dir() else runs[0].parent) / "report"
+    objectives = {} if slo is None else parse_slo(slo)
+    with said_when_stopped(no_report(runs)):
+        paths = write_report(runs, out, as_repeats=as_repeats, slo=objectives)
+    say_cut_short(runs)
+    print_paths(paths, sys.stdout)
+    return 0

@@ -1,0 +1,93 @@
+"""`dcpbench sweep`: decode over layouts and loads."""
+
+from typing import Annotated
+
+from dcpbench.commands import options as opt
+from dcpbench.commands.command import group, typed
+
+
+@group
+class Load:
+    """What is computed, and for how many requests."""
+
+    model: opt.Model = None
+    concurrency: Annotated[
+        str | None,
+        opt.LOAD(
+            "--concurrency",
+            metavar="N,…",
+            help="Requests in flight over the whole layout. Default: 8,32,48 on GPUs; 2,8 on the CPU.",
+        ),
+    ] = None
+    context: Annotated[
+        str | None,
+        opt.LOAD(
+            "--context",
+            metavar="TOKENS,…",
+            help="Tokens already in the KV cache of each request. Default: 4000 on GPUs; 100 on the CPU.",
+        ),
+    ] = None
+    weights: opt.Weights = None
+
+
+@group
+class How(opt.How):
+    """With the size of the pool."""
+
+    kv_memory: Annotated[
+        str | None,
+        opt.HOW(
+            "--kv-memory",
+            metavar="SIZE",
+            help="KV pool per GPU, such as 100GiB or 40GB. Default: all that the weights leave, where all of them "
+            "fit beside the largest point of the layout; else what that point needs.",
+        ),
+    ] = None
+
+
+@group
+class Measured:
+    """How long, how often, and what beside."""
+
+    seconds: Annotated[
+        float | None,
+        opt.MEASURE(
+            "--seconds",
+            metavar="SECONDS",
+            help="Time limit of one point's measurement; it stops earlier once the median is known within ±1 %, "
+            "and is marked noisy otherwise. Default: 10.",
+        ),
+    ] = None
+    repeats: opt.Repeats = None
+    baseline: opt.Baseline = None
+    profile: Annotated[
+        bool | None,
+        opt.MEASURE(
+            "--profile/--no-profile",
+            help="A separate profiled pass for the phase breakdown and host synchronisations; never touches the "
+            "timings. Default: yes.",
+        ),
+    ] = None
+
+
+def sweep(layouts: opt.Layouts, load: Load, how: How, measured: Measured, run: opt.RunOnMachines) -> int:
+    """Measure decode over layouts and loads, then write a report.
+
+    Every combination of the comma lists is a point; those that cannot run are listed with the reason. One torchrun job
+    per tp runs them; a point that dies or hangs is recorded and the others go on.
+
+    For example:
+
+      dcpbench sweep --tp 8 --dcp 8
+
+      dcpbench sweep --model kimi-k2 --tp 4 --dcp 2,4 --context 4000,32000 --concurrency 8,32,48
+
+      dcpbench sweep --config sweep.toml --dry-run
+    """
+    from dcpbench.commands import runs
+    from dcpbench.plan.spec import make_spec, read_options
+
+    runs.check_run(run)
+    from_file = read_options(run.config) if run.config else {}
+    probe = runs.machine(run)
+    return runs.measure(make_spec(from_file | typed(layouts, load, how, measured), probe), probe, run)

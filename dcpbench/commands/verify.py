@@ -1,0 +1,208 @@
+"""`dcpbench verify`: layouts, backends and exchanges against a slow fp64 reference on one rank."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from dcpbench.commands import options as opt
+from dcpbench.commands.command import SOME_FAILED, WRONG, group, typed
+from dcpbench.show.terminal import console, say
+
+if TYPE_CHECKING:
+    from dcpbench.plan.spec import SweepSpec
+    from dcpbench.points.layout import Layout
+    from dcpbench.points.machine import Probe
+    from dcpbench.points.point import Point
+    from dcpbench.points.prompts import Prompts
+
+USUAL = ((1, 1, 1), (2, 1, 1), (2, 1, 2), (4, 1, 2), (4, 1, 4), (4, 2, 2))
+"""(tp, dp, dcp) of the layouts that are checked where none is typed."""
+USUAL_LOAD = {"concurrency": "4", "context": "37"}
+
+
+@group
+class Layouts(opt.Layouts):
+    """Those to be checked, all that are valid where a degree is left out."""
+
+    tp: Annotated[
+        str | None,
+        opt.LAYOUT(
+            "--tp",
+            help="Ranks of a layout. Default: the largest --dp times the largest --dcp; without any of the three, "
+            "the six layouts above.",
+        ),
+    ] = None
+    dp: Annotated[
+        str | None,
+        opt.LAYOUT("--dp", help="Attention data parallel replicas inside tp. Default: every valid number."),
+    ] = None
+    dcp: Annotated[
+        str | None,
+        opt.LAYOUT(
+            "--dcp",
+            help="Ranks that share the KV cache of one request; divides tp / dp. Default: every valid number.",
+        ),
+    ] = None
+
+
+@group
+class Load:
+    """What is computed, and against what a checkpoint is held."""
+
+    model: Annotated[str | None, opt.LOAD("--model", metavar="NAME", help="As in sweep. Default: as in sweep.")] = None
+    checkpoint: Annotated[
+        Path | None,
+        opt.LOAD(
+            "--checkpoint",
+            metavar="FOLDER",
+            help="Also compare logits and greedy tokens with transformers, for this Hugging Face checkpoint "
+            "(config.json and safetensors).",
+        ),
+    ] = None
+    prompts: Annotated[
+        Path | None,
+        opt.LOAD(
+            "--prompts",
+            metavar="FILE",
+            help="With --checkpoint: JSON lists of token ids. Default: seeded random prompts of uneven lengths.",
+        ),
+    ] = None
+    new_tokens: Annotated[
+        int, opt.LOAD("--new-tokens", metavar="N", help="With --checkpoint: greedy tokens compared.", min=1)
+    ] = 8
+    concurrency: Annotated[
+        str | None, opt.LOAD("--concurrency", metavar="N", help="With --checkpoint: random prompts. Default: 4.")
+    ] = None
+    context: Annotated[
+        str | None,
+        opt.LOAD(
+            "--context",
+            metavar="TOKENS",
+            help="Length of the longest request; the others are shorter, so that shards are uneven. Default: 37.",
+        ),
+    ] = None
+
+
+@group
+class Run(opt.Run):
+    """Without a file of options, and always from the beginning."""
+
+    config: Path | None = dataclasses.field(default=None, init=False)
+    resume: bool = dataclasses.field(default=False, init=False)
+
+
+def verify(layouts: Layouts, load: Load, how: opt.How, run: Run) -> int:
+    """Check layouts, backends and exchanges against a slow fp64 reference on one rank.
+
+    Without --tp, --dp and --dcp: tp1, tp2, tp2·dcp2, tp4·dcp2, tp4·dcp4 and tp4·dp2·dcp2, as far as there are GPUs.
+    With --tp: every valid layout of that many ranks. Ends with 1 if any check is wrong, with 4 if none is but some
+    points could not be checked.
+
+    For example:
+
+      dcpbench verify --tp 4 --backend reference,triton
+
+      dcpbench verify --tp 4 --dcp 4 --exchange ag_rs,a2a,symm --q-replicate
+
+      dcpbench verify --checkpoint ~/models/deepseek-v2-lite --tp 4 --dcp 4
+    """
+    from dcpbench.commands import runs
+    from dcpbench.errors import UsageError
+    from dcpbench.launch import folders
+    from dcpbench.plan import grid
+    from dcpbench.plan.spec import PARSERS, make_spec
+    from dcpbench.points.shapes import check_checkpoint
+
+    runs.check_run(run)
+    probe = runs.machine(run)
+    if load.checkpoint:
+        check_checkpoint(load.checkpoint, "--checkpoint")
+    elif load.prompts:
+        raise UsageError("--prompts are for a model that can read them; give it with --checkpoint FOLDER.")
+    given = {name: value for name, value in typed(layouts, load, how).items() if name in PARSERS}
+    given |= {name: given.get(name) or value for name, value in USUAL_LOAD.items()}
+    spec = make_spec(given | {"weights": str(load.checkpoint) if load.checkpoint else None, "baseline": False}, probe)
+    candidates = grid.expand_layouts(_layouts(spec, layouts, probe), spec, probe)
+    if run.dry_run:
+        runs.print_plan(candidates, run)
+    grid.check_any(candidates)
+    if run.dry_run:
+        return 0
+    texts = _prompts(spec, load)
+    folder = run.output or folders.new_folder("verify", spec.tp)
+    points = [c.point for c in candidates if c.error is None]
+    work = dataclasses.replace(
+        runs.work_of(folder, spec, probe, run), kind="verify", new_tokens=load.new_tokens, prompts=texts
+    )
+    with folders.locked(folder) as lock:
+        with folders.writing(folder):
+            folders.prepare_checks(folder, force=run.force)
+            runs.announce(candidates, points, folder, probe, cpu_note=False)
+            runs.run_points(points, dataclasses.replace(work, lock=lock), run)
+        return _print_checks(points, folder, run)
+
+
+def _layouts(spec: "SweepSpec", asked: Layouts, probe: "Probe") -> list["Layout"]:
+    """The usual six that these GPUs can hold; once a degree is typed, every valid layout with it."""
+    from dcpbench.points.layout import Layout, valid_layouts
+    from dcpbench.points.shapes import load_shape
+
+    if not (asked.tp or asked.dp or asked.dcp):
+        usual = [Layout(tp=tp, dp=dp, dcp=dcp) for tp, dp, dcp in USUAL]
+        return [x for x in usual if probe.device == "cpu" or x.tp <= probe.count]
+    shape = load_shape(spec.model[0])
+    dps = spec.dp if asked.dp else (None,)
+    tps = spec.tp if asked.tp else (max(spec.dp) * max(spec.dcp or (1,)),)
+    found = []
+    for tp, dp, dcp in itertools.product(tps, dps, spec.dcp or (None,)):
+        matching = [x for x in valid_layouts(shape, tp) if dp in (None, x.dp) and dcp in (None, x.dcp)]
+        if not matching:
+            Layout(tp=tp, dp=dp or 1, dcp=dcp or 1).check_model(shape)
+        found += matching
+    return found
+
+
+def _prompts(spec: "SweepSpec", load: Load) -> "Prompts":
+    from dcpbench.points.prompts import random_prompts, read_prompts
+    from dcpbench.points.shapes import load_shape
+
+    if load.checkpoint is None:
+        return ()
+    shape = load_shape(str(load.checkpoint))
+    if load.prompts:
+        return read_prompts(load.prompts, shape, load.new_tokens)
+    return random_prompts(shape, max(spec.concurrency), max(spec.context))
+
+
+def _print_checks(points: Sequence["Point"], folder: Path, run: opt.Run) -> int:
+    import msgspec
+
+    from dcpbench.commands import runs
+    from dcpbench.launch.jobs import read_checks
+    from dcpbench.plan import grid
+    from dcpbench.records.folder import FAILED_FILE
+    from dcpbench.records.runs import last_records
+
+    checks = read_checks(folder)
+    failed = list(last_records(folder, FAILED_FILE).values())
+    silent = {str(p.layout) for p in points} - {c.layout for c in checks} - {str(r.point.layout) for r in failed}
+    ok = bool(checks) and all(c.ok for c in checks) and not failed and not silent
+    if run.as_json:
+        broken = [{"point": msgspec.to_builtins(r.point), "reason": r.reason} for r in failed]
+        runs.print_json(
+            {"ok": ok, "checks": msgspec.to_builtins(checks), "failed": broken, "unchecked": sorted(silent)}
+        )
+    elif checks:
+        from dcpbench.launch.progress import checks_table
+
+        console().print(checks_table(checks))
+    for r in failed:
+        say(f"{r.outcome}: {grid.point_name(r.point)}: {r.reason}")
+    if silent:
+        say(f"no check was made for: {', '.join(sorted(silent))}; read {folder / 'logs'}")
+    wrong = sum(not c.ok for c in checks)
+    said = f"{len(checks) - wrong} checks ok, {wrong} wrong, {runs.points_text(len(failed))} failed"
+    say(f"{said}. Output: {folder}")
+    return 0 if ok else WRONG if wrong else SOME_FAILED

@@ -1,0 +1,162 @@
+"""The ranks of a job on this machine: what they say meanwhile, how they end, and their stacks. No torch.
+
+FOLDER/rank-R.pid, LOGS/rank-R.log, LOGS/rank-R.exit    see child.py
+FOLDER/error-R.json, stacks-R.txt                       see jobs.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+
+from dcpbench.launch import child
+from dcpbench.launch.jobs import SECRET, Exit, Failure
+from dcpbench.records.lines import Tail
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+LOG_LINES = 20
+STACKS_WAIT_S = 2.0
+
+
+class Ranks:
+    """Ranks by their files, whoever started them."""
+
+    def __init__(self, folder: Path, logs: Path, events: Path, ranks: range) -> None:
+        """`events` is the file to which rank 0 appends a line of JSON for each thing done."""
+        self.folder, self.logs, self.ranks = folder, logs, ranks
+        self.told = Tail(events)
+
+    def failures(self) -> list[Failure]:
+        """Exceptions that ranks of this machine have left behind, by rank."""
+        found = []
+        for path in self.files("error-{}.json"):
+            with contextlib.suppress(OSError, msgspec.DecodeError):
+                found.append(msgspec.json.decode(path.read_bytes(), type=Failure))
+        return found
+
+    def exits(self) -> list[Exit]:
+        """How the ranks of this machine ended that have, in that order."""
+        found = []
+        for rank in self.ranks:
+            with contextlib.suppress(OSError, msgspec.DecodeError):
+                found.append(msgspec.json.decode((self.logs / f"rank-{rank}.exit").read_bytes(), type=Exit))
+        return sorted(found, key=lambda e: e.at)
+
+    def last_words(self, first: Sequence[int] = ()) -> tuple[str, list[str]]:
+        """(log, its last lines) of the first of these ranks that printed any, else of one that failed, else of any."""
+        ranks = [*first, *(f.rank for f in self.failures()), *self.ranks]
+        for path in [self.logs / f"rank-{rank}.log" for rank in ranks] + self.other_logs():
+            if lines := read(path).strip().splitlines():
+                return path.name, lines[-LOG_LINES:]
+        return "", []
+
+    def other_logs(self) -> list[Path]:
+        """Where more may be said than by the ranks."""
+        return []
+
+    def stacks(self) -> dict[str, str]:
+        """Python stacks of every rank of this machine, by rank; they write them on SIGUSR1, there or into their logs."""
+        self.signal(signal.SIGUSR1)
+        time.sleep(STACKS_WAIT_S)
+        return {p.stem.partition("-")[2]: read(p) for p in self.files("stacks-{}.txt")}
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every rank of this machine that is alive."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+
+    def pids(self) -> list[int]:
+        """Ranks of this machine that are alive; not what has got the id of one since."""
+        words = [read(p).split() for p in self.files("rank-{}.pid")]
+        told = [(int(w[0]), w[1]) for w in words if len(w) == 2 and w[0].isdecimal()]  # noqa: PLR2004 -- id and ticks
+        return [pid for pid, ticks in told if str((child.start_ticks(pid) or ("", None))[1]) == ticks]
+
+    def forget(self) -> None:
+        """Remove what an earlier job left: its process ids may belong to others by now."""
+        for name in ("rank-{}.pid", "error-{}.json", "stacks-{}.txt"):
+            for path in self.files(name):
+                path.unlink(missing_ok=True)
+
+    def files(self, name: str) -> list[Path]:
+        """The files of this name that ranks of this machine have."""
+        paths = [self.folder / name.format(rank) for rank in self.ranks]
+        return [p for p in paths if p.exists()]
+
+
+class Started(Ranks):
+    """Ranks that this process starts itself, on one machine and once, where torchrun would add but seconds.
+
+    Context manager: leaving it ends all of them, however it is left; and so does the end of this process (child.py).
+    """
+
+    def __init__(self, folder: Path, events: Path, count: int, worker: str, device: str) -> None:
+        """Each is to be `python -m WORKER FOLDER`, with RANK and WORLD_SIZE in its environment."""
+        super().__init__(folder, folder, events, range(count))
+        self._command = child.of_rank(worker, str(folder), str(folder), str(folder), 0, count)
+        self._device = device
+        self._accounts: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        env = environment(self._device) | {child.PARENT: str(os.getpid())}
+        try:
+            for rank in self.ranks:
+                self._accounts.append(
+                    subprocess.Popen(
+                        self._command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                        env=env | {"LOCAL_RANK": str(rank)},
+                        start_new_session=True,
+                    )
+                )
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def ended(self) -> bool:
+        """Whether all have."""
+        return None not in [account.poll() for account in self._accounts]
+
+    def kill(self) -> None:
+        """End them all; the kernel ends a rank that has no file yet with the process that keeps account of it."""
+        self.signal(signal.SIGKILL)
+        for account in self._accounts:
+            account.kill()
+        for account in self._accounts:
+            account.wait()
+
+
+def environment(device: str, *, loopback: bool = True) -> dict[str, str]:
+    """The environment of ranks on this device, which with `loopback` listen there alone unless it says otherwise."""
+    env = dict(os.environ)
+    env.pop(SECRET, None)  # of no use to ranks
+    if device == "cpu":
+        env.setdefault("OMP_NUM_THREADS", "1")
+        env["TRITON_INTERPRET"] = "1"
+    if loopback and Path("/sys/class/net/lo").exists():
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            env.setdefault(name, "lo")
+    return env
+
+
+def read(path: Path) -> str:
+    """The text of a file, none where there is no such file."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,41 @@
+"""Ctrl-C, SIGTERM and a lost terminal (SIGHUP) end a command once what is at work has cleaned up, with a sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from dcpbench.show.terminal import say
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+INTERRUPTED = 130
+"""Exit code of a command after Ctrl-C."""
+
+
+@contextlib.contextmanager
+def said_when_stopped(text: str) -> Iterator[None]:
+    """End the command with this sentence where it is stopped in this block."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _stop)
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as e:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            say(f"\n{text}")
+        sys.exit(e.code if isinstance(e, SystemExit) else INTERRUPTED)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(number: int, _: object) -> None:
+    """End as by Ctrl-C, once: a shell that goes away sends SIGHUP twice, and the second must not end the clean-up."""
+    for repeated in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(repeated, signal.SIG_IGN)
+    sys.exit(128 + number)
