@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
 from dcpbench.points.axes import Role
+from dcpbench.points.layout import DEGREES
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import GAMMA, NO_EXCHANGE, SYNTHETIC, TRACE, flag
 from dcpbench.points.point import AXES, point_axes
@@ -31,7 +32,9 @@ def command_of(point: Point, settings: Mapping[str, object], *, cpu: bool = Fals
     Raises UsageError for a point that no option can say: a name with a comma, or an empty one.
     """
     words = ["dcpbench", "serve" if point.load else "sweep"]
-    for name, value in (_how(point) | _load(point, settings) | _measured(point, settings)).items():
+    how = _how(point)
+    layout = {name: how.pop(name) for name in ("model", *DEGREES, "weights") if name in how}
+    for name, value in (layout | _load(point, settings) | how | _measured(point, settings)).items():
         words += _option(name, value)
     words += ["--no-baseline"]
     words += ["--device", "cpu"] if cpu else []
