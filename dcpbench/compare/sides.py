@@ -139,7 +139,7 @@ def _by_point(launches: Sequence[Run], across: Sequence[str]) -> dict[str, list[
     for launch in launches:
         here: dict[str, list[Record]] = {}
         for record in launch.records:
-            if measured(record):
+            if measured(record) and record.started_at:  # without a time two that agree may be two
                 if (one := measurement(record)) in seen:
                     continue
                 seen.add(one)
