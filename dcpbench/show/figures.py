@@ -47,8 +47,8 @@ RC: dict[str, Any] = {
 }
 
 
-UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-"""Equal figures are equal files."""
+DPI = 150
+"""Of PNGs."""
 
 
 @contextlib.contextmanager
@@ -62,10 +62,26 @@ def drawing(more: Mapping[str, Any] | None = None) -> Iterator[None]:
 
 
 def save(figure: Figure, path: Path, *formats: str) -> list[Path]:
-    """Write a figure in formats, of `png`, `svg` and `pdf`, which end the name of `path`; returns the files."""
+    """Write a figure in formats, of `png`, `svg` and `pdf`, which end the name of `path`; returns the files.
+
+    Everything finds its place once, as the first format needs it, and each format is drawn once: Figure.savefig would
+    lay out and draw everything twice for each.
+    """
+    from matplotlib.backends import backend_agg, backend_pdf, backend_svg
+
+    written = {
+        "png": lambda file: backend_agg.FigureCanvasAgg(figure).print_png(file),
+        "svg": lambda file: backend_svg.FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None}),
+        "pdf": lambda file: backend_pdf.FigureCanvasPdf(figure).print_pdf(file, metadata={"CreationDate": None}),
+    }
+    backend_agg.FigureCanvasAgg(figure)
+    figure.set_dpi(DPI)
+    if engine := figure.get_layout_engine():
+        engine.execute(figure)
+        figure.set_layout_engine("none")
     paths = [path.with_suffix(f".{form}") for form in formats]
     for form, target in zip(formats, paths, strict=True):
-        figure.savefig(target, dpi=150, metadata=UNDATED.get(form))
+        written[form](target)
     return paths
 
 

@@ -19,6 +19,8 @@ from dcpbench.errors import OutputError, WorkerError
 from dcpbench.launch import folders, launcher
 from dcpbench.launch.jobs import Job, Progress
 from dcpbench.launch.torchrun import Machines, Running
+from dcpbench.points.budget import plan_engines
+from dcpbench.points.machine import Probe
 from dcpbench.points.settings import Settings
 from dcpbench.records.file import read_records
 from dcpbench.records.folder import LOCK_FILE
@@ -201,11 +203,13 @@ class TestListening:
         def watch(event: Progress) -> None:
             seen.setdefault(event.stage, set()).update(listening(mark))
 
+        points = [point(2, 16), msgspec.structs.replace(point(2, 16), dcp=2, exchange="ag_rs")]
+        settings = Settings(seconds=0.2, profile=False)
+        engines = tuple(plan_engines(points, settings, Probe(device="cpu", count=0, name="CPU")))
         real = dataclasses.replace(
-            work(tmp_path), worker="dcpbench.worker", settings=Settings(seconds=0.2, profile=False), timeout=300
+            work(tmp_path), worker="dcpbench.worker", settings=settings, timeout=300, engines=engines
         )
-        dcp = msgspec.structs.replace(point(2, 16), dcp=2, exchange="ag_rs")
-        launcher.run([point(2, 16), dcp], real, Machines(), watch)
+        launcher.run(points, real, Machines(), watch)
         assert outcomes(read_records(tmp_path)) == [(2, 16, "ok")] * 2
         assert seen["measure"] == {"0100007F"}
         assert set().union(*seen.values()) == {"0100007F"}
