@@ -5,10 +5,13 @@ Nothing heavy is imported before a report is asked for, so that the command line
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import shlex
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from rich.console import RenderableType
@@ -19,6 +22,19 @@ PAGE, TEXT, TABLE, FIGURES = "report.html", "report.md", "points.csv", "figures"
 PICTURES = (".png", ".svg", ".pdf")
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the search for cycles, which goes through all records and rows again and again, and finds none."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_uncollected()
 def write_report(
     folders: list[Path],
     out: Path,
