@@ -21,18 +21,15 @@ from dcpbench.launch import folders, launcher
 from dcpbench.plan.options import check_seconds
 from dcpbench.plan.spec import effective
 from dcpbench.show.streams import write_json
+from dcpbench.show.terminal import console, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from rich.console import Console
 
     from dcpbench.bench.record import Case
     from dcpbench.points.machine import Probe
 
 WORKER = "dcpbench.bench.worker"
-PLAIN_WIDTH = 160
-"""Columns of a table in a file or a pipe."""
 LONGEST_BACKLOG_US = 100_000
 WRONG, SOME_FAILED = 1, 4
 CPU_RANKS = 2
@@ -110,7 +107,7 @@ def run(bench: str, cases_on: Callable[[Machine], list[Case]], asked: Options) -
         command=shlex.join(["dcpbench", *sys.argv[1:]]),
     )
     if device == "cpu":
-        _say(CPU_NOTE)
+        say(CPU_NOTE)
     started = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
     begin = time.monotonic()
     record = BenchRecord(
@@ -122,7 +119,7 @@ def run(bench: str, cases_on: Callable[[Machine], list[Case]], asked: Options) -
             with _Watch(job) as watch:
                 problem = processes.follow(job, folder, record, worker=WORKER, timeout=asked.timeout, watch=watch)
         except KeyboardInterrupt:
-            _say("\nInterrupted; the worker has ended and nothing was written.")
+            say("\nInterrupted; the worker has ended and nothing was written.")
             sys.exit(130)
         if paths:
             (paths[0].with_suffix(".log")).write_bytes(processes.logs(folder))
@@ -181,7 +178,7 @@ def _finish(record: BenchRecord, paths: list[Path], problem: str, options: Optio
         print(f"Wrote {path}", file=sys.stderr if options.as_json else sys.stdout)
     failed = [r for r in record.results if r.outcome != "ok"]
     if problem or failed:
-        _say(f"{len(failed)} of {len(record.results)} cases failed. {problem}".strip())
+        say(f"{len(failed)} of {len(record.results)} cases failed. {problem}".strip())
     if any(r.correct is False for r in record.results):
         return WRONG
     return SOME_FAILED if problem or failed else 0
@@ -203,12 +200,12 @@ def _print(record: BenchRecord) -> None:
     from dcpbench.bench.shown.findings import marks_told
     from dcpbench.bench.shown.table import legend, table
 
-    console = _console()
-    console.print(table(record, console.width))
-    for line in [*legend(record, console.width), *marks_told(record.results)]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True, style="dim")
+    terminal = console()
+    terminal.print(table(record, terminal.width))
+    for line in [*legend(record, terminal.width), *marks_told(record.results)]:
+        terminal.print(line, soft_wrap=True, style="dim")
     for line in record.findings:
-        console.print(f"• {line}", markup=False, highlight=False, soft_wrap=True)
+        terminal.print(f"• {line}", soft_wrap=True)
 
 
 def _without_samples(record: BenchRecord) -> bytes:
@@ -226,15 +223,15 @@ class _Watch:
     def __init__(self, job: BenchJob) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-        self._job, console = job, _console(error=True)
+        self._job, terminal = job, console(error=True)
         self._bar: Progress | None = None
-        if console.is_terminal:
+        if terminal.is_terminal:
             self._bar = Progress(
                 BarColumn(30),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
                 TextColumn("{task.description}"),
-                console=console,
+                console=terminal,
                 transient=True,
             )
             self._task = self._bar.add_task("starting", total=len(job.cases))
@@ -256,18 +253,4 @@ class _Watch:
         elif event.stage == "done" and event.result:
             r = event.result
             note = r.reason or r.difference or (f"{r.time.median_us:.3g} µs" if r.time else "correct")
-            _say(f"[{event.index + 1}/{len(self._job.cases)}] {name}  {note}")
-
-
-def _console(*, error: bool = False) -> Console:
-    from rich.console import Console
-
-    console = Console(stderr=error)
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
-    return console
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+            say(f"[{event.index + 1}/{len(self._job.cases)}] {name}  {note}")

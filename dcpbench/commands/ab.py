@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import typer
 
-from dcpbench.commands.runs import INTERRUPTED, SOME_FAILED, say
+from dcpbench.commands.runs import INTERRUPTED, SOME_FAILED
 from dcpbench.compare import commands
 from dcpbench.compare.sides import differing, read_side
 from dcpbench.errors import DcpbenchError, OutputError, UsageError
 from dcpbench.launch import folders
 from dcpbench.records.file import RECORDS_FILE
+from dcpbench.show.terminal import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -15,16 +15,13 @@ from dcpbench.commands.runs import (
     Run,
     announce,
     check_run,
-    console,
     machine,
     measure,
     no_report,
-    points_text,
     print_json,
     print_paths,
     print_plan,
     run_points,
-    say,
     told_when_stopped,
     work_of,
 )
@@ -37,6 +34,8 @@ from dcpbench.points.layout import Layout, valid_layouts
 from dcpbench.points.prompts import random_prompts, read_prompts
 from dcpbench.points.shapes import check_checkpoint, load_shape
 from dcpbench.serving.load_words import parse_slo
+from dcpbench.show.terminal import console, say
+from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,7 +107,7 @@ def env(*, as_json: bool) -> int:
     terminal = console()
     terminal.print(env_table(probe))
     for problem in probe.problems:
-        terminal.print(f"• {problem}", markup=False, highlight=False, soft_wrap=True)
+        terminal.print(f"• {problem}", soft_wrap=True)
     if not probe.problems:
         terminal.print("Nothing is missing.")
     return 0
@@ -173,7 +172,7 @@ def _print_checks(points: Sequence[Point], folder: Path, run: Run) -> int:
     if silent:
         say(f"no check was made for: {', '.join(sorted(silent))}; read {folder / 'logs'}")
     wrong = sum(not c.ok for c in checks)
-    say(f"{len(checks) - wrong} checks ok, {wrong} wrong, {points_text(len(failed))} failed. Output: {folder}")
+    say(f"{len(checks) - wrong} checks ok, {wrong} wrong, {counted(len(failed), 'point')} failed. Output: {folder}")
     return 0 if ok else WRONG if wrong else SOME_FAILED
 
 

@@ -120,7 +120,7 @@ def export(runs: opt.Runs, to: To, output: ExportTo = None, force: ForceExport =
       dcpbench export runs/monday --to prometheus -o /var/lib/node_exporter/dcpbench.prom --force
     """
     from dcpbench import exports
-    from dcpbench.commands.runs import say
+    from dcpbench.show.terminal import say
 
     done = exports.export(runs, to, output, force=force)
     if done.told:
@@ -156,7 +156,7 @@ def import_(
       dcpbench report runs/monday runs/vllm -o both
     """
     from dcpbench import imports
-    from dcpbench.commands.runs import say
+    from dcpbench.show.terminal import say
 
     told = imports.Told(model=model, tp=tp, dp=dp, dcp=dcp, gpu=gpu, dtype=dtype)
     done = imports.import_files(files, source, output, told, force=force)

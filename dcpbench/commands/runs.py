@@ -25,12 +25,12 @@ from dcpbench.plan.spec import effective
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.file import RecordFile
 from dcpbench.show.streams import write_json
+from dcpbench.show.terminal import console, say
+from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
-
-    from rich.console import Console
 
     from dcpbench.plan.spec import SweepSpec
     from dcpbench.points.machine import Probe
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     WorkOff = Callable[[Sequence[Point], launcher.Work, "Run"], None]
 
 WORKER = launcher.WORKER
-PLAIN_WIDTH = 140
-"""Columns of a table in a file or a pipe."""
 INTERRUPTED = 130
 SOME_FAILED = 4
 
@@ -240,7 +238,7 @@ def print_plan(candidates: Sequence[grid.Candidate], run: Run) -> None:
     if any(r["reason"] is None for r in rows):
         terminal.print(candidates_table(rows))
     for line in rejected_lines(rows):
-        terminal.print(f"cannot run: {line}", markup=False, highlight=False, soft_wrap=True)
+        terminal.print(f"cannot run: {line}", soft_wrap=True)
 
 
 def announce(
@@ -257,7 +255,7 @@ def announce(
     possible = sum(c.error is None for c in candidates)
     skipped = f", {possible - len(points)} already measured" if possible > len(points) else ""
     extra = f" ({added} of the grid are baselines; --no-baseline leaves them out)" if added else ""
-    say(f"{points_text(len(points))} to run{skipped}{extra}. Output: {folder}")
+    say(f"{counted(len(points), 'point')} to run{skipped}{extra}. Output: {folder}")
 
 
 def work_of(folder: Path, spec: SweepSpec, probe: Probe, run: Run) -> launcher.Work:
@@ -270,27 +268,6 @@ def work_of(folder: Path, spec: SweepSpec, probe: Probe, run: Run) -> launcher.W
         command=shlex.join(["dcpbench", *sys.argv[1:]]),
         worker=WORKER,
     )
-
-
-def console(*, error: bool = False) -> Console:
-    """Rich's console, wide where nobody's terminal says how wide."""
-    from rich.console import Console
-
-    found = Console(stderr=error)
-    if not found.is_terminal:
-        found.width = PLAIN_WIDTH
-    return found
-
-
-def points_text(count: int) -> str:
-    """`1 point`, `2 points`."""
-    return "1 point" if count == 1 else f"{count} points"
-
-
-def say(text: str) -> None:
-    """A line on stderr."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
 
 
 def print_json(value: object) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from dcpbench.commands.runs import check_run, console, machine, measure, say, stoppable
+from dcpbench.commands.runs import check_run, machine, measure, stoppable
 from dcpbench.errors import DcpbenchError
 from dcpbench.launch.jobs import Progress
 from dcpbench.plan.judge_serve import known_times
@@ -21,6 +21,7 @@ from dcpbench.records.record import Record
 from dcpbench.serving.loads import extent
 from dcpbench.serving.outcome import in_short
 from dcpbench.serving.replay_point import replay_from_file
+from dcpbench.show.terminal import console, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

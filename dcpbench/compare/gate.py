@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Literal
 
 from dcpbench.compare.measures import NAMES, real_name
 from dcpbench.compare.model import Comparison, Finding, PointResult, Row
-from dcpbench.compare.words import number, range_text
+from dcpbench.compare.words import range_text
 from dcpbench.errors import UsageError
+from dcpbench.show.numbers import short_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -155,4 +156,4 @@ def _worse(row: Row, ratio: float | None) -> float:
 
 def _values(row: Row) -> str:
     ratio = "" if row.ratio is None or row.absolute else f", ratio {row.ratio:.4f}{range_text(row)}"
-    return f"{number(row.a)} → {number(row.b)} {row.unit}{ratio}"
+    return f"{short_number(row.a, 4)} → {short_number(row.b, 4)} {row.unit}{ratio}"

@@ -6,7 +6,8 @@ import re
 import xml.etree.ElementTree as ET
 from typing import TYPE_CHECKING
 
-from dcpbench.compare.words import label, number, range_text, ratio_text
+from dcpbench.compare.words import label, range_text, ratio_text
+from dcpbench.show.numbers import short_number
 from dcpbench.syncs.formats.junit import add_suite, document, new_case
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def render(c: Comparison) -> str:
 
 def _row(point: PointResult, row: Row, c: Comparison) -> ET.Element:
     found = new_case(_legal(point.name), row.metric)
-    text = f"{label(row)}: {number(row.a)} → {number(row.b)}, ratio {ratio_text(row)}{range_text(row)}: {row.verdict}"
+    text = f"{label(row)}: {short_number(row.a, 4)} → {short_number(row.b, 4)}, ratio {ratio_text(row)}{range_text(row)}: {row.verdict}"
     failures = [f for f in c.fails if f.point == point.name and f.metric == row.metric]
     if failures:
         message = _legal(failures[0].message)

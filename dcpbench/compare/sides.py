@@ -10,7 +10,7 @@ import msgspec
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.point import Load, Point
 from dcpbench.records.file import RECORDS_FILE, read_records
-from dcpbench.syncs.words import natural
+from dcpbench.show.text import natural
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

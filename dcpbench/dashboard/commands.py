@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from dcpbench.dashboard import finding, site
 from dcpbench.errors import MissingPackageError, OutputError, UsageError, how_to_install
 from dcpbench.show.streams import write_json
+from dcpbench.show.terminal import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,14 +35,14 @@ def build(runs: Path, output: Path, *, force: bool, as_json: bool) -> int:
     """Write or bring up to date the site in `output`, and say what it holds; the exit code."""
     _check_apart(runs, output)
     began = time.monotonic()
-    built = site.build(runs, output, force=force, tell=_say)
+    built = site.build(runs, output, force=force, tell=say)
     for sentence in built.skipped:
-        _say(f"left out: {sentence}")
+        say(f"left out: {sentence}")
     if as_json:
         write_json(json.dumps(_summary(built, time.monotonic() - began), indent=2, ensure_ascii=False) + "\n")
         return 0
     if not built.runs:
-        _say(f"{runs} holds no run that can be read; the site is empty.")
+        say(f"{runs} holds no run that can be read; the site is empty.")
     pages = f"{built.pages_made:,} made, {built.pages_kept:,} unchanged"
     sys.stdout.write(
         f"{built.runs:,} runs, {built.points:,} points with {built.entries:,} results, {built.changes:,} changes; "
@@ -65,7 +66,7 @@ def serve(runs: Path, output: Path | None, *, port: int, open_browser: bool) -> 
     with _folder(output) as folder, _bound(port) as bound:
         if output is not None:
             _check_apart(runs, folder)
-        watcher = watching.Watcher(runs, folder, _say)
+        watcher = watching.Watcher(runs, folder, say)
         watcher.refresh()
         url = f"http://{LOOPBACK}:{bound.getsockname()[1]}/"
         sys.stdout.write(f"Dashboard of {runs}: {url}  (this machine only; Ctrl-C ends it)\n")
@@ -85,7 +86,7 @@ def serve(runs: Path, output: Path | None, *, port: int, open_browser: bool) -> 
         try:
             uvicorn.Server(config).run(sockets=[bound])
         except KeyboardInterrupt:
-            _say("Ended.")
+            say("Ended.")
         finally:
             watcher.stop()
             follower.join(timeout=5)
@@ -139,7 +140,7 @@ def _open(url: str) -> None:
     import webbrowser
 
     if not webbrowser.open(url):
-        _say(f"no browser could be started; open {url} yourself.")
+        say(f"no browser could be started; open {url} yourself.")
 
 
 def _check_apart(runs: Path, output: Path) -> None:
@@ -152,9 +153,3 @@ def _check_apart(runs: Path, output: Path) -> None:
 def _summary(built: Built, seconds: float) -> dict[str, object]:
     plain = dataclasses.asdict(built)
     return plain | {"site": str(built.site), "seconds": round(seconds, 1)}
-
-
-def _say(text: str) -> None:
-    """A line on stderr."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()

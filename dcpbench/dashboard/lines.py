@@ -11,8 +11,8 @@ from dcpbench.dashboard import measures
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import ALL_REDUCES, UNKNOWN
 from dcpbench.records.provenance import CPU, hardware
-from dcpbench.reports.clip import cut
 from dcpbench.reports.serving import words
+from dcpbench.show.text import cut
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

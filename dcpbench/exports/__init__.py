@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
 from dcpbench.plan.options import did_you_mean
+from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -62,4 +63,4 @@ def _left_out(reasons: Counter[str], of: int) -> str:
     if not reasons:
         return ""
     why = "; ".join(f"{n} {why}" for why, n in reasons.items())
-    return f"{reasons.total()} of {of} {'point' if of == 1 else 'points'} left out: {why}."
+    return f"{reasons.total()} of {counted(of, 'point')} left out: {why}."

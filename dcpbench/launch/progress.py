@@ -11,8 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from dcpbench.plan.grid import point_name
-from dcpbench.points.budget import size_text
 from dcpbench.points.names import ALL_REDUCES, NO_EXCHANGE
+from dcpbench.points.sizes import size_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,10 +11,11 @@ from dcpbench.errors import CapacityError, LayoutError, MissingPackageError, Usa
 from dcpbench.plan.judge_serve import check_serve, check_serve_memory
 from dcpbench.points import memory
 from dcpbench.points.batches import GRAPH_BATCHES
-from dcpbench.points.budget import CPU_BYTES, ITEMSIZE, kv_pages, memory_plan, most_pages, pages_needed, size_text
+from dcpbench.points.budget import CPU_BYTES, ITEMSIZE, kv_pages, memory_plan, most_pages, pages_needed
 from dcpbench.points.layout import Layout, valid_layouts
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import AUTO, EXCHANGES, NO_EXCHANGE, OPTIONS, flag
+from dcpbench.points.sizes import size_text
 
 if TYPE_CHECKING:
     from dcpbench.points.machine import Probe

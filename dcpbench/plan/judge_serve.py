@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from dcpbench.errors import CapacityError, MissingPackageError, UsageError, how_to_install
 from dcpbench.points import memory
-from dcpbench.points.budget import ITEMSIZE, kv_pages, least_pages, memory_plan, most_pages, size_text
+from dcpbench.points.budget import ITEMSIZE, kv_pages, least_pages, memory_plan, most_pages
 from dcpbench.points.names import AUTO
 from dcpbench.points.shapes import NOPE, ROPE, VALUE
+from dcpbench.points.sizes import size_text
 from dcpbench.serving.loads import extent
 from dcpbench.serving.step_times import read_step_times
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.points.names import CLOSED
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import findings, slo
-from dcpbench.reports.merge import missing
-from dcpbench.reports.prose import capital, counted, listed, reach, short_shapes, tok_s, with_reach
 from dcpbench.reports.serving import findings as serving
 from dcpbench.reports.serving import words
-from dcpbench.reports.tables import ABSENT, number
+from dcpbench.reports.serving.words import short_shapes
+from dcpbench.show.numbers import ABSENT, missing, number, reach, tok_s, with_reach
+from dcpbench.show.text import capital, counted, listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

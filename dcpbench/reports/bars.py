@@ -16,12 +16,12 @@ from dcpbench.reports.style import (
     REST_COLOUR,
     Style,
     columns_for,
-    count,
     headline,
     legend_below,
     plain,
     watermark,
 )
+from dcpbench.show.numbers import count
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,7 +8,8 @@ import pandas as pd
 
 from dcpbench.points.names import EXCHANGES, OPTIONS, with_options
 from dcpbench.reports.findings import HOW_EXCHANGED, fields_but, verdict
-from dcpbench.reports.tables import Table, make_table, number, with_interval
+from dcpbench.reports.tables import Table, make_table
+from dcpbench.show.numbers import number, with_interval
 
 if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames

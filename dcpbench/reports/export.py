@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dcpbench.show.text import spreadsheet_cell
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -11,8 +13,6 @@ if TYPE_CHECKING:
 
 INNER = ("same_load", "slo_recorded")
 """Columns that only tell points apart."""
-FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
-"""A spreadsheet would run a cell that starts with one of these."""
 
 
 def write_csv(frames: Frames, path: Path) -> None:
@@ -29,9 +29,9 @@ def write_csv(frames: Frames, path: Path) -> None:
     table = table.drop(columns=[c for c in table if str(c) in inner or str(c).startswith("slo_limit")])
     words = [c for c in table.columns if not pd.api.types.is_numeric_dtype(table[c])]
     for column in words:
-        table[column] = pd.Series([_inert(v) for v in table[column]], index=table.index, dtype=object)
+        table[column] = pd.Series([_cell(v) for v in table[column]], index=table.index, dtype=object)
     table.to_csv(path, index=False, lineterminator="\n")
 
 
-def _inert(value: object) -> object:
-    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_STARTS) else value
+def _cell(value: object) -> object:
+    return spreadsheet_cell(value) if isinstance(value, str) else value

@@ -12,6 +12,7 @@ import matplotlib as mpl
 from dcpbench.points.names import CLOSED
 from dcpbench.reports import bars, findings, lines, style, thinning
 from dcpbench.reports.serving import figures
+from dcpbench.show.numbers import count
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -169,7 +170,7 @@ class Studio:
 def _alt(kind: str, title: str, points: pd.DataFrame) -> str:
     """A sentence with what a reader would take from the picture; the full numbers stand in the tables."""
     shown = ", ".join(style.plain(label) for label in dict.fromkeys(map(str, points["label"])))
-    contexts = ", ".join(style.count(c) for c in sorted(points["context"].unique()))
+    contexts = ", ".join(count(c) for c in sorted(points["context"].unique()))
     text = f"{title}. Layouts: {shown}. Contexts: {contexts} tokens."
     known = points[points["output_tok_s"].notna()]
     if kind in ("throughput", "frontier") and len(known):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from dcpbench.reports.serving.words import OBJECTIVES
-from dcpbench.reports.tables import number
+from dcpbench.show.numbers import number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.reports.clip import cut, inert
+from dcpbench.show.numbers import count
+from dcpbench.show.text import short
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -108,13 +108,7 @@ class Style:
 
 def plain(text: object, most: int = 48) -> str:
     """Any string as a label: no mathematics, one line, not endless."""
-    text = re.sub(r"\s+", " ", inert(str(text))).strip()
-    return cut(text, most).replace("$", r"\$")
-
-
-def count(value: float) -> str:
-    """A whole number with thousands separated, as on every axis: 128,000."""
-    return f"{value:,.0f}"
+    return short(str(text), most).replace("$", r"\$")
 
 
 def headline(figure: Figure, title: str, *, width: int = 90) -> None:
@@ -188,4 +182,4 @@ def value_axis(ax: Axes, values: Iterable[float], axis: str) -> None:
     else:
         getattr(ax, f"set_{axis}lim")(0, max(known, default=1) * 1.08)
         target.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    target.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if v >= 10 or v == 0 else f"{v:g}"))  # noqa: PLR2004
+    target.set_major_formatter(FuncFormatter(lambda v, _: count(v) if v >= 10 or v == 0 else f"{v:g}"))  # noqa: PLR2004

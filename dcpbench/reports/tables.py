@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from dcpbench.points.memory import GIB
 from dcpbench.records import provenance
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports.clip import cut
-from dcpbench.reports.merge import missing
+from dcpbench.show.numbers import ABSENT, gib, missing, number, percent, text, with_interval
+from dcpbench.show.text import cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from dcpbench.reports.frames import Frames
 
-ABSENT = "—"
 FOLD_ABOVE = 24
 """Tables with more rows than this begin folded where they only support a figure."""
 MOST_ROWS = 2_000
@@ -39,41 +36,6 @@ class Table:
     text_columns: int = 1
     """How many leading columns hold words; the others are numbers and go to the right."""
     fold: bool = False
-
-
-def text(value: object) -> str:
-    """A string, or the dash."""
-    return ABSENT if missing(value) or value == "" else str(value)
-
-
-def number(value: float | None, digits: int = 4) -> str:
-    """A number to `digits` significant digits with thousands separated; whole from there on."""
-    if value is None or missing(value):
-        return ABSENT
-    value = float(value)
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    decimals = digits - 1 - math.floor(math.log10(abs(value)))
-    if decimals > digits + 2:
-        return f"{value:.{digits - 1}g}"
-    return f"{value:,.{max(decimals, 0)}f}"
-
-
-def percent(value: float | None) -> str:
-    """A share in percent."""
-    return ABSENT if value is None or missing(value) else f"{value * 100:.2g} %"
-
-
-def gib(value: float | None) -> str:
-    """Bytes in GiB."""
-    if value is None or missing(value):
-        return ABSENT
-    return f"{value / GIB:,.1f}" if value >= GIB else number(value / GIB, 2)
-
-
-def with_interval(value: float | None, low: float | None, high: float | None, digits: int = 4) -> str:
-    """A median and its interval."""
-    return ABSENT if missing(value) else f"{number(value, digits)} [{number(low, digits)}–{number(high, digits)}]"
 
 
 def points(found: pd.DataFrame) -> Table:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 
 from dcpbench.reports import opening
-from dcpbench.reports.merge import missing
 from dcpbench.reports.serving.terminal import served
-from dcpbench.reports.tables import ABSENT, number
 from dcpbench.reports.terminal_parts import Column, Fitted, plain, told_marks
+from dcpbench.show.numbers import ABSENT, missing, number
+from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,8 +42,7 @@ def render(frames: Frames) -> Group:
     parts += [plain(sentence) for sentence in _misses(shown)]
     same = ["model", "layout", "outcome", "reason"]
     for (model, layout, outcome, reason), group in shown.others.groupby(same, sort=False):
-        points = "1 point" if len(group) == 1 else f"{len(group)} points"
-        parts.append(plain(f"{outcome}: {points} of {model} {layout}: {reason}", "yellow"))
+        parts.append(plain(f"{outcome}: {counted(len(group), 'point')} of {model} {layout}: {reason}", "yellow"))
     parts += [plain(f"• {sentence}") for sentence in opening.sentences(frames)]
     return Group(*parts)
 

@@ -21,8 +21,7 @@ from dcpbench.launch.jobs import CHECKS_FILE, FAILED_FILE, Failure, Job, Progres
 from dcpbench.launch.launcher import blame
 from dcpbench.plan.grid import point_name
 from dcpbench.records.file import RECORDS_FILE, UNREADABLE, decode
-from dcpbench.reports.clip import cut
-from dcpbench.syncs.words import plain
+from dcpbench.show.text import short
 from dcpbench.top.tail import Tail
 
 if TYPE_CHECKING:
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 T = TypeVar("T")
-LONGEST = 300
-"""Characters of a text that are kept."""
 SHOWN = 50
 """Finished points that are kept in full."""
 VERIFY = "verify"
@@ -93,13 +90,13 @@ class JobFacts:
 
     def see(self, event: Progress) -> None:
         """Take one event."""
-        stage = inert(event.stage)
+        stage = short(event.stage)
         if event.key != self.key:
             self.note = ""
         if (stage, event.key) != (self.stage, self.key):
             self.since = event.at
         self.stage, self.key, self.heard = stage, event.key, event.at
-        self.note = inert(event.note) or self.note
+        self.note = short(event.note) or self.note
         if stage == "done":
             self.done[hash(event.key)] = event.at
 
@@ -149,7 +146,7 @@ class Facts:
             with contextlib.suppress(OSError, *UNREADABLE):
                 found.append(msgspec.json.decode(path.read_bytes(), type=Failure))
         cause = blame(found)
-        return inert(f"rank {cause.rank}: {cause.kind}: {cause.message}") if cause else ""
+        return short(f"rank {cause.rank}: {cause.kind}: {cause.message}") if cause else ""
 
     def ranks_at_work(self) -> bool:
         """Whether ranks have left their process ids, which go when a job is ended in an orderly way."""
@@ -181,7 +178,7 @@ class Facts:
                 yield found
 
     def _take(self, record: Record) -> None:
-        ended = Ended(inert(record.outcome), _finished_at(record), ran=record.seconds > 0)
+        ended = Ended(short(record.outcome), _finished_at(record), ran=record.seconds > 0)
         self.ended[point_id(record.point)] = ended
         if record.outcome != "rejected":
             self.last.append(finished(record))
@@ -210,17 +207,12 @@ def finished(record: Record) -> Finished:
             "itl_ms": s.itl_ms.p50,
         }
     return Finished(
-        point=inert(point_name(record.point)),
-        outcome=inert(record.outcome),
-        reason=inert(record.reason or ""),
+        point=short(point_name(record.point)),
+        outcome=short(record.outcome),
+        reason=short(record.reason or ""),
         seconds=record.seconds or None,
         **figures,
     )
-
-
-def inert(text: str) -> str:
-    """One short line that no terminal obeys."""
-    return plain(" ".join(cut(text, LONGEST).split()))
 
 
 def _finished_at(record: Record) -> float | None:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from dcpbench.launch.progress import CPU_NOTE
 from dcpbench.points.memory import GIB
+from dcpbench.show.numbers import ABSENT, short_number, span
 from dcpbench.top import words
 
 if TYPE_CHECKING:
@@ -76,11 +77,11 @@ def _last(points: list[Finished], width: int) -> Table:
     table = _table("last points", numbers)
     for p in reversed(points):
         cells = {
-            "tok/s": words.number(p.tok_s),
-            "/GPU": words.number(p.tok_s_per_gpu),
-            "TTFT ms": words.number(p.ttft_ms),
-            "ITL ms": words.number(p.itl_ms),
-            "took": words.ABSENT if p.seconds is None else words.span(p.seconds),
+            "tok/s": short_number(p.tok_s),
+            "/GPU": short_number(p.tok_s_per_gpu),
+            "TTFT ms": short_number(p.ttft_ms),
+            "ITL ms": short_number(p.itl_ms),
+            "took": ABSENT if p.seconds is None else span(p.seconds),
         }
         name = Text(p.point) if p.outcome == "ok" else Text(f"{p.point}  {words.figures(p)}", "red")
         table.add_row(name, *(cells[name] for name in numbers))
@@ -91,10 +92,10 @@ def _gpus(gpus: list[GpuNow], width: int) -> Table:
     columns = ["busy", "SM MHz", *(["W", "°C", "GiB"] if width >= NARROW else [])]
     table = _table("GPU", columns)
     for g in gpus:
-        power = _of(words.number(g.power_w), None if g.power_limit_w is None else words.number(g.power_limit_w))
+        power = _of(short_number(g.power_w), None if g.power_limit_w is None else short_number(g.power_limit_w))
         memory = _of(_gib(g.memory_used_bytes), None if g.memory_total_bytes is None else _gib(g.memory_total_bytes))
         cells = {
-            "busy": words.ABSENT if g.utilisation is None else f"{g.utilisation} %",
+            "busy": ABSENT if g.utilisation is None else f"{g.utilisation} %",
             "SM MHz": _of(_whole(g.sm_clock_mhz), None if g.sm_clock_max_mhz is None else _whole(g.sm_clock_max_mhz)),
             "W": power,
             "°C": _whole(g.temperature_c),
@@ -119,8 +120,8 @@ def _of(value: str, most: str | None) -> str:
 
 
 def _whole(value: int | None) -> str:
-    return words.ABSENT if value is None else str(value)
+    return ABSENT if value is None else str(value)
 
 
 def _gib(value: int | None) -> str:
-    return words.ABSENT if value is None else f"{value / GIB:.0f}"
+    return ABSENT if value is None else f"{value / GIB:.0f}"

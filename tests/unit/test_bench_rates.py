@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from dcpbench.bench.record import BenchRecord, Case, Graph, Limit, Result, Work, floor_us
-from dcpbench.bench.shown.curves import size, spaced
+from dcpbench.bench.shown.curves import spaced
 from dcpbench.bench.shown.findings import findings
 from dcpbench.bench.shown.picture import write_picture
 from dcpbench.bench.shown.rates import amount, baselines, limits_told, share, speed_up
@@ -230,13 +230,6 @@ class TestPictures:
         r = Result(case=Case(variant="symm", sizes={"requests": 1}, calls=0), correct=True, error=2e-4)
         write_picture(record("exchange", r, performance=False), tmp_path / "x.png")
         assert not (tmp_path / "x.png").exists()
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(999, "999 B"), (209_300, "209 KB"), (6_710_000, "6.71 MB"), (2e9, "2 GB")]
-)
-def test_bytes_have_units(value, text):
-    assert size(value) == text
 
 
 def test_an_amount_has_the_unit_that_fits():

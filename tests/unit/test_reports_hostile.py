@@ -17,7 +17,6 @@ from dcpbench.points.layout import Layout
 from dcpbench.records.file import RECORDS_FILE, cut_short, read_records
 from dcpbench.reports import (
     answer_tables,
-    clip,
     export,
     findings,
     frames,
@@ -29,6 +28,7 @@ from dcpbench.reports import (
     thinning,
 )
 from dcpbench.reports.tables import MOST_LETTERS, MOST_ROWS
+from dcpbench.show.text import LONGEST
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
 
@@ -214,7 +214,7 @@ def test_ten_megabytes_in_any_string_are_cut_everywhere(tmp_path: Path, field: s
     record = build.failed(build.point(DCP)) if field == "reason" else build.ok(build.point(DCP), steps=5)
     told = everything(run(tmp_path / "run", line(), changed(field, "x" * 10_000_000, record)))
     assert len(told) < 200_000
-    assert "x" * (clip.LONGEST + 1) not in told
+    assert "x" * (LONGEST + 1) not in told
     assert "x" * 300 in told.replace("\n", "") or field in {"point.dtype", "honesty.weights", "point.backend"}
 
 

@@ -10,6 +10,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from dcpbench.bench.shown.rates import gpu_time
 from dcpbench.reports.style import LAYOUT_COLOURS, MARKERS, RC, columns_for, headline, legend_below, value_axis
+from dcpbench.show.numbers import BYTES, with_unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -96,7 +97,7 @@ def _byte_axis(ax: Axes, values: Sequence[int]) -> None:
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_locator(FixedLocator(spaced(values)))
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: size(v)))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: with_unit(v, BYTES)))
 
 
 def spaced(values: Iterable[int]) -> list[int]:
@@ -108,14 +109,6 @@ def spaced(values: Iterable[int]) -> list[int]:
         if value * step <= kept[-1] * 1.001:
             kept.append(value)
     return kept[::-1]
-
-
-def size(value: float) -> str:
-    """`96 KB`, `1.5 MB`."""
-    for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value:.0f} B"
 
 
 def _bytes(r: Result) -> int:

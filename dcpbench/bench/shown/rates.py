@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dcpbench.show.numbers import with_unit
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -59,6 +61,4 @@ def limits_told(record: BenchRecord) -> list[str]:
 
 def amount(limit: Limit) -> str:
     """`4.38 TB/s`, `790 TFLOP/s`, `3.1 µs`."""
-    scales = UNITS[limit.unit]
-    scale, unit = next((each for each in scales if limit.median >= each[0]), scales[-1])
-    return f"{limit.median / scale:.3g} {unit}"
+    return with_unit(limit.median, UNITS[limit.unit])

@@ -11,11 +11,11 @@ from dcpbench.errors import UsageError
 from dcpbench.points.names import CLOSED, GAMMA, LIVE
 from dcpbench.points.point import Load, Point
 from dcpbench.reports import bars, findings, style
-from dcpbench.reports.merge import missing
 from dcpbench.reports.page.fields import COLOURS, FIELDS, FILTERS, RANGES
 from dcpbench.reports.page.words import LONGEST_COMMAND, LONGEST_NAME, brief
 from dcpbench.reports.reproduce import command_of
 from dcpbench.reports.serving.frame import same_load
+from dcpbench.show.numbers import missing
 
 if TYPE_CHECKING:
     from dcpbench.records.record import Record

@@ -11,7 +11,7 @@ import pandas as pd
 
 from dcpbench.points.names import CLOSED, LIVE, REPLAY
 from dcpbench.reports.findings import OF_A_LOAD, fields_but
-from dcpbench.reports.merge import missing
+from dcpbench.show.numbers import missing
 
 SAME_BUT_MODE = ["device", "same_load", *fields_but(*OF_A_LOAD)]
 """What a replay and the live run that it stands for have in common."""

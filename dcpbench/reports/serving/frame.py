@@ -11,8 +11,9 @@ from dcpbench.points.memory import GIB
 from dcpbench.points.names import CLOSED
 from dcpbench.records.provenance import OURS
 from dcpbench.records.record import Interval
-from dcpbench.reports.merge import in_order, median, missing, spread
+from dcpbench.reports.merge import in_order, median, spread
 from dcpbench.reports.serving import words
+from dcpbench.show.numbers import missing
 
 if TYPE_CHECKING:
     from dcpbench.records.record import Record, ServeMetrics

@@ -6,19 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.records.provenance import OURS
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN, least_samples
-from dcpbench.reports.merge import missing
 from dcpbench.reports.origins import some_imported
 from dcpbench.reports.serving import findings, words
-from dcpbench.reports.tables import (
-    ABSENT,
-    FOLD_ABOVE,
-    Column,
-    Table,
-    make_table,
-    number,
-    percent,
-    text,
-)
+from dcpbench.reports.tables import FOLD_ABOVE, Column, Table, make_table
+from dcpbench.show.numbers import ABSENT, missing, number, percent, text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -177,10 +168,6 @@ def _finished(row: pd.Series[Any]) -> str:
 
 def _share(part: float, whole: float) -> float | None:
     return part / whole if whole else None
-
-
-def _times(ratio: float | None) -> str:
-    return ABSENT if missing(ratio) else f"{ratio:.3f}×"
 
 
 def _shown(name: str) -> Any:  # noqa: ANN401 - what prints a column

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import CLOSED, GAMMA, TRACE
-from dcpbench.reports.merge import missing
 from dcpbench.reports.serving.tables import FEW_SAMPLES, whole
 from dcpbench.reports.serving.words import MODES
-from dcpbench.reports.tables import number
 from dcpbench.reports.terminal_parts import Column, Fitted, plain, told_marks
+from dcpbench.show.numbers import missing, number
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dcpbench.show.text import printable
 from dcpbench.syncs.rules import BY_ID
-from dcpbench.syncs.words import advice, marks, plain, standing, told
+from dcpbench.syncs.words import advice, marks, standing, told
 
 if TYPE_CHECKING:
     from dcpbench.syncs.model import Report, Site
@@ -105,4 +106,4 @@ def step_summary(text: str) -> None:
         with Path(path).open("a", encoding="utf-8") as f:
             f.write(text.encode()[:SUMMARY_BYTES].decode(errors="ignore"))
     except OSError as e:
-        sys.stderr.write(f"warning: {SUMMARY}={plain(path)} cannot be written ({e.strerror}).\n")
+        sys.stderr.write(f"warning: {SUMMARY}={printable(path)} cannot be written ({e.strerror}).\n")

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
+from dcpbench.show.text import counted, markdown, markdown_code
 from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.words import (
     BOUND_NOTE,
     NOTHING,
-    counted,
+    copied,
     marks,
     microseconds,
     per_step,
     place,
-    size_text,
     standing,
     subject,
     waited_share,
@@ -41,7 +40,7 @@ def render(report: Report) -> str:
         _rules(report),
         _totals(report),
         _list("Allowed", _allowed(report)),
-        _list("Of no use any more", [escape(t) for t in report.verdict.stale]),
+        _list("Of no use any more", [markdown(t) for t in report.verdict.stale]),
         _coverage(report),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -54,8 +53,8 @@ def _verdict(report: Report) -> str:
         "cannot answer": "❔ The trace cannot answer",
         "findings": f"❌ Hidden synchronisation: {counted(len(verdict.findings), 'finding')}",
     }
-    overall = [escape(f.message) for f in verdict.findings if not f.fingerprint]
-    lines = [f"- {text}" for text in [*overall, *(escape(reason) for reason in verdict.reasons)]]
+    overall = [markdown(f.message) for f in verdict.findings if not f.fingerprint]
+    lines = [f"- {text}" for text in [*overall, *(markdown(reason) for reason in verdict.reasons)]]
     return "\n".join([f"## {heads[verdict.status]}", *(["", *lines] if lines else [])])
 
 
@@ -71,24 +70,23 @@ def _sites(report: Report) -> str:
 
 
 def _row(site: Site, report: Report) -> tuple[str, ...]:
-    where = code(subject(site)) + (f"<br>{code(place(site))}" if place(site) else "")
-    where += f"<br>called from {code(site.called_from)}" if site.called_from else ""
+    where = markdown_code(subject(site)) + (f"<br>{markdown_code(place(site))}" if place(site) else "")
+    where += f"<br>called from {markdown_code(site.called_from)}" if site.called_from else ""
     count = str(site.count) + (f"<br>{site.waited:,} waited" if waited_share(site) else "")
     words = marks(site, report.verdict)
-    kind = f"{escape(site.rule)}<br>{escape(site.kind)}" + (f"<br>*{', '.join(words)}*" if words else "")
-    copy = " ".join(part for part in (site.direction, size_text(site.bytes)) if part)
+    kind = f"{markdown(site.rule)}<br>{markdown(site.kind)}" + (f"<br>*{', '.join(words)}*" if words else "")
     return (
         SIGNS[standing(site, report.verdict)],
         kind,
         where,
-        code(site.op or site.call),
+        markdown_code(site.op or site.call) if site.op or site.call else NOTHING,
         count,
         per_step(site.count_per_step),
         microseconds(site.wait_us),
         microseconds(site.wait_median_us),
         microseconds(site.wait_p99_us),
         microseconds(site.bubble_us),
-        escape(copy) or NOTHING,
+        markdown(copied(site)) or NOTHING,
     )
 
 
@@ -97,7 +95,7 @@ def _rules(report: Report) -> str:
     causes = {i: dict.fromkeys(s.cause for s in report.sites if s.rule == i and s.cause) for i in ids}
     return "\n".join(
         f"- **{BY_ID[i].id} {BY_ID[i].kind}**: {BY_ID[i].why} *Fix:* {BY_ID[i].fix}"
-        + "".join(f" *Cause:* {escape(cause)}" for cause in causes[i])
+        + "".join(f" *Cause:* {markdown(cause)}" for cause in causes[i])
         for i in ids
     )
 
@@ -111,34 +109,14 @@ def _totals(report: Report) -> str:
 
 
 def _allowed(report: Report) -> list[str]:
-    return [f"{code(subject(site))}: {escape(site.allowed)}" for site in report.sites if site.allowed]
+    return [f"{markdown_code(subject(site))}: {markdown(site.allowed)}" for site in report.sites if site.allowed]
 
 
 def _coverage(report: Report) -> str:
     """Sentences that several traces share are written once."""
-    notes = dict.fromkeys(escape(note) for trace in report.traces for note in trace.coverage.notes)
+    notes = dict.fromkeys(markdown(note) for trace in report.traces for note in trace.coverage.notes)
     return _list("What this cannot show", list(notes))
 
 
 def _list(title: str, lines: list[str]) -> str:
     return "\n".join([f"### {title}", "", *(f"- {line}" for line in lines)]) if lines else ""
-
-
-def escape(text: str) -> str:
-    """Text that Markdown and HTML show as it is; `@name` notifies nobody, no address becomes a link."""
-    text = (
-        text.replace("&", "&amp;")
-        .replace("<", "&lt;")
-        .replace(">", "&gt;")
-        .replace("@", "@<!-- -->")
-        .replace("://", "&#58;//")
-    )
-    return re.sub(r"([\\`*_{}\[\]#|~$])", r"\\\1", text)
-
-
-def code(text: str) -> str:
-    """Text in a code span of a table's cell; HTML, as a `|` or a backtick would end a Markdown one."""
-    if not text:
-        return NOTHING
-    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return "<code>" + re.sub(r"([\\`*_{}\[\]#|~$@:])", lambda m: f"&#{ord(m[0])};", text) + "</code>"

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dcpbench.show.text import counted
 from dcpbench.syncs.model import Coverage
 from dcpbench.syncs.traces.blocking import RUNTIMES
 from dcpbench.syncs.traces.damage import damages
-from dcpbench.syncs.words import counted
 
 if TYPE_CHECKING:
     from dcpbench.syncs.steps import Steps

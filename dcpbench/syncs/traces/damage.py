@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dcpbench.show.text import counted
 from dcpbench.syncs.traces.blocking import API_NAMES, SYNC_EVENTS, direction_of, kind_of
-from dcpbench.syncs.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -1,0 +1,62 @@
+"""What commands write to a terminal, a pipe or a log: Rich's console, single lines, and how far something is."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from typing import TYPE_CHECKING, Self
+
+from dcpbench.show.text import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PLAIN_WIDTH = 160
+"""Columns where nobody's terminal says how many there are: room for the widest table."""
+QUIET_SECONDS = 2.0
+"""Progress is shown no more often than this where nothing can be overwritten."""
+
+
+def console(*, error: bool = False) -> Console:
+    """Rich's console, on stderr with `error`; what it prints is no markup, as names come from others."""
+    from rich.console import Console
+
+    found = Console(stderr=error, markup=False, highlight=False)
+    if not found.is_terminal:
+        found.width = PLAIN_WIDTH
+    return found
+
+
+def say(text: str) -> None:
+    """A line on stderr."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+class ProgressLine:
+    """What is at work, on stderr: one line that is overwritten on a terminal, a line now and then elsewhere."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._last = time.monotonic()
+        self._shown = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown and self._terminal:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+    def __call__(self, message: str) -> None:
+        """Show one message, as long as it is not too soon after the last."""
+        now = time.monotonic()
+        if self._terminal:
+            sys.stderr.write("\r\x1b[K" + printable(message)[: shutil.get_terminal_size().columns - 1])
+            self._shown = True
+        elif now - self._last >= QUIET_SECONDS:
+            self._last = now
+            sys.stderr.write(f"{printable(message)}\n")
+        sys.stderr.flush()
