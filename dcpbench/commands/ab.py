@@ -20,7 +20,9 @@ from dcpbench.compare.sides import differing, read_side
 from dcpbench.errors import DcpbenchError, OutputError, UsageError
 from dcpbench.launch import folders
 from dcpbench.records.file import RECORDS_FILE
+from dcpbench.show.numbers import span
 from dcpbench.show.terminal import say
+from dcpbench.show.whole_files import write_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -113,7 +115,7 @@ def _launch_all(folder: Path, state: State, wanted: Wanted, known: Mapping[str, 
     began, code = time.monotonic(), 0
     for index, name in enumerate(left):
         eta = (time.monotonic() - began) / index * (len(left) - index) if index else None
-        about = f", about {eta / 60:.0f} min left" if eta and eta > 90 else ""  # noqa: PLR2004
+        about = f", about {span(eta)} left" if eta else ""
         say(f"== {name.upper()[0]}, round {name.rpartition('-')[2]} of {wanted.rounds} ({_done(state, todo)}{about})")
         try:
             ended = _launch(folder / name, state, name[0], known, force=wanted.force)
@@ -211,10 +213,8 @@ def _state(folder: Path, wanted: Wanted, sides: Mapping[str, list[str]]) -> Stat
 
 
 def _write(folder: Path, state: State) -> None:
-    half = folder / f"{STATE_FILE}.part"
     try:
-        half.write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n")
-        half.replace(folder / STATE_FILE)
+        write_file(folder / STATE_FILE, msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n")
     except OSError as e:
         raise OutputError(f"{folder / STATE_FILE} cannot be written ({e.strerror}); give another folder.") from e
 

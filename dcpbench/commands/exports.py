@@ -123,8 +123,8 @@ def export(runs: opt.Runs, to: To, output: ExportTo = None, force: ForceExport =
     from dcpbench.show.terminal import say
 
     done = exports.export(runs, to, output, force=force)
-    if done.told:
-        say(done.told)
+    if done.note:
+        say(done.note)
     for path in done.paths:
         typer.echo(f"Wrote {path}")
 
@@ -160,6 +160,6 @@ def import_(
 
     told = imports.Told(model=model, tp=tp, dp=dp, dcp=dcp, gpu=gpu, dtype=dtype)
     done = imports.import_files(files, source, output, told, force=force)
-    for sentence in done.told:
+    for sentence in done.notes:
         say(sentence)
     typer.echo(f"Wrote {done.path}")

@@ -34,7 +34,7 @@ class Exported:
     """What was written, and what was not."""
 
     paths: list[Path]
-    told: str
+    note: str
     """A sentence about points that were left out; empty if none was."""
 
 
@@ -50,12 +50,12 @@ def export(folders: Sequence[Path], to: str, output: Path | None, *, force: bool
 
     points = measured.read(folders)
     rendered = importlib.import_module(f"dcpbench.exports.{FORMATS[to]}").render(points)
-    told = _left_out(rendered.left_out, len(points))
+    note = _left_out(rendered.left_out, len(points))
     if not rendered.files:
-        why = told or "the runs hold no point."
+        why = note or "the runs hold no point."
         raise UsageError(f"nothing to write as {to}: {why} --to csv and --to parquet carry every point.")
     places = files.places(rendered, output, folders[0], to)
-    return Exported(files.write(places, force=force), told)
+    return Exported(files.write(places, force=force), note)
 
 
 def _left_out(reasons: Counter[str], of: int) -> str:

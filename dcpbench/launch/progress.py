@@ -13,6 +13,7 @@ from rich.table import Column, Table
 from dcpbench.plan.grid import point_name
 from dcpbench.points.names import ALL_REDUCES, NO_EXCHANGE
 from dcpbench.points.sizes import size_text
+from dcpbench.show.numbers import span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,7 +100,7 @@ class Watch:
         if not self._finished:
             return ""
         left = (time.monotonic() - self._began) / self._finished * (len(self._names) - self._finished)
-        return f"about {left / 60:.0f} min left" if left >= 120 else f"about {left:.0f} s left"  # noqa: PLR2004
+        return f"about {span(left)} left"
 
 
 def candidates_table(rows: Sequence[dict[str, object]]) -> Table:

@@ -102,7 +102,7 @@ class Fitted:
         return table
 
 
-def told_marks(points: pd.DataFrame) -> list[str]:
+def shown_marks(points: pd.DataFrame) -> list[str]:
     """Marks of each point that the title and the layout do not say."""
     return [", ".join(m for m in str(marks).split(", ") if m not in IMPLIED) for marks in points["marks"]]
 

@@ -15,6 +15,7 @@ import msgspec
 
 from dcpbench.errors import OutputError, RecordsError
 from dcpbench.serving.outcome import Row
+from dcpbench.show.whole_files import write_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +49,7 @@ def samples_path(folder: Path, name: str) -> Path | None:
     """
     if not name:
         return None
-    path = folder / name
+    path, whole = folder / name, pa.BufferOutputStream()
     try:
         inside, there = path.resolve().is_relative_to(folder.resolve()), path.is_file()
     except (OSError, ValueError):  # nothing that a file can be called
@@ -71,12 +72,11 @@ def write_samples(folder: Path, point: Point, rows: Sequence[Row]) -> str:
     told = {VERSION_KEY: str(SAMPLES_VERSION), POINT_KEY: key, SUM_KEY: _checksum(table.to_pylist(), key)}
     table = table.replace_schema_metadata(told)
     name = samples_name(point)
-    path = folder / name
-    half = path.with_suffix(".part")
+    path, whole = folder / name, pa.BufferOutputStream()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(table, half, compression="zstd")
-        half.replace(path)
+        pq.write_table(table, whole, compression="zstd")
+        write_file(path, whole.getvalue().to_pybytes())
     except OSError as e:
         raise OutputError(f"cannot write {path}: {e}; give another folder with -o.") from e
     return name

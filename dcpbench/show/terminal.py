@@ -5,13 +5,16 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ParamSpec, Self
 
 from dcpbench.show.text import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
 
+P = ParamSpec("P")
 PLAIN_WIDTH = 160
 """Columns where nobody's terminal says how many there are: room for the widest table."""
 QUIET_SECONDS = 2.0
@@ -34,13 +37,26 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
+def now_and_then(tell: Callable[P, None], seconds: float = QUIET_SECONDS) -> Callable[P, None]:
+    """`tell`, but no more often than this, and not before so long: what is quick says nothing."""
+    last = time.monotonic()
+
+    def sometimes(*args: P.args, **kwargs: P.kwargs) -> None:
+        nonlocal last
+        if time.monotonic() - last >= seconds:
+            last = time.monotonic()
+            tell(*args, **kwargs)
+
+    return sometimes
+
+
 class ProgressLine:
     """What is at work, on stderr: one line that is overwritten on a terminal, a line now and then elsewhere."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
-        self._last = time.monotonic()
         self._shown = False
+        self._line = now_and_then(say)
 
     def __enter__(self) -> Self:
         return self
@@ -52,11 +68,9 @@ class ProgressLine:
 
     def __call__(self, message: str) -> None:
         """Show one message, as long as it is not too soon after the last."""
-        now = time.monotonic()
-        if self._terminal:
-            sys.stderr.write("\r\x1b[K" + printable(message)[: shutil.get_terminal_size().columns - 1])
-            self._shown = True
-        elif now - self._last >= QUIET_SECONDS:
-            self._last = now
-            sys.stderr.write(f"{printable(message)}\n")
+        if not self._terminal:
+            self._line(printable(message))
+            return
+        sys.stderr.write("\r\x1b[K" + printable(message)[: shutil.get_terminal_size().columns - 1])
         sys.stderr.flush()
+        self._shown = True

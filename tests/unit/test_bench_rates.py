@@ -9,7 +9,7 @@ from dcpbench.bench.record import BenchRecord, Case, Graph, Limit, Result, Work,
 from dcpbench.bench.shown.curves import spaced
 from dcpbench.bench.shown.findings import findings
 from dcpbench.bench.shown.picture import write_picture
-from dcpbench.bench.shown.rates import amount, baselines, limits_told, share, speed_up
+from dcpbench.bench.shown.rates import amount, baselines, limit_notes, share, speed_up
 from dcpbench.bench.shown.table import legend, table
 from dcpbench.records.record import Environment
 from tests.unit.bench_builder import timing
@@ -173,7 +173,7 @@ class TestTable:
 
     def test_a_limit_that_could_not_be_measured_says_why(self):
         of = record("exchange", limits=[], without=["peer: the GPUs of this machine cannot read each other's memory."])
-        assert limits_told(of) == ["Not measured: peer: the GPUs of this machine cannot read each other's memory."]
+        assert limit_notes(of) == ["Not measured: peer: the GPUs of this machine cannot read each other's memory."]
 
     @pytest.mark.parametrize(("width", "there", "left_out"), [(139, "28.6", "(13.9"), (99, "50 %", "28.6")])
     def test_a_narrow_terminal_gets_less_and_nothing_is_cut_off(self, width, there, left_out):

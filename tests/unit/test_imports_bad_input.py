@@ -203,7 +203,7 @@ class TestValues:
 
     def test_names_of_fields_are_said_short_and_printable(self, tmp_path: Path) -> None:
         path = files.file(tmp_path, files.vllm(**{"\x1b[31m" + "x" * 10_000: 1, **{f"f{i}": 1 for i in range(50)}}))
-        told = import_files([path], "vllm", tmp_path / "run", Told()).told[-1]
+        told = import_files([path], "vllm", tmp_path / "run", Told()).notes[-1]
         assert "and 46 more" in told
         assert "\x1b" not in told
         assert len(told) < 1000

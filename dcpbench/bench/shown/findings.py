@@ -28,22 +28,22 @@ def findings(record: BenchRecord) -> list[str]:
     ok = [r for r in record.results if r.outcome == "ok"]
     variants = list(dict.fromkeys(r.case.variant for r in ok))
     of = {name: [r for r in ok if r.case.variant == name] for name in variants}
-    told = list(_wrong(ok))
-    told += [sentence for name in variants if (sentence := _syncs(name, of[name]))]
-    told += [sentence for name in variants if (sentence := _where(name, of[name]))]
+    notes = list(_wrong(ok))
+    notes += [sentence for name in variants if (sentence := _syncs(name, of[name]))]
+    notes += [sentence for name in variants if (sentence := _where(name, of[name]))]
     if host := _range_by_variant(of, lambda r: r.host):
-        told.append(f"Host time inside a call while the GPU is {record.settings.backlog_us:g} µs behind: {host}.")
-    told += [sentence for name in variants if (sentence := _overwritten(name, of[name]))]
-    told += rate_findings(record)
+        notes.append(f"Host time inside a call while the GPU is {record.settings.backlog_us:g} µs behind: {host}.")
+    notes += [sentence for name in variants if (sentence := _overwritten(name, of[name]))]
+    notes += rate_findings(record)
     replay = _range_by_variant(of, lambda r: r.graph.time if r.graph else None)
     if replay and any(r.host for r in ok):
-        told.append(f"GPU time of a call replayed from a CUDA graph: {replay}.")
-    told += [
+        notes.append(f"GPU time of a call replayed from a CUDA graph: {replay}.")
+    notes += [
         f"{r.case.variant} cannot be captured in a CUDA graph: {r.graph.reason}"
         for r in ok
         if r.graph and not r.graph.captured
     ]
-    return told
+    return notes
 
 
 def corrupts(r: Result) -> bool:
@@ -51,7 +51,7 @@ def corrupts(r: Result) -> bool:
     return r.overwritten is not None and bool(r.overwritten.kv_rows or r.overwritten.token_ids)
 
 
-def marks_told(results: Sequence[Result]) -> list[str]:
+def mark_notes(results: Sequence[Result]) -> list[str]:
     """A sentence for each mark that some result has."""
     counts = {name: sum(name in r.marks for r in results) for name in MARKS}
     return [f"{name} ({count} of {len(results)}): {MARKS[name]}." for name, count in counts.items() if count]

@@ -19,14 +19,14 @@ def rate_findings(record: BenchRecord) -> list[str]:
     variants = list(dict.fromkeys(r.case.variant for r in right))
     of = {name: [r for r in right if r.case.variant == name] for name in variants}
     usual = baselines(record)
-    told = [
+    notes = [
         sentence
         for place, baseline in enumerate(usual)
         for name in variants
         if name not in usual[: place + 1] and (sentence := _speed(name, baseline, of[name], right))
     ]
-    told += [sentence for name in variants if (sentence := _share(name, of[name], right))]
-    return told + [sentence for r in right if (sentence := _outgrown(r))]
+    notes += [sentence for name in variants if (sentence := _share(name, of[name], right))]
+    return notes + [sentence for r in right if (sentence := _outgrown(r))]
 
 
 def _speed(variant: str, baseline: str, mine: Sequence[Result], results: Sequence[Result]) -> str:
@@ -35,8 +35,8 @@ def _speed(variant: str, baseline: str, mine: Sequence[Result], results: Sequenc
     if not ratios:
         return ""
     many = len(ratios) > 4  # noqa: PLR2004 - more than a sentence holds
-    told = [min(ratios, key=lambda x: x[1]), max(ratios, key=lambda x: x[1])] if many else ratios
-    (first, slowest), *others = told
+    notes = [min(ratios, key=lambda x: x[1]), max(ratios, key=lambda x: x[1])] if many else ratios
+    (first, slowest), *others = notes
     parts = [f"{variant} is {slowest:.2f}× as fast as {baseline}{_at(first, mine)}"]
     parts += [f"{ratio:.2f}×{_at(r, mine)}" for r, ratio in others]
     if not many:

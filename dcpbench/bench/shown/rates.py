@@ -51,7 +51,7 @@ def baselines(record: BenchRecord) -> list[str]:
     return [name for name in BASELINES.get(record.bench, ()) if timed - {name} and name in timed]
 
 
-def limits_told(record: BenchRecord) -> list[str]:
+def limit_notes(record: BenchRecord) -> list[str]:
     """A line with this machine's limits, and one for each that could not be measured."""
     ranks = f", the slowest of {record.ranks} ranks" if record.ranks > 1 else ""
     measured = ", ".join(f"{limit.name} {amount(limit)}" for limit in record.limits)

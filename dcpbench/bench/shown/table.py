@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dcpbench.bench.shown.findings import corrupts
-from dcpbench.bench.shown.rates import baselines, limits_told, share, speed_up
+from dcpbench.bench.shown.rates import baselines, limit_notes, share, speed_up
 from dcpbench.show.numbers import short_number
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def legend(record: BenchRecord, width: int = WIDE) -> list[str]:
         for name, line in LEGEND.items()
         if name in columns
     ]
-    lines += limits_told(record)
+    lines += limit_notes(record)
     if record.performance and width < WIDE:
         what, least = (
             ("Intervals and marks", WIDE) if width >= MEDIUM else ("Intervals, marks, rates and errors", MEDIUM)
