@@ -9,6 +9,7 @@ from rich import box
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
+from rich.text import Text
 
 from dcpbench.plan.grid import point_name
 from dcpbench.points.names import ALL_REDUCES, NO_EXCHANGE
@@ -150,7 +151,7 @@ def checks_table(checks: Sequence[jobs.Check]) -> Table:
     for name in ("", "detail"):
         table.add_column(name)
     for c in checks:
-        verdict = "[green]ok[/]" if c.ok else "[red bold]WRONG[/]"
+        verdict = Text("ok", "green") if c.ok else Text("WRONG", "red bold")
         table.add_row(
             c.name,
             c.layout,
@@ -159,7 +160,7 @@ def checks_table(checks: Sequence[jobs.Check]) -> Table:
             "not finite" if c.error is None else f"{c.error:.2g}",
             "none" if c.limit is None else f"{c.limit:.2g}",
             verdict,
-            escape(c.detail),
+            Text(c.detail),
         )
     return table
 
@@ -175,7 +176,7 @@ def env_table(probe: Probe) -> Table:
     if probe.capability:
         table.add_row("compute capability", probe.capability)
     for name, version in probe.packages.items():
-        table.add_row(name, version or "[yellow]missing[/]")
+        table.add_row(name, version or Text("missing", "yellow"))
     return table
 
 

@@ -49,7 +49,7 @@ def samples_path(folder: Path, name: str) -> Path | None:
     """
     if not name:
         return None
-    path, whole = folder / name, pa.BufferOutputStream()
+    path = folder / name
     try:
         inside, there = path.resolve().is_relative_to(folder.resolve()), path.is_file()
     except (OSError, ValueError):  # nothing that a file can be called
