@@ -17,6 +17,7 @@ from dcpbench.points.budget import ITEMSIZE
 from dcpbench.points.names import ALL_REDUCES, AUTO, BACKENDS, EXCHANGES, OPTIONS, flag
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import check_checkpoint, load_shape
+from dcpbench.show.text import short
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 1 << 16
 """Of a file of options."""
-LONGEST_REASON = 500
 MOST_LISTED = 4096
 """Largest stripe that an error about --interleave names."""
 
@@ -247,8 +247,7 @@ def _parse_yaml(path: Path, text: str) -> object:
 
 
 def _why(error: Exception) -> str:
-    said = "it is nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split()).rstrip(".")
-    return said[:LONGEST_REASON]
+    return "it is nested too deep" if isinstance(error, RecursionError) else short(str(error)).rstrip(".")
 
 
 PARSERS: dict[str, Callable[[str, object], object]] = {

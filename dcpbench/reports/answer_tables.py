@@ -55,7 +55,7 @@ def best(found: pd.DataFrame, mode: str) -> Table:
             ("best layout", _best_label),
             ("next", lambda r: text(r["next"])),
             ("output tok/s [95 %]", _rate),
-            ("over the next", lambda r: ABSENT if missing(r["lead"]) else f"{r['lead']:.3f}×"),
+            ("over the next", lambda r: times(r["lead"])),
             ("TTFT p50 ms", lambda r: number(r["ttft_p50_ms"])),
             ("ITL p50 ms", lambda r: number(r["itl_p50_ms"])),
         ],

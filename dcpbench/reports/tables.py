@@ -11,7 +11,7 @@ import pandas as pd
 from dcpbench.records import provenance
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.show.numbers import ABSENT, gib, missing, number, percent, text, with_interval
+from dcpbench.show.numbers import ABSENT, count, gib, missing, number, percent, text, times, with_interval
 from dcpbench.show.text import cut
 
 if TYPE_CHECKING:
@@ -95,9 +95,9 @@ def kv(found: pd.DataFrame) -> Table:
             ("bounded by", lambda r: text(r["kv_bounded_by"])),
             ("pool GiB per GPU", lambda r: gib(r["kv_pool_bytes_per_gpu"])),
             ("bytes per token per GPU", lambda r: number(r["kv_bytes_per_token_per_gpu"], 5)),
-            ("tokens per GiB per GPU", lambda r: f"{r['kv_tokens_per_gib']:,.0f}"),
-            ("over tp alone", lambda r: ABSENT if missing(r["kv_ratio"]) else f"{r['kv_ratio']:.2f}×"),
-            ("tokens in all", lambda r: f"{r['kv_capacity_tokens']:,.0f}"),
+            ("tokens per GiB per GPU", lambda r: count(r["kv_tokens_per_gib"])),
+            ("over tp alone", lambda r: times(r["kv_ratio"], 2)),
+            ("tokens in all", lambda r: count(r["kv_capacity_tokens"])),
         ],
         text_columns=3,
     )

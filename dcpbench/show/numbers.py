@@ -76,8 +76,10 @@ def with_unit(value: float, units: Sequence[tuple[float, str]]) -> str:
     return f"{scaled:.3g} {unit}" if abs(scaled) < 100 else f"{scaled:.0f} {unit}"  # noqa: PLR2004 - three digits
 
 
-def span(seconds: float) -> str:
+def span(seconds: float | None) -> str:
     """`8 s`, `12 min`, `3 h 20 min`."""
+    if not _known(seconds):
+        return ABSENT
     if seconds < 2 * MINUTE:
         return f"{seconds:.0f} s"
     if seconds < 2 * HOUR:
