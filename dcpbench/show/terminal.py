@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import sys
 import time
@@ -22,13 +23,33 @@ QUIET_SECONDS = 2.0
 
 
 def console(*, error: bool = False) -> Console:
-    """Rich's console, on stderr with `error`; what it prints is no markup, as names come from others."""
+    """Rich's console, on stderr with `error`; names come from others, so nothing is markup and `:key:` no picture."""
     from rich.console import Console
 
-    found = Console(stderr=error, markup=False, highlight=False)
+    found = Console(stderr=error, markup=False, emoji=False, highlight=False)
     if not found.is_terminal:
         found.width = PLAIN_WIDTH
     return found
+
+
+def drawn(draw: Callable[[Console], None], width: int, *, colour: bool) -> str:
+    """What `draw` prints on a console of so many columns; colours and hyperlinks only with `colour`."""
+    from rich.console import Console
+
+    out = io.StringIO()
+    draw(
+        Console(
+            file=out,
+            width=width,
+            force_terminal=colour,
+            color_system="standard" if colour else None,
+            markup=False,
+            emoji=False,
+            highlight=False,
+            legacy_windows=False,
+        )
+    )
+    return "".join(f"{line if colour else line.rstrip()}\n" for line in out.getvalue().splitlines())
 
 
 def say(text: str) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import pytest
 
+import dcpbench
 from dcpbench.points.sizes import size_text
 from dcpbench.show import terminal
 from dcpbench.show.numbers import (
@@ -34,6 +39,9 @@ from dcpbench.show.text import (
     shortened,
     spreadsheet_cell,
 )
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 GIB = 1 << 30
 HOSTILE = "\x1b[31mü·µ\n\u202e\ud800"
@@ -169,8 +177,21 @@ class TestConsole:
         """A sentence stays one line, and names in brackets stay names."""
         found = terminal.console()
         assert found.width == terminal.PLAIN_WIDTH
-        found.print("[red]1[/] " + "x" * 200, soft_wrap=True)
+        found.print("[red]1[/] :key: " + "x" * 200, soft_wrap=True)
         terminal.console(error=True).print("on stderr")
         out = capsys.readouterr()
-        assert out.out == "[red]1[/] " + "x" * 200 + "\n"
+        assert out.out == "[red]1[/] :key: " + "x" * 200 + "\n"
         assert out.err == "on stderr\n"
+
+    def test_what_is_drawn_has_colours_only_where_they_are_wanted(self) -> None:
+        def draw(console: Console) -> None:
+            console.print("a   ", style="red")
+
+        assert terminal.drawn(draw, 20, colour=False) == "a\n"
+        assert terminal.drawn(draw, 20, colour=True) == "\x1b[31ma   \x1b[0m\n"
+
+    def test_consoles_are_made_in_one_place(self) -> None:
+        """Whoever makes another decides anew what is markup and how wide a pipe is."""
+        package = Path(dcpbench.__file__).parent
+        makers = [p.name for p in package.rglob("*.py") if re.search(r"\bConsole\(", p.read_text(encoding="utf-8"))]
+        assert makers == ["terminal.py"]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from dcpbench.show.terminal import drawn
 from dcpbench.show.text import counted, path_end
 from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.words import (
@@ -27,6 +26,8 @@ from dcpbench.syncs.words import (
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from rich.console import Console
 
     from dcpbench.syncs.model import Report, Site, TraceSummary
 
@@ -53,24 +54,16 @@ def render(report: Report, *, root: Path, width: int, terminal: bool) -> str:
         width: Columns.
         terminal: Whether to use colours and hyperlinks.
     """
-    out = io.StringIO()
-    console = Console(
-        file=out,
-        width=max(width, 20),
-        force_terminal=terminal,
-        color_system="standard" if terminal else None,
-        markup=False,
-        highlight=False,
-        emoji=False,
-        legacy_windows=False,
-    )
-    _sites(console, report, root)
-    _rules(console, report)
-    _totals(console, report)
-    _lists(console, report)
-    _coverage(console, report)
-    _verdict(console, report)
-    return "\n".join(line.rstrip() if not terminal else line for line in out.getvalue().splitlines()) + "\n"
+
+    def draw(console: Console) -> None:
+        _sites(console, report, root)
+        _rules(console, report)
+        _totals(console, report)
+        _lists(console, report)
+        _coverage(console, report)
+        _verdict(console, report)
+
+    return drawn(draw, max(width, 20), colour=terminal)
 
 
 def _sites(console: Console, report: Report, root: Path) -> None:
