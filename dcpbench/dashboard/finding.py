@@ -15,7 +15,7 @@ from dcpbench.dashboard import lines, measures
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.records.file import RECORDS_FILE, read_records
 from dcpbench.records.provenance import hardware
-from dcpbench.show.text import short
+from dcpbench.show.text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -105,7 +105,7 @@ def find(root: Path, known: dict[Stamp, RunData], tell: Callable[[str], None]) -
         try:
             run = known.get(stamp) or _read(stamp, name)
         except RecordsError as e:
-            skipped.append(f"{name}: {short(str(e).replace(str(stamp.path), RECORDS_FILE))}")
+            skipped.append(f"{name}: {one_line(str(e).replace(str(stamp.path), RECORDS_FILE))}")
             continue
         known[stamp] = run
         if run.sha256 in by_digest:

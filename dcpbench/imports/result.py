@@ -12,7 +12,7 @@ import msgspec
 
 from dcpbench.errors import RecordsError
 from dcpbench.serving.load_words import MOST_TOKENS
-from dcpbench.show.text import short
+from dcpbench.show.text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -110,7 +110,7 @@ def convert(document: Document, into: type[Any], tool: str) -> Any:  # noqa: ANN
     try:
         found = msgspec.convert(document.fields, into)
     except msgspec.ValidationError as e:
-        raise RecordsError(f"{document.where} is not what {tool} writes: {short(str(e))}.") from e
+        raise RecordsError(f"{document.where} is not what {tool} writes: {one_line(str(e))}.") from e
     for name in found.__struct_fields__:
         _check(getattr(found, name), f"{document.where}: {name}")
     return found
@@ -131,7 +131,7 @@ def details(document: Document, into: type[Details], completed: int) -> Details 
     try:
         found = msgspec.convert(given, into)
     except msgspec.ValidationError as e:
-        raise RecordsError(f"{document.where}: {short(str(e))}.") from e
+        raise RecordsError(f"{document.where}: {one_line(str(e))}.") from e
     sizes = {name: len(getattr(found, name)) for name in given}
     if len(set(sizes.values())) > 1:
         raise RecordsError(f"{document.where}: lists of requests differ in length: {_counts(sizes)}; it is not whole.")

@@ -17,7 +17,7 @@ from dcpbench.points.budget import ITEMSIZE
 from dcpbench.points.names import ALL_REDUCES, AUTO, BACKENDS, EXCHANGES, OPTIONS, flag
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import check_checkpoint, load_shape
-from dcpbench.show.text import short
+from dcpbench.show.text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -247,7 +247,7 @@ def _parse_yaml(path: Path, text: str) -> object:
 
 
 def _why(error: Exception) -> str:
-    return "it is nested too deep" if isinstance(error, RecursionError) else short(str(error)).rstrip(".")
+    return "it is nested too deep" if isinstance(error, RecursionError) else one_line(str(error)).rstrip(".")
 
 
 PARSERS: dict[str, Callable[[str, object], object]] = {

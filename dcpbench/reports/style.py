@@ -7,7 +7,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.show.numbers import count
-from dcpbench.show.text import short
+from dcpbench.show.text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -108,7 +108,7 @@ class Style:
 
 def plain(text: object, most: int = 48) -> str:
     """Any string as a label: no mathematics, one line, not endless."""
-    return short(str(text), most).replace("$", r"\$")
+    return one_line(str(text), most).replace("$", r"\$")
 
 
 def headline(figure: Figure, title: str, *, width: int = 90) -> None:

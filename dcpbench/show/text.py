@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 LONGEST = 2_000
 """Characters that are kept of a string of a record; what is left out is said, and told apart by a hash."""
-LONGEST_LINE = 300
-"""Of a name or a reason where a line has room for it."""
+LONGEST_NAME, LONGEST_LINE = 200, 300
+"""Characters of a name, and of a sentence, where many stand beside or below each other."""
 LINES = "\n\t"
 """What strings of several lines keep."""
 HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
@@ -52,19 +52,19 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(_spelled(c) if unicodedata.category(c) in HIDDEN and c not in keep else c for c in text)
 
 
-def one_line(text: str) -> str:
-    """Printable, and with a single space for each run of spaces and line breaks."""
-    return printable(" ".join(text.split()))
-
-
 def cut(text: str, most: int) -> str:
     """The text, or its beginning with `…`: at most so many characters."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def short(text: str, most: int = LONGEST_LINE) -> str:
-    """The text, or its beginning with `…`, in one printable line of at most so many characters."""
-    return cut(one_line(cut(text, most)), most)
+def short(text: str, most: int = LONGEST_NAME) -> str:
+    """A name in printable characters, at most so many: it, or its beginning with `…`. Its spaces stay."""
+    return cut(printable(cut(text, most)), most)
+
+
+def one_line(text: str, most: int = LONGEST_LINE) -> str:
+    """A sentence, also one of several lines, in one printable line of at most so many characters."""
+    return short(" ".join(cut(text, most).split()), most)
 
 
 def shortened(text: str, most: int = LONGEST) -> str:
@@ -89,7 +89,7 @@ def path_end(path: str, limit: int) -> str:
 
 def markdown(text: str) -> str:
     """Text that Markdown and HTML show as it is, on one line; `@name` notifies nobody, no address becomes a link."""
-    text = re.sub(r"([\\`*_{}\[\]#|~$])", r"\\\1", _html(one_line(text)))
+    text = re.sub(r"([\\`*_{}\[\]#|~$])", r"\\\1", _html(printable(" ".join(text.split()))))
     return text.replace("@", "@<!-- -->").replace("://", "&#58;//")
 
 

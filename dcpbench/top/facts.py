@@ -21,7 +21,7 @@ from dcpbench.launch.jobs import CHECKS_FILE, FAILED_FILE, Failure, Job, Progres
 from dcpbench.launch.launcher import blame
 from dcpbench.plan.grid import point_name
 from dcpbench.records.file import RECORDS_FILE, UNREADABLE, decode
-from dcpbench.show.text import short
+from dcpbench.show.text import one_line
 from dcpbench.top.tail import Tail
 
 if TYPE_CHECKING:
@@ -90,13 +90,13 @@ class JobFacts:
 
     def see(self, event: Progress) -> None:
         """Take one event."""
-        stage = short(event.stage)
+        stage = one_line(event.stage)
         if event.key != self.key:
             self.note = ""
         if (stage, event.key) != (self.stage, self.key):
             self.since = event.at
         self.stage, self.key, self.heard = stage, event.key, event.at
-        self.note = short(event.note) or self.note
+        self.note = one_line(event.note) or self.note
         if stage == "done":
             self.done[hash(event.key)] = event.at
 
@@ -146,7 +146,7 @@ class Facts:
             with contextlib.suppress(OSError, *UNREADABLE):
                 found.append(msgspec.json.decode(path.read_bytes(), type=Failure))
         cause = blame(found)
-        return short(f"rank {cause.rank}: {cause.kind}: {cause.message}") if cause else ""
+        return one_line(f"rank {cause.rank}: {cause.kind}: {cause.message}") if cause else ""
 
     def ranks_at_work(self) -> bool:
         """Whether ranks have left their process ids, which go when a job is ended in an orderly way."""
@@ -178,7 +178,7 @@ class Facts:
                 yield found
 
     def _take(self, record: Record) -> None:
-        ended = Ended(short(record.outcome), _finished_at(record), ran=record.seconds > 0)
+        ended = Ended(one_line(record.outcome), _finished_at(record), ran=record.seconds > 0)
         self.ended[point_id(record.point)] = ended
         if record.outcome != "rejected":
             self.last.append(finished(record))
@@ -207,9 +207,9 @@ def finished(record: Record) -> Finished:
             "itl_ms": s.itl_ms.p50,
         }
     return Finished(
-        point=short(point_name(record.point)),
-        outcome=short(record.outcome),
-        reason=short(record.reason or ""),
+        point=one_line(point_name(record.point)),
+        outcome=one_line(record.outcome),
+        reason=one_line(record.reason or ""),
         seconds=record.seconds or None,
         **figures,
     )
