@@ -77,9 +77,9 @@ def main(args: list[str] | None = None) -> None:
         finally:
             sys.stdout.flush()
     except DcpbenchError as e:
-        from dcpbench.syncs.words import plain  # names in a message come from others, and a terminal would obey them
+        from dcpbench.show.text import printable  # names in a message come from others, and a terminal would obey them
 
-        _end("\n".join(map(plain, f"error: {e}".split("\n"))), e.exit_code)
+        _end("\n".join(map(printable, f"error: {e}".split("\n"))), e.exit_code)
     except BrokenPipeError:
         _end("", streams.CLOSED)
     except SystemExit as e:

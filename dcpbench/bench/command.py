@@ -256,15 +256,15 @@ def _write(record: BenchRecord, paths: list[Path]) -> None:
 
 
 def _print(record: BenchRecord) -> None:
-    from dcpbench.bench.shown.findings import marks_told
+    from dcpbench.bench.shown.findings import mark_notes
     from dcpbench.bench.shown.table import legend, table
 
     terminal = console()
     terminal.print(table(record, terminal.width))
-    for line in [*legend(record, terminal.width), *marks_told(record.results)]:
-        terminal.print(line, markup=False, highlight=False, soft_wrap=True, style="dim")
+    for line in [*legend(record, terminal.width), *mark_notes(record.results)]:
+        terminal.print(line, soft_wrap=True, style="dim")
     for line in record.findings:
-        terminal.print(f"• {line}", markup=False, highlight=False, soft_wrap=True)
+        terminal.print(f"• {line}", soft_wrap=True)
 
 
 def _without_samples(record: BenchRecord) -> bytes:

@@ -17,7 +17,9 @@ from dcpbench.commands.command import SOME_FAILED, Command, group, panel
 from dcpbench.commands.compare import Judged, Shown
 from dcpbench.errors import DcpbenchError, OutputError, UsageError
 from dcpbench.launch.stopping import INTERRUPTED
+from dcpbench.show.numbers import span
 from dcpbench.show.terminal import say
+from dcpbench.show.whole_files import write_file
 
 STATE_FILE = "ab.json"
 WORKLOADS = ("sweep", "serve")
@@ -147,7 +149,7 @@ def _launch_all(folder: Path, state: State, rounds: int, command: Command, *, fo
     began = time.monotonic()
     for index, name in enumerate(left):
         eta = (time.monotonic() - began) / index * (len(left) - index) if index else None
-        about = f", about {eta / 60:.0f} min left" if eta and eta > 90 else ""  # noqa: PLR2004
+        about = f", about {span(eta)} left" if eta else ""
         done = f"{sum(name in state.done for name in todo)} of {len(todo)} launches done"
         say(f"== {name.upper()[0]}, round {name.rpartition('-')[2]} of {rounds} ({done}{about})")
         try:
@@ -257,10 +259,8 @@ def _state(folder: Path, launches: Launches, new: State) -> State:
 def _write(folder: Path, state: State) -> None:
     import msgspec
 
-    half = folder / f"{STATE_FILE}.part"
     try:
-        half.write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n")
-        half.replace(folder / STATE_FILE)
+        write_file(folder / STATE_FILE, msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n")
     except OSError as e:
         raise OutputError(f"{folder / STATE_FILE} cannot be written ({e.strerror}); give another folder.") from e
 

@@ -26,7 +26,7 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON."
     terminal = console()
     terminal.print(env_table(probe))
     for problem in probe.problems:
-        terminal.print(f"• {problem}", markup=False, highlight=False, soft_wrap=True)
+        terminal.print(f"• {problem}", soft_wrap=True)
     if not probe.problems:
         terminal.print("Nothing is missing.")
     return 0

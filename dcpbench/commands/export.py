@@ -48,8 +48,8 @@ def export(
     from dcpbench import exports
 
     done = exports.export(runs, to, output, force=force)
-    if done.told:
-        say(done.told)
+    if done.note:
+        say(done.note)
     for path in done.paths:
         typer.echo(f"Wrote {path}")
     return 0

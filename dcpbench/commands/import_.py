@@ -90,7 +90,7 @@ def import_(
     from dcpbench import imports
 
     done = imports.import_files(files, source, output, imports.Told(**vars(engine)), force=force)
-    for sentence in done.told:
+    for sentence in done.notes:
         say(sentence)
     typer.echo(f"Wrote {done.path}")
     return 0

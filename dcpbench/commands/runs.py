@@ -28,6 +28,7 @@ from dcpbench.records.metrics import SWEPT
 from dcpbench.records.runs import last_records
 from dcpbench.show.streams import write_json
 from dcpbench.show.terminal import console, say
+from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -205,7 +206,7 @@ def print_plan(candidates: Sequence[grid.Candidate], run: Run) -> None:
     if any(r["reason"] is None for r in rows):
         terminal.print(candidates_table(rows))
     for line in rejected_lines(rows):
-        terminal.print(f"cannot run: {line}", markup=False, highlight=False, soft_wrap=True)
+        terminal.print(f"cannot run: {line}", soft_wrap=True)
 
 
 def announce(
@@ -222,7 +223,7 @@ def announce(
     possible = sum(c.error is None for c in candidates)
     skipped = f", {possible - len(points)} already measured" if possible > len(points) else ""
     extra = f" ({added} of the grid are baselines; --no-baseline leaves them out)" if added else ""
-    say(f"{points_text(len(points))} to run{skipped}{extra}. Output: {folder}")
+    say(f"{counted(len(points), 'point')} to run{skipped}{extra}. Output: {folder}")
 
 
 def work_of(folder: Path, spec: SweepSpec, probe: Probe, run: Run) -> launcher.Work:
@@ -235,11 +236,6 @@ def work_of(folder: Path, spec: SweepSpec, probe: Probe, run: Run) -> launcher.W
         command=shlex.join(["dcpbench", *sys.argv[1:]]),
         worker=WORKER,
     )
-
-
-def points_text(count: int) -> str:
-    """`1 point`, `2 points`."""
-    return "1 point" if count == 1 else f"{count} points"
 
 
 def print_json(value: object) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import SOME_FAILED, WRONG, group, typed
 from dcpbench.show.terminal import console, say
+from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
     from dcpbench.plan.spec import SweepSpec
@@ -203,6 +204,6 @@ def _print_checks(points: Sequence["Point"], folder: Path, run: opt.Run) -> int:
     if silent:
         say(f"no check was made for: {', '.join(sorted(silent))}; read {folder / 'logs'}")
     wrong = sum(not c.ok for c in checks)
-    said = f"{len(checks) - wrong} checks ok, {wrong} wrong, {runs.points_text(len(failed))} failed"
+    said = f"{len(checks) - wrong} checks ok, {wrong} wrong, {counted(len(failed), 'point')} failed"
     say(f"{said}. Output: {folder}")
     return 0 if ok else WRONG if wrong else SOME_FAILED

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.compare.model import Difference
 from dcpbench.records.provenance import origin
-from dcpbench.syncs.words import plain
+from dcpbench.show.text import short
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -52,7 +52,7 @@ def differences(pairs: Sequence[Pair]) -> list[Difference]:
 
 def marks(records: Iterable[Record]) -> list[str]:
     """All marks of some records, sorted; what throttled is named."""
-    return sorted({plain(mark[:LONGEST]) for r in records for mark in r.marks})[:20]
+    return sorted({short(mark, LONGEST) for r in records for mark in r.marks})[:20]
 
 
 def _values(a: Sequence[Record], b: Sequence[Record]) -> Iterator[tuple[str, set[str], set[str]]]:
@@ -88,8 +88,8 @@ def _values(a: Sequence[Record], b: Sequence[Record]) -> Iterator[tuple[str, set
 
 def _difference(what: str, a: set[str], b: set[str]) -> Difference:
     if "withheld" in what:
-        return Difference(what=plain(what[:LONGEST]), a="one", b="another")
-    return Difference(what=plain(what[:LONGEST]), a=_set(a), b=_set(b))
+        return Difference(what=short(what, LONGEST), a="one", b="another")
+    return Difference(what=short(what, LONGEST), a=_set(a), b=_set(b))
 
 
 def _clocks(a: Sequence[Record], b: Sequence[Record]) -> Iterator[Difference]:
@@ -101,7 +101,7 @@ def _clocks(a: Sequence[Record], b: Sequence[Record]) -> Iterator[Difference]:
 def _set(values: set[str]) -> str:
     ordered = sorted(values)
     more = f" and {len(ordered) - MOST_SHOWN} more" if len(ordered) > MOST_SHOWN else ""
-    return (", ".join(plain(v[:LONGEST]) for v in ordered[:MOST_SHOWN]) or "none") + more
+    return (", ".join(short(v, LONGEST) for v in ordered[:MOST_SHOWN]) or "none") + more
 
 
 def _text(value: object) -> str:

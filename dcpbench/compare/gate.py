@@ -8,9 +8,10 @@ import re
 from typing import TYPE_CHECKING, Literal
 
 from dcpbench.compare.model import Comparison, Finding, PointResult, Row
-from dcpbench.compare.words import number, range_text
+from dcpbench.compare.words import range_text
 from dcpbench.errors import UsageError
 from dcpbench.records import metrics
+from dcpbench.show.numbers import short_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -161,4 +162,4 @@ def _worse(row: Row, ratio: float | None) -> float:
 
 def _values(row: Row) -> str:
     ratio = "" if row.ratio is None or row.absolute else f", ratio {row.ratio:.4f}{range_text(row)}"
-    return f"{number(row.a)} → {number(row.b)} {row.unit}{ratio}"
+    return f"{short_number(row.a, 4)} → {short_number(row.b, 4)} {row.unit}{ratio}"

@@ -18,7 +18,7 @@ from dcpbench.plan.grid import point_name
 from dcpbench.records.metrics import compared
 from dcpbench.records.provenance import functional
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.syncs.words import plain
+from dcpbench.show.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,8 +85,8 @@ def judge(a: Sequence[Run], b: Sequence[Run], options: Options) -> Comparison:
     records = [r for pair in matched.pairs for r in pair.records]
     cpu = any(map(functional, records))
     return Comparison(
-        a=[plain(x.name) for x in a],
-        b=[plain(x.name) for x in b],
+        a=[printable(x.name) for x in a],
+        b=[printable(x.name) for x in b],
         paired=options.paired,
         across=list(options.across),
         margin=options.margin,
@@ -113,7 +113,7 @@ def name_of(point: Point) -> str:
         said = point_name(point).partition(", repeat ")[0]
     except (ArithmeticError, ValueError, UsageError):
         said = f"{point.model} tp{point.tp}·dp{point.dp}·dcp{point.dcp} {point.backend} {point.exchange}"
-    return plain(said[:300] + mode[:20])
+    return printable(said[:300] + mode[:20])
 
 
 def _point(
@@ -129,7 +129,7 @@ def _point(
         name=name_of(point),
         other_name=name_of(other) if name_of(other) != name_of(point) else "",
         workload=workload,
-        mode=plain(point.load.mode[:20]) if point.load else "",
+        mode=printable(point.load.mode[:20]) if point.load else "",
         cpu=any(map(functional, pair.records)),
         marks_a=marks(r for _, rs in pair.a for r in rs),
         marks_b=marks(r for _, rs in pair.b for r in rs),
@@ -307,8 +307,8 @@ def _exp(log: float) -> float:
 
 
 def _broken(record: Record, side: str) -> Broken:
-    reason = plain((record.reason or "no reason was recorded")[:500])
-    return Broken(name=name_of(record.point), side=side, outcome=plain(record.outcome[:20]), reason=reason)  # type: ignore[arg-type]
+    reason = printable((record.reason or "no reason was recorded")[:500])
+    return Broken(name=name_of(record.point), side=side, outcome=printable(record.outcome[:20]), reason=reason)  # type: ignore[arg-type]
 
 
 def _notes(a: Sequence[Run], b: Sequence[Run], tests: Sequence[_Test]) -> list[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.compare.words import label, number, range_text, ratio_text
+from dcpbench.compare.words import label, range_text, ratio_text
 from dcpbench.show.ci import junit, junit_case, junit_result
+from dcpbench.show.numbers import short_number
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
@@ -27,7 +28,8 @@ def render(c: Comparison) -> str:
 
 def _row(point: PointResult, row: Row, c: Comparison) -> Element:
     case = junit_case(point.name, row.metric)
-    text = f"{label(row)}: {number(row.a)} → {number(row.b)}, ratio {ratio_text(row)}{range_text(row)}: {row.verdict}"
+    a, b = (short_number(value, 4) for value in (row.a, row.b))
+    text = f"{label(row)}: {a} → {b}, ratio {ratio_text(row)}{range_text(row)}: {row.verdict}"
     failure = next((f for f in c.fails if f.point == point.name and f.metric == row.metric), None)
     if failure:
         junit_result(case, "failure", failure.message, text, of=failure.rule)

@@ -11,12 +11,13 @@ from dcpbench.compare.words import (
     interval_text,
     label,
     not_matched,
-    number,
     ratio_text,
     summary,
 )
 from dcpbench.show import ci
-from dcpbench.show.ci import bullets, escape
+from dcpbench.show.ci import bullets
+from dcpbench.show.numbers import short_number
+from dcpbench.show.text import markdown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,16 +43,16 @@ def render(c: Comparison, *, picture: str = "") -> str:
     if len(c.points) > MOST:
         parts.append(f"{len(c.points) - MOST} more points are left out here; `--json` has them.")
     if lines := not_matched(c):
-        parts.append(bullets(map(escape, lines), "Not compared"))
-    parts.append(bullets(map(escape, (how(c), *c.notes))))
+        parts.append(bullets(map(markdown, lines), "Not compared"))
+    parts.append(bullets(map(markdown, (how(c), *c.notes))))
     return "\n\n".join(parts) + "\n"
 
 
 def _verdict(c: Comparison) -> str:
     sign = "❌" if c.fails else "🔴" if any(r.worse for p in c.points for r in p.rows) else "✅"
-    head = f"## {sign} {escape(summary(c))}"
-    lines = bullets(escape(f.message) for f in c.fails)
-    gate = f"\n\n{escape(gate_text(c))}" if c.rules else ""
+    head = f"## {sign} {markdown(summary(c))}"
+    lines = bullets(markdown(f.message) for f in c.fails)
+    gate = f"\n\n{markdown(gate_text(c))}" if c.rules else ""
     return head + gate + (f"\n\n{lines}" if lines else "")
 
 
@@ -59,27 +60,27 @@ def _differences(c: Comparison) -> str:
     sides = f"A: {_launches(c.a)} · B: {_launches(c.b)}"
     if not c.differences:
         return f"{sides}\n\nEnvironment and settings: the same."
-    rows = [ci.row(map(escape, (d.what, d.a, d.b))) for d in c.differences]
+    rows = [ci.row(map(markdown, (d.what, d.a, d.b))) for d in c.differences]
     return "\n".join([sides, "", "| Not the same | A | B |", "|---|---|---|", *rows])
 
 
 def _launches(names: Sequence[str]) -> str:
     """The names of a side, of many the first."""
-    return ", ".join(map(escape, names[:MOST_NAMES])) + ("…" if len(names) > MOST_NAMES else "")
+    return ", ".join(map(markdown, names[:MOST_NAMES])) + ("…" if len(names) > MOST_NAMES else "")
 
 
 def _row(point: PointResult, row: Row) -> str:
-    name = escape(point.name) + (f"<br>B: {escape(point.other_name)}" if point.other_name else "")
+    name = markdown(point.name) + (f"<br>B: {markdown(point.other_name)}" if point.other_name else "")
     marks = sorted({*point.marks_a, *point.marks_b})
-    name += f"<br>*{escape(', '.join(marks))}*" if marks else ""
+    name += f"<br>*{markdown(', '.join(marks))}*" if marks else ""
     cells = (
         name,
         label(row),
-        number(row.a),
-        number(row.b),
+        short_number(row.a, 4),
+        short_number(row.b, 4),
         ratio_text(row),
         interval_text(row),
         f"{SIGNS[row.verdict]} {row.verdict}",
-        escape(row.reason),
+        markdown(row.reason),
     )
     return ci.row(cells)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -15,18 +14,16 @@ from dcpbench.errors import OutputError, UsageError
 from dcpbench.records import metrics
 from dcpbench.show.ci import step_summary
 from dcpbench.show.streams import write_json
+from dcpbench.show.terminal import console
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from rich.console import Console
-
     from dcpbench.compare.model import Comparison
     from dcpbench.records.runs import Run
 
 FAILS = 1
-PLAIN_WIDTH = 140
 LEAST_ALPHA, MOST_SHARE = 1e-6, 0.5
 
 
@@ -100,18 +97,9 @@ def write(found: Comparison, out: Out) -> list[Path]:
 
 
 def _show(found: Comparison, out: Out) -> None:
-    console = _console()
+    terminal = console()
     for line in table.render(found, every=out.every):
-        console.print(line, soft_wrap=not console.is_terminal)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, no_color="NO_COLOR" in os.environ or None)
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
-    return console
+        terminal.print(line, soft_wrap=not terminal.is_terminal)
 
 
 def _print(text: str) -> None:

@@ -10,7 +10,7 @@ from dcpbench.points.axes import Role
 from dcpbench.points.point import AXES, LOAD_AXES, Point
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.runs import measurement, read_run
-from dcpbench.syncs.words import natural
+from dcpbench.show.text import natural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,11 +13,11 @@ from dcpbench.compare.words import (
     interval_text,
     label,
     not_matched,
-    number,
     ratio_text,
     summary,
     throughput,
 )
+from dcpbench.show.numbers import short_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,7 +90,7 @@ def _point(point: PointResult) -> Iterator[Text]:
 def _row(row: Row) -> Text:
     more = f" +{row.more_launches}" if row.more_launches and row.verdict == "UNDECIDED" else ""
     text = Text(
-        f"  {label(row)[:18]:<18} {number(row.a):>9} {number(row.b):>9} {ratio_text(row):>6} {interval_text(row):>13}  "
+        f"  {label(row)[:18]:<18} {short_number(row.a, 4):>9} {short_number(row.b, 4):>9} {ratio_text(row):>6} {interval_text(row):>13}  "
     )
     text.append(row.verdict, style=STYLES[row.verdict])
     text.append(more)

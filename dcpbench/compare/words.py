@@ -5,18 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dcpbench.compare.model import WORST_FIRST
-from dcpbench.syncs.words import counted
+from dcpbench.show.numbers import short_number
+from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
     from dcpbench.compare.model import Comparison, PointResult, Row
 
 CPU_NOTE = "CPU: functional run; its times say nothing about performance."
 LARGE = 1000
-
-
-def number(value: float) -> str:
-    """Four digits, thousands apart."""
-    return f"{value:,.0f}" if abs(value) >= LARGE else f"{value:.4g}"
 
 
 def label(row: Row) -> str:
@@ -33,7 +29,7 @@ def throughput(point: PointResult) -> str:
     """`: 797.5 → 788 tok/s`, of a decode point; empty for others, which have rows of it."""
     if point.output_tok_s is None:
         return ""
-    a, b = map(number, point.output_tok_s)
+    a, b = (short_number(x, 4) for x in point.output_tok_s)
     return f": {a} → {b} tok/s"
 
 

@@ -17,6 +17,7 @@ from dcpbench.records import metrics
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.provenance import hardware
 from dcpbench.records.runs import read_run
+from dcpbench.show.text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -108,7 +109,7 @@ def find(root: Path, known: dict[Stamp, RunData], tell: Callable[[str], None]) -
         try:
             run = known.get(stamp) or _read(stamp, name)
         except RecordsError as e:
-            skipped.append(f"{name}: {_one_line(str(e).replace(str(stamp.path), RECORDS_FILE))}")
+            skipped.append(f"{name}: {one_line(str(e).replace(str(stamp.path), RECORDS_FILE))}")
             continue
         known[stamp] = run
         if run.sha256 in by_digest:
@@ -227,7 +228,3 @@ def _slug(name: str) -> str:
     if safe == name.replace("/", "~"):
         return safe
     return f"{safe or 'run'}-{hashlib.sha256(name.encode(errors='replace')).hexdigest()[:8]}"
-
-
-def _one_line(text: str) -> str:
-    return lines.clip(" ".join(text.split()), 300)

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import shutil
-import time
 from typing import TYPE_CHECKING
 
 from dcpbench import __version__
@@ -14,6 +13,8 @@ from dcpbench.dashboard import changes, data, finding, pages
 from dcpbench.errors import OutputError
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.show import web
+from dcpbench.show.terminal import now_and_then
+from dcpbench.show.whole_files import write_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +28,6 @@ OURS = "dcpbench_dashboard"
 SCRIPTS = ("points.js", "charts.js", "dashboard.js")
 STYLE = "dashboard.css"
 SHARED = (web.STYLE, *web.SCRIPTS, web.PLOTLY, web.LICENSE)
-SECONDS_BETWEEN_NEWS = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def build(
     anything, MissingPackageError without ruptures.
     """
     changes.check_installed()
-    say = _sometimes(tell)
+    say = now_and_then(tell)
     before = {} if force else made(site)
     found = finding.find(root, {} if known is None else known, say)
     try:
@@ -218,19 +218,4 @@ def _put(path: Path, text: str) -> None:
     new = text.encode("utf-8", errors="replace")
     if path.is_file() and path.stat().st_size == len(new) and path.read_bytes() == new:
         return
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_bytes(new)
-    beside.replace(path)
-
-
-def _sometimes(tell: Callable[[str], None]) -> Callable[[str], None]:
-    """News at most every few seconds, so that a short build says nothing."""
-    last = time.monotonic()
-
-    def say(text: str) -> None:
-        nonlocal last
-        if time.monotonic() - last >= SECONDS_BETWEEN_NEWS:
-            last = time.monotonic()
-            tell(text)
-
-    return say
+    write_file(path, new)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
 from dcpbench.plan.options import did_you_mean
+from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -33,7 +34,7 @@ class Exported:
     """What was written, and what was not."""
 
     paths: list[Path]
-    told: str
+    note: str
     """A sentence about points that were left out; empty if none was."""
 
 
@@ -49,12 +50,12 @@ def export(folders: Sequence[Path], to: str, output: Path | None, *, force: bool
 
     points = measured.read(folders)
     rendered = importlib.import_module(f"dcpbench.exports.{FORMATS[to]}").render(points)
-    told = _left_out(rendered.left_out, len(points))
+    note = _left_out(rendered.left_out, len(points))
     if not rendered.files:
-        why = told or "the runs hold no point."
+        why = note or "the runs hold no point."
         raise UsageError(f"nothing to write as {to}: {why} --to csv and --to parquet carry every point.")
     places = files.places(rendered, output, folders[0], to)
-    return Exported(files.write(places, force=force), told)
+    return Exported(files.write(places, force=force), note)
 
 
 def _left_out(reasons: Counter[str], of: int) -> str:
@@ -62,4 +63,4 @@ def _left_out(reasons: Counter[str], of: int) -> str:
     if not reasons:
         return ""
     why = "; ".join(f"{n} {why}" for why, n in reasons.items())
-    return f"{reasons.total()} of {of} {'point' if of == 1 else 'points'} left out: {why}."
+    return f"{reasons.total()} of {counted(of, 'point')} left out: {why}."

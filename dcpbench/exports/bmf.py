@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.exports import measured
 from dcpbench.exports.files import Rendered, as_object
+from dcpbench.show.text import short
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,9 +28,7 @@ def render(points: Sequence[Measured]) -> Rendered:
     kept, left_out = measured.sieve(points, measured.DID_NOT_RUN)
     groups = measured.by_point(kept)
     found = {
-        measured.clip(name, MOST_IN_A_NAME): {
-            v.metric.name.replace("_", "-"): _metric(v) for v in measured.values(group)
-        }
+        short(name, MOST_IN_A_NAME): {v.metric.name.replace("_", "-"): _metric(v) for v in measured.values(group)}
         for name, group in zip(measured.names(groups), groups, strict=True)
     }
     return Rendered({FILE: as_object(found)} if found else {}, left_out)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.exports.columns import COLUMNS, Cell, rows
 from dcpbench.exports.files import Rendered
-from dcpbench.reports.export import FORMULA_STARTS
+from dcpbench.show.text import spreadsheet_cell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,5 +33,5 @@ def _text(value: Cell) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return f"'{value}" if value.startswith(FORMULA_STARTS) else value
+        return spreadsheet_cell(value)
     return repr(value)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.exports import measured
 from dcpbench.exports.files import Rendered, as_list
+from dcpbench.show.text import short
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +37,7 @@ def _entry(name: str, group: Sequence[Measured], v: Value) -> dict[str, Any]:
     first = group[0]
     facts = [
         v.metric.help,
-        f"measured by {first.origin}" + (f" on {measured.clip(first.device)}" if first.device else ""),
+        f"measured by {first.origin}" + (f" on {short(first.device)}" if first.device else ""),
         f"{len(v.each)} repeats" if len(v.each) > 1 else "",
         {
             measured.FUNCTIONAL: "functional run on a CPU: no performance number",

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from dcpbench.points.names import REPLAY
 from dcpbench.records import metrics
 from dcpbench.records.provenance import functional, origin
-from dcpbench.reports.clip import cut, inert
 from dcpbench.reports.serving import words
+from dcpbench.show.text import short
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -23,8 +23,6 @@ FUNCTIONAL, REPLAYED = "functional", "replay"
 """Standings of what is no measurement of speed."""
 WRONG = ("graph_differs", "inaccurate")
 """Marks of points that computed something else than they should."""
-MOST_IN_A_NAME = 200
-"""Characters of any one word of a point's name; a model may be called anything."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,11 +127,6 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
 
-def clip(text: str, most: int = MOST_IN_A_NAME) -> str:
-    """At most so many characters, none of which controls a terminal or ends a line."""
-    return inert(cut(text, most))
-
-
 def _name(m: Measured, *, several: bool) -> str:
     point = m.record.point
     who = [point.model, point.layout_name, point.exchange_label(), point.backend, point.dtype, point.settings]
@@ -142,5 +135,5 @@ def _name(m: Measured, *, several: bool) -> str:
     else:
         load = f"{point.workload}: {words.served(point)}"
     standing = f" [{m.standing}]" if m.standing else ""
-    run = f"{clip(m.run)}: " if several else ""
-    return f"{run}{' '.join(clip(w) for w in who if w)}, {clip(load)}{standing}"
+    run = f"{short(m.run)}: " if several else ""
+    return f"{run}{' '.join(short(w) for w in who if w)}, {short(load)}{standing}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from dcpbench.exports import measured
 from dcpbench.exports.files import Rendered
 from dcpbench.records.metrics import LATENCIES, Metric, exported
+from dcpbench.show.text import short
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,7 +94,7 @@ def labels_of(m: Measured) -> dict[str, str]:
 
 
 def _told(labels: dict[str, str]) -> str:
-    return ",".join(f'{name}="{_escaped(measured.clip(text))}"' for name, text in labels.items())
+    return ",".join(f'{name}="{_escaped(short(text))}"' for name, text in labels.items())
 
 
 def _escaped(text: str) -> str:

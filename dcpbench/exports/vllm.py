@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.exports import bench_files
 from dcpbench.exports.files import Rendered, as_json
-from dcpbench.exports.measured import clip, digest
+from dcpbench.exports.measured import digest
+from dcpbench.show.text import short
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,6 +93,6 @@ def _file_name(p: Served) -> str:
     point = p.m.record.point
     rate = "inf" if p.request_rate is None else f"{p.request_rate:g}"
     at_once = "" if p.max_concurrency is None else f"-concurrency{p.max_concurrency}"
-    words = f"{p.label}-{rate}qps{at_once}-{clip(point.model, 40)}-{point.layout_name.replace('·', '-')}"
+    words = f"{p.label}-{rate}qps{at_once}-{short(point.model, 40)}-{point.layout_name.replace('·', '-')}"
     safe = re.sub(r"[^A-Za-z0-9.-]+", "_", words).strip("._-")
     return f"{safe}-{digest(f'{p.m.run} {point.key()}')}.json"

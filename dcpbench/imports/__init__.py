@@ -33,7 +33,7 @@ class Imported:
 
     path: Path
     """Its record file."""
-    told: list[str]
+    notes: list[str]
     """What a reader must know."""
 
 

@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.errors import RecordsError
-from dcpbench.syncs.words import natural
+from dcpbench.show.text import natural
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -12,6 +12,7 @@ import msgspec
 
 from dcpbench.errors import RecordsError
 from dcpbench.serving.load_words import MOST_TOKENS
+from dcpbench.show.text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -109,7 +110,7 @@ def convert(document: Document, into: type[Any], tool: str) -> Any:  # noqa: ANN
     try:
         found = msgspec.convert(document.fields, into)
     except msgspec.ValidationError as e:
-        raise RecordsError(f"{document.where} is not what {tool} writes: {_plain(str(e))}.") from e
+        raise RecordsError(f"{document.where} is not what {tool} writes: {one_line(str(e))}.") from e
     for name in found.__struct_fields__:
         _check(getattr(found, name), f"{document.where}: {name}")
     return found
@@ -130,7 +131,7 @@ def details(document: Document, into: type[Details], completed: int) -> Details 
     try:
         found = msgspec.convert(given, into)
     except msgspec.ValidationError as e:
-        raise RecordsError(f"{document.where}: {_plain(str(e))}.") from e
+        raise RecordsError(f"{document.where}: {one_line(str(e))}.") from e
     sizes = {name: len(getattr(found, name)) for name in given}
     if len(set(sizes.values())) > 1:
         raise RecordsError(f"{document.where}: lists of requests differ in length: {_counts(sizes)}; it is not whole.")
@@ -212,10 +213,6 @@ def _check(value: object, what: str, *, signed: bool = False, most: float = LARG
             raise RecordsError(f"{what} is above {most:g}, more than anything measured; was the file damaged?")
         if value < 0 and not signed:
             raise RecordsError(f"{what} is {value}, less than nothing.")
-
-
-def _plain(message: str) -> str:
-    return message[:300]
 
 
 def _counts(sizes: Mapping[str, int]) -> str:

@@ -20,9 +20,8 @@ from dcpbench.records.file import RecordFile
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.provenance import CPU, OURS
 from dcpbench.records.record import Environment, Record
-from dcpbench.reports.clip import cut
 from dcpbench.serving.samples import FOLDER, samples_name, write_samples
-from dcpbench.syncs.words import plain
+from dcpbench.show.text import counted, short
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -268,7 +267,7 @@ def _write(found: Sequence[tuple[Result, Record]], folder: Path, *, force: bool)
 def _sentences(records: Sequence[Record], engine: str) -> list[str]:
     marks = Counter(mark for record in records for mark in record.marks)
     count = len(records)
-    said = [f"{count} result{'s' if count > 1 else ''} of {TOOLS[engine]}."]
+    said = [f"{counted(count, 'result')} of {TOOLS[engine]}."]
     if n := marks[metrics.SUMMARY_ONLY]:
         said.append(
             f"{n} of {count} without times of requests: means and percentiles are the tool's own. With details "
@@ -299,10 +298,10 @@ def _unread(results: Sequence[Result]) -> list[str]:
 def _few(these: Iterable[str]) -> str:
     """The first of them, inert and short, and how many more there are."""
     names = list(these)
-    shown = ", ".join(plain(cut(name, LONGEST_NAME)) for name in names[:MOST_NAMED])
+    shown = ", ".join(short(name) for name in names[:MOST_NAMED])
     return shown + (f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else "")
 
 
-MOST_NAMED, LONGEST_NAME = 5, 200
+MOST_NAMED = 5
 DETAILED = {VLLM: "--save-detailed", SGLANG: "--output-details"}
 """The option that keeps them."""

@@ -18,7 +18,7 @@ from dcpbench.imports import result
 from dcpbench.imports.result import Details, Result
 from dcpbench.points.names import CLOSED, GAMMA, TRACE
 from dcpbench.records.record import Latencies
-from dcpbench.reports.clip import shortened
+from dcpbench.show.text import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,11 +10,13 @@ from rich import box
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
+from rich.text import Text
 
 from dcpbench.plan.grid import point_name
 from dcpbench.points.axes import Role, words
-from dcpbench.points.budget import size_text
 from dcpbench.points.point import point_axes
+from dcpbench.points.sizes import size_text
+from dcpbench.show.numbers import span
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -102,7 +104,7 @@ class ProgressBar:
         if not self._finished:
             return ""
         left = (time.monotonic() - self._began) / self._finished * (len(self._names) - self._finished)
-        return f"about {left / 60:.0f} min left" if left >= 120 else f"about {left:.0f} s left"  # noqa: PLR2004
+        return f"about {span(left)} left"
 
 
 def names_of(points: Sequence[Point]) -> dict[str, str]:
@@ -157,7 +159,7 @@ def checks_table(checks: Sequence[jobs.Check]) -> Table:
     for name in ("", "detail"):
         table.add_column(name)
     for c in checks:
-        verdict = "[green]ok[/]" if c.ok else "[red bold]WRONG[/]"
+        verdict = Text("ok", "green") if c.ok else Text("WRONG", "red bold")
         table.add_row(
             c.name,
             c.layout,
@@ -166,7 +168,7 @@ def checks_table(checks: Sequence[jobs.Check]) -> Table:
             "not finite" if c.error is None else f"{c.error:.2g}",
             "none" if c.limit is None else f"{c.limit:.2g}",
             verdict,
-            escape(c.detail),
+            Text(c.detail),
         )
     return table
 
@@ -182,7 +184,7 @@ def env_table(probe: Probe) -> Table:
     if probe.capability:
         table.add_row("compute capability", probe.capability)
     for name, version in probe.packages.items():
-        table.add_row(name, version or "[yellow]missing[/]")
+        table.add_row(name, version or Text("missing", "yellow"))
     return table
 
 

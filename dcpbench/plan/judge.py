@@ -12,20 +12,13 @@ import msgspec
 from dcpbench.errors import CapacityError, LayoutError, MissingPackageError, UsageError, how_to_install
 from dcpbench.points import memory
 from dcpbench.points.batches import GRAPH_BATCHES
-from dcpbench.points.budget import (
-    CPU_BYTES,
-    ITEMSIZE,
-    least_pages,
-    most_pages,
-    pages_needed,
-    plan_engine,
-    size_text,
-)
+from dcpbench.points.budget import CPU_BYTES, ITEMSIZE, least_pages, most_pages, pages_needed, plan_engine
 from dcpbench.points.layout import Layout, valid_layouts
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import AUTO, EXCHANGES, NO_EXCHANGE, flag
 from dcpbench.points.point import OPTIONS
 from dcpbench.points.shapes import NOPE, ROPE, VALUE
+from dcpbench.points.sizes import size_text
 from dcpbench.serving.loads import extent
 from dcpbench.serving.step_times import read_step_times
 

@@ -18,6 +18,7 @@ from dcpbench.points.names import SYNTHETIC, flag
 from dcpbench.points.point import HOW
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import check_checkpoint, load_shape
+from dcpbench.show.text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 1 << 16
 """Of a file of options."""
-LONGEST_REASON = 500
 MOST_LISTED = 4096
 """Largest stripe that an error about --interleave names."""
 
@@ -246,8 +246,7 @@ def _parse_yaml(path: Path, text: str) -> object:
 
 
 def _why(error: Exception) -> str:
-    said = "it is nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split()).rstrip(".")
-    return said[:LONGEST_REASON]
+    return "it is nested too deep" if isinstance(error, RecursionError) else one_line(str(error)).rstrip(".")
 
 
 PARSERS: dict[str, Callable[[str, object], object]] = {

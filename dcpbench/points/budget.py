@@ -26,21 +26,10 @@ if TYPE_CHECKING:
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of a number, by --dtype."""
-KIB = 1024
 engine_values = operator.attrgetter(*(axis.name for axis in point_axes(Role.ENGINE)))
 """What points have in common that can share weights, pools and process groups; compared for every two of a sweep."""
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 CPU_BYTES = 4 * GIB
 """Weights and KV of all ranks together that a CPU run may take: it tests the code, and a laptop should survive it."""
-
-
-def size_text(size: float, space: str = " ") -> str:
-    """Bytes as `600 B`, `1.5 KiB` or `131.0 GiB`, rounded down, so that what fits also fits when it is typed."""
-    power = 0
-    while size >= KIB and power < len(UNITS) - 1:
-        size, power = size / KIB, power + 1
-    number = f"{int(size * 10) / 10:.1f}" if power else f"{int(size)}"
-    return f"{number}{space}{UNITS[power]}"
 
 
 class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):

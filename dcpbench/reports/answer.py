@@ -13,10 +13,10 @@ from dcpbench.points.names import CLOSED
 from dcpbench.records.metrics import REPLAYED
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import findings, slo
-from dcpbench.reports.merge import missing
-from dcpbench.reports.prose import capital, counted, listed, reach, short_shapes, tok_s, with_reach
 from dcpbench.reports.serving import words
-from dcpbench.reports.tables import ABSENT, number
+from dcpbench.reports.serving.words import short_shapes
+from dcpbench.show.numbers import count, missing, number, reach, tok_s, with_reach
+from dcpbench.show.text import capital, counted, listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -170,7 +170,7 @@ def pressure(short_of_kv: pd.DataFrame, points: pd.DataFrame) -> str:
     least = group.sort_values("kv_capacity_requests", kind="stable").iloc[0]
     top = group.sort_values("output_tok_s", kind="stable").iloc[-1]
     clauses = [
-        f"{r['label']} has room for {_whole(r['kv_capacity_requests'])} requests, {_whole(r['preemptions'])} "
+        f"{r['label']} has room for {count(r['kv_capacity_requests'])} requests, {count(r['preemptions'])} "
         f"preemptions, TTFT p50 {number(r['ttft_p50_ms'], 3)} ms"
         for r in ([least, top] if least["label"] != top["label"] else [top])
     ]
@@ -326,10 +326,6 @@ def _without_baseline(ratios: pd.DataFrame, others: pd.DataFrame) -> str:
     loads = _unique(alone["load"])
     where = f" ({'; '.join(loads)})" if len(loads) <= MOST_SHAPES else ""
     return f"{counted(len(alone), 'point')} with DCP ran where the same layout without it {' or '.join(whys)}{where}"
-
-
-def _whole(value: float | None) -> str:
-    return ABSENT if missing(value) else f"{value:,.0f}"
 
 
 def _unique(values: Iterable[object]) -> list[str]:

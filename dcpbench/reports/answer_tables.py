@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.points.names import CLOSED
 from dcpbench.reports.answer import MOST_SHAPES, scope_name
 from dcpbench.reports.findings import slo_aside
-from dcpbench.reports.merge import missing
-from dcpbench.reports.prose import listed, shared_shape, short_shapes
 from dcpbench.reports.serving import words
+from dcpbench.reports.serving.words import shared_shape, short_shapes
 from dcpbench.reports.slo import SCOPE
-from dcpbench.reports.tables import ABSENT, FOLD_ABOVE, Column, Table, make_table, number, text, with_interval
+from dcpbench.reports.tables import FOLD_ABOVE, Column, Table, make_table
 from dcpbench.reports.thinning import evenly
+from dcpbench.show.numbers import ABSENT, missing, number, text, times, with_interval
+from dcpbench.show.text import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +55,7 @@ def best(found: pd.DataFrame, mode: str) -> Table:
             ("best layout", _best_label),
             ("next", lambda r: text(r["next"])),
             ("output tok/s [95 %]", _rate),
-            ("over the next", lambda r: ABSENT if missing(r["lead"]) else f"{r['lead']:.3f}×"),
+            ("over the next", lambda r: times(r["lead"])),
             ("TTFT p50 ms", lambda r: number(r["ttft_p50_ms"])),
             ("ITL p50 ms", lambda r: number(r["itl_p50_ms"])),
         ],
@@ -78,8 +79,8 @@ def ratios(found: pd.DataFrame, mode: str) -> Table:
             ("SLO", lambda r: text(r["slo_said"])),
             ("baseline's", lambda r: text(r["baseline_slo"])),
             ("output tok/s [widest]", lambda r: with_interval(r["ratio"], r["low"], r["high"], 3)),
-            ("TTFT p50", lambda r: _times(r["ttft_ratio"])),
-            ("ITL p50", lambda r: _times(r["itl_ratio"])),
+            ("TTFT p50", lambda r: times(r["ttft_ratio"])),
+            ("ITL p50", lambda r: times(r["itl_ratio"])),
         ],
         text_columns=7,
         optional=("SLO", "baseline's", "TTFT p50"),
@@ -150,10 +151,6 @@ def _best_label(row: pd.Series[Any]) -> str:
 def _rate(row: pd.Series[Any]) -> str:
     low, high = row["output_tok_s_low"], row["output_tok_s_high"]
     return number(row["output_tok_s"]) if low == high else with_interval(row["output_tok_s"], low, high)
-
-
-def _times(ratio: float | None) -> str:
-    return ABSENT if missing(ratio) else f"{ratio:.3f}×"
 
 
 def _said(mode: str) -> str:

@@ -12,7 +12,8 @@ from matplotlib.patches import Patch
 
 from dcpbench.points.layout import DEGREES
 from dcpbench.reports.style import IDLE_COLOUR, PHASE_COLOURS, REST_COLOUR, Style, plain
-from dcpbench.show.figures import columns_for, count, headline, legend_below, watermark
+from dcpbench.show.figures import columns_for, headline, legend_below, watermark
+from dcpbench.show.numbers import count
 
 if TYPE_CHECKING:
     import pandas as pd

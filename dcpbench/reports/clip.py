@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dcpbench.show.text import LINES, printable, shortened
+
 if TYPE_CHECKING:
     from dcpbench.records.record import Environment, Record
 
-LONGEST = 2_000
-"""Characters that a report keeps of a string; what is left out is said, and told apart by a hash."""
 LONGEST_DETAIL = 8_000
 """Of a log, of which the end tells most."""
-LINES = "\n\t"
-"""What strings of several lines keep."""
 
 
 class Clipper:
@@ -43,27 +40,9 @@ class Clipper:
         return msgspec.structs.replace(record, **changes) if changes else record
 
 
-def shortened(text: str, most: int = LONGEST) -> str:
-    """The beginning of a string that is too long, how long it was, and a hash of all of it; on one line, and inert."""
-    if len(text) <= most:
-        return inert(text, LINES)
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
-    return f"{inert(text[:most], LINES)}… ({len(text):,} characters, {digest})"
-
-
-def cut(text: str, most: int) -> str:
-    """The text, or its beginning with `…`: at most so many characters."""
-    return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def inert(text: str, keep: str = "") -> str:
-    """With a space for each character that steers a terminal, ends a line or turns it around; `keep` stays."""
-    return text if text.isprintable() else "".join(c if c.isprintable() or c in keep else " " for c in text)
-
-
 def _end(text: str) -> str:
     short = text if len(text) <= LONGEST_DETAIL else f"({len(text):,} characters) … {text[-LONGEST_DETAIL:]}"
-    return inert(short, LINES)
+    return printable(short, LINES)
 
 
 def _structure(value: Any) -> Any:  # noqa: ANN401 - whatever a record holds

@@ -10,7 +10,8 @@ from dcpbench.points.axes import COMPUTES, Role, words
 from dcpbench.points.names import EXCHANGES
 from dcpbench.points.point import OPTIONS, point_axes
 from dcpbench.reports.findings import verdict
-from dcpbench.reports.tables import Table, make_table, number, with_interval
+from dcpbench.reports.tables import Table, make_table
+from dcpbench.show.numbers import number, with_interval
 
 if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dcpbench.records.stats import least_samples
-from dcpbench.reports.merge import missing
-from dcpbench.reports.prose import counted
-from dcpbench.reports.tables import number
+from dcpbench.show.numbers import missing, number
+from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dcpbench.points import point
+from dcpbench.show.text import spreadsheet_cell
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,8 +16,6 @@ INNER = ("same_load", "slo_recorded")
 """Columns that only tell points apart."""
 LATER = point.LATER | {f"load_{name}": default for name, default in point.LOADS_LATER.items()}
 """Columns that are left out where all points have this: tables once were without."""
-FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
-"""A spreadsheet would run a cell that starts with one of these."""
 
 
 def write_csv(frames: Frames, path: Path) -> None:
@@ -32,9 +31,9 @@ def write_csv(frames: Frames, path: Path) -> None:
     table = table.drop(columns=[c for c in table if str(c) in (*INNER, *usual) or str(c).startswith("slo_limit")])
     words = [c for c in table.columns if not pd.api.types.is_numeric_dtype(table[c])]
     for column in words:
-        table[column] = pd.Series([_inert(v) for v in table[column]], index=table.index, dtype=object)
+        table[column] = pd.Series([_cell(v) for v in table[column]], index=table.index, dtype=object)
     table.to_csv(path, index=False, lineterminator="\n")
 
 
-def _inert(value: object) -> object:
-    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_STARTS) else value
+def _cell(value: object) -> object:
+    return spreadsheet_cell(value) if isinstance(value, str) else value

@@ -18,8 +18,9 @@ from dcpbench.points.point import point_axes
 from dcpbench.records.runs import measurement
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports.merge import spread
-from dcpbench.reports.prose import counted
 from dcpbench.reports.slo import LOAD, SCOPE
+from dcpbench.show.numbers import percent
+from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -373,9 +374,5 @@ def repeats_sentence(apart: Sequence[float]) -> str:
         verb = "disagrees" if wide == 1 else "disagree"
         return f"Repeats: {wide} of {points} measured more than once {verb} by more than {within}."
     if len(apart) == 1:
-        return f"Repeats: the one point measured more than once agrees within {_percent(max(apart))}."
-    return f"Repeats: all {points} measured more than once agree within {_percent(max(apart))}."
-
-
-def _percent(share: float) -> str:
-    return f"{share * 100:.2g} %"
+        return f"Repeats: the one point measured more than once agrees within {percent(max(apart))}."
+    return f"Repeats: all {points} measured more than once agree within {percent(max(apart))}."

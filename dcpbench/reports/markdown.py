@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from dcpbench.reports.clip import inert
+from dcpbench.show.text import markdown
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,24 +21,17 @@ MOST_CHARACTERS = 900_000
 
 def render(title: str, sections: list[Section], folder: Path) -> str:
     """The whole report; pictures are linked relative to `folder`."""
-    parts = [f"# {escape(title)}"]
+    parts = [f"# {markdown(title)}"]
     rows = _rows_that_fit(sections)
     for section in sections:
         parts.append(f"## {section.title}")
-        parts += [escape(p) for p in section.paragraphs]
+        parts += [markdown(p) for p in section.paragraphs]
         if section.bullets:
-            parts.append("\n".join(f"- {escape(b)}" for b in section.bullets))
+            parts.append("\n".join(f"- {markdown(b)}" for b in section.bullets))
         parts += [_code(command) for command in section.commands]
-        parts += [f"![{escape(p.alt)}]({p.png.relative_to(folder).as_posix()})" for p in section.pictures]
+        parts += [f"![{markdown(p.alt)}]({p.png.relative_to(folder).as_posix()})" for p in section.pictures]
         parts += [_table(table, rows) for table in section.tables]
     return "\n\n".join(parts) + "\n"
-
-
-def escape(text: str) -> str:
-    """Text that Markdown shows as it is: on one line, no markup, no HTML."""
-    text = re.sub(r"\s+", " ", inert(text)).strip()
-    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"([\\`*_\[\]|#~])", r"\\\1", text)
 
 
 def _code(text: str) -> str:
@@ -59,11 +52,11 @@ def _rows_that_fit(sections: list[Section]) -> int:
 def _table(table: Table, most: int) -> str:
     align = [":--" if i < table.text_columns else "--:" for i in range(len(table.columns))]
     shown = table.rows[:most]
-    lines = [[escape(c) for c in table.columns], align, *([escape(c) for c in row] for row in shown)]
+    lines = [[markdown(c) for c in table.columns], align, *([markdown(c) for c in row] for row in shown)]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     if len(shown) < len(table.rows):
         text += f"\n\n{len(table.rows) - len(shown):,} rows more in points.csv."
     if not table.fold and len(table.rows) <= FOLD_ABOVE:
-        return f"**{escape(table.title)}**\n\n{text}"
+        return f"**{markdown(table.title)}**\n\n{text}"
     rows = "" if table.fold and len(table.rows) <= FOLD_ABOVE else f" ({len(table.rows):,} rows)"
-    return f"<details><summary>{escape(table.title)}{rows}</summary>\n\n{text}\n\n</details>"
+    return f"<details><summary>{markdown(table.title)}{rows}</summary>\n\n{text}\n\n</details>"

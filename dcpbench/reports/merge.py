@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from typing import TYPE_CHECKING
 
-import pandas as pd
-
 from dcpbench.records.metrics import METRIC
 from dcpbench.records.stats import agreement
-from dcpbench.syncs.words import natural
+from dcpbench.show.text import natural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+
+    import pandas as pd
 
     from dcpbench.records.record import Interval, Record
 
@@ -33,11 +32,6 @@ def in_order(column: pd.Series) -> pd.Series:
         return column
     places = {text: place for place, text in enumerate(sorted(set(column), key=natural))}
     return column.map(places)
-
-
-def missing(value: object) -> bool:
-    """Whether a value was not measured."""
-    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
 
 
 def median(values: Iterable[float | None]) -> float | None:

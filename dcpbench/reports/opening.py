@@ -16,7 +16,7 @@ MOST = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Told:
+class Note:
     """A sentence, and how much it counts: 0 most."""
 
     text: str
@@ -36,39 +36,39 @@ def apart(frames: Frames) -> list[float]:
 
 def split(frames: Frames) -> tuple[list[str], list[str]]:
     """What a report opens with, see `sentences`, and what else its answer says."""
-    told = [t for t in _told(frames) if t.text]
-    kept = sorted(range(len(told)), key=lambda i: (told[i].weight, i))[:MOST]
-    return [t.text for i, t in enumerate(told) if i in kept], [t.text for i, t in enumerate(told) if i not in kept]
+    notes = [t for t in _notes(frames) if t.text]
+    kept = sorted(range(len(notes)), key=lambda i: (notes[i].weight, i))[:MOST]
+    return [t.text for i, t in enumerate(notes) if i in kept], [t.text for i, t in enumerate(notes) if i not in kept]
 
 
-def _told(frames: Frames) -> list[Told]:
+def _notes(frames: Frames) -> list[Note]:
     if frames.everything.empty:
-        return [Told(text=f"No point finished: {answer.outcomes(frames)}. There is nothing to compare.", weight=0)]
-    told = []
+        return [Note(text=f"No point finished: {answer.outcomes(frames)}. There is nothing to compare.", weight=0)]
+    notes = []
     if frames.cpu:
-        told.append(
-            Told(
+        notes.append(
+            Note(
                 text="CPU: functional run. It shows which layouts run. No conclusion about performance can be drawn from "
                 "its times.",
                 weight=0,
             )
         )
-    told.append(Told(text=origins.sentence(frames), weight=0.15))
+    notes.append(Note(text=origins.sentence(frames), weight=0.15))
     if len(frames.findings.points):
-        told.append(Told(text=answer.slo_sentence(frames), weight=0.1))
-        told += _scopes(frames)
-        told.append(Told(text=answer.replay(serving.replay_against_live(findings.timed(frames.served))), weight=3.5))
-    told.append(Told(text=answer.room(findings.kv_by_layout(frames.everything)), weight=3))
-    return [*told, Told(text=answer.trust(frames, apart(frames)), weight=0.2)]
+        notes.append(Note(text=answer.slo_sentence(frames), weight=0.1))
+        notes += _scopes(frames)
+        notes.append(Note(text=answer.replay(serving.replay_against_live(findings.timed(frames.served))), weight=3.5))
+    notes.append(Note(text=answer.room(findings.kv_by_layout(frames.everything)), weight=3))
+    return [*notes, Note(text=answer.trust(frames, apart(frames)), weight=0.2)]
 
 
-def _scopes(frames: Frames) -> list[Told]:
+def _scopes(frames: Frames) -> list[Note]:
     """Of each run, model and mode: the best layouts, the most within the SLO, where DCP pays, and KV pressure."""
     found = frames.findings
     points = found.points
     tables = (found.best, found.most, found.break_even, found.ratios, found.against_best)
     short = serving.pressure(findings.timed(frames.served))
-    told = []
+    notes = []
     scopes = list(dict.fromkeys(zip(points["run"], points["model"], points["mode"], strict=True)))
     for i, scope in enumerate(scopes):
         best, most, even, over, against = (answer.of(table, *scope) for table in tables)
@@ -84,5 +84,5 @@ def _scopes(frames: Frames) -> list[Told]:
             (4.0, answer.pressure(answer.of(short, *scope), answer.of(points, *scope))),
         )
         name = answer.scope_name(frames, *scope)
-        told += [Told(text=f"{name}: {text}" if text else "", weight=w + i / 10) for w, text in parts]
-    return told
+        notes += [Note(text=f"{name}: {text}" if text else "", weight=w + i / 10) for w, text in parts]
+    return notes

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.names import SGLANG, VLLM
 from dcpbench.records.provenance import OURS
-from dcpbench.reports.prose import counted
+from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.names import CLOSED
 from dcpbench.reports import bars, figures, findings, style, thinning
-from dcpbench.show.figures import count, drawing, save
+from dcpbench.show.figures import drawing, save
+from dcpbench.show.numbers import count
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,6 +22,6 @@ class Section:
     tables: list[Table] = dataclasses.field(default_factory=list)
     pictures: list[Picture] = dataclasses.field(default_factory=list)
 
-    def told(self) -> bool:
+    def is_more_than_tables(self) -> bool:
         """Whether it says or shows anything besides tables."""
         return bool(self.paragraphs or self.bullets or self.commands or self.pictures)

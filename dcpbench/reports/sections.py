@@ -120,9 +120,9 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
     ]
     for section in sections:
         section.tables = [table for table in section.tables if table.rows]
-        if all(table.title == definitions.TITLE for table in section.tables) and not section.told():
+        if all(table.title == definitions.TITLE for table in section.tables) and not section.is_more_than_tables():
             section.tables = []
-    return [s for s in sections if s.tables or s.told()]
+    return [s for s in sections if s.tables or s.is_more_than_tables()]
 
 
 def _answer(frames: Frames, pictures: list[Picture], sentences: list[str]) -> Section:

@@ -13,7 +13,7 @@ import pandas as pd
 
 from dcpbench.records import metrics
 from dcpbench.reports.serving.words import OBJECTIVES
-from dcpbench.reports.tables import number
+from dcpbench.show.numbers import number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

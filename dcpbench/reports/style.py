@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import TYPE_CHECKING
 
 from dcpbench.points.layout import DEGREES
-from dcpbench.reports.clip import cut, inert
 from dcpbench.show.figures import Line, colour, dashes, marker
+from dcpbench.show.text import one_line
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -75,5 +74,4 @@ class Style:
 
 def plain(text: object, most: int = 48) -> str:
     """Any string as a label: no mathematics, one line, not endless."""
-    text = re.sub(r"\s+", " ", inert(str(text))).strip()
-    return cut(text, most).replace("$", r"\$")
+    return one_line(str(text), most).replace("$", r"\$")

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from dcpbench.reports.tables import ABSENT, Table, make_table, number, text
+from dcpbench.reports.tables import Table, make_table
+from dcpbench.show.numbers import ABSENT, number, text
 
 if TYPE_CHECKING:
     from dcpbench.records.record import SyncSite

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from dcpbench.points.memory import GIB
 from dcpbench.records import provenance
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.metrics import DECODE_TABLE, KV_TABLE, PROFILE_TABLE
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports.clip import cut
-from dcpbench.reports.merge import missing
+from dcpbench.show.numbers import ABSENT, count, gib, missing, number, percent, text, times, with_interval
+from dcpbench.show.text import cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from dcpbench.records.metrics import Metric
     from dcpbench.reports.frames import Frames
 
-ABSENT = "—"
 FOLD_ABOVE = 24
 """Tables with more rows than this begin folded where they only support a figure."""
 MOST_ROWS = 2_000
@@ -41,36 +38,6 @@ class Table:
     text_columns: int = 1
     """How many leading columns hold words; the others are numbers and go to the right."""
     fold: bool = False
-
-
-def text(value: object) -> str:
-    """A string, or the dash."""
-    return ABSENT if missing(value) or value == "" else str(value)
-
-
-def number(value: float | None, digits: int = 4) -> str:
-    """A number to `digits` significant digits with thousands separated; whole from there on."""
-    if value is None or missing(value):
-        return ABSENT
-    value = float(value)
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    decimals = digits - 1 - math.floor(math.log10(abs(value)))
-    if decimals > digits + 2:
-        return f"{value:.{digits - 1}g}"
-    return f"{value:,.{max(decimals, 0)}f}"
-
-
-def percent(value: float | None) -> str:
-    """A share in percent."""
-    return ABSENT if value is None or missing(value) else f"{value * 100:.2g} %"
-
-
-def gib(value: float | None) -> str:
-    """Bytes in GiB."""
-    if value is None or missing(value):
-        return ABSENT
-    return f"{value / GIB:,.1f}" if value >= GIB else number(value / GIB, 2)
 
 
 def whole(value: float | None) -> str:
@@ -97,11 +64,6 @@ def columns(metrics: Iterable[Metric], **instead: Column) -> list[Column]:
 def column(metric: Metric, heading: str = "") -> Column:
     """One metric, perhaps with a heading of its table's own."""
     return heading or metric.heading, lambda row: shown(metric, row[metric.name])
-
-
-def with_interval(value: float | None, low: float | None, high: float | None, digits: int = 4) -> str:
-    """A median and its interval."""
-    return ABSENT if missing(value) else f"{number(value, digits)} [{number(low, digits)}–{number(high, digits)}]"
 
 
 def points(found: pd.DataFrame) -> Table:
@@ -154,9 +116,9 @@ def kv(found: pd.DataFrame) -> Table:
             ("layout", lambda r: r["layout"]),
             ("bounded by", lambda r: text(r["kv_bounded_by"])),
             *columns(KV_TABLE),
-            ("tokens per GiB per GPU", lambda r: f"{r['kv_tokens_per_gib']:,.0f}"),
-            ("over tp alone", lambda r: ABSENT if missing(r["kv_ratio"]) else f"{r['kv_ratio']:.2f}×"),
-            ("tokens in all", lambda r: f"{r['kv_capacity_tokens']:,.0f}"),
+            ("tokens per GiB per GPU", lambda r: count(r["kv_tokens_per_gib"])),
+            ("over tp alone", lambda r: times(r["kv_ratio"], 2)),
+            ("tokens in all", lambda r: count(r["kv_capacity_tokens"])),
         ],
         text_columns=3,
     )

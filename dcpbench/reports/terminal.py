@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 
 from dcpbench.reports import opening
-from dcpbench.reports.merge import missing
 from dcpbench.reports.serving.terminal import served
-from dcpbench.reports.tables import ABSENT, number
-from dcpbench.reports.terminal_parts import Column, Fitted, plain, told_marks
+from dcpbench.reports.terminal_parts import Column, Fitted, plain, shown_marks
+from dcpbench.show.numbers import ABSENT, missing, number
+from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,8 +42,7 @@ def render(frames: Frames) -> Group:
     parts += [plain(sentence) for sentence in _misses(shown)]
     same = ["model", "layout", "outcome", "reason"]
     for (model, layout, outcome, reason), group in shown.others.groupby(same, sort=False):
-        points = "1 point" if len(group) == 1 else f"{len(group)} points"
-        parts.append(plain(f"{outcome}: {points} of {model} {layout}: {reason}", "yellow"))
+        parts.append(plain(f"{outcome}: {counted(len(group), 'point')} of {model} {layout}: {reason}", "yellow"))
     parts += [plain(f"• {sentence}") for sentence in opening.sentences(frames)]
     return Group(*parts)
 
@@ -54,7 +53,7 @@ def _tables(frames: Frames) -> tuple[pd.DataFrame, ...]:
 
 def _misses(frames: Frames) -> list[str]:
     """Points that miss the SLO, those of one layout together."""
-    told = []
+    notes = []
     for points in (frames.points, frames.served):
         missed = points[points["slo_excess"] > 1] if len(points) else points
         for (model, mode, label), group in (
@@ -65,8 +64,8 @@ def _misses(frames: Frames) -> list[str]:
                 f"; {len(loads) - MOST_NAMED:,} more" if loads[MOST_NAMED:] else ""
             )
             who = model if mode == "decode" else f"{model}, {mode}"
-            told.append(f"misses the SLO: {who}: {label} at {named}")
-    return told
+            notes.append(f"misses the SLO: {who}: {label} at {named}")
+    return notes
 
 
 def _table(title: str, points: pd.DataFrame) -> Fitted:
@@ -80,7 +79,7 @@ def _table(title: str, points: pd.DataFrame) -> Fitted:
         Column("ITL ms", [number(v, 3) for v in points["itl_p50_ms"]]),
         Column("p99", [number(v, 3) for v in points["itl_p99_ms"]], drop=1, said="ITL p99"),
     )
-    return Fitted(title, list(points["label"]), columns, told_marks(points))
+    return Fitted(title, list(points["label"]), columns, shown_marks(points))
 
 
 def _half_width(point: pd.Series[Any]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.reports import opening
 from dcpbench.reports.export import INNER
-from dcpbench.reports.merge import missing
+from dcpbench.show.numbers import missing
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from dcpbench.reports.clip import inert
+from dcpbench.show.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,14 +102,14 @@ class Fitted:
         return table
 
 
-def told_marks(points: pd.DataFrame) -> list[str]:
+def shown_marks(points: pd.DataFrame) -> list[str]:
     """Marks of each point that the title and the layout do not say."""
     return [", ".join(m for m in str(marks).split(", ") if m not in IMPLIED) for marks in points["marks"]]
 
 
 def plain(text: object, style: str = "") -> Text:
     """Text as it is: no markup, and no control characters that would steer the terminal."""
-    return Text(inert(str(text)), style=style)
+    return Text(printable(str(text)), style=style)
 
 
 def _split(marks: str) -> list[str]:

@@ -15,6 +15,7 @@ import msgspec
 
 from dcpbench.errors import OutputError, RecordsError
 from dcpbench.serving.outcome import Row
+from dcpbench.show.whole_files import write_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,12 +72,11 @@ def write_samples(folder: Path, point: Point, rows: Sequence[Row]) -> str:
     told = {VERSION_KEY: str(SAMPLES_VERSION), POINT_KEY: key, SUM_KEY: _checksum(table.to_pylist(), key)}
     table = table.replace_schema_metadata(told)
     name = samples_name(point)
-    path = folder / name
-    half = path.with_suffix(".part")
+    path, whole = folder / name, pa.BufferOutputStream()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(table, half, compression="zstd")
-        half.replace(path)
+        pq.write_table(table, whole, compression="zstd")
+        write_file(path, whole.getvalue().to_pybytes())
     except OSError as e:
         raise OutputError(f"cannot write {path}: {e}; give another folder with -o.") from e
     return name

@@ -22,6 +22,7 @@ from dcpbench.records.provenance import CPU
 from dcpbench.records.record import Environment, Honesty
 from dcpbench.serving.load_words import MOST_TOKENS
 from dcpbench.serving.step_model import StepModel, Work, step_works
+from dcpbench.show.whole_files import write_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -201,9 +202,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 def write_step_times(path: Path, times: StepTimes) -> None:
     """Write the file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_suffix(".part")
-    half.write_bytes(msgspec.json.format(msgspec.json.encode(times), indent=1) + b"\n")
-    half.replace(path)
+    write_file(path, msgspec.json.format(msgspec.json.encode(times), indent=1) + b"\n")
 
 
 def read_step_times(path: Path) -> StepTimes:

@@ -9,6 +9,8 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dcpbench.show.text import printable
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -92,23 +94,7 @@ def step_summary(text: str) -> None:
         with Path(path).open("a", encoding="utf-8") as f:
             f.write(text.encode()[:SUMMARY_BYTES].decode(errors="ignore"))
     except OSError as e:
-        said = path if path.isprintable() else ascii(path)
-        sys.stderr.write(f"warning: {SUMMARY}={said} cannot be written ({e.strerror}).\n")
-
-
-def escape(text: str) -> str:
-    """Text that Markdown and HTML show as it is; `@name` notifies nobody, no address becomes a link."""
-    text = _html(text).replace("@", "@<!-- -->").replace("://", "&#58;//")
-    return re.sub(r"([\\`*_{}\[\]#|~$])", r"\\\1", text)
-
-
-def code(text: str) -> str:
-    """Text in a code span of a table's cell; HTML, as a `|` or a backtick would end a Markdown one."""
-    return "<code>" + re.sub(r"([\\`*_{}\[\]#|~$@:])", lambda m: f"&#{ord(m[0])};", _html(text)) + "</code>"
-
-
-def _html(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        sys.stderr.write(f"warning: {SUMMARY}={printable(path)} cannot be written ({e.strerror}).\n")
 
 
 def row(cells: Iterable[str]) -> str:

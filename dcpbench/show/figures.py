@@ -7,6 +7,8 @@ import textwrap
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from dcpbench.show.numbers import count
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
@@ -83,11 +85,6 @@ def save(figure: Figure, path: Path, *formats: str) -> list[Path]:
     for form, target in zip(formats, paths, strict=True):
         written[form](target)
     return paths
-
-
-def count(value: float) -> str:
-    """A whole number with thousands separated, as on every axis: 128,000."""
-    return f"{value:,.0f}"
 
 
 def colour(place: int) -> str:
@@ -190,4 +187,4 @@ def value_axis(ax: Axes, values: Iterable[float], axis: str) -> None:
     else:
         getattr(ax, f"set_{axis}lim")(0, max(known, default=1) * 1.08)
         target.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    target.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if v >= 10 or v == 0 else f"{v:g}"))  # noqa: PLR2004
+    target.set_major_formatter(FuncFormatter(lambda v, _: count(v) if v >= 10 or v == 0 else f"{v:g}"))  # noqa: PLR2004

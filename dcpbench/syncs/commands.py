@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from dcpbench.errors import OutputError, UsageError
 from dcpbench.show import ci, streams
+from dcpbench.show.terminal import ProgressLine
+from dcpbench.show.text import counted, printable
 from dcpbench.syncs.files import check_output, each_text_once, expand, write
 from dcpbench.syncs.formats import PLAIN_WIDTH, check_format, github, markdown, render
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating.config import Allow, find_config, find_root
 from dcpbench.syncs.gating.gate import Gate, check_limits, counts, judge
-from dcpbench.syncs.progress import Progress
-from dcpbench.syncs.words import cleaned, counted, plain
+from dcpbench.syncs.words import cleaned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,7 +109,7 @@ def conclude(report: Report, gate: Gate, out: Out) -> int:
     if out.output is not None or out.form != "table":
         _tell(report)
     if out.output is not None:
-        _print(f"Wrote {plain(str(out.output))}\n")
+        _print(f"Wrote {printable(str(out.output))}\n")
     return report.verdict.exit_code
 
 
@@ -127,14 +128,14 @@ def baseline(traces: Sequence[str], options: GateOptions, output: Path | None, *
     report.verdict = judge(report, gate)
     if report.verdict.reasons:
         for reason in report.verdict.reasons:
-            sys.stderr.write(f"error: {plain(reason)}\n")
+            sys.stderr.write(f"error: {printable(reason)}\n")
         return 3
     if not all(trace.steps for trace in report.traces):
         sys.stderr.write(NO_STEPS)
     made = baselines.make(filter(counts, report.sites))
     write(output, baselines.encode(made), force=force)
     _print(f"{counted(len(made.sites), 'site')} of today may stay; more of them, or others, are findings.\n")
-    _print(f"Wrote {plain(str(output))}\n")
+    _print(f"Wrote {printable(str(output))}\n")
     return 0
 
 
@@ -142,18 +143,20 @@ def _scan(traces: Sequence[str], gate: Gate) -> Report:
     from dcpbench.syncs.scan import scan as read
 
     paths = each_text_once(expand(traces, _skipped), _repeated)
-    with Progress() as progress:
+    with ProgressLine() as progress:
         return read(paths, root=gate.root, step_range=gate.step_range, progress=progress)
 
 
 def _skipped(path: Path) -> None:
     """Says so, as whoever takes it for a trace would believe a clean report."""
-    sys.stderr.write(f"note: {plain(str(path))} holds no events of a trace and is left out.\n")
+    sys.stderr.write(f"note: {printable(str(path))} holds no events of a trace and is left out.\n")
 
 
 def _repeated(path: Path, first: Path) -> None:
     """Says so, as a count for two ranks is expected to be that of two."""
-    sys.stderr.write(f"note: {plain(str(path))} holds the same trace as {plain(str(first))} and is counted once.\n")
+    sys.stderr.write(
+        f"note: {printable(str(path))} holds the same trace as {printable(str(first))} and is counted once.\n"
+    )
 
 
 def _step_summary(report: Report) -> None:
@@ -173,7 +176,7 @@ def _tell(report: Report) -> None:
     if len(verdict.findings) > SHOWN:
         lines.append(f"… and {len(verdict.findings) - SHOWN} more")
     lines += [*verdict.reasons, *verdict.stale]
-    sys.stderr.write("".join(f"- {plain(line)}\n" for line in lines) + summary(report) + "\n")
+    sys.stderr.write("".join(f"- {printable(line)}\n" for line in lines) + summary(report) + "\n")
 
 
 def _print(text: str, *, as_json: bool = False) -> None:

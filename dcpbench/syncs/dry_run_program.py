@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from dcpbench.errors import UsageError
+from dcpbench.show.text import printable
 from dcpbench.syncs.model import Coverage, Report, TraceSummary
-from dcpbench.syncs.words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +71,9 @@ def dry_run(command: Sequence[str], options: GateOptions, out: Out, *, assume_de
         file.write_bytes(msgspec.json.encode(job))
         answer = _read(job, start([python, *flags, "-m", "dcpbench.syncs.dry_run.main", str(file)], environment()))
     if answer.code:
-        sys.stderr.write(f"{plain(job.name)} ended with exit code {answer.code}; the report holds what came before.\n")
+        sys.stderr.write(
+            f"{printable(job.name)} ended with exit code {answer.code}; the report holds what came before.\n"
+        )
         answer.report.traces[0].coverage.complete = False
     verdict = conclude(answer.report, gate, out)
     if answer.code in {-signal.SIGINT, INTERRUPTED}:
@@ -88,19 +90,19 @@ def parse(command: Sequence[str]) -> tuple[str, list[str], Job]:
     """
     if not command:
         raise UsageError(f"There is no program; write it after `--`: {EXAMPLE}")
-    words, name = list(command), plain(shlex.join(command))
+    words, name = list(command), printable(shlex.join(command))
     first = Path(words[0]).name
     if first in LAUNCHERS:
         raise UsageError(f"{first} starts processes that a dry run does not see; give one rank's own: {EXAMPLE}")
     if PYTHON.fullmatch(first):
         python = sys.executable if words[0] == first else words[0]
         if shutil.which(python) is None:
-            raise UsageError(f"{plain(python)} is no program that can be started; write: {EXAMPLE}")
+            raise UsageError(f"{printable(python)} is no program that can be started; write: {EXAMPLE}")
         words = words[1:]
     elif first.endswith(".py"):
         python = sys.executable
     else:
-        raise UsageError(f"{plain(words[0])} is no Python program; write: {EXAMPLE}")
+        raise UsageError(f"{printable(words[0])} is no Python program; write: {EXAMPLE}")
     flags: list[str] = []
     while words and words[0].startswith("-") and words[0] not in {"-", "-m", "-c"}:
         taken = 2 if words[0] in {"-W", "-X"} else 1
@@ -118,7 +120,7 @@ def _job(words: list[str], name: str) -> Job:
     if not words or words[0] == "-":
         raise UsageError(f"There is no script for Python to run; write: {EXAMPLE}")
     if not Path(words[0]).is_file():
-        raise UsageError(f"{plain(words[0])} is no file; give the path of a script: {EXAMPLE}")
+        raise UsageError(f"{printable(words[0])} is no file; give the path of a script: {EXAMPLE}")
     return Job(kind="script", target=words[0], arguments=words[1:], name=name)
 
 

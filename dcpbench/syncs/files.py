@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import OutputError, TraceError, UsageError
+from dcpbench.show.text import natural
 from dcpbench.syncs.traces.reading import GZIP_MAGIC, Trouble, is_something_else, read_chunks
-from dcpbench.syncs.words import natural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -73,11 +73,11 @@ def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest
     if not used or mode_of(config) == "off":
         return [f"cuda syncs: off, tests that are not checked: {used}"] if used else []
     from dcpbench.errors import CapacityError
+    from dcpbench.show.text import counted
     from dcpbench.syncs.live.checked import resolve
 
-    tests = "1 test" if used == 1 else f"{used} tests"
     try:
-        return [f"cuda syncs: {resolve(mode_of(config)).words}, {tests}"]
+        return [f"cuda syncs: {resolve(mode_of(config)).words}, {counted(used, 'test')}"]
     except CapacityError as error:
         raise pytest.UsageError(str(error)) from None
 

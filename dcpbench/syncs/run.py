@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import CapacityError, OutputError, UsageError
+from dcpbench.show.text import printable
 from dcpbench.syncs.model import Coverage, Report, TraceSummary
-from dcpbench.syncs.words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -107,16 +107,16 @@ def run(command: Sequence[str], recording: Recording, options: GateOptions, out:
     recording.check()
     _check_program(command)
     if not has_gpu() and not os.environ.get(CPU_VARIABLE):
-        typed = plain(shlex.join(command))
+        typed = printable(shlex.join(command))
         raise CapacityError(f"There is no GPU here to wait for; write `dcpbench syncs dry-run -- {typed}` instead.")
     with _folder(recording.keep) as folder:
         code = start(command, environment(folder, recording))
         report = _scan(folder, recording, gate)
         if code:
-            sys.stderr.write(f"{plain(shlex.join(command))} {_ending(code)}\n")
+            sys.stderr.write(f"{printable(shlex.join(command))} {_ending(code)}\n")
         verdict = conclude(report, gate, out)
         if recording.keep is not None:
-            sys.stderr.write(f"Traces are in {plain(str(recording.keep))}\n")
+            sys.stderr.write(f"Traces are in {printable(str(recording.keep))}\n")
     if code in {-signal.SIGINT, INTERRUPTED}:
         return INTERRUPTED
     return PROGRAM_FAILED if code else verdict
@@ -256,16 +256,16 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 
 def _scan(folder: Path, recording: Recording, gate: Gate) -> Report:
     """What the traces say, with what the notes add."""
+    from dcpbench.show.terminal import ProgressLine
     from dcpbench.syncs.files import expand
-    from dcpbench.syncs.progress import Progress
     from dcpbench.syncs.scan import scan
 
     notes = notes_in(folder)
     for sentence in explain(notes, recording):
-        sys.stderr.write(f"- {plain(sentence)}\n")
+        sys.stderr.write(f"- {printable(sentence)}\n")
     report = Report()
     if any(folder.glob("*.json")):
-        with Progress() as progress:
+        with ProgressLine() as progress:
             report = scan(expand([str(folder)]), root=gate.root, step_range=gate.step_range, progress=progress)
     add_notes(report, notes, recording)
     return report if recording.keep is not None else without_folder(report, folder)

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from dcpbench.points.sizes import size_text
+from dcpbench.show.numbers import MICROSECONDS, with_unit
+from dcpbench.show.text import printable
 from dcpbench.syncs.model import Report, order
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from dcpbench.syncs.model import Site, Verdict
 
 Standing = Literal["finding", "counted", "known", "allowed", "warm-up", "may block", "own"]
 """finding: fails the gate alone; counted: adds to a limit that is exceeded; known: within baseline and limits."""
 NOTHING = "–"
-HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-"""Unicode categories that a terminal obeys instead of showing: controls, direction marks, lone surrogates, …"""
-MILLI, WHOLE = 1e3, 1e6
-KIB = 1024.0
 BOUND_NOTE = (
     "Bubble is an upper bound of the GPU idle time that removing a wait, and no other, would win: idle time from its "
     "start until the next wait, as far as later launches end it, and never more than the call takes. Wait alone is not "
@@ -30,24 +26,8 @@ BOUND_NOTE = (
 )
 
 
-def plain(text: str) -> str:
-    r"""The text with everything spelled out that a terminal, a log or a browser would obey: ESC becomes `\x1b`."""
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(_spelled(c) if unicodedata.category(c) in HIDDEN else c for c in text)
-
-
-def natural(text: object) -> list[tuple[int, str]]:
-    """What to sort a text by, so that `2` comes before `10`."""
-    return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"([0-9]+)", str(text)) if word]
-
-
-def _spelled(c: str) -> str:
-    return c.encode("unicode_escape", "surrogatepass").decode("ascii")
-
-
 def cleaned(report: Report) -> Report:
-    """A copy of the report with every text made plain, and the sites worst first.
+    """A copy of the report with every text made printable, and the sites worst first.
 
     Names come from other people's programs: a kernel may be called anything.
     """
@@ -58,7 +38,7 @@ def cleaned(report: Report) -> Report:
 
 def _cleaned(value: Any) -> Any:  # noqa: ANN401 -- whatever JSON holds
     if isinstance(value, str):
-        return plain(value)
+        return printable(value)
     if isinstance(value, list):
         return [_cleaned(v) for v in value]
     if isinstance(value, dict):
@@ -68,29 +48,7 @@ def _cleaned(value: Any) -> Any:  # noqa: ANN401 -- whatever JSON holds
 
 def microseconds(value: float | None) -> str:
     """A time given in microseconds, with the unit that reads best; a dash where nobody knows it."""
-    if value is None:
-        return NOTHING
-    size = abs(value)
-    if size < MILLI:
-        return f"{value:.3g} µs" if size < MILLI - 0.5 else f"{value:.0f} µs"
-    return f"{value / MILLI:.3g} ms" if size < WHOLE else f"{value / WHOLE:.3g} s"
-
-
-def size_text(value: int | None) -> str:
-    """Bytes with a binary unit; empty where nobody knows them."""
-    if value is None:
-        return ""
-    size = float(value)
-    for unit in ("B", "KiB", "MiB"):
-        if size < KIB:
-            return f"{size:.3g} {unit}" if size < KIB - 1 else f"{size:.0f} {unit}"
-        size /= KIB
-    return f"{size:.3g} GiB"
-
-
-def counted(n: int, word: str) -> str:
-    """`1 site`, `2 sites`."""
-    return f"{n} {word}" if n == 1 else f"{n} {word}s"
+    return NOTHING if value is None else with_unit(value, MICROSECONDS)
 
 
 def per_step(value: float | None) -> str:
@@ -131,6 +89,11 @@ def waited_share(site: Site) -> str:
     if site.waited is None or site.waited >= site.count:
         return ""
     return f"{site.waited:,} of {site.count:,} waited"
+
+
+def copied(site: Site, between: str = " ") -> str:
+    """Where a copy went and how much it was, as far as both are known: `DtoH 4.0 KiB`."""
+    return between.join(filter(None, (site.direction, "" if site.bytes is None else size_text(site.bytes))))
 
 
 def marks(site: Site, verdict: Verdict) -> list[str]:
@@ -180,15 +143,3 @@ def modules(site: Site) -> list[str]:
         parts.pop()
     names = [re.sub(r"\s", "_", part) for part in parts]
     return [".".join([*names[n:], site.function]) for n in range(len(names) + 1)]
-
-
-def short(path: str, limit: int) -> str:
-    """The end of a path that fits into `limit` columns, whole folders first."""
-    if len(path) <= limit:
-        return path
-    parts: Sequence[str] = path.split("/")
-    for n in range(1, len(parts)):
-        tail = "…/" + "/".join(parts[n:])
-        if len(tail) <= limit:
-            return tail
-    return "…" + path[-(limit - 1) :]

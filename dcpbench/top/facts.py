@@ -24,8 +24,7 @@ from dcpbench.records.file import decode
 from dcpbench.records.folder import CHECKS_FILE, FAILED_FILE, JOB_FILES, RECORDS_FILE, progress_file, tag_of
 from dcpbench.records.lines import UNREADABLE, Tail
 from dcpbench.records.metrics import TOP
-from dcpbench.reports.clip import cut
-from dcpbench.syncs.words import plain
+from dcpbench.show.text import one_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
     from dcpbench.records.record import Record
 
-LONGEST = 300
-"""Characters of a text that are kept."""
 SHOWN = 50
 """Finished points that are kept in full."""
 VERIFY = "verify"
@@ -92,13 +89,13 @@ class JobFacts:
 
     def see(self, event: Progress) -> None:
         """Take one event."""
-        stage = inert(event.stage)
+        stage = one_line(event.stage)
         if event.key != self.key:
             self.note = ""
         if (stage, event.key) != (self.stage, self.key):
             self.since = event.at
         self.stage, self.key, self.heard = stage, event.key, event.at
-        self.note = inert(event.note) or self.note
+        self.note = one_line(event.note) or self.note
         if stage == "done":
             self.done[hash(event.key)] = event.at
 
@@ -152,7 +149,7 @@ class Facts:
             with contextlib.suppress(OSError, *UNREADABLE):
                 found.append(msgspec.json.decode(path.read_bytes(), type=Failure))
         cause = blame(found)
-        return inert(f"rank {cause.rank}: {cause.kind}: {cause.message}") if cause else ""
+        return one_line(f"rank {cause.rank}: {cause.kind}: {cause.message}") if cause else ""
 
     def ranks_at_work(self) -> bool:
         """Whether ranks have left their process ids, which go when a job is ended in an orderly way."""
@@ -174,7 +171,7 @@ class Facts:
             self.jobs[path.name] = JobFacts(job, began, Tail(progress_file(self.folder, tag_of(path))))
 
     def _take(self, record: Record) -> None:
-        ended = Ended(inert(record.outcome), _finished_at(record), ran=record.seconds > 0)
+        ended = Ended(one_line(record.outcome), _finished_at(record), ran=record.seconds > 0)
         self.ended[point_id(record.point)] = ended
         if record.outcome != "rejected":
             self.last.append(finished(record))
@@ -189,17 +186,12 @@ def finished(record: Record) -> Finished:
     """What is shown of a record."""
     figures = {name: metric.value(record) for name, metric in TOP.items()}
     return Finished(
-        point=inert(point_name(record.point)),
-        outcome=inert(record.outcome),
-        reason=inert(record.reason or ""),
+        point=one_line(point_name(record.point)),
+        outcome=one_line(record.outcome),
+        reason=one_line(record.reason or ""),
         seconds=record.seconds or None,
         **figures,
     )
-
-
-def inert(text: str) -> str:
-    """One short line that no terminal obeys."""
-    return plain(" ".join(cut(text, LONGEST).split()))
 
 
 def _finished_at(record: Record) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dcpbench.launch.progress import CPU_NOTE
+from dcpbench.show.numbers import short_number
 from dcpbench.top import words
 from dcpbench.top.state import SILENT
 
@@ -40,9 +41,9 @@ def snapshot(state: State) -> Iterator[str]:
     if state.now and state.status != SILENT:
         yield words.stage(state.now)
     for g in state.gpus:
-        clock, power = words.number(g.sm_clock_mhz), words.number(g.power_w)
+        clock, power = short_number(g.sm_clock_mhz), short_number(g.power_w)
         slowed = f", slowed: {', '.join(g.throttle_reasons)}" if g.throttle_reasons else ""
-        yield f"GPU {g.index}: {clock} MHz, {power} W, {words.number(g.temperature_c)} °C{slowed}"
+        yield f"GPU {g.index}: {clock} MHz, {power} W, {short_number(g.temperature_c)} °C{slowed}"
 
 
 def _moved(before: Now | None, after: Now) -> bool:

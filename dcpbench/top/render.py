@@ -12,9 +12,12 @@ from rich.text import Text
 
 from dcpbench.launch.progress import CPU_NOTE
 from dcpbench.points.memory import GIB
+from dcpbench.show.numbers import ABSENT, count, short_number, span, text
 from dcpbench.top import words
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import RenderableType
 
     from dcpbench.top.facts import Finished
@@ -54,11 +57,11 @@ def render(state: State, width: int, height: int) -> RenderableType:
 
 
 def _head(state: State) -> Text:
-    text = Text(f"{state.kind or 'run'} in {state.folder}: ", "bold")
-    text.append(words.status(state), words.STYLES.get(state.status, ""))
+    head = Text(f"{state.kind or 'run'} in {state.folder}: ", "bold")
+    head.append(words.status(state), words.STYLES.get(state.status, ""))
     if state.device == "cpu":
-        text.append(f"\n{CPU_NOTE}", "yellow")
-    return text
+        head.append(f"\n{CPU_NOTE}", "yellow")
+    return head
 
 
 def _sizes(state: State) -> str:
@@ -76,11 +79,11 @@ def _last(points: list[Finished], width: int) -> Table:
     table = _table("last points", numbers)
     for p in reversed(points):
         cells = {
-            "tok/s": words.number(p.tok_s),
-            "/GPU": words.number(p.tok_s_per_gpu),
-            "TTFT ms": words.number(p.ttft_ms),
-            "ITL ms": words.number(p.itl_ms),
-            "took": words.ABSENT if p.seconds is None else words.span(p.seconds),
+            "tok/s": short_number(p.tok_s),
+            "/GPU": short_number(p.tok_s_per_gpu),
+            "TTFT ms": short_number(p.ttft_ms),
+            "ITL ms": short_number(p.itl_ms),
+            "took": span(p.seconds),
         }
         name = Text(p.point) if p.outcome == "ok" else Text(f"{p.point}  {words.figures(p)}", "red")
         table.add_row(name, *(cells[name] for name in numbers))
@@ -91,14 +94,12 @@ def _gpus(gpus: list[GpuNow], width: int) -> Table:
     columns = ["busy", "SM MHz", *(["W", "°C", "GiB"] if width >= NARROW else [])]
     table = _table("GPU", columns)
     for g in gpus:
-        power = _of(words.number(g.power_w), None if g.power_limit_w is None else words.number(g.power_limit_w))
-        memory = _of(_gib(g.memory_used_bytes), None if g.memory_total_bytes is None else _gib(g.memory_total_bytes))
         cells = {
-            "busy": words.ABSENT if g.utilisation is None else f"{g.utilisation} %",
-            "SM MHz": _of(_whole(g.sm_clock_mhz), None if g.sm_clock_max_mhz is None else _whole(g.sm_clock_max_mhz)),
-            "W": power,
-            "°C": _whole(g.temperature_c),
-            "GiB": memory,
+            "busy": ABSENT if g.utilisation is None else f"{g.utilisation} %",
+            "SM MHz": _of(g.sm_clock_mhz, g.sm_clock_max_mhz, text),
+            "W": _of(g.power_w, g.power_limit_w, short_number),
+            "°C": text(g.temperature_c),
+            "GiB": _of(g.memory_used_bytes, g.memory_total_bytes, _gib),
         }
         slowed = f"  slowed: {', '.join(g.throttle_reasons)}" if g.throttle_reasons else ""
         name = Text(f"{g.index}{f' {g.name}' if width >= WIDE and g.name else ''}{slowed}", "yellow" if slowed else "")
@@ -114,13 +115,9 @@ def _table(first: str, numbers: list[str]) -> Table:
     return table
 
 
-def _of(value: str, most: str | None) -> str:
-    return value if most is None else f"{value}/{most}"
+def _of(value: float | None, most: float | None, show: Callable[[float | None], str]) -> str:
+    return show(value) if most is None else f"{show(value)}/{show(most)}"
 
 
-def _whole(value: int | None) -> str:
-    return words.ABSENT if value is None else str(value)
-
-
-def _gib(value: int | None) -> str:
-    return words.ABSENT if value is None else f"{value / GIB:.0f}"
+def _gib(value: float | None) -> str:
+    return count(None if value is None else value / GIB)

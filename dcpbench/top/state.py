@@ -11,8 +11,9 @@ import msgspec
 from dcpbench.errors import WorkerError
 from dcpbench.launch.processes import COMMAND, NONE, WORKERS
 from dcpbench.plan.grid import point_name
+from dcpbench.show.text import one_line
 from dcpbench.top.estimate import Estimate, estimate
-from dcpbench.top.facts import VERIFY, Ended, Finished, inert
+from dcpbench.top.facts import VERIFY, Ended, Finished
 from dcpbench.top.gpus import GpuNow
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def state_of(
     spent = until - (ends[-1] if ends else began or until)
     at_work = not over and status != FINISHING
     return State(
-        folder=inert(str(facts.folder)),
+        folder=one_line(str(facts.folder)),
         kind=_kind(facts),
         device=job.job.device if job else "",
         status=status,
@@ -152,7 +153,7 @@ def _kind(facts: Facts) -> str:
     job = facts.newest
     if job is None:
         return ""
-    return "serve" if job.job.points and job.job.points[0].load else inert(job.job.kind)
+    return "serve" if job.job.points and job.job.points[0].load else one_line(job.job.kind)
 
 
 def _jobs_of_command(facts: Facts, began: float | None) -> list[JobFacts]:
@@ -224,7 +225,7 @@ def _now(job: JobFacts, points: dict[int, Point], now: float) -> Now:
     point = None if job.stage in BETWEEN else points.get(hash(job.key))
     heard = job.heard or job.began
     return Now(
-        point=inert(point_name(point)) if point else "",
+        point=one_line(point_name(point)) if point else "",
         stage=job.stage or "start",
         stage_s=max(now - (job.since or job.began), 0.0),
         note=job.note if point else "",

@@ -15,7 +15,8 @@ from dcpbench.errors import UsageError
 from dcpbench.launch import processes
 from dcpbench.records.folder import JOB_FILES, LOCK_FILE, RECORDS_FILE
 from dcpbench.show.streams import write_json
-from dcpbench.syncs.words import plain
+from dcpbench.show.terminal import console, say
+from dcpbench.show.text import printable
 from dcpbench.top.facts import Facts
 from dcpbench.top.gpus import Gpus
 from dcpbench.top.plain import changes, snapshot
@@ -95,8 +96,7 @@ def _awaited(folder: Path | None, every: float) -> Path:
             return _begun(folder)
         except NotBegunError as e:
             if str(e) != said:
-                sys.stderr.write(f"{plain(str(e))} Waiting for it to begin; Ctrl-C ends this.\n")
-                sys.stderr.flush()
+                say(f"{printable(str(e))} Waiting for it to begin; Ctrl-C ends this.")
             said = str(e)
         time.sleep(every)
 
@@ -139,9 +139,9 @@ def _json() -> Iterator[Show]:
 @contextlib.contextmanager
 def _shown() -> Iterator[Show]:
     """A live view on a terminal that can show one, else lines."""
-    console = _console()
-    if sys.stdout.isatty() and not console.is_dumb_terminal:
-        with _live(console) as show:
+    terminal = console()
+    if sys.stdout.isatty() and not terminal.is_dumb_terminal:
+        with _live(terminal) as show:
             yield show
         return
     before: State | None = None
@@ -155,19 +155,19 @@ def _shown() -> Iterator[Show]:
 
 
 @contextlib.contextmanager
-def _live(console: Console) -> Iterator[Show]:
+def _live(terminal: Console) -> Iterator[Show]:
     """On the terminal's second screen, which follows its size; what was seen last stays on the first one."""
     from rich.live import Live
 
     from dcpbench.top.render import render
 
     last: State | None = None
-    with Live(console=console, screen=True, auto_refresh=False) as live:
+    with Live(console=terminal, screen=True, auto_refresh=False) as live:
 
         def show(state: State) -> None:
             nonlocal last
             last = state
-            live.update(render(state, console.width, console.height), refresh=True)
+            live.update(render(state, terminal.width, terminal.height), refresh=True)
 
         def pause(number: int, frame: object) -> None:
             """Ctrl-Z: the shell gets its own screen and cursor, until `fg`."""
@@ -183,15 +183,15 @@ def _live(console: Console) -> Iterator[Show]:
             signal.signal(signal.SIGTSTP, before)
             live.stop()
             if last is not None:
-                console.print(render(last, console.width, console.height))
+                terminal.print(render(last, terminal.width, terminal.height))
 
 
 def _print_once(state: State) -> None:
-    console = _console()
+    terminal = console()
     if sys.stdout.isatty():
         from dcpbench.top.render import render
 
-        console.print(render(state, console.width, console.height))
+        terminal.print(render(state, terminal.width, terminal.height))
     else:
         _print_lines(snapshot(state))
 
@@ -205,12 +205,6 @@ def _print_lines(lines: Iterator[str]) -> None:
 def _print_json(state: State) -> None:
     write_json(msgspec.json.encode(state).decode() + "\n")
     sys.stdout.flush()
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(highlight=False)
 
 
 @contextlib.contextmanager

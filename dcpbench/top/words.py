@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dcpbench.show.numbers import short_number, span
+from dcpbench.show.text import counted
 from dcpbench.top import state as st
 
 if TYPE_CHECKING:
@@ -11,9 +13,6 @@ if TYPE_CHECKING:
     from dcpbench.top.facts import Finished
     from dcpbench.top.state import Now, State
 
-ABSENT = "—"
-MINUTE, HOUR = 60, 3600
-EXACT_BELOW = 2 * MINUTE
 STYLES = {
     st.STARTING: "cyan",
     st.RUNNING: "green",
@@ -24,20 +23,6 @@ STYLES = {
     st.ENDED: "green",
     st.STOPPED: "red",
 }
-
-
-def span(seconds: float) -> str:
-    """`8 s`, `12 min`, `3 h 20 min`."""
-    if seconds < EXACT_BELOW:
-        return f"{seconds:.0f} s"
-    if seconds < 2 * HOUR:
-        return f"{seconds / MINUTE:.0f} min"
-    return f"{seconds // HOUR:,.0f} h {seconds % HOUR // MINUTE:.0f} min"
-
-
-def number(value: float | None) -> str:
-    """Three significant digits, whole from 100 on."""
-    return ABSENT if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"  # noqa: PLR2004
 
 
 def status(state: State) -> str:
@@ -63,7 +48,7 @@ def counts(state: State) -> str:
     finished = state.ok + state.failed
     among = finished if state.total is None else state.total
     of = "" if state.total is None else f"{finished} of "
-    parts = [f"{of}{among} {'point' if among == 1 else 'points'}"]
+    parts = [of + counted(among, "point")]
     parts += [f"{n} {word}" for n, word in ((state.failed, "failed"), (state.rejected, "rejected")) if n]
     return " · ".join([*parts, *([f"{state.left} left"] if state.left else [])])
 
@@ -71,7 +56,7 @@ def counts(state: State) -> str:
 def rates(state: State) -> str:
     """Points per minute, time spent and time left, as far as known."""
     rate = state.points_per_minute
-    parts = [f"{number(rate)} points/min"] if rate else []
+    parts = [f"{short_number(rate)} points/min"] if rate else []
     parts += [f"{span(state.elapsed_s)} so far"] if state.elapsed_s is not None else []
     parts += [left(state.eta)] if state.eta else []
     return " · ".join(parts)
@@ -83,7 +68,7 @@ def left(eta: Estimate) -> str:
         return "the last point takes longer than others did"
     text = f"about {span(eta.seconds)} left"
     if eta.low is None or eta.high is None:
-        return f"{text}, by {eta.points} point{'s' if eta.points > 1 else ''} alone"
+        return f"{text}, by {counted(eta.points, 'point')} alone"
     low, high = span(eta.low), span(eta.high)
     return text if low == high else f"{text} ({low} to {high})"
 
@@ -98,7 +83,7 @@ def figures(point: Finished) -> str:
     """`1,234 tok/s, ITL 3.4 ms`, or why there are none."""
     if point.outcome != "ok":
         return f"{point.outcome.upper()}: {point.reason}" if point.reason else point.outcome.upper()
-    parts = [f"{number(point.tok_s)} tok/s"] if point.tok_s is not None else []
-    parts += [f"TTFT {number(point.ttft_ms)} ms"] if point.ttft_ms is not None else []
-    parts += [f"ITL {number(point.itl_ms)} ms"] if point.itl_ms is not None else []
+    parts = [f"{short_number(point.tok_s)} tok/s"] if point.tok_s is not None else []
+    parts += [f"TTFT {short_number(point.ttft_ms)} ms"] if point.ttft_ms is not None else []
+    parts += [f"ITL {short_number(point.itl_ms)} ms"] if point.itl_ms is not None else []
     return ", ".join(parts) or "ok"

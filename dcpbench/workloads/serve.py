@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
-import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,6 +23,7 @@ from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.samples import write_samples
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from dcpbench.serving.traffic import Traffic
+from dcpbench.show.terminal import now_and_then
 from dcpbench.workloads.decode import MOST_IDLE, WORST_SITES
 from dcpbench.workloads.point_facts import device_allocations, device_marks, held, memory_in_use
 from dcpbench.workloads.serving_loop import Agreement, Loop
@@ -126,7 +126,7 @@ def run(
     device = session.engine.device
     requests = requests_of(point, settings, session.shape.vocab)
     tell("capture")
-    serving.warm_up(point, requests, _now_and_then(lambda: tell("capture")))
+    serving.warm_up(point, requests, now_and_then(lambda: tell("capture"), TELL_S))
     with _interruptions() as interrupted:
         loop = serving.loop(
             point,
@@ -136,7 +136,7 @@ def run(
         )
         allocated = device_allocations(device)
         with GpuSampler(device) as sampler, compiled_kernels() as compiled:
-            loop.run(_now_and_then(lambda: tell("measure", _note(loop))))
+            loop.run(now_and_then(lambda: tell("measure", _note(loop)), TELL_S))
         gpu = worst(gather_objects(sampler.state()))
     allocated = device_allocations(device) - allocated
     late = sorted({name for names in gather_objects(compiled) for name in names})
@@ -265,18 +265,6 @@ def _note(loop: Loop) -> str:
     tokens = sum(len(s.token_s) for s in samples)
     finished = sum(s.finished for s in samples)
     return f"{finished}/{len(loop.traffic.requests)} requests, {tokens / max(loop.now_s, 1e-9):,.0f} tok/s"
-
-
-def _now_and_then(tell: Callable[[], None]) -> Callable[[], None]:
-    last = time.monotonic()
-
-    def alive() -> None:
-        nonlocal last
-        if time.monotonic() - last > TELL_S:
-            last = time.monotonic()
-            tell()
-
-    return alive
 
 
 def _cut_reason(loop: Loop, metrics: ServeMetrics) -> str:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import pytest
@@ -18,7 +19,8 @@ from typer.models import OptionInfo
 from dcpbench import cli
 from dcpbench.commands import syncs as syncs_command
 from dcpbench.errors import UsageError
-from dcpbench.syncs import files, progress
+from dcpbench.show import terminal
+from dcpbench.syncs import files
 from dcpbench.syncs import scan as scanning
 from tests.unit import syncs_builder as build
 
@@ -181,10 +183,13 @@ class TestStreams:
         assert done.returncode == 1
         assert b"check_all" in done.stdout
 
-    def test_progress_goes_to_stderr(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_progress_goes_to_stderr(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """However soon it comes, no control character of a name is shown, and stdout stays the report's."""
-        with progress.Progress() as tell:
-            tell._last = float("-inf")
+        clock = iter((0.0, 3.0, 3.0, 3.1))
+        monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+        with terminal.ProgressLine() as tell:
             tell("reading \x1b[31m.json")
             tell("at once again")
         captured = capsys.readouterr()

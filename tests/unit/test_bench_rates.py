@@ -7,8 +7,8 @@ from rich.console import Console
 
 from dcpbench.bench.record import BenchRecord, Case, Graph, Limit, Result, Work, floor_us
 from dcpbench.bench.shown.findings import findings
-from dcpbench.bench.shown.pictures import size, spaced, write_picture
-from dcpbench.bench.shown.rates import amount, baselines, limits_told, share, speed_up
+from dcpbench.bench.shown.pictures import spaced, write_picture
+from dcpbench.bench.shown.rates import amount, baselines, limit_notes, share, speed_up
 from dcpbench.bench.shown.table import legend, table
 from dcpbench.records.record import Environment
 from tests.unit.bench_builder import timing
@@ -172,7 +172,7 @@ class TestTable:
 
     def test_a_limit_that_could_not_be_measured_says_why(self):
         of = record("exchange", limits=[], without=["peer: the GPUs of this machine cannot read each other's memory."])
-        assert limits_told(of) == ["Not measured: peer: the GPUs of this machine cannot read each other's memory."]
+        assert limit_notes(of) == ["Not measured: peer: the GPUs of this machine cannot read each other's memory."]
 
     @pytest.mark.parametrize(("width", "there", "left_out"), [(139, "28.6", "(13.9"), (99, "50 %", "28.6")])
     def test_a_narrow_terminal_gets_less_and_nothing_is_cut_off(self, width, there, left_out):
@@ -229,13 +229,6 @@ class TestPictures:
         r = Result(case=Case(variant="symm", sizes={"requests": 1}, calls=0), correct=True, error=2e-4)
         write_picture(record("exchange", r, performance=False), tmp_path / "x.png")
         assert not (tmp_path / "x.png").exists()
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(999, "999 B"), (209_300, "209 KB"), (6_710_000, "6.71 MB"), (2e9, "2 GB")]
-)
-def test_bytes_have_units(value, text):
-    assert size(value) == text
 
 
 def test_an_amount_has_the_unit_that_fits():

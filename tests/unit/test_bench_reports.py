@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from dcpbench.bench.record import BenchRecord, Graph
-from dcpbench.bench.shown.findings import findings, marks_told, times
+from dcpbench.bench.shown.findings import findings, mark_notes, times
 from dcpbench.bench.shown.pictures import write_picture
 from dcpbench.bench.shown.table import legend, table
 from tests.unit.bench_builder import REFUSED, record, result, timing
@@ -70,7 +70,7 @@ class TestFindings:
 
     def test_marks_are_explained_once_with_how_many_have_them(self):
         results = [result("filter", syncs=2.0, marks=["noisy"]), result("filter", syncs=2.0)]
-        assert marks_told(results) == [
+        assert mark_notes(results) == [
             "noisy (1 of 2): the time limit came before a median was known within ±1 %; give more --seconds."
         ]
 

@@ -134,7 +134,7 @@ class TestFiles:
 
     def test_what_was_left_out_is_told(self, tmp_path: Path) -> None:
         run = self.run(tmp_path, build.served(build.point(DCP)), record_builder.ok(record_builder.point(DCP)))
-        assert export([run], "vllm", None).told == "1 of 2 points left out: 1 decode steps, which have no requests."
+        assert export([run], "vllm", None).note == "1 of 2 points left out: 1 decode steps, which have no requests."
 
     def test_an_unknown_format_is_answered_with_the_nearest(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="did you mean prometheus"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,13 +102,15 @@ class TestText:
 
     @given(name=st.text(max_size=300), run=st.text(max_size=300))
     def test_any_name_comes_back_as_one_label(self, name: str, run: str) -> None:
-        """Quotes, backslashes, line ends, other scripts. What a terminal would obey is a space; long names are cut."""
+        """Quotes, backslashes, line ends, other scripts. What a terminal would obey is spelled out; long names are cut."""
         m = files.decoded()
         point = msgspec.structs.replace(m.record.point, model=name)
         found = families(Measured(run, m.folder, msgspec.structs.replace(m.record, point=point)))
         labels = found["dcpbench_step_seconds"].samples[0].labels
         for label, was in (("model", name), ("run", run)):
-            shown = "".join(c if c.isprintable() else " " for c in was)
+            kept = [c.isprintable() or unicodedata.category(c) == "Zs" for c in was]
+            spelled = [c if stays else c.encode("unicode_escape").decode() for c, stays in zip(was, kept, strict=True)]
+            shown = "".join(spelled)
             assert labels[label] == (shown if len(shown) <= 200 else shown[:199] + "…")
 
 

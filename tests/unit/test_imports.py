@@ -404,7 +404,7 @@ class TestSweeps:
 
     def said(self, tmp_path: Path, *paths: Path) -> list[str]:
         """What a reader is told of the tree `sweep`, imported by its folder or by files."""
-        return import_files(paths or [tmp_path / "sweep"], "vllm", tmp_path / "run", Told(), force=True).told
+        return import_files(paths or [tmp_path / "sweep"], "vllm", tmp_path / "run", Told(), force=True).notes
 
     def test_settings_of_the_server_are_variants_and_runs_are_repeats(self, tmp_path: Path) -> None:
         """Two settings of two runs each are two points, in the order of the numbers."""
@@ -501,19 +501,19 @@ class TestUnread:
             files.without_details(files.vllm(p75_itl_ms=40.0)),
         ]
         path = files.file(tmp_path, *results)
-        said = import_files([path], "vllm", tmp_path / "run", Told()).told
+        said = import_files([path], "vllm", tmp_path / "run", Told()).notes
         assert "Not read, as no field of ours means the same: median_ttft (in 1 of 2), p75_itl_ms (in 1 of 2)." in said
 
     def test_a_goodput_without_its_objectives_is_named(self, tmp_path: Path) -> None:
         path = files.file(tmp_path, files.vllm(request_goodput=1.25))
-        said = " ".join(import_files([path], "vllm", tmp_path / "run", Told()).told)
+        said = " ".join(import_files([path], "vllm", tmp_path / "run", Told()).notes)
         assert "request_goodput (its objectives are not there) (in 1 of 1)" in said
 
     @pytest.mark.parametrize("engine", ["vllm", "sglang"])
     def test_the_tools_own_fields_are_known(self, engine: str, tmp_path: Path) -> None:
         result = getattr(files, engine)()
         path = files.file(tmp_path, result, files.without_details(result))
-        said = " ".join(import_files([path], engine, tmp_path / "run", Told()).told)
+        said = " ".join(import_files([path], engine, tmp_path / "run", Told()).notes)
         assert "Not read" not in said
 
 

@@ -201,9 +201,9 @@ class TestValues:
         many = {"run_number": 0} | {f"p{i}": i for i in range(1000)}
         assert "1,000 parameters" in said(tmp_path, line(VLLM, **many))
 
-    def test_names_of_fields_are_said_short_and_inert(self, tmp_path: Path) -> None:
+    def test_names_of_fields_are_said_short_and_printable(self, tmp_path: Path) -> None:
         path = files.file(tmp_path, files.vllm(**{"\x1b[31m" + "x" * 10_000: 1, **{f"f{i}": 1 for i in range(50)}}))
-        told = import_files([path], "vllm", tmp_path / "run", Told()).told[-1]
+        told = import_files([path], "vllm", tmp_path / "run", Told()).notes[-1]
         assert "and 46 more" in told
         assert "\x1b" not in told
         assert len(told) < 1000

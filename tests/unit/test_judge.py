@@ -12,7 +12,6 @@ from dcpbench.errors import UsageError
 from dcpbench.kernels.kv_gather import fused
 from dcpbench.plan import grid, judge
 from dcpbench.plan.spec import make_spec
-from dcpbench.points.budget import size_text
 from dcpbench.points.layout import Layout
 from dcpbench.points.machine import Probe
 from dcpbench.points.point import Load, Point
@@ -174,20 +173,3 @@ class TestServedRows:
 
     def test_decode_steps_alone_move_no_rows(self) -> None:
         check(tiny(latent=34), CPU, backend="reference", dtype="fp32")
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0 B"),
-        (1000, "1000 B"),
-        (1024, "1.0 KiB"),
-        (1535, "1.4 KiB"),
-        (3 << 19, "1.5 MiB"),
-        (131 * GIB, "131.0 GiB"),
-        (5000 << 40, "5000.0 TiB"),
-    ],
-)
-def test_sizes_are_written_in_a_unit_that_fits_and_never_rounded_up(size: int, text: str) -> None:
-    """1,535 B are 1.499 KiB: 1.5 KiB would be more than there is."""
-    assert size_text(size) == text

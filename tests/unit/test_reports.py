@@ -146,7 +146,7 @@ def test_hostile_strings_stay_text(tmp_path: Path) -> None:
     assert len(page.scripts) == len(own) + 2, "beside our scripts there are the data and the packed plotly.js"
     assert "<script>alert(1)</script>" in page.text
     markdown = (out / "report.md").read_text(encoding="utf-8")
-    fenced = "".join(c if c.isprintable() else " " for c in HOSTILE)
+    fenced = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in HOSTILE)
     assert "<script>alert(1)" not in markdown.replace(f"\n{fenced}\n", "")
     assert all(
         path.name.replace("-", "").replace("_", "").split(".")[0].isalnum() for path in (out / "figures").iterdir()

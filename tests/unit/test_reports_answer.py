@@ -11,7 +11,8 @@ from dcpbench.errors import UsageError
 from dcpbench.points.layout import Layout
 from dcpbench.records.formulas import decode_metrics
 from dcpbench.records.record import Latencies
-from dcpbench.reports import answer_tables, findings, frames, markdown, opening, prose, sections
+from dcpbench.reports import answer_tables, findings, frames, markdown, opening, sections
+from dcpbench.reports.serving.words import shared_shape, short_shapes
 from dcpbench.reports.tables import Table
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
@@ -373,15 +374,9 @@ class TestTables:
         assert "rows more in points.csv" in text
 
 
-class TestProse:
-    @pytest.mark.parametrize(
-        ("values", "text"), [((1.021, 1.058), "1.02–1.06×"), ((1.021, 1.022), "1.02×"), ((2.0,), "2.00×")]
-    )
-    def test_a_reach_is_one_number_where_both_look_alike(self, values: tuple[float, ...], text: str) -> None:
-        assert prose.reach(values) == text
-
+class TestShapes:
     def test_lengths_are_told_apart_by_what_differs(self) -> None:
         rests = ["4,000 in · 500 out", "8,000 in · 500 out"]
-        assert list(prose.short_shapes(rests).values()) == ["4,000 in", "8,000 in"]
-        assert prose.shared_shape(rests) == "500 out"
-        assert prose.short_shapes(rests[:1]) == {rests[0]: rests[0]}
+        assert list(short_shapes(rests).values()) == ["4,000 in", "8,000 in"]
+        assert shared_shape(rests) == "500 out"
+        assert short_shapes(rests[:1]) == {rests[0]: rests[0]}

@@ -12,7 +12,6 @@ from dcpbench.points.layout import Layout
 from dcpbench.records.formulas import decode_metrics
 from dcpbench.reports import findings, frames, opening
 from dcpbench.reports.figures import frontier
-from dcpbench.reports.tables import number, percent
 from tests.unit import record_builder as build
 
 if TYPE_CHECKING:
@@ -242,26 +241,3 @@ def test_the_frontier_holds_the_points_that_no_other_beats_in_both(tmp_path: Pat
         exact(build.point(DCP, concurrency=8), 16),
     )
     assert list(frontier(read.points)["concurrency"]) == [8, 32]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "—"),
-        (float("nan"), "—"),
-        (0.0, "0"),
-        (1234.56, "1,235"),
-        (12.3456, "12.35"),
-        (0.0024, "0.002400"),
-        (2e-7, "2e-07"),
-    ],
-)
-def test_numbers_are_printed_to_four_digits_and_absent_ones_as_a_dash(value: float | None, text: str) -> None:
-    """0 is a measurement; None and NaN are none."""
-    assert number(value) == text
-
-
-def test_shares_are_printed_in_percent() -> None:
-    """0.0296 = 3 % to two digits; None is a dash."""
-    assert percent(0.0296) == "3 %"
-    assert percent(None) == "—"

@@ -17,7 +17,6 @@ from dcpbench.records.file import cut_short, read_records
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.reports import (
     answer_tables,
-    clip,
     export,
     figures,
     findings,
@@ -30,6 +29,7 @@ from dcpbench.reports import (
 )
 from dcpbench.reports.tables import MOST_LETTERS, MOST_ROWS
 from dcpbench.show.figures import drawing
+from dcpbench.show.text import LONGEST
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
 
@@ -215,7 +215,7 @@ def test_ten_megabytes_in_any_string_are_cut_everywhere(tmp_path: Path, field: s
     record = build.failed(build.point(DCP)) if field == "reason" else build.ok(build.point(DCP), steps=5)
     told = everything(run(tmp_path / "run", line(), changed(field, "x" * 10_000_000, record)))
     assert len(told) < 200_000
-    assert "x" * (clip.LONGEST + 1) not in told
+    assert "x" * (LONGEST + 1) not in told
     assert "x" * 300 in told.replace("\n", "") or field in {"point.dtype", "honesty.weights", "point.backend"}
 
 

@@ -86,15 +86,9 @@ class TestEveryFormat:
 
 
 class TestWords:
-    @pytest.mark.parametrize(
-        ("value", "text"),
-        [(None, "–"), (0.0, "0 µs"), (36.24, "36.2 µs"), (999.7, "1000 µs"), (1500.0, "1.5 ms"), (2.5e6, "2.5 s")],
-    )
-    def test_times_have_the_unit_that_reads_best(self, value: float | None, text: str) -> None:
-        assert words.microseconds(value) == text
-
-    def test_what_is_obeyed_is_spelled_out_and_the_rest_stays(self) -> None:
-        assert words.plain("\x1b[31mü·µ\n\u202e\ud800") == "\\x1b[31mü·µ\\n\\u202e\\ud800"
+    def test_a_time_that_nobody_knows_is_a_dash(self) -> None:
+        assert words.microseconds(None) == "–"
+        assert words.microseconds(1500.0) == "1.5 ms"
 
     def test_dotted_names_of_a_function_begin_at_every_folder(self) -> None:
         """Where a package begins is not known, so `engine.kv.f` must match as well as `python.engine.kv.f`."""
@@ -102,12 +96,6 @@ class TestWords:
         assert words.modules(build.site(function="f", file="/a/pkg/__init__.py")) == ["a.pkg.f", "pkg.f", "f"]
         assert words.modules(build.site(function="f", file="")) == ["f"]
         assert words.modules(build.site(function="")) == []
-
-    def test_a_long_path_keeps_its_end(self) -> None:
-        assert words.short("aaaa/bbbb/cc.py:7", 14) == "…/bbbb/cc.py:7"
-        assert words.short("aaaa/bbbb/cc.py:7", 13) == "…/cc.py:7"
-        assert words.short("short.py:7", 14) == "short.py:7"
-        assert words.short("averylongname.py:7", 8) == "…me.py:7"
 
 
 class TestTable:

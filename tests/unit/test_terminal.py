@@ -9,8 +9,10 @@ import pytest
 from rich.console import Console
 
 from dcpbench.launch import progress
-from dcpbench.launch.jobs import Progress
+from dcpbench.launch.jobs import Check, Progress
+from dcpbench.points.machine import Probe
 from dcpbench.points.point import Point
+from dcpbench.show.terminal import console
 
 POINT = Point(model="tiny", tp=1, concurrency=2, context=100, backend="reference", dtype="fp32")
 
@@ -53,3 +55,28 @@ def test_a_narrow_terminal_cuts_the_description_and_no_count(width: int) -> None
         watch(Progress(stage="done", key=POINT.key()))
         watch(Progress(stage="measure", key=other.key(), note="3/9 requests, 1,000 tok/s"))
     assert "1/2 points" in re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", out.getvalue())
+
+
+def test_tables_say_what_they_mean_in_colours_and_names_of_others_stay_as_they_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The console takes nothing for markup, neither ours nor theirs."""
+    wrong = Check(
+        name="logits",
+        layout="tp1",
+        backend="b",
+        exchange="",
+        dtype="fp32",
+        error=None,
+        limit=1e-3,
+        ok=False,
+        detail="[red]NaN[/]",
+    )
+    console().print(progress.checks_table([wrong]))
+    console().print(progress.env_table(Probe(device="cpu", count=0, name="[bold]CPU", packages={"triton": None})))
+    out = capsys.readouterr().out
+    assert "WRONG" in out
+    assert "[red]NaN[/]" in out
+    assert "[bold]CPU" in out
+    assert "missing" in out
+    assert out.count("[") == 3

@@ -158,13 +158,6 @@ class TestLines:
         assert "GPU 3: 1,830 MHz, 612 W, 61 °C, slowed: sw_power_cap" in said
 
 
-@pytest.mark.parametrize(
-    ("seconds", "said"), [(0, "0 s"), (119, "119 s"), (120, "2 min"), (7199, "120 min"), (12_000, "3 h 20 min")]
-)
-def test_spans(seconds: float, said: str) -> None:
-    assert words.span(seconds) == said
-
-
 def test_time_left_has_its_range_or_its_reason() -> None:
     ranged = Estimate(seconds=540, low=420, high=720, points=9)
     assert words.left(ranged) == "about 9 min left (7 min to 12 min)"

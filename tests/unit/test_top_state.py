@@ -13,8 +13,9 @@ from dcpbench.launch.jobs import Check, Failure
 from dcpbench.launch.processes import COMMAND, NONE, WORKERS
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import Record
+from dcpbench.show.text import LONGEST_LINE
 from dcpbench.top.estimate import estimate
-from dcpbench.top.facts import LONGEST, Facts
+from dcpbench.top.facts import Facts
 from tests.unit import top_builder as build
 from tests.unit.serve_record_builder import load
 
@@ -234,7 +235,7 @@ class TestFiles:
         found = build.state(facts, 12)
         assert (found.ok, found.total, found.last) == (0, 2, [])
 
-    def test_texts_of_any_length_and_kind_become_short_and_inert(self, tmp_path: Path) -> None:
+    def test_texts_of_any_length_and_kind_become_short_and_printable(self, tmp_path: Path) -> None:
         hostile = build.point(100, model="\x1b[2J\x1b]0;owned\x07[red]" + "m" * 10_000_000)
         job = build.job(tmp_path, [hostile])
         build.tell(job, 1, "\x1b[31mmeasure", hostile, "\x9b2J\r\n" + "n" * 10_000_000)
@@ -242,7 +243,7 @@ class TestFiles:
         found = build.state(tmp_path, 2, began=-99)
         told = msgspec.json.encode(found).decode()
         assert all(c.isprintable() for c in told)
-        assert len(told) < 10 * LONGEST
+        assert len(told) < 10 * LONGEST_LINE
 
     def test_a_pipe_in_the_place_of_a_file_does_not_make_it_wait(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "records.jsonl")

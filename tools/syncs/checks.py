@@ -13,8 +13,8 @@ import msgspec
 
 from dcpbench.errors import DcpbenchError, OutputError, UsageError
 from dcpbench.show.streams import write_json
+from dcpbench.show.terminal import ProgressLine
 from dcpbench.syncs.files import check_output, write
-from dcpbench.syncs.progress import Progress
 from tools.syncs.corpus.score import CorpusRun, contradictions, markdown, score
 from tools.syncs.speed import Speed, measure
 
@@ -89,7 +89,7 @@ def speed(trace: Path, size: str, *, hta: Path | None, runs: int, keep: Path | N
     if runs < 1:
         raise UsageError(f"--runs {runs}: name at least one run")
     check_output(keep, force=False)
-    with Progress() as progress:
+    with ProgressLine() as progress:
         found = measure(trace, parse_size(size), hta=hta, runs=runs, keep=keep, progress=progress)
     as_text = msgspec.json.format(msgspec.json.encode(found), indent=1).decode() + "\n" if as_json else table(found)
     (write_json if as_json else sys.stdout.write)(as_text)

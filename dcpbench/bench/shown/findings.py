@@ -28,22 +28,22 @@ def findings(record: BenchRecord) -> list[str]:
     """Sentences about correctness, synchronisation, host time, rates and CUDA graphs, as far as there are numbers."""
     ok = [r for r in record.results if r.outcome == "ok"]
     of = _by_variant(ok)
-    told = list(_wrong(ok))
-    told += [sentence for name in of if (sentence := _syncs(name, of[name]))]
-    told += [sentence for name in of if (sentence := _where(name, of[name]))]
+    notes = list(_wrong(ok))
+    notes += [sentence for name in of if (sentence := _syncs(name, of[name]))]
+    notes += [sentence for name in of if (sentence := _where(name, of[name]))]
     if host := _range_by_variant(of, lambda r: r.host):
-        told.append(f"Host time inside a call while the GPU is {record.settings.backlog_us:g} µs behind: {host}.")
-    told += [sentence for name in of if (sentence := _overwritten(name, of[name]))]
-    told += _rates(record)
+        notes.append(f"Host time inside a call while the GPU is {record.settings.backlog_us:g} µs behind: {host}.")
+    notes += [sentence for name in of if (sentence := _overwritten(name, of[name]))]
+    notes += _rates(record)
     replay = _range_by_variant(of, lambda r: r.graph.time if r.graph else None)
     if replay and any(r.host for r in ok):
-        told.append(f"GPU time of a call replayed from a CUDA graph: {replay}.")
-    told += [
+        notes.append(f"GPU time of a call replayed from a CUDA graph: {replay}.")
+    notes += [
         f"{r.case.variant} cannot be captured in a CUDA graph: {r.graph.reason}"
         for r in ok
         if r.graph and not r.graph.captured
     ]
-    return told
+    return notes
 
 
 def _by_variant(results: Sequence[Result]) -> dict[str, list[Result]]:
@@ -58,7 +58,7 @@ def corrupts(r: Result) -> bool:
     return r.overwritten is not None and bool(r.overwritten.kv_rows or r.overwritten.token_ids)
 
 
-def marks_told(results: Sequence[Result]) -> list[str]:
+def mark_notes(results: Sequence[Result]) -> list[str]:
     """A sentence for each mark that some result has."""
     counts = {name: sum(name in r.marks for r in results) for name in MARKS}
     return [f"{name} ({count} of {len(results)}): {MARKS[name]}." for name, count in counts.items() if count]
@@ -135,14 +135,14 @@ def _rates(record: BenchRecord) -> list[str]:
     right = [r for r in record.results if r.outcome == "ok" and r.correct]
     of = _by_variant(right)
     usual = baselines(record)
-    told = [
+    notes = [
         sentence
         for place, baseline in enumerate(usual)
         for name in of
         if name not in usual[: place + 1] and (sentence := _speed(name, baseline, of[name], right))
     ]
-    told += [sentence for name in of if (sentence := _share(name, of[name], right))]
-    return told + [sentence for r in right if (sentence := _outgrown(r))]
+    notes += [sentence for name in of if (sentence := _share(name, of[name], right))]
+    return notes + [sentence for r in right if (sentence := _outgrown(r))]
 
 
 def _speed(variant: str, baseline: str, mine: Sequence[Result], results: Sequence[Result]) -> str:
@@ -151,8 +151,8 @@ def _speed(variant: str, baseline: str, mine: Sequence[Result], results: Sequenc
     if not ratios:
         return ""
     many = len(ratios) > 4  # noqa: PLR2004 - more than a sentence holds
-    told = [min(ratios, key=lambda x: x[1]), max(ratios, key=lambda x: x[1])] if many else ratios
-    (first, slowest), *others = told
+    notes = [min(ratios, key=lambda x: x[1]), max(ratios, key=lambda x: x[1])] if many else ratios
+    (first, slowest), *others = notes
     parts = [f"{variant} is {slowest:.2f}× as fast as {baseline}{_at(first, mine)}"]
     parts += [f"{ratio:.2f}×{_at(r, mine)}" for r, ratio in others]
     if not many:

@@ -23,6 +23,7 @@ from dcpbench.show.figures import (
     save,
     value_axis,
 )
+from dcpbench.show.numbers import BYTES, with_unit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -211,7 +212,7 @@ def _draw_bytes(ax: Axes, results: Sequence[Result], names: Sequence[str]) -> di
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_locator(FixedLocator(spaced([_bytes(r) for r in results])))
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: size(v)))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: with_unit(v, BYTES)))
     return handles
 
 
@@ -224,14 +225,6 @@ def spaced(values: Iterable[int]) -> list[int]:
         if value * step <= kept[-1] * 1.001:
             kept.append(value)
     return kept[::-1]
-
-
-def size(value: float) -> str:
-    """`96 KB`, `1.5 MB`."""
-    for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value:.0f} B"
 
 
 def _bytes(r: Result) -> int:

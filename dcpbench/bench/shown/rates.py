@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dcpbench.show.numbers import with_unit
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -49,7 +51,7 @@ def baselines(record: BenchRecord) -> list[str]:
     return [name for name in BASELINES.get(record.bench, ()) if timed - {name} and name in timed]
 
 
-def limits_told(record: BenchRecord) -> list[str]:
+def limit_notes(record: BenchRecord) -> list[str]:
     """A line with this machine's limits, and one for each that could not be measured."""
     ranks = f", the slowest of {record.ranks} ranks" if record.ranks > 1 else ""
     measured = ", ".join(f"{limit.name} {amount(limit)}" for limit in record.limits)
@@ -59,6 +61,4 @@ def limits_told(record: BenchRecord) -> list[str]:
 
 def amount(limit: Limit) -> str:
     """`4.38 TB/s`, `790 TFLOP/s`, `3.1 µs`."""
-    scales = UNITS[limit.unit]
-    scale, unit = next((each for each in scales if limit.median >= each[0]), scales[-1])
-    return f"{limit.median / scale:.3g} {unit}"
+    return with_unit(limit.median, UNITS[limit.unit])

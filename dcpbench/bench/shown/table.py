@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from dcpbench.bench.shown.findings import corrupts
-from dcpbench.bench.shown.rates import baselines, limits_told, share, speed_up
+from dcpbench.bench.shown.rates import baselines, limit_notes, share, speed_up
+from dcpbench.show.numbers import short_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,7 +65,7 @@ def table(record: BenchRecord, width: int = WIDE) -> Table:
     if record.performance and wide:
         out.add_column("marks")
     for r in record.results:
-        cells = [r.case.variant, *(_size(r.case.sizes.get(name, "")) for name in sizes)]
+        cells: list[str | Text] = [r.case.variant, *(_size(r.case.sizes.get(name, "")) for name in sizes)]
         cells += [*(cell(r) for cell in columns.values()), _verdict(r)]
         out.add_row(*cells, *([" ".join(r.marks)] if record.performance and wide else []))
     return out
@@ -80,7 +81,7 @@ def legend(record: BenchRecord, width: int = WIDE) -> list[str]:
         for name, line in LEGEND.items()
         if name in columns
     ]
-    lines += limits_told(record)
+    lines += limit_notes(record)
     if record.performance and width < WIDE:
         what, least = (
             ("Intervals and marks", WIDE) if width >= MEDIUM else ("Intervals, marks, rates and errors", MEDIUM)
@@ -139,8 +140,8 @@ def _overwritten(results: Sequence[Result]) -> dict[str, tuple[bool, Cell]]:
         "KV rows lost": lambda o: f"{o.kv_rows:,}",
         "ids lost": lambda o: f"{o.token_ids:,}",
         "logit error": lambda o: f"{o.logit_error:.1e}" if o.logit_error else "0",
-        "slot KB": lambda o: _digits(o.table_bytes / 1e3),
-        "page KB": lambda o: _digits(o.page_bytes / 1e3),
+        "slot KB": lambda o: short_number(o.table_bytes / 1e3),
+        "page KB": lambda o: short_number(o.page_bytes / 1e3),
     }
     there = any(r.overwritten for r in results)
     return {
@@ -149,26 +150,30 @@ def _overwritten(results: Sequence[Result]) -> dict[str, tuple[bool, Cell]]:
     }
 
 
-def _verdict(r: Result) -> str:
+def _verdict(r: Result) -> Text:
     if r.outcome != "ok":
-        return f"[red]failed[/]: {escape(r.reason)}"
+        return Text.assemble(("failed", "red"), f": {r.reason}")
     if r.correct and corrupts(r):
-        return "[yellow]corrupts, as said[/]"
-    return "[green]yes[/]" if r.correct else "[red bold]WRONG[/]"
+        return Text("corrupts, as said", "yellow")
+    return Text("yes", "green") if r.correct else Text("WRONG", "red bold")
 
 
 def _size(value: float | str) -> str:
-    return f"{value:,}" if isinstance(value, NUMBERS) else escape(value)
+    return f"{value:,}" if isinstance(value, NUMBERS) else value
 
 
 def _time(t: Timing | None, *, wide: bool) -> str:
     if t is None:
         return ""
-    return f"{_digits(t.median_us)} ({_digits(t.low_us)}–{_digits(t.high_us)})" if wide else _digits(t.median_us)
+    return (
+        f"{short_number(t.median_us)} ({short_number(t.low_us)}–{short_number(t.high_us)})"
+        if wide
+        else short_number(t.median_us)
+    )
 
 
 def _rate(value: float | None, scale: float) -> str:
-    return "" if value is None else _digits(value / scale)
+    return "" if value is None else short_number(value / scale)
 
 
 def _percent(value: float | None) -> str:
@@ -177,7 +182,3 @@ def _percent(value: float | None) -> str:
 
 def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
-
-
-def _digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"  # noqa: PLR2004 - three digits

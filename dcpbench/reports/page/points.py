@@ -13,11 +13,11 @@ from dcpbench.points.names import CLOSED, GAMMA, LIVE
 from dcpbench.points.point import AXES, LOAD_AXES, Load, Point
 from dcpbench.records.metrics import METRIC, PAGE, PAGE_TABLE, Metric
 from dcpbench.reports import bars, style
-from dcpbench.reports.merge import missing
 from dcpbench.reports.page.words import LONGEST_COMMAND, LONGEST_NAME, brief
 from dcpbench.reports.reproduce import command_of
 from dcpbench.reports.serving.frame import same_load
 from dcpbench.show import figures
+from dcpbench.show.numbers import missing
 
 if TYPE_CHECKING:
     from dcpbench.records.record import Record

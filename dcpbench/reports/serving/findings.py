@@ -13,7 +13,7 @@ from dcpbench.points.axes import COMPUTES
 from dcpbench.points.names import CLOSED, LIVE, REPLAY
 from dcpbench.points.point import point_axes
 from dcpbench.records.metrics import REPLAYED
-from dcpbench.reports.merge import missing
+from dcpbench.show.numbers import missing
 
 SAME_BUT_MODE = ["device", "same_load", *(axis.name for axis in point_axes(COMPUTES))]
 """What a replay and the live run that it stands for have in common."""

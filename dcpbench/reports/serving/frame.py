@@ -14,8 +14,9 @@ from dcpbench.points.point import LOAD_AXES
 from dcpbench.records.metrics import LATENCIES, METRIC, STATISTICS
 from dcpbench.records.provenance import OURS
 from dcpbench.records.record import Interval, ServeMetrics
-from dcpbench.reports.merge import in_order, median, merged, missing, spread
+from dcpbench.reports.merge import in_order, median, merged, spread
 from dcpbench.reports.serving import words
+from dcpbench.show.numbers import missing
 
 if TYPE_CHECKING:
     from dcpbench.records.record import Record

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dcpbench.reports import explain
-from dcpbench.reports.prose import counted
 from dcpbench.reports.section import Section
 from dcpbench.reports.serving import findings as found
 from dcpbench.reports.serving import tables
+from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -7,22 +7,10 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.records.metrics import METRIC, REPLAYED, SERVED_COUNTS, SERVED_DETAILS, SERVED_TABLE
 from dcpbench.records.provenance import OURS
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN, least_samples
-from dcpbench.reports.merge import missing
 from dcpbench.reports.origins import some_imported
 from dcpbench.reports.serving import words
-from dcpbench.reports.tables import (
-    ABSENT,
-    FOLD_ABOVE,
-    Column,
-    Table,
-    column,
-    columns,
-    idle,
-    make_table,
-    number,
-    percent,
-    text,
-)
+from dcpbench.reports.tables import FOLD_ABOVE, Column, Table, column, columns, idle, make_table
+from dcpbench.show.numbers import ABSENT, missing, number, percent, text
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import CLOSED, GAMMA, TRACE
-from dcpbench.reports.merge import missing
 from dcpbench.reports.serving.tables import FEW_SAMPLES
 from dcpbench.reports.serving.words import MODES
-from dcpbench.reports.tables import number, whole
-from dcpbench.reports.terminal_parts import Column, Fitted, plain, told_marks
+from dcpbench.reports.tables import whole
+from dcpbench.reports.terminal_parts import Column, Fitted, plain, shown_marks
+from dcpbench.show.numbers import missing, number
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,7 +23,7 @@ LOADS = {CLOSED: "conc.", GAMMA: "req/s"}
 
 def served(frames: Frames) -> list[RenderableType]:
     """The tables, live runs and replays apart, each with what must be known of it below."""
-    told: list[RenderableType] = []
+    parts: list[RenderableType] = []
     points = frames.served
     several = len(frames.runs) > 1
     keys = ["run", "model", "mode", "load_arrival", "rest"]
@@ -31,9 +31,9 @@ def served(frames: Frames) -> list[RenderableType]:
         run, model, mode, arrival, rest = map(str, key)
         where = f"{model}, run {run}" if several else model
         title = f"{where}, {MODES.get(mode, mode)}: {KINDS.get(arrival, arrival)} · {rest}"
-        told.append(_table(title + (" (CPU: functional run)" if group["cpu"].all() else ""), arrival, group))
-        told += [plain(sentence) for sentence in _below(group)]
-    return told
+        parts.append(_table(title + (" (CPU: functional run)" if group["cpu"].all() else ""), arrival, group))
+        parts += [plain(sentence) for sentence in _below(group)]
+    return parts
 
 
 def _table(title: str, arrival: str, points: pd.DataFrame) -> Fitted:
@@ -60,20 +60,20 @@ def _load(point: pd.Series[Any]) -> str:
 
 def _below(points: pd.DataFrame) -> list[str]:
     """Marks, what was not served, what was preempted, and what goodput stands for."""
-    told = []
+    notes = []
     marks: dict[str, list[str]] = {}
-    for text, (_, p) in zip(told_marks(points), points.iterrows(), strict=True):
+    for text, (_, p) in zip(shown_marks(points), points.iterrows(), strict=True):
         if said := ", ".join(mark for mark in text.split(", ") if mark and mark != FEW_SAMPLES):
             marks.setdefault(said, []).append(f"{p['label']} at {p['arrival']}")
-    told += _bounds(points)
-    told += [f"{mark}: {', '.join(where) if len(where) < len(points) else 'all'}" for mark, where in marks.items()]
+    notes += _bounds(points)
+    notes += [f"{mark}: {', '.join(where) if len(where) < len(points) else 'all'}" for mark, where in marks.items()]
     preempted = points[points["preemptions"] > 0]
     clauses = [f"{p['label']} at {p['arrival']} {whole(p['preemptions'])}" for _, p in preempted.iterrows()]
-    told += [f"preemptions: {', '.join(clauses)}"] if clauses else []
+    notes += [f"preemptions: {', '.join(clauses)}"] if clauses else []
     cut, rejected = points["cancelled"].sum(), points["rejected"].sum()
-    told += [f"not served: {cut:,.0f} requests cut off, {rejected:,.0f} that can never fit"] if cut or rejected else []
+    notes += [f"not served: {cut:,.0f} requests cut off, {rejected:,.0f} that can never fit"] if cut or rejected else []
     slos = [slo for slo in dict.fromkeys(points["slo"]) if slo]
-    return told + ([f"good/s: requests per second with {'; or '.join(slos)}"] if slos else [])
+    return notes + ([f"good/s: requests per second with {'; or '.join(slos)}"] if slos else [])
 
 
 def _bounds(points: pd.DataFrame) -> list[str]:

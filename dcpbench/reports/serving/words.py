@@ -9,7 +9,7 @@ from dcpbench.records.formulas import GAPS_PER_MISS
 from dcpbench.records.metrics import LATENCIES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from dcpbench.points.point import Load, Point
 
@@ -87,6 +87,23 @@ def objectives(slo_ms: Mapping[str, float]) -> str:
         + (f" in {GAPS_PER_MISS - 1} of {GAPS_PER_MISS} gaps" if name == "itl" else "")
         for name, limit in slo_ms.items()
     )
+
+
+def short_shapes(rests: Iterable[str]) -> dict[str, str]:
+    """What tells lengths of requests apart: `4,000 in` of `4,000 in · 500 out` where all have 500 out."""
+    known = list(dict.fromkeys(rests))
+    parts = {rest: rest.split(SEPARATOR) for rest in known}
+    shared = set.intersection(*(set(p) for p in parts.values())) if len(known) > 1 else set()
+    return {rest: SEPARATOR.join(p for p in parts[rest] if p not in shared) or rest for rest in known}
+
+
+def shared_shape(rests: Iterable[str]) -> str:
+    """What all of them have in common: `500 out`; empty where there is one, or nothing."""
+    known = list(dict.fromkeys(rests))
+    if len(known) < 2:  # noqa: PLR2004 - one shares everything with itself
+        return ""
+    parts = [rest.split(SEPARATOR) for rest in known]
+    return SEPARATOR.join(p for p in parts[0] if all(p in other for other in parts))
 
 
 def _load(point: Point) -> Load:

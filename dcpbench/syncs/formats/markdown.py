@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.show.ci import bullets, code, escape, row
+from dcpbench.show.ci import bullets, row
+from dcpbench.show.text import counted, markdown, markdown_code
 from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.words import (
     BOUND_NOTE,
     NOTHING,
-    counted,
+    copied,
     marks,
     microseconds,
     per_step,
     place,
-    size_text,
     standing,
     subject,
     waited_share,
@@ -41,7 +41,7 @@ def render(report: Report) -> str:
         _rules(report),
         _totals(report),
         bullets(_allowed(report), "Allowed"),
-        bullets((escape(t) for t in report.verdict.stale), "Of no use any more"),
+        bullets((markdown(t) for t in report.verdict.stale), "Of no use any more"),
         _coverage(report),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -54,8 +54,8 @@ def _verdict(report: Report) -> str:
         "cannot answer": "❔ The trace cannot answer",
         "findings": f"❌ Hidden synchronisation: {counted(len(verdict.findings), 'finding')}",
     }
-    overall = [escape(f.message) for f in verdict.findings if not f.fingerprint]
-    lines = bullets([*overall, *map(escape, verdict.reasons)])
+    overall = [markdown(f.message) for f in verdict.findings if not f.fingerprint]
+    lines = bullets([*overall, *map(markdown, verdict.reasons)])
     return f"## {heads[verdict.status]}" + (f"\n\n{lines}" if lines else "")
 
 
@@ -71,24 +71,23 @@ def _sites(report: Report) -> str:
 
 
 def _row(site: Site, report: Report) -> tuple[str, ...]:
-    where = code(subject(site)) + (f"<br>{code(place(site))}" if place(site) else "")
-    where += f"<br>called from {code(site.called_from)}" if site.called_from else ""
+    where = markdown_code(subject(site)) + (f"<br>{markdown_code(place(site))}" if place(site) else "")
+    where += f"<br>called from {markdown_code(site.called_from)}" if site.called_from else ""
     count = str(site.count) + (f"<br>{site.waited:,} waited" if waited_share(site) else "")
     words = marks(site, report.verdict)
-    kind = f"{escape(site.rule)}<br>{escape(site.kind)}" + (f"<br>*{', '.join(words)}*" if words else "")
-    copy = " ".join(part for part in (site.direction, size_text(site.bytes)) if part)
+    kind = f"{markdown(site.rule)}<br>{markdown(site.kind)}" + (f"<br>*{', '.join(words)}*" if words else "")
     return (
         SIGNS[standing(site, report.verdict)],
         kind,
         where,
-        code(site.op or site.call) if site.op or site.call else NOTHING,
+        markdown_code(site.op or site.call) if site.op or site.call else NOTHING,
         count,
         per_step(site.count_per_step),
         microseconds(site.wait_us),
         microseconds(site.wait_median_us),
         microseconds(site.wait_p99_us),
         microseconds(site.bubble_us),
-        escape(copy) or NOTHING,
+        markdown(copied(site)) or NOTHING,
     )
 
 
@@ -97,7 +96,7 @@ def _rules(report: Report) -> str:
     causes = {i: dict.fromkeys(s.cause for s in report.sites if s.rule == i and s.cause) for i in ids}
     return "\n".join(
         f"- **{BY_ID[i].id} {BY_ID[i].kind}**: {BY_ID[i].why} *Fix:* {BY_ID[i].fix}"
-        + "".join(f" *Cause:* {escape(cause)}" for cause in causes[i])
+        + "".join(f" *Cause:* {markdown(cause)}" for cause in causes[i])
         for i in ids
     )
 
@@ -111,10 +110,10 @@ def _totals(report: Report) -> str:
 
 
 def _allowed(report: Report) -> list[str]:
-    return [f"{code(subject(site))}: {escape(site.allowed)}" for site in report.sites if site.allowed]
+    return [f"{markdown_code(subject(site))}: {markdown(site.allowed)}" for site in report.sites if site.allowed]
 
 
 def _coverage(report: Report) -> str:
     """Sentences that several traces share are written once."""
-    notes = dict.fromkeys(escape(note) for trace in report.traces for note in trace.coverage.notes)
+    notes = dict.fromkeys(markdown(note) for trace in report.traces for note in trace.coverage.notes)
     return bullets(notes, "What this cannot show")

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import io
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from dcpbench.show.terminal import drawn
+from dcpbench.show.text import counted, path_end
 from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.words import (
     BOUND_NOTE,
-    counted,
+    copied,
     marks,
     microseconds,
     per_step,
     place,
-    short,
-    size_text,
     standing,
     subject,
     waited_share,
@@ -28,6 +26,8 @@ from dcpbench.syncs.words import (
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from rich.console import Console
 
     from dcpbench.syncs.model import Report, Site, TraceSummary
 
@@ -54,24 +54,16 @@ def render(report: Report, *, root: Path, width: int, terminal: bool) -> str:
         width: Columns.
         terminal: Whether to use colours and hyperlinks.
     """
-    out = io.StringIO()
-    console = Console(
-        file=out,
-        width=max(width, 20),
-        force_terminal=terminal,
-        color_system="standard" if terminal else None,
-        markup=False,
-        highlight=False,
-        emoji=False,
-        legacy_windows=False,
-    )
-    _sites(console, report, root)
-    _rules(console, report)
-    _totals(console, report)
-    _lists(console, report)
-    _coverage(console, report)
-    _verdict(console, report)
-    return "\n".join(line.rstrip() if not terminal else line for line in out.getvalue().splitlines()) + "\n"
+
+    def draw(console: Console) -> None:
+        _sites(console, report, root)
+        _rules(console, report)
+        _totals(console, report)
+        _lists(console, report)
+        _coverage(console, report)
+        _verdict(console, report)
+
+    return drawn(draw, max(width, 20), colour=terminal)
 
 
 def _sites(console: Console, report: Report, root: Path) -> None:
@@ -107,7 +99,7 @@ def _table(report: Report, root: Path, width: int) -> Table:
             microseconds(site.wait_median_us),
             microseconds(site.wait_p99_us),
             microseconds(site.bubble_us),
-            Text(_copy(site, "\n")),
+            Text(copied(site, "\n")),
         )
     return table
 
@@ -137,7 +129,7 @@ def _where(site: Site, root: Path, room: int) -> Text:
 def _link(site: Site, root: Path, room: int) -> Text:
     path = root / site.file
     style = Style(bold=False, link=f"{path.as_uri()}#{site.line or 1}" if _exists(path) else None)
-    return Text(short(place(site), room), style=style)
+    return Text(path_end(place(site), room), style=style)
 
 
 def _exists(path: Path) -> bool:
@@ -163,7 +155,7 @@ def _block(console: Console, site: Site, report: Report, root: Path) -> None:
         f"{counted(site.count, 'time')}{steps}" + (f", {waited_share(site)}" if waited_share(site) else ""),
         "wait {}, median {}, p99 {}".format(*waits),
         f"bubble at most {microseconds(site.bubble_us)}",
-        f"copy {_copy(site)}" if _copy(site) else "",
+        f"copy {copied(site)}" if copied(site) else "",
     ]
     for fact in facts:
         if fact:
@@ -173,10 +165,6 @@ def _block(console: Console, site: Site, report: Report, root: Path) -> None:
 def _op(site: Site) -> str:
     """The operator without torch's own name space, or the blocking call."""
     return site.op.removeprefix("aten::") or site.call
-
-
-def _copy(site: Site, between: str = " ") -> str:
-    return between.join(part for part in (site.direction, size_text(site.bytes)) if part)
 
 
 def _rules(console: Console, report: Report) -> None:

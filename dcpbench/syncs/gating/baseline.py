@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import UsageError
-from dcpbench.syncs.words import plain
+from dcpbench.show.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -63,11 +63,11 @@ def entry(sites: Sequence[Site]) -> Entry:
         fingerprint=first.fingerprint,
         rule=first.rule,
         kind=first.kind,
-        file=plain(first.file),
-        function=plain(first.function),
-        op=plain(first.op),
-        direction=plain(first.direction),
-        range=plain(first.range),
+        file=printable(first.file),
+        function=printable(first.function),
+        op=printable(first.op),
+        direction=printable(first.direction),
+        range=printable(first.range),
         count_per_step=round(sum(steps), DIGITS) if steps else None,
         count=None if steps else sum(s.count for s in sites),
     )

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dcpbench.show.text import counted
 from dcpbench.syncs.model import Coverage
 from dcpbench.syncs.traces.blocking import API_NAMES, RUNTIMES, SYNC_EVENTS, direction_of, kind_of
-from dcpbench.syncs.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -1,0 +1,115 @@
+"""Numbers with their units as people read them; an absent value is a dash, never 0. Bytes: points.sizes.size_text."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, TypeGuard
+
+from dcpbench.points.memory import GIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+ABSENT = "—"
+MICROSECONDS = ((1e6, "s"), (1e3, "ms"), (1.0, "µs"))
+BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"), (1.0, "B"))
+"""Units from the largest down, each with what it has of the value's own unit; of bytes the decimal ones."""
+MINUTE, HOUR = 60, 3600
+
+
+def missing(value: object) -> bool:
+    """Whether a value was not measured: None or NaN."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def text(value: object) -> str:
+    """A string, or the dash."""
+    return ABSENT if missing(value) or value == "" else str(value)
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """`12.50`: to `digits` significant digits, so that columns are even; thousands apart, whole from there on."""
+    if not _known(value):
+        return ABSENT
+    value = float(value)
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    decimals = digits - 1 - math.floor(math.log10(abs(value)))
+    if decimals > digits + 2:
+        return f"{value:.{digits - 1}g}"
+    return f"{value:,.{max(decimals, 0)}f}"
+
+
+def short_number(value: float | None, digits: int = 3) -> str:
+    """`12.5`: the same without zeros at its end, for sentences and narrow tables."""
+    if not _known(value):
+        return ABSENT
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
+def count(value: float | None) -> str:
+    """`128,000`: whole, thousands apart."""
+    return f"{value:,.0f}" if _known(value) else ABSENT
+
+
+def percent(value: float | None) -> str:
+    """`2.5 %` of 0.025: a share, to two digits."""
+    return f"{value * 100:.2g} %" if _known(value) else ABSENT
+
+
+def times(ratio: float | None, decimals: int = 3) -> str:
+    """`1.031×`."""
+    return f"{ratio:.{decimals}f}×" if _known(ratio) else ABSENT
+
+
+def gib(value: float | None) -> str:
+    """Bytes in GiB, for a column that names the unit."""
+    if not _known(value):
+        return ABSENT
+    return f"{value / GIB:,.1f}" if value >= GIB else number(value / GIB, 2)
+
+
+def with_unit(value: float, units: Sequence[tuple[float, str]]) -> str:
+    """`36.2 µs`, `4.38 TB/s`: three digits in the largest unit of which there is one."""
+    scale, unit = next((each for each in units if abs(value) >= each[0]), units[-1])
+    scaled = value / scale
+    return f"{scaled:.3g} {unit}" if abs(scaled) < 100 else f"{scaled:.0f} {unit}"  # noqa: PLR2004 - three digits
+
+
+def span(seconds: float | None) -> str:
+    """`8 s`, `12 min`, `3 h 20 min`."""
+    if not _known(seconds):
+        return ABSENT
+    if seconds < 2 * MINUTE:
+        return f"{seconds:.0f} s"
+    if seconds < 2 * HOUR:
+        return f"{seconds / MINUTE:.0f} min"
+    return f"{seconds // HOUR:,.0f} h {seconds % HOUR // MINUTE:.0f} min"
+
+
+def with_interval(value: float | None, low: float | None, high: float | None, digits: int = 4) -> str:
+    """`12.50 [12.41–12.60]`: a median and its interval, of a table's cell."""
+    return ABSENT if missing(value) else f"{number(value, digits)} [{number(low, digits)}–{number(high, digits)}]"
+
+
+def reach(values: Iterable[float], form: str = "{:.2f}×") -> str:
+    """`1.02–1.06×`, or one of them where they look the same."""
+    known = sorted(values)
+    low, high = form.format(known[0]), form.format(known[-1])
+    return high if low == high else f"{low.rstrip('×')}–{high}"
+
+
+def with_reach(value: float, low: float, high: float, form: str = "{:.2f}×") -> str:
+    """`1.12× [1.10–1.14]`; the reach is left out where it looks the same, as where nothing was repeated."""
+    said, ends = form.format(value), (form.format(low).rstrip("×"), form.format(high).rstrip("×"))
+    return said if set(ends) == {said.rstrip("×")} else f"{said} [{ends[0]}–{ends[1]}]"
+
+
+def tok_s(value: float, low: float, high: float) -> str:
+    """`286 tok/s [285–286]`."""
+    said, ends = number(value, 3), (number(low, 3), number(high, 3))
+    return f"{said} tok/s" + ("" if set(ends) == {said} else f" [{ends[0]}–{ends[1]}]")
+
+
+def _known(value: float | None) -> TypeGuard[float]:
+    return not missing(value)

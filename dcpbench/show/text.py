@@ -1,0 +1,112 @@
+"""Words in sentences, and strings of others made fit to be shown: a name in a record or a trace may be anything."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import unicodedata
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+LONGEST = 2_000
+"""Characters that are kept of a string of a record; what is left out is said, and told apart by a hash."""
+LONGEST_NAME, LONGEST_LINE = 200, 300
+"""Characters of a name, and of a sentence, where many stand beside or below each other."""
+LINES = "\n\t"
+"""What strings of several lines keep."""
+HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+"""Unicode categories that a terminal obeys instead of showing: controls, direction marks, lone surrogates, …"""
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+"""A spreadsheet would run a cell that starts with one of these."""
+
+
+def counted(n: int, what: str) -> str:
+    """`1 point`, `2 points`."""
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
+
+
+def listed(parts: Sequence[str], last: str = "and") -> str:
+    """`a, b and c`."""
+    return f" {last} ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
+
+
+def capital(text: str) -> str:
+    """With a capital letter where it begins with a word."""
+    return text[:1].upper() + text[1:]
+
+
+def natural(text: object) -> list[tuple[int, str]]:
+    """What to sort a text by, so that `2` comes before `10`."""
+    return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"([0-9]+)", str(text)) if word]
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""The text with everything spelled out that a terminal, a log or a browser would obey: ESC becomes `\x1b`.
+
+    `keep`: characters that stay, such as LINES.
+    """
+    if text.isprintable():
+        return text
+    return "".join(_spelled(c) if unicodedata.category(c) in HIDDEN and c not in keep else c for c in text)
+
+
+def cut(text: str, most: int) -> str:
+    """The text, or its beginning with `…`: at most so many characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def short(text: str, most: int = LONGEST_NAME) -> str:
+    """A name in printable characters, at most so many: it, or its beginning with `…`. Its spaces stay."""
+    return cut(printable(cut(text, most)), most)
+
+
+def one_line(text: str, most: int = LONGEST_LINE) -> str:
+    """A sentence, also one of several lines, in one printable line of at most so many characters."""
+    return short(" ".join(cut(text, most).split()), most)
+
+
+def shortened(text: str, most: int = LONGEST) -> str:
+    """The beginning of a string that is too long, how long it was, and a hash of all of it; printable, lines stay."""
+    if len(text) <= most:
+        return printable(text, LINES)
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    return f"{printable(text[:most], LINES)}… ({len(text):,} characters, {digest})"
+
+
+def path_end(path: str, limit: int) -> str:
+    """The end of a path that fits into `limit` columns, whole folders first."""
+    if len(path) <= limit:
+        return path
+    parts: Sequence[str] = path.split("/")
+    for n in range(1, len(parts)):
+        tail = "…/" + "/".join(parts[n:])
+        if len(tail) <= limit:
+            return tail
+    return "…" + path[-(limit - 1) :]
+
+
+def markdown(text: str) -> str:
+    """Text that Markdown and HTML show as it is, on one line; `@name` notifies nobody, no address becomes a link."""
+    text = re.sub(r"([\\`*_{}\[\]#|~$])", r"\\\1", _html(printable(" ".join(text.split()))))
+    return text.replace("@", "@<!-- -->").replace("://", "&#58;//")
+
+
+def markdown_code(text: str) -> str:
+    """Text in a code span of a table's cell; HTML, as a `|` or a backtick would end a Markdown one."""
+    escaped = re.sub(r"([\\`*_{}\[\]#|~$@:])", lambda m: f"&#{ord(m[0])};", _html(text))
+    return f"<code>{escaped}</code>"
+
+
+def spreadsheet_cell(text: str) -> str:
+    """Text that no spreadsheet takes for a formula."""
+    return f"'{text}" if text.startswith(FORMULA_STARTS) else text
+
+
+def _html(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _spelled(c: str) -> str:
+    return c.encode("unicode_escape", "surrogatepass").decode("ascii")

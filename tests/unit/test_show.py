@@ -1,0 +1,197 @@
+"""How numbers, sizes, words and strings of others are said, whoever says them, and what a console makes of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import dcpbench
+from dcpbench.points.sizes import size_text
+from dcpbench.show import terminal
+from dcpbench.show.numbers import (
+    BYTES,
+    MICROSECONDS,
+    count,
+    gib,
+    number,
+    percent,
+    reach,
+    short_number,
+    span,
+    times,
+    with_reach,
+    with_unit,
+)
+from dcpbench.show.text import (
+    counted,
+    cut,
+    listed,
+    markdown,
+    markdown_code,
+    natural,
+    one_line,
+    path_end,
+    printable,
+    short,
+    shortened,
+    spreadsheet_cell,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+GIB = 1 << 30
+HOSTILE = "\x1b[31mü·µ\n\u202e\ud800"
+
+
+class TestNumbers:
+    @pytest.mark.parametrize(
+        ("value", "text"),
+        [
+            (None, "—"),
+            (float("nan"), "—"),
+            (0.0, "0"),
+            (1234.56, "1,235"),
+            (12.3456, "12.35"),
+            (0.0024, "0.002400"),
+            (2e-7, "2e-07"),
+        ],
+    )
+    def test_numbers_are_printed_to_four_digits_and_absent_ones_as_a_dash(self, value: float | None, text: str) -> None:
+        """0 is a measurement; None and NaN are none."""
+        assert number(value) == text
+
+    @pytest.mark.parametrize(
+        ("value", "text"), [(None, "—"), (0, "0"), (12.5, "12.5"), (12.0, "12"), (99.96, "100"), (1234.5, "1,234")]
+    )
+    def test_a_short_number_has_three_digits_and_no_zeros_behind_them(self, value: float | None, text: str) -> None:
+        assert short_number(value) == text
+
+    def test_shares_and_ratios_say_what_they_are(self) -> None:
+        """0.0296 = 3 % to two digits; None is a dash."""
+        assert (percent(0.0296), percent(None)) == ("3 %", "—")
+        assert (times(1.0312), times(2, 2), times(None)) == ("1.031×", "2.00×", "—")
+        assert (count(128_000.4), count(None)) == ("128,000", "—")
+
+    @pytest.mark.parametrize(
+        ("value", "text"),
+        [(0.0, "0 µs"), (36.24, "36.2 µs"), (999.7, "1000 µs"), (1500.0, "1.5 ms"), (2.5e6, "2.5 s"), (2e9, "2000 s")],
+    )
+    def test_times_have_the_unit_that_reads_best(self, value: float, text: str) -> None:
+        assert with_unit(value, MICROSECONDS) == text
+
+    @pytest.mark.parametrize(
+        ("value", "text"), [(999, "999 B"), (209_300, "209 KB"), (6_710_000, "6.71 MB"), (2e9, "2 GB")]
+    )
+    def test_bytes_on_an_axis_have_decimal_units(self, value: float, text: str) -> None:
+        assert with_unit(value, BYTES) == text
+
+    @pytest.mark.parametrize(
+        ("size", "text"),
+        [
+            (0, "0 B"),
+            (1000, "1000 B"),
+            (1024, "1.0 KiB"),
+            (1535, "1.4 KiB"),
+            (3 << 19, "1.5 MiB"),
+            (131 * GIB, "131.0 GiB"),
+            (5000 << 40, "5000.0 TiB"),
+        ],
+    )
+    def test_sizes_are_written_in_a_unit_that_fits_and_never_rounded_up(self, size: int, text: str) -> None:
+        """1,535 B are 1.499 KiB: 1.5 KiB would be more than there is."""
+        assert size_text(size) == text
+
+    def test_gib_of_a_column_have_digits_where_they_are_few(self) -> None:
+        """3 MiB are 0.0029 GiB."""
+        assert (gib(131 * GIB), gib(3 << 20), gib(None)) == ("131.0", "0.0029", "—")
+
+    @pytest.mark.parametrize(
+        ("seconds", "said"), [(0, "0 s"), (119, "119 s"), (120, "2 min"), (7199, "120 min"), (12_000, "3 h 20 min")]
+    )
+    def test_spans_have_two_digits_or_three(self, seconds: float, said: str) -> None:
+        assert span(seconds) == said
+
+    @pytest.mark.parametrize(
+        ("values", "text"), [((1.021, 1.058), "1.02–1.06×"), ((1.021, 1.022), "1.02×"), ((2.0,), "2.00×")]
+    )
+    def test_a_reach_is_one_number_where_both_look_alike(self, values: tuple[float, ...], text: str) -> None:
+        assert reach(values) == text
+
+    def test_a_value_has_its_reach_where_it_looks_different(self) -> None:
+        assert with_reach(1.12, 1.101, 1.139) == "1.12× [1.10–1.14]"
+        assert with_reach(1.12, 1.121, 1.119) == "1.12×"
+
+
+class TestWords:
+    def test_counts_and_lists_read_as_sentences(self) -> None:
+        assert [counted(n, "point") for n in (0, 1, 1200)] == ["0 points", "1 point", "1,200 points"]
+        assert [listed(["a", "b", "c"][:n]) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
+        assert listed(["a", "b"], "or") == "a or b"
+
+    def test_numbers_in_names_are_sorted_by_their_size(self) -> None:
+        assert sorted(["run10", "run9", "a"], key=natural) == ["a", "run9", "run10"]
+
+    def test_a_long_path_keeps_its_end(self) -> None:
+        assert path_end("aaaa/bbbb/cc.py:7", 14) == "…/bbbb/cc.py:7"
+        assert path_end("aaaa/bbbb/cc.py:7", 13) == "…/cc.py:7"
+        assert path_end("short.py:7", 14) == "short.py:7"
+        assert path_end("averylongname.py:7", 8) == "…me.py:7"
+
+
+class TestForeignText:
+    def test_what_is_obeyed_is_spelled_out_and_the_rest_stays(self) -> None:
+        assert printable(HOSTILE) == "\\x1b[31mü·µ\\n\\u202e\\ud800"
+        assert printable(HOSTILE, keep="\n") == "\\x1b[31mü·µ\n\\u202e\\ud800"
+
+    def test_a_line_has_no_breaks_and_no_more_than_it_may(self) -> None:
+        """Spelling out makes a text longer, which is cut after it."""
+        assert one_line("a\n\t b\x1b ") == "a b\\x1b"
+        assert short(" \x1b ", 20) == " \\x1b "
+        assert short("\x1b" * 50, 10) == "\\x1b\\x1b\\…"
+        assert cut("abcdef", 4) == "abc…"
+
+    def test_texts_that_begin_alike_stay_two(self) -> None:
+        """What is cut off ends in a hash of the whole."""
+        a, b = (shortened("x" * 3_000 + end) for end in "ab")
+        assert a != b
+        assert a.startswith("x" * 2_000 + "… (3,001 characters, ")
+        assert shortened("two\nlines") == "two\nlines"
+
+    def test_markdown_shows_it_and_calls_nobody(self) -> None:
+        assert markdown("<b> a|b\n*c* `d` $e$ @f") == "&lt;b&gt; a\\|b \\*c\\* \\`d\\` \\$e\\$ @<!-- -->f"
+        assert markdown("see https://x.org") == "see https&#58;//x.org"
+        assert markdown_code("a|b`<@") == "<code>a&#124;b&#96;&lt;&#64;</code>"
+
+    def test_a_spreadsheet_runs_no_cell(self) -> None:
+        assert [spreadsheet_cell(text) for text in ("=1+1", "-a", "tp4")] == ["'=1+1", "'-a", "tp4"]
+
+
+class TestConsole:
+    def test_where_there_is_no_terminal_it_is_wide_and_takes_nothing_for_markup(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A sentence stays one line, and names in brackets stay names."""
+        found = terminal.console()
+        assert found.width == terminal.PLAIN_WIDTH
+        found.print("[red]1[/] :key: " + "x" * 200, soft_wrap=True)
+        terminal.console(error=True).print("on stderr")
+        out = capsys.readouterr()
+        assert out.out == "[red]1[/] :key: " + "x" * 200 + "\n"
+        assert out.err == "on stderr\n"
+
+    def test_what_is_drawn_has_colours_only_where_they_are_wanted(self) -> None:
+        def draw(console: Console) -> None:
+            console.print("a   ", style="red")
+
+        assert terminal.drawn(draw, 20, colour=False) == "a\n"
+        assert terminal.drawn(draw, 20, colour=True) == "\x1b[31ma   \x1b[0m\n"
+
+    def test_consoles_are_made_in_one_place(self) -> None:
+        """Whoever makes another decides anew what is markup and how wide a pipe is."""
+        package = Path(dcpbench.__file__).parent
+        makers = [p.name for p in package.rglob("*.py") if re.search(r"\bConsole\(", p.read_text(encoding="utf-8"))]
+        assert makers == ["terminal.py"]
