@@ -1,6 +1,6 @@
 """What the launcher hands to a torchrun job and what comes back while it runs: plain files of JSON. No torch.
 
-job-TAG.json          Job, written by launch.py, read by every rank
+job-TAG.json          Job, written by torchrun.py, read by every rank
 progress-TAG.jsonl    Progress, one line an event, written by rank 0
 stacks-R.txt          Python stacks of a rank, written on SIGUSR1
 error-R.json          Failure, written by a rank that raised

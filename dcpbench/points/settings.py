@@ -19,7 +19,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     """Of weights and KV; a load has its own."""
     slo: dict[str, float] = {}
-    """--slo: limits in ms by metric, serve_records.ServeMetrics.slo_ms."""
+    """--slo: limits in ms by metric, records.record.ServeMetrics.slo_ms."""
     limit_seconds: float | None = None
     """--limit 60s: a run of requests ends then, and what has not finished is cancelled. A limit in requests is in
     Load.requests."""

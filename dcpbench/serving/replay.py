@@ -26,7 +26,7 @@ from dcpbench.serving.loads import requests_of
 from dcpbench.serving.outcome import StepCounts, marks, rows, serve_metrics
 from dcpbench.serving.samples import write_samples
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
-from dcpbench.serving.step_times import read_step_times
+from dcpbench.serving.step_times import PATH_AXES, read_step_times
 from dcpbench.serving.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -130,10 +130,33 @@ def replay(
     return Replayed(traffic, counts, device.busy_s, now)
 
 
+NAMED = [
+    "model",
+    "tp",
+    "dp",
+    "dcp",
+    "dtype",
+    "page_size",
+    "interleave",
+    "weights",
+    "backend",
+    "exchange",
+    "q_replicate",
+    "project_first",
+    "overlap",
+    "all_reduce",
+    "prefill",
+]
+"""Fields of a path from which files have their names, in the order of the first ones; a later field takes part where it
+is not what it is by default."""
+
+
 def step_times_name(path: EnginePath) -> str:
     """The file's place below the run's folder: `step-times/deepseek-v3-tp4-dp1-dcp4-ag_rs-0123456789ab.json`."""
+    later = {a.name: path[a.name] for a in PATH_AXES if a.name not in NAMED and path[a.name] != a.default}
+    named = {name: path[name] for name in NAMED} | later
     words = "{0}-tp{tp}-dp{dp}-dcp{dcp}-{exchange}".format(Path(str(path["model"])).name, **path)
-    return f"{FOLDER}/{words}-{hashlib.sha256(msgspec.json.encode(path)).hexdigest()[:12]}.json"
+    return f"{FOLDER}/{words}-{hashlib.sha256(msgspec.json.encode(named)).hexdigest()[:12]}.json"
 
 
 def replay_point(

@@ -1,6 +1,5 @@
 """`dcpbench top`: how far a run is, from its files alone and from another terminal than its own. No torch.
 
-tail.py         lines that were appended to a file
 facts.py        files of a run → what they say
 state.py        facts → State, a pure function; what is shown, printed and written as JSON
 estimate.py     how long the points that are left may take

@@ -1,5 +1,7 @@
 """One replayed point: its record, what it refuses, and the KV cache that it schedules for."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -12,8 +14,10 @@ from dcpbench.points.shapes import SHAPES
 from dcpbench.records.record import Record
 from dcpbench.serving.replay import replay_from_file, step_times_name
 from dcpbench.serving.samples import read_samples
-from dcpbench.serving.step_times import StepTimes, engine_path, write_step_times
+from dcpbench.serving.step_times import StepTimes, engine_path, read_step_times, write_step_times
 from tests.unit.step_times_builder import EXTENT, step_times
+
+MEASURED = Path(__file__).parents[2] / "results/serving-deepseek-v3-kimi-k2_4xH200_2026-11-21/k2/step-times"
 
 LOAD = Load(mode="replay", requests=60, input_tokens="4000", output_tokens="30", chunk=8192)
 POINT = Point(
@@ -101,6 +105,11 @@ class TestRecord:
         record = run(file, tmp_path, settings=Settings(limit_seconds=5.0))
         assert record.serve.cancelled == 8
         assert record.serve.wall_s < 6
+
+    @pytest.mark.parametrize("path", sorted(MEASURED.glob("*.json")), ids=lambda path: path.stem)
+    def test_a_file_keeps_its_name_for_ever(self, path: Path) -> None:
+        """Those of committed runs: `--resume` finds what an older version measured."""
+        assert Path(step_times_name(read_step_times(path).path)).name == path.name
 
     def test_points_of_one_path_share_a_file(self) -> None:
         """Whatever their load; the name tells model and layout."""
