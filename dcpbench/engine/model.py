@@ -242,10 +242,10 @@ class Model:
         return q_BhQ
 
     def rotate(self, q_TH: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """Chunks' queries of this rank's heads with rope applied, contiguous [T, h, nope + P]."""
+        """Chunks' queries of this rank's heads with rope applied, contiguous [T, h, nope + P]; in place where they are."""
         s = self.shape
         first = self.groups.dcp.rank * self.heads if self.wide.query else 0
-        q_ThX = q_TH[:, first : first + self.heads].clone(memory_format=torch.contiguous_format)
+        q_ThX = q_TH[:, first : first + self.heads].contiguous()
         q_ThP = q_ThX[..., s.nope :]
         rope(q_ThP, positions_T, self.rope_table, q_ThP, interleaved=s.rope_interleaved)
         return q_ThX

@@ -213,7 +213,14 @@ def serve_defaults(probe: Probe) -> dict[str, object]:
     """
     if probe.device == "cpu":
         return {"tp": (4,), "num_requests": 16, "input_tokens": ("32",), "output_tokens": ("8",), "chunk": 64}
-    return {"num_requests": 480, "input_tokens": ("4000",), "output_tokens": ("1500",), "chunk": 8192}
+    prefill = "flashinfer" if probe.packages.get("flashinfer") else PREFILLS[0]
+    return {
+        "num_requests": 480,
+        "input_tokens": ("4000",),
+        "output_tokens": ("1500",),
+        "chunk": 8192,
+        "prefill": prefill,
+    }
 
 
 def usual_concurrency(probe: Probe) -> tuple[int, ...]:

@@ -184,10 +184,14 @@ def test_every_shape_of_the_product_gives_the_same(rows, depth, device):
     assert error(found, truth) < 1
 
 
-@pytest.mark.parametrize("rows", [20, 60, 200])
-@pytest.mark.parametrize(("columns", "gated"), [(130, False), (72, True), (520, True)])
-def test_every_tiling_of_prompts_gives_the_same(columns, gated, rows, device):
-    """Against fp64: 4 experts, the first with half of the rows and one with none; 72 deep is no multiple of a step."""
+@pytest.mark.parametrize("rows", [20, 60, 150, 200])
+@pytest.mark.parametrize(("columns", "gated", "wide"), [(130, False, 73), (130, False, 72), (72, True, 73)])
+def test_every_tiling_of_prompts_gives_the_same(columns, gated, wide, rows, device, monkeypatch):
+    """Against fp64: 4 experts, the first with half of the rows and one with none; 72 deep is no multiple of a step.
+
+    151 and 400 rows end in a tile of 128 and some more; 72 is deep enough for the tilings of `WIDE` where that is 72.
+    """
+    monkeypatch.setattr(prompts, "WIDE", wide)
     make = numbers(device, rows)
     ends = torch.tensor([2 * rows, 2 * rows, 3 * rows + 1, 4 * rows], dtype=torch.int32, device=device)
     x, weight = make(4 * rows, 72) * 0.3, make(4, 2 * columns if gated else columns, 72) * 0.3
@@ -205,6 +209,15 @@ def test_tiles_of_prompts_hold_each_row_of_each_expert_once(device):
     tiles, total = prompts.cut(ends, 300, 64)
     assert total.tolist() == [5]
     assert tiles[:, :5].T.tolist() == [[0, 0, 130], [0, 64, 130], [0, 128, 130], [2, 130, 131], [3, 131, 195]]
+
+
+def test_the_last_tile_of_an_expert_may_be_longer(device):
+    """Tiles of 64 and up to 32 more: 96 rows are one, 97 and 130 two, and one row is one."""
+    ends = torch.tensor([96, 193, 193, 323, 324], dtype=torch.int32, device=device)
+    tiles, total = prompts.cut(ends, 400, 64, 32)
+    assert total.tolist() == [6]
+    found = [[0, 0, 96], [1, 96, 193], [1, 160, 193], [3, 193, 323], [3, 257, 323], [4, 323, 324]]
+    assert tiles[:, :6].T.tolist() == found
 
 
 def experts_by_torch(x, gate_up, down, weights, ids, first, shared):

