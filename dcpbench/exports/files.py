@@ -25,8 +25,6 @@ class Rendered:
     files: dict[str, bytes]
     left_out: Counter[str] = dataclasses.field(default_factory=Counter)
     """Points that the format cannot carry or must not: how many, by reason."""
-    notes: tuple[str, ...] = ()
-    """What a reader must know of the points that it does carry."""
 
 
 def as_json(value: object, *, infinity: bool = False) -> bytes:

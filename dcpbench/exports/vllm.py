@@ -56,17 +56,7 @@ def _result(p: Served) -> dict[str, Any]:
         "total_token_throughput": (totals.input_tokens + totals.output_tokens) / serve.wall_s,
     }
     if p.requests is not None:
-        found |= {
-            "input_lens": p.requests.input_lens,
-            "output_lens": p.requests.output_lens,
-            "ttfts": p.requests.ttfts,
-            "itls": p.requests.itls,
-            "latencies": p.requests.latencies,
-            "start_times": p.requests.start_times,
-            "generated_texts": [""] * len(p.requests.errors),
-            "errors": p.requests.errors,
-            "max_concurrent_requests": p.requests.most_at_once(),
-        }
+        found |= {**vars(p.requests), "max_concurrent_requests": p.requests.most_at_once()}
     return found | bench_files.statistics(p)
 
 
