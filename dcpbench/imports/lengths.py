@@ -50,7 +50,7 @@ def of_all(results: Sequence[Result]) -> list[Shape]:
     prompts, answers = (_named(sides) for sides in zip(*pairs, strict=True))
     longest: dict[tuple[str, str], list[int]] = {}
     for result, *names in zip(results, prompts, answers, strict=True):
-        longest.setdefault((names[0], names[1]), []).append(_longest(result))
+        longest.setdefault((names[0], names[1]), []).append(result.details.longest() if result.details else 0)
     return [
         Shape(p, a, _most(p, a) or (max(longest[p, a]) if all(longest[p, a]) else 0))
         for p, a in zip(prompts, answers, strict=True)
@@ -93,15 +93,6 @@ def _named(sides: Iterable[_Side]) -> list[str]:
         for side in same
     }
     return [side.said or names.get(id(side), UNKNOWN) for side in sides]
-
-
-def _longest(result: Result) -> int:
-    details = result.details
-    return (
-        0
-        if details is None
-        else max((details.input_lens[i] + details.output_lens[i] for i in details.finished()), default=0)
-    )
 
 
 def _most(prompts: str, answers: str) -> int:

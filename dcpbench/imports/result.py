@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.errors import RecordsError
+from dcpbench.records.checks import LARGEST
 from dcpbench.serving.load_words import MOST_TOKENS
 from dcpbench.show.text import one_line
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 MOST_IN_A_NAME = 1000
 """Characters of a model's name and its like."""
-LARGEST = 1e15
-"""No number of a result is larger: a petabyte, or 31,000 years in ms."""
 PER_TOKEN = 0.98
 """Gaps for each token after the first, from which on a gap stands for a token."""
 
@@ -47,6 +46,10 @@ class Details:
             i for i, (n, error) in enumerate(zip(self.output_lens, self.errors, strict=True)) if n > 0 and not error
         ]
 
+    def longest(self) -> int:
+        """Tokens of the longest finished request, answer included; 0 without any."""
+        return max((self.input_lens[i] + self.output_lens[i] for i in self.finished()), default=0)
+
     def latency(self, i: int) -> float:
         """Of a request, in s."""
         return self.latencies[i] if self.latencies is not None else self.ttfts[i] + math.fsum(self.itls[i])
@@ -64,6 +67,9 @@ class Details:
         """Whether gaps were divided among the tokens of a chunk: no clock gives so many twice in a row."""
         gaps = [gap for i in self.finished() for gap in itertools.pairwise(self.itls[i])]
         return sum(a == b for a, b in gaps) > (1 - PER_TOKEN) * len(gaps)
+
+
+LISTS = tuple(field.name for field in dataclasses.fields(Details))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,25 +122,25 @@ def convert(document: Document, into: type[Any], tool: str) -> Any:  # noqa: ANN
     return found
 
 
-def details(document: Document, into: type[Details], completed: int) -> Details | None:
+def details(document: Document, completed: int) -> Details | None:
     """The lists with an entry per request, None where the file has none.
 
     Raises RecordsError where they do not fit each other or the summary.
     """
-    names = [f.name for f in dataclasses.fields(into)]
-    given = {name: document.fields[name] for name in names if document.fields.get(name)}
-    needed = [f.name for f in dataclasses.fields(into) if f.default is dataclasses.MISSING]
+    given = {name: document.fields[name] for name in LISTS if document.fields.get(name)}
+    needed = [f.name for f in dataclasses.fields(Details) if f.default is dataclasses.MISSING]
     if not any(name in given for name in needed):
         return None
     if lacking := [name for name in needed if name not in given]:
         raise RecordsError(f"{document.where} has details, but no {', '.join(lacking)}; it is not whole.")
     try:
-        found = msgspec.convert(given, into)
+        found = msgspec.convert(given, Details)
     except msgspec.ValidationError as e:
         raise RecordsError(f"{document.where}: {one_line(str(e))}.") from e
     sizes = {name: len(getattr(found, name)) for name in given}
     if len(set(sizes.values())) > 1:
-        raise RecordsError(f"{document.where}: lists of requests differ in length: {_counts(sizes)}; it is not whole.")
+        counts = ", ".join(f"{name} {size:,}" for name, size in sizes.items())
+        raise RecordsError(f"{document.where}: lists of requests differ in length: {counts}; it is not whole.")
     for name in sizes:
         most = MOST_TOKENS if name in ("input_lens", "output_lens") else LARGEST
         if name != "errors":
@@ -213,7 +219,3 @@ def _check(value: object, what: str, *, signed: bool = False, most: float = LARG
             raise RecordsError(f"{what} is above {most:g}, more than anything measured; was the file damaged?")
         if value < 0 and not signed:
             raise RecordsError(f"{what} is {value}, less than nothing.")
-
-
-def _counts(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {size:,}" for name, size in sizes.items())

@@ -35,6 +35,13 @@ READERS = {VLLM: vllm.read, SGLANG: sglang.read}
 """What reads one document, by --from."""
 TOOLS = {VLLM: vllm.TOOL, SGLANG: sglang.TOOL}
 """What wrote it."""
+KNOWN_BY = {VLLM: ("model_id", "num_prompts"), SGLANG: ("median_e2e_latency_ms", "dataset_name")}
+"""Fields that the other engine's file does not have."""
+DETAILED = {VLLM: "--save-detailed", SGLANG: "--output-details"}
+"""The option that keeps times of requests."""
+WARM_UP = -1
+"""Number of a sweep's run that only warms the server up."""
+MOST_NAMED = 5
 
 
 def make(files: Sequence[Path], engine: str, folder: Path, told: Told, *, force: bool) -> tuple[Path, list[str]]:
@@ -91,13 +98,9 @@ def _other(engine: str) -> str:
     return f"no result of {TOOLS[engine]}"
 
 
-WARM_UP = -1
-"""Number of a sweep's run that only warms the server up."""
-
-
 def _read(document: Document, engine: str) -> Result:
     fields = document.fields
-    if _is_record(fields):
+    if "schema_version" in fields and "point" in fields:
         raise RecordsError(f"{document.where} is a record of dcpbench; no import is needed: dcpbench report RUN.")
     if _is_ours(fields):
         raise RecordsError(
@@ -115,14 +118,6 @@ def _read(document: Document, engine: str) -> Result:
         return READERS[engine](document)
     except RecursionError as e:
         raise RecordsError(f"{document.where} is nested too deeply, and so no result of {TOOLS[engine]}.") from e
-
-
-KNOWN_BY = {VLLM: ("model_id", "num_prompts"), SGLANG: ("median_e2e_latency_ms", "dataset_name")}
-"""Fields that the other engine's file does not have."""
-
-
-def _is_record(fields: dict[str, Any]) -> bool:
-    return "schema_version" in fields and "point" in fields
 
 
 def _is_ours(fields: dict[str, Any]) -> bool:
@@ -148,18 +143,18 @@ def _check_told(told: Told) -> None:
 
 
 def _layout(result: Result, told: Told) -> dict[str, int]:
-    """As the user says, else as the file does, else unknown. Raises UsageError where the two contradict each other."""
-    if told.tp is None:
-        return _nested(result) if result.layout else {"tp": 0, "dp": 0, "dcp": 0}
-    typed = {"tp": told.tp, "dp": told.dp or 1, "dcp": told.dcp or 1}
-    if result.layout and typed != result.layout:
-        says = ", ".join(f"{name} {degree}" for name, degree in result.layout.items())
-        raise UsageError(f"{result.where} says {says}; leave --tp, --dp and --dcp out, or import it by itself.")
-    return typed
+    """As the user says, else as the file does, else unknown. Raises UsageError where the two contradict each other.
 
-
-def _nested(result: Result) -> dict[str, int]:
-    """The file's layout. Raises RecordsError for one that nothing can have run on."""
+    And RecordsError for a layout of the file that nothing can have run on.
+    """
+    if told.tp is not None:
+        typed = {"tp": told.tp, "dp": told.dp or 1, "dcp": told.dcp or 1}
+        if result.layout and typed != result.layout:
+            says = ", ".join(f"{name} {degree}" for name, degree in result.layout.items())
+            raise UsageError(f"{result.where} says {says}; leave --tp, --dp and --dcp out, or import it by itself.")
+        return typed
+    if not result.layout:
+        return dict.fromkeys(DEGREES, 0)
     try:
         Layout(**result.layout)
     except LayoutError as e:
@@ -220,27 +215,16 @@ def _numbered(points: Sequence[Point]) -> list[Point]:
 def _record(result: Result, point: Point, engine: str, told: Told) -> Record:
     detail = {"source": Path(result.where).name, **{name: text for name, text in result.facts.items() if text}}
     environment = Environment(device=told.gpu, device_count=point.tp) if told.gpu else None
+    record = Record(point=point, outcome="failed", detail=detail, origin=engine, environment=environment)
     if not result.completed or not result.output_tokens:
         reason = f"no output token came; see {result.where} and the server's log."
-        return Record(
-            point=point, outcome="failed", reason=reason, detail=detail, origin=engine, environment=environment
-        )
+        return msgspec.structs.replace(record, reason=reason)
     serve, marks = metrics.serve_metrics(result, point.tp)
-    rows = metrics.rows(result.details) if result.details is not None else None
-    if rows is not None:
+    if metrics.rows(result) is not None:
         serve = msgspec.structs.replace(serve, samples_file=samples_name(point))
     if told.gpu == CPU:
         marks = [*marks, "cpu"]
-    return Record(
-        point=point,
-        outcome="ok",
-        detail=detail,
-        marks=marks,
-        serve=serve,
-        environment=environment,
-        seconds=result.duration_s,
-        origin=engine,
-    )
+    return msgspec.structs.replace(record, outcome="ok", marks=marks, serve=serve, seconds=result.duration_s)
 
 
 def _write(found: Sequence[tuple[Result, Record]], folder: Path, *, force: bool) -> Path:
@@ -252,8 +236,8 @@ def _write(found: Sequence[tuple[Result, Record]], folder: Path, *, force: bool)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".import-") as name:
         half = Path(name)
         for result, record in found:
-            if record.serve and record.serve.samples_file and result.details is not None:
-                write_samples(half, record.point, metrics.rows(result.details) or [])
+            if (rows := metrics.rows(result)) is not None and record.serve:
+                write_samples(half, record.point, rows)
             RecordFile(half).append(record)
         try:
             if (half / FOLDER).exists():
@@ -300,8 +284,3 @@ def _few(these: Iterable[str]) -> str:
     names = list(these)
     shown = ", ".join(short(name) for name in names[:MOST_NAMED])
     return shown + (f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else "")
-
-
-MOST_NAMED = 5
-DETAILED = {VLLM: "--save-detailed", SGLANG: "--output-details"}
-"""The option that keeps them."""

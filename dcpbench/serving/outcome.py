@@ -49,7 +49,7 @@ class Row:
     number: int
     outcome: str
     """One of OUTCOMES."""
-    reason: str | None
+    reason: str | None = None
     """Why it was rejected."""
     submitted_s: float
     first_token_s: float | None
@@ -58,12 +58,12 @@ class Row:
     input_tokens: int
     output_tokens: int
     """That came."""
-    cached_tokens: int | None
+    cached_tokens: int | None = None
     """Prompt tokens that the prefix cache had; None where it was never admitted."""
-    preemptions: int | None
-    replica: int | None
+    preemptions: int | None = None
+    replica: int | None = None
     token_s: list[float]
-    tokens: list[int]
+    tokens: list[int] = dataclasses.field(default_factory=list)
     """Ids; empty in replay, and for requests of another replica than the recording rank's."""
 
 
