@@ -69,7 +69,27 @@ class Row:
 
 def rows(samples: Iterable[Sample]) -> list[Row]:
     """A row per request, in order of submission."""
-    return [_row(s) for s in samples]
+    found = []
+    for s in samples:
+        admitted = s.sequence if s.sequence and s.sequence.replica >= 0 else None
+        found.append(
+            Row(
+                number=s.request.number,
+                outcome=outcome_of(s),
+                reason=s.rejected or None,
+                submitted_s=s.submitted_s,
+                first_token_s=s.token_s[0] if s.token_s else None,
+                end_s=s.token_s[-1] if s.finished and not s.rejected else None,
+                input_tokens=len(s.request.prompt),
+                output_tokens=len(s.token_s),
+                cached_tokens=admitted.cached if admitted else None,
+                preemptions=s.sequence.preemptions if s.sequence else None,
+                replica=admitted.replica if admitted else None,
+                token_s=s.token_s,
+                tokens=s.tokens,
+            )
+        )
+    return found
 
 
 def serve_metrics(
@@ -90,6 +110,8 @@ def serve_metrics(
 
     Raises UsageError where no token came at all, as then there is no rate, and for objectives that cannot be.
     """
+    import numpy as np
+
     objectives = formulas.Slo.of(slo)
     by_outcome = {outcome: [s for s in traffic.samples if outcome_of(s) == outcome] for outcome in OUTCOMES}
     served = [s for s in traffic.samples if s.token_s]
@@ -97,14 +119,13 @@ def serve_metrics(
         raise UsageError(_nothing_came(by_outcome))
     times = [formulas.RequestTimes(s.submitted_s, s.token_s, finished=s.finished) for s in served]
     wall = formulas.wall_s(times)
-    itl, window = _pooled_itl(times), None
+    window = None
     if concurrency is not None:
-        window = formulas.steady_window(
-            times, concurrency, [s.submitted_s for s in by_outcome[CANCELLED] if not s.token_s]
-        )
+        waiting = [s.submitted_s for s in by_outcome[CANCELLED] if not s.token_s]
+        window = formulas.steady_window(times, concurrency, waiting)
     input_tokens, output_tokens = (sum(len(s.request.prompt) for s in served), sum(len(s.token_s) for s in served))
-    itl_ms = formulas.latencies(itl)
     done = [t for t in times if t.finished]
+    itl_ms = formulas.latencies(np.concatenate([np.empty(0), *map(formulas.itl_ms, done)]))
     sequences = [s.sequence for s in traffic.samples if s.sequence is not None]
     return ServeMetrics(
         ttft_ms=formulas.latencies([formulas.ttft_ms(t) for t in done]),
@@ -163,35 +184,9 @@ def in_short(found: ServeMetrics) -> str:
     )
 
 
-def _pooled_itl(times: list[formulas.RequestTimes]) -> formulas.Floats:
-    import numpy as np
-
-    gaps = [formulas.itl_ms(t) for t in times if t.finished]
-    return np.concatenate(gaps) if gaps else np.empty(0)
-
-
 def _nothing_came(by_outcome: Mapping[str, list[Sample]]) -> str:
     rejected, cancelled = by_outcome[REJECTED], by_outcome[CANCELLED]
     if not rejected and not cancelled:
         return "no request was submitted, so there is nothing to report; give --num-requests 1 or more."
     said = f"no output token came: {len(rejected)} requests were rejected and {len(cancelled)} were cut off"
     return said + (f"; the first one rejected: {rejected[0].rejected}" if rejected else "; use a longer --limit.")
-
-
-def _row(sample: Sample) -> Row:
-    sequence = sample.sequence
-    return Row(
-        number=sample.request.number,
-        outcome=outcome_of(sample),
-        reason=sample.rejected or None,
-        submitted_s=sample.submitted_s,
-        first_token_s=sample.token_s[0] if sample.token_s else None,
-        end_s=sample.token_s[-1] if sample.finished and not sample.rejected else None,
-        input_tokens=len(sample.request.prompt),
-        output_tokens=len(sample.token_s),
-        cached_tokens=sequence.cached if sequence and sequence.replica >= 0 else None,
-        preemptions=sequence.preemptions if sequence else None,
-        replica=sequence.replica if sequence and sequence.replica >= 0 else None,
-        token_s=sample.token_s,
-        tokens=sample.tokens,
-    )
