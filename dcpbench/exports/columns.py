@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from dcpbench.points.axes import Role
 from dcpbench.points.point import AXES, LOAD_AXES
@@ -15,13 +15,9 @@ if TYPE_CHECKING:
     from dcpbench.exports.measured import Measured
     from dcpbench.points.axes import Axis
 
-Kind = Literal["text", "whole", "number", "yes"]
 Cell = str | int | float | bool | None
 LARGEST = 2**63 - 1
 """Of a whole number in a column of 64 bits; a record may hold any, and one that is larger is none of ours."""
-
-
-KINDS: dict[type, Kind] = {str: "text", int: "whole", float: "number", bool: "yes"}
 NOT_EXPORTED = ("mode", "prefix_groups", "trace_sha256", "prefix_cache", "prefill", "seed")
 """Of a load: what has another name here, and what tables never had."""
 
@@ -31,7 +27,7 @@ class Column:
     """One column, and what it holds of a record."""
 
     name: str
-    kind: Kind
+    kind: type
     of: Callable[[Measured], Cell]
 
 
@@ -44,7 +40,7 @@ def _cell(column: Column, m: Measured) -> Cell:
     value = column.of(m)
     if value is None or value == "":
         return None
-    if column.kind == "whole":
+    if column.kind is int:
         return int(value) if abs(float(value)) <= LARGEST and float(value).is_integer() else None
     return value
 
@@ -57,19 +53,19 @@ def _point(axis: Axis) -> Column:
         value: Cell = getattr(m.record.point, axis.name)
         return None if value == unknown else value
 
-    return Column(axis.name, KINDS[axis.kind], of)
+    return Column(axis.name, axis.kind, of)
 
 
 def _load(axis: Axis) -> Column:
-    return Column(f"load_{axis.name}", KINDS[axis.kind], lambda m: getattr(m.record.point.load, axis.name, None))
+    return Column(f"load_{axis.name}", axis.kind, lambda m: getattr(m.record.point.load, axis.name, None))
 
 
-def _env(name: str, kind: Kind) -> Column:
+def _env(name: str, kind: type) -> Column:
     return Column(name, kind, lambda m: getattr(m.record.environment, name, None))
 
 
 def _metric(metric: metrics.Metric) -> Column:
-    return Column(metric.name, "whole" if metric.whole else "number", lambda m: metrics.known(metric, m.record))
+    return Column(metric.name, int if metric.whole else float, lambda m: metrics.known(metric, m.record))
 
 
 def _end(metric: metrics.Metric, name: str, place: int) -> Column:
@@ -79,31 +75,31 @@ def _end(metric: metrics.Metric, name: str, place: int) -> Column:
         interval = metric.interval(m.record)
         return None if interval is None else interval[place]
 
-    return Column(f"{metric.name}_{name}", "number", of)
+    return Column(f"{metric.name}_{name}", float, of)
 
 
 COLUMNS: tuple[Column, ...] = (
-    Column("run", "text", lambda m: m.run),
-    Column("point", "text", lambda m: m.point_id),
-    Column("origin", "text", lambda m: m.origin),
-    Column("standing", "text", lambda m: m.standing or "measured"),
-    Column("outcome", "text", lambda m: m.record.outcome),
-    Column("reason", "text", lambda m: m.record.reason),
-    Column("marks", "text", lambda m: ", ".join(m.record.marks)),
-    Column("started_at_utc", "text", lambda m: m.record.started_at),
-    Column("layout", "text", lambda m: m.record.point.layout_name),
-    Column("mode", "text", lambda m: m.record.point.load.mode if m.record.point.load else None),
+    Column("run", str, lambda m: m.run),
+    Column("point", str, lambda m: m.point_id),
+    Column("origin", str, lambda m: m.origin),
+    Column("standing", str, lambda m: m.standing or "measured"),
+    Column("outcome", str, lambda m: m.record.outcome),
+    Column("reason", str, lambda m: m.record.reason),
+    Column("marks", str, lambda m: ", ".join(m.record.marks)),
+    Column("started_at_utc", str, lambda m: m.record.started_at),
+    Column("layout", str, lambda m: m.record.point.layout_name),
+    Column("mode", str, lambda m: m.record.point.load.mode if m.record.point.load else None),
     *map(_point, AXES),
     *(_load(axis) for axis in LOAD_AXES if axis.name not in NOT_EXPORTED),
     *map(_metric, metrics.exported()),
     *(_end(m, name, place) for m in metrics.exported() if m.ranged for place, name in enumerate(("low", "high"))),
-    Column("step_samples", "whole", lambda m: m.record.metrics.step_ms.samples if m.record.metrics else None),
-    Column("ttft_samples", "whole", lambda m: m.record.serve.ttft_ms.samples if m.record.serve else None),
-    Column("itl_samples", "whole", lambda m: m.record.serve.itl_ms.samples if m.record.serve else None),
-    _env("device", "text"),
-    _env("device_count", "whole"),
-    *(_env(name, "text") for name in ("driver", "cuda", "torch", "triton", "nccl", "flashinfer", "git_commit")),
-    Column("dcpbench_version", "text", lambda m: m.record.environment.dcpbench if m.record.environment else None),
-    _env("host_hash", "text"),
-    Column("seconds", "number", lambda m: m.record.seconds),
+    Column("step_samples", int, lambda m: m.record.metrics.step_ms.samples if m.record.metrics else None),
+    Column("ttft_samples", int, lambda m: m.record.serve.ttft_ms.samples if m.record.serve else None),
+    Column("itl_samples", int, lambda m: m.record.serve.itl_ms.samples if m.record.serve else None),
+    _env("device", str),
+    _env("device_count", int),
+    *(_env(name, str) for name in ("driver", "cuda", "torch", "triton", "nccl", "flashinfer", "git_commit")),
+    Column("dcpbench_version", str, lambda m: m.record.environment.dcpbench if m.record.environment else None),
+    _env("host_hash", str),
+    Column("seconds", float, lambda m: m.record.seconds),
 )

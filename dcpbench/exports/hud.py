@@ -33,14 +33,11 @@ BETTER = {"higher": "bigger", "lower": "smaller", "": ""}
 def render(points: Sequence[Measured]) -> Rendered:
     """One file with a list of records."""
     kept, left_out = measured.sieve(points, *measured.PUBLIC)
-    found = [record for group in measured.by_point(kept) for record in _records(group)]
+    found = []
+    for group in measured.by_point(kept):
+        shared = _shared(group)
+        found += [{"metric": _metric(v), **shared} for v in measured.values(group)]
     return Rendered({FILE: as_list(found)} if found else {}, left_out)
-
-
-def _records(group: Sequence[Measured]) -> list[dict[str, Any]]:
-    """Of one point, a record per metric; what they share is made once."""
-    shared = _shared(group)
-    return [{"metric": _metric(v), **shared} for v in measured.values(group)]
 
 
 def _metric(v: Value) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def render(points: Sequence[Measured]) -> Rendered:
 
 def schema(pa: Any) -> Any:  # noqa: ANN401 - pyarrow has no types
     """Of every such file."""
-    kinds = {"text": pa.string(), "whole": pa.int64(), "number": pa.float64(), "yes": pa.bool_()}
+    kinds = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
     return pa.schema([pa.field(column.name, kinds[column.kind]) for column in COLUMNS])
 
 

@@ -136,14 +136,6 @@ def wall_s(requests: Sequence[RequestTimes]) -> float:
     return wall
 
 
-def output_tok_s(requests: Sequence[RequestTimes]) -> float:
-    """Output throughput: output tokens / wall time of the run, ramp and drain included. Unit: tok/s.
-
-    Raises UsageError as `wall_s` does.
-    """
-    return sum(len(r.token_s) for r in requests) / wall_s(requests)
-
-
 def steady_window(
     requests: Sequence[RequestTimes], concurrency: int, waiting_s: Sequence[float] = ()
 ) -> tuple[float, float] | None:
@@ -184,15 +176,6 @@ def tok_s_within(requests: Sequence[RequestTimes], window: tuple[float, float]) 
 
     start, end = window
     return sum(int(np.diff(np.searchsorted(r.token_s, window, "right"))[0]) for r in requests) / (end - start)
-
-
-def steady_tok_s(requests: Sequence[RequestTimes], concurrency: int) -> float | None:
-    """Steady throughput: output tokens in the steady window / its length. Unit: tok/s. None without such a window.
-
-    Raises UsageError for a concurrency below 1.
-    """
-    window = steady_window(requests, concurrency)
-    return None if window is None else tok_s_within(requests, window)
 
 
 def per_gpu(tok_s: float, tp: int) -> float:

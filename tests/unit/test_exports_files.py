@@ -46,7 +46,7 @@ class TestTables:
         assert [r["standing"] for r in rows[:4]] == ["measured", "measured", "replay", "functional"]
         for row, was in zip(rows, columns.rows(self.everything()), strict=True):
             for column in columns.COLUMNS:
-                if column.kind == "number" and was[column.name] is not None:
+                if column.kind is float and was[column.name] is not None:
                     assert float(row[column.name]) == was[column.name]
                 if was[column.name] is None:
                     assert row[column.name] == "", "an absent value is empty, and no 0"
