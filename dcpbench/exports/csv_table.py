@@ -6,8 +6,8 @@ import csv
 import io
 from typing import TYPE_CHECKING
 
+from dcpbench.exports import Rendered
 from dcpbench.exports.columns import COLUMNS, Cell, rows
-from dcpbench.exports.files import Rendered
 from dcpbench.show.text import spreadsheet_cell
 
 if TYPE_CHECKING:

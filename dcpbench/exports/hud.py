@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.exports import measured
-from dcpbench.exports.files import Rendered, as_list
+from dcpbench.exports import Rendered, as_list, measured
 from dcpbench.points.axes import Role
 from dcpbench.points.point import point_axes
 from dcpbench.records.provenance import OURS

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.exports import bench_files
-from dcpbench.exports.files import Rendered, as_list
+from dcpbench.exports import Rendered, as_list, bench_files
 from dcpbench.exports.measured import PUBLIC, Measured, Rule
 from dcpbench.points.names import CLOSED
 from dcpbench.records.provenance import OURS

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any
 
+from dcpbench.exports import Rendered
 from dcpbench.exports.columns import COLUMNS, rows
-from dcpbench.exports.files import Rendered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

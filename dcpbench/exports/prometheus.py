@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.exports import measured
-from dcpbench.exports.files import Rendered
+from dcpbench.exports import Rendered, measured
 from dcpbench.records.metrics import LATENCIES, Metric, exported
 from dcpbench.show.text import short
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.exports import bench_files
-from dcpbench.exports.files import Rendered, as_json
+from dcpbench.exports import Rendered, as_json, bench_files
 from dcpbench.exports.measured import digest
 from dcpbench.show.text import short
 
