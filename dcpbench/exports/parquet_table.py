@@ -6,7 +6,7 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.exports import Rendered
-from dcpbench.exports.columns import COLUMNS, rows
+from dcpbench.exports.csv_table import COLUMNS, rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,7 @@ def render(points: Sequence[Measured]) -> Rendered:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    found = rows(list(points))
+    found = rows(points)
     table = pa.table({c.name: [_plain(row[c.name]) for row in found] for c in COLUMNS}, schema=schema(pa))
     out = io.BytesIO()
     pq.write_table(table, out, compression="zstd")

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.errors import LayoutError, OutputError, RecordsError, UsageError
-from dcpbench.imports import documents, lengths, metrics, sglang, vllm
+from dcpbench.imports import documents, metrics, sglang, vllm
+from dcpbench.imports.result import shapes_of
 from dcpbench.launch.folders import make_folder
 from dcpbench.plan.options import did_you_mean
 from dcpbench.points.layout import DEGREES, Layout
@@ -33,8 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from dcpbench.imports.documents import Document
-    from dcpbench.imports.lengths import Shape
-    from dcpbench.imports.result import Result
+    from dcpbench.imports.result import Result, Shape
 
 READERS = {VLLM: vllm.read, SGLANG: sglang.read}
 """What reads one document, by --from."""
@@ -85,8 +85,8 @@ def import_files(
     _check_told(told)
     kept, left_out = _measurements(documents.gather(dict.fromkeys(files)), engine)
     results = [_read(document, engine) for document in kept]
-    shapes = lengths.of_all(results)
-    points = _numbered([_point(result, shape, engine, told) for result, shape in zip(results, shapes, strict=True)])
+    both = zip(results, shapes_of(results), strict=True)
+    points = _numbered([_point(result, shape, engine, told) for result, shape in both])
     records = [_record(r, p, engine, told) for r, p in zip(results, points, strict=True)]
     path = _write(list(zip(results, records, strict=True)), folder, force=force)
     return Imported(path, [*_sentences(records, engine), *_unread(results), *left_out])

@@ -1,4 +1,7 @@
-"""What an engine's result file says, whichever engine it is, once it has been read and checked."""
+"""What an engine's result file says, whichever engine it is, once it has been read and checked.
+
+And which results asked for requests of the same lengths: a curve is of one load, and sums differ with every draw.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.errors import RecordsError
+from dcpbench.points.names import UNKNOWN
 from dcpbench.records.checks import LARGEST
-from dcpbench.serving.load_words import MOST_TOKENS
+from dcpbench.serving.load_words import MOST_TOKENS, parse_lengths
 from dcpbench.show.text import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from dcpbench.imports.documents import Document
     from dcpbench.records.record import Latencies
 
 MOST_IN_A_NAME = 1000
 """Characters of a model's name and its like."""
+NEAR = 0.05
+"""Means of one load differ by no more, as a share of the smaller one: a tokenizer adds some, and draws differ."""
 PER_TOKEN = 0.98
 """Gaps for each token after the first, from which on a gap stands for a token."""
 
@@ -109,6 +115,92 @@ class Result:
     unread: Sequence[str] = ()
     """Fields of the file that say nothing to us, and may say something to the reader."""
     details: Details | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Lengths of a result's prompts and answers, as a load has them."""
+
+    prompts: str
+    """`1024`, `uniform:256-1024`, or `mean:1022` of all results of the same load; `unknown`."""
+    answers: str
+    most: int
+    """Tokens of the longest request, answer included; 0 where nobody knows it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Side:
+    """The prompts of a result, or its answers."""
+
+    said: str | None
+    """Their length, where the file says it of all of them."""
+    nominal: int | None
+    """The one asked for, where it does not."""
+    tokens: int
+    requests: int
+
+    @property
+    def mean(self) -> float:
+        return self.tokens / self.requests
+
+
+def shapes_of(results: Sequence[Result]) -> list[Shape]:
+    """The shape of each result. Those whose lengths are not fixed share a mean where they are one load."""
+    pairs = [_sides(result) for result in results]
+    prompts, answers = (_named(sides) for sides in zip(*pairs, strict=True))
+    longest: dict[tuple[str, str], list[int]] = {}
+    for result, *names in zip(results, prompts, answers, strict=True):
+        longest.setdefault((names[0], names[1]), []).append(result.details.longest() if result.details else 0)
+    return [
+        Shape(p, a, _most(p, a) or (max(longest[p, a]) if all(longest[p, a]) else 0))
+        for p, a in zip(prompts, answers, strict=True)
+    ]
+
+
+def _sides(result: Result) -> tuple[_Side, _Side]:
+    details, done = result.details, result.details.finished() if result.details else []
+    sums = (result.input_tokens, result.output_tokens)
+    found = []
+    for said, nominal, tokens, lens in zip(
+        result.lengths,
+        result.nominal,
+        sums,
+        (details.input_lens, details.output_lens) if details else ((), ()),
+        strict=True,
+    ):
+        theirs = [lens[i] for i in done]
+        alike = str(theirs[0]) if len(set(theirs)) == 1 else None
+        found.append(_Side(said or alike, nominal, sum(theirs) or tokens, len(theirs) or result.completed))
+    return found[0], found[1]
+
+
+def _named(sides: Iterable[_Side]) -> list[str]:
+    """Of each side its length; where that varies, the mean over all that asked for the same, or have nearly the same.
+
+    The smallest mean of a load decides which others are near it.
+    """
+    sides = list(sides)
+    varied = [side for side in sides if side.said is None and side.requests]
+    loads: dict[int | float, list[_Side]] = {}
+    first = 0.0
+    for side in sorted(varied, key=lambda side: side.mean):
+        if side.nominal is None and not first <= side.mean <= first * (1 + NEAR):
+            first = side.mean
+        loads.setdefault(side.nominal or -first, []).append(side)
+    names = {
+        id(side): f"mean:{sum(s.tokens for s in same) / sum(s.requests for s in same):.0f}"
+        for same in loads.values()
+        for side in same
+    }
+    return [side.said or names.get(id(side), UNKNOWN) for side in sides]
+
+
+def _most(prompts: str, answers: str) -> int:
+    """Of lengths that have an upper bound; 0 for means."""
+    if UNKNOWN in (prompts, answers) or "mean:" in prompts + answers:
+        return 0
+    bounds = [parse_lengths("", spec) for spec in (prompts, answers)]
+    return sum(max(bound.low, bound.high) for bound in bounds)
 
 
 def convert(document: Document, into: type[Any], tool: str) -> Any:  # noqa: ANN401 - one of the tools' structs

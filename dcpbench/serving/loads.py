@@ -22,7 +22,6 @@ from dcpbench.serving.requests import ServeRequest
 if TYPE_CHECKING:
     from dcpbench.points.point import Load, Point
     from dcpbench.points.settings import Settings
-    from dcpbench.serving.load_words import Lengths
     from dcpbench.serving.request_files import Row
 
 INPUTS, OUTPUTS, GAPS = range(3)
@@ -94,12 +93,8 @@ def extent(load: Load, trace: str = "") -> Extent:
 
 def draw_lengths(load: Load) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of each prompt and of each answer, int64, in the order in which they are sent."""
-    lengths = parse_lengths("--input-tokens", load.input_tokens), parse_lengths("--output-tokens", load.output_tokens)
-    inputs, outputs = (
-        _draw(one, load.requests, _generator(_seed(load), stream))
-        for one, stream in zip(lengths, (INPUTS, OUTPUTS), strict=True)
-    )
-    return inputs, outputs
+    inputs, outputs = ("--input-tokens", load.input_tokens, INPUTS), ("--output-tokens", load.output_tokens, OUTPUTS)
+    return _draw(load, *inputs), _draw(load, *outputs)
 
 
 def arrival_times(load: Load) -> list[float | None]:
@@ -139,7 +134,8 @@ def _seed(load: Load) -> int:
     return load.seed
 
 
-def _draw(lengths: Lengths, count: int, generator: np.random.Generator) -> np.ndarray:
+def _draw(load: Load, option: str, asked: str, stream: int) -> np.ndarray:
+    lengths, count, generator = parse_lengths(option, asked), load.requests, _generator(_seed(load), stream)
     if lengths.kind == UNIFORM:
         return generator.integers(lengths.low, lengths.high, size=count, endpoint=True, dtype=np.int64)
     if lengths.kind == LOGNORMAL:

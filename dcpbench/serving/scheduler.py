@@ -29,7 +29,6 @@ from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest
 
 if TYPE_CHECKING:
     from dcpbench.points.point import Point
-    from dcpbench.serving.allocator import Allocation
     from dcpbench.serving.radix import Node
 
 
@@ -103,11 +102,6 @@ class Replica:
     def available(self) -> int:
         """Pages that are free or can be."""
         return self.allocator.free_pages + self.cache.evictable
-
-    def alloc(self, tokens: int, shared: np.ndarray) -> Allocation:
-        """Pages for a request, after evicting what is needed."""
-        self.make_room(self.allocator.pages_for(tokens) - len(shared))
-        return self.allocator.alloc(tokens, shared)
 
     def make_room(self, pages: int) -> None:
         """Evict until so many pages are free, or nothing is left to evict."""
@@ -277,7 +271,8 @@ class Scheduler:
         pages, node = self._cached(replica, sequence)
         replica.cache.lock(node)
         sequence.node = node
-        sequence.allocation = replica.alloc(sequence.target, pages)
+        replica.make_room(replica.allocator.pages_for(sequence.target) - len(pages))
+        sequence.allocation = replica.allocator.alloc(sequence.target, pages)
         sequence.computed = len(pages) * self.config.virtual_page
         if not sequence.preemptions:
             sequence.cached = sequence.computed
