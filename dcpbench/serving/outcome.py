@@ -112,7 +112,7 @@ def serve_metrics(
     """
     import numpy as np
 
-    objectives = formulas.Slo.of(slo)
+    objectives = formulas.objectives(slo)
     by_outcome = {outcome: [s for s in traffic.samples if outcome_of(s) == outcome] for outcome in OUTCOMES}
     served = [s for s in traffic.samples if s.token_s]
     if not served:
@@ -139,7 +139,7 @@ def serve_metrics(
         tok_s_per_user=formulas.tok_s_per_user(itl_ms.p50) if itl_ms.p50 else None,
         steady_tok_s=None if window is None else formulas.tok_s_within(times, window),
         steady_s=None if window is None else window[1] - window[0],
-        slo_ms=dict(slo),
+        slo_ms=objectives,
         goodput_s=formulas.goodput(times, objectives) if slo else None,
         wall_s=wall,
         submitted=len(traffic.samples),
