@@ -28,10 +28,7 @@ OPEN_LOOPS = Rule(
 )
 NO_LAYOUT = Rule("say nothing of their layout, so nothing is known per GPU", lambda m: not m.record.point.tp)
 NO_HARDWARE = Rule("say nothing of their hardware", lambda m: not m.device)
-UNEVEN = Rule(
-    "have requests of different lengths, while a row has one isl and one osl",
-    lambda m: None in _lengths(m),
-)
+UNEVEN = Rule("have requests of different lengths, while a row has one isl and one osl", lambda m: None in _lengths(m))
 
 
 def render(points: Sequence[Measured]) -> Rendered:
