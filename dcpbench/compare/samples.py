@@ -24,8 +24,6 @@ WINDOWS = 64
 """Of a served run, in each of which its tokens are counted: how a rate scatters."""
 SMALLEST = 1e-150
 """Nothing that is measured is smaller, or larger than one by this; ratios of such numbers fit into a double."""
-LATENCIES = {"ttft": formulas.ttft_ms, "tpot": formulas.tpot_ms, "e2el": formulas.e2el_ms}
-"""Of one request."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,7 +84,7 @@ def _steps(metric: Metric, record: Record, _: Requests, seed: int) -> resampling
 
 
 def _latencies(metric: Metric, _: Record, requests: Requests, seed: int) -> resampling.Error | None:
-    one = LATENCIES[metric.latency]
+    one = formulas.OF_A_REQUEST[metric.latency]
     found = [v for t in requests.finished if (v := one(t)) is not None]
     return resampling.error_of_requests(found, resampling.quantile(_quantile(metric)), seed)
 
@@ -124,7 +122,7 @@ def _rate(requests: Requests, span: tuple[float, float], seed: int) -> resamplin
 def _objectives(_: Metric, record: Record, requests: Requests, seed: int) -> resampling.Error | None:
     """Whether each request met the objectives."""
     try:
-        slo = formulas.Slo.of(record.serve.slo_ms if record.serve else {})
+        slo = formulas.objectives(record.serve.slo_ms if record.serve else {})
     except DcpbenchError:
         return None
     met = np.array([formulas.meets(t, slo) for t in requests.times], np.float64)

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING
 
 from dcpbench.exports.measured import DECODE_STEPS, DID_NOT_RUN, Measured, Rule, sieve
-from dcpbench.exports.requests import Requests, Totals, of_point, samples_of, totals_of
 from dcpbench.points.names import CLOSED, GAMMA
 from dcpbench.records.metrics import PERCENTILES
-from dcpbench.records.provenance import OURS
+from dcpbench.serving.outcome import FINISHED, REJECTED
+from dcpbench.serving.samples import read_samples, samples_path
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Iterable, Mapping
+    from pathlib import Path
 
     from dcpbench.points.point import Load
     from dcpbench.records.record import Latencies, ServeMetrics
+    from dcpbench.serving.outcome import Row
+
+
+def samples_of(m: Measured) -> Path | None:
+    """Where a point's samples are, if they are there. Raises RecordsError where that is outside the run's folder."""
+    return samples_path(m.folder, m.record.serve.samples_file) if m.record.serve else None
+
 
 NOT_KNOWN = Rule(
     "had requests cut off, and no samples that say which tokens were theirs",
@@ -27,6 +36,108 @@ CARRIES = (DID_NOT_RUN, DECODE_STEPS, NO_TIME, NOT_KNOWN)
 """What neither file has a place for."""
 SAME_NAMES = {name: name for name in ("ttft", "tpot", "itl", "e2el")}
 """Latencies of a tool that calls them what we do, in its order."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Requests:
+    """Lists with an entry for each request, in order of submission, by the names and in the order of both files.
+
+    Times in s. A request that did not finish has no output and an error.
+    """
+
+    input_lens: list[int]
+    output_lens: list[int]
+    ttfts: list[float]
+    itls: list[list[float]]
+    latencies: list[float]
+    start_times: list[float]
+    generated_texts: list[str]
+    """All empty: nobody keeps them."""
+    errors: list[str]
+
+    @classmethod
+    def of(cls, m: Measured) -> Requests | None:
+        """Those of a served point; None where its samples are not beside the record.
+
+        Raises RecordsError for samples that cannot be read, or that lie outside the run's folder.
+        """
+        path = samples_of(m)
+        if path is None:
+            return None
+        rows = read_samples(path)
+        both = [(row, row.outcome == FINISHED and bool(row.token_s)) for row in rows]
+        return cls(
+            input_lens=[r.input_tokens for r in rows],
+            output_lens=[len(r.token_s) if ok else 0 for r, ok in both],
+            ttfts=[r.token_s[0] - r.submitted_s if ok else 0.0 for r, ok in both],
+            itls=[[b - a for a, b in itertools.pairwise(r.token_s)] if ok else [] for r, ok in both],
+            latencies=[r.token_s[-1] - r.submitted_s if ok else 0.0 for r, ok in both],
+            start_times=[r.submitted_s for r in rows],
+            generated_texts=[""] * len(rows),
+            errors=["" if ok else _why(r) for r, ok in both],
+        )
+
+    def finished(self) -> list[int]:
+        """Indices of those that did."""
+        return [i for i, error in enumerate(self.errors) if not error]
+
+    def spread_ms(self) -> dict[str, float]:
+        """Standard deviation of each latency in ms over finished requests, ITL pooled; none where there is no sample.
+
+        Of the population, as numpy's default is and the serving benchmarks have it.
+        """
+        import numpy as np
+
+        done = self.finished()
+        several = [i for i in done if self.output_lens[i] > 1]
+        samples = {
+            "ttft": [self.ttfts[i] for i in done],
+            "tpot": [(self.latencies[i] - self.ttfts[i]) / (self.output_lens[i] - 1) for i in several],
+            "itl": [gap for i in done for gap in self.itls[i]],
+            "e2el": [self.latencies[i] for i in done],
+        }
+        return {name: float(np.std(found)) * 1e3 for name, found in samples.items() if found}
+
+    def most_at_once(self) -> int:
+        """Most finished requests that were in flight at a moment; one that starts as another ends is not beside it."""
+        done = self.finished()
+        events = [(self.start_times[i], 1) for i in done] + [
+            (self.start_times[i] + self.latencies[i], -1) for i in done
+        ]
+        return max(itertools.accumulate((change for _, change in sorted(events)), initial=0))
+
+
+def _why(row: Row) -> str:
+    return f"rejected: {row.reason}" if row.outcome == REJECTED else "cut off when the run ended"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Sums over finished requests alone, as serving benchmarks have them; unlike ours, which count every token."""
+
+    finished: int
+    failed: int | None
+    input_tokens: int
+    output_tokens: int
+
+    @classmethod
+    def of(cls, serve: ServeMetrics, requests: Requests | None) -> Totals:
+        """Of the requests, or without them of a run that cut none off: then nobody knew which tokens were theirs."""
+        if requests is not None:
+            done = requests.finished()
+            return cls(
+                finished=len(done),
+                failed=len(requests.errors) - len(done),
+                input_tokens=sum(requests.input_lens[i] for i in done),
+                output_tokens=sum(requests.output_lens[i] for i in done),
+            )
+        assert not serve.cancelled
+        return cls(
+            finished=serve.finished,
+            failed=None if serve.submitted is None else serve.submitted - serve.finished,
+            input_tokens=serve.input_tokens,
+            output_tokens=serve.output_tokens,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +174,8 @@ def served(points: Iterable[Measured], *more: Rule) -> tuple[list[Served], Count
         load, serve = m.record.point.load, m.record.serve
         assert load is not None
         assert serve is not None
-        details = of_point(m)
-        totals = totals_of(serve, details)
-        assert totals is not None
-        found.append(Served(m, load, serve, details, totals))
+        requests = Requests.of(m)
+        found.append(Served(m, load, serve, requests, Totals.of(serve, requests)))
     return found, left_out
 
 
@@ -88,8 +197,3 @@ def statistics(point: Served, names: Mapping[str, str] = SAME_NAMES) -> dict[str
 def fixed(length: str) -> int | None:
     """Tokens where all requests have as many."""
     return int(length) if length.isdecimal() and len(length) < 10 else None  # noqa: PLR2004 - tokens, not a trap
-
-
-def is_ours(m: Measured) -> bool:
-    """Whether this package measured it."""
-    return m.origin == OURS

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.exports import measured
-from dcpbench.exports.files import Rendered, as_object
+from dcpbench.exports import Rendered, as_object, measured
 from dcpbench.show.text import short
 
 if TYPE_CHECKING:

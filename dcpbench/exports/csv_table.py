@@ -1,21 +1,116 @@
-"""CSV: the tidy table as text. An absent value is empty; what a spreadsheet would run starts with an apostrophe."""
+"""The tidy table: one row per record, units in the names, the same columns for every run; and its CSV.
+
+There an absent value is empty, and what a spreadsheet would run starts with an apostrophe.
+"""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 from typing import TYPE_CHECKING
 
-from dcpbench.exports.columns import COLUMNS, Cell, rows
-from dcpbench.exports.files import Rendered
+from dcpbench.exports import Rendered
+from dcpbench.points.axes import Role
+from dcpbench.points.point import AXES, LOAD_AXES
+from dcpbench.records import metrics
 from dcpbench.show.text import spreadsheet_cell
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dcpbench.exports.measured import Measured
+    from dcpbench.points.axes import Axis
 
 FILE = "points.csv"
+Cell = str | int | float | bool | None
+LARGEST = 2**63 - 1
+"""Of a whole number in a column of 64 bits; a record may hold any, and one that is larger is none of ours."""
+NOT_EXPORTED = ("mode", "prefix_groups", "trace_sha256", "prefix_cache", "prefill", "seed")
+"""Of a load: what has another name here, and what tables never had."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One column, and what it holds of a record."""
+
+    name: str
+    kind: type
+    of: Callable[[Measured], Cell]
+
+
+def rows(points: Sequence[Measured]) -> list[dict[str, Cell]]:
+    """Every point, those that did not run with their outcome and reason. Absent values are None."""
+    return [{column.name: _cell(column, m) for column in COLUMNS} for m in points]
+
+
+def _cell(column: Column, m: Measured) -> Cell:
+    value = column.of(m)
+    if value is None or value == "":
+        return None
+    if column.kind is int:
+        return int(value) if abs(float(value)) <= LARGEST and float(value).is_integer() else None
+    return value
+
+
+def _point(axis: Axis) -> Column:
+    """A field of a point; 0 is what an import does not say, but for its repeat."""
+    unknown = 0 if axis.kind is int and axis.role is not Role.REPEAT else ""
+
+    def of(m: Measured) -> Cell:
+        value: Cell = getattr(m.record.point, axis.name)
+        return None if value == unknown else value
+
+    return Column(axis.name, axis.kind, of)
+
+
+def _load(axis: Axis) -> Column:
+    return Column(f"load_{axis.name}", axis.kind, lambda m: getattr(m.record.point.load, axis.name, None))
+
+
+def _env(name: str, kind: type) -> Column:
+    return Column(name, kind, lambda m: getattr(m.record.environment, name, None))
+
+
+def _metric(metric: metrics.Metric) -> Column:
+    return Column(metric.name, int if metric.whole else float, lambda m: metrics.known(metric, m.record))
+
+
+def _end(metric: metrics.Metric, name: str, place: int) -> Column:
+    """One end of its interval."""
+
+    def of(m: Measured) -> float | None:
+        interval = metric.interval(m.record)
+        return None if interval is None else interval[place]
+
+    return Column(f"{metric.name}_{name}", float, of)
+
+
+COLUMNS: tuple[Column, ...] = (
+    Column("run", str, lambda m: m.run),
+    Column("point", str, lambda m: m.point_id),
+    Column("origin", str, lambda m: m.origin),
+    Column("standing", str, lambda m: m.standing or "measured"),
+    Column("outcome", str, lambda m: m.record.outcome),
+    Column("reason", str, lambda m: m.record.reason),
+    Column("marks", str, lambda m: ", ".join(m.record.marks)),
+    Column("started_at_utc", str, lambda m: m.record.started_at),
+    Column("layout", str, lambda m: m.record.point.layout_name),
+    Column("mode", str, lambda m: m.record.point.load.mode if m.record.point.load else None),
+    *map(_point, AXES),
+    *(_load(axis) for axis in LOAD_AXES if axis.name not in NOT_EXPORTED),
+    *map(_metric, metrics.exported()),
+    *(_end(m, name, place) for m in metrics.exported() if m.ranged for place, name in enumerate(("low", "high"))),
+    Column("step_samples", int, lambda m: m.record.metrics.step_ms.samples if m.record.metrics else None),
+    Column("ttft_samples", int, lambda m: m.record.serve.ttft_ms.samples if m.record.serve else None),
+    Column("itl_samples", int, lambda m: m.record.serve.itl_ms.samples if m.record.serve else None),
+    _env("device", str),
+    _env("device_count", int),
+    *(_env(name, str) for name in ("driver", "cuda", "torch", "triton", "nccl", "flashinfer", "git_commit")),
+    Column("dcpbench_version", str, lambda m: m.record.environment.dcpbench if m.record.environment else None),
+    _env("host_hash", str),
+    Column("seconds", float, lambda m: m.record.seconds),
+)
 
 
 def render(points: Sequence[Measured]) -> Rendered:
@@ -23,7 +118,7 @@ def render(points: Sequence[Measured]) -> Rendered:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([column.name for column in COLUMNS])
-    writer.writerows([_text(row[column.name]) for column in COLUMNS] for row in rows(list(points)))
+    writer.writerows([_text(row[column.name]) for column in COLUMNS] for row in rows(points))
     return Rendered({FILE: out.getvalue().encode("utf-8", "backslashreplace")})
 
 

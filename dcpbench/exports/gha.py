@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.exports import measured
-from dcpbench.exports.files import Rendered, as_list
+from dcpbench.exports import Rendered, as_list, measured
 from dcpbench.show.text import short
 
 if TYPE_CHECKING:

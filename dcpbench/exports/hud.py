@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.exports import measured
-from dcpbench.exports.files import Rendered, as_list
+from dcpbench.exports import Rendered, as_list, measured
 from dcpbench.points.axes import Role
 from dcpbench.points.point import point_axes
 from dcpbench.records.provenance import OURS
@@ -33,14 +32,11 @@ BETTER = {"higher": "bigger", "lower": "smaller", "": ""}
 def render(points: Sequence[Measured]) -> Rendered:
     """One file with a list of records."""
     kept, left_out = measured.sieve(points, *measured.PUBLIC)
-    found = [record for group in measured.by_point(kept) for record in _records(group)]
+    found = []
+    for group in measured.by_point(kept):
+        shared = _shared(group)
+        found += [{"metric": _metric(v), **shared} for v in measured.values(group)]
     return Rendered({FILE: as_list(found)} if found else {}, left_out)
-
-
-def _records(group: Sequence[Measured]) -> list[dict[str, Any]]:
-    """Of one point, a record per metric; what they share is made once."""
-    shared = _shared(group)
-    return [{"metric": _metric(v), **shared} for v in measured.values(group)]
 
 
 def _metric(v: Value) -> dict[str, Any]:
@@ -55,12 +51,7 @@ def _shared(group: Sequence[Measured]) -> dict[str, Any]:
     first = group[0]
     point, env = first.record.point, next((m.record.environment for m in group if m.record.environment), None)
     return {
-        "benchmark": {
-            "name": OURS,
-            "mode": "inference",
-            "dtype": point.dtype,
-            "extra_info": _strings(_facts(first)),
-        },
+        "benchmark": {"name": OURS, "mode": "inference", "dtype": point.dtype, "extra_info": _strings(_facts(first))},
         "model": {
             "name": point.model,
             "type": "mla-moe-decoder",

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.exports import bench_files
-from dcpbench.exports.files import Rendered, as_list
+from dcpbench.exports import Rendered, as_list, bench_files
 from dcpbench.exports.measured import PUBLIC, Measured, Rule
 from dcpbench.points.names import CLOSED
+from dcpbench.records.provenance import OURS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,10 +28,7 @@ OPEN_LOOPS = Rule(
 )
 NO_LAYOUT = Rule("say nothing of their layout, so nothing is known per GPU", lambda m: not m.record.point.tp)
 NO_HARDWARE = Rule("say nothing of their hardware", lambda m: not m.device)
-UNEVEN = Rule(
-    "have requests of different lengths, while a row has one isl and one osl",
-    lambda m: None in _lengths(m),
-)
+UNEVEN = Rule("have requests of different lengths, while a row has one isl and one osl", lambda m: None in _lengths(m))
 
 
 def render(points: Sequence[Measured]) -> Rendered:
@@ -43,7 +40,6 @@ def render(points: Sequence[Measured]) -> Rendered:
 def _row(p: Served) -> dict[str, Any]:
     point, totals, wall = p.m.record.point, p.totals, p.serve.wall_s
     isl, osl = _lengths(p.m)
-    gpus = point.tp
     times = bench_files.statistics(p)
     found: dict[str, Any] = {
         "hw": _hardware(p.m.device),
@@ -62,11 +58,11 @@ def _row(p: Served) -> dict[str, Any]:
         "pp": 1,
         "dcp_size": point.dcp,
         "pcp_size": 1,
-        "ep": point.tp if bench_files.is_ours(p.m) else None,
+        "ep": point.tp if p.m.origin == OURS else None,
         "dp_attention": "true" if point.dp > 1 else "false",
-        "tput_per_gpu": (totals.input_tokens + totals.output_tokens) / wall / gpus,
-        "output_tput_per_gpu": totals.output_tokens / wall / gpus,
-        "input_tput_per_gpu": totals.input_tokens / wall / gpus,
+        "tput_per_gpu": (totals.input_tokens + totals.output_tokens) / wall / point.tp,
+        "output_tput_per_gpu": totals.output_tokens / wall / point.tp,
+        "input_tput_per_gpu": totals.input_tokens / wall / point.tp,
     }
     found |= {name.removesuffix("_ms"): ms / 1e3 for name, ms in times.items()}
     found |= {

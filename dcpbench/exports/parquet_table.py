@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.exports.columns import COLUMNS, rows
-from dcpbench.exports.files import Rendered
+from dcpbench.exports import Rendered
+from dcpbench.exports.csv_table import COLUMNS, rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,7 @@ def render(points: Sequence[Measured]) -> Rendered:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    found = rows(list(points))
+    found = rows(points)
     table = pa.table({c.name: [_plain(row[c.name]) for row in found] for c in COLUMNS}, schema=schema(pa))
     out = io.BytesIO()
     pq.write_table(table, out, compression="zstd")
@@ -30,7 +30,7 @@ def render(points: Sequence[Measured]) -> Rendered:
 
 def schema(pa: Any) -> Any:  # noqa: ANN401 - pyarrow has no types
     """Of every such file."""
-    kinds = {"text": pa.string(), "whole": pa.int64(), "number": pa.float64(), "yes": pa.bool_()}
+    kinds = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
     return pa.schema([pa.field(column.name, kinds[column.kind]) for column in COLUMNS])
 
 

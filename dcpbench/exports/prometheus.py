@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.exports import measured
-from dcpbench.exports.files import Rendered
+from dcpbench.exports import Rendered, measured
 from dcpbench.records.metrics import LATENCIES, Metric, exported
 from dcpbench.show.text import short
 
@@ -62,7 +61,7 @@ def render(points: Sequence[Measured]) -> Rendered:
     lines = []
     for to in GAUGES.values():
         if found := families.pop(to.name, None):
-            lines += [f"# HELP {to.name} {_help(to.help)}\n", f"# TYPE {to.name} gauge\n", *found]
+            lines += [f"# HELP {to.name} {_escaped(to.help)}\n", f"# TYPE {to.name} gauge\n", *found]
     return Rendered({FILE: "".join(lines).encode("utf-8", "backslashreplace")} if lines else {}, left_out)
 
 
@@ -94,12 +93,10 @@ def labels_of(m: Measured) -> dict[str, str]:
 
 
 def _told(labels: dict[str, str]) -> str:
-    return ",".join(f'{name}="{_escaped(short(text))}"' for name, text in labels.items())
+    quoted = {name: _escaped(short(text)).replace('"', '\\"') for name, text in labels.items()}
+    return ",".join(f'{name}="{text}"' for name, text in quoted.items())
 
 
 def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _help(text: str) -> str:
+    """Of a help text; in a label quotes are escaped, too."""
     return text.replace("\\", "\\\\").replace("\n", "\\n")

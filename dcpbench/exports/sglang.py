@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.exports import bench_files
-from dcpbench.exports.files import Rendered, as_json
+from dcpbench.exports import Rendered, as_json, bench_files
 from dcpbench.points.names import TRACE
 
 if TYPE_CHECKING:
@@ -56,13 +55,6 @@ def _result(p: Served) -> dict[str, Any]:
     if serve.e2el_ms.mean is not None:
         found["concurrency"] = serve.e2el_ms.mean / 1e3 * serve.e2el_ms.samples / wall
     if p.requests is not None:
-        found |= {
-            "max_concurrent_requests": p.requests.most_at_once(),
-            "input_lens": p.requests.input_lens,
-            "output_lens": p.requests.output_lens,
-            "ttfts": p.requests.ttfts,
-            "itls": p.requests.itls,
-            "generated_texts": [""] * len(p.requests.errors),
-            "errors": p.requests.errors,
-        }
+        lists = {name: each for name, each in vars(p.requests).items() if name not in ("latencies", "start_times")}
+        found |= {"max_concurrent_requests": p.requests.most_at_once(), **lists}
     return found

@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.exports import bench_files
-from dcpbench.exports.files import Rendered, as_json
+from dcpbench.exports import Rendered, as_json, bench_files
 from dcpbench.exports.measured import digest
 from dcpbench.show.text import short
 
@@ -56,17 +55,7 @@ def _result(p: Served) -> dict[str, Any]:
         "total_token_throughput": (totals.input_tokens + totals.output_tokens) / serve.wall_s,
     }
     if p.requests is not None:
-        found |= {
-            "input_lens": p.requests.input_lens,
-            "output_lens": p.requests.output_lens,
-            "ttfts": p.requests.ttfts,
-            "itls": p.requests.itls,
-            "latencies": p.requests.latencies,
-            "start_times": p.requests.start_times,
-            "generated_texts": [""] * len(p.requests.errors),
-            "errors": p.requests.errors,
-            "max_concurrent_requests": p.requests.most_at_once(),
-        }
+        found |= {**vars(p.requests), "max_concurrent_requests": p.requests.most_at_once()}
     return found | bench_files.statistics(p)
 
 

@@ -1,4 +1,7 @@
-"""What an engine's result file says, whichever engine it is, once it has been read and checked."""
+"""What an engine's result file says, whichever engine it is, once it has been read and checked.
+
+And which results asked for requests of the same lengths: a curve is of one load, and sums differ with every draw.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.errors import RecordsError
-from dcpbench.serving.load_words import MOST_TOKENS
+from dcpbench.points.names import UNKNOWN
+from dcpbench.records.checks import LARGEST
+from dcpbench.serving.load_words import MOST_TOKENS, parse_lengths
 from dcpbench.show.text import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from dcpbench.imports.documents import Document
     from dcpbench.records.record import Latencies
 
 MOST_IN_A_NAME = 1000
 """Characters of a model's name and its like."""
-LARGEST = 1e15
-"""No number of a result is larger: a petabyte, or 31,000 years in ms."""
+NEAR = 0.05
+"""Means of one load differ by no more, as a share of the smaller one: a tokenizer adds some, and draws differ."""
 PER_TOKEN = 0.98
 """Gaps for each token after the first, from which on a gap stands for a token."""
 
@@ -47,6 +52,10 @@ class Details:
             i for i, (n, error) in enumerate(zip(self.output_lens, self.errors, strict=True)) if n > 0 and not error
         ]
 
+    def longest(self) -> int:
+        """Tokens of the longest finished request, answer included; 0 without any."""
+        return max((self.input_lens[i] + self.output_lens[i] for i in self.finished()), default=0)
+
     def latency(self, i: int) -> float:
         """Of a request, in s."""
         return self.latencies[i] if self.latencies is not None else self.ttfts[i] + math.fsum(self.itls[i])
@@ -64,6 +73,9 @@ class Details:
         """Whether gaps were divided among the tokens of a chunk: no clock gives so many twice in a row."""
         gaps = [gap for i in self.finished() for gap in itertools.pairwise(self.itls[i])]
         return sum(a == b for a, b in gaps) > (1 - PER_TOKEN) * len(gaps)
+
+
+LISTS = tuple(field.name for field in dataclasses.fields(Details))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,6 +117,92 @@ class Result:
     details: Details | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Lengths of a result's prompts and answers, as a load has them."""
+
+    prompts: str
+    """`1024`, `uniform:256-1024`, or `mean:1022` of all results of the same load; `unknown`."""
+    answers: str
+    most: int
+    """Tokens of the longest request, answer included; 0 where nobody knows it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Side:
+    """The prompts of a result, or its answers."""
+
+    said: str | None
+    """Their length, where the file says it of all of them."""
+    nominal: int | None
+    """The one asked for, where it does not."""
+    tokens: int
+    requests: int
+
+    @property
+    def mean(self) -> float:
+        return self.tokens / self.requests
+
+
+def shapes_of(results: Sequence[Result]) -> list[Shape]:
+    """The shape of each result. Those whose lengths are not fixed share a mean where they are one load."""
+    pairs = [_sides(result) for result in results]
+    prompts, answers = (_named(sides) for sides in zip(*pairs, strict=True))
+    longest: dict[tuple[str, str], list[int]] = {}
+    for result, *names in zip(results, prompts, answers, strict=True):
+        longest.setdefault((names[0], names[1]), []).append(result.details.longest() if result.details else 0)
+    return [
+        Shape(p, a, _most(p, a) or (max(longest[p, a]) if all(longest[p, a]) else 0))
+        for p, a in zip(prompts, answers, strict=True)
+    ]
+
+
+def _sides(result: Result) -> tuple[_Side, _Side]:
+    details, done = result.details, result.details.finished() if result.details else []
+    sums = (result.input_tokens, result.output_tokens)
+    found = []
+    for said, nominal, tokens, lens in zip(
+        result.lengths,
+        result.nominal,
+        sums,
+        (details.input_lens, details.output_lens) if details else ((), ()),
+        strict=True,
+    ):
+        theirs = [lens[i] for i in done]
+        alike = str(theirs[0]) if len(set(theirs)) == 1 else None
+        found.append(_Side(said or alike, nominal, sum(theirs) or tokens, len(theirs) or result.completed))
+    return found[0], found[1]
+
+
+def _named(sides: Iterable[_Side]) -> list[str]:
+    """Of each side its length; where that varies, the mean over all that asked for the same, or have nearly the same.
+
+    The smallest mean of a load decides which others are near it.
+    """
+    sides = list(sides)
+    varied = [side for side in sides if side.said is None and side.requests]
+    loads: dict[int | float, list[_Side]] = {}
+    first = 0.0
+    for side in sorted(varied, key=lambda side: side.mean):
+        if side.nominal is None and not first <= side.mean <= first * (1 + NEAR):
+            first = side.mean
+        loads.setdefault(side.nominal or -first, []).append(side)
+    names = {
+        id(side): f"mean:{sum(s.tokens for s in same) / sum(s.requests for s in same):.0f}"
+        for same in loads.values()
+        for side in same
+    }
+    return [side.said or names.get(id(side), UNKNOWN) for side in sides]
+
+
+def _most(prompts: str, answers: str) -> int:
+    """Of lengths that have an upper bound; 0 for means."""
+    if UNKNOWN in (prompts, answers) or "mean:" in prompts + answers:
+        return 0
+    bounds = [parse_lengths("", spec) for spec in (prompts, answers)]
+    return sum(max(bound.low, bound.high) for bound in bounds)
+
+
 def convert(document: Document, into: type[Any], tool: str) -> Any:  # noqa: ANN401 - one of the tools' structs
     """The document as one of the tools' files. Raises RecordsError that says which field is wrong."""
     try:
@@ -116,25 +214,25 @@ def convert(document: Document, into: type[Any], tool: str) -> Any:  # noqa: ANN
     return found
 
 
-def details(document: Document, into: type[Details], completed: int) -> Details | None:
+def details(document: Document, completed: int) -> Details | None:
     """The lists with an entry per request, None where the file has none.
 
     Raises RecordsError where they do not fit each other or the summary.
     """
-    names = [f.name for f in dataclasses.fields(into)]
-    given = {name: document.fields[name] for name in names if document.fields.get(name)}
-    needed = [f.name for f in dataclasses.fields(into) if f.default is dataclasses.MISSING]
+    given = {name: document.fields[name] for name in LISTS if document.fields.get(name)}
+    needed = [f.name for f in dataclasses.fields(Details) if f.default is dataclasses.MISSING]
     if not any(name in given for name in needed):
         return None
     if lacking := [name for name in needed if name not in given]:
         raise RecordsError(f"{document.where} has details, but no {', '.join(lacking)}; it is not whole.")
     try:
-        found = msgspec.convert(given, into)
+        found = msgspec.convert(given, Details)
     except msgspec.ValidationError as e:
         raise RecordsError(f"{document.where}: {one_line(str(e))}.") from e
     sizes = {name: len(getattr(found, name)) for name in given}
     if len(set(sizes.values())) > 1:
-        raise RecordsError(f"{document.where}: lists of requests differ in length: {_counts(sizes)}; it is not whole.")
+        counts = ", ".join(f"{name} {size:,}" for name, size in sizes.items())
+        raise RecordsError(f"{document.where}: lists of requests differ in length: {counts}; it is not whole.")
     for name in sizes:
         most = MOST_TOKENS if name in ("input_lens", "output_lens") else LARGEST
         if name != "errors":
@@ -213,7 +311,3 @@ def _check(value: object, what: str, *, signed: bool = False, most: float = LARG
             raise RecordsError(f"{what} is above {most:g}, more than anything measured; was the file damaged?")
         if value < 0 and not signed:
             raise RecordsError(f"{what} is {value}, less than nothing.")
-
-
-def _counts(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {size:,}" for name, size in sizes.items())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from dcpbench.imports import result
-from dcpbench.imports.result import Details, Result
+from dcpbench.imports.result import Result
 from dcpbench.imports.vllm import summary
 from dcpbench.points.names import CLOSED, GAMMA, TRACE
 
@@ -41,29 +40,13 @@ class File(msgspec.Struct, kw_only=True):
     tag: str | None = None
 
 
-KNOWN = (
-    *File.__struct_fields__,
-    *(f.name for f in dataclasses.fields(Details)),
-    "request_rate",
-    "server_info",
-    "total_input",
-    "total_output",
-    "total_output_tokens_retokenized",
-    "total_output_retokenized",
-    "total_input_text_tokens",
-    "request_throughput",
-    "input_throughput",
-    "output_throughput",
-    "output_throughput_retokenized",
-    "total_throughput",
-    "total_throughput_retokenized",
-    "concurrency",
-    "sharegpt_output_len",
-    "fixed_output_len",
-    "generated_texts",
-    "max_output_tokens_per_s",
-    "max_concurrent_requests",
-)
+OTHERS = """
+    request_rate server_info total_input total_output total_output_tokens_retokenized total_output_retokenized
+    total_input_text_tokens request_throughput input_throughput output_throughput output_throughput_retokenized
+    total_throughput total_throughput_retokenized concurrency sharegpt_output_len fixed_output_len generated_texts
+    max_output_tokens_per_s max_concurrent_requests
+"""
+KNOWN = (*File.__struct_fields__, *result.LISTS, *OTHERS.split())
 """Fields that are read, follow from those, or say nothing of how fast it was."""
 
 
@@ -72,7 +55,7 @@ def read(document: Document) -> Result:
     fields = _renamed(document.fields)
     found: File = result.convert(type(document)(document.where, fields), File, TOOL)
     traced, per_s = fields.get("request_rate") == TRACE, result.rate(document, "SGLang", ("inf", TRACE))
-    details = result.details(document, Details, found.completed)
+    details = result.details(document, found.completed)
     return Result(
         where=document.where,
         model=_model(document),

@@ -5,7 +5,6 @@ And what `vllm bench sweep` adds to them: the parameters of a run stand behind `
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
@@ -15,8 +14,9 @@ import msgspec
 
 from dcpbench.errors import RecordsError
 from dcpbench.imports import result
-from dcpbench.imports.result import Details, Result
+from dcpbench.imports.result import Result
 from dcpbench.points.names import CLOSED, GAMMA, TRACE
+from dcpbench.records.checks import LARGEST
 from dcpbench.records.record import Latencies
 from dcpbench.show.text import shortened
 
@@ -50,34 +50,14 @@ class File(msgspec.Struct, kw_only=True):
     """Metadata, as --goodput has it."""
 
 
-KNOWN = (
-    *File.__struct_fields__,
-    *(f.name for f in dataclasses.fields(Details)),
-    "request_rate",
-    "endpoint_type",
-    "label",
-    "tokenizer_id",
-    "best_of",
-    "use_beam_search",
-    "ramp_up_start_rps",
-    "ramp_up_end_rps",
-    "request_throughput",
-    "output_throughput",
-    "total_token_throughput",
-    "max_output_tokens_per_s",
-    "max_concurrent_requests",
-    "rtfx",
-    "queue_times",
-    "generated_texts",
-    "run_number",
-    "_benchmark_name",
-    "spec_decode_acceptance_rate",
-    "spec_decode_acceptance_length",
-    "spec_decode_num_drafts",
-    "spec_decode_draft_tokens",
-    "spec_decode_accepted_tokens",
-    "spec_decode_per_position_acceptance_rates",
-)
+OTHERS = """
+    request_rate endpoint_type label tokenizer_id best_of use_beam_search ramp_up_start_rps ramp_up_end_rps
+    request_throughput output_throughput total_token_throughput max_output_tokens_per_s max_concurrent_requests rtfx
+    queue_times generated_texts run_number _benchmark_name spec_decode_acceptance_rate spec_decode_acceptance_length
+    spec_decode_num_drafts spec_decode_draft_tokens spec_decode_accepted_tokens
+    spec_decode_per_position_acceptance_rates
+"""
+KNOWN = (*File.__struct_fields__, *result.LISTS, *OTHERS.split())
 """Fields that are read, follow from those, or say nothing of how fast it was."""
 DEGREES = {"tp": "tensor_parallel_size", "dp": "data_parallel_size", "dcp": "decode_context_parallel_size"}
 LENGTHS = (("random_input_len", "input_len"), ("random_output_len", "output_len"))
@@ -92,7 +72,7 @@ def read(document: Document) -> Result:
     found: File = result.convert(document, File, TOOL)
     rate = result.rate(document, "vLLM", ("inf",))
     arrival = CLOSED if rate is None else GAMMA
-    details = result.details(document, Details, found.completed)
+    details = result.details(document, found.completed)
     varied = _varied(document)
     layout = _layout({**{option(name): value for name, value in document.fields.items()}, **varied})
     nominal = _nominal(varied)
@@ -159,7 +139,7 @@ def number(document: Document, name: str) -> float | None:
     value = document.fields.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= result.LARGEST:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST:
         raise RecordsError(f"{document.where}: {name} is {str(value)[:40]}, which is no time in ms. Run it again.")
     return float(value)
 

@@ -6,7 +6,6 @@ harm far from where it came from.
 
 from __future__ import annotations
 
-import os
 import re
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,6 @@ from dcpbench.records.record import Interval
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sized
-    from pathlib import Path
 
     from dcpbench.records.record import Record
 
@@ -46,13 +44,7 @@ def problem(record: Record, line: bytes) -> str:
     """What of a record cannot be, by the name of its field; empty where all can."""
     if _may_be_unusual(record, line) and (found := _unusual(msgspec.json.decode(line), "")):
         return found
-    parts = (
-        _outcome(record),
-        _layout(record),
-        _metrics(record) if record.metrics or record.serve else "",
-        _entries(record),
-    )
-    return next((part for part in parts if part), "")
+    return _first((_outcome(record), _layout(record), _metrics(record), _entries(record)))
 
 
 class OtherVersionError(msgspec.ValidationError):
@@ -77,18 +69,6 @@ def why(line: bytes, error: Exception) -> str:
         )
     said = "its brackets are nested too deep" if isinstance(error, RecursionError) else str(error)[:300]
     return f"{said}. Not written by this version of dcpbench; take the line out, and measure its point again."
-
-
-def last_line(path: Path, block: int = 1 << 20) -> bytes:
-    """What follows the last newline of a file, read from its end; a whole file has nothing there."""
-    with path.open("rb") as f:
-        end = f.seek(0, os.SEEK_END)
-        tail = b""
-        while end and b"\n" not in tail:
-            start = max(0, end - block)
-            f.seek(start)
-            tail, end = f.read(end - start) + tail, start
-    return tail.rpartition(b"\n")[2]
 
 
 def _outcome(record: Record) -> str:
@@ -128,12 +108,13 @@ def _layout(record: Record) -> str:
 
 def _metrics(record: Record) -> str:
     """Metrics above 0, whose intervals hold their medians."""
+    said = ""
     for metric in POSITIVE:
-        found, where = metric.held(record), "serve" if record.serve else "metrics"
-        if isinstance(found, Interval):
-            said = _interval(f"{where}.{metric.name}", found)
-        else:
-            said = _positive(f"{where}.{metric.name}", found)
+        found, name = metric.held(record), f"{'serve' if record.serve else 'metrics'}.{metric.name}"
+        if not isinstance(found, Interval):
+            said = _positive(name, found)
+        elif not 0 < found.low <= found.median <= found.high:
+            said = f"{name}: 0 < low {found.low:g} ≤ median {found.median:g} ≤ high {found.high:g} does not hold"
         if said:
             return said
     samples = record.metrics.step_samples_ms if record.metrics else []
@@ -150,12 +131,6 @@ def _entries(record: Record) -> str:
     }
     over = [name for name, found in many.items() if len(found) > MOST_ENTRIES]
     return f"{over[0]} has {len(many[over[0]]):,} entries, more than {MOST_ENTRIES:,}" if over else ""
-
-
-def _interval(name: str, value: Interval) -> str:
-    if not 0 < value.low <= value.median <= value.high:
-        return f"{name}: 0 < low {value.low:g} ≤ median {value.median:g} ≤ high {value.high:g} does not hold"
-    return ""
 
 
 def _positive(name: str, value: float | None) -> str:

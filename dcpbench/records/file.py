@@ -49,7 +49,10 @@ class RecordFile:
 
     def end(self) -> int:
         """The byte at which the next record will begin."""
-        return _last_line(self.path).next if self.path.exists() else 0
+        if not self.path.exists():
+            return 0
+        last = _last_line(self.path)
+        return last.next if last else self.path.stat().st_size
 
     def since(self, begin: int) -> Iterator[Record]:
         """The records that were appended since `end` was `begin`; errors as of `read_records`."""
@@ -66,16 +69,11 @@ def read_records(folder: Path) -> list[Record]:
     checksum (checksums.py) does not fit, for values that cannot be (checks.py) and for records of another
     version.
     """
-    return list(iter_records(folder))
-
-
-def iter_records(run: Path) -> Iterator[Record]:
-    """The same one by one, so that what is not needed of each need not stay in memory."""
-    return (record for _, record in placed_records(run))
+    return [record for _, record in placed_records(folder)]
 
 
 def placed_records(run: Path, begin: int = 0) -> Iterator[tuple[int, Record]]:
-    """The same with the byte at which the line of each begins; only those from byte `begin` on."""
+    """The same one by one, each with the byte at which its line begins; only those from byte `begin` on."""
     path = record_file(run)
     if not path.is_file():
         raise RecordsError(_no_records(run))
@@ -136,7 +134,7 @@ def cut_short(run: Path) -> bool:
         last = _last_line(path)
     except OSError as e:
         raise RecordsError(f"{path} cannot be read: {e}; name another folder.") from e
-    if last.error is None or last.empty:
+    if last is None or last.error is None:
         return False
     return not last.line or _cut_short(last.line, last.error)
 
@@ -174,14 +172,8 @@ class _LastLine:
     begin: int
     line: bytes
     """Without NULs behind it."""
-    nuls: int
     error: Exception | None
     """Why it is no record."""
-
-    @property
-    def empty(self) -> bool:
-        """Whether the file ends with a newline, as it should."""
-        return not self.line and not self.nuls
 
     @property
     def next(self) -> int:
@@ -189,21 +181,28 @@ class _LastLine:
         return self.begin + (0 if self.error else len(self.line))
 
 
-def _last_line(path: Path) -> _LastLine:
-    whole = checks.last_line(path)
+def _last_line(path: Path, block: int = 1 << 20) -> _LastLine | None:
+    """Read from the end of the file; None where that is a newline, as it should be."""
+    with path.open("rb") as f:
+        end = size = f.seek(0, os.SEEK_END)
+        tail = b""
+        while end and b"\n" not in tail:
+            start = max(0, end - block)
+            f.seek(start)
+            tail, end = f.read(end - start) + tail, start
+    whole = tail.rpartition(b"\n")[2]
     line = whole.rstrip(NUL)
-    error = None
     try:
         decode(line)
     except UNREADABLE as e:
-        error = e
-    return _LastLine(path.stat().st_size - len(whole), line, len(whole) - len(line), error)
+        return _LastLine(size - len(whole), line, e) if whole else None
+    return _LastLine(size - len(whole), line, None)
 
 
 def _end_last_line(path: Path) -> None:
     """Make the file end with a newline: complete a whole last line, move half of one to the file aside."""
     last = _last_line(path) if path.exists() else None
-    if last is None or last.empty:
+    if last is None:
         return
     if last.error:
         with (path.parent / ASIDE_FILE).open("ab") as f:

@@ -65,24 +65,17 @@ class RequestTimes:
         return float(self.token_s[-1])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Slo:
-    """Service level objectives, in ms; None = not asked for."""
+def objectives(slo: Mapping[str, float]) -> dict[str, float]:
+    """Service level objectives such as `{"ttft": 500, "itl": 50}`, in ms.
 
-    ttft_ms: float | None = None
-    itl_ms: float | None = None
-    tpot_ms: float | None = None
-    e2el_ms: float | None = None
-
-    @classmethod
-    def of(cls, objectives: Mapping[str, float]) -> Slo:
-        """From `{"ttft": 500, "itl": 50}`, in ms. Raises UsageError for other names and for limits of 0 or less."""
-        for name, limit in objectives.items():
-            if name not in OBJECTIVES:
-                raise UsageError(f"there is no objective {name}; use {', '.join(OBJECTIVES)}, as in --slo ttft=500.")
-            if not limit > 0:
-                raise UsageError(f"the objective {name}={limit:g} cannot be met; give milliseconds above 0.")
-        return cls(**{f"{name}_ms": limit for name, limit in objectives.items()})
+    Raises UsageError for other names and for limits of 0 or less.
+    """
+    for name, limit in slo.items():
+        if name not in OBJECTIVES:
+            raise UsageError(f"there is no objective {name}; use {', '.join(OBJECTIVES)}, as in --slo ttft=500.")
+        if not limit > 0:
+            raise UsageError(f"the objective {name}={limit:g} cannot be met; give milliseconds above 0.")
+    return dict(slo)
 
 
 def ttft_ms(request: RequestTimes) -> float:
@@ -106,6 +99,10 @@ def tpot_ms(request: RequestTimes) -> float | None:
 def e2el_ms(request: RequestTimes) -> float:
     """End-to-end latency: tn - t0. Unit: ms."""
     return (request.end_s - request.submitted_s) * 1e3
+
+
+OF_A_REQUEST = {"ttft": ttft_ms, "tpot": tpot_ms, "e2el": e2el_ms}
+"""Latencies that are one number of a request."""
 
 
 def latencies(samples: Sequence[float] | Floats) -> Latencies:
@@ -134,14 +131,6 @@ def wall_s(requests: Sequence[RequestTimes]) -> float:
     if wall <= 0:
         raise UsageError("the run took no time; check the clock.")
     return wall
-
-
-def output_tok_s(requests: Sequence[RequestTimes]) -> float:
-    """Output throughput: output tokens / wall time of the run, ramp and drain included. Unit: tok/s.
-
-    Raises UsageError as `wall_s` does.
-    """
-    return sum(len(r.token_s) for r in requests) / wall_s(requests)
 
 
 def steady_window(
@@ -186,15 +175,6 @@ def tok_s_within(requests: Sequence[RequestTimes], window: tuple[float, float]) 
     return sum(int(np.diff(np.searchsorted(r.token_s, window, "right"))[0]) for r in requests) / (end - start)
 
 
-def steady_tok_s(requests: Sequence[RequestTimes], concurrency: int) -> float | None:
-    """Steady throughput: output tokens in the steady window / its length. Unit: tok/s. None without such a window.
-
-    Raises UsageError for a concurrency below 1.
-    """
-    window = steady_window(requests, concurrency)
-    return None if window is None else tok_s_within(requests, window)
-
-
 def per_gpu(tok_s: float, tp: int) -> float:
     """Throughput per GPU: tok/s / tp. DCP and DP add no GPUs. Unit: tok/s/GPU. Raises UsageError for tp < 1."""
     if tp < 1:
@@ -209,8 +189,8 @@ def tok_s_per_user(median_itl_ms: float) -> float:
     return 1e3 / median_itl_ms
 
 
-def meets(request: RequestTimes, slo: Slo) -> bool:
-    """Whether a finished request meets every objective given. One that was cut off meets none.
+def meets(request: RequestTimes, slo: Mapping[str, float]) -> bool:
+    """Whether a finished request meets all `objectives`. One that was cut off meets none.
 
     TTFT, TPOT and E2EL are each one number of a request. An ITL objective is met where at least 99 in 100 of the
     request's gaps are within it, which below 100 gaps is all of them. That is stricter than AIPerf, where an ITL
@@ -220,18 +200,18 @@ def meets(request: RequestTimes, slo: Slo) -> bool:
     """
     if not request.finished:
         return False
-    measured = (ttft_ms(request), tpot_ms(request), e2el_ms(request))
-    limits = (slo.ttft_ms, slo.tpot_ms, slo.e2el_ms)
-    if not all(v is None or limit is None or v <= limit for v, limit in zip(measured, limits, strict=True)):
-        return False
-    if slo.itl_ms is None:
-        return True
-    gaps = itl_ms(request)
-    return int((gaps > slo.itl_ms).sum()) * GAPS_PER_MISS <= len(gaps)
+    for name, limit in slo.items():
+        if name == "itl":
+            gaps = itl_ms(request)
+            if int((gaps > limit).sum()) * GAPS_PER_MISS > len(gaps):
+                return False
+        elif (measured := OF_A_REQUEST[name](request)) is not None and measured > limit:
+            return False
+    return True
 
 
-def goodput(requests: Sequence[RequestTimes], slo: Slo) -> float:
-    """Goodput: requests that meet every SLO given / wall time of the run. Unit: requests/s.
+def goodput(requests: Sequence[RequestTimes], slo: Mapping[str, float]) -> float:
+    """Goodput: requests that meet all `objectives` / wall time of the run. Unit: requests/s.
 
     Raises UsageError as `wall_s` does.
     """

@@ -7,19 +7,18 @@ of METRICS, and its name in those lists at the end of this file in which it is t
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
 import statistics
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from dcpbench.points.memory import GIB
-from dcpbench.records.record import Interval
+from dcpbench.records.record import Gpu, Honesty, Interval, Kv, Metrics, Phases, Record, ServeMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from dcpbench.records.record import Record
 
 DECODE, SERVE = "decode", "serve"
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
@@ -31,6 +30,33 @@ requests, gaps between tokens, tokens in windows of the run or of its steady par
 objectives."""
 
 
+RATES, TIMES = ("tok/s", "requests/s"), ("ms", "µs")
+"""How units of rates begin, of which more is better, and units of times, of which less is."""
+PARTS = {
+    "serve": ServeMetrics,
+    "metrics": Metrics,
+    "phases": Phases,
+    "kv": Kv,
+    "honesty": Honesty,
+    "gpu": Gpu,
+    "": Record,
+}
+"""Parts of a record that hold numbers, and itself; those of `kv` are metrics with `kv_` before their names."""
+
+
+def _places() -> dict[str, dict[str, bool]]:
+    """By the names of metrics, where a record may hold them, and whether as a whole number."""
+    found: dict[str, dict[str, bool]] = collections.defaultdict(dict)
+    for part, struct in PARTS.items():
+        for field, kind in get_type_hints(struct).items():
+            name = f"kv_{field}" if part == "kv" else field
+            found[name][f"{part}.{field}".lstrip(".")] = kind in (int, int | None)
+    return found
+
+
+PLACES = _places()
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Metric:
     """One number of a point."""
@@ -39,26 +65,28 @@ class Metric:
     """With its unit, as in a record."""
     unit: str
     """As said in words."""
-    better: Direction
-    """Nothing where a change is neither good nor bad."""
     help: str
     """What it is, in a line. Exports carry it."""
+    better: Direction | Literal["by unit"] = "by unit"
+    """Rates are better higher, times lower, unless it is said; nothing where a change is neither good nor bad."""
     _: dataclasses.KW_ONLY
 
     at: tuple[str, ...] = ()
-    """Where a record holds it, as a number or as an Interval: of the first of these whose outermost part it has."""
+    """Where a record holds it, as a number or as an Interval: of the first of these whose outermost part it has. By its
+    name, unless that says something else there."""
     of: Callable[[Record], float | None] | None = None
     """Or how it follows from a record. A metric with neither is of points beside each other, and no record has it."""
     derived: Callable[[Record], tuple[float, float] | None] | None = None
     """Ends of its interval, where that follows from another metric's and no record holds it."""
-    merged: Literal["median", "max", "min", "first"] = "median"
-    """What a report shows of repeats. Exports and the dashboard show medians."""
+    merged: Literal["median", "max", "min", "first", ""] = ""
+    """What a report shows of repeats: the median, but of KV caches, which they share, the first. Exports and the
+    dashboard show medians."""
     ranged: bool = False
     """Whether tables have both ends of its interval beside it, as `…_low` and `…_high`."""
     positive: bool = False
     """Whether no record can hold a 0 of it."""
-    whole: bool = False
-    """Whether it counts things."""
+    whole: bool | None = None
+    """Whether it counts things: as records hold it."""
     exported: bool = True
     gauge: str = ""
     """What Prometheus calls it, without `dcpbench_`, where its unit does not say that."""
@@ -99,16 +127,23 @@ class Metric:
     """Small whole numbers, whose ratio says little."""
 
     def __post_init__(self) -> None:
-        """Words that were not given are those that were."""
+        """What was not given follows from what was."""
+        places = PLACES.get(self.name, {})
+        direction = "higher" if self.unit.startswith(RATES) else "lower" if self.unit in TIMES else ""
+        self._set("better", direction if self.better == "by unit" else self.better)
+        self._set("at", self.at or tuple(places))
+        self._set("merged", self.merged or ("first" if self.name.startswith("kv_") else "median"))
+        self._set("whole", any(places.values()) if self.whole is None else self.whole)
         self._set("label", self.label or self.name.replace("_", " "))
         self._set("title", self.title or self.label)
         self._set("brief", self.brief or self.label)
         self._set("shown_unit", self.unit if self.shown_unit is None else self.shown_unit)
         self._set("brief_unit", self.shown_unit if self.brief_unit is None else self.brief_unit)
         self._set("heading", self.heading or self.in_brief)
+        self._set("term", self.term or self.label)
         self._set("option", self.option or self.name.removesuffix(f"_{self.unit}"))
 
-    def _set(self, field: str, value: str | None) -> None:
+    def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)
 
     @property
@@ -171,15 +206,15 @@ class Latency:
 
     def metric(self, statistic: str) -> Metric:
         """`ttft_p50_ms`."""
-        path = f"{self.name}_ms.{statistic}"
         in_decode = self.name in OF_STEPS and statistic in PERCENTILES
         errors: dict[str, Error] = {SERVE: "gaps" if self.name == "itl" else "requests"}
         return Metric(
             f"{self.name}_{statistic}_ms",
             "ms",
-            "lower",
             f"{statistic} of the {self.help}; absent where samples are too few",
-            at=_either(path) if in_decode else (f"serve.{path}",),
+            at=tuple(
+                f"{part}.{self.name}_ms.{statistic}" for part in (("serve", "metrics") if in_decode else ("serve",))
+            ),
             label=f"{self.label} {statistic}",
             heading="" if statistic in STATISTICS[:2] else statistic,
             latency=self.name,
@@ -190,63 +225,24 @@ class Latency:
 
 OF_STEPS = ("ttft", "itl")
 """Latencies that `decode` has as well."""
+_OF_TTFT = "t1 - t0: first output token - submitted (open loop: due), queueing included"
+_OF_ITL = {
+    DECODE: "gap between two output tokens of a request: one step, one sample per step",
+    SERVE: "each gap between consecutive output tokens of a request, pooled over requests",
+}
+_OF_TPOT = "(tn - t1) / (n - 1), one per request, none if n < 2"
+_OF_E2EL = "tn - t0: last output token - submitted"
 LATENCIES = {
-    found.name: found
-    for found in (
-        Latency(
-            "ttft",
-            "TTFT",
-            "time to first token, queueing included",
-            {SERVE: "t1 - t0: first output token - submitted (open loop: due), queueing included"},
-        ),
-        Latency(
-            "itl",
-            "ITL",
-            "gap between two output tokens of a request",
-            {
-                DECODE: "gap between two output tokens of a request: one step, one sample per step",
-                SERVE: "each gap between consecutive output tokens of a request, pooled over requests",
-            },
-        ),
-        Latency(
-            "tpot",
-            "TPOT",
-            "time per output token after the first, one per request",
-            {SERVE: "(tn - t1) / (n - 1), one per request, none if n < 2"},
-        ),
-        Latency(
-            "e2el",
-            "E2EL",
-            "time from submission to the last token",
-            {SERVE: "tn - t0: last output token - submitted"},
-        ),
-    )
+    "ttft": Latency("ttft", "TTFT", "time to first token, queueing included", {SERVE: _OF_TTFT}),
+    "itl": Latency("itl", "ITL", "gap between two output tokens of a request", _OF_ITL),
+    "tpot": Latency("tpot", "TPOT", "time per output token after the first, one per request", {SERVE: _OF_TPOT}),
+    "e2el": Latency("e2el", "E2EL", "time from submission to the last token", {SERVE: _OF_E2EL}),
 }
 """By the names that --slo has for them (names.OBJECTIVES)."""
 
 
-def _either(name: str) -> tuple[str, str]:
-    """Where records of both workloads hold it."""
-    return f"serve.{name}", f"metrics.{name}"
-
-
 def _both(definition: str) -> dict[str, str]:
     return dict.fromkeys((DECODE, SERVE), definition)
-
-
-def _served(name: str, unit: str, better: Direction, help_: str, **more: Any) -> Metric:  # noqa: ANN401 - of Metric
-    """A field of ServeMetrics."""
-    return Metric(name, unit, better, help_, at=(f"serve.{name}",), **more)
-
-
-def _count(name: str, unit: str, help_: str, better: Direction = "", **more: Any) -> Metric:  # noqa: ANN401 - of Metric
-    """The same, of what is counted."""
-    return _served(name, unit, better, help_, whole=True, **more)
-
-
-def _kv(name: str, unit: str, better: Direction, help_: str, **more: Any) -> Metric:  # noqa: ANN401 - of Metric
-    """A field of Kv, which repeats share."""
-    return Metric(f"kv_{name}", unit, better, help_, at=(f"kv.{name}",), merged="first", **more)
 
 
 def _per_gpu_interval(record: Record) -> tuple[float, float] | None:
@@ -279,9 +275,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "output_tok_s",
         "tok/s",
-        "higher",
         "output tokens per second of the whole layout",
-        at=_either("output_tok_s"),
         ranged=True,
         positive=True,
         gauge="output_tokens_per_second",
@@ -300,9 +294,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "output_tok_s_per_gpu",
         "tok/s/GPU",
-        "higher",
         "output tokens per second and GPU",
-        at=_either("output_tok_s_per_gpu"),
         derived=_per_gpu_interval,
         positive=True,
         gauge="output_tokens_per_second_per_gpu",
@@ -315,9 +307,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "tok_s_per_user",
         "tok/s/user",
-        "higher",
         "1000 over the median ITL in ms",
-        at=_either("tok_s_per_user"),
         derived=_per_user_interval,
         positive=True,
         gauge="output_tokens_per_second_per_user",
@@ -327,18 +317,16 @@ METRICS: tuple[Metric, ...] = (
         term="per user",
         defined=_both("1000 / median ITL in ms"),
     ),
-    _served(
+    Metric(
         "total_tok_s",
         "tok/s",
-        "higher",
         "input and output tokens per second of the whole layout",
         gauge="input_and_output_tokens_per_second",
         label="input + output",
     ),
-    _served(
+    Metric(
         "steady_tok_s",
         "tok/s",
-        "higher",
         "output tokens per second while the target concurrency is held",
         gauge="steady_output_tokens_per_second",
         label="steady output",
@@ -349,26 +337,23 @@ METRICS: tuple[Metric, ...] = (
         defined={SERVE: "the same over the longest time with at least 95 % of a closed loop's clients in flight"},
         errors={SERVE: "steady tokens"},
     ),
-    _served("steady_s", "s", "", "how long the target concurrency is held", exported=False),
-    _served(
+    Metric("steady_s", "s", "how long the target concurrency is held", exported=False),
+    Metric(
         "request_s",
         "requests/s",
-        "higher",
         "finished requests per second",
         gauge="requests_per_second",
         label="finished requests",
     ),
-    _served(
+    Metric(
         "goodput_s",
         "requests/s",
-        "higher",
         "requests per second that meet every objective",
         gauge="goodput_requests_per_second",
         label="goodput",
         title="goodput under the line's objectives",
         brief_unit="req/s",
         digits=3,
-        term="goodput",
         defined={SERVE: "finished requests that meet every objective / wall time; ITL in 99 of 100 gaps"},
         option="goodput",
         errors={SERVE: "objectives"},
@@ -376,13 +361,10 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "step_ms",
         "ms",
-        "lower",
         "median time of a decode step, slowest rank",
-        at=("metrics.step_ms",),
         ranged=True,
         positive=True,
         label="step time",
-        term="step time",
         defined={DECODE: "slowest rank's time from graph launch to the step's end; median with its 95 % interval"},
         option="step_time",
         aliases=("slower", "tok_s", "itl_p50", "output_tok_s", "itl_p50_ms"),
@@ -392,11 +374,9 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "host_syncs_per_step",
         "syncs/step",
-        "lower",
         "calls in one step that make the host wait for the GPU",
-        at=("host_syncs_per_step",),
+        "lower",
         merged="max",
-        label="host syncs per step",
         shown_unit="",
         brief="host syncs",
         brief_unit="/step",
@@ -408,9 +388,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "allocations_per_step",
         "allocations/step",
-        "lower",
         "calls to CUDA's allocator in one timed step",
-        at=("allocations_per_step",),
+        "lower",
         merged="max",
         exported=False,
         heading="allocations",
@@ -419,9 +398,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "host_plan_us",
         "µs",
-        "lower",
         "host time to plan one step",
-        at=("host_plan_us",),
         label="host time to plan a step",
         brief="host plan",
         digits=3,
@@ -429,47 +406,42 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "idle_fraction",
         "share",
-        "lower",
         "share of a step in which no kernel runs",
-        at=("serve.idle_fraction", "phases.idle_fraction"),
+        "lower",
         gauge="gpu_idle_ratio",
         label="GPU idle",
         **IN_PERCENT,
     ),
-    _kv(
-        "capacity_tokens",
+    Metric(
+        "kv_capacity_tokens",
         "tokens",
-        "higher",
         "tokens that the KV pools hold, each counted once",
-        whole=True,
+        "higher",
         label="KV capacity",
     ),
-    _kv("capacity_requests", "requests", "higher", "requests of the point's context that fit at once", whole=True),
-    _kv(
-        "pool_bytes_per_gpu",
+    Metric("kv_capacity_requests", "requests", "requests of the point's context that fit at once", "higher"),
+    Metric(
+        "kv_pool_bytes_per_gpu",
         "bytes",
-        "",
         "size of one GPU's KV pool",
-        whole=True,
         label="KV pool per GPU",
         heading="pool GiB per GPU",
         **IN_GIB,
     ),
-    _kv(
-        "bytes_per_token_per_gpu",
+    Metric(
+        "kv_bytes_per_token_per_gpu",
         "bytes",
-        "lower",
         "KV bytes of a token, averaged over the layout's GPUs",
+        "lower",
         brief="bytes per token per GPU",
         digits=5,
     ),
     Metric(
         "kv_tokens_per_gib",
         "tokens/GiB",
-        "higher",
         "tokens that the KV pools hold, over the GiB of one GPU's pool",
+        "higher",
         of=_kv_tokens_per_gib,
-        merged="first",
         exported=False,
         label="KV tokens per GiB on each GPU",
         shown_unit="tokens",
@@ -479,26 +451,24 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "memory_peak_bytes",
         "bytes",
-        "lower",
         "peak memory of a GPU",
-        at=("memory_peak_bytes",),
+        "lower",
         merged="max",
-        whole=True,
         label="memory peak per GPU",
         title="peak memory",
         brief="memory peak",
         option="memory",
         **IN_GIB,
     ),
-    _served("wall_s", "s", "", "time from the first submission to the last token", label="wall"),
-    _count("submitted", "requests", "requests that were submitted"),
-    _count("finished", "requests", "requests that got all their tokens"),
-    _count("rejected", "requests", "requests that can never fit", heading="rejected"),
-    _count("cancelled", "requests", "requests that the end of the run cut off", heading="cut off"),
-    _count("input_tokens", "tokens", "prompt tokens of requests that got a token"),
-    _count("output_tokens", "tokens", "output tokens that came"),
-    _count("cached_tokens", "tokens", "prompt tokens that the prefix cache had"),
-    _count(
+    Metric("wall_s", "s", "time from the first submission to the last token", label="wall"),
+    Metric("submitted", "requests", "requests that were submitted"),
+    Metric("finished", "requests", "requests that got all their tokens"),
+    Metric("rejected", "requests", "requests that can never fit", heading="rejected"),
+    Metric("cancelled", "requests", "requests that the end of the run cut off", heading="cut off"),
+    Metric("input_tokens", "tokens", "prompt tokens of requests that got a token"),
+    Metric("output_tokens", "tokens", "output tokens that came"),
+    Metric("cached_tokens", "tokens", "prompt tokens that the prefix cache had"),
+    Metric(
         "preemptions",
         "preemptions",
         "how often a request lost its KV cache to others",
@@ -506,19 +476,18 @@ METRICS: tuple[Metric, ...] = (
         shown_unit="",
         heading="preempted",
     ),
-    _count("steps", "steps", "steps of the run"),
-    _count("decode_steps", "steps", "steps without prefill"),
-    _count(
+    Metric("steps", "steps", "steps of the run", at=("serve.steps",)),
+    Metric("decode_steps", "steps", "steps without prefill"),
+    Metric(
         "eager_decode_steps",
         "steps",
         "steps without prefill past the largest captured graph",
         exported=False,
         heading="of these eager",
     ),
-    _served(
+    Metric(
         "decode_batch",
         "requests",
-        "",
         "mean requests in a step without prefill",
         label="requests in a decode step",
         heading="requests in these",
@@ -527,7 +496,6 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "cached_share",
         "share",
-        "",
         "prompt tokens that the prefix cache had, as a share of all",
         of=_cached_share,
         exported=False,
@@ -538,9 +506,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "kernels",
         "kernels/step",
-        "",
         "kernels in one profiled step",
-        at=("phases.kernels",),
+        whole=False,
         exported=False,
         label="kernels per step",
         shown_unit="",
@@ -549,9 +516,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "attention_error",
         "",
-        "lower",
         "relative error of the merged attention output against fp64, worst rank",
-        at=("honesty.attention_error",),
+        "lower",
         merged="max",
         exported=False,
         title="attention error against fp64",
@@ -559,9 +525,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "sm_clock_mhz_min",
         "MHz",
-        "",
         "lowest clock of any GPU while the point was measured",
-        at=("gpu.sm_clock_mhz_min",),
         merged="min",
         exported=False,
         label="lowest SM clock",
@@ -569,9 +533,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "temperature_c_max",
         "°C",
-        "",
         "highest temperature of any GPU while the point was measured",
-        at=("gpu.temperature_c_max",),
         merged="max",
         exported=False,
         label="highest temperature",
@@ -579,8 +541,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "dcp_ratio",
         "×",
-        "higher",
         "output throughput over that of the same layout, load and settings with dcp 1",
+        "higher",
         ranged=True,
         exported=False,
         label="output over the same layout without DCP",

@@ -260,36 +260,31 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Parquet file beside the records: a row per request."""
 
 
-class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """A backend with an exchange that `auto` tried."""
+class _Kernels(msgspec.Struct, frozen=True, kw_only=True):
+    """A backend with an exchange."""
 
     backend: str
     exchange: str
+
+    def __str__(self) -> str:
+        """`triton symm`."""
+        return self.backend if self.exchange == NO_EXCHANGE else f"{self.backend} {self.exchange}"
+
+
+class Tried(_Kernels, frozen=True, kw_only=True):
+    """What `auto` tried."""
+
     layer_us: float | None = None
     """Median time of q's exchange, attention and merge in one layer, slowest rank; null where it cannot run."""
     reason: str | None = None
     """Why it cannot."""
 
-    def __str__(self) -> str:
-        """`triton symm`."""
-        return _name(self.backend, self.exchange)
 
-
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
+class Choice(_Kernels, frozen=True, kw_only=True):
     """What stood for `auto` while the point was measured."""
 
-    backend: str
-    exchange: str
     candidates: list[Tried]
     """All that were tried, in order."""
-
-    def __str__(self) -> str:
-        """`triton symm`."""
-        return _name(self.backend, self.exchange)
-
-
-def _name(backend: str, exchange: str) -> str:
-    return backend if exchange == NO_EXCHANGE else f"{backend} {exchange}"
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,21 +18,23 @@ if TYPE_CHECKING:
 
 REPEATS_AGREE_WITHIN = 0.02
 """Repeats of a point agree when their medians differ by no more than this share."""
+CONFIDENCE = 0.95
+"""Of intervals."""
 FLOOR_CONFIDENCE = 0.99
 """Confidence of the bound that a percentile needs (MLPerf endpoints)."""
 MEDIAN, MAXIMUM = 50, 100
 
 
-def median_interval(samples: Sequence[float], confidence: float = 0.95) -> Interval:
+def median_interval(samples: Sequence[float]) -> Interval:
     """Median with a distribution-free confidence interval, in the unit of the samples.
 
     The interval is [x_(k), x_(n+1-k)] of the sorted samples, with the largest k for which it covers the true median
-    with the wanted confidence: 1 - 2·P(Bin(n, ½) ≤ k-1) ≥ confidence. With fewer than 6 samples no pair reaches 95 %:
+    with 95 %: 1 - 2·P(Bin(n, ½) ≤ k-1) ≥ 0.95. With fewer than 6 samples no pair reaches 95 %:
     then it is the smallest and the largest sample. Raises UsageError for no samples and for NaN or infinite ones.
     """
     ordered = _sorted_finite(samples)
     n = len(ordered)
-    k = _interval_rank(n, confidence)
+    k = _interval_rank(n)
     return Interval(median=_quantile(ordered, 0.5), low=ordered[k - 1], high=ordered[n - k], samples=n)
 
 
@@ -121,14 +123,14 @@ def _quantile(ordered: Sequence[float], q: float) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _interval_rank(n: int, confidence: float) -> int:
-    """Largest k with 1 - 2·P(Bin(n, ½) ≤ k-1) ≥ confidence, at least 1.
+def _interval_rank(n: int) -> int:
+    """Largest k with 1 - 2·P(Bin(n, ½) ≤ k-1) ≥ 0.95, at least 1.
 
     The sum starts ten standard deviations below n/2, where what is left out is below 1e-22.
     """
     tail, k = 0.0, max(0, math.floor(n / 2 - 5 * math.sqrt(n)))
     while True:
         tail += math.exp(math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) - n * math.log(2))
-        if 1 - 2 * tail < confidence - 1e-12:
+        if 1 - 2 * tail < CONFIDENCE - 1e-12:
             return max(k, 1)
         k += 1

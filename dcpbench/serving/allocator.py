@@ -70,7 +70,7 @@ class Allocation:
         self.shared = len(pages)
         return duplicates
 
-    def clear_pages(self) -> None:
+    def clear(self) -> None:
         """For DcpAllocator: forget everything."""
         self._count = self.tokens = self.shared = 0
 
@@ -96,22 +96,20 @@ class DcpAllocator:
         self.interleave = interleave
         self.virtual_page = page_size * dcp
         """Tokens that one virtual page holds."""
-        self.clear()
-
-    @property
-    def free_pages(self) -> int:
+        self.tokens = 0
+        """Stored by requests and the prefix cache; those that they share count once."""
+        self.free_pages = pages - 1
         """Pages that can still be handed out."""
-        return self._free_count
+        self._live: set[Allocation] = set()
+        self._free = np.arange(pages - 1, PADDING_PAGE, -1, dtype=np.int32)
+        """Stack of free pages, its top at `free_pages - 1`; an array, as there may be millions of pages."""
+        self._is_free = np.ones(pages, dtype=bool)
+        self._is_free[PADDING_PAGE] = False
 
     @property
     def used_pages(self) -> int:
         """Pages that requests or the prefix cache hold; the padding page is neither free nor used."""
-        return self.pages - 1 - self._free_count
-
-    @property
-    def tokens(self) -> int:
-        """Tokens stored, by requests and the prefix cache; those that they share count once."""
-        return self._tokens
+        return self.pages - 1 - self.free_pages
 
     def pages_for(self, tokens: int) -> int:
         """Pages that a request of `tokens` tokens takes."""
@@ -120,7 +118,7 @@ class DcpAllocator:
     def fragmentation(self) -> float:
         """Share of the allocated rows (of all ranks together) that holds no token; 0 when nothing is allocated."""
         rows = self.used_pages * self.virtual_page
-        return 1 - self._tokens / rows if rows else 0.0
+        return 1 - self.tokens / rows if rows else 0.0
 
     def alloc(self, tokens: int, shared: np.ndarray = NO_PAGES) -> Allocation:
         """Room for a new request of `tokens` tokens, whose first pages are `shared`: the prefix cache's, and locked."""
@@ -129,7 +127,7 @@ class DcpAllocator:
         own = self._take(self.pages_for(tokens) - len(shared))
         allocation = Allocation(np.concatenate((shared, own)), tokens, self.virtual_page, len(shared))
         self._live.add(allocation)
-        self._tokens += self._own_tokens(allocation)
+        self.tokens += self._own_tokens(allocation)
         return allocation
 
     def share(self, allocation: Allocation, pages: np.ndarray) -> None:
@@ -142,12 +140,12 @@ class DcpAllocator:
             raise ValueError(f"{len(pages)} full pages cannot be shared by a request of {allocation.tokens} tokens")
         duplicates = allocation.share(pages)
         self._put(duplicates)
-        self._tokens -= len(duplicates) * self.virtual_page
+        self.tokens -= len(duplicates) * self.virtual_page
 
     def give_back(self, pages: np.ndarray) -> None:
         """Take back pages that the prefix cache evicted."""
         self._put(pages)
-        self._tokens -= len(pages) * self.virtual_page
+        self.tokens -= len(pages) * self.virtual_page
 
     def extend(self, allocation: Allocation, tokens: int) -> None:
         """`tokens` more tokens for a request: first what its last page has left, then new pages."""
@@ -158,36 +156,24 @@ class DcpAllocator:
         if more:
             allocation.append(self._take(more))
         allocation.tokens += tokens
-        self._tokens += tokens
+        self.tokens += tokens
 
     def free(self, allocation: Allocation) -> None:
         """Take a request's pages back. Raises ValueError for one that is not live, be it freed twice or not ours."""
         self._check(allocation)
         self._live.remove(allocation)
         self._put(allocation.pages[allocation.shared :][::-1])
-        self._tokens -= self._own_tokens(allocation)
-        allocation.clear_pages()
-
-    def clear(self) -> None:
-        """Take everything back; live allocations become invalid."""
-        for allocation in getattr(self, "_live", ()):
-            allocation.clear_pages()
-        self._live: set[Allocation] = set()
-        self._free = np.arange(self.pages - 1, PADDING_PAGE, -1, dtype=np.int32)
-        """Stack of free pages, its top at `_free_count - 1`; an array, as there may be millions of pages."""
-        self._free_count = self.pages - 1
-        self._is_free = np.ones(self.pages, dtype=bool)
-        self._is_free[PADDING_PAGE] = False
-        self._tokens = 0
+        self.tokens -= self._own_tokens(allocation)
+        allocation.clear()
 
     def _take(self, count: int) -> np.ndarray:
-        if count > self._free_count:
+        if count > self.free_pages:
             raise OutOfKvError(
-                f"{count} KV pages of {self.virtual_page} tokens are needed and {self._free_count} are free; "
+                f"{count} KV pages of {self.virtual_page} tokens are needed and {self.free_pages} are free; "
                 "lower --concurrency or --context, or give more with --kv-memory"
             )
-        self._free_count -= count
-        taken = self._free[self._free_count : self._free_count + count][::-1].copy()
+        self.free_pages -= count
+        taken = self._free[self.free_pages : self.free_pages + count][::-1].copy()
         self._is_free[taken] = False
         return taken
 
@@ -195,8 +181,8 @@ class DcpAllocator:
         if self._is_free[pages].any() or (pages == PADDING_PAGE).any() or len(np.unique(pages)) < len(pages):
             raise ValueError("pages are given back that nobody holds")
         self._is_free[pages] = True
-        self._free[self._free_count : self._free_count + len(pages)] = pages
-        self._free_count += len(pages)
+        self._free[self.free_pages : self.free_pages + len(pages)] = pages
+        self.free_pages += len(pages)
 
     def _own_tokens(self, allocation: Allocation) -> int:
         return allocation.tokens - allocation.shared * self.virtual_page

@@ -22,8 +22,7 @@ from dcpbench.serving.requests import ServeRequest
 if TYPE_CHECKING:
     from dcpbench.points.point import Load, Point
     from dcpbench.points.settings import Settings
-    from dcpbench.serving.load_words import Lengths
-    from dcpbench.serving.request_files import Row, Trace
+    from dcpbench.serving.request_files import Row
 
 INPUTS, OUTPUTS, GAPS = range(3)
 """Streams of numpy's generator."""
@@ -43,13 +42,20 @@ def make_requests(load: Load, vocab: int, trace: Path | None = None) -> list[Ser
     if load.trace:
         if trace is None:
             raise UsageError(f"the load comes from {load.trace}, which is not there; give it with --requests FILE.")
-        return from_trace(load, vocab, read_requests(trace))
-    inputs, outputs = draw_lengths(load)
-    times = arrival_times(load)
-    prompts = (_prompt(load, vocab, i, int(n), i % load.prefix_groups) for i, n in enumerate(inputs))
+        found = read_requests(trace)
+        if load.trace_sha256 and load.trace_sha256 != found.sha256:
+            raise UsageError(f"{trace} is not the file that it was when the run began; start another run, with -o.")
+        rows = found.rows[: load.requests]
+        answers = [row.output_tokens for row in rows]
+        times = [row.arrival_s for row in rows] if load.arrival == TRACE else arrival_times(load)
+        prompts = [_row_prompt(load, vocab, i, row) for i, row in enumerate(rows)]
+    else:
+        inputs, outputs = draw_lengths(load)
+        answers, times = outputs.tolist(), arrival_times(load)
+        prompts = [_prompt(load, vocab, i, int(n), i % load.prefix_groups) for i, n in enumerate(inputs)]
     return [
-        ServeRequest(number=i, prompt=prompt, output_tokens=int(outputs[i]), arrival_s=times[i])
-        for i, prompt in enumerate(prompts)
+        ServeRequest(number=i, prompt=prompt, output_tokens=count, arrival_s=at)
+        for i, (prompt, count, at) in enumerate(zip(prompts, answers, times, strict=True))
     ]
 
 
@@ -57,18 +63,6 @@ def requests_of(point: Point, settings: Settings, vocab: int) -> list[ServeReque
     """Those of a point's load, with the file that the settings name. Raises as `make_requests`."""
     assert point.load is not None
     return make_requests(point.load, vocab, Path(settings.trace_path) if settings.trace_path else None)
-
-
-def from_trace(load: Load, vocab: int, trace: Trace) -> list[ServeRequest]:
-    """The first load.requests requests of a file, at its times or those of the load."""
-    if load.trace_sha256 and load.trace_sha256 != trace.sha256:
-        raise UsageError(f"{trace.path} is not the file that it was when the run began; start another run, with -o.")
-    rows = trace.rows[: load.requests]
-    times = [row.arrival_s for row in rows] if load.arrival == TRACE else arrival_times(load)
-    return [
-        ServeRequest(number=i, prompt=_row_prompt(load, vocab, i, row), output_tokens=row.output_tokens, arrival_s=at)
-        for i, (row, at) in enumerate(zip(rows, times, strict=True))
-    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,12 +93,8 @@ def extent(load: Load, trace: str = "") -> Extent:
 
 def draw_lengths(load: Load) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of each prompt and of each answer, int64, in the order in which they are sent."""
-    lengths = parse_lengths("--input-tokens", load.input_tokens), parse_lengths("--output-tokens", load.output_tokens)
-    inputs, outputs = (
-        _draw(one, load.requests, _generator(_seed(load), stream))
-        for one, stream in zip(lengths, (INPUTS, OUTPUTS), strict=True)
-    )
-    return inputs, outputs
+    inputs, outputs = ("--input-tokens", load.input_tokens, INPUTS), ("--output-tokens", load.output_tokens, OUTPUTS)
+    return _draw(load, *inputs), _draw(load, *outputs)
 
 
 def arrival_times(load: Load) -> list[float | None]:
@@ -144,7 +134,8 @@ def _seed(load: Load) -> int:
     return load.seed
 
 
-def _draw(lengths: Lengths, count: int, generator: np.random.Generator) -> np.ndarray:
+def _draw(load: Load, option: str, asked: str, stream: int) -> np.ndarray:
+    lengths, count, generator = parse_lengths(option, asked), load.requests, _generator(_seed(load), stream)
     if lengths.kind == UNIFORM:
         return generator.integers(lengths.low, lengths.high, size=count, endpoint=True, dtype=np.int64)
     if lengths.kind == LOGNORMAL:

@@ -49,7 +49,7 @@ class Row:
     number: int
     outcome: str
     """One of OUTCOMES."""
-    reason: str | None
+    reason: str | None = None
     """Why it was rejected."""
     submitted_s: float
     first_token_s: float | None
@@ -58,18 +58,38 @@ class Row:
     input_tokens: int
     output_tokens: int
     """That came."""
-    cached_tokens: int | None
+    cached_tokens: int | None = None
     """Prompt tokens that the prefix cache had; None where it was never admitted."""
-    preemptions: int | None
-    replica: int | None
+    preemptions: int | None = None
+    replica: int | None = None
     token_s: list[float]
-    tokens: list[int]
+    tokens: list[int] = dataclasses.field(default_factory=list)
     """Ids; empty in replay, and for requests of another replica than the recording rank's."""
 
 
 def rows(samples: Iterable[Sample]) -> list[Row]:
     """A row per request, in order of submission."""
-    return [_row(s) for s in samples]
+    found = []
+    for s in samples:
+        admitted = s.sequence if s.sequence and s.sequence.replica >= 0 else None
+        found.append(
+            Row(
+                number=s.request.number,
+                outcome=outcome_of(s),
+                reason=s.rejected or None,
+                submitted_s=s.submitted_s,
+                first_token_s=s.token_s[0] if s.token_s else None,
+                end_s=s.token_s[-1] if s.finished and not s.rejected else None,
+                input_tokens=len(s.request.prompt),
+                output_tokens=len(s.token_s),
+                cached_tokens=admitted.cached if admitted else None,
+                preemptions=s.sequence.preemptions if s.sequence else None,
+                replica=admitted.replica if admitted else None,
+                token_s=s.token_s,
+                tokens=s.tokens,
+            )
+        )
+    return found
 
 
 def serve_metrics(
@@ -90,21 +110,22 @@ def serve_metrics(
 
     Raises UsageError where no token came at all, as then there is no rate, and for objectives that cannot be.
     """
-    objectives = formulas.Slo.of(slo)
+    import numpy as np
+
+    objectives = formulas.objectives(slo)
     by_outcome = {outcome: [s for s in traffic.samples if outcome_of(s) == outcome] for outcome in OUTCOMES}
     served = [s for s in traffic.samples if s.token_s]
     if not served:
         raise UsageError(_nothing_came(by_outcome))
     times = [formulas.RequestTimes(s.submitted_s, s.token_s, finished=s.finished) for s in served]
     wall = formulas.wall_s(times)
-    itl, window = _pooled_itl(times), None
+    window = None
     if concurrency is not None:
-        window = formulas.steady_window(
-            times, concurrency, [s.submitted_s for s in by_outcome[CANCELLED] if not s.token_s]
-        )
+        waiting = [s.submitted_s for s in by_outcome[CANCELLED] if not s.token_s]
+        window = formulas.steady_window(times, concurrency, waiting)
     input_tokens, output_tokens = (sum(len(s.request.prompt) for s in served), sum(len(s.token_s) for s in served))
-    itl_ms = formulas.latencies(itl)
     done = [t for t in times if t.finished]
+    itl_ms = formulas.latencies(np.concatenate([np.empty(0), *map(formulas.itl_ms, done)]))
     sequences = [s.sequence for s in traffic.samples if s.sequence is not None]
     return ServeMetrics(
         ttft_ms=formulas.latencies([formulas.ttft_ms(t) for t in done]),
@@ -118,7 +139,7 @@ def serve_metrics(
         tok_s_per_user=formulas.tok_s_per_user(itl_ms.p50) if itl_ms.p50 else None,
         steady_tok_s=None if window is None else formulas.tok_s_within(times, window),
         steady_s=None if window is None else window[1] - window[0],
-        slo_ms=dict(slo),
+        slo_ms=objectives,
         goodput_s=formulas.goodput(times, objectives) if slo else None,
         wall_s=wall,
         submitted=len(traffic.samples),
@@ -163,35 +184,9 @@ def in_short(found: ServeMetrics) -> str:
     )
 
 
-def _pooled_itl(times: list[formulas.RequestTimes]) -> formulas.Floats:
-    import numpy as np
-
-    gaps = [formulas.itl_ms(t) for t in times if t.finished]
-    return np.concatenate(gaps) if gaps else np.empty(0)
-
-
 def _nothing_came(by_outcome: Mapping[str, list[Sample]]) -> str:
     rejected, cancelled = by_outcome[REJECTED], by_outcome[CANCELLED]
     if not rejected and not cancelled:
         return "no request was submitted, so there is nothing to report; give --num-requests 1 or more."
     said = f"no output token came: {len(rejected)} requests were rejected and {len(cancelled)} were cut off"
     return said + (f"; the first one rejected: {rejected[0].rejected}" if rejected else "; use a longer --limit.")
-
-
-def _row(sample: Sample) -> Row:
-    sequence = sample.sequence
-    return Row(
-        number=sample.request.number,
-        outcome=outcome_of(sample),
-        reason=sample.rejected or None,
-        submitted_s=sample.submitted_s,
-        first_token_s=sample.token_s[0] if sample.token_s else None,
-        end_s=sample.token_s[-1] if sample.finished and not sample.rejected else None,
-        input_tokens=len(sample.request.prompt),
-        output_tokens=len(sample.token_s),
-        cached_tokens=sequence.cached if sequence and sequence.replica >= 0 else None,
-        preemptions=sequence.preemptions if sequence else None,
-        replica=sequence.replica if sequence and sequence.replica >= 0 else None,
-        token_s=sample.token_s,
-        tokens=sample.tokens,
-    )

@@ -31,30 +31,12 @@ from dcpbench.serving.traffic import Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Protocol
 
     from dcpbench.points.budget import EnginePlan
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
     from dcpbench.serving.requests import ServeRequest, Step
     from dcpbench.serving.step_times import EnginePath, StepTimes
-
-    class Durations(Protocol):
-        """What replay asks of StepTimes."""
-
-        @property
-        def blocking(self) -> bool:
-            """Whether to launch a step is to run it."""
-
-        @property
-        def launch_ms(self) -> float:
-            """What a step takes longer that the device had to wait for."""
-
-        def duration_ms(self, step: Step) -> float:
-            """How long a step takes behind another."""
-
-        def host_ms(self, step: Step) -> float:
-            """How long the host is busy with launching it."""
 
 
 FOLDER = "step-times"
@@ -67,42 +49,23 @@ class Replayed:
 
     traffic: Traffic
     counts: StepCounts
-    steps_s: float
-    """Time of all steps together; what is missing to the end was idle."""
     end_s: float
-
-
-class VirtualDevice:
-    """Runs one step after the other; knows when each ends."""
-
-    def __init__(self, times: Durations) -> None:
-        self.times, self.free_s, self.busy_s = times, 0.0, 0.0
-
-    def launch(self, step: Step, now_s: float) -> tuple[float, float]:
-        """When the host has launched a step that it begins with now, and when the step ends."""
-        times = self.times
-        start = max(now_s + times.launch_ms / 1e3, self.free_s)
-        end = start + times.duration_ms(step) / 1e3
-        launched = end if times.blocking else now_s + times.host_ms(step) / 1e3
-        self.free_s = max(end, launched)
-        self.busy_s += self.free_s - start
-        return launched, self.free_s
 
 
 def replay(
     requests: Sequence[ServeRequest],
     scheduler: Scheduler,
     concurrency: int | None,
-    times: Durations,
+    times: StepTimes,
     limit_s: float = math.inf,
 ) -> Replayed:
     """Serve `requests` from second 0 on, until `limit_s`; other arguments as Traffic has them.
 
     Raises UsageError for a step whose time is not known.
     """
-    traffic, device, counts = Traffic(requests, scheduler, concurrency), VirtualDevice(times), StepCounts()
+    traffic, counts = Traffic(requests, scheduler, concurrency), StepCounts()
     pending: tuple[Step, float] | None = None
-    now = 0.0
+    now = free = 0.0  # `free`: when the device has run all that was launched
     while not traffic.done:
         if now >= limit_s:
             if pending is not None:
@@ -114,8 +77,10 @@ def replay(
         step = scheduler.next_step()
         launched, on_its_way = now, None
         if step is not None:
-            launched, end = device.launch(step, now)
-            on_its_way = step, end
+            end = max(now + times.launch_ms / 1e3, free) + times.duration_ms(step) / 1e3
+            launched = end if times.blocking else now + times.host_ms(step) / 1e3
+            free = max(end, launched)
+            on_its_way = step, free
             counts.add(step)
         if pending is not None:
             # Where launching is not running, tokens are read as soon as they are there, between two layers of a launch.
@@ -127,34 +92,20 @@ def replay(
         else:
             now = launched
         pending = on_its_way
-    return Replayed(traffic, counts, device.busy_s, now)
+    return Replayed(traffic, counts, now)
 
 
-NAMED = [
-    "model",
-    "tp",
-    "dp",
-    "dcp",
-    "dtype",
-    "page_size",
-    "interleave",
-    "weights",
-    "backend",
-    "exchange",
-    "q_replicate",
-    "project_first",
-    "overlap",
-    "all_reduce",
-    "prefill",
-]
+NAMED = """
+    model tp dp dcp dtype page_size interleave weights backend exchange q_replicate project_first overlap all_reduce prefill
+"""
 """Fields of a path from which files have their names, in the order of the first ones; a later field takes part where it
 is not what it is by default."""
 
 
 def step_times_name(path: EnginePath) -> str:
     """The file's place below the run's folder: `step-times/deepseek-v3-tp4-dp1-dcp4-ag_rs-0123456789ab.json`."""
-    later = {a.name: path[a.name] for a in PATH_AXES if a.name not in NAMED and path[a.name] != a.default}
-    named = {name: path[name] for name in NAMED} | later
+    later = {a.name: path[a.name] for a in PATH_AXES if a.name not in NAMED.split() and path[a.name] != a.default}
+    named = {name: path[name] for name in NAMED.split()} | later
     words = "{0}-tp{tp}-dp{dp}-dcp{dcp}-{exchange}".format(Path(str(path["model"])).name, **path)
     return f"{FOLDER}/{words}-{hashlib.sha256(msgspec.json.encode(named)).hexdigest()[:12]}.json"
 
@@ -212,7 +163,6 @@ def replay_from_file(
     """
     started, begin = dt.datetime.now(dt.UTC), time.perf_counter()
     times = read_step_times(path)
-    times.must_be_of(point, str(path))
     requests = requests_of(point, settings, load_shape(point.model).vocab)
     record = replay_point(point, plan, requests, times, settings, folder, file=str(path), command=command)
     return msgspec.structs.replace(

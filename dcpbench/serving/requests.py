@@ -31,14 +31,6 @@ class ServeRequest:
         return len(self.prompt) + self.output_tokens - 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Rejection:
-    """A request that can never be served here, and why."""
-
-    request: ServeRequest
-    reason: str
-
-
 @dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
     """A request in the scheduler."""

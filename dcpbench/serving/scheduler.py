@@ -25,11 +25,10 @@ from dcpbench.errors import UsageError
 from dcpbench.points.names import MIXED
 from dcpbench.serving.allocator import NO_PAGES, DcpAllocator
 from dcpbench.serving.radix import PrefixCache
-from dcpbench.serving.requests import Chunk, Rejection, ReplicaStep, Sequence, ServeRequest, Step, TableWrite
+from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step, TableWrite
 
 if TYPE_CHECKING:
     from dcpbench.points.point import Point
-    from dcpbench.serving.allocator import Allocation
     from dcpbench.serving.radix import Node
 
 
@@ -104,11 +103,6 @@ class Replica:
         """Pages that are free or can be."""
         return self.allocator.free_pages + self.cache.evictable
 
-    def alloc(self, tokens: int, shared: np.ndarray) -> Allocation:
-        """Pages for a request, after evicting what is needed."""
-        self.make_room(self.allocator.pages_for(tokens) - len(shared))
-        return self.allocator.alloc(tokens, shared)
-
     def make_room(self, pages: int) -> None:
         """Evict until so many pages are free, or nothing is left to evict."""
         missing = pages - self.allocator.free_pages
@@ -136,27 +130,21 @@ class Scheduler:
         self._submitted = 0
 
     @property
-    def idle(self) -> bool:
-        """Whether there is nothing to do until something is submitted."""
-        return not self.waiting and not any(r.running or r.preempted for r in self.replicas)
-
-    @property
     def unfinished(self) -> list[Sequence]:
         """All that were submitted and have not finished, by order of submission."""
         return sorted(
             [*self.waiting, *(s for r in self.replicas for s in (*r.running, *r.preempted))], key=lambda s: s.order
         )
 
-    def submit(self, request: ServeRequest) -> Rejection | None:
-        """Queue a request, or say why it can never be served. Raises ValueError for one without tokens."""
+    def submit(self, request: ServeRequest) -> str:
+        """Queue a request; or say why it can never be served. Raises ValueError for one without tokens."""
         if len(request.prompt) < 1 or request.output_tokens < 1:
             raise ValueError(f"request {request.number} has no prompt or no output")
-        reason = self._why_not(request)
-        if reason:
-            return Rejection(request, reason)
+        if reason := self._why_not(request):
+            return reason
         self.waiting.append(Sequence(request, self._submitted))
         self._submitted += 1
-        return None
+        return ""
 
     def next_step(self) -> Step | None:
         """Decide the next step; None when there is nothing to do."""
@@ -184,7 +172,7 @@ class Scheduler:
         self.waiting.clear()
         return dropped
 
-    def _why_not(self, request: ServeRequest) -> str | None:
+    def _why_not(self, request: ServeRequest) -> str:
         config, one = self.config, self.replicas[0].allocator
         size = f"{len(request.prompt):,} prompt and {request.output_tokens:,} output tokens"
         most = (one.pages - 1) * one.virtual_page
@@ -195,7 +183,7 @@ class Scheduler:
             )
         if request.kv_tokens > config.max_context:
             return f"request {request.number} has {size} and the engine was built for {config.max_context + 1:,} in all"
-        return None
+        return ""
 
     def _decode(self, step: Step) -> None:
         """A token for every running sequence of which all known tokens but one are stored."""
@@ -283,7 +271,8 @@ class Scheduler:
         pages, node = self._cached(replica, sequence)
         replica.cache.lock(node)
         sequence.node = node
-        sequence.allocation = replica.alloc(sequence.target, pages)
+        replica.make_room(replica.allocator.pages_for(sequence.target) - len(pages))
+        sequence.allocation = replica.allocator.alloc(sequence.target, pages)
         sequence.computed = len(pages) * self.config.virtual_page
         if not sequence.preemptions:
             sequence.cached = sequence.computed

@@ -22,7 +22,7 @@ from dcpbench.points.batches import GRAPH_BATCHES, batch_rows
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from dcpbench.serving.requests import ReplicaStep, Step
+    from dcpbench.serving.requests import Step
 
 BEYOND = 1.2
 """How far a line in KV tokens or pairs goes on past its last case."""
@@ -59,12 +59,19 @@ Sample = tuple[Work, float]
 
 def step_works(step: Step) -> list[Work]:
     """Of each replica."""
-    return [_work(replica) for replica in step.replicas]
+    found = []
+    for replica in step.replicas:
+        requests, chunks = len(replica.decodes), [(c.tokens, c.start) for c in replica.chunks]
+        found.append(Work.of(requests, sum(replica.positions) + requests, chunks))
+    return found
 
 
-def _work(replica: ReplicaStep) -> Work:
-    requests = len(replica.decodes)
-    return Work.of(requests, sum(replica.positions) + requests, [(c.tokens, c.start) for c in replica.chunks])
+def _around(xs: Sequence[float], x: float) -> tuple[int, int, float]:
+    """The places of the two sorted numbers around `x`, past an end the two there, and the second one's weight."""
+    if len(xs) == 1:
+        return 0, 0, 0.0
+    i = min(max(bisect.bisect_left(xs, x), 1), len(xs) - 1)
+    return i - 1, i, (x - xs[i - 1]) / (xs[i] - xs[i - 1])
 
 
 class Line:
@@ -84,12 +91,8 @@ class Line:
 
     def __call__(self, x: float) -> float:
         """y at x."""
-        xs, ys = self.xs, self.ys
-        if len(xs) == 1:
-            return float(ys[0])
-        i = min(max(bisect.bisect_left(xs, x), 1), len(xs) - 1)
-        share = (x - xs[i - 1]) / (xs[i] - xs[i - 1])
-        return float(ys[i - 1] + share * (ys[i] - ys[i - 1]))
+        a, b, share = _around(self.xs, x)
+        return float(self.ys[a] + share * (self.ys[b] - self.ys[a]))
 
 
 class Surface:
@@ -103,22 +106,14 @@ class Surface:
         self.sizes = sorted(by_rows)
         self.lines = [Line(by_rows[rows]) for rows in self.sizes]
 
-    def neighbours(self, rows: float) -> tuple[int, int, float]:
-        """The two lines around `rows`, and the second one's weight; past the last, the last two."""
-        if len(self.sizes) == 1:
-            return 0, 0, 0.0
-        i = min(max(bisect.bisect_left(self.sizes, rows), 1), len(self.sizes) - 1)
-        low, high = self.sizes[i - 1], self.sizes[i]
-        return i - 1, i, (rows - low) / (high - low)
-
     def __call__(self, rows: float, x: float) -> float:
         """ms at so many rows."""
-        a, b, share = self.neighbours(rows)
+        a, b, share = _around(self.sizes, rows)
         return (1 - share) * self.lines[a](x) + share * self.lines[b](x)
 
     def top(self, rows: float) -> float:
         """Largest x that may be asked for at so many rows: what one of the two neighbours was measured with."""
-        a, b, _ = self.neighbours(rows)
+        a, b, _ = _around(self.sizes, rows)
         return BEYOND * max(self.lines[a].top, self.lines[b].top)
 
 
@@ -158,7 +153,8 @@ class PrefillTimes:
 
     def _beyond_line(self, gather: Sequence[Sample]) -> float:
         """ms of a stored token, from cases with more of them than those of the line."""
-        extra = [(w.prefix - self.prefix(w.tokens, x), ms - self.ms(w.tokens, x)) for w, ms, x in _with_x(gather)]
+        with_x = [(w, ms, w.pairs / w.tokens) for w, ms in gather]
+        extra = [(w.prefix - self.prefix(w.tokens, x), ms - self.ms(w.tokens, x)) for w, ms, x in with_x]
         return sum(tokens * ms for tokens, ms in extra) / sum(tokens**2 for tokens, _ in extra)
 
     def _along_lines(self) -> float:
@@ -205,10 +201,8 @@ class MixedTimes:
 
     def __call__(self, work: Work) -> float:
         """ms on top of what PrefillTimes says."""
-        i = min(max(bisect.bisect_left(self.tokens, work.tokens), 1), len(self.tokens) - 1) if self.tokens[1:] else 0
-        low, high = max(i - 1, 0), i
-        span = self.tokens[high] - self.tokens[low]
-        share = min(max((work.tokens - self.tokens[low]) / span, 0.0), 1.0) if span else 0.0
+        low, high, share = _around(self.tokens, work.tokens)
+        share = min(max(share, 0.0), 1.0)
         return (1 - share) * self._at(low, work) + share * self._at(high, work)
 
     def _at(self, index: int, work: Work) -> float:
@@ -230,7 +224,8 @@ class StepModel:
         decode = [(w, ms) for w, ms in line if w.rows and not w.tokens]
         mixed = [(w, ms) for w, ms in line if w.rows and w.tokens]
         chunks = [(w, ms) for w, ms in line if w.tokens and not w.rows]
-        graphs, eager = _split(decode)
+        most = GRAPH_BATCHES[-1]
+        graphs, eager = [s for s in decode if s[0].rows <= most], [s for s in decode if s[0].rows > most]
         if not graphs or not chunks:
             raise RecordsError(
                 "step times need steps that only decode and steps that only prefill; measure them again."
@@ -261,16 +256,6 @@ class StepModel:
             raise _outside(f"{work.rows} decode rows beside chunks", "steps with only one of both")
         # Replicas of one request each: beside one with a chunk, another decodes. What is left of G is reading its KV.
         return alone + self.graphs(work.rows, work.kv_tokens) - self.graphs(work.rows, 0)
-
-
-def _with_x(samples: Iterable[Sample]) -> list[tuple[Work, float, float]]:
-    return [(w, ms, w.pairs / w.tokens) for w, ms in samples]
-
-
-def _split(decode: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
-    """Steps of captured graphs, and those past the largest."""
-    most = GRAPH_BATCHES[-1]
-    return [s for s in decode if s[0].rows <= most], [s for s in decode if s[0].rows > most]
 
 
 def _outside(what: str, measured: str) -> UsageError:

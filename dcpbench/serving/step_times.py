@@ -6,6 +6,7 @@ make three parts of the prediction (step_model.py); docs/replay.md says why, and
 
 from __future__ import annotations
 
+import functools
 import statistics
 from typing import TYPE_CHECKING, cast
 
@@ -25,7 +26,6 @@ from dcpbench.serving.step_model import StepModel, Work, step_works
 from dcpbench.show.whole_files import write_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from dcpbench.points.point import Point
@@ -124,6 +124,10 @@ def differences(path: EnginePath, wanted: EnginePath) -> list[str]:
     ]
 
 
+class _Version(msgspec.Struct):
+    schema_version: int
+
+
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Measured step times of one engine path; a file of its own."""
 
@@ -156,22 +160,15 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             l2_bytes=seen.l2_bytes,
         )
 
-    @property
+    @functools.cached_property
     def model(self) -> StepModel:
         """The prediction made of the cases. Raises RecordsError where they are too few for one."""
-        return self._made_of(lambda m: m.median_ms, "_model")
+        return StepModel(*([(m.case.work(), m.median_ms) for m in self.cases_for(use)] for use in (LINE, GATHER)))
 
-    @property
+    @functools.cached_property
     def host_model(self) -> StepModel:
         """The same for the host's time."""
-        return self._made_of(lambda m: m.median_host_ms, "_host_model")
-
-    def _made_of(self, ms: Callable[[Measured], float], name: str) -> StepModel:
-        made: StepModel | None = self.__dict__.get(name)
-        if made is None:
-            made = StepModel(*([(m.case.work(), ms(m)) for m in self.cases_for(use)] for use in (LINE, GATHER)))
-            self.__dict__[name] = made
-        return made
+        return StepModel(*([(m.case.work(), m.median_host_ms) for m in self.cases_for(use)] for use in (LINE, GATHER)))
 
     def duration_ms(self, step: Step) -> float:
         """How long a step takes after the one before it. Raises UsageError for one outside of what was measured."""
@@ -248,7 +245,7 @@ def _problem(measured: Measured) -> str:
     prefixes = [c.prefix for c in case.chunks]
     if prefixes and not 0 <= min(prefixes) <= max(prefixes) <= MOST_TOKENS:
         return f"case.chunks has prefixes of 0 to {MOST_TOKENS:,} tokens, and not {prefixes[:3]}"
-    if sum(d.requests for d in case.decodes) + sum(c.chunks for c in case.chunks) > MOST_REQUESTS:
+    if case.requests > MOST_REQUESTS:
         return f"its step has more than {MOST_REQUESTS:,} requests"
     if not case.decodes and not case.chunks:
         return "its step does nothing"
@@ -259,7 +256,3 @@ def _problem(measured: Measured) -> str:
     if measured.host_ms and not 0 <= min(measured.host_ms) <= max(measured.host_ms) <= LARGEST:
         return "its host_ms are no times"
     return ""
-
-
-class _Version(msgspec.Struct):
-    schema_version: int

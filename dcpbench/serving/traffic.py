@@ -90,11 +90,8 @@ class Traffic:
             sample = Sample(request, came)
             self.samples.append(sample)
             self.sample_of[request.number] = sample
-            rejection = self.scheduler.submit(request)
-            if rejection:
-                sample.rejected = rejection.reason
-            else:
-                self.in_flight += 1
+            sample.rejected = self.scheduler.submit(request)
+            self.in_flight += not sample.rejected
 
     def read(self, step: Step, now_s: float) -> None:
         """The tokens that a step sampled have been read."""

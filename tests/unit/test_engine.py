@@ -63,7 +63,7 @@ def alone() -> list[Continued]:
 def hand_out_page_0(engine: DecodeEngine) -> None:
     """An allocator as it was before the convention: the first request gets page 0."""
     engine.allocator._free = np.arange(engine.allocator.pages - 1, -1, -1, dtype=np.int32)
-    engine.allocator._free_count = engine.allocator.pages
+    engine.allocator.free_pages = engine.allocator.pages
 
 
 def unharmed(found: Continued, expected: Continued) -> bool:

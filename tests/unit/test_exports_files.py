@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dcpbench.errors import OutputError, UsageError
-from dcpbench.exports import FORMATS, columns, csv_table, export, measured, parquet_table
+from dcpbench.exports import FORMATS, csv_table, export, measured, parquet_table
 from dcpbench.exports.measured import Measured
 from dcpbench.points.layout import Layout
 from dcpbench.records.metrics import exported
@@ -44,9 +44,9 @@ class TestTables:
         rows = list(csv.DictReader(io.StringIO(data.decode())))
         assert [r["outcome"] for r in rows] == ["ok"] * 4 + ["failed", "rejected"]
         assert [r["standing"] for r in rows[:4]] == ["measured", "measured", "replay", "functional"]
-        for row, was in zip(rows, columns.rows(self.everything()), strict=True):
-            for column in columns.COLUMNS:
-                if column.kind == "number" and was[column.name] is not None:
+        for row, was in zip(rows, csv_table.rows(self.everything()), strict=True):
+            for column in csv_table.COLUMNS:
+                if column.kind is float and was[column.name] is not None:
                     assert float(row[column.name]) == was[column.name]
                 if was[column.name] is None:
                     assert row[column.name] == "", "an absent value is empty, and no 0"
@@ -59,7 +59,7 @@ class TestTables:
             (data,) = parquet_table.render(points).files.values()
             table = pq.read_table(io.BytesIO(data))
             schemas.append(table.schema)
-            assert table.to_pylist() == columns.rows(points)
+            assert table.to_pylist() == csv_table.rows(points)
         assert all(schema.equals(parquet_table.schema(pa)) for schema in schemas)
 
     def test_pandas_reads_numbers_as_numbers(self) -> None:
@@ -69,7 +69,7 @@ class TestTables:
         assert frame["output_tok_s"].isna().sum() == 2, "of the two that did not run"
 
     def test_every_metric_is_a_column(self) -> None:
-        assert {m.name for m in exported()} <= {c.name for c in columns.COLUMNS}
+        assert {m.name for m in exported()} <= {c.name for c in csv_table.COLUMNS}
 
 
 class TestNumbersThatAreNone:

@@ -12,8 +12,7 @@ import pytest
 
 from dcpbench.dashboard import finding, running
 from dcpbench.errors import DcpbenchError
-from dcpbench.imports import Told
-from dcpbench.imports import run as imports
+from dcpbench.imports import Told, import_files
 from dcpbench.launch import jobs
 from dcpbench.plan import grid, serve_spec, spec
 from dcpbench.points import prompts
@@ -216,12 +215,12 @@ KINDS: dict[str, tuple[str, Callable[[Path], bytes] | bytes, Callable[[Path], ob
     "results of vLLM": (
         "x.json",
         text(engines.vllm()),
-        lambda path: imports.make([path], "vllm", path.parent / "run", Told(), force=True),
+        lambda path: import_files([path], "vllm", path.parent / "run", Told(), force=True),
     ),
     "results of SGLang": (
         "x.json",
         text(engines.sglang()),
-        lambda path: imports.make([path], "sglang", path.parent / "run", Told(), force=True),
+        lambda path: import_files([path], "sglang", path.parent / "run", Told(), force=True),
     ),
     "baseline of syncs": ("x.json", BASELINE.encode(), baseline.read),
     "pyproject": ("pyproject.toml", SYNCS, lambda path: config.find_config(path.parent, path.parent)),

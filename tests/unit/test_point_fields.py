@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from dcpbench.dashboard import lines
-from dcpbench.exports import columns, measured
+from dcpbench.exports import csv_table, measured
 from dcpbench.launch.folders import settings_of
 from dcpbench.plan import grid
 from dcpbench.points import budget
@@ -282,7 +282,7 @@ class TestTables:
     @pytest.mark.parametrize("name", [axis.name for axis in AXES])
     def test_an_exported_table_has_a_column(self, name: str) -> None:
         point = build.point(DCP)
-        rows = columns.rows(
+        rows = csv_table.rows(
             [measured.Measured("run", Path(), build.ok(p)) for p in (point, changed(point, name))],
         )
         assert rows[0][name] != rows[1][name]

@@ -115,12 +115,6 @@ class AllocatorMachine(RuleBasedStateMachine):
         with pytest.raises(ValueError, match="not live"):
             self.pool.extend(request, 1)
 
-    @rule()
-    def clear(self) -> None:
-        self.pool.clear()
-        self.dead += self.live
-        self.live, self.cached = {}, []
-
     @invariant()
     def no_page_has_two_owners_is_lost_or_padding(self) -> None:
         used = [*self.cached, *(int(page) for request in self.live for page in request.pages[request.shared :])]

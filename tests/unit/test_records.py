@@ -15,7 +15,7 @@ from dcpbench.launch.jobs import Check, read_checks, write_checks
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
 from dcpbench.records import checks, file
-from dcpbench.records.file import RecordFile, cut_short, iter_records, read_records, records_in
+from dcpbench.records.file import RecordFile, cut_short, placed_records, read_records, records_in
 from dcpbench.records.folder import ASIDE_FILE, CHECKS_FILE, RECORDS_FILE
 from dcpbench.records.record import SCHEMA_VERSION, Choice, Interval, Metrics, Percentiles, Record, Tried
 from dcpbench.records.runs import measurement, read_run, without_samples
@@ -375,7 +375,7 @@ class TestDeleted:
 
     def test_one_that_is_open_is_read_to_its_end(self, tmp_path: Path) -> None:
         path = written(tmp_path, FULL, FAILED)
-        found = iter_records(tmp_path)
+        found = (record for _, record in placed_records(tmp_path))
         assert next(found) == FULL
         path.unlink()
         tmp_path.rmdir()

@@ -20,8 +20,8 @@ from tests.unit.step_times_builder import step_times
 
 if TYPE_CHECKING:
     from dcpbench.records.record import ServeMetrics
-    from dcpbench.serving.replay import Durations
     from dcpbench.serving.requests import Step
+    from dcpbench.serving.step_times import StepTimes
 
 
 def curved_ms(rows: int, decode_rows: int, kv_tokens: int, chunks: list[tuple[int, int]]) -> float:
@@ -64,7 +64,7 @@ class Truth:
         )
 
 
-def served(requests: list[ServeRequest], setup: SchedulerConfig, clients: int | None, times: Durations) -> ServeMetrics:
+def served(requests: list[ServeRequest], setup: SchedulerConfig, clients: int | None, times: StepTimes) -> ServeMetrics:
     found = replay(requests, Scheduler(setup), clients, times)
     return serve_metrics(found.traffic, tp=4, concurrency=clients, slo={}, steps=found.counts)
 

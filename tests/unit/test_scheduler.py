@@ -26,7 +26,7 @@ def serve(*load, **changes) -> Scheduler:
     """A scheduler with requests (prompt, output tokens) submitted."""
     scheduler = Scheduler(config(**changes))
     for number, (prompt, output) in enumerate(load):
-        assert scheduler.submit(request(number, prompt, output)) is None
+        assert scheduler.submit(request(number, prompt, output)) == ""
     return scheduler
 
 
@@ -72,7 +72,7 @@ class TestChunks:
         assert step is not None
         assert [(c.start, c.stop, c.samples) for c in step.replicas[0].chunks] == [(0, 1, True)]
         assert [s.request.number for s in step.finished] == [0]
-        assert scheduler.idle
+        assert not scheduler.unfinished
 
     def test_a_step_smaller_than_a_page_is_refused(self) -> None:
         with pytest.raises(UsageError, match=re.escape("use --chunk 8 or more, or a smaller --page-size")):
@@ -155,14 +155,12 @@ class TestAdmission:
         scheduler = serve((20, 13), chunk=64)
         while scheduler.next_step():
             pass
-        assert (scheduler.idle, scheduler.steps) == (True, 13)
+        assert (scheduler.unfinished, scheduler.steps) == ([], 13)
 
     def test_what_never_fits_is_rejected_with_its_size_and_the_limit(self) -> None:
         """20 + 14 - 1 = 33 tokens, one more than eight pages hold; the others are served."""
         scheduler = serve((4, 1))
-        rejection = scheduler.submit(request(7, 20, 14))
-        assert rejection is not None
-        assert rejection.reason == (
+        assert scheduler.submit(request(7, 20, 14)) == (
             "request 7 has 20 prompt and 14 output tokens and the KV cache of a replica holds 32 tokens; "
             "give more with --kv-memory or --dcp"
         )
@@ -171,9 +169,8 @@ class TestAdmission:
     def test_what_the_engines_tables_cannot_hold_is_rejected_likewise(self) -> None:
         """Rows of 16 tokens serve 17 in all, as the last one is not stored."""
         scheduler = serve((8, 9), max_context=16)
-        rejection = scheduler.submit(request(7, 9, 9))
-        assert rejection is not None
-        assert "request 7 has 9 prompt and 9 output tokens and the engine was built for 17 in all" in rejection.reason
+        reason = scheduler.submit(request(7, 9, 9))
+        assert "request 7 has 9 prompt and 9 output tokens and the engine was built for 17 in all" in reason
 
     def test_requests_without_tokens_are_a_mistake_of_the_caller(self) -> None:
         with pytest.raises(ValueError, match="request 0 has no prompt or no output"):
@@ -302,7 +299,7 @@ class TestCancel:
         while not scheduler.next_step().preempted:
             pass
         assert [s.request.number for s in scheduler.cancel()] == [0, 1, 2]
-        assert scheduler.idle
+        assert not scheduler.unfinished
         replica = scheduler.replicas[0]
         assert replica.allocator.used_pages == replica.cache.pages == replica.cache.evictable
         assert sorted(replica.slots) == [1, 2, 3, 4]

@@ -86,7 +86,7 @@ class TestStop:
         flow.stop()
         assert [(s.finished, len(s.token_s)) for s in flow.samples] == [(True, 1), (False, 1)]
         assert flow.samples[1].sequence is not None
-        assert (flow.done, flow.due(9.0), flow.in_flight, flow.scheduler.idle) == (True, 0, 0, True)
+        assert (flow.done, flow.due(9.0), flow.in_flight, flow.scheduler.unfinished) == (True, 0, 0, [])
 
     def test_nothing_to_serve_is_an_error_that_says_what_to_type(self) -> None:
         with pytest.raises(UsageError, match="give --num-requests 1 or more"):
@@ -117,6 +117,6 @@ def test_every_request_is_answered_or_rejected_and_every_token_is_noted(load, co
         assert sample.token_s == sorted(sample.token_s)
         assert all(t >= sample.submitted_s for t in sample.token_s)
         assert bool(sample.rejected) == (sample.request.kv_tokens > 8 * 4)
-    assert (flow.in_flight, flow.scheduler.idle) == (0, True)
+    assert (flow.in_flight, flow.scheduler.unfinished) == (0, [])
     for replica in flow.scheduler.replicas:
         check_books(replica)
