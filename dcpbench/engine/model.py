@@ -80,7 +80,6 @@ class Model:
         self.all_reduce: AllReduce = groups.attn.all_reduce
         """Sums over the ranks of an attention replica."""
         self.heads = shape.heads // layout.attn_tp
-        self.routing = moe.Routing.of(shape)
         self.rope_table = rope_table(shape, max_context, device)
         self.chosen_experts: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         """Set to a list to collect each MoE layer's routing (logits_TE, ids_Tk) during an eager step."""
@@ -282,7 +281,7 @@ class Model:
             else:
                 shared_TD = linear(moe.silu_mul(linear(x_TD, w.shared.gate_up)), w.shared.down)
             logits_TE = moe.router_logits(x_TD if router_TD is None else router_TD, w.router)
-            weights_Tk, ids_Tk = moe.route(logits_TE, w.bias, self.routing)
+            weights_Tk, ids_Tk = moe.route(logits_TE, w.bias, self.shape)
             if self.chosen_experts is not None:
                 self.chosen_experts.append((logits_TE, ids_Tk))
             return moe.experts(x_TD, w.gate_up, w.down, weights_Tk, ids_Tk, w.first, shared_TD)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from dcpbench.kernels.synthetic_kv import counter_based, reference
+from dcpbench.kernels.synthetic_kv import fill_counter_based, fill_reference
 from dcpbench.points import layout
 
-FILLS = [pytest.param(reference.fill_request, id="reference"), pytest.param(counter_based.fill_request, id="counter")]
+FILLS = [pytest.param(fill_reference, id="reference"), pytest.param(fill_counter_based, id="counter")]
 
 
 def gathered(fill, tokens, dcp, interleave, first_loc, device, **what):

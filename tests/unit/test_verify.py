@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from dcpbench.engine import weights
-from dcpbench.kernels.kv_write.reference import write_kv
+from dcpbench.kernels.kv_write import write_kv
 from dcpbench.launch.jobs import Check, Job
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings

@@ -20,7 +20,7 @@ from dcpbench.bench.operators.calls import cold_sets, compared, relative_error
 from dcpbench.bench.record import Work
 from dcpbench.kernels import merge as kernels
 from dcpbench.kernels.head_order import in_head_order
-from dcpbench.kernels.merge.reference import weights
+from dcpbench.kernels.merge import weights
 from dcpbench.kernels.pack import Message, combine, pack
 from dcpbench.kernels.value_proj import project_values
 from dcpbench.points.shapes import KV_WIDTH, LATENT, VALUE

@@ -171,10 +171,7 @@ def _tiles_kernel(
 
 @triton.jit
 def _tile(
-    x,
-    weight,
-    tiles,
-    out,
+    tensors,
     columns,
     depth,
     total,
@@ -187,6 +184,7 @@ def _tile(
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    x, weight, tiles, out = tensors
     in_group = GROUP * tl.cdiv(columns, BLOCK_N)
     first = program // in_group * GROUP
     size = tl.minimum(total - first, GROUP)
@@ -228,44 +226,14 @@ def _product_kernel(
 ):
     found = tl.load(total)
     last = found * tl.cdiv(columns, BLOCK_N)
+    tensors = (x, weight, tiles, out)
+    program = tl.program_id(0)
     if PROGRAMS == 0:
-        if tl.program_id(0) < last:
-            _tile(
-                x,
-                weight,
-                tiles,
-                out,
-                columns,
-                depth,
-                found,
-                tl.program_id(0),
-                GATED,
-                TILES,
-                ROWS,
-                BLOCK_N,
-                BLOCK_K,
-                STAGES,
-                GROUP,
-            )
+        if program < last:
+            _tile(tensors, columns, depth, found, program, GATED, TILES, ROWS, BLOCK_N, BLOCK_K, STAGES, GROUP)
     else:
-        for program in tl.range(tl.program_id(0), last, PROGRAMS, flatten=True):
-            _tile(
-                x,
-                weight,
-                tiles,
-                out,
-                columns,
-                depth,
-                found,
-                program,
-                GATED,
-                TILES,
-                ROWS,
-                BLOCK_N,
-                BLOCK_K,
-                STAGES,
-                GROUP,
-            )
+        for tile in tl.range(program, last, PROGRAMS, flatten=True):
+            _tile(tensors, columns, depth, found, tile, GATED, TILES, ROWS, BLOCK_N, BLOCK_K, STAGES, GROUP)
 
 
 def cut(ends: torch.Tensor, assignments: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

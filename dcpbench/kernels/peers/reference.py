@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dcpbench.kernels.merge.reference import merge as merge_partials
+from dcpbench.kernels.merge import merge as merge_partials
 
 
 def gather(q_NBhQ: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""KV write with the mask inside the kernel, so that nothing has to be counted on the host.
+"""Write new tokens' KV rows into a rank's pool; only the owner of a location stores it. Nothing is counted on the host.
+
+`write_kv` works out who owns a virtual location; `write_rows` is told this rank's rows, with -1 for what others own.
 
 A program takes TILE tokens and stores those that are this rank's, ROWS at a time: 16 bytes per thread, all of them on
 their way before the first is stored. Where every token may be this rank's, TILE = ROWS. Where one of `share` is, TILE
@@ -19,10 +21,108 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dcpbench.kernels.kv_write.float8 import e4m3_byte
+from dcpbench.points import layout
 
 NUMBERED_FROM = 8192
 """Tokens from which on programs number the rows that they store, where few are."""
+E4M3_MAX = 448.0
+"""Largest number of float8_e4m3fn, which has no infinity."""
+
+
+def write_kv(
+    kv_KQ: torch.Tensor,
+    new_BQ: torch.Tensor,
+    loc_B: torch.Tensor,
+    *,
+    rank: int,
+    dcp: int,
+    interleave: int = 1,
+    scale: float = 1.0,
+) -> None:
+    """Store `new_BQ[b]` at row(loc_B[b]) of `kv_KQ` where owner(loc_B[b]) == rank; skip loc < 0. No host sync.
+
+    loc_B is an int32 or int64 tensor of virtual locations (layout.owner, layout.row), no two of them the same row.
+    kv_KQ and scale: as in `write_rows`.
+    """
+    write = write_kv_fused if kv_KQ.is_cuda else write_kv_reference
+    write(kv_KQ, new_BQ, loc_B, rank, dcp, interleave, scale)
+
+
+def write_rows(
+    kv_KQ: torch.Tensor,
+    new_BQ: torch.Tensor,
+    row_B: torch.Tensor,
+    *,
+    scale: float = 1.0,
+    share: int = 1,
+    settled: bool = False,
+) -> None:
+    """Store `new_BQ[b]` at row `row_B[b]` of `kv_KQ`; skip rows below 0, whose source is not read. No host sync.
+
+    kv_KQ has the dtype of new_BQ, or is float8_e4m3fn, or uint8 that stands for it: then what is stored is
+    new × (1 / scale), rounded to nearest and bounded by ±448. row_B is int32 or int64, valid rows distinct and below K.
+    Always a kernel: without a GPU it runs in Triton's interpreter.
+
+    Two hints, for speed only: about one row of `share` is valid; and `settled` promises that neither new_BQ nor row_B
+    was written by the kernel that is launched directly before, so that both may be read while that one still runs.
+    """
+    nobody = {"OWNED": False, "rank": 0, "DCP": 1, "INTERLEAVE": 1}
+    launch(kv_KQ, new_BQ, row_B, tiling(len(row_B), share), scale, settled, **nobody)
+
+
+def write_kv_reference(
+    kv_KQ: torch.Tensor,
+    new_BQ: torch.Tensor,
+    loc_B: torch.Tensor,
+    rank: int,
+    dcp: int,
+    interleave: int = 1,
+    scale: float = 1.0,
+) -> None:
+    """One row at a time, with the integer arithmetic of layout.py."""
+    for b, loc in enumerate(loc_B.tolist()):
+        if loc >= 0 and layout.owner(loc, dcp, interleave) == rank:
+            kv_KQ[layout.row(loc, dcp, interleave)] = as_stored(new_BQ[b], kv_KQ.dtype, scale)
+
+
+def write_rows_reference(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, row_B: torch.Tensor, scale: float = 1.0) -> None:
+    """One row at a time."""
+    for b, row in enumerate(row_B.tolist()):
+        if row >= 0:
+            kv_KQ[row] = as_stored(new_BQ[b], kv_KQ.dtype, scale)
+
+
+def as_stored(new: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    """`new` as a pool of `dtype` holds it: as it is, or as float8_e4m3fn of new × (1 / scale), which ±448 bound.
+
+    A pool of uint8 gets the bytes of the float8 numbers. The product is fp32, as in the kernel.
+    """
+    if dtype.itemsize > 1:
+        return new
+    numbers = (new.float() * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return numbers if dtype == torch.float8_e4m3fn else numbers.view(dtype)
+
+
+@triton.jit
+def e4m3_byte(x, NATIVE: tl.constexpr):
+    """The byte of float8_e4m3fn nearest to an fp32, ties to even, past ±448 the largest; NaN stays NaN, of any sign.
+
+    NATIVE takes the GPU's own cast (compute capability 8.9 on). Otherwise in integers, as older GPUs have no cast and
+    that of Triton's interpreter rounds otherwise. Bits 20 and up of an fp32 are its exponent and the three mantissa
+    bits that stay; the exponents' biases differ by 120. Below 2^-6 all bytes are multiples of 2^-9, the spacing of fp32
+    at 2^14: adding that rounds.
+    """
+    if NATIVE:
+        # As it is: an or with a sign bit behind the cast, two numbers to a thread, came out wrong (ptxas of CUDA 12.8).
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    finite = tl.minimum(size, 0x43E00000)  # 448.0
+    normal = ((finite + 0x7FFFF + ((finite >> 20) & 1)) >> 20) - (120 << 3)
+    small = (finite.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # 16384.0
+    byte = tl.where(finite >= 0x3C800000, normal, small)  # 2^-6
+    byte = tl.where(size > 0x7F800000, 0x7F, byte)
+    return (byte | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
@@ -163,34 +263,18 @@ def tiling(tokens: int, share: int) -> Tiling:
     return Tiling(tile=32, rows=4, warps=1)
 
 
-def write_kv(
+def write_kv_fused(
     kv_KQ: torch.Tensor,
     new_BQ: torch.Tensor,
     loc_B: torch.Tensor,
-    *,
     rank: int,
     dcp: int,
     interleave: int = 1,
     scale: float = 1.0,
-    settled: bool = False,
 ) -> None:
-    """See kernels.kv_write.write_kv."""
+    """One kernel."""
     owner = {"OWNED": True, "rank": rank, "DCP": dcp, "INTERLEAVE": interleave}
-    launch(kv_KQ, new_BQ, loc_B, tiling(len(loc_B), dcp), scale, settled, **owner)
-
-
-def write_rows(
-    kv_KQ: torch.Tensor,
-    new_BQ: torch.Tensor,
-    row_B: torch.Tensor,
-    *,
-    scale: float = 1.0,
-    share: int = 1,
-    settled: bool = False,
-) -> None:
-    """See kernels.kv_write.write_rows."""
-    nobody = {"OWNED": False, "rank": 0, "DCP": 1, "INTERLEAVE": 1}
-    launch(kv_KQ, new_BQ, row_B, tiling(len(row_B), share), scale, settled, **nobody)
+    launch(kv_KQ, new_BQ, loc_B, tiling(len(loc_B), dcp), scale, settled=False, **owner)
 
 
 def launch(

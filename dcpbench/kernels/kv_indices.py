@@ -1,0 +1,187 @@
+"""A rank's page tables from the request table, on the device: no length is read by the host.
+
+A request's local rows are, in token order, row 0, 1, … of its share; row j belongs to token `layout.loc_of(j, rank)`,
+lies at `layout.row(loc)` of this rank's pool, and is in page `row // page_size`. Pages are aligned (allocator.py), so
+that the rows j·page_size … of a share are one page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from dcpbench.points import layout
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK = 1024
+"""Pages of one program."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Share:
+    """Which tokens are a rank's, and how many rows its pages hold."""
+
+    rank: int
+    dcp: int
+    interleave: int = 1
+    page_size: int = 1
+
+
+def fill_page_tables(
+    pages_BM: torch.Tensor,
+    local_lengths_B: torch.Tensor,
+    table_SC: torch.Tensor,
+    slots_B: torch.Tensor,
+    lengths_B: torch.Tensor,
+    share: Share,
+) -> None:
+    """Fill `pages_BM[b]` with this rank's pages of request b and `local_lengths_B[b]` with its rows. No host sync.
+
+    table_SC holds int32 virtual locations by request slot and token index (engine/request_pool.py); slots_B and
+    lengths_B [B ≥ 1] are int32 or int64, lengths in tokens of the whole request, at most C; a length of 0 has no pages.
+    pages_BM [B, at least ceil(rows / page_size)] and local_lengths_B are int32, pages_BM's last dimension contiguous;
+    what lies behind a request's pages is left as it was. One kernel, which a graph may hold.
+    """
+    fill = fill_fused if pages_BM.is_cuda else fill_reference
+    fill(pages_BM, None, local_lengths_B, table_SC, slots_B, lengths_B, share)
+
+
+def fill_kv_indices(
+    indices: torch.Tensor,
+    indptr: torch.Tensor,
+    local_lengths_B: torch.Tensor,
+    table_SC: torch.Tensor,
+    slots_B: torch.Tensor,
+    lengths_B: torch.Tensor,
+    share: Share,
+) -> None:
+    """As `fill_page_tables`, with the requests' pages one after the other, as FlashInfer's wrappers want them.
+
+    Pages of request b are `indices[indptr[b]:indptr[b + 1]]`; indices and indptr [B + 1] are int32, indices has room
+    for all pages, and what lies behind them is left as it was.
+    """
+    fill = fill_fused if indices.is_cuda else fill_reference
+    fill(indices, indptr, local_lengths_B, table_SC, slots_B, lengths_B, share)
+
+
+def pages_of(locs: list[int], share: Share) -> list[int]:
+    """Pages of a request's share, in token order; `locs` are the virtual locations of all its tokens."""
+    mine = layout.local_tokens(len(locs), share.rank, share.dcp, share.interleave)
+    rows = [layout.row(locs[token], share.dcp, share.interleave) for token in mine]
+    return [row // share.page_size for row in rows[:: share.page_size]]
+
+
+def fill_reference(
+    pages: torch.Tensor,
+    indptr: torch.Tensor | None,
+    local_lengths_B: torch.Tensor,
+    table_SC: torch.Tensor,
+    slots_B: torch.Tensor,
+    lengths_B: torch.Tensor,
+    share: Share,
+) -> None:
+    """One local row at a time, with the integer arithmetic of layout.py: page tables where there is no `indptr`, else the pages one request after the other."""
+    ends = [0]
+    for b, (slot, length) in enumerate(zip(slots_B.tolist(), lengths_B.tolist(), strict=True)):
+        found = pages_of(table_SC[slot, :length].tolist(), share)
+        out = pages[b] if indptr is None else pages[ends[-1] :]
+        out[: len(found)] = pages.new_tensor(found)
+        local_lengths_B[b] = layout.local_length(length, share.rank, share.dcp, share.interleave)
+        ends.append(ends[-1] + len(found))
+    if indptr is not None:
+        indptr[: len(ends)] = indptr.new_tensor(ends)
+
+
+@triton.jit
+def _local_length(length, rank, DCP: tl.constexpr, INTERLEAVE: tl.constexpr):
+    """See layout.local_length."""
+    STRIPE: tl.constexpr = DCP * INTERLEAVE
+    rest = tl.minimum(tl.maximum(length % STRIPE - rank * INTERLEAVE, 0), INTERLEAVE)
+    return length // STRIPE * INTERLEAVE + rest
+
+
+@triton.jit(do_not_specialize=["rank", "batch"])
+def _fill_kernel(
+    pages,
+    indptr,
+    local_lengths,
+    table,
+    slots,
+    lengths,
+    pages_stride,
+    table_stride,
+    batch,
+    rank,
+    DCP: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
+    PAGE: tl.constexpr,
+    PACKED: tl.constexpr,
+    BATCH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    b = tl.program_id(1)
+    length = tl.load(lengths + b).to(tl.int32)
+    local = _local_length(length, rank, DCP, INTERLEAVE)
+    count = tl.cdiv(local, PAGE)
+    first = tl.program_id(0) * BLOCK
+    if tl.program_id(0) == 0:
+        tl.store(local_lengths + b, local)
+    if (first < count) | (tl.program_id(0) == 0):
+        out = pages + b.to(tl.int64) * pages_stride
+        if PACKED:
+            # Every program adds up the requests before its own: nothing waits for another program.
+            others = tl.arange(0, BATCH)
+            before = tl.load(lengths + others, mask=others < b, other=0).to(tl.int32)
+            start = tl.sum(tl.cdiv(_local_length(before, rank, DCP, INTERLEAVE), PAGE), 0)
+            out = pages + start
+            if tl.program_id(0) == 0:
+                tl.store(indptr + b, start)
+                if b == batch - 1:
+                    tl.store(indptr + batch, start + count)
+        page = first + tl.arange(0, BLOCK)
+        row = page * PAGE
+        token = row // INTERLEAVE * (INTERLEAVE * DCP) + rank * INTERLEAVE + row % INTERLEAVE
+        slot = tl.load(slots + b).to(tl.int64)
+        loc = tl.load(table + slot * table_stride + token, mask=page < count, other=0)
+        row = loc // (INTERLEAVE * DCP) * INTERLEAVE + loc % INTERLEAVE
+        tl.store(out + page, row // PAGE, mask=page < count)
+
+
+def fill_fused(
+    pages: torch.Tensor,
+    indptr: torch.Tensor | None,
+    local_lengths_B: torch.Tensor,
+    table_SC: torch.Tensor,
+    slots_B: torch.Tensor,
+    lengths_B: torch.Tensor,
+    share: Share,
+) -> None:
+    """One kernel: each program writes a stretch of one request's pages, and sums what lies before it."""
+    batch = len(slots_B)
+    # Most pages of a request, by what the table can hold: lengths are on the device.
+    stripes = triton.cdiv(table_SC.shape[1], share.interleave * share.dcp)
+    most = triton.cdiv(stripes * share.interleave, share.page_size)
+    _fill_kernel[(triton.cdiv(most, BLOCK), batch)](
+        pages,
+        local_lengths_B if indptr is None else indptr,
+        local_lengths_B,
+        table_SC,
+        slots_B,
+        lengths_B,
+        pages.stride(0),
+        table_SC.stride(0),
+        batch,
+        share.rank,
+        DCP=share.dcp,
+        INTERLEAVE=share.interleave,
+        PAGE=share.page_size,
+        PACKED=indptr is not None,
+        BATCH=triton.next_power_of_2(batch),
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
