@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dcpbench.kernels.kv_write import copy_rows, widths
 from dcpbench.points import layout
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def in_token_order(
         REQUESTS=triton.next_power_of_2(len(prefix.lengths)),
         ITEM_BYTES=out_TQ.itemsize,
         UNIT=UNIT,
-        **_widths(width),
+        **widths(width),
         ROWS=ROWS,
         num_warps=WARPS,
     )
@@ -93,19 +94,6 @@ def in_token_order_reference(out_TQ: torch.Tensor, parts: list[torch.Tensor], pr
             out_TQ[prefix.starts[request] + token] = parts[owner][row]
 
 
-@triton.jit
-def _copy(source, out, live, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr):
-    """Rows in two parts, as a block's width is a power of two: 576 = 512 + 64."""
-    h = tl.arange(0, HEAD)[None, :]
-    t = HEAD + tl.arange(0, TAIL)[None, :]
-    in_head = live[:, None]
-    in_tail = live[:, None] & (t < WIDTH)
-    head = tl.load(source[:, None] + h, mask=in_head)
-    tail = tl.load(source[:, None] + t, mask=in_tail)
-    tl.store(out[:, None] + h, head, mask=in_head)
-    tl.store(out[:, None] + t, tail, mask=in_tail)
-
-
 @triton.jit(do_not_specialize=["count"])
 def _pack_kernel(
     part,
@@ -121,7 +109,18 @@ def _pack_kernel(
     j = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = j < count
     row = tl.load(rows + j, mask=live, other=0).to(tl.int64)
-    _copy(kv + row * kv_stride, part + j.to(tl.int64) * WIDTH, live, WIDTH, HEAD, TAIL)
+    copy_rows(
+        (kv + row * kv_stride)[:, None],
+        (part + j.to(tl.int64) * WIDTH)[:, None],
+        live,
+        1.0,
+        WIDTH,
+        HEAD,
+        TAIL,
+        False,
+        False,
+        False,
+    )
 
 
 @triton.jit(do_not_specialize=["tokens", "requests", "rank"])
@@ -159,17 +158,14 @@ def _order_kernel(
         units = tl.where(peer == n, (addresses[n] - addresses[0]) // UNIT, units)
     # A multiple of UNIT for the compiler to see, without which it would read two bytes at a time.
     source = own + units * (UNIT // ITEM_BYTES) + row.to(tl.int64) * WIDTH
-    _copy(source, out + t.to(tl.int64) * WIDTH, live, WIDTH, HEAD, TAIL)
+    copy_rows(
+        source[:, None], (out + t.to(tl.int64) * WIDTH)[:, None], live, 1.0, WIDTH, HEAD, TAIL, False, False, False
+    )
 
 
 def pack_fused(part_JQ: torch.Tensor, kv_KQ: torch.Tensor, row_J: torch.Tensor) -> None:
     """One kernel."""
     count = len(row_J)
     _pack_kernel[(triton.cdiv(count, ROWS),)](
-        part_JQ, kv_KQ, row_J, count, kv_KQ.stride(0), **_widths(kv_KQ.shape[1]), ROWS=ROWS, num_warps=WARPS
+        part_JQ, kv_KQ, row_J, count, kv_KQ.stride(0), **widths(kv_KQ.shape[1]), ROWS=ROWS, num_warps=WARPS
     )
-
-
-def _widths(width: int) -> dict[str, int]:
-    head = 1 << (width.bit_length() - 1)
-    return {"WIDTH": width, "HEAD": head, "TAIL": triton.next_power_of_2(max(1, width - head))}

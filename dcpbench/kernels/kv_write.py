@@ -134,14 +134,10 @@ def _wait(DEPENDENT: tl.constexpr):
 
 
 @triton.jit
-def _copy(
-    kv,
-    new,
-    row,
-    token,
+def copy_rows(
+    source,
+    target,
     live,
-    kv_stride,
-    new_stride,
     inverse_scale,
     WIDTH: tl.constexpr,
     HEAD: tl.constexpr,
@@ -150,9 +146,7 @@ def _copy(
     NATIVE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Rows in two parts, as a block's width is a power of two: 576 = 512 + 64."""
-    source = new + token.to(tl.int64)[:, None] * new_stride
-    target = kv + row.to(tl.int64)[:, None] * kv_stride
+    """Live rows of two columns of addresses, in two parts, as a block's width is a power of two: 576 = 512 + 64."""
     h = tl.arange(0, HEAD)[None, :]
     t = HEAD + tl.arange(0, TAIL)[None, :]
     in_head = live[:, None]
@@ -203,22 +197,9 @@ def _write_kernel(
         live = place >= 0
         row = place
     if TILE == ROWS:
-        _copy(
-            kv,
-            new,
-            row,
-            first + t,
-            live,
-            kv_stride,
-            new_stride,
-            inverse_scale,
-            WIDTH,
-            HEAD,
-            TAIL,
-            FP8,
-            NATIVE,
-            DEPENDENT and SETTLED,
-        )
+        source = new + (first + t).to(tl.int64)[:, None] * new_stride
+        target = kv + row.to(tl.int64)[:, None] * kv_stride
+        copy_rows(source, target, live, inverse_scale, WIDTH, HEAD, TAIL, FP8, NATIVE, DEPENDENT and SETTLED)
     else:
         count = tl.sum(live.to(tl.int32), 0)
         number = tl.where(live, tl.cumsum(live.to(tl.int32), 0) - 1, -1)
@@ -227,22 +208,11 @@ def _write_kernel(
             chosen = number[None, :] == i[:, None]
             token = tl.sum(tl.where(chosen, t[None, :], 0), 1)
             to_row = tl.sum(tl.where(chosen, row[None, :], 0), 1)
-            _copy(
-                kv,
-                new,
-                to_row,
-                first + token,
-                i < count,
-                kv_stride,
-                new_stride,
-                inverse_scale,
-                WIDTH,
-                HEAD,
-                TAIL,
-                FP8,
-                NATIVE,
-                DEPENDENT and SETTLED,
-            )
+            token += first
+            found = i < count
+            source = new + token.to(tl.int64)[:, None] * new_stride
+            target = kv + to_row.to(tl.int64)[:, None] * kv_stride
+            copy_rows(source, target, found, inverse_scale, WIDTH, HEAD, TAIL, FP8, NATIVE, DEPENDENT and SETTLED)
         if SETTLED:
             _wait(DEPENDENT)
 
@@ -287,8 +257,6 @@ def launch(
     **owner: int,
 ) -> None:
     """One kernel; `owner` is what says whose a place is."""
-    width = kv_KQ.shape[1]
-    head = 1 << (width.bit_length() - 1)
     fp8 = kv_KQ.element_size() == 1
     hopper, cast = _abilities(kv_KQ.device)
     _write_kernel[(triton.cdiv(len(places_B), tiles.tile),)](
@@ -299,9 +267,7 @@ def launch(
         kv_KQ.stride(0),
         new_BQ.stride(0),
         1.0 / scale,
-        WIDTH=width,
-        HEAD=head,
-        TAIL=triton.next_power_of_2(max(1, width - head)),
+        **widths(kv_KQ.shape[1]),
         FP8=fp8,
         NATIVE=cast,
         TILE=tiles.tile,
@@ -321,3 +287,9 @@ def _abilities(device: torch.device) -> tuple[bool, bool]:
         return False, False
     capability = torch.cuda.get_device_capability(device)
     return capability >= (9, 0), capability >= (8, 9)
+
+
+def widths(width: int) -> dict[str, int]:
+    """What `copy_rows` has to know of rows of so many numbers."""
+    head = 1 << (width.bit_length() - 1)
+    return {"WIDTH": width, "HEAD": head, "TAIL": triton.next_power_of_2(max(1, width - head))}

@@ -28,8 +28,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dcpbench.kernels.peers import dependent_launch
-
 if TYPE_CHECKING:
     import torch
 
@@ -144,8 +142,6 @@ def fence(peers: Peers, counters: torch.Tensor) -> None:
     _fence_kernel[(1,)](
         peers.addresses,
         peers.offset(counters),
-        N=peers.size,
-        N_BLOCK=triton.next_power_of_2(peers.size),
         num_warps=1,
-        **dependent_launch(peers.own.device),
+        **peers.launch,
     )
