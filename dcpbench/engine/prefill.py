@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.errors import CapacityError, UsageError
-from dcpbench.exchange.prefix import Gatherer, Reserve, Task
+from dcpbench.exchange.prefix import Gatherer, Task, symmetric
 from dcpbench.kernels.kv_gather import pack, request_table
 from dcpbench.kernels.kv_indices import Share, fill_kv_indices
 from dcpbench.kernels.merge import merge_into
@@ -177,10 +177,10 @@ class Prefiller:
         self.gatherer: Gatherer | None = None
         self.travels: torch.Tensor | Peers | None = None
         if self.group.size > 1:
-            self.gatherer = Gatherer(self.group, None, self.way, self.device)
+            self.gatherer = Gatherer(self.group, self.way, self.device)
             part = self.window // self.group.size * width * self.dtype.itemsize
             if self.way == "direct":
-                self.travels = Reserve(self.group, part, self.device).peers
+                self.travels = symmetric(self.group, part, self.device)
             else:
                 self.travels = torch.empty(part * self.group.size, dtype=torch.uint8, device=self.device)
 
@@ -269,7 +269,7 @@ class Prefiller:
         else:
             assert self.gatherer is not None
             assert self.travels is not None
-            self.gatherer.over(window.task).gather(kv_KQ, out_SQ, self.travels)
+            self.gatherer.gather(window.task, kv_KQ, out_SQ, self.travels)
         return out_SQ
 
     def decompress(self, row_SQ: torch.Tensor, w: Attention) -> tuple[torch.Tensor, torch.Tensor]:

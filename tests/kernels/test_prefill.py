@@ -78,7 +78,7 @@ class TestSdpa:
 
     def test_queries_in_blocks_are_the_same(self, monkeypatch):
         """130 queries, 130 keys and 3 heads: 1,024 scores are 2 queries at a time."""
-        monkeypatch.setattr("dcpbench.kernels.prefill.plain.SCORES", 1024)
+        monkeypatch.setattr("dcpbench.kernels.prefill.sdpa.SCORES", 1024)
         made = spec(torch.float32, "cpu", heads=3, width=24, value=20)
         check(make_prefill("sdpa", made), made, "own-chunks", 1e-5, 1e-5)
 

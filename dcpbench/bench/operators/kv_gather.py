@@ -28,7 +28,7 @@ from dcpbench.bench.operators.ranks import everyone
 from dcpbench.bench.record import Work
 from dcpbench.engine.request_pool import RequestPool
 from dcpbench.errors import CapacityError
-from dcpbench.exchange.prefix import Gatherer, Reserve, Task, symmetric
+from dcpbench.exchange.prefix import Gatherer, Task, symmetric
 from dcpbench.kernels.kv_gather import request_table
 from dcpbench.kernels.kv_indices import Share, fill_kv_indices
 from dcpbench.points.layout import Prefix
@@ -91,7 +91,7 @@ class KvGather:
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed, self.group = device, seed, everyone()
-        self._reserve: Reserve | None = None
+        self._reserve: Peers | None = None
         self._key: tuple[object, ...] = ()
         self._inputs: Inputs | None = None
 
@@ -126,8 +126,8 @@ class KvGather:
         nbytes, kind = task.buffer_bytes(case.variant), case.sizes["buffer"]
         if kind == "pool":
             reserve = self._reserved(int(case.sizes["pool_bytes"]))
-            assert reserve.fits(nbytes), "the case says pool, and the pool is too small"
-            return lambda: contextlib.nullcontext(reserve.peers), reserve.peers
+            assert nbytes <= len(reserve.own), "the case says pool, and the pool is too small"
+            return lambda: contextlib.nullcontext(reserve), reserve
         if kind == "plain" and case.variant == "nccl":
             plain = functools.partial(torch.empty, nbytes, dtype=torch.uint8, device=self.device)
             return lambda: contextlib.nullcontext(plain()), plain()
@@ -140,17 +140,17 @@ class KvGather:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _reserved(self, nbytes: int) -> Reserve:
-        if self._reserve is None or self._reserve.nbytes != nbytes:
-            self._reserve = Reserve(self.group, nbytes, self.device)
+    def _reserved(self, nbytes: int) -> Peers:
+        if self._reserve is None or len(self._reserve.own) != nbytes:
+            self._reserve = symmetric(self.group, nbytes, self.device)
         return self._reserve
 
     def _calls(self, way: str, inputs: Inputs, lend: Lend) -> list[Callable[[], None]]:
-        gatherer = Gatherer(self.group, inputs.task, way, self.device)
+        gatherer = Gatherer(self.group, way, self.device)
 
         def gather(kv_KQ: torch.Tensor, out_TQ: torch.Tensor) -> None:
             with lend() as buffer:
-                gatherer.gather(kv_KQ, out_TQ, buffer)
+                gatherer.gather(inputs.task, kv_KQ, out_TQ, buffer)
 
         return [functools.partial(gather, kv, out) for kv, out in zip(inputs.pools, inputs.results, strict=True)]
 

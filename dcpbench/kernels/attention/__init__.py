@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from dcpbench.kernels.attention.page_tables import PageTables
+    from dcpbench.kernels.attention.triton_mla import PageTables
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import triton
 
-from dcpbench.kernels.attention.page_tables import PageTables
-from dcpbench.kernels.attention.piece_merge import merge_kernel
+from dcpbench.kernels.attention.partition import merge_kernel
 from dcpbench.kernels.attention.plain_mla import plain_kernel
 
 if TYPE_CHECKING:
@@ -49,6 +49,25 @@ def merge_shape(pieces: int) -> tuple[int, int, int]:
     if pieces > 32:
         return 64, 64, 4
     return (128, 8, 1) if pieces > 4 else (256, 4, 1)
+
+
+class PageTables:
+    """Page tables and local lengths of a batch in fixed buffers, written in place as captured graphs need it.
+
+    `pages` [B, max_pages] int32 and `lengths` [B] int32 on the device.
+    """
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.pages = torch.zeros(spec.batch, spec.max_pages, dtype=torch.int32, device=spec.device)
+        self.lengths = torch.zeros(spec.batch, dtype=torch.int32, device=spec.device)
+
+    def fill(self, shards: Shards) -> None:
+        """Copy one step's tables to the device."""
+        host = np.zeros(self.pages.shape, dtype=np.int32)
+        for b, pages in enumerate(shards.pages):
+            host[b, : len(pages)] = pages
+        self.pages.copy_(torch.from_numpy(host))
+        self.lengths.copy_(torch.tensor(shards.lengths, dtype=torch.int32))
 
 
 class TritonBackend:
