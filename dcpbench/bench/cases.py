@@ -178,9 +178,7 @@ def collectives_cases(asked: Asked) -> list[Case]:
         if w % ranks:
             raise UsageError(f"--width {w} cannot be divided among {ranks} ranks; try --width {w // ranks * ranks}.")
     grid = itertools.product(
-        widths,
-        asked.names("variant", COLLECTIVES),
-        asked.counts("requests", (1, 4), (1, 8, 32, 128, 512)),
+        widths, asked.names("variant", COLLECTIVES), asked.counts("requests", (1, 4), (1, 8, 32, 128, 512))
     )
     return [asked.case(name, requests=b, width=w, ranks=ranks) for w, name, b in grid]
 

@@ -96,15 +96,7 @@ def in_token_order_reference(out_TQ: torch.Tensor, parts: list[torch.Tensor], pr
 
 @triton.jit(do_not_specialize=["count"])
 def _pack_kernel(
-    part,
-    kv,
-    rows,
-    count,
-    kv_stride,
-    WIDTH: tl.constexpr,
-    HEAD: tl.constexpr,
-    TAIL: tl.constexpr,
-    ROWS: tl.constexpr,
+    part, kv, rows, count, kv_stride, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr
 ):
     j = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = j < count

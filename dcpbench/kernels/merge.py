@@ -57,16 +57,7 @@ def merge_into_reference(
 
 @triton.jit
 def _correct_kernel(
-    o,
-    lse,
-    out,
-    batch,
-    heads,
-    rank,
-    N: tl.constexpr,
-    N_BLOCK: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK: tl.constexpr,
+    o, lse, out, batch, heads, rank, N: tl.constexpr, N_BLOCK: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr
 ):
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1).to(tl.int64)

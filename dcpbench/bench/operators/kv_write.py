@@ -148,12 +148,7 @@ class KvWrite:
             raise CapacityError(
                 f"pools and rows of {case.calls} layers, {need:.1f} GiB, do not fit; lower --tokens or --layers."
             ) from e
-        return Inputs(
-            pool=pool,
-            new=sources,
-            loc=loc.to(self.device),
-            scale=float(case.sizes.get("scale", 1.0)),
-        )
+        return Inputs(pool=pool, new=sources, loc=loc.to(self.device), scale=float(case.sizes.get("scale", 1.0)))
 
 
 def poison(kv: torch.Tensor) -> None:

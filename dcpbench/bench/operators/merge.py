@@ -120,10 +120,7 @@ def value_proj(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
     return Ready(
         call=lambda: (project_values(o_hBR, w_uv, DTYPE),),
         truth=lambda: (torch.bmm(o_hBR.double(), w_uv.double()).transpose(0, 1),),
-        work=Work(
-            memory_bytes=o_hBR.nbytes + w_uv.nbytes + out_bytes,
-            flops=2 * s.requests * s.own * LATENT * VALUE,
-        ),
+        work=Work(memory_bytes=o_hBR.nbytes + w_uv.nbytes + out_bytes, flops=2 * s.requests * s.own * LATENT * VALUE),
     )
 
 

@@ -56,17 +56,7 @@ def pieces(tiles, t1, size):
 
 @triton.jit
 def merge_kernel(
-    part_o,
-    part_lse,
-    pieces_of,
-    lengths,
-    o,
-    lse,
-    heads,
-    ln2,
-    R: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
+    part_o, part_lse, pieces_of, lengths, o, lse, heads, ln2, R: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr
 ):
     """Programs (request, i) take every num_programs(1)-th stretch of COLUMNS of the request's heads.
 

@@ -129,13 +129,7 @@ def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
     tokens, both = gate_up_TI.shape
     out = torch.empty(tokens, both // 2, dtype=gate_up_TI.dtype, device=gate_up_TI.device)
     block = min(1024, triton.next_power_of_2(both // 2))
-    _silu_mul_kernel[(tokens, triton.cdiv(both // 2, block))](
-        gate_up_TI,
-        out,
-        both // 2,
-        BLOCK=block,
-        num_warps=4,
-    )
+    _silu_mul_kernel[(tokens, triton.cdiv(both // 2, block))](gate_up_TI, out, both // 2, BLOCK=block, num_warps=4)
     return out
 
 

@@ -139,9 +139,4 @@ def _fence_kernel(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPEN
 
 def fence(peers: Peers, counters: torch.Tensor) -> None:
     """Kernels of this rank that follow start after all peers' kernels before their fence have ended."""
-    _fence_kernel[(1,)](
-        peers.addresses,
-        peers.offset(counters),
-        num_warps=1,
-        **peers.launch,
-    )
+    _fence_kernel[(1,)](peers.addresses, peers.offset(counters), num_warps=1, **peers.launch)
