@@ -23,7 +23,7 @@ import torch
 from dcpbench.errors import CapacityError, UsageError
 from dcpbench.exchange.prefix import Gatherer, Task, symmetric
 from dcpbench.kernels.kv_gather import pack, request_table
-from dcpbench.kernels.kv_indices import Share, fill_kv_indices
+from dcpbench.kernels.kv_indices import Share, fill_pages
 from dcpbench.kernels.merge import merge_into
 from dcpbench.kernels.prefill import PrefillSpec, make_prefill
 from dcpbench.kernels.rope import softmax_scale
@@ -229,7 +229,7 @@ class Prefiller:
         slots_B, lengths_B = numbers.to(self.device, non_blocking=True)
         rows = torch.empty(sum(prefixes) // self.group.size, dtype=torch.int32, device=self.device)
         ends, shares = torch.empty(2, len(slots_B) + 1, dtype=torch.int32, device=self.device)
-        fill_kv_indices(rows, ends, shares, table_SC, slots_B, lengths_B, self.share)
+        fill_pages(rows, ends, shares, table_SC, slots_B, lengths_B, self.share)
         return rows
 
     def _task(self, window: Window, rows: torch.Tensor) -> Task | None:

@@ -39,7 +39,7 @@ def request_table(prefix: Prefix, device: torch.device) -> torch.Tensor:
 def pack(part_JQ: torch.Tensor, kv_KQ: torch.Tensor, row_J: torch.Tensor) -> None:
     """`part_JQ[j] = kv_KQ[row_J[j]]`: this rank's rows, packed. No host sync.
 
-    row_J is int32, as kv_indices.fill_kv_indices makes it with pages of one row; part_JQ has at least as many rows, is
+    row_J is int32, as kv_indices.fill_pages makes it with pages of one row; part_JQ has at least as many rows, is
     contiguous and of the dtype of kv_KQ, whose last dimension is contiguous.
     """
     (pack_fused if kv_KQ.is_cuda else pack_reference)(part_JQ, kv_KQ, row_J)

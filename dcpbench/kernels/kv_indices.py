@@ -32,41 +32,27 @@ class Share:
     page_size: int = 1
 
 
-def fill_page_tables(
-    pages_BM: torch.Tensor,
+def fill_pages(
+    pages: torch.Tensor,
+    indptr: torch.Tensor | None,
     local_lengths_B: torch.Tensor,
     table_SC: torch.Tensor,
     slots_B: torch.Tensor,
     lengths_B: torch.Tensor,
     share: Share,
 ) -> None:
-    """Fill `pages_BM[b]` with this rank's pages of request b and `local_lengths_B[b]` with its rows. No host sync.
+    """Write this rank's pages of each request b into `pages`, and its rows into `local_lengths_B[b]`. No host sync.
 
     table_SC holds int32 virtual locations by request slot and token index (engine/request_pool.py); slots_B and
     lengths_B [B ≥ 1] are int32 or int64, lengths in tokens of the whole request, at most C; a length of 0 has no pages.
-    pages_BM [B, at least ceil(rows / page_size)] and local_lengths_B are int32, pages_BM's last dimension contiguous;
-    what lies behind a request's pages is left as it was. One kernel, which a graph may hold.
+
+    Without `indptr`, `pages` is a table [B, at least ceil(rows / page_size)]. With it, [B + 1], requests lie one after
+    the other, as FlashInfer's wrappers want them: request b's pages are `pages[indptr[b]:indptr[b + 1]]`, and there is
+    room for all. What is written is int32, the last dimension of `pages` contiguous; what lies behind a request's pages
+    is left as it was. One kernel, which a graph may hold.
     """
-    fill = fill_fused if pages_BM.is_cuda else fill_reference
-    fill(pages_BM, None, local_lengths_B, table_SC, slots_B, lengths_B, share)
-
-
-def fill_kv_indices(
-    indices: torch.Tensor,
-    indptr: torch.Tensor,
-    local_lengths_B: torch.Tensor,
-    table_SC: torch.Tensor,
-    slots_B: torch.Tensor,
-    lengths_B: torch.Tensor,
-    share: Share,
-) -> None:
-    """As `fill_page_tables`, with the requests' pages one after the other, as FlashInfer's wrappers want them.
-
-    Pages of request b are `indices[indptr[b]:indptr[b + 1]]`; indices and indptr [B + 1] are int32, indices has room
-    for all pages, and what lies behind them is left as it was.
-    """
-    fill = fill_fused if indices.is_cuda else fill_reference
-    fill(indices, indptr, local_lengths_B, table_SC, slots_B, lengths_B, share)
+    fill = fill_fused if pages.is_cuda else fill_reference
+    fill(pages, indptr, local_lengths_B, table_SC, slots_B, lengths_B, share)
 
 
 def pages_of(locs: list[int], share: Share) -> list[int]:
@@ -85,7 +71,7 @@ def fill_reference(
     lengths_B: torch.Tensor,
     share: Share,
 ) -> None:
-    """One local row at a time, with the integer arithmetic of layout.py: page tables where there is no `indptr`, else the pages one request after the other."""
+    """One local row at a time, with the integer arithmetic of layout.py."""
     ends = [0]
     for b, (slot, length) in enumerate(zip(slots_B.tolist(), lengths_B.tolist(), strict=True)):
         found = pages_of(table_SC[slot, :length].tolist(), share)

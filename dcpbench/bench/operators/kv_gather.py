@@ -30,7 +30,7 @@ from dcpbench.engine.request_pool import RequestPool
 from dcpbench.errors import CapacityError
 from dcpbench.exchange.prefix import Gatherer, Task, symmetric
 from dcpbench.kernels.kv_gather import request_table
-from dcpbench.kernels.kv_indices import Share, fill_kv_indices
+from dcpbench.kernels.kv_indices import Share, fill_pages
 from dcpbench.points.layout import Prefix
 from dcpbench.points.memory import GIB
 from dcpbench.points.shapes import KV_WIDTH
@@ -194,7 +194,7 @@ def stored_rows(prefix: Prefix, group: Group, device: torch.device) -> tuple[tor
     ends, shares = (torch.empty(len(lengths) + 1, dtype=torch.int32, device=device) for _ in range(2))
     share = Share(rank=group.rank, dcp=group.size)  # of pages of one row: the indices are rows
     slots_B, lengths_B = (torch.tensor(numbers, device=device) for numbers in (slots, lengths))
-    fill_kv_indices(rows, ends, shares, requests.table, slots_B, lengths_B, share)
+    fill_pages(rows, ends, shares, requests.table, slots_B, lengths_B, share)
     return rows, (pages + 1) * PAGE
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dcpbench.bench.record import Overwritten
-from dcpbench.bench.shown.rates import baselines, share, speed_up
+from dcpbench.bench.shown.rates import baselines, grouped, share, speed_up
 from dcpbench.points.memory import GIB
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ MARKS = {
 def findings(record: BenchRecord) -> list[str]:
     """Sentences about correctness, synchronisation, host time, rates and CUDA graphs, as far as there are numbers."""
     ok = [r for r in record.results if r.outcome == "ok"]
-    of = _by_variant(ok)
+    of = grouped(ok)
     notes = list(_wrong(ok))
     notes += [sentence for name in of if (sentence := _syncs(name, of[name]))]
     notes += [sentence for name in of if (sentence := _where(name, of[name]))]
@@ -44,13 +44,6 @@ def findings(record: BenchRecord) -> list[str]:
         if r.graph and not r.graph.captured
     ]
     return notes
-
-
-def _by_variant(results: Sequence[Result]) -> dict[str, list[Result]]:
-    of: dict[str, list[Result]] = {}
-    for r in results:
-        of.setdefault(r.case.variant, []).append(r)
-    return of
 
 
 def corrupts(r: Result) -> bool:
@@ -133,7 +126,7 @@ def _range_by_variant(of: Mapping[str, Sequence[Result]], timing: Callable[[Resu
 def _rates(record: BenchRecord) -> list[str]:
     """Of results that are correct; a fast wrong one is no finding."""
     right = [r for r in record.results if r.outcome == "ok" and r.correct]
-    of = _by_variant(right)
+    of = grouped(right)
     usual = baselines(record)
     notes = [
         sentence

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 from dcpbench.show.numbers import with_unit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from dcpbench.bench.record import BenchRecord, Limit, Result, Timing
+
+    Groups = dict[str, list[Result]]
 
 BASELINES = {
     "attention": ("flashinfer",),
@@ -22,6 +24,14 @@ BASELINES = {
 ALIKE = {"all-reduce": ("all-reduce", "all-reduce-symm")}
 """Who can be compared with a baseline, where not all variants of its bench do the same."""
 UNITS = {"B/s": ((1e12, "TB/s"), (1e9, "GB/s")), "FLOP/s": ((1e12, "TFLOP/s"),), "s": ((1e-6, "µs"),)}
+
+
+def grouped(results: Iterable[Result], name_of: Callable[[Result], str] = lambda r: r.case.variant) -> Groups:
+    """Results by a name, their variant's if nothing else is asked for, in the order in which names first come."""
+    groups: Groups = {}
+    for r in results:
+        groups.setdefault(name_of(r), []).append(r)
+    return groups
 
 
 def gpu_time(r: Result) -> Timing | None:
