@@ -24,7 +24,6 @@ import torch.distributed as dist
 from dcpbench.bench.operators import calls as measuring
 from dcpbench.bench.operators import limits
 from dcpbench.bench.operators.attention import Attention
-from dcpbench.bench.operators.calls import count_syncs
 from dcpbench.bench.operators.collectives import Collectives
 from dcpbench.bench.operators.dp_slice import DpSlice
 from dcpbench.bench.operators.exchange import ExchangeBench
@@ -33,7 +32,7 @@ from dcpbench.bench.operators.kv_write import KvWrite
 from dcpbench.bench.operators.merge import Merge
 from dcpbench.bench.operators.moe import Moe
 from dcpbench.bench.operators.padded_slots import PaddedSlots
-from dcpbench.bench.operators.ranks import RankError, join, one_of, together
+from dcpbench.bench.operators.ranks import RankError, one_of, start, together
 from dcpbench.bench.record import BenchJob, Event, Graph, Result, floor_us
 from dcpbench.exchange.collectives import gather_objects, largest_error
 from dcpbench.measuring.environment import environment
@@ -186,7 +185,7 @@ class BenchWorker:
             return workload.build(result.case)
 
         try:
-            syncs = together(lambda: count_syncs(build, self.device))
+            syncs = together(lambda: measuring.count_syncs(build, self.device))
         except RankError as e:  # as in `run`; what was timed stays
             failed = msgspec.structs.replace(result, outcome="failed", reason=f"counting synchronisations: {e}")
             self.tell(Event(stage="counted", index=index, result=failed))
@@ -216,7 +215,8 @@ def main(path: str) -> None:
     else:
         device = torch.device("cpu")
         torch.set_num_threads(1)
-    join(rank, job.ranks, device, folder)
+    if job.ranks > 1:
+        start(device, rank, job.ranks, folder / "port")
     worker = BenchWorker(job, folder, rank, device)
     with torch.inference_mode():
         worker.run()

@@ -290,18 +290,14 @@ class Model:
         """Token of the largest logit over the replica's ranks, [B] int64; the smallest id wins a tie."""
         with phase("lm_head"):
             rows, attn = logits_BV.shape[1], self.groups.attn
-            best_B, id_B = self.mask_padding(logits_BV).float().max(dim=-1)
+            live = self.shape.vocab - attn.rank * rows
+            if live < rows:  # the last rank's rows past the vocabulary
+                logits_BV[:, max(live, 0) :] = float("-inf")
+            best_B, id_B = logits_BV.float().max(dim=-1)
             pair_B2 = torch.stack((best_B, (id_B + attn.rank * rows).float()), dim=-1)
             pair_NB2 = attn.all_gather(pair_B2)  # ids below 2^24 survive fp32
             winner_B = pair_NB2[..., 0].argmax(dim=0)
             return pair_NB2[..., 1].gather(0, winner_B.unsqueeze(0)).squeeze(0).long()
-
-    def mask_padding(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Logits with the rows past the vocabulary at -inf (last rank only)."""
-        live = self.shape.vocab - self.groups.attn.rank * logits_BV.shape[1]
-        if live < logits_BV.shape[1]:
-            logits_BV[:, max(live, 0) :] = float("-inf")
-        return logits_BV
 
     def full_logits(self, logits_BV: torch.Tensor) -> torch.Tensor:
         """All ranks' logits, [B, vocab]; for comparisons, not part of a timed step."""

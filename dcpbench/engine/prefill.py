@@ -111,8 +111,24 @@ class PrefillPlan:
     windows: list[StoredWindow]
 
     def attend(self, q_ThX: torch.Tensor, row_TQ: torch.Tensor, w: Attention, index: int) -> torch.Tensor:
-        """See Prefiller.attend."""
-        return self.prefiller.attend(self, q_ThX, row_TQ, w, index)
+        """Values of the chunks' tokens for this rank's heads, [T, h, V] in q's dtype; rows may be strided. Collective.
+
+        q_ThX [T, h, nope + P] is contiguous, has rope applied and is not absorbed; row_TQ are the same tokens' KV rows.
+        The rows of layer `index` in the pool need hold the prefixes only.
+        """
+        prefiller = self.prefiller
+        with phase("prefill"):
+            o_ThV, lse_Th = self.own.run(q_ThX, *prefiller.decompress(row_TQ, w))
+        if not self.windows:
+            return o_ThV
+        sum_ThV = o_ThV.to(torch.float32, memory_format=torch.contiguous_format)
+        for window in self.windows:
+            with phase("prefix_gather"):
+                row_SQ = prefiller.gather(window, prefiller.model.kv.rows(index))
+            with phase("prefill"):
+                o_ThV, more_Th = window.attention.run(q_ThX[window.rows], *prefiller.decompress(row_SQ, w))
+                merge_into(sum_ThV[window.rows], lse_Th[window.rows], o_ThV, more_Th)
+        return sum_ThV.to(q_ThX.dtype)
 
 
 class Prefiller:
@@ -239,27 +255,6 @@ class Prefiller:
         prefix = Prefix(lengths, self.group.size, self.share.interleave)
         table = request_table(prefix, self.device)
         return Task(prefix=prefix, table=table, rows=rows, width=self.model.shape.kv_width, dtype=self.dtype)
-
-    def attend(
-        self, plan: PrefillPlan, q_ThX: torch.Tensor, row_TQ: torch.Tensor, w: Attention, index: int
-    ) -> torch.Tensor:
-        """Values of the chunks' tokens for this rank's heads, [T, h, V] in q's dtype; rows may be strided. Collective.
-
-        q_ThX [T, h, nope + P] is contiguous, has rope applied and is not absorbed; row_TQ are the same tokens' KV rows.
-        The rows of layer `index` in the pool need hold the prefixes only.
-        """
-        with phase("prefill"):
-            o_ThV, lse_Th = plan.own.run(q_ThX, *self.decompress(row_TQ, w))
-        if not plan.windows:
-            return o_ThV
-        sum_ThV = o_ThV.to(torch.float32, memory_format=torch.contiguous_format)
-        for window in plan.windows:
-            with phase("prefix_gather"):
-                row_SQ = self.gather(window, self.model.kv.rows(index))
-            with phase("prefill"):
-                o_ThV, more_Th = window.attention.run(q_ThX[window.rows], *self.decompress(row_SQ, w))
-                merge_into(sum_ThV[window.rows], lse_Th[window.rows], o_ThV, more_Th)
-        return sum_ThV.to(q_ThX.dtype)
 
     def gather(self, window: StoredWindow, kv_KQ: torch.Tensor) -> torch.Tensor:
         """A window's rows in token order, [tokens, Q], until the next call. Collective."""

@@ -111,8 +111,8 @@ def _barrier(device: torch.device) -> Iterator[Limit]:
 def _smallest(device: torch.device) -> Iterator[Limit]:
     group = everyone()
     x = torch.randn(1, 8 * group.size, dtype=torch.bfloat16, device=device)
-    for name, make in collectives.NCCL.items():
-        calls = _repeated(functools.partial(make(group, x), x))
+    for name, collective in collectives.NCCL.items():
+        calls = _repeated(functools.partial(collective, group, x))
         calls()
         yield best(name, "s", REPEATS, [capture(calls).replay], device)
 

@@ -38,15 +38,11 @@ class RankError(Exception):
     """Some rank could not do what all had to do; the message is its reason."""
 
 
-def join(rank: int, ranks: int, device: torch.device, folder: Path) -> None:
-    """Be one rank of several, which find each other by a file in `folder`; nothing for one alone."""
-    if ranks == 1:
-        return
-    start(device, rank, ranks, folder / "port")
-
-
 def start(device: torch.device, rank: int, ranks: int, path: Path, at: tuple[str, int] | None = None) -> None:
-    """Start torch.distributed with what is the same in all our runs; ranks meet as jobs.Job.store (`at`) says."""
+    """Start torch.distributed with what is the same in all our runs; ranks meet as jobs.Job.store (`at`) says.
+
+    Where it says nothing, they find each other by the file `path`.
+    """
     if device.type == "cuda":
         for name, value in NCCL_DEFAULTS.items():
             os.environ.setdefault(name, value)

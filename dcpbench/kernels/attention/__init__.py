@@ -28,8 +28,6 @@ class Shards:
 class Backend(Protocol):
     """One attention kernel. `plan` runs outside the graph and does not wait for the device; `run` is captured."""
 
-    name: str
-
     @property
     def tables(self) -> PageTables | None:
         """What `run` reads of a step, on the device: a step may fill it itself (kernels/kv_indices) and need no plan.

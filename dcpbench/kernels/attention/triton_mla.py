@@ -69,8 +69,6 @@ class TritonBackend:
     time. A run is two kernels: the attention, and the merge of requests that were cut.
     """
 
-    name = "triton"
-
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
         self.kernel = kernel_for(spec)

@@ -28,8 +28,6 @@ SCORES = 1 << 24
 class SdpaPrefill:
     """See PrefillBackend. fp32, and whatever runs on a CPU, is for comparisons and not for timing."""
 
-    name = "sdpa"
-
     def __init__(self, spec: PrefillSpec) -> None:
         self.spec = spec
         self.flash = spec.device.type == "cuda" and spec.dtype in (torch.bfloat16, torch.float16)
