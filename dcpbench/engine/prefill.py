@@ -23,7 +23,7 @@ import torch
 from dcpbench.errors import CapacityError, UsageError
 from dcpbench.exchange.prefix import Gatherer, Task, symmetric
 from dcpbench.kernels.kv_gather import pack, request_table
-from dcpbench.kernels.kv_indices import Share, fill_pages
+from dcpbench.kernels.kv_indices import fill_pages
 from dcpbench.kernels.merge import merge_into
 from dcpbench.kernels.prefill import PrefillSpec, make_prefill
 from dcpbench.kernels.rope import softmax_scale
@@ -148,7 +148,7 @@ class Prefiller:
         shape, data = model.shape, model.kv.data
         self.model, self.group, self.way = model, model.groups.dcp, gather
         self.device, self.dtype = data.device, data.dtype
-        self.share = Share(rank=self.group.rank, dcp=model.layout.dcp, interleave=model.interleave)
+        self.share = dataclasses.replace(model.share, page_size=1)
         self.unit = data.shape[2] * model.layout.dcp
         self.tokens = tokens
         self.window = self._window(window_bytes)

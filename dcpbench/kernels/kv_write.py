@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -23,29 +24,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dcpbench.points import layout
 
+if TYPE_CHECKING:
+    from dcpbench.kernels.kv_indices import Share
+
 NUMBERED_FROM = 8192
 """Tokens from which on programs number the rows that they store, where few are."""
 E4M3_MAX = 448.0
 """Largest number of float8_e4m3fn, which has no infinity."""
 
 
-def write_kv(
-    kv_KQ: torch.Tensor,
-    new_BQ: torch.Tensor,
-    loc_B: torch.Tensor,
-    *,
-    rank: int,
-    dcp: int,
-    interleave: int = 1,
-    scale: float = 1.0,
-) -> None:
-    """Store `new_BQ[b]` at row(loc_B[b]) of `kv_KQ` where owner(loc_B[b]) == rank; skip loc < 0. No host sync.
+def write_kv(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, share: Share, scale: float = 1.0) -> None:
+    """Store `new_BQ[b]` at row(loc_B[b]) of `kv_KQ` where owner(loc_B[b]) is the rank; skip loc < 0. No host sync.
 
     loc_B is an int32 or int64 tensor of virtual locations (layout.owner, layout.row), no two of them the same row.
     kv_KQ and scale: as in `write_rows`.
     """
-    write = write_kv_fused if kv_KQ.is_cuda else write_kv_reference
-    write(kv_KQ, new_BQ, loc_B, rank, dcp, interleave, scale)
+    (write_kv_fused if kv_KQ.is_cuda else write_kv_reference)(kv_KQ, new_BQ, loc_B, share, scale)
 
 
 def write_rows(
@@ -71,18 +65,12 @@ def write_rows(
 
 
 def write_kv_reference(
-    kv_KQ: torch.Tensor,
-    new_BQ: torch.Tensor,
-    loc_B: torch.Tensor,
-    rank: int,
-    dcp: int,
-    interleave: int = 1,
-    scale: float = 1.0,
+    kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, share: Share, scale: float = 1.0
 ) -> None:
     """One row at a time, with the integer arithmetic of layout.py."""
     for b, loc in enumerate(loc_B.tolist()):
-        if loc >= 0 and layout.owner(loc, dcp, interleave) == rank:
-            kv_KQ[layout.row(loc, dcp, interleave)] = as_stored(new_BQ[b], kv_KQ.dtype, scale)
+        if loc >= 0 and layout.owner(loc, share.dcp, share.interleave) == share.rank:
+            kv_KQ[layout.row(loc, share.dcp, share.interleave)] = as_stored(new_BQ[b], kv_KQ.dtype, scale)
 
 
 def write_rows_reference(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, row_B: torch.Tensor, scale: float = 1.0) -> None:
@@ -234,17 +222,11 @@ def tiling(tokens: int, share: int) -> Tiling:
 
 
 def write_kv_fused(
-    kv_KQ: torch.Tensor,
-    new_BQ: torch.Tensor,
-    loc_B: torch.Tensor,
-    rank: int,
-    dcp: int,
-    interleave: int = 1,
-    scale: float = 1.0,
+    kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, share: Share, scale: float = 1.0
 ) -> None:
     """One kernel."""
-    owner = {"OWNED": True, "rank": rank, "DCP": dcp, "INTERLEAVE": interleave}
-    launch(kv_KQ, new_BQ, loc_B, tiling(len(loc_B), dcp), scale, settled=False, **owner)
+    owner = {"OWNED": True, "rank": share.rank, "DCP": share.dcp, "INTERLEAVE": share.interleave}
+    launch(kv_KQ, new_BQ, loc_B, tiling(len(loc_B), share.dcp), scale, settled=False, **owner)
 
 
 def launch(

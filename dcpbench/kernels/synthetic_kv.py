@@ -6,32 +6,32 @@ only in what is being compared.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
 from dcpbench.points import layout
 
+if TYPE_CHECKING:
+    from dcpbench.kernels.kv_indices import Share
 
-def fill_request(
-    kv: torch.Tensor, locs_S: torch.Tensor, *, request: int, seed: int, rank: int, dcp: int, interleave: int
-) -> None:
+
+def fill_request(kv: torch.Tensor, locs_S: torch.Tensor, share: Share, *, request: int, seed: int) -> None:
     """Standard normal rows for the tokens of one request, all layers: only this rank's tokens are written.
 
     kv [layers, K, Q] is a rank's pool as rows; locs_S int32 holds the request's virtual locations in token order.
     Numbers are a function of (seed, layer, request, token, column); GPU and CPU draw different ones.
     """
-    fill = fill_counter_based if kv.is_cuda else fill_reference
-    fill(kv, locs_S, request=request, seed=seed, rank=rank, dcp=dcp, interleave=interleave)
+    (fill_counter_based if kv.is_cuda else fill_reference)(kv, locs_S, share, request=request, seed=seed)
 
 
-def fill_reference(
-    kv: torch.Tensor, locs_S: torch.Tensor, *, request: int, seed: int, rank: int, dcp: int, interleave: int
-) -> None:
+def fill_reference(kv: torch.Tensor, locs_S: torch.Tensor, share: Share, *, request: int, seed: int) -> None:
     """Draws the whole request and keeps this rank's share."""
     locs = locs_S.numpy()
-    mine = torch.from_numpy(layout.owner(locs, dcp, interleave) == rank)
-    rows = torch.from_numpy(layout.row(locs, dcp, interleave)).long()[mine]
+    mine = torch.from_numpy(layout.owner(locs, share.dcp, share.interleave) == share.rank)
+    rows = torch.from_numpy(layout.row(locs, share.dcp, share.interleave)).long()[mine]
     for index, pool in enumerate(kv):
         generator = torch.Generator().manual_seed((seed * 1_000_003 + index) * 1_000_003 + request)
         drawn = torch.empty(len(locs_S), kv.shape[-1]).normal_(generator=generator)
@@ -50,9 +50,7 @@ def _fill_kernel(kv, locs, seed, layer_stride, rank, dcp, width, INTERLEAVE: tl.
         tl.store(kv + layer * layer_stride + row * width + q, values.to(kv.dtype.element_ty), mask=q < width)
 
 
-def fill_counter_based(
-    kv: torch.Tensor, locs_S: torch.Tensor, *, request: int, seed: int, rank: int, dcp: int, interleave: int
-) -> None:
+def fill_counter_based(kv: torch.Tensor, locs_S: torch.Tensor, share: Share, *, request: int, seed: int) -> None:
     """Each number from a counter (Philox), so that a rank draws only what it stores."""
     layers, _, width = kv.shape
     _fill_kernel[(locs_S.shape[0], layers)](
@@ -60,10 +58,10 @@ def fill_counter_based(
         locs_S,
         (seed * 65_536 + request) * 1024,
         kv.stride(0),
-        rank,
-        dcp,
+        share.rank,
+        share.dcp,
         width,
-        INTERLEAVE=interleave,
+        INTERLEAVE=share.interleave,
         BLOCK=triton.next_power_of_2(width),
         num_warps=4,
     )

@@ -79,7 +79,7 @@ def kv() -> None:
         pool = torch.zeros(77, 576, dtype=dtype, device="cuda")
         for settled in (False, True):
             write_rows(pool, new, locs, settled=settled)
-        write_kv(pool, new, locs, rank=0, dcp=2)
+        write_kv(pool, new, locs, Share(rank=0, dcp=2))
     table = torch.zeros(5, 3000, dtype=torch.int32, device="cuda")
     slots, lengths = torch.arange(5, device="cuda"), torch.tensor([0, 1, 3000, 2999, 17], device="cuda")
     counts, starts = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (5, 6))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dcpbench.kernels.kv_indices import Share
 from dcpbench.kernels.kv_write import Tiling, launch, tiling, write_kv, write_rows, write_rows_reference
 
 BF16, E4M3, BYTES = torch.bfloat16, torch.float8_e4m3fn, torch.uint8
@@ -106,7 +107,8 @@ def test_float8_rounds_to_nearest_and_ties_to_even(device):
 
 def test_the_operator_takes_the_reference_on_the_cpu_and_the_kernel_on_a_gpu(device):
     pool = poisoned(3, 8, BF16, device)
-    write_kv(pool, torch.ones(2, 8, dtype=BF16, device=device), torch.tensor([2, -1], device=device), rank=0, dcp=1)
+    new, locs = torch.ones(2, 8, dtype=BF16, device=device), torch.tensor([2, -1], device=device)
+    write_kv(pool, new, locs, Share(rank=0, dcp=1))
     assert pool[2].tolist() == [1.0] * 8
     assert bool((bits(pool[:2]) == POISON).all())
 
