@@ -183,7 +183,7 @@ class Model:
         finish: Callable[[torch.Tensor], torch.Tensor],
     ) -> list[torch.Tensor]:
         """`finish` of each part's merged output of this rank's heads, [h, B, R]; [h, B, V] where it projects first."""
-        kv, latent = self.kv.layer(index), self.shape.latent
+        kv, latent = self.kv.data[index], self.shape.latent
 
         def partial(part: Part, q_BHQ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             out, lse_BH = part.exchange.partial(part.size)
@@ -195,10 +195,7 @@ class Model:
                     torch.bmm(o_BHR.transpose(0, 1), w.w_uv, out=out.transpose(0, 1))
             return out, lse_BH
 
-        def merge(part: Part, found: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-            return finish(part.exchange.merge(*found))
-
-        return attend(parts, queries, beside, partial, merge)
+        return attend(parts, queries, beside, partial, lambda part, found: finish(part.exchange.merge(*found)))
 
     def values(self, o_hBR: torch.Tensor, w: Attention, dtype: torch.dtype) -> torch.Tensor:
         """Merged outputs of this rank's heads as what o_proj takes, [B, h, V]."""

@@ -125,7 +125,9 @@ class KvGather:
         """(how an eager call comes by its buffer, the buffer of captured calls)."""
         nbytes, kind = task.buffer_bytes(case.variant), case.sizes["buffer"]
         if kind == "pool":
-            reserve = self._reserved(int(case.sizes["pool_bytes"]))
+            reserve, pool_bytes = self._reserve, int(case.sizes["pool_bytes"])
+            if reserve is None or len(reserve.own) != pool_bytes:
+                reserve = self._reserve = symmetric(self.group, pool_bytes, self.device)
             assert nbytes <= len(reserve.own), "the case says pool, and the pool is too small"
             return lambda: contextlib.nullcontext(reserve), reserve
         if kind == "plain" and case.variant == "nccl":
@@ -139,11 +141,6 @@ class KvGather:
         yield symmetric(self.group, nbytes, self.device)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    def _reserved(self, nbytes: int) -> Peers:
-        if self._reserve is None or len(self._reserve.own) != nbytes:
-            self._reserve = symmetric(self.group, nbytes, self.device)
-        return self._reserve
 
     def _calls(self, way: str, inputs: Inputs, lend: Lend) -> list[Callable[[], None]]:
         gatherer = Gatherer(self.group, way, self.device)

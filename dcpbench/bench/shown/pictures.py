@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from dcpbench.bench.shown.rates import gpu_time, grouped
+from dcpbench.bench.shown.findings import gpu_time, grouped
 from dcpbench.show.figures import (
     GREY,
     LINES,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from dcpbench.bench.record import BenchRecord, Result, Timing
-    from dcpbench.bench.shown.rates import Groups
+    from dcpbench.bench.shown.findings import Groups
 
     Draw = Callable[[Axes, str, list[Result]], None]
 

@@ -8,8 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from dcpbench.bench.shown.findings import corrupts
-from dcpbench.bench.shown.rates import baselines, limit_notes, share, speed_up
+from dcpbench.bench.shown.findings import baselines, corrupts, limit_notes, share, speed_up
 from dcpbench.show.numbers import short_number
 
 if TYPE_CHECKING:
