@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench.bench.cases import CASES, Machine
+from dcpbench.bench.cases import CASES, Asked
 from dcpbench.bench.record import BenchJob, BenchRecord, BenchSettings, Event, Result
 from dcpbench.errors import CapacityError, OutputError, UsageError, WorkerError
 from dcpbench.launch import folders, launcher
@@ -76,7 +76,7 @@ def run(bench: str, sizes: Mapping[str, Any], asked: Options) -> int:
             f"--ranks {asked_ranks}: one rank has nobody to exchange anything with; try --ranks {CPU_RANKS}."
         )
     # Bad options are refused before the machine is asked, which takes seconds.
-    CASES[bench](Machine(cpu=True, ranks=asked_ranks or CPU_RANKS), **sizes)
+    CASES[bench](Asked(cpu=True, ranks=asked_ranks or CPU_RANKS, typed=sizes))
     paths = _prepare(bench, asked)
     probe = _where(bench, asked.device)
     ranks = _ranks(bench, probe, asked_ranks) if between_ranks else 1
@@ -84,7 +84,7 @@ def run(bench: str, sizes: Mapping[str, Any], asked: Options) -> int:
         bench=bench,
         device=probe.device,
         ranks=ranks,
-        cases=CASES[bench](Machine(cpu=probe.device == "cpu", ranks=ranks), **sizes),
+        cases=CASES[bench](Asked(cpu=probe.device == "cpu", ranks=ranks, typed=sizes)),
         settings=settings,
         command=shlex.join(["dcpbench", *sys.argv[1:]]),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import functools
 import os
 import signal
 import sys
@@ -23,7 +24,6 @@ import torch.distributed as dist
 from dcpbench.bench.operators import calls as measuring
 from dcpbench.bench.operators import limits
 from dcpbench.bench.operators.attention import Attention
-from dcpbench.bench.operators.calls import count_syncs
 from dcpbench.bench.operators.collectives import Collectives
 from dcpbench.bench.operators.dp_slice import DpSlice
 from dcpbench.bench.operators.exchange import ExchangeBench
@@ -32,7 +32,7 @@ from dcpbench.bench.operators.kv_write import KvWrite
 from dcpbench.bench.operators.merge import Merge
 from dcpbench.bench.operators.moe import Moe
 from dcpbench.bench.operators.padded_slots import PaddedSlots
-from dcpbench.bench.operators.ranks import RankError, join, one_of, together
+from dcpbench.bench.operators.ranks import RankError, one_of, start, together
 from dcpbench.bench.record import BenchJob, Event, Graph, Result, floor_us
 from dcpbench.exchange.collectives import gather_objects, largest_error
 from dcpbench.measuring.environment import environment
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dcpbench.bench.operators.calls import Calls, Run, Workload
-    from dcpbench.bench.record import Case, Timing
+    from dcpbench.bench.record import Case
     from dcpbench.records.record import Gpu
 
 
@@ -84,16 +84,11 @@ class BenchWorker:
         self.job, self.rank, self.device = job, rank, device
         self.events = folder / "events.jsonl"
         self.bench = BENCHES[job.bench]
+        self.gpu_time = functools.partial(measuring.gpu_time, device=device, settings=job.settings)
         self.workload = self.bench.workload(device, job.settings.seed)
         self.limits: dict[str, float] = {}
         self.blocking: dict[str, int] = {}
         """First case of each variant that waits for the GPU, by its variant."""
-
-    def workload_on(self, device: torch.device) -> Workload:
-        """The bench's workload with its tensors on `device`; this process's own is kept, with its inputs."""
-        if device == self.device:
-            return self.workload
-        return self.bench.workload(device, self.job.settings.seed)
 
     def tell(self, event: Event) -> None:
         """Append one line, from rank 0."""
@@ -106,7 +101,7 @@ class BenchWorker:
         self.tell(Event(stage="start", environment=environment(self.device, self.job.command)))
         if self.device.type == "cuda" and self.bench.limits:
             found, without = limits.measure(self.bench.limits, self.device)
-            self.limits = limits.by_name(found)
+            self.limits = {limit.name: limit.median for limit in found}
             self.tell(Event(stage="limits", limits=found, without=without))
         done = []
         for index, case in enumerate(self.job.cases):
@@ -135,7 +130,8 @@ class BenchWorker:
         states: list[Gpu | None] = []
         eager = len(calls.calls) if self.bench.host else min(self.bench.eager_calls, len(calls.calls))
         if eager:
-            time, gpu = together(lambda: self.gpu_time(lambda: measuring.run_all(calls.calls[:eager]), eager))
+            some = functools.partial(measuring.run_all, calls.calls[:eager])
+            time, gpu = together(lambda: self.gpu_time(some, eager))
             result = msgspec.structs.replace(result, time=time)
             states.append(gpu)
         if self.bench.host:
@@ -168,10 +164,6 @@ class BenchWorker:
         rates = {name: amount / time.median_us * 1e6 if amount else None for name, amount in amounts.items()}
         return rates | {"floor_us": floor_us(work, self.limits)}
 
-    def gpu_time(self, run: Callable[[], None], calls: int) -> tuple[Timing, Gpu | None]:
-        """Of a call, where `run` is a pass of so many."""
-        return measuring.gpu_time(run, calls, self.device, self.job.settings)
-
     def marks(self, calls: Calls, gpu: Gpu | None, result: Result) -> list[str]:
         """What to be careful about, in the words of records.jsonl."""
         l2_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size
@@ -186,10 +178,14 @@ class BenchWorker:
 
     def count(self, index: int, result: Result) -> None:
         """Synchronisations of one case."""
+
+        def build(device: torch.device) -> Calls:
+            own = device == self.device  # this process's own workload is kept, with its inputs
+            workload = self.workload if own else self.bench.workload(device, self.job.settings.seed)
+            return workload.build(result.case)
+
         try:
-            syncs = together(
-                lambda: count_syncs(lambda device: self.workload_on(device).build(result.case), self.device)
-            )
+            syncs = together(lambda: measuring.count_syncs(build, self.device))
         except RankError as e:  # as in `run`; what was timed stays
             failed = msgspec.structs.replace(result, outcome="failed", reason=f"counting synchronisations: {e}")
             self.tell(Event(stage="counted", index=index, result=failed))
@@ -219,7 +215,8 @@ def main(path: str) -> None:
     else:
         device = torch.device("cpu")
         torch.set_num_threads(1)
-    join(rank, job.ranks, device, folder)
+    if job.ranks > 1:
+        start(device, rank, job.ranks, folder / "port")
     worker = BenchWorker(job, folder, rank, device)
     with torch.inference_mode():
         worker.run()

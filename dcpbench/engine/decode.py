@@ -14,7 +14,7 @@ from dcpbench.engine.request_pool import RequestPool, copy_async
 from dcpbench.errors import CapacityError, UsageError
 from dcpbench.exchange import ExchangeSpec, make_exchange
 from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
-from dcpbench.kernels.kv_indices import Share, fill_page_tables
+from dcpbench.kernels.kv_indices import fill_pages
 from dcpbench.kernels.rope import softmax_scale
 from dcpbench.kernels.synthetic_kv import fill_request
 from dcpbench.points import layout as arithmetic
@@ -95,9 +95,6 @@ class DecodeEngine:
         self.max_context = max_context
         self.requests = RequestPool(max_requests, max_context, self.device, padding=padding)
         self.allocator = DcpAllocator(pages, self.page_size, model.layout.dcp, model.interleave)
-        self.share = Share(
-            rank=model.groups.dcp.rank, dcp=model.layout.dcp, interleave=model.interleave, page_size=self.page_size
-        )
 
     def use(self, backend: str, exchange: str, *, overlap: bool | None = None) -> None:
         """Compute with these from now on; batches, with their plans and graphs, are made anew. Collective.
@@ -141,16 +138,7 @@ class DecodeEngine:
 
     def fill_locs(self, locs: torch.Tensor, number: int, seed: int) -> None:
         """Random KV rows at virtual locations, int32, as those of request `number`."""
-        share = self.share
-        fill_request(
-            self.model.kv.all_rows(),
-            locs,
-            request=number,
-            seed=seed,
-            rank=share.rank,
-            dcp=share.dcp,
-            interleave=share.interleave,
-        )
+        fill_request(self.model.kv.all_rows(), locs, self.model.share, request=number, seed=seed)
 
     def grow(self, request: Request) -> None:
         """Room for one more token."""
@@ -219,30 +207,22 @@ class DecodeEngine:
         positions = [*positions, *[PADDING_POSITION] * padding]
         copy_async(np.asarray((slots, positions), dtype=np.int64), batch.rows)
         for part in batch.parts:
-            if part.backend.tables is None:
+            tables = part.backend.tables
+            if tables is None:
                 part.backend.plan(self._shards(slots[part.rows], positions[part.rows]))
             else:
-                self._fill_tables(batch, part)
+                slots_B, lengths_B = batch.slots[part.rows], batch.positions[part.rows] + 1
+                fill_pages(
+                    tables.pages, None, tables.lengths, self.requests.table, slots_B, lengths_B, self.model.share
+                )
         return batch
 
     def _shards(self, slots: Sequence[int], positions: Sequence[int]) -> Shards:
         """What this rank attends to, for backends that plan on the host."""
-        share, page = self.share, self.allocator.virtual_page
+        share, page = self.model.share, self.allocator.virtual_page
         lengths = [arithmetic.local_length(p + 1, share.rank, share.dcp, share.interleave) for p in positions]
         tables = [self.requests.host[s, : p + 1 : page] // page for s, p in zip(slots, positions, strict=True)]
         return Shards(pages=tables, lengths=lengths)
-
-    def _fill_tables(self, batch: Batch, part: Part) -> None:
-        """The same on the device, in place, for backends that read tables there."""
-        assert part.backend.tables is not None
-        fill_page_tables(
-            part.backend.tables.pages,
-            part.backend.tables.lengths,
-            self.requests.table,
-            batch.slots[part.rows],
-            batch.positions[part.rows] + 1,
-            self.share,
-        )
 
     def run(self, batch: Batch) -> None:
         """One eager step: logits and next tokens of the planned batch, which become the requests' tokens."""

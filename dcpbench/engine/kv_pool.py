@@ -28,15 +28,6 @@ class KvPool:
                 "lower --concurrency or --context, or give --kv-memory"
             ) from e
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the pool, all layers, padding page included."""
-        return self.data.nbytes
-
-    def layer(self, index: int) -> torch.Tensor:
-        """[pages, page_size, width] of one layer; a view."""
-        return self.data[index]
-
     def all_rows(self) -> torch.Tensor:
         """[layers, pages · page_size, width]; a view."""
         return self.data.flatten(1, 2)

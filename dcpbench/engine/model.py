@@ -18,6 +18,7 @@ from dcpbench.engine.parts import attend
 from dcpbench.engine.weights import Moe
 from dcpbench.exchange.symmetric_all_reduce import SymmetricAllReduce
 from dcpbench.kernels import moe
+from dcpbench.kernels.kv_indices import Share
 from dcpbench.kernels.kv_write import write_kv
 from dcpbench.kernels.norm import add_rms_norm, rms_norm
 from dcpbench.kernels.rope import rope, rope_table
@@ -77,10 +78,10 @@ class Model:
     ) -> None:
         self.shape, self.layout, self.groups, self.weights, self.kv = shape, layout, groups, weights, kv
         self.interleave, self.wide = interleave, wide
+        self.share = Share(rank=groups.dcp.rank, dcp=layout.dcp, interleave=interleave, page_size=kv.data.shape[2])
         self.all_reduce: AllReduce = groups.attn.all_reduce
         """Sums over the ranks of an attention replica."""
         self.heads = shape.heads // layout.attn_tp
-        self.routing = moe.Routing.of(shape)
         self.rope_table = rope_table(shape, max_context, device)
         self.chosen_experts: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         """Set to a list to collect each MoE layer's routing (logits_TE, ids_Tk) during an eager step."""
@@ -155,14 +156,7 @@ class Model:
                 rows = slice(rows.start, rows.start + prefill.tokens)
                 q_ThX = self.rotate(q_Bh[rows], batch.positions[rows])
         with phase("kv_write"):
-            write_kv(
-                self.kv.rows(index),
-                row_BQ,
-                batch.locs,
-                rank=self.groups.dcp.rank,
-                dcp=self.layout.dcp,
-                interleave=self.interleave,
-            )
+            write_kv(self.kv.rows(index), row_BQ, batch.locs, self.share)
         values = self.attend(queries, w, index, parts, beside, lambda o_hBR: self.values(o_hBR, w, x_BD.dtype))
         if prefill is not None:
             values.append(prefill.attend(q_ThX, row_BQ[rows], w, index))
@@ -189,7 +183,7 @@ class Model:
         finish: Callable[[torch.Tensor], torch.Tensor],
     ) -> list[torch.Tensor]:
         """`finish` of each part's merged output of this rank's heads, [h, B, R]; [h, B, V] where it projects first."""
-        kv, latent = self.kv.layer(index), self.shape.latent
+        kv, latent = self.kv.data[index], self.shape.latent
 
         def partial(part: Part, q_BHQ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             out, lse_BH = part.exchange.partial(part.size)
@@ -201,10 +195,7 @@ class Model:
                     torch.bmm(o_BHR.transpose(0, 1), w.w_uv, out=out.transpose(0, 1))
             return out, lse_BH
 
-        def merge(part: Part, found: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-            return finish(part.exchange.merge(*found))
-
-        return attend(parts, queries, beside, partial, merge)
+        return attend(parts, queries, beside, partial, lambda part, found: finish(part.exchange.merge(*found)))
 
     def values(self, o_hBR: torch.Tensor, w: Attention, dtype: torch.dtype) -> torch.Tensor:
         """Merged outputs of this rank's heads as what o_proj takes, [B, h, V]."""
@@ -282,7 +273,7 @@ class Model:
             else:
                 shared_TD = linear(moe.silu_mul(linear(x_TD, w.shared.gate_up)), w.shared.down)
             logits_TE = moe.router_logits(x_TD if router_TD is None else router_TD, w.router)
-            weights_Tk, ids_Tk = moe.route(logits_TE, w.bias, self.routing)
+            weights_Tk, ids_Tk = moe.route(logits_TE, w.bias, self.shape)
             if self.chosen_experts is not None:
                 self.chosen_experts.append((logits_TE, ids_Tk))
             return moe.experts(x_TD, w.gate_up, w.down, weights_Tk, ids_Tk, w.first, shared_TD)
@@ -291,18 +282,14 @@ class Model:
         """Token of the largest logit over the replica's ranks, [B] int64; the smallest id wins a tie."""
         with phase("lm_head"):
             rows, attn = logits_BV.shape[1], self.groups.attn
-            best_B, id_B = self.mask_padding(logits_BV).float().max(dim=-1)
+            live = self.shape.vocab - attn.rank * rows
+            if live < rows:  # the last rank's rows past the vocabulary
+                logits_BV[:, max(live, 0) :] = float("-inf")
+            best_B, id_B = logits_BV.float().max(dim=-1)
             pair_B2 = torch.stack((best_B, (id_B + attn.rank * rows).float()), dim=-1)
             pair_NB2 = attn.all_gather(pair_B2)  # ids below 2^24 survive fp32
             winner_B = pair_NB2[..., 0].argmax(dim=0)
             return pair_NB2[..., 1].gather(0, winner_B.unsqueeze(0)).squeeze(0).long()
-
-    def mask_padding(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Logits with the rows past the vocabulary at -inf (last rank only)."""
-        live = self.shape.vocab - self.groups.attn.rank * logits_BV.shape[1]
-        if live < logits_BV.shape[1]:
-            logits_BV[:, max(live, 0) :] = float("-inf")
-        return logits_BV
 
     def full_logits(self, logits_BV: torch.Tensor) -> torch.Tensor:
         """All ranks' logits, [B, vocab]; for comparisons, not part of a timed step."""

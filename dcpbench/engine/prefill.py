@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.errors import CapacityError, UsageError
-from dcpbench.exchange.prefix import Gatherer, Reserve, Task
+from dcpbench.exchange.prefix import Gatherer, Task, symmetric
 from dcpbench.kernels.kv_gather import pack, request_table
-from dcpbench.kernels.kv_indices import Share, fill_kv_indices
+from dcpbench.kernels.kv_indices import fill_pages
 from dcpbench.kernels.merge import merge_into
 from dcpbench.kernels.prefill import PrefillSpec, make_prefill
 from dcpbench.kernels.rope import softmax_scale
@@ -111,8 +111,24 @@ class PrefillPlan:
     windows: list[StoredWindow]
 
     def attend(self, q_ThX: torch.Tensor, row_TQ: torch.Tensor, w: Attention, index: int) -> torch.Tensor:
-        """See Prefiller.attend."""
-        return self.prefiller.attend(self, q_ThX, row_TQ, w, index)
+        """Values of the chunks' tokens for this rank's heads, [T, h, V] in q's dtype; rows may be strided. Collective.
+
+        q_ThX [T, h, nope + P] is contiguous, has rope applied and is not absorbed; row_TQ are the same tokens' KV rows.
+        The rows of layer `index` in the pool need hold the prefixes only.
+        """
+        prefiller = self.prefiller
+        with phase("prefill"):
+            o_ThV, lse_Th = self.own.run(q_ThX, *prefiller.decompress(row_TQ, w))
+        if not self.windows:
+            return o_ThV
+        sum_ThV = o_ThV.to(torch.float32, memory_format=torch.contiguous_format)
+        for window in self.windows:
+            with phase("prefix_gather"):
+                row_SQ = prefiller.gather(window, prefiller.model.kv.rows(index))
+            with phase("prefill"):
+                o_ThV, more_Th = window.attention.run(q_ThX[window.rows], *prefiller.decompress(row_SQ, w))
+                merge_into(sum_ThV[window.rows], lse_Th[window.rows], o_ThV, more_Th)
+        return sum_ThV.to(q_ThX.dtype)
 
 
 class Prefiller:
@@ -132,7 +148,7 @@ class Prefiller:
         shape, data = model.shape, model.kv.data
         self.model, self.group, self.way = model, model.groups.dcp, gather
         self.device, self.dtype = data.device, data.dtype
-        self.share = Share(rank=self.group.rank, dcp=model.layout.dcp, interleave=model.interleave)
+        self.share = dataclasses.replace(model.share, page_size=1)
         self.unit = data.shape[2] * model.layout.dcp
         self.tokens = tokens
         self.window = self._window(window_bytes)
@@ -177,10 +193,10 @@ class Prefiller:
         self.gatherer: Gatherer | None = None
         self.travels: torch.Tensor | Peers | None = None
         if self.group.size > 1:
-            self.gatherer = Gatherer(self.group, None, self.way, self.device)
+            self.gatherer = Gatherer(self.group, self.way, self.device)
             part = self.window // self.group.size * width * self.dtype.itemsize
             if self.way == "direct":
-                self.travels = Reserve(self.group, part, self.device).peers
+                self.travels = symmetric(self.group, part, self.device)
             else:
                 self.travels = torch.empty(part * self.group.size, dtype=torch.uint8, device=self.device)
 
@@ -229,7 +245,7 @@ class Prefiller:
         slots_B, lengths_B = numbers.to(self.device, non_blocking=True)
         rows = torch.empty(sum(prefixes) // self.group.size, dtype=torch.int32, device=self.device)
         ends, shares = torch.empty(2, len(slots_B) + 1, dtype=torch.int32, device=self.device)
-        fill_kv_indices(rows, ends, shares, table_SC, slots_B, lengths_B, self.share)
+        fill_pages(rows, ends, shares, table_SC, slots_B, lengths_B, self.share)
         return rows
 
     def _task(self, window: Window, rows: torch.Tensor) -> Task | None:
@@ -240,27 +256,6 @@ class Prefiller:
         table = request_table(prefix, self.device)
         return Task(prefix=prefix, table=table, rows=rows, width=self.model.shape.kv_width, dtype=self.dtype)
 
-    def attend(
-        self, plan: PrefillPlan, q_ThX: torch.Tensor, row_TQ: torch.Tensor, w: Attention, index: int
-    ) -> torch.Tensor:
-        """Values of the chunks' tokens for this rank's heads, [T, h, V] in q's dtype; rows may be strided. Collective.
-
-        q_ThX [T, h, nope + P] is contiguous, has rope applied and is not absorbed; row_TQ are the same tokens' KV rows.
-        The rows of layer `index` in the pool need hold the prefixes only.
-        """
-        with phase("prefill"):
-            o_ThV, lse_Th = plan.own.run(q_ThX, *self.decompress(row_TQ, w))
-        if not plan.windows:
-            return o_ThV
-        sum_ThV = o_ThV.to(torch.float32, memory_format=torch.contiguous_format)
-        for window in plan.windows:
-            with phase("prefix_gather"):
-                row_SQ = self.gather(window, self.model.kv.rows(index))
-            with phase("prefill"):
-                o_ThV, more_Th = window.attention.run(q_ThX[window.rows], *self.decompress(row_SQ, w))
-                merge_into(sum_ThV[window.rows], lse_Th[window.rows], o_ThV, more_Th)
-        return sum_ThV.to(q_ThX.dtype)
-
     def gather(self, window: StoredWindow, kv_KQ: torch.Tensor) -> torch.Tensor:
         """A window's rows in token order, [tokens, Q], until the next call. Collective."""
         out_SQ = self.gathered[: window.tokens]
@@ -269,7 +264,7 @@ class Prefiller:
         else:
             assert self.gatherer is not None
             assert self.travels is not None
-            self.gatherer.over(window.task).gather(kv_KQ, out_SQ, self.travels)
+            self.gatherer.gather(window.task, kv_KQ, out_SQ, self.travels)
         return out_SQ
 
     def decompress(self, row_SQ: torch.Tensor, w: Attention) -> tuple[torch.Tensor, torch.Tensor]:

@@ -64,12 +64,9 @@ def router_inputs(
 ) -> torch.Tensor:
     """What routers read, drawn per request and layer, so that every layout routes to the same experts.
 
-    [layers, T, hidden] standard normal; a row depends on (seed, layer, request number) and on nothing else.
-
-    Random weights amplify rounding from layer to layer. After some dozen layers two layouts that compute the same step in a
-    different order route tokens to different experts, and which rank happens to get the most decides the step time by some
-    percent. So the router multiplies seeded random vectors instead of hidden states: the same work, a choice as close to
-    uniform, and the same experts in every layout, repeat and context.
+    [layers, T, hidden] standard normal; a row depends on (seed, layer, request number) and on nothing else. Hidden states
+    of random weights would be routed otherwise in every layout, as rounding grows from layer to layer, and which rank gets
+    the most tokens decides the step time by some percent (docs/methodology.md).
     """
     out = torch.empty(layers, len(numbers), hidden, dtype=dtype, device=device)
     generator = torch.Generator(device)

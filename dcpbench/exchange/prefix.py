@@ -3,8 +3,8 @@
 nccl     pack this rank's rows, all-gather the parts padded to the largest, put them in token order
 direct   pack this rank's rows where peers can read them, meet, read all parts in token order, meet again
 
-What travels lies in a buffer: the received parts (nccl) or the own part (direct). It comes from a `Reserve` of
-symmetric memory, taken once at start, or from an allocation at run time. NCCL is given the buffer's address and nothing
+What travels lies in a buffer: the received parts (nccl) or the own part (direct). It is symmetric
+memory, taken once at start, or an allocation at run time. NCCL is given the buffer's address and nothing
 more: the memory is not registered with it.
 
 Received bytes per rank and layer: nccl (N−1)·rows of the largest part, direct the rows of the others, each Q numbers.
@@ -12,7 +12,6 @@ Received bytes per rank and layer: nccl (N−1)·rows of the largest part, direc
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import TYPE_CHECKING
 
@@ -54,54 +53,31 @@ def symmetric(group: Group, nbytes: int, device: torch.device) -> Peers:
     return allocate(group, nbytes, device, "gathering directly", "NCCL and plain memory")
 
 
-class Reserve:
-    """Symmetric memory of `nbytes`, taken at start, for one gather at a time. Making it is collective."""
-
-    def __init__(self, group: Group, nbytes: int, device: torch.device) -> None:
-        self.nbytes = nbytes
-        self.peers = symmetric(group, nbytes, device)
-
-    def fits(self, nbytes: int) -> bool:
-        """Whether a gather finds room; one that does not has outgrown the reserve."""
-        return nbytes <= self.nbytes
-
-
 class Gatherer:
-    """Gathers layers of a task in one of the two ways."""
+    """Gathers layers of tasks in one of the two ways."""
 
-    def __init__(self, group: Group, task: Task | None, way: str, device: torch.device) -> None:
-        """Collective. Without a task, `over` says what is gathered.
-
-        Raises CapacityError where ranks that gather directly cannot read each other's memory.
-        """
-        self.group, self.task, self.way = group, task, way
+    def __init__(self, group: Group, way: str, device: torch.device) -> None:
+        """Collective. Raises CapacityError where ranks that gather directly cannot read each other's memory."""
+        self.group, self.way = group, way
         if way == "direct":
             size = Carver()
             size.counters(group.size)
             self.meetings = symmetric(group, size.used, device)
             self.met = Carver(self.meetings.own).counters(group.size)
 
-    def over(self, task: Task) -> Gatherer:
-        """A gatherer of another task that meets the other ranks where this one does. Not collective."""
-        other = copy.copy(self)
-        other.task = task
-        return other
-
-    def gather(self, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Peers | torch.Tensor) -> None:
+    def gather(self, task: Task, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Peers | torch.Tensor) -> None:
         """All requests' rows of a layer into the first rows of `out_TQ`, both [rows, Q] and contiguous. Collective.
 
-        `buffer` has buffer_bytes(way): symmetric memory, or for nccl also bytes anywhere on this rank's device.
+        `buffer` has buffer_bytes(way): symmetric memory, or for nccl also bytes anywhere on this rank's device. It may
+        be used anew behind this call.
         """
         if self.way == "nccl":
-            self.nccl(kv_KQ, out_TQ, buffer.own if isinstance(buffer, Peers) else buffer)
+            self._nccl(task, kv_KQ, out_TQ, buffer.own if isinstance(buffer, Peers) else buffer)
         else:
             assert isinstance(buffer, Peers)
-            self.direct(kv_KQ, out_TQ, buffer)
+            self._direct(task, kv_KQ, out_TQ, buffer)
 
-    def nccl(self, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: torch.Tensor) -> None:
-        """See gather."""
-        task = self.task
-        assert task is not None
+    def _nccl(self, task: Task, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: torch.Tensor) -> None:
         rows = task.prefix.part_rows
         part_JQ = kv_KQ.new_empty(rows, task.width)
         pack(part_JQ, kv_KQ, task.rows)
@@ -111,10 +87,7 @@ class Gatherer:
         addresses = [parts_NJQ[rank].data_ptr() for rank in order]
         in_token_order(out_TQ, parts_NJQ[self.group.rank], addresses, self.group.rank, task.prefix, task.table)
 
-    def direct(self, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Peers) -> None:
-        """See gather. The buffer may be used anew behind this call."""
-        task = self.task
-        assert task is not None
+    def _direct(self, task: Task, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Peers) -> None:
         part_JQ = buffer.own[: task.part_bytes()].view(task.dtype).view(-1, task.width)
         pack(part_JQ, kv_KQ, task.rows)
         fence(self.meetings, self.met)  # all parts are there

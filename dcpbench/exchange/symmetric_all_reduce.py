@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +17,8 @@ from dcpbench.points.names import ALL_REDUCES
 if TYPE_CHECKING:
     from dcpbench.exchange.collectives import Group
 
+AllReduce = Callable[[torch.Tensor], torch.Tensor]
+"""To the sum of all ranks' x, contiguous, in a new tensor or in x itself. CUDA graphs may hold it."""
 ONE_SHOT_BYTES = 1536 * 1024
 """Bytes that a rank receives up to which reading all addends beats a second meeting."""
 
@@ -29,13 +32,6 @@ class ReduceSpec:
     columns: int
     dtype: torch.dtype
     device: torch.device
-
-
-class AllReduce(Protocol):
-    """The sum over the ranks of a group, captured in CUDA graphs."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, contiguous; a new tensor, or x itself, overwritten."""
 
 
 def make_all_reduce(name: str, group: Group, spec: ReduceSpec) -> AllReduce:

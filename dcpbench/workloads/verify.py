@@ -152,7 +152,7 @@ def _routed_elsewhere(model: Model, biases: list[torch.Tensor]) -> int:
     assert model.chosen_experts is not None
     wrong_T = torch.zeros((), dtype=torch.bool)
     for (logits_TE, ids_Tk), bias_E in zip(model.chosen_experts, biases, strict=bool(biases)):
-        _, expected_Tk = moe.route(logits_TE, bias_E, model.routing)
+        _, expected_Tk = moe.route(logits_TE, bias_E, model.shape)
         wrong_T = (ids_Tk.sort(-1).values != expected_Tk.sort(-1).values).any(-1).cpu() | wrong_T
     model.chosen_experts.clear()
     return int(wrong_T.sum())

@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[2]
 RANK = """
 import os, torch
 from pathlib import Path
-from dcpbench.bench.operators.ranks import RankError, everyone, join, one_of, together
+from dcpbench.bench.operators.ranks import RankError, everyone, one_of, start, together
 rank = int(os.environ["RANK"])
-join(rank, 2, torch.device("cpu"), Path(os.environ["FOLDER"]))
+start(torch.device("cpu"), rank, 2, Path(os.environ["FOLDER"]) / "port")
 def step():
     if rank == 1:
         raise ValueError("no peer access\\nand more")

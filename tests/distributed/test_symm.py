@@ -19,7 +19,10 @@ from dcpbench.exchange import make_exchange, symmetric_memory
 from dcpbench.exchange.collectives import Group
 from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
 from dcpbench.exchange.symmetric_memory import Place, check
-from dcpbench.kernels.peers import MOST_BLOCKS, Carver, Peers, reference
+from dcpbench.kernels.head_order import in_head_order_reference
+from dcpbench.kernels.peers import MOST_BLOCKS, Carver, Peers
+from dcpbench.kernels.peers.add_up import add_up_reference
+from dcpbench.kernels.peers.merge import merge_reference
 from tests.distributed import symm_ranks as ranks
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +51,7 @@ def found(tmp_path_factory):
 def assert_merged(got_hBR, layout, rank, layer, batch):
     """Equal to the merge in fp64 of what was drawn, as closely as fp32 sums of 8 terms are."""
     _, o_NBHR, lse_NBH = ranks.drawn(layout.dcp, rank // layout.dcp, layer, batch)
-    want_hBR = reference.merge(o_NBHR.double(), lse_NBH.double(), layout.dcp_rank(rank))
+    want_hBR = merge_reference(o_NBHR.double(), lse_NBH.double(), layout.dcp_rank(rank))
     assert got_hBR.shape == want_hBR.shape
     assert torch.allclose(got_hBR.double(), want_hBR, atol=2e-6)
 
@@ -66,7 +69,7 @@ class TestSymm:
                 layer, exchange = divmod(index, 2)
                 q_NBhQ, _, _ = ranks.drawn(layout.dcp, rank // layout.dcp, layer + 50 * exchange, ranks.BATCHES[layer])
                 assert q_BHQ.is_contiguous()
-                assert torch.equal(q_BHQ, reference.gather(q_NBhQ))
+                assert torch.equal(q_BHQ, in_head_order_reference(q_NBhQ))
                 assert_merged(o_hBR, layout, rank, layer + 50 * exchange, ranks.BATCHES[layer])
 
     @pytest.mark.parametrize("count", ranks.LAYERS)
@@ -92,7 +95,7 @@ class TestSymm:
             members = range(group * layout.dcp, (group + 1) * layout.dcp)
             for number, total in enumerate(got["sums"]):
                 addends = torch.stack([ranks.addend(member, number) for member in members])
-                assert torch.equal(total, reference.add_up(addends))
+                assert torch.equal(total, add_up_reference(addends))
 
 
 def test_a_group_of_one_rank_exchanges_with_nobody():
@@ -105,7 +108,7 @@ def test_a_group_of_one_rank_exchanges_with_nobody():
     o_BHR, lse_BH = exchange.partial(2)
     o_BHR.copy_(o_NBHR[0])
     lse_BH.copy_(lse_NBH[0])
-    assert torch.equal(exchange.merge(o_BHR, lse_BH), reference.merge(o_NBHR.float(), lse_NBH, 0))
+    assert torch.equal(exchange.merge(o_BHR, lse_BH), merge_reference(o_NBHR.float(), lse_NBH, 0))
 
 
 class TestRefusals:

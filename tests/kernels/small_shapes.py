@@ -17,7 +17,7 @@ from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
 from dcpbench.kernels.head_order import in_head_order
 from dcpbench.kernels.kv_gather import in_token_order, request_table
 from dcpbench.kernels.kv_gather import pack as pack_rows
-from dcpbench.kernels.kv_indices import Share, fill_kv_indices, fill_page_tables
+from dcpbench.kernels.kv_indices import Share, fill_pages
 from dcpbench.kernels.kv_write import write_kv, write_rows
 from dcpbench.kernels.merge import correct
 from dcpbench.kernels.moe import experts
@@ -79,14 +79,14 @@ def kv() -> None:
         pool = torch.zeros(77, 576, dtype=dtype, device="cuda")
         for settled in (False, True):
             write_rows(pool, new, locs, settled=settled)
-            write_kv(pool, new, locs, rank=0, dcp=2, settled=settled)
+        write_kv(pool, new, locs, Share(rank=0, dcp=2))
     table = torch.zeros(5, 3000, dtype=torch.int32, device="cuda")
     slots, lengths = torch.arange(5, device="cuda"), torch.tensor([0, 1, 3000, 2999, 17], device="cuda")
     counts, starts = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (5, 6))
     for dcp in (1, 3):
         share = Share(rank=dcp - 1, dcp=dcp)
-        fill_page_tables(torch.zeros_like(table), counts, table, slots, lengths, share)
-        fill_kv_indices(torch.zeros_like(table).flatten(), starts, counts, table, slots, lengths, share)
+        fill_pages(torch.zeros_like(table), None, counts, table, slots, lengths, share)
+        fill_pages(torch.zeros_like(table).flatten(), starts, counts, table, slots, lengths, share)
     for requests in ((50, 0, 7), (3,)):
         prefix = Prefix(requests, 4)
         parts = [_normal(prefix.part_rows, 576) for _ in range(4)]

@@ -119,10 +119,10 @@ def test_a_right_collective_passes(variant, device):
 def test_a_wrong_collective_is_noticed(variant, device, monkeypatch):
     """A bit more than rounding, and nothing at all."""
     right = collectives.NCCL[variant]
-    monkeypatch.setitem(collectives.VARIANTS, variant, lambda group, x: lambda y: right(group, x)(y) * 1.02)
+    monkeypatch.setitem(collectives.NCCL, variant, lambda group, x: right(group, x) * 1.02)
     calls = Collectives(device, 0).build(message_case(variant))
     assert calls.check(calls.run) != ""
-    monkeypatch.setitem(collectives.VARIANTS, variant, lambda _group, _x: torch.zeros_like)
+    monkeypatch.setitem(collectives.NCCL, variant, lambda _group, x: torch.zeros_like(x))
     calls = Collectives(device, 0).build(message_case(variant))
     assert calls.check(calls.run) != ""
 

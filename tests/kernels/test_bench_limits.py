@@ -20,7 +20,6 @@ def test_one_rank_can_measure_its_own_memory_and_products(device):
     assert [(limit.name, limit.unit) for limit in found] == [("read", "B/s"), ("copy", "B/s"), ("matmul", "FLOP/s")]
     assert all(0 < limit.low <= limit.median <= limit.high for limit in found)
     assert without == []
-    assert limits.by_name(found)["copy"] == found[1].median
 
 
 @pytest.mark.usefixtures("small")

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from dcpbench.bench.cases import Machine, moe_cases
+from dcpbench.bench.cases import Asked, moe_cases
 from dcpbench.bench.operators import moe
 from dcpbench.bench.operators.moe import Inputs, Moe, Sizes
 from dcpbench.bench.record import Case
@@ -111,7 +111,7 @@ def test_without_deepgemm_the_case_says_what_to_type(device, monkeypatch):
 class TestCases:
     def cases(self, cpu=False, **typed):
         options = {"model": None, "tp": None, "requests": None, "rows": "uniform", "variant": None, "layers": None}
-        return moe_cases(Machine(cpu=cpu), **{**options, **typed})
+        return moe_cases(Asked(cpu=cpu, typed={**options, **typed}))
 
     def test_experts_are_cut_by_width(self):
         """DeepSeek-V3's are 2048 wide."""

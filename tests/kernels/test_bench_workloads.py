@@ -7,7 +7,7 @@ from dcpbench.bench.operators import dp_slice, kv_write
 from dcpbench.bench.operators.dp_slice import DpSlice
 from dcpbench.bench.operators.kv_write import FOREIGN, KvWrite, poison
 from dcpbench.bench.record import Case
-from dcpbench.kernels.kv_write import reference
+from dcpbench.kernels.kv_write import as_stored
 
 
 def kv_case(variant: str, tokens: int, dcp: int, owned: int, dtype: str = "bf16", scale: float = 1.0) -> Case:
@@ -89,7 +89,7 @@ def test_a_poisoned_pool_is_nan_of_bits_that_no_cast_makes(dtype, holds):
     poison(pool)
     assert pool.view(holds).float().isnan().all()
     foreign = torch.tensor([FOREIGN], dtype=torch.int16).view(torch.bfloat16)
-    stored = reference.as_stored(foreign, dtype)
+    stored = as_stored(foreign, dtype)
     assert stored.view(holds).float().isnan().all()
     assert not torch.equal(stored.view(torch.uint8), pool[0, :1].view(torch.uint8))
 

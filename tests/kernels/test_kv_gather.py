@@ -5,7 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpbench.kernels.kv_gather import fused, in_token_order, pack, reference, request_table
+from dcpbench.kernels.kv_gather import (
+    in_token_order,
+    in_token_order_reference,
+    pack,
+    pack_fused,
+    pack_reference,
+    request_table,
+)
 from dcpbench.points import layout
 from dcpbench.points.layout import Prefix
 
@@ -36,7 +43,7 @@ def test_every_row_is_in_token_order_and_no_other_is_touched(lengths, dcp, inter
     prefix = Prefix(tuple(lengths), dcp, interleave)
     rows, parts = numbered(prefix, width, DEVICE)
     slow = torch.full((prefix.tokens + 3, width), NAN, device=DEVICE)
-    reference.in_token_order(slow, parts, prefix)
+    in_token_order_reference(slow, parts, prefix)
     assert torch.equal(slow[: prefix.tokens], rows)
     for rank in range(dcp):
         out = torch.full_like(slow, NAN)
@@ -71,7 +78,7 @@ def test_packing_takes_the_named_rows_in_order(count, width, dtype, device):
     rows = torch.randperm(64, generator=generator)[:count].to(torch.int32).to(device)
     kv = torch.full((64, width * dtype.itemsize), 0xFF, dtype=torch.uint8, device=device)
     kv[rows.long()] = torch.randint(0, 100, (count, kv.shape[1]), generator=generator).to(torch.uint8).to(device)
-    for pick in (pack, fused.pack, reference.pack):
+    for pick in (pack, pack_fused, pack_reference):
         part = torch.full((count + 2, width * dtype.itemsize), 0xFF, dtype=torch.uint8, device=device)
         pick(part.view(dtype), kv.view(dtype), rows)
         assert torch.equal(part[:count], kv[rows.long()])

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dcpbench.kernels.kv_write import masked, reference
+from dcpbench.kernels.kv_indices import Share
+from dcpbench.kernels.kv_write import write_kv_fused, write_kv_reference
 from dcpbench.points import layout
 
 NAN = float("nan")
@@ -19,8 +20,8 @@ def test_every_rank_stores_its_own_rows_and_touches_no_other(width, dcp, interle
     new = torch.randn(len(locs), width, device=device)
     for rank in range(dcp):
         pools = [torch.full((8 * interleave, width), NAN, device=device) for _ in range(2)]
-        reference.write_kv(pools[0], new, locs, rank=rank, dcp=dcp, interleave=interleave)
-        masked.write_kv(pools[1], new, locs, rank=rank, dcp=dcp, interleave=interleave)
+        write_kv_reference(pools[0], new, locs, Share(rank=rank, dcp=dcp, interleave=interleave))
+        write_kv_fused(pools[1], new, locs, Share(rank=rank, dcp=dcp, interleave=interleave))
         assert torch.equal(pools[0].isnan(), pools[1].isnan())
         assert torch.equal(pools[0].nan_to_num(), pools[1].nan_to_num())
         assert int((~pools[1].isnan()).all(dim=1).sum()) == 5 * interleave
@@ -35,9 +36,9 @@ def test_rows_are_stored_as_float8_where_the_pool_holds_it(interleave, device):
         new = torch.randn(tokens, 576, generator=generator).to(torch.bfloat16)
         new[layout.owner(locs, dcp, interleave) != rank] = NAN
         pools = [torch.full((tokens, 576), 0xA5, dtype=torch.uint8, device=device) for _ in range(2)]
-        arguments = {"rank": rank, "dcp": dcp, "interleave": interleave, "scale": 0.37}
-        reference.write_kv(pools[0], new.to(device), locs.to(device), **arguments)
-        masked.write_kv(pools[1], new.to(device), locs.to(device), **arguments)
+        share = Share(rank=rank, dcp=dcp, interleave=interleave)
+        write_kv_reference(pools[0], new.to(device), locs.to(device), share, 0.37)
+        write_kv_fused(pools[1], new.to(device), locs.to(device), share, 0.37)
         assert torch.equal(pools[0], pools[1])
         assert int((pools[1] != 0xA5).any(dim=1).sum()) == tokens // dcp
 
@@ -46,7 +47,7 @@ def test_no_row_at_all_is_no_write(device):
     """A step whose every location is invalid leaves the pool as it was."""
     pool = torch.full((4, 48), NAN, device=device)
     locs = torch.full((6,), -1, dtype=torch.int32, device=device)
-    masked.write_kv(pool, torch.ones(6, 48, device=device), locs, rank=0, dcp=2)
+    write_kv_fused(pool, torch.ones(6, 48, device=device), locs, Share(rank=0, dcp=2))
     assert bool(pool.isnan().all())
 
 
@@ -55,6 +56,6 @@ def test_addresses_past_two_to_the_31_elements_are_right():
     """4,000,000 rows of 576: row 3,999,999 starts at element 2,303,999,424, past 2^31 = 2,147,483,648."""
     pool = torch.zeros(4_000_000, 576, dtype=torch.bfloat16, device="cuda")
     locs = torch.tensor([3_999_999], dtype=torch.int32, device="cuda")
-    masked.write_kv(pool, torch.ones(1, 576, dtype=torch.bfloat16, device="cuda"), locs, rank=0, dcp=1)
+    write_kv_fused(pool, torch.ones(1, 576, dtype=torch.bfloat16, device="cuda"), locs, Share(rank=0, dcp=1))
     assert int(pool[3_999_999].sum()) == 576
     assert int(pool[:3_999_999].count_nonzero()) == 0

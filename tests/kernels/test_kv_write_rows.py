@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dcpbench.kernels.kv_write import masked, reference, write_rows
-from dcpbench.kernels.kv_write.masked import Tiling
+from dcpbench.kernels.kv_indices import Share
+from dcpbench.kernels.kv_write import Tiling, launch, tiling, write_kv, write_rows, write_rows_reference
 
 BF16, E4M3, BYTES = torch.bfloat16, torch.float8_e4m3fn, torch.uint8
 POISON = 0xA5
@@ -36,8 +36,8 @@ def test_own_rows_are_stored_and_all_others_stay_bit_identical(share, width, dty
     new[~mine] = float("nan")
     new = new.to(BF16).to(device)
     wanted, got = (poisoned(tokens + 7, width, dtype, device) for _ in range(2))
-    reference.write_rows(wanted, new, row, scale=scale)
-    masked.write_rows(got, new, row, scale=scale)
+    write_rows_reference(wanted, new, row, scale=scale)
+    write_rows(got, new, row, scale=scale)
     assert torch.equal(bits(wanted), bits(got))
     assert int((bits(got) != POISON).any(dim=1).sum()) == tokens // share
 
@@ -55,15 +55,15 @@ def test_however_tokens_are_dealt_to_programs_the_same_rows_are_stored(share, dt
     new[~mine] = float("nan")
     new, row = new.to(BF16).to(device), row.to(device)
     wanted, got = (poisoned(tokens + 7, 576, dtype, device) for _ in range(2))
-    reference.write_rows(wanted, new, row, scale=0.5)
-    masked.launch(got, new, row, tiles, 0.5, settled, OWNED=False, rank=0, DCP=1, INTERLEAVE=1)
+    write_rows_reference(wanted, new, row, scale=0.5)
+    launch(got, new, row, tiles, 0.5, settled, OWNED=False, rank=0, DCP=1, INTERLEAVE=1)
     assert torch.equal(bits(wanted), bits(got))
 
 
 def test_many_tokens_of_which_few_are_stored_are_numbered_first():
     """Below 8,192 tokens, or where every second may be stored, a program stores all that it looks at."""
-    assert masked.tiling(8191, 8) == masked.tiling(65536, 1) == masked.tiling(65536, 2)
-    assert masked.tiling(8192, 8).tile > masked.tiling(8192, 8).rows
+    assert tiling(8191, 8) == tiling(65536, 1) == tiling(65536, 2)
+    assert tiling(8192, 8).tile > tiling(8192, 8).rows
 
 
 @pytest.mark.parametrize("dtype", [BF16, BYTES], ids=str)
@@ -72,7 +72,7 @@ def test_no_valid_row_at_all_is_no_write(tokens, dtype, device):
     """A rank that owns none of the tokens, and a step without tokens."""
     pool = poisoned(4, 48, dtype, device)
     row = torch.full((tokens,), -1, dtype=torch.int64, device=device)
-    masked.write_rows(pool, torch.ones(tokens, 48, dtype=BF16, device=device), row)
+    write_rows(pool, torch.ones(tokens, 48, dtype=BF16, device=device), row)
     assert bool((bits(pool) == POISON).all())
 
 
@@ -85,7 +85,7 @@ def test_every_bf16_becomes_the_float8_that_torch_makes_of_it(scale, device):
     """
     new = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(BF16).view(64, 1024).to(device)
     pool = poisoned(64, 1024, E4M3, device)
-    masked.write_rows(pool, new, torch.arange(64, device=device), scale=scale)
+    write_rows(pool, new, torch.arange(64, device=device), scale=scale)
     numbers = (new.cpu().float() * (1.0 / scale)).clamp(-448.0, 448.0).to(E4M3)
     wanted, got = (torch.where(x & 0x7F == 0x7F, 0x7F, x) for x in (bits(numbers), bits(pool.cpu())))
     assert torch.equal(wanted, got)
@@ -99,15 +99,16 @@ def test_float8_rounds_to_nearest_and_ties_to_even(device):
     """
     new = torch.tensor([[17.0, 19.0, 1000.0, -17.0, -1000.0, 34.0]], dtype=BF16, device=device)
     pool = poisoned(1, 6, E4M3, device)
-    masked.write_rows(pool, new, torch.zeros(1, dtype=torch.int64, device=device))
+    write_rows(pool, new, torch.zeros(1, dtype=torch.int64, device=device))
     assert pool.float().tolist() == [[16.0, 20.0, 448.0, -16.0, -448.0, 32.0]]
-    masked.write_rows(pool, new, torch.zeros(1, dtype=torch.int64, device=device), scale=2.0)
+    write_rows(pool, new, torch.zeros(1, dtype=torch.int64, device=device), scale=2.0)
     assert pool.float().tolist() == [[8.0, 10.0, 448.0, -8.0, -448.0, 16.0]]
 
 
 def test_the_operator_takes_the_reference_on_the_cpu_and_the_kernel_on_a_gpu(device):
     pool = poisoned(3, 8, BF16, device)
-    write_rows(pool, torch.ones(2, 8, dtype=BF16, device=device), torch.tensor([2, -1], device=device))
+    new, locs = torch.ones(2, 8, dtype=BF16, device=device), torch.tensor([2, -1], device=device)
+    write_kv(pool, new, locs, Share(rank=0, dcp=1))
     assert pool[2].tolist() == [1.0] * 8
     assert bool((bits(pool[:2]) == POISON).all())
 
@@ -117,6 +118,6 @@ def test_row_addresses_past_two_to_the_31_elements_are_right():
     """4,000,000 rows of 576: row 3,999,999 starts at element 2,303,999,424, past 2^31 = 2,147,483,648."""
     pool = torch.zeros(4_000_000, 576, dtype=BYTES, device="cuda")
     row = torch.tensor([3_999_999], dtype=torch.int32, device="cuda")
-    masked.write_rows(pool, torch.ones(1, 576, dtype=BF16, device="cuda"), row)
+    write_rows(pool, torch.ones(1, 576, dtype=BF16, device="cuda"), row)
     assert int((pool[3_999_999] == 0x38).sum()) == 576, "1.0 in float8_e4m3fn"
     assert int(pool[:3_999_999].count_nonzero()) == 0

@@ -1,14 +1,14 @@
 """Norm, rope, routing and experts: the fused versions against their references."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from dcpbench.kernels.moe import Routing, decode, experts, prompts, reference, routing
-from dcpbench.kernels.norm import fused as norm_fused
-from dcpbench.kernels.norm import reference as norm_reference
-from dcpbench.kernels.rope import fused as rope_fused
-from dcpbench.kernels.rope import reference as rope_reference
-from dcpbench.kernels.rope import rope_table, softmax_scale
+from dcpbench.kernels.moe import decode, experts, experts_reference, prompts
+from dcpbench.kernels.moe.routing import route_fused, route_reference
+from dcpbench.kernels.norm import norm_fused, norm_reference
+from dcpbench.kernels.rope import rope_fused, rope_reference, rope_table, softmax_scale
 from dcpbench.points.shapes import SHAPES
 
 
@@ -17,8 +17,8 @@ def test_fused_norm_agrees_on_strided_rows(width, device):
     """Rows that are a part of wider ones, as the q and kv latents are."""
     x = torch.randn(3, width + 40, device=device)[:, :width]
     weight = torch.rand(width, device=device)
-    expected = norm_reference.rms_norm(x, weight, 1e-6)
-    assert torch.allclose(norm_fused.rms_norm(x, weight, 1e-6), expected, atol=2e-6)
+    expected = norm_reference(x, None, weight, 1e-6)
+    assert torch.allclose(norm_fused(x, None, weight, 1e-6), expected, atol=2e-6)
 
 
 def test_fused_add_norm_updates_the_residual(device):
@@ -29,8 +29,8 @@ def test_fused_add_norm_updates_the_residual(device):
         torch.rand(96, device=device),
     )
     kept = [residual.clone(), residual.clone()]
-    expected = norm_reference.add_rms_norm(x, kept[0], weight, 1e-6)
-    assert torch.allclose(norm_fused.add_rms_norm(x, kept[1], weight, 1e-6), expected, atol=2e-6)
+    expected = norm_reference(x, kept[0], weight, 1e-6)
+    assert torch.allclose(norm_fused(x, kept[1], weight, 1e-6), expected, atol=2e-6)
     assert torch.equal(kept[0], kept[1])
     assert torch.equal(kept[1], residual + x)
 
@@ -43,8 +43,8 @@ def test_fused_rope_agrees_between_strided_views(heads, interleaved, device):
     x = torch.randn(5, heads, 80, device=device)[..., 16:]
     positions = torch.tensor([0, 127, 1, 64, 64], device=device)
     outs = [torch.full((5, heads, 100), 7.0, device=device) for _ in range(2)]
-    rope_reference.rope(x, positions, table, outs[0][..., 36:], interleaved=interleaved)
-    rope_fused.rope(x, positions, table, outs[1][..., 36:], interleaved=interleaved)
+    rope_reference(x, positions, table, outs[0][..., 36:], interleaved=interleaved)
+    rope_fused(x, positions, table, outs[1][..., 36:], interleaved=interleaved)
     assert torch.allclose(outs[0], outs[1], atol=1e-6)
     assert bool((outs[1][..., :36] == 7.0).all())
 
@@ -56,10 +56,10 @@ def test_rope_in_place_is_rope_into_another_tensor(interleaved, device):
     q = torch.randn(5, 40, 80, device=device)
     positions = torch.tensor([0, 127, 1, 64, 64], device=device)
     expected = q.clone()
-    rope_reference.rope(q[..., 16:], positions, table, expected[..., 16:], interleaved=interleaved)
+    rope_reference(q[..., 16:], positions, table, expected[..., 16:], interleaved=interleaved)
     for version in (rope_reference, rope_fused):
         found = q.clone()
-        version.rope(found[..., 16:], positions, table, found[..., 16:], interleaved=interleaved)
+        version(found[..., 16:], positions, table, found[..., 16:], interleaved=interleaved)
         assert torch.allclose(found, expected, atol=1e-6)
 
 
@@ -68,7 +68,7 @@ def test_position_zero_is_not_rotated_and_norms_are_kept(device):
     table = rope_table(SHAPES["tiny"], 10, device)
     x = torch.randn(2, 1, 16, device=device)
     out = torch.empty_like(x)
-    rope_fused.rope(x, torch.tensor([0, 9], device=device), table, out, interleaved=True)
+    rope_fused(x, torch.tensor([0, 9], device=device), table, out, interleaved=True)
     assert torch.allclose(out[0], x[0], atol=1e-6)
     assert torch.allclose(out[1].norm(), x[1].norm(), atol=1e-5)
 
@@ -78,15 +78,20 @@ def test_softmax_scale_of_v3_has_mscale_squared():
     assert softmax_scale(SHAPES["deepseek-v3"]) == pytest.approx(0.135234, abs=1e-6)
 
 
+def ungrouped(top_k, scale=1.0):
+    """V3's rule without groups: sigmoid, and normalised."""
+    return dataclasses.replace(SHAPES["deepseek-v3"], top_k=top_k, groups=1, top_groups=1, routed_scale=scale)
+
+
 @pytest.mark.parametrize("model", ["deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2", "tiny"])
 def test_fused_routing_chooses_the_same_experts_with_the_same_weights(model, device):
     """Every published rule: softmax and sigmoid, grouped and not; 160 and 384 experts are no powers of two."""
-    rule, experts = Routing.of(SHAPES[model]), SHAPES[model].experts
+    rule = SHAPES[model]
     generator = torch.Generator(device).manual_seed(1)
-    logits = torch.randn(17, experts, generator=generator, device=device)
-    bias = torch.randn(experts, generator=generator, device=device) * 0.1
-    expected_weights, expected_ids = reference.route(logits, bias, rule)
-    weights, ids = routing.route(logits, bias, rule)
+    logits = torch.randn(17, rule.experts, generator=generator, device=device)
+    bias = torch.randn(rule.experts, generator=generator, device=device) * 0.1
+    expected_weights, expected_ids = route_reference(logits, bias, rule)
+    weights, ids = route_fused(logits, bias, rule)
     by_id, expected_by_id = ids.argsort(-1), expected_ids.argsort(-1)
     assert torch.equal(ids.gather(1, by_id), expected_ids.gather(1, expected_by_id))
     assert torch.allclose(weights.gather(1, by_id), expected_weights.gather(1, expected_by_id), atol=1e-5)
@@ -94,9 +99,9 @@ def test_fused_routing_chooses_the_same_experts_with_the_same_weights(model, dev
 
 def test_the_bias_chooses_but_does_not_weigh():
     """Scores of ½ each and a bias that lifts expert 3: it is chosen, with weight ½ of the normalised two."""
-    rule = Routing(top_k=2, sigmoid=True, groups=1, top_groups=1, normalise=True, scale=1.0)
+    rule = ungrouped(top_k=2)
     bias = torch.tensor([0.1, 0.0, 0.0, 5.0])
-    weights, ids = reference.route(torch.zeros(1, 4), bias, rule)
+    weights, ids = route_reference(torch.zeros(1, 4), bias, rule)
     assert ids.tolist() == [[3, 0]]
     assert weights.tolist() == [[0.5, 0.5]]
 
@@ -161,11 +166,11 @@ def test_experts_agree_and_ignore_other_ranks_tokens(way, first, tokens, device,
     make = numbers(device, first)
     x, shared = make(tokens, 40), make(tokens, 40)
     gate_up, down = make(4, 48, 40) * 0.2, make(4, 40, 24) * 0.2
-    rule = Routing(top_k=3, sigmoid=True, groups=1, top_groups=1, normalise=True, scale=2.0)
+    rule = ungrouped(top_k=3, scale=2.0)
     bias = torch.zeros(12, device=device)
     bias[5] = 9.0  # an expert that all tokens choose: more rows than a tile has
-    weights, ids = reference.route(make(tokens, 12), bias, rule)
-    truth = reference.experts(*(t.double() for t in (x, gate_up, down)), weights, ids, first, shared.double())
+    weights, ids = route_reference(make(tokens, 12), bias, rule)
+    truth = experts_reference(*(t.double() for t in (x, gate_up, down)), weights, ids, first, shared.double())
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     found = {"decode": decode, "prompts": prompts}[way].experts(x, gate_up, down, weights, ids, first, shared)
     assert error(found, truth) < 1
@@ -237,11 +242,11 @@ def test_experts_on_gpu_agree_in_bf16(tokens):
     make = lambda *size: torch.randn(*size, device="cuda", dtype=torch.bfloat16)  # noqa: E731
     x, shared = make(tokens, 512), make(tokens, 512)
     gate_up, down = make(8, 512, 512) * 0.05, make(8, 512, 256) * 0.05
-    rule = Routing(top_k=4, sigmoid=True, groups=1, top_groups=1, normalise=True, scale=1.0)
+    rule = ungrouped(top_k=4)
     bias = torch.zeros(16, device="cuda")
     bias[9] = 9.0
-    weights, ids = reference.route(torch.randn(tokens, 16, device="cuda"), bias, rule)
-    expected = reference.experts(*(t.double() for t in (x, gate_up, down)), weights, ids, 8, shared.double())
+    weights, ids = route_reference(torch.randn(tokens, 16, device="cuda"), bias, rule)
+    expected = experts_reference(*(t.double() for t in (x, gate_up, down)), weights, ids, 8, shared.double())
     by_torch = error(experts_by_torch(x, gate_up, down, weights, ids, 8, shared), expected)
     assert error(experts(x, gate_up, down, weights, ids, 8, shared), expected) <= by_torch
     assert by_torch < 1

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from dcpbench.kernels.attention.reference import mla_decode
-from dcpbench.kernels.merge import fused, merge, reference
+from dcpbench.kernels.merge import correct_fused, correct_reference, merge
 
-VERSIONS = [pytest.param(reference.correct, id="reference"), pytest.param(fused.correct, id="fused")]
+VERSIONS = [pytest.param(correct_reference, id="reference"), pytest.param(correct_fused, id="fused")]
 
 
 @pytest.mark.parametrize("correct", VERSIONS)
@@ -47,4 +47,4 @@ def test_the_lse_is_natural_not_base_2(device):
     """Weights 3:1 for lse ln 3 and 0. Taken as log2 they would be 2.14:1, so this test can tell."""
     o = torch.tensor([4.0, 0.0], device=device).view(2, 1, 1, 1).expand(2, 1, 1, 16).contiguous()
     lse = torch.tensor([3.0, 1.0], device=device).log().view(2, 1, 1)
-    assert torch.allclose(fused.correct(o[0], lse, 0, torch.float32), torch.full((1, 1, 16), 3.0, device=device))
+    assert torch.allclose(correct_fused(o[0], lse, 0, torch.float32), torch.full((1, 1, 16), 3.0, device=device))

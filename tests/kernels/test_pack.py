@@ -4,13 +4,16 @@ import pytest
 import torch
 
 from dcpbench.kernels import head_order, pack
-from dcpbench.kernels.head_order import fused as head_order_fused
-from dcpbench.kernels.head_order import reference as head_order_reference
 from dcpbench.kernels.merge import merge
-from dcpbench.kernels.pack import Message, fused, reference
+from dcpbench.kernels.pack import Message, combine_fused, combine_reference, pack_fused, pack_reference
 
 NAN = float("nan")
-VERSIONS = [pytest.param(reference, id="reference"), pytest.param(fused, id="fused")]
+PACKS = [pytest.param(pack_reference, id="reference"), pytest.param(pack_fused, id="fused")]
+COMBINES = [pytest.param(combine_reference, id="reference"), pytest.param(combine_fused, id="fused")]
+VERSIONS = [
+    pytest.param(pack_reference, combine_reference, id="reference"),
+    pytest.param(pack_fused, combine_fused, id="fused"),
+]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SIZES = [
     pytest.param(1, 3, 1, 16, id="N1-B3-h1-R16"),
@@ -36,50 +39,50 @@ def wire(ranks, message, device):
     return torch.full((ranks, message.words), NAN, device=device)
 
 
-def exchanged(version, o_NBHR, lse_NBH, message):
+def exchanged(pack_into, combine, o_NBHR, lse_NBH, message):
     """What each rank merges after all have packed: out [h, B, R] in fp32, by rank."""
     ranks = len(o_NBHR)
     sent = []
     for o_BHR, lse_BH in zip(o_NBHR, lse_NBH, strict=True):
         sent.append(wire(ranks, message, o_BHR.device))
-        version.pack(o_BHR, lse_BH, message, sent[-1])
+        pack_into(o_BHR, lse_BH, message, sent[-1])
     outs = []
     for rank in range(ranks):
         out_BhR = torch.full((message.batch, message.heads, message.columns), NAN, device=o_NBHR.device)
         outs.append(out_BhR.transpose(0, 1))
-        version.combine(torch.stack([messages[rank] for messages in sent]), message, outs[-1])
+        combine(torch.stack([messages[rank] for messages in sent]), message, outs[-1])
     return outs
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(("pack_into", "combine"), VERSIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("ranks", "batch", "h", "columns"), SIZES)
-def test_messages_merge_to_the_reference_in_fp64(version, ranks, batch, h, columns, dtype, device):
+def test_messages_merge_to_the_reference_in_fp64(pack_into, combine, ranks, batch, h, columns, dtype, device):
     """Every rank gets its heads; NaN of empty shards goes nowhere, and what is empty everywhere is 0."""
     message = Message(batch, h, columns, dtype)
     o_NBHR, lse_NBH = partials(ranks, batch, ranks * h, columns, dtype, device)
     truth_HBR = merge(o_NBHR.double(), lse_NBH.double()).transpose(0, 1)
-    for rank, out_hBR in enumerate(exchanged(version, o_NBHR, lse_NBH, message)):
+    for rank, out_hBR in enumerate(exchanged(pack_into, combine, o_NBHR, lse_NBH, message)):
         assert torch.allclose(out_hBR.double(), truth_HBR[rank * h : (rank + 1) * h], atol=3e-6)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("pack_into", PACKS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_lse_travels_bit_by_bit_behind_o(version, dtype, device):
+def test_the_lse_travels_bit_by_bit_behind_o(pack_into, dtype, device):
     """3 requests × 1 head × 5 columns: 15 numbers take 8 or 15 words and have 16, then 3 words of lse have 16."""
     message = Message(3, 1, 5, dtype)
     assert (message.o_words, message.words) == (16, 32)
     o_BHR = torch.arange(30.0, device=device).view(3, 2, 5).to(dtype)
     lse_BH = torch.tensor([[1 / 3, -torch.inf], [1e-30, 7.0], [-88.1, 3e38]], device=device)
     wire_NW = wire(2, message, device)
-    version.pack(o_BHR, lse_BH, message, wire_NW)
+    pack_into(o_BHR, lse_BH, message, wire_NW)
     for n in range(2):
         assert torch.equal(wire_NW[n, 16:19], lse_BH[:, n])
         assert torch.equal(wire_NW[n, :16].view(dtype)[:15], o_BHR[:, n].flatten())
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_result_may_be_rounded_to_the_models_dtype(version, device):
+@pytest.mark.parametrize("combine", COMBINES)
+def test_the_result_may_be_rounded_to_the_models_dtype(combine, device):
     """Weights 3:1 for lse ln 3 and 0: 4·¾ + 0·¼ = 3, exact in bf16."""
     message = Message(1, 1, 16, torch.bfloat16)
     wire_NW = wire(2, message, device)
@@ -87,7 +90,7 @@ def test_the_result_may_be_rounded_to_the_models_dtype(version, device):
     o_NBhR[0], o_NBhR[1] = 4, 0
     lse_NBh.copy_(torch.tensor([3.0, 1.0]).log().view(2, 1, 1))
     out_hBR = torch.empty(1, 1, 16, dtype=torch.bfloat16, device=device)
-    version.combine(wire_NW, message, out_hBR)
+    combine(wire_NW, message, out_hBR)
     assert torch.equal(out_hBR, torch.full_like(out_hBR, 3))
 
 
@@ -100,12 +103,14 @@ def test_packing_chooses_by_device_and_makes_the_messages(device):
     assert torch.equal(out_hBR, o_BHR.transpose(0, 1))
 
 
-@pytest.mark.parametrize("version", [head_order_reference, head_order_fused], ids=["reference", "fused"])
+@pytest.mark.parametrize(
+    "version", [head_order.in_head_order_reference, head_order.in_head_order_fused], ids=["reference", "fused"]
+)
 @pytest.mark.parametrize(("ranks", "batch", "h", "width"), [(2, 3, 1, 5), (4, 2, 3, 24), (3, 5, 8, 576), (1, 1, 2, 8)])
 def test_gathered_queries_come_into_the_order_of_heads(version, ranks, batch, h, width, device):
     """Head n·h + i of request b is head i of rank n; the public function agrees, whatever shortcut it takes."""
     q_NBhQ = torch.arange(ranks * batch * h * width, device=device).view(ranks, batch, h, width).float()
-    q_BHQ = version.in_head_order(q_NBhQ)
+    q_BHQ = version(q_NBhQ)
     assert q_BHQ.is_contiguous()
     for b in range(batch):
         for n in range(ranks):
@@ -123,9 +128,9 @@ def test_messages_of_more_than_2_to_the_31_numbers_are_addressed():
     o_NBhR[1, -1, -1] = 2
     lse_NBh[0, -1, -1] = -torch.inf
     out_hBR = torch.empty(128, 2100, 4096, dtype=torch.bfloat16, device="cuda")
-    fused.combine(wire_NW, message, out_hBR)
+    combine_fused(wire_NW, message, out_hBR)
     assert torch.equal(out_hBR[-1, -1], torch.full_like(out_hBR[-1, -1], 2))
     o_BHR = o_NBhR.transpose(0, 1).flatten(1, 2).contiguous()
     again_NW = torch.empty_like(wire_NW)
-    fused.pack(o_BHR, lse_NBh.transpose(0, 1).flatten(1, 2).contiguous(), message, again_NW)
+    pack_fused(o_BHR, lse_NBh.transpose(0, 1).flatten(1, 2).contiguous(), message, again_NW)
     assert torch.equal(message.views(again_NW)[0][1, -1, -1], o_NBhR[1, -1, -1])

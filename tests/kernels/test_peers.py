@@ -7,11 +7,12 @@ sizes that an interpreter would not come to the end of. More than 4 ranks would 
 import pytest
 import torch
 
-from dcpbench.kernels.peers import Carver, Peers, reference
-from dcpbench.kernels.peers.add_up import one_shot, two_shot
+from dcpbench.kernels.head_order import in_head_order_reference
+from dcpbench.kernels.peers import Carver, Peers
+from dcpbench.kernels.peers.add_up import add_up_reference, one_shot, two_shot
 from dcpbench.kernels.peers.gather import gather
 from dcpbench.kernels.peers.meeting import fence
-from dcpbench.kernels.peers.merge import merge
+from dcpbench.kernels.peers.merge import merge, merge_reference
 
 BYTES = 1 << 22
 pytestmark = pytest.mark.gpu
@@ -63,7 +64,7 @@ def test_gather_puts_all_heads_side_by_side_again_and_again(size, heads, width):
         for mine in whole:
             mine.fill_(float("nan"))
         ranks.each(lambda rank, q=q: gather(ranks.peers[rank], met[rank], q[rank], whole[rank][: len(q[rank])]))
-        want = reference.gather(torch.stack(q))
+        want = in_head_order_reference(torch.stack(q))
         assert all(torch.equal(mine[:batch], want) for mine in whole)
         assert all(mine[batch:].isnan().all() for mine in whole)
 
@@ -94,7 +95,7 @@ def test_merge_is_the_merge_in_fp64_of_what_peers_hold(size, heads, width, dtype
             torch.stack([its[:batch] for its in lse]).double(),
         )
         for rank in range(size):
-            assert torch.allclose(out[rank].double(), reference.merge(*partials, rank), atol=1e-6)
+            assert torch.allclose(out[rank].double(), merge_reference(*partials, rank), atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -106,7 +107,7 @@ def test_sums_have_the_same_bits_everywhere(size):
     addends, sums = ranks.take(1 << 20, dtype=torch.uint8), ranks.take(1 << 19, dtype=torch.uint8)
     for shape in ((1, 7168), (30, 7168), (3, 5), (30, 7168), (30, 7168), (1, 7168)):
         x = [torch.randn(shape, device="cuda").bfloat16() for _ in range(size)]
-        want = reference.add_up(torch.stack(x))
+        want = add_up_reference(torch.stack(x))
         for got in ranks.each(lambda rank, x=x: one_shot(ranks.peers[rank], once[rank], slots[rank], x[rank])):
             assert torch.equal(got, want)
         for got in ranks.each(
@@ -148,10 +149,10 @@ def test_tensors_beyond_2_to_31_numbers_are_addressed():
     for mine in (*q, *o, *lse):
         mine[last].normal_()
     ranks.each(lambda rank: gather(ranks.peers[rank], met_q[rank], q[rank], whole[rank]))
-    want = reference.gather(torch.stack([mine[last] for mine in q]))
+    want = in_head_order_reference(torch.stack([mine[last] for mine in q]))
     assert all(torch.equal(mine[last], want) for mine in whole)
     out = [torch.empty(heads // 2, batch, value, dtype=torch.float32, device="cuda") for _ in range(2)]
     ranks.each(lambda rank: merge(ranks.peers[rank], met_o[rank], o[rank], lse[rank], out[rank]))
     partials = torch.stack([mine[last] for mine in o]).double(), torch.stack([its[last] for its in lse]).double()
     for rank in range(2):
-        assert torch.allclose(out[rank][:, last].double(), reference.merge(*partials, rank), atol=1e-6)
+        assert torch.allclose(out[rank][:, last].double(), merge_reference(*partials, rank), atol=1e-6)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from dcpbench.errors import MissingPackageError, UsageError
-from dcpbench.kernels.merge import merge_into
-from dcpbench.kernels.merge.reference import merge_into as merge_into_reference
+from dcpbench.kernels.merge import merge_into, merge_into_fused, merge_into_reference
 from dcpbench.kernels.prefill import PrefillSpec, make_prefill
 from dcpbench.kernels.prefill.reference import attend
 
@@ -79,7 +78,7 @@ class TestSdpa:
 
     def test_queries_in_blocks_are_the_same(self, monkeypatch):
         """130 queries, 130 keys and 3 heads: 1,024 scores are 2 queries at a time."""
-        monkeypatch.setattr("dcpbench.kernels.prefill.plain.SCORES", 1024)
+        monkeypatch.setattr("dcpbench.kernels.prefill.sdpa.SCORES", 1024)
         made = spec(torch.float32, "cpu", heads=3, width=24, value=20)
         check(make_prefill("sdpa", made), made, "own-chunks", 1e-5, 1e-5)
 
@@ -172,8 +171,6 @@ class TestMergeInto:
     @pytest.mark.parametrize("heads", [1, 5, 8, 11])
     def test_the_kernel_is_the_reference_with_any_strides(self, heads, device):
         """Heads that no block divides; the log-sum-exps are transposed, and the other o has columns behind its own."""
-        from dcpbench.kernels.merge import fused
-
         generator = torch.Generator().manual_seed(0)
 
         def random(*size):
@@ -185,7 +182,7 @@ class TestMergeInto:
         more[3:6] = float("-inf")
         expected_o, expected_lse = o.clone(), lse.clone()
         merge_into_reference(expected_o, expected_lse, other, more)
-        fused.merge_into(o, lse, other, more)
+        merge_into_fused(o, lse, other, more)
         assert torch.allclose(o, expected_o, atol=1e-5)
         assert torch.equal(lse.isneginf(), expected_lse.isneginf())
         assert torch.allclose(lse[~lse.isneginf()], expected_lse[~lse.isneginf()], atol=1e-5)

@@ -2,21 +2,20 @@
 
 import torch
 
-from dcpbench.kernels.read import BLOCK, read
-from dcpbench.kernels.read.streaming import read as read_streaming
+from dcpbench.kernels.read import BLOCK, read, read_fused
 
 
 def test_every_number_of_a_block_is_in_its_sum(device):
     """A kernel that read less than all would measure a limit that there is not."""
     x = torch.randn(3 * BLOCK, device=device)
     out = torch.full((3,), float("nan"), device=device)
-    read_streaming(x, out)
+    read_fused(x, out)
     assert torch.allclose(out.double(), x.double().view(3, BLOCK).sum(1), atol=1e-2)
     for place in (0, BLOCK - 1, BLOCK, 3 * BLOCK - 1):
         more = x.clone()
         more[place] += 1000
         changed = torch.empty(3, device=device)
-        read_streaming(more, changed)
+        read_fused(more, changed)
         assert (changed - out).abs().argmax() == place // BLOCK
 
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from dcpbench.kernels.synthetic_kv import counter_based, reference
+from dcpbench.kernels.kv_indices import Share
+from dcpbench.kernels.synthetic_kv import fill_counter_based, fill_reference
 from dcpbench.points import layout
 
-FILLS = [pytest.param(reference.fill_request, id="reference"), pytest.param(counter_based.fill_request, id="counter")]
+FILLS = [pytest.param(fill_reference, id="reference"), pytest.param(fill_counter_based, id="counter")]
 
 
 def gathered(fill, tokens, dcp, interleave, first_loc, device, **what):
@@ -15,7 +16,7 @@ def gathered(fill, tokens, dcp, interleave, first_loc, device, **what):
     out = torch.full((2, tokens, 48), float("nan"), device=device)
     for rank in range(dcp):
         pool = torch.full((2, 64, 48), float("nan"), device=device)
-        fill(pool, locs, rank=rank, dcp=dcp, interleave=interleave, **what)
+        fill(pool, locs, Share(rank=rank, dcp=dcp, interleave=interleave), **what)
         for token, loc in enumerate(locs.tolist()):
             if layout.owner(loc, dcp, interleave) == rank:
                 out[:, token] = pool[:, layout.row(loc, dcp, interleave)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dcpbench.kernels.value_proj import fused, project_values, reference
+from dcpbench.kernels.value_proj import project_values, project_values_fused, project_values_reference
 
 
 @pytest.mark.parametrize("batch", [1, 5, 70])
@@ -13,8 +13,8 @@ def test_fused_projection_agrees_with_the_reference(heads, batch, device):
     o = torch.randn(batch, heads, 64, device=device).transpose(0, 1)
     w = torch.randn(heads, 64, 32, device=device).half()
     outs = [torch.empty(batch, heads, 32, device=device) for _ in range(2)]
-    reference.project_values(o, w, outs[0])
-    fused.project_values(o, w, outs[1], precision="ieee")
+    project_values_reference(o, w, outs[0])
+    project_values_fused(o, w, outs[1], precision="ieee")
     assert torch.allclose(outs[0], outs[1], atol=1e-4)
 
 

@@ -2,11 +2,10 @@
 
 import pytest
 
-from dcpbench.bench.cases import Machine, attention_cases, dp_slice_cases, kv_write_cases
+from dcpbench.bench.cases import Asked, attention_cases, dp_slice_cases, kv_write_cases
 from dcpbench.bench.record import Case
 from dcpbench.errors import UsageError
 
-GPU = Machine(cpu=False)
 KV = {
     "tokens": None,
     "dcp": None,
@@ -21,12 +20,12 @@ SLICE = {"tokens": None, "dp": None, "variant": None, "steps": None}
 
 def kv_write(**typed) -> list[Case]:
     """Cases of kv-write with what was typed."""
-    return kv_write_cases(GPU, **(KV | typed))
+    return kv_write_cases(Asked(cpu=False, typed=KV | typed))
 
 
 def dp_slice(**typed) -> list[Case]:
     """Cases of dp-slice with what was typed."""
-    return dp_slice_cases(GPU, **(SLICE | typed))
+    return dp_slice_cases(Asked(cpu=False, typed=SLICE | typed))
 
 
 def test_by_default_a_gpu_gets_16_to_65536_tokens_of_all_variants_in_both_types():
@@ -59,9 +58,8 @@ def test_what_is_typed_twice_is_run_once():
 
 
 def test_each_way_to_divide_the_lengths_of_requests_is_a_case_of_its_own():
-    cases = attention_cases(
-        GPU, heads="16", requests="8", context="100", page="1", lengths="uneven,even", backend="triton", layers=2
-    )
+    typed = {"heads": "16", "requests": "8", "context": "100", "page": "1", "lengths": "uneven,even"}
+    cases = attention_cases(Asked(cpu=False, typed=typed | {"backend": "triton", "layers": 2}))
     assert [c.sizes["lengths"] for c in cases] == ["even", "uneven"]
 
 

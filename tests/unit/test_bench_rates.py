@@ -6,9 +6,8 @@ import pytest
 from rich.console import Console
 
 from dcpbench.bench.record import BenchRecord, Case, Graph, Limit, Result, Work, floor_us
-from dcpbench.bench.shown.findings import findings
+from dcpbench.bench.shown.findings import amount, baselines, findings, limit_notes, share, speed_up
 from dcpbench.bench.shown.pictures import spaced, write_picture
-from dcpbench.bench.shown.rates import amount, baselines, limit_notes, share, speed_up
 from dcpbench.bench.shown.table import legend, table
 from dcpbench.records.record import Environment
 from tests.unit.bench_builder import timing

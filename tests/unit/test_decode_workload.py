@@ -89,7 +89,7 @@ def test_an_engine_allocates_what_its_plan_says():
     """Which is what --dry-run prints: the pool, the weights of all layers that are held, and room for the requests."""
     built = session()
     plan, engine = built.plan, built.engine
-    assert engine.model.kv.nbytes == plan.kv_bytes
+    assert engine.model.kv.data.nbytes == plan.kv_bytes
     assert engine.model.weights.nbytes() == plan.weight_bytes
     assert (len(engine.model.weights.dense), len(engine.model.weights.moe)) == plan.held
     assert (engine.allocator.pages, engine.requests.size) == (plan.pages, plan.max_requests)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from dcpbench.errors import UsageError
-from dcpbench.kernels.kv_gather import fused
+from dcpbench.kernels import kv_gather
 from dcpbench.plan import grid, judge
 from dcpbench.plan.spec import make_spec
 from dcpbench.points.layout import Layout
@@ -169,7 +169,7 @@ class TestServedRows:
         self.serve(36, "fp32")
 
     def test_the_unit_is_the_kernels(self) -> None:
-        assert fused.UNIT == judge.ROW_UNIT
+        assert kv_gather.UNIT == judge.ROW_UNIT
 
     def test_decode_steps_alone_move_no_rows(self) -> None:
         check(tiny(latent=34), CPU, backend="reference", dtype="fp32")

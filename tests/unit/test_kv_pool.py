@@ -57,25 +57,25 @@ class TestPaddingRow:
 class TestKvPool:
     def test_a_layer_is_a_contiguous_view(self) -> None:
         pool = KvPool(layers=3, pages=4, page_size=2, width=5, dtype=torch.bfloat16, device="cpu")
-        assert pool.nbytes == 3 * 4 * 2 * 5 * 2
-        assert pool.layer(1).shape == (4, 2, 5)
-        assert pool.layer(1).is_contiguous()
+        assert pool.data.nbytes == 3 * 4 * 2 * 5 * 2
+        assert pool.data[1].shape == (4, 2, 5)
+        assert pool.data[1].is_contiguous()
         pool.rows(1)[3] = 1
-        assert pool.layer(1)[1, 1].tolist() == [1] * 5
+        assert pool.data[1][1, 1].tolist() == [1] * 5
         assert pool.data.sum() == 5, "and nothing else was touched"
 
     @given(st.integers(1, 4), st.integers(2, 6), st.integers(1, 4))
     def test_rows_are_pages_laid_end_to_end(self, layers: int, pages: int, page_size: int) -> None:
         pool = KvPool(layers, pages, page_size, 3, torch.float32, "cpu")
         pool.data.normal_()
-        assert torch.equal(pool.rows(layers - 1), pool.layer(layers - 1).flatten(0, 1))
+        assert torch.equal(pool.rows(layers - 1), pool.data[layers - 1].flatten(0, 1))
         assert torch.equal(pool.all_rows()[layers - 1], pool.rows(layers - 1))
 
     def test_sizes_beyond_32_bits_are_addressed(self) -> None:
         """61 layers of 100,000 rows of 576 are 3.5e9 numbers; `meta` tensors have strides but no memory."""
         pool = KvPool(61, 100_000, 1, 576, torch.bfloat16, "meta")
-        assert pool.nbytes == 7_027_200_000
-        assert pool.layer(60).storage_offset() == 60 * 100_000 * 576 > 1 << 31
+        assert pool.data.nbytes == 7_027_200_000
+        assert pool.data[60].storage_offset() == 60 * 100_000 * 576 > 1 << 31
 
 
 @pytest.mark.gpu

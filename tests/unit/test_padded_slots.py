@@ -6,7 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from dcpbench.bench.cases import Machine, padded_slots_cases
+from dcpbench.bench.cases import Asked, padded_slots_cases
 from dcpbench.bench.operators.padded_slots import KNOWN, LIVE, PADDING, PaddedSlots
 from dcpbench.bench.record import BenchRecord, Case, Graph, Overwritten, Result
 from dcpbench.bench.shown.findings import findings
@@ -85,7 +85,7 @@ class TestWorkload:
 class TestCases:
     def test_both_variants_with_and_without_ids_at_every_size(self):
         """Graphs of 4 and 40 rows, short and long: 2 × 2 × 2 × 2."""
-        cases = padded_slots_cases(Machine(cpu=False), **NOTHING)
+        cases = padded_slots_cases(Asked(cpu=False, typed=NOTHING))
         assert len(cases) == 16
         assert {(c.sizes["requests"], c.sizes["rows"]) for c in cases} == {(3, 4), (33, 40)}
 
@@ -101,7 +101,7 @@ class TestCases:
     )
     def test_what_cannot_show_anything_is_answered_with_what_can(self, typed, says):
         with pytest.raises(UsageError) as caught:
-            padded_slots_cases(Machine(cpu=True), **(NOTHING | typed))
+            padded_slots_cases(Asked(cpu=True, typed=NOTHING | typed))
         assert says in str(caught.value)
 
 

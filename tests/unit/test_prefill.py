@@ -102,7 +102,7 @@ class TestLogits:
         assert first.shape == (5, 2)
         weights = [engine.model.weights.layer(index).mlp for index in (1, 2)]
         for ids, w in zip((first, second), weights, strict=True):
-            _, expected = moe.route(router[0, :5] @ w.router.T, w.bias, engine.model.routing)
+            _, expected = moe.route(router[0, :5] @ w.router.T, w.bias, engine.model.shape)
             assert torch.equal(ids, expected)
 
     def test_a_replica_with_nothing_to_do_runs_padding_alone(self):

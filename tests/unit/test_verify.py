@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from dcpbench.engine import weights
-from dcpbench.kernels.kv_write.reference import write_kv
+from dcpbench.kernels.kv_write import write_kv
 from dcpbench.launch.jobs import Check, Job
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
@@ -48,8 +48,8 @@ class TestStorage:
     def test_a_write_of_one_row_too_many_is_counted(self, monkeypatch):
         """Row 6: rows 0, 1 are padding, 2 is the request of 1 token, 4, 5 that of 2, and 6 begins that of 4 tokens."""
 
-        def sloppy(kv_KQ, new_BQ, loc_B, **where):
-            write_kv(kv_KQ, new_BQ, loc_B, **where)
+        def sloppy(kv_KQ, new_BQ, loc_B, share):
+            write_kv(kv_KQ, new_BQ, loc_B, share)
             kv_KQ[6] += 1
 
         monkeypatch.setattr("dcpbench.engine.model.write_kv", sloppy)
@@ -63,10 +63,10 @@ class TestStorage:
     def test_a_row_next_to_the_right_one_is_two_mistakes(self, monkeypatch):
         """One row changed that should not have, one did not that should; for request of length 1, at page 1."""
 
-        def shifted(kv_KQ, new_BQ, loc_B, **where):
+        def shifted(kv_KQ, new_BQ, loc_B, share):
             locs = loc_B.clone()
             locs[0] += 1
-            write_kv(kv_KQ, new_BQ, locs, **where)
+            write_kv(kv_KQ, new_BQ, locs, share)
 
         monkeypatch.setattr("dcpbench.engine.model.write_kv", shifted)
         assert (run()["kv_write"].error, run()["kv_write"].ok) == (2, False)

@@ -78,7 +78,18 @@ class Attention:
             self._pools, self._key = self._make(case), key
         pools = self._pools
         requests, heads = int(case.sizes["requests"]), int(case.sizes["heads"])
-        backend = make_backend(case.variant, self._spec(heads, pools))
+        spec = AttentionSpec(
+            batch=requests,
+            heads=heads,
+            latent=LATENT,
+            rope=ROPE,
+            page_size=pools.data.shape[2],
+            max_pages=max(map(len, pools.shards.pages)),
+            scale=SCALE,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        backend = make_backend(case.variant, spec)
         backend.plan(pools.shards)
         generator = torch.Generator(self.device).manual_seed(self.seed + 1)
         q_BHQ = torch.randn(requests, heads, KV_WIDTH, generator=generator, device=self.device).to(self.dtype)
@@ -107,19 +118,6 @@ class Attention:
         work = work_of(heads, pools.shards.lengths, self.dtype)
         return Calls(
             calls=calls, check=check, error=error, work=work, written_bytes=work.memory_bytes * len(pools.data)
-        )
-
-    def _spec(self, heads: int, pools: Pools) -> AttentionSpec:
-        return AttentionSpec(
-            batch=len(pools.shards.lengths),
-            heads=heads,
-            latent=LATENT,
-            rope=ROPE,
-            page_size=pools.data.shape[2],
-            max_pages=max(map(len, pools.shards.pages)),
-            scale=SCALE,
-            dtype=self.dtype,
-            device=self.device,
         )
 
     def _make(self, case: Case) -> Pools:

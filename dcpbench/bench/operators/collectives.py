@@ -12,6 +12,7 @@ that received bytes / time is the bus bandwidth of nccl-tests: (N−1)/N of the 
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from dcpbench.bench.operators.calls import FRESH_CALLS, compared, relative_error
 from dcpbench.bench.operators.ranks import everyone
 from dcpbench.bench.record import Work
+from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,49 +29,18 @@ if TYPE_CHECKING:
     from dcpbench.bench.record import Case
     from dcpbench.exchange.collectives import Group
 
-    Call = Callable[[torch.Tensor], torch.Tensor]
-
 ROUNDING = 2.0**-8
 """Largest relative error of a number in bf16. A sum over ranks is rounded more than once, but mostly by less."""
 
 
-def all_gather(group: Group, x: torch.Tensor) -> Call:
-    """The first 1/N of a message as this rank's part."""
-    part = x.numel() // group.size
-    return lambda x: group.all_gather(x.flatten()[:part])
-
-
-def reduce_scatter(group: Group, x: torch.Tensor) -> Call:  # noqa: ARG001 - as all
-    """This rank's 1/N of the sum."""
-    return lambda x: group.reduce_scatter(x.flatten())
-
-
-def all_to_all(group: Group, x: torch.Tensor) -> Call:  # noqa: ARG001 - as all
-    """The ranks' parts for this one, in rank order."""
-    return lambda x: group.all_to_all(x.view(group.size, -1))
-
-
-def all_reduce(group: Group, x: torch.Tensor) -> Call:  # noqa: ARG001 - as all
-    """The sum, in place as in a step: repeated, it grows beyond what bf16 holds, which costs no time."""
-    return group.all_reduce
-
-
-def all_reduce_symm(group: Group, x: torch.Tensor) -> Call:
-    """The sum over symmetric memory."""
-    from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
-
-    rows, columns = x.shape
-    return make_all_reduce("symm", group, ReduceSpec(rows=rows, columns=columns, dtype=x.dtype, device=x.device))
-
-
-NCCL: dict[str, Callable[[Group, torch.Tensor], Call]] = {
-    "all-gather": all_gather,
-    "reduce-scatter": reduce_scatter,
-    "all-to-all": all_to_all,
-    "all-reduce": all_reduce,
+NCCL: dict[str, Callable[[Group, torch.Tensor], torch.Tensor]] = {
+    "all-gather": lambda group, x: group.all_gather(x.flatten()[: x.numel() // group.size]),
+    "reduce-scatter": lambda group, x: group.reduce_scatter(x.flatten()),
+    "all-to-all": lambda group, x: group.all_to_all(x.view(group.size, -1)),
+    "all-reduce": lambda group, x: group.all_reduce(x),
 }
-"""Ways to make a collective, given a message; of the others only their names begin with one of these."""
-VARIANTS = NCCL | {"all-reduce-symm": all_reduce_symm}
+"""Collectives of a message; of the others only their names begin with one of these. The sum of all-reduce is in place
+as in a step: repeated, it grows beyond what bf16 holds, which costs no time."""
 
 
 def expected(variant: str, messages: list[torch.Tensor], rank: int) -> torch.Tensor:
@@ -96,7 +67,12 @@ class Collectives:
         messages = [self._message(shape, rank) for rank in range(self.group.size)]
         wanted = expected(case.variant, messages, self.group.rank)
         mine = messages[self.group.rank]
-        collective = VARIANTS[case.variant](self.group, mine)
+        collective: Callable[[torch.Tensor], torch.Tensor]
+        if case.variant in NCCL:
+            collective = functools.partial(NCCL[case.variant], self.group)
+        else:
+            spec = ReduceSpec(rows=shape[0], columns=shape[1], dtype=mine.dtype, device=mine.device)
+            collective = make_all_reduce("symm", self.group, spec)
         inputs = [mine.clone() for _ in range(case.calls or FRESH_CALLS)]
 
         def error(results: Sequence[tuple[torch.Tensor, ...]]) -> float:

@@ -28,9 +28,9 @@ from dcpbench.bench.operators.ranks import everyone
 from dcpbench.bench.record import Work
 from dcpbench.engine.request_pool import RequestPool
 from dcpbench.errors import CapacityError
-from dcpbench.exchange.prefix import Gatherer, Reserve, Task, symmetric
+from dcpbench.exchange.prefix import Gatherer, Task, symmetric
 from dcpbench.kernels.kv_gather import request_table
-from dcpbench.kernels.kv_indices import Share, fill_kv_indices
+from dcpbench.kernels.kv_indices import Share, fill_pages
 from dcpbench.points.layout import Prefix
 from dcpbench.points.memory import GIB
 from dcpbench.points.shapes import KV_WIDTH
@@ -91,7 +91,7 @@ class KvGather:
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed, self.group = device, seed, everyone()
-        self._reserve: Reserve | None = None
+        self._reserve: Peers | None = None
         self._key: tuple[object, ...] = ()
         self._inputs: Inputs | None = None
 
@@ -125,9 +125,11 @@ class KvGather:
         """(how an eager call comes by its buffer, the buffer of captured calls)."""
         nbytes, kind = task.buffer_bytes(case.variant), case.sizes["buffer"]
         if kind == "pool":
-            reserve = self._reserved(int(case.sizes["pool_bytes"]))
-            assert reserve.fits(nbytes), "the case says pool, and the pool is too small"
-            return lambda: contextlib.nullcontext(reserve.peers), reserve.peers
+            reserve, pool_bytes = self._reserve, int(case.sizes["pool_bytes"])
+            if reserve is None or len(reserve.own) != pool_bytes:
+                reserve = self._reserve = symmetric(self.group, pool_bytes, self.device)
+            assert nbytes <= len(reserve.own), "the case says pool, and the pool is too small"
+            return lambda: contextlib.nullcontext(reserve), reserve
         if kind == "plain" and case.variant == "nccl":
             plain = functools.partial(torch.empty, nbytes, dtype=torch.uint8, device=self.device)
             return lambda: contextlib.nullcontext(plain()), plain()
@@ -140,17 +142,12 @@ class KvGather:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _reserved(self, nbytes: int) -> Reserve:
-        if self._reserve is None or self._reserve.nbytes != nbytes:
-            self._reserve = Reserve(self.group, nbytes, self.device)
-        return self._reserve
-
     def _calls(self, way: str, inputs: Inputs, lend: Lend) -> list[Callable[[], None]]:
-        gatherer = Gatherer(self.group, inputs.task, way, self.device)
+        gatherer = Gatherer(self.group, way, self.device)
 
         def gather(kv_KQ: torch.Tensor, out_TQ: torch.Tensor) -> None:
             with lend() as buffer:
-                gatherer.gather(kv_KQ, out_TQ, buffer)
+                gatherer.gather(inputs.task, kv_KQ, out_TQ, buffer)
 
         return [functools.partial(gather, kv, out) for kv, out in zip(inputs.pools, inputs.results, strict=True)]
 
@@ -194,7 +191,7 @@ def stored_rows(prefix: Prefix, group: Group, device: torch.device) -> tuple[tor
     ends, shares = (torch.empty(len(lengths) + 1, dtype=torch.int32, device=device) for _ in range(2))
     share = Share(rank=group.rank, dcp=group.size)  # of pages of one row: the indices are rows
     slots_B, lengths_B = (torch.tensor(numbers, device=device) for numbers in (slots, lengths))
-    fill_kv_indices(rows, ends, shares, requests.table, slots_B, lengths_B, share)
+    fill_pages(rows, ends, shares, requests.table, slots_B, lengths_B, share)
     return rows, (pages + 1) * PAGE
 
 

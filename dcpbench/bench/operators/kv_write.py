@@ -21,7 +21,7 @@ import torch
 from dcpbench.bench.operators.calls import Calls
 from dcpbench.bench.record import Work
 from dcpbench.errors import CapacityError
-from dcpbench.kernels.kv_write import masked, reference
+from dcpbench.kernels.kv_write import as_stored, write_rows, write_rows_reference
 from dcpbench.points.memory import GIB
 from dcpbench.points.shapes import KV_WIDTH
 
@@ -59,7 +59,7 @@ def masked_kernel(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor
 
     The kernel before is another layer's write, so that all that this one reads has long been there: `settled`.
     """
-    masked.write_rows(kv_KQ, new_BQ, loc_B, scale=scale, share=share, settled=True)
+    write_rows(kv_KQ, new_BQ, loc_B, scale=scale, share=share, settled=True)
 
 
 VARIANTS: dict[str, Callable[..., None]] = {
@@ -86,7 +86,7 @@ class Inputs:
         """A layer of the pool as the reference, one row at a time on the host, leaves it."""
         wanted = torch.empty_like(self.pool[0], device="cpu")
         poison(wanted)
-        reference.write_rows(wanted, self.new[0].cpu(), self.loc.cpu(), scale=self.scale)
+        write_rows_reference(wanted, self.new[0].cpu(), self.loc.cpu(), self.scale)
         return wanted.to(self.pool.device)
 
     def check(self, run: Callable[[], None]) -> str:
@@ -148,12 +148,7 @@ class KvWrite:
             raise CapacityError(
                 f"pools and rows of {case.calls} layers, {need:.1f} GiB, do not fit; lower --tokens or --layers."
             ) from e
-        return Inputs(
-            pool=pool,
-            new=sources,
-            loc=loc.to(self.device),
-            scale=float(case.sizes.get("scale", 1.0)),
-        )
+        return Inputs(pool=pool, new=sources, loc=loc.to(self.device), scale=float(case.sizes.get("scale", 1.0)))
 
 
 def poison(kv: torch.Tensor) -> None:
@@ -166,4 +161,4 @@ def _stored(new_BQ: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Ten
     """Rows as the pool holds them; without a scale by the plain cast of the published code."""
     if dtype == torch.uint8 and scale == 1.0:
         return new_BQ.to(torch.float8_e4m3fn).view(dtype)
-    return reference.as_stored(new_BQ, dtype, scale)
+    return as_stored(new_BQ, dtype, scale)

@@ -56,11 +56,6 @@ def measure(wanted: Sequence[str], device: torch.device) -> tuple[list[Limit], l
     return found, without
 
 
-def by_name(limits: Sequence[Limit]) -> dict[str, float]:
-    """As `floor_us` takes them."""
-    return {limit.name: limit.median for limit in limits}
-
-
 def best(name: str, unit: str, amount: float, steps: Sequence[Run], device: torch.device) -> Limit:
     """The best of some ways to do the same: `amount` a step, or seconds for one of `amount` where the unit is `s`.
 
@@ -73,33 +68,25 @@ def best(name: str, unit: str, amount: float, steps: Sequence[Run], device: torc
         time.sleep(REST_S)
         samples_ms, _ = timer.chunk(SAMPLES)
         samples = [ms / 1e3 / amount if unit == "s" else amount / ms * 1e3 for ms in samples_ms]
-        interval = median_interval(samples)
-        found.append(
-            Limit(name=name, unit=unit, median=interval.median, low=interval.low, high=interval.high, samples=SAMPLES)
-        )
+        of = median_interval(samples)
+        found.append(Limit(name=name, unit=unit, median=of.median, low=of.low, high=of.high, samples=SAMPLES))
     return (min if unit == "s" else max)(found, key=lambda limit: limit.median)
 
 
-def _numbers(count: int, device: torch.device) -> torch.Tensor:
-    # Never zeros: the same kernels run faster on them.
-    return torch.randn(count, device=device)
-
-
 def _read(device: torch.device) -> Iterator[Limit]:
-    x = _numbers(BUFFER_BYTES // 4, device)
+    x = torch.randn(BUFFER_BYTES // 4, device=device)  # never zeros: the same kernels run faster on them
     out = torch.empty(len(x) // BLOCK, device=device)
     yield best("read", "B/s", x.nbytes, [lambda: read(x, out)], device)
 
 
 def _copy(device: torch.device) -> Iterator[Limit]:
-    x = _numbers(BUFFER_BYTES // 4, device)
+    x = torch.randn(BUFFER_BYTES // 4, device=device)
     yield best("copy", "B/s", 2 * x.nbytes, [functools.partial(torch.empty_like(x).copy_, x)], device)
 
 
 def _matmul(device: torch.device) -> Iterator[Limit]:
     a, b = (torch.randn(SIDE, SIDE, device=device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
-
     steps = [functools.partial(torch.mm, a, second, out=out) for second in (b, b.T)]
     yield best("matmul", "FLOP/s", 2 * SIDE**3, steps, device)
 
@@ -110,16 +97,12 @@ def _peer(device: torch.device) -> Iterator[Limit]:
     x.normal_()
     neighbour = memory.get_buffer((group.rank + 1) % group.size, x.shape, x.dtype)
     out = torch.empty(len(x) // BLOCK, device=device)
-    steps: list[Run] = [
-        functools.partial(read, neighbour, out),
-        functools.partial(torch.empty_like(x).copy_, neighbour),
-    ]
-    yield best("peer", "B/s", x.nbytes, steps, device)
+    copy = functools.partial(torch.empty_like(x).copy_, neighbour)
+    yield best("peer", "B/s", x.nbytes, [functools.partial(read, neighbour, out), copy], device)
 
 
 def _barrier(device: torch.device) -> Iterator[Limit]:
     _, memory = _symmetric(BLOCK, everyone(), device)
-
     barriers = _repeated(memory.barrier)
     barriers()
     yield best("barrier", "s", REPEATS, [capture(barriers).replay], device)
@@ -128,8 +111,8 @@ def _barrier(device: torch.device) -> Iterator[Limit]:
 def _smallest(device: torch.device) -> Iterator[Limit]:
     group = everyone()
     x = torch.randn(1, 8 * group.size, dtype=torch.bfloat16, device=device)
-    for name, make in collectives.NCCL.items():
-        calls = _repeated(functools.partial(make(group, x), x))
+    for name, collective in collectives.NCCL.items():
+        calls = _repeated(functools.partial(collective, group, x))
         calls()
         yield best(name, "s", REPEATS, [capture(calls).replay], device)
 

@@ -20,7 +20,7 @@ from dcpbench.bench.operators.calls import cold_sets, compared, relative_error
 from dcpbench.bench.record import Work
 from dcpbench.kernels import merge as kernels
 from dcpbench.kernels.head_order import in_head_order
-from dcpbench.kernels.merge.reference import weights
+from dcpbench.kernels.merge import weights
 from dcpbench.kernels.pack import Message, combine, pack
 from dcpbench.kernels.value_proj import project_values
 from dcpbench.points.shapes import KV_WIDTH, LATENT, VALUE
@@ -120,10 +120,7 @@ def value_proj(s: Sizes, numbers: Callable[..., torch.Tensor]) -> Ready:
     return Ready(
         call=lambda: (project_values(o_hBR, w_uv, DTYPE),),
         truth=lambda: (torch.bmm(o_hBR.double(), w_uv.double()).transpose(0, 1),),
-        work=Work(
-            memory_bytes=o_hBR.nbytes + w_uv.nbytes + out_bytes,
-            flops=2 * s.requests * s.own * LATENT * VALUE,
-        ),
+        work=Work(memory_bytes=o_hBR.nbytes + w_uv.nbytes + out_bytes, flops=2 * s.requests * s.own * LATENT * VALUE),
     )
 
 

@@ -129,7 +129,7 @@ def triton(inputs: Inputs) -> Ready:
             rows=lambda y: y,
             fused=True,
         )
-    plan = decode.plan(inputs.ids, 0, sizes.experts, decode.tile_rows(sizes.requests))
+    plan = decode.plan(inputs.ids, 0, sizes.experts)
     return Ready(
         call=lambda: (decode.product(inputs.x, inputs.weight, plan, sizes.top_k, gated=sizes.gated),),
         rows=lambda y: y,

@@ -158,7 +158,7 @@ class PaddedSlots:
                 token_ids=sum(map(len, harm.ids)),
                 logit_error=max(harm.errors),
                 table_bytes=tables.table[0].nbytes + tables.tokens[0].nbytes if case.variant == PADDING else 0,
-                page_bytes=kv.nbytes // kv.data.shape[1],
+                page_bytes=kv.data.nbytes // kv.data.shape[1],
             )
 
         return Calls(calls=[scene.step], check=check, written_bytes=self.weights.nbytes(), overwritten=overwritten)

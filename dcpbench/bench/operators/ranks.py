@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import os
 import time
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -38,15 +39,11 @@ class RankError(Exception):
     """Some rank could not do what all had to do; the message is its reason."""
 
 
-def join(rank: int, ranks: int, device: torch.device, folder: Path) -> None:
-    """Be one rank of several, which find each other by a file in `folder`; nothing for one alone."""
-    if ranks == 1:
-        return
-    start(device, rank, ranks, folder / "port")
-
-
 def start(device: torch.device, rank: int, ranks: int, path: Path, at: tuple[str, int] | None = None) -> None:
-    """Start torch.distributed with what is the same in all our runs; ranks meet as jobs.Job.store (`at`) says."""
+    """Start torch.distributed with what is the same in all our runs; ranks meet as jobs.Job.store (`at`) says.
+
+    Where it says nothing, they find each other by the file `path`.
+    """
     if device.type == "cuda":
         for name, value in NCCL_DEFAULTS.items():
             os.environ.setdefault(name, value)
@@ -63,27 +60,18 @@ def _store(rank: int, ranks: int, path: Path, at: tuple[str, int] | None) -> Sto
     On one machine the system gives the port: one that was free a moment ago may be taken by now.
     """
     host, port = at or (LOOPBACK, 0)
+    make = functools.partial(TCPStore, host, world_size=ranks, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
     if rank == 0:
         listening = listen(host, port)
         port = listening.getsockname()[1]
-        store = TCPStore(
-            host,
-            port,
-            ranks,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=COLLECTIVE_TIMEOUT,
-            master_listen_fd=listening.detach(),
-        )
+        store = make(port=port, is_master=True, master_listen_fd=listening.detach())
         unfinished = path.with_suffix(".new")
         unfinished.write_text(str(port))
         unfinished.rename(path)
         return store
     while at is None and not path.exists():
         time.sleep(LOOK_S)
-    return TCPStore(
-        host, port or int(path.read_text()), ranks, is_master=False, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT
-    )
+    return make(port=port or int(path.read_text()), is_master=False)
 
 
 def everyone() -> Group:

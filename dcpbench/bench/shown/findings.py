@@ -1,17 +1,19 @@
-"""What the numbers of a bench say, in sentences that are made from them."""
+"""What a bench's times come to, and what its numbers say, in sentences that are made from them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from dcpbench.bench.record import Overwritten
-from dcpbench.bench.shown.rates import baselines, share, speed_up
 from dcpbench.points.memory import GIB
+from dcpbench.show.numbers import with_unit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from dcpbench.bench.record import BenchRecord, Result, Timing
+    from dcpbench.bench.record import BenchRecord, Limit, Result, Timing
+
+    Groups = dict[str, list[Result]]
 
 PUBLISHED_FIXES = {"filter": "check-all", "host-slice": "cuda-slice"}
 """Variant that was published as a fix -> what it fixes. Of each it was said that it avoids synchronisation, which is
@@ -23,12 +25,24 @@ MARKS = {
     "l2_warm": "a pass goes through less than 4 times the L2 cache, so that its rows may still lie there",
 }
 
+BASELINES = {
+    "attention": ("flashinfer",),
+    "exchange": ("ag_rs", "ag_rs-bf16"),
+    "collectives": ("all-reduce",),
+    "padded-slots": ("slot-0-live",),
+    "moe": ("torch", "deepgemm"),
+}
+"""Variants that the others of a bench are compared with."""
+ALIKE = {"all-reduce": ("all-reduce", "all-reduce-symm")}
+"""Who can be compared with a baseline, where not all variants of its bench do the same."""
+UNITS = {"B/s": ((1e12, "TB/s"), (1e9, "GB/s")), "FLOP/s": ((1e12, "TFLOP/s"),), "s": ((1e-6, "µs"),)}
+
 
 def findings(record: BenchRecord) -> list[str]:
     """Sentences about correctness, synchronisation, host time, rates and CUDA graphs, as far as there are numbers."""
     ok = [r for r in record.results if r.outcome == "ok"]
-    of = _by_variant(ok)
-    notes = list(_wrong(ok))
+    of = grouped(ok)
+    notes = [f"WRONG: {r.case.name()}: {r.difference}." for r in ok if r.correct is False]
     notes += [sentence for name in of if (sentence := _syncs(name, of[name]))]
     notes += [sentence for name in of if (sentence := _where(name, of[name]))]
     if host := _range_by_variant(of, lambda r: r.host):
@@ -46,11 +60,52 @@ def findings(record: BenchRecord) -> list[str]:
     return notes
 
 
-def _by_variant(results: Sequence[Result]) -> dict[str, list[Result]]:
-    of: dict[str, list[Result]] = {}
+def grouped(results: Iterable[Result], name_of: Callable[[Result], str] = lambda r: r.case.variant) -> Groups:
+    """Results by a name, their variant's if nothing else is asked for, in the order in which names first come."""
+    groups: Groups = {}
     for r in results:
-        of.setdefault(r.case.variant, []).append(r)
-    return of
+        groups.setdefault(name_of(r), []).append(r)
+    return groups
+
+
+def gpu_time(r: Result) -> Timing | None:
+    """A call's time without the host where that is known: from a CUDA graph, else eagerly."""
+    return r.graph.time if r.graph and r.graph.time else r.time
+
+
+def share(r: Result) -> float | None:
+    """The least time that a call can take on this machine, as a share of the time that it took."""
+    time = gpu_time(r)
+    return r.floor_us / time.median_us if time and r.floor_us else None
+
+
+def speed_up(r: Result, baseline: str, results: Sequence[Result]) -> float | None:
+    """How many times as fast as `baseline` at the same sizes."""
+    if r.case.variant not in ALIKE.get(baseline, (r.case.variant,)):
+        return None
+    mine = gpu_time(r)
+    same = (o for o in results if o.case.variant == baseline and o.case.sizes == r.case.sizes)
+    theirs = next((t for o in same if (t := gpu_time(o))), None)
+    return theirs.median_us / mine.median_us if mine and theirs else None
+
+
+def baselines(record: BenchRecord) -> list[str]:
+    """Baselines that have times, where there is anything to compare with them."""
+    timed = {r.case.variant for r in record.results if gpu_time(r)}
+    return [name for name in BASELINES.get(record.bench, ()) if timed - {name} and name in timed]
+
+
+def limit_notes(record: BenchRecord) -> list[str]:
+    """A line with this machine's limits, and one for each that could not be measured."""
+    ranks = f", the slowest of {record.ranks} ranks" if record.ranks > 1 else ""
+    measured = ", ".join(f"{limit.name} {amount(limit)}" for limit in record.limits)
+    lines = [f"Measured on this machine in the same run{ranks}: {measured}."] if measured else []
+    return lines + [f"Not measured: {reason}" for reason in record.without]
+
+
+def amount(limit: Limit) -> str:
+    """`4.38 TB/s`, `790 TFLOP/s`, `3.1 µs`."""
+    return with_unit(limit.median, UNITS[limit.unit])
 
 
 def corrupts(r: Result) -> bool:
@@ -68,12 +123,6 @@ def times(count: float) -> str:
     """`once`, `twice`, `3 times`; `1.5 times` where not every call of a pass did the same."""
     words: dict[float, str] = {0: "never", 1: "once", 2: "twice"}
     return words.get(count, f"{count:g} times")
-
-
-def _wrong(results: Sequence[Result]) -> Iterator[str]:
-    for r in results:
-        if r.correct is False:
-            yield f"WRONG: {r.case.name()}: {r.difference}."
 
 
 def _syncs(variant: str, results: Sequence[Result]) -> str:
@@ -133,7 +182,7 @@ def _range_by_variant(of: Mapping[str, Sequence[Result]], timing: Callable[[Resu
 def _rates(record: BenchRecord) -> list[str]:
     """Of results that are correct; a fast wrong one is no finding."""
     right = [r for r in record.results if r.outcome == "ok" and r.correct]
-    of = _by_variant(right)
+    of = grouped(right)
     usual = baselines(record)
     notes = [
         sentence

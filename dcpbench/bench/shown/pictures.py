@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from dcpbench.bench.shown.rates import gpu_time
+from dcpbench.bench.shown.findings import gpu_time, grouped
 from dcpbench.show.figures import (
     GREY,
     LINES,
@@ -32,13 +32,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from dcpbench.bench.record import BenchRecord, Result, Timing
+    from dcpbench.bench.shown.findings import Groups
 
-    Groups = dict[str, list[Result]]
     Draw = Callable[[Axes, str, list[Result]], None]
 
-KINDS = ("eager", "host", "graph")
-"""What is drawn of each variant over tokens, each with a line style of its own."""
-KIND_LABELS = {"eager": "eager", "host": "host time inside the call", "graph": "CUDA graph"}
+KINDS = {"eager": "eager", "host": "host time inside the call", "graph": "CUDA graph"}
+"""What is drawn of each variant over tokens, each with a line style of its own, and its label."""
 X = "tokens"
 ALONG = {"kv-gather": ("tokens", "buffer", "pool_bytes")}
 """Sizes along a line over bytes or in its name, `requests` where nothing else is; the others make panels."""
@@ -81,20 +80,9 @@ def _panels(groups: Groups, size: tuple[float, float], draw: Draw) -> Figure:
     return figure
 
 
-def _groups(results: Iterable[Result], name_of: Callable[[Result], str]) -> Groups:
-    groups: Groups = {}
-    for r in results:
-        groups.setdefault(name_of(r), []).append(r)
-    return groups
-
-
 def _title(figure: Figure, record: BenchRecord, what: str, width: int = 90) -> None:
     device = record.environment.device if record.environment else ""
     headline(figure, f"bench {record.bench}{what}, {device}", width=width)
-
-
-def _variants(results: Iterable[Result]) -> list[str]:
-    return list(dict.fromkeys(r.case.variant for r in results))
 
 
 def _line(ax: Axes, points: Sequence[tuple[float, Timing]], **look: Any) -> Line2D:  # noqa: ANN401 - as matplotlib's
@@ -110,7 +98,7 @@ def _line(ax: Axes, points: Sequence[tuple[float, Timing]], **look: Any) -> Line
 def _over_tokens(record: BenchRecord) -> Figure:
     """Times, or on the CPU how often each variant waits."""
     ok = [r for r in record.results if r.outcome == "ok"]
-    variants, groups, timed = _variants(ok), _groups(ok, _but_tokens), record.performance
+    variants, groups, timed = list(grouped(ok)), grouped(ok, _but_tokens), record.performance
 
     def draw(ax: Axes, name: str, results: list[Result]) -> None:
         syncs = _most_syncs(results, variants)
@@ -166,10 +154,13 @@ def _timing(r: Result, kind: str) -> Timing | None:
 
 def _handles(variants: Sequence[str], results: Sequence[Result]) -> list[Line2D]:
     """Colours for variants, line styles for what was timed."""
-    drawn = [k for k in KINDS if any(_timing(r, k) for r in results)]
     return [
         *(Line2D([], [], color=colour(i), marker=marker(i), markersize=5, label=v) for i, v in enumerate(variants)),
-        *(Line2D([], [], color=GREY, linestyle=LINES[KINDS.index(k)], label=KIND_LABELS[k]) for k in drawn),
+        *(
+            Line2D([], [], color=GREY, linestyle=line, label=label)
+            for (kind, label), line in zip(KINDS.items(), LINES, strict=False)
+            if any(_timing(r, kind) for r in results)
+        ),
     ]
 
 
@@ -187,7 +178,7 @@ def _over_bytes(record: BenchRecord) -> Figure:
     def but_along(r: Result) -> str:
         return ", ".join(f"{name} {value}" for name, value in r.case.sizes.items() if name not in along)
 
-    figure = _panels(_groups(timed, but_along), BYTES_PANEL, draw)
+    figure = _panels(grouped(timed, but_along), BYTES_PANEL, draw)
     _title(figure, record, ": time per call against bytes")
     figure.supylabel("µs per eager call" if record.bench in ALONG else "µs per call", fontsize=10)
     if handles:
@@ -262,7 +253,7 @@ def _roofline(record: BenchRecord) -> Figure:
 
 def _points(ax: Axes, timed: Sequence[Result]) -> list[Line2D]:
     """Colour by backend, marker by heads; returns the legend."""
-    variants = _variants(timed)
+    variants = list(grouped(timed))
     heads = sorted({int(r.case.sizes["heads"]) for r in timed})
     for r in timed:
         place = variants.index(r.case.variant)

@@ -8,8 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from dcpbench.bench.shown.findings import corrupts
-from dcpbench.bench.shown.rates import baselines, limit_notes, share, speed_up
+from dcpbench.bench.shown.findings import baselines, corrupts, limit_notes, share, speed_up
 from dcpbench.show.numbers import short_number
 
 if TYPE_CHECKING:
@@ -103,50 +102,37 @@ def _columns(record: BenchRecord, width: int) -> dict[str, Cell]:
     results = record.results
     refused = {r.case.variant for r in results if r.graph and not r.graph.captured}
     host, wide = any(r.host for r in results), width >= WIDE
-    columns: dict[str, tuple[bool, Cell]] = {
-        "eager µs": (host or any(r.time for r in results), lambda r: _time(r.time, wide=wide)),
-        "host µs": (host, lambda r: _time(r.host, wide=wide)),
-        "graph µs": (
-            record.performance,
-            lambda r: "refused" if r.case.variant in refused else _time(r.graph.time if r.graph else None, wide=wide),
+    columns: dict[str, Cell] = {
+        "eager µs": lambda r: _time(r.time, wide=wide),
+        "host µs": lambda r: _time(r.host, wide=wide),
+        "graph µs": lambda r: (
+            "refused" if r.case.variant in refused else _time(r.graph.time if r.graph else None, wide=wide)
         ),
-        "TB/s": (any(r.bytes_s for r in results), lambda r: _rate(r.bytes_s, 1e12)),
-        "TFLOP/s": (any(r.flop_s for r in results), lambda r: _rate(r.flop_s, 1e12)),
-        "GB/s": (any(r.received_bytes_s for r in results), lambda r: _rate(r.received_bytes_s, 1e9)),
-        "wire KB": (
-            any(r.work and r.work.wire_bytes for r in results),
-            lambda r: _rate(r.work.wire_bytes or None, 1e3) if r.work else "",
-        ),
-        "of limit": (any(r.floor_us for r in results), lambda r: _percent(share(r))),
+        "TB/s": lambda r: _rate(r.bytes_s, 1e12),
+        "TFLOP/s": lambda r: _rate(r.flop_s, 1e12),
+        "GB/s": lambda r: _rate(r.received_bytes_s, 1e9),
+        "wire KB": lambda r: _rate(r.work.wire_bytes or None, 1e3) if r.work else "",
+        "of limit": lambda r: _percent(share(r)),
     }
     for name in baselines(record):
-        columns[f"× {name}"] = (True, lambda r, name=name: _ratio(speed_up(r, name, results)))  # type: ignore[misc]
-    columns |= _overwritten(results)
-    columns["syncs"] = (
-        host or any(r.syncs for r in results),
-        lambda r: f"{r.syncs.per_call:g}" if r.syncs else "",
-    )
-    columns["error"] = (
-        any(r.error is not None for r in results),
-        lambda r: f"{r.error:.1e}" if r.error is not None else "",
-    )
-    left_out = () if width >= MEDIUM else DETAILS
-    return {name: cell for name, (there, cell) in columns.items() if there and name not in left_out}
-
-
-def _overwritten(results: Sequence[Result]) -> dict[str, tuple[bool, Cell]]:
-    """What padding rows did to live requests, and what is set aside for them."""
-    cells: dict[str, Callable[[Overwritten], str]] = {
+        columns[f"× {name}"] = lambda r, name=name: _ratio(speed_up(r, name, results))  # type: ignore[misc]
+    lost: dict[str, Callable[[Overwritten], str]] = {
         "KV rows lost": lambda o: f"{o.kv_rows:,}",
         "ids lost": lambda o: f"{o.token_ids:,}",
         "logit error": lambda o: f"{o.logit_error:.1e}" if o.logit_error else "0",
         "slot KB": lambda o: short_number(o.table_bytes / 1e3),
         "page KB": lambda o: short_number(o.page_bytes / 1e3),
     }
-    there = any(r.overwritten for r in results)
+    for name, cell in lost.items():
+        columns[name] = lambda r, cell=cell: cell(r.overwritten) if r.overwritten else ""  # type: ignore[misc]
+    columns["syncs"] = lambda r: f"{r.syncs.per_call:g}" if r.syncs else ""
+    columns["error"] = lambda r: f"{r.error:.1e}" if r.error is not None else ""
+    always = {"eager µs": host, "graph µs": record.performance, "syncs": host}
+    left_out = () if width >= MEDIUM else DETAILS
     return {
-        name: (there, lambda r, cell=cell: cell(r.overwritten) if r.overwritten else "")  # type: ignore[misc]
-        for name, cell in cells.items()
+        name: cell
+        for name, cell in columns.items()
+        if name not in left_out and (always.get(name) or any(map(cell, results)))
     }
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from dcpbench.kernels.attention.page_tables import PageTables
+    from dcpbench.kernels.attention.triton_mla import PageTables
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,6 @@ class Shards:
 
 class Backend(Protocol):
     """One attention kernel. `plan` runs outside the graph and does not wait for the device; `run` is captured."""
-
-    name: str
 
     @property
     def tables(self) -> PageTables | None:

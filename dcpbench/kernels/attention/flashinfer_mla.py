@@ -36,7 +36,6 @@ def _pinned(values: np.ndarray) -> torch.Tensor:
 class FlashInferBackend:
     """BatchMLAPagedAttentionWrapper in CUDA-graph mode. `plan` copies from pinned memory, without waiting."""
 
-    name = "flashinfer"
     tables = None
 
     def __init__(self, spec: AttentionSpec) -> None:

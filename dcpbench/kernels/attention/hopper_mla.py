@@ -150,10 +150,7 @@ def _score(
     full,
     hand,
     outs,
-    part,
-    size,
-    scale_log2,
-    ln2,
+    numbers,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     P_SLOTS: gl.constexpr,
@@ -161,6 +158,7 @@ def _score(
     """Scores and the running softmax, whose `top` is of scores times log2(e); also the log-sum-exps."""
     b, length, start, begin, end, lengths, batch, heads, head_block = walk
     part_lse, pieces_of, lse = outs
+    part, size, scale_log2, ln2 = numbers
     q_full, q_empty = q_bars
     dtype: gl.constexpr = hand[0].dtype
     MMA_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
@@ -333,44 +331,15 @@ def hopper_kernel(
     q_bars = (q_full, q_empty)
     lse_outs = (part_lse, pieces_of, lse)
     o_outs = (part_o, o)
+    sources = (q, kv, tables, table_stride)
+    kv_bars = (full, empty)
+    numbers = (part, size, scale_log2, ln2)
     gl.warp_specialize(
         [
             (_add_values, (walk, left, empty, hand, o_outs, part, 0, BLOCK_K, STAGES, P_SLOTS)),
             (_add_values, (walk, right, empty, hand, o_outs, part, 256, BLOCK_K, STAGES, P_SLOTS)),
-            (
-                _score,
-                (
-                    walk,
-                    q_tiles,
-                    kv_tiles,
-                    q_bars,
-                    full,
-                    hand,
-                    lse_outs,
-                    part,
-                    size,
-                    scale_log2,
-                    ln2,
-                    BLOCK_K,
-                    STAGES,
-                    P_SLOTS,
-                ),
-            ),
-            (
-                _load,
-                (
-                    walk,
-                    (q, kv, tables, table_stride),
-                    q_tiles,
-                    kv_tiles,
-                    q_bars,
-                    (full, empty),
-                    BLOCK_K,
-                    STAGES,
-                    PAGE,
-                    LOAD_WARPS,
-                ),
-            ),
+            (_score, (walk, q_tiles, kv_tiles, q_bars, full, hand, lse_outs, numbers, BLOCK_K, STAGES, P_SLOTS)),
+            (_load, (walk, sources, q_tiles, kv_tiles, q_bars, kv_bars, BLOCK_K, STAGES, PAGE, LOAD_WARPS)),
         ],
         [4, 4, LOAD_WARPS],
         REGS,

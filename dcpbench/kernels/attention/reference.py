@@ -27,7 +27,6 @@ def mla_decode(
 class ReferenceBackend:
     """Loops over requests; computes in fp32 (fp64 for fp64 input). For CPU runs and comparisons, not for timing."""
 
-    name = "reference"
     tables = None
 
     def __init__(self, spec: AttentionSpec) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import triton
 
-from dcpbench.kernels.attention.page_tables import PageTables
-from dcpbench.kernels.attention.piece_merge import merge_kernel
+from dcpbench.kernels.attention.partition import merge_kernel
 from dcpbench.kernels.attention.plain_mla import plain_kernel
 
 if TYPE_CHECKING:
@@ -19,15 +19,7 @@ LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 HOPPER_HEADS = 64
 """Heads of one program of the Hopper kernel: the rows of one warpgroup's product."""
-HOPPER = {
-    "BLOCK_K": 64,
-    "STAGES": 2,
-    "P_SLOTS": 1,
-    "LEAST": 2,
-    "SLACK": 2,
-    "LOAD_WARPS": 4,
-    "REGS": (160, 136, 56),
-}
+HOPPER = {"BLOCK_K": 64, "STAGES": 2, "P_SLOTS": 1, "LEAST": 2, "SLACK": 2, "LOAD_WARPS": 4, "REGS": (160, 136, 56)}
 """Fills the 227 KB of shared memory of a multiprocessor; docs/kernels-attention.md says what else was tried."""
 INTERPRETED_PARTS = 4
 """Programs where there is no GPU to ask for its multiprocessors: enough to cut requests."""
@@ -51,14 +43,31 @@ def merge_shape(pieces: int) -> tuple[int, int, int]:
     return (128, 8, 1) if pieces > 4 else (256, 4, 1)
 
 
+class PageTables:
+    """Page tables and local lengths of a batch in fixed buffers, written in place as captured graphs need it.
+
+    `pages` [B, max_pages] int32 and `lengths` [B] int32 on the device.
+    """
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.pages = torch.zeros(spec.batch, spec.max_pages, dtype=torch.int32, device=spec.device)
+        self.lengths = torch.zeros(spec.batch, dtype=torch.int32, device=spec.device)
+
+    def fill(self, shards: Shards) -> None:
+        """Copy one step's tables to the device."""
+        host = np.zeros(self.pages.shape, dtype=np.int32)
+        for b, pages in enumerate(shards.pages):
+            host[b, : len(pages)] = pages
+        self.pages.copy_(torch.from_numpy(host))
+        self.lengths.copy_(torch.tensor(shards.lengths, dtype=torch.int32))
+
+
 class TritonBackend:
     """R and P must be powers of two (512 and 64 in every published model). `kernel` says which kernel runs.
 
     Work is divided on the device in each run, from the lengths there, so lengths and tables may change in place at any
     time. A run is two kernels: the attention, and the merge of requests that were cut.
     """
-
-    name = "triton"
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec

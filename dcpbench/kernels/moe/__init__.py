@@ -2,59 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING
-
 import torch
+from torch.nn.functional import linear, silu
 
-if TYPE_CHECKING:
-    from dcpbench.points.shapes import ModelShape
+from dcpbench.kernels.moe import decode, prompts
+from dcpbench.kernels.moe.routing import route
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Routing:
-    """How tokens choose experts; see ModelShape for the fields."""
-
-    top_k: int
-    sigmoid: bool
-    groups: int
-    top_groups: int
-    normalise: bool
-    scale: float
-
-    @staticmethod
-    def of(shape: ModelShape) -> Routing:
-        """The routing rule of a model."""
-        return Routing(
-            top_k=shape.top_k,
-            sigmoid=shape.routing == "sigmoid",
-            groups=shape.groups,
-            top_groups=shape.top_groups,
-            normalise=shape.normalise,
-            scale=shape.routed_scale,
-        )
-
-
-def route(logits_TE: torch.Tensor, bias_E: torch.Tensor, rule: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    """Top-k experts of each token: weights_Tk fp32 and ids_Tk int32.
-
-    sigmoid: score + bias chooses (group score = its best two), score weighs; softmax: score does both (group score =
-    its best one). DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437).
-    """
-    if logits_TE.is_cuda:
-        from dcpbench.kernels.moe.routing import route as chosen
-    else:
-        from dcpbench.kernels.moe.reference import route as chosen
-    return chosen(logits_TE, bias_E, rule)
+__all__ = ["experts", "experts_reference", "route", "router_logits", "silu_mul"]
 
 
 def router_logits(x_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
     """x · router.T as fp32 [T, E]: bf16 operands are multiplied as they are and accumulated and kept in fp32."""
-    if x_TD.dtype == torch.float32:
-        return torch.nn.functional.linear(x_TD, router_ED)
-    if x_TD.is_cuda:
+    if x_TD.dtype != torch.float32 and x_TD.is_cuda:
         return torch.mm(x_TD, router_ED.t(), out_dtype=torch.float32)
-    return torch.nn.functional.linear(x_TD.float(), router_ED.float())
+    return linear(x_TD.float(), router_ED.float())
 
 
 def experts(
@@ -73,20 +34,35 @@ def experts(
     reference and synchronise.
     """
     if x_TD.is_cuda and x_TD.dtype == torch.bfloat16:
-        from dcpbench.kernels.moe import decode, prompts
-
         fast = decode if ids_Tk.numel() <= decode.MOST_ASSIGNMENTS else prompts
         return fast.experts(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
-    from dcpbench.kernels.moe.reference import experts as experts_reference
-
     return experts_reference(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
 
 
-def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
-    """silu(first half) · second half of the columns."""
-    if gate_up_TI.is_cuda:
-        from dcpbench.kernels.moe.prompts import silu_mul as silu_mul_fused
+def experts_reference(
+    x_TD: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    ids_Tk: torch.Tensor,
+    first: int,
+    shared_TD: torch.Tensor,
+) -> torch.Tensor:
+    """Slow and obvious. Loops over experts and reads the routing on the host."""
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    total_TD = shared_TD.to(wide)
+    for e in range(gate_up.shape[0]):
+        weight_T = (weights_Tk * (ids_Tk == first + e)).sum(-1)
+        chosen = weight_T.nonzero().squeeze(-1)
+        gate, up = linear(x_TD[chosen], gate_up[e]).chunk(2, dim=-1)
+        y = linear(silu(gate) * up, down[e])
+        total_TD = total_TD.index_add(0, chosen, y.to(wide) * weight_T[chosen, None].to(wide))
+    return total_TD.to(x_TD.dtype)
 
-        return silu_mul_fused(gate_up_TI)
+
+def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
+    """silu(first half) · second half of the columns, of dense layers and shared experts."""
+    if gate_up_TI.is_cuda:
+        return prompts.silu_mul(gate_up_TI)
     gate, up = gate_up_TI.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
+    return silu(gate) * up

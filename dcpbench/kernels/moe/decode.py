@@ -149,9 +149,11 @@ class Plan:
     """Of a tile, at most."""
 
 
-def plan(ids_Tk: torch.Tensor, first: int, local: int, rows: int) -> Plan:
+def plan(ids_Tk: torch.Tensor, first: int, local: int, rows: int | None = None) -> Plan:
     """How `product` goes over the experts [first, first + local). One kernel, no host sync, the same on every run."""
     count = ids_Tk.numel()
+    if rows is None:
+        rows = 16 if len(ids_Tk) <= WIDE_TILES else 32
     most = min(local, count) + count // rows
     source, place = (torch.empty(count, dtype=torch.int32, device=ids_Tk.device) for _ in range(2))
     tiles = torch.empty(3, most, dtype=torch.int32, device=ids_Tk.device)
@@ -208,11 +210,6 @@ def product(x: torch.Tensor, weight: torch.Tensor, plan: Plan, top_k: int, *, ga
     return out
 
 
-def tile_rows(tokens: int) -> int:
-    """Rows of a tile."""
-    return 16 if tokens <= WIDE_TILES else 32
-
-
 def shape_of(rows: int, depth: int, gated: bool) -> tuple[int, int, int, bool]:
     """(columns of a program, stages, warps, whether weights are the first operand), in steps of 128 numbers.
 
@@ -236,7 +233,7 @@ def experts(
 ) -> torch.Tensor:
     """See kernels.moe.experts. At most MOST_ASSIGNMENTS assignments."""
     local, top_k = len(gate_up), ids_Tk.shape[1]
-    found = plan(ids_Tk, first, local, tile_rows(len(x_TD)))
+    found = plan(ids_Tk, first, local)
     hidden_II = product(x_TD, gate_up, found, top_k, gated=True)
     y_ID = product(hidden_II, down, found, top_k, gated=False)
     return combine(y_ID, weights_Tk, ids_Tk, found.place, shared_TD, first, local)

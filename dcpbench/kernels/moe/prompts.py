@@ -132,13 +132,7 @@ def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
     tokens, both = gate_up_TI.shape
     out = torch.empty(tokens, both // 2, dtype=gate_up_TI.dtype, device=gate_up_TI.device)
     block = min(1024, triton.next_power_of_2(both // 2))
-    _silu_mul_kernel[(tokens, triton.cdiv(both // 2, block))](
-        gate_up_TI,
-        out,
-        both // 2,
-        BLOCK=block,
-        num_warps=4,
-    )
+    _silu_mul_kernel[(tokens, triton.cdiv(both // 2, block))](gate_up_TI, out, both // 2, BLOCK=block, num_warps=4)
     return out
 
 
@@ -182,21 +176,16 @@ def _store(y, out, row, column, end, columns):
 
 @triton.jit
 def _short(
-    x,
-    weight,
-    out,
-    w_row,
-    n,
-    begin,
-    end,
-    columns,
-    depth,
+    tensors,
+    where,
     GATED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    x, _, weight, _, out = tensors
+    w_row, n, begin, end, columns, depth = where
     y = tl.zeros([ROWS, BLOCK_N], tl.float32)
     up = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for at in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
@@ -211,16 +200,8 @@ def _short(
 
 @triton.jit
 def _long(
-    x,
-    x_more,
-    weight,
-    out,
-    w_row,
-    n,
-    begin,
-    end,
-    columns,
-    depth,
+    tensors,
+    where,
     GATED: tl.constexpr,
     ROWS: tl.constexpr,
     MORE: tl.constexpr,
@@ -229,6 +210,8 @@ def _long(
     STAGES: tl.constexpr,
 ):
     # The weights are the first operand of the rows that are too many, which then are the narrow side of a wgmma.
+    x, x_more, weight, _, out = tensors
+    w_row, n, begin, end, columns, depth = where
     y = tl.zeros([ROWS, BLOCK_N], tl.float32)
     up = tl.zeros([ROWS, BLOCK_N], tl.float32)
     more = tl.zeros([BLOCK_N, MORE], tl.float32)
@@ -250,11 +233,7 @@ def _long(
 
 @triton.jit
 def _tile(
-    x,
-    x_more,
-    weight,
-    tiles,
-    out,
+    tensors,
     columns,
     depth,
     total,
@@ -268,6 +247,7 @@ def _tile(
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    tiles = tensors[3]
     in_group = GROUP * tl.cdiv(columns, BLOCK_N)
     first = program // in_group * GROUP
     size = tl.minimum(total - first, GROUP)
@@ -275,12 +255,13 @@ def _tile(
     n = program % in_group // size * BLOCK_N
     begin, end = tl.load(tiles + TILES + tile), tl.load(tiles + 2 * TILES + tile)
     w_row = tl.load(tiles + tile) * (2 * columns if GATED else columns) + n
+    where = (w_row, n, begin, end, columns, depth)
     if MORE == 0:
-        _short(x, weight, out, w_row, n, begin, end, columns, depth, GATED, ROWS, BLOCK_N, BLOCK_K, STAGES)
+        _short(tensors, where, GATED, ROWS, BLOCK_N, BLOCK_K, STAGES)
     elif (end - begin > ROWS) & (end - begin <= ROWS + MORE):
-        _long(x, x_more, weight, out, w_row, n, begin, end, columns, depth, GATED, ROWS, MORE, BLOCK_N, BLOCK_K, STAGES)
+        _long(tensors, where, GATED, ROWS, MORE, BLOCK_N, BLOCK_K, STAGES)
     else:
-        _short(x, weight, out, w_row, n, begin, end, columns, depth, GATED, ROWS, BLOCK_N, BLOCK_K, STAGES)
+        _short(tensors, where, GATED, ROWS, BLOCK_N, BLOCK_K, STAGES)
 
 
 @triton.jit
@@ -305,48 +286,14 @@ def _product_kernel(
 ):
     found = tl.load(total)
     last = found * tl.cdiv(columns, BLOCK_N)
+    tensors = (x, x_more, weight, tiles, out)
+    program = tl.program_id(0)
     if PROGRAMS == 0:
-        if tl.program_id(0) < last:
-            _tile(
-                x,
-                x_more,
-                weight,
-                tiles,
-                out,
-                columns,
-                depth,
-                found,
-                tl.program_id(0),
-                GATED,
-                TILES,
-                ROWS,
-                MORE,
-                BLOCK_N,
-                BLOCK_K,
-                STAGES,
-                GROUP,
-            )
+        if program < last:
+            _tile(tensors, columns, depth, found, program, GATED, TILES, ROWS, MORE, BLOCK_N, BLOCK_K, STAGES, GROUP)
     else:
-        for program in tl.range(tl.program_id(0), last, PROGRAMS, flatten=True):
-            _tile(
-                x,
-                x_more,
-                weight,
-                tiles,
-                out,
-                columns,
-                depth,
-                found,
-                program,
-                GATED,
-                TILES,
-                ROWS,
-                MORE,
-                BLOCK_N,
-                BLOCK_K,
-                STAGES,
-                GROUP,
-            )
+        for tile in tl.range(program, last, PROGRAMS, flatten=True):
+            _tile(tensors, columns, depth, found, tile, GATED, TILES, ROWS, MORE, BLOCK_N, BLOCK_K, STAGES, GROUP)
 
 
 def cut(ends: torch.Tensor, assignments: int, rows: int, more: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

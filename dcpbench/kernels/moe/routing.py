@@ -1,4 +1,4 @@
-"""Routing in one Triton kernel: one program a token, top-k by repeated argmax in registers."""
+"""Routing: which experts a token takes, and with which weights. DeepSeek-V2 (arXiv 2405.04434), V3 (arXiv 2412.19437)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,36 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from dcpbench.kernels.moe import Routing
+    from dcpbench.points.shapes import ModelShape
+
+
+def route(logits_TE: torch.Tensor, bias_E: torch.Tensor, rule: ModelShape) -> tuple[torch.Tensor, torch.Tensor]:
+    """Top-k experts of each token by the rule of a model: weights_Tk fp32 and ids_Tk int32.
+
+    sigmoid: score + bias chooses (group score = its best two), score weighs; softmax: score does both (group score =
+    its best one).
+    """
+    return (route_fused if logits_TE.is_cuda else route_reference)(logits_TE, bias_E, rule)
+
+
+def route_reference(
+    logits_TE: torch.Tensor, bias_E: torch.Tensor, rule: ModelShape
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slow and obvious."""
+    sigmoid = rule.routing == "sigmoid"
+    scores_TE = logits_TE.float().sigmoid() if sigmoid else logits_TE.float().softmax(-1)
+    choice_TE = scores_TE + bias_E if sigmoid else scores_TE
+    if rule.groups > 1:
+        choice_TGe = choice_TE.unflatten(-1, (rule.groups, -1))
+        group_TG = choice_TGe.topk(2, -1).values.sum(-1) if sigmoid else choice_TGe.amax(-1)
+        kept_TG = torch.zeros_like(group_TG, dtype=torch.bool)
+        kept_TG.scatter_(1, group_TG.topk(rule.top_groups, -1).indices, True)
+        choice_TE = choice_TGe.masked_fill(~kept_TG.unsqueeze(-1), float("-inf")).flatten(1)
+    ids_Tk = choice_TE.topk(rule.top_k, -1).indices
+    weights_Tk = scores_TE.gather(1, ids_Tk)
+    if rule.normalise:
+        weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + 1e-20)
+    return weights_Tk * rule.routed_scale, ids_Tk.to(torch.int32)
 
 
 @triton.jit
@@ -71,8 +100,8 @@ def _route_kernel(
     tl.store(weights + t * TOP_K + slot, picked * scale, mask=slot < TOP_K)
 
 
-def route(logits_TE: torch.Tensor, bias_E: torch.Tensor, rule: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    """See kernels.moe.route."""
+def route_fused(logits_TE: torch.Tensor, bias_E: torch.Tensor, rule: ModelShape) -> tuple[torch.Tensor, torch.Tensor]:
+    """One kernel: one program a token, top-k by repeated argmax in registers."""
     tokens, experts = logits_TE.shape
     weights_Tk = torch.empty(tokens, rule.top_k, dtype=torch.float32, device=logits_TE.device)
     ids_Tk = torch.empty(tokens, rule.top_k, dtype=torch.int32, device=logits_TE.device)
@@ -82,8 +111,8 @@ def route(logits_TE: torch.Tensor, bias_E: torch.Tensor, rule: Routing) -> tuple
         weights_Tk,
         ids_Tk,
         experts,
-        rule.scale,
-        SIGMOID=rule.sigmoid,
+        rule.routed_scale,
+        SIGMOID=rule.routing == "sigmoid",
         GROUPS=rule.groups,
         GROUP_BLOCK=triton.next_power_of_2(rule.groups),
         TOP_GROUPS=rule.top_groups,

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 
 import torch
+import triton
 import triton.language as tl
 
 MOST_BLOCKS = 256
@@ -34,6 +35,14 @@ class Peers:
     def size(self) -> int:
         """N, the number of ranks."""
         return len(self.addresses)
+
+    @functools.cached_property
+    def launch(self) -> dict[str, int]:
+        """What all kernels here are told: N, and whether one may be started before the one ahead of it has ended."""
+        device = self.own.device
+        hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        sizes = {"N": self.size, "N_BLOCK": triton.next_power_of_2(self.size)}
+        return sizes | {"DEPENDENT": hopper, "launch_pdl": hopper}
 
     def offset(self, tensor: torch.Tensor) -> int:
         """Bytes from the start of the own buffer to a tensor that lies in it; 16-byte reads want a multiple of 16."""
@@ -79,9 +88,3 @@ def blocks_of(device: torch.device) -> int:
 def element(dtype: torch.dtype) -> tl.dtype:
     """Triton's name of a type. The tensors in buffers are arguments as offsets, which say nothing of their type."""
     return getattr(tl, str(dtype).removeprefix("torch."))
-
-
-def dependent_launch(device: torch.device) -> dict[str, bool]:
-    """Launch options for a device: whether a kernel may be started before the one ahead of it has ended."""
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"DEPENDENT": hopper, "launch_pdl": hopper}

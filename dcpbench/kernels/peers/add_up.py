@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dcpbench.kernels.peers import blocks_of, dependent_launch
+from dcpbench.kernels.peers import blocks_of
 from dcpbench.kernels.peers.meeting import append, meet_blocks, tensor_at, wait_for_earlier_kernels
 
 if TYPE_CHECKING:
@@ -81,11 +81,9 @@ def one_shot(peers: Peers, counters: torch.Tensor, slots_2: torch.Tensor, x: tor
         x.numel(),
         slots_2.stride(0),
         peers.rank,
-        N=peers.size,
-        N_BLOCK=triton.next_power_of_2(peers.size),
         BLOCK=ONE_SHOT_BLOCK,
         num_warps=ONE_SHOT_WARPS,
-        **dependent_launch(x.device),
+        **peers.launch,
     )
     return out
 
@@ -164,10 +162,14 @@ def two_shot(
         x.numel(),
         part,
         peers.rank,
-        N=peers.size,
-        N_BLOCK=triton.next_power_of_2(peers.size),
         BLOCK=TWO_SHOT_BLOCK,
         num_warps=TWO_SHOT_WARPS,
-        **dependent_launch(x.device),
+        **peers.launch,
     )
     return out
+
+
+def add_up_reference(x_NBD: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks in rank order, rounded once, from all ranks' tensors in one place; slow and obvious."""
+    wide = torch.promote_types(x_NBD.dtype, torch.float32)
+    return x_NBD.to(wide).sum(0).to(x_NBD.dtype)

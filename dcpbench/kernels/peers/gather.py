@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from dcpbench.kernels.peers import blocks_of, dependent_launch
+from dcpbench.kernels.peers import blocks_of
 from dcpbench.kernels.peers.meeting import meet_blocks, tensor_at, wait_for_earlier_kernels
 
 if TYPE_CHECKING:
@@ -63,10 +63,8 @@ def gather(peers: Peers, counters: torch.Tensor, q_BhQ: torch.Tensor, all_BHQ: t
         peers.offset(all_BHQ),
         batch,
         peers.rank,
-        N=peers.size,
-        N_BLOCK=triton.next_power_of_2(peers.size),
         ROW=row,
         BLOCK=BLOCK,
         num_warps=WARPS,
-        **dependent_launch(q_BhQ.device),
+        **peers.launch,
     )

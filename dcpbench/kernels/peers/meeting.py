@@ -28,8 +28,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dcpbench.kernels.peers import dependent_launch
-
 if TYPE_CHECKING:
     import torch
 
@@ -141,11 +139,4 @@ def _fence_kernel(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPEN
 
 def fence(peers: Peers, counters: torch.Tensor) -> None:
     """Kernels of this rank that follow start after all peers' kernels before their fence have ended."""
-    _fence_kernel[(1,)](
-        peers.addresses,
-        peers.offset(counters),
-        N=peers.size,
-        N_BLOCK=triton.next_power_of_2(peers.size),
-        num_warps=1,
-        **dependent_launch(peers.own.device),
-    )
+    _fence_kernel[(1,)](peers.addresses, peers.offset(counters), num_warps=1, **peers.launch)

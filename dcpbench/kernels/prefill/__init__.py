@@ -50,7 +50,6 @@ class Ragged(Protocol):
 class PrefillBackend(Protocol):
     """One attention kernel."""
 
-    name: str
     value_width: int
     """W ≥ V: columns that v must have."""
 

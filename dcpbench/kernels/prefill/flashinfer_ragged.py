@@ -35,7 +35,6 @@ WRAPPERS_AT_START = 8
 class FlashInferPrefill:
     """See PrefillBackend."""
 
-    name = "flashinfer"
     value_width = VALUE
 
     def __init__(self, spec: PrefillSpec) -> None:

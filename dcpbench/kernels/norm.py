@@ -1,10 +1,31 @@
-"""RMSNorm in one Triton kernel, one program a row."""
+"""RMSNorm (Zhang and Sennrich 2019), alone and with the residual addition before it."""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+
+
+def rms_norm(x_BD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """weight · x / sqrt(mean(x²) + eps), mean in fp32, result in x's dtype. Rows of x may be strided."""
+    return norm_fused(x_BD, None, weight_D, eps) if x_BD.is_cuda else norm_reference(x_BD, None, weight_D, eps)
+
+
+def add_rms_norm(x_BD: torch.Tensor, residual_BD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """residual += x in place, then rms_norm(residual)."""
+    return (norm_fused if x_BD.is_cuda else norm_reference)(x_BD, residual_BD, weight_D, eps)
+
+
+def norm_reference(
+    x_BD: torch.Tensor, residual_BD: torch.Tensor | None, weight_D: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Slow and obvious."""
+    if residual_BD is not None:
+        residual_BD += x_BD
+        x_BD = residual_BD
+    wide = x_BD.to(torch.promote_types(x_BD.dtype, torch.float32))
+    return weight_D * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x_BD.dtype)
 
 
 @triton.jit
@@ -24,17 +45,10 @@ def _norm_kernel(x, residual, weight, out, x_stride, width, eps, ADD: tl.constex
     tl.store(out + b * width + d, normed, mask=inside)
 
 
-def rms_norm(x_BD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """See kernels.norm.rms_norm."""
-    return _launch(x_BD, None, weight_D, eps)
-
-
-def add_rms_norm(x_BD: torch.Tensor, residual_BD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """See kernels.norm.add_rms_norm."""
-    return _launch(x_BD, residual_BD, weight_D, eps)
-
-
-def _launch(x_BD: torch.Tensor, residual_BD: torch.Tensor | None, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+def norm_fused(
+    x_BD: torch.Tensor, residual_BD: torch.Tensor | None, weight_D: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """One kernel, a program for each row."""
     batch, width = x_BD.shape
     out_BD = torch.empty(batch, width, dtype=x_BD.dtype, device=x_BD.device)
     block = triton.next_power_of_2(width)

@@ -1,19 +1,37 @@
-"""W_UV with fp32 activations and bf16 weights in one Triton kernel, without a cast in between."""
+"""W_UV: the merged latent output of each head to its value columns."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import torch
 import triton
 import triton.language as tl
 
 from dcpbench.errors import UsageError
 
-if TYPE_CHECKING:
-    import torch
-
 SMALLEST = 16
 """Side of the smallest product that the tensor cores take."""
+
+
+def project_values(o_hBR: torch.Tensor, w_uv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """o_hBR @ w_uv[h, R, V] as [B, h, V] in `dtype`.
+
+    An exchange may deliver o in fp32 while the weights are bf16: then the product takes o as it is (tf32), because
+    rounding it to bf16 first would add as much error as the attention kernel's own output rounding.
+    """
+    heads, batch, _ = o_hBR.shape
+    out_BhV = torch.empty(batch, heads, w_uv.shape[2], dtype=dtype, device=o_hBR.device)
+    if o_hBR.dtype == w_uv.dtype:
+        torch.bmm(o_hBR, w_uv, out=out_BhV.transpose(0, 1))
+    elif o_hBR.is_cuda:
+        project_values_fused(o_hBR, w_uv, out_BhV)
+    else:
+        project_values_reference(o_hBR, w_uv, out_BhV)
+    return out_BhV
+
+
+def project_values_reference(o_hBR: torch.Tensor, w_uv: torch.Tensor, out_BhV: torch.Tensor) -> None:
+    """Slow and obvious, in o's dtype."""
+    out_BhV.copy_((o_hBR @ w_uv.to(o_hBR.dtype)).transpose(0, 1))
 
 
 @triton.jit
@@ -45,8 +63,10 @@ def _project_kernel(
     tl.store(out + (b[:, None] * heads + h) * V + v[None, :], acc.to(out.dtype.element_ty), mask=live)
 
 
-def project_values(o_hBR: torch.Tensor, w_uv: torch.Tensor, out_BhV: torch.Tensor, precision: str = "tf32") -> None:
-    """See kernels.value_proj.project_values. R and V must be powers of two of at least 16; o has unit last stride."""
+def project_values_fused(
+    o_hBR: torch.Tensor, w_uv: torch.Tensor, out_BhV: torch.Tensor, precision: str = "tf32"
+) -> None:
+    """One kernel, without a cast before it. R and V must be powers of two of at least 16; o has unit last stride."""
     heads, batch, latent = o_hBR.shape
     value = w_uv.shape[2]
     for what, size in (("latent", latent), ("value", value)):

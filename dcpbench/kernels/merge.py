@@ -1,4 +1,4 @@
-"""LSE correction in one Triton kernel, writing heads first as the reduce-scatter wants it, and merging in place."""
+"""Merge partial attention outputs of DCP ranks by their log-sum-exp (natural log, fp32)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,57 @@ import triton
 import triton.language as tl
 
 
+def correct(o_BHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """This rank's share of the merged output: exp(lse_rank − lse*)·o, as [H, B, R] in `dtype`, heads first.
+
+    lse* = logsumexp over N. A rank without rows (lse −inf) has weight 0, whatever its `o` holds, NaN included; where
+    all ranks are empty the result is 0. Summed over ranks the shares are the merged output.
+    """
+    return (correct_fused if o_BHR.is_cuda else correct_reference)(o_BHR, lse_NBH, rank, dtype)
+
+
+def merge_into(o_ThV: torch.Tensor, lse_Th: torch.Tensor, more_ThV: torch.Tensor, more_Th: torch.Tensor) -> None:
+    """Merge the attention of the same queries over more keys into `o_ThV` (fp32) and `lse_Th`, in place. No host sync.
+
+    o* = Σ_n exp(lse_n − lse*)·o_n, lse* = logsumexp over the two. A side with lse −inf has weight 0, whatever its o
+    holds, NaN included; where both have, the result is 0 and −inf. o_ThV is contiguous, the others may be strided, the
+    last dimension of more_ThV excepted. Reads and writes 12 bytes for each number of o, in bf16 2 fewer.
+    """
+    (merge_into_fused if o_ThV.is_cuda else merge_into_reference)(o_ThV, lse_Th, more_ThV, more_Th)
+
+
+def merge(o_NBHR: torch.Tensor, lse_NBH: torch.Tensor) -> torch.Tensor:
+    """All ranks' partial outputs merged in one place, in o's dtype: what an exchange must agree with."""
+    weight_NBH1 = weights(lse_NBH).unsqueeze(-1).to(o_NBHR.dtype)
+    return torch.where(weight_NBH1 > 0, weight_NBH1 * o_NBHR, 0.0).sum(0)
+
+
+def weights(lse_NBH: torch.Tensor) -> torch.Tensor:
+    """exp(lse_n − logsumexp_n lse_n), with 0 where everything is −inf."""
+    total_BH = torch.logsumexp(lse_NBH, dim=0)
+    nothing_BH = torch.isneginf(total_BH)
+    return torch.exp(lse_NBH - total_BH.masked_fill(nothing_BH, 0.0))
+
+
+def correct_reference(o_BHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """Slow and obvious."""
+    weight_BH1 = weights(lse_NBH)[rank].unsqueeze(-1)
+    share_BHR = torch.where(weight_BH1 > 0, weight_BH1 * o_BHR.float(), 0.0)
+    return share_BHR.transpose(0, 1).to(dtype).contiguous()
+
+
+def merge_into_reference(
+    o_ThV: torch.Tensor, lse_Th: torch.Tensor, more_ThV: torch.Tensor, more_Th: torch.Tensor
+) -> None:
+    """Slow and obvious."""
+    lse_NTh = torch.stack((lse_Th, more_Th))
+    o_ThV.copy_(merge(torch.stack((o_ThV, more_ThV.to(o_ThV.dtype))), lse_NTh))
+    lse_Th.copy_(torch.logsumexp(lse_NTh, dim=0))
+
+
 @triton.jit
 def _correct_kernel(
-    o,
-    lse,
-    out,
-    batch,
-    heads,
-    rank,
-    N: tl.constexpr,
-    N_BLOCK: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK: tl.constexpr,
+    o, lse, out, batch, heads, rank, N: tl.constexpr, N_BLOCK: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr
 ):
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1).to(tl.int64)
@@ -39,8 +78,8 @@ def _correct_kernel(
     )
 
 
-def correct(o_BHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """See kernels.merge.correct."""
+def correct_fused(o_BHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """One kernel, writing heads first as the reduce-scatter wants it."""
     batch, heads, latent = o_BHR.shape
     out_HBR = torch.empty(heads, batch, latent, dtype=dtype, device=o_BHR.device)
     _correct_kernel[(batch, heads)](
@@ -99,8 +138,8 @@ def _merge_into_kernel(
     tl.store(lse + t * lse_t + h * lse_h, tl.where(nothing, float("-inf"), finite + tl.log(total)), mask=live)
 
 
-def merge_into(o_ThV: torch.Tensor, lse_Th: torch.Tensor, more_ThV: torch.Tensor, more_Th: torch.Tensor) -> None:
-    """See kernels.merge.merge_into."""
+def merge_into_fused(o_ThV: torch.Tensor, lse_Th: torch.Tensor, more_ThV: torch.Tensor, more_Th: torch.Tensor) -> None:
+    """One kernel."""
     rows, heads, value = o_ThV.shape
     block = min(8, triton.next_power_of_2(heads))
     _merge_into_kernel[(rows, triton.cdiv(heads, block))](

@@ -1,19 +1,86 @@
-"""Page tables in one kernel: each program writes a stretch of one request's pages, and sums what lies before it."""
+"""A rank's page tables from the request table, on the device: no length is read by the host.
+
+A request's local rows are, in token order, row 0, 1, … of its share; row j belongs to token `layout.loc_of(j, rank)`,
+lies at `layout.row(loc)` of this rank's pool, and is in page `row // page_size`. Pages are aligned (allocator.py), so
+that the rows j·page_size … of a share are one page.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
+from dcpbench.points import layout
+
 if TYPE_CHECKING:
     import torch
 
-    from dcpbench.kernels.kv_indices import Share
-
 BLOCK = 1024
 """Pages of one program."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Share:
+    """Which tokens are a rank's, and how many rows its pages hold."""
+
+    rank: int
+    dcp: int
+    interleave: int = 1
+    page_size: int = 1
+
+
+def fill_pages(
+    pages: torch.Tensor,
+    indptr: torch.Tensor | None,
+    local_lengths_B: torch.Tensor,
+    table_SC: torch.Tensor,
+    slots_B: torch.Tensor,
+    lengths_B: torch.Tensor,
+    share: Share,
+) -> None:
+    """Write this rank's pages of each request b into `pages`, and its rows into `local_lengths_B[b]`. No host sync.
+
+    table_SC holds int32 virtual locations by request slot and token index (engine/request_pool.py); slots_B and
+    lengths_B [B ≥ 1] are int32 or int64, lengths in tokens of the whole request, at most C; a length of 0 has no pages.
+
+    Without `indptr`, `pages` is a table [B, at least ceil(rows / page_size)]. With it, [B + 1], requests lie one after
+    the other, as FlashInfer's wrappers want them: request b's pages are `pages[indptr[b]:indptr[b + 1]]`, and there is
+    room for all. What is written is int32, the last dimension of `pages` contiguous; what lies behind a request's pages
+    is left as it was. One kernel, which a graph may hold.
+    """
+    fill = fill_fused if pages.is_cuda else fill_reference
+    fill(pages, indptr, local_lengths_B, table_SC, slots_B, lengths_B, share)
+
+
+def pages_of(locs: list[int], share: Share) -> list[int]:
+    """Pages of a request's share, in token order; `locs` are the virtual locations of all its tokens."""
+    mine = layout.local_tokens(len(locs), share.rank, share.dcp, share.interleave)
+    rows = [layout.row(locs[token], share.dcp, share.interleave) for token in mine]
+    return [row // share.page_size for row in rows[:: share.page_size]]
+
+
+def fill_reference(
+    pages: torch.Tensor,
+    indptr: torch.Tensor | None,
+    local_lengths_B: torch.Tensor,
+    table_SC: torch.Tensor,
+    slots_B: torch.Tensor,
+    lengths_B: torch.Tensor,
+    share: Share,
+) -> None:
+    """One local row at a time, with the integer arithmetic of layout.py."""
+    ends = [0]
+    for b, (slot, length) in enumerate(zip(slots_B.tolist(), lengths_B.tolist(), strict=True)):
+        found = pages_of(table_SC[slot, :length].tolist(), share)
+        out = pages[b] if indptr is None else pages[ends[-1] :]
+        out[: len(found)] = pages.new_tensor(found)
+        local_lengths_B[b] = layout.local_length(length, share.rank, share.dcp, share.interleave)
+        ends.append(ends[-1] + len(found))
+    if indptr is not None:
+        indptr[: len(ends)] = indptr.new_tensor(ends)
 
 
 @triton.jit
@@ -71,7 +138,7 @@ def _fill_kernel(
         tl.store(out + page, row // PAGE, mask=page < count)
 
 
-def fill(
+def fill_fused(
     pages: torch.Tensor,
     indptr: torch.Tensor | None,
     local_lengths_B: torch.Tensor,
@@ -80,7 +147,7 @@ def fill(
     lengths_B: torch.Tensor,
     share: Share,
 ) -> None:
-    """See kernels.kv_indices: page tables where there is no `indptr`, else the pages one request after the other."""
+    """One kernel: each program writes a stretch of one request's pages, and sums what lies before it."""
     batch = len(slots_B)
     # Most pages of a request, by what the table can hold: lengths are on the device.
     stripes = triton.cdiv(table_SC.shape[1], share.interleave * share.dcp)

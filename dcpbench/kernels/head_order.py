@@ -1,4 +1,7 @@
-"""The order of heads in one Triton copy: 16 bytes a load, where torch's copy of a transposed tensor takes 2."""
+"""Puts the queries that an all-gather brought, rank after rank, into the order of heads.
+
+On a GPU in one Triton copy: 16 bytes a load, where torch's copy of a transposed tensor takes 2.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,18 @@ BLOCK = 2048
 """Numbers that one program copies."""
 
 
+def in_head_order(q_NBhQ: torch.Tensor) -> torch.Tensor:
+    """Contiguous [N, B, h, Q] as contiguous [B, N·h, Q]; the same memory where there is one rank or one request."""
+    if 1 in q_NBhQ.shape[:2]:
+        return q_NBhQ.transpose(0, 1).flatten(1, 2)
+    return in_head_order_fused(q_NBhQ) if q_NBhQ.is_cuda else in_head_order_reference(q_NBhQ)
+
+
+def in_head_order_reference(q_NBhQ: torch.Tensor) -> torch.Tensor:
+    """Slow and obvious."""
+    return q_NBhQ.transpose(0, 1).flatten(1, 2).contiguous()
+
+
 @triton.jit
 def _order_kernel(q, out, batch, length, N: tl.constexpr, BLOCK: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
@@ -23,8 +38,8 @@ def _order_kernel(q, out, batch, length, N: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + (b * N + n) * length + at, values, mask=at < length)
 
 
-def in_head_order(q_NBhQ: torch.Tensor) -> torch.Tensor:
-    """See kernels.head_order.in_head_order."""
+def in_head_order_fused(q_NBhQ: torch.Tensor) -> torch.Tensor:
+    """One kernel."""
     ranks, batch, heads, width = q_NBhQ.shape
     out_BHQ = q_NBhQ.new_empty(batch, ranks * heads, width)
     length = heads * width

@@ -1,0 +1,277 @@
+"""Write new tokens' KV rows into a rank's pool; only the owner of a location stores it. Nothing is counted on the host.
+
+`write_kv` works out who owns a virtual location; `write_rows` is told this rank's rows, with -1 for what others own.
+
+A program takes TILE tokens and stores those that are this rank's, ROWS at a time: 16 bytes per thread, all of them on
+their way before the first is stored. Where every token may be this rank's, TILE = ROWS. Where one of `share` is, TILE
+is larger, and the program first numbers its own, so that others cost nothing but the load of their location.
+
+Dependent launch: the GPU may set up this kernel's programs while the kernel before still runs. Two rules keep that
+right. Nothing that the kernel before may have written is read before `gdc_wait`, and every program waits, even one that
+stores nothing: otherwise this kernel could end before that one, and whoever waits for this one would read too early.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dcpbench.points import layout
+
+if TYPE_CHECKING:
+    from dcpbench.kernels.kv_indices import Share
+
+NUMBERED_FROM = 8192
+"""Tokens from which on programs number the rows that they store, where few are."""
+E4M3_MAX = 448.0
+"""Largest number of float8_e4m3fn, which has no infinity."""
+
+
+def write_kv(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, share: Share, scale: float = 1.0) -> None:
+    """Store `new_BQ[b]` at row(loc_B[b]) of `kv_KQ` where owner(loc_B[b]) is the rank; skip loc < 0. No host sync.
+
+    loc_B is an int32 or int64 tensor of virtual locations (layout.owner, layout.row), no two of them the same row.
+    kv_KQ and scale: as in `write_rows`.
+    """
+    (write_kv_fused if kv_KQ.is_cuda else write_kv_reference)(kv_KQ, new_BQ, loc_B, share, scale)
+
+
+def write_rows(
+    kv_KQ: torch.Tensor,
+    new_BQ: torch.Tensor,
+    row_B: torch.Tensor,
+    *,
+    scale: float = 1.0,
+    share: int = 1,
+    settled: bool = False,
+) -> None:
+    """Store `new_BQ[b]` at row `row_B[b]` of `kv_KQ`; skip rows below 0, whose source is not read. No host sync.
+
+    kv_KQ has the dtype of new_BQ, or is float8_e4m3fn, or uint8 that stands for it: then what is stored is
+    new × (1 / scale), rounded to nearest and bounded by ±448. row_B is int32 or int64, valid rows distinct and below K.
+    Always a kernel: without a GPU it runs in Triton's interpreter.
+
+    Two hints, for speed only: about one row of `share` is valid; and `settled` promises that neither new_BQ nor row_B
+    was written by the kernel that is launched directly before, so that both may be read while that one still runs.
+    """
+    nobody = {"OWNED": False, "rank": 0, "DCP": 1, "INTERLEAVE": 1}
+    launch(kv_KQ, new_BQ, row_B, tiling(len(row_B), share), scale, settled, **nobody)
+
+
+def write_kv_reference(
+    kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, share: Share, scale: float = 1.0
+) -> None:
+    """One row at a time, with the integer arithmetic of layout.py."""
+    for b, loc in enumerate(loc_B.tolist()):
+        if loc >= 0 and layout.owner(loc, share.dcp, share.interleave) == share.rank:
+            kv_KQ[layout.row(loc, share.dcp, share.interleave)] = as_stored(new_BQ[b], kv_KQ.dtype, scale)
+
+
+def write_rows_reference(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, row_B: torch.Tensor, scale: float = 1.0) -> None:
+    """One row at a time."""
+    for b, row in enumerate(row_B.tolist()):
+        if row >= 0:
+            kv_KQ[row] = as_stored(new_BQ[b], kv_KQ.dtype, scale)
+
+
+def as_stored(new: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    """`new` as a pool of `dtype` holds it: as it is, or as float8_e4m3fn of new × (1 / scale), which ±448 bound.
+
+    A pool of uint8 gets the bytes of the float8 numbers. The product is fp32, as in the kernel.
+    """
+    if dtype.itemsize > 1:
+        return new
+    numbers = (new.float() * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return numbers if dtype == torch.float8_e4m3fn else numbers.view(dtype)
+
+
+@triton.jit
+def e4m3_byte(x, NATIVE: tl.constexpr):
+    """The byte of float8_e4m3fn nearest to an fp32, ties to even, past ±448 the largest; NaN stays NaN, of any sign.
+
+    NATIVE takes the GPU's own cast (compute capability 8.9 on). Otherwise in integers, as older GPUs have no cast and
+    that of Triton's interpreter rounds otherwise. Bits 20 and up of an fp32 are its exponent and the three mantissa
+    bits that stay; the exponents' biases differ by 120. Below 2^-6 all bytes are multiples of 2^-9, the spacing of fp32
+    at 2^14: adding that rounds.
+    """
+    if NATIVE:
+        # As it is: an or with a sign bit behind the cast, two numbers to a thread, came out wrong (ptxas of CUDA 12.8).
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    finite = tl.minimum(size, 0x43E00000)  # 448.0
+    normal = ((finite + 0x7FFFF + ((finite >> 20) & 1)) >> 20) - (120 << 3)
+    small = (finite.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # 16384.0
+    byte = tl.where(finite >= 0x3C800000, normal, small)  # 2^-6
+    byte = tl.where(size > 0x7F800000, 0x7F, byte)
+    return (byte | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _wait(DEPENDENT: tl.constexpr):
+    """Until the kernel before is done; the one after may be set up from then on."""
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def copy_rows(
+    source,
+    target,
+    live,
+    inverse_scale,
+    WIDTH: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    FP8: tl.constexpr,
+    NATIVE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Live rows of two columns of addresses, in two parts, as a block's width is a power of two: 576 = 512 + 64."""
+    h = tl.arange(0, HEAD)[None, :]
+    t = HEAD + tl.arange(0, TAIL)[None, :]
+    in_head = live[:, None]
+    in_tail = live[:, None] & (t < WIDTH)
+    head = tl.load(source + h, mask=in_head)
+    tail = tl.load(source + t, mask=in_tail)
+    if FP8:
+        head = e4m3_byte(head.to(tl.float32) * inverse_scale, NATIVE)
+        tail = e4m3_byte(tail.to(tl.float32) * inverse_scale, NATIVE)
+    _wait(DEPENDENT)
+    tl.store(target + h, head, mask=in_head)
+    tl.store(target + t, tail, mask=in_tail)
+
+
+@triton.jit(do_not_specialize=["tokens", "rank"])
+def _write_kernel(
+    kv,
+    new,
+    places,
+    tokens,
+    kv_stride,
+    new_stride,
+    inverse_scale,
+    rank,
+    OWNED: tl.constexpr,
+    DCP: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    FP8: tl.constexpr,
+    NATIVE: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    SETTLED: tl.constexpr,
+):
+    if not SETTLED:
+        _wait(DEPENDENT)
+    first = tl.program_id(0) * TILE
+    t = tl.arange(0, TILE)
+    place = tl.load(places + first + t, mask=first + t < tokens, other=-1)
+    if OWNED:
+        stripe = place // INTERLEAVE
+        live = (place >= 0) & (stripe % DCP == rank)
+        row = stripe // DCP * INTERLEAVE + place % INTERLEAVE
+    else:
+        live = place >= 0
+        row = place
+    if TILE == ROWS:
+        source = new + (first + t).to(tl.int64)[:, None] * new_stride
+        target = kv + row.to(tl.int64)[:, None] * kv_stride
+        copy_rows(source, target, live, inverse_scale, WIDTH, HEAD, TAIL, FP8, NATIVE, DEPENDENT and SETTLED)
+    else:
+        count = tl.sum(live.to(tl.int32), 0)
+        number = tl.where(live, tl.cumsum(live.to(tl.int32), 0) - 1, -1)
+        for start in range(0, count, ROWS):
+            i = start + tl.arange(0, ROWS)
+            chosen = number[None, :] == i[:, None]
+            token = tl.sum(tl.where(chosen, t[None, :], 0), 1)
+            to_row = tl.sum(tl.where(chosen, row[None, :], 0), 1)
+            token += first
+            found = i < count
+            source = new + token.to(tl.int64)[:, None] * new_stride
+            target = kv + to_row.to(tl.int64)[:, None] * kv_stride
+            copy_rows(source, target, found, inverse_scale, WIDTH, HEAD, TAIL, FP8, NATIVE, DEPENDENT and SETTLED)
+        if SETTLED:
+            _wait(DEPENDENT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How tokens are dealt to programs."""
+
+    tile: int
+    rows: int
+    warps: int
+
+
+def tiling(tokens: int, share: int) -> Tiling:
+    """What was fastest on an H200 (docs/kernels-kv.md) where one token of `share` is stored."""
+    if share < 4 or tokens < NUMBERED_FROM:
+        return Tiling(tile=16, rows=16, warps=8)
+    return Tiling(tile=32, rows=4, warps=1)
+
+
+def write_kv_fused(
+    kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, share: Share, scale: float = 1.0
+) -> None:
+    """One kernel."""
+    owner = {"OWNED": True, "rank": share.rank, "DCP": share.dcp, "INTERLEAVE": share.interleave}
+    launch(kv_KQ, new_BQ, loc_B, tiling(len(loc_B), share.dcp), scale, settled=False, **owner)
+
+
+def launch(
+    kv_KQ: torch.Tensor,
+    new_BQ: torch.Tensor,
+    places_B: torch.Tensor,
+    tiles: Tiling,
+    scale: float,
+    settled: bool,
+    **owner: int,
+) -> None:
+    """One kernel; `owner` is what says whose a place is."""
+    fp8 = kv_KQ.element_size() == 1
+    hopper, cast = _abilities(kv_KQ.device)
+    _write_kernel[(triton.cdiv(len(places_B), tiles.tile),)](
+        kv_KQ.view(torch.uint8) if fp8 else kv_KQ,
+        new_BQ,
+        places_B,
+        len(places_B),
+        kv_KQ.stride(0),
+        new_BQ.stride(0),
+        1.0 / scale,
+        **widths(kv_KQ.shape[1]),
+        FP8=fp8,
+        NATIVE=cast,
+        TILE=tiles.tile,
+        ROWS=tiles.rows,
+        num_warps=tiles.warps,
+        DEPENDENT=hopper,
+        SETTLED=settled,
+        launch_pdl=hopper,
+        **owner,
+    )
+
+
+@functools.cache
+def _abilities(device: torch.device) -> tuple[bool, bool]:
+    """Whether a device has dependent launch, and a cast to float8; neither has Triton's interpreter."""
+    if device.type != "cuda" or triton.knobs.runtime.interpret:  # a dry run's tensors say that they are on a GPU
+        return False, False
+    capability = torch.cuda.get_device_capability(device)
+    return capability >= (9, 0), capability >= (8, 9)
+
+
+def widths(width: int) -> dict[str, int]:
+    """What `copy_rows` has to know of rows of so many numbers."""
+    head = 1 << (width.bit_length() - 1)
+    return {"WIDTH": width, "HEAD": head, "TAIL": triton.next_power_of_2(max(1, width - head))}

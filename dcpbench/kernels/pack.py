@@ -1,0 +1,194 @@
+"""Partial outputs and their log-sum-exp as one message per rank, for one all-to-all, and the merge of what it brings.
+
+A message is a row of fp32 words: o of the receiver's heads, [B, h, R] in its own dtype, then their lse [B, h] as fp32,
+bit by bit: two columns more of a 16-bit o. Both parts begin where wide loads can; rows of R + 2
+columns would not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from dcpbench.kernels.merge import merge
+
+WORD = 4
+"""Bytes of an fp32 number."""
+ALIGNED = 16
+"""Words that a part of a message is padded to a multiple of: Triton makes wide loads of strides that 16 divides."""
+BLOCK = 2048
+"""Numbers that one program of packing copies."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """Sizes of one rank's message to another: partial outputs of `heads` heads for `batch` requests."""
+
+    batch: int
+    heads: int
+    columns: int
+    dtype: torch.dtype
+
+    @property
+    def o_words(self) -> int:
+        """Words that o takes, padding included."""
+        return _aligned(self.batch * self.heads * self.columns * self.dtype.itemsize)
+
+    @property
+    def words(self) -> int:
+        """Words of the whole message."""
+        return self.o_words + _aligned(self.batch * self.heads * WORD)
+
+    def views(self, wire_NW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """o [N, B, h, R] in its dtype and lse [N, B, h], in the memory of N messages."""
+        o = wire_NW[:, : self.o_words].view(self.dtype)
+        lse = wire_NW[:, self.o_words :]
+        return _view(o, self.batch, self.heads, self.columns), _view(lse, self.batch, self.heads)
+
+
+def pack(o_BHR: torch.Tensor, lse_BH: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Messages to all N ranks, [N, words] fp32; H = N·h, and rank n gets heads n·h to (n + 1)·h.
+
+    o is contiguous in fp32, fp16 or bf16, and lse in fp32. Nothing is rounded; NaN in o travels as it is.
+    """
+    batch, heads, columns = o_BHR.shape
+    message = Message(batch, heads // ranks, columns, o_BHR.dtype)
+    wire_NW = torch.empty(ranks, message.words, dtype=torch.float32, device=o_BHR.device)
+    (pack_fused if o_BHR.is_cuda else pack_reference)(o_BHR, lse_BH, message, wire_NW)
+    return wire_NW
+
+
+def combine(wire_NW: torch.Tensor, message: Message, out_hBR: torch.Tensor) -> None:
+    """Merge what N ranks sent for this rank's heads: Σ exp(lse_n − lse*)·o_n in fp32, into `out_hBR` [h, B, R].
+
+    `out` may have any dtype and strides, its last dimension being contiguous. A rank whose lse is −inf has weight 0,
+    whatever its o holds, NaN included; where all are −inf the result is 0.
+    """
+    (combine_fused if wire_NW.is_cuda else combine_reference)(wire_NW, message, out_hBR)
+
+
+def pack_reference(o_BHR: torch.Tensor, lse_BH: torch.Tensor, message: Message, wire_NW: torch.Tensor) -> None:
+    """Slow and obvious."""
+    o_NBhR, lse_NBh = message.views(wire_NW)
+    o_NBhR.copy_(o_BHR.unflatten(1, (-1, message.heads)).transpose(0, 1))
+    lse_NBh.copy_(lse_BH.unflatten(1, (-1, message.heads)).transpose(0, 1))
+
+
+def combine_reference(wire_NW: torch.Tensor, message: Message, out_hBR: torch.Tensor) -> None:
+    """Slow and obvious."""
+    o_NBhR, lse_NBh = message.views(wire_NW)
+    out_hBR.copy_(merge(o_NBhR.float(), lse_NBh).transpose(0, 1))
+
+
+@triton.jit
+def _pack_kernel(
+    o,
+    lse,
+    out_o,
+    out_lse,
+    heads,
+    length,
+    message_o,
+    message_lse,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1).to(tl.int64)
+    # What a request has for one rank is contiguous on both sides: h·R numbers.
+    at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    live = at < length
+    values = tl.load(o + (b * N + n) * length + at, mask=live)
+    tl.store(out_o + n * message_o + b * length + at, values, mask=live)
+    if tl.program_id(2) == 0:
+        h = tl.arange(0, BLOCK_H)
+        lse_h = tl.load(lse + (b * N + n) * heads + h, mask=h < heads)
+        tl.store(out_lse + n * message_lse + b * heads + h, lse_h, mask=h < heads)
+
+
+@triton.jit
+def _combine_kernel(
+    o,
+    lse,
+    out,
+    heads,
+    message_o,
+    message_lse,
+    out_h,
+    out_b,
+    N: tl.constexpr,
+    N_BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1).to(tl.int64)
+    row = b * heads + h
+    n = tl.arange(0, N_BLOCK)
+    lse_n = tl.load(lse + n.to(tl.int64) * message_lse + row, mask=n < N, other=float("-inf"))
+    top = tl.max(lse_n, 0)
+    pivot = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp(lse_n - pivot), 0)
+    scale = 1.0 / tl.where(total == 0.0, 1.0, total)
+    r = tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(N):
+        weight = tl.exp(tl.load(lse + tl.full([], i, tl.int64) * message_lse + row) - pivot) * scale
+        # Read without waiting for the weight; an empty shard's o may be anything, NaN included, so it is not used.
+        part = tl.load(o + tl.full([], i, tl.int64) * message_o + row * R + r, mask=r < R, other=0.0)
+        acc += tl.where(weight > 0.0, part.to(tl.float32) * weight, 0.0)
+    tl.store(out + h * out_h + b * out_b + r, acc.to(out.dtype.element_ty), mask=r < R)
+
+
+def pack_fused(o_BHR: torch.Tensor, lse_BH: torch.Tensor, message: Message, wire_NW: torch.Tensor) -> None:
+    """One kernel."""
+    o_NBhR, lse_NBh = message.views(wire_NW)
+    ranks, length = wire_NW.shape[0], message.heads * message.columns
+    _pack_kernel[(message.batch, ranks, triton.cdiv(length, BLOCK))](
+        o_BHR,
+        lse_BH,
+        o_NBhR,
+        lse_NBh,
+        message.heads,
+        length,
+        o_NBhR.stride(0),
+        lse_NBh.stride(0),
+        N=ranks,
+        BLOCK=BLOCK,
+        BLOCK_H=triton.next_power_of_2(message.heads),
+        num_warps=4,
+    )
+
+
+def combine_fused(wire_NW: torch.Tensor, message: Message, out_hBR: torch.Tensor) -> None:
+    """One kernel."""
+    o_NBhR, lse_NBh = message.views(wire_NW)
+    ranks = wire_NW.shape[0]
+    _combine_kernel[(message.batch, message.heads)](
+        o_NBhR,
+        lse_NBh,
+        out_hBR,
+        message.heads,
+        o_NBhR.stride(0),
+        lse_NBh.stride(0),
+        out_hBR.stride(0),
+        out_hBR.stride(1),
+        N=ranks,
+        N_BLOCK=triton.next_power_of_2(ranks),
+        R=message.columns,
+        BLOCK=triton.next_power_of_2(message.columns),
+        num_warps=2,
+    )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // (WORD * ALIGNED)) * ALIGNED
+
+
+def _view(part: torch.Tensor, *sizes: int) -> torch.Tensor:
+    return part[:, : math.prod(sizes)].unflatten(1, sizes)

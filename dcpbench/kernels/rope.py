@@ -1,0 +1,149 @@
+"""Rotary position embedding of the rope part of q and of the KV row.
+
+The table has YaRN (Peng et al. 2023, arXiv 2309.00071) as DeepSeek configures it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from dcpbench.points.shapes import ModelShape, Yarn
+
+
+def rope(
+    x_BhP: torch.Tensor, positions_B: torch.Tensor, table: torch.Tensor, out_BhP: torch.Tensor, *, interleaved: bool
+) -> None:
+    """Rotate `x` by its position into `out`, both possibly strided views with unit last stride; `out` may be `x`.
+
+    `table` [positions, P] fp32 holds cos in its first P/2 columns and sin in the rest. Pair i is columns (2i, 2i+1)
+    where `interleaved` (DeepSeek's storage order), else (i, i + P/2). Pairs stay where they are: q·k does not depend on
+    it.
+    """
+    rotate = rope_fused if x_BhP.is_cuda else rope_reference
+    rotate(x_BhP, positions_B, table, out_BhP, interleaved)
+
+
+def rope_reference(
+    x_BhP: torch.Tensor, positions_B: torch.Tensor, table: torch.Tensor, out_BhP: torch.Tensor, interleaved: bool
+) -> None:
+    """Slow and obvious."""
+    cos_B1p, sin_B1p = table[positions_B].unsqueeze(1).chunk(2, dim=-1)
+    first, second = (x_BhP[..., 0::2], x_BhP[..., 1::2]) if interleaved else x_BhP.chunk(2, dim=-1)
+    first, second = first.float(), second.float()
+    rotated = (first * cos_B1p - second * sin_B1p, second * cos_B1p + first * sin_B1p)
+    joined = torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
+    out_BhP.copy_(joined)
+
+
+@triton.jit
+def _rope_kernel(
+    x,
+    positions,
+    table,
+    out,
+    x_b,
+    x_h,
+    out_b,
+    out_h,
+    heads,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    i = tl.arange(0, HALF)
+    position = tl.load(positions + b).to(tl.int64)
+    cos = tl.load(table + position * 2 * HALF + i)[None, :]
+    sin = tl.load(table + position * 2 * HALF + HALF + i)[None, :]
+    live = (h < heads)[:, None]
+    x += b * x_b + h[:, None] * x_h
+    out += b * out_b + h[:, None] * out_h
+    if INTERLEAVED:  # pairs are loaded and stored whole: alternate columns alone are 12 times as slow
+        p = tl.arange(0, 2 * HALF)[None, :]
+        pairs = tl.load(x + p, mask=live, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(pairs, [BLOCK_H, HALF, 2]))
+        turned = tl.join(first * cos - second * sin, second * cos + first * sin)
+        tl.store(out + p, tl.reshape(turned, [BLOCK_H, 2 * HALF]).to(out.dtype.element_ty), mask=live)
+    else:
+        first = tl.load(x + i[None, :], mask=live, other=0.0).to(tl.float32)
+        second = tl.load(x + HALF + i[None, :], mask=live, other=0.0).to(tl.float32)
+        tl.store(out + i[None, :], (first * cos - second * sin).to(out.dtype.element_ty), mask=live)
+        tl.store(out + HALF + i[None, :], (second * cos + first * sin).to(out.dtype.element_ty), mask=live)
+
+
+def rope_fused(
+    x_BhP: torch.Tensor, positions_B: torch.Tensor, table: torch.Tensor, out_BhP: torch.Tensor, interleaved: bool
+) -> None:
+    """One kernel, all heads of a request in one program."""
+    batch, heads, width = x_BhP.shape
+    block = min(32, triton.next_power_of_2(heads))
+    _rope_kernel[(batch, triton.cdiv(heads, block))](
+        x_BhP,
+        positions_B,
+        table,
+        out_BhP,
+        x_BhP.stride(0),
+        x_BhP.stride(1),
+        out_BhP.stride(0),
+        out_BhP.stride(1),
+        heads,
+        HALF=width // 2,
+        INTERLEAVED=interleaved,
+        BLOCK_H=block,
+        num_warps=2,
+    )
+
+
+def softmax_scale(shape: ModelShape) -> float:
+    """(nope + rope)^-0.5, times mscale_all_dim's factor squared where the config has YaRN."""
+    scale = (shape.nope + shape.rope) ** -0.5
+    if shape.yarn and shape.yarn.mscale_all_dim:
+        scale *= _mscale(shape.yarn.factor, shape.yarn.mscale_all_dim) ** 2
+    return scale
+
+
+def rope_table(shape: ModelShape, positions: int, device: torch.device) -> torch.Tensor:
+    """[positions, P] fp32: cos ‖ sin of position × frequency, times YaRN's attention factor."""
+    exponents = torch.arange(0, shape.rope, 2, dtype=torch.float32, device=device) / shape.rope
+    frequencies = 1.0 / shape.rope_theta**exponents
+    factor = 1.0
+    if shape.yarn:
+        frequencies = _stretch(frequencies, shape, shape.yarn)
+        factor = _attention_factor(shape.yarn)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=device), frequencies)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _attention_factor(yarn: Yarn) -> float:
+    if yarn.attention_factor is not None:
+        return yarn.attention_factor
+    if yarn.mscale and yarn.mscale_all_dim:
+        return _mscale(yarn.factor, yarn.mscale) / _mscale(yarn.factor, yarn.mscale_all_dim)
+    return _mscale(yarn.factor, 1.0)
+
+
+def _stretch(frequencies: torch.Tensor, shape: ModelShape, yarn: Yarn) -> torch.Tensor:
+    """Slow dimensions are interpolated by `factor`, fast ones kept, with a linear ramp between (section 3.2)."""
+
+    def dimension(rotations: float) -> float:
+        span = yarn.original_max_position / (rotations * 2 * math.pi)
+        return shape.rope * math.log(span) / (2 * math.log(shape.rope_theta))
+
+    first, last = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
+    if yarn.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    low, high = max(first, 0), min(last, shape.rope - 1)
+    index = torch.arange(frequencies.shape[0], dtype=torch.float32, device=frequencies.device)
+    ramp = ((index - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+    return frequencies / yarn.factor * ramp + frequencies * (1 - ramp)

@@ -1,0 +1,67 @@
+"""Random KV rows that depend on the request and the token, not on where a layout stores them.
+
+Every layout then attends to the same numbers, routes its tokens to the same experts, and differs from another layout
+only in what is being compared.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from dcpbench.points import layout
+
+if TYPE_CHECKING:
+    from dcpbench.kernels.kv_indices import Share
+
+
+def fill_request(kv: torch.Tensor, locs_S: torch.Tensor, share: Share, *, request: int, seed: int) -> None:
+    """Standard normal rows for the tokens of one request, all layers: only this rank's tokens are written.
+
+    kv [layers, K, Q] is a rank's pool as rows; locs_S int32 holds the request's virtual locations in token order.
+    Numbers are a function of (seed, layer, request, token, column); GPU and CPU draw different ones.
+    """
+    (fill_counter_based if kv.is_cuda else fill_reference)(kv, locs_S, share, request=request, seed=seed)
+
+
+def fill_reference(kv: torch.Tensor, locs_S: torch.Tensor, share: Share, *, request: int, seed: int) -> None:
+    """Draws the whole request and keeps this rank's share."""
+    locs = locs_S.numpy()
+    mine = torch.from_numpy(layout.owner(locs, share.dcp, share.interleave) == share.rank)
+    rows = torch.from_numpy(layout.row(locs, share.dcp, share.interleave)).long()[mine]
+    for index, pool in enumerate(kv):
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + index) * 1_000_003 + request)
+        drawn = torch.empty(len(locs_S), kv.shape[-1]).normal_(generator=generator)
+        pool[rows] = drawn[mine].to(kv.dtype)
+
+
+@triton.jit
+def _fill_kernel(kv, locs, seed, layer_stride, rank, dcp, width, INTERLEAVE: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0)
+    layer = tl.program_id(1).to(tl.int64)
+    loc = tl.load(locs + token).to(tl.int64)
+    if (loc // INTERLEAVE) % dcp == rank:
+        row = loc // (INTERLEAVE * dcp) * INTERLEAVE + loc % INTERLEAVE
+        q = tl.arange(0, BLOCK)
+        values = tl.randn(seed + layer, token * width + q)
+        tl.store(kv + layer * layer_stride + row * width + q, values.to(kv.dtype.element_ty), mask=q < width)
+
+
+def fill_counter_based(kv: torch.Tensor, locs_S: torch.Tensor, share: Share, *, request: int, seed: int) -> None:
+    """Each number from a counter (Philox), so that a rank draws only what it stores."""
+    layers, _, width = kv.shape
+    _fill_kernel[(locs_S.shape[0], layers)](
+        kv,
+        locs_S,
+        (seed * 65_536 + request) * 1024,
+        kv.stride(0),
+        share.rank,
+        share.dcp,
+        width,
+        INTERLEAVE=share.interleave,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=4,
+    )
