@@ -8,12 +8,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import SOME_FAILED, Command, group, panel
+from dcpbench.commands.command import SOME_FAILED, Command, Group, panel
 from dcpbench.commands.compare import Judged, Shown
 from dcpbench.errors import DcpbenchError, OutputError, UsageError
 from dcpbench.launch.stopping import INTERRUPTED
@@ -41,43 +41,37 @@ PARSER_ERROR: Any = typer.BadParameter.__base__
 RUNS = panel("What is run")
 
 
-@group
-class Variants:
+class Variants(Group):
     """What is run, and how often."""
 
-    a: Annotated[str, RUNS("--a", metavar="OPTIONS", help="Options of variant A, as one word in quotes.")] = ""
-    b: Annotated[str, RUNS("--b", metavar="OPTIONS", help="Options of variant B.")] = ""
-    both: Annotated[str, RUNS("--both", metavar="OPTIONS", help="Options of both.")] = ""
-    workload: Annotated[str, RUNS("--workload", metavar="NAME", help="sweep or serve: the command that is run.")] = (
-        "sweep"
-    )
-    rounds: Annotated[
-        int, RUNS("--rounds", metavar="N", help="Each round launches both variants once: A B, B A, A B, …")
-    ] = 8
+    a: str = RUNS("Options of variant A, as one word in quotes.", default="", metavar="OPTIONS")
+    b: str = RUNS("Options of variant B.", default="", metavar="OPTIONS")
+    both: str = RUNS("Options of both.", default="", metavar="OPTIONS")
+    workload: str = RUNS("sweep or serve: the command that is run.", default="sweep", metavar="NAME")
+    rounds: int = RUNS("Each round launches both variants once: A B, B A, A B, …", default=8, metavar="N")
 
 
-@group
 class JudgedInRounds(Judged):
     """Rounds show themselves how launches scatter."""
 
-    launch_noise: str = dataclasses.field(default="2%", init=False)
+    launch_noise = "2%"
 
 
-@group
-class Launches:
+class ShownInRounds(Shown):
+    """Beside the launches."""
+
+    folder = None
+
+
+class Launches(Group):
     """Where they are kept, and what is done with those that are there."""
 
-    output: Annotated[
-        Path | None,
-        opt.OUTPUT(
-            "-o", "--output", metavar="DIR", help="Folder for a/, b/ and the comparison. Default: runs/DATE-TIME-ab-…."
-        ),
-    ] = None
-    resume: opt.Resume = False
-    force: opt.Force = False
-    dry_run: Annotated[
-        bool, opt.OUTPUT("--dry-run", help="Only print the points of both variants and the order of launches.")
-    ] = False
+    output: Path | None = opt.OUTPUT(
+        "Folder for a/, b/ and the comparison. Default: runs/DATE-TIME-ab-….", "-o", "--output", metavar="DIR"
+    )
+    resume: bool = opt.RESUME
+    force: bool = opt.FORCE
+    dry_run: bool = opt.OUTPUT("Only print the points of both variants and the order of launches.", default=False)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -91,7 +85,9 @@ class State:
     """Exit code of each launch that ended, such as `a/round-1`."""
 
 
-def ab(context: typer.Context, variants: Variants, judged: JudgedInRounds, launches: Launches, shown: Shown) -> int:
+def ab(
+    context: typer.Context, variants: Variants, judged: JudgedInRounds, launches: Launches, shown: ShownInRounds
+) -> int:
     """Run two variants in turn on this machine, so that drift cancels, and compare them round by round.
 
     Every round is a launch of its own on each side, and their order alternates (A B, B A, …), which takes out whatever
