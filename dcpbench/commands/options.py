@@ -4,7 +4,6 @@ A class is a group of options that a command takes as one value; a command that 
 all, says so in a class of its own (command.py).
 """
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -126,10 +125,10 @@ class Run(Group):
 
     @property
     def machines(self) -> "Machines":
-        """This one alone."""
+        """This one alone, where the command knows no others."""
         from dcpbench.launch.torchrun import Machines
 
-        return Machines()
+        return Machines(**{name: value for name, value in vars(self).items() if hasattr(Machines, name)})
 
 
 class RunOnMachines(Run):
@@ -149,13 +148,6 @@ class RunOnMachines(Run):
         metavar="HOST:PORT",
     )
     rdzv_id: str = MACHINES("Name of the sweep, the same on all.", default="dcpbench", metavar="NAME")
-
-    @property
-    def machines(self) -> "Machines":
-        """Those of the run."""
-        from dcpbench.launch.torchrun import Machines
-
-        return Machines(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Machines)})
 
 
 class OneAnswer(Group):

@@ -6,7 +6,6 @@ Rich and reports are imported where they are used.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import shlex
 import sys
@@ -76,7 +75,7 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
             engines = tuple(dict.fromkeys(c.plan for c in candidates if c.plan))
             announce(candidates, points, folder, probe)
             (work_off or run_points)(
-                points, dataclasses.replace(work, pool_points=pool_points, engines=engines, lock=lock), run
+                points, msgspec.structs.replace(work, pool_points=pool_points, engines=engines, lock=lock), run
             )
         return _finish(candidates, folder, probe, run)
 

@@ -1,6 +1,5 @@
 """`dcpbench verify`: layouts, backends and exchanges against a slow fp64 reference on one rank."""
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,6 +77,8 @@ def verify(layouts: Layouts, load: Load, how: opt.How, run: Run) -> int:
 
       dcpbench verify --checkpoint ~/models/deepseek-v2-lite --tp 4 --dcp 4
     """
+    import msgspec
+
     from dcpbench.commands import runs
     from dcpbench.errors import UsageError
     from dcpbench.launch import folders
@@ -103,14 +104,13 @@ def verify(layouts: Layouts, load: Load, how: opt.How, run: Run) -> int:
     texts = _prompts(spec, load)
     folder = run.output or folders.new_folder("verify", spec.tp)
     points = [c.point for c in candidates if c.error is None]
-    work = dataclasses.replace(
-        runs.work_of(folder, spec, probe, run), kind="verify", new_tokens=load.new_tokens, prompts=texts
-    )
+    work = runs.work_of(folder, spec, probe, run)
+    work = msgspec.structs.replace(work, kind="verify", new_tokens=load.new_tokens, prompts=texts)
     with folders.locked(folder) as lock:
         with folders.writing(folder):
             folders.prepare_checks(folder, force=run.force)
             runs.announce(candidates, points, folder, probe, cpu_note=False)
-            runs.run_points(points, dataclasses.replace(work, lock=lock), run)
+            runs.run_points(points, msgspec.structs.replace(work, lock=lock), run)
         return _print_checks(points, folder, run)
 
 

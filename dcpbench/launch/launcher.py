@@ -24,7 +24,7 @@ import msgspec
 
 from dcpbench import errors
 from dcpbench.errors import DcpbenchError, WorkerError
-from dcpbench.launch import child, folders
+from dcpbench.launch import child, folders, jobs
 from dcpbench.launch.jobs import Exit, Failure, Job, Progress, code_words
 from dcpbench.launch.nodes import FAILED, STOP, Ended, Leader, Line, follow, split_endpoint
 from dcpbench.launch.ranks import LOG_LINES
@@ -39,9 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from dcpbench.points.budget import EnginePlan
     from dcpbench.points.point import Point
-    from dcpbench.points.settings import Settings
 
 WORKER = "dcpbench.worker"
 COLLECTIVE = re.compile(
@@ -61,21 +59,10 @@ GRACE_S = 5.0
 """How long the remaining ranks may take to end by themselves once one has failed."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Work:
-    """What is the same for every job of one command."""
+class Work(jobs.Command, frozen=True, kw_only=True):
+    """What a command has its jobs do, and how it looks after them."""
 
     folder: Path
-    settings: Settings
-    device: str
-    kind: str = "sweep"
-    command: str = ""
-    prompts: tuple[tuple[int, ...], ...] = ()
-    new_tokens: int = 8
-    pool_points: tuple[Point, ...] = ()
-    """See Job.pool_points."""
-    engines: tuple[EnginePlan, ...] = ()
-    """See Job.engines."""
     timeout: float = 300.0
     """Seconds without a sign of life after which a point counts as hung."""
     worker: str = WORKER
@@ -264,11 +251,7 @@ class _End:
 
     @property
     def failed(self) -> bool:
-        return self.hung or self.code != 0 or self.gone is not None
-
-    @property
-    def hung(self) -> bool:
-        return self.hung_s > 0
+        return self.hung_s > 0 or self.code != 0 or self.gone is not None
 
     @property
     def gone(self) -> Exit | None:
@@ -343,7 +326,7 @@ def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[P
             break
         time.sleep(POLL_S)
     end.exits = running.exits()  # before kill, which is none of the ranks' doing
-    if end.hung or end.code != 0:
+    if end.hung_s or end.code != 0:
         running.kill()
     end.failures = running.failures()
     for other in others.stop():
@@ -409,20 +392,9 @@ def _serve_job(running: Running, line: Line, machines: Machines) -> Ended:
 def _job(points: list[Point], work: Work, machines: Machines) -> Job:
     tags = (f"tp{points[0].tp}-{n}" for n in itertools.count())
     tag = next(t for t in tags if not job_file(work.folder, t).exists())
-    return Job(
-        kind=work.kind,
-        tag=tag,
-        folder=str(work.folder),
-        device=work.device,
-        points=points,
-        pool_points=list(work.pool_points),
-        engines=list(work.engines),
-        settings=work.settings,
-        store=split_endpoint(machines.rdzv_endpoint) if machines.nnodes > 1 else None,
-        command=work.command,
-        prompts=[list(p) for p in work.prompts],
-        new_tokens=work.new_tokens,
-    )
+    store = split_endpoint(machines.rdzv_endpoint) if machines.nnodes > 1 else None
+    same = {name: getattr(work, name) for name in jobs.Command.__struct_fields__}
+    return Job(tag=tag, folder=str(work.folder), points=points, store=store, **same)
 
 
 def _record(point: Point, running: Running, end: _End, work: Work) -> Record:
@@ -430,7 +402,7 @@ def _record(point: Point, running: Running, end: _End, work: Work) -> Record:
     gone = end.gone
     tail = running.log_tail([gone.rank] if gone else [])
     detail = {"log": str(running.logs.relative_to(work.folder)), "stage": end.stage, "log_tail": tail}
-    if end.hung:
+    if end.hung_s:
         reason = f"no sign of life for {end.hung_s:g} s in stage '{end.stage}'; the stacks of all ranks are in detail"
         detail |= {f"stacks_rank_{rank}": text for rank, text in end.stacks.items()}
     else:
@@ -443,14 +415,14 @@ def _record(point: Point, running: Running, end: _End, work: Work) -> Record:
             reason = f"rank {cause.rank}: {cause.kind}: {cause.message}"
             detail |= {"error": cause.kind, "traceback": cause.traceback}
         else:
-            reason = _torchrun_ended(end.code)
+            reason = f"torchrun itself {code_words(end.code)}, and its ranks with it"
     if detail.get("error") not in OURS:
         again = ", then try again with --resume" if work.kind == "sweep" else ""
         reason = f"{reason.rstrip('.')}. Read {detail['log']} in the run's folder{again}"
     marks = ["cpu"] if work.device == "cpu" else []
     return Record(
         point=point,
-        outcome="hung" if end.hung else "failed",
+        outcome="hung" if end.hung_s else "failed",
         reason=reason,
         detail=detail,
         marks=marks,
@@ -459,12 +431,8 @@ def _record(point: Point, running: Running, end: _End, work: Work) -> Record:
     )
 
 
-def _torchrun_ended(code: int) -> str:
-    return f"torchrun itself {code_words(code)}, and its ranks with it"
-
-
 def _stillborn(running: Running, end: _End) -> str:
-    what = f"gave no sign of life for {end.hung_s:g} s" if end.hung else code_words(end.code)
+    what = f"gave no sign of life for {end.hung_s:g} s" if end.hung_s else code_words(end.code)
     cause, gone = blame(end.failures), end.gone
     why = f"rank {cause.rank}: {cause.kind}: {cause.message}\n" if cause else ""
     if gone:
