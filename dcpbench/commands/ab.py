@@ -17,6 +17,7 @@ from dcpbench.commands.command import SOME_FAILED, Command, Group, panel
 from dcpbench.commands.compare import Judged, Shown
 from dcpbench.errors import DcpbenchError, OutputError, UsageError
 from dcpbench.launch.stopping import INTERRUPTED
+from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.show.numbers import span
 from dcpbench.show.terminal import say
 from dcpbench.show.whole_files import write_file
@@ -120,8 +121,8 @@ def ab(
         state = _state(folder, launches, State(workload=variants.workload, a=sides["a"], b=sides["b"]))
         _check_values(sides, command)
         code = _launch_all(folder, state, variants.rounds, command, force=launches.force)
-        ended = [_complete(folder, state, side, variants.rounds) for side in "ab"]
-        shared = [n for n in ended[0] if n in ended[1]]
+        rounds = (f"round-{n}" for n in range(1, variants.rounds + 1))
+        shared = [n for n in rounds if all(_complete(folder, state, f"{side}/{n}") for side in "ab")]
         if not shared:
             raise UsageError(f"no round has ended on both sides, so there is nothing to compare; read {folder}.")
         a, b = (read_side([folder / side / n for n in shared]) for side in "ab")
@@ -168,17 +169,11 @@ def _launch_all(folder: Path, state: State, rounds: int, command: Command, *, fo
 def _launch(folder: Path, state: State, side: str, command: Command, *, force: bool) -> int:
     """Run sweep or serve in this process, as typed; what it prints goes to stderr, as stdout is the comparison's."""
     arguments = [*getattr(state, side), "-o", str(folder)]
-    if _holds_records(folder):
+    if (folder / RECORDS_FILE).exists():
         arguments.append("--force" if force else "--resume")
     with _as_typed([state.workload, *arguments]), contextlib.redirect_stdout(sys.stderr):
         ended = command.main(arguments, prog_name=f"dcpbench {state.workload}", standalone_mode=False)
     return int(ended or 0)
-
-
-def _holds_records(folder: Path) -> bool:
-    from dcpbench.records.folder import RECORDS_FILE
-
-    return (folder / RECORDS_FILE).exists()
 
 
 @contextlib.contextmanager
@@ -283,7 +278,6 @@ def _check_values(sides: Mapping[str, list[str]], command: Command) -> None:
             raise type(e)(f"--{side} {shlex.join(arguments)!r}: {e}") from e
 
 
-def _complete(folder: Path, state: State, side: str, rounds: int) -> list[str]:
-    """Rounds of a side that ended and left records."""
-    names = [f"round-{n}" for n in range(1, rounds + 1)]
-    return [n for n in names if f"{side}/{n}" in state.done and _holds_records(folder / side / n)]
+def _complete(folder: Path, state: State, name: str) -> bool:
+    """Whether a launch ended and left records."""
+    return name in state.done and (folder / name / RECORDS_FILE).exists()

@@ -57,9 +57,9 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
     candidates = grid.expand(spec, probe, run.machines.nnodes)
     if run.dry_run:
         print_plan(candidates, run)
-        grid.check_any(candidates)
-        return 0
     grid.check_any(candidates)
+    if run.dry_run:
+        return 0
     folder = run.output or folders.new_folder("-".join(spec.model), spec.tp)
     work = work_of(folder, spec, probe, run)
     if run.machines.node_rank:

@@ -165,14 +165,13 @@ def read_checks(folder: Path) -> list[Check]:
         lines = path.read_bytes().split(b"\n") if path.exists() else []
     except OSError as e:
         raise RecordsError(f"{path} cannot be read: {e}; repeat the verification with --force.") from e
-    return [_check(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
-
-
-def _check(line: bytes, where: str) -> Check:
-    try:
-        return decode_check(line)
-    except UNREADABLE as e:
-        raise RecordsError(f"{where}: {str(e)[:300]}. Repeat the verification with --force.") from e
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found += [decode_check(line)] if line.strip() else []
+        except UNREADABLE as e:
+            raise RecordsError(f"{path}, line {number}: {str(e)[:300]}. Repeat the verification with --force.") from e
+    return found
 
 
 def code_words(code: int) -> str:

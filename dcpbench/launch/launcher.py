@@ -304,6 +304,13 @@ class Watchdog:
 def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[Progress], None]) -> _End:
     """Stay with a job until it has ended on all nodes: by itself, by a failure, or by its silence."""
     end, watchdog = _End(), Watchdog()
+
+    def failing() -> bool:
+        """Whether a rank has failed, or ended while there are points to do."""
+        failures = running.failures()
+        gone = failures or first_gone(failures, running.exits(), finished=end.stage == ENDED)
+        return bool(gone) or others.in_trouble()
+
     while True:
         code = running.poll()
         for event in running.events():
@@ -316,7 +323,7 @@ def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[P
         if running.stopped():
             watch(Progress(stage=STOPPED, note="torchrun had been stopped (SIGSTOP); dcpbench lets it go on"))
             running.go_on()
-        if watchdog.past_grace(lambda: _any_gone(running, end) or others.in_trouble()):
+        if watchdog.past_grace(failing):
             end.code = 1
             break
         work.check_folder()
@@ -334,12 +341,6 @@ def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[P
         end.exits += other.exits
         end.stacks |= other.stacks
     return end
-
-
-def _any_gone(running: Running, end: _End) -> bool:
-    """Whether a rank of this machine has failed, or ended while there are points to do."""
-    failures = running.failures()
-    return bool(failures) or first_gone(failures, running.exits(), finished=end.stage == ENDED) is not None
 
 
 @contextlib.contextmanager

@@ -120,7 +120,10 @@ class ServeLoads:
 
     def loads(self, dp: int, shape: ModelShape) -> list[PointLoad]:
         """What the points of a model have to do in `dp` replicas, in the order typed."""
-        self._check_ids(shape)
+        if self.trace and self.trace.largest_id >= shape.vocab:
+            raise UsageError(
+                f"{self.trace.path} has token id {self.trace.largest_id}, and {shape.name} has {shape.vocab:,} of them."
+            )
         found = []
         for concurrency, load in self.each():
             most = concurrency or min(GRAPH_BATCHES[-1] * dp, load.requests)
@@ -128,12 +131,6 @@ class ServeLoads:
             served = sizes.longest if sizes.shortest > shape.max_position else min(sizes.longest, shape.max_position)
             found.append(PointLoad(most, served, load))
         return found
-
-    def _check_ids(self, shape: ModelShape) -> None:
-        if self.trace and self.trace.largest_id >= shape.vocab:
-            raise UsageError(
-                f"{self.trace.path} has token id {self.trace.largest_id}, and {shape.name} has {shape.vocab:,} of them."
-            )
 
     def each(self) -> Iterator[tuple[int | None, Load]]:
         """(concurrency, load), the former None where an open loop bounds nothing."""
