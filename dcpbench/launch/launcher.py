@@ -1,10 +1,6 @@
 """One torchrun job per world size, and its watchdog. A point that dies or hangs never ends the sweep. No torch.
 
-    run()          every world size in turn; a dead point is recorded and the job relaunched for the rest
-    torchrun.py    one job on this machine: start, progress, log tails, stacks, kill
-    nodes.py       the same on several machines
-
-Files of a run: jobs.py and torchrun.py list them.
+torchrun.py has one job on this machine, nodes.py the same on several.
 """
 
 from __future__ import annotations
@@ -185,7 +181,8 @@ def _run_size(
                 raise WorkerError(_stillborn(running, end))
             continue
         stillborn = 0
-        stuck = next((p for p in points if p.key() in (end.key, end.failed_at)), None)
+        cause = blame(end.failures)  # raised at a point that rank 0 may not have reached
+        stuck = next((p for p in points if p.key() in (end.key, cause and cause.key)), None)
         if stuck is not None:  # between two points none is at fault: what is left is begun again
             record = _record(stuck, running, end, work)
             points.remove(stuck)
@@ -261,12 +258,6 @@ class _End:
     def ended(self, rank: int) -> bool:
         """Whether a rank was ended from above: by torchrun, or with it."""
         return self.code < 0 or any(e.asked for e in self.exits if e.rank == rank)
-
-    @property
-    def failed_at(self) -> str:
-        """Key of the point at which a rank raised, which rank 0 may not have reached."""
-        cause = blame(self.failures)
-        return cause.key if cause else ""
 
     def see(self, event: Progress) -> None:
         self.stage = event.stage

@@ -191,8 +191,9 @@ def make_serve_spec(given: Mapping[str, object], probe: Probe) -> SweepSpec:
     typed = {name: value for name, value in serve_defaults(probe).items() if name in SERVED} | typed
     loads = ServeLoads(**typed, trace=trace, limit=limit)  # type: ignore[arg-type]
     if not loads.concurrency and not loads.request_rate and not (trace and trace.timed):
-        usual = tuple(c for c in usual_concurrency(probe) if c <= loads.count)
-        loads = dataclasses.replace(loads, concurrency=usual or (loads.count,))
+        usual = (4,) if probe.device == "cpu" else (8, 32, 48)
+        clients = tuple(c for c in usual if c <= loads.count) or (loads.count,)
+        loads = dataclasses.replace(loads, concurrency=clients)
     settings = {
         "slo": options.pop("slo", {}),
         "limit_seconds": seconds,
@@ -211,11 +212,6 @@ def serve_defaults(probe: Probe) -> dict[str, object]:
     if probe.device == "cpu":
         return {"tp": (4,), "num_requests": 16, "input_tokens": ("32",), "output_tokens": ("8",), "chunk": 64}
     return {"num_requests": 480, "input_tokens": ("4000",), "output_tokens": ("1500",), "chunk": 8192}
-
-
-def usual_concurrency(probe: Probe) -> tuple[int, ...]:
-    """Clients of the closed loop that is measured where nothing says when requests come."""
-    return (4,) if probe.device == "cpu" else (8, 32, 48)
 
 
 def _trace(typed: dict[str, object]) -> Trace | None:

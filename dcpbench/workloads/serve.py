@@ -141,6 +141,10 @@ def run(
     _add_tokens_of_other_replicas(loop.traffic)
     cut = bool(loop.agree(len(interrupted))[0])  # of rank 0, whose signal it was that ended the loop
     metrics = _metrics(loop, point, settings, folder)
+    cut_reason = (
+        f"interrupted with {metrics.finished} of {len(requests)} requests finished; they are in "
+        f"{metrics.samples_file}. Serve the load anew with --resume."
+    )
     sites = None
     if settings.profile and device.type == "cuda" and not cut:
         tell("profile")
@@ -148,7 +152,7 @@ def run(
     return Record(
         point=point,
         outcome="failed" if cut else "ok",
-        reason=_cut_reason(loop, metrics) if cut else None,
+        reason=cut_reason if cut else None,
         detail={"compiled": ", ".join(late)} if late else {},
         marks=device_marks(point, device)
         + marks(
@@ -256,13 +260,6 @@ def _note(loop: Loop) -> str:
     tokens = sum(len(s.token_s) for s in samples)
     finished = sum(s.finished for s in samples)
     return f"{finished}/{len(loop.traffic.requests)} requests, {tokens / max(loop.now_s, 1e-9):,.0f} tok/s"
-
-
-def _cut_reason(loop: Loop, metrics: ServeMetrics) -> str:
-    return (
-        f"interrupted with {metrics.finished} of {len(loop.traffic.requests)} requests finished; they are in "
-        f"{metrics.samples_file}. Serve the load anew with --resume."
-    )
 
 
 @contextlib.contextmanager
