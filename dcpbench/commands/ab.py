@@ -8,15 +8,16 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import SOME_FAILED, Command, group, panel
+from dcpbench.commands.command import SOME_FAILED, Command, Group, panel
 from dcpbench.commands.compare import Judged, Shown
 from dcpbench.errors import DcpbenchError, OutputError, UsageError
 from dcpbench.launch.stopping import INTERRUPTED
+from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.show.numbers import span
 from dcpbench.show.terminal import say
 from dcpbench.show.whole_files import write_file
@@ -41,43 +42,37 @@ PARSER_ERROR: Any = typer.BadParameter.__base__
 RUNS = panel("What is run")
 
 
-@group
-class Variants:
+class Variants(Group):
     """What is run, and how often."""
 
-    a: Annotated[str, RUNS("--a", metavar="OPTIONS", help="Options of variant A, as one word in quotes.")] = ""
-    b: Annotated[str, RUNS("--b", metavar="OPTIONS", help="Options of variant B.")] = ""
-    both: Annotated[str, RUNS("--both", metavar="OPTIONS", help="Options of both.")] = ""
-    workload: Annotated[str, RUNS("--workload", metavar="NAME", help="sweep or serve: the command that is run.")] = (
-        "sweep"
-    )
-    rounds: Annotated[
-        int, RUNS("--rounds", metavar="N", help="Each round launches both variants once: A B, B A, A B, …")
-    ] = 8
+    a: str = RUNS("Options of variant A, as one word in quotes.", default="", metavar="OPTIONS")
+    b: str = RUNS("Options of variant B.", default="", metavar="OPTIONS")
+    both: str = RUNS("Options of both.", default="", metavar="OPTIONS")
+    workload: str = RUNS("sweep or serve: the command that is run.", default="sweep", metavar="NAME")
+    rounds: int = RUNS("Each round launches both variants once: A B, B A, A B, …", default=8, metavar="N")
 
 
-@group
 class JudgedInRounds(Judged):
     """Rounds show themselves how launches scatter."""
 
-    launch_noise: str = dataclasses.field(default="2%", init=False)
+    launch_noise = "2%"
 
 
-@group
-class Launches:
+class ShownInRounds(Shown):
+    """Beside the launches."""
+
+    folder = None
+
+
+class Launches(Group):
     """Where they are kept, and what is done with those that are there."""
 
-    output: Annotated[
-        Path | None,
-        opt.OUTPUT(
-            "-o", "--output", metavar="DIR", help="Folder for a/, b/ and the comparison. Default: runs/DATE-TIME-ab-…."
-        ),
-    ] = None
-    resume: opt.Resume = False
-    force: opt.Force = False
-    dry_run: Annotated[
-        bool, opt.OUTPUT("--dry-run", help="Only print the points of both variants and the order of launches.")
-    ] = False
+    output: Path | None = opt.OUTPUT(
+        "Folder for a/, b/ and the comparison. Default: runs/DATE-TIME-ab-….", "-o", "--output", metavar="DIR"
+    )
+    resume: bool = opt.RESUME
+    force: bool = opt.FORCE
+    dry_run: bool = opt.OUTPUT("Only print the points of both variants and the order of launches.", default=False)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -91,7 +86,9 @@ class State:
     """Exit code of each launch that ended, such as `a/round-1`."""
 
 
-def ab(context: typer.Context, variants: Variants, judged: JudgedInRounds, launches: Launches, shown: Shown) -> int:
+def ab(
+    context: typer.Context, variants: Variants, judged: JudgedInRounds, launches: Launches, shown: ShownInRounds
+) -> int:
     """Run two variants in turn on this machine, so that drift cancels, and compare them round by round.
 
     Every round is a launch of its own on each side, and their order alternates (A B, B A, …), which takes out whatever
@@ -124,8 +121,8 @@ def ab(context: typer.Context, variants: Variants, judged: JudgedInRounds, launc
         state = _state(folder, launches, State(workload=variants.workload, a=sides["a"], b=sides["b"]))
         _check_values(sides, command)
         code = _launch_all(folder, state, variants.rounds, command, force=launches.force)
-        ended = [_complete(folder, state, side, variants.rounds) for side in "ab"]
-        shared = [n for n in ended[0] if n in ended[1]]
+        rounds = (f"round-{n}" for n in range(1, variants.rounds + 1))
+        shared = [n for n in rounds if all(_complete(folder, state, f"{side}/{n}") for side in "ab")]
         if not shared:
             raise UsageError(f"no round has ended on both sides, so there is nothing to compare; read {folder}.")
         a, b = (read_side([folder / side / n for n in shared]) for side in "ab")
@@ -172,17 +169,11 @@ def _launch_all(folder: Path, state: State, rounds: int, command: Command, *, fo
 def _launch(folder: Path, state: State, side: str, command: Command, *, force: bool) -> int:
     """Run sweep or serve in this process, as typed; what it prints goes to stderr, as stdout is the comparison's."""
     arguments = [*getattr(state, side), "-o", str(folder)]
-    if _holds_records(folder):
+    if (folder / RECORDS_FILE).exists():
         arguments.append("--force" if force else "--resume")
     with _as_typed([state.workload, *arguments]), contextlib.redirect_stdout(sys.stderr):
         ended = command.main(arguments, prog_name=f"dcpbench {state.workload}", standalone_mode=False)
     return int(ended or 0)
-
-
-def _holds_records(folder: Path) -> bool:
-    from dcpbench.records.folder import RECORDS_FILE
-
-    return (folder / RECORDS_FILE).exists()
 
 
 @contextlib.contextmanager
@@ -287,7 +278,6 @@ def _check_values(sides: Mapping[str, list[str]], command: Command) -> None:
             raise type(e)(f"--{side} {shlex.join(arguments)!r}: {e}") from e
 
 
-def _complete(folder: Path, state: State, side: str, rounds: int) -> list[str]:
-    """Rounds of a side that ended and left records."""
-    names = [f"round-{n}" for n in range(1, rounds + 1)]
-    return [n for n in names if f"{side}/{n}" in state.done and _holds_records(folder / side / n)]
+def _complete(folder: Path, state: State, name: str) -> bool:
+    """Whether a launch ended and left records."""
+    return name in state.done and (folder / name / RECORDS_FILE).exists()

@@ -1,35 +1,54 @@
-"""How a function becomes a command: its parameters are options, and one that is a dataclass stands for its fields.
+"""How a function becomes a command: its parameters are options, and one that is a Group stands for its fields.
 
 So options that several commands share are fields of one class (options.py), and reach what needs them as one value.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+import copy
 import inspect
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, dataclass_transform, get_type_hints
 
 import typer
 from typer.core import TyperCommand
+from typer.models import OptionInfo
 
 from dcpbench.errors import UsageError
+from dcpbench.points.names import flag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     Does = TypeVar("Does", bound=Callable[..., int])
-    Group = TypeVar("Group")
 
 WRONG, SOME_FAILED = 1, 4
 """Exit codes of commands that ran; those of errors are in errors.py."""
 
 
-def panel(title: str, **same: Any) -> Callable[..., Any]:  # noqa: ANN401 -- what Typer takes
-    """`typer.Option` for options that the help shows under this title, and which have the `same` otherwise, too."""
-    return functools.partial(typer.Option, rich_help_panel=title, **same)
+def panel(title: str | None, **same: Any) -> Callable[..., Any]:  # noqa: ANN401 -- what Typer takes
+    """What makes options that the help shows under this title, and which have the `same` otherwise, too.
+
+    Of a field, it takes the help, then names, where they are not the field's own: a `bool` that is not off by default
+    can be switched off (`--x/--no-x`).
+    """
+
+    def option(text: str, *names: str, default: object = None, **own: Any) -> Any:  # noqa: ANN401 -- as above
+        return typer.Option(default, *names, help=text, rich_help_panel=title, **same, **own)
+
+    return option
+
+
+@dataclass_transform(kw_only_default=True)
+class Group:
+    """Options that a command takes as one value. A field with another default than an option is no option."""
+
+    def __init__(self, **given: object) -> None:
+        """Options by name; those that are not given have their defaults."""
+        for name in get_type_hints(type(self)):
+            default = getattr(type(self), name)
+            setattr(self, name, given.get(name, default.default if isinstance(default, OptionInfo) else default))
 
 
 def command(app: typer.Typer, **settings: Any) -> Callable[[Does], Does]:  # noqa: ANN401 -- what Typer takes
@@ -45,12 +64,6 @@ def command(app: typer.Typer, **settings: Any) -> Callable[[Does], Does]:  # noq
     return add
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
-def group(kind: type[Group]) -> type[Group]:
-    """A dataclass of options, which is a parameter of commands; made without what costs `--help` its time."""
-    return dataclasses.dataclass(kw_only=True, eq=False, repr=False)(kind)
-
-
 def typed(*groups: object) -> dict[str, object]:
     """The options of these groups that were typed, by name, as a configuration file has them."""
     given = {name: value for group in groups for name, value in vars(group).items() if value is not None}
@@ -59,31 +72,39 @@ def typed(*groups: object) -> dict[str, object]:
 
 def _flat(function: Callable[..., int]) -> Callable[..., None]:
     """The function with a parameter for each option, as Typer reads them off a signature."""
-    parameters = inspect.signature(function, eval_str=True).parameters
-    groups: dict[str, Any] = {
-        name: p.annotation for name, p in parameters.items() if dataclasses.is_dataclass(p.annotation)
-    }
+    taken: dict[str, inspect.Parameter] = {}
+    groups: dict[str, tuple[type[Group], list[str]]] = {}
+    for name, p in inspect.signature(function, eval_str=True).parameters.items():
+        of_group = isinstance(p.annotation, type) and issubclass(p.annotation, Group)
+        options = _options(p.annotation) if of_group else [_parameter(name, p.annotation, p.default)]
+        taken |= {option.name: option for option in options}
+        if of_group:
+            groups[name] = p.annotation, [option.name for option in options]
 
-    @functools.wraps(function)
     def flat(**given: object) -> None:
-        made = {
-            name: kind(**{option.name: given.pop(option.name) for option in _options(kind)})
-            for name, kind in groups.items()
-        }
+        made = {name: kind(**{option: given.pop(option) for option in names}) for name, (kind, names) in groups.items()}
         raise typer.Exit(function(**given, **made))
 
-    taken = [option for name, p in parameters.items() for option in (_options(groups[name]) if name in groups else [p])]
-    flat.__signature__ = inspect.Signature([p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in taken])  # type: ignore[attr-defined]
-    flat.__annotations__ = {p.name: p.annotation for p in taken}
+    flat.__name__ = function.__name__
+    flat.__signature__ = inspect.Signature([*taken.values()])  # type: ignore[attr-defined]
+    flat.__annotations__ = {name: p.annotation for name, p in taken.items()}
     return flat
 
 
-def _options(kind: Any) -> Iterator[inspect.Parameter]:  # noqa: ANN401 -- any dataclass
-    """The fields of a group as parameters; one that is not for the constructor (`init=False`) is no option."""
-    for field in dataclasses.fields(kind):
-        if field.init:
-            default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-            yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=field.type)
+def _options(group: type[Group]) -> list[inspect.Parameter]:
+    """The options of a group as parameters."""
+    fields = {name: (kind, getattr(group, name)) for name, kind in get_type_hints(group).items()}
+    return [_parameter(n, kind, default) for n, (kind, default) in fields.items() if isinstance(default, OptionInfo)]
+
+
+def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:  # noqa: ANN401 -- of any type
+    """A parameter with its option beside its type, by the names that it has: Typer's own have changed."""
+    if isinstance(default, OptionInfo):
+        option, default = copy.copy(default), default.default
+        both = f"{flag(name)}/--no-{flag(name)[2:]}" if kind in (bool, bool | None) and default is not False else ""
+        option.default, option.param_decls = ..., option.param_decls or (both or flag(name),)
+        kind = Annotated[kind, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 class Command(TyperCommand):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import group, panel
+from dcpbench.commands.command import Group, panel
 from dcpbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -15,47 +15,30 @@ if TYPE_CHECKING:
 JUDGE = panel("How it is judged")
 
 
-@group
-class Judged:
+class Judged(Group):
     """How two sides are held against each other."""
 
-    fail_on: Annotated[
-        str,
-        JUDGE(
-            "--fail-on",
-            metavar="RULE,…",
-            help="End with 1 where B is proven worse than this: slower:2%, itl_p99:5%, syncs:+0, memory:+1 (its "
-            "unit), …; undecided: also where a rule cannot be decided; missing: also where B lacks a point. "
-            "Points that fail in B alone always count. Default: none.",
-        ),
-    ] = ""
-    margin: Annotated[str, JUDGE("--margin", metavar="PERCENT", help="Ratios within it are as good as the same.")] = (
-        "1%"
+    fail_on: str = JUDGE(
+        "End with 1 where B is proven worse than this: slower:2%, itl_p99:5%, syncs:+0, memory:+1 (its unit), …; "
+        "undecided: also where a rule cannot be decided; missing: also where B lacks a point. Points that fail in B "
+        "alone always count. Default: none.",
+        default="",
+        metavar="RULE,…",
     )
-    launch_noise: Annotated[
-        str,
-        JUDGE(
-            "--launch-noise",
-            metavar="PERCENT",
-            help="Standard deviation of the difference of two launches of the same thing, assumed where each side "
-            "has one; with several it is measured.",
-        ),
-    ] = "2%"
-    alpha: Annotated[
-        float,
-        JUDGE("--alpha", metavar="P", help="Chance of any FASTER or SLOWER where nothing differs, over all rows."),
-    ] = 0.03
-    metric: Annotated[
-        str | None,
-        JUDGE(
-            "--metric",
-            metavar="NAME,…",
-            help="Compare these alone: fewer tests at once find smaller differences. Default: all.",
-        ),
-    ] = None
-    allow_cpu: Annotated[
-        bool, JUDGE("--allow-cpu", help="Judge times of CPU runs, too, which say nothing about performance.")
-    ] = False
+    margin: str = JUDGE("Ratios within it are as good as the same.", default="1%", metavar="PERCENT")
+    launch_noise: str = JUDGE(
+        "Standard deviation of the difference of two launches of the same thing, assumed where each side has one; with "
+        "several it is measured.",
+        default="2%",
+        metavar="PERCENT",
+    )
+    alpha: float = JUDGE(
+        "Chance of any FASTER or SLOWER where nothing differs, over all rows.", default=0.03, metavar="P"
+    )
+    metric: str | None = JUDGE(
+        "Compare these alone: fewer tests at once find smaller differences. Default: all.", metavar="NAME,…"
+    )
+    allow_cpu: bool = JUDGE("Judge times of CPU runs, too, which say nothing about performance.", default=False)
 
     def options(self, *, paired: bool, across: str | None = None) -> "Options":
         """What judges them. Raises UsageError for what is no share."""
@@ -72,16 +55,28 @@ class Judged:
         )
 
 
-@group
-class Shown:
+class Shown(Group):
     """Where a comparison goes."""
 
-    junit: Annotated[Path | None, opt.OUTPUT("--junit", metavar="FILE", help="Write JUnit XML there.")] = None
-    github: Annotated[
-        bool, opt.OUTPUT("--github", help="Print annotations of GitHub Actions, and append to the step summary.")
-    ] = False
-    every: Annotated[bool, opt.OUTPUT("--all", help="Show every point, not the first 40.")] = False
-    as_json: opt.Json = False
+    folder: Path | None = opt.OUTPUT(
+        "Write compare.md, compare.json and the forest plot (PNG, SVG) there.", "-o", "--output", metavar="DIR"
+    )
+    junit: Path | None = opt.OUTPUT("Write JUnit XML there.", metavar="FILE")
+    github: bool = opt.OUTPUT("Print annotations of GitHub Actions, and append to the step summary.", default=False)
+    every: bool = opt.OUTPUT("Show every point, not the first 40.", "--all", default=False)
+    as_json: bool = opt.JSON
+
+
+class Matched(Group):
+    """What the sides are, and which of their points and launches belong together."""
+
+    with_a: list[Path] | None = opt.OPTION("One more launch of A; may be repeated.", metavar="RUN")
+    with_b: list[Path] | None = opt.OPTION("One more launch of B; may be repeated.", metavar="RUN")
+    paired: bool = JUDGE("The n-th launches of A and B belong together, as `ab` makes them.", default=False)
+    across: str | None = JUDGE(
+        "Match points without regard to these, such as exchange or backend, to compare variants. Default: none.",
+        metavar="FIELD,…",
+    )
 
 
 def compare(
@@ -92,32 +87,8 @@ def compare(
         ),
     ],
     b: Annotated[Path, typer.Argument(metavar="B", help="The same, to be compared with A.")],
-    with_a: Annotated[
-        list[Path] | None, typer.Option("--with-a", metavar="RUN", help="One more launch of A; may be repeated.")
-    ] = None,
-    with_b: Annotated[
-        list[Path] | None, typer.Option("--with-b", metavar="RUN", help="One more launch of B; may be repeated.")
-    ] = None,
-    paired: Annotated[
-        bool, JUDGE("--paired", help="The n-th launches of A and B belong together, as `ab` makes them.")
-    ] = False,
-    across: Annotated[
-        str | None,
-        JUDGE(
-            "--across",
-            metavar="FIELD,…",
-            help="Match points without regard to these, such as exchange or backend, to compare variants. "
-            "Default: none.",
-        ),
-    ] = None,
-    *,
+    matched: Matched,
     judged: Judged,
-    output: Annotated[
-        Path | None,
-        opt.OUTPUT(
-            "-o", "--output", metavar="DIR", help="Write compare.md, compare.json and the forest plot (PNG, SVG) there."
-        ),
-    ] = None,
     shown: Shown,
 ) -> int:
     """Say for every point that two runs share whether B is FASTER, SLOWER or the SAME, or that this is UNDECIDED.
@@ -137,10 +108,11 @@ def compare(
     from dcpbench.compare import outputs
     from dcpbench.compare.sides import read_side
 
-    options = judged.options(paired=paired, across=across)
-    out = outputs.Out(fail_on=judged.fail_on, folder=output, **vars(shown))
+    options = judged.options(paired=matched.paired, across=matched.across)
+    out = outputs.Out(fail_on=judged.fail_on, **vars(shown))
     outputs.check(options, out)
-    return outputs.conclude(read_side([a, *(with_a or [])]), read_side([b, *(with_b or [])]), options, out)
+    first, second = read_side([a, *(matched.with_a or [])]), read_side([b, *(matched.with_b or [])])
+    return outputs.conclude(first, second, options, out)
 
 
 def _words(text: str | None) -> tuple[str, ...]:

@@ -100,6 +100,8 @@ def serve(
 
       dcpbench dashboard serve runs --open
     """
+    import webbrowser
+
     try:
         import uvicorn
 
@@ -115,8 +117,8 @@ def serve(
         url = f"http://{LOOPBACK}:{bound.getsockname()[1]}/"
         sys.stdout.write(f"Dashboard of {runs}: {url}  (this machine only; Ctrl-C ends it)\n")
         sys.stdout.flush()
-        if open_browser:
-            _open(url)
+        if open_browser and not webbrowser.open(url):
+            say(f"no browser could be started; open {url} yourself.")
         follower = threading.Thread(target=watcher.follow, daemon=True)
         follower.start()
         config = uvicorn.Config(
@@ -145,17 +147,13 @@ def _folder(output: Path | None) -> Iterator[Path]:
         return
     import tempfile
 
-    before = signal.signal(signal.SIGTERM, _ended)
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     made = tempfile.mkdtemp(prefix="dcpbench-dashboard-")
     try:
         yield Path(made)
     finally:
         shutil.rmtree(made, ignore_errors=True)
         signal.signal(signal.SIGTERM, before)
-
-
-def _ended(number: int, _: object) -> None:
-    sys.exit(128 + number)
 
 
 @contextlib.contextmanager
@@ -184,13 +182,6 @@ def _free(port: int) -> int:
             tried.bind((LOOPBACK, candidate))
             return int(tried.getsockname()[1])
     return 0
-
-
-def _open(url: str) -> None:
-    import webbrowser
-
-    if not webbrowser.open(url):
-        say(f"no browser could be started; open {url} yourself.")
 
 
 def _check_apart(runs: Path, output: Path) -> None:

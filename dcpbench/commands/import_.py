@@ -5,44 +5,25 @@ from typing import Annotated
 
 import typer
 
-from dcpbench.commands.command import group, panel
+from dcpbench.commands.command import Group, panel
 from dcpbench.show.terminal import say
 
 LAYOUT = panel("What the engine ran on, where its file does not say")
 
 
-@group
-class Engine:
+class Engine(Group):
     """What the user says of results that do not say it themselves."""
 
-    model: Annotated[
-        str | None, LAYOUT("--model", metavar="NAME", help="Name of the model. Default: as the file says.")
-    ] = None
-    tp: Annotated[
-        int | None,
-        LAYOUT(
-            "--tp",
-            metavar="N",
-            help="GPUs that shared one copy of the model: of vLLM tensor-parallel-size × data-parallel-size, of "
-            "SGLang tp-size. Default: unknown, and nothing is said per GPU.",
-        ),
-    ] = None
-    dp: Annotated[
-        int | None,
-        LAYOUT("--dp", metavar="N", help="With --tp: attention data parallel replicas inside tp. Default: 1."),
-    ] = None
-    dcp: Annotated[
-        int | None,
-        LAYOUT("--dcp", metavar="N", help="With --tp: ranks that shared the KV cache of one request. Default: 1."),
-    ] = None
-    gpu: Annotated[
-        str | None,
-        LAYOUT("--gpu", metavar="NAME", help="With --tp: hardware, such as 'NVIDIA H200'. Default: unknown."),
-    ] = None
-    dtype: Annotated[
-        str | None,
-        LAYOUT("--dtype", metavar="NAME", help="Of weights and KV cache, such as bf16 or fp8. Default: unknown."),
-    ] = None
+    model: str | None = LAYOUT("Name of the model. Default: as the file says.", metavar="NAME")
+    tp: int | None = LAYOUT(
+        "GPUs that shared one copy of the model: of vLLM tensor-parallel-size × data-parallel-size, of SGLang tp-size. "
+        "Default: unknown, and nothing is said per GPU.",
+        metavar="N",
+    )
+    dp: int | None = LAYOUT("With --tp: attention data parallel replicas inside tp. Default: 1.", metavar="N")
+    dcp: int | None = LAYOUT("With --tp: ranks that shared the KV cache of one request. Default: 1.", metavar="N")
+    gpu: str | None = LAYOUT("With --tp: hardware, such as 'NVIDIA H200'. Default: unknown.", metavar="NAME")
+    dtype: str | None = LAYOUT("Of weights and KV cache, such as bf16 or fp8. Default: unknown.", metavar="NAME")
 
 
 def import_(

@@ -14,8 +14,8 @@ def report(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="DIR", help="Default: RUN/report of the first run.")
     ] = None,
-    as_repeats: opt.AsRepeats = False,
-    slo: opt.Slo = None,
+    *,
+    answer: opt.OneAnswer,
 ) -> int:
     """Write the answer, tables, figures and one self-contained HTML page from the records of one or several runs.
 
@@ -24,12 +24,11 @@ def report(
     from dcpbench.commands.runs import no_report, print_paths, say_cut_short
     from dcpbench.launch.stopping import said_when_stopped
     from dcpbench.reports import write_report
-    from dcpbench.serving.load_words import parse_slo
 
     out = output or (runs[0] if runs[0].is_dir() else runs[0].parent) / "report"
-    objectives = {} if slo is None else parse_slo(slo)
+    options = answer.of_runs
     with said_when_stopped(no_report(runs)):
-        paths = write_report(runs, out, as_repeats=as_repeats, slo=objectives)
+        paths = write_report(runs, out, **options)
     say_cut_short(runs)
     print_paths(paths, sys.stdout)
     return 0

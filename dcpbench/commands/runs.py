@@ -6,7 +6,6 @@ Rich and reports are imported where they are used.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import shlex
 import sys
@@ -58,9 +57,9 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
     candidates = grid.expand(spec, probe, run.machines.nnodes)
     if run.dry_run:
         print_plan(candidates, run)
-        grid.check_any(candidates)
-        return 0
     grid.check_any(candidates)
+    if run.dry_run:
+        return 0
     folder = run.output or folders.new_folder("-".join(spec.model), spec.tp)
     work = work_of(folder, spec, probe, run)
     if run.machines.node_rank:
@@ -76,7 +75,7 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
             engines = tuple(dict.fromkeys(c.plan for c in candidates if c.plan))
             announce(candidates, points, folder, probe)
             (work_off or run_points)(
-                points, dataclasses.replace(work, pool_points=pool_points, engines=engines, lock=lock), run
+                points, msgspec.structs.replace(work, pool_points=pool_points, engines=engines, lock=lock), run
             )
         return _finish(candidates, folder, probe, run)
 

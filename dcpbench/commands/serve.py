@@ -1,14 +1,13 @@
 """`dcpbench serve`: requests over layouts and loads, a grid as of sweep."""
 
-import dataclasses
 import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, cast
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import group, panel, typed
+from dcpbench.commands.command import Group, panel, typed
 from dcpbench.show.terminal import console, say
 
 if TYPE_CHECKING:
@@ -29,239 +28,135 @@ WHAT = panel("What requests are")
 SERVED = panel("How requests are served")
 
 
-@group
 class Layouts(opt.Layouts):
     """Fewer ranks on the CPU than of sweep."""
 
-    tp: Annotated[
-        str | None,
-        opt.LAYOUT(
-            "--tp",
-            help="GPUs that share one copy of the model; each is one torchrun job. Default: all GPUs of this "
-            "machine; 4 on the CPU.",
-        ),
-    ] = None
+    tp: str | None = opt.LAYOUT(
+        "GPUs that share one copy of the model; each is one torchrun job. Default: all GPUs of this machine; 4 on the "
+        "CPU."
+    )
 
 
-@group
-class Load:
+class Load(Group):
     """What is sent and how it is served."""
 
-    model: opt.Model = None
-    weights: opt.Weights = None
-    concurrency: Annotated[
-        str | None,
-        WHEN(
-            "--concurrency",
-            metavar="N,…",
-            help="Closed loop: so many clients over the whole layout, each of which sends its next request when "
-            "its last one is answered. With --request-rate: requests in flight at most, by default 512 for "
-            "each dp replica. Default: 8,32,48 on GPUs; 4 on the CPU.",
-        ),
-    ] = None
-    request_rate: Annotated[
-        str | None,
-        WHEN(
-            "--request-rate",
-            metavar="R,…",
-            help="Open loop: requests per second on average, which come whether or not earlier ones are answered. "
-            "Default: a closed loop.",
-        ),
-    ] = None
-    burstiness: Annotated[
-        str | None,
-        WHEN(
-            "--burstiness",
-            metavar="B",
-            help="With --request-rate: shape of the gamma distribution of the gaps. 1 is Poisson, less comes in "
-            "bursts, more regularly. Default: 1.",
-        ),
-    ] = None
-    requests: Annotated[
-        Path | None,
-        WHEN(
-            "--requests",
-            metavar="FILE",
-            help="Requests of a file: Mooncake JSONL, our JSONL or CSV. They come at the file's times; with "
-            "--concurrency in a closed loop, with --request-rate at that rate. Default: none, requests are "
-            "made up.",
-        ),
-    ] = None
-    limit: Annotated[
-        str | None,
-        WHEN(
-            "--limit",
-            metavar="N|Ns",
-            help="Stop early: 200 takes the first 200 requests; 60s ends each run then and counts what has not "
-            "finished as cancelled. Default: no limit.",
-        ),
-    ] = None
-    num_requests: Annotated[
-        str | None,
-        WHAT("--num-requests", metavar="N", help="Requests of each point. Default: 480 on GPUs; 16 on the CPU."),
-    ] = None
-    input_tokens: Annotated[
-        str | None,
-        WHAT(
-            "--input-tokens",
-            metavar="LEN,…",
-            help="Length of prompts: 4000, uniform:1000-7000 or lognormal:4000:0.5 (median and sigma; at least 1, "
-            "no upper bound). Each of the list is a point. Default: 4000 on GPUs; 32 on the CPU.",
-        ),
-    ] = None
-    output_tokens: Annotated[
-        str | None,
-        WHAT(
-            "--output-tokens",
-            metavar="LEN,…",
-            help="Tokens that are sampled for a request, written likewise; nothing ends one earlier. Default: "
-            "1500 on GPUs; 8 on the CPU.",
-        ),
-    ] = None
-    prefix_share: Annotated[
-        str | None,
-        WHAT(
-            "--prefix-share",
-            metavar="S",
-            help="Share of each prompt, from 0 to less than 1, that begins like the prompts of its group. Default: 0.",
-        ),
-    ] = None
-    prefix_groups: Annotated[
-        str | None,
-        WHAT(
-            "--prefix-groups", metavar="N", help="With --prefix-share: groups, which take requests in turn. Default: 1."
-        ),
-    ] = None
-    seed: Annotated[
-        str | None,
-        WHAT(
-            "--seed",
-            metavar="N",
-            help="Of lengths, gaps and tokens: the same requests for every layout and machine. Default: 0.",
-        ),
-    ] = None
-    policy: Annotated[
-        str | None,
-        SERVED(
-            "--policy",
-            metavar="NAME",
-            help="mixed: chunks of prompts ride with tokens of running requests; prefill-first: these wait while "
-            "there are chunks. Default: mixed.",
-        ),
-    ] = None
-    chunk: Annotated[
-        str | None,
-        SERVED(
-            "--chunk",
-            metavar="TOKENS",
-            help="Prompt tokens of a step at most, over the whole layout; page size × dcp × dp at least. Default: "
-            "8192 on GPUs; 64 on the CPU.",
-        ),
-    ] = None
-    prefix_cache: Annotated[
-        bool | None,
-        SERVED(
-            "--prefix-cache/--no-prefix-cache",
-            help="Keep the KV of finished prompts for others that begin alike, as long as there is room. Default: yes.",
-        ),
-    ] = None
-    prefill: Annotated[
-        str | None,
-        SERVED(
-            "--prefill",
-            metavar="NAME",
-            help="Attention of prompts: sdpa (torch) or flashinfer, about three times as fast. Default: flashinfer on "
-            "GPUs where it is installed; else sdpa.",
-        ),
-    ] = None
-    kv_memory: Annotated[
-        str | None,
-        SERVED(
-            "--kv-memory",
-            metavar="SIZE",
-            help="KV pool per GPU, such as 20GiB. Where it is less than the requests in flight need, they wait "
-            "and are preempted. Default: all that the weights leave, where all of them fit; else what the "
-            "requests in flight need, as far as there is room.",
-        ),
-    ] = None
+    model: str | None = opt.MODEL
+    weights: str | None = opt.WEIGHTS
+    concurrency: str | None = WHEN(
+        "Closed loop: so many clients over the whole layout, each of which sends its next request when its last one is "
+        "answered. With --request-rate: requests in flight at most, by default 512 for each dp replica. Default: "
+        "8,32,48 on GPUs; 4 on the CPU.",
+        metavar="N,…",
+    )
+    request_rate: str | None = WHEN(
+        "Open loop: requests per second on average, which come whether or not earlier ones are answered. Default: a "
+        "closed loop.",
+        metavar="R,…",
+    )
+    burstiness: str | None = WHEN(
+        "With --request-rate: shape of the gamma distribution of the gaps. 1 is Poisson, less comes in bursts, more "
+        "regularly. Default: 1.",
+        metavar="B",
+    )
+    requests: Path | None = WHEN(
+        "Requests of a file: Mooncake JSONL, our JSONL or CSV. They come at the file's times; with --concurrency in a "
+        "closed loop, with --request-rate at that rate. Default: none, requests are made up.",
+        metavar="FILE",
+    )
+    limit: str | None = WHEN(
+        "Stop early: 200 takes the first 200 requests; 60s ends each run then and counts what has not finished as "
+        "cancelled. Default: no limit.",
+        metavar="N|Ns",
+    )
+    num_requests: str | None = WHAT("Requests of each point. Default: 480 on GPUs; 16 on the CPU.", metavar="N")
+    input_tokens: str | None = WHAT(
+        "Length of prompts: 4000, uniform:1000-7000 or lognormal:4000:0.5 (median and sigma; at least 1, no upper "
+        "bound). Each of the list is a point. Default: 4000 on GPUs; 32 on the CPU.",
+        metavar="LEN,…",
+    )
+    output_tokens: str | None = WHAT(
+        "Tokens that are sampled for a request, written likewise; nothing ends one earlier. Default: 1500 on GPUs; 8 "
+        "on the CPU.",
+        metavar="LEN,…",
+    )
+    prefix_share: str | None = WHAT(
+        "Share of each prompt, from 0 to less than 1, that begins like the prompts of its group. Default: 0.",
+        metavar="S",
+    )
+    prefix_groups: str | None = WHAT(
+        "With --prefix-share: groups, which take requests in turn. Default: 1.", metavar="N"
+    )
+    seed: str | None = WHAT(
+        "Of lengths, gaps and tokens: the same requests for every layout and machine. Default: 0.", metavar="N"
+    )
+    policy: str | None = SERVED(
+        "mixed: chunks of prompts ride with tokens of running requests; prefill-first: these wait while there are "
+        "chunks. Default: mixed.",
+        metavar="NAME",
+    )
+    chunk: str | None = SERVED(
+        "Prompt tokens of a step at most, over the whole layout; page size × dcp × dp at least. Default: 8192 on GPUs; "
+        "64 on the CPU.",
+        metavar="TOKENS",
+    )
+    prefix_cache: bool | None = SERVED(
+        "Keep the KV of finished prompts for others that begin alike, as long as there is room. Default: yes."
+    )
+    prefill: str | None = SERVED(
+        "Attention of prompts: sdpa (torch) or flashinfer, about three times as fast. Default: flashinfer on GPUs where "
+        "it is installed; else sdpa.",
+        metavar="NAME",
+    )
+    kv_memory: str | None = SERVED(
+        "KV pool per GPU, such as 20GiB. Where it is less than the requests in flight need, they wait and are "
+        "preempted. Default: all that the weights leave, where all of them fit; else what the requests in flight need, "
+        "as far as there is room.",
+        metavar="SIZE",
+    )
 
 
-@group
 class How(opt.How):
     """Nothing is chosen by itself, and no batch is halved."""
 
-    backend: Annotated[
-        str | None,
-        opt.HOW(
-            "--backend",
-            metavar="NAME,…",
-            help="Attention kernel of running requests: triton, flashinfer or, on the CPU, reference. Default: "
-            "flashinfer where it is installed, else triton; reference on the CPU.",
-        ),
-    ] = None
-    exchange: Annotated[
-        str | None,
-        opt.HOW(
-            "--exchange",
-            metavar="NAME,…",
-            help="How partial attention is merged over dcp ranks: ag_rs, a2a or symm (symmetric memory, inside "
-            "one machine). Default: ag_rs.",
-        ),
-    ] = None
-    overlap: bool | None = dataclasses.field(default=None, init=False)
-    dtype: Annotated[
-        str | None,
-        opt.HOW(
-            "--dtype",
-            metavar="NAME",
-            help="Of weights and KV cache: bf16 on GPUs; bf16, fp16 or fp32 on the CPU. Default: bf16 on GPUs; "
-            "fp32 on the CPU.",
-        ),
-    ] = None
+    backend: str | None = opt.HOW(
+        "Attention kernel of running requests: triton, flashinfer or, on the CPU, reference. Default: flashinfer where "
+        "it is installed, else triton; reference on the CPU.",
+        metavar="NAME,…",
+    )
+    exchange: str | None = opt.HOW(
+        "How partial attention is merged over dcp ranks: ag_rs, a2a or symm (symmetric memory, inside one machine). "
+        "Default: ag_rs.",
+        metavar="NAME,…",
+    )
+    overlap = None
+    dtype: str | None = opt.HOW(
+        "Of weights and KV cache: bf16 on GPUs; bf16, fp16 or fp32 on the CPU. Default: bf16 on GPUs; fp32 on the CPU.",
+        metavar="NAME",
+    )
 
 
-@group
-class Measured:
+class Measured(Group):
     """Live or replayed, against what, and how often."""
 
-    mode: Annotated[
-        str | None,
-        opt.MEASURE(
-            "--mode",
-            metavar="NAME,…",
-            help="live: every token is computed. replay: step times are measured once for a layout, then the same "
-            "scheduler runs in virtual time. live,replay: both, and the report says how far they are apart. "
-            "Default: live.",
-        ),
-    ] = None
-    step_times: Annotated[
-        Path | None,
-        opt.MEASURE(
-            "--step-times",
-            metavar="FILE",
-            help="With --mode replay: step times that were measured before; no GPU is needed then. Default: "
-            "measure them.",
-        ),
-    ] = None
-    slo: Annotated[
-        str | None,
-        opt.MEASURE(
-            "--slo",
-            metavar="NAME=MS,…",
-            help="Limits in ms, such as ttft=500,itl=50; also tpot and e2el. Goodput is the requests per second "
-            "that keep all of them. Default: none.",
-        ),
-    ] = None
-    repeats: opt.Repeats = None
-    baseline: opt.Baseline = None
-    profile: Annotated[
-        bool | None,
-        opt.MEASURE(
-            "--profile/--no-profile",
-            help="On GPUs, a separate profiled pass that says where the host waits; never touches the timings. "
-            "Default: yes.",
-        ),
-    ] = None
+    mode: str | None = opt.MEASURE(
+        "live: every token is computed. replay: step times are measured once for a layout, then the same scheduler "
+        "runs in virtual time. live,replay: both, and the report says how far they are apart. Default: live.",
+        metavar="NAME,…",
+    )
+    step_times: Path | None = opt.MEASURE(
+        "With --mode replay: step times that were measured before; no GPU is needed then. Default: measure them.",
+        metavar="FILE",
+    )
+    slo: str | None = opt.MEASURE(
+        "Limits in ms, such as ttft=500,itl=50; also tpot and e2el. Goodput is the requests per second that keep all "
+        "of them. Default: none.",
+        metavar="NAME=MS,…",
+    )
+    repeats: int | None = opt.REPEATS
+    baseline: bool | None = opt.BASELINE
+    profile: bool | None = opt.MEASURE(
+        "On GPUs, a separate profiled pass that says where the host waits; never touches the timings. Default: yes."
+    )
 
 
 def serve(layouts: Layouts, load: Load, how: How, measured: Measured, run: opt.RunOnMachines) -> int:

@@ -11,8 +11,7 @@ from dcpbench.show.terminal import console
 
 def show(
     runs: opt.Runs,
-    as_repeats: opt.AsRepeats = False,
-    slo: opt.Slo = None,
+    answer: opt.OneAnswer,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print rows and findings as one JSON object, for scripts.")
     ] = False,
@@ -23,15 +22,14 @@ def show(
     """
     from dcpbench.commands.runs import say_cut_short
     from dcpbench.reports import terminal_table
-    from dcpbench.serving.load_words import parse_slo
 
-    objectives = {} if slo is None else parse_slo(slo)
+    options = answer.of_runs
     if as_json:
         from dcpbench.reports import frames, terminal_json
 
-        sys.stdout.write(terminal_json.dumps(frames.load(runs, as_repeats=as_repeats, slo=objectives)) + "\n")
+        sys.stdout.write(terminal_json.dumps(frames.load(runs, **options)) + "\n")
         return 0
-    table = terminal_table(runs, as_repeats=as_repeats, slo=objectives)
+    table = terminal_table(runs, **options)
     say_cut_short(runs)
     console().print(table)
     return 0

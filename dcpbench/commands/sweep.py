@@ -1,73 +1,46 @@
 """`dcpbench sweep`: decode over layouts and loads."""
 
-from typing import Annotated
-
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import group, typed
+from dcpbench.commands.command import Group, typed
 
 
-@group
-class Load:
+class Load(Group):
     """What is computed, and for how many requests."""
 
-    model: opt.Model = None
-    concurrency: Annotated[
-        str | None,
-        opt.LOAD(
-            "--concurrency",
-            metavar="N,…",
-            help="Requests in flight over the whole layout. Default: 8,32,48 on GPUs; 2,8 on the CPU.",
-        ),
-    ] = None
-    context: Annotated[
-        str | None,
-        opt.LOAD(
-            "--context",
-            metavar="TOKENS,…",
-            help="Tokens already in the KV cache of each request. Default: 4000 on GPUs; 100 on the CPU.",
-        ),
-    ] = None
-    weights: opt.Weights = None
+    model: str | None = opt.MODEL
+    concurrency: str | None = opt.LOAD(
+        "Requests in flight over the whole layout. Default: 8,32,48 on GPUs; 2,8 on the CPU.", metavar="N,…"
+    )
+    context: str | None = opt.LOAD(
+        "Tokens already in the KV cache of each request. Default: 4000 on GPUs; 100 on the CPU.", metavar="TOKENS,…"
+    )
+    weights: str | None = opt.WEIGHTS
 
 
-@group
 class How(opt.How):
     """With the size of the pool."""
 
-    kv_memory: Annotated[
-        str | None,
-        opt.HOW(
-            "--kv-memory",
-            metavar="SIZE",
-            help="KV pool per GPU, such as 100GiB or 40GB. Default: all that the weights leave, where all of them "
-            "fit beside the largest point of the layout; else what that point needs.",
-        ),
-    ] = None
+    kv_memory: str | None = opt.HOW(
+        "KV pool per GPU, such as 100GiB or 40GB. Default: all that the weights leave, where all of them fit beside "
+        "the largest point of the layout; else what that point needs.",
+        metavar="SIZE",
+    )
 
 
-@group
-class Measured:
+class Measured(Group):
     """How long, how often, and what beside."""
 
-    seconds: Annotated[
-        float | None,
-        opt.MEASURE(
-            "--seconds",
-            metavar="SECONDS",
-            help="Time limit of one point's measurement; it stops earlier once the median is known within ±1 %, "
-            "and is marked noisy otherwise. Default: 10.",
-        ),
-    ] = None
-    repeats: opt.Repeats = None
-    baseline: opt.Baseline = None
-    profile: Annotated[
-        bool | None,
-        opt.MEASURE(
-            "--profile/--no-profile",
-            help="A separate profiled pass for the phase breakdown and host synchronisations; never touches the "
-            "timings. Default: yes.",
-        ),
-    ] = None
+    seconds: float | None = opt.MEASURE(
+        "Time limit of one point's measurement; it stops earlier once the median is known within ±1 %, and is marked "
+        "noisy otherwise. Default: 10.",
+        metavar="SECONDS",
+    )
+    repeats: int | None = opt.REPEATS
+    baseline: bool | None = opt.BASELINE
+    profile: bool | None = opt.MEASURE(
+        "A separate profiled pass for the phase breakdown and host synchronisations; never touches the timings. "
+        "Default: yes."
+    )
 
 
 def sweep(layouts: opt.Layouts, load: Load, how: How, measured: Measured, run: opt.RunOnMachines) -> int:

@@ -1,12 +1,11 @@
 """`dcpbench syncs …`: their options. What the commands do lies in syncs/, whose parts end in the same way."""
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dcpbench.commands.command import command, group, panel
+from dcpbench.commands.command import Group, command, panel
 
 if TYPE_CHECKING:
     from dcpbench.syncs.commands import GateOptions
@@ -35,67 +34,38 @@ Traces = Annotated[
         "folder stands for the traces directly in it.",
     ),
 ]
-Output = Annotated[Path | None, OUTPUT("-o", "--output", metavar="FILE", help="Write there. Default: stdout.")]
-Force = Annotated[bool, OUTPUT("--force", help="Write over a file that is there. Default: no.")]
+FORCE = OUTPUT("Write over a file that is there. Default: no.", default=False)
 
 
-@group
-class Gate:
+class Gate(Group):
     """What is read beside traces, and what may pass."""
 
-    root: Annotated[
-        Path | None,
-        READ(
-            "--root",
-            metavar="FOLDER",
-            help="Root of the repository: paths are shown relative to it, and pyproject.toml and allow-sync "
-            "comments are read there. Default: the folder with .git around this one.",
-        ),
-    ] = None
-    step_range: Annotated[
-        str | None,
-        READ(
-            "--step-range",
-            metavar="REGEX",
-            help="Ranges (record_function) that mark a step, such as '^decode_step'. Default: ProfilerStep#N, "
-            "which prof.step() makes, else numbered ranges.",
-        ),
-    ] = None
-    baseline: Annotated[
-        Path | None,
-        GATE(
-            "--baseline",
-            metavar="FILE",
-            help="Only sites that are not in FILE, or that occur more often per step than there, are findings. "
-            "Default: none.",
-        ),
-    ] = None
-    max_per_step: Annotated[
-        float | None,
-        GATE(
-            "--max-per-step",
-            metavar="N",
-            help="Synchronisations per step over all sites; more are a finding. Default: none.",
-        ),
-    ] = None
-    max_bubble_us: Annotated[
-        float | None,
-        GATE(
-            "--max-bubble-us",
-            metavar="MICROSECONDS",
-            help="GPU idle time that removing each wait would win, at most, summed over all sites and traces; "
-            "more is a finding. Default: none.",
-        ),
-    ] = None
-    allow: Annotated[
-        list[str] | None,
-        GATE(
-            "--allow",
-            metavar="GLOB",
-            help="May synchronise: 'module.function', 'function' or the name of a range; repeat for several. "
-            "Default: none.",
-        ),
-    ] = None
+    root: Path | None = READ(
+        "Root of the repository: paths are shown relative to it, and pyproject.toml and allow-sync comments are read "
+        "there. Default: the folder with .git around this one.",
+        metavar="FOLDER",
+    )
+    step_range: str | None = READ(
+        "Ranges (record_function) that mark a step, such as '^decode_step'. Default: ProfilerStep#N, which prof.step() "
+        "makes, else numbered ranges.",
+        metavar="REGEX",
+    )
+    baseline: Path | None = GATE(
+        "Only sites that are not in FILE, or that occur more often per step than there, are findings. Default: none.",
+        metavar="FILE",
+    )
+    max_per_step: float | None = GATE(
+        "Synchronisations per step over all sites; more are a finding. Default: none.", metavar="N"
+    )
+    max_bubble_us: float | None = GATE(
+        "GPU idle time that removing each wait would win, at most, summed over all sites and traces; more is a "
+        "finding. Default: none.",
+        metavar="MICROSECONDS",
+    )
+    allow: list[str] | None = GATE(
+        "May synchronise: 'module.function', 'function' or the name of a range; repeat for several. Default: none.",
+        metavar="GLOB",
+    )
 
     def options(self) -> "GateOptions":
         """As typed."""
@@ -104,68 +74,50 @@ class Gate:
         return GateOptions(**{**vars(self), "allow": self.allow or ()})
 
 
-@group
 class GateWithoutTimes(Gate):
     """Nothing is timed."""
 
-    max_bubble_us: float | None = dataclasses.field(default=None, init=False)
+    max_bubble_us = None
 
 
-@group
 class GateToBe(GateWithoutTimes):
     """For a baseline that is yet to be written, of whatever number."""
 
-    baseline: Path | None = dataclasses.field(default=None, init=False)
-    max_per_step: float | None = dataclasses.field(default=None, init=False)
+    baseline = None
+    max_per_step = None
 
 
-@group
-class Report:
+class Report(Group):
     """Where the report goes, and as what."""
 
-    form: Annotated[
-        str,
-        OUTPUT(
-            "--format",
-            metavar="NAME",
-            help="table, json, sarif, junit, github (annotations, and the step summary) or markdown.",
-        ),
-    ] = "table"
-    output: Output = None
-    force: Force = False
+    form: str = OUTPUT(
+        "table, json, sarif, junit, github (annotations, and the step summary) or markdown.",
+        "--format",
+        default="table",
+        metavar="NAME",
+    )
+    output: Path | None = OUTPUT("Write there. Default: stdout.", "-o", "--output", metavar="FILE")
+    force: bool = FORCE
 
 
-@group
-class Recorded:
+class Recorded(Group):
     """What is recorded of each process."""
 
-    warmup: Annotated[int, RECORD("--warmup", metavar="STEPS", help="Steps of each process that are not recorded.")] = 0
-    steps: Annotated[
-        int | None,
-        RECORD(
-            "--steps",
-            metavar="STEPS",
-            help="Steps that are recorded then; after them the program goes on unprofiled. Default: all until its "
-            "end, which makes large traces.",
-        ),
-    ] = None
-    step: Annotated[
-        str,
-        RECORD(
-            "--step",
-            metavar="MODULE:FUNCTION",
-            help="A call of this function is a step, such as engine.loop:Engine.step or __main__:train_step. "
-            "Default: from one call of the outermost nn.Module to the next.",
-        ),
-    ] = ""
-    keep: Annotated[
-        Path | None,
-        RECORD(
-            "--keep-traces",
-            metavar="FOLDER",
-            help="Keep the traces there. Default: they are removed once they have been read.",
-        ),
-    ] = None
+    warmup: int = RECORD("Steps of each process that are not recorded.", default=0, metavar="STEPS")
+    steps: int | None = RECORD(
+        "Steps that are recorded then; after them the program goes on unprofiled. Default: all until its end, which "
+        "makes large traces.",
+        metavar="STEPS",
+    )
+    step: str = RECORD(
+        "A call of this function is a step, such as engine.loop:Engine.step or __main__:train_step. Default: from one "
+        "call of the outermost nn.Module to the next.",
+        default="",
+        metavar="MODULE:FUNCTION",
+    )
+    keep: Path | None = RECORD(
+        "Keep the traces there. Default: they are removed once they have been read.", "--keep-traces", metavar="FOLDER"
+    )
 
 
 @command(app, rich_help_panel="Traces")
@@ -192,22 +144,17 @@ def scan(traces: Traces, gate: Gate, report: Report) -> int:
     return commands.scan(traces, gate.options(), commands.Out(**vars(report)))
 
 
+class Written(Group):
+    """Where a baseline goes."""
+
+    output: Path | None = OUTPUT(
+        "Default: the baseline that pyproject.toml names, else syncs-baseline.json.", "-o", "--output", metavar="FILE"
+    )
+    force: bool = FORCE
+
+
 @command(app, rich_help_panel="Traces")
-def baseline(
-    traces: Traces,
-    output: Annotated[
-        Path | None,
-        OUTPUT(
-            "-o",
-            "--output",
-            metavar="FILE",
-            help="Default: the baseline that pyproject.toml names, else syncs-baseline.json.",
-        ),
-    ] = None,
-    *,
-    gate: GateToBe,
-    force: Force = False,
-) -> int:
+def baseline(traces: Traces, written: Written, gate: GateToBe) -> int:
     """Write down which sites there are today, and how often per step, so that only new ones fail.
 
     What is allowed is left out, and so are sites of the first step alone. The file is sorted and made to be committed.
@@ -218,7 +165,7 @@ def baseline(
     """
     from dcpbench.syncs import commands
 
-    return commands.baseline(traces, gate.options(), output, force=force)
+    return commands.baseline(traces, gate.options(), written.output, force=written.force)
 
 
 @command(app, rich_help_panel="Programs", context_settings={"allow_interspersed_args": False})
@@ -257,6 +204,16 @@ def run(
     return runs.run(program or [], runs.Recording(**vars(recorded)), gate.options(), out)
 
 
+class Assumed(Group):
+    """What a dry run cannot see."""
+
+    assume_device: bool = READ(
+        "Tensors made without a device count as the GPU's, for tests that name none; those with device='cpu', pinned "
+        "ones and those assigned to a name ending in _cpu stay on the host. Default: no.",
+        default=False,
+    )
+
+
 @command(app, name="dry-run", rich_help_panel="Programs", context_settings={"allow_interspersed_args": False})
 def dry_run(
     program: Annotated[
@@ -267,16 +224,8 @@ def dry_run(
             help="Your program as you would type it: python script.py …, or python -m module …",
         ),
     ] = None,
-    assume_device: Annotated[
-        bool,
-        READ(
-            "--assume-device",
-            help="Tensors made without a device count as the GPU's, for tests that name none; those with "
-            "device='cpu', pinned ones and those assigned to a name ending in _cpu stay on the host. "
-            "Default: no.",
-        ),
-    ] = False,
     *,
+    assumed: Assumed,
     gate: GateWithoutTimes,
     report: Report,
 ) -> int:
@@ -297,4 +246,4 @@ def dry_run(
     from dcpbench.syncs import commands, dry_run_program
 
     out = commands.Out(**vars(report))
-    return dry_run_program.dry_run(program or [], gate.options(), out, assume_device=assume_device)
+    return dry_run_program.dry_run(program or [], gate.options(), out, assume_device=assumed.assume_device)

@@ -12,8 +12,7 @@ def top(
         typer.Argument(metavar="RUN", help="A run's folder. Default: the newest below runs/ that is running."),
     ] = None,
     every: Annotated[
-        float,
-        typer.Option("--every", metavar="SECONDS", help="Between two looks. Default: 1.", show_default=False),
+        float, typer.Option("--every", metavar="SECONDS", help="Between two looks. Default: 1.", show_default=False)
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print how far it is, and end.")] = False,
     as_json: Annotated[

@@ -1,13 +1,12 @@
 """`dcpbench verify`: layouts, backends and exchanges against a slow fp64 reference on one rank."""
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import SOME_FAILED, WRONG, group, typed
+from dcpbench.commands.command import SOME_FAILED, WRONG, Group, typed
 from dcpbench.show.terminal import console, say
 from dcpbench.show.text import counted
 
@@ -23,75 +22,44 @@ USUAL = ((1, 1, 1), (2, 1, 1), (2, 1, 2), (4, 1, 2), (4, 1, 4), (4, 2, 2))
 USUAL_LOAD = {"concurrency": "4", "context": "37"}
 
 
-@group
 class Layouts(opt.Layouts):
     """Those to be checked, all that are valid where a degree is left out."""
 
-    tp: Annotated[
-        str | None,
-        opt.LAYOUT(
-            "--tp",
-            help="Ranks of a layout. Default: the largest --dp times the largest --dcp; without any of the three, "
-            "the six layouts above.",
-        ),
-    ] = None
-    dp: Annotated[
-        str | None,
-        opt.LAYOUT("--dp", help="Attention data parallel replicas inside tp. Default: every valid number."),
-    ] = None
-    dcp: Annotated[
-        str | None,
-        opt.LAYOUT(
-            "--dcp",
-            help="Ranks that share the KV cache of one request; divides tp / dp. Default: every valid number.",
-        ),
-    ] = None
+    tp: str | None = opt.LAYOUT(
+        "Ranks of a layout. Default: the largest --dp times the largest --dcp; without any of the three, the six "
+        "layouts above."
+    )
+    dp: str | None = opt.LAYOUT("Attention data parallel replicas inside tp. Default: every valid number.")
+    dcp: str | None = opt.LAYOUT(
+        "Ranks that share the KV cache of one request; divides tp / dp. Default: every valid number."
+    )
 
 
-@group
-class Load:
+class Load(Group):
     """What is computed, and against what a checkpoint is held."""
 
-    model: Annotated[str | None, opt.LOAD("--model", metavar="NAME", help="As in sweep. Default: as in sweep.")] = None
-    checkpoint: Annotated[
-        Path | None,
-        opt.LOAD(
-            "--checkpoint",
-            metavar="FOLDER",
-            help="Also compare logits and greedy tokens with transformers, for this Hugging Face checkpoint "
-            "(config.json and safetensors).",
-        ),
-    ] = None
-    prompts: Annotated[
-        Path | None,
-        opt.LOAD(
-            "--prompts",
-            metavar="FILE",
-            help="With --checkpoint: JSON lists of token ids. Default: seeded random prompts of uneven lengths.",
-        ),
-    ] = None
-    new_tokens: Annotated[
-        int, opt.LOAD("--new-tokens", metavar="N", help="With --checkpoint: greedy tokens compared.", min=1)
-    ] = 8
-    concurrency: Annotated[
-        str | None, opt.LOAD("--concurrency", metavar="N", help="With --checkpoint: random prompts. Default: 4.")
-    ] = None
-    context: Annotated[
-        str | None,
-        opt.LOAD(
-            "--context",
-            metavar="TOKENS",
-            help="Length of the longest request; the others are shorter, so that shards are uneven. Default: 37.",
-        ),
-    ] = None
+    model: str | None = opt.LOAD("As in sweep. Default: as in sweep.", metavar="NAME")
+    checkpoint: Path | None = opt.LOAD(
+        "Also compare logits and greedy tokens with transformers, for this Hugging Face checkpoint (config.json and "
+        "safetensors).",
+        metavar="FOLDER",
+    )
+    prompts: Path | None = opt.LOAD(
+        "With --checkpoint: JSON lists of token ids. Default: seeded random prompts of uneven lengths.", metavar="FILE"
+    )
+    new_tokens: int = opt.LOAD("With --checkpoint: greedy tokens compared.", default=8, metavar="N", min=1)
+    concurrency: str | None = opt.LOAD("With --checkpoint: random prompts. Default: 4.", metavar="N")
+    context: str | None = opt.LOAD(
+        "Length of the longest request; the others are shorter, so that shards are uneven. Default: 37.",
+        metavar="TOKENS",
+    )
 
 
-@group
 class Run(opt.Run):
     """Without a file of options, and always from the beginning."""
 
-    config: Path | None = dataclasses.field(default=None, init=False)
-    resume: bool = dataclasses.field(default=False, init=False)
+    config = None
+    resume = False
 
 
 def verify(layouts: Layouts, load: Load, how: opt.How, run: Run) -> int:
@@ -109,6 +77,8 @@ def verify(layouts: Layouts, load: Load, how: opt.How, run: Run) -> int:
 
       dcpbench verify --checkpoint ~/models/deepseek-v2-lite --tp 4 --dcp 4
     """
+    import msgspec
+
     from dcpbench.commands import runs
     from dcpbench.errors import UsageError
     from dcpbench.launch import folders
@@ -134,14 +104,13 @@ def verify(layouts: Layouts, load: Load, how: opt.How, run: Run) -> int:
     texts = _prompts(spec, load)
     folder = run.output or folders.new_folder("verify", spec.tp)
     points = [c.point for c in candidates if c.error is None]
-    work = dataclasses.replace(
-        runs.work_of(folder, spec, probe, run), kind="verify", new_tokens=load.new_tokens, prompts=texts
-    )
+    work = runs.work_of(folder, spec, probe, run)
+    work = msgspec.structs.replace(work, kind="verify", new_tokens=load.new_tokens, prompts=texts)
     with folders.locked(folder) as lock:
         with folders.writing(folder):
             folders.prepare_checks(folder, force=run.force)
             runs.announce(candidates, points, folder, probe, cpu_note=False)
-            runs.run_points(points, dataclasses.replace(work, lock=lock), run)
+            runs.run_points(points, msgspec.structs.replace(work, lock=lock), run)
         return _print_checks(points, folder, run)
 
 

@@ -211,7 +211,8 @@ def check_resumed(folder: Path, now: Mapping[str, object]) -> str:
     Raises OutputError where points measured now would not belong beside the others: another pool, layout of the KV
     cache, dtype, checkpoint or device.
     """
-    before = _last_settings(folder)
+    job = _last_job(folder)
+    before = settings_of(job.points[0], job.settings, job.device) if job else {}
     differ = {name: (old, now[name]) for name, old in before.items() if old != now[name]}
     said = ", ".join(f"{name} was {_text(old)} and is {_text(new)}" for name, (old, new) in differ.items())
     refused = [name for name in differ if name not in MAY_CHANGE]
@@ -221,11 +222,6 @@ def check_resumed(folder: Path, now: Mapping[str, object]) -> str:
             "another folder with -o."
         )
     return f"--resume: in {folder} {said}; points measured from here on have the new value." if said else ""
-
-
-def _last_settings(folder: Path) -> dict[str, object]:
-    job = _last_job(folder)
-    return settings_of(job.points[0], job.settings, job.device) if job else {}
 
 
 def _last_job(folder: Path) -> Job | None:
@@ -250,7 +246,7 @@ def _holds(path: Path) -> bool:
 
 
 def _start_over(folder: Path, *results: str) -> None:
-    """Remove results and jobs of an earlier run: its job files would speak for this one, and its logs run on."""
+    """Remove results and jobs of an earlier run, which would speak for this one."""
     try:
         for path in folder.glob(JOB_FILES):
             tag = tag_of(path)

@@ -35,30 +35,36 @@ SECRET = "DCPBENCH_SECRET"  # noqa: S105 -- the name of the variable
 """Environment variable with the secret that the machines of a sweep share."""
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class Command(msgspec.Struct, frozen=True, kw_only=True):
+    """What is the same for all jobs of a command."""
+
+    kind: str = "sweep"
+    """`sweep` or `verify`."""
+    device: str
+    """`cuda` or `cpu`."""
+    settings: Settings
+    pool_points: tuple[Point, ...] = ()
+    """All points of the sweep, those of a job and those already recorded. Empty: those of a job."""
+    engines: tuple[EnginePlan, ...] = ()
+    """Kind `sweep`: what is built for the points. Made for all points of the sweep, so that a resumed or relaunched job
+    measures with the same memory plan."""
+    command: str = ""
+    """As typed."""
+    prompts: tuple[tuple[int, ...], ...] = ()
+    """Kind `verify` with a checkpoint: token ids, one list per request."""
+    new_tokens: int = 8
+
+
+class Job(Command, frozen=True, kw_only=True):
     """Everything one torchrun job does. All points have the same tp, the world size."""
 
-    kind: str
-    """`sweep` or `verify`."""
     tag: str
     folder: str
     """Absolute path of the run's folder."""
-    device: str
-    """`cuda` or `cpu`."""
     points: list[Point]
-    pool_points: list[Point] = []
-    """All points of the sweep, these and those already recorded. Empty: `points`."""
-    engines: list[EnginePlan] = []
-    """Kind `sweep`: what is built for the points. Made for all points of the sweep, so that a resumed or relaunched job
-    measures with the same memory plan."""
-    settings: Settings
     store: tuple[str, int] | None = None
     """(host, port) at which rank 0 serves the store of torch.distributed to ranks of several machines. None: they are
     all on this one and meet on its loopback, at a port that rank 0 leaves in `port_path`."""
-    command: str = ""
-    prompts: list[list[int]] = []
-    """Kind `verify` with a checkpoint: token ids, one list per request."""
-    new_tokens: int = 8
 
     def path(self) -> Path:
         """Where the job file lies."""
@@ -159,14 +165,13 @@ def read_checks(folder: Path) -> list[Check]:
         lines = path.read_bytes().split(b"\n") if path.exists() else []
     except OSError as e:
         raise RecordsError(f"{path} cannot be read: {e}; repeat the verification with --force.") from e
-    return [_check(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
-
-
-def _check(line: bytes, where: str) -> Check:
-    try:
-        return decode_check(line)
-    except UNREADABLE as e:
-        raise RecordsError(f"{where}: {str(e)[:300]}. Repeat the verification with --force.") from e
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found += [decode_check(line)] if line.strip() else []
+        except UNREADABLE as e:
+            raise RecordsError(f"{path}, line {number}: {str(e)[:300]}. Repeat the verification with --force.") from e
+    return found
 
 
 def code_words(code: int) -> str:

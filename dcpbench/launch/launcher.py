@@ -1,10 +1,6 @@
 """One torchrun job per world size, and its watchdog. A point that dies or hangs never ends the sweep. No torch.
 
-    run()          every world size in turn; a dead point is recorded and the job relaunched for the rest
-    torchrun.py    one job on this machine: start, progress, log tails, stacks, kill
-    nodes.py       the same on several machines
-
-Files of a run: jobs.py and torchrun.py list them.
+torchrun.py has one job on this machine, nodes.py the same on several.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ import msgspec
 
 from dcpbench import errors
 from dcpbench.errors import DcpbenchError, WorkerError
-from dcpbench.launch import child, folders
+from dcpbench.launch import child, folders, jobs
 from dcpbench.launch.jobs import Exit, Failure, Job, Progress, code_words
 from dcpbench.launch.nodes import FAILED, STOP, Ended, Leader, Line, follow, split_endpoint
 from dcpbench.launch.ranks import LOG_LINES
@@ -39,9 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from dcpbench.points.budget import EnginePlan
     from dcpbench.points.point import Point
-    from dcpbench.points.settings import Settings
 
 WORKER = "dcpbench.worker"
 COLLECTIVE = re.compile(
@@ -61,21 +55,10 @@ GRACE_S = 5.0
 """How long the remaining ranks may take to end by themselves once one has failed."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Work:
-    """What is the same for every job of one command."""
+class Work(jobs.Command, frozen=True, kw_only=True):
+    """What a command has its jobs do, and how it looks after them."""
 
     folder: Path
-    settings: Settings
-    device: str
-    kind: str = "sweep"
-    command: str = ""
-    prompts: tuple[tuple[int, ...], ...] = ()
-    new_tokens: int = 8
-    pool_points: tuple[Point, ...] = ()
-    """See Job.pool_points."""
-    engines: tuple[EnginePlan, ...] = ()
-    """See Job.engines."""
     timeout: float = 300.0
     """Seconds without a sign of life after which a point counts as hung."""
     worker: str = WORKER
@@ -198,7 +181,8 @@ def _run_size(
                 raise WorkerError(_stillborn(running, end))
             continue
         stillborn = 0
-        stuck = next((p for p in points if p.key() in (end.key, end.failed_at)), None)
+        cause = blame(end.failures)  # raised at a point that rank 0 may not have reached
+        stuck = next((p for p in points if p.key() in (end.key, cause and cause.key)), None)
         if stuck is not None:  # between two points none is at fault: what is left is begun again
             record = _record(stuck, running, end, work)
             points.remove(stuck)
@@ -264,11 +248,7 @@ class _End:
 
     @property
     def failed(self) -> bool:
-        return self.hung or self.code != 0 or self.gone is not None
-
-    @property
-    def hung(self) -> bool:
-        return self.hung_s > 0
+        return self.hung_s > 0 or self.code != 0 or self.gone is not None
 
     @property
     def gone(self) -> Exit | None:
@@ -278,12 +258,6 @@ class _End:
     def ended(self, rank: int) -> bool:
         """Whether a rank was ended from above: by torchrun, or with it."""
         return self.code < 0 or any(e.asked for e in self.exits if e.rank == rank)
-
-    @property
-    def failed_at(self) -> str:
-        """Key of the point at which a rank raised, which rank 0 may not have reached."""
-        cause = blame(self.failures)
-        return cause.key if cause else ""
 
     def see(self, event: Progress) -> None:
         self.stage = event.stage
@@ -321,6 +295,13 @@ class Watchdog:
 def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[Progress], None]) -> _End:
     """Stay with a job until it has ended on all nodes: by itself, by a failure, or by its silence."""
     end, watchdog = _End(), Watchdog()
+
+    def failing() -> bool:
+        """Whether a rank has failed, or ended while there are points to do."""
+        failures = running.failures()
+        gone = failures or first_gone(failures, running.exits(), finished=end.stage == ENDED)
+        return bool(gone) or others.in_trouble()
+
     while True:
         code = running.poll()
         for event in running.events():
@@ -333,7 +314,7 @@ def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[P
         if running.stopped():
             watch(Progress(stage=STOPPED, note="torchrun had been stopped (SIGSTOP); dcpbench lets it go on"))
             running.go_on()
-        if watchdog.past_grace(lambda: _any_gone(running, end) or others.in_trouble()):
+        if watchdog.past_grace(failing):
             end.code = 1
             break
         work.check_folder()
@@ -343,7 +324,7 @@ def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[P
             break
         time.sleep(POLL_S)
     end.exits = running.exits()  # before kill, which is none of the ranks' doing
-    if end.hung or end.code != 0:
+    if end.hung_s or end.code != 0:
         running.kill()
     end.failures = running.failures()
     for other in others.stop():
@@ -351,12 +332,6 @@ def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[P
         end.exits += other.exits
         end.stacks |= other.stacks
     return end
-
-
-def _any_gone(running: Running, end: _End) -> bool:
-    """Whether a rank of this machine has failed, or ended while there are points to do."""
-    failures = running.failures()
-    return bool(failures) or first_gone(failures, running.exits(), finished=end.stage == ENDED) is not None
 
 
 @contextlib.contextmanager
@@ -409,20 +384,9 @@ def _serve_job(running: Running, line: Line, machines: Machines) -> Ended:
 def _job(points: list[Point], work: Work, machines: Machines) -> Job:
     tags = (f"tp{points[0].tp}-{n}" for n in itertools.count())
     tag = next(t for t in tags if not job_file(work.folder, t).exists())
-    return Job(
-        kind=work.kind,
-        tag=tag,
-        folder=str(work.folder),
-        device=work.device,
-        points=points,
-        pool_points=list(work.pool_points),
-        engines=list(work.engines),
-        settings=work.settings,
-        store=split_endpoint(machines.rdzv_endpoint) if machines.nnodes > 1 else None,
-        command=work.command,
-        prompts=[list(p) for p in work.prompts],
-        new_tokens=work.new_tokens,
-    )
+    store = split_endpoint(machines.rdzv_endpoint) if machines.nnodes > 1 else None
+    same = {name: getattr(work, name) for name in jobs.Command.__struct_fields__}
+    return Job(tag=tag, folder=str(work.folder), points=points, store=store, **same)
 
 
 def _record(point: Point, running: Running, end: _End, work: Work) -> Record:
@@ -430,7 +394,7 @@ def _record(point: Point, running: Running, end: _End, work: Work) -> Record:
     gone = end.gone
     tail = running.log_tail([gone.rank] if gone else [])
     detail = {"log": str(running.logs.relative_to(work.folder)), "stage": end.stage, "log_tail": tail}
-    if end.hung:
+    if end.hung_s:
         reason = f"no sign of life for {end.hung_s:g} s in stage '{end.stage}'; the stacks of all ranks are in detail"
         detail |= {f"stacks_rank_{rank}": text for rank, text in end.stacks.items()}
     else:
@@ -443,14 +407,14 @@ def _record(point: Point, running: Running, end: _End, work: Work) -> Record:
             reason = f"rank {cause.rank}: {cause.kind}: {cause.message}"
             detail |= {"error": cause.kind, "traceback": cause.traceback}
         else:
-            reason = _torchrun_ended(end.code)
+            reason = f"torchrun itself {code_words(end.code)}, and its ranks with it"
     if detail.get("error") not in OURS:
         again = ", then try again with --resume" if work.kind == "sweep" else ""
         reason = f"{reason.rstrip('.')}. Read {detail['log']} in the run's folder{again}"
     marks = ["cpu"] if work.device == "cpu" else []
     return Record(
         point=point,
-        outcome="hung" if end.hung else "failed",
+        outcome="hung" if end.hung_s else "failed",
         reason=reason,
         detail=detail,
         marks=marks,
@@ -459,12 +423,8 @@ def _record(point: Point, running: Running, end: _End, work: Work) -> Record:
     )
 
 
-def _torchrun_ended(code: int) -> str:
-    return f"torchrun itself {code_words(code)}, and its ranks with it"
-
-
 def _stillborn(running: Running, end: _End) -> str:
-    what = f"gave no sign of life for {end.hung_s:g} s" if end.hung else code_words(end.code)
+    what = f"gave no sign of life for {end.hung_s:g} s" if end.hung_s else code_words(end.code)
     cause, gone = blame(end.failures), end.gone
     why = f"rank {cause.rank}: {cause.kind}: {cause.message}\n" if cause else ""
     if gone:

@@ -163,7 +163,7 @@ def checks_table(checks: Sequence[jobs.Check]) -> Table:
         table.add_row(
             c.name,
             c.layout,
-            _path(c),
+            " ".join(words(point_axes(Role.PATH), msgspec.structs.asdict(c))),
             c.dtype,
             "not finite" if c.error is None else f"{c.error:.2g}",
             "none" if c.limit is None else f"{c.limit:.2g}",
@@ -186,10 +186,6 @@ def env_table(probe: Probe) -> Table:
     for name, version in probe.packages.items():
         table.add_row(name, version or Text("missing", "yellow"))
     return table
-
-
-def _path(check: jobs.Check) -> str:
-    return " ".join(words(point_axes(Role.PATH), msgspec.structs.asdict(check)))
 
 
 def _size(value: object) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import signal
 import subprocess
@@ -138,29 +139,19 @@ def _command(job: Job, machines: Machines, worker: str, ranks: range) -> list[st
     Its own rendezvous is a file. By TCP it would listen on all interfaces and let anyone read and write.
     """
     logs = job.logs()
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes",
-        "1",
-        "--nproc-per-node",
-        str(len(ranks)),
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-conf",
-        "store_type=file",
-        "--rdzv-endpoint",
-        str(logs / "rendezvous"),
-        "--rdzv-id",
-        f"{machines.rdzv_id}-{job.tag}",
-        "--local-addr",
-        LOOPBACK,
-        "--max-restarts",
-        "0",
-        "--no-python",
-        *child.of_rank(worker, str(job.path()), job.folder, str(logs), ranks.start, job.points[0].tp),
-    ]
+    options = {
+        "--nnodes": "1",
+        "--nproc-per-node": str(len(ranks)),
+        "--rdzv-backend": "c10d",
+        "--rdzv-conf": "store_type=file",
+        "--rdzv-endpoint": str(logs / "rendezvous"),
+        "--rdzv-id": f"{machines.rdzv_id}-{job.tag}",
+        "--local-addr": LOOPBACK,
+        "--max-restarts": "0",
+    }
+    rank = child.of_rank(worker, str(job.path()), job.folder, str(logs), ranks.start, job.points[0].tp)
+    flat = itertools.chain.from_iterable(options.items())
+    return [sys.executable, "-m", "torch.distributed.run", *flat, "--no-python", *rank]
 
 
 def _environment(job: Job, machines: Machines) -> dict[str, str]:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 PERIOD_S = 0.05
+MAXIMA = ("sm_clock_mhz_max", "power_w_max", "temperature_c_max")
+"""Fields of which the largest of all ranks is kept; of the lowest clock it is the smallest."""
 
 
 class GpuSampler:
@@ -45,16 +47,15 @@ class GpuSampler:
 
     def state(self) -> Gpu | None:
         """What was seen, or None without NVML."""
-        seen = {name: values for name, values in self.seen.items() if values}
-        if not seen:
+        if not any(self.seen.values()):
             return None
-        reasons = functools.reduce(operator.or_, seen.get("reasons", [0]))
+        clock, power = self.seen["clock"], max(self.seen["power"], default=None)
         return Gpu(
-            sm_clock_mhz_min=min(seen["clock"]) if "clock" in seen else None,
-            sm_clock_mhz_max=max(seen["clock"]) if "clock" in seen else None,
-            power_w_max=max(seen["power"]) / 1e3 if "power" in seen else None,
-            temperature_c_max=max(seen["temperature"]) if "temperature" in seen else None,
-            throttle_reasons=throttle_reasons(reasons),
+            sm_clock_mhz_min=min(clock, default=None),
+            sm_clock_mhz_max=max(clock, default=None),
+            power_w_max=None if power is None else power / 1e3,
+            temperature_c_max=max(self.seen["temperature"], default=None),
+            throttle_reasons=throttle_reasons(functools.reduce(operator.or_, self.seen["reasons"], 0)),
         )
 
 
@@ -63,18 +64,17 @@ def worst(states: Iterable[Gpu | None]) -> Gpu | None:
     seen = [s for s in states if s is not None]
     if not seen:
         return None
+    picks: dict[str, Callable[..., Any]] = {"sm_clock_mhz_min": min} | dict.fromkeys(MAXIMA, max)
+    over_ranks = {
+        field: pick((value for s in seen if (value := getattr(s, field)) is not None), default=None)
+        for field, pick in picks.items()
+    }
+    return Gpu(**over_ranks, throttle_reasons=sorted({reason for s in seen for reason in s.throttle_reasons}))
 
-    def over_ranks(pick: Callable[[list[Any]], Any], field: str) -> Any:  # noqa: ANN401 - int or float, as the field
-        values = [value for s in seen if (value := getattr(s, field)) is not None]
-        return pick(values) if values else None
 
-    return Gpu(
-        sm_clock_mhz_min=over_ranks(min, "sm_clock_mhz_min"),
-        sm_clock_mhz_max=over_ranks(max, "sm_clock_mhz_max"),
-        power_w_max=over_ranks(max, "power_w_max"),
-        temperature_c_max=over_ranks(max, "temperature_c_max"),
-        throttle_reasons=sorted({reason for s in seen for reason in s.throttle_reasons}),
-    )
+def throttled(gpu: Gpu | None) -> bool:
+    """Whether something slowed the GPU down, as far as that is known."""
+    return gpu is not None and bool(gpu.throttle_reasons)
 
 
 def _queries(device: torch.device) -> dict[str, Callable[[], int]]:

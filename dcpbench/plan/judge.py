@@ -60,8 +60,11 @@ def check(point: Point, settings: Settings, shape: ModelShape, machine: Machine)
         _check_cpu(point, shape, machine)
     point.layout.check_model(shape)
     _check_ranks(point, shape, machine)
-    if probe.device == "cuda" and machine.timed:
-        _check_dtype(point)
+    if probe.device == "cuda" and machine.timed and point.dtype != "bf16":  # others run the reference's experts
+        raise UsageError(
+            f"--dtype {point.dtype}: on GPUs the grouped product of the experts is bf16 only; use --dtype bf16. "
+            "fp16 and fp32 on a GPU are for dcpbench verify."
+        )
     _check_auto(point, machine)
     _check_backend(point, shape, machine)
     _check_exchange(point, machine)
@@ -134,15 +137,6 @@ def _command(point: Point) -> str:
     return "serve" if point.load else "sweep"
 
 
-def _check_dtype(point: Point) -> None:
-    """Comparisons on a GPU may take fp16 and fp32: their experts run the reference, which nobody should time."""
-    if point.dtype != "bf16":
-        raise UsageError(
-            f"--dtype {point.dtype}: on GPUs the grouped product of the experts is bf16 only; use --dtype bf16. "
-            "fp16 and fp32 on a GPU are for dcpbench verify."
-        )
-
-
 def _open(point: Point) -> list[str]:
     """Options that leave something to be chosen by time."""
     return [f"--{name} {AUTO}" for name in ("backend", "exchange") if getattr(point, name) == AUTO]
@@ -165,9 +159,10 @@ def _check_backend(point: Point, shape: ModelShape, machine: Machine) -> None:
             "triton or --backend flashinfer. On a GPU the reference is for dcpbench verify."
         )
     if point.backend in ("triton", AUTO) and not (_power_of_two(shape.latent) and _power_of_two(shape.rope)):
+        instead = "use --backend reference" if probe.device == "cpu" else _CPU_VERIFY
         raise UsageError(
             f"--backend {point.backend} needs a latent and a rope width that are powers of two from {SMALLEST_TILE}, "
-            f"and {shape.name} has {shape.latent} and {shape.rope}; {_reference(probe)}."
+            f"and {shape.name} has {shape.latent} and {shape.rope}; {instead}."
         )
     if point.backend == "flashinfer":
         _check_flashinfer(point, shape, probe)
@@ -235,10 +230,6 @@ def _check_gpu_kernels(point: Point, shape: ModelShape) -> None:
 
 def _power_of_two(width: int) -> bool:
     return width >= SMALLEST_TILE and not width & (width - 1)
-
-
-def _reference(probe: Probe) -> str:
-    return "use --backend reference" if probe.device == "cpu" else _CPU_VERIFY
 
 
 def _check_load(point: Point, load: Load, settings: Settings, shape: ModelShape, probe: Probe) -> None:

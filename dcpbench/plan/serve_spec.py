@@ -120,7 +120,10 @@ class ServeLoads:
 
     def loads(self, dp: int, shape: ModelShape) -> list[PointLoad]:
         """What the points of a model have to do in `dp` replicas, in the order typed."""
-        self._check_ids(shape)
+        if self.trace and self.trace.largest_id >= shape.vocab:
+            raise UsageError(
+                f"{self.trace.path} has token id {self.trace.largest_id}, and {shape.name} has {shape.vocab:,} of them."
+            )
         found = []
         for concurrency, load in self.each():
             most = concurrency or min(GRAPH_BATCHES[-1] * dp, load.requests)
@@ -128,12 +131,6 @@ class ServeLoads:
             served = sizes.longest if sizes.shortest > shape.max_position else min(sizes.longest, shape.max_position)
             found.append(PointLoad(most, served, load))
         return found
-
-    def _check_ids(self, shape: ModelShape) -> None:
-        if self.trace and self.trace.largest_id >= shape.vocab:
-            raise UsageError(
-                f"{self.trace.path} has token id {self.trace.largest_id}, and {shape.name} has {shape.vocab:,} of them."
-            )
 
     def each(self) -> Iterator[tuple[int | None, Load]]:
         """(concurrency, load), the former None where an open loop bounds nothing."""
@@ -194,8 +191,9 @@ def make_serve_spec(given: Mapping[str, object], probe: Probe) -> SweepSpec:
     typed = {name: value for name, value in serve_defaults(probe).items() if name in SERVED} | typed
     loads = ServeLoads(**typed, trace=trace, limit=limit)  # type: ignore[arg-type]
     if not loads.concurrency and not loads.request_rate and not (trace and trace.timed):
-        usual = tuple(c for c in usual_concurrency(probe) if c <= loads.count)
-        loads = dataclasses.replace(loads, concurrency=usual or (loads.count,))
+        usual = (4,) if probe.device == "cpu" else (8, 32, 48)
+        clients = tuple(c for c in usual if c <= loads.count) or (loads.count,)
+        loads = dataclasses.replace(loads, concurrency=clients)
     settings = {
         "slo": options.pop("slo", {}),
         "limit_seconds": seconds,
@@ -221,11 +219,6 @@ def serve_defaults(probe: Probe) -> dict[str, object]:
         "chunk": 8192,
         "prefill": prefill,
     }
-
-
-def usual_concurrency(probe: Probe) -> tuple[int, ...]:
-    """Clients of the closed loop that is measured where nothing says when requests come."""
-    return (4,) if probe.device == "cpu" else (8, 32, 48)
 
 
 def _trace(typed: dict[str, object]) -> Trace | None:

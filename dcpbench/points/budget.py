@@ -6,7 +6,7 @@ memory.py says how much each thing takes. What --dry-run prints is the plan that
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -67,14 +67,10 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 def plan_engines(points: Iterable[Point], settings: Settings, probe: Probe) -> list[EnginePlan]:
     """A plan for each engine that these points need. Raises as `plan_engine`."""
-    engines: list[list[Point]] = []
+    engines: dict[tuple[object, ...], list[Point]] = {}
     for point in points:
-        sharing = next((found for found in engines if same_engine(found[0], point)), None)
-        if sharing is None:
-            engines.append([point])
-        else:
-            sharing.append(point)
-    return [plan_engine(sharing, settings, load_shape(sharing[0].model), probe) for sharing in engines]
+        engines.setdefault(engine_values(point), []).append(point)
+    return [plan_engine(sharing, settings, load_shape(sharing[0].model), probe) for sharing in engines.values()]
 
 
 def engine_of(point: Point, engines: Iterable[EnginePlan]) -> EnginePlan:
@@ -193,32 +189,20 @@ class _Rank:
             moe += 1
         return Layers(dense, moe)
 
-    def plan(
-        self,
-        pages: int,
-        held: Layers,
-        *,
-        max_requests: int,
-        max_context: int,
-        chunk: int = 0,
-        bounded_by: str = "sweep",
-    ) -> EnginePlan:
-        """The plan with such a pool and these layers."""
+    def plan(self, pages: int, held: Layers, **limits: Any) -> EnginePlan:  # noqa: ANN401 -- fields of several types
+        """The plan with such a pool, these layers and `limits` of what points may ask for."""
         layout, wide = self.point.layout, self.point.group_wide
         sure = sum(held) * memory.sure_bytes(self.shape, layout, self.itemsize, wide)
         return EnginePlan(
             point=self.point,
             pages=pages,
-            max_requests=max_requests,
-            max_context=max_context,
-            chunk=chunk,
-            bounded_by=bounded_by,
             kv_bytes=pages * self.page_bytes,
             weight_bytes=self.weight_bytes(held),
             full_weight_bytes=self.weight_bytes(self.whole),
             held=held,
             layers=self.shape.layers,
             l2_warm=sure < memory.CACHE_FACTOR * self.l2_bytes,
+            **limits,
         )
 
     def _too_small(self, pages: int) -> CapacityError:

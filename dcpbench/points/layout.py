@@ -122,17 +122,15 @@ class Layout:
                 f"{shape.name} has {shape.heads} heads, which {self} would split over {self.attn_tp} ranks; "
                 f"tp/dp can be {_divisors(shape.heads, 64)}."
             )
-        if shape.experts % self.tp:
-            raise LayoutError(
-                f"{shape.name} has {shape.experts} experts, which do not divide over --tp {self.tp}; "
-                f"--tp can be {_divisors(_gcd_of(shape), 64)}."
-            )
-        for what, size in (("dense", shape.dense_inter), ("shared expert", shape.shared_experts * shape.moe_inter)):
+        shared = shape.shared_experts * shape.moe_inter
+        for size, text in (
+            (shape.experts, f"{shape.experts} experts, which do"),
+            (shape.dense_inter, f"a dense width of {shape.dense_inter}, which does"),
+            (shared, f"a shared expert width of {shared}, which does"),
+        ):
             if size % self.tp:
-                raise LayoutError(
-                    f"{shape.name} has a {what} width of {size}, which does not divide over --tp {self.tp}; "
-                    f"--tp can be {_divisors(_gcd_of(shape), 64)}."
-                )
+                possible = _divisors(math.gcd(shape.experts, shape.dense_inter, shared), 64)
+                raise LayoutError(f"{shape.name} has {text} not divide over --tp {self.tp}; --tp can be {possible}.")
 
 
 def valid_layouts(shape: ModelShape, tp: int) -> list[Layout]:
@@ -221,7 +219,3 @@ def _divisor_list(n: int, most: int | None = None) -> list[int]:
 
 def _divisors(n: int, most: int | None = None) -> str:
     return ", ".join(map(str, _divisor_list(n, most)))
-
-
-def _gcd_of(shape: ModelShape) -> int:
-    return math.gcd(shape.experts, shape.dense_inter, shape.shared_experts * shape.moe_inter)

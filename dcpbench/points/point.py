@@ -8,24 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from dcpbench.errors import LayoutError
-from dcpbench.points import axes
+from dcpbench.points import axes, names
 from dcpbench.points.axes import Axis, Role
 from dcpbench.points.layout import GroupWide, Layout
-from dcpbench.points.names import (
-    ALL_REDUCES,
-    AUTO,
-    BACKENDS,
-    CLOSED,
-    DTYPES,
-    EXCHANGES,
-    LIVE,
-    MIXED,
-    MODES,
-    NO_EXCHANGE,
-    POLICIES,
-    PREFILLS,
-    SYNTHETIC,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,11 +31,11 @@ def _key_fields(of: msgspec.Struct, later: dict[str, Any]) -> Iterable[str]:
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """What the workload `serve` is asked to serve, and how; docs/serving.md has a sentence for each option."""
 
-    mode: Annotated[str, Axis(LOAD, 60, title="live or replay", values=MODES)] = LIVE
+    mode: Annotated[str, Axis(LOAD, 60, title="live or replay", values=names.MODES)] = names.LIVE
     """`live`, or `replay`: the same scheduler in virtual time, with step times that were measured before."""
     requests: Annotated[int, Axis(LOAD, 70, "{:,} requests")]
     """How many are submitted."""
-    arrival: Annotated[str, Axis(LOAD, 51)] = CLOSED
+    arrival: Annotated[str, Axis(LOAD, 51)] = names.CLOSED
     """`closed` (point.concurrency clients), `gamma` (request_rate and burstiness) or `trace` (the file's times)."""
     request_rate: Annotated[float | None, Axis(LOAD, 52)] = None
     """Requests per second, on average."""
@@ -69,9 +54,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     trace_sha256: Annotated[str, Axis(LOAD, 76, "file {:.8}")] = ""
     chunk: Annotated[int, Axis(LOAD, 71, "chunk {:,}", one=True)]
     """Prompt tokens that a step prefills at most, over the whole layout."""
-    policy: Annotated[str, Axis(LOAD, 72, "{}", values=POLICIES, one=True)] = MIXED
+    policy: Annotated[str, Axis(LOAD, 72, "{}", values=names.POLICIES, one=True)] = names.MIXED
     prefix_cache: Annotated[bool | None, Axis(LOAD, 73, "prefix cache {}", one=True)] = True
-    prefill: Annotated[str, Axis(PATH, 74, "{} prefill", values=PREFILLS, one=True)] = PREFILLS[0]
+    prefill: Annotated[str, Axis(PATH, 74, "{} prefill", values=names.PREFILLS, one=True)] = names.PREFILLS[0]
     """Attention of prompts: `sdpa` (torch) or `flashinfer` (ragged prefill)."""
     seed: Annotated[int | None, Axis(LOAD, 75, "seed {}", one=True)] = 0
 
@@ -94,7 +79,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     """Requests in flight over the whole layout; `serve`: at most."""
     context: Annotated[int, Axis(LOAD, 41, title="context")]
     """Tokens already in the KV cache of each request; `serve`: the most tokens of a request, output included."""
-    exchange: Annotated[str, Axis(PATH | EXCHANGE, 11, "{}", title="exchange", values=(*EXCHANGES, AUTO))] = NO_EXCHANGE
+    exchange: Annotated[
+        str, Axis(PATH | EXCHANGE, 11, "{}", title="exchange", values=(*names.EXCHANGES, names.AUTO))
+    ] = names.NO_EXCHANGE
     """`ag_rs`, `a2a`, …; `auto` (see Record.choice); `none` where dcp is 1 and nothing is exchanged."""
     q_replicate: Annotated[bool, Axis(ENGINE | PATH | EXCHANGE, 12, "+q-replicate")] = False
     """Every rank computes the queries of all heads of its DCP group, and none are gathered."""
@@ -102,14 +89,14 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     """Partial outputs are projected to values before they are exchanged."""
     overlap: Annotated[bool, Axis(PATH | EXCHANGE, 14, "+overlap")] = False
     """The batch in two halves, one half's exchange beside the other half's attention."""
-    all_reduce: Annotated[str, Axis(PATH, 24, "{} all-reduce", values=ALL_REDUCES)] = ALL_REDUCES[0]
+    all_reduce: Annotated[str, Axis(PATH, 24, "{} all-reduce", values=names.ALL_REDUCES)] = names.ALL_REDUCES[0]
     """How partial sums of tensor parallelism are reduced."""
-    backend: Annotated[str, Axis(PATH, 10, "{}", values=(*BACKENDS, AUTO))]
+    backend: Annotated[str, Axis(PATH, 10, "{}", values=(*names.BACKENDS, names.AUTO))]
     """The attention kernel; of an import the engine, which chose its own."""
-    dtype: Annotated[str, Axis(ENGINE, 21, "{}", values=DTYPES, one=True)]
+    dtype: Annotated[str, Axis(ENGINE, 21, "{}", values=names.DTYPES, one=True)]
     page_size: Annotated[int, Axis(ENGINE, 22, "page {}", one=True)] = 1
     interleave: Annotated[int, Axis(ENGINE, 23, "interleave {}", one=True)] = 1
-    weights: Annotated[str, Axis(ENGINE, 25, "weights {}", one=True)] = SYNTHETIC
+    weights: Annotated[str, Axis(ENGINE, 25, "weights {}", one=True)] = names.SYNTHETIC
     """`synthetic`, or the folder of a checkpoint."""
     repeat: Annotated[int, Axis(REPEAT, 0)] = 0
     """Which pass over the whole sweep this is, from 0."""
@@ -142,7 +129,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def clients(self) -> int | None:
         """Of a closed loop, each with one request in flight; None where requests come whatever is answered."""
-        return self.concurrency if self.load is not None and self.load.arrival == CLOSED else None
+        return self.concurrency if self.load is not None and self.load.arrival == names.CLOSED else None
 
     def exchange_label(self) -> str:
         """The exchange with the options that are on: `a2a +q-replicate`; empty without one that is known."""

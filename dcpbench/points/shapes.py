@@ -80,119 +80,100 @@ class ModelShape:
         return self.layers * self.kv_width * itemsize
 
 
-_V3_YARN = Yarn(factor=40, original_max_position=4096, mscale=1.0, mscale_all_dim=1.0)
-_V2_YARN = Yarn(factor=40, original_max_position=4096, mscale=0.707, mscale_all_dim=0.707)
-
-_PUBLISHED = (
-    ModelShape(
-        name="deepseek-v2-lite",
-        hidden=2048,
-        layers=27,
-        heads=16,
-        q_lora=None,
-        experts=64,
-        top_k=6,
-        shared_experts=2,
-        moe_inter=1408,
-        dense_inter=10944,
-        first_dense=1,
-        vocab=102400,
-        routing="softmax",
-        groups=1,
-        top_groups=1,
-        normalise=False,
-        routed_scale=1.0,
-        yarn=_V2_YARN,
-    ),
-    ModelShape(
-        name="deepseek-v2",
-        hidden=5120,
-        layers=60,
-        heads=128,
-        q_lora=1536,
-        experts=160,
-        top_k=6,
-        shared_experts=2,
-        moe_inter=1536,
-        dense_inter=12288,
-        first_dense=1,
-        vocab=102400,
-        routing="softmax",
-        groups=8,
-        top_groups=3,
-        normalise=False,
-        routed_scale=16.0,
-        yarn=_V2_YARN,
-    ),
-    ModelShape(
-        name="deepseek-v3",
-        hidden=7168,
-        layers=61,
-        heads=128,
-        q_lora=1536,
-        experts=256,
-        top_k=8,
-        shared_experts=1,
-        moe_inter=2048,
-        dense_inter=18432,
-        first_dense=3,
-        vocab=129280,
-        routing="sigmoid",
-        groups=8,
-        top_groups=4,
-        normalise=True,
-        routed_scale=2.5,
-        yarn=_V3_YARN,
-    ),
-    ModelShape(
-        name="kimi-k2",
-        hidden=7168,
-        layers=61,
-        heads=64,
-        q_lora=1536,
-        experts=384,
-        top_k=8,
-        shared_experts=1,
-        moe_inter=2048,
-        dense_inter=18432,
-        first_dense=1,
-        vocab=163840,
-        routing="sigmoid",
-        groups=1,
-        top_groups=1,
-        normalise=True,
-        routed_scale=2.827,
-        rope_theta=50000.0,
-        yarn=Yarn(factor=64, original_max_position=4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0),
-        max_position=262144,
-    ),
-    ModelShape(
-        name="tiny",
-        hidden=64,
-        layers=3,
-        heads=8,
-        q_lora=32,
-        experts=8,
-        top_k=2,
-        shared_experts=1,
-        moe_inter=32,
-        dense_inter=128,
-        first_dense=1,
-        vocab=512,
-        routing="sigmoid",
-        groups=2,
-        top_groups=1,
-        normalise=True,
-        routed_scale=2.5,
-        latent=32,
-        rope=16,
-        nope=16,
-        value=16,
-        max_position=65536,
-    ),
+_V2 = ModelShape(
+    name="deepseek-v2",
+    hidden=5120,
+    layers=60,
+    heads=128,
+    q_lora=1536,
+    experts=160,
+    top_k=6,
+    shared_experts=2,
+    moe_inter=1536,
+    dense_inter=12288,
+    first_dense=1,
+    vocab=102400,
+    routing="softmax",
+    groups=8,
+    top_groups=3,
+    normalise=False,
+    routed_scale=16.0,
+    yarn=Yarn(factor=40, original_max_position=4096, mscale=0.707, mscale_all_dim=0.707),
+)
+_V2_LITE = dataclasses.replace(
+    _V2,
+    name="deepseek-v2-lite",
+    hidden=2048,
+    layers=27,
+    heads=16,
+    q_lora=None,
+    experts=64,
+    moe_inter=1408,
+    dense_inter=10944,
+    groups=1,
+    top_groups=1,
+    routed_scale=1.0,
+)
+_V3 = ModelShape(
+    name="deepseek-v3",
+    hidden=7168,
+    layers=61,
+    heads=128,
+    q_lora=1536,
+    experts=256,
+    top_k=8,
+    shared_experts=1,
+    moe_inter=2048,
+    dense_inter=18432,
+    first_dense=3,
+    vocab=129280,
+    routing="sigmoid",
+    groups=8,
+    top_groups=4,
+    normalise=True,
+    routed_scale=2.5,
+    yarn=Yarn(factor=40, original_max_position=4096, mscale=1.0, mscale_all_dim=1.0),
+)
+_K2 = dataclasses.replace(
+    _V3,
+    name="kimi-k2",
+    heads=64,
+    experts=384,
+    first_dense=1,
+    vocab=163840,
+    groups=1,
+    top_groups=1,
+    routed_scale=2.827,
+    rope_theta=50000.0,
+    yarn=Yarn(factor=64, original_max_position=4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0),
+    max_position=262144,
+)
+_TINY = ModelShape(
+    name="tiny",
+    hidden=64,
+    layers=3,
+    heads=8,
+    q_lora=32,
+    experts=8,
+    top_k=2,
+    shared_experts=1,
+    moe_inter=32,
+    dense_inter=128,
+    first_dense=1,
+    vocab=512,
+    routing="sigmoid",
+    groups=2,
+    top_groups=1,
+    normalise=True,
+    routed_scale=2.5,
+    latent=32,
+    rope=16,
+    nope=16,
+    value=16,
+    max_position=65536,
 )
 
-SHAPES = {shape.name: shape for shape in _PUBLISHED}
+SHAPES = {shape.name: shape for shape in (_V2_LITE, _V2, _V3, _K2, _TINY)}
 ALIASES = {"deepseek-r1": "deepseek-v3"}
 """R1 has V3's sizes."""
 
@@ -214,39 +195,23 @@ def check_checkpoint(folder: Path, option: str) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
-    """What a `model_type` says of the fields that its config.json leaves out, as transformers 5 takes them."""
-
-    routing: str
-    topk_methods: tuple[str | None, ...]
-    first_dense: int
-    groups: int | None
-    top_groups: int | None
-    normalise: bool
-    routed_scale: float
-
-
-_V2 = Family(
-    routing="softmax",
-    topk_methods=("greedy", "group_limited_greedy"),
-    first_dense=0,
-    groups=None,
-    top_groups=None,
-    normalise=False,
-    routed_scale=1.0,
-)
-_V3 = Family(
-    routing="sigmoid",
-    topk_methods=("noaux_tc", None),
-    first_dense=3,
-    groups=8,
-    top_groups=4,
-    normalise=True,
-    routed_scale=2.5,
-)
-FAMILIES = {"deepseek_v2": _V2, "deepseek_v3": _V3, "kimi_k2": _V3}
-"""By `model_type`. Kimi-K2 is V3 in other sizes."""
+_OF_V2 = {"scoring_func": "softmax", "topk_method": "greedy", "first_k_dense_replace": 0, "routed_scaling_factor": 1.0}
+_OF_V3 = {
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+FAMILIES: dict[str, dict[str, Any]] = {"deepseek_v2": _OF_V2, "deepseek_v3": _OF_V3, "kimi_k2": _OF_V3}
+"""Fields that a config.json may leave out, by `model_type`, as transformers 5 takes them. Kimi-K2 is V3 in other sizes."""
+TOPK_METHODS: dict[str, tuple[str | None, ...]] = {
+    "softmax": ("greedy", "group_limited_greedy"),
+    "sigmoid": ("noaux_tc", None),
+}
+"""By how routers score."""
 
 _FIXED: dict[str, tuple[object, ...]] = {
     "attention_bias": (False,),
@@ -366,9 +331,9 @@ def from_config(config: dict[str, Any], path: Path) -> ModelShape:
             f"give a DeepSeek-V2/V3/R1 or Kimi-K2 configuration, or one of: {', '.join(SHAPES)}."
         )
     try:
-        family = _family(config)
+        config = _with_defaults(config)
         _check_fields(config)
-        shape = _shape(config, family, path)
+        shape = _shape(config, path)
         _check_sizes(config, shape)
         _check_routing(shape)
         _check_rope(shape)
@@ -379,8 +344,9 @@ def from_config(config: dict[str, Any], path: Path) -> ModelShape:
     return shape
 
 
-def _shape(config: dict[str, Any], family: Family, path: Path) -> ModelShape:
-    grouped = family.routing == "sigmoid" or _topk_method(config, family) == "group_limited_greedy"
+def _shape(config: dict[str, Any], path: Path) -> ModelShape:
+    sigmoid = config["scoring_func"] == "sigmoid"
+    grouped = sigmoid or config["topk_method"] == "group_limited_greedy"
     rope = _rope(config)
     layers = _whole(config, "num_hidden_layers", most=MOST_LAYERS)
     position = _whole(config, "max_position_embeddings")
@@ -395,47 +361,44 @@ def _shape(config: dict[str, Any], family: Family, path: Path) -> ModelShape:
         shared_experts=0 if config["n_shared_experts"] is None else _whole(config, "n_shared_experts", least=0),
         moe_inter=_whole(config, "moe_intermediate_size"),
         dense_inter=_whole(config, "intermediate_size"),
-        first_dense=min(_whole(config, "first_k_dense_replace", family.first_dense, least=0), layers),
+        first_dense=min(_whole(config, "first_k_dense_replace", least=0), layers),
         vocab=_whole(config, "vocab_size", most=MOST_TOKENS),
-        routing=family.routing,
-        groups=_whole(config, "n_group", family.groups) if grouped else 1,
-        top_groups=_whole(config, "topk_group", family.top_groups) if grouped else 1,
+        routing=config["scoring_func"],
+        groups=_whole(config, "n_group") if grouped else 1,
+        top_groups=_whole(config, "topk_group") if grouped else 1,
         # transformers computes V2's softmax weights as they are, whatever the field says
-        normalise=family.routing == "sigmoid" and _switch(config, "norm_topk_prob", default=family.normalise),
-        routed_scale=_number(config, "routed_scaling_factor", family.routed_scale),
+        normalise=sigmoid and _switch(config, "norm_topk_prob", default=True),
+        routed_scale=_number(config, "routed_scaling_factor"),
         latent=_whole(config, "kv_lora_rank"),
         rope=_whole(config, "qk_rope_head_dim"),
         nope=_whole(config, "qk_nope_head_dim"),
         value=_whole(config, "v_head_dim"),
         rms_eps=_number(config, "rms_norm_eps", 1e-6, least=0),
         rope_theta=_number(rope if "rope_theta" in rope else config, "rope_theta", 10000.0),
-        rope_interleaved=family.routing == "softmax" or _switch(config, "rope_interleave", default=True),
+        rope_interleaved=not sigmoid or _switch(config, "rope_interleave", default=True),
         yarn=_yarn(rope, position),
         max_position=position,
         tied=_switch(config, "tie_word_embeddings", default=False),
     )
 
 
-def _family(config: dict[str, Any]) -> Family:
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with what its family takes for fields that it leaves out."""
     kind = config["model_type"]
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(
             f"'model_type' is {_said(kind)}, which may compute otherwise; {', '.join(FAMILIES)} are supported"
         )
-    family = FAMILIES[kind]
-    routing = config.get("scoring_func") or family.routing
-    if routing != family.routing:
-        raise ValueError(f"'scoring_func' is {_said(routing)}; {kind} has {family.routing!r}")
-    _topk_method(config, family)
-    return family
-
-
-def _topk_method(config: dict[str, Any], family: Family) -> object:
-    method = config.get("topk_method", family.topk_methods[0])
-    if method not in family.topk_methods:
-        known = " or ".join(repr(known) for known in family.topk_methods if known)
-        raise ValueError(f"'topk_method' is {_said(method)}; {config['model_type']} has {known}")
-    return method
+    usual = FAMILIES[kind]
+    found = usual | config
+    routing = usual["scoring_func"]
+    found["scoring_func"] = found["scoring_func"] or routing
+    if found["scoring_func"] != routing:
+        raise ValueError(f"'scoring_func' is {_said(found['scoring_func'])}; {kind} has {routing!r}")
+    if found["topk_method"] not in TOPK_METHODS[routing]:
+        known = " or ".join(repr(known) for known in TOPK_METHODS[routing] if known)
+        raise ValueError(f"'topk_method' is {_said(found['topk_method'])}; {kind} has {known}")
+    return found
 
 
 def _check_fields(config: dict[str, Any]) -> None:

@@ -12,11 +12,10 @@ import statistics
 import time
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
 from dcpbench.exchange.collectives import gather_objects, is_first, largest_error
-from dcpbench.measuring.gpu_state import GpuSampler, worst
+from dcpbench.measuring.gpu_state import GpuSampler, throttled, worst
 from dcpbench.measuring.profiling import profile_cpu_step, profile_step
 from dcpbench.measuring.timing import time_steps
 from dcpbench.points import memory
@@ -24,7 +23,7 @@ from dcpbench.records import formulas
 from dcpbench.records.record import Kv, Record
 from dcpbench.workloads.attention_error import LIMIT, attention_error
 from dcpbench.workloads.choice import choose
-from dcpbench.workloads.point_facts import device_allocations, device_marks, held, memory_in_use
+from dcpbench.workloads.point_facts import device_allocations, device_marks, honesty, marks, memory_in_use
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,7 +105,7 @@ def run(
         marks=device_marks(point, device)
         + _timing_marks(timing, gpu)
         + _step_marks(profile, allocated, graph_error)
-        + (["l2_warm"] if session.plan.l2_warm else [])
+        + marks(l2_warm=session.plan.l2_warm)
         + _accuracy_marks(error, point.dtype),
         metrics=formulas.decode_metrics(timing.samples_ms, point.concurrency, point.tp),
         phases=profile.phases,
@@ -116,8 +115,8 @@ def run(
         host_plan_us=plan_us,
         kv=kv,
         memory_peak_bytes=memory_in_use(device),
-        honesty=msgspec.structs.replace(
-            held(session),
+        honesty=honesty(
+            session,
             graph_error=graph_error,
             attention_error=error,
             experts_hit=hit,
@@ -202,29 +201,23 @@ def _profile(engine: DecodeEngine, batch: Batch) -> Profile:
 
 
 def _timing_marks(timing: Timing, gpu: Gpu | None) -> list[str]:
-    marks = {
-        "noisy": timing.noisy,
-        "unsettled": timing.unsettled,
-        "drift": timing.drift > MOST_DRIFT,
-        "throttled": gpu is not None and bool(gpu.throttle_reasons),
-    }
-    return [name for name, holds in marks.items() if holds]
+    return marks(
+        noisy=timing.noisy, unsettled=timing.unsettled, drift=timing.drift > MOST_DRIFT, throttled=throttled(gpu)
+    )
 
 
 def _step_marks(profile: Profile, allocated: int, graph_error: float | None) -> list[str]:
-    marks = {
-        "host_sync": bool(profile.sync_sites),
-        "allocates": allocated > 0,
-        "gpu_idle": profile.sync_sites is not None
-        and profile.phases is not None
-        and profile.phases.idle_fraction > MOST_IDLE,
-        "graph_differs": graph_error is not None and not graph_error <= MOST_GRAPH_ERROR,
-    }
-    return [name for name, holds in marks.items() if holds]
+    idle = profile.phases.idle_fraction if profile.phases and profile.sync_sites is not None else 0.0
+    return marks(
+        host_sync=bool(profile.sync_sites),
+        allocates=allocated > 0,
+        gpu_idle=idle > MOST_IDLE,
+        graph_differs=graph_error is not None and not graph_error <= MOST_GRAPH_ERROR,
+    )
 
 
 def _accuracy_marks(attention_error: float, dtype: str) -> list[str]:
-    return [] if attention_error <= LIMIT[dtype] else ["inaccurate"]
+    return marks(inaccurate=not attention_error <= LIMIT[dtype])
 
 
 def _synchronize(device: torch.device) -> None:

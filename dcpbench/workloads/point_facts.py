@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,14 +23,20 @@ def device_allocations(device: torch.device) -> int:
     return sum(gather_objects(stats["num_device_alloc"] + stats["num_device_free"]))
 
 
-def held(session: Session) -> Honesty:
-    """What weights stand behind the numbers; callers add how they were used."""
+def honesty(session: Session, **used: Any) -> Honesty:  # noqa: ANN401 -- fields of several types
+    """What weights stand behind the numbers, and how they were `used`."""
     return Honesty(
         weights=session.point.weights,
         layers=session.plan.layers,
         layers_held=session.plan.layers_held,
         full_weights_bytes_per_gpu=session.plan.full_weight_bytes,
+        **used,
     )
+
+
+def marks(**holds: bool) -> list[str]:
+    """The marks that hold."""
+    return [name for name, does in holds.items() if does]
 
 
 def device_marks(point: Point, device: torch.device) -> list[str]:

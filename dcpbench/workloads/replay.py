@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import RecordsError
@@ -69,17 +70,12 @@ def _measured_before(
     serving: Serving, points: Sequence[Point], environment: Environment, file: Path
 ) -> StepTimes | None:
     """The file that an earlier job of this run left, where it is of this machine and code and has every case."""
-    found: StepTimes | None = None
+    found = None
     if is_first() and file.is_file():
-        try:
-            found = read_step_times(file)
-        except RecordsError:
-            found = None  # of another version, or cut short: measured anew
-        cases = grid(step_times.extent_of(serving, points))
-        if found is not None and not (
-            found.environment.host_hash == environment.host_hash
-            and found.environment.git_commit == environment.git_commit
-            and {m.case for m in found.cases} >= set(cases)
-        ):
-            found = None
+        with contextlib.suppress(RecordsError):  # of another version, or cut short: measured anew
+            old = read_step_times(file)
+            same = (environment.host_hash, environment.git_commit)
+            here = (old.environment.host_hash, old.environment.git_commit) == same
+            if here and {m.case for m in old.cases} >= set(grid(step_times.extent_of(serving, points))):
+                found = old
     return gather_objects(found)[0]

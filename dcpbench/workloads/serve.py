@@ -7,13 +7,12 @@ import dataclasses
 import signal
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
 from dcpbench.engine.prefill import Prefiller
 from dcpbench.engine.serve import ServeEngine
 from dcpbench.exchange.collectives import gather_objects, is_first
-from dcpbench.measuring.gpu_state import GpuSampler, worst
+from dcpbench.measuring.gpu_state import GpuSampler, throttled, worst
 from dcpbench.measuring.profiling import record, sync_sites
 from dcpbench.measuring.timing import compiled_kernels
 from dcpbench.records.record import Kv, Record
@@ -25,7 +24,7 @@ from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from dcpbench.serving.traffic import Traffic
 from dcpbench.show.terminal import now_and_then
 from dcpbench.workloads.decode import MOST_IDLE, WORST_SITES
-from dcpbench.workloads.point_facts import device_allocations, device_marks, held, memory_in_use
+from dcpbench.workloads.point_facts import device_allocations, device_marks, honesty, marks, memory_in_use
 from dcpbench.workloads.serving_loop import Agreement, Loop
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
-    from dcpbench.records.record import Environment, Gpu, ServeMetrics, SyncSite
+    from dcpbench.records.record import Environment, ServeMetrics, SyncSite
     from dcpbench.workloads.session import Session
 
 TELL_S = 1.0
@@ -110,7 +109,6 @@ def scheduler_config(point: Point, session: Session) -> SchedulerConfig:
 
 
 def run(
-    session: Session,
     serving: Serving,
     point: Point,
     settings: Settings,
@@ -123,7 +121,7 @@ def run(
 
     An interruption ends the run: what has finished is kept, and the outcome says so.
     """
-    device = session.engine.device
+    session, device = serving.session, serving.session.engine.device
     requests = requests_of(point, settings, session.shape.vocab)
     tell("capture")
     serving.warm_up(point, requests, now_and_then(lambda: tell("capture"), TELL_S))
@@ -143,6 +141,10 @@ def run(
     _add_tokens_of_other_replicas(loop.traffic)
     cut = bool(loop.agree(len(interrupted))[0])  # of rank 0, whose signal it was that ended the loop
     metrics = _metrics(loop, point, settings, folder)
+    cut_reason = (
+        f"interrupted with {metrics.finished} of {len(requests)} requests finished; they are in "
+        f"{metrics.samples_file}. Serve the load anew with --resume."
+    )
     sites = None
     if settings.profile and device.type == "cuda" and not cut:
         tell("profile")
@@ -150,20 +152,23 @@ def run(
     return Record(
         point=point,
         outcome="failed" if cut else "ok",
-        reason=_cut_reason(loop, metrics) if cut else None,
+        reason=cut_reason if cut else None,
         detail={"compiled": ", ".join(late)} if late else {},
-        marks=device_marks(point, device) + _marks(gpu, metrics, sites, late) + outcome.marks(metrics),
+        marks=device_marks(point, device)
+        + marks(
+            compiled=bool(late),
+            throttled=throttled(gpu),
+            gpu_idle=(metrics.idle_fraction or 0.0) > MOST_IDLE,
+            host_sync=any(not _is_the_read(site) for site in sites or []),
+        )
+        + outcome.marks(metrics),
         serve=metrics,
         host_syncs_per_step=None if sites is None else sum(s.per_step for s in sites),
         sync_sites=(sites or [])[:WORST_SITES],
         allocations_per_step=allocated / loop.counts.steps if device.type == "cuda" else None,
         kv=Kv.of(session.plan, point.context, session.engine.allocator.fragmentation()),
         memory_peak_bytes=memory_in_use(device),
-        honesty=msgspec.structs.replace(
-            held(session),
-            kv="served",
-            cuda_graph=device.type == "cuda",
-        ),
+        honesty=honesty(session, kv="served", cuda_graph=device.type == "cuda"),
         gpu=gpu,
         environment=environment,
     )
@@ -192,16 +197,6 @@ def _add_tokens_of_other_replicas(traffic: Traffic) -> None:
     for others in gather_objects(mine):
         for number, tokens in others.items():
             traffic.sample_of[number].tokens = tokens
-
-
-def _marks(gpu: Gpu | None, metrics: ServeMetrics, sites: list[SyncSite] | None, late: list[str]) -> list[str]:
-    marks = {
-        "compiled": bool(late),
-        "throttled": gpu is not None and bool(gpu.throttle_reasons),
-        "gpu_idle": (metrics.idle_fraction or 0.0) > MOST_IDLE,
-        "host_sync": any(not _is_the_read(site) for site in sites or []),
-    }
-    return [name for name, holds in marks.items() if holds]
 
 
 def _is_the_read(site: SyncSite) -> bool:
@@ -265,13 +260,6 @@ def _note(loop: Loop) -> str:
     tokens = sum(len(s.token_s) for s in samples)
     finished = sum(s.finished for s in samples)
     return f"{finished}/{len(loop.traffic.requests)} requests, {tokens / max(loop.now_s, 1e-9):,.0f} tok/s"
-
-
-def _cut_reason(loop: Loop, metrics: ServeMetrics) -> str:
-    return (
-        f"interrupted with {metrics.finished} of {len(loop.traffic.requests)} requests finished; they are in "
-        f"{metrics.samples_file}. Serve the load anew with --resume."
-    )
 
 
 @contextlib.contextmanager

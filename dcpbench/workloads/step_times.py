@@ -15,15 +15,14 @@ import statistics
 import time
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
 from dcpbench.exchange.collectives import gather_objects
-from dcpbench.measuring.gpu_state import GpuSampler, worst
+from dcpbench.measuring.gpu_state import GpuSampler, throttled, worst
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.serving.step_cases import CaseMaker, Extent, grid
 from dcpbench.serving.step_times import Measured, StepTimes, engine_path
-from dcpbench.workloads.point_facts import device_marks, held
+from dcpbench.workloads.point_facts import device_marks, honesty, marks
 from dcpbench.workloads.serve import scheduler_config
 from dcpbench.workloads.serving_loop import settled_heap
 
@@ -83,7 +82,6 @@ def measure(
         launch_ms = _launch_ms(serving, pipeline, maker.steps(cases[0]), mine[0].samples_ms)
         gpu = worst(gather_objects(sampler.state()))
     serving.engine.forget()
-    throttled = gpu is not None and bool(gpu.throttle_reasons)
     return StepTimes(
         path=engine_path(points[0]),
         cases=[
@@ -94,12 +92,9 @@ def measure(
         ],
         launch_ms=launch_ms,
         measuring_s=time.perf_counter() - started,
-        honesty=msgspec.structs.replace(
-            held(session),
-            cuda_graph=engine.device.type == "cuda",
-        ),
+        honesty=honesty(session, cuda_graph=engine.device.type == "cuda"),
         environment=environment,
-        marks=device_marks(points[0], engine.device) + (["throttled"] if throttled else []),
+        marks=device_marks(points[0], engine.device) + marks(throttled=throttled(gpu)),
     )
 
 

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from dcpbench.engine.checkpoint import CheckpointSource
 from dcpbench.engine.weights import routing_bias
@@ -78,17 +77,15 @@ def _storage_checks(point: Point, shape: ModelShape, seed: int, rank: int, devic
     batch = engine.plan(requests)
     error = attention_error(engine, batch, requests, seed, all_requests=True)
     wrong = _wrong_writes(engine, requests)
-    checks = []
+    limit = LIMIT[point.dtype]
+    checks = [
+        _check(point, "attention", error, limit, f"lengths {', '.join(map(str, lengths))}"),
+        _check(point, "kv_write", float(wrong), 0.0, "rows that changed and should not have, or the reverse"),
+    ]
     if point.all_reduce != ALL_REDUCES[0]:
         detail = f"1 row and {batch.size}, {point.all_reduce}"
-        checks = [_check(point, "reduce", _reduce_error(engine, batch.size, seed), LIMIT[point.dtype], detail)]
-    lengths_said = f"lengths {', '.join(map(str, lengths))}"
-    limit = LIMIT[point.dtype]
-    return [
-        _check(point, "attention", error, limit, lengths_said),
-        _check(point, "kv_write", float(wrong), 0.0, "rows that changed and should not have, or the reverse"),
-        *checks,
-    ]
+        checks.append(_check(point, "reduce", _reduce_error(engine, batch.size, seed), limit, detail))
+    return checks
 
 
 def _reduce_error(engine: DecodeEngine, rows: int, seed: int) -> float:
@@ -127,16 +124,11 @@ def _oracle_checks(point: Point, shape: ModelShape, job: Job, rank: int, device:
     engine = _engine(point, shape, [longest] * rows, job.settings.seed, rank, device)
     mine, elsewhere = _decode(engine, prompts, job.new_tokens, _routing_biases(point, shape, device))
     everyone, astray = gather_objects(mine), max(gather_objects(elsewhere))
-    checks: list[list[Check] | None] = [None]
-    if rank == 0:
-        checks = [_compare(point, everyone, prompts, job.new_tokens)]
-    if dist.is_initialized():
-        dist.broadcast_object_list(checks)
-    assert checks[0] is not None
+    checks = gather_objects(_compare(point, everyone, prompts, job.new_tokens) if rank == 0 else [])[0]
     if shape.routing != "sigmoid" or shape.first_dense == shape.layers:
-        return checks[0]
+        return checks
     detail = "tokens for which a layer chose other experts than with the checkpoint's bias in fp32, worst rank"
-    return [*checks[0], _check(point, "routing", float(astray), 0.0, detail)]
+    return [*checks, _check(point, "routing", float(astray), 0.0, detail)]
 
 
 def _routing_biases(point: Point, shape: ModelShape, device: torch.device) -> list[torch.Tensor]:

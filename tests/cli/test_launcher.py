@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from pathlib import Path
@@ -148,7 +147,7 @@ def test_what_one_engine_cannot_build_is_told_for_its_own_points_only(tmp_path: 
 
 def test_a_point_that_verify_cannot_check_is_no_record_of_a_sweep(tmp_path: Path) -> None:
     """It goes to failed.jsonl, and verify has no --resume to advise."""
-    checking = dataclasses.replace(work(tmp_path), kind="verify")
+    checking = msgspec.structs.replace(work(tmp_path), kind="verify")
     launcher.run([point(2, 13)], checking, Machines(), lambda _: None)
     assert not (tmp_path / "records.jsonl").exists()
     (record,) = last_records(tmp_path, "failed.jsonl").values()

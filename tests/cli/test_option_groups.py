@@ -1,32 +1,29 @@
-"""A parameter of a command that is a dataclass stands for its fields, and reaches the command as one value."""
+"""A parameter of a command that is a Group stands for its fields, and reaches the command as one value."""
 
-import dataclasses
 from pathlib import Path
 from typing import Annotated
 
 import pytest
 import typer
 
-from dcpbench.commands.command import command, group, panel, typed
+from dcpbench.commands.command import Group, command, panel, typed
 
 SIZES = panel("Sizes", metavar="N,…")
 
 
-@group
-class Sizes:
+class Sizes(Group):
     """Two lists and a file."""
 
-    heads: Annotated[str | None, SIZES("--heads", help="Heads.")] = None
-    rows: Annotated[str | None, SIZES("--rows", help="Rows.")] = None
-    file: Annotated[Path | None, typer.Option("--file")] = None
+    heads: str | None = SIZES("Heads.")
+    rows: str | None = SIZES("Rows.")
+    file: Path | None = panel(None)("File.")
 
 
-@group
 class FewerSizes(Sizes):
     """Without rows, and with other heads."""
 
-    heads: Annotated[str | None, SIZES("--heads", help="Other heads.")] = "8"
-    rows: str | None = dataclasses.field(default=None, init=False)
+    heads: str | None = SIZES("Other heads.", default="8")
+    rows = None
 
 
 def parser(of: type[Sizes], seen: list[object]) -> typer.core.TyperCommand:
@@ -57,7 +54,7 @@ def test_a_group_keeps_its_order_where_a_command_has_an_option_otherwise() -> No
     assert next(p for p in options if p.name == "heads").help == "Other heads."
 
 
-def test_a_field_that_is_not_for_the_constructor_is_no_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_field_that_has_another_default_than_an_option_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         parser(FewerSizes, []).main(["here", "--rows", "1"])
     assert end.value.code == 2

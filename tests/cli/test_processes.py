@@ -240,7 +240,7 @@ class TestLimits:
     def test_imports_are_not_measured_by_the_timeout(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Silent for ever, they are ended after the limit of start-up, and not after a microsecond."""
         monkeypatch.setattr(launcher, "PATIENCE_S", 2.0)
-        importing = dataclasses.replace(work(tmp_path, timeout=1e-6), worker="importing_worker")
+        importing = msgspec.structs.replace(work(tmp_path, timeout=1e-6), worker="importing_worker")
         with pytest.raises(WorkerError, match="gave no sign of life for 2 s before its first point, twice"):
             launcher.run([point(2, 100)], importing, Machines(), lambda _: None)
 
@@ -254,7 +254,9 @@ class TestFolder:
                 folder.rename(tmp_path / "moved")
 
         with folders.locked(folder) as lock, pytest.raises(OutputError, match=r"was removed or moved .* add --resume"):
-            launcher.run([point(2, 66), point(2, 101)], dataclasses.replace(work(folder), lock=lock), Machines(), watch)
+            launcher.run(
+                [point(2, 66), point(2, 101)], msgspec.structs.replace(work(folder), lock=lock), Machines(), watch
+            )
         assert not folder.exists()
         assert not processes(mark)
 

@@ -223,7 +223,7 @@ class TestCommand:
         monkeypatch.setattr(export, "write_csv", lambda *_: signal.raise_signal(number))
         old = contents(one)
         with pytest.raises(SystemExit) as end:
-            report([one])
+            report([one], answer=options.OneAnswer())
         assert end.value.code == 128 + number
         assert "no report was written" in capsys.readouterr().err
         assert contents(one) == old
@@ -247,7 +247,7 @@ class TestCommand:
     ) -> None:
         ends(monkeypatch, KeyboardInterrupt())
         with pytest.raises(SystemExit) as end:
-            report([one])
+            report([one], answer=options.OneAnswer())
         assert end.value.code == 130
         assert capsys.readouterr().err == (
             f"\nInterrupted; no report was written. The records are safe; to write it: dcpbench report {one}\n"
