@@ -27,9 +27,9 @@ def show(
 
     objectives = {} if slo is None else parse_slo(slo)
     if as_json:
-        from dcpbench.reports import frames, terminal_json
+        from dcpbench.reports import export, frames
 
-        sys.stdout.write(terminal_json.dumps(frames.load(runs, as_repeats=as_repeats, slo=objectives)) + "\n")
+        sys.stdout.write(export.dumps(frames.load(runs, as_repeats=as_repeats, slo=objectives)) + "\n")
         return 0
     table = terminal_table(runs, as_repeats=as_repeats, slo=objectives)
     say_cut_short(runs)

@@ -15,7 +15,7 @@ from dcpbench.points.memory import GIB
 from dcpbench.points.point import LOAD_AXES
 from dcpbench.records import metrics
 from dcpbench.records.provenance import CPU, hardware
-from dcpbench.reports.serving import words
+from dcpbench.reports import words
 from dcpbench.show.text import cut
 
 if TYPE_CHECKING:

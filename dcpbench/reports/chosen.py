@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from dcpbench.reports.tables import Table, make_table
+from dcpbench.reports.tables import Table, make_table, named
 from dcpbench.show.numbers import ABSENT, number
 
 if TYPE_CHECKING:
@@ -41,10 +41,9 @@ def table(frames: Frames) -> Table:
         "What auto chose: q's exchange, attention and merge of one layer",
         frame(frames),
         [
-            ("layout", lambda r: str(r["layout"])),
-            ("asked for", lambda r: str(r["asked"])),
-            ("chosen", lambda r: str(r["chosen"])),
-            ("others", lambda r: str(r["others"])),
+            *named("layout"),
+            ("asked for", "asked"),
+            *named("chosen", "others"),
             ("µs per layer", lambda r: number(r["layer_us"], 3)),
             ("next slower by", lambda r: ABSENT if pd.isna(r["lead"]) else f"{r['lead'] * 100:.1f} %"),
         ],

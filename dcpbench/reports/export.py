@@ -1,14 +1,20 @@
-"""The points as CSV, one row each, with the units in the column names."""
+"""The points for other programs: as CSV, one row each, with the units in the column names; and as JSON for scripts."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import math
+from typing import TYPE_CHECKING, Any
 
 from dcpbench.points import point
+from dcpbench.reports import answer
+from dcpbench.show.numbers import missing
 from dcpbench.show.text import spreadsheet_cell
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pandas as pd
 
     from dcpbench.reports.frames import Frames
 
@@ -37,3 +43,56 @@ def write_csv(frames: Frames, path: Path) -> None:
 
 def _cell(value: object) -> object:
     return spreadsheet_cell(value) if isinstance(value, str) else value
+
+
+def dumps(frames: Frames) -> str:
+    """The object as text, in ASCII, so that no string in it steers a terminal."""
+    return json.dumps(as_json(frames), indent=2, allow_nan=False)
+
+
+def as_json(frames: Frames) -> dict[str, Any]:
+    """`runs`, `cpu`, `points`, `served`, `others` and `findings`; docs/reading-a-report.md says what they hold.
+
+    Rows have the columns of points.csv. What is not known, or not finite, is null.
+    """
+    return {
+        "runs": [
+            {
+                "name": run.name,
+                "records": len(run.records) + run.replaced,
+                "replaced": run.replaced,
+                "cut_short": run.truncated,
+            }
+            for run in frames.runs
+        ],
+        "cpu": frames.cpu,
+        "points": _rows(frames.points),
+        "served": _rows(frames.served),
+        "others": _rows(frames.others),
+        "findings": answer.sentences(frames),
+    }
+
+
+def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
+    return [
+        {str(name): _value(value) for name, value in row.items() if not _inner(str(name))}
+        for row in table.to_dict("records")
+    ]
+
+
+def _inner(name: str) -> bool:
+    return name in INNER or name.startswith("slo_limit")
+
+
+def _value(value: Any) -> Any:  # noqa: ANN401 -- a cell of any table
+    """As JSON has it: numpy's numbers are Python's, and absent ones null."""
+    if isinstance(value, str | bool):
+        return value
+    if isinstance(value, dict):
+        return {str(name): _value(inside) for name, inside in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_value(inside) for inside in value]
+    if missing(value):
+        return None
+    plain = value.item() if hasattr(value, "item") else value
+    return None if isinstance(plain, float) and not math.isfinite(plain) else plain

@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter
 
 from dcpbench.points.names import CLOSED, GAMMA, REPLAY
 from dcpbench.records.metrics import METRIC, PERCENTILES
-from dcpbench.reports.serving import words
+from dcpbench.reports import words
 from dcpbench.reports.style import Style, plain
 from dcpbench.show.figures import (
     GREY,

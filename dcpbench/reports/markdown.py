@@ -10,7 +10,7 @@ from dcpbench.show.text import markdown
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.reports.section import Section
+    from dcpbench.reports.sections import Section
     from dcpbench.reports.tables import Table
 
 FOLD_ABOVE = 12

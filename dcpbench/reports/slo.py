@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from dcpbench.records import metrics
-from dcpbench.reports.serving.words import OBJECTIVES
+from dcpbench.reports.findings import LOAD, SCOPE, keys
+from dcpbench.reports.words import OBJECTIVES
 from dcpbench.show.numbers import number
 
 if TYPE_CHECKING:
@@ -22,10 +23,6 @@ if TYPE_CHECKING:
 
     Limits = Mapping[str, float]
 
-SCOPE = ["run", "model", "mode"]
-"""What a sentence of the answer speaks of."""
-LOAD = [*SCOPE, "same_load"]
-"""What rivals have in common."""
 PERCENTILES = metrics.PERCENTILES[::-1]
 NARROWLY = 0.02
 """A value this close to its limit, as a share of it, meets or misses it by no more than repeats may differ."""
@@ -65,13 +62,13 @@ def judged(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
         return table
     table = in_force(table, given)
     names = [n for n in OBJECTIVES if any(n in limits for limits in table["slo_limits"]) and f"{n}_p50_ms" in table]
-    keys = [table[name] for name in LOAD]
+    loads = [table[name] for name in LOAD]
     excess = pd.DataFrame(index=table.index)
     told = pd.DataFrame(index=table.index)
     for name in names:
         limit = pd.Series([limits.get(name) for limits in table["slo_limits"]], table.index, dtype=float)
         limit = limit.where(_measured(table, name) & ~table["cpu"])
-        value, at = _shared(table, name, keys)
+        value, at = _shared(table, name, loads)
         excess[name] = value / limit
         unknown = limit.notna() & value.isna()
         excess.loc[unknown, name] = float("inf")
@@ -116,7 +113,7 @@ def words(table: pd.DataFrame, given: Limits) -> str:
 
 def _who(points: pd.DataFrame) -> str:
     """Of which points the sentence speaks: `deepseek-v3 live, kimi-k2 live`."""
-    pairs = dict.fromkeys(zip(points["run"], points["model"], points["mode"], strict=True))
+    pairs = dict.fromkeys(keys(points, SCOPE))
     several = len({run for run, _, _ in pairs}) > 1
     return ", ".join(f"{model} {mode}{f', run {run}' if several else ''}" for run, model, mode in pairs)
 
@@ -145,14 +142,14 @@ def _measured(table: pd.DataFrame, name: str) -> pd.Series[Any]:
     return table["output_tok_s"].notna() & ((table["workload"] != "decode") | (name == "itl"))
 
 
-def _shared(table: pd.DataFrame, name: str, keys: list[pd.Series[Any]]) -> tuple[pd.Series[Any], pd.Series[Any]]:
+def _shared(table: pd.DataFrame, name: str, loads: list[pd.Series[Any]]) -> tuple[pd.Series[Any], pd.Series[Any]]:
     """The highest percentile that all points of a load have, of those that have any: its value and its name."""
     value = pd.Series(float("nan"), table.index)
     at = pd.Series("", table.index, dtype=object)
     some = table[f"{name}_p50_ms"].notna()
     for p in PERCENTILES:
         column = table[f"{name}_{p}_ms"].astype(float)
-        everyone = (column.notna() | ~some).groupby(keys).transform("all")
+        everyone = (column.notna() | ~some).groupby(loads).transform("all")
         take = everyone & some & (at == "")
         value, at = value.mask(take, column), at.mask(take, p)
     return value, at

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from dcpbench.reports.tables import Table, make_table
-from dcpbench.show.numbers import ABSENT, number, text
+from dcpbench.reports.tables import Table, make_table, named
+from dcpbench.show.numbers import ABSENT, number
 
 if TYPE_CHECKING:
     from dcpbench.records.record import SyncSite
@@ -58,11 +58,9 @@ def table(frames: Frames) -> Table:
         "Where the host waited",
         frame(frames),
         [
-            ("model", lambda r: str(r["model"])),
-            ("where", lambda r: str(r["where"])),
-            ("kind", lambda r: str(r["kind"])),
-            ("operator or call", lambda r: text(r["call"])),
-            ("pass", lambda r: str(r["found_in"])),
+            *named("model", "where", "kind"),
+            ("operator or call", "call"),
+            ("pass", "found_in"),
             ("per step", lambda r: number(r["per_step"], 3)),
             ("wait µs", lambda r: number(r["wait_us"], 3)),
             ("bubble µs, at most", lambda r: number(r["bubble_us"], 3)),

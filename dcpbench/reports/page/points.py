@@ -13,9 +13,9 @@ from dcpbench.points.names import CLOSED, GAMMA, LIVE
 from dcpbench.points.point import AXES, LOAD_AXES, Load, Point
 from dcpbench.records.metrics import METRIC, PAGE, PAGE_TABLE, Metric
 from dcpbench.reports import bars, style
-from dcpbench.reports.page.words import LONGEST_COMMAND, LONGEST_NAME, brief
+from dcpbench.reports.findings import LOAD
+from dcpbench.reports.frames import same_load
 from dcpbench.reports.reproduce import command_of
-from dcpbench.reports.serving.frame import same_load
 from dcpbench.show import figures
 from dcpbench.show.numbers import missing
 
@@ -27,6 +27,12 @@ MOST_POINTS = 20_000
 """Points that a page holds; a browser draws these within seconds, and points.csv has all."""
 DIGITS = 7
 """Significant digits of numbers in a page; points.csv has all."""
+LONGEST = 4000
+"""Characters of a sentence or a cell; records.jsonl has all."""
+LONGEST_NAME = 200
+"""Characters of a name in the page's data, where each point repeats it."""
+LONGEST_COMMAND = 2000
+"""Characters of a command; a longer one has a name that reports cut (clip.py), and would ask for another point."""
 UNMARKED = "unmarked"
 """Among the marks by which points are filtered: to have none."""
 LOADS = {
@@ -50,6 +56,12 @@ FILTERS = {
 COLOURS = (*(name for name in FILTERS if name not in ("load", "marks")), "backend", "device")
 """By what the chart that a reader makes can be coloured."""
 Rows = list[dict[str, Any]]
+
+
+def brief(text: object, most: int = LONGEST) -> str:
+    """The beginning of a text, and how much of it is left out."""
+    whole = str(text)
+    return whole if len(whole) <= most else f"{whole[:most]}… ({len(whole) - most:,} more characters)"
 
 
 def _field(name: str, label: str, unit: str) -> dict[str, Any]:
@@ -102,7 +114,7 @@ def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
     }
 
 
-SAME = ("run", "model", "mode", "same_load", "label")
+SAME = [*LOAD, "label"]
 """What only a point and its comparison with its baseline share."""
 
 
@@ -111,7 +123,7 @@ def _ratios(frames: Frames) -> dict[tuple[str, ...], dict[str, Any]]:
     found = frames.findings.ratios
     if found.empty:
         return {}
-    found = found[found["ratio"].notna()].drop_duplicates(list(SAME), keep=False)
+    found = found[found["ratio"].notna()].drop_duplicates(SAME, keep=False)
     names = {"ratio": "dcp_ratio", "low": "dcp_ratio_low", "high": "dcp_ratio_high"}
     kept = found.rename(columns=names)[[*SAME, *names.values(), "baseline", "verdict"]].to_dict("records")
     return {tuple(row[name] for name in SAME): {str(k): v for k, v in row.items()} for row in kept}

@@ -12,8 +12,7 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from dcpbench.reports.page.points import MOST_POINTS, page_data
-from dcpbench.reports.page.words import brief
+from dcpbench.reports.page.points import MOST_POINTS, brief, page_data
 from dcpbench.reports.plots import KV
 from dcpbench.show import web
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.frames import Frames
     from dcpbench.reports.plots import Picture
-    from dcpbench.reports.section import Section
+    from dcpbench.reports.sections import Section
 
 OWN_SCRIPTS = ("points.js", "charts.js", "report.js")
 MOST_ROWS = 1000
