@@ -2,7 +2,6 @@
 
     finding    record files below a folder become runs, what cannot be read a sentence
     lines      a point's history is a line: same point, hardware, driver and conditions
-    measures   what of a record is followed, and which direction is better
     changes    where a history changes for good
     data       columns that a browser loads quickly, histories in shards that it loads when asked
     pages      the report of each run, made anew only where its records changed

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dcpbench.dashboard.lines import clip
 from dcpbench.errors import DcpbenchError
 from dcpbench.launch import processes
-from dcpbench.launch.jobs import Job, Progress, decode_progress, read_job
+from dcpbench.launch.jobs import decode_progress, read_job
 from dcpbench.plan.grid import point_name
 from dcpbench.records.folder import JOB_FILES, LOCK_FILE, progress_file
 from dcpbench.records.lines import Tail
@@ -63,7 +63,8 @@ def _locked(root: Path) -> Iterator[Path]:
 def _job(root: Path, folder: Path, path: Path, now: float) -> Working | None:
     try:
         job = read_job(path)
-        events = _events(progress_file(folder, job.tag))
+        progress = progress_file(folder, job.tag)
+        events = [] if progress.stat().st_size > MOST_BYTES else list(Tail(progress).decoded(decode_progress))
     except (DcpbenchError, OSError):
         return None
     if not events or events[-1].stage == ENDED:
@@ -79,18 +80,9 @@ def _job(root: Path, folder: Path, path: Path, now: float) -> Working | None:
         of=len(job.points),
         left_s=left,
         stage=clip(last.stage),
-        point=clip(_name(job, last.key)),
+        point=clip(next((point_name(point) for point in job.points if point.key() == last.key), "")),
         note=clip(last.note, LONGEST_NOTE),
     )
-
-
-def _name(job: Job, key: str) -> str:
-    return next((point_name(point) for point in job.points if point.key() == key), "")
-
-
-def _events(path: Path) -> list[Progress]:
-    """All whole lines of a progress file; what is no event is left out."""
-    return [] if path.stat().st_size > MOST_BYTES else list(Tail(path).decoded(decode_progress))
 
 
 def _mtime(path: Path) -> float:

@@ -12,7 +12,7 @@ from dcpbench.top.state import SILENT
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from dcpbench.top.state import Now, State
+    from dcpbench.top.state import State
 
 
 def changes(before: State | None, after: State) -> Iterator[str]:
@@ -29,7 +29,8 @@ def changes(before: State | None, after: State) -> Iterator[str]:
         news = after.last[-new:] if new else []
         yield from (f"{p.point}: {words.figures(p)}" for p in news)
         yield " · ".join(filter(None, (words.counts(after), words.rates(after))))
-    if after.now and after.now.point and _moved(before.now if before else None, after.now):
+    then = before.now if before else None
+    if after.now and after.now.point and not (then and (then.point, then.stage) == (after.now.point, after.now.stage)):
         yield f"now: {after.now.point}, {after.now.stage}"
     if before and after.unread != before.unread:
         yield f"could not be read, and is left out: {', '.join(after.unread)}"
@@ -44,7 +45,3 @@ def snapshot(state: State) -> Iterator[str]:
         clock, power = short_number(g.sm_clock_mhz), short_number(g.power_w)
         slowed = f", slowed: {', '.join(g.throttle_reasons)}" if g.throttle_reasons else ""
         yield f"GPU {g.index}: {clock} MHz, {power} W, {short_number(g.temperature_c)} °C{slowed}"
-
-
-def _moved(before: Now | None, after: Now) -> bool:
-    return before is None or (before.point, before.stage) != (after.point, after.stage)
