@@ -99,8 +99,7 @@ def judge(a: Sequence[Run], b: Sequence[Run], options: Options) -> Comparison:
         points=points,
         only_a=[name_of(r.point) for r in matched.only_a],
         only_b=[name_of(r.point) for r in matched.only_b],
-        broken=[_broken(record, "a") for record, _ in matched.broken_a]
-        + [_broken(record, "b") for record, _ in matched.broken_b],
+        broken=[*(_broken(r, "a") for r in matched.broken_a), *(_broken(r, "b") for r in matched.broken_b)],
         notes=_notes(a, b, tests),
     )
 
@@ -318,7 +317,7 @@ def _nothing(matched: Matched) -> str:
     said = "A and B have no measured point in common"
     if matched.broken_a or matched.broken_b:
         side, broken = ("B", matched.broken_b) if matched.broken_b else ("A", matched.broken_a)
-        return f"{said}; in {side} {name_of(broken[0][0].point)} did not run: {(broken[0][0].reason or '')[:300]}"
+        return f"{said}; in {side} {name_of(broken[0].point)} did not run: {(broken[0].reason or '')[:300]}"
     if matched.only_a and matched.only_b:
         x, y = (name_of(side[0].point) for side in (matched.only_a, matched.only_b))
         return f"{said}: A has {x}, B has {y}; to compare different variants, name the field with --across."

@@ -56,9 +56,9 @@ class Matched:
     only_a: list[Record]
     """One record of each point that the other side does not have at all."""
     only_b: list[Record]
-    broken_a: list[tuple[Record, Record]]
-    """Points that ran in B and not in A: A's record, which has the reason, and one of B's."""
-    broken_b: list[tuple[Record, Record]]
+    broken_a: list[Record]
+    """Points that ran in B and not in A: A's record, which has the reason."""
+    broken_b: list[Record]
 
 
 def read_side(paths: Sequence[Path]) -> list[Run]:
@@ -98,8 +98,7 @@ def match(a: Sequence[Run], b: Sequence[Run], across: Sequence[str] = ()) -> Mat
         if all(ran):
             found.pairs.append(Pair(*ran))
         elif any(ran):
-            broken = found.broken_b if ran[0] else found.broken_a
-            broken.append(((right if ran[0] else left)[0][1][0], (ran[0] or ran[1])[0][1][0]))
+            (found.broken_b if ran[0] else found.broken_a).append((right if ran[0] else left)[0][1][0])
     if len(found.pairs) > MOST_POINTS:
         raise UsageError(
             f"{len(found.pairs):,} points are in both, more than the {MOST_POINTS:,} that are compared at once; "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dcpbench.dashboard.lines import clip
 from dcpbench.errors import DcpbenchError
 from dcpbench.launch import processes
-from dcpbench.launch.jobs import decode_progress, read_job
+from dcpbench.launch.jobs import Progress, decode_progress, read_job
 from dcpbench.plan.grid import point_name
 from dcpbench.records.folder import JOB_FILES, LOCK_FILE, progress_file
 from dcpbench.records.lines import Tail
@@ -63,8 +63,7 @@ def _locked(root: Path) -> Iterator[Path]:
 def _job(root: Path, folder: Path, path: Path, now: float) -> Working | None:
     try:
         job = read_job(path)
-        progress = progress_file(folder, job.tag)
-        events = [] if progress.stat().st_size > MOST_BYTES else list(Tail(progress).decoded(decode_progress))
+        events = _events(progress_file(folder, job.tag))
     except (DcpbenchError, OSError):
         return None
     if not events or events[-1].stage == ENDED:
@@ -83,6 +82,11 @@ def _job(root: Path, folder: Path, path: Path, now: float) -> Working | None:
         point=clip(next((point_name(point) for point in job.points if point.key() == last.key), "")),
         note=clip(last.note, LONGEST_NOTE),
     )
+
+
+def _events(path: Path) -> list[Progress]:
+    """All whole lines of a progress file; what is no event is left out."""
+    return [] if path.stat().st_size > MOST_BYTES else list(Tail(path).decoded(decode_progress))
 
 
 def _mtime(path: Path) -> float:

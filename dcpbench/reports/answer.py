@@ -188,20 +188,19 @@ def ahead(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame, *, pay
     alone = _without_baseline(ratios, others)
     if even.empty:
         return f"{alone}." if alone else ""
+    over = listed(_unique(even["baseline"]), "or")
+    loosely = f"Looser, over {over} alone{findings.slo_aside(ratios)}"  # `Looser, over tp4 alone, whether or not …`
     if even["rest"].nunique() > MOST_LENGTHS:
-        some, found = int(even["from"].notna().sum()), f"{len(even):,} combinations of layout and length"
-        if pays:
-            said = f"DCP starts to pay at some concurrency in {some:,} of {found}"
-        else:
-            said = f"Looser, {_loosely(even, ratios)}, DCP is ahead at some concurrency in {some:,} of {found}"
-        return f"{said}; the tables below name them."
+        begins = "DCP starts to pay" if pays else f"{loosely}, DCP is ahead"
+        found = f"{even['from'].notna().sum():,} of {len(even):,} combinations of layout and length"
+        return f"{begins} at some concurrency in {found}; the tables below name them."
     short = short_shapes(even["rest"])
     shapes = []
-    one = _one_layout(even)
-    over = listed(_unique(even["baseline"]), "or")
+    # one layout in variants that have names, which stand for it then
+    one = str(even["layout"].iloc[0]) if len(set(even["layout"])) == 1 and (even["variant"] != "").all() else ""
     begins = f"Where {one or 'DCP'} starts to pay, in output tok/s over {over}"
     if not pays:
-        begins = f"Looser, {_loosely(even, ratios)}, {one or 'DCP'} is ahead in output tok/s"
+        begins = f"{loosely}, {one or 'DCP'} is ahead in output tok/s"
     if one:
         even = even.assign(label=even["variant"])
     for rest, rows in even.groupby("rest", sort=False):
@@ -210,11 +209,6 @@ def ahead(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame, *, pay
         shapes.append(f"{short[str(rest)]}: {', '.join(map(_pays, groups))}")
     text = f"{begins}. {capital('; '.join(shapes))}"
     return f"{text}. Also, {alone}." if alone else f"{text}."
-
-
-def _loosely(even: pd.DataFrame, ratios: pd.DataFrame) -> str:
-    """`over tp4 alone, whether or not the SLO is met`."""
-    return f"over {listed(_unique(even['baseline']), 'or')} alone{findings.slo_aside(ratios)}"
 
 
 def _where_it_pays(rows: pd.DataFrame) -> str:
@@ -288,10 +282,9 @@ def trust(frames: Frames, apart: list[float]) -> str:
     said = [findings.repeats_sentence(apart)]
     if len(frames.others):
         said.append(f"Not every point ran: {outcomes(frames)}, listed with reasons.")
-    marked = findings.timed(frames.everything)
-    marked = marked[marked["marks"] != ""] if len(marked) else marked
+    marked = frames.findings.points
     if len(marked):
-        names = [mark for marks in marked["marks"] for mark in marks.split(", ") if mark != words.FEW_SAMPLES]
+        names = [mark for marks in marked["marks"] for mark in marks.split(", ") if mark not in ("", words.FEW_SAMPLES)]
         counts = [f"{names.count(name)} {name}" for name in dict.fromkeys(names)]
         more = " and others" if len(counts) > MOST_MARKS else ""
         of = counted(len(frames.everything), "point")
@@ -363,11 +356,6 @@ def _counts(found: pd.DataFrame) -> str:
 
 def _pays_key(row: pd.Series[Any]) -> str:
     return f"never {row['measured'][-1]}" if missing(row["from"]) else f"{row['from']} {row['least']}"
-
-
-def _one_layout(even: pd.DataFrame) -> str:
-    """The layout, where it is but one in variants that have names; these stand for it then."""
-    return str(even["layout"].iloc[0]) if len(set(even["layout"])) == 1 and (even["variant"] != "").all() else ""
 
 
 def _pays(group: pd.DataFrame) -> str:

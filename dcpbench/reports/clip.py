@@ -23,21 +23,16 @@ class Clipper:
 
     def __call__(self, record: Record) -> Record:
         """The record with strings cut, and an environment that equals one seen before replaced by that."""
-        changes: dict[str, Any] = {}
+        names = ("point", "phases", "kv", "honesty", "choice", "sync_sites", "marks", "reason", "gpu", "serve")
+        changes: dict[str, Any] = {name: _structure(getattr(record, name)) for name in names}
         if record.environment is not None:
             key = msgspec.json.encode(record.environment)
             if key not in self._environments:
                 self._environments[key] = _structure(record.environment)
             changes["environment"] = self._environments[key]
-        for name in ("point", "phases", "kv", "honesty", "choice", "sync_sites", "marks", "reason", "gpu"):
-            value = getattr(record, name)
-            if value is not None and (new := _structure(value)) is not value:
-                changes[name] = new
-        if record.serve and (new := _structure(record.serve)) is not record.serve:
-            changes["serve"] = new
         if record.detail:
-            changes["detail"] = {shortened(k): _end(v) for k, v in record.detail.items()}
-        return msgspec.structs.replace(record, **changes) if changes else record
+            changes["detail"] = {shortened(name): _end(text) for name, text in record.detail.items()}
+        return msgspec.structs.replace(record, **changes)
 
 
 def _end(text: str) -> str:

@@ -16,9 +16,13 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.frames import Frames
 
-METHOD = [
-    " ".join(paragraph.split())
-    for paragraph in f"""
+
+def _paragraphs(text: str) -> list[str]:
+    return [" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n")]
+
+
+METHOD = _paragraphs(
+    f"""
     Step time: replays of a captured CUDA graph, timed by CUDA events on every rank; a sample is the slowest rank's.
     On a CPU it is wall time.
 
@@ -55,14 +59,12 @@ METHOD = [
 
     A difference counts as clear if the intervals do not overlap and it is more than 2 %, which is as far as repeats
     may differ.
-    """.strip().split("\n\n")
-]
-
+    """
+)
 COMMON = ("Percentiles need", "tok/s/user", "KV tokens per GiB")
 """Beginnings of those that hold for served requests, too."""
-SERVED = [
-    " ".join(paragraph.split())
-    for paragraph in """
+SERVED = _paragraphs(
+    """
     Served requests: t0 is when a request was submitted (in an open loop, when it was due), t1 its first output token,
     tn its last, n its output tokens. TTFT = t1 - t0, queueing included. ITL: each gap between output tokens, pooled
     over requests. TPOT = (tn - t1) / (n - 1), one per request. E2EL = tn - t0. Latencies are those of finished
@@ -79,8 +81,8 @@ SERVED = [
 
     A served point has no interval of its own: what one run of a load gave is one sample. Where it was repeated, the
     value is the median of the repeats, and differences count only beyond what repeats reached, and 2 %.
-    """.strip().split("\n\n")
-]
+    """
+)
 
 MARKS = {
     "noisy": "at the time limit the interval of the median was wider than asked for.",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.points import point
 from dcpbench.reports import answer
-from dcpbench.show.numbers import missing
+from dcpbench.show.numbers import finite
 from dcpbench.show.text import spreadsheet_cell
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def write_csv(frames: Frames, path: Path) -> None:
     if table.empty:
         table = frames.others
     usual = [name for name, default in LATER.items() if name in table and set(table[name].dropna()) <= {default}]
-    table = table.drop(columns=[c for c in table if str(c) in (*INNER, *usual) or str(c).startswith("slo_limit")])
+    table = table.drop(columns=[c for c in table if str(c) in usual or _inner(str(c))])
     words = [c for c in table.columns if not pd.api.types.is_numeric_dtype(table[c])]
     for column in words:
         table[column] = pd.Series([_cell(v) for v in table[column]], index=table.index, dtype=object)
@@ -47,7 +46,7 @@ def _cell(value: object) -> object:
 
 def dumps(frames: Frames) -> str:
     """The object as text, in ASCII, so that no string in it steers a terminal."""
-    return json.dumps(as_json(frames), indent=2, allow_nan=False)
+    return json.dumps(finite(as_json(frames)), indent=2, allow_nan=False)
 
 
 def as_json(frames: Frames) -> dict[str, Any]:
@@ -74,25 +73,9 @@ def as_json(frames: Frames) -> dict[str, Any]:
 
 
 def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
-    return [
-        {str(name): _value(value) for name, value in row.items() if not _inner(str(name))}
-        for row in table.to_dict("records")
-    ]
+    shown = table[[name for name in table if not _inner(str(name))]]
+    return [{str(name): value for name, value in row.items()} for row in shown.to_dict("records")]
 
 
 def _inner(name: str) -> bool:
     return name in INNER or name.startswith("slo_limit")
-
-
-def _value(value: Any) -> Any:  # noqa: ANN401 -- a cell of any table
-    """As JSON has it: numpy's numbers are Python's, and absent ones null."""
-    if isinstance(value, str | bool):
-        return value
-    if isinstance(value, dict):
-        return {str(name): _value(inside) for name, inside in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [_value(inside) for inside in value]
-    if missing(value):
-        return None
-    plain = value.item() if hasattr(value, "item") else value
-    return None if isinstance(plain, float) and not math.isfinite(plain) else plain

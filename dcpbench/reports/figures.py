@@ -6,6 +6,7 @@ A figure holds points of `decode`, live runs, or replays. Replays have hollow ma
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import textwrap
 from typing import TYPE_CHECKING, Any
@@ -81,17 +82,8 @@ def draw_throughput(points: pd.DataFrame, style: Style, title: str) -> Figure:
     return figure
 
 
-def draw_ttft(points: pd.DataFrame, style: Style, title: str) -> Figure:
-    """Median time to first token, p99 as a dash, or the highest percentile that has samples."""
-    return _draw_latency(points, style, title, "ttft", "time to first token (ms)")
-
-
-def draw_itl(points: pd.DataFrame, style: Style, title: str) -> Figure:
-    """Median inter-token latency, that of `decode` with its 95 % interval; p99 as a dash, or the highest percentile."""
-    return _draw_latency(points, style, title, "itl", "inter-token latency (ms)")
-
-
 def _draw_latency(points: pd.DataFrame, style: Style, title: str, name: str, label: str) -> Figure:
+    """The median, that of `decode` with its 95 % interval; p99 as a dash, or the highest percentile that has samples."""
     figure, drawn, load = _start(points, title)
     top = _tail_percentile(points, name)
     tail = f"{name}_{top or 'p99'}_ms"
@@ -115,6 +107,10 @@ def _draw_latency(points: pd.DataFrame, style: Style, title: str, name: str, lab
         handles = [Line2D([], [], color=GREY, marker="_", linestyle="", markersize=size, markeredgewidth=2, label=said)]
     _legend(figure, points, style, handles)
     return figure
+
+
+draw_ttft = functools.partial(_draw_latency, name="ttft", label="time to first token (ms)")
+draw_itl = functools.partial(_draw_latency, name="itl", label="inter-token latency (ms)")
 
 
 def _with_bars(ax: Axes, line: pd.DataFrame, x: str, y: str, **look: Any) -> None:  # noqa: ANN401 - as of errorbar

@@ -80,11 +80,8 @@ def timed(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def rivals(frames: Frames) -> pd.DataFrame:
-    """Such points of both workloads, in the columns that they share."""
-    tables = [table for table in (timed(frames.points), timed(frames.served)) if len(table)]
-    if len(tables) < 2:  # noqa: PLR2004 - there are two workloads
-        return tables[0] if tables else pd.DataFrame()
-    return pd.DataFrame([row for table in tables for row in table.to_dict("records")])
+    """Such points of both workloads."""
+    return timed(frames.everything)
 
 
 def best_per_load(points: pd.DataFrame) -> pd.DataFrame:

@@ -32,19 +32,14 @@ def command_of(point: Point, settings: Mapping[str, object], *, cpu: bool = Fals
     Raises UsageError for a point that no option can say: a name with a comma, or an empty one.
     """
     words = ["dcpbench", "serve" if point.load else "sweep"]
-    how = _how(point)
+    how = {axis.name: getattr(point, axis.name) for axis in point_axes(Role.ENGINE | Role.PATH)}
+    how = {name: value for name, value in how.items() if UNTYPED.get(name) != value}
     layout = {name: how.pop(name) for name in ("model", *DEGREES, "weights") if name in how}
     for name, value in (layout | _load(point, settings) | how | _measured(point, settings)).items():
         words += _option(name, value)
     words += ["--no-baseline"]
     words += ["--device", "cpu"] if cpu else []
     return shlex.join(words)
-
-
-def _how(point: Point) -> dict[str, object]:
-    """The model, its layout, and how it is computed."""
-    found = {axis.name: getattr(point, axis.name) for axis in point_axes(Role.ENGINE | Role.PATH)}
-    return {name: value for name, value in found.items() if UNTYPED.get(name) != value}
 
 
 def _load(point: Point, settings: Mapping[str, object]) -> dict[str, object]:

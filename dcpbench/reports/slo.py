@@ -67,7 +67,9 @@ def judged(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
     told = pd.DataFrame(index=table.index)
     for name in names:
         limit = pd.Series([limits.get(name) for limits in table["slo_limits"]], table.index, dtype=float)
-        limit = limit.where(_measured(table, name) & ~table["cpu"])
+        # `decode` has no TTFT, TPOT or E2EL to be missed
+        applies = table["output_tok_s"].notna() & ((table["workload"] != "decode") | (name == "itl"))
+        limit = limit.where(applies & ~table["cpu"])
         value, at = _shared(table, name, loads)
         excess[name] = value / limit
         unknown = limit.notna() & value.isna()
@@ -86,10 +88,11 @@ def judged(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
         ", ".join(text for text, over in zip(texts, overs, strict=True) if over > 1)
         for texts, overs in zip(told.to_numpy(), excess.to_numpy(), strict=True)
     ]
-    return table.assign(
-        slo_excess=worst,
-        slo_said=[_said(w, which) for w, which in zip(worst, missed, strict=True)],
-    )
+    said = []
+    for top, which in zip(worst, missed, strict=True):
+        narrowly = " narrowly" if abs(top - 1) <= NARROWLY else ""
+        said.append("" if pd.isna(top) else f"meets{narrowly}" if top <= 1 else f"misses{narrowly}: {which}")
+    return table.assign(slo_excess=worst, slo_said=said)
 
 
 def words(table: pd.DataFrame, given: Limits) -> str:
@@ -137,11 +140,6 @@ def _held_at(points: pd.DataFrame, name: str) -> list[str]:
     return [p for p in PERCENTILES if column in points and (points[column] == p).any()]
 
 
-def _measured(table: pd.DataFrame, name: str) -> pd.Series[Any]:
-    """Whether an objective applies to a point: `decode` has no TTFT, TPOT or E2EL to be missed."""
-    return table["output_tok_s"].notna() & ((table["workload"] != "decode") | (name == "itl"))
-
-
 def _shared(table: pd.DataFrame, name: str, loads: list[pd.Series[Any]]) -> tuple[pd.Series[Any], pd.Series[Any]]:
     """The highest percentile that all points of a load have, of those that have any: its value and its name."""
     value = pd.Series(float("nan"), table.index)
@@ -153,10 +151,3 @@ def _shared(table: pd.DataFrame, name: str, loads: list[pd.Series[Any]]) -> tupl
         take = everyone & some & (at == "")
         value, at = value.mask(take, column), at.mask(take, p)
     return value, at
-
-
-def _said(worst: float, missed: str) -> str:
-    if pd.isna(worst):
-        return ""
-    narrowly = " narrowly" if abs(worst - 1) <= NARROWLY else ""
-    return f"meets{narrowly}" if worst <= 1 else f"misses{narrowly}: {missed}"

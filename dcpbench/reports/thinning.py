@@ -22,10 +22,12 @@ def thinned(
 ) -> tuple[pd.DataFrame, str]:
     """The points that a figure shows, and in words how many of what that is; empty where it is all of them."""
     said: list[str] = []
-    lengths = points.drop_duplicates("rest").sort_values(["input_typical", "rest"], kind="stable")["rest"].tolist()
-    points = _only(points, "rest", evenly(lengths, MOST_LENGTHS), len(lengths), "lengths", said)
-    loads = sorted(set(points[along].dropna()))
-    points = _only(points, along, evenly(loads, MOST_LOADS), len(loads), "loads", said)
+    for column, by, most in (("rest", ["input_typical", "rest"], MOST_LENGTHS), (along, [along], MOST_LOADS)):
+        values = points.drop_duplicates(column).sort_values(by, kind="stable")[column].dropna().tolist()
+        kept = evenly(values, most)
+        if len(kept) < len(values):
+            said.append(f"{len(kept)} of {len(values):,} {'lengths' if column == 'rest' else 'loads'}")
+            points = points[points[column].isin(set(kept))]
     series = points["run"].astype(str).str.cat(points["label"].astype(str), sep="\n")
     fastest = points[rate].astype(float).groupby(series).max().sort_values(ascending=False, kind="stable")
     if len(fastest) > MOST_LINES:
@@ -49,10 +51,3 @@ def first_of(points: pd.DataFrame, column: str, most: int) -> list[Any]:
     counts = points[column].value_counts(sort=True)
     kept = set(counts.index[:most])
     return [value for value in dict.fromkeys(points[column]) if value in kept]
-
-
-def _only(points: pd.DataFrame, column: str, kept: list[Any], found: int, what: str, said: list[str]) -> pd.DataFrame:
-    if len(kept) == found:
-        return points
-    said.append(f"{len(kept)} of {found:,} {what}")
-    return points[points[column].isin(set(kept))]

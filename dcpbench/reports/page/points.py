@@ -64,18 +64,14 @@ def brief(text: object, most: int = LONGEST) -> str:
     return whole if len(whole) <= most else f"{whole[:most]}… ({len(whole) - most:,} more characters)"
 
 
-def _field(name: str, label: str, unit: str) -> dict[str, Any]:
-    return {"name": name, "label": label, "unit": unit, "table": False, "range": False}
-
-
-def _metric_field(metric: Metric) -> dict[str, Any]:
-    about = _field(metric.name, metric.label, metric.shown_unit or "")
-    return about | {"table": metric in PAGE_TABLE, "range": metric.ranged}
+def _field(name: str, label: str, unit: str, metric: Metric | None = None) -> dict[str, Any]:
+    ranged = metric is not None and metric.ranged
+    return {"name": name, "label": label, "unit": unit, "table": metric in PAGE_TABLE, "range": ranged}
 
 
 FIELDS = [
     *(_field(name, *words) for name, words in LOADS.items()),
-    *map(_metric_field, PAGE),
+    *(_field(metric.name, metric.label, metric.shown_unit or "", metric) for metric in PAGE),
     _field("repeats", "repeats", ""),
 ]
 """What the page says of a point in numbers, in order."""
@@ -87,7 +83,7 @@ def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
     rows: Rows = []
     phases: dict[str, None] = {}
     series = _Series(frames)
-    commands = _Commands(frames)
+    recorded = _recorded(frames)
     ratios = _ratios(frames)
     for table in tables:
         part = table.head(max(most - len(rows), 0))
@@ -96,10 +92,11 @@ def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
             row = {str(name): value for name, value in named.items()}
             row |= ratios.get(tuple(row[name] for name in SAME), {})
             phases |= dict.fromkeys(map(str, spent))
-            rows.append(_row(row, {str(k): v for k, v in spent.items()}) | series.of(row) | commands.of(row))
+            rows.append(_row(row, {str(k): v for k, v in spent.items()}) | series.of(row) | _command(row, recorded))
     total = sum(map(len, tables))
+    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(n for row in rows for n in row)}
     return {
-        "columns": _columns(rows),
+        "columns": {name: values for name, values in columns.items() if any(v is not None for v in values)},
         "count": len(rows),
         "total": total,
         "cpu": frames.cpu,
@@ -141,9 +138,9 @@ def _row(row: dict[str, Any], phases: dict[str, Any]) -> dict[str, Any]:
         "settings": row["settings"] or None,
         "exchange": point_of(row).exchange_label() or row["exchange"],
         "mode": row["mode"] if _served(row) else LIVE,
-        "load": _load(row),
+        "load": row["rest"] if _served(row) else "decode",
         "panel": _panel(row),
-        "arrival": row["load_arrival"] if _served(row) else CLOSED,
+        "arrival": row["load_arrival"],
         "marks": [mark for mark in row["marks"].split(", ") if mark] or [UNMARKED],
         "kv_bounded_by": row["kv_bounded_by"],
         "baseline": row.get("baseline"),
@@ -161,11 +158,7 @@ def _row(row: dict[str, Any], phases: dict[str, Any]) -> dict[str, Any]:
 
 
 def _served(row: dict[str, Any]) -> bool:
-    return not missing(row.get("load_requests"))
-
-
-def _load(row: dict[str, Any]) -> str:
-    return str(row["rest"]) if _served(row) else "decode"
+    return bool(row["mode"] != "decode")
 
 
 def _panel(row: dict[str, Any]) -> str:
@@ -181,13 +174,6 @@ def _number(value: Any, scale: float = 1.0) -> float | int | None:  # noqa: ANN4
         return None
     value = value if scale == 1 else value * scale
     return value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")
-
-
-def _columns(rows: Rows) -> dict[str, list[Any]]:
-    """Columns in which any point has a value."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    found = {name: [row.get(name) for row in rows] for name in names}
-    return {name: values for name, values in found.items() if any(v is not None for v in values)}
 
 
 def point_of(row: dict[str, Any]) -> Point:
@@ -247,24 +233,26 @@ class _Series:
         }
 
 
-class _Commands:
-    """The command of each point, with the settings that its record was measured with."""
+def _recorded(frames: Frames) -> dict[tuple[str, Point, str], Record]:
+    """The first record of each point, by run, point and load as sent."""
+    found: dict[tuple[str, Point, str], Record] = {}
+    for run in frames.runs:
+        for record in run.records:
+            if record.outcome == "ok":
+                point = msgspec.structs.replace(record.point, repeat=0)
+                found.setdefault((run.name, point, same_load(record)), record)
+    return found
 
-    def __init__(self, frames: Frames) -> None:
-        self._records: dict[tuple[str, Point, str], Record] = {}
-        for run in frames.runs:
-            for record in run.records:
-                if record.outcome == "ok":
-                    point = msgspec.structs.replace(record.point, repeat=0)
-                    sent = same_load(record) if point.load else ""
-                    self._records.setdefault((run.name, point, sent), record)
 
-    def of(self, row: dict[str, Any]) -> dict[str, str | None]:
-        """Null for a point of another tool, one that no option can say, and one that takes no bearable length."""
-        point = point_of(row)
-        record = self._records[row["run"], point, row["same_load"] if point.load else ""]
-        try:
-            command = None if record.origin else command_of(point, record.measured_with, cpu=bool(row["cpu"]))
-        except UsageError:
-            command = None
-        return {"command": command if command and len(command) <= LONGEST_COMMAND else None}
+def _command(row: dict[str, Any], recorded: dict[tuple[str, Point, str], Record]) -> dict[str, str | None]:
+    """A point's command, with the settings that its record was measured with.
+
+    Null for a point of another tool, one that no option can say, and one that takes no bearable length.
+    """
+    point = point_of(row)
+    record = recorded[row["run"], point, row["same_load"] if point.load else ""]
+    try:
+        command = None if record.origin else command_of(point, record.measured_with, cpu=bool(row["cpu"]))
+    except UsageError:
+        command = None
+    return {"command": command if command and len(command) <= LONGEST_COMMAND else None}
