@@ -94,7 +94,10 @@ def match(a: Sequence[Run], b: Sequence[Run], across: Sequence[str] = ()) -> Mat
         if not left or not right:
             (found.only_a if left else found.only_b).append((left or right)[0][1][0])
             continue
-        ran = [_that_ran(side) for side in (left, right)]
+        ran = [
+            [(launch, ok) for launch, records in side if (ok := [r for r in records if measured(r)])]
+            for side in (left, right)
+        ]
         if all(ran):
             found.pairs.append(Pair(*ran))
         elif any(ran):
@@ -151,10 +154,6 @@ def _by_point(launches: Sequence[Run], across: Sequence[str]) -> dict[str, Side]
             if not _known(records, launch, replayed, key):
                 found.setdefault(key, []).append((launch, records))
     return found
-
-
-def _that_ran(side: Side) -> Side:
-    return [(launch, ok) for launch, records in side if (ok := [r for r in records if measured(r)])]
 
 
 def _known(records: Sequence[Record], launch: Run, seen: set[tuple[str, str]], key: str) -> bool:

@@ -118,7 +118,9 @@ def best(found: pd.DataFrame) -> str:
         return "No load was run with two layouts, so none can be called the best."
     judged = bool(found["slo_excess"].notna().any())
     what = "Best layout by output tok/s" + (" within the SLO" if judged else "")
-    if found["rest"].nunique() > MOST_SHAPES or _changes(found) > MOST_CLAUSES:
+    answers = found["rest"].str.cat(found["label"]).where(found["clear"], "tie")
+    changes = int((answers != answers.shift()).sum())  # from one load to the next
+    if found["rest"].nunique() > MOST_SHAPES or changes > MOST_CLAUSES:
         return f"{what}: of {counted(len(found), 'load')}, {_counts(found)}."
     short = short_shapes(found["rest"])
     shapes = [f"{short[str(rest)]}: {_runs(loads)}" for rest, loads in found.groupby("rest", sort=False)]
@@ -204,8 +206,11 @@ def ahead(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame, *, pay
     if one:
         even = even.assign(label=even["variant"])
     for rest, rows in even.groupby("rest", sort=False):
-        keyed = rows.assign(key=[_pays_key(r) for _, r in rows.iterrows()])
-        groups = [group for _, group in keyed.groupby("key", sort=False)]
+        same = [
+            f"never {r['measured'][-1]}" if missing(r["from"]) else f"{r['from']} {r['least']}"
+            for _, r in rows.iterrows()
+        ]
+        groups = [group for _, group in rows.groupby(same, sort=False)]
         shapes.append(f"{short[str(rest)]}: {', '.join(map(_pays, groups))}")
     text = f"{begins}. {capital('; '.join(shapes))}"
     return f"{text}. Also, {alone}." if alone else f"{text}."
@@ -324,12 +329,6 @@ def _runs(found: pd.DataFrame) -> str:
     return ", ".join(clauses)
 
 
-def _changes(found: pd.DataFrame) -> int:
-    """How often the answer changes from one load to the next."""
-    keys = found["rest"].str.cat(found["label"]).where(found["clear"], "tie")
-    return int((keys != keys.shift()).sum())
-
-
 def _winner(row: pd.Series[Any]) -> str:
     if not row["meets"]:
         return "none within the SLO"
@@ -352,10 +351,6 @@ def _counts(found: pd.DataFrame) -> str:
     tied, none = int((found["meets"] & ~found["clear"]).sum()), int((~found["meets"].astype(bool)).sum())
     won += [f"no layout clearly in {tied}"] if tied else []
     return listed(won + ([f"none within the SLO in {none}"] if none else []))
-
-
-def _pays_key(row: pd.Series[Any]) -> str:
-    return f"never {row['measured'][-1]}" if missing(row["from"]) else f"{row['from']} {row['least']}"
 
 
 def _pays(group: pd.DataFrame) -> str:

@@ -32,6 +32,7 @@ from dcpbench.show.figures import (
     value_axis,
     watermark,
 )
+from dcpbench.show.numbers import count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -161,6 +162,7 @@ LINES = (
     ("frontier", "Throughput per GPU against speed per user", draw_frontier),
 )
 """Kind, title and function of each; a `decode` point has no first token."""
+SUBJECTS = [kind for kind, _, _ in LINES]
 EDGE = {
     "tok_s_per_user": "a speed for one user (1000 / median ITL)",
     "output_tok_s_per_gpu": "an output per GPU (an import with --tp says how many there were)",
@@ -238,12 +240,22 @@ def _curve(index: int) -> dict[str, Any]:
     return {"linestyle": dashes(index), "marker": marker(index), "markersize": 5}
 
 
-def alt(title: str, points: pd.DataFrame) -> str:
-    """What a reader would take from a picture of served points; the full numbers stand in the tables."""
-    shapes = "; ".join(plain(rest) for rest in dict.fromkeys(map(str, points["rest"])))
-    top = points.sort_values("output_tok_s", kind="stable").iloc[-1]
-    text = f"{title}. Layouts: {layouts(points)}. Requests: {shapes}."
-    text += f" Highest output: {top['label']} with {top['output_tok_s']:,.0f} tok/s under {top['load']}."
+def alt(subject: str, title: str, points: pd.DataFrame) -> str:
+    """A sentence with what a reader would take from a picture; the full numbers stand in the tables."""
+    known = points[points["output_tok_s"].notna()].sort_values("output_tok_s", kind="stable")
+    top = known.iloc[-1] if len(known) else None
+    text = f"{title}. Layouts: {layouts(points)}."
+    if points["mode"].iloc[0] != "decode" and subject in SUBJECTS:
+        text += f" Requests: {'; '.join(plain(rest) for rest in dict.fromkeys(map(str, points['rest'])))}."
+        if top is not None:
+            text += f" Highest output: {top['label']} with {top['output_tok_s']:,.0f} tok/s under {top['load']}."
+        return text + cpu_aside(points)
+    text += f" Contexts: {', '.join(count(c) for c in sorted(points['context'].unique()))} tokens."
+    if subject in ("throughput", "frontier") and top is not None:
+        text += (
+            f" Highest: {top['label']} with {top['output_tok_s']:,.0f} tok/s at context {top['context']:,} "
+            f"and concurrency {top['concurrency']}."
+        )
     return text + cpu_aside(points)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from typing import TYPE_CHECKING
 
 from dcpbench.points.names import CLOSED
 from dcpbench.reports import bars, figures, findings, style, thinning
 from dcpbench.show.figures import drawing, save
-from dcpbench.show.numbers import count
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,7 +92,7 @@ def _draw_lines(points: pd.DataFrame, studio: Studio) -> None:
             if not figures.lacks(subject, group):
                 where = style.plain(model) if decode else f"{style.plain(model)}, {mode}"
                 told = f"{title.format(load.against)}, {where}{note}"
-                studio.add(subject, told, group, draw, "" if decode else figures.alt(told, group))
+                studio.add(subject, told, group, draw)
 
 
 def _draw_break_even(read: Frames, studio: Studio) -> None:
@@ -123,7 +123,7 @@ class Studio:
         if self.drawn:
             self.draw(path, title, points, draw)
         png, svg, pdf = (path.with_suffix(end) for end in (".png", ".svg", ".pdf"))
-        self.pictures.append(Picture(subject, mode, title, alt or _alt(subject, title, points), png, svg, pdf))
+        self.pictures.append(Picture(subject, mode, title, alt or figures.alt(subject, title, points), png, svg, pdf))
 
     def draw(self, path: Path, title: str, points: pd.DataFrame, draw: Draw) -> None:
         """Write a figure in all formats."""
@@ -141,22 +141,5 @@ class Studio:
             re.sub(r"[^A-Za-z0-9_]+", "-", str(part)).strip("-")[:40] or "unnamed" for part in (kind, model, *run)
         )
         taken = {picture.png.stem for picture in self.pictures}
-        number = 2
-        unique = name
-        while unique in taken:
-            unique, number = f"{name}-{number}", number + 1
-        return unique
-
-
-def _alt(subject: str, title: str, points: pd.DataFrame) -> str:
-    """A sentence with what a reader would take from the picture; the full numbers stand in the tables."""
-    contexts = ", ".join(count(c) for c in sorted(points["context"].unique()))
-    text = f"{title}. Layouts: {figures.layouts(points)}. Contexts: {contexts} tokens."
-    known = points[points["output_tok_s"].notna()]
-    if subject in ("throughput", "frontier") and len(known):
-        top = known.sort_values("output_tok_s", kind="stable").iloc[-1]
-        text += (
-            f" Highest: {top['label']} with {top['output_tok_s']:,.0f} tok/s at context {top['context']:,} "
-            f"and concurrency {top['concurrency']}."
-        )
-    return text + figures.cpu_aside(points)
+        others = (f"{name}-{number}" for number in itertools.count(2))
+        return next(unique for unique in itertools.chain([name], others) if unique not in taken)

@@ -19,8 +19,8 @@ from dcpbench.show.terminal import console, say
 from dcpbench.show.text import printable
 from dcpbench.top.facts import Facts
 from dcpbench.top.gpus import Gpus
-from dcpbench.top.plain import changes, snapshot
 from dcpbench.top.state import INTERRUPTED, State, state_of
+from dcpbench.top.words import changes, snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
