@@ -210,7 +210,7 @@ def ahead(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame, *, pay
             f"never {r['measured'][-1]}" if missing(r["from"]) else f"{r['from']} {r['least']}"
             for _, r in rows.iterrows()
         ]
-        groups = [group for _, group in rows.groupby(same, sort=False)]
+        groups = [group for _, group in rows.assign(same=same).groupby("same", sort=False)]
         shapes.append(f"{short[str(rest)]}: {', '.join(map(_pays, groups))}")
     text = f"{begins}. {capital('; '.join(shapes))}"
     return f"{text}. Also, {alone}." if alone else f"{text}."

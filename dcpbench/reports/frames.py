@@ -25,9 +25,8 @@ from dcpbench.records.record import Interval, Kv, ServeMetrics
 from dcpbench.records.runs import Run, measurement, read_run
 from dcpbench.reports import findings, words
 from dcpbench.reports import slo as objectives
-from dcpbench.reports.clip import Clipper
 from dcpbench.show.numbers import missing
-from dcpbench.show.text import natural
+from dcpbench.show.text import LINES, natural, printable, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
 
 MOST_POINTS = 100_000
 """Of one run. A report about as many takes four minutes; of more nobody could read it."""
+LONGEST_DETAIL = 8_000
+"""Characters of a log, of which the end tells most."""
 SAME_ENVIRONMENT = ("device", "device_count", "torch", "cuda", "nccl", "flashinfer", "triton")
 """What runs must share to be repeats of each other."""
 MERGES: dict[str, Callable[[list[float]], float]] = {
@@ -196,10 +197,56 @@ def _read(folder: Path, name: str) -> Run:
     inside = sorted(p.parent for p in folder.glob(f"*/{RECORDS_FILE}"))
     if inside and not path.exists():
         raise RecordsError(f"{folder} is no run, but holds some; name one or several: {' '.join(map(str, inside))}")
-    run = read_run(folder, name, keep=Clipper(), most=MOST_POINTS)
+    run = read_run(folder, name, keep=_Clipper(), most=MOST_POINTS)
     if run.truncated and not run.records:
         raise RecordsError(f"{path} holds only a part of one record; repeat its sweep with -o {folder} --force.")
     return run
+
+
+class _Clipper:
+    """Cuts the strings of records to a sensible length, and keeps one copy of an environment that many share."""
+
+    def __init__(self) -> None:
+        self._environments: dict[bytes, Environment] = {}
+
+    def __call__(self, record: Record) -> Record:
+        """The record with strings cut, and an environment that equals one seen before replaced by that."""
+        names = ("point", "phases", "kv", "honesty", "choice", "sync_sites", "marks", "reason", "gpu", "serve")
+        changes: dict[str, Any] = {name: _structure(getattr(record, name)) for name in names}
+        if record.environment is not None:
+            key = msgspec.json.encode(record.environment)
+            if key not in self._environments:
+                self._environments[key] = _structure(record.environment)
+            changes["environment"] = self._environments[key]
+        if record.detail:
+            changes["detail"] = {shortened(name): _end(text) for name, text in record.detail.items()}
+        return msgspec.structs.replace(record, **changes)
+
+
+def _end(text: str) -> str:
+    short = text if len(text) <= LONGEST_DETAIL else f"({len(text):,} characters) … {text[-LONGEST_DETAIL:]}"
+    return printable(short, LINES)
+
+
+def _structure(value: Any) -> Any:  # noqa: ANN401 - whatever a record holds
+    """The same with strings cut, also inside; the very same object where nothing is too long."""
+    if isinstance(value, str):
+        return shortened(value)
+    if isinstance(value, msgspec.Struct):
+        changes = {}
+        for name in value.__struct_fields__:
+            old = getattr(value, name)
+            if isinstance(old, str | list | dict | msgspec.Struct) and (new := _structure(old)) is not old:
+                changes[name] = new
+        return msgspec.structs.replace(value, **changes) if changes else value
+    if isinstance(value, list):
+        made = [_structure(v) for v in value]
+        return made if any(a is not b for a, b in zip(made, value, strict=True)) else value
+    if isinstance(value, dict):
+        pairs = {shortened(k): _structure(v) for k, v in value.items()}
+        same = len(pairs) == len(value) and all(k in value and pairs[k] is value[k] for k in pairs)
+        return value if same else pairs
+    return value
 
 
 def _joined(runs: list[Run]) -> Run:

@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 from dcpbench.points.names import CLOSED
-from dcpbench.reports import bars, figures, findings, style, thinning
+from dcpbench.reports import figures, findings, style, thinning
 from dcpbench.show.figures import drawing, save
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ def draw_all(read: Frames, folder: Path, *, drawn: bool = True) -> list[Picture]
     _draw_break_even(read, studio)
     for points in _by_model(read.points):
         few, _ = thinning.thinned(points)
-        _draw_bars(few, studio, PHASES, "Where a step's time goes", bars.draw_phases, bars.has_phases)
+        _draw_bars(few, studio, PHASES, "Where a step's time goes", figures.draw_phases, figures.has_phases)
     for points in _by_model(read.everything):
-        _draw_bars(points, studio, KV, "KV cache capacity by layout", bars.draw_capacity, bars.has_capacity)
+        _draw_bars(points, studio, KV, "KV cache capacity by layout", figures.draw_capacity, figures.has_capacity)
     return studio.pictures
 
 

@@ -12,9 +12,8 @@ from dcpbench.top import state as st
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from dcpbench.top.estimate import Estimate
     from dcpbench.top.facts import Finished
-    from dcpbench.top.state import Now, State
+    from dcpbench.top.state import Estimate, Now, State
 
 STYLES = {
     st.STARTING: "cyan",

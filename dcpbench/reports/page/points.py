@@ -12,7 +12,8 @@ from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import CLOSED, GAMMA, LIVE
 from dcpbench.points.point import AXES, LOAD_AXES, Load, Point
 from dcpbench.records.metrics import METRIC, PAGE, PAGE_TABLE, Metric
-from dcpbench.reports import bars, style
+from dcpbench.reports import style
+from dcpbench.reports.figures import has_phases, phases_in_ms
 from dcpbench.reports.findings import LOAD
 from dcpbench.reports.frames import same_load
 from dcpbench.reports.reproduce import command_of
@@ -32,7 +33,7 @@ LONGEST = 4000
 LONGEST_NAME = 200
 """Characters of a name in the page's data, where each point repeats it."""
 LONGEST_COMMAND = 2000
-"""Characters of a command; a longer one has a name that reports cut (clip.py), and would ask for another point."""
+"""Characters of a command; a longer one has a name that reports cut, and would ask for another point."""
 UNMARKED = "unmarked"
 """Among the marks by which points are filtered: to have none."""
 LOADS = {
@@ -87,7 +88,7 @@ def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
     ratios = _ratios(frames)
     for table in tables:
         part = table.head(max(most - len(rows), 0))
-        times = bars.phases_in_ms(part).to_dict("records") if bars.has_phases(part) else [{}] * len(part)
+        times = phases_in_ms(part).to_dict("records") if has_phases(part) else [{}] * len(part)
         for named, spent in zip(part.to_dict("records"), times, strict=True):
             row = {str(name): value for name, value in named.items()}
             row |= ratios.get(tuple(row[name] for name in SAME), {})
