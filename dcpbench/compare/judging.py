@@ -6,7 +6,7 @@ import dataclasses
 import math
 import statistics
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dcpbench.compare import effects
 from dcpbench.compare.environments import differences, marks
@@ -294,9 +294,9 @@ def _exp(log: float) -> float:
     return math.exp(log) if abs(log) < LARGEST_LOG else (0.0 if log < 0 else math.inf)
 
 
-def _broken(record: Record, side: str) -> Broken:
+def _broken(record: Record, side: Literal["a", "b"]) -> Broken:
     reason = printable((record.reason or "no reason was recorded")[:500])
-    return Broken(name=name_of(record.point), side=side, outcome=printable(record.outcome[:20]), reason=reason)  # type: ignore[arg-type]
+    return Broken(name=name_of(record.point), side=side, outcome=printable(record.outcome[:20]), reason=reason)
 
 
 def _notes(a: Sequence[Run], b: Sequence[Run], tests: Sequence[_Test]) -> list[str]:

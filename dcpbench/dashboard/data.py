@@ -108,14 +108,13 @@ def _histories(runs: Sequence[RunData]) -> list[History]:
     for number, run in enumerate(runs):
         for line, entry in run.entries.items():
             found.setdefault(line, []).append((number, entry))
-    return [History(line, found[line]) for line in sorted(found, key=_order)]
 
+    def place(line: Line) -> tuple[object, ...]:
+        point = line.example
+        names = ("model", "workload", "context", "concurrency", *DEGREES, "exchange")
+        return (*(getattr(point, n) for n in names), line.hardware, line.driver, line.conditions, line.point)
 
-def _order(line: Line) -> tuple[object, ...]:
-    p = line.example
-    where = (line.hardware, line.driver, line.conditions, line.point)
-    degrees = [getattr(p, name) for name in DEGREES]
-    return (p.model, p.workload, p.context, p.concurrency, *degrees, p.exchange, *where)
+    return [History(line, found[line]) for line in sorted(found, key=place)]
 
 
 def _runs(runs: Sequence[RunData], pages: set[str], records: set[str]) -> dict[str, list[object]]:

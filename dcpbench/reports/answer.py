@@ -121,7 +121,12 @@ def best(found: pd.DataFrame) -> str:
     answers = found["rest"].str.cat(found["label"]).where(found["clear"], "tie")
     changes = int((answers != answers.shift()).sum())  # from one load to the next
     if found["rest"].nunique() > MOST_SHAPES or changes > MOST_CLAUSES:
-        return f"{what}: of {counted(len(found), 'load')}, {_counts(found)}."
+        clear, meets = found["clear"].astype(bool), found["meets"].astype(bool)
+        won = [f"{label} in {n}" for label, n in found[clear]["label"].value_counts().items()]
+        tied, none = int((meets & ~clear).sum()), int((~meets).sum())
+        won += [f"no layout clearly in {tied}"] if tied else []
+        won += [f"none within the SLO in {none}"] if none else []
+        return f"{what}: of {counted(len(found), 'load')}, {listed(won)}."
     short = short_shapes(found["rest"])
     shapes = [f"{short[str(rest)]}: {_runs(loads)}" for rest, loads in found.groupby("rest", sort=False)]
     closed = found["load_arrival"].eq(CLOSED).all()
@@ -343,14 +348,6 @@ def _at(group: list[pd.Series[Any]]) -> str:
         return listed(_unique(r["arrival"] for r in group))
     values = [int(r["concurrency"]) for r in group]
     return f"{values[0]:,}" + (f"–{values[-1]:,}" if len(values) > 1 else "")
-
-
-def _counts(found: pd.DataFrame) -> str:
-    clear = found[found["clear"]]
-    won = [f"{label} in {n}" for label, n in clear["label"].value_counts().items()]
-    tied, none = int((found["meets"] & ~found["clear"]).sum()), int((~found["meets"].astype(bool)).sum())
-    won += [f"no layout clearly in {tied}"] if tied else []
-    return listed(won + ([f"none within the SLO in {none}"] if none else []))
 
 
 def _pays(group: pd.DataFrame) -> str:

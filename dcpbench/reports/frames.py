@@ -139,17 +139,17 @@ def _as_loads(points: pd.DataFrame) -> pd.DataFrame:
     """Points of `decode` with the columns that say of served points what their load was."""
     if points.empty:
         return points
-    contexts, loads = points["context"].tolist(), points["concurrency"].tolist()
-    rest = [f"context {c:,}" for c in contexts]
-    arrival = [f"concurrency {n:,}" for n in loads]
+    rest = "context " + points["context"].map("{:,}".format)
+    arrival = "concurrency " + points["concurrency"].map("{:,}".format)
+    same = points["workload"] + " " + points["context"].astype(str) + " " + points["concurrency"].astype(str)
     return points.assign(
         mode="decode",
         load_arrival=CLOSED,
         input_typical=points["context"].astype(float),
         rest=rest,
         arrival=arrival,
-        load=[f"{n} · {c}" for n, c in zip(arrival, rest, strict=True)],
-        same_load=[f"{w} {c} {n}" for w, c, n in zip(points["workload"], contexts, loads, strict=True)],
+        load=arrival + " · " + rest,
+        same_load=same,
     )
 
 

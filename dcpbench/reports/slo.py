@@ -72,24 +72,16 @@ def judged(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
         limit = limit.where(applies & ~table["cpu"])
         value, at = _shared(table, name, loads)
         excess[name] = value / limit
-        unknown = limit.notna() & value.isna()
-        excess.loc[unknown, name] = float("inf")
+        excess.loc[limit.notna() & value.isna(), name] = float("inf")
         told[name] = [
-            ""
-            if pd.isna(top)
-            else f"{OBJECTIVES[name]} {p} {number(ms, 3)} ms"
-            if p
-            else f"{OBJECTIVES[name]} not known"
-            for top, p, ms in zip(excess[name], at, value, strict=True)
+            f"{OBJECTIVES[name]} {p} {number(ms, 3)} ms" if p else f"{OBJECTIVES[name]} not known"
+            for p, ms in zip(at, value, strict=True)
         ]
         table[f"slo_{name}_at"] = at.where(limit.notna(), "")
     worst = excess.max(axis=1) if names else pd.Series(float("nan"), table.index)
-    missed = [
-        ", ".join(text for text, over in zip(texts, overs, strict=True) if over > 1)
-        for texts, overs in zip(told.to_numpy(), excess.to_numpy(), strict=True)
-    ]
     said = []
-    for top, which in zip(worst, missed, strict=True):
+    for top, texts, overs in zip(worst, told.to_numpy(), excess.to_numpy(), strict=True):
+        which = ", ".join(text for text, over in zip(texts, overs, strict=True) if over > 1)
         narrowly = " narrowly" if abs(top - 1) <= NARROWLY else ""
         said.append("" if pd.isna(top) else f"meets{narrowly}" if top <= 1 else f"misses{narrowly}: {which}")
     return table.assign(slo_excess=worst, slo_said=said)

@@ -195,14 +195,14 @@ class Fitted:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """For Rich."""
         yield plain(self.title, "bold")
-        marks = dict.fromkeys(mark for text in self.marks for mark in _split(text))
+        marks = dict.fromkeys(mark for text in self.marks for mark in text.split(", ") if mark)
         legend = {mark: LETTERS[i % len(LETTERS)] for i, mark in enumerate(marks)}
-        for gap in {self.gap: None, 1: None}:
-            columns = [*self.columns, *([Column("marks", self.marks, text=True)] if legend else [])]
+        columns = [*self.columns, *([Column("marks", self.marks, text=True)] if legend else [])]
+        for gap in (self.gap, 1):
             if self._needs(columns, gap) <= options.max_width:
                 yield self._table(columns, gap)
                 return
-        letters = ["".join(legend[mark] for mark in _split(text)) for text in self.marks]
+        letters = ["".join(legend[mark] for mark in text.split(", ") if mark) for text in self.marks]
         columns = [*self.columns, *([Column("", letters, text=True)] if legend else [])]
         gap = 1 if self._needs(columns, 1) <= options.max_width else 0
         left_out = self._too_many(columns, options.max_width) if gap == 0 else []
@@ -247,7 +247,3 @@ def shown_marks(points: pd.DataFrame) -> list[str]:
 def plain(text: object, style: str = "") -> Text:
     """Text as it is: no markup, and no control characters that would steer the terminal."""
     return Text(printable(str(text)), style=style)
-
-
-def _split(marks: str) -> list[str]:
-    return [mark for mark in marks.split(", ") if mark]

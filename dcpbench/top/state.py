@@ -6,6 +6,7 @@ import itertools
 import math
 import shlex
 import statistics
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -162,7 +163,10 @@ def state_of(
         points_per_minute=60 * len(durations) / sum(durations) if sum(durations) > 0 else None,
         eta=estimate(durations, left or 0, spent) if at_work else None,
         now=_now(job, points, now) if job and at_work else None,
-        sizes=_sizes(points, ended),
+        sizes=[
+            Size(tp=tp, total=total, finished=sum(points[key].tp == tp for key in ended if key in points))
+            for tp, total in Counter(point.tp for point in points.values()).items()
+        ],
         last=list(facts.last),
         unread=dict(facts.unread),
         at=now,
@@ -282,10 +286,3 @@ def _timeout(command: str) -> float:
         return float(words[words.index("--timeout") + 1])
     except (ValueError, IndexError):
         return TIMEOUT_S
-
-
-def _sizes(points: dict[int, Point], ended: dict[int, Ended]) -> list[Size]:
-    by_tp: dict[int, list[bool]] = {}
-    for key, point in points.items():
-        by_tp.setdefault(point.tp, []).append(key in ended)
-    return [Size(tp=tp, total=len(seen), finished=sum(seen)) for tp, seen in by_tp.items()]

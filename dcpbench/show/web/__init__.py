@@ -53,7 +53,8 @@ def policy(scripts: Iterable[str] = (), *, own_files: bool = False) -> str:
 
     `own_files`: but for the scripts, styles and data that lie beside the page.
     """
-    hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    digests = (base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii") for script in scripts)
+    hashes = " ".join(f"'sha256-{digest}'" for digest in digests)
     sources = {
         "default-src": "'none'",
         "img-src": "data: blob:",
@@ -79,7 +80,3 @@ def without_markup(text: str) -> str:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
-
-
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
