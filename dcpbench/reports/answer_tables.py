@@ -8,8 +8,8 @@ from dcpbench.points.names import CLOSED
 from dcpbench.reports import answer
 from dcpbench.reports.answer import MOST_SHAPES
 from dcpbench.reports.findings import SCOPE, keys, slo_aside
+from dcpbench.reports.plots import evenly
 from dcpbench.reports.tables import FOLD_ABOVE, LOADED, Table, make_table, named, of_mode
-from dcpbench.reports.thinning import evenly
 from dcpbench.reports.words import shared_shape, short_shapes
 from dcpbench.show.numbers import ABSENT, missing, number, times, with_interval
 from dcpbench.show.text import listed
