@@ -166,7 +166,7 @@ def no_report(folders: Sequence[Path]) -> str:
 
 def say_cut_short(folders: Sequence[Path]) -> None:
     """Say of which runs the last record is not whole."""
-    from dcpbench.reports import cut_short
+    from dcpbench.records.file import cut_short
 
     for folder in folders:
         if cut_short(folder):

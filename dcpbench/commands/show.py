@@ -25,9 +25,9 @@ def show(
 
     options = answer.of_runs
     if as_json:
-        from dcpbench.reports import frames, terminal_json
+        from dcpbench.reports import export, frames
 
-        sys.stdout.write(terminal_json.dumps(frames.load(runs, **options)) + "\n")
+        sys.stdout.write(export.dumps(frames.load(runs, **options)) + "\n")
         return 0
     table = terminal_table(runs, **options)
     say_cut_short(runs)

@@ -1,5 +1,7 @@
 """The ratio of two sides and how well it is known: launches above repeats above samples. All on logarithms.
 
+Of many ratios at once `rejected` says which may be believed, and `level` how wide their intervals must be for it.
+
 A launch is one process that measured, with its own memory, clocks and communicators: what it does to all its samples
 alike shows only between launches. docs/comparing.md derives every formula.
 """
@@ -56,7 +58,7 @@ class Effect:
 
     def interval(self, tail: float) -> tuple[float, float]:
         """Of the logarithm; each end is missed with probability `tail`."""
-        half = math.inf if self.variance is None else _times(student.quantile(tail, self.df), self.error)
+        half = self.error * student.quantile(tail, self.df) if self.error else 0.0
         return self.log - half, self.log + half
 
     def p_differs(self) -> float:
@@ -141,6 +143,26 @@ def more_launches(effect: Effect, margin: float, tail: float) -> int | None:
     return None
 
 
+def rejected(p_values: Sequence[float], alpha: float) -> int:
+    """How many hypotheses may be rejected: the largest k for which the k-th smallest p is at most alpha·k/m.
+
+    Benjamini and Hochberg (1995). Where nothing differs at all, the chance of any rejection is at most alpha; else the
+    expected share of wrong ones among the rejected is. Holds for independent tests, and for tests that are positively
+    dependent, as metrics of one point are (Benjamini and Yekutieli, 2001).
+    """
+    m = len(p_values)
+    return max((k for k, p in enumerate(sorted(p_values), 1) if p <= alpha * k / m), default=0)
+
+
+def level(p_values: Sequence[float], alpha: float) -> float:
+    """What a p must not exceed to be rejected, which is 1 - confidence of the intervals: alpha · max(1, R) / m.
+
+    Intervals at this level exclude equality exactly where it is rejected, and on average at most alpha of those shown
+    for rejected ones miss their ratio (Benjamini and Yekutieli, 2005).
+    """
+    return alpha * max(1, rejected(p_values, alpha)) / max(1, len(p_values))
+
+
 def satterthwaite(parts: Sequence[tuple[float, float]]) -> float:
     """Degrees of freedom of a sum of variances, each with its own: (Σv)² / Σ(v² / df)."""
     total = sum(v for v, _ in parts)
@@ -165,7 +187,3 @@ def _of_launch(side: Sequence[Estimate]) -> float:
 def _within(one: Estimate) -> float:
     """Of its steps; requests are the same in every launch."""
     return one.within.variance if one.within and not one.within.of_requests else 0.0
-
-
-def _times(quantile: float, error: float) -> float:
-    return quantile * error if error else 0.0

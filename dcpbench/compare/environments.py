@@ -10,7 +10,7 @@ from dcpbench.records.provenance import origin
 from dcpbench.show.text import short
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from dcpbench.compare.sides import Pair
     from dcpbench.records.record import Record
@@ -39,6 +39,7 @@ HONESTY = (
 CLOCK_APART = 0.01
 """Lowest SM clocks further apart than this share are told."""
 MOST_SHOWN, LONGEST = 4, 60
+WITHHELD = " (value withheld)"
 SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
 
 
@@ -46,7 +47,15 @@ def differences(pairs: Sequence[Pair]) -> list[Difference]:
     """Everything recorded of matched points that is not the same set of values on both sides."""
     a = [r for pair in pairs for _, records in pair.a for r in records]
     b = [r for pair in pairs for _, records in pair.b for r in records]
-    found = [_difference(what, x, y) for what, x, y in _values(a, b) if x != y]
+    settings = sorted({name for r in (*a, *b) if r.environment for name in r.environment.settings})
+    asked = sorted({name for r in (*a, *b) for name in r.measured_with})
+    said = [[_told(record, settings, asked) for record in side] for side in (a, b)]
+    found = []
+    for what in said[0][0]:
+        x, y = ({_text(value) for record in side for value in record[what]} for side in said)
+        if x != y:
+            shown = ("one", "another") if what.endswith(WITHHELD) else (_set(x), _set(y))
+            found.append(Difference(what=short(what, LONGEST), a=shown[0], b=shown[1]))
     return found + list(_clocks(a, b))
 
 
@@ -55,41 +64,19 @@ def marks(records: Iterable[Record]) -> list[str]:
     return sorted({short(mark, LONGEST) for r in records for mark in r.marks})[:20]
 
 
-def _values(a: Sequence[Record], b: Sequence[Record]) -> Iterator[tuple[str, set[str], set[str]]]:
-    """Each thing that a record says of how it was taken, with what either side says."""
-    readers: list[tuple[str, Callable[[Record], Iterable[object]]]] = [
-        (what, lambda r, name=name: [getattr(r.environment, name)] if r.environment else [])  # type: ignore[misc]
-        for what, name in ENVIRONMENT
-    ]
-    readers += [
-        (what, lambda r, name=name: [getattr(r.honesty, name)] if r.honesty else [])  # type: ignore[misc]
-        for what, name in HONESTY
-    ]
-    readers += [
-        (
-            f"{name} (value withheld)" if SECRET.search(name) else name,
-            lambda r, name=name: [r.environment.settings.get(name)] if r.environment else [],  # type: ignore[misc]
-        )
-        for name in sorted({n for r in (*a, *b) if r.environment for n in r.environment.settings})
-    ]
-    readers += [
-        (f"setting {name}", lambda r, name=name: [r.measured_with.get(name)] if r.measured_with else [])  # type: ignore[misc]
-        for name in sorted({n for r in (*a, *b) for n in r.measured_with})
-    ]
-    readers += [
-        ("measured by", lambda r: [origin(r)]),
-        ("auto chose", lambda r: [r.choice] if r.choice else []),
-        ("throttled by", lambda r: r.gpu.throttle_reasons if r.gpu else []),
-        ("marks", lambda r: r.marks),
-    ]
-    for what, read in readers:
-        yield what, {_text(v) for r in a for v in read(r)}, {_text(v) for r in b for v in read(r)}
-
-
-def _difference(what: str, a: set[str], b: set[str]) -> Difference:
-    if "withheld" in what:
-        return Difference(what=short(what, LONGEST), a="one", b="another")
-    return Difference(what=short(what, LONGEST), a=_set(a), b=_set(b))
+def _told(r: Record, settings: Sequence[str], asked: Sequence[str]) -> dict[str, Sequence[object]]:
+    """All that a record says of how it was taken; these `settings` of its machine and its command among it."""
+    env, honesty, given = r.environment, r.honesty, r.measured_with
+    return {
+        **{what: [getattr(env, name)] if env else [] for what, name in ENVIRONMENT},
+        **{what: [getattr(honesty, name)] if honesty else [] for what, name in HONESTY},
+        **{n + WITHHELD if SECRET.search(n) else n: [env.settings.get(n)] if env else [] for n in settings},
+        **{f"setting {name}": [given.get(name)] if given else [] for name in asked},
+        "measured by": [origin(r)],
+        "auto chose": [r.choice] if r.choice else [],
+        "throttled by": r.gpu.throttle_reasons if r.gpu else [],
+        "marks": r.marks,
+    }
 
 
 def _clocks(a: Sequence[Record], b: Sequence[Record]) -> Iterator[Difference]:

@@ -74,24 +74,14 @@ def apply(comparison: Comparison, rules: Sequence[Rule]) -> None:
         for row in point.rows:
             row.gate = ""
             findings += _of_row(point, row, rules)
-    findings += [
-        Finding(rule="failed", point=b.name, metric="", status="fails", message=f"{b.name}: {b.outcome}: {b.reason}")
-        for b in comparison.broken
-        if b.side == "b"
-    ]
+    broken = [b for b in comparison.broken if b.side == "b"]
+    findings += [Finding(rule="failed", point=b.name, message=f"{b.name}: {b.outcome}: {b.reason}") for b in broken]
     if "missing" in words:
-        findings += [
-            Finding(rule="missing", point=name, metric="", status="fails", message=f"{name}: only in A")
-            for name in comparison.only_a
-        ]
-        findings += [
-            Finding(rule="missing", point=p.name, metric="", status="fails", message=f"{p.name}: {text}")
-            for p in comparison.points
-            for text in p.not_compared
-            if text.endswith("(absent in B)")
-        ]
+        missing = [(name, "only in A") for name in comparison.only_a]
+        missing += [(p.name, t) for p in comparison.points for t in p.not_compared if t.endswith("(absent in B)")]
+        findings += [Finding(rule="missing", point=name, message=f"{name}: {text}") for name, text in missing]
     findings += [
-        Finding(rule=text, point="", metric="", status="undecided", message=f"{text}: no compared point has it")
+        Finding(rule=text, message=f"{text}: no compared point has it", status="undecided")
         for text in unused(comparison, rules)
     ]
     if "undecided" in words:
@@ -116,13 +106,12 @@ def _of_row(point: PointResult, row: Row, rules: Sequence[Rule]) -> Iterator[Fin
         row.gate = max(row.gate, status, key=("", "passes", "undecided", "fails").index)
         if status != "passes":
             said = "worse by" if status == "fails" else "may be worse by"
-            yield Finding(
-                rule=rule.text,
-                point=point.name,
-                metric=row.metric,
-                status=status,
-                message=f"{point.name}: {row.title} {said} more than {rule.text.partition(':')[2]}: {_values(row)}",
+            ratio = "" if row.ratio is None or row.absolute else f", ratio {row.ratio:.4f}{range_text(row)}"
+            message = (
+                f"{point.name}: {row.title} {said} more than {rule.text.partition(':')[2]}: "
+                f"{short_number(row.a, 4)} → {short_number(row.b, 4)} {row.unit}{ratio}"
             )
+            yield Finding(rule=rule.text, point=point.name, metric=row.metric, status=status, message=message)
 
 
 def _is_of(rule: Rule, workload: str, metric: str) -> bool:
@@ -158,8 +147,3 @@ def _worse(row: Row, ratio: float | None) -> float:
         return math.inf
     log = math.log(ratio) if ratio > 0 else -math.inf
     return -log if row.higher_is_better else log
-
-
-def _values(row: Row) -> str:
-    ratio = "" if row.ratio is None or row.absolute else f", ratio {row.ratio:.4f}{range_text(row)}"
-    return f"{short_number(row.a, 4)} → {short_number(row.b, 4)} {row.unit}{ratio}"

@@ -6,9 +6,9 @@ import dataclasses
 import math
 import statistics
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from dcpbench.compare import effects, multiple
+from dcpbench.compare import effects
 from dcpbench.compare.environments import differences, marks
 from dcpbench.compare.model import WORST_FIRST, Broken, Comparison, PointResult, Row
 from dcpbench.compare.samples import Requests, comparable, error_of, requests_of
@@ -82,8 +82,7 @@ def judge(a: Sequence[Run], b: Sequence[Run], options: Options) -> Comparison:
     _decide(tests, options)
     points.sort(key=lambda p: p.rank)
     rows = [row for p in points for row in p.rows]
-    records = [r for pair in matched.pairs for r in pair.records]
-    cpu = any(map(functional, records))
+    cpu = any(functional(r) for pair in matched.pairs for r in pair.records)
     return Comparison(
         a=[printable(x.name) for x in a],
         b=[printable(x.name) for x in b],
@@ -100,8 +99,7 @@ def judge(a: Sequence[Run], b: Sequence[Run], options: Options) -> Comparison:
         points=points,
         only_a=[name_of(r.point) for r in matched.only_a],
         only_b=[name_of(r.point) for r in matched.only_b],
-        broken=[_broken(record, "a") for record, _ in matched.broken_a]
-        + [_broken(record, "b") for record, _ in matched.broken_b],
+        broken=[*(_broken(r, "a") for r in matched.broken_a), *(_broken(r, "b") for r in matched.broken_b)],
         notes=_notes(a, b, tests),
     )
 
@@ -116,13 +114,7 @@ def name_of(point: Point) -> str:
     return printable(said[:300] + mode[:20])
 
 
-def _point(
-    pair: Pair,
-    options: Options,
-    a: Sequence[Run],
-    b: Sequence[Run],
-    tests: list[_Test],
-) -> PointResult:
+def _point(pair: Pair, options: Options, a: Sequence[Run], b: Sequence[Run], tests: list[_Test]) -> PointResult:
     point, other = pair.point, pair.b[0][1][0].point
     workload: Workload = "serve" if point.load else "decode"
     found = PointResult(
@@ -227,10 +219,10 @@ def _decide(tests: Sequence[_Test], options: Options) -> None:
     margin = math.log1p(options.margin)
     differ = [t.effect.p_differs() for t in tests]
     same = [t.effect.p_same(margin) for t in tests]
-    level = multiple.level(differ, options.alpha)
-    same_level = multiple.level(same, options.alpha)
-    cut = level if multiple.rejected(differ, options.alpha) else -1.0
-    same_cut = same_level if multiple.rejected(same, options.alpha) else -1.0
+    level = effects.level(differ, options.alpha)
+    same_level = effects.level(same, options.alpha)
+    cut = level if effects.rejected(differ, options.alpha) else -1.0
+    same_cut = same_level if effects.rejected(same, options.alpha) else -1.0
     for t, p, q in zip(tests, differ, same, strict=True):
         row = t.row
         row.p_differs, row.p_same, row.differs = p, q, p <= cut
@@ -276,12 +268,13 @@ def _counted(metric: Metric, a: Sequence[Sequence[float]], b: Sequence[Sequence[
     left, right = ([v for launch in side for v in launch] for side in (a, b))
     x, y = statistics.median(left), statistics.median(right)
     slack = 1.0 if metric.absolute else 1 + margin
+    ratio = y / x if x else math.inf
     row = Row(
         **_about(metric),
         sampled=False,
         a=x,
         b=y,
-        ratio=_ratio(y, x),
+        ratio=ratio if math.isfinite(ratio) else None,
         verdict="UNDECIDED",
         launches=(sum(map(bool, a)), sum(map(bool, b))),
         repeats=(len(left), len(right)),
@@ -297,18 +290,13 @@ def _counted(metric: Metric, a: Sequence[Sequence[float]], b: Sequence[Sequence[
     return row
 
 
-def _ratio(y: float, x: float) -> float | None:
-    ratio = y / x if x else math.inf
-    return ratio if math.isfinite(ratio) else None
-
-
 def _exp(log: float) -> float:
     return math.exp(log) if abs(log) < LARGEST_LOG else (0.0 if log < 0 else math.inf)
 
 
-def _broken(record: Record, side: str) -> Broken:
+def _broken(record: Record, side: Literal["a", "b"]) -> Broken:
     reason = printable((record.reason or "no reason was recorded")[:500])
-    return Broken(name=name_of(record.point), side=side, outcome=printable(record.outcome[:20]), reason=reason)  # type: ignore[arg-type]
+    return Broken(name=name_of(record.point), side=side, outcome=printable(record.outcome[:20]), reason=reason)
 
 
 def _notes(a: Sequence[Run], b: Sequence[Run], tests: Sequence[_Test]) -> list[str]:
@@ -329,7 +317,7 @@ def _nothing(matched: Matched) -> str:
     said = "A and B have no measured point in common"
     if matched.broken_a or matched.broken_b:
         side, broken = ("B", matched.broken_b) if matched.broken_b else ("A", matched.broken_a)
-        return f"{said}; in {side} {name_of(broken[0][0].point)} did not run: {(broken[0][0].reason or '')[:300]}"
+        return f"{said}; in {side} {name_of(broken[0].point)} did not run: {(broken[0].reason or '')[:300]}"
     if matched.only_a and matched.only_b:
         x, y = (name_of(side[0].point) for side in (matched.only_a, matched.only_b))
         return f"{said}: A has {x}, B has {y}; to compare different variants, name the field with --across."

@@ -99,10 +99,10 @@ class Finding(msgspec.Struct, kw_only=True):
     """What a rule of --fail-on says of one row or point."""
 
     rule: str
-    point: str
-    metric: str
+    point: str = ""
+    metric: str = ""
     message: str
-    status: Literal["fails", "undecided"]
+    status: Literal["fails", "undecided"] = "fails"
 
 
 class Comparison(msgspec.Struct, kw_only=True):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.compare import gate, github, junit, markdown, table
+from dcpbench.compare import ci, gate, markdown, table
 from dcpbench.compare.judging import Options, judge
 from dcpbench.errors import OutputError, UsageError
 from dcpbench.records import metrics
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from dcpbench.compare.model import Comparison
     from dcpbench.records.runs import Run
 
-FAILS = 1
 LEAST_ALPHA, MOST_SHARE = 1e-6, 0.5
 
 
@@ -61,13 +60,16 @@ def conclude(a: Sequence[Run], b: Sequence[Run], options: Options, out: Out) -> 
     if out.as_json:
         write_json(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
     else:
-        _show(found, out)
+        terminal = console()
+        for line in table.render(found, every=out.every):
+            terminal.print(line, soft_wrap=not terminal.is_terminal)
     if out.github:
-        _print(github.render(found))
+        sys.stdout.write(ci.github(found))
+        sys.stdout.flush()
         step_summary(markdown.render(found))
     for path in paths:
         (sys.stderr if out.as_json else sys.stdout).write(f"Wrote {path}\n")
-    return FAILS if found.fails else 0
+    return 1 if found.fails else 0
 
 
 def write(found: Comparison, out: Out) -> list[Path]:
@@ -87,21 +89,10 @@ def write(found: Comparison, out: Out) -> list[Path]:
             data.write_bytes(msgspec.json.encode(found) + b"\n")
             paths += [page, data, *pictures]
         if out.junit:
-            out.junit.write_text(junit.render(found), encoding="utf-8")
+            out.junit.write_text(ci.junit(found), encoding="utf-8")
             paths.append(out.junit)
     except OSError as e:
         raise OutputError(
             f"{e.filename} cannot be written ({e.strerror}); give another place with -o or --junit."
         ) from e
     return paths
-
-
-def _show(found: Comparison, out: Out) -> None:
-    terminal = console()
-    for line in table.render(found, every=out.every):
-        terminal.print(line, soft_wrap=not terminal.is_terminal)
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from dcpbench.compare.words import label, summary
 from dcpbench.show.figures import WATERMARK, colour, drawing, save
+from dcpbench.show.text import cut
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,10 +31,9 @@ FURTHEST = 3.0
 
 def draw(c: Comparison, folder: Path) -> list[Path]:
     """Write forest.png and forest.svg; nothing where no ratio has an interval."""
-    rows = [(p, row) for p in c.points for row in p.rows if row.low is not None and row.ratio and row.ratio > 0]
+    rows = [(p, row) for p in c.points for row in p.rows if row.low is not None and row.ratio and row.ratio > 0][:MOST]
     if not rows:
         return []
-    rows = rows[:MOST]
     with drawing({"text.parse_math": False}):
         figure = Figure(figsize=(WIDE, 1.5 + ROW_INCHES * len(rows)), layout="constrained")
         axes = figure.subplots()
@@ -61,7 +61,7 @@ def _frame(axes: Axes, rows: list[tuple[PointResult, Row]], c: Comparison) -> No
     ticks = [t for t in _ticks(reach) if abs(math.log(t)) <= reach]
     axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
     axes.minorticks_off()
-    axes.set_yticks(range(len(rows)), [_name(p, row) for p, row in rows], fontsize=7)
+    axes.set_yticks(range(len(rows)), [f"{cut(p.name, LABEL)} · {label(row)}" for p, row in rows], fontsize=7)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel(f"B / A, with its corrected interval; grey: within {c.margin * 100:g} %")
@@ -82,8 +82,3 @@ def _ticks(reach: float) -> list[float]:
 
 def _within(x: float | None) -> float:
     return 1.0 if x is None else min(max(x, 1 / FURTHEST), FURTHEST)
-
-
-def _name(point: PointResult, row: Row) -> str:
-    name = point.name if len(point.name) <= LABEL else point.name[: LABEL - 1] + "…"
-    return f"{name} · {label(row)}"

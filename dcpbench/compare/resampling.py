@@ -76,31 +76,31 @@ def drawn(n: int, length: int, draws: int, rng: np.random.Generator) -> npt.NDAr
     return ((starts + np.arange(length)) % n).reshape(draws, -1)[:, :n]
 
 
-def error_of(samples: Sequence[float] | Floats, statistic: Statistic, seed: int) -> Error | None:
+def error_of(
+    samples: Sequence[float] | Floats, statistic: Statistic, seed: int, *, requests: bool = False
+) -> Error | None:
     """Error of `statistic` of one launch's samples, in their order; None with too few, or where it is not positive.
 
-    Samples that are not finite are left out.
+    `requests`: there is one sample for each request, or for each window of a run, so that two launches can be drawn
+    alike; the length of blocks is then that of `request_blocks`, whatever they are. Samples that are not finite are left
+    out.
     """
-    series = _usable(samples)
-    if series is None:
+    series = np.asarray(samples, np.float64)
+    series = series[np.isfinite(series)]
+    if len(series) < LEAST or not series.any():
         return None
+    # Over the largest of them no statistic's logarithm scatters otherwise, and no sum overflows.
+    series = np.asarray(series / np.abs(series).max(), np.float64)
     if len(series) > MANY:
         return _by_batches(series, statistic)
-    length = block_length(series)
-    return _of_logs(_resampled(series, statistic, length, seed), max(len(series) / length - 1, 1.0), 1)
-
-
-def error_of_requests(samples: Sequence[float] | Floats, statistic: Statistic, seed: int) -> Error | None:
-    """The same of one number for each request, or for each window of a run, so that two launches can be drawn alike.
-
-    The length of blocks is that of `request_blocks`, whatever the samples are.
-    """
-    series = _usable(samples)
-    if series is None or len(series) > MANY:
-        return None if series is None else _by_batches(series, statistic)
-    length = request_blocks(len(series))
-    found = _resampled(series, statistic, length, seed)
-    return _with_draws(_of_logs(found, max(len(series) / length - 1, 1.0), 1), found, len(series))
+    length = request_blocks(len(series)) if requests else block_length(series)
+    rng = np.random.default_rng(seed)
+    at_once = max(1, ROOM // len(series))
+    found = [
+        statistic(series[drawn(len(series), length, min(at_once, DRAWS - done), rng)])
+        for done in range(0, DRAWS, at_once)
+    ]
+    return _of_logs(np.concatenate(found), max(len(series) / length - 1, 1.0), len(series) if requests else 0)
 
 
 def request_blocks(n: int) -> int:
@@ -128,7 +128,7 @@ def error_of_pooled(groups: Sequence[Floats], q: float, seed: int) -> Error | No
     for indices in drawn(n, length, DRAWS // 2, rng):
         below = np.cumsum(np.bincount(indices, minlength=n)[owners])
         found.append(values[min(int(np.searchsorted(below, q * below[-1])), len(values) - 1)])
-    return _with_draws(_of_logs(np.array(found), max(n / length - 1, 1.0), 1), np.array(found), n)
+    return _of_logs(np.array(found), max(n / length - 1, 1.0), n)
 
 
 def quantile(q: float) -> Statistic:
@@ -149,39 +149,17 @@ def mean(rows: Floats) -> Floats:
     return np.asarray(rows.mean(axis=1), np.float64)
 
 
-def _usable(samples: Sequence[float] | Floats) -> Floats | None:
-    """Finite samples over the largest of them; None where there are too few, or nothing but 0."""
-    series = np.asarray(samples, np.float64)
-    series = series[np.isfinite(series)]
-    if len(series) < LEAST or not series.any():
-        return None
-    # No statistic's logarithm scatters otherwise, and no sum overflows.
-    return np.asarray(series / np.abs(series).max(), np.float64)
-
-
-def _resampled(series: Floats, statistic: Statistic, length: int, seed: int) -> Floats:
-    rng = np.random.default_rng(seed)
-    at_once = max(1, ROOM // len(series))
-    return np.concatenate(
-        [
-            statistic(series[drawn(len(series), length, min(at_once, DRAWS - done), rng)])
-            for done in range(0, DRAWS, at_once)
-        ]
-    )
-
-
-def _with_draws(error: Error | None, found: Floats, samples: int) -> Error | None:
-    return None if error is None else dataclasses.replace(error, draws=np.log(found), samples=samples)
-
-
 def _by_batches(series: Floats, statistic: Statistic) -> Error | None:
     """Batch means: contiguous batches are nearly independent, and their spread over √batches is the error."""
     size = len(series) // BATCHES
     rows = series[: size * BATCHES].reshape(BATCHES, size)
-    return _of_logs(statistic(rows), BATCHES - 1.0, BATCHES)
+    error = _of_logs(statistic(rows), BATCHES - 1.0)
+    return None if error is None else dataclasses.replace(error, variance=error.variance / BATCHES)
 
 
-def _of_logs(values: Floats, df: float, share: int) -> Error | None:
+def _of_logs(values: Floats, df: float, requests: int = 0) -> Error | None:
+    """Of draws of a statistic; those of so many `requests` are kept."""
     if not (np.isfinite(values).all() and (values > 0).all()):
         return None
-    return Error(float(np.log(values).var(ddof=1)) / share, df)
+    logs = np.log(values)
+    return Error(float(logs.var(ddof=1)), df, logs if requests else None, requests)

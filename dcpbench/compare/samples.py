@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import TYPE_CHECKING
 
@@ -26,16 +25,8 @@ SMALLEST = 1e-150
 """Nothing that is measured is smaller, or larger than one by this; ratios of such numbers fit into a double."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Requests:
-    """Requests of one served record, in order of submission; empty without a file of samples."""
-
-    times: list[formulas.RequestTimes]
-
-    @property
-    def finished(self) -> list[formulas.RequestTimes]:
-        """Those whose latency is known."""
-        return [t for t in self.times if t.finished]
+Requests = list[formulas.RequestTimes]
+"""Of one served record, in order of submission; empty without a file of samples."""
 
 
 def comparable(metric: Metric, record: Record, *, sampled: bool) -> float | None:
@@ -54,28 +45,32 @@ def comparable(metric: Metric, record: Record, *, sampled: bool) -> float | None
 
 
 def requests_of(record: Record, folder: Path) -> Requests:
-    """The requests of a served record, from the file of samples that it names in its own run's folder.
+    """Read from the file of samples that a served record names in its own run's folder.
 
     Empty where there is none, or where it cannot be read: then what a launch knows by itself is not known.
     """
     try:
         path = samples_path(folder, record.serve.samples_file) if record.serve else None
         if path is None:
-            return Requests([])
+            return []
         rows = sorted(read_samples(path), key=lambda row: row.submitted_s)
-        times = [
+        return [
             formulas.RequestTimes(row.submitted_s, row.token_s, finished=row.outcome == "finished")
             for row in rows
             if row.token_s
         ]
     except (DcpbenchError, TypeError, ValueError):
-        return Requests([])
-    return Requests(times)
+        return []
 
 
 def error_of(metric: Metric, kind: Error, record: Record, requests: Requests, seed: int) -> resampling.Error | None:
     """How well the record's launch knows the metric, by its samples of this kind; None where they are too few."""
     return ERRORS[kind](metric, record, requests, seed)
+
+
+def _finished(requests: Requests) -> Requests:
+    """Those whose latency is known."""
+    return [t for t in requests if t.finished]
 
 
 def _steps(metric: Metric, record: Record, _: Requests, seed: int) -> resampling.Error | None:
@@ -85,12 +80,12 @@ def _steps(metric: Metric, record: Record, _: Requests, seed: int) -> resampling
 
 def _latencies(metric: Metric, _: Record, requests: Requests, seed: int) -> resampling.Error | None:
     one = formulas.OF_A_REQUEST[metric.latency]
-    found = [v for t in requests.finished if (v := one(t)) is not None]
-    return resampling.error_of_requests(found, resampling.quantile(_quantile(metric)), seed)
+    found = [v for t in _finished(requests) if (v := one(t)) is not None]
+    return resampling.error_of(found, resampling.quantile(_quantile(metric)), seed, requests=True)
 
 
 def _gaps(metric: Metric, _: Record, requests: Requests, seed: int) -> resampling.Error | None:
-    return resampling.error_of_pooled([formulas.itl_ms(t) for t in requests.finished], _quantile(metric), seed)
+    return resampling.error_of_pooled([formulas.itl_ms(t) for t in _finished(requests)], _quantile(metric), seed)
 
 
 def _quantile(metric: Metric) -> float:
@@ -100,23 +95,22 @@ def _quantile(metric: Metric) -> float:
 
 def _tokens(_: Metric, __: Record, requests: Requests, seed: int) -> resampling.Error | None:
     """Tokens in equal windows of the run."""
-    if not requests.times:
-        return None
-    return _rate(requests, (min(t.submitted_s for t in requests.times), max(t.end_s for t in requests.times)), seed)
+    whole = (min(t.submitted_s for t in requests), max(t.end_s for t in requests)) if requests else None
+    return _rate(requests, whole, seed)
 
 
 def _steady_tokens(_: Metric, record: Record, requests: Requests, seed: int) -> resampling.Error | None:
     """The same of its steady part."""
     clients = record.point.clients
-    steady = formulas.steady_window(requests.times, clients) if clients and clients > 0 else None
-    return None if steady is None else _rate(requests, steady, seed)
+    steady = formulas.steady_window(requests, clients) if clients and clients > 0 else None
+    return _rate(requests, steady, seed)
 
 
-def _rate(requests: Requests, span: tuple[float, float], seed: int) -> resampling.Error | None:
-    if not span[1] > span[0]:
+def _rate(requests: Requests, span: tuple[float, float] | None, seed: int) -> resampling.Error | None:
+    if span is None or not span[1] > span[0]:
         return None
-    counts, _ = np.histogram(np.concatenate([np.asarray(t.token_s) for t in requests.times]), WINDOWS, span)
-    return resampling.error_of_requests(counts.astype(np.float64), resampling.mean, seed)
+    counts, _ = np.histogram(np.concatenate([np.asarray(t.token_s) for t in requests]), WINDOWS, span)
+    return resampling.error_of(counts.astype(np.float64), resampling.mean, seed, requests=True)
 
 
 def _objectives(_: Metric, record: Record, requests: Requests, seed: int) -> resampling.Error | None:
@@ -125,8 +119,8 @@ def _objectives(_: Metric, record: Record, requests: Requests, seed: int) -> res
         slo = formulas.objectives(record.serve.slo_ms if record.serve else {})
     except DcpbenchError:
         return None
-    met = np.array([formulas.meets(t, slo) for t in requests.times], np.float64)
-    return resampling.error_of_requests(met, resampling.mean, seed)
+    met = np.array([formulas.meets(t, slo) for t in requests], np.float64)
+    return resampling.error_of(met, resampling.mean, seed, requests=True)
 
 
 ERRORS: dict[Error, Callable[[Metric, Record, Requests, int], resampling.Error | None]] = {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.axes import Role
-from dcpbench.points.point import AXES, LOAD_AXES, Point
+from dcpbench.points.point import AXES, LOAD_AXES
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.runs import measurement, read_run
 from dcpbench.show.text import natural
@@ -26,12 +26,16 @@ FIELDS = tuple(axis.name for axis in (*AXES, *LOAD_AXES) if axis.name not in ("r
 """Of a point and its load, which `across` may leave out of what it is. Live is never compared with replay."""
 
 
+Side = list[tuple["Run", list["Record"]]]
+"""What each launch measured of a point; launches that lack it are left out."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A point with what each launch of either side measured of it; launches that lack it are left out."""
+    """A point that both sides have."""
 
-    a: list[tuple[Run, list[Record]]]
-    b: list[tuple[Run, list[Record]]]
+    a: Side
+    b: Side
 
     @property
     def point(self) -> Point:
@@ -52,9 +56,9 @@ class Matched:
     only_a: list[Record]
     """One record of each point that the other side does not have at all."""
     only_b: list[Record]
-    broken_a: list[tuple[Record, Record]]
-    """Points that ran in B and not in A: A's record, which has the reason, and one of B's."""
-    broken_b: list[tuple[Record, Record]]
+    broken_a: list[Record]
+    """Points that ran in B and not in A: A's record, which has the reason."""
+    broken_b: list[Record]
 
 
 def read_side(paths: Sequence[Path]) -> list[Run]:
@@ -90,12 +94,14 @@ def match(a: Sequence[Run], b: Sequence[Run], across: Sequence[str] = ()) -> Mat
         if not left or not right:
             (found.only_a if left else found.only_b).append((left or right)[0][1][0])
             continue
-        ran = [_that_ran(side) for side in (left, right)]
+        ran = [
+            [(launch, ok) for launch, records in side if (ok := [r for r in records if measured(r)])]
+            for side in (left, right)
+        ]
         if all(ran):
             found.pairs.append(Pair(*ran))
         elif any(ran):
-            broken = found.broken_b if ran[0] else found.broken_a
-            broken.append(((right if ran[0] else left)[0][1][0], (ran[0] or ran[1])[0][1][0]))
+            (found.broken_b if ran[0] else found.broken_a).append((right if ran[0] else left)[0][1][0])
     if len(found.pairs) > MOST_POINTS:
         raise UsageError(
             f"{len(found.pairs):,} points are in both, more than the {MOST_POINTS:,} that are compared at once; "
@@ -131,9 +137,9 @@ def _key(point: Point, across: Sequence[str]) -> str:
     return "/".join(f"{name}={value}" for name, value in point.values(~Role.REPEAT).items() if name not in across)
 
 
-def _by_point(launches: Sequence[Run], across: Sequence[str]) -> dict[str, list[tuple[Run, list[Record]]]]:
+def _by_point(launches: Sequence[Run], across: Sequence[str]) -> dict[str, Side]:
     """By what a point is: its records in each launch. An exact copy of a measurement counts once."""
-    found: dict[str, list[tuple[Run, list[Record]]]] = {}
+    found: dict[str, Side] = {}
     seen: set[bytes] = set()
     replayed: set[tuple[str, str]] = set()
     for launch in launches:
@@ -150,10 +156,6 @@ def _by_point(launches: Sequence[Run], across: Sequence[str]) -> dict[str, list[
     return found
 
 
-def _that_ran(side: Sequence[tuple[Run, list[Record]]]) -> list[tuple[Run, list[Record]]]:
-    return [(launch, ok) for launch, records in side if (ok := [r for r in records if measured(r)])]
-
-
 def _known(records: Sequence[Record], launch: Run, seen: set[tuple[str, str]], key: str) -> bool:
     """Whether these are replays by step times that an earlier launch replayed by: those are one measurement, not two.
 
@@ -166,7 +168,7 @@ def _known(records: Sequence[Record], launch: Run, seen: set[tuple[str, str]], k
     return known
 
 
-def _check_one_each(sides: Sequence[dict[str, list[tuple[Run, list[Record]]]]], across: Sequence[str]) -> None:
+def _check_one_each(sides: Sequence[dict[str, Side]], across: Sequence[str]) -> None:
     for side, name in zip(sides, "AB", strict=True):
         for found in side.values():
             points = {record.point.same_but_repeat() for _, records in found for record in records}

@@ -15,7 +15,6 @@ from dcpbench.compare.words import (
     not_matched,
     ratio_text,
     summary,
-    throughput,
 )
 from dcpbench.show.numbers import short_number
 
@@ -75,7 +74,9 @@ def _differences(c: Comparison) -> list[Text]:
 
 
 def _point(point: PointResult) -> Iterator[Text]:
-    yield Text(point.name + throughput(point), style="bold")
+    rates = point.output_tok_s  # of decode; others have rows of it
+    said = f": {' → '.join(short_number(rate, 4) for rate in rates)} tok/s" if rates else ""
+    yield Text(point.name + said, style="bold")
     if point.other_name:
         yield Text(f"  B: {point.other_name}")
     marks = [f"{side}: {', '.join(m)}" for side, m in (("A", point.marks_a), ("B", point.marks_b)) if m]

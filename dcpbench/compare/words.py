@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dcpbench.compare.model import WORST_FIRST
-from dcpbench.show.numbers import short_number
 from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
-    from dcpbench.compare.model import Comparison, PointResult, Row
+    from dcpbench.compare.model import Comparison, Row
 
 CPU_NOTE = "CPU: functional run; its times say nothing about performance."
 LARGE = 1000
@@ -23,14 +22,6 @@ def label(row: Row) -> str:
 def ratio_text(row: Row) -> str:
     """`1.0312`; what is counted and small, and what cannot be divided, has none."""
     return "" if row.ratio is None or row.absolute else f"{row.ratio:.3f}" if row.ratio < LARGE else f"{row.ratio:.3g}"
-
-
-def throughput(point: PointResult) -> str:
-    """`: 797.5 → 788 tok/s`, of a decode point; empty for others, which have rows of it."""
-    if point.output_tok_s is None:
-        return ""
-    a, b = (short_number(x, 4) for x in point.output_tok_s)
-    return f": {a} → {b} tok/s"
 
 
 def range_text(row: Row) -> str:

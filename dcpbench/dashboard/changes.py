@@ -18,12 +18,13 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from dcpbench.errors import MissingPackageError, how_to_install
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
     from ruptures import KernelCPD
 
@@ -68,15 +69,8 @@ def find(values: Sequence[float]) -> tuple[Change, ...]:
     return _find(tuple(values))
 
 
-def check_installed() -> None:
-    """Raises MissingPackageError without ruptures."""
-    _detector()
-
-
 @lru_cache(maxsize=100_000)  # a server builds again and again, and few histories grew meanwhile
 def _find(values: tuple[float, ...]) -> tuple[Change, ...]:
-    import numpy as np
-
     x = np.asarray(values, dtype=np.float64)
     if len(x) < LEAST_RUNS or float(np.ptp(x)) == 0:
         return ()
@@ -87,15 +81,18 @@ def _find(values: tuple[float, ...]) -> tuple[Change, ...]:
     found = []
     for i in range(1, len(bounds) - 1):
         one, other = level[bounds[i - 1] : bounds[i]], level[bounds[i] : bounds[i + 1]]
-        if abs(other.mean() - one.mean()) > least:
-            found.append(_change(bounds[i] - 1, one, other, relative=relative))
+        old, new = float(one.mean()), float(other.mean())
+        step = new - old
+        if abs(step) > least and relative:
+            ends = [math.exp(x) for x in (old, new, step, step - _welch(one, other), step + _welch(one, other))]
+            found.append(Change(bounds[i] - 1, *ends))
+        elif abs(step) > least:
+            found.append(Change(bounds[i] - 1, old, new, None, None, None))
     return tuple(found)
 
 
 def _without_odd(x: Floats) -> Floats:
     """Values with single odd ones replaced by the median around them."""
-    import numpy as np
-
     sigma = _sigma(x)
     around = np.array([np.median(x[max(0, i - WINDOW) : i + WINDOW + 1]) for i in range(len(x))])
     return np.where(np.abs(x - around) > ODD * sigma, around, x)
@@ -106,8 +103,6 @@ def _sigma(x: Floats) -> float:
 
     Differences past three robust deviations are cut, so that odd runs and steps hardly widen it.
     """
-    import numpy as np
-
     differences = np.abs(np.diff(x))
     robust = float(np.median(differences)) * TO_SIGMA
     if robust == 0:
@@ -118,11 +113,12 @@ def _sigma(x: Floats) -> float:
 def _proposed(x: Floats) -> list[int]:
     """PELT's bounds of segments, 0 and the length included."""
     scale = _sigma(x) or float(abs(x).max()) * 1e-9 or 1.0
-    detector = _detector().fit((x - x.mean()).reshape(-1, 1) / scale)
-    return [0, *(int(end) for end in detector.predict(pen=PENALTY * math.log(len(x))))]
+    steps = detector().fit((x - x.mean()).reshape(-1, 1) / scale)
+    return [0, *(int(end) for end in steps.predict(pen=PENALTY * math.log(len(x))))]
 
 
-def _detector() -> KernelCPD:
+def detector() -> KernelCPD:
+    """ruptures' PELT. Raises MissingPackageError without it."""
     try:
         from ruptures import KernelCPD
     except ImportError as e:
@@ -145,8 +141,6 @@ def _sure(x: Floats, bounds: list[int]) -> list[int]:
 
 def _chance(x: Floats, split: int) -> float:
     """Share of permutations in which some split has a t as large as this one's."""
-    import numpy as np
-
     shuffled = np.random.default_rng(len(x)).permuted(np.tile(x, (PERMUTATIONS, 1)), axis=1)
     here = _t(x[None, :])[0, split - LEAST_SIDE]
     return float(1 + np.sum(_t(shuffled).max(axis=1) >= here * (1 - 1e-9))) / (PERMUTATIONS + 1)
@@ -154,8 +148,6 @@ def _chance(x: Floats, split: int) -> float:
 
 def _t(rows: Floats) -> Floats:
     """|t| of every split of each row that leaves LEAST_SIDE runs on both sides."""
-    import numpy as np
-
     n = rows.shape[1]
     rows = rows - rows.mean(axis=1, keepdims=True)
     k = np.arange(LEAST_SIDE, n - LEAST_SIDE + 1)
@@ -165,15 +157,6 @@ def _t(rows: Floats) -> Floats:
     spread = np.maximum(within / (n - 2), np.finfo(np.float64).eps * (rows**2).sum(axis=1, keepdims=True))
     found: Floats = np.sqrt(between / np.where(spread > 0, spread, 1.0))
     return found
-
-
-def _change(before: int, one: Floats, other: Floats, *, relative: bool) -> Change:
-    old, new = float(one.mean()), float(other.mean())
-    if not relative:
-        return Change(before, old, new, None, None, None)
-    half = _welch(one, other)
-    step = new - old
-    return Change(before, math.exp(old), math.exp(new), math.exp(step), math.exp(step - half), math.exp(step + half))
 
 
 def _welch(one: Floats, other: Floats) -> float:

@@ -37,6 +37,7 @@ MOST_WHOLE = 1e15
 """Numbers from here on stay floats: JSON of larger integers is longer, and no script can read it."""
 WORDS = ("model", "workload", "layout", "exchange", "how", "load", "hardware", "driver", "conditions")
 NUMBERS = ("context", "concurrency")
+MEASURES = {metric.shown_name: metric for metric in DASHBOARD}
 FOLDER = "data"
 
 
@@ -47,6 +48,18 @@ class History:
     line: Line
     entries: list[tuple[int, Entry]]
     """With the number of the run."""
+    changes: dict[str, list[tuple[list[int], Change]]] = dataclasses.field(default_factory=dict)
+    """By measure, each with the entries that have a value; none of functional runs."""
+
+    def find_changes(self) -> None:
+        """Fill them in. Raises MissingPackageError where they cannot be looked for."""
+        if self.line.cpu or len(self.entries) < changes.LEAST_RUNS:
+            return
+        for name in MEASURES:
+            having = [i for i, (_, entry) in enumerate(self.entries) if name in entry.values]
+            steps = changes.find([self.entries[i][1].values[name].median for i in having])
+            if steps:
+                self.changes[name] = [(having, step) for step in steps]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,13 +82,12 @@ def make(found: Found, pages: Sequence[str], records: Sequence[str], tell: Calla
     Raises MissingPackageError where change points cannot be looked for.
     """
     histories = _histories(found.runs)
-    steps: list[dict[str, list[tuple[list[int], Change]]]] = []
     for number, history in enumerate(histories, 1):
-        steps.append(_changes(history))
+        history.find_changes()
         tell(f"changes of {number:,} of {len(histories):,} points")
     files: dict[str, str] = {}
-    shards = _shards(histories, steps, files)
-    measures = _measures(histories, steps, files)
+    shards = _shards(histories, files)
+    measures = _measures(histories, files)
     index = {
         "runs": _runs(found.runs, set(pages), set(records)),
         "skipped": found.skipped,
@@ -84,8 +96,8 @@ def make(found: Found, pages: Sequence[str], records: Sequence[str], tell: Calla
         "shards": [path for _, path in shards],
         "first": measures[0]["id"] if measures else "",
     }
-    first = next((str(m["file"]) for m in measures if m["id"] == index["first"]), "")
-    count = sum(len(found) for step in steps for found in step.values())
+    first = str(measures[0]["file"]) if measures else ""
+    count = sum(len(steps) for history in histories for steps in history.changes.values())
     entries = sum(len(h.entries) for h in histories)
     return DataFiles(files, _add(files, "index", index), first, len(histories), entries, count)
 
@@ -96,27 +108,13 @@ def _histories(runs: Sequence[RunData]) -> list[History]:
     for number, run in enumerate(runs):
         for line, entry in run.entries.items():
             found.setdefault(line, []).append((number, entry))
-    return [History(line, found[line]) for line in sorted(found, key=_order)]
 
+    def place(line: Line) -> tuple[object, ...]:
+        point = line.example
+        names = ("model", "workload", "context", "concurrency", *DEGREES, "exchange")
+        return (*(getattr(point, n) for n in names), line.hardware, line.driver, line.conditions, line.point)
 
-def _order(line: Line) -> tuple[object, ...]:
-    p = line.example
-    where = (line.hardware, line.driver, line.conditions, line.point)
-    degrees = [getattr(p, name) for name in DEGREES]
-    return (p.model, p.workload, p.context, p.concurrency, *degrees, p.exchange, *where)
-
-
-def _changes(history: History) -> dict[str, list[tuple[list[int], Change]]]:
-    """Changes by measure, each with the entries that have a value; none of functional runs."""
-    if history.line.cpu or len(history.entries) < changes.LEAST_RUNS:
-        return {}
-    found = {}
-    for metric in DASHBOARD:
-        having = [i for i, (_, entry) in enumerate(history.entries) if metric.shown_name in entry.values]
-        steps = changes.find([history.entries[i][1].values[metric.shown_name].median for i in having])
-        if steps:
-            found[metric.shown_name] = [(having, step) for step in steps]
-    return found
+    return [History(line, found[line]) for line in sorted(found, key=place)]
 
 
 def _runs(runs: Sequence[RunData], pages: set[str], records: set[str]) -> dict[str, list[object]]:
@@ -144,36 +142,27 @@ def _columns(histories: Sequence[History], shards: Sequence[tuple[int, str]]) ->
     columns["cpu"] = [int(history.line.cpu) for history in histories]
     columns["runs"] = [len(history.entries) for history in histories]
     columns["last"] = [history.entries[-1][0] for history in histories]
-    outcomes = list(OUTCOMES)
-    columns["outcome"] = [_number(outcomes, history.entries[-1][1].outcome) for history in histories]
+    newest = [history.entries[-1][1].outcome for history in histories]
+    outcomes = list(dict.fromkeys([*OUTCOMES, *newest]))
+    columns["outcome"] = [outcomes.index(outcome) for outcome in newest]
     return {"words": words | {"outcome": outcomes}, "lines": columns, "starts": [start for start, _ in shards]}
 
 
-def _number(words: list[str], word: str) -> int:
-    if word not in words:
-        words.append(word)
-    return words.index(word)
-
-
-def _measures(
-    histories: Sequence[History], steps: Sequence[dict[str, list[tuple[list[int], Change]]]], files: dict[str, str]
-) -> list[dict[str, object]]:
+def _measures(histories: Sequence[History], files: dict[str, str]) -> list[dict[str, object]]:
     told = []
-    for metric in DASHBOARD:
+    for name, metric in MEASURES.items():
         rows, latest = [], []
         for i, history in enumerate(histories):
-            values = [(run, e.values[metric.shown_name]) for run, e in history.entries if metric.shown_name in e.values]
-            if not values:
-                continue
-            rows.append((i, values[-1][0], values[-1][1]))
-            if found := steps[i].get(metric.shown_name):
+            values = [(i, run, entry.values[name]) for run, entry in history.entries if name in entry.values]
+            rows += values[-1:]
+            if found := history.changes.get(name):
                 having, change = found[-1]
                 runs = [history.entries[having[change.before + k]][0] for k in (0, 1)]
                 latest.append([i, *runs, *_levels(change)])
         if not rows:
             continue
         data = {
-            "id": metric.shown_name,
+            "id": name,
             "line": _gaps([i for i, _, _ in rows]),
             "run": [run for _, run, _ in rows],
             "value": [_short(v.median) for _, _, v in rows],
@@ -182,41 +171,39 @@ def _measures(
             "changes": latest,
         }
         about = {
-            "id": metric.shown_name,
+            "id": name,
             "label": metric.title[:1].upper() + metric.title[1:],
             "unit": metric.shown_unit,
             "better": metric.better,
         }
-        told.append(about | {"file": _add(files, f"measure-{metric.shown_name}", data), "changes": len(latest)})
+        told.append(about | {"file": _add(files, f"measure-{name}", data), "changes": len(latest)})
     return told
 
 
-def _shards(
-    histories: Sequence[History], steps: Sequence[dict[str, list[tuple[list[int], Change]]]], files: dict[str, str]
-) -> list[tuple[int, str]]:
+def _shards(histories: Sequence[History], files: dict[str, str]) -> list[tuple[int, str]]:
     """First line and path of each."""
     found: list[tuple[int, str]] = []
     start = size = 0
     for i, history in enumerate(histories):
         size += len(history.entries)
         if size >= SHARD_ENTRIES or i + 1 == len(histories):
-            rows = [_history(h, s) for h, s in zip(histories[start : i + 1], steps[start : i + 1], strict=True)]
+            rows = list(map(_history, histories[start : i + 1]))
             found.append((start, _add(files, f"history-{len(found)}", rows)))
             start, size = i + 1, 0
     return found
 
 
-def _history(history: History, steps: dict[str, list[tuple[list[int], Change]]]) -> dict[str, object]:
+def _history(history: History) -> dict[str, object]:
     entries = [entry for _, entry in history.entries]
     values: dict[str, list[list[float | None]]] = {}
-    for metric in DASHBOARD:
-        found = [entry.values.get(metric.shown_name) for entry in entries]
+    for measure in MEASURES:
+        found = [entry.values.get(measure) for entry in entries]
         if any(found):
             parts = [[_short(getattr(v, name, None)) for v in found] for name in ("median", "low", "high")]
-            values[metric.shown_name] = parts if any(x is not None for x in parts[1]) else parts[:1]
+            values[measure] = parts if any(x is not None for x in parts[1]) else parts[:1]
     changed = {
-        name: [[having[c.before], having[c.before + 1], *_levels(c)] for having, c in found]
-        for name, found in steps.items()
+        name: [[having[c.before], having[c.before + 1], *_levels(c)] for having, c in steps]
+        for name, steps in history.changes.items()
     }
     return {
         "run": _gaps([run for run, _ in history.entries]),

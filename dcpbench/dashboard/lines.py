@@ -15,7 +15,7 @@ from dcpbench.points.memory import GIB
 from dcpbench.points.point import LOAD_AXES
 from dcpbench.records import metrics
 from dcpbench.records.provenance import CPU, hardware
-from dcpbench.reports.serving import words
+from dcpbench.reports import words
 from dcpbench.show.text import cut
 
 if TYPE_CHECKING:
@@ -98,12 +98,14 @@ def described(line: Line) -> dict[str, str | int]:
     """What the page shows of a line and filters by."""
     point = line.example
     mode = f"{words.SEPARATOR}{point.load.mode}" if point.load else ""
+    # what is usual, and what an import does not say, is left out
+    load = axes.words(LOAD_AXES, msgspec.structs.asdict(point.load)) if point.load else []
     return {
         "model": clip(point.model),
         "workload": clip(f"{point.workload}{mode}"),
         "layout": point.layout_name,
         "exchange": clip(point.exchange_label() or "none"),
-        "how": clip(_how(point)),
+        "how": clip(words.SEPARATOR.join(point.words(COMPUTES, but=Role.EXCHANGE) + load)),
         "context": point.context,
         "concurrency": point.concurrency,
         "load": clip(words.served(point) if point.load else ""),
@@ -149,12 +151,6 @@ def _conditions(record: Record) -> str:
     return SEPARATOR.join(parts)
 
 
-def _how(point: Point) -> str:
-    """What else tells points apart; what is usual, and what an import does not say, is left out."""
-    load = axes.words(LOAD_AXES, msgspec.structs.asdict(point.load)) if point.load else []
-    return words.SEPARATOR.join(point.words(COMPUTES, but=Role.EXCHANGE) + load)
-
-
 def _entry(records: Sequence[Record]) -> Entry:
     ok = [r for r in records if r.outcome == "ok"]
     failed = [r for r in records if r.outcome != "ok"]
@@ -163,8 +159,5 @@ def _entry(records: Sequence[Record]) -> Entry:
     if ok and failed:
         reason = f"{len(failed)} of {len(records)} repeats did not finish: {reason}"
     marks = ", ".join(sorted({mark for r in ok for mark in r.marks}))
-    return Entry(clip(outcome), _values(ok), len(ok), clip(marks), clip(reason, LONGEST_REASON))
-
-
-def _values(repeats: Sequence[Record]) -> dict[str, Value]:
-    return {v.metric.shown_name: v.shown() for v in metrics.values(repeats, metrics.DASHBOARD, derived=True)}
+    values = {v.metric.shown_name: v.shown() for v in metrics.values(ok, metrics.DASHBOARD, derived=True)}
+    return Entry(clip(outcome), values, len(ok), clip(marks), clip(reason, LONGEST_REASON))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dcpbench.dashboard.lines import clip
 from dcpbench.errors import DcpbenchError
 from dcpbench.launch import processes
-from dcpbench.launch.jobs import Job, Progress, decode_progress, read_job
+from dcpbench.launch.jobs import Progress, decode_progress, read_job
 from dcpbench.plan.grid import point_name
 from dcpbench.records.folder import JOB_FILES, LOCK_FILE, progress_file
 from dcpbench.records.lines import Tail
@@ -79,13 +79,9 @@ def _job(root: Path, folder: Path, path: Path, now: float) -> Working | None:
         of=len(job.points),
         left_s=left,
         stage=clip(last.stage),
-        point=clip(_name(job, last.key)),
+        point=clip(next((point_name(point) for point in job.points if point.key() == last.key), "")),
         note=clip(last.note, LONGEST_NOTE),
     )
-
-
-def _name(job: Job, key: str) -> str:
-    return next((point_name(point) for point in job.points if point.key() == key), "")
 
 
 def _events(path: Path) -> list[Progress]:

@@ -17,12 +17,9 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from dcpbench.dashboard import data, pages
+from dcpbench.dashboard import data, pages, running, site
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
-    from typing import Any
-
     from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -51,8 +48,8 @@ def make_app(watcher: Watcher) -> Starlette:
         return HTMLResponse(text.replace(STATIC, LIVE, 1))
 
     async def live(_: Request) -> Response:
-        jobs = await anyio.to_thread.run_sync(watcher.working)
-        index = await anyio.to_thread.run_sync(watcher.index)
+        jobs = await anyio.to_thread.run_sync(running.working, watcher.root)
+        index = await anyio.to_thread.run_sync(site.index, watcher.site)
         return JSONResponse({"index": index, "jobs": [dataclasses.asdict(job) for job in jobs], "note": watcher.note})
 
     async def no_icon(_: Request) -> Response:
@@ -98,18 +95,13 @@ class _Headers:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on; every answer, errors too, gets the headers."""
-        path = scope.get("path", "")
-        kept = path.startswith(f"/{data.FOLDER}/")
+        kept = scope.get("path", "").startswith(f"/{data.FOLDER}/")
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                _complete(message, kept=kept)
+                cached = FOREVER if kept and message["status"] == 200 else b"no-store"  # noqa: PLR2004 - OK
+                given = [(name, value) for name, value in message.get("headers", []) if name.lower() not in HEADERS]
+                message["headers"] = [*given, *HEADERS.items(), (b"cache-control", cached)]
             await send(message)
 
         await self._app(scope, receive, with_headers)
-
-
-def _complete(message: MutableMapping[str, Any], *, kept: bool) -> None:
-    cached = FOREVER if kept and message["status"] == 200 else b"no-store"  # noqa: PLR2004 - OK
-    given = [(name, value) for name, value in message.get("headers", []) if name.lower() not in HEADERS]
-    message["headers"] = [*given, *HEADERS.items(), (b"cache-control", cached)]

@@ -63,7 +63,7 @@ def build(
     UsageError where `root` is no folder, OutputError where `site` is not ours or cannot be written, and, before it does
     anything, MissingPackageError without ruptures.
     """
-    changes.check_installed()
+    changes.detector()
     say = now_and_then(tell)
     before = {} if force else made(site)
     found = finding.find(root, {} if known is None else known, say)
@@ -78,17 +78,8 @@ def build(
     except OSError as e:
         raise OutputError(f"cannot write the site into {site} ({e.strerror}); give another folder with -o.") from e
     new = sum(before.get(slug) != digest for slug, digest in here.items())
-    return Built(
-        site,
-        len(found.runs),
-        files.lines,
-        files.entries,
-        files.changes,
-        new,
-        len(here) - new,
-        [*found.skipped, *notes],
-        version,
-    )
+    kept = len(here) - new
+    return Built(site, len(found.runs), files.lines, files.entries, files.changes, new, kept, told.skipped, version)
 
 
 def check(site: Path) -> None:
@@ -106,10 +97,9 @@ def _enter(site: Path) -> None:
     check(site)
     site.mkdir(parents=True, exist_ok=True)
     if _state(site) is None:
-        _put(site / finding.STATE_FILE, _json({OURS: FORMAT, "pages": {}}))
-    (site / pages.FOLDER).mkdir(exist_ok=True)
-    (site / data.FOLDER).mkdir(exist_ok=True)
-    (site / "assets").mkdir(exist_ok=True)
+        _note(site, {OURS: FORMAT, "pages": {}})
+    for name in (pages.FOLDER, data.FOLDER, "assets"):
+        (site / name).mkdir(exist_ok=True)
 
 
 def _pages(
@@ -143,10 +133,7 @@ def _write(site: Path, files: DataFiles, here: dict[str, str]) -> str:
     page = _page(files, stamps)
     version = hashlib.sha256(page.encode()).hexdigest()[: data.DIGEST]
     _put(site / "index.html", page)
-    _put(
-        site / finding.STATE_FILE,
-        _json({OURS: FORMAT, "version": version, "index": files.index, "pages": dict(sorted(here.items()))}),
-    )
+    _note(site, {OURS: FORMAT, "version": version, "index": files.index, "pages": dict(sorted(here.items()))})
     return version
 
 
@@ -192,7 +179,7 @@ def note_page(site: Path, run: RunData) -> None:
     """Remember a run's page as soon as it is made, in a build or outside of one."""
     state = _state(site) or {OURS: FORMAT}
     state["pages"] = dict(sorted((made(site) | {run.slug: pages.key(run)}).items()))
-    _put(site / finding.STATE_FILE, _json(state))
+    _note(site, state)
 
 
 def index(site: Path) -> str:
@@ -209,8 +196,8 @@ def _state(site: Path) -> dict[str, object] | None:
     return found if isinstance(found, dict) and found.get(OURS) == FORMAT else None
 
 
-def _json(value: object) -> str:
-    return json.dumps(value, indent=1) + "\n"
+def _note(site: Path, state: dict[str, object]) -> None:
+    _put(site / finding.STATE_FILE, json.dumps(state, indent=1) + "\n")
 
 
 def _put(path: Path, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from dcpbench.dashboard import finding, pages, running, site
+from dcpbench.dashboard import finding, pages, site
 from dcpbench.errors import DcpbenchError, UsageError
 
 if TYPE_CHECKING:
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.dashboard.finding import RunData, Stamp
-    from dcpbench.dashboard.running import Working
 
 EVERY_S = 2.0
 
@@ -71,11 +70,3 @@ class Watcher:
             if not note:
                 site.note_page(self.site, run)
             return note
-
-    def index(self) -> str:
-        """Path of the newest index in the site."""
-        return site.index(self.site)
-
-    def working(self) -> list[Working]:
-        """Runs that are at work."""
-        return running.working(self.root)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dcpbench.points.names import REPLAY
 from dcpbench.records import metrics
 from dcpbench.records.provenance import functional, origin
-from dcpbench.reports.serving import words
+from dcpbench.reports import words
 from dcpbench.show.text import short
 
 if TYPE_CHECKING:

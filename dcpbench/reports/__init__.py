@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-__all__ = ["cut_short", "terminal_table", "write_report"]
+__all__ = ["terminal_table", "write_report"]
 
 PAGE, TEXT, TABLE, FIGURES = "report.html", "report.md", "points.csv", "figures"
 PICTURES = (".png", ".svg", ".pdf")
@@ -85,13 +85,6 @@ def _ours(path: Path) -> bool:
     if path.name == FIGURES and path.is_dir():
         return all(picture.suffix in PICTURES and picture.is_file() for picture in path.iterdir())
     return path.name in (PAGE, TEXT, TABLE) and path.is_file()
-
-
-def cut_short(folder: Path) -> bool:
-    """Whether the last line of a run's record file was cut short, by a crash or because it is being written."""
-    from dcpbench.records.file import cut_short
-
-    return cut_short(folder)
 
 
 def terminal_table(

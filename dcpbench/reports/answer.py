@@ -1,4 +1,4 @@
-"""The answer that a report opens with: the best layout per load, by how much, and where DCP pays.
+"""The answer of a report in sentences: the few that it opens with, and the others, of all workloads, models and runs.
 
 Every sentence is made from the records at hand. One with an uncertainty says it: intervals in brackets, `not clearly`
 where intervals overlap or a lead is within what repeats may differ.
@@ -7,14 +7,15 @@ where intervals overlap or a lead is within what repeats may differ.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.points.names import CLOSED
+from dcpbench.points.names import CLOSED, MODES, SGLANG, VLLM
 from dcpbench.records.metrics import REPLAYED
+from dcpbench.records.provenance import OURS
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import findings, slo
-from dcpbench.reports.serving import words
-from dcpbench.reports.serving.words import short_shapes
+from dcpbench.reports import findings, slo, words
+from dcpbench.reports.words import short_shapes
 from dcpbench.show.numbers import count, missing, number, reach, tok_s, with_reach
 from dcpbench.show.text import capital, counted, listed
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.frames import Frames
 
+MOST = 8
+"""Sentences that a report opens with; what counts less stands further below."""
 MOST_SHAPES = 4
 """Of more lengths of requests than this a sentence counts loads instead of naming them; the table names them."""
 MOST_LENGTHS = 8
@@ -32,10 +35,81 @@ MOST_LENGTHS = 8
 MOST_CLAUSES = 8
 """Of more changes along the concurrencies than this a sentence counts loads."""
 MOST_MARKS = 4
-FEW_SAMPLES = "few_samples"
-"""The mark that is said with the percentile that an SLO is held against, and by dashes."""
+TOOLS = {VLLM: "vLLM (`vllm bench serve`)", SGLANG: "SGLang (`bench_serving`)"}
 NOT_RUN = {"rejected": "was rejected", "failed": "failed", "hung": "hung"}
 """What became of a point without numbers, in a sentence."""
+
+
+def sentences(frames: Frames) -> list[str]:
+    """What a report opens with, in reading order: SLO, best layouts, break-even, room, and how far to trust it."""
+    return split(frames)[0]
+
+
+def split(frames: Frames) -> tuple[list[str], list[str]]:
+    """What a report opens with, see `sentences`, and what else its answer says."""
+    notes = [(weight, text) for weight, text in _weighed(frames) if text]
+    kept = sorted(range(len(notes)), key=lambda i: (notes[i][0], i))[:MOST]
+    return [text for i, (_, text) in enumerate(notes) if i in kept], [
+        text for i, (_, text) in enumerate(notes) if i not in kept
+    ]
+
+
+def apart(frames: Frames) -> list[float]:
+    """By how much repeats differ, of each point that was measured more than once."""
+    tables = (frames.findings.repeats, findings.served_repeats(frames.served))
+    return [float(value) for table in tables if len(table) for value in table["apart"]]
+
+
+def _weighed(frames: Frames) -> list[tuple[float, str]]:
+    """Sentences, of which some are empty, each with how much it counts: 0 most."""
+    if frames.everything.empty:
+        return [(0, f"No point finished: {outcomes(frames)}. There is nothing to compare.")]
+    cpu = (
+        "CPU: functional run. It shows which layouts run. No conclusion about performance can be drawn from its times."
+    )
+    notes = [(0.0, cpu if frames.cpu else ""), (0.15, imported(frames))]
+    if len(frames.findings.points):
+        notes += [(0.1, slo.words(frames.findings.points, frames.slo)), *_scopes(frames)]
+        notes.append((3.5, replay(findings.replay_against_live(findings.timed(frames.served)))))
+    notes.append((3, room(findings.kv_by_layout(frames.everything))))
+    return [*notes, (0.2, trust(frames, apart(frames)))]
+
+
+def _scopes(frames: Frames) -> Iterable[tuple[float, str]]:
+    """Of each run, model and mode: the best layouts, the most within the SLO, where DCP pays, and KV pressure."""
+    found = frames.findings
+    tables = (found.points, found.best, found.most, found.break_even, found.ratios, found.against_best)
+    short = findings.pressure(findings.timed(frames.served))
+    for i, scope in enumerate(dict.fromkeys(findings.keys(found.points, findings.SCOPE))):
+        points, best_found, most_found, even, over, against = (of(table, *scope) for table in tables)
+        lost = of(frames.others, *scope[:2])
+        lost = lost[lost["mode"].fillna("decode") == scope[2]] if len(lost) else lost
+        judged = len(best_found) and best_found["slo_excess"].notna().any()
+        plain = baseline_is_best(over, against)
+        name = scope_name(frames, *scope)
+        for weight, text in (
+            (1.0 if len(best_found) else 4.5, best(best_found)),
+            (2.0, most(most_found, best_found) if judged else ""),
+            (1.5, "" if plain else pays(against)),
+            (1.5 if plain else 3.2, ahead(even, over, lost, pays=plain)),
+            (4.0, pressure(of(short, *scope), points)),
+        ):
+            yield weight + i / 10, f"{name}: {text}" if text else ""
+
+
+def imported(frames: Frames) -> str:
+    """Whose points stand beside ours, and what keeps them from being compared digit by digit; empty without any."""
+    table = frames.served
+    counts = Counter(name for name in table["origin"] if name != OURS) if len(table) else Counter[str]()
+    if not counts:
+        return ""
+    whose = " and ".join(f"{counted(n, 'point')} of {TOOLS.get(name, name)}" for name, n in counts.items())
+    others = len(table) - counts.total()
+    beside = f", beside {counted(others, 'point')} of dcpbench" if others else ""
+    return (
+        f"Imported: {whose}{beside}. Engines are measured through HTTP and with a tokenizer, dcpbench without either, "
+        "so that more than the layout differs. What their files do not say is a dash."
+    )
 
 
 def best(found: pd.DataFrame) -> str:
@@ -44,8 +118,15 @@ def best(found: pd.DataFrame) -> str:
         return "No load was run with two layouts, so none can be called the best."
     judged = bool(found["slo_excess"].notna().any())
     what = "Best layout by output tok/s" + (" within the SLO" if judged else "")
-    if found["rest"].nunique() > MOST_SHAPES or _changes(found) > MOST_CLAUSES:
-        return f"{what}: of {counted(len(found), 'load')}, {_counts(found)}."
+    answers = found["rest"].str.cat(found["label"]).where(found["clear"], "tie")
+    changes = int((answers != answers.shift()).sum())  # from one load to the next
+    if found["rest"].nunique() > MOST_SHAPES or changes > MOST_CLAUSES:
+        clear, meets = found["clear"].astype(bool), found["meets"].astype(bool)
+        won = [f"{label} in {n}" for label, n in found[clear]["label"].value_counts().items()]
+        tied, none = int((meets & ~clear).sum()), int((~meets).sum())
+        won += [f"no layout clearly in {tied}"] if tied else []
+        won += [f"none within the SLO in {none}"] if none else []
+        return f"{what}: of {counted(len(found), 'load')}, {listed(won)}."
     short = short_shapes(found["rest"])
     shapes = [f"{short[str(rest)]}: {_runs(loads)}" for rest, loads in found.groupby("rest", sort=False)]
     closed = found["load_arrival"].eq(CLOSED).all()
@@ -55,7 +136,10 @@ def best(found: pd.DataFrame) -> str:
 def most(found: pd.DataFrame, best_found: pd.DataFrame) -> str:
     """The most output tok/s of any load that meets the SLO, with DCP and without, for each length of requests."""
     if found.empty:
-        return f"No point meets the SLO; nearest is {_nearest(best_found)}." if len(best_found) else ""
+        if best_found.empty:
+            return ""
+        near = best_found.sort_values("slo_excess", kind="stable").iloc[0]
+        return f"No point meets the SLO; nearest is {near['label']} at {near['load']} ({near['slo_said']})."
     if len(found) > MOST_SHAPES:
         return ""
     short = short_shapes(found["rest"])
@@ -111,33 +195,30 @@ def ahead(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame, *, pay
     alone = _without_baseline(ratios, others)
     if even.empty:
         return f"{alone}." if alone else ""
+    over = listed(_unique(even["baseline"]), "or")
+    loosely = f"Looser, over {over} alone{findings.slo_aside(ratios)}"  # `Looser, over tp4 alone, whether or not …`
     if even["rest"].nunique() > MOST_LENGTHS:
-        some, found = int(even["from"].notna().sum()), f"{len(even):,} combinations of layout and length"
-        if pays:
-            said = f"DCP starts to pay at some concurrency in {some:,} of {found}"
-        else:
-            said = f"Looser, {_loosely(even, ratios)}, DCP is ahead at some concurrency in {some:,} of {found}"
-        return f"{said}; the tables below name them."
+        begins = "DCP starts to pay" if pays else f"{loosely}, DCP is ahead"
+        found = f"{even['from'].notna().sum():,} of {len(even):,} combinations of layout and length"
+        return f"{begins} at some concurrency in {found}; the tables below name them."
     short = short_shapes(even["rest"])
     shapes = []
-    one = _one_layout(even)
-    over = listed(_unique(even["baseline"]), "or")
+    # one layout in variants that have names, which stand for it then
+    one = str(even["layout"].iloc[0]) if len(set(even["layout"])) == 1 and (even["variant"] != "").all() else ""
     begins = f"Where {one or 'DCP'} starts to pay, in output tok/s over {over}"
     if not pays:
-        begins = f"Looser, {_loosely(even, ratios)}, {one or 'DCP'} is ahead in output tok/s"
+        begins = f"{loosely}, {one or 'DCP'} is ahead in output tok/s"
     if one:
         even = even.assign(label=even["variant"])
     for rest, rows in even.groupby("rest", sort=False):
-        keyed = rows.assign(key=[_pays_key(r) for _, r in rows.iterrows()])
-        groups = [group for _, group in keyed.groupby("key", sort=False)]
+        same = [
+            f"never {r['measured'][-1]}" if missing(r["from"]) else f"{r['from']} {r['least']}"
+            for _, r in rows.iterrows()
+        ]
+        groups = [group for _, group in rows.assign(same=same).groupby("same", sort=False)]
         shapes.append(f"{short[str(rest)]}: {', '.join(map(_pays, groups))}")
     text = f"{begins}. {capital('; '.join(shapes))}"
     return f"{text}. Also, {alone}." if alone else f"{text}."
-
-
-def _loosely(even: pd.DataFrame, ratios: pd.DataFrame) -> str:
-    """`over tp4 alone, whether or not the SLO is met`."""
-    return f"over {listed(_unique(even['baseline']), 'or')} alone{findings.slo_aside(ratios)}"
 
 
 def _where_it_pays(rows: pd.DataFrame) -> str:
@@ -211,10 +292,9 @@ def trust(frames: Frames, apart: list[float]) -> str:
     said = [findings.repeats_sentence(apart)]
     if len(frames.others):
         said.append(f"Not every point ran: {outcomes(frames)}, listed with reasons.")
-    marked = findings.timed(frames.everything)
-    marked = marked[marked["marks"] != ""] if len(marked) else marked
+    marked = frames.findings.points
     if len(marked):
-        names = [mark for marks in marked["marks"] for mark in marks.split(", ") if mark != FEW_SAMPLES]
+        names = [mark for marks in marked["marks"] for mark in marks.split(", ") if mark not in ("", words.FEW_SAMPLES)]
         counts = [f"{names.count(name)} {name}" for name in dict.fromkeys(names)]
         more = " and others" if len(counts) > MOST_MARKS else ""
         of = counted(len(frames.everything), "point")
@@ -231,7 +311,7 @@ def outcomes(frames: Frames) -> str:
 def scope_name(frames: Frames, run: str, model: str, mode: str) -> str:
     """`kimi-k2, run monday, replay`, with what there is more than one of."""
     where = f"{model}, run {run}" if len(frames.runs) > 1 else str(model)
-    return f"{where}, {words.MODES[mode]}" if mode in words.MODES else where
+    return f"{where}, {mode}" if mode in MODES else where
 
 
 def of(table: pd.DataFrame, run: str, model: str, mode: str | None = None) -> pd.DataFrame:
@@ -254,12 +334,6 @@ def _runs(found: pd.DataFrame) -> str:
     return ", ".join(clauses)
 
 
-def _changes(found: pd.DataFrame) -> int:
-    """How often the answer changes from one load to the next."""
-    keys = found["rest"].str.cat(found["label"]).where(found["clear"], "tie")
-    return int((keys != keys.shift()).sum())
-
-
 def _winner(row: pd.Series[Any]) -> str:
     if not row["meets"]:
         return "none within the SLO"
@@ -274,28 +348,6 @@ def _at(group: list[pd.Series[Any]]) -> str:
         return listed(_unique(r["arrival"] for r in group))
     values = [int(r["concurrency"]) for r in group]
     return f"{values[0]:,}" + (f"–{values[-1]:,}" if len(values) > 1 else "")
-
-
-def _counts(found: pd.DataFrame) -> str:
-    clear = found[found["clear"]]
-    won = [f"{label} in {n}" for label, n in clear["label"].value_counts().items()]
-    tied, none = int((found["meets"] & ~found["clear"]).sum()), int((~found["meets"].astype(bool)).sum())
-    won += [f"no layout clearly in {tied}"] if tied else []
-    return listed(won + ([f"none within the SLO in {none}"] if none else []))
-
-
-def _nearest(found: pd.DataFrame) -> str:
-    near = found.sort_values("slo_excess", kind="stable").iloc[0]
-    return f"{near['label']} at {near['load']} ({near['slo_said']})"
-
-
-def _pays_key(row: pd.Series[Any]) -> str:
-    return f"never {row['measured'][-1]}" if missing(row["from"]) else f"{row['from']} {row['least']}"
-
-
-def _one_layout(even: pd.DataFrame) -> str:
-    """The layout, where it is but one in variants that have names; these stand for it then."""
-    return str(even["layout"].iloc[0]) if len(set(even["layout"])) == 1 and (even["variant"] != "").all() else ""
 
 
 def _pays(group: pd.DataFrame) -> str:
@@ -330,8 +382,3 @@ def _without_baseline(ratios: pd.DataFrame, others: pd.DataFrame) -> str:
 
 def _unique(values: Iterable[object]) -> list[str]:
     return list(dict.fromkeys(map(str, values)))
-
-
-def slo_sentence(frames: Frames) -> str:
-    """Which SLO is in force, and against which percentiles it is held."""
-    return slo.words(frames.findings.points, frames.slo)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import CLOSED
-from dcpbench.reports.answer import MOST_SHAPES, scope_name
-from dcpbench.reports.findings import slo_aside
-from dcpbench.reports.serving import words
-from dcpbench.reports.serving.words import shared_shape, short_shapes
-from dcpbench.reports.slo import SCOPE
-from dcpbench.reports.tables import FOLD_ABOVE, Column, Table, make_table
-from dcpbench.reports.thinning import evenly
-from dcpbench.show.numbers import ABSENT, missing, number, text, times, with_interval
+from dcpbench.reports import answer
+from dcpbench.reports.answer import MOST_SHAPES
+from dcpbench.reports.findings import SCOPE, keys, slo_aside
+from dcpbench.reports.plots import evenly
+from dcpbench.reports.tables import FOLD_ABOVE, LOADED, Table, make_table, named, of_mode
+from dcpbench.reports.words import shared_shape, short_shapes
+from dcpbench.show.numbers import ABSENT, missing, number, times, with_interval
 from dcpbench.show.text import listed
 
 if TYPE_CHECKING:
@@ -22,38 +21,33 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.frames import Frames
 
-LOADED: list[Column] = [("model", lambda r: str(r["model"])), ("load", lambda r: str(r["load"]))]
 MOST_COLUMNS = 9
 """Concurrencies side by side; of more the first and the last and some between."""
 MOST_ROWS = 40
 """Rows of a grid: past these its table is no answer, and the long tables hold the rest."""
 
 
-def grids(best: pd.DataFrame, most: pd.DataFrame, ratios: pd.DataFrame, frames: Frames) -> list[Table]:
+def grids(frames: Frames) -> list[Table]:
     """Two tables of closed loops for each model and mode: the best layout of each load, and DCP over the baseline."""
-    scopes = list(
-        dict.fromkeys(
-            key for table in (best, ratios) if len(table) for key in zip(*(table[n] for n in SCOPE), strict=True)
-        )
-    )
-    found = []
-    for scope in scopes:
-        won, top, over = (_of(table, scope) for table in (best, most, ratios))
-        found.append(_best_grid(won, top, _where(frames, scope)))
-        found.append(_ratio_grid(over, _where(frames, scope)))
-    return [table for table in found if table.rows]
+    found = frames.findings
+    tables = []
+    for scope in dict.fromkeys([*keys(found.best, SCOPE), *keys(found.ratios, SCOPE)]):
+        won, top, over = (answer.of(table, *scope) for table in (found.best, found.most, found.ratios))
+        where = f": {answer.scope_name(frames, *scope)}"
+        tables += [_best_grid(won, top, where), _ratio_grid(over, where)]
+    return [table for table in tables if table.rows]
 
 
 def best(found: pd.DataFrame, mode: str) -> Table:
     """Best layout per load, point by point."""
-    found = found[found["mode"] == mode] if len(found) else found
+    found = of_mode(found, mode)
     return make_table(
         f"Highest output throughput of each load{_said(mode)}",
         found,
         [
-            *LOADED,
+            *named("model", "load"),
             ("best layout", _best_label),
-            ("next", lambda r: text(r["next"])),
+            *named("next"),
             ("output tok/s [95 %]", _rate),
             ("over the next", lambda r: times(r["lead"])),
             ("TTFT p50 ms", lambda r: number(r["ttft_p50_ms"])),
@@ -67,17 +61,15 @@ def best(found: pd.DataFrame, mode: str) -> Table:
 
 def ratios(found: pd.DataFrame, mode: str) -> Table:
     """DCP against its baseline, point by point."""
-    found = found[found["mode"] == mode] if len(found) else found
+    found = of_mode(found, mode)
     return make_table(
         f"DCP over the same layout without it{_said(mode)}",
         found,
         [
             *LOADED,
-            ("layout", lambda r: str(r["label"])),
-            ("baseline", lambda r: text(r["baseline"])),
-            ("verdict", lambda r: str(r["verdict"])),
-            ("SLO", lambda r: text(r["slo_said"])),
-            ("baseline's", lambda r: text(r["baseline_slo"])),
+            *named("baseline", "verdict"),
+            ("SLO", "slo_said"),
+            ("baseline's", "baseline_slo"),
             ("output tok/s [widest]", lambda r: with_interval(r["ratio"], r["low"], r["high"], 3)),
             ("TTFT p50", lambda r: times(r["ttft_ratio"])),
             ("ITL p50", lambda r: times(r["itl_ratio"])),
@@ -154,14 +146,4 @@ def _rate(row: pd.Series[Any]) -> str:
 
 
 def _said(mode: str) -> str:
-    return f", {words.MODES[mode]}" if mode in words.MODES else ""
-
-
-def _where(frames: Frames, scope: tuple[str, str, str]) -> str:
-    return f": {scope_name(frames, *scope)}"
-
-
-def _of(table: pd.DataFrame, scope: tuple[str, str, str]) -> pd.DataFrame:
-    if table.empty:
-        return table
-    return table[(table["run"] == scope[0]) & (table["model"] == scope[1]) & (table["mode"] == scope[2])]
+    return "" if mode == "decode" else f", {mode}"

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pandas as pd
-
-from dcpbench.points.axes import COMPUTES, Role, words
+from dcpbench.points.axes import Role, words
 from dcpbench.points.names import EXCHANGES
 from dcpbench.points.point import OPTIONS, point_axes
-from dcpbench.reports.findings import verdict
-from dcpbench.reports.tables import Table, make_table
+from dcpbench.reports.findings import SAME_BUT_EXCHANGE, over, verdicts
+from dcpbench.reports.tables import Table, make_table, named
 from dcpbench.show.numbers import number, with_interval
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from dcpbench.reports.frames import Frames
 
 PLAIN = EXCHANGES[0]
 """What the others are compared with: NCCL's collectives as the first implementation used them."""
-SAME = ["run", *(axis.name for axis in point_axes(COMPUTES | Role.LOAD, but=Role.EXCHANGE))]
-"""What two points have in common that differ in their exchange alone."""
-STEPS = ("step_ms", "step_ms_low", "step_ms_high")
 
 
 def frame(timed: pd.DataFrame) -> pd.DataFrame:
@@ -30,24 +27,14 @@ def frame(timed: pd.DataFrame) -> pd.DataFrame:
     repeats may.
     """
     if timed.empty:
-        return pd.DataFrame()
+        return timed
     bare = (timed["exchange"] == PLAIN) & ~timed[list(OPTIONS)].any(axis=1)
-    names = {name: f"plain_{name}" for name in STEPS}
-    plain = timed[bare].drop_duplicates(SAME).set_index(SAME)[list(STEPS)].rename(columns=names)
-    others = timed[(timed["dcp"] > 1) & ~bare].join(plain, on=SAME)
-    others = others[others["plain_step_ms"].notna()]
-    if others.empty:
-        return pd.DataFrame()
-    found = others[[*SAME, "label", "step_ms"]].copy()
-    rows = others[["exchange", *OPTIONS]].to_dict("records")
-    found["with"] = [" ".join(words(point_axes(Role.EXCHANGE), {str(k): v for k, v in row.items()})) for row in rows]
-    found["plain_ms"] = others["plain_step_ms"]
-    found["ratio"] = others["step_ms"] / others["plain_step_ms"]
-    found["low"] = others["step_ms_low"] / others["plain_step_ms_high"]
-    found["high"] = others["step_ms_high"] / others["plain_step_ms_low"]
-    rows = found[["ratio", "low", "high"]].to_dict("records")
-    found["verdict"] = [verdict({str(k): v for k, v in row.items()}, above="longer", below="shorter") for row in rows]
-    return found.reset_index(drop=True)
+    found = over(timed[(timed["dcp"] > 1) & ~bare], timed[bare], SAME_BUT_EXCHANGE, "step_ms")
+    found = found[found["ratio"].notna()]
+    told = point_axes(Role.EXCHANGE)
+    rows = found[[axis.name for axis in told]].to_dict("records")
+    found["with"] = [" ".join(words(told, {str(k): v for k, v in row.items()})) for row in rows]
+    return found.assign(verdict=verdicts(found, above="longer", below="shorter")).reset_index(drop=True)
 
 
 def sentences(found: pd.DataFrame, frames: Frames) -> list[str]:
@@ -69,11 +56,11 @@ def table(found: pd.DataFrame) -> Table:
         f"ITL with each exchange over that with {PLAIN}",
         found,
         [
-            ("layout", lambda r: str(r["label"])),
-            ("exchange", lambda r: str(r["with"])),
-            ("verdict", lambda r: str(r["verdict"])),
+            ("layout", "label"),
+            ("exchange", "with"),
+            *named("verdict"),
             ("ITL ms", lambda r: number(r["step_ms"])),
-            (f"{PLAIN} ms", lambda r: number(r["plain_ms"])),
+            (f"{PLAIN} ms", lambda r: number(r["over_step_ms"])),
             ("ratio [widest]", lambda r: with_interval(r["ratio"], r["low"], r["high"], 3)),
         ],
         load=True,

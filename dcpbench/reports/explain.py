@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dcpbench.records.metrics import DECODE, METRIC, SERVE, defined
+from dcpbench.records.provenance import OURS
 from dcpbench.records.stats import least_samples
+from dcpbench.reports.tables import Table, some_imported
 from dcpbench.show.numbers import missing, number
 from dcpbench.show.text import counted
 
@@ -13,9 +16,13 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.frames import Frames
 
-METHOD = [
-    " ".join(paragraph.split())
-    for paragraph in f"""
+
+def _paragraphs(text: str) -> list[str]:
+    return [" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n")]
+
+
+METHOD = _paragraphs(
+    f"""
     Step time: replays of a captured CUDA graph, timed by CUDA events on every rank; a sample is the slowest rank's.
     On a CPU it is wall time.
 
@@ -52,14 +59,12 @@ METHOD = [
 
     A difference counts as clear if the intervals do not overlap and it is more than 2 %, which is as far as repeats
     may differ.
-    """.strip().split("\n\n")
-]
-
+    """
+)
 COMMON = ("Percentiles need", "tok/s/user", "KV tokens per GiB")
 """Beginnings of those that hold for served requests, too."""
-SERVED = [
-    " ".join(paragraph.split())
-    for paragraph in """
+SERVED = _paragraphs(
+    """
     Served requests: t0 is when a request was submitted (in an open loop, when it was due), t1 its first output token,
     tn its last, n its output tokens. TTFT = t1 - t0, queueing included. ITL: each gap between output tokens, pooled
     over requests. TPOT = (tn - t1) / (n - 1), one per request. E2EL = tn - t0. Latencies are those of finished
@@ -76,8 +81,8 @@ SERVED = [
 
     A served point has no interval of its own: what one run of a load gave is one sample. Where it was repeated, the
     value is the median of the repeats, and differences count only beyond what repeats reached, and 2 %.
-    """.strip().split("\n\n")
-]
+    """
+)
 
 MARKS = {
     "noisy": "at the time limit the interval of the median was wider than asked for.",
@@ -109,6 +114,44 @@ BOUNDS = {
         "capacity beside weights that are not there would be fiction; compare tokens per GiB instead."
     ),
 }
+
+
+WORDS = "What the words mean"
+"""Title of tables of definitions."""
+KV = METRIC["kv_tokens_per_gib"]
+EVERYWHERE = {
+    "p50, p90, p95, p99": ("null below 1, 64, 130, 662 samples: fewer bound no percentile at 99 %", ""),
+    "SLO": ("held against p99; where that lacks samples, against the highest percentile all points of a load have", ""),
+}
+OTHERS = {
+    KV.term: (KV.defined[SERVE], KV.unit),
+    "phases, GPU idle": ("GPU time by range, and time without a kernel, in a separate profiled pass", "ms"),
+    "host syncs": ("calls in a profiled step that made the host wait for the GPU", "per step"),
+    "ratio, ×": (METRIC["dcp_ratio"].help, ""),
+    "DCP pays": (
+        "it meets the SLO and is clearly above the best layout without DCP that does: same load, GPUs, dtype, weights",
+        "",
+    ),
+    "clearly": ("intervals lie apart and the difference is more than 2 %, as far as repeats may differ", ""),
+}
+DEFINED = {workload: defined(workload) | EVERYWHERE for workload in (DECODE, SERVE)}
+
+
+def definitions(frames: Frames, *names: str) -> Table:
+    """A line for each metric of the workloads at hand; `names` picks some, in their order. docs/metrics.md says more.
+
+    One that differs names its workload.
+    """
+    workloads = [w for w, points in ((DECODE, frames.points), (SERVE, frames.served)) if len(points)]
+    rows = []
+    for name in names or dict.fromkeys([*(n for w in workloads for n in DEFINED[w]), *OTHERS]):
+        found = {w: DEFINED[w][name] for w in workloads if name in DEFINED[w]} or (
+            {"": OTHERS[name]} if name in OTHERS else {}
+        )
+        differ = len(set(found.values())) > 1
+        for workload, (said, unit) in list(found.items())[: None if differ else 1]:
+            rows.append([f"{name} ({workload})" if differ else name, said, unit or "—"])
+    return Table(WORDS, ["metric", "definition", "unit"], rows, text_columns=3, fold=True)
 
 
 def commands(frames: Frames) -> list[str]:
@@ -152,6 +195,49 @@ def absent(points: pd.DataFrame) -> list[str]:
     if points["spread"].isna().any():
         why.append("a point measured once has no repeats to compare")
     return [f"A dash means not measured: {'; '.join(why)}."] if why else []
+
+
+def served(points: pd.DataFrame) -> list[str]:
+    """Of served points of a mode: their objectives, how well steps were predicted, and why a dash stands in a table."""
+    slos = [slo for slo in dict.fromkeys(points["slo"]) if slo]
+    without = " (not all points)" if (points["slo"] == "").any() else ""
+    objectives = f"Objectives behind goodput{without}: {'; or '.join(slos)}."
+    said = [objectives if slos else "No objective was given (--slo), so there is no goodput."]
+    errors = points["step_error"].dropna()
+    if len(errors):
+        among = f"known for {len(errors)} of {counted(len(points), 'point')}"
+        said.append(
+            f"Steps that were measured to check their prediction were up to {errors.max() * 100:.2g} % off ({among})."
+        )
+    return said + absent_served(points)
+
+
+def absent_served(points: pd.DataFrame) -> list[str]:
+    """Why a dash stands where a percentile could be, and how many samples it needs."""
+    why = []
+    given = points[points["origin"] == OURS]
+    for name, what, samples in (("ttft", "TTFT", "finished requests"), ("itl", "ITL", "gaps between tokens")):
+        for p in (90, 95, 99):
+            lacking = given[given[f"{name}_p{p}_ms"].isna() & given[f"{name}_p50_ms"].notna()]
+            if len(lacking):
+                most = int(lacking[f"{name}_samples"].max())
+                why.append(
+                    f"{what} p{p} needs {least_samples(p)} {samples} in one run (where it is missing: at most {most:,})"
+                )
+    said = [f"A dash means not known: {'; '.join(why)}."] if why else []
+    if some_imported(points):
+        said.append("Of imported points a dash is what their files do not say.")
+    if (given["steady_tok_s"].isna() & given["output_tok_s"].notna()).any():
+        said.append("No steady throughput: nothing is targeted in an open loop, or the target was never reached.")
+    if (points["cancelled"] > 0).any():
+        said.append(
+            "Some runs ended before their requests did: tokens of requests that were cut off count as output, and "
+            "their latencies are not known. Those that wait longest are missing, so latencies look better than they "
+            "were."
+        )
+    if (points["rejected"] > 0).any():
+        said.append("Some requests could never fit and were rejected; all figures are of the others.")
+    return said
 
 
 def marks(points: pd.DataFrame) -> list[str]:

@@ -1,14 +1,19 @@
-"""The points as CSV, one row each, with the units in the column names."""
+"""The points for other programs: as CSV, one row each, with the units in the column names; and as JSON for scripts."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
 
 from dcpbench.points import point
+from dcpbench.reports import answer
+from dcpbench.show.numbers import finite
 from dcpbench.show.text import spreadsheet_cell
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pandas as pd
 
     from dcpbench.reports.frames import Frames
 
@@ -28,7 +33,7 @@ def write_csv(frames: Frames, path: Path) -> None:
     if table.empty:
         table = frames.others
     usual = [name for name, default in LATER.items() if name in table and set(table[name].dropna()) <= {default}]
-    table = table.drop(columns=[c for c in table if str(c) in (*INNER, *usual) or str(c).startswith("slo_limit")])
+    table = table.drop(columns=[c for c in table if str(c) in usual or _inner(str(c))])
     words = [c for c in table.columns if not pd.api.types.is_numeric_dtype(table[c])]
     for column in words:
         table[column] = pd.Series([_cell(v) for v in table[column]], index=table.index, dtype=object)
@@ -37,3 +42,40 @@ def write_csv(frames: Frames, path: Path) -> None:
 
 def _cell(value: object) -> object:
     return spreadsheet_cell(value) if isinstance(value, str) else value
+
+
+def dumps(frames: Frames) -> str:
+    """The object as text, in ASCII, so that no string in it steers a terminal."""
+    return json.dumps(finite(as_json(frames)), indent=2, allow_nan=False)
+
+
+def as_json(frames: Frames) -> dict[str, Any]:
+    """`runs`, `cpu`, `points`, `served`, `others` and `findings`; docs/reading-a-report.md says what they hold.
+
+    Rows have the columns of points.csv. What is not known, or not finite, is null.
+    """
+    return {
+        "runs": [
+            {
+                "name": run.name,
+                "records": len(run.records) + run.replaced,
+                "replaced": run.replaced,
+                "cut_short": run.truncated,
+            }
+            for run in frames.runs
+        ],
+        "cpu": frames.cpu,
+        "points": _rows(frames.points),
+        "served": _rows(frames.served),
+        "others": _rows(frames.others),
+        "findings": answer.sentences(frames),
+    }
+
+
+def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
+    shown = table[[name for name in table if not _inner(str(name))]]
+    return [{str(name): value for name, value in row.items()} for row in shown.to_dict("records")]
+
+
+def _inner(name: str) -> bool:
+    return name in INNER or name.startswith("slo_limit")

@@ -1,4 +1,5 @@
-"""Figures with a line per layout and a panel per length of requests: rates, latencies, frontier, and where DCP pays.
+"""Figures with a line per layout and a panel per length of requests: rates, latencies, frontier, and where DCP pays;
+and with a bar per layout: where a step's time goes, and how much KV cache fits.
 
 A figure holds points of `decode`, live runs, or replays. Replays have hollow markers and say so above each panel.
 """
@@ -6,18 +7,22 @@ A figure holds points of `decode`, live runs, or replays. Replays have hollow ma
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
+from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import CLOSED, GAMMA, REPLAY
 from dcpbench.records.metrics import METRIC, PERCENTILES
-from dcpbench.reports.serving import words
-from dcpbench.reports.style import Style, plain
+from dcpbench.reports import words
+from dcpbench.reports.style import IDLE_COLOUR, PHASE_COLOURS, REST_COLOUR, Style, plain
 from dcpbench.show.figures import (
     GREY,
     axis_labels,
@@ -31,6 +36,7 @@ from dcpbench.show.figures import (
     value_axis,
     watermark,
 )
+from dcpbench.show.numbers import count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,6 +55,11 @@ FRONTIER = (METRIC["tok_s_per_user"], METRIC["output_tok_s_per_gpu"])
 """Along the axes of the frontier."""
 MOST_CURVES = 8
 """Curves of a panel of the break-even figure; of more, each layout with its exchange has a panel of its own."""
+PHASE_COLUMN = re.compile(r"phase_.+_us")
+MOST_LOADS = 3
+"""Concurrencies shown in the phase figure; of more, the lowest, the middle and the highest."""
+LABEL_WIDTH = 30
+"""Letters of a bar's label on a line; a longer one takes two."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,17 +92,8 @@ def draw_throughput(points: pd.DataFrame, style: Style, title: str) -> Figure:
     return figure
 
 
-def draw_ttft(points: pd.DataFrame, style: Style, title: str) -> Figure:
-    """Median time to first token, p99 as a dash, or the highest percentile that has samples."""
-    return _draw_latency(points, style, title, "ttft", "time to first token (ms)")
-
-
-def draw_itl(points: pd.DataFrame, style: Style, title: str) -> Figure:
-    """Median inter-token latency, that of `decode` with its 95 % interval; p99 as a dash, or the highest percentile."""
-    return _draw_latency(points, style, title, "itl", "inter-token latency (ms)")
-
-
 def _draw_latency(points: pd.DataFrame, style: Style, title: str, name: str, label: str) -> Figure:
+    """The median, that of `decode` with its 95 % interval; p99 as a dash, or the highest percentile that has samples."""
     figure, drawn, load = _start(points, title)
     top = _tail_percentile(points, name)
     tail = f"{name}_{top or 'p99'}_ms"
@@ -115,6 +117,10 @@ def _draw_latency(points: pd.DataFrame, style: Style, title: str, name: str, lab
         handles = [Line2D([], [], color=GREY, marker="_", linestyle="", markersize=size, markeredgewidth=2, label=said)]
     _legend(figure, points, style, handles)
     return figure
+
+
+draw_ttft = functools.partial(_draw_latency, name="ttft", label="time to first token (ms)")
+draw_itl = functools.partial(_draw_latency, name="itl", label="inter-token latency (ms)")
 
 
 def _with_bars(ax: Axes, line: pd.DataFrame, x: str, y: str, **look: Any) -> None:  # noqa: ANN401 - as of errorbar
@@ -165,6 +171,7 @@ LINES = (
     ("frontier", "Throughput per GPU against speed per user", draw_frontier),
 )
 """Kind, title and function of each; a `decode` point has no first token."""
+SUBJECTS = [kind for kind, _, _ in LINES]
 EDGE = {
     "tok_s_per_user": "a speed for one user (1000 / median ITL)",
     "output_tok_s_per_gpu": "an output per GPU (an import with --tp says how many there were)",
@@ -242,12 +249,22 @@ def _curve(index: int) -> dict[str, Any]:
     return {"linestyle": dashes(index), "marker": marker(index), "markersize": 5}
 
 
-def alt(title: str, points: pd.DataFrame) -> str:
-    """What a reader would take from a picture of served points; the full numbers stand in the tables."""
-    shapes = "; ".join(plain(rest) for rest in dict.fromkeys(map(str, points["rest"])))
-    top = points.sort_values("output_tok_s", kind="stable").iloc[-1]
-    text = f"{title}. Layouts: {layouts(points)}. Requests: {shapes}."
-    text += f" Highest output: {top['label']} with {top['output_tok_s']:,.0f} tok/s under {top['load']}."
+def alt(subject: str, title: str, points: pd.DataFrame) -> str:
+    """A sentence with what a reader would take from a picture; the full numbers stand in the tables."""
+    known = points[points["output_tok_s"].notna()].sort_values("output_tok_s", kind="stable")
+    top = known.iloc[-1] if len(known) else None
+    text = f"{title}. Layouts: {layouts(points)}."
+    if points["mode"].iloc[0] != "decode" and subject in SUBJECTS:
+        text += f" Requests: {'; '.join(plain(rest) for rest in dict.fromkeys(map(str, points['rest'])))}."
+        if top is not None:
+            text += f" Highest output: {top['label']} with {top['output_tok_s']:,.0f} tok/s under {top['load']}."
+        return text + cpu_aside(points)
+    text += f" Contexts: {', '.join(count(c) for c in sorted(points['context'].unique()))} tokens."
+    if subject in ("throughput", "frontier") and top is not None:
+        text += (
+            f" Highest: {top['label']} with {top['output_tok_s']:,.0f} tok/s at context {top['context']:,} "
+            f"and concurrency {top['concurrency']}."
+        )
     return text + cpu_aside(points)
 
 
@@ -287,24 +304,31 @@ def _panels(points: pd.DataFrame, title: str, *, by: str, order: str, form: str 
     form += " (replay)" if points["mode"].iloc[0] == REPLAY else ""
     values = list(dict.fromkeys(points.sort_values(order, kind="stable")[by]))
     columns = columns_for(len(values))
-    rows = math.ceil(len(values) / columns)
     width, height = SINGLE_PANEL if columns == 1 else WIDE_PANEL
-    size = (max(columns * width, 6.0), rows * height + 1.0)
-    figure = Figure(figsize=size, layout="constrained")
+    figure, axes = _grid(title, len(values), columns, (max(columns * width, 6.0), height), 1.0, sharey=True)
     figure.set_layout_engine("constrained", hspace=0.03)
-    headline(figure, title)
-    axes = figure.subplots(rows, columns, sharex=False, sharey=True, squeeze=False).flat
     found = []
-    for ax, value in zip(axes, values, strict=False):
+    for ax, value in zip(axes, values, strict=True):
         panel = points[points[by] == value]
         ax.set_title(textwrap.fill(plain(form.format(value), 2 * TITLE_WIDTH), TITLE_WIDTH))
         ax.tick_params(labelleft=True)
         if bool(panel["cpu"].any()):
             watermark(ax)
         found.append((ax, panel))
-    for ax in list(figure.axes)[len(values) :]:
-        ax.remove()
     return figure, found
+
+
+def _grid(
+    title: str, panels: int, columns: int, size: tuple[float, float], margin: float, *, sharey: bool = False
+) -> tuple[Figure, list[Axes]]:
+    """A figure of so many panels, of inches in width in all, in height for each row, and in height beside these."""
+    rows = math.ceil(panels / columns)
+    figure = Figure(figsize=(size[0], rows * size[1] + margin), layout="constrained")
+    headline(figure, title)
+    axes = list(figure.subplots(rows, columns, sharey=sharey, squeeze=False).flat)
+    for ax in axes[panels:]:
+        ax.remove()
+    return figure, axes[:panels]
 
 
 def _series(panel: pd.DataFrame, style: Style, along: str) -> Iterator[tuple[pd.DataFrame, dict[str, Any]]]:
@@ -347,3 +371,123 @@ def _legend(figure: Figure, points: pd.DataFrame, style: Style, more: list[Line2
         marks = [(style.marker("", name), f"run {plain(name, 24)}") for name in runs]
         handles += [Line2D([], [], color=GREY, linestyle="", marker=mark, label=label) for mark, label in marks]
     legend_below(figure, [*handles, *more])
+
+
+def phases_in_ms(points: pd.DataFrame) -> pd.DataFrame:
+    """Time of each phase in ms, one column per phase in stacking order, the small and the unknown ones as `rest`."""
+    columns = {c.removeprefix("phase_").removesuffix("_us"): c for c in map(str, points) if PHASE_COLUMN.fullmatch(c)}
+    times = points[list(columns.values())].set_axis(list(columns), axis=1) / 1e3
+    shown = [name for name in PHASE_COLOURS if name in columns and times[name].sum() > 0]
+    rest = [name for name in columns if name not in PHASE_COLOURS]
+    return times[shown].assign(rest=times[rest].sum(axis=1, min_count=1)) if rest else times[shown]
+
+
+def has_phases(points: pd.DataFrame) -> bool:
+    """Whether any point was profiled."""
+    return bool(points["idle_us"].notna().any()) and phases_in_ms(points).sum().sum() > 0
+
+
+def has_capacity(points: pd.DataFrame) -> bool:
+    """Whether any point says what its KV cache holds."""
+    return bool(points["kv_tokens_per_gib"].notna().any())
+
+
+def draw_phases(points: pd.DataFrame, style: Style, title: str) -> Figure:  # noqa: ARG001 - same call for all
+    """Stacked bars of GPU time per step by phase, one panel per context, grouped by concurrency."""
+    contexts = sorted(points["context"].unique())
+    loads = _some(sorted(points["concurrency"].unique()))
+    labels = list(dict.fromkeys(points.sort_values([*DEGREES], kind="stable")["label"]))
+    rows: list[tuple[int, str]] = [row for c in loads for row in ((c, ""), *((c, label) for label in labels))]
+    columns = columns_for(len(contexts))
+    row_inches = 0.32 if any("\n" in _bar_name(label) for label in labels) else 0.2
+    size = (max(2.9 * columns + 1.3, 6.0), row_inches * len(rows) + 0.9)
+    figure, axes = _grid(title, len(contexts), columns, size, 1.1)
+    times = phases_in_ms(points)
+    for ax, context in zip(axes, contexts, strict=True):
+        panel = points[points["context"] == context]
+        _stack(ax, panel, rows, times)
+        ax.set_title(f"context {count(context)} tokens")
+        ax.set_xlabel("profiled step (ms)")
+        if bool(panel["cpu"].any()):
+            watermark(ax)
+    handles = [Patch(color=_colour(str(name)), label=str(name).replace("_", " ")) for name in times]
+    outside = "outside ranges" if bool(points["cpu"].all()) else "idle"
+    handles.append(Patch(facecolor=IDLE_COLOUR, hatch="///", edgecolor="#999999", label=outside))
+    legend_below(figure, handles)
+    return figure
+
+
+def _colour(phase: str) -> str:
+    return PHASE_COLOURS.get(phase, REST_COLOUR)
+
+
+def _bar_name(label: str) -> str:
+    """A bar's label on up to two lines."""
+    return "\n".join(textwrap.wrap(plain(label, 2 * LABEL_WIDTH), LABEL_WIDTH)[:2])
+
+
+def _stack(ax: Axes, panel: pd.DataFrame, rows: list[tuple[int, str]], times: pd.DataFrame) -> None:
+    """One bar per row; a row without a label is the heading of its group."""
+    bars = times.loc[panel.index].to_dict("records")
+    found = dict(
+        zip(
+            zip(panel["concurrency"], panel["label"], strict=True),
+            zip(bars, panel["idle_us"], strict=True),
+            strict=True,
+        )
+    )
+    for y, key in enumerate(rows):
+        bar, idle_us = found.get(key, ({}, None))
+        if not key[1]:
+            continue
+        if idle_us is None or not idle_us >= 0:
+            ax.text(0, y, " not profiled" if key in found else " did not run", va="center", fontsize=8, color="#777777")
+            continue
+        left = 0.0
+        for name, ms in bar.items():
+            if ms > 0:
+                ax.barh(y, ms, left=left, height=0.8, color=_colour(str(name)))
+                left += ms
+        ax.barh(y, idle_us / 1e3, left=left, height=0.8, color=IDLE_COLOUR, hatch="///", edgecolor="#999999")
+    ax.set_yticks(
+        range(len(rows)), [_bar_name(label) if label else f"concurrency {c}" for c, label in rows], fontsize=9
+    )
+    ax.set_ylim(len(rows) - 0.4, -0.6)
+    for tick, (_, label) in zip(ax.get_yticklabels(), rows, strict=True):
+        tick.set_fontweight("normal" if label else "bold")
+    ax.set_xlim(left=0)
+    ax.grid(visible=False, axis="y")
+    ax.tick_params(axis="y", length=0, labelleft=True)
+
+
+def draw_capacity(points: pd.DataFrame, style: Style, title: str) -> Figure:
+    """Tokens that each GiB of KV memory on each GPU holds and, where it means something, tokens in all."""
+    best = points.dropna(subset=["kv_tokens_per_gib"]).sort_values("kv_tokens_per_gib", ascending=False)
+    best = best.drop_duplicates("layout").sort_values([*DEGREES], kind="stable")
+    panels = [("kv_tokens_per_gib", "tokens held per GiB of KV memory on each GPU", best)]
+    real = best[best["kv_bounded_by"] != "sweep"]
+    if len(real):
+        panels.append(("kv_capacity_tokens", "tokens held in all", real))
+    columns = len(panels)
+    figure, axes = _grid(title, columns, columns, (max(5.0 * columns, 6.4), 0.38 * len(best) + 0.9), 0.6)
+    for ax, (column, label, table) in zip(axes, panels, strict=True):
+        values = table[column].astype(float).tolist()
+        colours = [style.colour(layout) for layout in table["layout"]]
+        ax.barh(range(len(values)), values, color=colours, height=0.7)
+        for y, value in enumerate(values):
+            ax.text(value, y, f" {count(value)}  ({value / values[0]:.3g}×)", va="center", fontsize=9)
+        ax.set_yticks(range(len(values)), [plain(layout, 30) for layout in table["layout"]])
+        ax.invert_yaxis()
+        ax.set_xlim(0, max(values) * 1.5)
+        ax.set_xticks([])
+        ax.set_xlabel(f"{label} (× of {plain(table['layout'].iloc[0])})")
+        ax.grid(visible=False)
+        ax.spines["bottom"].set_visible(False)
+        if bool(table["cpu"].any()):
+            watermark(ax)
+        ax.tick_params(axis="y", length=0)
+    return figure
+
+
+def _some(values: list[int]) -> list[int]:
+    return values if len(values) <= MOST_LOADS else [values[0], values[len(values) // 2], values[-1]]

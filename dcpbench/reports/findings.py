@@ -1,94 +1,77 @@
 """What the records say, computed: best layout per load, DCP against its baseline, break-even, KV capacity, repeats.
 
-Points of `decode` and of `serve` go the same way, live runs and replays apart. Nothing is said about the speed of a CPU
-run.
+Points of `decode` and of `serve` go the same way, live runs and replays apart, which `replay_against_live` alone
+compares with each other. Nothing is said about the speed of a CPU run.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from dcpbench.points.axes import COMPUTES, Role
 from dcpbench.points.layout import DEGREES
-from dcpbench.points.names import CLOSED
+from dcpbench.points.names import CLOSED, LIVE, REPLAY
 from dcpbench.points.point import point_axes
+from dcpbench.records.metrics import REPLAYED
 from dcpbench.records.runs import measurement
-from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports.merge import spread
-from dcpbench.reports.slo import LOAD, SCOPE
+from dcpbench.records.stats import REPEATS_AGREE_WITHIN, agreement
 from dcpbench.show.numbers import percent
 from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.records.record import Interval
+    from dcpbench.records.record import Interval, Record
     from dcpbench.reports.frames import Frames
 
+
+SCOPE = ["run", "model", "mode"]
+"""What a sentence of the answer speaks of."""
+LOAD = [*SCOPE, "same_load"]
+"""What points have in common that are set against each other; they differ in their `label`."""
 BASELINE_OF = [*LOAD, *(a.name for a in point_axes(COMPUTES, but=Role.EXCHANGE) if a.name not in ("model", "dcp"))]
-"""What a DCP point and its dcp=1 baseline have in common; LOAD has the model."""
-SHOWN = [
-    *SCOPE,
-    "workload",
-    "same_load",
-    "load",
-    "load_arrival",
-    "arrival",
-    "rest",
-    "input_typical",
-    "context",
-    "concurrency",
-    "label",
-    "layout",
-    "variant",
-    *DEGREES,
-]
-"""Columns that a finding takes over from its point."""
+"""And a DCP point and its dcp=1 baseline."""
+RIVAL_OF = [*LOAD, "tp", "dtype", "weights"]
+"""And layouts of which one is to be chosen: the load, the GPUs, and what is computed."""
+SAME_BUT_EXCHANGE = ["run", *(axis.name for axis in point_axes(COMPUTES | Role.LOAD, but=Role.EXCHANGE))]
+"""What points of `decode` have in common that differ in their exchange alone."""
+SAME_BUT_MODE = ["device", "same_load", *(axis.name for axis in point_axes(COMPUTES))]
+"""And a replay and the live run that it stands for."""
+PAYS = ("higher", "alone")
+"""Verdicts of dcp_against_best with which DCP pays."""
+MOST_CURVES = 2_000
+"""Layouts × lengths of requests whose break-even is looked for; those in the tables above all others."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Findings:
-    """What is found in the points of a report: each table is made once, however many of its parts show it."""
+    """What is found in the points of a report, each table made once, however many of its parts show it."""
 
-    def __init__(self, frames: Frames) -> None:
-        self._frames = frames
+    points: pd.DataFrame
+    best: pd.DataFrame
+    most: pd.DataFrame
+    ratios: pd.DataFrame
+    break_even: pd.DataFrame
+    against_best: pd.DataFrame
+    repeats: pd.DataFrame
 
-    @cached_property
-    def points(self) -> pd.DataFrame:
-        """See rivals."""
-        return rivals(self._frames)
 
-    @cached_property
-    def best(self) -> pd.DataFrame:
-        """See best_per_load."""
-        return best_per_load(self.points)
-
-    @cached_property
-    def most(self) -> pd.DataFrame:
-        """See most_per_shape."""
-        return most_per_shape(self.points)
-
-    @cached_property
-    def ratios(self) -> pd.DataFrame:
-        """See dcp_against_baseline."""
-        return dcp_against_baseline(self.points)
-
-    @cached_property
-    def break_even(self) -> pd.DataFrame:
-        """See break_even."""
-        return break_even(self.ratios)
-
-    @cached_property
-    def against_best(self) -> pd.DataFrame:
-        """See dcp_against_best."""
-        return dcp_against_best(self.points)
-
-    @cached_property
-    def repeats(self) -> pd.DataFrame:
-        """See repeats."""
-        return repeats(self._frames)
+def find(frames: Frames) -> Findings:
+    """All of them; each function below says what its table holds."""
+    points = rivals(frames)
+    ratios = dcp_against_baseline(points)
+    return Findings(
+        points=points,
+        best=best_per_load(points),
+        most=most_per_shape(points),
+        ratios=ratios,
+        break_even=break_even(ratios),
+        against_best=dcp_against_best(points),
+        repeats=repeats(frames),
+    )
 
 
 def timed(points: pd.DataFrame) -> pd.DataFrame:
@@ -97,11 +80,8 @@ def timed(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def rivals(frames: Frames) -> pd.DataFrame:
-    """Such points of both workloads, in the columns that they share."""
-    tables = [table for table in (timed(frames.points), timed(frames.served)) if len(table)]
-    if len(tables) < 2:  # noqa: PLR2004 - there are two workloads
-        return tables[0] if tables else pd.DataFrame()
-    return pd.DataFrame([row for table in tables for row in table.to_dict("records")])
+    """Such points of both workloads."""
+    return timed(frames.everything)
 
 
 def best_per_load(points: pd.DataFrame) -> pd.DataFrame:
@@ -111,43 +91,30 @@ def best_per_load(points: pd.DataFrame) -> pd.DataFrame:
     lists it and all that it does not clearly lead. `next` is missing where no other meets the SLO. Where none does,
     `meets` is False, and `label` is the one that comes nearest to it.
     """
+    if len(points):
+        points = points[points.groupby(LOAD)["label"].transform("size") > 1]
     if points.empty:
         return pd.DataFrame()
-    points = points[points.groupby(LOAD)["label"].transform("size") > 1]
-    if points.empty:
-        return pd.DataFrame()
-    order = {load: i for i, load in enumerate(dict.fromkeys(zip(*(points[name] for name in LOAD), strict=True)))}
-    fits = points[~(points["slo_excess"] > 1)]
-    fits = fits.sort_values("output_tok_s", ascending=False, kind="stable")
-    rank = fits.groupby(LOAD).cumcount()
-    first = fits[rank == 0].set_index(LOAD, drop=False)
-    second = fits[rank == 1].set_index(LOAD)[["label", "output_tok_s"]].set_axis(["next", "next_tok_s"], axis=1)
-    found = first.join(second)
+    points = points.assign(place=points.groupby(LOAD, sort=False).ngroup())
+    fits = points[~(points["slo_excess"] > 1)].sort_values("output_tok_s", ascending=False, kind="stable")
+    rank = fits.groupby("place").cumcount()
+    found = fits[rank == 0].set_index("place")
+    found[["next", "next_tok_s"]] = fits[rank == 1].set_index("place")[["label", "output_tok_s"]]
     found["lead"] = found["output_tok_s"] / found["next_tok_s"]
     top = found[["output_tok_s", "output_tok_s_low"]].set_axis(["top", "top_low"], axis=1)
-    behind = fits.join(top, on=LOAD)
+    behind = fits.join(top, on="place")
     clearly = (behind["top_low"] > behind["output_tok_s_high"]) & (
         behind["top"] > behind["output_tok_s"] * (1 + REPEATS_AGREE_WITHIN)
     )
-    level: dict[Any, list[str]] = behind[~clearly].groupby(LOAD)["label"].agg(list).to_dict()
-    found["level"] = pd.Series(
-        [list(dict.fromkeys([row.label, *level.get(row.Index, [])])) for row in found[["label"]].itertuples()],
-        found.index,
-        dtype=object,
-    )
+    level = behind[~clearly].groupby("place")["label"].agg(list).to_dict()
+    together = {place: [*dict.fromkeys([label, *level.get(place, [])])] for place, label in found["label"].items()}
+    found["level"] = pd.Series(together, dtype=object)
     found["clear"] = found["level"].map(len) == 1
     found["meets"] = True
-    missed = points[~_loads(points).isin(set(found.index))]
-    nearest = missed.sort_values("slo_excess", kind="stable").drop_duplicates(LOAD).set_index(LOAD, drop=False)
-    tables = [table for table in (found, nearest.assign(meets=False, clear=False)) if len(table)]
-    found = pd.concat(tables).reindex(columns=found.columns)
-    found["best"] = found["label"]
-    places = [order[load] for load in found.index.to_list()]
-    return found.iloc[sorted(range(len(found)), key=places.__getitem__)].reset_index(drop=True)
-
-
-def _loads(points: pd.DataFrame) -> pd.Series[Any]:
-    return pd.Series(list(zip(*(points[name] for name in LOAD), strict=True)), points.index)
+    missed = points[~points["place"].isin(found.index)].sort_values("slo_excess", kind="stable")
+    nearest = missed.drop_duplicates("place").set_index("place").assign(meets=False, clear=False)
+    tables = [table for table in (found, nearest) if len(table)]
+    return pd.concat(tables).reindex(columns=found.columns).sort_index().reset_index(drop=True)
 
 
 def most_per_shape(points: pd.DataFrame) -> pd.DataFrame:
@@ -184,34 +151,15 @@ def dcp_against_baseline(points: pd.DataFrame) -> pd.DataFrame:
     apart and the ratio differs from 1 by more than repeats may; `no baseline` where that did not run, and there the
     ratios are missing. `ttft_ratio` and `itl_ratio` compare the medians.
     """
-    if points.empty:
-        return pd.DataFrame()
-    split = points[points["dcp"] > 1]
+    split = points[points["dcp"] > 1] if len(points) else points
     if split.empty:
         return pd.DataFrame()
-    base = points[points["dcp"] == 1].drop_duplicates(BASELINE_OF).set_index(BASELINE_OF)
-    names = {name: f"over_{name}" for name in ("label", "slo_said", *RATES, "ttft_p50_ms", "itl_p50_ms")}
-    found = split.join(base[list(names)].rename(columns=names), on=BASELINE_OF)
-    row = pd.DataFrame({name: found[name] for name in [*SHOWN, "slo_said"]})
-    row["baseline"], row["baseline_slo"] = found["over_label"], found["over_slo_said"]
-    row["ratio"] = found["output_tok_s"] / found["over_output_tok_s"]
-    row["low"] = found["output_tok_s_low"] / found["over_output_tok_s_high"]
-    row["high"] = found["output_tok_s_high"] / found["over_output_tok_s_low"]
+    taken = ("label", "slo_said", "ttft_p50_ms", "itl_p50_ms")
+    found = over(split, points[points["dcp"] == 1], BASELINE_OF, "output_tok_s", *taken)
+    found = found.rename(columns={"over_label": "baseline", "over_slo_said": "baseline_slo"})
     for name in ("ttft", "itl"):
-        row[f"{name}_ratio"] = found[f"{name}_p50_ms"].astype(float) / found[f"over_{name}_p50_ms"].astype(float)
-    row["verdict"] = [
-        "no baseline"
-        if pd.isna(ratio)
-        else verdict({"ratio": ratio, "low": low, "high": high}, above="higher", below="lower")
-        for ratio, low, high in zip(row["ratio"], row["low"], row["high"], strict=True)
-    ]
-    return row.reset_index(drop=True)
-
-
-RIVAL_OF = [*LOAD, "tp", "dtype", "weights"]
-"""What layouts have in common of which one is to be chosen: the load, the GPUs, and what is computed."""
-PAYS = ("higher", "alone")
-"""Verdicts of dcp_against_best with which DCP pays."""
+        found[f"{name}_ratio"] = found[f"{name}_p50_ms"].astype(float) / found[f"over_{name}_p50_ms"].astype(float)
+    return found.assign(verdict=verdicts(found, without="no baseline")).reset_index(drop=True)
 
 
 def dcp_against_best(points: pd.DataFrame) -> pd.DataFrame:
@@ -226,48 +174,47 @@ def dcp_against_best(points: pd.DataFrame) -> pd.DataFrame:
     if split.empty:
         return pd.DataFrame()
     others = points[points["dcp"] == 1]
-    ran = set(zip(*(others[name] for name in RIVAL_OF), strict=True))
+    ran = set(keys(others, RIVAL_OF))
     fits = others[~(others["slo_excess"] > 1)].sort_values("output_tok_s", ascending=False, kind="stable")
-    names = {name: f"over_{name}" for name in ("label", *RATES)}
-    best = fits.drop_duplicates(RIVAL_OF).set_index(RIVAL_OF)[list(names)].rename(columns=names)
-    found = split.join(best, on=RIVAL_OF)
-    row = pd.DataFrame({name: found[name] for name in [*SHOWN, "slo_excess", "output_tok_s"]})
-    row["rival"] = found["over_label"]
-    row["ratio"] = found["output_tok_s"] / found["over_output_tok_s"]
-    row["low"] = found["output_tok_s_low"] / found["over_output_tok_s_high"]
-    row["high"] = found["output_tok_s_high"] / found["over_output_tok_s_low"]
-    keys = zip(*(found[name] for name in RIVAL_OF), strict=True)
-    row["verdict"] = [
-        _against_best(given, ran=key in ran) for given, key in zip(row.to_dict("records"), keys, strict=True)
-    ]
-    return row.reset_index(drop=True)
+    found = over(split, fits, RIVAL_OF, "output_tok_s", "label").rename(columns={"over_label": "rival"})
+    found["verdict"] = verdicts(found, without="alone")
+    found.loc[found["slo_excess"] > 1, "verdict"] = "misses"
+    found.loc[[key not in ran for key in keys(found, RIVAL_OF)], "verdict"] = "no rival"
+    return found.reset_index(drop=True)
 
 
-def _against_best(row: dict[Any, Any], *, ran: bool) -> str:
-    if not ran:
-        return "no rival"
-    if row["slo_excess"] > 1:
-        return "misses"
-    return "alone" if pd.isna(row["ratio"]) else verdict(row, above="higher", below="lower")
+def over(points: pd.DataFrame, others: pd.DataFrame, same: list[str], value: str, *more: str) -> pd.DataFrame:
+    """Points beside the first of `others` that shares what is in `same`: its columns `over_…`, of `value` and `more`.
+
+    `ratio` is that of their values, missing where there is no other; `low` and `high` are the widest that it may be.
+    """
+    names = {name: f"over_{name}" for name in (value, f"{value}_low", f"{value}_high", *more)}
+    first = others.drop_duplicates(same).set_index(same)[list(names)].rename(columns=names)
+    found = points.join(first, on=same)
+    return found.assign(
+        ratio=found[value] / found[f"over_{value}"],
+        low=found[f"{value}_low"] / found[f"over_{value}_high"],
+        high=found[f"{value}_high"] / found[f"over_{value}_low"],
+    )
 
 
-MOST_CURVES = 2_000
-"""Layouts × lengths of requests whose break-even is looked for; those in the tables above all others."""
-RATES = ("output_tok_s", "output_tok_s_low", "output_tok_s_high")
+def verdicts(found: pd.DataFrame, *, above: str = "higher", below: str = "lower", without: str = "") -> pd.Series[Any]:
+    """Whether ratios are `above` or `below` 1: only where all of their reach is, and by more than repeats may differ."""
+    said = pd.Series("no clear difference", found.index, dtype=object)
+    said[(found["low"] > 1) & (found["ratio"] > 1 + REPEATS_AGREE_WITHIN)] = above
+    said[(found["high"] < 1) & (found["ratio"] < 1 - REPEATS_AGREE_WITHIN)] = below
+    said[found["ratio"].isna()] = without
+    return said
+
+
+def keys(table: pd.DataFrame, names: Sequence[str]) -> list[tuple[Any, ...]]:
+    """What stands in these columns, row by row; nothing where the table is empty."""
+    return list(zip(*(table[name] for name in names), strict=True)) if len(table) else []
 
 
 def slo_aside(ratios: pd.DataFrame) -> str:
     """What is said of ratios to the same layout without DCP where an SLO is in force, which they do not look at."""
     return ", whether or not the SLO is met" if (ratios["slo_said"] != "").any() else ""
-
-
-def verdict(row: dict[str, Any], *, above: str, below: str) -> str:
-    """Whether a ratio is `above` or `below` 1: only where all of its reach is, and by more than repeats may differ."""
-    if row["low"] > 1 and row["ratio"] > 1 + REPEATS_AGREE_WITHIN:
-        return above
-    if row["high"] < 1 and row["ratio"] < 1 - REPEATS_AGREE_WITHIN:
-        return below
-    return "no clear difference"
 
 
 def break_even(ratios: pd.DataFrame) -> pd.DataFrame:
@@ -279,32 +226,26 @@ def break_even(ratios: pd.DataFrame) -> pd.DataFrame:
     throughput is their rate until they cannot keep up, have no break-even.
     """
     known = ratios[ratios["ratio"].notna() & (ratios["load_arrival"] == CLOSED)] if len(ratios) else ratios
+    kept = [*SCOPE, "label", "rest"]
     if len(known):
-        kept = [*SCOPE, "label", "rest"]
         known = known[known.groupby(kept, sort=False).ngroup() < MOST_CURVES]
     rows: list[dict[str, Any]] = []
-    keys = [*SCOPE, "label", "rest"]
-    for key, group in known.groupby(keys, sort=False) if len(known) else ():
+    for key, group in known.groupby(kept, sort=False) if len(known) else ():
         ordered = group.sort_values("concurrency", kind="stable")
         ahead = ordered["verdict"].eq("higher").tolist()
         first = next((i for i in range(len(ahead)) if all(ahead[i:])), None)
         top = ordered.sort_values("ratio", kind="stable").iloc[-1]
-        at = None if first is None else ordered.iloc[first]
+        at = {} if first is None else ordered.iloc[first].to_dict()
         rows.append(
-            dict(zip(keys, key, strict=True))
+            dict(zip(kept, key, strict=True))
+            | {name: ordered[name].iloc[0] for name in ("input_typical", "baseline", "layout", "variant")}
+            | {name: at.get(name) for name in ("ratio", "low", "high")}
             | {
-                "input_typical": ordered["input_typical"].iloc[0],
-                "baseline": ordered["baseline"].iloc[0],
-                "layout": ordered["layout"].iloc[0],
-                "variant": ordered["variant"].iloc[0],
-                "from": None if at is None else int(at["concurrency"]),
-                "ratio": None if at is None else float(at["ratio"]),
-                "low": None if at is None else float(at["low"]),
-                "high": None if at is None else float(at["high"]),
+                "from": at.get("concurrency"),
                 "least": first == 0,
                 "measured": ordered["concurrency"].tolist(),
-                "best": float(top["ratio"]),
-                "best_at": int(top["concurrency"]),
+                "best": top["ratio"],
+                "best_at": top["concurrency"],
                 "lower": bool(ordered["verdict"].eq("lower").all()),
             }
         )
@@ -317,14 +258,31 @@ def kv_by_layout(points: pd.DataFrame) -> pd.DataFrame:
         return pd.DataFrame()
     known = points.dropna(subset=["kv_tokens_per_gib"]).sort_values("kv_capacity_tokens", ascending=False)
     best = known.drop_duplicates(["run", "model", "layout"])
-    best = best.sort_values(["run", "model", *DEGREES], kind="stable").copy()
+    best = best.sort_values(["run", "model", *DEGREES], kind="stable")
     plain = best[(best["dp"] == 1) & (best["dcp"] == 1)].set_index(["run", "model", "tp"])["kv_tokens_per_gib"]
-    keys = zip(best["run"], best["model"], best["tp"], strict=True)
-    best["kv_ratio"] = [
-        per_gib / plain[key] if key in plain.index and plain[key] > 0 else None
-        for key, per_gib in zip(keys, best["kv_tokens_per_gib"], strict=True)
-    ]
-    return best
+    beside = best.join(plain[plain > 0].rename("plain"), on=["run", "model", "tp"])
+    return best.assign(kv_ratio=beside["kv_tokens_per_gib"] / beside["plain"])
+
+
+def pressure(points: pd.DataFrame) -> pd.DataFrame:
+    """Served points whose KV cache was short: requests were preempted, or fewer fit than were in flight."""
+    if points.empty:
+        return points
+    short = (points["load_arrival"] == CLOSED) & (points["kv_capacity_requests"] < points["concurrency"])
+    return points[(points["preemptions"] > 0) | short]
+
+
+def replay_against_live(served: pd.DataFrame) -> pd.DataFrame:
+    """Each replay beside the live run of the same point and load, whose figures it has: `…_error` = replay / live - 1."""
+    if served.empty:
+        return served
+    names = [metric.name for metric in REPLAYED]
+    known = served[served["output_tok_s"].notna()]
+    live = known[known["mode"] == LIVE].drop_duplicates(SAME_BUT_MODE, keep="last").set_index(SAME_BUT_MODE)
+    replayed = known[known["mode"] == REPLAY].rename(columns={name: f"{name}_replay" for name in names})
+    found = replayed.join(live[names].assign(live_cpu=live["cpu"]), on=SAME_BUT_MODE, how="inner")
+    errors = {f"{n}_error": found[f"{n}_replay"] / found[n].where(found[n] != 0) - 1 for n in names}
+    return found.assign(cpu=found["cpu"] | found["live_cpu"], **errors)
 
 
 def repeats(frames: Frames) -> pd.DataFrame:
@@ -332,35 +290,45 @@ def repeats(frames: Frames) -> pd.DataFrame:
 
     A copy of a record, as in a copied run, is no repeat: it agrees by being the same.
     """
-    found: dict[tuple[str, str], list[tuple[str, Any, Interval]]] = {}
+    found: dict[tuple[str, str], list[Record]] = {}
     seen: set[tuple[str, bytes]] = set()
-    for run in frames.runs:
-        for record in run.records:
-            if record.outcome == "ok" and record.metrics and record.environment:
-                device = record.environment.device
-                one = (device, measurement(record))
-                if one in seen:
-                    continue
+    for record in frames.records:
+        if record.outcome == "ok" and record.metrics and record.environment:
+            device = record.environment.device
+            one = (device, measurement(record))
+            if one not in seen:
                 seen.add(one)
-                key = (record.point.same_but_repeat(), device)
-                found.setdefault(key, []).append((run.name, record.point, record.metrics.step_ms))
+                found.setdefault((record.point.same_but_repeat(), device), []).append(record)
     rows: list[dict[str, Any]] = []
     for measured in found.values():
-        apart = spread([interval for _, _, interval in measured])
-        if apart is not None:
-            point = measured[0][1]
+        steps = [record.metrics.step_ms for record in measured if record.metrics]
+        if (apart := spread(steps)) is not None:
+            point = measured[0].point
             rows.append(
                 {
                     "model": point.model,
                     "layout": str(point.layout),
                     "context": point.context,
                     "concurrency": point.concurrency,
-                    "medians_ms": [interval.median for _, _, interval in measured],
-                    "runs": list(dict.fromkeys(name for name, _, _ in measured)),
+                    "medians_ms": [interval.median for interval in steps],
                     "apart": apart,
                 }
             )
     return pd.DataFrame(rows)
+
+
+def served_repeats(served: pd.DataFrame) -> pd.DataFrame:
+    """Live points that were run more than once; a replay repeats itself exactly, which says nothing."""
+    if served.empty:
+        return served
+    again = served[served["spread"].notna() & (served["mode"] == LIVE)]
+    return again.rename(columns={"spread": "apart"})
+
+
+def spread(intervals: list[Interval]) -> float | None:
+    """Largest relative difference of any two repeats' medians (stats.agreement); None for a single one."""
+    ordered = sorted(intervals, key=lambda interval: interval.median)
+    return agreement(ordered[0], ordered[-1]) if len(ordered) > 1 else None
 
 
 def repeats_sentence(apart: Sequence[float]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,22 +14,22 @@ from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points import axes
 from dcpbench.points.axes import Role
 from dcpbench.points.layout import DEGREES
+from dcpbench.points.memory import GIB
 from dcpbench.points.names import CLOSED, NO_EXCHANGE, UNKNOWN
-from dcpbench.points.point import AXES, SETTING, point_axes
+from dcpbench.points.point import AXES, LOAD_AXES, SETTING, point_axes
 from dcpbench.records import metrics
 from dcpbench.records.folder import RECORDS_FILE, record_file, run_folder
-from dcpbench.records.provenance import functional, origin
-from dcpbench.records.record import Kv
+from dcpbench.records.metrics import LATENCIES, METRIC, STATISTICS
+from dcpbench.records.provenance import OURS, functional, origin
+from dcpbench.records.record import Interval, Kv, ServeMetrics
 from dcpbench.records.runs import Run, measurement, read_run
+from dcpbench.reports import findings, words
 from dcpbench.reports import slo as objectives
-from dcpbench.reports.clip import Clipper
-from dcpbench.reports.findings import Findings
-from dcpbench.reports.merge import in_order, median, merged, spread
-from dcpbench.reports.serving import frame as serving
-from dcpbench.reports.serving import words
+from dcpbench.show.numbers import missing
+from dcpbench.show.text import LINES, natural, printable, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from dcpbench.points.axes import Axis
@@ -36,8 +37,33 @@ if TYPE_CHECKING:
 
 MOST_POINTS = 100_000
 """Of one run. A report about as many takes four minutes; of more nobody could read it."""
+LONGEST_DETAIL = 8_000
+"""Characters of a log, of which the end tells most."""
 SAME_ENVIRONMENT = ("device", "device_count", "torch", "cuda", "nccl", "flashinfer", "triton")
 """What runs must share to be repeats of each other."""
+MERGES: dict[str, Callable[[list[float]], float]] = {
+    "median": lambda values: statistics.median(map(float, values)),
+    "max": max,
+    "min": min,
+    "first": lambda values: values[0],
+}
+"""How repeats become one value, by the words of the catalogue of metrics."""
+SERVED = [name for name in ServeMetrics.__struct_fields__ if name in METRIC and name != "goodput_s"]
+"""Metrics of a served point alone, in the order of a record; goodput is told with its objectives."""
+VARIES = {
+    "at_once": "{:,.0f} at once",
+    **{axis.name: axis.label for axis in LOAD_AXES if axis.label},
+    "kv_memory_gib": "{:g} GiB of KV",
+    "limit_seconds": "ended at {:g} s",
+}
+"""What else of a load, or of the settings it was served with, may tell two points of a report apart, as printed."""
+SOME_HAVE = tuple(name for name in VARIES if name not in ("kv_memory_gib", "limit_seconds"))
+"""Of these, what only some points have: that the others have none tells nothing new. No import says any but
+`requests`."""
+
+
+OTHERS = ("run", "model", "layout", "dcp", "context", "concurrency", "mode", "load", "repeat")
+"""Columns of points that did not run, before their outcome, reason and detail."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +74,9 @@ class Frames:
     points: pd.DataFrame
     """One row per point of the workload `decode` that ran, repeats merged (see `_point_row`)."""
     served: pd.DataFrame
-    """The same of `serve` (serving/frame.py)."""
+    """The same of `serve` (see `_served_columns`)."""
     others: pd.DataFrame
-    """Points of any workload that did not: run, model, layout, context, concurrency, outcome, reason, detail."""
+    """Points of any workload that did not, with the columns OTHERS, outcome, reason and detail."""
     slo: dict[str, float] = dataclasses.field(default_factory=dict)
     """Objectives asked for, in ms; empty: those that the runs were measured with (slo.py)."""
 
@@ -72,9 +98,9 @@ class Frames:
         return pd.DataFrame([*self.points.to_dict("records"), *self.served.to_dict("records")])
 
     @cached_property
-    def findings(self) -> Findings:
+    def findings(self) -> findings.Findings:
         """What the points say when they are compared."""
-        return Findings(self)
+        return findings.find(self)
 
 
 def load(folders: Iterable[Path], *, as_repeats: bool = False, slo: dict[str, float] | None = None) -> Frames:
@@ -94,8 +120,7 @@ def load(folders: Iterable[Path], *, as_repeats: bool = False, slo: dict[str, fl
         same: dict[str, list[Record]] = {}
         for record in run.records:
             if record.outcome == "ok":
-                served_as = serving.same_load(record) if record.point.load else ""
-                same.setdefault(f"{record.point.same_but_repeat()} {served_as}", []).append(record)
+                same.setdefault(f"{record.point.same_but_repeat()} {same_load(record)}", []).append(record)
             else:
                 others.append(_other_row(run.name, record))
         for records in same.values():
@@ -104,9 +129,9 @@ def load(folders: Iterable[Path], *, as_repeats: bool = False, slo: dict[str, fl
     return Frames(
         runs=runs,
         points=objectives.judged(_as_loads(_tidy(rows)), slo),
-        served=objectives.judged(serving.tidy(_tidy(served)), slo),
+        served=objectives.judged(_as_served(_tidy(served)), slo),
         slo=slo,
-        others=pd.DataFrame(others, columns=list(_OTHER_COLUMNS)),
+        others=pd.DataFrame(others, columns=[*OTHERS, "outcome", "reason", "detail"]),
     )
 
 
@@ -114,18 +139,49 @@ def _as_loads(points: pd.DataFrame) -> pd.DataFrame:
     """Points of `decode` with the columns that say of served points what their load was."""
     if points.empty:
         return points
-    contexts, loads = points["context"].tolist(), points["concurrency"].tolist()
-    rest = [f"context {c:,}" for c in contexts]
-    arrival = [f"concurrency {n:,}" for n in loads]
+    rest = "context " + points["context"].map("{:,}".format)
+    arrival = "concurrency " + points["concurrency"].map("{:,}".format)
+    same = points["workload"] + " " + points["context"].astype(str) + " " + points["concurrency"].astype(str)
     return points.assign(
         mode="decode",
         load_arrival=CLOSED,
         input_typical=points["context"].astype(float),
         rest=rest,
         arrival=arrival,
-        load=[f"{n} · {c}" for n, c in zip(arrival, rest, strict=True)],
-        same_load=[f"{w} {c} {n}" for w, c, n in zip(points["workload"], contexts, loads, strict=True)],
+        load=arrival + " · " + rest,
+        same_load=same,
     )
+
+
+def _as_served(table: pd.DataFrame) -> pd.DataFrame:
+    """Served points with `load` in words, in reading order: modes apart, then loads from light to heavy, then layouts."""
+    if table.empty:
+        return table
+    # columns that may be unknown in every row, which pandas would not take for numbers
+    table = table.assign(**{name: pd.to_numeric(table[name]) for name in METRIC if name in table})
+    parts = [table["shape"].tolist()]
+    for name, form in VARIES.items():
+        told = _told(table, name).tolist()
+        loads = table[f"load_{name}"].tolist()
+        values = [None if v == "" or missing(v) or not said else v for v, said in zip(loads, told, strict=True)]
+        if len(set(values) - ({None} if name in SOME_HAVE else set())) > 1:
+            said = [("on" if v else "off") if isinstance(v, bool) else v for v in values]
+            parts.append(["" if v is None else form.format(v) for v in said])
+    rest = [words.SEPARATOR.join(filter(None, texts)) for texts in zip(*parts, strict=True)]
+    load = [f"{a}{words.SEPARATOR}{r}" for a, r in zip(table["arrival"], rest, strict=True)]
+    by = ("run", "model", "mode", "load_arrival", "input_typical", "rest", "load_request_rate", "concurrency")
+    return _ordered(table.assign(rest=rest, load=load).copy(), *by)  # in one piece, as pandas wants wide tables
+
+
+def _told(table: pd.DataFrame, name: str) -> pd.Series[Any]:
+    """Of which points it is said. How many requests an import sent is, where nothing else tells two points apart.
+
+    Other tools send as many as a load needs, often a multiple of the clients: the points are of one curve all the same.
+    """
+    ours = table["origin"].eq(OURS)
+    if name == "requests":
+        return ours | table.duplicated(["run", "model", "mode", "label", "arrival", "shape"], keep=False)
+    return ours | (name not in SOME_HAVE)
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:
@@ -141,10 +197,56 @@ def _read(folder: Path, name: str) -> Run:
     inside = sorted(p.parent for p in folder.glob(f"*/{RECORDS_FILE}"))
     if inside and not path.exists():
         raise RecordsError(f"{folder} is no run, but holds some; name one or several: {' '.join(map(str, inside))}")
-    run = read_run(folder, name, keep=Clipper(), most=MOST_POINTS)
+    run = read_run(folder, name, keep=_Clipper(), most=MOST_POINTS)
     if run.truncated and not run.records:
         raise RecordsError(f"{path} holds only a part of one record; repeat its sweep with -o {folder} --force.")
     return run
+
+
+class _Clipper:
+    """Cuts the strings of records to a sensible length, and keeps one copy of an environment that many share."""
+
+    def __init__(self) -> None:
+        self._environments: dict[bytes, Environment] = {}
+
+    def __call__(self, record: Record) -> Record:
+        """The record with strings cut, and an environment that equals one seen before replaced by that."""
+        names = ("point", "phases", "kv", "honesty", "choice", "sync_sites", "marks", "reason", "gpu", "serve")
+        changes: dict[str, Any] = {name: _structure(getattr(record, name)) for name in names}
+        if record.environment is not None:
+            key = msgspec.json.encode(record.environment)
+            if key not in self._environments:
+                self._environments[key] = _structure(record.environment)
+            changes["environment"] = self._environments[key]
+        if record.detail:
+            changes["detail"] = {shortened(name): _end(text) for name, text in record.detail.items()}
+        return msgspec.structs.replace(record, **changes)
+
+
+def _end(text: str) -> str:
+    short = text if len(text) <= LONGEST_DETAIL else f"({len(text):,} characters) … {text[-LONGEST_DETAIL:]}"
+    return printable(short, LINES)
+
+
+def _structure(value: Any) -> Any:  # noqa: ANN401 - whatever a record holds
+    """The same with strings cut, also inside; the very same object where nothing is too long."""
+    if isinstance(value, str):
+        return shortened(value)
+    if isinstance(value, msgspec.Struct):
+        changes = {}
+        for name in value.__struct_fields__:
+            old = getattr(value, name)
+            if isinstance(old, str | list | dict | msgspec.Struct) and (new := _structure(old)) is not old:
+                changes[name] = new
+        return msgspec.structs.replace(value, **changes) if changes else value
+    if isinstance(value, list):
+        made = [_structure(v) for v in value]
+        return made if any(a is not b for a, b in zip(made, value, strict=True)) else value
+    if isinstance(value, dict):
+        pairs = {shortened(k): _structure(v) for k, v in value.items()}
+        same = len(pairs) == len(value) and all(k in value and pairs[k] is value[k] for k in pairs)
+        return value if same else pairs
+    return value
 
 
 def _joined(runs: list[Run]) -> Run:
@@ -196,22 +298,6 @@ def _names(folders: list[Path]) -> list[str]:
     return [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names, strict=True)]
 
 
-_OTHER_COLUMNS = (
-    "run",
-    "model",
-    "layout",
-    "dcp",
-    "context",
-    "concurrency",
-    "mode",
-    "load",
-    "repeat",
-    "outcome",
-    "reason",
-    "detail",
-)
-
-
 def _other_row(run: str, record: Record) -> dict[str, Any]:
     point = record.point
     return {
@@ -235,6 +321,11 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
     point = records[0].point
     fields = [name for name in point.__struct_fields__ if name not in ("repeat", "load")]
     row: dict[str, Any] = {name: getattr(point, name) for name in fields}
+    kv = next((r.kv for r in records if r.kv), None)
+    honesty = next((r.honesty for r in records if r.honesty), None)
+    profiled = [r.phases for r in records if r.phases]
+    phases = dict.fromkeys(name for p in profiled for name in p.phase_us)
+    told = ("layers", "layers_held", "attention_error", "experts_hit", "graph_batch", "cuda_graph")
     row |= {
         "run": run,
         "layout": point.layout_name,
@@ -244,12 +335,16 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
         "cpu": any(map(functional, records)),
         "device": next((r.environment.device for r in records if r.environment), None),
         "slo_recorded": objectives.recorded(records[0]),
+        **{f"kv_{name}": getattr(kv, name, None) for name in Kv.__struct_fields__},
+        **merged(records, "kv_tokens_per_gib"),
+        **{f"phase_{name}_us": median(p.phase_us.get(name, 0.0) for p in profiled) for name in phases},
+        "idle_us": median(p.idle_us for p in profiled),
+        **merged(records, "idle_fraction", "kernels"),
+        **{name: getattr(honesty, name, None) for name in told},
+        **merged(records, *(m.name for m in metrics.METRICS if m.at and not m.parts & {"metrics", "serve"})),
+        "throttle_reasons": ", ".join(sorted({reason for r in records if r.gpu for reason in r.gpu.throttle_reasons})),
     }
-    row |= _kv_columns(records) | _phase_columns(records) | _honesty_columns(records)
-    row |= merged(records, *(m.name for m in metrics.METRICS if m.at and not m.parts & {"metrics", "serve"}))
-    states = [r.gpu for r in records if r.gpu]
-    row["throttle_reasons"] = ", ".join(sorted({reason for g in states for reason in g.throttle_reasons}))
-    return row | (serving.columns(records) if point.load else _decode_columns(records))
+    return row | (_served_columns(records) if point.load else _decode_columns(records))
 
 
 def _decode_columns(records: list[Record]) -> dict[str, Any]:
@@ -257,29 +352,80 @@ def _decode_columns(records: list[Record]) -> dict[str, Any]:
     latencies = [f"{name}_{p}_ms" for p in metrics.PERCENTILES for name in ("itl", "ttft")]
     return {
         "samples": sum(interval.samples for interval in steps),
-        "spread": spread(steps),
+        "spread": findings.spread(steps),
         **merged(records, "step_ms", "output_tok_s", *latencies),
         **merged(records, *(m.name for m in metrics.METRICS if "metrics" in m.parts)),
     }
 
 
-def _kv_columns(records: list[Record]) -> dict[str, Any]:
-    kv = next((r.kv for r in records if r.kv), None)
-    row = {f"kv_{name}": getattr(kv, name, None) for name in Kv.__struct_fields__}
-    return row | merged(records, "kv_tokens_per_gib")
+def _served_columns(records: list[Record]) -> dict[str, Any]:
+    """What a served point has beside: medians, and for the output rate what it reached from repeat to repeat."""
+    point = records[0].point
+    load = point.load
+    assert load is not None
+    measured = [r.serve for r in records if r.serve]
+    rates = [m.output_tok_s for m in measured]
+    row: dict[str, Any] = {f"load_{name}": getattr(load, name) for name in load.__struct_fields__ if name != "mode"}
+    settings = records[0].measured_with
+    limit, kv_memory = settings.get("limit_seconds"), settings.get("kv_memory_bytes")
+    slos = list({words.objectives(m.slo_ms) for m in measured})
+    row |= {
+        "load_at_once": None if load.arrival == CLOSED else point.concurrency,
+        "load_kv_memory_gib": kv_memory / GIB if isinstance(kv_memory, int) else None,
+        "load_limit_seconds": limit if isinstance(limit, float | int) else None,
+        "mode": load.mode,
+        "arrival": words.arrival(point),
+        "shape": words.shape(load),
+        "input_typical": words.typical(load.input_tokens),
+        "same_load": same_load(records[0]),
+        "output_tok_s_low": min(rates, default=None),
+        "output_tok_s_high": max(rates, default=None),
+        "spread": findings.spread([Interval(median=rate, low=rate, high=rate, samples=1) for rate in rates]),
+        "step_error": max((e for r in records if r.honesty and (e := r.honesty.step_error) is not None), default=None),
+    }
+    row |= merged(records, *SERVED)
+    for name in LATENCIES:
+        row |= merged(records, *(f"{name}_{statistic}_ms" for statistic in STATISTICS))
+        row[f"{name}_samples"] = max((getattr(m, f"{name}_ms").samples for m in measured), default=0)
+    row |= merged(records, "cached_share")
+    # repeats with different objectives have none in common
+    alike = len(slos) == 1
+    return row | {"slo": slos[0] if alike else "", "goodput_s": median(m.goodput_s for m in measured if alike)}
 
 
-def _phase_columns(records: list[Record]) -> dict[str, Any]:
-    profiled = [r.phases for r in records if r.phases]
-    names = dict.fromkeys(name for p in profiled for name in p.phase_us)
-    row: dict[str, Any] = {f"phase_{name}_us": median(p.phase_us.get(name, 0.0) for p in profiled) for name in names}
-    return row | {"idle_us": median(p.idle_us for p in profiled)} | merged(records, "idle_fraction", "kernels")
+def same_load(record: Record) -> str:
+    """The same for all that were sent the same requests, in whichever mode, with the same KV memory and limit.
+
+    Empty for `decode`, whose point says it all.
+    """
+    if record.point.load is None:
+        return ""
+    sent = msgspec.json.encode(msgspec.structs.replace(record.point.load, mode="")).decode()
+    settings = [record.measured_with.get(name) for name in ("limit_seconds", "kv_memory_bytes")]
+    return f"{record.point.concurrency} {sent} {settings}"
 
 
-def _honesty_columns(records: list[Record]) -> dict[str, Any]:
-    honesty = next((r.honesty for r in records if r.honesty), None)
-    names = ("layers", "layers_held", "attention_error", "experts_hit", "graph_batch", "cuda_graph")
-    return {name: getattr(honesty, name, None) for name in names}
+def median(values: Iterable[float | None]) -> float | None:
+    """Of those that are known."""
+    known = [float(v) for v in values if v is not None]
+    return statistics.median(known) if known else None
+
+
+def merged(records: Sequence[Record], *names: str) -> dict[str, float | None]:
+    """Columns of these metrics: what repeats say together, and both ends of an interval where tables have them.
+
+    An interval is the envelope of the repeats' intervals, and without these of the repeats.
+    """
+    row: dict[str, float | None] = {}
+    for metric in (METRIC[name] for name in names):
+        known = [
+            (v, metric.interval(record) or (v, v)) for record in records if (v := metric.value(record)) is not None
+        ]
+        row[metric.name] = MERGES[metric.merged]([v for v, _ in known]) if known else None
+        if metric.ranged:
+            row[f"{metric.name}_low"] = min((low for _, (low, _) in known), default=None)
+            row[f"{metric.name}_high"] = max((high for _, (_, high) in known), default=None)
+    return row
 
 
 def _tidy(rows: list[dict[str, Any]]) -> pd.DataFrame:
@@ -293,8 +439,19 @@ def _tidy(rows: list[dict[str, Any]]) -> pd.DataFrame:
     table["label"] = [
         f"{lay} ({var})" if var else lay for lay, var in zip(table["layout"], table["variant"], strict=True)
     ]
-    order = ["run", "model", "context", "concurrency", *DEGREES, "variant"]
-    return table.sort_values(order, kind="stable", ignore_index=True, key=in_order)
+    return _ordered(table, "run", "model", "context", "concurrency")
+
+
+def _ordered(table: pd.DataFrame, *columns: str) -> pd.DataFrame:
+    """By these columns and the layout; numbers in texts by their size, so that `max_num_seqs=8` comes before `=32`."""
+
+    def places(column: pd.Series[Any]) -> pd.Series[Any]:
+        if not any(isinstance(value, str) for value in column):
+            return column
+        return column.map({text: place for place, text in enumerate(sorted(set(column), key=natural))})
+
+    order = [*columns, *DEGREES, "variant"]
+    return table.sort_values(order, kind="stable", ignore_index=True, key=places)
 
 
 def _varying(table: pd.DataFrame, axis: Axis) -> list[str]:

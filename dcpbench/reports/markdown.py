@@ -10,7 +10,7 @@ from dcpbench.show.text import markdown
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.reports.section import Section
+    from dcpbench.reports.sections import Section
     from dcpbench.reports.tables import Table
 
 FOLD_ABOVE = 12
@@ -28,16 +28,12 @@ def render(title: str, sections: list[Section], folder: Path) -> str:
         parts += [markdown(p) for p in section.paragraphs]
         if section.bullets:
             parts.append("\n".join(f"- {markdown(b)}" for b in section.bullets))
-        parts += [_code(command) for command in section.commands]
+        for text in section.commands:  # in a fence that is longer than any run of backticks inside
+            fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+            parts.append(f"{fence}\n{text}\n{fence}")
         parts += [f"![{markdown(p.alt)}]({p.png.relative_to(folder).as_posix()})" for p in section.pictures]
         parts += [_table(table, rows) for table in section.tables]
     return "\n\n".join(parts) + "\n"
-
-
-def _code(text: str) -> str:
-    """A fenced block whose fence is longer than any run of backticks inside."""
-    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
-    return f"{fence}\n{text}\n{fence}"
 
 
 def _rows_that_fit(sections: list[Section]) -> int:

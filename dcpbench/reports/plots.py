@@ -1,18 +1,21 @@
-"""Every figure of a report, written as PNG, SVG and PDF by matplotlib without a display: one per model and question."""
+"""Every figure of a report, written as PNG, SVG and PDF by matplotlib without a display: one per model and question.
+
+Of more points than one can hold it shows lengths and loads evenly picked, and the fastest layouts.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import CLOSED
-from dcpbench.reports import bars, figures, findings, style, thinning
+from dcpbench.reports import figures, findings, style
 from dcpbench.show.figures import drawing, save
-from dcpbench.show.numbers import count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     import pandas as pd
@@ -22,6 +25,12 @@ if TYPE_CHECKING:
 
     Draw = Callable[..., Figure]
 
+MOST_MODELS = 12
+MOST_RUNS = 6
+MOST_LENGTHS = 9
+MOST_LINES = 16
+MOST_LOADS = 48
+"""Of one figure: models and runs with figures of their own, panels, lines in a panel, and points of a line."""
 BREAK_EVEN, KV, PHASES = "break-even", "kv", "phases"
 """Subjects of the figures that are not of figures.LINES; the first shows all models at once."""
 
@@ -53,24 +62,24 @@ def draw_all(read: Frames, folder: Path, *, drawn: bool = True) -> list[Picture]
     _draw_lines(read.served, studio)
     _draw_break_even(read, studio)
     for points in _by_model(read.points):
-        few, _ = thinning.thinned(points)
-        _draw_bars(few, studio, PHASES, "Where a step's time goes", bars.draw_phases, bars.has_phases)
+        few, _ = thinned(points)
+        _draw_bars(few, studio, PHASES, "Where a step's time goes", figures.draw_phases, figures.has_phases)
     for points in _by_model(read.everything):
-        _draw_bars(points, studio, KV, "KV cache capacity by layout", bars.draw_capacity, bars.has_capacity)
+        _draw_bars(points, studio, KV, "KV cache capacity by layout", figures.draw_capacity, figures.has_capacity)
     return studio.pictures
 
 
 def _by_model(points: pd.DataFrame) -> list[pd.DataFrame]:
     """The points of each model, of those that have the most."""
-    return [points[points["model"] == name] for name in thinning.first_of(points, "model", thinning.MOST_MODELS)]
+    return [points[points["model"] == name] for name in first_of(points, "model", MOST_MODELS)]
 
 
 def _draw_bars(
     points: pd.DataFrame, studio: Studio, subject: str, title: str, draw: Draw, wanted: Callable[[pd.DataFrame], bool]
 ) -> None:
     """A figure of a model for each run that has what it shows."""
-    for run in thinning.first_of(points, "run", thinning.MOST_RUNS):
-        of_run, note = thinning.thinned(points[points["run"] == run])
+    for run in first_of(points, "run", MOST_RUNS):
+        of_run, note = thinned(points[points["run"] == run])
         where = style.plain(points["model"].iloc[0])
         where += f", run {style.plain(run)}" if len(studio.look.runs) > 1 else ""
         if wanted(of_run):
@@ -84,24 +93,24 @@ def _draw_lines(points: pd.DataFrame, studio: Studio) -> None:
         return
     studio.look = dataclasses.replace(studio.look, variants=style.Style.of(known).variants)
     along = known[known["load_arrival"].isin(figures.ALONG)]
-    shown = along[along["model"].isin(thinning.first_of(along, "model", thinning.MOST_MODELS))]
+    shown = along[along["model"].isin(first_of(along, "model", MOST_MODELS))]
     for (mode, model, _), found in shown.groupby(["mode", "model", "load_arrival"], sort=False):
         load, decode = figures.along(found), mode == "decode"
-        group, note = thinning.thinned(found, load.column)
+        group, note = thinned(found, load.column)
         for subject, title, draw in figures.LINES:
             if not figures.lacks(subject, group):
                 where = style.plain(model) if decode else f"{style.plain(model)}, {mode}"
                 told = f"{title.format(load.against)}, {where}{note}"
-                studio.add(subject, told, group, draw, "" if decode else figures.alt(told, group))
+                studio.add(subject, told, group, draw)
 
 
 def _draw_break_even(read: Frames, studio: Studio) -> None:
     """DCP over its baseline: a figure for decode, one for live runs and one for replays, over all models."""
     ratios = read.findings.ratios
     loops = ratios[ratios["ratio"].notna() & (ratios["load_arrival"] == CLOSED)] if len(ratios) else ratios
-    models = thinning.first_of(loops, "model", thinning.MOST_LENGTHS)
+    models = first_of(loops, "model", MOST_LENGTHS)
     for mode, found in loops[loops["model"].isin(models)].groupby("mode", sort=False) if len(loops) else ():
-        group, note = thinning.thinned(found, rate="ratio")
+        group, note = thinned(found, rate="ratio")
         told = f"Output tok/s with DCP over the same layout without it, {mode}{findings.slo_aside(group)}{note}"
         studio.add(BREAK_EVEN, told, group, figures.draw_break_even, figures.alt_break_even(told, group))
 
@@ -123,7 +132,7 @@ class Studio:
         if self.drawn:
             self.draw(path, title, points, draw)
         png, svg, pdf = (path.with_suffix(end) for end in (".png", ".svg", ".pdf"))
-        self.pictures.append(Picture(subject, mode, title, alt or _alt(subject, title, points), png, svg, pdf))
+        self.pictures.append(Picture(subject, mode, title, alt or figures.alt(subject, title, points), png, svg, pdf))
 
     def draw(self, path: Path, title: str, points: pd.DataFrame, draw: Draw) -> None:
         """Write a figure in all formats."""
@@ -141,22 +150,41 @@ class Studio:
             re.sub(r"[^A-Za-z0-9_]+", "-", str(part)).strip("-")[:40] or "unnamed" for part in (kind, model, *run)
         )
         taken = {picture.png.stem for picture in self.pictures}
-        number = 2
-        unique = name
-        while unique in taken:
-            unique, number = f"{name}-{number}", number + 1
-        return unique
+        others = (f"{name}-{number}" for number in itertools.count(2))
+        return next(unique for unique in itertools.chain([name], others) if unique not in taken)
 
 
-def _alt(subject: str, title: str, points: pd.DataFrame) -> str:
-    """A sentence with what a reader would take from the picture; the full numbers stand in the tables."""
-    contexts = ", ".join(count(c) for c in sorted(points["context"].unique()))
-    text = f"{title}. Layouts: {figures.layouts(points)}. Contexts: {contexts} tokens."
-    known = points[points["output_tok_s"].notna()]
-    if subject in ("throughput", "frontier") and len(known):
-        top = known.sort_values("output_tok_s", kind="stable").iloc[-1]
-        text += (
-            f" Highest: {top['label']} with {top['output_tok_s']:,.0f} tok/s at context {top['context']:,} "
-            f"and concurrency {top['concurrency']}."
-        )
-    return text + figures.cpu_aside(points)
+def thinned(
+    points: pd.DataFrame, along: str = "concurrency", *, rate: str = "output_tok_s"
+) -> tuple[pd.DataFrame, str]:
+    """The points that a figure shows, and in words how many of what that is; empty where it is all of them."""
+    said: list[str] = []
+    for column, by, most in (("rest", ["input_typical", "rest"], MOST_LENGTHS), (along, [along], MOST_LOADS)):
+        values = points.drop_duplicates(column).sort_values(by, kind="stable")[column].dropna().tolist()
+        kept = evenly(values, most)
+        if len(kept) < len(values):
+            said.append(f"{len(kept)} of {len(values):,} {'lengths' if column == 'rest' else 'loads'}")
+            points = points[points[column].isin(set(kept))]
+    series = points["run"].astype(str).str.cat(points["label"].astype(str), sep="\n")
+    fastest = points[rate].astype(float).groupby(series).max().sort_values(ascending=False, kind="stable")
+    if len(fastest) > MOST_LINES:
+        points = points[series.isin(set(fastest.index[:MOST_LINES]))]
+        said.append(f"the {MOST_LINES} fastest of {len(fastest):,} layouts")
+    return points, f" (shown: {', '.join(said)}; all in points.csv)" if said else ""
+
+
+def evenly(values: Sequence[Any], most: int) -> list[Any]:
+    """The first, the last and evenly picked ones between, at most so many."""
+    if len(values) <= most:
+        return list(values)
+    step = (len(values) - 1) / (most - 1)
+    return [values[round(i * step)] for i in range(most)]
+
+
+def first_of(points: pd.DataFrame, column: str, most: int) -> list[Any]:
+    """The values of a column that have the most points, in order of appearance."""
+    if points.empty:
+        return []
+    counts = points[column].value_counts(sort=True)
+    kept = set(counts.index[:most])
+    return [value for value in dict.fromkeys(points[column]) if value in kept]

@@ -16,7 +16,7 @@ from dcpbench.points.point import AXES, point_axes
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dcpbench.points.point import Load, Point
+    from dcpbench.points.point import Point
 
 LISTS = [axis.name for axis in AXES if axis.kind is str and not axis.one]
 """Options that take a comma list of names."""
@@ -32,19 +32,14 @@ def command_of(point: Point, settings: Mapping[str, object], *, cpu: bool = Fals
     Raises UsageError for a point that no option can say: a name with a comma, or an empty one.
     """
     words = ["dcpbench", "serve" if point.load else "sweep"]
-    how = _how(point)
+    how = {axis.name: getattr(point, axis.name) for axis in point_axes(Role.ENGINE | Role.PATH)}
+    how = {name: value for name, value in how.items() if UNTYPED.get(name) != value}
     layout = {name: how.pop(name) for name in ("model", *DEGREES, "weights") if name in how}
     for name, value in (layout | _load(point, settings) | how | _measured(point, settings)).items():
         words += _option(name, value)
     words += ["--no-baseline"]
     words += ["--device", "cpu"] if cpu else []
     return shlex.join(words)
-
-
-def _how(point: Point) -> dict[str, object]:
-    """The model, its layout, and how it is computed."""
-    found = {axis.name: getattr(point, axis.name) for axis in point_axes(Role.ENGINE | Role.PATH)}
-    return {name: value for name, value in found.items() if UNTYPED.get(name) != value}
 
 
 def _load(point: Point, settings: Mapping[str, object]) -> dict[str, object]:
@@ -56,24 +51,17 @@ def _load(point: Point, settings: Mapping[str, object]) -> dict[str, object]:
         found["concurrency"] = point.concurrency
     if load.arrival == GAMMA:
         found |= {"request_rate": load.request_rate, "burstiness": load.burstiness}
-    found |= _requests(load, settings)
+    seconds = settings.get("limit_seconds")
+    limit: dict[str, object] = {} if seconds is None else {"limit": f"{Decimal(str(seconds)):f}s"}
+    if load.trace:
+        found |= {"requests": settings.get("trace_path") or load.trace} | (limit or {"limit": load.requests})
+    else:
+        found |= {"num_requests": load.requests}
+        found |= {name: getattr(load, name) for name in ("input_tokens", "output_tokens")} | limit
     if load.prefix_share:
         found |= {"prefix_share": load.prefix_share, "prefix_groups": load.prefix_groups}
     found |= {name: getattr(load, name) for name in ("chunk", "policy", "prefill", "seed")}
     return found | ({} if load.prefix_cache else {"no_prefix_cache": True})
-
-
-def _requests(load: Load, settings: Mapping[str, object]) -> dict[str, object]:
-    """What is sent, and when a run of it ends."""
-    seconds = settings.get("limit_seconds")
-    limit: dict[str, object] = {} if seconds is None else {"limit": f"{Decimal(str(seconds)):f}s"}
-    if not load.trace:
-        return {
-            "num_requests": load.requests,
-            "input_tokens": load.input_tokens,
-            "output_tokens": load.output_tokens,
-        } | limit
-    return {"requests": settings.get("trace_path") or load.trace} | (limit or {"limit": load.requests})
 
 
 def _measured(point: Point, settings: Mapping[str, object]) -> dict[str, object]:

@@ -2,79 +2,95 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.points.names import MODES
-from dcpbench.reports import (
-    answer_tables,
-    chosen,
-    definitions,
-    exchanges,
-    explain,
-    figures,
-    findings,
-    opening,
-    sync_sites,
-    tables,
-)
-from dcpbench.reports.section import Section
-from dcpbench.reports.serving import sections as served
+from dcpbench.points.names import LIVE, MODES, REPLAY
+from dcpbench.reports import answer, answer_tables, chosen, exchanges, explain, figures, findings, sync_sites, tables
 
 if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
     from dcpbench.reports.plots import Picture
     from dcpbench.reports.tables import Table
 
-RATES = ("output throughput", "per GPU", "steady", "goodput")
-LATENCIES = ("TTFT", "ITL", "TPOT", "p50, p90, p95, p99", "SLO")
-COMPARED = ("output throughput", "ratio, ×", "DCP pays", "clearly")
+
+@dataclasses.dataclass(kw_only=True)
+class Section:
+    """One part of a report. All strings are plain text: whoever prints them escapes them."""
+
+    slug: str
+    title: str
+    paragraphs: list[str] = dataclasses.field(default_factory=list)
+    bullets: list[str] = dataclasses.field(default_factory=list)
+    commands: list[str] = dataclasses.field(default_factory=list)
+    tables: list[Table] = dataclasses.field(default_factory=list)
+    pictures: list[Picture] = dataclasses.field(default_factory=list)
+
+    def is_more_than_tables(self) -> bool:
+        """Whether it says or shows anything besides tables."""
+        return bool(self.paragraphs or self.bullets or self.commands or self.pictures)
 
 
 def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
     """All sections that have something to say."""
-    everything = frames.everything
-    first, more = opening.split(frames)
+    points, everything, found = frames.points, frames.everything, frames.findings
+    first, more = answer.split(frames)
+    grids = answer_tables.grids(frames)
+    exchanged = exchanges.frame(findings.timed(points))
+    compared = [
+        table
+        for mode in ("decode", *MODES)
+        for table in (answer_tables.best(found.best, mode), answer_tables.ratios(found.ratios, mode))
+    ]
+
+    def drawn(*subjects: str) -> list[Picture]:
+        """Pictures of these subjects: of decode, then of served requests, live before replayed."""
+        return [p for subject in subjects for p in pictures if p.subject == subject]
+
+    def defined(*names: str) -> Table:
+        return explain.definitions(frames, *names)
+
     sections = [
-        _answer(frames, pictures, first),
+        Section(
+            slug="answer",
+            title="The answer",
+            bullets=first,
+            pictures=drawn("break-even"),
+            tables=[*grids, defined("output throughput", "ratio, ×", "DCP pays", "clearly")] if grids else [],
+        ),
         Section(
             slug="throughput",
             title="Throughput against concurrency",
-            pictures=_drawn(pictures, "throughput"),
-            tables=[definitions.table(frames, RATES)],
+            pictures=drawn("throughput"),
+            tables=[defined("output throughput", "per GPU", "steady", "goodput")],
         ),
         Section(
             slug="latency",
             title="TTFT and ITL, p50 and p99",
             paragraphs=figures.not_drawn(frames.served, "ttft", "itl"),
-            pictures=_drawn(pictures, "ttft", "itl"),
-            tables=[definitions.table(frames, LATENCIES)],
+            pictures=drawn("ttft", "itl"),
+            tables=[defined("TTFT", "ITL", "TPOT", "p50, p90, p95, p99", "SLO")],
         ),
         Section(
             slug="frontier",
             title="Throughput per GPU against speed per user",
             paragraphs=figures.not_drawn(frames.served, "frontier"),
-            pictures=_drawn(pictures, "frontier"),
-            tables=[definitions.table(frames, ("per GPU", "per user"))],
+            pictures=drawn("frontier"),
+            tables=[defined("per GPU", "per user")],
         ),
         Section(
             slug="kv",
             title="KV capacity and what bounded it",
-            pictures=_drawn(pictures, "kv"),
-            tables=[
-                tables.kv(findings.kv_by_layout(everything)),
-                definitions.table(frames, ("KV tokens per GiB",)),
-            ],
+            pictures=drawn("kv"),
+            tables=[tables.kv(findings.kv_by_layout(everything)), defined("KV tokens per GiB")],
             bullets=explain.bounds(everything),
         ),
         Section(
             slug="time",
             title="Where a step's time goes",
-            paragraphs=explain.phases(frames.points),
-            pictures=_drawn(pictures, "phases"),
-            tables=[
-                tables.steps(frames.points),
-                definitions.table(frames, ("step time", "phases, GPU idle", "host syncs")),
-            ],
+            paragraphs=explain.phases(points),
+            pictures=drawn("phases"),
+            tables=[tables.steps(points), defined("step time", "phases, GPU idle", "host syncs")],
         ),
         Section(
             slug="syncs",
@@ -88,14 +104,28 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
             paragraphs=[] if len(frames.others) or everything.empty else ["Every point ran."],
             tables=[tables.others(frames.others)],
         ),
-        _points(frames),
-        *served.sections(frames),
-        _comparisons(frames, more),
+        Section(
+            slug="points",
+            title="Every point",
+            tables=[tables.points(points), chosen.table(frames)],
+            paragraphs=explain.absent(points),
+            bullets=explain.marks(points),
+        ),
+        *_served(frames),
+        Section(
+            slug="comparisons",
+            title="Every comparison",
+            bullets=more + exchanges.sentences(exchanged, frames),
+            tables=[*compared, exchanges.table(exchanged)],
+        ),
         Section(
             slug="repeats",
             title="Whether repeats agree",
-            paragraphs=[] if everything.empty else [findings.repeats_sentence(opening.apart(frames))],
-            tables=[tables.repeats(frames.findings.repeats), served.repeats(frames)],
+            paragraphs=[] if everything.empty else [findings.repeats_sentence(answer.apart(frames))],
+            tables=[
+                tables.repeats(found.repeats),
+                tables.served_repeats(findings.served_repeats(frames.served)),
+            ],
         ),
         Section(
             slug="honesty",
@@ -110,60 +140,31 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
             tables=[tables.runs(frames)],
             paragraphs=explain.file_notes(frames),
         ),
-        Section(
-            slug="method",
-            title="How it was measured",
-            bullets=explain.method(frames),
-            tables=[definitions.table(frames)],
-        ),
+        Section(slug="method", title="How it was measured", bullets=explain.method(frames), tables=[defined()]),
         Section(slug="environment", title="Environment", tables=[tables.environment(frames)]),
     ]
     for section in sections:
         section.tables = [table for table in section.tables if table.rows]
-        if all(table.title == definitions.TITLE for table in section.tables) and not section.is_more_than_tables():
+        if all(table.title == explain.WORDS for table in section.tables) and not section.is_more_than_tables():
             section.tables = []
     return [s for s in sections if s.tables or s.is_more_than_tables()]
 
 
-def _answer(frames: Frames, pictures: list[Picture], sentences: list[str]) -> Section:
-    found = frames.findings
-    grids = answer_tables.grids(found.best, found.most, found.ratios, frames)
-    return Section(
-        slug="answer",
-        title="The answer",
-        bullets=sentences,
-        pictures=_drawn(pictures, "break-even"),
-        tables=[*grids, definitions.table(frames, COMPARED)] if grids else [],
-    )
-
-
-def _points(frames: Frames) -> Section:
-    points = frames.points
-    return Section(
-        slug="points",
-        title="Every point",
-        tables=[tables.points(points), chosen.table(frames)],
-        paragraphs=explain.absent(points),
-        bullets=explain.marks(points),
-    )
-
-
-def _comparisons(frames: Frames, sentences: list[str]) -> Section:
-    best, ratios = frames.findings.best, frames.findings.ratios
-    exchanged = exchanges.frame(findings.timed(frames.points))
-    by_mode: list[Table] = [
-        table
-        for mode in ("decode", *MODES)
-        for table in (answer_tables.best(best, mode), answer_tables.ratios(ratios, mode))
+def _served(frames: Frames) -> list[Section]:
+    """Every live point, every replayed one, and how far these lie from each other."""
+    served = frames.served
+    if served.empty:
+        return []
+    told = [
+        Section(
+            slug=f"serving-{mode}",
+            title=title,
+            paragraphs=explain.served(points),
+            bullets=explain.marks(points),
+            tables=[tables.served(served, mode), tables.served_details(served, mode)],
+        )
+        for mode, title in ((LIVE, "Serving, live"), (REPLAY, "Serving, replayed in virtual time"))
+        if len(points := served[served["mode"] == mode])
     ]
-    return Section(
-        slug="comparisons",
-        title="Every comparison",
-        bullets=sentences + exchanges.sentences(exchanged, frames),
-        tables=[*by_mode, exchanges.table(exchanged)],
-    )
-
-
-def _drawn(pictures: list[Picture], *subjects: str) -> list[Picture]:
-    """Pictures of these subjects: of decode, then of served requests, live before replayed."""
-    return [p for subject in subjects for p in pictures if p.subject == subject]
+    compared = tables.replay(findings.replay_against_live(served))
+    return [*told, Section(slug="serving-replay-error", title="Replay against live", tables=[compared])]

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from dcpbench.records import metrics
-from dcpbench.reports.serving.words import OBJECTIVES
+from dcpbench.reports.findings import LOAD, SCOPE, keys
+from dcpbench.reports.words import OBJECTIVES
 from dcpbench.show.numbers import number
 
 if TYPE_CHECKING:
@@ -22,10 +23,6 @@ if TYPE_CHECKING:
 
     Limits = Mapping[str, float]
 
-SCOPE = ["run", "model", "mode"]
-"""What a sentence of the answer speaks of."""
-LOAD = [*SCOPE, "same_load"]
-"""What rivals have in common."""
 PERCENTILES = metrics.PERCENTILES[::-1]
 NARROWLY = 0.02
 """A value this close to its limit, as a share of it, meets or misses it by no more than repeats may differ."""
@@ -65,34 +62,29 @@ def judged(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
         return table
     table = in_force(table, given)
     names = [n for n in OBJECTIVES if any(n in limits for limits in table["slo_limits"]) and f"{n}_p50_ms" in table]
-    keys = [table[name] for name in LOAD]
+    loads = [table[name] for name in LOAD]
     excess = pd.DataFrame(index=table.index)
     told = pd.DataFrame(index=table.index)
     for name in names:
         limit = pd.Series([limits.get(name) for limits in table["slo_limits"]], table.index, dtype=float)
-        limit = limit.where(_measured(table, name) & ~table["cpu"])
-        value, at = _shared(table, name, keys)
+        # `decode` has no TTFT, TPOT or E2EL to be missed
+        applies = table["output_tok_s"].notna() & ((table["workload"] != "decode") | (name == "itl"))
+        limit = limit.where(applies & ~table["cpu"])
+        value, at = _shared(table, name, loads)
         excess[name] = value / limit
-        unknown = limit.notna() & value.isna()
-        excess.loc[unknown, name] = float("inf")
+        excess.loc[limit.notna() & value.isna(), name] = float("inf")
         told[name] = [
-            ""
-            if pd.isna(top)
-            else f"{OBJECTIVES[name]} {p} {number(ms, 3)} ms"
-            if p
-            else f"{OBJECTIVES[name]} not known"
-            for top, p, ms in zip(excess[name], at, value, strict=True)
+            f"{OBJECTIVES[name]} {p} {number(ms, 3)} ms" if p else f"{OBJECTIVES[name]} not known"
+            for p, ms in zip(at, value, strict=True)
         ]
         table[f"slo_{name}_at"] = at.where(limit.notna(), "")
     worst = excess.max(axis=1) if names else pd.Series(float("nan"), table.index)
-    missed = [
-        ", ".join(text for text, over in zip(texts, overs, strict=True) if over > 1)
-        for texts, overs in zip(told.to_numpy(), excess.to_numpy(), strict=True)
-    ]
-    return table.assign(
-        slo_excess=worst,
-        slo_said=[_said(w, which) for w, which in zip(worst, missed, strict=True)],
-    )
+    said = []
+    for top, texts, overs in zip(worst, told.to_numpy(), excess.to_numpy(), strict=True):
+        which = ", ".join(text for text, over in zip(texts, overs, strict=True) if over > 1)
+        narrowly = " narrowly" if abs(top - 1) <= NARROWLY else ""
+        said.append("" if pd.isna(top) else f"meets{narrowly}" if top <= 1 else f"misses{narrowly}: {which}")
+    return table.assign(slo_excess=worst, slo_said=said)
 
 
 def words(table: pd.DataFrame, given: Limits) -> str:
@@ -116,7 +108,7 @@ def words(table: pd.DataFrame, given: Limits) -> str:
 
 def _who(points: pd.DataFrame) -> str:
     """Of which points the sentence speaks: `deepseek-v3 live, kimi-k2 live`."""
-    pairs = dict.fromkeys(zip(points["run"], points["model"], points["mode"], strict=True))
+    pairs = dict.fromkeys(keys(points, SCOPE))
     several = len({run for run, _, _ in pairs}) > 1
     return ", ".join(f"{model} {mode}{f', run {run}' if several else ''}" for run, model, mode in pairs)
 
@@ -140,26 +132,14 @@ def _held_at(points: pd.DataFrame, name: str) -> list[str]:
     return [p for p in PERCENTILES if column in points and (points[column] == p).any()]
 
 
-def _measured(table: pd.DataFrame, name: str) -> pd.Series[Any]:
-    """Whether an objective applies to a point: `decode` has no TTFT, TPOT or E2EL to be missed."""
-    return table["output_tok_s"].notna() & ((table["workload"] != "decode") | (name == "itl"))
-
-
-def _shared(table: pd.DataFrame, name: str, keys: list[pd.Series[Any]]) -> tuple[pd.Series[Any], pd.Series[Any]]:
+def _shared(table: pd.DataFrame, name: str, loads: list[pd.Series[Any]]) -> tuple[pd.Series[Any], pd.Series[Any]]:
     """The highest percentile that all points of a load have, of those that have any: its value and its name."""
     value = pd.Series(float("nan"), table.index)
     at = pd.Series("", table.index, dtype=object)
     some = table[f"{name}_p50_ms"].notna()
     for p in PERCENTILES:
         column = table[f"{name}_{p}_ms"].astype(float)
-        everyone = (column.notna() | ~some).groupby(keys).transform("all")
+        everyone = (column.notna() | ~some).groupby(loads).transform("all")
         take = everyone & some & (at == "")
         value, at = value.mask(take, column), at.mask(take, p)
     return value, at
-
-
-def _said(worst: float, missed: str) -> str:
-    if pd.isna(worst):
-        return ""
-    narrowly = " narrowly" if abs(worst - 1) <= NARROWLY else ""
-    return f"meets{narrowly}" if worst <= 1 else f"misses{narrowly}: {missed}"

@@ -44,12 +44,8 @@ class Style:
     def of(cls, points: pd.DataFrame) -> Style:
         """The style of a whole report."""
         ordered = points.sort_values([*DEGREES], kind="stable")
-        return cls(
-            *(
-                list(dict.fromkeys(map(str, t[c])))
-                for t, c in ((ordered, "layout"), (points, "variant"), (points, "run"))
-            )
-        )
+        columns = (ordered["layout"], points["variant"], points["run"])
+        return cls(*(list(dict.fromkeys(map(str, column))) for column in columns))
 
     @property
     def by_variant(self) -> bool:

@@ -6,39 +6,11 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from dcpbench.reports.tables import Table, make_table
-from dcpbench.show.numbers import ABSENT, number, text
+from dcpbench.reports.tables import Table, make_table, named
+from dcpbench.show.numbers import ABSENT, number
 
 if TYPE_CHECKING:
-    from dcpbench.records.record import SyncSite
     from dcpbench.reports.frames import Frames
-
-SITE = ["run", "model", "found_in", "kind", "where", "call"]
-
-
-def frame(frames: Frames) -> pd.DataFrame:
-    """One row per run, model and site: the worst count, wait and bubble of any point, and how many points have it."""
-    rows = [
-        {
-            "run": run.name,
-            "model": record.point.model,
-            "found_in": site.found_in,
-            "kind": site.kind,
-            "where": _where(site),
-            "call": site.op or site.call,
-            "per_step": site.per_step,
-            "wait_us": site.wait_us,
-            "bubble_us": site.bubble_us,
-            "point": record.point.key(),
-        }
-        for run in frames.runs
-        for record in run.records
-        for site in record.sync_sites
-    ]
-    if not rows:
-        return pd.DataFrame()
-    worst = {"per_step": "max", "wait_us": "max", "bubble_us": "max", "point": "nunique"}
-    return pd.DataFrame(rows).groupby(SITE, as_index=False).agg(worst).sort_values("bubble_us", ascending=False)
 
 
 def sentences(frames: Frames) -> list[str]:
@@ -53,16 +25,36 @@ def sentences(frames: Frames) -> list[str]:
 
 
 def table(frames: Frames) -> Table:
-    """The same for people; empty where no step made the host wait."""
+    """One row per run, model and site: the worst count, wait and bubble of any point, and how many points have it."""
+    rows = [
+        {
+            "run": run.name,
+            "model": record.point.model,
+            "where": f"{site.function} ({site.file}:{site.line})"
+            if site.function and site.file
+            else site.function or ABSENT,
+            "kind": site.kind,
+            "operator or call": site.op or site.call,
+            "pass": site.found_in,
+            "per_step": site.per_step,
+            "wait_us": site.wait_us,
+            "bubble_us": site.bubble_us,
+            "point": record.point.key(),
+        }
+        for run in frames.runs
+        for record in run.records
+        for site in record.sync_sites
+    ]
+    found = pd.DataFrame(rows)
+    if rows:
+        worst = {"per_step": "max", "wait_us": "max", "bubble_us": "max", "point": "nunique"}
+        same = ["run", "model", "pass", "kind", "where", "operator or call"]
+        found = found.groupby(same, as_index=False).agg(worst).sort_values("bubble_us", ascending=False)
     return make_table(
         "Where the host waited",
-        frame(frames),
+        found,
         [
-            ("model", lambda r: str(r["model"])),
-            ("where", lambda r: str(r["where"])),
-            ("kind", lambda r: str(r["kind"])),
-            ("operator or call", lambda r: text(r["call"])),
-            ("pass", lambda r: str(r["found_in"])),
+            *named("model", "where", "kind", "operator or call", "pass"),
             ("per step", lambda r: number(r["per_step"], 3)),
             ("wait µs", lambda r: number(r["wait_us"], 3)),
             ("bubble µs, at most", lambda r: number(r["bubble_us"], 3)),
@@ -70,9 +62,3 @@ def table(frames: Frames) -> Table:
         ],
         text_columns=5,
     )
-
-
-def _where(site: SyncSite) -> str:
-    if not site.function:
-        return ABSENT
-    return f"{site.function} ({site.file}:{site.line})" if site.file else site.function

@@ -1,4 +1,7 @@
-"""The tables of a report, as strings ready to print. An absent value is a dash, never 0."""
+"""The tables of a report, as strings ready to print. An absent value is a dash, never 0.
+
+A table about served requests holds live runs or replays, and its title says which.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from dcpbench.records import provenance
+from dcpbench.records import metrics, provenance
 from dcpbench.records.checks import OUTCOMES
-from dcpbench.records.metrics import DECODE_TABLE, KV_TABLE, PROFILE_TABLE
+from dcpbench.records.metrics import METRIC
+from dcpbench.records.provenance import OURS
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
+from dcpbench.reports import words
 from dcpbench.show.numbers import ABSENT, count, gib, missing, number, percent, text, times, with_interval
 from dcpbench.show.text import cut
 
@@ -26,6 +31,10 @@ FOLD_ABOVE = 24
 MOST_ROWS = 2_000
 MOST_LETTERS = 1_000
 """Rows of a table, and letters of a cell: no one long name blows it up, and points.csv has more of it."""
+MOST_DETAIL = 600
+"""Letters of a log, of which the end tells most."""
+Column = tuple[str, "str | Callable[[Any], str]"]
+"""A heading, and what of a row stands below it: words under a name, or what is made of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +65,23 @@ def shown(metric: Metric, value: float | None) -> str:
     return whole(value) if metric.whole else number(value, metric.digits)
 
 
-def columns(metrics: Iterable[Metric], **instead: Column) -> list[Column]:
+def columns(listed: Iterable[Metric], **instead: Column) -> list[Column]:
     """Metrics as columns, headed and printed as the catalogue says; some of them `instead` as their table has it."""
-    return [instead.get(metric.name) or column(metric) for metric in metrics]
+    return [instead.get(metric.name) or column(metric) for metric in listed]
 
 
 def column(metric: Metric, heading: str = "") -> Column:
     """One metric, perhaps with a heading of its table's own."""
     return heading or metric.heading, lambda row: shown(metric, row[metric.name])
+
+
+def named(*names: str) -> list[Column]:
+    """Columns of words that are headed as the rows have them."""
+    return [(name, name) for name in names]
+
+
+LOADED: list[Column] = [*named("model", "load"), ("layout", "label")]
+APART: Column = ("repeats apart", lambda r: percent(r["spread"]))
 
 
 def points(found: pd.DataFrame) -> Table:
@@ -72,13 +90,13 @@ def points(found: pd.DataFrame) -> Table:
         "Medians; 95 % interval in brackets",
         found,
         [
-            ("layout", lambda r: r["label"]),
-            ("marks", lambda r: text(r["marks"])),
+            ("layout", "label"),
+            ("marks", "marks"),
             ("output tok/s [95 %]", lambda r: with_interval(*(r[f"output_tok_s{x}"] for x in ("", "_low", "_high")))),
-            *columns(DECODE_TABLE),
-            ("SLO", lambda r: text(r["slo_said"])),
+            *columns(metrics.DECODE_TABLE),
+            ("SLO", "slo_said"),
             ("steps", lambda r: f"{r['samples']:,.0f}" if r["samples"] else ABSENT),
-            ("repeats apart", lambda r: percent(r["spread"])),
+            APART,
         ],
         load=True,
         text_columns=2,
@@ -89,21 +107,70 @@ def points(found: pd.DataFrame) -> Table:
 
 def steps(found: pd.DataFrame) -> Table:
     """What the profiled pass saw."""
+    kernels: Column = ("kernels", lambda r: number(r["kernels"] or None))
     return make_table(
         "One step, from the profiled pass",
         found,
         [
-            ("layout", lambda r: r["label"]),
+            ("layout", "label"),
             ("step ms [95 %]", lambda r: with_interval(r["step_ms"], r["step_ms_low"], r["step_ms_high"])),
-            *columns(
-                PROFILE_TABLE,
-                idle_fraction=("GPU idle", idle),
-                kernels=("kernels", lambda r: number(r["kernels"] or None)),
-            ),
+            *columns(metrics.PROFILE_TABLE, idle_fraction=("GPU idle", _idle), kernels=kernels),
         ],
         load=True,
         fold=len(found) > FOLD_ABOVE,
     )
+
+
+def served(found: pd.DataFrame, mode: str) -> Table:
+    """What was asked for first: rates and latencies of every served point of a mode."""
+    rows, others = of_mode(found, mode), some_imported(found)
+    marks: Column = (
+        "marks",
+        lambda r: ", ".join(m for m in r["marks"].split(", ") if m != words.FEW_SAMPLES) or ABSENT,
+    )
+    return make_table(
+        words.SERVED[mode],
+        rows,
+        [
+            *LOADED,
+            *named("origin")[:others],
+            marks,
+            *columns(metrics.SERVED_TABLE),
+            ("SLO", "slo_said"),
+            *columns(metrics.SERVED_COUNTS, finished=("finished", _finished)),
+            APART,
+        ],
+        text_columns=4 + others,
+        optional=("marks", "SLO", "goodput req/s", "repeats apart"),
+        fold=len(rows) > FOLD_ABOVE,
+    )
+
+
+def served_details(found: pd.DataFrame, mode: str) -> Table:
+    """The other latencies, and how the steps went."""
+    rows = of_mode(found, mode)
+    instead: dict[str, Column] = {
+        "decode_steps": ("without prefill", lambda r: percent(r["decode_steps"] / r["steps"] if r["steps"] else None)),
+        "idle_fraction": ("GPU idle between", _idle),
+        "host_syncs_per_step": column(METRIC["host_syncs_per_step"], "host syncs per step"),
+    }
+    return make_table(
+        f"More of each point, {mode}",
+        rows,
+        [*LOADED, *columns(metrics.SERVED_DETAILS, **instead)],
+        text_columns=3,
+        optional=("GPU idle between", "host syncs per step"),
+        fold=len(rows) > FOLD_ABOVE // 4,
+    )
+
+
+def replay(found: pd.DataFrame) -> Table:
+    """How far replay lies from live."""
+    compared = [*LOADED]
+    for metric in metrics.REPLAYED:
+        compared += [column(metric, f"{metric.in_brief} live"), ("error", _error(f"{metric.name}_error"))]
+    cpu = " (CPU: functional run)" if len(found) and found["cpu"].any() else ""
+    return make_table(f"Replay against live{cpu}: replay / live - 1", found, compared, text_columns=3)
 
 
 def kv(found: pd.DataFrame) -> Table:
@@ -112,10 +179,9 @@ def kv(found: pd.DataFrame) -> Table:
         "KV cache by layout (the point with the largest pool)",
         found,
         [
-            ("model", lambda r: r["model"]),
-            ("layout", lambda r: r["layout"]),
-            ("bounded by", lambda r: text(r["kv_bounded_by"])),
-            *columns(KV_TABLE),
+            *named("model", "layout"),
+            ("bounded by", "kv_bounded_by"),
+            *columns(metrics.KV_TABLE),
             ("tokens per GiB per GPU", lambda r: count(r["kv_tokens_per_gib"])),
             ("over tp alone", lambda r: times(r["kv_ratio"], 2)),
             ("tokens in all", lambda r: count(r["kv_capacity_tokens"])),
@@ -127,87 +193,67 @@ def kv(found: pd.DataFrame) -> Table:
 def others(found: pd.DataFrame) -> Table:
     """Failed, hung and rejected points, those with the same reason together."""
     rows = []
+    load = "context × concurrency" if found["load"].isna().all() else "load"
     same = ["run", "model", "layout", "outcome", "reason"]
-    for (run, model, layout, outcome, reason), group in itertools.islice(found.groupby(same, sort=False), MOST_ROWS):
+    for key, group in itertools.islice(found.groupby(same, sort=False), MOST_ROWS):
         plain = group[group["load"].isna()]
         loads = sorted({(int(c), int(n)) for c, n in zip(plain["context"], plain["concurrency"], strict=True)})
         served = dict.fromkeys(f"{r['mode']}: {r['load']}" for _, r in group[group["load"].notna()].iterrows())
-        rows.append(
-            {
-                "run": run,
-                "model": model,
-                "layout": layout,
-                "outcome": outcome,
-                "reason": reason,
-                "loads": ", ".join([*(f"{c:,} × {n}" for c, n in loads), *served]),
-                "detail": _tail(group["detail"].iloc[0]),
-            }
-        )
-    columns: list[Column] = [
-        ("model", lambda r: text(r["model"])),
-        ("layout", lambda r: text(r["layout"])),
-        ("outcome", lambda r: text(r["outcome"])),
-        ("context × concurrency" if found["load"].isna().all() else "load", lambda r: text(r["loads"])),
-        ("reason", lambda r: text(r["reason"])),
-        ("detail", lambda r: text(r["detail"])),
-    ]
+        detail = group["detail"].iloc[0]
+        row = {
+            load: ", ".join([*(f"{c:,} × {n}" for c, n in loads), *served]),
+            "detail": detail if len(detail) <= MOST_DETAIL else f"… {detail[-MOST_DETAIL:]}",
+        }
+        rows.append(dict(zip(same, key, strict=True)) | row)
+    shown = named("model", "layout", "outcome", load, "reason", "detail")
     title = "Failed, hung and rejected points"
-    return make_table(title, pd.DataFrame(rows), columns, text_columns=6, optional=("detail",))
+    return make_table(title, pd.DataFrame(rows), shown, text_columns=6, optional=("detail",))
 
 
 def repeats(found: pd.DataFrame) -> Table:
-    """Points whose repeats disagree."""
-    apart = found[found["apart"] > REPEATS_AGREE_WITHIN].sort_values("apart", ascending=False) if len(found) else found
-    return make_table(
-        f"Points whose repeats differ by more than {REPEATS_AGREE_WITHIN * 100:.0f} %",
-        apart,
-        [
-            ("model", lambda r: r["model"]),
-            ("layout", lambda r: r["layout"]),
-            ("context", lambda r: f"{r['context']:,}"),
-            ("concurrency", lambda r: str(r["concurrency"])),
-            ("step medians ms", lambda r: ", ".join(number(m) for m in r["medians_ms"])),
-            ("apart", lambda r: percent(r["apart"])),
-        ],
-        text_columns=2,
+    """Points of `decode` whose repeats disagree."""
+    medians: Column = ("step medians ms", lambda r: ", ".join(number(m) for m in r["medians_ms"]))
+    context: Column = ("context", lambda r: f"{r['context']:,}")
+    shown = [*named("model", "layout"), context, *named("concurrency"), medians]
+    return _disagreeing("Points", found, shown, 2)
+
+
+def served_repeats(found: pd.DataFrame) -> Table:
+    """Served points whose repeats disagree."""
+    rates: Column = (
+        "output tok/s",
+        lambda r: f"{number(r['output_tok_s_low'])} to {number(r['output_tok_s_high'])}",
     )
+    return _disagreeing("Served points", found, [*LOADED, rates], 3, " in output throughput")
+
+
+def _disagreeing(what: str, found: pd.DataFrame, shown: list[Column], text_columns: int, of: str = "") -> Table:
+    apart = found[found["apart"] > REPEATS_AGREE_WITHIN].sort_values("apart", ascending=False) if len(found) else found
+    title = f"{what} whose repeats differ by more than {REPEATS_AGREE_WITHIN * 100:.0f} %{of}"
+    return make_table(title, apart, [*shown, ("apart", lambda r: percent(r["apart"]))], text_columns=text_columns)
 
 
 def honesty(found: pd.DataFrame) -> Table:
     """What stood behind the numbers, per layout."""
     rows = []
-    keys = ["run", "model", "label"]
-    groups: Iterable[Any] = found.groupby(keys, sort=False) if len(found) else ()
+    groups: Iterable[Any] = found.groupby(["run", "model", "label"], sort=False) if len(found) else ()
     for (run, model, label), group in itertools.islice(groups, MOST_ROWS):
+        layers = _range(group["layers"], 0)
         rows.append(
             {
                 "run": run,
                 "model": model,
                 "layout": label,
                 "weights": group["weights"].iloc[0],
-                "held": _range(group["layers_held"], 0),
-                "layers": _range(group["layers"], 0),
-                "hit": _range(group["experts_hit"], 2),
-                "graph": _yes(group["cuda_graph"]),
-                "error": group["attention_error"].max(),
-                "peak": group["memory_peak_bytes"].max(),
+                "CUDA graph": _yes(group["cuda_graph"]),
+                "layers held": ABSENT if layers == ABSENT else f"{_range(group['layers_held'], 0)} of {layers}",
+                "experts hit": _range(group["experts_hit"], 2),
+                "worst attention error": number(group["attention_error"].max(), 2),
+                "peak GiB per GPU": gib(group["memory_peak_bytes"].max()),
             }
         )
-    return make_table(
-        "What stood behind the numbers",
-        pd.DataFrame(rows),
-        [
-            ("model", lambda r: r["model"]),
-            ("layout", lambda r: r["layout"]),
-            ("weights", lambda r: text(r["weights"])),
-            ("CUDA graph", lambda r: r["graph"]),
-            ("layers held", lambda r: ABSENT if r["layers"] == ABSENT else f"{r['held']} of {r['layers']}"),
-            ("experts hit", lambda r: r["hit"]),
-            ("worst attention error", lambda r: number(r["error"], 2)),
-            ("peak GiB per GPU", lambda r: gib(r["peak"])),
-        ],
-        text_columns=4,
-    )
+    shown = named(*list(rows[0])[1:]) if rows else []
+    return make_table("What stood behind the numbers", pd.DataFrame(rows), shown, text_columns=4)
 
 
 def runs(frames: Frames) -> Table:
@@ -244,12 +290,14 @@ def environment(frames: Frames) -> Table:
     return Table("Environment", ["what", *columns], rows, text_columns=1 + len(columns))
 
 
-Column = tuple[str, "Callable[[Any], str]"]
+def of_mode(found: pd.DataFrame, mode: str) -> pd.DataFrame:
+    """The points of a mode, if there are any points."""
+    return found[found["mode"] == mode] if len(found) else found
 
 
-def idle(row: pd.Series[Any]) -> str:
-    """How much the GPU idled; a CPU has none."""
-    return ABSENT if row["cpu"] else percent(row["idle_fraction"])
+def some_imported(found: pd.DataFrame) -> bool:
+    """Whether some points are of other tools, so that each row must say whose it is."""
+    return len(found) > 0 and bool((found["origin"] != OURS).any())
 
 
 def make_table(
@@ -265,21 +313,38 @@ def make_table(
     """Rows printed by `columns`; the run only where there are several, the load first where it belongs there."""
     if found.empty:
         return Table(title, [], [])
-    first: list[Column] = [("run", lambda r: str(r["run"]))] if "run" in found and len(set(found["run"])) > 1 else []
+    first = named("run") if "run" in found and len(set(found["run"])) > 1 else []
     if load:
-        first += [
-            ("model", lambda r: str(r["model"])),
-            ("context", lambda r: f"{r['context']:,}"),
-            ("concurrency", lambda r: f"{r['concurrency']:,}"),
-        ]
+        first += named("model")
+        first += [("context", lambda r: f"{r['context']:,}"), ("concurrency", lambda r: f"{r['concurrency']:,}")]
     columns = [*first, *columns]
     if len(found) > MOST_ROWS:
         title = f"{title} (the first {MOST_ROWS:,} of {len(found):,}; points.csv has every point)"
         found = found.head(MOST_ROWS)
-    rows = [[cut(show(row), MOST_LETTERS) for _, show in columns] for _, row in found.iterrows()]
+    rows = [[cut(_cell(row, show), MOST_LETTERS) for _, show in columns] for _, row in found.iterrows()]
     keep = [i for i, (name, _) in enumerate(columns) if name not in optional or any(r[i] != ABSENT for r in rows)]
     words = sum(i < len(first) + text_columns for i in keep)
     return Table(title, [columns[i][0] for i in keep], [[r[i] for i in keep] for r in rows], words, fold)
+
+
+def _cell(row: pd.Series[Any], show: str | Callable[[Any], str]) -> str:
+    return text(row[show]) if isinstance(show, str) else show(row)
+
+
+def _idle(row: pd.Series[Any]) -> str:
+    """How much the GPU idled; a CPU has none."""
+    return ABSENT if row["cpu"] else percent(row["idle_fraction"])
+
+
+def _finished(row: pd.Series[Any]) -> str:
+    if missing(row["finished"]):
+        return ABSENT
+    of = "" if missing(row["submitted"]) else f" of {row['submitted']:,.0f}"
+    return f"{row['finished']:,.0f}{of}"
+
+
+def _error(name: str) -> Callable[[Any], str]:
+    return lambda r: ABSENT if missing(r[name]) else f"{r[name] * 100:+.1f} %"
 
 
 def _range(values: pd.Series[Any], decimals: int) -> str:
@@ -290,7 +355,3 @@ def _range(values: pd.Series[Any], decimals: int) -> str:
 def _yes(values: pd.Series[Any]) -> str:
     known = {bool(v) for v in values if not missing(v)}
     return ABSENT if not known else "partly" if len(known) > 1 else "yes" if True in known else "no"
-
-
-def _tail(detail: str, most: int = 600) -> str:
-    return detail if len(detail) <= most else "… " + detail[-most:]

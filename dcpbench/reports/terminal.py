@@ -1,21 +1,30 @@
-"""The table that a terminal shows after a sweep. Fits 80 columns, and 40 with less in it; plain text when piped."""
+"""The tables that a terminal shows after a sweep; plain text when piped.
+
+They fit 80 columns, lose some where it is narrower, and never cut a number.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
-from dcpbench.reports import opening
-from dcpbench.reports.serving.terminal import served
-from dcpbench.reports.terminal_parts import Column, Fitted, plain, shown_marks
+from dcpbench.points.names import CLOSED, GAMMA, TRACE
+from dcpbench.reports import answer
+from dcpbench.reports.tables import whole
+from dcpbench.reports.words import FEW_SAMPLES
 from dcpbench.show.numbers import ABSENT, missing, number
-from dcpbench.show.text import counted
+from dcpbench.show.text import counted, printable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import pandas as pd
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from dcpbench.reports.frames import Frames
 
@@ -23,66 +32,218 @@ MOST = 2_000
 """Rows of all tables; more would scroll by for minutes."""
 MOST_NAMED = 8
 """Loads of a layout that are named where it misses the SLO."""
+KINDS = {CLOSED: "closed loop", GAMMA: "open loop", TRACE: "at the trace's times"}
+LOADS = {CLOSED: "conc.", GAMMA: "req/s"}
+IMPLIED = ("cpu", "oversubscribed")
+"""Marks that the title and the layout already say."""
+LONGEST_WORD = 24
+"""Columns at most that a word of a label may claim."""
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def render(frames: Frames) -> Group:
-    """One table per run and model, what did not run, and the headline."""
+    """A table for each run and model, of served points for each mode and kind of load; what did not run; the headline."""
+    tables = (frames.points, frames.served, frames.others)
+    points, served, others = (table.head(MOST) for table in tables)
     parts: list[RenderableType] = []
-    shown = dataclasses.replace(
-        frames, points=frames.points.head(MOST), served=frames.served.head(MOST), others=frames.others.head(MOST)
-    )
-    if len(shown.points):
-        several = len(frames.runs) > 1
-        for (run, model), group in shown.points.groupby(["run", "model"], sort=False):
-            title = f"{model}, run {run}" if several else str(model)
-            parts.append(_table(title + (" (CPU: functional run)" if group["cpu"].all() else ""), group))
-    parts += served(shown)
-    more = sum(len(a) - len(b) for a, b in zip(_tables(frames), _tables(shown), strict=True))
+    for key, group in points.groupby(["run", "model"], sort=False) if len(points) else ():
+        title = _title(frames, key, "", group)
+        parts.append(Fitted(title, list(group["label"]), _decode_columns(group), shown_marks(group)))
+    by = ["run", "model", "mode", "load_arrival", "rest"]
+    for key, group in served.groupby(by, sort=False) if len(served) else ():
+        mode, arrival, rest = map(str, key[2:])
+        title = _title(frames, key, f", {mode}: {KINDS.get(arrival, arrival)} · {rest}", group)
+        parts.append(Fitted(title, list(group["label"]), _served_columns(arrival, group), gap=1))
+        parts += [plain(sentence) for sentence in _below(group)]
+    more = sum(map(len, tables)) - len(points) - len(served) - len(others)
     parts += [plain(f"{more:,} points more; `dcpbench report` writes all into points.csv.", "yellow")] if more else []
-    parts += [plain(sentence) for sentence in _misses(shown)]
+    parts += [plain(sentence) for found in (points, served) if len(found) for sentence in _misses(found)]
     same = ["model", "layout", "outcome", "reason"]
-    for (model, layout, outcome, reason), group in shown.others.groupby(same, sort=False):
+    for (model, layout, outcome, reason), group in others.groupby(same, sort=False):
         parts.append(plain(f"{outcome}: {counted(len(group), 'point')} of {model} {layout}: {reason}", "yellow"))
-    parts += [plain(f"• {sentence}") for sentence in opening.sentences(frames)]
+    parts += [plain(f"• {sentence}") for sentence in answer.sentences(frames)]
     return Group(*parts)
 
 
-def _tables(frames: Frames) -> tuple[pd.DataFrame, ...]:
-    return frames.points, frames.served, frames.others
-
-
-def _misses(frames: Frames) -> list[str]:
+def _misses(points: pd.DataFrame) -> list[str]:
     """Points that miss the SLO, those of one layout together."""
     notes = []
-    for points in (frames.points, frames.served):
-        missed = points[points["slo_excess"] > 1] if len(points) else points
-        for (model, mode, label), group in (
-            missed.groupby(["model", "mode", "label"], sort=False) if len(missed) else ()
-        ):
-            loads = list(dict.fromkeys(group["load"]))
-            named = "; ".join(loads[:MOST_NAMED]) + (
-                f"; {len(loads) - MOST_NAMED:,} more" if loads[MOST_NAMED:] else ""
-            )
-            who = model if mode == "decode" else f"{model}, {mode}"
-            notes.append(f"misses the SLO: {who}: {label} at {named}")
+    missed = points[points["slo_excess"] > 1]
+    for (model, mode, label), group in missed.groupby(["model", "mode", "label"], sort=False):
+        loads = list(dict.fromkeys(group["load"]))
+        more = f"; {len(loads) - MOST_NAMED:,} more" if loads[MOST_NAMED:] else ""
+        who = model if mode == "decode" else f"{model}, {mode}"
+        notes.append(f"misses the SLO: {who}: {label} at {'; '.join(loads[:MOST_NAMED])}{more}")
     return notes
 
 
-def _table(title: str, points: pd.DataFrame) -> Fitted:
-    columns = (
+def _title(frames: Frames, key: tuple[Any, ...], kind: str, points: pd.DataFrame) -> str:
+    run, model = key[:2]
+    where = f"{model}, run {run}" if len(frames.runs) > 1 else str(model)
+    return where + kind + (" (CPU: functional run)" if points["cpu"].all() else "")
+
+
+def _numbers(name: str, values: pd.Series[Any], digits: int = 3, drop: int | None = None, said: str = "") -> Column:
+    return Column(name, [number(v, digits) for v in values], drop, said)
+
+
+def _decode_columns(points: pd.DataFrame) -> list[Column]:
+    return [
         Column("context", [f"{v:,}" for v in points["context"]]),
         Column("conc.", [f"{v:,}" for v in points["concurrency"]]),
-        Column("tok/s", [number(v) for v in points["output_tok_s"]]),
+        _numbers("tok/s", points["output_tok_s"], 4),
         Column("±", [_half_width(p) for _, p in points.iterrows()], drop=3),
-        Column("/GPU", [number(v, 3) for v in points["output_tok_s_per_gpu"]], drop=2, said="tok/s per GPU"),
-        Column("/user", [number(v, 3) for v in points["tok_s_per_user"]], drop=0, said="tok/s per user"),
-        Column("ITL ms", [number(v, 3) for v in points["itl_p50_ms"]]),
-        Column("p99", [number(v, 3) for v in points["itl_p99_ms"]], drop=1, said="ITL p99"),
-    )
-    return Fitted(title, list(points["label"]), columns, shown_marks(points))
+        _numbers("/GPU", points["output_tok_s_per_gpu"], drop=2, said="tok/s per GPU"),
+        _numbers("/user", points["tok_s_per_user"], drop=0, said="tok/s per user"),
+        _numbers("ITL ms", points["itl_p50_ms"]),
+        _numbers("p99", points["itl_p99_ms"], drop=1, said="ITL p99"),
+    ]
 
 
 def _half_width(point: pd.Series[Any]) -> str:
     """The wider side of the interval, as a share of the median."""
     median, low, high = (point[f"output_tok_s{x}"] for x in ("", "_low", "_high"))
     return ABSENT if missing(median) else f"{max(high - median, median - low) / median * 100:.1f}%"
+
+
+def _served_columns(arrival: str, points: pd.DataFrame) -> list[Column]:
+    load = [Column(LOADS[arrival], [_load(p) for _, p in points.iterrows()])] if arrival in LOADS else []
+    goodput = points["goodput_s"]
+    return [
+        *load,
+        _numbers("tok/s", points["output_tok_s"], 4),
+        _numbers("/GPU", points["output_tok_s_per_gpu"], drop=0, said="tok/s per GPU"),
+        _numbers("TTFT ms", points["ttft_p50_ms"], drop=4),
+        _numbers("p99", points["ttft_p99_ms"], drop=1, said="TTFT p99"),
+        _numbers("ITL ms", points["itl_p50_ms"]),
+        _numbers("p99", points["itl_p99_ms"], drop=2, said="ITL p99"),
+        *([_numbers("good/s", goodput, 2, drop=3)] if goodput.notna().any() else []),
+    ]
+
+
+def _load(point: pd.Series[Any]) -> str:
+    if point["load_arrival"] == CLOSED:
+        return f"{point['concurrency']:,}"
+    burst = "" if point["load_burstiness"] == 1 else f" γ{point['load_burstiness']:g}"
+    return f"{point['load_request_rate']:g}{burst}"
+
+
+def _below(points: pd.DataFrame) -> list[str]:
+    """Marks, what was not served, what was preempted, and what goodput stands for."""
+    marks: dict[str, list[str]] = {}
+    for text, (_, p) in zip(shown_marks(points), points.iterrows(), strict=True):
+        if said := ", ".join(mark for mark in text.split(", ") if mark and mark != FEW_SAMPLES):
+            marks.setdefault(said, []).append(f"{p['label']} at {p['arrival']}")
+    notes = _bounds(points)
+    notes += [f"{mark}: {', '.join(where) if len(where) < len(points) else 'all'}" for mark, where in marks.items()]
+    preempted = points[points["preemptions"] > 0]
+    clauses = [f"{p['label']} at {p['arrival']} {whole(p['preemptions'])}" for _, p in preempted.iterrows()]
+    notes += [f"preemptions: {', '.join(clauses)}"] if clauses else []
+    cut, rejected = points["cancelled"].sum(), points["rejected"].sum()
+    notes += [f"not served: {cut:,.0f} requests cut off, {rejected:,.0f} that can never fit"] if cut or rejected else []
+    slos = [slo for slo in dict.fromkeys(points["slo"]) if slo]
+    return notes + ([f"good/s: requests per second with {'; or '.join(slos)}"] if slos else [])
+
+
+def _bounds(points: pd.DataFrame) -> list[str]:
+    """What keeps an open loop from serving more at once. A closed loop's clients stand in the table."""
+    found: dict[str, list[str]] = {}
+    for _, p in points[points["load_arrival"] != CLOSED].iterrows():
+        asked, held, sent = p["concurrency"], p["kv_capacity_requests"], p["load_requests"]
+        if not missing(held) and held < min(asked, sent):
+            bound = f"{whole(held)} of full length by KV space ({asked:,} by --concurrency)"
+        elif asked < sent:
+            bound = f"{asked:,} by --concurrency"
+        else:
+            bound = f"all {sent:,}"
+        found.setdefault(bound, []).append(str(p["label"]))
+    clauses = [f"{', '.join(dict.fromkeys(labels))} {bound}" for bound, labels in found.items()]
+    return [f"requests at once, at most: {'; '.join(clauses)}"] if clauses else []
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """Numbers, ready to print."""
+
+    name: str
+    cells: Sequence[str]
+    drop: int | None = None
+    """Where it is narrow, columns with the lowest of these go first; None: stays."""
+    said: str = ""
+    """How a column that was left out is called, where its name alone says too little."""
+
+    text: bool = False
+
+    @property
+    def width(self) -> int:
+        """Columns of the terminal."""
+        return max(len(self.name), *map(len, self.cells))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """A table with the layout in its first column. Renderable: it takes the shape that fits the terminal."""
+
+    title: str
+    labels: Sequence[str]
+    columns: Sequence[Column]
+    marks: Sequence[str] = ()
+    """Of each row, as one text; empty strings for rows without. Letters with a legend where the words do not fit."""
+    gap: int = 2
+    """Spaces between columns, more than one, where there is room."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """For Rich."""
+        yield plain(self.title, "bold")
+        marks = dict.fromkeys(mark for text in self.marks for mark in text.split(", ") if mark)
+        legend = {mark: LETTERS[i % len(LETTERS)] for i, mark in enumerate(marks)}
+        columns = [*self.columns, *([Column("marks", self.marks, text=True)] if legend else [])]
+        for gap in (self.gap, 1):
+            if self._needs(columns, gap) <= options.max_width:
+                yield self._table(columns, gap)
+                return
+        letters = ["".join(legend[mark] for mark in text.split(", ") if mark) for text in self.marks]
+        columns = [*self.columns, *([Column("", letters, text=True)] if legend else [])]
+        gap = 1 if self._needs(columns, 1) <= options.max_width else 0
+        left_out = self._too_many(columns, options.max_width) if gap == 0 else []
+        yield self._table([c for c in columns if c not in left_out], gap)
+        if left_out:
+            yield plain(f"left out, as it is narrow here: {', '.join(c.said or c.name for c in left_out)}", "dim")
+        if legend:
+            yield plain(f"marks: {', '.join(f'{letter} {mark}' for mark, letter in legend.items())}")
+
+    def _too_many(self, columns: Sequence[Column], width: int) -> list[Column]:
+        """Columns that must go, the least important first."""
+        kept, gone = list(columns), []
+        for column in sorted((c for c in columns if c.drop is not None), key=lambda c: c.drop or 0):
+            if self._needs(kept, 0) <= width:
+                break
+            kept.remove(column)
+            gone.append(column)
+        return gone
+
+    def _needs(self, columns: Sequence[Column], gap: int) -> int:
+        """Columns of the terminal without cutting a number, or a word of a label."""
+        words = [word for label in self.labels for word in str(label).split()]
+        first = max(min(max(map(len, words), default=0), LONGEST_WORD), len("layout"))
+        return first + sum(c.width + gap + 1 for c in columns)
+
+    def _table(self, columns: Sequence[Column], gap: int) -> Table:
+        padding = (0, max(gap - 1, 0), 0, min(gap, 1))
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=padding, show_edge=False)
+        table.add_column("layout", overflow="fold")
+        for column in columns:
+            table.add_column(column.name, justify="left" if column.text else "right", no_wrap=True)
+        for i, label in enumerate(self.labels):
+            table.add_row(plain(label), *(plain(c.cells[i]) for c in columns))
+        return table
+
+
+def shown_marks(points: pd.DataFrame) -> list[str]:
+    """Marks of each point that the title and the layout do not say."""
+    return [", ".join(m for m in str(marks).split(", ") if m not in IMPLIED) for marks in points["marks"]]
+
+
+def plain(text: object, style: str = "") -> Text:
+    """Text as it is: no markup, and no control characters that would steer the terminal."""
+    return Text(printable(str(text)), style=style)

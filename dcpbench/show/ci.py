@@ -68,7 +68,10 @@ def annotation(level: str, message: str, title: str, *, file: str = "", line: in
     `level` is `error`, `warning` or `notice`. What would end the message, a property or the list of them is escaped.
     """
     properties = {"file": file, "line": str(line) if line and line > 0 else "", "title": title}
-    listed = ",".join(f"{name}={_property(value)}" for name, value in properties.items() if value)
+    escaped = {
+        name: _data(value).replace(":", "%3A").replace(",", "%2C") for name, value in properties.items() if value
+    }
+    listed = ",".join(f"{name}={value}" for name, value in escaped.items())
     return f"::{level} {listed}::{_data(message)}"
 
 
@@ -79,10 +82,6 @@ def annotation_lines(*levels: Iterable[str]) -> str:
 
 def _data(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def _property(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")
 
 
 def step_summary(text: str) -> None:

@@ -22,6 +22,17 @@ def missing(value: object) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
+def finite(value: object) -> object:
+    """A value of JSON with null for each number in it that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return value
+
+
 def text(value: object) -> str:
     """A string, or the dash."""
     return ABSENT if missing(value) or value == "" else str(value)

@@ -6,7 +6,7 @@ import io
 import shutil
 import sys
 import time
-from typing import TYPE_CHECKING, ParamSpec, Self
+from typing import TYPE_CHECKING, Any, ParamSpec, Self
 
 from dcpbench.show.text import printable
 
@@ -23,10 +23,8 @@ QUIET_SECONDS = 2.0
 
 
 def console(*, error: bool = False) -> Console:
-    """Rich's console, on stderr with `error`; names come from others, so nothing is markup and `:key:` no picture."""
-    from rich.console import Console
-
-    found = Console(stderr=error, markup=False, emoji=False, highlight=False)
+    """Rich's console, on stderr with `error`."""
+    found = _console(stderr=error)
     if not found.is_terminal:
         found.width = PLAIN_WIDTH
     return found
@@ -34,22 +32,17 @@ def console(*, error: bool = False) -> Console:
 
 def drawn(draw: Callable[[Console], None], width: int, *, colour: bool) -> str:
     """What `draw` prints on a console of so many columns; colours and hyperlinks only with `colour`."""
+    out = io.StringIO()
+    system = "standard" if colour else None
+    draw(_console(file=out, width=width, force_terminal=colour, color_system=system, legacy_windows=False))
+    return "".join(f"{line if colour else line.rstrip()}\n" for line in out.getvalue().splitlines())
+
+
+def _console(**more: Any) -> Console:  # noqa: ANN401 - as of Rich's
+    """Names come from others, so nothing is markup and `:key:` no picture."""
     from rich.console import Console
 
-    out = io.StringIO()
-    draw(
-        Console(
-            file=out,
-            width=width,
-            force_terminal=colour,
-            color_system="standard" if colour else None,
-            markup=False,
-            emoji=False,
-            highlight=False,
-            legacy_windows=False,
-        )
-    )
-    return "".join(f"{line if colour else line.rstrip()}\n" for line in out.getvalue().splitlines())
+    return Console(markup=False, emoji=False, highlight=False, **more)
 
 
 def say(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import re
 import unicodedata
 from typing import TYPE_CHECKING
@@ -89,23 +90,19 @@ def path_end(path: str, limit: int) -> str:
 
 def markdown(text: str) -> str:
     """Text that Markdown and HTML show as it is, on one line; `@name` notifies nobody, no address becomes a link."""
-    text = re.sub(r"([\\`*_{}\[\]#|~$])", r"\\\1", _html(printable(" ".join(text.split()))))
+    text = re.sub(r"([\\`*_{}\[\]#|~$])", r"\\\1", html.escape(printable(" ".join(text.split())), quote=False))
     return text.replace("@", "@<!-- -->").replace("://", "&#58;//")
 
 
 def markdown_code(text: str) -> str:
     """Text in a code span of a table's cell; HTML, as a `|` or a backtick would end a Markdown one."""
-    escaped = re.sub(r"([\\`*_{}\[\]#|~$@:])", lambda m: f"&#{ord(m[0])};", _html(text))
+    escaped = re.sub(r"([\\`*_{}\[\]#|~$@:])", lambda m: f"&#{ord(m[0])};", html.escape(text, quote=False))
     return f"<code>{escaped}</code>"
 
 
 def spreadsheet_cell(text: str) -> str:
     """Text that no spreadsheet takes for a formula."""
     return f"'{text}" if text.startswith(FORMULA_STARTS) else text
-
-
-def _html(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _spelled(c: str) -> str:

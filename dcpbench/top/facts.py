@@ -171,32 +171,23 @@ class Facts:
             self.jobs[path.name] = JobFacts(job, began, Tail(progress_file(self.folder, tag_of(path))))
 
     def _take(self, record: Record) -> None:
-        ended = Ended(one_line(record.outcome), _finished_at(record), ran=record.seconds > 0)
-        self.ended[point_id(record.point)] = ended
+        at = None
+        with contextlib.suppress(ValueError, OverflowError):
+            at = dt.datetime.fromisoformat(record.started_at).timestamp() + record.seconds
+        at = at if at is not None and math.isfinite(at) else None
+        self.ended[point_id(record.point)] = Ended(one_line(record.outcome), at, ran=record.seconds > 0)
         if record.outcome != "rejected":
-            self.last.append(finished(record))
+            self.last.append(
+                Finished(
+                    point=one_line(point_name(record.point)),
+                    outcome=one_line(record.outcome),
+                    reason=one_line(record.reason or ""),
+                    seconds=record.seconds or None,
+                    **{name: metric.value(record) for name, metric in TOP.items()},
+                )
+            )
 
 
 def point_id(point: Point) -> int:
     """Stands for Point.key(), which is long."""
     return hash(point.key())
-
-
-def finished(record: Record) -> Finished:
-    """What is shown of a record."""
-    figures = {name: metric.value(record) for name, metric in TOP.items()}
-    return Finished(
-        point=one_line(point_name(record.point)),
-        outcome=one_line(record.outcome),
-        reason=one_line(record.reason or ""),
-        seconds=record.seconds or None,
-        **figures,
-    )
-
-
-def _finished_at(record: Record) -> float | None:
-    """Unix time; None where the record does not say."""
-    with contextlib.suppress(ValueError, OverflowError):
-        at = dt.datetime.fromisoformat(record.started_at).timestamp() + record.seconds
-        return at if math.isfinite(at) else None
-    return None

@@ -36,12 +36,18 @@ MOST, LEAST = 20, 3
 
 def render(state: State, width: int, height: int) -> RenderableType:
     """The whole view, for a terminal of `width` columns and `height` lines."""
-    parts: list[RenderableType] = [_head(state), Text()]
+    head = Text(f"{state.kind or 'run'} in {state.folder}: ", "bold")
+    head.append(words.status(state), words.STYLES.get(state.status, ""))
+    if state.device == "cpu":
+        head.append(f"\n{CPU_NOTE}", "yellow")
+    parts: list[RenderableType] = [head, Text()]
     if state.total:
         bar = Table.grid()  # ends the bar's line
         bar.add_row(ProgressBar(total=state.total, completed=state.ok + state.failed, width=min(width, BAR)))
         parts.append(bar)
-    parts += [Text(line) for line in (words.counts(state), words.rates(state), _sizes(state)) if line]
+    # one size says what the counts say
+    sizes = [f"tp{s.tp}: {s.finished} of {s.total}" for s in state.sizes] if len(state.sizes) > 1 else []
+    parts += [Text(line) for line in (words.counts(state), words.rates(state), " · ".join(sizes)) if line]
     if state.now:
         parts += [Text(), Text(state.now.point or "no point at work", "bold"), Text(words.stage(state.now))]
     room = height - FIXED_LINES - (len(state.gpus) + 3 if state.gpus else 0)
@@ -54,20 +60,6 @@ def render(state: State, width: int, height: int) -> RenderableType:
         lines = ", ".join(f"{name}: {count}" for name, count in state.unread.items())
         parts += [Text(), Text(f"could not be read, and is left out: {lines}", "yellow")]
     return Group(*parts)
-
-
-def _head(state: State) -> Text:
-    head = Text(f"{state.kind or 'run'} in {state.folder}: ", "bold")
-    head.append(words.status(state), words.STYLES.get(state.status, ""))
-    if state.device == "cpu":
-        head.append(f"\n{CPU_NOTE}", "yellow")
-    return head
-
-
-def _sizes(state: State) -> str:
-    if len(state.sizes) < 2:  # noqa: PLR2004 -- one size says what the counts say
-        return ""
-    return " · ".join(f"tp{s.tp}: {s.finished} of {s.total}" for s in state.sizes)
 
 
 def _last(points: list[Finished], width: int) -> Table:
@@ -99,7 +91,7 @@ def _gpus(gpus: list[GpuNow], width: int) -> Table:
             "SM MHz": _of(g.sm_clock_mhz, g.sm_clock_max_mhz, text),
             "W": _of(g.power_w, g.power_limit_w, short_number),
             "°C": text(g.temperature_c),
-            "GiB": _of(g.memory_used_bytes, g.memory_total_bytes, _gib),
+            "GiB": _of(g.memory_used_bytes, g.memory_total_bytes, lambda v: count(None if v is None else v / GIB)),
         }
         slowed = f"  slowed: {', '.join(g.throttle_reasons)}" if g.throttle_reasons else ""
         name = Text(f"{g.index}{f' {g.name}' if width >= WIDE and g.name else ''}{slowed}", "yellow" if slowed else "")
@@ -117,7 +109,3 @@ def _table(first: str, numbers: list[str]) -> Table:
 
 def _of(value: float | None, most: float | None, show: Callable[[float | None], str]) -> str:
     return show(value) if most is None else f"{show(value)}/{show(most)}"
-
-
-def _gib(value: float | None) -> str:
-    return count(None if value is None else value / GIB)

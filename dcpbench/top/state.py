@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import shlex
+import statistics
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,11 +15,12 @@ from dcpbench.errors import WorkerError
 from dcpbench.launch.processes import COMMAND, NONE, WORKERS
 from dcpbench.plan.grid import point_name
 from dcpbench.show.text import one_line
-from dcpbench.top.estimate import Estimate, estimate
 from dcpbench.top.facts import VERIFY, Ended, Finished
 from dcpbench.top.gpus import GpuNow
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dcpbench.points.point import Point
     from dcpbench.top.facts import Facts, JobFacts
 
@@ -36,6 +40,23 @@ SLACK_S = 2.0
 """How far a record's times may be off, which are written in whole seconds."""
 WRONG, SOME_FAILED, INTERRUPTED = 1, WorkerError.exit_code, 130
 """Exit codes of commands that measure."""
+LEAST = 3
+"""Finished points from which on a range is said."""
+T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+"""97.5 % quantile of Student's t for 1, 2, … degrees of freedom."""
+T_95_MORE = 2.2
+"""For more: 2.20 at 11, 1.96 at infinity."""
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """Time that is left."""
+
+    seconds: float
+    low: float | None = None
+    """95 % prediction interval; null with fewer than LEAST points."""
+    high: float | None = None
+    points: int
+    """How many points it comes from."""
 
 
 class Now(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,11 +163,35 @@ def state_of(
         points_per_minute=60 * len(durations) / sum(durations) if sum(durations) > 0 else None,
         eta=estimate(durations, left or 0, spent) if at_work else None,
         now=_now(job, points, now) if job and at_work else None,
-        sizes=_sizes(points, ended),
+        sizes=[
+            Size(tp=tp, total=total, finished=sum(points[key].tp == tp for key in ended if key in points))
+            for tp, total in Counter(point.tp for point in points.values()).items()
+        ],
         last=list(facts.last),
         unread=dict(facts.unread),
         at=now,
     )
+
+
+def estimate(durations: Sequence[float], left: int, spent: float = 0.0) -> Estimate | None:
+    """Seconds until `left` more points have finished, of which one has been at work for `spent` seconds.
+
+    Points are taken as draws of one distribution, so with m and s, mean and standard deviation of n `durations` (s
+    each, from one point's end to the next one's): left · m, ± t(n - 1) · s · sqrt(left + left² / n), the prediction
+    interval of a sum of new draws. What the point at work has had is taken off, m at most. Larger points that come
+    last make it too short. None where nothing has finished, or nothing is left.
+    """
+    n = len(durations)
+    if not n or left <= 0:
+        return None
+    mean = statistics.fmean(durations)
+    had = min(max(spent, 0.0), mean)
+    seconds = max(left * mean - had, 0.0)
+    if n < LEAST:
+        return Estimate(seconds=seconds, points=n)
+    t = T_95[n - 2] if n - 2 < len(T_95) else T_95_MORE
+    half = t * statistics.stdev(durations) * math.sqrt(left + left**2 / n)
+    return Estimate(seconds=seconds, low=max(seconds - half, 0.0), high=seconds + half, points=n)
 
 
 def _kind(facts: Facts) -> str:
@@ -241,10 +286,3 @@ def _timeout(command: str) -> float:
         return float(words[words.index("--timeout") + 1])
     except (ValueError, IndexError):
         return TIMEOUT_S
-
-
-def _sizes(points: dict[int, Point], ended: dict[int, Ended]) -> list[Size]:
-    by_tp: dict[int, list[bool]] = {}
-    for key, point in points.items():
-        by_tp.setdefault(point.tp, []).append(key in ended)
-    return [Size(tp=tp, total=len(seen), finished=sum(seen)) for tp, seen in by_tp.items()]

@@ -19,8 +19,8 @@ from dcpbench.show.terminal import console, say
 from dcpbench.show.text import printable
 from dcpbench.top.facts import Facts
 from dcpbench.top.gpus import Gpus
-from dcpbench.top.plain import changes, snapshot
 from dcpbench.top.state import INTERRUPTED, State, state_of
+from dcpbench.top.words import changes, snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,8 +48,13 @@ def top(folder: Path | None, *, every: float = 1.0, once: bool = False, as_json:
             return state.exit_code or 0
         with _ended_by_signals():
             look = _Look(_awaited(folder, every))
-            with _json() if as_json else _shown() as show:
-                return _watch(look, show, every)
+            with contextlib.nullcontext(_print_json) if as_json else _shown() as show:
+                while True:
+                    state = look()
+                    show(state)
+                    if state.exit_code is not None:
+                        return state.exit_code
+                    time.sleep(every)
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
@@ -102,10 +107,8 @@ def _awaited(folder: Path | None, every: float) -> Path:
 
 
 def _begun(folder: Path | None) -> Path:
-    return running_below(RUNS) if folder is None else _checked(folder)
-
-
-def _checked(folder: Path) -> Path:
+    if folder is None:
+        return running_below(RUNS)
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is no folder; name a run's, as in: dcpbench top runs/NAME")
     if not folder.exists():
@@ -120,20 +123,6 @@ def _checked(folder: Path) -> Path:
             raise UsageError(f"{folder} is no run, but holds some; name one: {' '.join(inside[-3:])}")
         raise NotBegunError(f"{folder} holds no run of sweep, serve or verify yet.")
     return folder
-
-
-def _watch(look: _Look, show: Show, every: float) -> int:
-    while True:
-        state = look()
-        show(state)
-        if state.exit_code is not None:
-            return state.exit_code
-        time.sleep(every)
-
-
-@contextlib.contextmanager
-def _json() -> Iterator[Show]:
-    yield _print_json
 
 
 @contextlib.contextmanager
@@ -187,10 +176,10 @@ def _live(terminal: Console) -> Iterator[Show]:
 
 
 def _print_once(state: State) -> None:
-    terminal = console()
     if sys.stdout.isatty():
         from dcpbench.top.render import render
 
+        terminal = console()
         terminal.print(render(state, terminal.width, terminal.height))
     else:
         _print_lines(snapshot(state))
@@ -210,14 +199,13 @@ def _print_json(state: State) -> None:
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
     """SIGTERM and a lost terminal end it as Ctrl-C does, so that the terminal is as it was."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, _stop) for number in numbers}
+
+    def stop(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _stop(number: int, _: object) -> None:
-    sys.exit(128 + number)

@@ -1,17 +1,19 @@
-"""Parts of a state in words and numbers, the same on a terminal and in a line."""
+"""A state in words and numbers, the same on a terminal and in a line; and the lines of a pipe, a log or a poor terminal."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dcpbench.launch.progress import CPU_NOTE
 from dcpbench.show.numbers import short_number, span
 from dcpbench.show.text import counted
 from dcpbench.top import state as st
 
 if TYPE_CHECKING:
-    from dcpbench.top.estimate import Estimate
+    from collections.abc import Iterator
+
     from dcpbench.top.facts import Finished
-    from dcpbench.top.state import Now, State
+    from dcpbench.top.state import Estimate, Now, State
 
 STYLES = {
     st.STARTING: "cyan",
@@ -87,3 +89,35 @@ def figures(point: Finished) -> str:
     parts += [f"TTFT {short_number(point.ttft_ms)} ms"] if point.ttft_ms is not None else []
     parts += [f"ITL {short_number(point.itl_ms)} ms"] if point.itl_ms is not None else []
     return ", ".join(parts) or "ok"
+
+
+def changes(before: State | None, after: State) -> Iterator[str]:
+    """What to print after `before`, which is None at first. Nothing where nothing but time has passed."""
+    if before is None:
+        yield f"{after.kind or 'run'} in {after.folder}: {status(after)}"
+        if after.device == "cpu":
+            yield CPU_NOTE
+    elif before.status != after.status:
+        yield status(after)
+    done = after.ok + after.failed
+    if before is None or (before.ok + before.failed, before.total) != (done, after.total):
+        new = 1 if before is None else max(done - before.ok - before.failed, 0)
+        news = after.last[-new:] if new else []
+        yield from (f"{p.point}: {figures(p)}" for p in news)
+        yield " · ".join(filter(None, (counts(after), rates(after))))
+    then = before.now if before else None
+    if after.now and after.now.point and not (then and (then.point, then.stage) == (after.now.point, after.now.stage)):
+        yield f"now: {after.now.point}, {after.now.stage}"
+    if before and after.unread != before.unread:
+        yield f"could not be read, and is left out: {', '.join(after.unread)}"
+
+
+def snapshot(state: State) -> Iterator[str]:
+    """One state in full, as `--once` prints it where there is no terminal."""
+    yield from changes(None, state)
+    if state.now and state.status != st.SILENT:
+        yield stage(state.now)
+    for g in state.gpus:
+        clock, power = short_number(g.sm_clock_mhz), short_number(g.power_w)
+        slowed = f", slowed: {', '.join(g.throttle_reasons)}" if g.throttle_reasons else ""
+        yield f"GPU {g.index}: {clock} MHz, {power} W, {short_number(g.temperature_c)} °C{slowed}"

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from dcpbench.commands.ab import order
-from dcpbench.compare import effects, multiple, student
+from dcpbench.compare import effects, student
 from dcpbench.compare.judging import Options, judge
 from dcpbench.compare.resampling import (
     LEAST,
@@ -18,7 +18,6 @@ from dcpbench.compare.resampling import (
     block_length,
     error_of,
     error_of_pooled,
-    error_of_requests,
     joint,
     mean,
     quantile,
@@ -50,15 +49,15 @@ class TestCorrection:
     def test_benjamini_and_hochberg_reject_up_to_the_last_p_below_its_line(self) -> None:
         """m = 4, 0.05·k/4: 0.0125, 0.025, 0.0375, 0.05. 0.03 passes as 0.035, the third, does."""
         p = [0.03, 0.001, 0.2, 0.035]
-        assert multiple.rejected(p, 0.05) == 3
-        assert multiple.level(p, 0.05) == pytest.approx(0.05 * 3 / 4)
+        assert effects.rejected(p, 0.05) == 3
+        assert effects.level(p, 0.05) == pytest.approx(0.05 * 3 / 4)
 
     def test_without_a_rejection_intervals_are_bonferronis(self) -> None:
-        assert multiple.level([0.5, 0.02, 0.9], 0.05) == pytest.approx(0.05 / 3)
+        assert effects.level([0.5, 0.02, 0.9], 0.05) == pytest.approx(0.05 / 3)
 
     def test_no_tests_need_no_correction(self) -> None:
-        assert multiple.rejected([], 0.05) == 0
-        assert multiple.level([], 0.05) == 0.05
+        assert effects.rejected([], 0.05) == 0
+        assert effects.level([], 0.05) == 0.05
 
 
 class TestBlocks:
@@ -104,20 +103,20 @@ class TestBlocks:
     def test_requests_are_counted_in_blocks_too(self) -> None:
         """64 requests in blocks of 2·64^⅓ = 8: 7 degrees of freedom; gaps are drawn with their requests."""
         latencies = np.random.default_rng(1).uniform(1, 2, 64)
-        assert error_of_requests(latencies, mean, 1).df == 7
+        assert error_of(latencies, mean, 1, requests=True).df == 7
         assert error_of_pooled([np.full(5, x) for x in latencies], 0.5, 1).df == 7
 
     def test_batches_are_counted_where_there_are_many_samples(self) -> None:
         """64 of them, whatever each holds."""
         samples = np.random.default_rng(1).uniform(1, 2, 20_001)
-        assert error_of(samples, mean, 1).df == error_of_requests(samples, mean, 1).df == 63
+        assert error_of(samples, mean, 1).df == error_of(samples, mean, 1, requests=True).df == 63
 
     @pytest.mark.parametrize("times", [1, 1000], ids=["resampled", "in-batches"])
     def test_a_statistic_that_can_be_0_has_no_error_of_its_logarithm(self, times: int) -> None:
         """Every other sample is 0, so that the median of some draws is: there is no logarithm, and none is invented."""
         zeros_and_ones = [0.0] * 25 * times + [1.0] * 25 * times
         assert error_of(zeros_and_ones, quantile(0.5), 1) is None
-        assert error_of_requests(zeros_and_ones, quantile(0.5), 1) is None
+        assert error_of(zeros_and_ones, quantile(0.5), 1, requests=True) is None
         assert error_of(zeros_and_ones, lambda rows: np.full(len(rows), np.inf), 1) is None, "nor one that is endless"
 
     def test_what_is_not_a_number_is_left_out(self) -> None:
@@ -141,10 +140,10 @@ class TestBlocks:
         rng = np.random.default_rng(6)
         a = rng.uniform(1, 100, 300)
         b = a * 1.05 * rng.normal(1, 0.01, 300)
-        one, other = (error_of_requests(x, mean, 7) for x in (a, b))
+        one, other = (error_of(x, mean, 7, requests=True) for x in (a, b))
         ((together, _),) = joint(one, other)
         assert together < (one.variance + other.variance) / 500
-        assert len(joint(one, error_of_requests(b[:-1], mean, 7))) == 2
+        assert len(joint(one, error_of(b[:-1], mean, 7, requests=True))) == 2
 
     def test_which_requests_there_were_is_no_scatter_of_launches(self) -> None:
         """Two launches of the same requests agree to 0.1 %, whatever other requests would have given."""

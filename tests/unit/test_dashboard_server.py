@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from dcpbench.commands import dashboard
-from dcpbench.dashboard import pages, running, server, watching
+from dcpbench.dashboard import pages, running, server, site, watching
 from dcpbench.errors import MissingPackageError, OutputError, UsageError
 from dcpbench.launch.folders import locked
 from dcpbench.launch.jobs import Job, tell
@@ -133,7 +133,7 @@ class TestWhatIsShown:
         assert headers["cross-origin-resource-policy"] == "same-origin"
 
     def test_data_whose_name_is_its_digest_may_be_kept(self, client: Client, watcher: watching.Watcher) -> None:
-        answer = client.get("/" + watcher.index())
+        answer = client.get("/" + site.index(watcher.site))
         assert answer.status_code == 200
         assert "immutable" in answer.headers["cache-control"]
 
@@ -168,7 +168,7 @@ class TestFollowing:
         with (watcher.root / "run-001" / "records.jsonl").open("ab") as f:
             f.write(b'{"schema_version":1,"point":{"mod')
         watcher.refresh()
-        assert "run-001" in client.get("/" + watcher.index()).text
+        assert "run-001" in client.get("/" + site.index(watcher.site)).text
 
     def test_a_build_that_fails_is_said_and_the_last_site_stays(
         self, client: Client, watcher: watching.Watcher, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ from dcpbench.exports import vllm as to_vllm
 from dcpbench.imports import Told, import_files, metrics, sglang, vllm
 from dcpbench.imports.documents import Document
 from dcpbench.records.file import read_records
-from dcpbench.reports import frames, opening
+from dcpbench.reports import answer, frames
 from dcpbench.serving import samples
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder
@@ -530,7 +530,7 @@ class TestReport:
         labels = dict(zip(read.served["origin"], read.served["label"], strict=True))
         assert "vllm" in labels["vllm"]
         assert "unknown" not in " ".join(labels.values())
-        said = " ".join(opening.sentences(read))
+        said = " ".join(answer.sentences(read))
         assert "1 point of vLLM" in said
         assert "1 point of SGLang" in said
 

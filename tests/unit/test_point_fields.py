@@ -22,7 +22,6 @@ from dcpbench.points.settings import Settings
 from dcpbench.reports import exchanges, findings, frames
 from dcpbench.reports.page.points import page_data
 from dcpbench.reports.reproduce import command_of
-from dcpbench.reports.serving import findings as serving
 from dcpbench.serving.step_times import engine_path
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
@@ -196,9 +195,9 @@ class TestComparisons:
     def test_a_replay_stands_for_the_live_run_of_the_same_point(self, name: str, tmp_path: Path) -> None:
         live = served(serve.point(DCP))
         replay = served(changed(live.point, "mode"))
-        assert len(serving.replay_against_live(as_repeats(tmp_path / "same", live, replay).served)) == 1
+        assert len(findings.replay_against_live(as_repeats(tmp_path / "same", live, replay).served)) == 1
         other = msgspec.structs.replace(replay, point=changed(replay.point, name))
-        assert serving.replay_against_live(as_repeats(tmp_path / "other", live, other).served).empty
+        assert findings.replay_against_live(as_repeats(tmp_path / "other", live, other).served).empty
 
     @pytest.mark.parametrize("setting", [{"kv_memory_bytes": 8 << 30}, {"limit_seconds": 60.0}])
     def test_what_was_served_with_other_kv_memory_or_limit_is_another_point(
@@ -210,7 +209,7 @@ class TestComparisons:
         read = as_repeats(tmp_path / "rivals", alone, split)
         assert findings.best_per_load(findings.rivals(read)).empty
         replay = served(changed(split.point, "mode"), **setting)
-        assert serving.replay_against_live(as_repeats(tmp_path / "replay", split, replay).served).empty
+        assert findings.replay_against_live(as_repeats(tmp_path / "replay", split, replay).served).empty
         again = msgspec.structs.replace(split, measured_with=split.measured_with | setting, started_at="later")
         assert as_repeats(tmp_path / "repeat", split, again).served["repeats"].tolist() == [1, 1]
 

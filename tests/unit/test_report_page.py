@@ -9,9 +9,8 @@ import pytest
 
 from dcpbench.points.layout import Layout
 from dcpbench.reports import frames
-from dcpbench.reports.page.points import page_data, point_of
+from dcpbench.reports.page.points import brief, page_data, point_of
 from dcpbench.reports.page.render import charts_of
-from dcpbench.reports.page.words import brief
 from dcpbench.reports.plots import Picture
 from tests.unit import record_builder, serve_record_builder
 

@@ -11,9 +11,9 @@ from dcpbench.errors import UsageError
 from dcpbench.points.layout import Layout
 from dcpbench.records.formulas import decode_metrics
 from dcpbench.records.record import Latencies
-from dcpbench.reports import answer_tables, findings, frames, markdown, opening, sections
-from dcpbench.reports.serving.words import shared_shape, short_shapes
+from dcpbench.reports import answer, answer_tables, findings, frames, markdown, sections
 from dcpbench.reports.tables import Table
+from dcpbench.reports.words import shared_shape, short_shapes
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
 
@@ -51,14 +51,14 @@ def read(tmp_path: Path, *records: Record, slo: dict[str, float] | None = None) 
 
 def said(found: frames.Frames, words: str) -> str:
     """The one opening sentence with these words."""
-    (sentence,) = [s for s in opening.sentences(found) if words in s]
+    (sentence,) = [s for s in answer.sentences(found) if words in s]
     return sentence
 
 
 class TestSlo:
     def test_without_one_the_best_is_the_highest_throughput_and_that_is_said(self, tmp_path: Path) -> None:
         found = read(tmp_path, step(build.point(TP), 10), step(build.point(DCP), 20))
-        assert opening.sentences(found)[0].startswith("No SLO was given")
+        assert answer.sentences(found)[0].startswith("No SLO was given")
         assert findings.best_per_load(findings.rivals(found))["label"].tolist() == ["tp4"]
 
     def test_the_best_is_the_fastest_of_those_that_meet_it(self, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ class TestSlo:
             "tp4·dcp4": "meets",
         }
         assert "400 in · 40 out: only tp4·dcp4 at 8." in said(found, "Best layout")
-        assert opening.sentences(found)[0] == "SLO (--slo): ITL ≤ 55 ms at p99."
+        assert answer.sentences(found)[0] == "SLO (--slo): ITL ≤ 55 ms at p99."
 
     def test_rivals_are_held_against_the_highest_percentile_that_all_of_them_have(self, tmp_path: Path) -> None:
         """tp4 has p99 = 80 ms, tp4·dcp4 no more than p90 = 45 ms: both are judged by p90, 40 and 45."""
@@ -86,7 +86,7 @@ class TestSlo:
         ]
         found = read(tmp_path, *records, slo={"itl": 50.0})
         assert set(found.served["slo_said"]) == {"meets"}
-        assert opening.sentences(found)[0] == "SLO (--slo): ITL ≤ 50 ms at p90 (p99 lacks samples)."
+        assert answer.sentences(found)[0] == "SLO (--slo): ITL ≤ 50 ms at p90 (p99 lacks samples)."
 
     def test_a_value_within_two_percent_of_its_limit_is_narrow(self, tmp_path: Path) -> None:
         """50 ms against 50.5 and 49.5: as far as repeats may differ."""
@@ -105,7 +105,7 @@ class TestSlo:
 
     def test_decode_has_no_first_token_to_wait_for(self, tmp_path: Path) -> None:
         found = read(tmp_path, step(build.point(TP), 40), slo={"ttft": 1.0, "itl": 50.0})
-        assert opening.sentences(found)[0].endswith("These points have no TTFT.")
+        assert answer.sentences(found)[0].endswith("These points have no TTFT.")
         assert found.points["slo_said"].tolist() == ["meets"]
 
     def test_an_slo_that_bounds_nothing_at_hand_is_none(self, tmp_path: Path) -> None:
@@ -120,13 +120,13 @@ class TestSlo:
                 ({}, none),
             ]
         ):
-            assert opening.sentences(read(tmp_path / str(number), record, slo=slo))[0] == words
+            assert answer.sentences(read(tmp_path / str(number), record, slo=slo))[0] == words
 
     def test_an_objective_of_some_points_is_in_force_for_them(self, tmp_path: Path) -> None:
         """The served point has a TTFT and both have an ITL; nothing has a TPOT."""
         with_ttft = served(serve.point(TP), 100, {"p50": 9, "p99": 9}, {"p50": 40, "p99": 60}, tpot_ms=Latencies())
         found = read(tmp_path, step(build.point(TP), 40), with_ttft, slo={"ttft": 2000.0, "itl": 50.0, "tpot": 9.0})
-        assert opening.sentences(found)[0] == (
+        assert answer.sentences(found)[0] == (
             "SLO (--slo): TTFT ≤ 2,000 ms at p99, ITL ≤ 50 ms at p99 or p50 (where p99 lacks samples). "
             "These points have no TPOT."
         )
@@ -138,24 +138,24 @@ class TestSlo:
             served(serve.point(TP), 100, {}, itl, slo_ms={"itl": 50.0}),
             served(serve.point(TP, model="deepseek-v3"), 100, {}, itl),
         ]
-        assert opening.sentences(read(tmp_path, *records))[0] == (
+        assert answer.sentences(read(tmp_path, *records))[0] == (
             "SLO (as the runs were measured with): deepseek-v3 live: none; kimi-k2 live: ITL ≤ 50 ms at p99."
         )
 
     def test_the_objectives_of_the_run_hold_where_none_are_given(self, tmp_path: Path) -> None:
         record = served(serve.point(TP), 9, {"p50": 9}, {"p50": 60}, slo_ms={"itl": 50.0})
-        assert "as the runs were measured with" in opening.sentences(read(tmp_path / "own", record))[0]
+        assert "as the runs were measured with" in answer.sentences(read(tmp_path / "own", record))[0]
         given = read(tmp_path / "given", record, slo={"itl": 70.0})
-        assert "(--slo): ITL ≤ 70 ms" in opening.sentences(given)[0]
+        assert "(--slo): ITL ≤ 70 ms" in answer.sentences(given)[0]
 
     def test_objectives_that_points_do_not_share_are_none(self, tmp_path: Path) -> None:
         records = [served(serve.point(TP, c), 9, {"p50": 9}, {"p50": 60}, slo_ms={"itl": 50.0 + c}) for c in (8, 32)]
-        assert opening.sentences(read(tmp_path, *records))[0].startswith("No SLO was given")
+        assert answer.sentences(read(tmp_path, *records))[0].startswith("No SLO was given")
 
     def test_a_cpu_run_meets_and_misses_nothing(self, tmp_path: Path) -> None:
         found = read(tmp_path, *build.cpu_sweep(), slo={"itl": 1e-6})
         assert set(found.points["slo_said"]) == {""}
-        assert not [s for s in opening.sentences(found) if "SLO" in s]
+        assert not [s for s in answer.sentences(found) if "SLO" in s]
 
     def test_names_that_are_no_objectives_are_refused_as_serve_does(self, tmp_path: Path) -> None:
         from dcpbench.commands.report import report
@@ -232,7 +232,7 @@ class TestPays:
             "Looser, over tp4 alone, DCP is ahead in output tok/s. 400 in · 40 out: from concurrency 8, the lowest "
             "tried (tp4·dcp4 1.50×)."
         )
-        assert not [s for s in opening.sentences(found) if "starts to pay" in s]
+        assert not [s for s in answer.sentences(found) if "starts to pay" in s]
 
     def test_what_is_above_the_best_other_layout_pays_by_that(self, tmp_path: Path) -> None:
         """150 over 120 tok/s is 1.25 times."""
@@ -273,7 +273,7 @@ class TestPays:
         found = read(tmp_path, *(served(p, rate, {}, {}) for p, rate in points))
         assert "DCP pays in 1 of 1 load, in" in said(found, "DCP pays")
         alone = read(tmp_path / "alone", served(*points[0], {}, {}))
-        assert not [s for s in opening.sentences(alone) if "pays" in s]
+        assert not [s for s in answer.sentences(alone) if "pays" in s]
 
     def test_loads_in_a_row_are_one_clause_and_lengths_with_one_answer_another(self, tmp_path: Path) -> None:
         """At 400 tokens in 1.2 and 1.5 times at 8 and 16, 0.8 at 32; at 800 and 1,600 it is 0.5 times."""
@@ -297,11 +297,11 @@ class TestOpening:
             f"run-{h}": [step(p, 9 + p.dcp, started_at=f"2026-11-21T0{h}:00:00Z") for p in points] for h in range(3)
         }
         found = frames.load([build.write(tmp_path / name, run) for name, run in hours.items()], slo={"itl": 12.0})
-        assert len(opening.sentences(found)) == opening.MOST
-        assert opening.sentences(found)[0].startswith("SLO")
-        assert opening.sentences(found)[-1].startswith("Repeats")
+        assert len(answer.sentences(found)) == answer.MOST
+        assert answer.sentences(found)[0].startswith("SLO")
+        assert answer.sentences(found)[-1].startswith("Repeats")
         first, *others = sections.report(found, [])
-        assert first.bullets == opening.sentences(found)
+        assert first.bullets == answer.sentences(found)
         (below,) = [s for s in others if s.slug == "comparisons"]
         assert not set(below.bullets) & set(first.bullets)
         assert len([b for b in below.bullets if "Best layout" in b]) >= 1
@@ -347,13 +347,7 @@ class TestTables:
             for lay, n, ms in ((TP, 8, 40), (DCP, 8, 50), (TP, 32, 50), (DCP, 32, 50))
         ]
         found = read(tmp_path, *records)
-        points = findings.rivals(found)
-        best, over = answer_tables.grids(
-            findings.best_per_load(points),
-            findings.most_per_shape(points),
-            findings.dcp_against_baseline(points),
-            found,
-        )
+        best, over = answer_tables.grids(found)
         assert best.columns == ["load", "concurrency 8", "32"]
         assert best.rows == [["context 4,000", "tp4: 200, 1.25×", "tp4 ≈ tp4·dcp4: 640"]]
         assert over.rows == [["context 4,000", "tp4·dcp4", "▼ 0.80×", "≈ 1.00×"]]

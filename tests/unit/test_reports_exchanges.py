@@ -10,8 +10,7 @@ import pytest
 from dcpbench.points.layout import Layout
 from dcpbench.records.formulas import decode_metrics
 from dcpbench.reports import exchanges, findings, frames
-from dcpbench.reports.bars import draw_phases
-from dcpbench.reports.figures import draw_itl
+from dcpbench.reports.figures import draw_itl, draw_phases
 from dcpbench.reports.style import Style
 from tests.unit import record_builder as build
 

@@ -10,7 +10,7 @@ import pytest
 from dcpbench.errors import UsageError
 from dcpbench.points.layout import Layout
 from dcpbench.records.formulas import decode_metrics
-from dcpbench.reports import findings, frames, opening
+from dcpbench.reports import answer, findings, frames
 from dcpbench.reports.figures import frontier
 from tests.unit import record_builder as build
 
@@ -145,7 +145,7 @@ def test_the_best_layout_of_a_load_is_clear_only_if_intervals_lie_apart_and_it_l
     assert list(best["clear"]) == [True, False, False]
     assert best["lead"][0] == pytest.approx(1.1)
     assert list(best["level"]) == [["tp4"], ["tp4", "tp4·dcp4"], ["tp4", "tp4·dcp4"]]
-    (said,) = [s for s in opening.sentences(read) if "Best layout" in s]
+    (said,) = [s for s in answer.sentences(read) if "Best layout" in s]
     assert "Context 1: tp4 at 8 (1.10× the next); context 2: not clearly tp4 or tp4·dcp4 at 8; context 3: not" in said
 
 
@@ -174,7 +174,7 @@ def test_a_dcp_point_whose_baseline_was_rejected_is_told_not_compared(tmp_path: 
     read = loaded(tmp_path, build.rejected(build.point(TP)), exact(build.point(DCP), 10))
     (row,) = findings.dcp_against_baseline(findings.rivals(read)).to_dict("records")
     assert row["verdict"] == "no baseline"
-    said = " ".join(opening.sentences(read))
+    said = " ".join(answer.sentences(read))
     assert "1 point with DCP ran where the same layout without it was rejected" in said
 
 

@@ -22,10 +22,10 @@ from dcpbench.reports import (
     findings,
     frames,
     markdown,
+    plots,
     sections,
     style,
     terminal,
-    thinning,
 )
 from dcpbench.reports.tables import MOST_LETTERS, MOST_ROWS
 from dcpbench.show.figures import drawing
@@ -294,7 +294,7 @@ def test_of_too_many_points_tables_show_the_first_and_figures_some_and_both_say_
     tables = [table for section in told for table in section.tables]
     assert max(len(table.rows) for table in tables) == MOST_ROWS
     assert any("the first 2,000 of 2,400; points.csv has every point" in table.title for table in tables)
-    shown, note = thinning.thinned(read.points)
+    shown, note = plots.thinned(read.points)
     assert (shown["context"].nunique(), shown["concurrency"].nunique(), len(shown)) == (9, 48, 9 * 48 * 2)
     assert note == " (shown: 9 of 20 lengths, 48 of 60 loads; all in points.csv)"
     assert {1, 20} <= set(shown["context"]), "the ends are always shown"
@@ -308,7 +308,7 @@ def test_the_fastest_layouts_are_those_that_a_figure_keeps(tmp_path: Path) -> No
         msgspec.structs.replace(build.ok(build.point(TP, backend=f"b{i:02}"), steps=3, median_ms=10.0 + i))
         for i in range(20)
     ]
-    shown, note = thinning.thinned(frames.load([build.write(tmp_path / "run", records)]).points)
+    shown, note = plots.thinned(frames.load([build.write(tmp_path / "run", records)]).points)
     assert set(shown["backend"]) == {f"b{i:02}" for i in range(16)}
     assert "the 16 fastest of 20 layouts" in note
 

@@ -10,9 +10,7 @@ import pytest
 from rich.console import Console
 
 from dcpbench.points.layout import Layout
-from dcpbench.reports import findings, frames, opening, terminal_table, write_report
-from dcpbench.reports.serving import findings as serving
-from dcpbench.reports.serving import tables, words
+from dcpbench.reports import answer, explain, findings, frames, tables, terminal_table, words, write_report
 from tests.unit import record_builder
 from tests.unit import serve_record_builder as build
 from tests.unit.test_reports import NAMESPACE
@@ -189,7 +187,7 @@ class TestReport:
         ]
         read = loaded(tmp_path, *cpu)
         assert findings.timed(read.served).empty
-        said = " ".join(opening.sentences(read))
+        said = " ".join(answer.sentences(read))
         assert "CPU: functional run." in said
         assert "throughput" not in said
         assert "Replay against live" not in said
@@ -258,21 +256,21 @@ class TestFindings:
         (row,) = findings.break_even(findings.dcp_against_baseline(read.served)).to_dict("records")
         assert (row["from"] if found else None) == found
         assert row["least"] is least
-        assert said in " ".join(opening.sentences(read))
+        assert said in " ".join(answer.sentences(read))
 
     def test_a_dcp_point_without_a_baseline_is_told_not_compared(self, tmp_path: Path) -> None:
         read = loaded(tmp_path, exact(build.point(DCP), 150), record_builder.rejected(build.point(TP)))
         (row,) = findings.dcp_against_baseline(read.served).to_dict("records")
         assert row["verdict"] == "no baseline"
         said = "1 point with DCP ran where the same layout without it was rejected (closed 8 · 400 in · 40 out)."
-        assert f"kimi-k2, live: {said}" in opening.sentences(read)
+        assert f"kimi-k2, live: {said}" in answer.sentences(read)
         assert findings.break_even(findings.dcp_against_baseline(read.served)).empty
 
     def test_kv_pressure_is_said_of_all_layouts_under_that_load(self, tmp_path: Path) -> None:
         """1,000 pages of 16 hold 36 requests of 440 tokens on tp4, and 145 with dcp 4; 48 are in flight."""
         read = loaded(tmp_path, *(build.served(build.point(layout, c)) for layout in (TP, DCP) for c in (8, 48)))
-        assert list(serving.pressure(read.served)["layout"]) == ["tp4"]
-        (said,) = [s for s in opening.sentences(read) if "KV pressure" in s]
+        assert list(findings.pressure(read.served)["layout"]) == ["tp4"]
+        (said,) = [s for s in answer.sentences(read) if "KV pressure" in s]
         assert "under closed 48 · 400 in · 40 out: tp4 has room for 36 requests, 4 preemptions, TTFT p50 261 ms" in said
         assert "tp4·dcp4 has room for 145 requests, 0 preemptions" in said
 
@@ -295,12 +293,12 @@ class TestFindings:
             exact(replayed(build.point(TP)), 102, ttft_ms=times(45), itl_ms=times(20, p99=44.0)),
             exact(build.point(TP, 32), 300),
         )
-        (row,) = serving.replay_against_live(read.served).to_dict("records")
+        (row,) = findings.replay_against_live(read.served).to_dict("records")
         assert row["output_tok_s_error"] == pytest.approx(0.02)
         assert row["ttft_p50_ms_error"] == pytest.approx(-0.1)
         assert row["itl_p99_ms_error"] == pytest.approx(0.1)
         assert pd.isna(row["ttft_p99_ms_error"])
-        (said,) = [s for s in opening.sentences(read) if s.startswith("Replay")]
+        (said,) = [s for s in answer.sentences(read) if s.startswith("Replay")]
         assert said == (
             "Replay against live, largest errors over 1 point that was run both ways: "
             "output tok/s 2 %, TTFT p50 10 %, ITL p50 0 %, ITL p99 10 %."
@@ -311,20 +309,20 @@ class TestFindings:
         live, replay = exact(build.point(TP), 100), exact(replayed(build.point(TP)), 102)
         for settings in ({"limit_seconds": 60.0}, {"kv_memory_bytes": 8 << 30}):
             other = msgspec.structs.replace(live, measured_with=settings)
-            assert serving.replay_against_live(loaded(tmp_path / str(settings), other, replay).served).empty
+            assert findings.replay_against_live(loaded(tmp_path / str(settings), other, replay).served).empty
 
     def test_repeats_of_a_live_point_are_merged_and_compared(self, tmp_path: Path) -> None:
         """100 and 110 tok/s: the median is 105, and they lie 10 / 105 = 9.5 % apart."""
         read = loaded(tmp_path, *(exact(build.point(TP, repeat=i), rate) for i, rate in enumerate((100, 110))))
         (row,) = read.served.to_dict("records")
         assert (row["output_tok_s"], row["output_tok_s_low"], row["output_tok_s_high"]) == (105, 100, 110)
-        assert opening.apart(read) == [pytest.approx(10 / 105)]
-        assert len(tables.repeats(serving.repeats(read.served)).rows) == 1
+        assert answer.apart(read) == [pytest.approx(10 / 105)]
+        assert len(tables.served_repeats(findings.served_repeats(read.served)).rows) == 1
 
     def test_a_replay_repeated_proves_nothing(self, tmp_path: Path) -> None:
         """The same integers in give the same numbers out."""
         read = loaded(tmp_path, *(exact(replayed(build.point(TP, repeat=i)), 100) for i in range(2)))
-        assert opening.apart(read) == []
+        assert answer.apart(read) == []
 
     def test_repeats_with_different_objectives_have_no_goodput_in_common(self, tmp_path: Path) -> None:
         read = loaded(tmp_path, *(exact(build.point(TP, repeat=i), 9, slo_ms={"itl": 10.0 + i}) for i in range(2)))
@@ -334,7 +332,7 @@ class TestFindings:
         """Stopped after a second: what waited longest is missing."""
         read = loaded(tmp_path, build.served(build.point(TP, 32), until_s=1.0))
         assert "cut_off" in read.served["marks"][0]
-        assert "latencies look better than they were" in " ".join(tables.absent(read.served))
+        assert "latencies look better than they were" in " ".join(explain.absent_served(read.served))
 
 
 class TestWords:

@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from dcpbench.points.layout import Layout
-from dcpbench.reports import frames, terminal_json, terminal_table
-from dcpbench.reports.terminal_parts import Column, Fitted
+from dcpbench.reports import export, frames, terminal_table
+from dcpbench.reports.terminal import Column, Fitted
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder
 
@@ -135,7 +135,7 @@ class TestJson:
     def test_rows_and_findings_are_one_object(self, tmp_path: Path) -> None:
         points = [build.point(Layout(4)), build.point(Layout(4, 1, 4))]
         records = [build.ok(p, median_ms=10.0) for p in points] + [build.rejected(build.point(context=10**6))]
-        found = json.loads(terminal_json.dumps(frames.load([build.write(tmp_path / "run", records)])))
+        found = json.loads(export.dumps(frames.load([build.write(tmp_path / "run", records)])))
         assert set(found) == {"runs", "cpu", "points", "served", "others", "findings"}
         assert [(p["layout"], p["concurrency"], p["ttft_p50_ms"]) for p in found["points"]] == [
             ("tp4", 8, None),
@@ -147,7 +147,7 @@ class TestJson:
 
     def test_nothing_in_it_steers_a_terminal(self, tmp_path: Path) -> None:
         records = [build.ok(build.point(model="\x1b[2J\x9b\u202e"))]
-        text = terminal_json.dumps(frames.load([build.write(tmp_path / "run", records)]))
+        text = export.dumps(frames.load([build.write(tmp_path / "run", records)]))
         assert text.isascii()
         assert all(c.isprintable() or c == "\n" for c in text)
 

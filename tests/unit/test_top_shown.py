@@ -16,11 +16,11 @@ from rich.console import Console
 from dcpbench.errors import UsageError
 from dcpbench.launch import processes
 from dcpbench.top import watch, words
-from dcpbench.top.estimate import Estimate
 from dcpbench.top.facts import Facts
 from dcpbench.top.gpus import GpuNow, Gpus
-from dcpbench.top.plain import changes, snapshot
 from dcpbench.top.render import render
+from dcpbench.top.state import Estimate
+from dcpbench.top.words import changes, snapshot
 from tests.unit import top_builder as build
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from dcpbench.launch.processes import COMMAND, NONE, WORKERS
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import Record
 from dcpbench.show.text import LONGEST_LINE
-from dcpbench.top.estimate import estimate
 from dcpbench.top.facts import Facts
+from dcpbench.top.state import estimate
 from tests.unit import top_builder as build
 from tests.unit.serve_record_builder import load
 

@@ -12,10 +12,11 @@ from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import CLOSED, GAMMA, LIVE
 from dcpbench.points.point import AXES, LOAD_AXES, Load, Point
 from dcpbench.records.metrics import METRIC, PAGE, PAGE_TABLE, Metric
-from dcpbench.reports import bars, style
-from dcpbench.reports.page.words import LONGEST_COMMAND, LONGEST_NAME, brief
+from dcpbench.reports import style
+from dcpbench.reports.figures import has_phases, phases_in_ms
+from dcpbench.reports.findings import LOAD
+from dcpbench.reports.frames import same_load
 from dcpbench.reports.reproduce import command_of
-from dcpbench.reports.serving.frame import same_load
 from dcpbench.show import figures
 from dcpbench.show.numbers import missing
 
@@ -27,6 +28,12 @@ MOST_POINTS = 20_000
 """Points that a page holds; a browser draws these within seconds, and points.csv has all."""
 DIGITS = 7
 """Significant digits of numbers in a page; points.csv has all."""
+LONGEST = 4000
+"""Characters of a sentence or a cell; records.jsonl has all."""
+LONGEST_NAME = 200
+"""Characters of a name in the page's data, where each point repeats it."""
+LONGEST_COMMAND = 2000
+"""Characters of a command; a longer one has a name that reports cut, and would ask for another point."""
 UNMARKED = "unmarked"
 """Among the marks by which points are filtered: to have none."""
 LOADS = {
@@ -52,18 +59,20 @@ COLOURS = (*(name for name in FILTERS if name not in ("load", "marks")), "backen
 Rows = list[dict[str, Any]]
 
 
-def _field(name: str, label: str, unit: str) -> dict[str, Any]:
-    return {"name": name, "label": label, "unit": unit, "table": False, "range": False}
+def brief(text: object, most: int = LONGEST) -> str:
+    """The beginning of a text, and how much of it is left out."""
+    whole = str(text)
+    return whole if len(whole) <= most else f"{whole[:most]}… ({len(whole) - most:,} more characters)"
 
 
-def _metric_field(metric: Metric) -> dict[str, Any]:
-    about = _field(metric.name, metric.label, metric.shown_unit or "")
-    return about | {"table": metric in PAGE_TABLE, "range": metric.ranged}
+def _field(name: str, label: str, unit: str, metric: Metric | None = None) -> dict[str, Any]:
+    ranged = metric is not None and metric.ranged
+    return {"name": name, "label": label, "unit": unit, "table": metric in PAGE_TABLE, "range": ranged}
 
 
 FIELDS = [
     *(_field(name, *words) for name, words in LOADS.items()),
-    *map(_metric_field, PAGE),
+    *(_field(metric.name, metric.label, metric.shown_unit or "", metric) for metric in PAGE),
     _field("repeats", "repeats", ""),
 ]
 """What the page says of a point in numbers, in order."""
@@ -75,19 +84,20 @@ def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
     rows: Rows = []
     phases: dict[str, None] = {}
     series = _Series(frames)
-    commands = _Commands(frames)
+    recorded = _recorded(frames)
     ratios = _ratios(frames)
     for table in tables:
         part = table.head(max(most - len(rows), 0))
-        times = bars.phases_in_ms(part).to_dict("records") if bars.has_phases(part) else [{}] * len(part)
+        times = phases_in_ms(part).to_dict("records") if has_phases(part) else [{}] * len(part)
         for named, spent in zip(part.to_dict("records"), times, strict=True):
             row = {str(name): value for name, value in named.items()}
             row |= ratios.get(tuple(row[name] for name in SAME), {})
             phases |= dict.fromkeys(map(str, spent))
-            rows.append(_row(row, {str(k): v for k, v in spent.items()}) | series.of(row) | commands.of(row))
+            rows.append(_row(row, {str(k): v for k, v in spent.items()}) | series.of(row) | _command(row, recorded))
     total = sum(map(len, tables))
+    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(n for row in rows for n in row)}
     return {
-        "columns": _columns(rows),
+        "columns": {name: values for name, values in columns.items() if any(v is not None for v in values)},
         "count": len(rows),
         "total": total,
         "cpu": frames.cpu,
@@ -102,7 +112,7 @@ def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
     }
 
 
-SAME = ("run", "model", "mode", "same_load", "label")
+SAME = [*LOAD, "label"]
 """What only a point and its comparison with its baseline share."""
 
 
@@ -111,7 +121,7 @@ def _ratios(frames: Frames) -> dict[tuple[str, ...], dict[str, Any]]:
     found = frames.findings.ratios
     if found.empty:
         return {}
-    found = found[found["ratio"].notna()].drop_duplicates(list(SAME), keep=False)
+    found = found[found["ratio"].notna()].drop_duplicates(SAME, keep=False)
     names = {"ratio": "dcp_ratio", "low": "dcp_ratio_low", "high": "dcp_ratio_high"}
     kept = found.rename(columns=names)[[*SAME, *names.values(), "baseline", "verdict"]].to_dict("records")
     return {tuple(row[name] for name in SAME): {str(k): v for k, v in row.items()} for row in kept}
@@ -129,9 +139,9 @@ def _row(row: dict[str, Any], phases: dict[str, Any]) -> dict[str, Any]:
         "settings": row["settings"] or None,
         "exchange": point_of(row).exchange_label() or row["exchange"],
         "mode": row["mode"] if _served(row) else LIVE,
-        "load": _load(row),
+        "load": row["rest"] if _served(row) else "decode",
         "panel": _panel(row),
-        "arrival": row["load_arrival"] if _served(row) else CLOSED,
+        "arrival": row["load_arrival"],
         "marks": [mark for mark in row["marks"].split(", ") if mark] or [UNMARKED],
         "kv_bounded_by": row["kv_bounded_by"],
         "baseline": row.get("baseline"),
@@ -149,11 +159,7 @@ def _row(row: dict[str, Any], phases: dict[str, Any]) -> dict[str, Any]:
 
 
 def _served(row: dict[str, Any]) -> bool:
-    return not missing(row.get("load_requests"))
-
-
-def _load(row: dict[str, Any]) -> str:
-    return str(row["rest"]) if _served(row) else "decode"
+    return bool(row["mode"] != "decode")
 
 
 def _panel(row: dict[str, Any]) -> str:
@@ -169,13 +175,6 @@ def _number(value: Any, scale: float = 1.0) -> float | int | None:  # noqa: ANN4
         return None
     value = value if scale == 1 else value * scale
     return value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")
-
-
-def _columns(rows: Rows) -> dict[str, list[Any]]:
-    """Columns in which any point has a value."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    found = {name: [row.get(name) for row in rows] for name in names}
-    return {name: values for name, values in found.items() if any(v is not None for v in values)}
 
 
 def point_of(row: dict[str, Any]) -> Point:
@@ -235,24 +234,26 @@ class _Series:
         }
 
 
-class _Commands:
-    """The command of each point, with the settings that its record was measured with."""
+def _recorded(frames: Frames) -> dict[tuple[str, Point, str], Record]:
+    """The first record of each point, by run, point and load as sent."""
+    found: dict[tuple[str, Point, str], Record] = {}
+    for run in frames.runs:
+        for record in run.records:
+            if record.outcome == "ok":
+                point = msgspec.structs.replace(record.point, repeat=0)
+                found.setdefault((run.name, point, same_load(record)), record)
+    return found
 
-    def __init__(self, frames: Frames) -> None:
-        self._records: dict[tuple[str, Point, str], Record] = {}
-        for run in frames.runs:
-            for record in run.records:
-                if record.outcome == "ok":
-                    point = msgspec.structs.replace(record.point, repeat=0)
-                    sent = same_load(record) if point.load else ""
-                    self._records.setdefault((run.name, point, sent), record)
 
-    def of(self, row: dict[str, Any]) -> dict[str, str | None]:
-        """Null for a point of another tool, one that no option can say, and one that takes no bearable length."""
-        point = point_of(row)
-        record = self._records[row["run"], point, row["same_load"] if point.load else ""]
-        try:
-            command = None if record.origin else command_of(point, record.measured_with, cpu=bool(row["cpu"]))
-        except UsageError:
-            command = None
-        return {"command": command if command and len(command) <= LONGEST_COMMAND else None}
+def _command(row: dict[str, Any], recorded: dict[tuple[str, Point, str], Record]) -> dict[str, str | None]:
+    """A point's command, with the settings that its record was measured with.
+
+    Null for a point of another tool, one that no option can say, and one that takes no bearable length.
+    """
+    point = point_of(row)
+    record = recorded[row["run"], point, row["same_load"] if point.load else ""]
+    try:
+        command = None if record.origin else command_of(point, record.measured_with, cpu=bool(row["cpu"]))
+    except UsageError:
+        command = None
+    return {"command": command if command and len(command) <= LONGEST_COMMAND else None}

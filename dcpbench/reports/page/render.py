@@ -12,8 +12,7 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from dcpbench.reports.page.points import MOST_POINTS, page_data
-from dcpbench.reports.page.words import brief
+from dcpbench.reports.page.points import MOST_POINTS, brief, page_data
 from dcpbench.reports.plots import KV
 from dcpbench.show import web
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.frames import Frames
     from dcpbench.reports.plots import Picture
-    from dcpbench.reports.section import Section
+    from dcpbench.reports.sections import Section
 
 OWN_SCRIPTS = ("points.js", "charts.js", "report.js")
 MOST_ROWS = 1000
@@ -82,6 +81,7 @@ def render(
     """
     data = page_data(frames, most)
     drawn = [chart for section in sections for chart in charts_of(section.pictures)]
+    with_charts = [section.slug for section in sections if charts_of(section.pictures)]
     data["charts"] = [{"slug": c.slug, "kind": c.kind, "workload": c.workload, "mode": c.mode} for c in drawn]
     scripts = [*map(web.read, web.SCRIPTS), *map(own, OWN_SCRIPTS)]
     values = {
@@ -90,7 +90,8 @@ def render(
         "main_called": "report",
         "sections": sections,
         "pictures": pictures,
-        "explore_after": _last_with_charts(sections),
+        # after this section comes what a reader makes of the points himself
+        "explore_after": (with_charts or [section.slug for section in sections[:1]] or [""])[-1],
         "data": data,
         "block": web.json_block(data),
         "theme": web.read(web.STYLE),
@@ -110,12 +111,6 @@ def own(name: str) -> str:
     return web.read(name, __package__)
 
 
-def _last_with_charts(sections: Sequence[Section]) -> str:
-    """After this section comes what a reader makes of the points himself."""
-    with_charts = [section.slug for section in sections if charts_of(section.pictures)]
-    return (with_charts or [section.slug for section in sections[:1]] or [""])[-1]
-
-
 @cache
 def _packed(name: str) -> str:
     """A script that the page unpacks; half of a report would otherwise be its plotting library."""
@@ -123,16 +118,15 @@ def _packed(name: str) -> str:
 
 
 def _data_uri(svg: bytes) -> Markup:
-    """An SVG as an address between double quotes that an image can show; scripts inside an image never run."""
-    return Markup("data:image/svg+xml," + quote(_shortened(svg), safe=READABLE))  # noqa: S704 - quoted: no " or &
+    """An SVG as an address between double quotes that an image can show; scripts inside an image never run.
+
+    Without comments, metadata and indents; outlines to a tenth of their unit, a tenth of a point at most.
+    """
+    svg = re.sub(rb"<!--.*?-->|<metadata>.*?</metadata>", b"", svg, flags=re.DOTALL)
+    svg = re.sub(rb' d="[^"]*"', lambda d: re.sub(rb"(\d+\.\d)\d+", rb"\1", d[0]), svg)
+    svg = re.sub(rb">\s+<", b"><", re.sub(rb"\s*\n\s*", b" ", svg))
+    return Markup("data:image/svg+xml," + quote(svg, safe=READABLE))  # noqa: S704 - quoted: no " or &
 
 
 READABLE = " <>=/:;,.()'!?*+@$|{}[]-_~^`"
 """What an address in an attribute can hold as it is, which keeps it a quarter shorter than base64."""
-
-
-def _shortened(svg: bytes) -> bytes:
-    """Without comments, metadata and indents; outlines to a tenth of their unit, a tenth of a point at most."""
-    svg = re.sub(rb"<!--.*?-->|<metadata>.*?</metadata>", b"", svg, flags=re.DOTALL)
-    svg = re.sub(rb' d="[^"]*"', lambda d: re.sub(rb"(\d+\.\d)\d+", rb"\1", d[0]), svg)
-    return re.sub(rb">\s+<", b"><", re.sub(rb"\s*\n\s*", b" ", svg))

@@ -9,10 +9,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING
+
+from dcpbench.show.numbers import finite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -52,7 +53,8 @@ def policy(scripts: Iterable[str] = (), *, own_files: bool = False) -> str:
 
     `own_files`: but for the scripts, styles and data that lie beside the page.
     """
-    hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    digests = (base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii") for script in scripts)
+    hashes = " ".join(f"'sha256-{digest}'" for digest in digests)
     sources = {
         "default-src": "'none'",
         "img-src": "data: blob:",
@@ -70,7 +72,7 @@ def json_block(data: object) -> str:
 
     NaN and infinity, which JSON does not have, become null.
     """
-    return without_markup(json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+    return without_markup(json.dumps(finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":")))
 
 
 def without_markup(text: str) -> str:
@@ -78,17 +80,3 @@ def without_markup(text: str) -> str:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
-
-
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value

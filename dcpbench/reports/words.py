@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.points.names import CLOSED, GAMMA, LIVE
+from dcpbench.points.names import CLOSED, GAMMA, LIVE, REPLAY
 from dcpbench.records.formulas import GAPS_PER_MISS
 from dcpbench.records.metrics import LATENCIES
 
@@ -13,11 +13,10 @@ if TYPE_CHECKING:
 
     from dcpbench.points.point import Load, Point
 
-MODES = {
-    LIVE: "live",
-    "replay": "replay",
-}
-"""In titles and sentences."""
+SERVED = {LIVE: "Served live", REPLAY: "Replay: the same scheduler in virtual time, over step times measured before"}
+"""Above tables of points."""
+FEW_SAMPLES = "few_samples"
+"""The mark that dashes say, and the percentile that an SLO is held against."""
 OBJECTIVES = {name: latency.label for name, latency in LATENCIES.items()}
 SEPARATOR = " · "
 

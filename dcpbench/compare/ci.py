@@ -1,0 +1,60 @@
+"""A comparison for CI: annotations of GitHub Actions, and JUnit XML, which others show beside the tests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dcpbench.compare.words import CPU_NOTE, label, range_text, ratio_text, summary
+from dcpbench.show import ci
+from dcpbench.show.numbers import short_number
+
+if TYPE_CHECKING:
+    from xml.etree.ElementTree import Element
+
+    from dcpbench.compare.model import Comparison, PointResult, Row
+
+TITLE = "dcpbench compare"
+
+
+def github(c: Comparison) -> str:
+    """Failures as errors, changes for the worse and undecided rules as warnings, the verdicts as a notice."""
+    errors = [ci.annotation("error", f.message, f"{TITLE}: {f.rule}") for f in c.fails]
+    failed = {(f.point, f.metric) for f in c.fails}
+    warnings = [
+        ci.annotation("warning", f"{p.name}: {row.title} {row.verdict}, ratio {row.ratio or 0:.4f}", row.verdict)
+        for p in c.points
+        for row in p.rows
+        if row.worse and (p.name, row.metric) not in failed
+    ]
+    undecided = [f for f in c.findings if f.status == "undecided"]
+    warnings += [ci.annotation("warning", f.message, f"undecided: {f.rule}") for f in undecided]
+    notices = [ci.annotation("notice", text, TITLE) for text in (summary(c), *([CPU_NOTE] if c.cpu else []))]
+    return ci.annotation_lines(errors, warnings, notices)
+
+
+def junit(c: Comparison) -> str:
+    """A case for each row and for each point that ran on one side only.
+
+    Rows that a rule fails are failures, those that it cannot decide are skipped with what would decide them.
+    """
+    suites = {"metrics": [_case(point, row, c) for point in c.points for row in point.rows]}
+    for failure in c.fails:
+        if not failure.metric:
+            case = ci.junit_case(failure.point, failure.rule)
+            ci.junit_result(case, "failure", failure.message, failure.message, of=failure.rule)
+            suites.setdefault("points", []).append(case)
+    return ci.junit(TITLE, suites)
+
+
+def _case(point: PointResult, row: Row, c: Comparison) -> Element:
+    case = ci.junit_case(point.name, row.metric)
+    a, b = (short_number(value, 4) for value in (row.a, row.b))
+    text = f"{label(row)}: {a} → {b}, ratio {ratio_text(row)}{range_text(row)}: {row.verdict}"
+    failure = next((f for f in c.fails if f.point == point.name and f.metric == row.metric), None)
+    if failure:
+        ci.junit_result(case, "failure", failure.message, text, of=failure.rule)
+    elif row.gate == "undecided":
+        ci.junit_result(case, "skipped", f"undecided: {row.reason or text}")
+    else:
+        ci.junit_result(case, "system-out", text=text)
+    return case
