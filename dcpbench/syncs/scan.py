@@ -9,10 +9,9 @@ import numpy as np
 
 from dcpbench.errors import UsageError
 from dcpbench.syncs.model import Report, Site, TraceSummary, report_of
-from dcpbench.syncs.rules import rule_of
 from dcpbench.syncs.sites import Sync, merge, sites_of_trace
 from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, find_steps
-from dcpbench.syncs.traces.blocking import QUERY_US, SYNCHRONISE, cause_of_frees, direction_of, find_blocking
+from dcpbench.syncs.traces.blocking import QUERY_US, SYNCHRONISE, cause_of_frees, direction_of, find_blocking, rule_of
 from dcpbench.syncs.traces.bubbles import bubbles, busy_and_idle, waited_for
 from dcpbench.syncs.traces.columns import Columns, read_columns
 from dcpbench.syncs.traces.coverage import coverage
@@ -148,48 +147,38 @@ def _occurrences(
     directions = [direction_of(name) for name in names]
     frees = cause_of_frees(columns)
     found = []
-    for i in range(len(blocking)):
+    for i, blocked in enumerate(blocking.calls):
         chain = tuple(names[ops.name[row]] for row in op_chains[i] if not PROFILER_STEP.match(names[ops.name[row]]))
         where = attribute.line(frames[i], op_chains[i])
-        copied = int(blocking.copied[i])
+        copied = blocked.copied
         direction = directions[columns.tables["gpu"].name[copied]] if copied >= 0 else ""
-        kind = blocking.kind[i]
-        within = _range_of(columns, inside[i], step_starts)
-        rule = rule_of(
-            kind,
-            chain,
-            direction,
-            copied=copied >= 0,
-            waited=bool(blocking.copy_waited[i]),
-            called=bool(blocking.thread[i] >= 0),
-            timed=bool(blocking.timed[i]),
-        )
         size = int(columns.tables["gpu"].bytes[copied]) if copied >= 0 else -1
+        within = _range_of(columns, inside[i], step_starts)
         found.append(
             Sync(
-                rule=rule.id,
+                rule=rule_of(blocked, chain, direction).id,
                 op=chain[-1] if chain else "",
                 op_chain=chain,
                 stack=where.stack,
                 user=where.user,
                 line_is=where.line_is,
                 called_from=where.called_from,
-                thread=columns.thread_names[blocking.thread[i]] if blocking.thread[i] >= 0 else "",
-                explicit=kind in SYNCHRONISE and copied < 0 and not chain and where.asks,
+                thread=columns.thread_names[blocked.thread] if blocked.thread >= 0 else "",
+                explicit=blocked.kind in SYNCHRONISE and copied < 0 and not chain and where.asks,
                 direction=direction,
-                call=blocking.call[i],
+                call=blocked.call,
                 bytes=size if size >= 0 else None,
-                may_block=bool(blocking.may_block[i]),
+                may_block=blocked.may_block,
                 own=where.profiler or (own[i] and not where.stack),
                 range=within,
                 within="" if where.user and where.user.function else _NUMBERS.sub("#", within),
                 step=of_step[i],
-                at=float(blocking.start[i]),
-                wait=float(blocking.wait[i]),
+                at=blocked.start,
+                wait=blocked.wait,
                 bubble=None if priced is None else float(priced[i]),
-                waited=None if priced is None else bool(reasons[i]) or bool(blocking.wait[i] > QUERY_US),
+                waited=None if priced is None else bool(reasons[i]) or blocked.wait > QUERY_US,
                 waited_for=reasons[i],
-                cause=frees if kind == "free" else "",
+                cause=frees if blocked.kind == "free" else "",
             )
         )
     return found
@@ -227,7 +216,7 @@ def _window_edges(columns: Columns, blocking: Blocking, op_chains: list[Ints]) -
     if first > last:  # nothing that a profiler could begin before
         return [False] * len(blocking)
     outside = [all(step[ops.name[row]] for row in chain) for chain in op_chains]
-    devices = [i for i, kind in enumerate(blocking.kind) if kind == "device" and outside[i]]
+    devices = [i for i, call in enumerate(blocking.calls) if call.kind == "device" and outside[i]]
     ends = [i for i in devices if blocking.start[i] >= last]
     own = {i for i in devices if blocking.end[i] <= first} | set(ends[-1:])
     return [i in own for i in range(len(blocking))]

@@ -27,8 +27,8 @@ from dcpbench.syncs.dry_run.device_tensor import (
     run_operator,
 )
 from dcpbench.syncs.dry_run.modes import CallMode, ProgramMode
-from dcpbench.syncs.dry_run.sync_ops import POINTWISE_MIXERS, Wait, waits_of
-from dcpbench.syncs.dry_run.virtual_cuda import Device, Patches, install, recorder
+from dcpbench.syncs.dry_run.sync_ops import POINTWISE_MIXERS, wait, waits_of
+from dcpbench.syncs.dry_run.virtual_cuda import Patches, gpu, install
 from dcpbench.syncs.dry_run.virtual_libraries import install_libraries
 from dcpbench.syncs.frames import walk
 from dcpbench.syncs.model import Coverage, Report, TraceSummary, report_of
@@ -64,7 +64,6 @@ class DryRun:
         """All `record_function` ranges that have ended, on the host's clock."""
         self.ops = 0
         """Operators on device tensors."""
-        self.device: Device | None = None
         self.local = _Local()
 
     def report(self, *, program: str = "", step_range: str | None = None, root: Path | None = None) -> Report:
@@ -89,49 +88,39 @@ class DryRun:
 
     def wait_by_name(self, rule: rules.Rule, op: str, call: str, *, explicit: bool = True) -> None:
         """Notes a wait that is no operator's, such as torch.cuda.synchronize()."""
-        self._note(Wait(rule, (), "", call), op, explicit=explicit)
+        self._note(Sync(rule=rule.id, op=op, call=call, explicit=explicit))
 
-    def pinned(self, size: int) -> None:
-        """Notes that so many bytes are pinned, which keeps the host busy where it is much."""
-        if size >= rules.PINNING_BYTES:
-            pin = "aten::_pin_memory"
-            self._note(Wait(rules.ALLOCATION, (pin,), "", "cudaHostAlloc", size, may_block=True), pin)
+    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host tensor that is pinned from now on, which keeps the host busy where it is large."""
+        if tensor.nbytes >= rules.PINNING_BYTES:
+            facts = {"bytes": tensor.nbytes, "may_block": True}
+            self._note(wait(rules.ALLOCATION, "aten::_pin_memory", direction="", call="cudaHostAlloc", **facts))
+        return mark_pinned(tensor)
 
-    def _note(self, wait: Wait, op: str, *, explicit: bool = False) -> None:
-        frames, user = walk()
-        if user is None and self.local.caller is not None:
-            frames, user = self.local.caller
-        self.syncs.append(
-            Sync(
-                rule=wait.rule.id,
-                op=op,
-                op_chain=wait.chain,
-                frames=frames,
-                user=user,
-                thread=threading.current_thread().name,
-                explicit=explicit,
-                direction=wait.direction,
-                call=wait.call,
-                bytes=wait.bytes,
-                may_block=wait.may_block,
-                allowed=allowed.reason(),
-                at=time.perf_counter(),
-                ranges=tuple(self.local.ranges),
-                api=_name(self.local.function),
-                capturing=recorder.capturing(),
-            )
-        )
-
-    def _note_operator(self, wait: Wait) -> None:
-        """Notes an operator's wait.
+    def _note(self, sync: Sync) -> None:
+        """Keeps a wait with its place in the program.
 
         Where the program called a composite that needs a count, that says more than what it is made of: one_hot reads a
         value to know a size.
         """
         called = getattr(self.local.function, "__name__", "")
-        if wait.rule is rules.SCALAR and called in rules.SHAPE_OPS:
-            wait = dataclasses.replace(wait, rule=rules.SHAPE, chain=(f"aten::{called}", *wait.chain))
-        self._note(wait, wait.chain[-1])
+        if sync.rule == rules.SCALAR.id and called in rules.SHAPE_OPS:
+            sync = dataclasses.replace(sync, rule=rules.SHAPE.id, op_chain=(f"aten::{called}", *sync.op_chain))
+        frames, user = walk()
+        if user is None and self.local.caller is not None:
+            frames, user = self.local.caller
+        placed = dataclasses.replace(
+            sync,
+            frames=frames,
+            user=user,
+            thread=threading.current_thread().name,
+            allowed=allowed.reason(),
+            at=time.perf_counter(),
+            ranges=tuple(self.local.ranges),
+            api=_name(self.local.function),
+            capturing=gpu.capturing(),
+        )
+        self.syncs.append(placed)
 
     def operate(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs an operator as on a GPU, and notes where it would wait."""
@@ -141,7 +130,7 @@ class DryRun:
         concerned = next(iter(device_tensors((*args, *kwargs.values()))), None) is not None
         if not concerned and not _names_gpu(args, kwargs):
             return self._on_host(func, args, kwargs)
-        if _composite(func):
+        if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
             with ProgramMode(self):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -158,16 +147,15 @@ class DryRun:
             return _ANSWERS[name](args, kwargs)
         _check_devices(func, args)
         self.ops += 1
-        for wait in waits_of(func, args, kwargs):
-            self._note_operator(wait)
-        if self.device is not None:
-            self.device.touched = True
+        for sync in waits_of(func, args, kwargs):
+            self._note(sync)
+        gpu.touched = True
         result = run_operator(func, args, kwargs)
         to_host = name in {"aten::_to_copy", "aten::empty"} and isinstance(result, torch.Tensor) and result.is_cpu
         if to_host and (kwargs.get("non_blocking") or kwargs.get("pin_memory")):
             mark_pinned(result)
-        if recorder.graph is not None:
-            recorder.add(func, on_host(args), on_host(dict(kwargs)), on_host(result))
+        if gpu.graph is not None:
+            gpu.graph.work.append((func, on_host(args), on_host(dict(kwargs)), on_host(result)))
         return result
 
     def _on_host(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -178,12 +166,9 @@ class DryRun:
         if name in {"aten::_pin_memory", "aten::pin_memory"}:
             if is_pinned(args[0]):
                 return args[0]
-            self.pinned(args[0].nbytes)
-            return mark_pinned(args[0].clone(memory_format=torch.contiguous_format))
+            return self._pinned(args[0].clone(memory_format=torch.contiguous_format))
         if kwargs.get("pin_memory"):
-            made = func(*args, **{**kwargs, "pin_memory": False})
-            self.pinned(made.nbytes)
-            return mark_pinned(made)
+            return self._pinned(func(*args, **{**kwargs, "pin_memory": False}))
         return func(*args, **kwargs)
 
 
@@ -209,26 +194,21 @@ def dry_run(*, assume_device: bool = False) -> Iterator[DryRun]:
     """
     if device_tensor.state.run is not None:
         raise UsageError("A dry run is on already; leave its `with` block first.")
-    _settle_dynamo()
+    # torch's compiler keeps a table of functions from when it first needs one, and torch imports it in odd places, such
+    # as an optimizer's step: let it read torch.cuda as it is.
+    import torch._dynamo.trace_rules
+
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()
     run, patches = DryRun(assume_device=assume_device), Patches()
     with cuda_tensors(), gradients(), contextlib.ExitStack() as restored:
         restored.callback(patches.restore)
-        run.device = install(patches, run.wait_by_name)
+        install(patches, run.wait_by_name)
         install_libraries(patches, run)
         bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
         patches.put(threading.Thread, _bootstrap_inner=_in_modes(run, bootstrap))
         patches.put(device_tensor.state, run=run.operate)
         with _settings(), _modes(run):
             yield run
-
-
-def _settle_dynamo() -> None:
-    """Lets torch's compiler read torch.cuda as it is: it keeps a table of functions from when it first needs one, and
-    torch imports it in odd places, such as an optimizer's step.
-    """
-    import torch._dynamo.trace_rules
-
-    torch._dynamo.trace_rules.get_torch_obj_rule_map()
 
 
 @contextlib.contextmanager
@@ -281,11 +261,6 @@ def _name(function: Any) -> str:
 
 def _names_gpu(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return any(isinstance(value, torch.device) and value.type == "cuda" for value in (*args, *kwargs.values()))
-
-
-def _composite(func: Any) -> bool:
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return func.has_kernel_for_dispatch_key(key)
 
 
 def _in_python(func: Any) -> bool:

@@ -161,12 +161,9 @@ def swap(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def run_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs an operator on the values, and makes device tensors of what would be on the GPU.
+    """Runs an operator that is not composed of others on the values; of what would be on the GPU it makes device tensors.
 
-    Args:
-        func: An overload that is not composed of others.
-        args: Its arguments, device tensors and others.
-        kwargs: Likewise; `device` decides where a new tensor is, else the arguments do.
+    `device` decides where a new tensor is, else the arguments do.
     """
     tensors = list(device_tensors((*args, *kwargs.values())))
     index = _target(tensors, kwargs)
@@ -203,8 +200,7 @@ def on_host(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: on_host(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [on_host(item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
+        return (list if isinstance(value, list) else tuple)(map(on_host, value))
     return value
 
 

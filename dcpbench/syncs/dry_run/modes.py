@@ -17,10 +17,9 @@ from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, become, to_device
 from dcpbench.syncs.frames import walk
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from dcpbench.syncs.dry_run import DryRun
-
 
 _FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
 
@@ -90,7 +89,7 @@ class CallMode(TorchFunctionMode):
     def _assumed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A tensor that is made without a device; its making is no copy, as it would be made on the GPU."""
         _, user = walk()
-        if user is not None and assigned_to_host(user.file, user.line):
+        if user is not None and any(first <= user.line <= last for first, last in _host_lines(user.file)):
             return func(*args, **kwargs)
         if func in _FROM_DATA:
             made = func(*args, **kwargs)
@@ -108,39 +107,24 @@ HOST_NAME = re.compile(r"_cpu(_[A-Z]+)?$")
 """`lens_cpu`, and with letters for its shape: `lens_cpu_R`."""
 
 
-def assigned_to_host(file: str, line: int) -> bool:
-    """Whether the statement on a line assigns to a name for host memory, or passes such an argument.
-
-    Args:
-        file: As in a frame, also of a notebook's cell; unknown files say no.
-        line: Any line of the statement.
-    """
-    return any(first <= line <= last for first, last in _host_lines(file))
-
-
 @functools.cache
-def _host_lines(file: str) -> tuple[tuple[int, int], ...]:
-    """First and last line of every such assignment or argument."""
+def _host_lines(file: str) -> list[tuple[int, int]]:
+    """First and last line of each value that is assigned to, or passed as, a name for host memory.
+
+    The file may be a notebook's cell; an unknown one has no such lines.
+    """
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
-        return ()
-    return tuple(_spans(tree))
+        return []
+    nodes = (n for n in ast.walk(tree) if isinstance(n, ast.Assign | ast.AnnAssign | ast.keyword))
+    values = [n.value for n in nodes if n.value is not None and any(map(HOST_NAME.search, _names(n)))]
+    return [(value.lineno, value.end_lineno or value.lineno) for value in values]
 
 
-def _spans(tree: ast.AST) -> Iterator[tuple[int, int]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            to_host = any(_is_host(target) for target in node.targets)
-        elif isinstance(node, ast.AnnAssign):
-            to_host = _is_host(node.target)
-        else:
-            to_host = isinstance(node, ast.keyword) and bool(node.arg and HOST_NAME.search(node.arg))
-        value = getattr(node, "value", None) if to_host else None
-        if value is not None:
-            yield value.lineno, value.end_lineno or value.lineno
-
-
-def _is_host(target: ast.expr) -> bool:
-    name = target.attr if isinstance(target, ast.Attribute) else target.id if isinstance(target, ast.Name) else ""
-    return bool(HOST_NAME.search(name))
+def _names(node: ast.Assign | ast.AnnAssign | ast.keyword) -> list[str]:
+    """Names that a value is given to; of attributes the last part."""
+    if isinstance(node, ast.keyword):
+        return [node.arg or ""]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return [getattr(target, "attr", getattr(target, "id", "")) for target in targets]

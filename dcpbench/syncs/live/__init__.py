@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import inspect
 import os
-import sys
 import threading
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, overload
 
@@ -24,14 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcpbench.errors import CapacityError, SyncError, UsageError
 from dcpbench.syncs import allowed
-from dcpbench.syncs.frames import is_detector
 from dcpbench.syncs.live import callbacks, sighting
 from dcpbench.syncs.model import Coverage, Report, TraceSummary, report_of
 from dcpbench.syncs.sites import sites_of, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from types import FrameType, TracebackType
+    from types import TracebackType
 
     from dcpbench.syncs.sites import Sync
 
@@ -236,11 +234,11 @@ class _Operators(TorchDispatchMode):
             result = func(*args, **call.kwargs)
         except RuntimeError as error:
             if callbacks.raised_by(error) and not call.seen:
-                self._owner.add(sighting.of_wait(callbacks.STREAM, calls, _where(self._owner)))
+                self._owner.add(sighting.of_wait(callbacks.STREAM, calls, self._owner.thread))
             raise
         finally:
             calls.pop()
-        if not call.seen and (sync := sighting.of_hazard(call, result, _where(self._owner))):
+        if not call.seen and (sync := sighting.of_hazard(call, result, self._owner.thread)):
             self._owner.add(sync)
         return result
 
@@ -253,14 +251,6 @@ def _calls() -> list[sighting.Call]:
     return calls
 
 
-def _where(watch_: Watch) -> sighting.Where:
-    """The calling thread's innermost frame that is neither ours nor torch's way to us; None on autograd's threads."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  (inspect.stack reads every source file)
-    while frame is not None and (is_detector(frame.f_code.co_filename) or frame.f_code.co_name == "fire_callbacks"):
-        frame = frame.f_back
-    return sighting.Where(frame, watch_.thread)
-
-
 def _on_wait(kind: str, *, warned: bool = False) -> None:
     """The host is about to wait on the calling thread: tells every watch that is concerned and listens that way."""
     calls = _calls()
@@ -270,7 +260,7 @@ def _on_wait(kind: str, *, warned: bool = False) -> None:
     for call in calls:
         call.seen = True
     for each in watches:
-        each.add(sighting.of_wait(kind, calls, _where(each)))
+        each.add(sighting.of_wait(kind, calls, each.thread))
 
 
 def _on_warning() -> None:

@@ -120,7 +120,7 @@ def _waits_for(columns: Columns, blocking: Blocking) -> _WaitsFor:
         ends = np.sort(gpu.end[gpu.thread == stream])
         ended = np.searchsorted(ends, blocking.end, "right") > np.searchsorted(ends, blocking.start, "right")
         streams[stream] = blocks & ((of_copy == stream) | long & ended)
-    everything = np.array([kind in ("device", "free") for kind in blocking.kind], bool)
+    everything = np.array([call.kind in ("device", "free") for call in blocking.calls], bool)
     return _WaitsFor(blocks & everything, streams)
 
 

@@ -69,7 +69,7 @@ def _foreign(columns: Columns) -> list[str]:
     known = any(name.startswith(RUNTIMES) for name in calls)
     if known and len(columns.tables["gpu"]):
         return []
-    return [*columns.foreign, *([] if known else calls[:CALLS])]
+    return [*sorted(columns.foreign), *([] if known else calls[:CALLS])]
 
 
 def _read(columns: Columns) -> list[str]:
@@ -86,7 +86,9 @@ def _missing(columns: Columns, steps: Steps, stacks: Stacks) -> list[str]:
     tables = columns.tables
     notes = []
     if columns.foreign:
-        notes.append(f"Work of another accelerator ({', '.join(columns.foreign)}): its waits are not known to scan.")
+        notes.append(
+            f"Work of another accelerator ({', '.join(sorted(columns.foreign))}): its waits are not known to scan."
+        )
     elif not len(tables["gpu"]):
         notes.append("No GPU events: without them nothing can be said. Profile with ProfilerActivity.CUDA.")
     if not len(tables["calls"]) and not columns.foreign:
@@ -109,7 +111,7 @@ def _missing(columns: Columns, steps: Steps, stacks: Stacks) -> list[str]:
             "No steps are marked: counts per step and warm-up are unknown. Call profiler.step() after each, or name "
             f"the range with --step-range. {_ranges(columns)}"
         )
-    if columns.devices > 1:
+    if len(columns.devices) > 1:
         notes.append("Several GPUs have work in this trace: a bubble is time in which none of them had.")
     return notes
 
