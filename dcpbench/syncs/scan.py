@@ -51,31 +51,24 @@ def scan(
         TraceError: A file cannot be read, or is no trace.
         UsageError: The expression is not one, or matches no annotation of any trace.
     """
-    _check_pattern(step_range)
+    try:
+        re.compile(step_range or "")
+    except re.error as e:
+        raise UsageError(
+            f"--step-range {step_range!r} is no regular expression ({e}); give one such as '^decode_step'"
+        ) from None
     repository = Repository(root)
-    summaries, per_trace = [], []
-    for path in paths:
-        summary, sites = scan_one(path, repository, step_range, progress)
-        summaries.append(summary)
-        per_trace.append(sites)
+    scanned = [_scan(path, repository, step_range, progress) for path in paths]
+    summaries = [summary for summary, _ in scanned]
     if step_range is not None and not any(s.steps for s in summaries):
         raise UsageError(
             f"no annotation matches --step-range {step_range!r}; leave it out to see which ranges there are"
         )
-    return report_of(summaries, merge(per_trace))
+    return report_of(summaries, merge([sites for _, sites in scanned]))
 
 
-def _check_pattern(pattern: str | None) -> None:
-    try:
-        re.compile(pattern or "")
-    except re.error as e:
-        raise UsageError(
-            f"--step-range {pattern!r} is no regular expression ({e}); give one such as '^decode_step'"
-        ) from None
-
-
-def scan_one(
-    path: Path, repository: Repository, step_range: str | None = None, progress: Callable[[str], None] | None = None
+def _scan(
+    path: Path, repository: Repository, step_range: str | None, progress: Callable[[str], None] | None
 ) -> tuple[TraceSummary, list[Site]]:
     """Summary and sites of one trace."""
     reader = TraceReader(path)
@@ -206,7 +199,7 @@ def _with_linked_ops(columns: Columns, blocking: Blocking, found: list[Ints]) ->
 def _window_edges(columns: Columns, blocking: Blocking, op_chains: list[Ints]) -> list[bool]:
     """Device synchronisations outside any operator before the first or after the last work: the profiler makes them."""
     gpu, calls, ops = columns.tables["gpu"], columns.tables["calls"], columns.tables["ops"]
-    step = np.array([bool(PROFILER_STEP.match(name)) for name in columns.names], bool)
+    step = columns.named(PROFILER_STEP.match)
     launched = match(calls.correlation, gpu.correlation)
     marks = _closed(columns, step)
     work = [(t.start, t.end) for t in (ops.take(~step[ops.name]) if len(ops) else ops, marks)]

@@ -1,8 +1,10 @@
 """Watching for synchronisations. Here torch's callbacks are fired by hand; on a GPU torch fires them itself."""
 
+import _thread
 import functools
 import linecache
 import threading
+import time
 
 import pytest
 import torch

@@ -59,18 +59,14 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def is_count(value: object) -> bool:
-    """Whether it is a whole number from 0 on; True and False are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
 class Watch:
     """What `watch()` returns. Context manager, for one use; watches nest, and each counts what it sees."""
 
     def __init__(self, *, threads: Threads = "current", at_most: int | None = None) -> None:
         if threads not in {"current", "all"}:
             raise UsageError(f'watch(threads={threads!r}): write "current" or "all".')
-        if at_most is not None and not is_count(at_most):
+        given: object = at_most
+        if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 0):
             raise UsageError(f"watch(at_most={at_most!r}): write a number of synchronisations, 0 or more.")
         self.threads = threads
         self.at_most = at_most
@@ -97,12 +93,10 @@ class Watch:
 
     def report(self) -> Report:
         """The same as `dcpbench syncs` prints; times are unknown, as nothing is measured here."""
-        notes = [*NOTES]
-        notes += [OTHER_THREADS] if self.threads == "all" else ["Other threads were not watched."]
-        notes += [NO_CALLBACKS] if self.by_warnings else []
-        coverage = Coverage(
-            detector="live", stacks="frames", sync_events=len(self.syncs) + len(self.allowed), notes=notes
-        )
+        threads = OTHER_THREADS if self.threads == "all" else "Other threads were not watched."
+        notes = [*NOTES, threads, *([NO_CALLBACKS] if self.by_warnings else [])]
+        events = len(self.syncs) + len(self.allowed)
+        coverage = Coverage(detector="live", stacks="frames", sync_events=events, notes=notes)
         rank = os.environ.get("RANK", "")
         summary = TraceSummary(path="live", rank=int(rank) if rank.isdecimal() else None, coverage=coverage)
         report = report_of([summary], sites_of([*self.syncs, *self.hazards, *self.allowed]))
@@ -155,14 +149,12 @@ class Watch:
 def watch(*, threads: Threads = "current", at_most: int | None = None) -> Watch:
     """Looks out for CUDA synchronisation inside a `with`; the Watch that it returns says what happened.
 
-    The program is not changed, and a `set_sync_debug_mode` of its own stays in force.
+    The program is not changed, and a `set_sync_debug_mode` of its own stays in force. Raises CapacityError without a
+    CUDA device, where a count of 0 would say nothing.
 
     Args:
         threads: `current` sees this thread and what autograd runs for it; `all` every thread of the process.
         at_most: With more than this many, leaving the block raises a SyncError that shows their lines.
-
-    Raises:
-        CapacityError: There is no CUDA device, where a count of 0 would say nothing.
     """
     return Watch(threads=threads, at_most=at_most)
 
@@ -245,9 +237,7 @@ class _Operators(TorchDispatchMode):
 
 def _calls() -> list[sighting.Call]:
     """Operators that run on the calling thread, outermost first."""
-    calls: list[sighting.Call] | None = getattr(_running, "calls", None)
-    if calls is None:
-        calls = _running.calls = []
+    calls: list[sighting.Call] = vars(_running).setdefault("calls", [])
     return calls
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from dcpbench.errors import CapacityError
 from dcpbench.syncs.gating.config import Allow
@@ -18,26 +18,19 @@ if TYPE_CHECKING:
     from dcpbench.syncs.sites import Sync
 
 
-class Mode(NamedTuple):
-    """The detector that is used, and why."""
-
-    name: str
-    words: str
-
-
-def resolve(mode: str) -> Mode:
-    """Which detector `auto`, `live`, `dry-run` or `off` means on this machine."""
+def resolve(mode: str) -> tuple[str, str]:
+    """Which detector `auto`, `live`, `dry-run` or `off` means on this machine, and why, in words."""
     if mode == "off":
-        return Mode("off", "not checked")
+        return "off", "not checked"
     if mode == "dry-run":
-        return Mode("dry-run", "found by a dry run, as asked for")
+        return "dry-run", "found by a dry run, as asked for"
     import torch
 
     if torch.cuda.is_available():
-        return Mode("live", f"seen live on {torch.cuda.get_device_name()}")
+        return "live", f"seen live on {torch.cuda.get_device_name()}"
     if mode == "live":
         raise CapacityError("cuda_sync_mode = live needs a CUDA device, and there is none; use auto or dry-run.")
-    return Mode("dry-run", "found by a dry run, as there is no CUDA device")
+    return "dry-run", "found by a dry run, as there is no CUDA device"
 
 
 class Checked:

@@ -148,20 +148,15 @@ def _rule_of_calls(place: _Place) -> tuple[Rule, str] | None:
     On a thread with a mode that is host data on its way to the GPU; elsewhere operators are unknown.
     """
     for name in place.calls:
-        rule = _rule_of_call(name, watched=place.watched)
-        if rule is not None:
-            return rule, name
+        if name in FROM_DATA and (place.watched or name != SUBSCRIPT):
+            return rules.FROM_HOST, name
+        if name == SUBSCRIPT or name in rules.SHAPE_OPS | {"unique", "where"}:
+            return rules.SHAPE, name
+        if name in TO_HOST_CALLS:
+            return rules.TO_HOST, name
+        if name in READING_CALLS and (name or not place.watched):
+            return rules.SCALAR, name
     return None if place.watched or place.user is None else (rules.COPY, place.calls[0])
-
-
-def _rule_of_call(name: str, *, watched: bool) -> Rule | None:
-    if name in FROM_DATA and (watched or name != SUBSCRIPT):
-        return rules.FROM_HOST
-    if name == SUBSCRIPT or name in rules.SHAPE_OPS | {"unique", "where"}:
-        return rules.SHAPE
-    if name in TO_HOST_CALLS:
-        return rules.TO_HOST
-    return rules.SCALAR if name in READING_CALLS and (name or not watched) else None
 
 
 def _chain(calls: Sequence[Call], place: _Place) -> tuple[str, ...]:

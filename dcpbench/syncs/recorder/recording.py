@@ -53,6 +53,8 @@ class Recorder:
         self.folder = Path(settings["folder"])
         self.warmup = int(settings["warmup"])
         self.steps = settings["steps"]
+        self.last = None if self.steps is None else self.warmup + int(self.steps)
+        """Number of the step after the last one that is recorded."""
         self.cpu = bool(settings["cpu"])
         self._module, _, self._function = settings["step"].partition(":")
         self.found = not self._function
@@ -80,11 +82,6 @@ class Recorder:
         self._terminated = False
         self._open: tuple[int, Any] | None = None
         """Thread and range of the step that goes on."""
-
-    @property
-    def last(self) -> int | None:
-        """Number of the step after the last one that is recorded."""
-        return None if self.steps is None else self.warmup + int(self.steps)
 
     def torch_imported(self, torch: Any) -> None:  # noqa: ANN401  (a module)
         """Begins to look out for CUDA, or for steps."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dcpbench.syncs.traces.columns import Columns, Table
 
     Ints = NDArray[Any]
+    Bools = NDArray[np.bool_]
 
 Waits = Literal["stream", "event", "device", "copy", "async copy", "free", "pin"]
 
@@ -158,10 +159,8 @@ def rule_of(call: Blocked, op_chain: Sequence[str], direction: str) -> Rule:
 def cause_of_frees(columns: Columns) -> str:
     """Why so much memory is freed, as far as the calls tell; empty where little is, or nothing allocated besides."""
     calls = columns.tables["calls"]
-    freed, allocated = (
-        int(np.isin(calls.name, [n for n, name in enumerate(columns.names) if wanted(name)]).sum())
-        for wanted in (lambda name: kind_of(name) == "free", _ALLOCATES.match)
-    )
+    freed = int(columns.named(lambda name: kind_of(name) == "free")[calls.name].sum())
+    allocated = int(columns.named(_ALLOCATES.match)[calls.name].sum())
     if freed < MANY_FREES or 2 * allocated < freed:
         return ""
     return (
@@ -174,12 +173,12 @@ def find_blocking(columns: Columns) -> Blocking:
     """All calls that block the host, each copy merged with the synchronisation that waits for it."""
     calls, gpu = columns.tables["calls"], columns.tables["gpu"]
     kinds = [kind_of(name) for name in columns.names]
-    harmless = np.array([bool(_HARMLESS.search(name)) for name in columns.names], bool)
+    harmless = columns.named(_HARMLESS.search)
     rows = np.flatnonzero(~harmless[calls.name]) if len(calls) else np.zeros(0, np.int64)
     rows = rows[np.lexsort((calls.start[rows], calls.thread[rows]))]
     calls = calls.take(rows)
     directions = [direction_of(name) for name in columns.names]
-    copied = _copies_of(calls, gpu, np.array([bool(d) for d in directions], bool))
+    copied = _copies_of(calls, gpu, columns.named(direction_of))
     direction = [directions[gpu.name[c]] if c >= 0 else "" for c in copied.tolist()]
     at = [i for i, name in enumerate(calls.name.tolist()) if kinds[name] is not None]
     kind = {i: kinds[calls.name[i]] for i in at}
@@ -221,7 +220,7 @@ def find_blocking(columns: Columns) -> Blocking:
     return Blocking(found + _of_sync_events(columns, explains))
 
 
-def _copies_of(calls: Table, gpu: Table, is_copy: NDArray[np.bool_]) -> Ints:
+def _copies_of(calls: Table, gpu: Table, is_copy: Bools) -> Ints:
     """Row in the GPU table of each call's copy, or -1. Other GPU work with the same id, of another process, is none."""
     copies = np.flatnonzero(is_copy[gpu.name]) if len(gpu) else np.zeros(0, np.int64)
     at = match(gpu.correlation[copies], calls.correlation)
@@ -233,9 +232,9 @@ def _true_links(table: Table) -> Ints:
     return np.where(table.external == table.correlation, -1, table.external)
 
 
-def _timed(columns: Columns, calls: Table) -> NDArray[np.bool_]:
+def _timed(columns: Columns, calls: Table) -> Bools:
     """Calls behind which the same thread reads the time between two events before it does anything else."""
-    reads = np.array([bool(_ELAPSED.match(name)) for name in columns.names], bool)
+    reads = columns.named(_ELAPSED.match)
     timed = np.zeros(len(calls), bool)
     timed[:-1] = reads[calls.name[1:]] & (calls.thread[1:] == calls.thread[:-1]) if len(calls) else False
     return timed
@@ -270,7 +269,7 @@ def _copies_before(
     }
 
 
-def _held_up(gpu: Table, calls: Table, copied: Ints, direction: list[str]) -> NDArray[np.bool_]:
+def _held_up(gpu: Table, calls: Table, copied: Ints, direction: list[str]) -> Bools:
     """Calls that did not return until the GPU was done with what lay before their copy on its stream.
 
     HIP puts copies on streams where nothing else is, and names no memory; there work of any stream counts.
@@ -302,7 +301,7 @@ def _blocks(kind: Waits | None, direction: str, name: str, held: bool) -> bool:
     return kind in ("free", "pin")
 
 
-def _of_sync_events(columns: Columns, explains: NDArray[np.bool_]) -> list[Blocked]:
+def _of_sync_events(columns: Columns, explains: Bools) -> list[Blocked]:
     """What only `cuda_sync` events show: waits through the driver API, in libraries, or of calls without a name.
 
     A short `Event Sync` without a call may be a mere query, for which CUPTI writes the same event; it only may block.
@@ -313,7 +312,7 @@ def _of_sync_events(columns: Columns, explains: NDArray[np.bool_]) -> list[Block
     """
     events, calls, ops = columns.tables["syncs"], columns.tables["calls"], columns.tables["ops"]
     kinds = [SYNC_EVENTS.get(name) for name in columns.names]
-    waits = np.array([kind is not None for kind in kinds], bool)
+    waits = columns.named(SYNC_EVENTS.get)
     alone = np.flatnonzero(waits[events.name]) if len(events) else np.zeros(0, np.int64)
     alone = alone[~_explained(events.take(alone), calls.take(np.flatnonzero(explains)))]
     if not len(alone):
@@ -343,7 +342,7 @@ def _middle(table: Table) -> NDArray[np.float64]:
     return middle
 
 
-def _explained(events: Table, calls: Table) -> NDArray[np.bool_]:
+def _explained(events: Table, calls: Table) -> Bools:
     """Which `cuda_sync` events belong to one of these calls: by id, or, where either has none, by time, one to each."""
     known = match(calls.correlation, events.correlation) >= 0
     free = np.flatnonzero(match(events.correlation, calls.correlation) < 0)

@@ -215,6 +215,10 @@ class Columns:
             number = -(1 << 63)
         return number if NONE <= number < 1 << 62 else -2 - self._odd_id[value]
 
+    def named(self, test: Callable[[str], object]) -> NDArray[np.bool_]:
+        """For each name by its number whether it passes."""
+        return np.array([bool(test(name)) for name in self.names], bool)
+
     def close(self) -> Columns:
         """These columns, with everything that was added."""
         self.names, self.stacks = list(self._name), list(self._stack)

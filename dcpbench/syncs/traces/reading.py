@@ -434,16 +434,14 @@ class TraceReader:
         return found[0] if found else self._pieces(body[: cuts[-1] - 1].rstrip(b", \t\r\n"))
 
     def _decode(self, text: bytes | memoryview) -> list[Event] | None:
-        """Events of a complete array; None where the text is not one."""
+        """Events of a complete array, without those, which are counted, that have other types than they should; None
+        where the text is no array.
+        """
         try:
             return _DECODER.decode(text)
-        except msgspec.ValidationError:
-            return self._one_by_one(text)
-        except NOT_JSON:
-            return None
-
-    def _one_by_one(self, text: bytes | memoryview) -> list[Event] | None:
-        """The events of an array that have the types they should; the others are counted."""
+        except NOT_JSON as error:
+            if not isinstance(error, msgspec.ValidationError):
+                return None
         try:
             parts = _RAW.decode(text)
         except NOT_JSON:
