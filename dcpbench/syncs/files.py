@@ -25,11 +25,8 @@ def expand(names: Sequence[str], skipped: Callable[[Path], None] = lambda _: Non
     """Files that are meant by files, folders and globs, each once, rank 2 before rank 10.
 
     A folder stands for the traces directly in it. Other JSON in folders and among a glob's matches, such as reports, is
-    left out, and `skipped` is told of each; a file that may be a damaged trace stays.
-
-    Raises:
-        UsageError: A name matches nothing.
-        TraceError: What a folder or glob matches holds no events at all.
+    left out, and `skipped` is told of each; a file that may be a damaged trace stays. Raises UsageError for a name that
+    matches nothing, TraceError where what it matches holds no events at all.
     """
     found: dict[Path, None] = {}
     for name in names:

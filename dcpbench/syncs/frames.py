@@ -117,11 +117,8 @@ def call_name(frame: FrameType) -> str:
         return ""
     if isinstance(node, ast.Subscript):
         return SUBSCRIPT
-    if not isinstance(node, ast.Call):
-        return ""
-    if isinstance(node.func, ast.Attribute):
-        return node.func.attr
-    return node.func.id if isinstance(node.func, ast.Name) else ""
+    called = node.func if isinstance(node, ast.Call) else None
+    return str(getattr(called, "attr", getattr(called, "id", "")))
 
 
 def _source(frame: FrameType) -> bytes | None:

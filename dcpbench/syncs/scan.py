@@ -95,11 +95,12 @@ def analyse(
     found = _occurrences(columns, blocking, steps, repository, stacks)
     busy, idle = busy_and_idle(columns)
     has_gpu = bool(len(columns.tables["gpu"]))
+    tables = [t for t in columns.tables.values() if len(t)]
     summary = TraceSummary(
         path=name,
         rank=rank,
         steps=len(steps) or None,
-        span_us=_span(columns),
+        span_us=float(max(t.end.max() for t in tables) - min(t.start.min() for t in tables)) if tables else None,
         gpu_busy_us=busy if has_gpu else None,
         gpu_idle_us=idle if has_gpu else None,
         coverage=coverage(columns, steps, stacks),
@@ -118,21 +119,17 @@ def _ranges(columns: Columns) -> list[Range]:
     return found
 
 
-def _span(columns: Columns) -> float | None:
-    """First start to last end of everything that was kept."""
-    tables = [t for t in columns.tables.values() if len(t)]
-    return float(max(t.end.max() for t in tables) - min(t.start.min() for t in tables)) if tables else None
-
-
 def _occurrences(
     columns: Columns, blocking: Blocking, steps: Steps, repository: Repository, stacks: Stacks
 ) -> list[Sync]:
     """Every blocking call with everything that is known of it."""
-    ops = columns.tables["ops"]
+    ops, gpu, ranges = (columns.tables[name] for name in ("ops", "gpu", "ranges"))
     op_chains = _with_linked_ops(columns, blocking, chains(ops, blocking.start, blocking.thread))
     frames = chains(columns.tables["python"], blocking.start, blocking.thread)
-    inside = _ranges_around(columns, blocking)
-    priced = bubbles(columns, blocking) if len(columns.tables["gpu"]) else None
+    # On a thread that has no annotation at all, those open on any other count.
+    alone = ~np.isin(blocking.thread, ranges.thread)
+    inside = chains(ranges, blocking.start, np.where(alone, ANY, blocking.thread))
+    priced = bubbles(columns, blocking) if len(gpu) else None
     names, reasons = columns.names, waited_for(columns, blocking)
     step_starts = set(steps.start.tolist())
     of_step, own = steps.of(blocking.start), _window_edges(columns, blocking, op_chains)
@@ -144,9 +141,10 @@ def _occurrences(
         chain = tuple(names[ops.name[row]] for row in op_chains[i] if not PROFILER_STEP.match(names[ops.name[row]]))
         where = attribute.line(frames[i], op_chains[i])
         copied = blocked.copied
-        direction = directions[columns.tables["gpu"].name[copied]] if copied >= 0 else ""
-        size = int(columns.tables["gpu"].bytes[copied]) if copied >= 0 else -1
-        within = _range_of(columns, inside[i], step_starts)
+        direction = directions[gpu.name[copied]] if copied >= 0 else ""
+        size = int(gpu.bytes[copied]) if copied >= 0 else -1
+        inner = (names[ranges.name[row]] for row in inside[i][::-1] if ranges.start[row] not in step_starts)
+        within = next(inner, "")
         found.append(
             Sync(
                 rule=rule_of(blocked, chain, direction).id,
@@ -175,13 +173,6 @@ def _occurrences(
             )
         )
     return found
-
-
-def _ranges_around(columns: Columns, blocking: Blocking) -> list[Ints]:
-    """Annotations around each call on its thread; on a thread that has none at all, those open on any other."""
-    ranges = columns.tables["ranges"]
-    alone = ~np.isin(blocking.thread, ranges.thread)
-    return chains(ranges, blocking.start, np.where(alone, ANY, blocking.thread))
 
 
 def _with_linked_ops(columns: Columns, blocking: Blocking, found: list[Ints]) -> list[Ints]:
@@ -223,9 +214,3 @@ def _closed(columns: Columns, step: NDArray[np.bool_]) -> Table:
     others = [t.end[~step[t.name]] for kind, t in columns.tables.items() if len(t) and kind != "python"]
     end = max(ends.max(initial=-np.inf) for ends in others)
     return ranges.take(~(step[ranges.name] & (ranges.end >= end)))
-
-
-def _range_of(columns: Columns, rows: Ints, step_starts: set[float]) -> str:
-    """Innermost annotation that is not a step."""
-    ranges = columns.tables["ranges"]
-    return next((columns.names[ranges.name[row]] for row in rows[::-1] if ranges.start[row] not in step_starts), "")

@@ -1,12 +1,12 @@
 """Makes torch's C++ believe in a GPU that is not there, and leave one alone that is.
 
-C++ asks a table of device guards before it touches a device. torch has a guard that does nothing, for its own fake
-tensors, and puts it there in place of one that says it has no GPU. A build for the CPU has no guard at all, and on a
-machine with a GPU the real one would start CUDA; so we first put one there that says it has none.
+C++ asks a table of device guards before it touches a device. torch puts a guard that does nothing, for its own fake
+tensors, in place of one that says it has no GPU: a build for the CPU has none at all, and a GPU's would start CUDA; so
+we first put one there that says it has none.
 
-Autograd asks for the stream of every gradient on a GPU, for which torch must first believe that there is one. C++
-asks an object of which each answer is a virtual method; here that object gets a table with two answers changed for as
-long as a dry run is on. Where in the table they are is found by asking, as it differs between versions of torch.
+Autograd asks for the stream of every gradient on a GPU, for which torch must first believe that there is one. It asks
+an object of which each answer is a virtual method: for as long as a dry run is on, that object gets a table with two
+answers changed. Where they are is found by asking, as it differs between versions of torch.
 """
 
 from __future__ import annotations

@@ -33,11 +33,6 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     return getattr(tensor.untyped_storage(), _MARK, False)
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two host tensors share their memory."""
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
 class DeviceTensor(torch.Tensor):
     """Stands for a tensor on `cuda:N`. Made by `to_device`; `host_values` is the host tensor with its numbers."""
 
@@ -167,10 +162,9 @@ def run_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     """
     tensors = list(device_tensors((*args, *kwargs.values())))
     index = _target(tensors, kwargs)
-    host_args, host_kwargs = on_host(args), on_host(kwargs)
-    if host_kwargs.get("pin_memory"):
-        host_kwargs["pin_memory"] = False
-    result = _call(func, host_args, host_kwargs)
+    result = _call(
+        func, on_host(args), on_host({**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs)
+    )
     if not tensors and index is None:
         return result
     known = {id(t.host_values): t for t in tensors}
@@ -225,9 +219,9 @@ def _wrapped(result: Any, index: int | None, known: Mapping[int, DeviceTensor]) 
 
 def _fresh(values: torch.Tensor, index: int, known: Mapping[int, DeviceTensor]) -> DeviceTensor:
     """A new device tensor. A view of an ordinary tensor stays one in inference mode, as torch demands."""
-    if torch.is_inference_mode_enabled() and any(
-        not t.is_inference() and _same(t.host_values, values) for t in known.values()
-    ):
+    memory = values.untyped_storage().data_ptr()
+    ordinary = (t for t in known.values() if not t.is_inference() and t.untyped_storage().data_ptr() == memory)
+    if torch.is_inference_mode_enabled() and any(True for _ in ordinary):
         with torch.inference_mode(mode=False):
             return to_device(values, index)
     return to_device(values, index)

@@ -248,9 +248,8 @@ def current_stream(device: Any = None) -> VirtualStream:
 
 
 def set_stream(stream: VirtualStream | None) -> None:
-    """Makes a stream the calling thread's."""
-    if stream is not None:
-        _local.streams[-1] = stream
+    """Makes a stream the calling thread's; None changes nothing."""
+    _local.streams[-1] = stream or _local.streams[-1]
 
 
 class VirtualGenerator(torch.Generator):
@@ -271,12 +270,7 @@ class VirtualGenerator(torch.Generator):
 
 
 def install(patches: Patches, report: Callable[..., None]) -> None:
-    """Replaces what torch.cuda says until `patches.restore()`.
-
-    Args:
-        patches: Where the replacements are noted.
-        report: Called with rule, name and runtime call when the host would wait.
-    """
+    """Replaces what torch.cuda says until `patches.restore()`; `report` is told rule, name and runtime call of a wait."""
     patches.put(gpu, report=report, index=0, touched=False)
     _device(patches)
     _streams(patches)

@@ -7,6 +7,8 @@ import re
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+import msgspec
+
 from dcpbench import __version__
 from dcpbench.syncs.rules import BY_ID, RULES
 from dcpbench.syncs.words import LEVELS, advice, modules, notes, place, standing, told
@@ -18,6 +20,11 @@ if TYPE_CHECKING:
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 ROOT = "%SRCROOT%"
 FINGERPRINT = "dcpbenchSyncs/v1"
+PROPERTIES = (
+    "kind op call range direction place line_is count count_per_step wait_us bubble_upper_bound_us bytes explicit "
+    "waited called_from cause warmup_only may_block stack traces"
+)
+"""Of a result, which bear them in camel case."""
 Json = dict[str, Any]
 
 
@@ -102,28 +109,8 @@ def _artifact(path: str) -> Json:
 
 
 def _properties(site: Site) -> Json:
-    return _known(
-        kind=site.kind,
-        op=site.op or None,
-        call=site.call or None,
-        range=site.range or None,
-        direction=site.direction or None,
-        place=place(site) or None,
-        lineIs=site.line_is or None,
-        count=site.count,
-        countPerStep=site.count_per_step,
-        waitUs=site.wait_us,
-        bubbleUpperBoundUs=site.bubble_us,
-        bytes=site.bytes,
-        explicit=site.explicit,
-        waited=site.waited,
-        calledFrom=site.called_from or None,
-        cause=site.cause or None,
-        warmupOnly=site.warmup_only,
-        mayBlock=site.may_block,
-        stack=site.stack or None,
-        traces=site.traces or None,
-    )
+    values = {**msgspec.structs.asdict(site), "place": place(site), "bubble_upper_bound_us": site.bubble_us}
+    return _known(**{re.sub("_(.)", lambda m: m[1].upper(), name): values[name] for name in PROPERTIES.split()})
 
 
 def _invocation(report: Report) -> Json:
@@ -140,10 +127,9 @@ def _invocation(report: Report) -> Json:
 
 
 def _known(**values: object) -> Json:
-    """Without what is None, and without numbers that JSON has not."""
-    return {
-        k: v for k, v in values.items() if v is not None and not (isinstance(v, float) and not abs(v) < float("inf"))
-    }
+    """Without what is not known, and without numbers that JSON has not."""
+    known = {k: v for k, v in values.items() if v is not None and v not in ("", [])}
+    return {k: v for k, v in known.items() if not isinstance(v, float) or abs(v) < float("inf")}
 
 
 def message(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -107,17 +108,11 @@ def _where(site: Site, root: Path, room: int) -> Text:
 
 
 def _link(site: Site, root: Path, room: int) -> Text:
-    path = root / site.file
-    style = Style(bold=False, link=f"{path.as_uri()}#{site.line or 1}" if _exists(path) else None)
-    return Text(path_end(place(site), room), style=style)
-
-
-def _exists(path: Path) -> bool:
-    """A link to nowhere helps nobody; the program may have run on another machine."""
-    try:
-        return path.is_absolute() and path.is_file()
-    except (OSError, ValueError):
-        return False
+    path, link = root / site.file, None
+    with contextlib.suppress(OSError, ValueError):
+        if path.is_absolute() and path.is_file():  # the program may have run on another machine
+            link = f"{path.as_uri()}#{site.line or 1}"
+    return Text(path_end(place(site), room), style=Style(bold=False, link=link))
 
 
 def _block(site: Site, report: Report, root: Path, room: int) -> Iterator[Text]:

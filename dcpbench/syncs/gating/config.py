@@ -111,20 +111,16 @@ def _table(path: Path) -> Mapping[str, object] | None:
 def _config(table: Mapping[str, object], path: Path) -> Config:
     where = f"{path} {TABLE}"
     _check_keys(table, KEYS, where)
-    baseline = _text(table, "baseline", where)
+    baseline, entries = _text(table, "baseline", where), table.get("allow", [])
+    if not isinstance(entries, list):
+        raise UsageError(f"{where}: allow must be a list of tables, such as allow = [{EXAMPLE}].")
     return Config(
-        allow=_allow_list(table.get("allow", []), where),
+        allow=tuple(_allow(entry, f"{where}: allow[{n}]") for n, entry in enumerate(entries)),
         max_per_step=_number(table, "max-per-step", where),
         max_bubble_us=_number(table, "max-bubble-us", where),
         baseline=path.parent / baseline if baseline else None,
         step_range=_text(table, "step-range", where) or None,
     )
-
-
-def _allow_list(value: object, where: str) -> tuple[Allow, ...]:
-    if not isinstance(value, list):
-        raise UsageError(f"{where}: allow must be a list of tables, such as allow = [{EXAMPLE}].")
-    return tuple(_allow(entry, f"{where}: allow[{n}]") for n, entry in enumerate(value))
 
 
 def _allow(entry: object, where: str) -> Allow:

@@ -4,9 +4,8 @@
         step()
     assert seen.count == 0, seen.text()
 
-Three detectors cover each other's blind spots: torch's callbacks for a host that waits (callbacks.py) say that and
-where it happens; a dispatch mode says in which operator, and finds copies to and from pageable memory, of which no
-callback tells; `set_sync_debug_mode` stands in where the private callbacks are missing.
+What torch tells of a host that waits (callbacks.py) says that and where it happens; a dispatch mode says in which
+operator, and finds copies to and from pageable memory, of which no callback tells.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ class Watch:
         self.thread = threading.get_ident()
         self.by_warnings = not callbacks.listen(_on_wait)
         if self.by_warnings:
-            callbacks.begin_warnings(_on_warning)
+            callbacks.begin_warnings(functools.partial(_on_wait, callbacks.STREAM, warned=True))
         self._mode.__enter__()
         _set_watches((*_watches, self))
         return self
@@ -175,11 +174,7 @@ def no_syncs(
     Write `@no_syncs` or `@no_syncs(at_most=1)`. A call that does raises a SyncError after it has returned.
     """
     if function is None:
-        return functools.partial(_guard, at_most=at_most, threads=threads)
-    return _guard(function, at_most=at_most, threads=threads)
-
-
-def _guard(function: Callable[P, R], *, at_most: int, threads: Threads) -> Callable[P, R]:
+        return functools.partial(no_syncs, at_most=at_most, threads=threads)
     if not callable(function):
         raise UsageError(f"@no_syncs stands above a function, not {function!r}; options have names: at_most=1.")
     if any(f(function) for f in (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)):
@@ -251,10 +246,6 @@ def _on_wait(kind: str, *, warned: bool = False) -> None:
         call.seen = True
     for each in watches:
         each.add(sighting.of_wait(kind, calls, each.thread))
-
-
-def _on_warning() -> None:
-    _on_wait(callbacks.STREAM, warned=True)
 
 
 def _set_watches(watches: tuple[Watch, ...]) -> None:

@@ -58,7 +58,8 @@ class Checked:
             seen = self._run.syncs[self._first : self._last]
         else:
             seen = []
-        return [s for s in seen if not (s.may_block or s.allowed or self._allows(s))]
+        seen = [s for s in seen if not (s.may_block or s.allowed)]
+        return [s for s in seen if not any(entry.matches(sites_of([s])[0]) for entry in self._allow)]
 
     @property
     def count(self) -> int:
@@ -108,7 +109,3 @@ class Checked:
         finally:
             if self._run is not None:
                 self._last, self._ops = len(self._run.syncs), self._run.ops - self._first_op
-
-    def _allows(self, sync: Sync) -> bool:
-        site = sites_of([sync])[0] if self._allow else None
-        return site is not None and any(entry.matches(site) for entry in self._allow)

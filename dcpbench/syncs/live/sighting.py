@@ -71,12 +71,9 @@ class _Place(NamedTuple):
 
 
 def of_wait(kind: str, calls: Sequence[Call], thread: int) -> Sync:
-    """What is reported of a wait that a callback or torch's debug mode tells.
+    """What is reported of a wait for a `stream`, `event` or `device`, within these operators of the calling thread.
 
-    Args:
-        kind: `stream`, `event` or `device`.
-        calls: Operators that run on the calling thread, outermost first.
-        thread: The one that watches.
+    `thread` is the one that watches.
     """
     place = _place(thread)
     chain = _chain(calls, place)

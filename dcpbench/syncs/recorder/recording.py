@@ -207,7 +207,10 @@ class Recorder:
                     self.state = RECORDING
                     self.problems.clear()
                     self.note()
-                    self._write_when_terminated()
+                    # torchrun ends the other ranks with SIGTERM when one fails. A handler of the program's own stays.
+                    main = threading.current_thread() is threading.main_thread()
+                    if main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+                        signal.signal(signal.SIGTERM, self._on_terminate)
                     # Children of multiprocessing end without atexit.
                     multiprocessing.util.Finalize(None, self.exit, exitpriority=0)
                     return
@@ -278,12 +281,6 @@ class Recorder:
             return original(*args, **kwargs)
 
         return call
-
-    def _write_when_terminated(self) -> None:
-        """torchrun ends the other ranks with SIGTERM when one fails. A handler of the program's own stays."""
-        main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._on_terminate)
 
     def _on_terminate(self, _number: int, _frame: object) -> None:
         self._terminated = True

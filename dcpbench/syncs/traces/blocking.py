@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -13,13 +13,9 @@ from dcpbench.syncs.traces.intervals import chains, containing, match
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
     from dcpbench.syncs.rules import Rule
     from dcpbench.syncs.traces.columns import Columns, Table
-
-    Ints = NDArray[Any]
-    Bools = NDArray[np.bool_]
+    from dcpbench.syncs.traces.intervals import Bools, Floats, Ints
 
 Waits = Literal["stream", "event", "device", "copy", "async copy", "free", "pin"]
 
@@ -305,10 +301,7 @@ def _of_sync_events(columns: Columns, explains: Bools) -> list[Blocked]:
     """What only `cuda_sync` events show: waits through the driver API, in libraries, or of calls without a name.
 
     A short `Event Sync` without a call may be a mere query, for which CUPTI writes the same event; it only may block.
-
-    Args:
-        columns: The trace.
-        explains: Calls that are counted, or are known not to wait.
+    What `explains` events are the calls that are counted, or are known not to wait.
     """
     events, calls, ops = columns.tables["syncs"], columns.tables["calls"], columns.tables["ops"]
     kinds = [SYNC_EVENTS.get(name) for name in columns.names]
@@ -337,8 +330,8 @@ def _of_sync_events(columns: Columns, explains: Bools) -> list[Blocked]:
     return found
 
 
-def _middle(table: Table) -> NDArray[np.float64]:
-    middle: NDArray[np.float64] = (table.start + table.end) / 2
+def _middle(table: Table) -> Floats:
+    middle: Floats = (table.start + table.end) / 2
     return middle
 
 

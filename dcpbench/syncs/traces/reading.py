@@ -460,7 +460,8 @@ class TraceReader:
         lone = next((m.start() for m in _BACKSLASH.finditer(fixed) if not m[1]), -1)
         if lone >= 0:
             self._note(fixed, lone)
-            fixed = _BACKSLASH.sub(_escaped, fixed)
+            # A backslash that JSON allows as it is, a lone one doubled, half a character as a replacement character.
+            fixed = _BACKSLASH.sub(lambda m: m[0] if m[1] else b"\\ufffd" if m[2] else b"\\\\", fixed)
         if len(self.trouble.repaired) < NAMED:
             control = _ODD_CONTROL.search(fixed)
             within = (_CONTROL.search(fixed, *string.span()) for string in _STRING.finditer(fixed))
@@ -512,8 +513,3 @@ class TraceReader:
 def _cuts(text: bytearray, start: int = 0) -> list[int]:
     """Where an event may begin behind another."""
     return [found.end() - 1 for found in _BETWEEN.finditer(text, start)]
-
-
-def _escaped(found: re.Match[bytes]) -> bytes:
-    """A backslash that JSON allows as it is, a lone one doubled, half a character as a replacement character."""
-    return found[0] if found[1] else b"\\ufffd" if found[2] else b"\\\\"
