@@ -219,9 +219,8 @@ def _wrapped(result: Any, index: int | None, known: Mapping[int, DeviceTensor]) 
 
 def _fresh(values: torch.Tensor, index: int, known: Mapping[int, DeviceTensor]) -> DeviceTensor:
     """A new device tensor. A view of an ordinary tensor stays one in inference mode, as torch demands."""
-    memory = values.untyped_storage().data_ptr()
-    ordinary = (t for t in known.values() if not t.is_inference() and t.untyped_storage().data_ptr() == memory)
-    if torch.is_inference_mode_enabled() and any(True for _ in ordinary):
+    ordinary = [t for t in known.values() if not t.is_inference()] if torch.is_inference_mode_enabled() else []
+    if any(t.untyped_storage().data_ptr() == values.untyped_storage().data_ptr() for t in ordinary):
         with torch.inference_mode(mode=False):
             return to_device(values, index)
     return to_device(values, index)

@@ -1,7 +1,6 @@
 """Permission in the source itself: `# dcpbench: allow-sync(reason)` on the line that synchronises, or on its function.
 
-A trace often knows only where a function begins. Then a comment anywhere in that function counts, but for the functions
-that are defined inside it.
+A trace often knows only where a function begins: then a comment anywhere in it counts, but not in functions inside it.
 """
 
 from __future__ import annotations

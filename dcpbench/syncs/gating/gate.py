@@ -46,27 +46,17 @@ class Gate:
     step_range: str | None = None
     """Not the gate's: which range marks a step; kept here as it may come from pyproject.toml."""
 
-    @property
-    def limited(self) -> bool:
-        """Whether something replaces `any site is a finding`."""
-        return self.baseline is not None or self.max_per_step is not None or self.max_bubble_us is not None
-
 
 def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdict:
-    """What the gate says about a report; sets `allowed` of its sites.
+    """What the gate says about a report, whose own verdict is not read; sets `allowed` of its sites.
 
-    Args:
-        report: Sites and coverage; its own verdict is not read.
-        gate: Limits and permissions.
-        today: Day on which entries expire; by default today in UTC.
-
-    Raises UsageError where baseline and report cannot be compared.
+    Entries expire by `today`, which is today in UTC where it is not given.
     """
     stale = permit(report, gate, today or dt.datetime.now(tz=dt.UTC).date())
     counted = sorted(filter(counts, report.sites), key=order)
-    findings = [Finding(reason="sync", message=sentence(s), fingerprint=s.fingerprint) for s in counted]
-    if gate.limited:
-        findings = []
+    findings = []
+    if gate.baseline is None and gate.max_per_step is None and gate.max_bubble_us is None:
+        findings = [Finding(reason="sync", message=sentence(s), fingerprint=s.fingerprint) for s in counted]
     reasons = [reason for trace in report.traces if (reason := blind(trace))]
     if not report.traces:
         reasons.append("Nothing was recorded: no trace was read.")
