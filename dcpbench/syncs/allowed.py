@@ -24,8 +24,7 @@ _reasons: dict[int, list[str]] = {}
 def allow(reason: str) -> Iterator[None]:
     """Lets the code inside synchronise; also usable as a decorator. Regions nest, the innermost reason is reported.
 
-    Raises:
-        UsageError: The reason is empty, or is not a text.
+    Raises UsageError where the reason is empty, or is not a text.
     """
     given: object = reason
     if not isinstance(given, str) or not given.strip():
@@ -42,10 +41,6 @@ def allow(reason: str) -> Iterator[None]:
 
 
 def reason(thread: int | None = None) -> str:
-    """Reason of the innermost region that a thread is in, or nothing.
-
-    Args:
-        thread: Its `threading.get_ident()`; the calling thread's where it is None.
-    """
+    """Reason of the innermost region that a thread, by default the calling one, is in; nothing outside of one."""
     reasons = _reasons.get(threading.get_ident() if thread is None else thread)
     return reasons[-1] if reasons else ""

@@ -18,6 +18,7 @@ from dcpbench.syncs.formats import PLAIN_WIDTH, check_format, github, markdown, 
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating.config import Allow, find_config, find_root
 from dcpbench.syncs.gating.gate import Gate, check_limits, counts, judge
+from dcpbench.syncs.model import encode
 from dcpbench.syncs.words import cleaned
 
 if TYPE_CHECKING:
@@ -101,7 +102,9 @@ def conclude(report: Report, gate: Gate, out: Out) -> int:
     width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if terminal else PLAIN_WIDTH
     text = render(report, out.form, root=gate.root, width=width, terminal=terminal and "NO_COLOR" not in os.environ)
     if out.form == "github":
-        _step_summary(report)
+        left = github.left_out(report)
+        more = f"\n{left} of these sites have no annotation.\n" if left else ""
+        ci.step_summary(markdown.render(cleaned(report)) + more)
     if out.output is None:
         _print(text, as_json=out.form in ("json", "sarif"))
     else:
@@ -127,13 +130,12 @@ def baseline(traces: Sequence[str], options: GateOptions, output: Path | None, *
     report = _scan(traces, gate)
     report.verdict = judge(report, gate)
     if report.verdict.reasons:
-        for reason in report.verdict.reasons:
-            sys.stderr.write(f"error: {printable(reason)}\n")
+        sys.stderr.writelines(f"error: {printable(reason)}\n" for reason in report.verdict.reasons)
         return 3
     if not all(trace.steps for trace in report.traces):
         sys.stderr.write(NO_STEPS)
     made = baselines.make(filter(counts, report.sites))
-    write(output, baselines.encode(made), force=force)
+    write(output, encode(made), force=force)
     _print(f"{counted(len(made.sites), 'site')} of today may stay; more of them, or others, are findings.\n")
     _print(f"Wrote {printable(str(output))}\n")
     return 0
@@ -154,17 +156,8 @@ def _skipped(path: Path) -> None:
 
 def _repeated(path: Path, first: Path) -> None:
     """Says so, as a count for two ranks is expected to be that of two."""
-    sys.stderr.write(
-        f"note: {printable(str(path))} holds the same trace as {printable(str(first))} and is counted once.\n"
-    )
-
-
-def _step_summary(report: Report) -> None:
-    """Everything, for the annotations are few."""
-    left = github.left_out(report)
-    ci.step_summary(
-        markdown.render(cleaned(report)) + (f"\n{left} of these sites have no annotation.\n" if left else "")
-    )
+    this, that = printable(str(path)), printable(str(first))
+    sys.stderr.write(f"note: {this} holds the same trace as {that} and is counted once.\n")
 
 
 def _tell(report: Report) -> None:
@@ -191,6 +184,5 @@ def _print(text: str, *, as_json: bool = False) -> None:
     except BrokenPipeError:  # `| head` is no mistake, and has an exit code of its own
         raise
     except OSError as e:
-        # What is left in the buffer would fail once more when Python ends, with an exit code of its own.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        streams.forget_output()
         raise OutputError(f"stdout cannot be written ({e.strerror}); give a file on another disk with -o.") from e

@@ -53,9 +53,8 @@ class Answer(msgspec.Struct, kw_only=True):
 
 
 def dry_run(command: Sequence[str], options: GateOptions, out: Out, *, assume_device: bool) -> int:
-    """Runs the program and judges what would wait; returns the exit code.
-
-    0, 1 or 3 as for `scan`; 3 also where the program fails, and 130 after Ctrl-C.
+    """Runs the program and judges what would wait; returns 0, 1 or 3 as `scan`, 3 also where the program fails, and 130
+    after Ctrl-C.
 
     Raises UsageError for a command that is no Python program, or options that cannot work; nothing was started then.
     """

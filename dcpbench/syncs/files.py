@@ -21,28 +21,25 @@ PACKED = tuple(f".json{end}" for end in (".xz", ".bz2", ".zst", ".zip", ".tar", 
 """What the reader refuses, and says how to unpack: in a folder it must not be passed over in silence."""
 
 
-def expand(names: Sequence[str], skipped: Callable[[Path], None] | None = None) -> list[Path]:
+def expand(names: Sequence[str], skipped: Callable[[Path], None] = lambda _: None) -> list[Path]:
     """Files that are meant by files, folders and globs, each once, rank 2 before rank 10.
 
     A folder stands for the traces directly in it. Other JSON in folders and among a glob's matches, such as reports, is
-    left out, and `skipped` is told of each; a file that may be a damaged trace stays.
-
-    Raises:
-        UsageError: A name matches nothing.
-        TraceError: What a folder or glob matches holds no events at all.
+    left out, and `skipped` is told of each; a file that may be a damaged trace stays. Raises UsageError for a name that
+    matches nothing, TraceError where what it matches holds no events at all.
     """
     found: dict[Path, None] = {}
     for name in names:
         path = Path(name)
         if path.is_dir():
-            files = _in_folder(path)
+            files = _named_so(path.iterdir())
             missing = f"{name} holds no {' or '.join('*' + s for s in SUFFIXES)}; give a trace, or '{name}/**/*.json'."
         elif path.exists():
             files, missing = [path], ""
         elif glob.has_magic(name):
             matched = [Path(match) for match in glob.glob(name, recursive=True)]  # noqa: PTH207 -- absolute ones, too
-            files = [p for p in matched if _is_named_so(p)]
-            files += [p for folder in matched if folder.is_dir() for p in _in_folder(folder)]
+            files = _named_so(matched)
+            files += [p for folder in matched if folder.is_dir() for p in _named_so(folder.iterdir())]
             missing = f"{name!r} matches no {' or '.join('*' + s for s in SUFFIXES)} file below {Path.cwd()}."
         else:
             raise UsageError(f"There is no trace {name}; give a file, a folder or a glob of Kineto traces.")
@@ -98,7 +95,7 @@ def _text_id(path: Path) -> object:
     return digest.digest()
 
 
-def _traces(files: Iterable[Path], name: str, skipped: Callable[[Path], None] | None) -> list[Path]:
+def _traces(files: Iterable[Path], name: str, skipped: Callable[[Path], None]) -> list[Path]:
     """The files without those that are something else."""
     files = sorted(files, key=natural)
     others = [path for path in files if is_something_else(path)]
@@ -108,18 +105,13 @@ def _traces(files: Iterable[Path], name: str, skipped: Callable[[Path], None] | 
             'Export one with torch.profiler\'s export_chrome_trace("trace.json")'
         )
     for path in others:
-        if skipped:
-            skipped(path)
+        skipped(path)
     return [path for path in files if path not in others]
 
 
-def _in_folder(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if _is_named_so(path)]
-
-
-def _is_named_so(path: Path) -> bool:
-    """Whether it is a file with the name of a trace, or of a packed one."""
-    return path.is_file() and path.name.endswith(SUFFIXES + PACKED)
+def _named_so(paths: Iterable[Path]) -> list[Path]:
+    """Files with the name of a trace, or of a packed one."""
+    return [path for path in paths if path.is_file() and path.name.endswith(SUFFIXES + PACKED)]
 
 
 def check_output(path: Path | None, *, force: bool) -> None:

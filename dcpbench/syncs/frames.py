@@ -40,10 +40,8 @@ class Frame(NamedTuple):
 
 
 def walk() -> tuple[tuple[Frame, ...], Frame | None]:
-    """The calling thread's Python stack, outermost first, and the user's innermost frame in it.
-
-    Frames of the detectors (dcpbench.syncs) are left out. The user's frame is the innermost one
-    outside torch, Triton, the standard library and frozen modules; None where there is no such frame.
+    """The calling thread's Python stack without frames of the detectors, outermost first, and the user's innermost
+    frame in it: outside torch, Triton, the standard library and frozen modules. None where there is no such frame.
     """
     return walk_from(sys._getframe(1))  # noqa: SLF001  (inspect.stack reads every source file)
 
@@ -67,12 +65,8 @@ def walk_from(frame: FrameType | None) -> tuple[tuple[Frame, ...], Frame | None]
 
 def outside_of() -> tuple[str, ...]:
     """Folders of the frameworks that are imported now, each with a closing separator."""
-    folders = []
-    for name in _FRAMEWORKS:
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file:
-            folders.append(str(Path(file).parent) + os.sep)
-    return tuple(folders)
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in _FRAMEWORKS)
+    return tuple(str(Path(file).parent) + os.sep for file in files if file)
 
 
 def is_detector(file: str) -> bool:
@@ -81,15 +75,10 @@ def is_detector(file: str) -> bool:
 
 
 def is_user(file: str, outside: Sequence[str]) -> bool:
-    """Whether a line of this file can be blamed: not torch, not Triton, not Python's own.
-
-    Args:
-        file: `co_filename` of a frame; `<string>` and notebook cells count, frozen modules do not.
-        outside: Folders from `outside_of`.
+    """Whether a line of this file can be blamed: not torch, not Triton, not Python's own, of which `outside` are the
+    folders. `<string>` and notebook cells count, frozen modules do not.
     """
-    if file.startswith(("<frozen", "<__array_function__")) or is_detector(file):
-        return False
-    if file.startswith(tuple(outside)):
+    if is_detector(file) or file.startswith(("<frozen", "<__array_function__", *outside)):
         return False
     return _is_installed(file) or not file.startswith(_STDLIB)
 
@@ -128,11 +117,8 @@ def call_name(frame: FrameType) -> str:
         return ""
     if isinstance(node, ast.Subscript):
         return SUBSCRIPT
-    if not isinstance(node, ast.Call):
-        return ""
-    if isinstance(node.func, ast.Attribute):
-        return node.func.attr
-    return node.func.id if isinstance(node.func, ast.Name) else ""
+    called = node.func if isinstance(node, ast.Call) else None
+    return str(getattr(called, "attr", getattr(called, "id", "")))
 
 
 def _source(frame: FrameType) -> bytes | None:
@@ -143,8 +129,8 @@ def _source(frame: FrameType) -> bytes | None:
     line, end_line, start, end = next(itertools.islice(instructions, frame.f_lasti // 2, None), (None,) * 4)
     if line is None or end_line is None or start is None or end is None:
         return None
-    text = [linecache.getline(frame.f_code.co_filename, n, frame.f_globals) for n in range(line, end_line + 1)]
-    lines = [part.encode() for part in text]
+    numbers = range(line, end_line + 1)
+    lines = [linecache.getline(frame.f_code.co_filename, n, frame.f_globals).encode() for n in numbers]
     if not all(lines):
         return None
     # Columns count bytes, and the last line is cut first, as it may be the first one, too.

@@ -59,7 +59,7 @@ class TraceSummary(msgspec.Struct, kw_only=True):
     coverage: Coverage
 
 
-class Example(msgspec.Struct, frozen=True, kw_only=True):
+class Example(msgspec.Struct, kw_only=True):
     """One occurrence of a site."""
 
     trace: str
@@ -212,9 +212,9 @@ def report_of(traces: list[TraceSummary], sites: list[Site]) -> Report:
     return Report(traces=traces, sites=sorted(sites, key=order), totals=totals(sites))
 
 
-def encode(report: Report) -> str:
-    """The report as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"
+def encode(value: msgspec.Struct) -> str:
+    """A report or a baseline as JSON, one field a line, so that a change shows as the lines that changed."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
 
 
 def json_schema() -> dict[str, Any]:
@@ -230,10 +230,5 @@ def json_schema() -> dict[str, Any]:
     return {**head, "$ref": made["$ref"], "$defs": dict(sorted(definitions.items()))}
 
 
-def schema_text() -> str:
-    """The file in docs/."""
-    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
-
-
 if __name__ == "__main__":
-    sys.stdout.write(schema_text())
+    sys.stdout.write(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n")

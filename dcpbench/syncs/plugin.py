@@ -29,7 +29,6 @@ INI = "cuda_sync_mode"
 FIXTURE = "cuda_syncs"
 NO, MAX = "no_cuda_sync", "max_cuda_syncs"
 CHECKED: pytest.StashKey[Checked] = pytest.StashKey()
-COUNT = "cuda_syncs"
 UNUSED = "cuda_syncs_unused"
 """Property of a test that put nothing on the virtual GPU."""
 
@@ -77,7 +76,7 @@ def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest
     from dcpbench.syncs.live.checked import resolve
 
     try:
-        return [f"cuda syncs: {resolve(mode_of(config)).words}, {counted(used, 'test')}"]
+        return [f"cuda syncs: {resolve(mode_of(config))[1]}, {counted(used, 'test')}"]
     except CapacityError as error:
         raise pytest.UsageError(str(error)) from None
 
@@ -158,26 +157,18 @@ def _watched(item: pytest.Function, method: Callable[..., Any]) -> Callable[...,
         with _checking(item):
             return await method(*args, **kwargs)
 
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (likewise)
-        with _checking(item):
-            return method(*args, **kwargs)
-
-    return coroutine if inspect.iscoroutinefunction(method) else call
+    return coroutine if inspect.iscoroutinefunction(method) else _checking(item)(method)
 
 
 @contextlib.contextmanager
 def _checking(item: pytest.Item) -> Iterator[None]:
-    """Watches what is inside, and judges it where it did not fail by itself."""
-    with item.stash[CHECKED].calling():
-        yield
-    _judge(item)
-
-
-def _judge(item: pytest.Item) -> None:
-    """Fails the test where it synchronised more often than its mark allows; the lines are the message."""
+    """Watches what is inside. A test that did not fail by itself does where it synchronised more often than its mark
+    allows; the lines are the message.
+    """
     checked, limit = item.stash[CHECKED], _limit(item)[0]
-    item.user_properties.append((COUNT, checked.count))
+    with checked.calling():
+        yield
+    item.user_properties.append((FIXTURE, checked.count))
     if checked.unused:
         item.user_properties.append((UNUSED, True))
     if limit is not None and checked.count > limit:

@@ -144,6 +144,14 @@ def op_name(op: str) -> str:
     return op.rpartition("::")[2].partition(".")[0]
 
 
+def rule_of_ops(op_chain: Sequence[str]) -> Rule | None:
+    """Rule that operators around a blocking call say, outermost first; None where they say none."""
+    names = [op_name(op) for op in op_chain]
+    if any(name in SHAPE_OPS for name in names):
+        return SHAPE
+    return SCALAR if names and names[-1] in SCALAR_OPS else None
+
+
 def rule_of_copy(op_chain: Sequence[str], direction: str, *, waited: bool) -> Rule:
     """Rule of a blocking copy.
 
@@ -152,11 +160,9 @@ def rule_of_copy(op_chain: Sequence[str], direction: str, *, waited: bool) -> Ru
         direction: `DtoH …`, `HtoD …`, `DtoD …` or empty.
         waited: A synchronisation follows the copy; False where the copy itself blocked because of pageable memory.
     """
-    names = [op_name(op) for op in op_chain]
-    if any(name in SHAPE_OPS for name in names):
-        return SHAPE
-    if names and names[-1] in SCALAR_OPS:
-        return SCALAR
+    known = rule_of_ops(op_chain)
+    if known:
+        return known
     if not waited and "pageable" in direction:
         return PAGEABLE
     if direction.startswith("DtoH"):
@@ -164,35 +170,3 @@ def rule_of_copy(op_chain: Sequence[str], direction: str, *, waited: bool) -> Ru
     if direction.startswith("HtoD"):
         return FROM_HOST
     return COPY
-
-
-def rule_of(
-    kind: str | None, op_chain: Sequence[str], direction: str, *, copied: bool, waited: bool, called: bool, timed: bool
-) -> Rule:
-    """Rule of a blocking call.
-
-    Args:
-        kind: What it waits for, as in blocking.py.
-        op_chain: Operators around it, outermost first.
-        direction: Of the copy.
-        copied: Whether it waits for a copy.
-        waited: Whether a synchronisation follows the copy, rather than the copy blocking by itself.
-        called: Whether a runtime call was seen, rather than a `cuda_sync` event alone.
-        timed: Whether the time between two events is read right behind it.
-    """
-    if kind in ("free", "pin"):
-        return ALLOCATION
-    if copied or kind in ("copy", "async copy"):
-        return rule_of_copy(op_chain, direction, waited=waited or kind == "copy")
-    names = [op_name(op) for op in op_chain]
-    if any(name in SHAPE_OPS for name in names):
-        return SHAPE
-    if names and names[-1] in SCALAR_OPS:
-        return SCALAR
-    if not called:
-        return DRIVER
-    if timed:
-        return TIMING
-    if waited and kind == "stream":
-        return COPY
-    return {"stream": STREAM, "event": EVENT}.get(kind or "", DEVICE)

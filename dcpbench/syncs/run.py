@@ -93,19 +93,19 @@ class Note(msgspec.Struct):
 
 
 def run(command: Sequence[str], recording: Recording, options: GateOptions, out: Out) -> int:
-    """Run the program and judge what it did; returns the exit code.
+    """Run the program and judge what it did; returns 0, 1 or 3 as `scan`, 4 where the program failed, 130 after Ctrl-C.
 
-    That is 0, 1 or 3 as for `scan`, 4 where the program failed, and 130 after Ctrl-C.
-
-    Raises:
-        UsageError: The command or an option cannot work; the program was not started.
-        CapacityError: There is no GPU.
+    Raises UsageError where the command or an option cannot work and CapacityError without a GPU, before it starts.
     """
     from dcpbench.syncs.commands import conclude, settle
 
     gate = settle(options, out)
     recording.check()
-    _check_program(command)
+    if not command:
+        raise UsageError("There is no program; write it after `--`: dcpbench syncs run -- python script.py")
+    if shutil.which(command[0]) is None:
+        hint = f"python {command[0]}" if command[0].endswith(".py") else "python script.py"
+        raise UsageError(f"{command[0]} is no program that can be started; write `-- {hint}`.")
     if not has_gpu() and not os.environ.get(CPU_VARIABLE):
         typed = printable(shlex.join(command))
         raise CapacityError(f"There is no GPU here to wait for; write `dcpbench syncs dry-run -- {typed}` instead.")
@@ -113,7 +113,8 @@ def run(command: Sequence[str], recording: Recording, options: GateOptions, out:
         code = start(command, environment(folder, recording))
         report = _scan(folder, recording, gate)
         if code:
-            sys.stderr.write(f"{printable(shlex.join(command))} {_ending(code)}\n")
+            ending = f"ended with exit code {code}" if code > 0 else f"was ended by {_signal(-code)}"
+            sys.stderr.write(f"{printable(shlex.join(command))} {ending}.\n")
         verdict = conclude(report, gate, out)
         if recording.keep is not None:
             sys.stderr.write(f"Traces are in {printable(str(recording.keep))}\n")
@@ -127,18 +128,18 @@ def start(command: Sequence[str], env: Mapping[str, str]) -> int:
 
     Ctrl-C reaches the program from the terminal itself, and SIGTERM is handed on; both wait for its end.
     """
-    child: list[subprocess.Popen[bytes]] = []
+    child: subprocess.Popen[bytes] | None = None
     interrupted: list[int] = []
 
     def hand_on(number: int, _frame: object) -> None:
-        if child and child[0].poll() is None:
-            child[0].send_signal(number)
+        if child and child.poll() is None:
+            child.send_signal(number)
 
     before = {signal.SIGINT: signal.signal(signal.SIGINT, lambda number, _: interrupted.append(number))}
     before[signal.SIGTERM] = signal.signal(signal.SIGTERM, hand_on)
     try:
-        child.append(subprocess.Popen(command, env=env))
-        code = child[0].wait()
+        child = subprocess.Popen(command, env=env)
+        code = child.wait()
     except OSError as error:
         raise UsageError(f"{command[0]} cannot be started ({error.strerror}); give a program after `--`.") from error
     finally:
@@ -224,14 +225,6 @@ def _why(note: Note, recording: Recording) -> str:
     return "it ended before its trace was written; record fewer steps with --steps."
 
 
-def _check_program(command: Sequence[str]) -> None:
-    if not command:
-        raise UsageError("There is no program; write it after `--`: dcpbench syncs run -- python script.py")
-    if shutil.which(command[0]) is None:
-        hint = f"python {command[0]}" if command[0].endswith(".py") else "python script.py"
-        raise UsageError(f"{command[0]} is no program that can be started; write `-- {hint}`.")
-
-
 @contextlib.contextmanager
 def _folder(keep: Path | None) -> Iterator[Path]:
     """Where processes write: the folder that is kept, or one that is removed."""
@@ -245,13 +238,16 @@ def _folder(keep: Path | None) -> Iterator[Path]:
         raise OutputError(
             f"{keep} cannot be made ({error.strerror}); give another folder with --keep-traces."
         ) from error
-    for left in [*keep.glob("*.note"), *keep.glob("*.part")]:
-        left.unlink()
+    _without_notes(keep)
     try:
         yield keep
     finally:
-        for left in [*keep.glob("*.note"), *keep.glob("*.part")]:
-            left.unlink(missing_ok=True)
+        _without_notes(keep)
+
+
+def _without_notes(folder: Path) -> None:
+    for left in [*folder.glob("*.note"), *folder.glob("*.part")]:
+        left.unlink(missing_ok=True)
 
 
 def _scan(folder: Path, recording: Recording, gate: Gate) -> Report:
@@ -292,18 +288,13 @@ def without_folder(report: Report, folder: Path) -> Report:
         trace.path = names.get(trace.path, trace.path)
     for site in report.sites:
         site.traces = [names.get(path, path) for path in site.traces]
-        site.example, site.worst = (
-            example and msgspec.structs.replace(example, trace=names.get(example.trace, example.trace))
-            for example in (site.example, site.worst)
-        )
+        for example in filter(None, (site.example, site.worst)):
+            example.trace = names.get(example.trace, example.trace)
     return report
 
 
-def _ending(code: int) -> str:
-    """How the program ended, in words."""
-    if code >= 0:
-        return f"ended with exit code {code}."
+def _signal(number: int) -> str:
     try:
-        return f"was ended by {signal.Signals(-code).name}."
+        return signal.Signals(number).name
     except ValueError:
-        return f"was ended by signal {-code}."
+        return f"signal {number}"

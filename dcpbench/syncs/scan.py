@@ -9,10 +9,9 @@ import numpy as np
 
 from dcpbench.errors import UsageError
 from dcpbench.syncs.model import Report, Site, TraceSummary, report_of
-from dcpbench.syncs.rules import rule_of
 from dcpbench.syncs.sites import Sync, merge, sites_of_trace
 from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, find_steps
-from dcpbench.syncs.traces.blocking import QUERY_US, SYNCHRONISE, cause_of_frees, direction_of, find_blocking
+from dcpbench.syncs.traces.blocking import QUERY_US, SYNCHRONISE, cause_of_frees, direction_of, find_blocking, rule_of
 from dcpbench.syncs.traces.bubbles import bubbles, busy_and_idle, waited_for
 from dcpbench.syncs.traces.columns import Columns, read_columns
 from dcpbench.syncs.traces.coverage import coverage
@@ -52,31 +51,24 @@ def scan(
         TraceError: A file cannot be read, or is no trace.
         UsageError: The expression is not one, or matches no annotation of any trace.
     """
-    _check_pattern(step_range)
+    try:
+        re.compile(step_range or "")
+    except re.error as e:
+        raise UsageError(
+            f"--step-range {step_range!r} is no regular expression ({e}); give one such as '^decode_step'"
+        ) from None
     repository = Repository(root)
-    summaries, per_trace = [], []
-    for path in paths:
-        summary, sites = scan_one(path, repository, step_range, progress)
-        summaries.append(summary)
-        per_trace.append(sites)
+    scanned = [_scan(path, repository, step_range, progress) for path in paths]
+    summaries = [summary for summary, _ in scanned]
     if step_range is not None and not any(s.steps for s in summaries):
         raise UsageError(
             f"no annotation matches --step-range {step_range!r}; leave it out to see which ranges there are"
         )
-    return report_of(summaries, merge(per_trace))
+    return report_of(summaries, merge([sites for _, sites in scanned]))
 
 
-def _check_pattern(pattern: str | None) -> None:
-    try:
-        re.compile(pattern or "")
-    except re.error as e:
-        raise UsageError(
-            f"--step-range {pattern!r} is no regular expression ({e}); give one such as '^decode_step'"
-        ) from None
-
-
-def scan_one(
-    path: Path, repository: Repository, step_range: str | None = None, progress: Callable[[str], None] | None = None
+def _scan(
+    path: Path, repository: Repository, step_range: str | None, progress: Callable[[str], None] | None
 ) -> tuple[TraceSummary, list[Site]]:
     """Summary and sites of one trace."""
     reader = TraceReader(path)
@@ -103,11 +95,12 @@ def analyse(
     found = _occurrences(columns, blocking, steps, repository, stacks)
     busy, idle = busy_and_idle(columns)
     has_gpu = bool(len(columns.tables["gpu"]))
+    tables = [t for t in columns.tables.values() if len(t)]
     summary = TraceSummary(
         path=name,
         rank=rank,
         steps=len(steps) or None,
-        span_us=_span(columns),
+        span_us=float(max(t.end.max() for t in tables) - min(t.start.min() for t in tables)) if tables else None,
         gpu_busy_us=busy if has_gpu else None,
         gpu_idle_us=idle if has_gpu else None,
         coverage=coverage(columns, steps, stacks),
@@ -126,21 +119,17 @@ def _ranges(columns: Columns) -> list[Range]:
     return found
 
 
-def _span(columns: Columns) -> float | None:
-    """First start to last end of everything that was kept."""
-    tables = [t for t in columns.tables.values() if len(t)]
-    return float(max(t.end.max() for t in tables) - min(t.start.min() for t in tables)) if tables else None
-
-
 def _occurrences(
     columns: Columns, blocking: Blocking, steps: Steps, repository: Repository, stacks: Stacks
 ) -> list[Sync]:
     """Every blocking call with everything that is known of it."""
-    ops = columns.tables["ops"]
+    ops, gpu, ranges = (columns.tables[name] for name in ("ops", "gpu", "ranges"))
     op_chains = _with_linked_ops(columns, blocking, chains(ops, blocking.start, blocking.thread))
     frames = chains(columns.tables["python"], blocking.start, blocking.thread)
-    inside = _ranges_around(columns, blocking)
-    priced = bubbles(columns, blocking) if len(columns.tables["gpu"]) else None
+    # On a thread that has no annotation at all, those open on any other count.
+    alone = ~np.isin(blocking.thread, ranges.thread)
+    inside = chains(ranges, blocking.start, np.where(alone, ANY, blocking.thread))
+    priced = bubbles(columns, blocking) if len(gpu) else None
     names, reasons = columns.names, waited_for(columns, blocking)
     step_starts = set(steps.start.tolist())
     of_step, own = steps.of(blocking.start), _window_edges(columns, blocking, op_chains)
@@ -148,58 +137,42 @@ def _occurrences(
     directions = [direction_of(name) for name in names]
     frees = cause_of_frees(columns)
     found = []
-    for i in range(len(blocking)):
+    for i, blocked in enumerate(blocking.calls):
         chain = tuple(names[ops.name[row]] for row in op_chains[i] if not PROFILER_STEP.match(names[ops.name[row]]))
         where = attribute.line(frames[i], op_chains[i])
-        copied = int(blocking.copied[i])
-        direction = directions[columns.tables["gpu"].name[copied]] if copied >= 0 else ""
-        kind = blocking.kind[i]
-        within = _range_of(columns, inside[i], step_starts)
-        rule = rule_of(
-            kind,
-            chain,
-            direction,
-            copied=copied >= 0,
-            waited=bool(blocking.copy_waited[i]),
-            called=bool(blocking.thread[i] >= 0),
-            timed=bool(blocking.timed[i]),
-        )
-        size = int(columns.tables["gpu"].bytes[copied]) if copied >= 0 else -1
+        copied = blocked.copied
+        direction = directions[gpu.name[copied]] if copied >= 0 else ""
+        size = int(gpu.bytes[copied]) if copied >= 0 else -1
+        inner = (names[ranges.name[row]] for row in inside[i][::-1] if ranges.start[row] not in step_starts)
+        within = next(inner, "")
         found.append(
             Sync(
-                rule=rule.id,
+                rule=rule_of(blocked, chain, direction).id,
                 op=chain[-1] if chain else "",
                 op_chain=chain,
                 stack=where.stack,
                 user=where.user,
                 line_is=where.line_is,
                 called_from=where.called_from,
-                thread=columns.thread_names[blocking.thread[i]] if blocking.thread[i] >= 0 else "",
-                explicit=kind in SYNCHRONISE and copied < 0 and not chain and where.asks,
+                thread=columns.thread_names[blocked.thread] if blocked.thread >= 0 else "",
+                explicit=blocked.kind in SYNCHRONISE and copied < 0 and not chain and where.asks,
                 direction=direction,
-                call=blocking.call[i],
+                call=blocked.call,
                 bytes=size if size >= 0 else None,
-                may_block=bool(blocking.may_block[i]),
+                may_block=blocked.may_block,
                 own=where.profiler or (own[i] and not where.stack),
                 range=within,
                 within="" if where.user and where.user.function else _NUMBERS.sub("#", within),
                 step=of_step[i],
-                at=float(blocking.start[i]),
-                wait=float(blocking.wait[i]),
+                at=blocked.start,
+                wait=blocked.wait,
                 bubble=None if priced is None else float(priced[i]),
-                waited=None if priced is None else bool(reasons[i]) or bool(blocking.wait[i] > QUERY_US),
+                waited=None if priced is None else bool(reasons[i]) or blocked.wait > QUERY_US,
                 waited_for=reasons[i],
-                cause=frees if kind == "free" else "",
+                cause=frees if blocked.kind == "free" else "",
             )
         )
     return found
-
-
-def _ranges_around(columns: Columns, blocking: Blocking) -> list[Ints]:
-    """Annotations around each call on its thread; on a thread that has none at all, those open on any other."""
-    ranges = columns.tables["ranges"]
-    alone = ~np.isin(blocking.thread, ranges.thread)
-    return chains(ranges, blocking.start, np.where(alone, ANY, blocking.thread))
 
 
 def _with_linked_ops(columns: Columns, blocking: Blocking, found: list[Ints]) -> list[Ints]:
@@ -217,7 +190,7 @@ def _with_linked_ops(columns: Columns, blocking: Blocking, found: list[Ints]) ->
 def _window_edges(columns: Columns, blocking: Blocking, op_chains: list[Ints]) -> list[bool]:
     """Device synchronisations outside any operator before the first or after the last work: the profiler makes them."""
     gpu, calls, ops = columns.tables["gpu"], columns.tables["calls"], columns.tables["ops"]
-    step = np.array([bool(PROFILER_STEP.match(name)) for name in columns.names], bool)
+    step = columns.named(PROFILER_STEP.match)
     launched = match(calls.correlation, gpu.correlation)
     marks = _closed(columns, step)
     work = [(t.start, t.end) for t in (ops.take(~step[ops.name]) if len(ops) else ops, marks)]
@@ -227,7 +200,7 @@ def _window_edges(columns: Columns, blocking: Blocking, op_chains: list[Ints]) -
     if first > last:  # nothing that a profiler could begin before
         return [False] * len(blocking)
     outside = [all(step[ops.name[row]] for row in chain) for chain in op_chains]
-    devices = [i for i, kind in enumerate(blocking.kind) if kind == "device" and outside[i]]
+    devices = [i for i, call in enumerate(blocking.calls) if call.kind == "device" and outside[i]]
     ends = [i for i in devices if blocking.start[i] >= last]
     own = {i for i in devices if blocking.end[i] <= first} | set(ends[-1:])
     return [i in own for i in range(len(blocking))]
@@ -241,9 +214,3 @@ def _closed(columns: Columns, step: NDArray[np.bool_]) -> Table:
     others = [t.end[~step[t.name]] for kind, t in columns.tables.items() if len(t) and kind != "python"]
     end = max(ends.max(initial=-np.inf) for ends in others)
     return ranges.take(~(step[ranges.name] & (ranges.end >= end)))
-
-
-def _range_of(columns: Columns, rows: Ints, step_starts: set[float]) -> str:
-    """Innermost annotation that is not a step."""
-    ranges = columns.tables["ranges"]
-    return next((columns.names[ranges.name[row]] for row in rows[::-1] if ranges.start[row] not in step_starts), "")

@@ -26,47 +26,44 @@ _UNSTABLE = re.compile(r"\b(?=\w*\d)\w{20,}\b|\d+")
 """Hashes and numbers in names such as `## Call CompiledFxGraph f7xq… ##` and `Torch-Compiled Region: 3/0`."""
 CONTEXT = 2
 """Source lines shown before and after the one that synchronised."""
+_SHARED = "rule op function line called_from cause range direction call may_block allowed own"
+"""What all occurrences of a site have in common."""
 LINES = 10
 """Lines that are shown in full; of more, the number is told."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sync:
-    """One time that the host waits, or would wait, for the GPU. Every detector leaves out what it cannot know."""
+    """One time that the host waits, or would wait, for the GPU. Every detector leaves out what it cannot know.
+
+    Fields that a Site has, too, are said there.
+    """
 
     rule: str
     """Id in rules.py, such as SYNC001."""
     op: str = ""
     """Innermost operator, `aten::_local_scalar_dense`, or the call that waits, `torch.cuda.synchronize`."""
     op_chain: tuple[str, ...] = ()
-    """Operators around the wait, outermost first; the last is `op` where that is an operator."""
     frames: tuple[Frame, ...] = ()
     """The whole Python stack without the detector's own frames, outermost first; of a trace its text is `stack`."""
     stack: tuple[str, ...] = ()
     user: Frame | None = None
     """Innermost frame outside torch, Triton, the standard library and the detectors."""
     line_is: Literal["call", "function"] = "call"
-    """As in Site."""
     called_from: str = ""
-    """As in Site, where a trace says it."""
+    """Known here of a trace alone."""
     thread: str = ""
     explicit: bool = False
-    """Asked for by name: synchronize() of a device, stream or event."""
     direction: str = ""
-    """Of the copy, as in Site."""
     call: str = ""
-    """Runtime call that blocks, as in Site."""
     bytes: int | None = None
     may_block: bool = False
-    """It need not wait: see `Site.may_block`."""
     allowed: str = ""
     """Reason of the innermost region of `allow` around it; empty outside of one."""
     own: bool = False
-    """The profiler's own."""
     range: str = ""
-    """Innermost `record_function` range that is not a step."""
     within: str = ""
-    """The same without numbers, where there is no function to tell places apart."""
+    """The range without numbers, where there is no function to tell places apart."""
     step: int | None = None
     """Index of the step, from 0."""
     ranges: tuple[str, ...] = ()
@@ -76,13 +73,11 @@ class Sync:
     wait: float | None = None
     """Microseconds."""
     bubble: float | None = None
-    """Microseconds of GPU idle time that it caused, at most."""
+    """Microseconds, at most."""
     waited: bool | None = None
     """There was something to wait for."""
     waited_for: str = ""
-    """Last GPU work to end before the host went on."""
     cause: str = ""
-    """As in Site."""
     api: str = ""
     """What the program called, such as `torch.Tensor.__bool__`, where a detector knows."""
     capturing: bool = False
@@ -149,12 +144,7 @@ def _source(sync: Sync) -> list[str]:
 def fingerprint(rule: str, file: str, function: str, op_chain: Sequence[str], direction: str) -> str:
     """Sixteen hexadecimal digits that name a site: no lines, no addresses, no numbers of threads.
 
-    Args:
-        rule: Id, such as SYNC001.
-        file: Relative to the repository.
-        function: The user's innermost function; where a trace has none, `range ` and the name of the range.
-        op_chain: Operators, outermost first.
-        direction: Of the copy.
+    `function` is the user's innermost one; where a trace has none, `range ` and the name of the range.
     """
     ops = [op if "::" in op else _UNSTABLE.sub("#", op) for op in op_chain]
     text = "\0".join([rule, file, function, ">".join(ops), direction])
@@ -164,11 +154,7 @@ def fingerprint(rule: str, file: str, function: str, op_chain: Sequence[str], di
 def sites_of(syncs: Iterable[Sync], *, steps: int = 0, trace: str = "", root: Path | None = None) -> list[Site]:
     """Sites of a program that was seen live or in a dry run, one for each fingerprint and line, as they first occurred.
 
-    Args:
-        syncs: What a detector saw.
-        steps: How many steps ran; `Sync.step` counts them from 0. The first of three or more is warm-up.
-        trace: Name for `Site.traces`, such as the program's.
-        root: Repository to which files are made relative; by default the working directory.
+    `steps` ran, `trace` is the program's name, and files are made relative to `root`, or to the working directory.
     """
     groups: dict[object, list[Sync]] = {}
     for sync in syncs:
@@ -205,21 +191,13 @@ def _site(group: Sequence[Sync], file: str, steps: int, trace: str) -> Site:
     sizes = [s.bytes for s in group if s.bytes is not None]
     worst = max(group, key=lambda s: (s.bubble or 0.0, s.wait or 0.0))
     return Site(
+        **{name: getattr(first, name) for name in _SHARED.split()},
         fingerprint=first.fingerprint(file),
-        rule=first.rule,
         kind=BY_ID[first.rule].kind,
-        op=first.op,
         op_chain=list(first.op_chain),
-        function=first.function,
         file=file,
-        line=first.line,
         line_is=first.line_is if first.user else "",
         stack=[*first.stack, *map(str, first.frames)],
-        called_from=first.called_from,
-        cause=first.cause,
-        range=first.range,
-        direction=first.direction,
-        call=first.call,
         threads=sorted({s.thread for s in group if s.thread}),
         count=len(group),
         waited=sum(waited) if waited else None,
@@ -230,10 +208,7 @@ def _site(group: Sequence[Sync], file: str, steps: int, trace: str) -> Site:
         wait_p99_us=percentile(waits, 99) if waits else None,
         bubble_us=float(np.sum(bubbles)) if bubbles else None,
         bytes=sum(sizes) if sizes else None,
-        may_block=first.may_block,
-        allowed=first.allowed,
         explicit=all(s.explicit for s in group),
-        own=first.own,
         example=_example(trace, first),
         worst=_example(trace, worst) if waits else None,
         traces=[trace] if trace else [],
@@ -263,10 +238,13 @@ def merge(per_trace: Sequence[Sequence[Site]]) -> list[Site]:
 def _add(a: Site, b: Site) -> Site:
     """One site of the same place in two traces."""
     a.count += b.count
-    for name in ("wait_us", "bubble_us", "bytes", "waited"):
-        setattr(a, name, _sum(getattr(a, name), getattr(b, name)))
-    for name in ("count_per_step", "wait_median_us", "wait_p99_us"):
-        setattr(a, name, _max(getattr(a, name), getattr(b, name)))
+    for way, names in (
+        (sum, ("wait_us", "bubble_us", "bytes", "waited")),
+        (max, ("count_per_step", "wait_median_us", "wait_p99_us")),
+    ):
+        for name in names:
+            known = [value for value in (getattr(a, name), getattr(b, name)) if value is not None]
+            setattr(a, name, way(known) if known else None)
     a.warmup_only &= b.warmup_only
     a.explicit &= b.explicit
     a.called_from, a.cause = a.called_from or b.called_from, a.cause or b.cause
@@ -275,11 +253,3 @@ def _add(a: Site, b: Site) -> Site:
     if a.worst and b.worst:
         a.worst = max(a.worst, b.worst, key=lambda e: (e.bubble_us or 0.0, e.wait_us or 0.0))
     return a
-
-
-def _sum(a: float | None, b: float | None) -> float | None:
-    return a if b is None else b if a is None else a + b
-
-
-def _max(a: float | None, b: float | None) -> float | None:
-    return a if b is None else b if a is None else max(a, b)

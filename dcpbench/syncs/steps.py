@@ -51,10 +51,7 @@ def find_steps(ranges: Sequence[Range], pattern: str | None = None) -> Steps:
 
     `ProfilerStep#N` of torch.profiler, else names that differ in a number at their end alone, each number once: of
     several such families the one that covers most time, as layers lie in steps and not steps in layers.
-
-    Args:
-        ranges: All annotations of one trace.
-        pattern: Regular expression; where given, the annotations that it matches are the steps, and no others.
+    Where a regular expression is given, the annotations of the trace that it matches are the steps, and no others.
     """
     if pattern is not None:
         return _steps(pattern, [r for r in ranges if re.search(pattern, r.name)])
@@ -71,9 +68,7 @@ def find_steps(ranges: Sequence[Range], pattern: str | None = None) -> Steps:
         for name, members in families.items()
         if len(members) > 1 and all(len(r) == 1 for r in members.values())
     ]
-    if not candidates:
-        return Steps("", np.zeros(0), 0.0)
-    _, name, members = max(candidates, key=lambda c: c[0])
+    _, name, members = max(candidates, key=lambda c: c[0], default=(0.0, "", []))
     return _steps(name, members)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 Standing = Literal["finding", "counted", "known", "allowed", "warm-up", "may block", "own"]
 """finding: fails the gate alone; counted: adds to a limit that is exceeded; known: within baseline and limits."""
+LEVELS = {"finding": "error", "counted": "warning"}
+"""Levels of code scanning and annotations by how a site stands; all others are the lowest."""
 NOTHING = "–"
 BOUND_NOTE = (
     "Bubble is an upper bound of the GPU idle time that removing a wait, and no other, would win: idle time from its "
@@ -54,6 +57,17 @@ def microseconds(value: float | None) -> str:
 def per_step(value: float | None) -> str:
     """Count per step: 2, 0.25; a dash without steps."""
     return NOTHING if value is None else f"{value:.4g}"
+
+
+def times(site: Site) -> list[str]:
+    """Count per step; wait in all, its median and p99; bubble."""
+    waits = (site.wait_us, site.wait_median_us, site.wait_p99_us, site.bubble_us)
+    return [per_step(site.count_per_step), *map(microseconds, waits)]
+
+
+def notes(report: Report) -> Counter[str]:
+    """What the traces cannot show, and how many of them."""
+    return Counter(note for trace in report.traces for note in trace.coverage.notes)
 
 
 def place(site: Site) -> str:

@@ -26,6 +26,7 @@ from dcpbench.serving import samples, step_times
 from dcpbench.serving.request_files import read_requests
 from dcpbench.serving.requests import Step
 from dcpbench.syncs.gating import baseline, config
+from dcpbench.syncs.model import encode
 from dcpbench.top.facts import Facts
 from tests.unit import engine_files_builder as engines
 from tests.unit import record_builder as build
@@ -197,7 +198,7 @@ SYNCS = (
     b"[tool.dcpbench.syncs]\nmax-per-step = 2\nmax-bubble-us = 1.5\n"
     b'allow = [{ function = "engine.sampler.*", reason = "tokens", expires = 2026-12-31 }]\n'
 )
-BASELINE = baseline.encode(baseline.Baseline(baseline_version=baseline.VERSION))
+BASELINE = encode(baseline.Baseline(baseline_version=baseline.VERSION))
 
 KINDS: dict[str, tuple[str, Callable[[Path], bytes] | bytes, Callable[[Path], object]]] = {
     "records": (RECORDS_FILE, record_lines(), read_run),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dcpbench.errors import UsageError
+from dcpbench.syncs import model
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating.config import Allow
 from dcpbench.syncs.gating.gate import Gate, counts, judge
@@ -180,14 +181,14 @@ class TestBaseline:
             build.site("b", file="a.py", wait_us=1.0, count=99),
             build.site("a", file="z.py", bubble_us=0.0, line=99),
         ]
-        text = baselines.encode(baseline_of(build.report(*sites)))
-        assert text == baselines.encode(baseline_of(build.report(*again)))
+        text = model.encode(baseline_of(build.report(*sites)))
+        assert text == model.encode(baseline_of(build.report(*again)))
         assert text.index('"a.py"') < text.index('"z.py"')
         assert "count" not in text.replace("count_per_step", "")
 
     def test_it_is_read_as_it_was_written(self, tmp_path: Path) -> None:
         made = baseline_of(build.all_kinds())
-        (tmp_path / "b.json").write_text(baselines.encode(made))
+        (tmp_path / "b.json").write_text(model.encode(made))
         assert baselines.read(tmp_path / "b.json") == made
 
     @pytest.mark.parametrize(

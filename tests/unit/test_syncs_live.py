@@ -1,8 +1,10 @@
 """Watching for synchronisations. Here torch's callbacks are fired by hand; on a GPU torch fires them itself."""
 
+import _thread
 import functools
 import linecache
 import threading
+import time
 
 import pytest
 import torch
@@ -211,11 +213,12 @@ class TestOperators:
         assert [s.rule for s in seen.syncs] == [rule]
 
     def test_autograds_threads_show_the_line_that_waits_for_them(self) -> None:
-        """Its threads have no Python stack, so that no frame is found there."""
-        where, made = sighting.Where(None, threading.get_ident()), []
-        thread = threading.Thread(target=lambda: made.append(sighting.of_wait("stream", [], where)))
-        thread.start()
-        thread.join()
+        """Its threads have no Python stack, so that no frame is found there; nor has one that C alone calls."""
+        made: list = []
+        waits = map(sighting.of_wait, ["stream"], [[]], [threading.get_ident()])
+        _thread.start_new_thread(made.extend, (waits,))
+        while not made:
+            time.sleep(0.001)
         assert made[0].function == "test_autograds_threads_show_the_line_that_waits_for_them"
 
     def test_a_backward_pass_is_seen(self) -> None:

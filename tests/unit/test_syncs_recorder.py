@@ -7,7 +7,7 @@ import types
 from typing import TYPE_CHECKING
 
 from dcpbench.syncs import run as runs
-from dcpbench.syncs.recorder.recording import Marks, Recorder
+from dcpbench.syncs.recorder.recording import Recorder
 from dcpbench.syncs.run import Note, Recording
 
 if TYPE_CHECKING:
@@ -16,18 +16,17 @@ if TYPE_CHECKING:
     import pytest
 
 
-def recorder(folder: Path) -> Recorder:
+def recorder(folder: Path, step: str) -> Recorder:
     """A recorder that has seen neither torch nor CUDA."""
-    return Recorder({"folder": str(folder), "warmup": 2, "steps": None, "cpu": False})
+    return Recorder({"folder": str(folder), "warmup": 2, "steps": None, "cpu": False, "step": step})
 
 
 def test_a_function_of_the_script_is_found_when_cuda_is_first_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No module is called in such a script, and none is imported after the function was defined."""
-    made, script = recorder(tmp_path), types.ModuleType("script")
+    made, script = recorder(tmp_path, "script:step"), types.ModuleType("script")
     monkeypatch.setitem(sys.modules, "script", script)
-    Marks(made, "script:step")
     assert not made.found
     script.step = lambda: "result"
     made._cuda_begins()
@@ -58,7 +57,5 @@ def test_too_few_steps_are_still_blamed_on_the_warmup() -> None:
 
 
 def test_the_recorder_writes_whether_it_found_the_function(tmp_path: Path) -> None:
-    made = recorder(tmp_path)
-    Marks(made, "nowhere:step")
-    made.note()
+    recorder(tmp_path, "nowhere:step").note()
     assert [note.found for note in runs.notes_in(tmp_path)] == [False]

@@ -5,14 +5,20 @@ Values are real, so control flow is as on a GPU. Times, kernels and what librari
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
+import functools
+import linecache
+import re
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import resolve_name
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcpbench.errors import UsageError
 from dcpbench.syncs import allowed, rules
@@ -20,15 +26,16 @@ from dcpbench.syncs.dry_run import device_tensor
 from dcpbench.syncs.dry_run.cpp_hooks import cuda_tensors, gradients
 from dcpbench.syncs.dry_run.device_tensor import (
     DeviceTensor,
+    become,
     device_tensors,
     is_pinned,
     mark_pinned,
     on_host,
     run_operator,
+    to_device,
 )
-from dcpbench.syncs.dry_run.modes import CallMode, ProgramMode
-from dcpbench.syncs.dry_run.sync_ops import POINTWISE_MIXERS, Wait, waits_of
-from dcpbench.syncs.dry_run.virtual_cuda import Device, Patches, install, recorder
+from dcpbench.syncs.dry_run.sync_ops import POINTWISE_MIXERS, wait, waits_of
+from dcpbench.syncs.dry_run.virtual_cuda import Patches, gpu, install
 from dcpbench.syncs.dry_run.virtual_libraries import install_libraries
 from dcpbench.syncs.frames import walk
 from dcpbench.syncs.model import Coverage, Report, TraceSummary, report_of
@@ -36,7 +43,7 @@ from dcpbench.syncs.sites import Sync, sites_of
 from dcpbench.syncs.steps import find_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from dcpbench.syncs.steps import Range, Steps
@@ -50,6 +57,9 @@ NOTES = (
     "Child processes are not seen, and of threads that ran before only operators on device tensors.",
 )
 ASSUMED = "Tensors made without a device were taken to be on the GPU; making them counts as no copy."
+_FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
+HOST_NAME = re.compile(r"_cpu(_[A-Z]+)?$")
+"""`lens_cpu`, and with letters for its shape: `lens_cpu_R`."""
 _PYTHON_KERNEL_KEYS = ("CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 
 
@@ -64,16 +74,13 @@ class DryRun:
         """All `record_function` ranges that have ended, on the host's clock."""
         self.ops = 0
         """Operators on device tensors."""
-        self.device: Device | None = None
         self.local = _Local()
 
     def report(self, *, program: str = "", step_range: str | None = None, root: Path | None = None) -> Report:
-        """Sites, coverage and totals; the verdict is the gate's.
+        """Sites, coverage and totals of a program of that name; the verdict is the gate's.
 
-        Args:
-            program: Name of what ran, for `Site.traces`.
-            step_range: Regular expression of the ranges that mark steps; by default as for a trace.
-            root: Repository to which files are made relative; by default the working directory.
+        `step_range` is a regular expression of the ranges that mark steps, by default as for a trace; files are made
+        relative to `root`, or the working directory.
         """
         steps = find_steps(self.ranges, step_range)
         placed = [_placed(sync, steps) for sync in self.syncs]
@@ -89,59 +96,50 @@ class DryRun:
 
     def wait_by_name(self, rule: rules.Rule, op: str, call: str, *, explicit: bool = True) -> None:
         """Notes a wait that is no operator's, such as torch.cuda.synchronize()."""
-        self._note(Wait(rule, (), "", call), op, explicit=explicit)
+        self._note(Sync(rule=rule.id, op=op, call=call, explicit=explicit))
 
-    def pinned(self, size: int) -> None:
-        """Notes that so many bytes are pinned, which keeps the host busy where it is much."""
-        if size >= rules.PINNING_BYTES:
-            pin = "aten::_pin_memory"
-            self._note(Wait(rules.ALLOCATION, (pin,), "", "cudaHostAlloc", size, may_block=True), pin)
+    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host tensor that is pinned from now on, which keeps the host busy where it is large."""
+        if tensor.nbytes >= rules.PINNING_BYTES:
+            facts = {"bytes": tensor.nbytes, "may_block": True}
+            self._note(wait(rules.ALLOCATION, "aten::_pin_memory", direction="", call="cudaHostAlloc", **facts))
+        return mark_pinned(tensor)
 
-    def _note(self, wait: Wait, op: str, *, explicit: bool = False) -> None:
-        frames, user = walk()
-        if user is None and self.local.caller is not None:
-            frames, user = self.local.caller
-        self.syncs.append(
-            Sync(
-                rule=wait.rule.id,
-                op=op,
-                op_chain=wait.chain,
-                frames=frames,
-                user=user,
-                thread=threading.current_thread().name,
-                explicit=explicit,
-                direction=wait.direction,
-                call=wait.call,
-                bytes=wait.bytes,
-                may_block=wait.may_block,
-                allowed=allowed.reason(),
-                at=time.perf_counter(),
-                ranges=tuple(self.local.ranges),
-                api=_name(self.local.function),
-                capturing=recorder.capturing(),
-            )
-        )
-
-    def _note_operator(self, wait: Wait) -> None:
-        """Notes an operator's wait.
+    def _note(self, sync: Sync) -> None:
+        """Keeps a wait with its place in the program.
 
         Where the program called a composite that needs a count, that says more than what it is made of: one_hot reads a
         value to know a size.
         """
         called = getattr(self.local.function, "__name__", "")
-        if wait.rule is rules.SCALAR and called in rules.SHAPE_OPS:
-            wait = dataclasses.replace(wait, rule=rules.SHAPE, chain=(f"aten::{called}", *wait.chain))
-        self._note(wait, wait.chain[-1])
+        if sync.rule == rules.SCALAR.id and called in rules.SHAPE_OPS:
+            sync = dataclasses.replace(sync, rule=rules.SHAPE.id, op_chain=(f"aten::{called}", *sync.op_chain))
+        frames, user = walk()
+        if user is None and self.local.caller is not None:
+            frames, user = self.local.caller
+        placed = dataclasses.replace(
+            sync,
+            frames=frames,
+            user=user,
+            thread=threading.current_thread().name,
+            allowed=allowed.reason(),
+            at=time.perf_counter(),
+            ranges=tuple(self.local.ranges),
+            api=_name(self.local.function),
+            capturing=gpu.capturing(),
+        )
+        self.syncs.append(placed)
 
     def operate(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs an operator as on a GPU, and notes where it would wait."""
         if isinstance(func, torch._ops.HigherOrderOperator):
             with ProgramMode(self):
                 return func.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
-        concerned = next(iter(device_tensors((*args, *kwargs.values()))), None) is not None
-        if not concerned and not _names_gpu(args, kwargs):
+        given = (*args, *kwargs.values())
+        concerned = next(iter(device_tensors(given)), None) is not None
+        if not concerned and not any(isinstance(value, torch.device) and value.type == "cuda" for value in given):
             return self._on_host(func, args, kwargs)
-        if _composite(func):
+        if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
             with ProgramMode(self):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -155,19 +153,18 @@ class DryRun:
     def _on_gpu(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         name = func._schema.name
         if name in _ANSWERS:
-            return _ANSWERS[name](args, kwargs)
+            return _ANSWERS[name]
         _check_devices(func, args)
         self.ops += 1
-        for wait in waits_of(func, args, kwargs):
-            self._note_operator(wait)
-        if self.device is not None:
-            self.device.touched = True
+        for sync in waits_of(func, args, kwargs):
+            self._note(sync)
+        gpu.touched = True
         result = run_operator(func, args, kwargs)
         to_host = name in {"aten::_to_copy", "aten::empty"} and isinstance(result, torch.Tensor) and result.is_cpu
         if to_host and (kwargs.get("non_blocking") or kwargs.get("pin_memory")):
             mark_pinned(result)
-        if recorder.graph is not None:
-            recorder.add(func, on_host(args), on_host(dict(kwargs)), on_host(result))
+        if gpu.graph is not None:
+            gpu.graph.work.append((func, on_host(args), on_host(dict(kwargs)), on_host(result)))
         return result
 
     def _on_host(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -178,13 +175,112 @@ class DryRun:
         if name in {"aten::_pin_memory", "aten::pin_memory"}:
             if is_pinned(args[0]):
                 return args[0]
-            self.pinned(args[0].nbytes)
-            return mark_pinned(args[0].clone(memory_format=torch.contiguous_format))
+            return self._pinned(args[0].clone(memory_format=torch.contiguous_format))
         if kwargs.get("pin_memory"):
-            made = func(*args, **{**kwargs, "pin_memory": False})
-            self.pinned(made.nbytes)
-            return mark_pinned(made)
+            return self._pinned(func(*args, **{**kwargs, "pin_memory": False}))
         return func(*args, **kwargs)
+
+
+def _read(data: Any) -> Any:
+    """Nested lists of numbers and tensors with each value on the GPU read into Python."""
+    if isinstance(data, DeviceTensor):
+        return data.item() if data.dim() == 0 else [_read(row) for row in data]
+    return type(data)(_read(item) for item in data) if type(data) in {list, tuple} else data
+
+
+class ProgramMode(TorchDispatchMode):
+    """Sees every operator of a thread, so also those that make the first device tensor."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, run: DryRun) -> None:
+        super().__init__()
+        self.run = run
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else each operator goes through the compiler's entrance first
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        return self.run.operate(func, args, kwargs or {})
+
+
+class CallMode(TorchFunctionMode):
+    """Sees the program's calls into torch: their names, and what never becomes an operator."""
+
+    def __init__(self, run: DryRun) -> None:
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        local, before = self.run.local, self.run.local.function
+        local.function = func
+        try:
+            return self._call(func, args, kwargs)
+        finally:
+            local.function = before
+
+    def _call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if func in _FROM_DATA:
+            return self._from_data(func, args, kwargs)
+        if func is torch.Tensor.type and len(args) > 1 and ".cuda." in str(args[1]):
+            kind = str(args[1]).rpartition(".")[2].strip("'>")
+            return args[0].to("cuda", getattr(torch, kind).dtype)
+        if getattr(func, "__name__", "") == "__set__" and func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            tensor, other = args
+            if isinstance(other, DeviceTensor) and not isinstance(tensor, DeviceTensor):
+                return become(tensor, other)
+        if self.run.assume_device and func in _device_constructors() and _unplaced(kwargs):
+            return self._assumed(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _from_data(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """torch.tensor and its like, which read lists where no mode sees it: values on the GPU are read one by one."""
+        args = tuple(_read(a) if isinstance(a, list | tuple) else a for a in args)
+        pinned = kwargs.get("pin_memory") and {**kwargs, "pin_memory": False}
+        if self.run.assume_device and func is not torch.Tensor.new_tensor and _unplaced(kwargs):
+            return self._assumed(func, args, kwargs)
+        return func(*args, **pinned).pin_memory() if pinned else func(*args, **kwargs)
+
+    def _assumed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A tensor that is made without a device; its making is no copy, as it would be made on the GPU."""
+        _, user = walk()
+        if user is not None and any(first <= user.line <= last for first, last in _host_lines(user.file)):
+            return func(*args, **kwargs)
+        if func in _FROM_DATA:
+            made = func(*args, **kwargs)
+            if isinstance(made, DeviceTensor):
+                return made
+            return to_device(made.detach(), grad=made.requires_grad)
+        return func(*args, **{**kwargs, "device": torch.device("cuda", 0)})
+
+
+def _unplaced(kwargs: Mapping[str, Any]) -> bool:
+    return kwargs.get("device") is None and not kwargs.get("pin_memory")
+
+
+@functools.cache
+def _host_lines(file: str) -> list[tuple[int, int]]:
+    """First and last line of each value that is assigned to, or passed as, a name for host memory.
+
+    The file may be a notebook's cell; an unknown one has no such lines.
+    """
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return []
+    nodes = (n for n in ast.walk(tree) if isinstance(n, ast.Assign | ast.AnnAssign | ast.keyword))
+    values = [n.value for n in nodes if n.value is not None and any(map(HOST_NAME.search, _names(n)))]
+    return [(value.lineno, value.end_lineno or value.lineno) for value in values]
+
+
+def _names(node: ast.Assign | ast.AnnAssign | ast.keyword) -> list[str]:
+    """Names that a value is given to; of attributes the last part."""
+    if isinstance(node, ast.keyword):
+        return [node.arg or ""]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return [getattr(target, "attr", getattr(target, "id", "")) for target in targets]
 
 
 class _Local(threading.local):
@@ -209,26 +305,26 @@ def dry_run(*, assume_device: bool = False) -> Iterator[DryRun]:
     """
     if device_tensor.state.run is not None:
         raise UsageError("A dry run is on already; leave its `with` block first.")
-    _settle_dynamo()
-    run, patches = DryRun(assume_device=assume_device), Patches()
-    with cuda_tensors(), gradients(), contextlib.ExitStack() as restored:
-        restored.callback(patches.restore)
-        run.device = install(patches, run.wait_by_name)
-        install_libraries(patches, run)
-        bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
-        patches.put(threading.Thread, _bootstrap_inner=_in_modes(run, bootstrap))
-        patches.put(device_tensor.state, run=run.operate)
-        with _settings(), _modes(run):
-            yield run
-
-
-def _settle_dynamo() -> None:
-    """Lets torch's compiler read torch.cuda as it is: it keeps a table of functions from when it first needs one, and
-    torch imports it in odd places, such as an optimizer's step.
-    """
+    # torch's compiler keeps a table of functions from when it first needs one, and torch imports it in odd places, such
+    # as an optimizer's step: let it read torch.cuda as it is.
     import torch._dynamo.trace_rules
 
     torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    run, patches = DryRun(assume_device=assume_device), Patches()
+    with cuda_tensors(), gradients(), contextlib.ExitStack() as restored:
+        restored.callback(patches.restore)
+        install(patches, run.wait_by_name)
+        install_libraries(patches, run)
+        bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+
+        def begin_thread(thread: Any) -> None:
+            with _modes(run):
+                bootstrap(thread)
+
+        patches.put(threading.Thread, _bootstrap_inner=begin_thread)
+        patches.put(device_tensor.state, run=run.operate)
+        with _settings(), _modes(run):
+            yield run
 
 
 @contextlib.contextmanager
@@ -256,14 +352,6 @@ def _modes(run: DryRun) -> Iterator[None]:
         yield
 
 
-def _in_modes(run: DryRun, bootstrap: Callable[[Any], None]) -> Callable[[Any], None]:
-    def inner(thread: Any) -> None:
-        with _modes(run):
-            bootstrap(thread)
-
-    return inner
-
-
 def _placed(sync: Sync, steps: Steps) -> Sync:
     """Says which step and which other range a wait is in."""
     step = steps.of([sync.at])[0] if sync.at is not None and len(steps) else None
@@ -277,15 +365,6 @@ def _is_step(name: str, steps: Steps) -> bool:
 
 def _name(function: Any) -> str:
     return (resolve_name(function) or getattr(function, "__name__", "")) if function is not None else ""
-
-
-def _names_gpu(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    return any(isinstance(value, torch.device) and value.type == "cuda" for value in (*args, *kwargs.values()))
-
-
-def _composite(func: Any) -> bool:
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return func.has_kernel_for_dispatch_key(key)
 
 
 def _in_python(func: Any) -> bool:
@@ -311,14 +390,11 @@ def _check_devices(func: Any, args: Sequence[Any]) -> None:
         )
 
 
-_ANSWERS: dict[str, Callable[[Any, Any], Any]] = {
-    # The mathematical one is made of operators that the CPU has.
-    "aten::_fused_sdp_choice": lambda *_: 0,
-    "aten::is_pinned": lambda *_: False,
-    "aten::record_stream": lambda *_: None,
-    "aten::_use_cudnn_ctc_loss": lambda *_: False,
-    "aten::_use_miopen_ctc_loss": lambda *_: False,
+_ANSWERS = {
+    "aten::_fused_sdp_choice": 0,  # the mathematical one is made of operators that the CPU has
+    "aten::is_pinned": False,
+    "aten::record_stream": None,
+    "aten::_use_cudnn_ctc_loss": False,
+    "aten::_use_miopen_ctc_loss": False,
 }
 """Operators that only a GPU has, and what they would say."""
-
-__all__ = ["DryRun", "dry_run"]

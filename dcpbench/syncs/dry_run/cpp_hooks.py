@@ -1,12 +1,12 @@
 """Makes torch's C++ believe in a GPU that is not there, and leave one alone that is.
 
-C++ asks a table of device guards before it touches a device. torch has a guard that does nothing, for its own fake
-tensors, and puts it there in place of one that says it has no GPU. A build for the CPU has no guard at all, and on a
-machine with a GPU the real one would start CUDA; so we first put one there that says it has none.
+C++ asks a table of device guards before it touches a device. torch puts a guard that does nothing, for its own fake
+tensors, in place of one that says it has no GPU: a build for the CPU has none at all, and a GPU's would start CUDA; so
+we first put one there that says it has none.
 
-Autograd asks for the stream of every gradient on a GPU, for which torch must first believe that there is one. C++
-asks an object of which each answer is a virtual method; here that object gets a table with two answers changed for as
-long as a dry run is on. Where in the table they are is found by asking, as it differs between versions of torch.
+Autograd asks for the stream of every gradient on a GPU, for which torch must first believe that there is one. It asks
+an object of which each answer is a virtual method: for as long as a dry run is on, that object gets a table with two
+answers changed. Where they are is found by asking, as it differs between versions of torch.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _CUDA = 1
 _HOOKS = "_ZN2at6detail12getCUDAHooksEv"
 _METHODS = 128
 """More than either interface has; what follows it in memory is copied and never called."""
+_Table = ctypes.c_void_p * _METHODS
 _Method = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 
@@ -72,8 +73,7 @@ def _pretend_no_gpu(table: ctypes.Array[ctypes.c_void_p]) -> None:
     """A guard of which every method returns 0, so that it has 0 devices; torch replaces it at once."""
     before = table[_CUDA]
     answer = ctypes.CFUNCTYPE(ctypes.c_int)(int)
-    method = ctypes.cast(answer, ctypes.c_void_p).value
-    methods = (ctypes.c_void_p * _METHODS)(*[method] * _METHODS)
+    methods = _Table(*[_address(answer)] * _METHODS)
     guard = ctypes.c_void_p(ctypes.addressof(methods))
     table[_CUDA] = ctypes.addressof(guard)
     torch._C._ensureCUDADeviceGuardSet()
@@ -102,30 +102,22 @@ def gradients() -> Iterator[None]:
     if hooks is None:
         yield
         return
-    answers = dict.fromkeys(_places(), _Method(lambda _: 1))
-    table = (ctypes.c_void_p * _METHODS)(*_methods(hooks))
-    for place, answer in answers.items():
-        table[place] = _address(answer)
+    yes = _Method(lambda _: 1)
+    table = _Table(*_Table.from_address(hooks[0]))
+    for place in _places():
+        table[place] = _address(yes)
     with _in_place(hooks, table):
         yield
 
 
 @functools.cache
-def _hooks() -> ctypes.c_void_p | None:
+def _hooks() -> Any:
     """The object that C++ asks about CUDA; its first word points to its methods."""
     with contextlib.suppress(OSError, AttributeError):
         ask = getattr(_library("libtorch_cpu"), _HOOKS)
-        ask.restype = ctypes.c_void_p
-        return ctypes.c_void_p(ask())
+        ask.restype = ctypes.POINTER(ctypes.c_void_p)
+        return ask()
     return None
-
-
-def _table(hooks: ctypes.c_void_p) -> Any:
-    return ctypes.cast(hooks, ctypes.POINTER(ctypes.c_void_p))
-
-
-def _methods(hooks: ctypes.c_void_p) -> list[int | None]:
-    return list(ctypes.cast(_table(hooks)[0], ctypes.POINTER(ctypes.c_void_p))[:_METHODS])
 
 
 def _address(method: Any) -> int | None:
@@ -133,13 +125,12 @@ def _address(method: Any) -> int | None:
 
 
 @contextlib.contextmanager
-def _in_place(hooks: ctypes.c_void_p, table: Any) -> Iterator[None]:
-    before = _table(hooks)[0]
-    _table(hooks)[0] = ctypes.addressof(table)
+def _in_place(hooks: Any, table: ctypes.Array[ctypes.c_void_p]) -> Iterator[None]:
+    before, hooks[0] = hooks[0], ctypes.addressof(table)
     try:
         yield
     finally:
-        _table(hooks)[0] = before
+        hooks[0] = before
 
 
 @functools.cache
@@ -158,8 +149,7 @@ def _backward() -> None:
 
 def _called(known: tuple[int, ...], ask: Callable[[], object], *, answer: int) -> tuple[int, ...]:
     """Positions of methods that `ask` calls. Known ones answer 1, others `answer`."""
-    hooks, called = _hooks(), []
-    assert hooks is not None
+    called = []
 
     def method(place: int) -> Any:
         def answered(_: int | None) -> int:
@@ -171,6 +161,6 @@ def _called(known: tuple[int, ...], ask: Callable[[], object], *, answer: int) -
         return _Method(answered)
 
     methods = [method(place) for place in range(_METHODS)]
-    with _in_place(hooks, (ctypes.c_void_p * _METHODS)(*map(_address, methods))):
+    with _in_place(_hooks(), _Table(*map(_address, methods))):
         ask()
     return tuple(dict.fromkeys(called))

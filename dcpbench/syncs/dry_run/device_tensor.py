@@ -33,11 +33,6 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     return getattr(tensor.untyped_storage(), _MARK, False)
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two host tensors share their memory."""
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
 class DeviceTensor(torch.Tensor):
     """Stands for a tensor on `cuda:N`. Made by `to_device`; `host_values` is the host tensor with its numbers."""
 
@@ -161,19 +156,15 @@ def swap(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def run_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs an operator on the values, and makes device tensors of what would be on the GPU.
+    """Runs an operator that is not composed of others on the values; of what would be on the GPU it makes device tensors.
 
-    Args:
-        func: An overload that is not composed of others.
-        args: Its arguments, device tensors and others.
-        kwargs: Likewise; `device` decides where a new tensor is, else the arguments do.
+    `device` decides where a new tensor is, else the arguments do.
     """
     tensors = list(device_tensors((*args, *kwargs.values())))
     index = _target(tensors, kwargs)
-    host_args, host_kwargs = on_host(args), on_host(kwargs)
-    if host_kwargs.get("pin_memory"):
-        host_kwargs["pin_memory"] = False
-    result = _call(func, host_args, host_kwargs)
+    result = _call(
+        func, on_host(args), on_host({**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs)
+    )
     if not tensors and index is None:
         return result
     known = {id(t.host_values): t for t in tensors}
@@ -203,8 +194,7 @@ def on_host(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: on_host(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [on_host(item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
+        return (list if isinstance(value, list) else tuple)(map(on_host, value))
     return value
 
 
@@ -229,9 +219,8 @@ def _wrapped(result: Any, index: int | None, known: Mapping[int, DeviceTensor]) 
 
 def _fresh(values: torch.Tensor, index: int, known: Mapping[int, DeviceTensor]) -> DeviceTensor:
     """A new device tensor. A view of an ordinary tensor stays one in inference mode, as torch demands."""
-    if torch.is_inference_mode_enabled() and any(
-        not t.is_inference() and _same(t.host_values, values) for t in known.values()
-    ):
+    ordinary = [t for t in known.values() if not t.is_inference()] if torch.is_inference_mode_enabled() else []
+    if any(t.untyped_storage().data_ptr() == values.untyped_storage().data_ptr() for t in ordinary):
         with torch.inference_mode(mode=False):
             return to_device(values, index)
     return to_device(values, index)

@@ -34,7 +34,9 @@ def main() -> int:
     dcpbench.__doc__ = f"{dcpbench.__doc__}\n\nPYTEST_DONT_REWRITE"
     with dry_run(assume_device=job.assume_device) as run:
         code = _ending(job)
-        _join_threads()
+        for thread in threading.enumerate():  # Python waits for them at its end, too
+            if not thread.daemon and thread is not threading.main_thread():
+                thread.join()
     if os.getpid() == process:  # not a child that the program forked and let run on
         report = run.report(program=job.name, step_range=job.step_range, root=Path(job.root))
         Path(job.answer).write_bytes(msgspec.json.encode(Answer(code=code, report=report)))
@@ -79,20 +81,12 @@ def _run(job: Job) -> None:
 
 def _programs(trace: TracebackType | None) -> TracebackType | None:
     """The traceback from the program's first frame on."""
-    here = {__file__, runpy.__file__}
     while trace is not None and trace.tb_next is not None:
         file = trace.tb_frame.f_code.co_filename
-        if file not in here and not file.startswith("<frozen"):
+        if file not in {__file__, runpy.__file__} and not file.startswith("<frozen"):
             break
         trace = trace.tb_next
     return trace
-
-
-def _join_threads() -> None:
-    """Waits for the program's threads, as Python does at its end."""
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.main_thread():
-            thread.join()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -90,17 +89,15 @@ def flash_attention_forward(
     value: Tensor,
     cum_seq_q: Tensor,
     cum_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
+    _max_q: int,
+    _max_k: int,
+    _dropout: float,
     is_causal: bool,
-    return_debug_mask: bool,
-    *,
+    *_: bool,
     scale: float | None = None,
-    **others: object,
+    **_others: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Attention of sequences one behind the other, (tokens, heads, width) each; the last query sees the last key."""
-    del max_q, max_k, dropout_p, return_debug_mask, others
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     out, lse = torch.zeros_like(query), query.new_full((query.shape[1], len(query)), float("inf"), dtype=torch.float32)
     ends = zip(itertools.pairwise(cum_seq_q.tolist()), itertools.pairwise(cum_seq_k.tolist()), strict=True)
@@ -148,12 +145,6 @@ _OURS: dict[str, Callable[..., Any]] = {
 
 def slow_version(func: Any) -> Callable[..., Any] | None:
     """A Python version of an operator that the CPU does not have: ours, else torch's own; None without one."""
-    return _OURS.get(func._schema.name) or _decompositions().get(func)
+    from torch._decomp import decomposition_table  # late, as that takes a second
 
-
-@functools.cache
-def _decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """torch's own Python versions; imported late, as that takes a second."""
-    from torch._decomp import decomposition_table
-
-    return decomposition_table
+    return _OURS.get(func._schema.name) or decomposition_table.get(func)

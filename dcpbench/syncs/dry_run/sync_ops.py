@@ -6,7 +6,6 @@ Most of torch is composed of other operators, and those arrive here one by one: 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from dcpbench.syncs import rules
 from dcpbench.syncs.dry_run.device_tensor import DeviceTensor, device_tensors, is_pinned
 from dcpbench.syncs.live.pageable import copy_of
+from dcpbench.syncs.sites import Sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -45,26 +45,13 @@ ISIN_SORTS_FROM = 10.0
 """isin sorts, and so counts, from this many test elements times the number of elements ** 0.145."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Wait:
-    """One wait inside an operator."""
-
-    rule: Rule
-    chain: tuple[str, ...]
-    direction: str
-    call: str = "cudaStreamSynchronize"
-    bytes: int | None = None
-    may_block: bool = False
+def wait(rule: Rule, *chain: str, direction: str, call: str = "cudaStreamSynchronize", **facts: Any) -> Sync:
+    """A wait inside these operators, outermost first; who called them is not said yet."""
+    return Sync(rule=rule.id, op=chain[-1], op_chain=chain, direction=direction, call=call, **facts)
 
 
-def waits_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Wait]:
-    """Waits of one operator, before it runs.
-
-    Args:
-        func: An overload that is not composed of others.
-        args: Its arguments; device tensors are DeviceTensors.
-        kwargs: Its arguments by name.
-    """
+def waits_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Sync]:
+    """Waits of one operator, an overload that is not composed of others, before it runs with these arguments."""
     if func.namespace != "aten":
         return
     name, overload = func._schema.name.removeprefix("aten::"), func._overloadname
@@ -78,10 +65,10 @@ def waits_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
     if name in INDEXING:
         yield from _indexing(name, args, kwargs)
     elif name == "_local_scalar_dense":
-        yield Wait(rules.SCALAR, (READ,), "DtoH", bytes=tensors[0].element_size())
+        yield wait(rules.SCALAR, READ, direction="DtoH", bytes=tensors[0].element_size())
     else:
-        yield from [Wait(rules.SHAPE, (op,), "DtoH")] * _counts(name, args, kwargs)
-        yield from [Wait(rules.SCALAR, (op, READ), "DtoH")] * _reads(name, overload, args, kwargs)
+        yield from [wait(rules.SHAPE, op, direction="DtoH")] * _counts(name, args, kwargs)
+        yield from [wait(rules.SCALAR, op, READ, direction="DtoH")] * _reads(name, overload, args, kwargs)
 
 
 def _counts(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -89,20 +76,26 @@ def _counts(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     if name == "repeat_interleave":
         return 0 if kwargs.get("output_size") is not None else 2
     if name == "histc":
-        return _limits(args, kwargs)
+        low, high = _argument(args, kwargs, 2, "min", 0), _argument(args, kwargs, 3, "max", 0)
+        return 2 if low == high and args[0].numel() else 0  # it looks for both limits unless they are given
     return _sorts(args, kwargs) if name == "isin" else COUNTING.get(name, 0)
 
 
-def _copies(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Wait]:
+def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], at: int, name: str, default: Any = None) -> Any:
+    return args[at] if len(args) > at else kwargs.get(name, default)
+
+
+def _copies(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Sync]:
     """A copy between host and device: blocking, or of memory that CUDA has to stage."""
     copy = copy_of(op, args, kwargs, None, is_pinned=is_pinned)
     if copy is None or not copy.bytes:
         return
     if not copy.non_blocking:
         rule = rules.TO_HOST if copy.way == "DtoH" else rules.FROM_HOST
-        yield Wait(rule, (op,), copy.direction, bytes=copy.bytes)
+        yield wait(rule, op, direction=copy.direction, bytes=copy.bytes)
     elif copy.memory == "pageable":
-        yield Wait(rules.PAGEABLE, (op,), copy.direction, "cudaMemcpyAsync", copy.bytes, copy.may_return)
+        facts = {"bytes": copy.bytes, "may_block": copy.may_return}
+        yield wait(rules.PAGEABLE, op, direction=copy.direction, call="cudaMemcpyAsync", **facts)
 
 
 def _compares(args: Sequence[Any]) -> int:
@@ -114,14 +107,14 @@ def _compares(args: Sequence[Any]) -> int:
     return int(not (shared and a.stride() == b.stride() and a.dtype == b.dtype))
 
 
-def _indexing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Wait]:
+def _indexing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Sync]:
     """Each mask on the device is counted; indices on the host are copied, but a mask's through pinned memory."""
     target, indices = args[0], args[1] if len(args) > 1 else kwargs["indices"]
     if not isinstance(target, DeviceTensor):
         return
     op, put = f"aten::{name}", "put" in name
-    value = (args[2] if len(args) > 2 else kwargs.get("values")) if put else None  # noqa: PLR2004
-    accumulate = bool(args[3] if len(args) > 3 else kwargs.get("accumulate", False)) if put else False  # noqa: PLR2004
+    value = _argument(args, kwargs, 2, "values") if put else None
+    accumulate = put and bool(_argument(args, kwargs, 3, "accumulate"))
     given = [index for index in indices if index is not None]
     single = value is not None and not isinstance(value, DeviceTensor) and value.numel() == 1
     if single and not accumulate and len(given) == 1 and _is_device_mask(given[0]):
@@ -130,7 +123,7 @@ def _indexing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iter
         yield _host_copy(op, value)
     for index in given:
         if _is_device_mask(index):
-            yield Wait(rules.SHAPE, (op, COUNT), "DtoH")
+            yield wait(rules.SHAPE, op, COUNT, direction="DtoH")
         elif not isinstance(index, DeviceTensor) and index.dtype not in MASKS and index.numel():
             yield _host_copy(op, index)
 
@@ -139,16 +132,9 @@ def _is_device_mask(index: torch.Tensor) -> bool:
     return isinstance(index, DeviceTensor) and index.dtype in MASKS
 
 
-def _host_copy(op: str, tensor: torch.Tensor) -> Wait:
+def _host_copy(op: str, tensor: torch.Tensor) -> Sync:
     memory = "pinned" if is_pinned(tensor) else "pageable"
-    return Wait(rules.FROM_HOST, (op, COPY), f"HtoD {memory}", bytes=tensor.nbytes)
-
-
-def _limits(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """histc looks for both limits unless they are given."""
-    low = args[2] if len(args) > 2 else kwargs.get("min", 0)  # noqa: PLR2004
-    high = args[3] if len(args) > 3 else kwargs.get("max", 0)  # noqa: PLR2004
-    return 2 if low == high and args[0].numel() else 0
+    return wait(rules.FROM_HOST, op, COPY, direction=f"HtoD {memory}", bytes=tensor.nbytes)
 
 
 def _sorts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -162,7 +148,7 @@ def _sorts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 def _reads(name: str, overload: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """How many values an operator reads that is not composed of others."""
     if name in {"masked_fill", "masked_fill_"}:
-        return int(isinstance(args[2] if len(args) > 2 else kwargs.get("value"), DeviceTensor))  # noqa: PLR2004
+        return int(isinstance(_argument(args, kwargs, 2, "value"), DeviceTensor))
     if name == "equal":
         return _compares(args)
     if name == "normal":

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
 MEMORY_BYTES = 80 << 30
 CAPABILITY = (9, 0)
-_MISSING = object()
 NAME = "virtual GPU of a dry run"
-_PROCESSORS = 132
+_MISSING = object()
 _SAYS = (
     (None, "_sleep set_sync_debug_mode init _lazy_init manual_seed manual_seed_all seed seed_all"),
     (None, "set_rng_state set_rng_state_all"),
@@ -46,6 +45,11 @@ def _always(value: Any) -> Callable[..., Any]:
 
 
 _yes, _zero, _nothing, _pool = map(_always, (True, 0, None, (0, 0)))
+
+
+@contextlib.contextmanager
+def _no_range(*_: Any, **__: Any) -> Any:
+    yield
 
 
 class Patches:
@@ -92,11 +96,11 @@ class VirtualStream:
 
     def synchronize(self) -> None:
         """Reports a wait for the stream."""
-        recorder.report(rules.STREAM, "torch.cuda.Stream.synchronize", "cudaStreamSynchronize")
+        gpu.report(rules.STREAM, "torch.cuda.Stream.synchronize", "cudaStreamSynchronize")
 
     def is_capturing(self) -> bool:
         """Whether a graph is being captured."""
-        return recorder.capturing()
+        return gpu.capturing()
 
     def record_event(self, event: VirtualEvent | None = None) -> VirtualEvent:
         """An event that has been recorded."""
@@ -137,7 +141,7 @@ class VirtualEvent:
     def synchronize(self) -> None:
         """Reports a wait, unless the event was never recorded, for which CUDA does not wait."""
         if self.recorded_s is not None:
-            recorder.report(rules.EVENT, "torch.cuda.Event.synchronize", "cudaEventSynchronize")
+            gpu.report(rules.EVENT, "torch.cuda.Event.synchronize", "cudaEventSynchronize")
 
     def elapsed_time(self, end: VirtualEvent) -> float:
         """Milliseconds between two records on the host's clock; says nothing about a GPU."""
@@ -158,11 +162,11 @@ class VirtualGraph:
     def capture_begin(self, *_: Any, **__: Any) -> None:
         """From here on operators belong to the graph."""
         self.work = []
-        recorder.graph = self
+        gpu.graph = self
 
     def capture_end(self) -> None:
         """The graph is complete."""
-        recorder.graph = None
+        gpu.graph = None
 
     def replay(self) -> None:
         """Runs the captured operators again, results into the tensors of the capture."""
@@ -183,24 +187,43 @@ def _refill(old: Any, new: Any) -> None:
             _refill(a, b)
 
 
-class Recorder:
-    """What streams, events and graphs have in common: who is told of waits, and the graph that is being captured."""
+class Gpu:
+    """The virtual GPUs: which one is current, who is told of waits, and what the calls of torch.cuda need to know."""
+
+    index = 0
+    touched = False
+    """A device tensor was made since the cache was last emptied, so there may be memory to free."""
 
     def __init__(self) -> None:
         self.report: Callable[..., None] = _nothing
         self.graph: VirtualGraph | None = None
+        """The one that is being captured."""
 
     def capturing(self) -> bool:
         """Whether a graph is being captured."""
         return self.graph is not None
 
-    def add(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Remembers an operator that ran on host values, so that a replay can run it again on the same tensors."""
-        if self.graph is not None:
-            self.graph.work.append((func, args, kwargs, result))
+    def exchange(self, index: int) -> int:
+        """Sets the current device and returns the one before; negative ones change nothing."""
+        before, self.index = self.index, index if index >= 0 else self.index
+        return before
+
+    def set(self, device: Any) -> None:
+        """torch.cuda.set_device."""
+        self.exchange(device if isinstance(device, int) else torch.device(device).index or 0)
+
+    def synchronize(self, device: Any = None) -> None:
+        """torch.cuda.synchronize."""
+        self.report(rules.DEVICE, "torch.cuda.synchronize", "cudaDeviceSynchronize")
+
+    def empty_cache(self) -> None:
+        """torch.cuda.empty_cache frees memory, for which CUDA waits; without any there is no wait."""
+        if self.touched:
+            self.report(rules.ALLOCATION, "torch.cuda.empty_cache", "cudaFree", explicit=False)
+        self.touched = False
 
 
-recorder = Recorder()
+gpu = Gpu()
 DEFAULT = VirtualStream()
 
 
@@ -225,9 +248,8 @@ def current_stream(device: Any = None) -> VirtualStream:
 
 
 def set_stream(stream: VirtualStream | None) -> None:
-    """Makes a stream the calling thread's."""
-    if stream is not None:
-        _local.streams[-1] = stream
+    """Makes a stream the calling thread's; None changes nothing."""
+    _local.streams[-1] = stream or _local.streams[-1]
 
 
 class VirtualGenerator(torch.Generator):
@@ -247,51 +269,15 @@ class VirtualGenerator(torch.Generator):
         return torch.device("cuda", self.where.index or 0) if self.where.type == "cuda" else self.where
 
 
-class Device:
-    """Which of the virtual GPUs is current, and what their memory calls report."""
-
-    def __init__(self, report: Callable[..., None]) -> None:
-        self.index = 0
-        self.report = report
-        self.touched = False
-        """A device tensor was made since the cache was last emptied, so there may be memory to free."""
-
-    def exchange(self, index: int) -> int:
-        """Sets the current device and returns the one before; negative ones change nothing."""
-        before, self.index = self.index, index if index >= 0 else self.index
-        return before
-
-    def set(self, device: Any) -> None:
-        """torch.cuda.set_device."""
-        self.exchange(device if isinstance(device, int) else torch.device(device).index or 0)
-
-    def synchronize(self, device: Any = None) -> None:
-        """torch.cuda.synchronize."""
-        self.report(rules.DEVICE, "torch.cuda.synchronize", "cudaDeviceSynchronize")
-
-    def empty_cache(self) -> None:
-        """torch.cuda.empty_cache frees memory, for which CUDA waits; without any there is no wait."""
-        if self.touched:
-            self.report(rules.ALLOCATION, "torch.cuda.empty_cache", "cudaFree", explicit=False)
-        self.touched = False
-
-
-def install(patches: Patches, report: Callable[..., None]) -> Device:
-    """Replaces what torch.cuda says until `patches.restore()`.
-
-    Args:
-        patches: Where the replacements are noted.
-        report: Called with rule, name and runtime call when the host would wait.
-    """
-    device = Device(report)
-    recorder.report = report
-    _device(patches, device)
+def install(patches: Patches, report: Callable[..., None]) -> None:
+    """Replaces what torch.cuda says until `patches.restore()`; `report` is told rule, name and runtime call of a wait."""
+    patches.put(gpu, report=report, index=0, touched=False)
+    _device(patches)
     _streams(patches)
-    _accelerator(patches, device)
-    return device
+    _accelerator(patches)
 
 
-def _device(patches: Patches, device: Device) -> None:
+def _device(patches: Patches) -> None:
     count = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     properties = types.SimpleNamespace(
         name=NAME,
@@ -300,7 +286,7 @@ def _device(patches: Patches, device: Device) -> None:
         total_memory=MEMORY_BYTES,
         warp_size=32,
         uuid="",
-        multi_processor_count=_PROCESSORS,
+        multi_processor_count=132,
         max_threads_per_multi_processor=2048,
         is_integrated=0,
         is_multi_gpu_board=0,
@@ -316,11 +302,11 @@ def _device(patches: Patches, device: Device) -> None:
     patches.put(
         torch.cuda,
         device_count=_always(count),
-        current_device=lambda: device.index,
-        set_device=device.set,
-        _exchange_device=device.exchange,
-        _maybe_exchange_device=device.exchange,
-        synchronize=device.synchronize,
+        current_device=lambda: gpu.index,
+        set_device=gpu.set,
+        _exchange_device=gpu.exchange,
+        _maybe_exchange_device=gpu.exchange,
+        synchronize=gpu.synchronize,
         get_device_properties=_always(properties),
         get_device_capability=_always(CAPABILITY),
         get_device_name=_always(NAME),
@@ -330,7 +316,7 @@ def _device(patches: Patches, device: Device) -> None:
         memory_stats=lambda _=None: collections.defaultdict(int),
     )
     for home in (torch.cuda, torch.cuda.memory):
-        patches.put(home, empty_cache=device.empty_cache, mem_get_info=_always((MEMORY_BYTES, MEMORY_BYTES)))
+        patches.put(home, empty_cache=gpu.empty_cache, mem_get_info=_always((MEMORY_BYTES, MEMORY_BYTES)))
     patches.put(torch._C, _cuda_getCurrentRawStream=_zero, _host_emptyCache=_nothing)
     patches.put(torch, Generator=VirtualGenerator)
     patches.put(torch.cuda.nvtx, **dict.fromkeys(_NVTX.split(), _nothing), range=_no_range)
@@ -348,32 +334,25 @@ def _streams(patches: Patches) -> None:
         default_stream=_always(DEFAULT),
         set_stream=set_stream,
         CUDAGraph=VirtualGraph,
-        is_current_stream_capturing=recorder.capturing,
+        is_current_stream_capturing=gpu.capturing,
         graph_pool_handle=_pool,
     )
-    patches.put(torch.cuda.graphs, CUDAGraph=VirtualGraph, is_current_stream_capturing=recorder.capturing)
+    patches.put(torch.cuda.graphs, CUDAGraph=VirtualGraph, is_current_stream_capturing=gpu.capturing)
     patches.put(torch.cuda.graph, default_capture_stream=None)
     patches.put(torch.cuda.streams, Stream=VirtualStream, Event=VirtualEvent)
     patches.put(torch, Stream=VirtualStream, Event=VirtualEvent)
 
 
-def _accelerator(patches: Patches, device: Device) -> None:
+def _accelerator(patches: Patches) -> None:
     patches.put_where_there(
         torch.accelerator,
         is_available=_yes,
         current_accelerator=_always(torch.device("cuda")),
         device_count=torch.cuda.device_count,
-        current_device_index=lambda: device.index,
-        current_device_idx=lambda: device.index,
-        set_device_index=device.set,
-        set_device_idx=device.set,
-        synchronize=device.synchronize,
+        **dict.fromkeys(("current_device_index", "current_device_idx"), torch.cuda.current_device),
+        **dict.fromkeys(("set_device_index", "set_device_idx"), gpu.set),
+        synchronize=gpu.synchronize,
         current_stream=current_stream,
         set_stream=set_stream,
-        empty_cache=device.empty_cache,
+        empty_cache=gpu.empty_cache,
     )
-
-
-@contextlib.contextmanager
-def _no_range(*_: Any, **__: Any) -> Any:
-    yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,7 @@ def install_libraries(patches: Patches, run: DryRun) -> None:
     torch.serialization.add_safe_globals([rebuild])
     if torch.distributed.is_available():
         _collectives(patches, run)
-    if "triton.runtime.jit" in sys.modules or _has_triton():
+    with contextlib.suppress(ImportError):
         _kernels(patches)
 
 
@@ -131,14 +130,6 @@ def _collectives(patches: Patches, run: DryRun) -> None:
     for module in (c10d, torch.distributed):
         patches.put(module, init_process_group=init_process_group, new_group=new_group, barrier=waiting)
     patches.put_where_there(c10d, _get_object_coll_device=device_of_objects)
-
-
-def _has_triton() -> bool:
-    with contextlib.suppress(ImportError):
-        import triton.runtime.jit  # noqa: F401
-
-        return True
-    return False
 
 
 def _kernels(patches: Patches) -> None:

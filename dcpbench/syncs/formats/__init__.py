@@ -33,16 +33,14 @@ def check_format(name: str) -> None:
 
 
 def render(report: Report, form: str, *, root: Path, width: int = PLAIN_WIDTH, terminal: bool = False) -> str:
-    """The report as text that ends with a line feed; empty where the format has nothing to say.
+    """A judged report as text that ends with a line feed; empty where the format has nothing to say.
 
     Args:
         report: Judged: its verdict says what a finding is.
-        form: One of FORMATS.
+        form: One of FORMATS; a UsageError for any other.
         root: Repository that relative paths of sites lie in.
         width: Columns of the table; the other formats have none.
         terminal: Whether the table may hold colours and hyperlinks.
-
-    Raises UsageError for an unknown format.
     """
     check_format(form)
     report = cleaned(report)

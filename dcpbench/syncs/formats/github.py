@@ -6,13 +6,10 @@ from typing import TYPE_CHECKING
 
 from dcpbench.show.ci import MOST, annotation, annotation_lines
 from dcpbench.syncs.rules import BY_ID
-from dcpbench.syncs.words import advice, marks, standing, told
+from dcpbench.syncs.words import LEVELS, advice, marks, notes, standing, told
 
 if TYPE_CHECKING:
     from dcpbench.syncs.model import Report, Site
-
-LEVELS = {"finding": "error", "counted": "warning"}
-"""By how a site stands; all others are notices, and the profiler's own are left out."""
 
 
 def render(report: Report) -> str:
@@ -27,8 +24,7 @@ def render(report: Report) -> str:
     unknown = [annotation("error", reason, "The trace cannot answer") for reason in verdict.reasons]
     warnings = [annotation("warning", reason, "Not all is known") for reason in verdict.reasons]
     stale = [annotation("warning", text, "Of no use any more") for text in verdict.stale]
-    notes = dict.fromkeys(note for trace in report.traces for note in trace.coverage.notes)
-    notices = [annotation("notice", note, "What this cannot show") for note in notes]
+    notices = [annotation("notice", note, "What this cannot show") for note in notes(report)]
     return annotation_lines(
         [*errors, *(unknown if verdict.status == "cannot answer" else []), *sites["error"]],
         [*sites["warning"], *(warnings if verdict.status == "findings" else []), *stale],

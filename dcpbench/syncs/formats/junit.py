@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -13,9 +14,7 @@ from dcpbench.syncs.words import modules, sentence, standing, subject, told
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
 
-    from dcpbench.syncs.model import Finding, Report, Site
-
-SITES, LIMITS, TRACES = "hidden syncs", "limits", "traces"
+    from dcpbench.syncs.model import Report, Site
 
 
 def render(report: Report) -> str:
@@ -25,20 +24,19 @@ def render(report: Report) -> str:
     The profiler's own sites are left out.
     """
     sites = [_site(s, report) for s in report.sites if standing(s, report.verdict) != "own"]
-    overall = [_limit(f) for f in report.verdict.findings if not f.fingerprint]
-    suites = {SITES: _numbered(sites)} | ({LIMITS: overall} if overall else {}) | {TRACES: _traces(report)}
-    return junit("dcpbench syncs", suites)
-
-
-def _numbered(cases: list[Element]) -> list[Element]:
-    """Lines of one function may share everything but the line: their names are told apart by a number."""
-    seen: dict[str, int] = {}
-    for case in cases:
+    seen: Counter[str] = Counter()
+    for case in sites:  # lines of one function may share everything but the line: a number tells their names apart
         name = case.get("name", "")
-        seen[name] = seen.get(name, 0) + 1
+        seen[name] += 1
         if seen[name] > 1:
             case.set("name", f"{name} #{seen[name]}")
-    return cases
+    limits = []
+    for finding in report.verdict.findings:
+        if not finding.fingerprint:
+            limits.append(junit_case("dcpbench.syncs.limits", finding.reason))
+            junit_result(limits[-1], "failure", finding.message, finding.message, of=finding.reason)
+    suites = {"hidden syncs": sites, "limits": limits, "traces": _traces(report)}
+    return junit("dcpbench syncs", {name: cases for name, cases in suites.items() if cases or name != "limits"})
 
 
 def _site(site: Site, report: Report) -> Element:
@@ -79,10 +77,3 @@ def _traces(report: Report) -> list[Element]:
             junit_result(case, "error", reason, of="cannot answer")
             cases.append(case)
     return cases
-
-
-def _limit(finding: Finding) -> Element:
-    """The case of a limit that is exceeded."""
-    case = junit_case("dcpbench.syncs.limits", finding.reason)
-    junit_result(case, "failure", finding.message, finding.message, of=finding.reason)
-    return case

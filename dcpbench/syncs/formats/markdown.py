@@ -13,10 +13,11 @@ from dcpbench.syncs.words import (
     copied,
     marks,
     microseconds,
-    per_step,
+    notes,
     place,
     standing,
     subject,
+    times,
     waited_share,
 )
 
@@ -35,14 +36,15 @@ LEGEND = (
 
 def render(report: Report) -> str:
     """Verdict, findings, sites, why and how to fix, totals and coverage."""
+    allowed = [f"{markdown_code(subject(site))}: {markdown(site.allowed)}" for site in report.sites if site.allowed]
     parts = [
         _verdict(report),
         _sites(report),
         _rules(report),
         _totals(report),
-        bullets(_allowed(report), "Allowed"),
+        bullets(allowed, "Allowed"),
         bullets((markdown(t) for t in report.verdict.stale), "Of no use any more"),
-        _coverage(report),
+        bullets(map(markdown, notes(report)), "What this cannot show"),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -62,8 +64,7 @@ def _verdict(report: Report) -> str:
 def _sites(report: Report) -> str:
     if not report.sites:
         return "No site was seen."
-    rows = [HEAD, ("---", "---", "---", "---", *["---:"] * 6, "---")]
-    rows += [_row(site, report) for site in report.sites[:MOST]]
+    rows = [HEAD, ("---", "---", "---", "---", *["---:"] * 6, "---"), *(_row(s, report) for s in report.sites[:MOST])]
     lines = list(map(row, rows))
     if len(report.sites) > MOST:
         lines += ["", f"{len(report.sites) - MOST} more sites are left out here; `--format json` has them."]
@@ -82,11 +83,7 @@ def _row(site: Site, report: Report) -> tuple[str, ...]:
         where,
         markdown_code(site.op or site.call) if site.op or site.call else NOTHING,
         count,
-        per_step(site.count_per_step),
-        microseconds(site.wait_us),
-        microseconds(site.wait_median_us),
-        microseconds(site.wait_p99_us),
-        microseconds(site.bubble_us),
+        *times(site),
         markdown(copied(site)) or NOTHING,
     )
 
@@ -107,13 +104,3 @@ def _totals(report: Report) -> str:
         f"**{counted(t.syncs, 'synchronisation')}** at **{counted(t.sites, 'site')}** · "
         f"wait {microseconds(t.wait_us)} · bubble at most {microseconds(t.bubble_us)}"
     )
-
-
-def _allowed(report: Report) -> list[str]:
-    return [f"{markdown_code(subject(site))}: {markdown(site.allowed)}" for site in report.sites if site.allowed]
-
-
-def _coverage(report: Report) -> str:
-    """Sentences that several traces share are written once."""
-    notes = dict.fromkeys(markdown(note) for trace in report.traces for note in trace.coverage.notes)
-    return bullets(notes, "What this cannot show")

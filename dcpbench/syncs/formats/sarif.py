@@ -7,9 +7,11 @@ import re
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+import msgspec
+
 from dcpbench import __version__
 from dcpbench.syncs.rules import BY_ID, RULES
-from dcpbench.syncs.words import advice, modules, place, standing, told
+from dcpbench.syncs.words import LEVELS, advice, modules, notes, place, standing, told
 
 if TYPE_CHECKING:
     from dcpbench.syncs.model import Report, Site
@@ -18,16 +20,25 @@ if TYPE_CHECKING:
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 ROOT = "%SRCROOT%"
 FINGERPRINT = "dcpbenchSyncs/v1"
-LEVELS = {"finding": "error", "counted": "warning"}
-"""By standing; all others are notes."""
+PROPERTIES = (
+    "kind op call range direction place line_is count count_per_step wait_us bubble_upper_bound_us bytes explicit "
+    "waited called_from cause warmup_only may_block stack traces"
+)
+"""Of a result, which bear them in camel case."""
 Json = dict[str, Any]
 
 
 def render(report: Report) -> str:
     """One run, whose results are the sites; the profiler's own are left out."""
     results = [_result(site, report) for site in report.sites if standing(site, report.verdict) != "own"]
+    driver = {
+        "name": "dcpbench syncs",
+        "version": __version__,
+        "semanticVersion": __version__,
+        "rules": [_rule(rule) for rule in RULES],
+    }
     run = {
-        "tool": {"driver": _driver()},
+        "tool": {"driver": driver},
         "automationDetails": {"id": "dcpbench-syncs/"},
         "invocations": [_invocation(report)],
         "originalUriBaseIds": {ROOT: {"description": {"text": "Root of the repository."}}},
@@ -37,15 +48,6 @@ def render(report: Report) -> str:
     }
     log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
     return json.dumps(log, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _driver() -> Json:
-    return {
-        "name": "dcpbench syncs",
-        "version": __version__,
-        "semanticVersion": __version__,
-        "rules": [_rule(rule) for rule in RULES],
-    }
 
 
 def _rule(rule: Rule) -> Json:
@@ -77,22 +79,21 @@ def _result(site: Site, report: Report) -> Json:
     if rule:
         result["ruleIndex"] = RULES.index(rule)
     if stands == "allowed":
-        why = message(site.allowed)
-        result["suppressions"] = [{"kind": "external", "justification": why}]
+        result["suppressions"] = [{"kind": "external", "justification": message(site.allowed)}]
     return result
 
 
 def _location(site: Site) -> Json:
     """Where it is: the file of the site, or the trace where no file is known. A region only with a known line."""
-    physical: Json = {"artifactLocation": _artifact(site.file or (site.example.trace if site.example else ""))}
-    if not physical["artifactLocation"]:
-        physical = {}
-    elif site.file and site.line is not None and site.line > 0:
-        physical["region"] = {"startLine": site.line}
-    names: Json = (
-        {"name": site.function, "fullyQualifiedName": modules(site)[0], "kind": "function"} if site.function else {}
-    )
-    return {**({"physicalLocation": physical} if physical else {}), **({"logicalLocations": [names]} if names else {})}
+    location: Json = {}
+    artifact = _artifact(site.file or (site.example.trace if site.example else ""))
+    if artifact:
+        region = {"region": {"startLine": site.line}} if site.file and site.line is not None and site.line > 0 else {}
+        location["physicalLocation"] = {"artifactLocation": artifact, **region}
+    if site.function:
+        names = {"name": site.function, "fullyQualifiedName": modules(site)[0], "kind": "function"}
+        location["logicalLocations"] = [names]
+    return location
 
 
 def _artifact(path: str) -> Json:
@@ -108,37 +109,16 @@ def _artifact(path: str) -> Json:
 
 
 def _properties(site: Site) -> Json:
-    return _known(
-        kind=site.kind,
-        op=site.op or None,
-        call=site.call or None,
-        range=site.range or None,
-        direction=site.direction or None,
-        place=place(site) or None,
-        lineIs=site.line_is or None,
-        count=site.count,
-        countPerStep=site.count_per_step,
-        waitUs=site.wait_us,
-        bubbleUpperBoundUs=site.bubble_us,
-        bytes=site.bytes,
-        explicit=site.explicit,
-        waited=site.waited,
-        calledFrom=site.called_from or None,
-        cause=site.cause or None,
-        warmupOnly=site.warmup_only,
-        mayBlock=site.may_block,
-        stack=site.stack or None,
-        traces=site.traces or None,
-    )
+    values = {**msgspec.structs.asdict(site), "place": place(site), "bubble_upper_bound_us": site.bubble_us}
+    return _known(**{re.sub("_(.)", lambda m: m[1].upper(), name): values[name] for name in PROPERTIES.split()})
 
 
 def _invocation(report: Report) -> Json:
     """Whether the analysis could answer, and what it could not see."""
     verdict = report.verdict
-    notes = dict.fromkeys(note for trace in report.traces for note in trace.coverage.notes)
     told = [("error" if verdict.status == "cannot answer" else "warning", reason) for reason in verdict.reasons]
     told += [("error", f.message) for f in verdict.findings if not f.fingerprint]
-    told += [("warning", text) for text in verdict.stale] + [("note", note) for note in notes]
+    told += [("warning", text) for text in verdict.stale] + [("note", note) for note in notes(report)]
     return {
         "executionSuccessful": verdict.status != "cannot answer",
         "exitCode": verdict.exit_code,
@@ -147,10 +127,9 @@ def _invocation(report: Report) -> Json:
 
 
 def _known(**values: object) -> Json:
-    """Without what is None, and without numbers that JSON has not."""
-    return {
-        k: v for k, v in values.items() if v is not None and not (isinstance(v, float) and not abs(v) < float("inf"))
-    }
+    """Without what is not known, and without numbers that JSON has not."""
+    known = {k: v for k, v in values.items() if v is not None and v not in ("", [])}
+    return {k: v for k, v in known.items() if not isinstance(v, float) or abs(v) < float("inf")}
 
 
 def message(text: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -17,31 +19,26 @@ from dcpbench.syncs.words import (
     copied,
     marks,
     microseconds,
-    per_step,
+    notes,
     place,
     standing,
     subject,
+    times,
     waited_share,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from dcpbench.syncs.model import Report, Site, TraceSummary
 
 NARROW = 110
 """Columns below which a table would break its words; sites are then listed below each other."""
-STYLES = {
-    "finding": "red",
-    "counted": "yellow",
-    "known": "",
-    "allowed": "green",
-    "warm-up": "dim",
-    "may block": "dim",
-    "own": "dim",
-}
+STYLES = {"finding": "red", "counted": "yellow", "known": "", "allowed": "green"}
+"""By how a site stands; all others are dim."""
 STATUS = {"clean": "green", "findings": "red bold", "cannot answer": "yellow bold"}
 
 
@@ -56,24 +53,21 @@ def render(report: Report, *, root: Path, width: int, terminal: bool) -> str:
     """
 
     def draw(console: Console) -> None:
-        _sites(console, report, root)
-        _rules(console, report)
-        _totals(console, report)
-        _lists(console, report)
-        _coverage(console, report)
-        _verdict(console, report)
+        sites = _sites(report, root, console.width)
+        for part in chain(sites, _rules(report), _totals(report), _lists(report), _coverage(report), _verdict(report)):
+            console.print(part)
 
     return drawn(draw, max(width, 20), colour=terminal)
 
 
-def _sites(console: Console, report: Report, root: Path) -> None:
+def _sites(report: Report, root: Path, width: int) -> Iterator[RenderableType]:
     if not report.sites:
-        console.print("No synchronisation was seen.")
-    elif console.width < NARROW:
-        for site in report.sites:
-            _block(console, site, report, root)
+        yield "No synchronisation was seen."
+    elif width >= NARROW:
+        yield _table(report, root, width)
     else:
-        console.print(_table(report, root, console.width))
+        for site in report.sites:
+            yield from _block(site, report, root, max(16, width - 4))
 
 
 def _table(report: Report, root: Path, width: int) -> Table:
@@ -81,38 +75,25 @@ def _table(report: Report, root: Path, width: int) -> Table:
     table.add_column("rule", max_width=20)
     table.add_column("function (file:line)", overflow="fold", ratio=1)
     table.add_column("op", overflow="fold", max_width=max(18, width // 5))
-    for name in ("count", "per step"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("wait\ntotal", "\nmedian", "\np99", "bubble\nat most"):
+    for name in ("count", "per step", "wait\ntotal", "\nmedian", "\np99", "bubble\nat most"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("copy", overflow="fold", max_width=14)
-    room = max(24, width // 3)
     for site in report.sites:
-        style = STYLES[standing(site, report.verdict)]
+        words = marks(site, report.verdict)
+        kind = [site.rule, site.kind, *([f"[{', '.join(words)}]"] if words else [])]
         table.add_row(
-            _kind(site, report, style),
-            _where(site, root, room),
+            Text("\n".join(kind), style=_style(site, report)),
+            _where(site, root, max(24, width // 3)),
             Text(_op(site)),
-            _count(site),
-            per_step(site.count_per_step),
-            microseconds(site.wait_us),
-            microseconds(site.wait_median_us),
-            microseconds(site.wait_p99_us),
-            microseconds(site.bubble_us),
+            f"{site.count}\n{site.waited:,} waited" if waited_share(site) else str(site.count),
+            *times(site),
             Text(copied(site, "\n")),
         )
     return table
 
 
-def _count(site: Site) -> str:
-    """How often, and below it how often there was something to wait for."""
-    return f"{site.count}\n{site.waited:,} waited" if waited_share(site) else str(site.count)
-
-
-def _kind(site: Site, report: Report, style: str) -> Text:
-    words = marks(site, report.verdict)
-    lines = [f"{site.rule}", site.kind, *([f"[{', '.join(words)}]"] if words else [])]
-    return Text("\n".join(lines), style=style)
+def _style(site: Site, report: Report) -> str:
+    return STYLES.get(standing(site, report.verdict), "dim")
 
 
 def _where(site: Site, root: Path, room: int) -> Text:
@@ -127,39 +108,30 @@ def _where(site: Site, root: Path, room: int) -> Text:
 
 
 def _link(site: Site, root: Path, room: int) -> Text:
-    path = root / site.file
-    style = Style(bold=False, link=f"{path.as_uri()}#{site.line or 1}" if _exists(path) else None)
-    return Text(path_end(place(site), room), style=style)
+    path, link = root / site.file, None
+    with contextlib.suppress(OSError, ValueError):
+        if path.is_absolute() and path.is_file():  # the program may have run on another machine
+            link = f"{path.as_uri()}#{site.line or 1}"
+    return Text(path_end(place(site), room), style=Style(bold=False, link=link))
 
 
-def _exists(path: Path) -> bool:
-    """A link to nowhere helps nobody; the program may have run on another machine."""
-    try:
-        return path.is_absolute() and path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def _block(console: Console, site: Site, report: Report, root: Path) -> None:
+def _block(site: Site, report: Report, root: Path, room: int) -> Iterator[Text]:
     """A site on a narrow terminal."""
     words = marks(site, report.verdict)
-    head = Text(f"{site.rule} {site.kind}", style=STYLES[standing(site, report.verdict)] + " bold")
-    head.append(f" [{', '.join(words)}]" if words else "")
-    console.print(head, overflow="fold")
-    for line in _where(site, root, max(16, console.width - 4)).split("\n"):
-        console.print(Text("  ").append_text(line), overflow="fold")
-    steps = "" if site.count_per_step is None else f" ({per_step(site.count_per_step)} per step)"
-    waits = (microseconds(t) for t in (site.wait_us, site.wait_median_us, site.wait_p99_us))
-    facts = [
+    head = Text(f"{site.rule} {site.kind}", style=_style(site, report) + " bold")
+    yield head.append(f" [{', '.join(words)}]" if words else "")
+    for line in _where(site, root, room).split("\n"):
+        yield Text("  ").append_text(line)
+    each, total, median, p99, bubble = times(site)
+    steps = "" if site.count_per_step is None else f" ({each} per step)"
+    facts = (
         f"op {_op(site)}" if _op(site) else "",
         f"{counted(site.count, 'time')}{steps}" + (f", {waited_share(site)}" if waited_share(site) else ""),
-        "wait {}, median {}, p99 {}".format(*waits),
-        f"bubble at most {microseconds(site.bubble_us)}",
+        f"wait {total}, median {median}, p99 {p99}",
+        f"bubble at most {bubble}",
         f"copy {copied(site)}" if copied(site) else "",
-    ]
-    for fact in facts:
-        if fact:
-            console.print(Text(f"  {fact}"), overflow="fold")
+    )
+    yield from (Text(f"  {fact}") for fact in facts if fact)
 
 
 def _op(site: Site) -> str:
@@ -167,54 +139,47 @@ def _op(site: Site) -> str:
     return site.op.removeprefix("aten::") or site.call
 
 
-def _rules(console: Console, report: Report) -> None:
+def _rules(report: Report) -> Iterator[RenderableType]:
     """Each kind that occurs: why it waits, the usual way out, and the cause where the trace shows one."""
     for rule_id in dict.fromkeys(site.rule for site in report.sites if not site.own):
         rule = BY_ID.get(rule_id)
         if rule:
-            console.print(Text.assemble((f"{rule.id} {rule.kind}", "bold"), f"  {rule.why}"))
-            console.print(Text.assemble(("  fix: ", "bold"), rule.fix))
+            yield Text.assemble((f"{rule.id} {rule.kind}", "bold"), f"  {rule.why}")
+            yield Text.assemble(("  fix: ", "bold"), rule.fix)
         for cause in dict.fromkeys(site.cause for site in report.sites if site.rule == rule_id and site.cause):
-            console.print(Text.assemble(("  cause: ", "bold"), cause))
-    console.print()
+            yield Text.assemble(("  cause: ", "bold"), cause)
+    yield ""
 
 
-def _totals(console: Console, report: Report) -> None:
+def _totals(report: Report) -> Iterator[str]:
     t = report.totals
-    console.print(
+    yield (
         f"Total: {counted(t.syncs, 'synchronisation')} at {counted(t.sites, 'site')}, wait {microseconds(t.wait_us)}, "
         f"bubble at most {microseconds(t.bubble_us)}."
     )
     if t.bubble_us is not None:
-        console.print(BOUND_NOTE)
+        yield BOUND_NOTE
 
 
-def _lists(console: Console, report: Report) -> None:
+def _lists(report: Report) -> Iterator[Text]:
     """What is allowed and why, and which permissions are of no use."""
-    for site in report.sites:
-        if site.allowed:
-            console.print(Text(f"allowed: {subject(site)}: {site.allowed}"))
-    for text in report.verdict.stale:
-        console.print(Text(f"of no use: {text}", style="yellow"))
+    yield from (Text(f"allowed: {subject(site)}: {site.allowed}") for site in report.sites if site.allowed)
+    yield from (Text(f"of no use: {text}", style="yellow") for text in report.verdict.stale)
 
 
-def _coverage(console: Console, report: Report) -> None:
+def _coverage(report: Report) -> Iterator[RenderableType]:
     """Always printed: a detector that saw nothing must not look like a program that does nothing."""
-    console.print()
-    for trace in report.traces:
-        console.print(Text(_trace(trace)))
-    notes: dict[str, int] = {}
-    for trace in report.traces:
-        for note in trace.coverage.notes:
-            notes[note] = notes.get(note, 0) + 1
-    if notes:
-        console.print(Text("What this cannot show:", style="bold"))
-    for note, times in notes.items():
-        some = f" ({times} of {len(report.traces)} traces)" if times < len(report.traces) else ""
-        console.print(Text(f"  - {note}{some}"))
+    yield ""
+    yield from map(_trace, report.traces)
+    found = notes(report)
+    if found:
+        yield Text("What this cannot show:", style="bold")
+    for note, count in found.items():
+        some = f" ({count} of {len(report.traces)} traces)" if count < len(report.traces) else ""
+        yield Text(f"  - {note}{some}")
 
 
-def _trace(trace: TraceSummary) -> str:
+def _trace(trace: TraceSummary) -> Text:
     """A trace, and what was seen in it."""
     seen = trace.coverage
     facts = [] if trace.rank is None else [f"rank {trace.rank}"]
@@ -233,18 +198,16 @@ def _trace(trace: TraceSummary) -> str:
         facts.append(f"GPU idle {microseconds(trace.gpu_idle_us)} of {microseconds(trace.span_us)}")
     if not seen.complete:
         facts.append("INCOMPLETE")
-    return f"Seen in {trace.path}: {', '.join(facts)}"
+    return Text(f"Seen in {trace.path}: {', '.join(facts)}")
 
 
-def _verdict(console: Console, report: Report) -> None:
+def _verdict(report: Report) -> Iterator[RenderableType]:
     """Last, as it is what one looks for."""
     verdict = report.verdict
-    console.print()
-    for finding in verdict.findings:
-        console.print(Text(f"- {finding.message}", style=STYLES["finding"]))
-    for reason in verdict.reasons:
-        console.print(Text(f"- {reason}", style=STYLES["counted"]))
-    console.print(Text(summary(report), style=STATUS[verdict.status]))
+    yield ""
+    yield from (Text(f"- {finding.message}", style=STYLES["finding"]) for finding in verdict.findings)
+    yield from (Text(f"- {reason}", style=STYLES["counted"]) for reason in verdict.reasons)
+    yield Text(summary(report), style=STATUS[verdict.status])
 
 
 def summary(report: Report) -> str:

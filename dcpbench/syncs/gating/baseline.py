@@ -47,35 +47,32 @@ class Baseline(msgspec.Struct, kw_only=True):
 
 def make(sites: Iterable[Site]) -> Baseline:
     """Baseline of the sites that count; those with the same fingerprint are one entry."""
+    entries = [entry(group) for group in by_fingerprint(sites).values()]
+    entries.sort(key=lambda e: (e.file, e.function, e.rule, e.op, e.fingerprint))
+    return Baseline(baseline_version=VERSION, sites=entries)
+
+
+def by_fingerprint(sites: Iterable[Site]) -> dict[str, list[Site]]:
+    """Sites that share a fingerprint, as lines of one function may."""
     same: dict[str, list[Site]] = {}
     for site in sites:
         same.setdefault(site.fingerprint, []).append(site)
-    entries = [entry(group) for group in same.values()]
-    entries.sort(key=lambda e: (e.file, e.function, e.rule, e.op, e.fingerprint))
-    return Baseline(baseline_version=VERSION, sites=entries)
+    return same
 
 
 def entry(sites: Sequence[Site]) -> Entry:
     """What a baseline says of sites that share a fingerprint."""
     first = sites[0]
     steps = [s.count_per_step for s in sites if s.count_per_step is not None]
+    texts = {name: printable(getattr(first, name)) for name in ("file", "function", "op", "direction", "range")}
     return Entry(
         fingerprint=first.fingerprint,
         rule=first.rule,
         kind=first.kind,
-        file=printable(first.file),
-        function=printable(first.function),
-        op=printable(first.op),
-        direction=printable(first.direction),
-        range=printable(first.range),
+        **texts,
         count_per_step=round(sum(steps), DIGITS) if steps else None,
         count=None if steps else sum(s.count for s in sites),
     )
-
-
-def encode(baseline: Baseline) -> str:
-    """The file's text: one field a line, so that a change shows as the lines that changed."""
-    return msgspec.json.format(msgspec.json.encode(baseline), indent=2).decode() + "\n"
 
 
 def read(path: Path) -> Baseline:

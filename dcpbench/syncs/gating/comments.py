@@ -1,17 +1,17 @@
 """Permission in the source itself: `# dcpbench: allow-sync(reason)` on the line that synchronises, or on its function.
 
-A trace often knows only where a function begins. Then a comment anywhere in that function counts, but for the functions
-that are defined inside it.
+A trace often knows only where a function begins: then a comment anywhere in it counts, but not in functions inside it.
 """
 
 from __future__ import annotations
 
 import ast
-import dataclasses
+import contextlib
+import functools
 import io
 import re
 import tokenize
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,8 +24,7 @@ LARGEST = 4 << 20
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
-@dataclasses.dataclass(frozen=True)
-class Note:
+class Note(NamedTuple):
     """A comment that belongs to a site."""
 
     line: int
@@ -33,11 +32,10 @@ class Note:
     """Empty where the comment gives none, and so allows nothing."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
+class _Source(NamedTuple):
     notes: dict[int, Note]
     """By line."""
-    alone: frozenset[int]
+    alone: set[int]
     """Lines that hold nothing but a comment."""
     tree: ast.Module | None
     """None where the file is not the Python of this interpreter."""
@@ -47,17 +45,12 @@ class Comments:
     """The comments of the repository at `root`; each file is read once."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
-        self._sources: dict[str, _Source | None] = {}
+        self._source = functools.cache(functools.partial(_read, root))
 
     def find(self, site: Site) -> Note | None:
         """The comment that allows the site; None where there is no file, line or comment."""
-        if not site.file or site.line is None:
-            return None
-        if site.file not in self._sources:
-            self._sources[site.file] = _read(self._root, site.file)
-        source = self._sources[site.file]
-        if source is None or not source.notes:
+        source = self._source(site.file) if site.file and site.line is not None else None
+        if source is None or site.line is None or not source.notes:
             return None
         lines = _lines(source, site.line, call=site.line_is == "call")
         found = [source.notes[line] for line in lines if line in source.notes]
@@ -78,27 +71,18 @@ def _read(root: Path, file: str) -> _Source | None:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         tree = None
-    notes, alone = _comments(text)
-    return _Source(notes, frozenset(alone), tree)
-
-
-def _comments(text: str) -> tuple[dict[int, Note], set[int]]:
-    """Our comments by line, and the lines that are comments only; strings that look like one are not comments."""
-    notes: dict[int, Note] = {}
-    alone: set[int] = set()
-    try:
+    source = _Source({}, set(), tree)
+    with contextlib.suppress(tokenize.TokenError, SyntaxError):  # what was read up to there still counts
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type != tokenize.COMMENT:
-                continue
+                continue  # also a string that looks like one
             line, column = token.start
             if not token.line[:column].strip():
-                alone.add(line)
+                source.alone.add(line)
             found = COMMENT.search(token.string)
             if found:
-                notes[line] = Note(line, (found["reason"] or "").strip())
-    except (tokenize.TokenError, SyntaxError):
-        pass  # what was read up to here still counts
-    return notes, alone
+                source.notes[line] = Note(line, (found["reason"] or "").strip())
+    return source
 
 
 def _lines(source: _Source, line: int, *, call: bool) -> list[int]:

@@ -6,13 +6,13 @@ import dataclasses
 import datetime as dt
 import tomllib
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dcpbench.errors import UsageError
 from dcpbench.syncs.words import modules
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from dcpbench.syncs.model import Site
@@ -49,10 +49,6 @@ class Allow:
             and (not self.file or (bool(site.file) and fnmatchcase(site.file, self.file)))
         )
 
-    def expired(self, today: dt.date) -> bool:
-        """Whether its last day has gone by."""
-        return self.expires is not None and today > self.expires
-
     def name(self) -> str:
         """As it was written, for messages."""
         globs = [(key, getattr(self, key)) for key in GLOBS]
@@ -72,12 +68,8 @@ class Config:
 
 def find_root(start: Path) -> Path:
     """Root of the repository around `start`: the folder with `.git`, else with pyproject.toml, else `start` itself."""
-    folders = [start, *start.parents]
-    for mark in (".git", FILE):
-        for folder in folders:
-            if (folder / mark).exists():
-                return folder
-    return start
+    around = ((folder, mark) for mark in (".git", FILE) for folder in (start, *start.parents))
+    return next((folder for folder, mark in around if (folder / mark).exists()), start)
 
 
 def find_config(start: Path, root: Path) -> Config:
@@ -118,12 +110,12 @@ def _table(path: Path) -> Mapping[str, object] | None:
 
 def _config(table: Mapping[str, object], path: Path) -> Config:
     where = f"{path} {TABLE}"
-    unknown = [key for key in table if key not in KEYS]
-    if unknown:
-        raise UsageError(f"{where}: unknown {_listed(unknown)}; it knows {', '.join(KEYS)}.")
-    baseline = _text(table, "baseline", where)
+    _check_keys(table, KEYS, where)
+    baseline, entries = _text(table, "baseline", where), table.get("allow", [])
+    if not isinstance(entries, list):
+        raise UsageError(f"{where}: allow must be a list of tables, such as allow = [{EXAMPLE}].")
     return Config(
-        allow=_allow_list(table.get("allow", []), where),
+        allow=tuple(_allow(entry, f"{where}: allow[{n}]") for n, entry in enumerate(entries)),
         max_per_step=_number(table, "max-per-step", where),
         max_bubble_us=_number(table, "max-bubble-us", where),
         baseline=path.parent / baseline if baseline else None,
@@ -131,41 +123,21 @@ def _config(table: Mapping[str, object], path: Path) -> Config:
     )
 
 
-def _allow_list(value: object, where: str) -> tuple[Allow, ...]:
-    if not isinstance(value, list):
-        raise UsageError(f"{where}: allow must be a list of tables, such as allow = [{EXAMPLE}].")
-    return tuple(_allow(entry, f"{where}: allow[{n}]") for n, entry in enumerate(value))
-
-
 def _allow(entry: object, where: str) -> Allow:
     """One entry of the list; raises UsageError with what it should have been."""
     if not isinstance(entry, dict):
         raise UsageError(f"{where} must be a table, such as {EXAMPLE}.")
-    unknown = [key for key in entry if key not in (*GLOBS, "reason", "expires")]
-    if unknown:
-        raise UsageError(f"{where}: unknown {_listed(unknown)}; it knows {', '.join(GLOBS)}, reason, expires.")
-    globs = {key: _text(entry, key, where) for key in GLOBS}
+    _check_keys(entry, (*GLOBS, "reason", "expires"), where)
+    globs: dict[str, Any] = {key: _text(entry, key, where) for key in GLOBS}
     if not any(globs.values()):
         raise UsageError(f"{where} allows nothing: give function, range or file, such as {EXAMPLE}.")
     reason = _text(entry, "reason", where).strip()
     if not reason:
         raise UsageError(f"{where} has no reason: say why this may synchronise, such as {EXAMPLE}.")
-    return Allow(
-        function=globs["function"],
-        range=globs["range"],
-        file=globs["file"],
-        reason=reason,
-        expires=_day(entry.get("expires"), where),
-        source=where.rpartition(" ")[2],
-    )
-
-
-def _day(value: object, where: str) -> dt.date | None:
-    if value is None:
-        return None
-    if isinstance(value, dt.datetime) or not isinstance(value, dt.date):
+    expires = entry.get("expires")
+    if expires is not None and (isinstance(expires, dt.datetime) or not isinstance(expires, dt.date)):
         raise UsageError(f"{where}: expires must be a date without quotes, such as expires = 2026-12-31.")
-    return value
+    return Allow(**globs, reason=reason, expires=expires, source=where.rpartition(" ")[2])
 
 
 def _text(table: Mapping[str, object], key: str, where: str) -> str:
@@ -191,5 +163,8 @@ def _wrong(where: str, key: str, should: str) -> NoReturn:
     raise UsageError(f"{where}: {key} must be {should}.")
 
 
-def _listed(keys: list[str]) -> str:
-    return ("key " if len(keys) == 1 else "keys ") + ", ".join(keys)[:LONGEST_REASON]
+def _check_keys(table: Mapping[str, object], known: Sequence[str], where: str) -> None:
+    unknown = [key for key in table if key not in known]
+    if unknown:
+        listed = ("key " if len(unknown) == 1 else "keys ") + ", ".join(unknown)[:LONGEST_REASON]
+        raise UsageError(f"{where}: unknown {listed}; it knows {', '.join(known)}.")

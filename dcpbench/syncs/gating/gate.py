@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
@@ -17,7 +18,7 @@ from dcpbench.syncs.model import Finding, Verdict, order
 from dcpbench.syncs.words import microseconds, per_step, place, sentence, subject
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from dcpbench.syncs.gating.baseline import Baseline, Entry
@@ -45,36 +46,27 @@ class Gate:
     step_range: str | None = None
     """Not the gate's: which range marks a step; kept here as it may come from pyproject.toml."""
 
-    @property
-    def limited(self) -> bool:
-        """Whether something replaces `any site is a finding`."""
-        return self.baseline is not None or self.max_per_step is not None or self.max_bubble_us is not None
-
 
 def judge(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdict:
-    """What the gate says about a report; sets `allowed` of its sites.
+    """What the gate says about a report, whose own verdict is not read; sets `allowed` of its sites.
 
-    Args:
-        report: Sites and coverage; its own verdict is not read.
-        gate: Limits and permissions.
-        today: Day on which entries expire; by default today in UTC.
-
-    Raises UsageError where baseline and report cannot be compared.
+    Entries expire by `today`, which is today in UTC where it is not given.
     """
     stale = permit(report, gate, today or dt.datetime.now(tz=dt.UTC).date())
     counted = sorted(filter(counts, report.sites), key=order)
-    findings = (
-        []
-        if gate.limited
-        else [Finding(reason="sync", message=sentence(s), fingerprint=s.fingerprint) for s in counted]
-    )
+    findings = []
+    if gate.baseline is None and gate.max_per_step is None and gate.max_bubble_us is None:
+        findings = [Finding(reason="sync", message=sentence(s), fingerprint=s.fingerprint) for s in counted]
     reasons = [reason for trace in report.traces if (reason := blind(trace))]
     if not report.traces:
         reasons.append("Nothing was recorded: no trace was read.")
-    for check in (_against_baseline, _per_step, _bubble):
-        found, unknown = check(counted, report, gate)
-        findings += found
-        reasons += unknown
+    for said in chain(
+        _against_baseline(counted, report, gate), _per_step(counted, report, gate), _bubble(counted, gate)
+    ):
+        if isinstance(said, Finding):
+            findings.append(said)
+        else:
+            reasons.append(said)
     if gate.baseline:
         here = {s.fingerprint for s in report.sites}
         stale += [_gone(e) for e in gate.baseline.sites if e.fingerprint not in here]
@@ -98,7 +90,7 @@ def permit(report: Report, gate: Gate, today: dt.date) -> list[str]:
     stale = []
     for entry in gate.allow:
         matched = [s for s in sites if entry.matches(s)]
-        if entry.expired(today):
+        if entry.expires and today > entry.expires:
             stale.append(f"{entry.name()} expired on {entry.expires}: remove the synchronisation, or give a new date.")
         elif not matched:
             stale.append(f"{entry.name()} matched nothing: remove it.")
@@ -142,28 +134,20 @@ def blind(trace: TraceSummary) -> str:
     return ""
 
 
-Outcome = tuple[list[Finding], list[str]]
-
-
-def _against_baseline(counted: Sequence[Site], report: Report, gate: Gate) -> Outcome:
-    """New sites, and sites that occur more often than they did. Lines of one function may share a fingerprint."""
+def _against_baseline(counted: Sequence[Site], report: Report, gate: Gate) -> Iterator[Finding | str]:
+    """New sites, and sites that occur more often than they did; sentences on what cannot be compared."""
     if gate.baseline is None:
-        return [], []
+        return
     entries = {e.fingerprint: e for e in gate.baseline.sites}
-    same: dict[str, list[Site]] = {}
-    for site in counted:
-        same.setdefault(site.fingerprint, []).append(site)
-    findings, unknown = [], []
-    for fingerprint, sites in same.items():
+    for fingerprint, sites in baselines.by_fingerprint(counted).items():
         entry, now, worst = entries.get(fingerprint), baselines.entry(sites), sentence(sites[0])
         if entry is None:
-            findings.append(Finding(reason="new", message=f"new {worst}", fingerprint=fingerprint))
+            yield Finding(reason="new", message=f"new {worst}", fingerprint=fingerprint)
         elif entry.count_per_step is not None and now.count_per_step is None:
-            unknown += [_no_steps(t, "the baseline counts per step") for t in report.traces if not t.steps]
-            unknown.append(f"{worst}: lies in no step here, and the baseline counts it per step.")
+            yield from _no_steps(report, "the baseline counts per step")
+            yield f"{worst}: lies in no step here, and the baseline counts it per step."
         elif more := _more(now, entry, sum(s.count for s in sites)):
-            findings.append(Finding(reason="more", message=f"{worst}; {more}", fingerprint=fingerprint))
-    return findings, unknown
+            yield Finding(reason="more", message=f"{worst}; {more}", fingerprint=fingerprint)
 
 
 def _more(now: Entry, entry: Entry, count: int) -> str:
@@ -176,48 +160,47 @@ def _more(now: Entry, entry: Entry, count: int) -> str:
     return f"{count} in all here, {before} in the baseline" if count > before else ""
 
 
-def _per_step(counted: Sequence[Site], report: Report, gate: Gate) -> Outcome:
+def _per_step(counted: Sequence[Site], report: Report, gate: Gate) -> Iterator[Finding | str]:
     """The sum over all sites against --max-per-step."""
     limit = gate.max_per_step
     if limit is None:
-        return [], []
-    unknown = [_no_steps(t, "--max-per-step counts per step") for t in report.traces if not t.steps]
+        return
+    yield from _no_steps(report, "--max-per-step counts per step")
     total = sum(s.count_per_step or 0.0 for s in counted)
     if total <= limit + SLACK:
-        return [], unknown
+        return
     most = sorted(counted, key=lambda s: -(s.count_per_step or 0.0))[:NAMED]
     named = ", ".join(f"{per_step(s.count_per_step)} in {_where(s)}" for s in most if s.count_per_step)
     message = f"{per_step(total)} synchronisations per step, the limit is {per_step(limit)}: {named}"
-    return [Finding(reason="per-step", message=message)], unknown
+    yield Finding(reason="per-step", message=message)
 
 
-def _bubble(counted: Sequence[Site], _report: Report, gate: Gate) -> Outcome:
+def _bubble(counted: Sequence[Site], gate: Gate) -> Iterator[Finding | str]:
     """The sum over all sites against --max-bubble-us."""
     limit = gate.max_bubble_us
     if limit is None:
-        return [], []
+        return
     unknown = [s for s in counted if s.bubble_us is None]
     total = sum(s.bubble_us or 0.0 for s in counted)
     if total > limit:
         named = ", ".join(f"{microseconds(s.bubble_us)} in {_where(s)}" for s in counted[:NAMED] if s.bubble_us)
         message = f"bubble of {microseconds(total)} in all, the limit is {microseconds(limit)}: {named}"
-        return [Finding(reason="bubble", message=message)], []
-    if unknown:
-        return [], [
-            f"The bubble of {sentence(unknown[0])} is not known, so --max-bubble-us cannot be checked: scan a trace."
-        ]
-    return [], []
+        yield Finding(reason="bubble", message=message)
+    elif unknown:
+        yield f"The bubble of {sentence(unknown[0])} is not known, so --max-bubble-us cannot be checked: scan a trace."
 
 
 def _where(site: Site) -> str:
     return f"{subject(site)} ({place(site)})" if place(site) else subject(site)
 
 
-def _no_steps(trace: TraceSummary, why: str) -> str:
-    return (
+def _no_steps(report: Report, why: str) -> list[str]:
+    return [
         f"{trace.path} marks no steps, and {why}: name the range around a step with --step-range '^NAME', or call "
         "prof.step() after each."
-    )
+        for trace in report.traces
+        if not trace.steps
+    ]
 
 
 def _gone(entry: Entry) -> str:

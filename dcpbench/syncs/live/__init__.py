@@ -4,9 +4,8 @@
         step()
     assert seen.count == 0, seen.text()
 
-Three detectors cover each other's blind spots: torch's callbacks for a host that waits (callbacks.py) say that and
-where it happens; a dispatch mode says in which operator, and finds copies to and from pageable memory, of which no
-callback tells; `set_sync_debug_mode` stands in where the private callbacks are missing.
+What torch tells of a host that waits (callbacks.py) says that and where it happens; a dispatch mode says in which
+operator, and finds copies to and from pageable memory, of which no callback tells.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import dataclasses
 import functools
 import inspect
 import os
-import sys
 import threading
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, overload
 
@@ -24,14 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcpbench.errors import CapacityError, SyncError, UsageError
 from dcpbench.syncs import allowed
-from dcpbench.syncs.frames import is_detector
 from dcpbench.syncs.live import callbacks, sighting
 from dcpbench.syncs.model import Coverage, Report, TraceSummary, report_of
 from dcpbench.syncs.sites import sites_of, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from types import FrameType, TracebackType
+    from types import TracebackType
 
     from dcpbench.syncs.sites import Sync
 
@@ -61,18 +58,14 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def is_count(value: object) -> bool:
-    """Whether it is a whole number from 0 on; True and False are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
 class Watch:
     """What `watch()` returns. Context manager, for one use; watches nest, and each counts what it sees."""
 
     def __init__(self, *, threads: Threads = "current", at_most: int | None = None) -> None:
         if threads not in {"current", "all"}:
             raise UsageError(f'watch(threads={threads!r}): write "current" or "all".')
-        if at_most is not None and not is_count(at_most):
+        given: object = at_most
+        if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 0):
             raise UsageError(f"watch(at_most={at_most!r}): write a number of synchronisations, 0 or more.")
         self.threads = threads
         self.at_most = at_most
@@ -99,12 +92,10 @@ class Watch:
 
     def report(self) -> Report:
         """The same as `dcpbench syncs` prints; times are unknown, as nothing is measured here."""
-        notes = [*NOTES]
-        notes += [OTHER_THREADS] if self.threads == "all" else ["Other threads were not watched."]
-        notes += [NO_CALLBACKS] if self.by_warnings else []
-        coverage = Coverage(
-            detector="live", stacks="frames", sync_events=len(self.syncs) + len(self.allowed), notes=notes
-        )
+        threads = OTHER_THREADS if self.threads == "all" else "Other threads were not watched."
+        notes = [*NOTES, threads, *([NO_CALLBACKS] if self.by_warnings else [])]
+        events = len(self.syncs) + len(self.allowed)
+        coverage = Coverage(detector="live", stacks="frames", sync_events=events, notes=notes)
         rank = os.environ.get("RANK", "")
         summary = TraceSummary(path="live", rank=int(rank) if rank.isdecimal() else None, coverage=coverage)
         report = report_of([summary], sites_of([*self.syncs, *self.hazards, *self.allowed]))
@@ -122,7 +113,7 @@ class Watch:
         self.thread = threading.get_ident()
         self.by_warnings = not callbacks.listen(_on_wait)
         if self.by_warnings:
-            callbacks.begin_warnings(_on_warning)
+            callbacks.begin_warnings(functools.partial(_on_wait, callbacks.STREAM, warned=True))
         self._mode.__enter__()
         _set_watches((*_watches, self))
         return self
@@ -157,14 +148,12 @@ class Watch:
 def watch(*, threads: Threads = "current", at_most: int | None = None) -> Watch:
     """Looks out for CUDA synchronisation inside a `with`; the Watch that it returns says what happened.
 
-    The program is not changed, and a `set_sync_debug_mode` of its own stays in force.
+    The program is not changed, and a `set_sync_debug_mode` of its own stays in force. Raises CapacityError without a
+    CUDA device, where a count of 0 would say nothing.
 
     Args:
         threads: `current` sees this thread and what autograd runs for it; `all` every thread of the process.
         at_most: With more than this many, leaving the block raises a SyncError that shows their lines.
-
-    Raises:
-        CapacityError: There is no CUDA device, where a count of 0 would say nothing.
     """
     return Watch(threads=threads, at_most=at_most)
 
@@ -185,11 +174,7 @@ def no_syncs(
     Write `@no_syncs` or `@no_syncs(at_most=1)`. A call that does raises a SyncError after it has returned.
     """
     if function is None:
-        return functools.partial(_guard, at_most=at_most, threads=threads)
-    return _guard(function, at_most=at_most, threads=threads)
-
-
-def _guard(function: Callable[P, R], *, at_most: int, threads: Threads) -> Callable[P, R]:
+        return functools.partial(no_syncs, at_most=at_most, threads=threads)
     if not callable(function):
         raise UsageError(f"@no_syncs stands above a function, not {function!r}; options have names: at_most=1.")
     if any(f(function) for f in (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)):
@@ -236,29 +221,19 @@ class _Operators(TorchDispatchMode):
             result = func(*args, **call.kwargs)
         except RuntimeError as error:
             if callbacks.raised_by(error) and not call.seen:
-                self._owner.add(sighting.of_wait(callbacks.STREAM, calls, _where(self._owner)))
+                self._owner.add(sighting.of_wait(callbacks.STREAM, calls, self._owner.thread))
             raise
         finally:
             calls.pop()
-        if not call.seen and (sync := sighting.of_hazard(call, result, _where(self._owner))):
+        if not call.seen and (sync := sighting.of_hazard(call, result, self._owner.thread)):
             self._owner.add(sync)
         return result
 
 
 def _calls() -> list[sighting.Call]:
     """Operators that run on the calling thread, outermost first."""
-    calls: list[sighting.Call] | None = getattr(_running, "calls", None)
-    if calls is None:
-        calls = _running.calls = []
+    calls: list[sighting.Call] = vars(_running).setdefault("calls", [])
     return calls
-
-
-def _where(watch_: Watch) -> sighting.Where:
-    """The calling thread's innermost frame that is neither ours nor torch's way to us; None on autograd's threads."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  (inspect.stack reads every source file)
-    while frame is not None and (is_detector(frame.f_code.co_filename) or frame.f_code.co_name == "fire_callbacks"):
-        frame = frame.f_back
-    return sighting.Where(frame, watch_.thread)
 
 
 def _on_wait(kind: str, *, warned: bool = False) -> None:
@@ -270,11 +245,7 @@ def _on_wait(kind: str, *, warned: bool = False) -> None:
     for call in calls:
         call.seen = True
     for each in watches:
-        each.add(sighting.of_wait(kind, calls, _where(each)))
-
-
-def _on_warning() -> None:
-    _on_wait(callbacks.STREAM, warned=True)
+        each.add(sighting.of_wait(kind, calls, each.thread))
 
 
 def _set_watches(watches: tuple[Watch, ...]) -> None:

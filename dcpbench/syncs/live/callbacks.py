@@ -1,13 +1,11 @@
 """How torch tells that the host is about to wait: by callbacks, or, in a torch without them, by its sync debug mode.
 
-The callbacks, for a stream, an event or the whole device, are private to torch and can be neither taken back nor
-switched off, so one dispatcher is registered, once, when the first watch begins. From then on torch enters Python
-before each wait, event record and allocation on the GPU. An exception inside a callback never reaches the program:
-torch logs it. So nothing is raised here.
+The callbacks are private to torch and can be neither taken back nor switched off, so one dispatcher is registered, once,
+when the first watch begins. From then on torch enters Python before each wait, event record and allocation on the GPU.
+It logs what a callback raises, so nothing is raised here.
 
-torch.cuda.set_sync_debug_mode sees the stream synchronisations that ATen issues, and no `synchronize()` of a device or
-an event. The mode is one per process. A mode that the program has set is kept: "warn" goes on warning, and "error" goes
-on raising.
+torch.cuda.set_sync_debug_mode sees the stream synchronisations that ATen issues alone. The mode is one per process; one
+that the program has set is kept: "warn" goes on warning, and "error" goes on raising.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from dcpbench.errors import CapacityError
 from dcpbench.syncs.gating.config import Allow
@@ -18,26 +18,19 @@ if TYPE_CHECKING:
     from dcpbench.syncs.sites import Sync
 
 
-class Mode(NamedTuple):
-    """The detector that is used, and why."""
-
-    name: str
-    words: str
-
-
-def resolve(mode: str) -> Mode:
-    """Which detector `auto`, `live`, `dry-run` or `off` means on this machine."""
+def resolve(mode: str) -> tuple[str, str]:
+    """Which detector `auto`, `live`, `dry-run` or `off` means on this machine, and why, in words."""
     if mode == "off":
-        return Mode("off", "not checked")
+        return "off", "not checked"
     if mode == "dry-run":
-        return Mode("dry-run", "found by a dry run, as asked for")
+        return "dry-run", "found by a dry run, as asked for"
     import torch
 
     if torch.cuda.is_available():
-        return Mode("live", f"seen live on {torch.cuda.get_device_name()}")
+        return "live", f"seen live on {torch.cuda.get_device_name()}"
     if mode == "live":
         raise CapacityError("cuda_sync_mode = live needs a CUDA device, and there is none; use auto or dry-run.")
-    return Mode("dry-run", "found by a dry run, as there is no CUDA device")
+    return "dry-run", "found by a dry run, as there is no CUDA device"
 
 
 class Checked:
@@ -65,7 +58,8 @@ class Checked:
             seen = self._run.syncs[self._first : self._last]
         else:
             seen = []
-        return [s for s in seen if not (s.may_block or s.allowed or self._allows(s))]
+        seen = [s for s in seen if not (s.may_block or s.allowed)]
+        return [s for s in seen if not any(entry.matches(sites_of([s])[0]) for entry in self._allow)]
 
     @property
     def count(self) -> int:
@@ -115,7 +109,3 @@ class Checked:
         finally:
             if self._run is not None:
                 self._last, self._ops = len(self._run.syncs), self._run.ops - self._first_op
-
-    def _allows(self, sync: Sync) -> bool:
-        site = sites_of([sync])[0] if self._allow else None
-        return site is not None and any(entry.matches(site) for entry in self._allow)

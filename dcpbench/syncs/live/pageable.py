@@ -49,14 +49,9 @@ def copy_of(
     *,
     is_pinned: Callable[[torch.Tensor], bool] = torch.Tensor.is_pinned,
 ) -> Copy | None:
-    """What an operator copies between host and device, or None where it copies nothing there.
+    """What an operator, such as `aten::copy_`, copies between host and device, or None where it copies nothing there.
 
-    Args:
-        op: Its name, such as `aten::copy_`.
-        args: Its arguments by position.
-        kwargs: Its arguments by name.
-        result: What it returned; None while it runs.
-        is_pinned: Whether a host tensor's memory is pinned.
+    `result` is what it returned, None while it runs; `is_pinned` says whether a host tensor's memory is.
     """
     if op == COPY:
         target, source = args[0], args[1]
@@ -84,17 +79,11 @@ def copy_of(
 def staged(source: torch.Tensor, target: torch.Tensor) -> bool:
     """Whether a copy that must not block goes through new, pageable host memory, whatever memory the host tensor has.
 
-    Args:
-        source: On the one side of host and device.
-        target: On the other; the source's shape broadcasts to its.
+    `source` and `target` lie on different sides, and the source's shape broadcasts to the target's.
     """
     host = target if target.device.type == _CPU else source.expand_as(target)
-    straight = source.dtype == target.dtype and _one_layout(source, target)
-    return not (host.is_contiguous() or straight)
-
-
-def _one_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.stride() == b.stride() and _dense(a)
+    alike = (source.dtype, source.shape, source.stride()) == (target.dtype, target.shape, target.stride())
+    return not (host.is_contiguous() or (alike and _dense(source)))
 
 
 def _dense(tensor: torch.Tensor) -> bool:

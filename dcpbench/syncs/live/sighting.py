@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from dcpbench.syncs import rules
-from dcpbench.syncs.frames import SUBSCRIPT, UNKNOWN, Frame, call_name, is_user, outside_of, walk_from
+from dcpbench.syncs.frames import SUBSCRIPT, UNKNOWN, Frame, call_name, is_detector, is_user, outside_of, walk_from
 from dcpbench.syncs.live import callbacks
 from dcpbench.syncs.live.pageable import copy_of
 from dcpbench.syncs.sites import Sync
@@ -56,13 +56,6 @@ class Call:
         return str(schema.name if schema is not None else self.func)
 
 
-class Where(NamedTuple):
-    """Where a sighting is made: the innermost frame, and the thread that watches."""
-
-    frame: FrameType | None
-    thread: int
-
-
 class _Place(NamedTuple):
     """Where that is in the user's program."""
 
@@ -77,28 +70,24 @@ class _Place(NamedTuple):
     """A dispatch mode is at work, so that every operator would be known; printing a tensor, for one, puts them off."""
 
 
-def of_wait(kind: str, calls: Sequence[Call], where: Where) -> Sync:
-    """What is reported of a wait that a callback or torch's debug mode tells.
+def of_wait(kind: str, calls: Sequence[Call], thread: int) -> Sync:
+    """What is reported of a wait for a `stream`, `event` or `device`, within these operators of the calling thread.
 
-    Args:
-        kind: `stream`, `event` or `device`.
-        calls: Operators that run on the thread, outermost first.
-        where: Frame and thread.
+    `thread` is the one that watches.
     """
-    place = _place(where)
+    place = _place(thread)
     chain = _chain(calls, place)
     if kind == callbacks.STREAM and calls:
         return _in_operator(calls[-1], chain, place)
     if kind == callbacks.STREAM and not place.by_name and (known := _rule_of_calls(place)) is not None:
         rule, name = known
         direction = {rules.COPY: "", rules.FROM_HOST: "HtoD pageable"}.get(rule, "DtoH")
-        return _sync(rule, place, op_chain=chain, op=name, direction=direction, call="cudaStreamSynchronize")
+        return _sync(rule, place, chain, op=name, direction=direction, call="cudaStreamSynchronize")
     rule, op, call = BY_NAME[kind]
-    explicit = place.by_name and not chain
-    return _sync(rule, place, op_chain=chain, op=chain[-1] if chain else op, call=call, explicit=explicit)
+    return _sync(rule, place, chain, op=chain[-1] if chain else op, call=call, explicit=place.by_name and not chain)
 
 
-def of_hazard(call: Call, result: object, where: Where) -> Sync | None:
+def of_hazard(call: Call, result: object, thread: int) -> Sync | None:
     """What is reported of a finished operator that may have waited without telling; None where it has not.
 
     That is a copy which was asked not to block, and pinning of much memory, which may allocate.
@@ -108,26 +97,15 @@ def of_hazard(call: Call, result: object, where: Where) -> Sync | None:
         size = result.nbytes if isinstance(result, torch.Tensor) else 0
         if size < rules.PINNING_BYTES:
             return None
-        place, chain = _place(where), (call.op,)
-        return _sync(
-            rules.ALLOCATION, place, op_chain=chain, op=call.op, call="cudaHostAlloc", bytes=size, may_block=True
-        )
+        facts: dict[str, Any] = {"call": "cudaHostAlloc", "bytes": size, "may_block": True}
+        return _sync(rules.ALLOCATION, _place(thread), (call.op,), **facts)
     if not call.kwargs.get("non_blocking") and not (len(call.args) > 2 and call.args[2] is True):  # noqa: PLR2004
         return None
     copy = copy_of(call.op, call.args, call.kwargs, result)
     if copy is None or not copy.non_blocking or copy.memory == "pinned" or not copy.bytes:
         return None
-    place, chain = _place(where), (call.op,)
-    return _sync(
-        rules.PAGEABLE,
-        place,
-        op_chain=chain,
-        op=call.op,
-        direction=copy.direction,
-        call="cudaMemcpyAsync",
-        bytes=copy.bytes,
-        may_block=copy.may_return,
-    )
+    facts = {"direction": copy.direction, "bytes": copy.bytes, "may_block": copy.may_return}
+    return _sync(rules.PAGEABLE, _place(thread), (call.op,), call="cudaMemcpyAsync", **facts)
 
 
 def _in_operator(call: Call, chain: tuple[str, ...], place: _Place) -> Sync:
@@ -138,25 +116,18 @@ def _in_operator(call: Call, chain: tuple[str, ...], place: _Place) -> Sync:
         tensors = list(_tensors(call.args))
         if call.op in INDEXING and any(_is_mask(t) for t in _tensors(call.args[1])):
             chain, direction = (*chain, COUNT), "DtoH"
-        elif call.op != READ and tensors and _takes_host_data(tensors):
-            direction = "HtoD pageable"
+        elif call.op != READ and {"cuda", "cpu"} <= {t.device.type for t in tensors}:
+            direction = "HtoD pageable"  # an operator on the GPU copies the data of the host that it is given
         else:
             known = rules.op_name(call.op) in rules.SCALAR_OPS | rules.SHAPE_OPS
             chain, direction = chain if known else (*chain, READ), "DtoH"
             size = tensors[0].element_size() if call.op == READ and tensors else None
     rule = rules.rule_of_copy(chain, direction, waited=True)
-    return _sync(
-        rule, place, op_chain=chain, op=chain[-1], direction=direction, call="cudaStreamSynchronize", bytes=size
-    )
+    return _sync(rule, place, chain, direction=direction, call="cudaStreamSynchronize", bytes=size)
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:
     return tensor.dtype in {torch.bool, torch.uint8} and tensor.is_cuda
-
-
-def _takes_host_data(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether an operator on the GPU was given data of the host, which it copies."""
-    return any(t.is_cuda for t in tensors) and any(t.device.type == "cpu" for t in tensors)
 
 
 def _tensors(values: object) -> Iterator[torch.Tensor]:
@@ -174,20 +145,15 @@ def _rule_of_calls(place: _Place) -> tuple[Rule, str] | None:
     On a thread with a mode that is host data on its way to the GPU; elsewhere operators are unknown.
     """
     for name in place.calls:
-        rule = _rule_of_call(name, watched=place.watched)
-        if rule is not None:
-            return rule, name
+        if name in FROM_DATA and (place.watched or name != SUBSCRIPT):
+            return rules.FROM_HOST, name
+        if name == SUBSCRIPT or name in rules.SHAPE_OPS | {"unique", "where"}:
+            return rules.SHAPE, name
+        if name in TO_HOST_CALLS:
+            return rules.TO_HOST, name
+        if name in READING_CALLS and (name or not place.watched):
+            return rules.SCALAR, name
     return None if place.watched or place.user is None else (rules.COPY, place.calls[0])
-
-
-def _rule_of_call(name: str, *, watched: bool) -> Rule | None:
-    if name in FROM_DATA and (watched or name != SUBSCRIPT):
-        return rules.FROM_HOST
-    if name == SUBSCRIPT or name in rules.SHAPE_OPS | {"unique", "where"}:
-        return rules.SHAPE
-    if name in TO_HOST_CALLS:
-        return rules.TO_HOST
-    return rules.SCALAR if name in READING_CALLS and (name or not watched) else None
 
 
 def _chain(calls: Sequence[Call], place: _Place) -> tuple[str, ...]:
@@ -202,13 +168,18 @@ def _chain(calls: Sequence[Call], place: _Place) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _place(where: Where) -> _Place:
-    """The place in the program; for autograd's threads, which have no Python stack, where the watching thread is."""
+def _place(thread: int) -> _Place:
+    """The place in the program: the calling thread's innermost frame that is neither ours nor torch's way to us; for
+    autograd's threads, which have no Python stack, where the watching thread is.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  (inspect.stack reads every source file)
+    while frame is not None and (is_detector(frame.f_code.co_filename) or frame.f_code.co_name == "fire_callbacks"):
+        frame = frame.f_back
     ident = threading.get_ident()
-    mine, frame = ident == where.thread, where.frame
+    mine = ident == thread
     frames, user = walk_from(frame)
     if not frames and not mine:
-        frame = sys._current_frames().get(where.thread)  # noqa: SLF001  (documented, despite its name)
+        frame = sys._current_frames().get(thread)  # noqa: SLF001  (documented, despite its name)
         frames, user = walk_from(frame)
     inner = frames[len(frames) - frames[::-1].index(user) :] if user else frames
     calls = (call_name(frame), _user_call(frame)) if user and frame else (UNKNOWN, UNKNOWN)
@@ -226,11 +197,8 @@ def _user_call(frame: FrameType | None) -> str:
     return call_name(frame) if frame is not None else UNKNOWN
 
 
-def _sync(rule: Rule, place: _Place, **facts: Any) -> Sync:  # noqa: ANN401
-    """A synchronisation there; the facts are fields of a Sync."""
-    where: dict[str, Any] = {"frames": place.frames, "user": place.user, "thread": place.thread}
-    return Sync(rule=rule.id, capturing=_capturing(), **where, **facts)
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+def _sync(rule: Rule, place: _Place, chain: tuple[str, ...], **facts: Any) -> Sync:  # noqa: ANN401
+    """A synchronisation there, in the last of these operators; the facts are fields of a Sync."""
+    where: dict[str, Any] = {"frames": place.frames, "user": place.user, "thread": place.thread, "op_chain": chain}
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return Sync(**{"rule": rule.id, "op": chain[-1] if chain else "", "capturing": capturing, **where, **facts})

@@ -44,24 +44,30 @@ class Recorder:
     """The recording of this process.
 
     Settings: `folder`; `warmup`, steps that are not recorded; `steps`, how many are, or None for all that follow;
-    `cpu`, record although there is no GPU, for tests.
+    `cpu`, record although there is no GPU, for tests; `step`, `MODULE:FUNCTION`, one call of which is a step. Without,
+    a step lasts from one outermost call of an nn.Module to the next: what follows the model, such as sampling, belongs
+    to it.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.folder = Path(settings["folder"])
         self.warmup = int(settings["warmup"])
         self.steps = settings["steps"]
+        self.last = None if self.steps is None else self.warmup + int(self.steps)
+        """Number of the step after the last one that is recorded."""
         self.cpu = bool(settings["cpu"])
+        self._module, _, self._function = settings["step"].partition(":")
+        self.found = not self._function
+        """The function whose calls are steps, if there is one."""
         self.state = WAITING
         self.count = 0
         """Steps begun."""
         self.cut = False
         """Recording ended sooner than asked for."""
         self.problems: list[str] = []
-        self.when_cuda: list[Callable[[], None]] = []
-        self.when_done: list[Callable[[], None]] = []
-        self.found = True
-        """The function whose calls are steps, if there is one."""
+        self._local = threading.local()
+        self._undo: list[Callable[[], None]] = []
+        """Takes the marks of steps away again."""
         self._torch: Any = None
         self._profiler: Any = None
         self._trace = ""
@@ -77,11 +83,6 @@ class Recorder:
         self._open: tuple[int, Any] | None = None
         """Thread and range of the step that goes on."""
 
-    @property
-    def last(self) -> int | None:
-        """Number of the step after the last one that is recorded."""
-        return None if self.steps is None else self.warmup + int(self.steps)
-
     def torch_imported(self, torch: Any) -> None:  # noqa: ANN401  (a module)
         """Begins to look out for CUDA, or for steps."""
         self._torch = torch
@@ -91,6 +92,11 @@ class Recorder:
         torch.cuda._lazy_call(self._cuda_begins)  # noqa: SLF001  (the only way to be told)
         if self.steps is None and not self.warmup:
             self._start_with_cuda()
+        try:
+            self._follow_modules(torch.nn.Module.__call__)
+        except (AttributeError, TypeError, ValueError) as error:
+            self.problems.append(f"calls of nn.Module cannot be marked in this torch: {error!r}")
+        self.look()
 
     def begin_step(self) -> None:
         """A step begins, and one that has not ended yet ends."""
@@ -125,9 +131,9 @@ class Recorder:
             with self._unfailing("writing the trace"):
                 self._close_step()
                 self._write()
-            for done in self.when_done:
-                with self._unfailing("taking the hooks away"):
-                    done()
+            with self._unfailing("taking the hooks away"):
+                while self._undo:
+                    self._undo.pop()()
             self.note()
             self._writing = False
             if self._terminated:
@@ -174,8 +180,7 @@ class Recorder:
         """torch is about to initialise CUDA, or has."""
         with self._lock, self._unfailing("starting with CUDA"):
             self._cuda = True
-            for look in self.when_cuda:
-                look()
+            self.look()  # a script has mostly defined its functions before it uses CUDA
             if self._wanted:
                 self._start()
 
@@ -202,7 +207,10 @@ class Recorder:
                     self.state = RECORDING
                     self.problems.clear()
                     self.note()
-                    self._write_when_terminated()
+                    # torchrun ends the other ranks with SIGTERM when one fails. A handler of the program's own stays.
+                    main = threading.current_thread() is threading.main_thread()
+                    if main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+                        signal.signal(signal.SIGTERM, self._on_terminate)
                     # Children of multiprocessing end without atexit.
                     multiprocessing.util.Finalize(None, self.exit, exitpriority=0)
                     return
@@ -274,12 +282,6 @@ class Recorder:
 
         return call
 
-    def _write_when_terminated(self) -> None:
-        """torchrun ends the other ranks with SIGTERM when one fails. A handler of the program's own stays."""
-        main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._on_terminate)
-
     def _on_terminate(self, _number: int, _frame: object) -> None:
         self._terminated = True
         if self.state == RECORDING:
@@ -293,40 +295,9 @@ class Recorder:
             self.state, self._cuda = DONE, False
         self._lock = threading.RLock()
 
-
-def _terminate() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-class Marks:
-    """Marks the steps of one process.
-
-    With `--step MODULE:FUNCTION` that is one call of the function. Without, a step lasts from one outermost call of an
-    nn.Module to the next: what follows the model, such as sampling, belongs to it.
-    """
-
-    def __init__(self, recorder: Recorder, step: str) -> None:
-        self._recorder = recorder
-        self._module, _, self._function = step.partition(":")
-        self._local = threading.local()
-        recorder.found = not step
-        # A script has mostly defined its functions before it uses CUDA.
-        recorder.when_cuda.append(self.look)
-        recorder.when_done.append(self.undo)
-        self._undo: list[Callable[[], None]] = []
-
-    def torch_imported(self, torch: Any) -> None:  # noqa: ANN401  (a module)
-        """Looks out for calls of modules; with --step, for a script whose function is not there yet."""
-        try:
-            self._follow_modules(torch.nn.Module.__call__)
-        except (AttributeError, TypeError, ValueError) as error:
-            self._recorder.problems.append(f"calls of nn.Module cannot be marked in this torch: {error!r}")
-        self.look()
-
     def look(self) -> None:
         """Marks the function of --step as soon as it can be found."""
-        if self._recorder.found:
+        if self.found:
             return
         owner: Any = sys.modules.get(self._module)
         *path, name = self._function.split(".")
@@ -336,18 +307,13 @@ class Marks:
         function = raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
         if function is None:
             return
-        self._recorder.found = True
+        self.found = True
         if not callable(function) or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            self._recorder.problems.append(f"{self._module}:{self._function} is no function that returns")
+            self.problems.append(f"{self._module}:{self._function} is no function that returns")
             return
         marked = self._marked(function)
         setattr(owner, name, type(raw)(marked) if isinstance(raw, staticmethod | classmethod) else marked)
         self._undo.append(lambda: setattr(owner, name, raw))
-
-    def undo(self) -> None:
-        """Takes the marks away again."""
-        while self._undo:
-            self._undo.pop()()
 
     def _marked(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -355,12 +321,7 @@ class Marks:
             with self._step():
                 return await function(*args, **kwargs)
 
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (likewise)
-            with self._step():
-                return function(*args, **kwargs)
-
-        return coroutine if inspect.iscoroutinefunction(function) else call
+        return coroutine if inspect.iscoroutinefunction(function) else self._step()(function)
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:
@@ -385,12 +346,25 @@ class Marks:
         depth = getattr(self._local, "depth", 0)
         self._local.depth = depth + 1
         if depth == 0:
-            self._recorder.begin_step()
+            self.begin_step()
 
     def _leave(self, *, ends: bool = False) -> None:
         self._local.depth -= 1
         if ends and self._local.depth == 0:
-            self._recorder.end_step()
+            self.end_step()
+
+
+def _terminate() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def install(settings: dict[str, Any]) -> None:
+    """Nothing happens before the program imports torch."""
+    recorder = Recorder(settings)
+    if settings["step"]:
+        after_import(settings["step"].partition(":")[0], lambda _: recorder.look())
+    after_import("torch", recorder.torch_imported)
 
 
 def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
@@ -420,14 +394,11 @@ class _Finder:
         """Part of Python's protocol for finders."""
         if name != self.name:
             return None
-        for finder in sys.meta_path:
-            if isinstance(finder, _Finder) or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(name, path, target)
-            if spec is not None:
-                self._follow(spec.loader)
-                return spec
-        return None
+        others = (f for f in sys.meta_path if not isinstance(f, _Finder) and hasattr(f, "find_spec"))
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is not None:
+            self._follow(spec.loader)
+        return spec
 
     def _follow(self, loader: Any) -> None:  # noqa: ANN401  (any loader)
         execute = getattr(loader, "exec_module", None)

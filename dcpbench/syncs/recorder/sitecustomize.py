@@ -12,30 +12,14 @@ HERE = Path(__file__).resolve().parent
 VARIABLE = "DCPBENCH_SYNCS_RECORD"
 
 
-def load() -> Any:  # noqa: ANN401  (a module)
-    """recording.py of this folder, under a name that no program uses."""
+def install(settings: dict[str, Any]) -> None:
+    """Loads recording.py of this folder, under a name that no program uses."""
     spec = importlib.util.spec_from_file_location("_dcpbench_recorder", HERE / "recording.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def install(settings: dict[str, Any]) -> None:
-    """Nothing happens before the program imports torch."""
-    recording = load()
-    recorder = recording.Recorder(settings)
-    marker = recording.Marks(recorder, settings["step"])
-    if settings["step"]:
-        module = settings["step"].partition(":")[0]
-        recording.after_import(module, lambda _: marker.look())
-
-    def torch_imported(torch: Any) -> None:  # noqa: ANN401  (a module)
-        recorder.torch_imported(torch)
-        marker.torch_imported(torch)
-
-    recording.after_import("torch", torch_imported)
+    recording = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recording)
+    recording.install(settings)
 
 
 def other() -> Any:  # noqa: ANN401  (a module, or None)

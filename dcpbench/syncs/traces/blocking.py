@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
+from dcpbench.syncs import rules
 from dcpbench.syncs.traces.intervals import chains, containing, match
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from collections.abc import Sequence
 
+    from dcpbench.syncs.rules import Rule
     from dcpbench.syncs.traces.columns import Columns, Table
-
-    Ints = NDArray[Any]
+    from dcpbench.syncs.traces.intervals import Bools, Floats, Ints
 
 Waits = Literal["stream", "event", "device", "copy", "async copy", "free", "pin"]
 
@@ -74,43 +74,43 @@ _HARMLESS = re.compile("Query|Captur|Attribute|LastError|GetDevice|Occupancy")
 """Calls that may stand between a copy and the synchronisation that waits for it."""
 
 
-@dataclasses.dataclass
-class Blocking:
-    """Blocking calls of a trace, by thread and time, then what `cuda_sync` events alone show; arrays of one length."""
+class Blocked(NamedTuple):
+    """One call that blocked the host."""
 
-    start: NDArray[np.float64]
-    end: NDArray[np.float64]
-    wait: NDArray[np.float64]
+    start: float
+    end: float
+    wait: float
     """Microseconds in which the host was blocked: of the synchronisation, and of a pageable copy before it."""
-    thread: Ints
+    thread: int
     """-1 where only a `cuda_sync` event outside any operator says that something waited."""
-    external: Ints
+    external: int
     """`External id`, -1 without one."""
-    call: list[str]
+    call: str
     """Runtime or driver call; name of the `cuda_sync` event where there is no call."""
-    kind: list[Waits | None]
-    copied: Ints
+    kind: Waits | None
+    copied: int = -1
     """Row in the GPU table of the copy that it waited for, or -1."""
-    copy_waited: NDArray[np.bool_]
+    copy_waited: bool = False
     """A synchronisation followed the copy; False where the copy itself blocked."""
-    may_block: NDArray[np.bool_]
-    timed: NDArray[np.bool_]
+    may_block: bool = False
+    timed: bool = False
     """The next call of the thread reads the time between two events."""
 
+
+class Blocking:
+    """Blocking calls of a trace, by thread and time, then what `cuda_sync` events alone show, also as arrays."""
+
+    def __init__(self, calls: list[Blocked]) -> None:
+        self.calls = calls
+        self.start = np.array([c.start for c in calls], np.float64)
+        self.end = np.array([c.end for c in calls], np.float64)
+        self.thread: Ints = np.array([c.thread for c in calls], np.int64)
+        self.external: Ints = np.array([c.external for c in calls], np.int64)
+        self.copied: Ints = np.array([c.copied for c in calls], np.int64)
+        self.may_block = np.array([c.may_block for c in calls], bool)
+
     def __len__(self) -> int:
-        return len(self.start)
-
-
-class _Found(NamedTuple):
-    """A blocking call; rows are those of the calls in order."""
-
-    row: int
-    first: int
-    """Row where it begins: the copy's, where the copy blocked, too."""
-    wait: float
-    copied: int
-    copy_waited: bool
-    may_block: bool
+        return len(self.calls)
 
 
 def kind_of(name: str) -> Waits | None:
@@ -133,13 +133,30 @@ def direction_of(name: str) -> str:
     return f"{found[1]} {memory}".strip()
 
 
+def rule_of(call: Blocked, op_chain: Sequence[str], direction: str) -> Rule:
+    """Rule of a blocking call within these operators, outermost first, and with a copy in that direction."""
+    copies = call.copied >= 0 or call.kind in ("copy", "async copy")
+    if call.kind in ("free", "pin"):
+        return rules.ALLOCATION
+    if copies:
+        return rules.rule_of_copy(op_chain, direction, waited=call.copy_waited or call.kind == "copy")
+    known = rules.rule_of_ops(op_chain)
+    if known:
+        return known
+    if call.thread < 0:
+        return rules.DRIVER
+    if call.timed:
+        return rules.TIMING
+    if call.copy_waited and call.kind == "stream":
+        return rules.COPY
+    return {"stream": rules.STREAM, "event": rules.EVENT}.get(call.kind or "", rules.DEVICE)
+
+
 def cause_of_frees(columns: Columns) -> str:
     """Why so much memory is freed, as far as the calls tell; empty where little is, or nothing allocated besides."""
     calls = columns.tables["calls"]
-    freed, allocated = (
-        int(np.isin(calls.name, [n for n, name in enumerate(columns.names) if wanted(name)]).sum())
-        for wanted in (lambda name: kind_of(name) == "free", _ALLOCATES.match)
-    )
+    freed = int(columns.named(lambda name: kind_of(name) == "free")[calls.name].sum())
+    allocated = int(columns.named(_ALLOCATES.match)[calls.name].sum())
     if freed < MANY_FREES or 2 * allocated < freed:
         return ""
     return (
@@ -152,50 +169,54 @@ def find_blocking(columns: Columns) -> Blocking:
     """All calls that block the host, each copy merged with the synchronisation that waits for it."""
     calls, gpu = columns.tables["calls"], columns.tables["gpu"]
     kinds = [kind_of(name) for name in columns.names]
-    harmless = np.array([bool(_HARMLESS.search(name)) for name in columns.names], bool)
+    harmless = columns.named(_HARMLESS.search)
     rows = np.flatnonzero(~harmless[calls.name]) if len(calls) else np.zeros(0, np.int64)
     rows = rows[np.lexsort((calls.start[rows], calls.thread[rows]))]
     calls = calls.take(rows)
     directions = [direction_of(name) for name in columns.names]
-    copied = _copies_of(calls, gpu, np.array([bool(d) for d in directions], bool))
+    copied = _copies_of(calls, gpu, columns.named(direction_of))
     direction = [directions[gpu.name[c]] if c >= 0 else "" for c in copied.tolist()]
     at = [i for i, name in enumerate(calls.name.tolist()) if kinds[name] is not None]
     kind = {i: kinds[calls.name[i]] for i in at}
     partner = _copies_before(columns, calls, kind, direction)
-    merged = set(partner.values())
+    counted = set(partner.values())
     held = _held_up(gpu, calls, copied, direction)
-    found: list[_Found] = []
+    links, timed = _true_links(calls), _timed(columns, calls)
+    found: list[Blocked] = []
     for i in at:
-        own = float(calls.end[i] - calls.start[i])
-        if kind[i] in SYNCHRONISE:
+        first = copy = i
+        wait = float(calls.end[i] - calls.start[i])
+        waits = kind[i] in SYNCHRONISE
+        if waits:
             copy = partner.get(i, -1)
-            first = copy if copy >= 0 and "pinned" not in direction[copy] else i
-            wait = own + (float(calls.end[copy] - calls.start[copy]) if first != i else 0.0)
-            found.append(_Found(i, first, wait, int(copied[copy]) if copy >= 0 else -1, copy >= 0, may_block=False))
-        elif i not in merged and _blocks(kind[i], direction[i], columns.names[calls.name[i]], held[i]):
-            may = kind[i] == "pin" or (kind[i] == "async copy" and direction[i] == "HtoD pageable" and not held[i])
-            found.append(_Found(i, i, own, int(copied[i]), copy_waited=False, may_block=may))
-    at_found = np.array([f.row for f in found], np.int64)
-    first_of = np.array([f.first for f in found], np.int64)
-    blocking = Blocking(
-        start=calls.start[first_of],
-        end=calls.end[at_found],
-        wait=np.array([f.wait for f in found], float),
-        thread=calls.thread[at_found],
-        external=_true_links(calls)[at_found],
-        call=[columns.names[calls.name[i]] for i in at_found],
-        kind=[kind[f.row] for f in found],
-        copied=np.array([f.copied for f in found], np.int64),
-        copy_waited=np.array([f.copy_waited for f in found], bool),
-        may_block=np.array([f.may_block for f in found], bool),
-        timed=_timed(columns, calls)[at_found],
-    )
+            if copy >= 0 and "pinned" not in direction[copy]:  # the copy blocked, too
+                first = copy
+                wait += float(calls.end[copy] - calls.start[copy])
+        elif i in counted or not _blocks(kind[i], direction[i], columns.names[calls.name[i]], held[i]):
+            continue
+        counted |= {first, i}
+        found.append(
+            Blocked(
+                start=float(calls.start[first]),
+                end=float(calls.end[i]),
+                wait=wait,
+                thread=int(calls.thread[i]),
+                external=int(links[i]),
+                call=columns.names[calls.name[i]],
+                kind=kind[i],
+                copied=int(copied[copy]) if copy >= 0 else -1,
+                copy_waited=waits and copy >= 0,
+                may_block=kind[i] == "pin"
+                or (kind[i] == "async copy" and direction[i] == "HtoD pageable" and not held[i]),
+                timed=bool(timed[i]),
+            )
+        )
     explains = harmless[columns.tables["calls"].name]
-    explains[rows[[*at_found, *first_of, *merged]]] = True
-    return _with_sync_events(columns, blocking, explains)
+    explains[rows[list(counted)]] = True
+    return Blocking(found + _of_sync_events(columns, explains))
 
 
-def _copies_of(calls: Table, gpu: Table, is_copy: NDArray[np.bool_]) -> Ints:
+def _copies_of(calls: Table, gpu: Table, is_copy: Bools) -> Ints:
     """Row in the GPU table of each call's copy, or -1. Other GPU work with the same id, of another process, is none."""
     copies = np.flatnonzero(is_copy[gpu.name]) if len(gpu) else np.zeros(0, np.int64)
     at = match(gpu.correlation[copies], calls.correlation)
@@ -207,9 +228,9 @@ def _true_links(table: Table) -> Ints:
     return np.where(table.external == table.correlation, -1, table.external)
 
 
-def _timed(columns: Columns, calls: Table) -> NDArray[np.bool_]:
+def _timed(columns: Columns, calls: Table) -> Bools:
     """Calls behind which the same thread reads the time between two events before it does anything else."""
-    reads = np.array([bool(_ELAPSED.match(name)) for name in columns.names], bool)
+    reads = columns.named(_ELAPSED.match)
     timed = np.zeros(len(calls), bool)
     timed[:-1] = reads[calls.name[1:]] & (calls.thread[1:] == calls.thread[:-1]) if len(calls) else False
     return timed
@@ -244,7 +265,7 @@ def _copies_before(
     }
 
 
-def _held_up(gpu: Table, calls: Table, copied: Ints, direction: list[str]) -> NDArray[np.bool_]:
+def _held_up(gpu: Table, calls: Table, copied: Ints, direction: list[str]) -> Bools:
     """Calls that did not return until the GPU was done with what lay before their copy on its stream.
 
     HIP puts copies on streams where nothing else is, and names no memory; there work of any stream counts.
@@ -276,23 +297,19 @@ def _blocks(kind: Waits | None, direction: str, name: str, held: bool) -> bool:
     return kind in ("free", "pin")
 
 
-def _with_sync_events(columns: Columns, blocking: Blocking, explains: NDArray[np.bool_]) -> Blocking:
-    """Adds what only `cuda_sync` events show: waits through the driver API, in libraries, or of calls without a name.
+def _of_sync_events(columns: Columns, explains: Bools) -> list[Blocked]:
+    """What only `cuda_sync` events show: waits through the driver API, in libraries, or of calls without a name.
 
     A short `Event Sync` without a call may be a mere query, for which CUPTI writes the same event; it only may block.
-
-    Args:
-        columns: The trace.
-        blocking: What its calls show.
-        explains: Calls that are counted, or are known not to wait.
+    What `explains` events are the calls that are counted, or are known not to wait.
     """
     events, calls, ops = columns.tables["syncs"], columns.tables["calls"], columns.tables["ops"]
     kinds = [SYNC_EVENTS.get(name) for name in columns.names]
-    waits = np.array([kind is not None for kind in kinds], bool)
+    waits = columns.named(SYNC_EVENTS.get)
     alone = np.flatnonzero(waits[events.name]) if len(events) else np.zeros(0, np.int64)
     alone = alone[~_explained(events.take(alone), calls.take(np.flatnonzero(explains)))]
     if not len(alone):
-        return blocking
+        return []
     events = events.take(alone)
     call = match(calls.correlation, events.correlation)
     if len(calls):  # an id that two processes share leads to a call of another time
@@ -301,37 +318,24 @@ def _with_sync_events(columns: Columns, blocking: Blocking, explains: NDArray[np
     op = match(ops.external, linked)
     thread = np.where(op >= 0, ops.thread[op], -1) if len(ops) else np.full(len(alone), -1)
     thread = np.where(call >= 0, calls.thread[call], thread) if len(calls) else thread
-    what = [kinds[name] for name in events.name]
-    wait = events.end - events.start
-    none = np.full(len(alone), -1)
-    added = Blocking(
-        start=events.start,
-        end=events.end,
-        wait=wait,
-        thread=thread,
-        external=linked,
-        call=[columns.names[name] for name in events.name],
-        kind=what,
-        copied=none,
-        copy_waited=none >= 0,
-        timed=none >= 0,
-        may_block=np.array([w == "event" for w in what], bool) & (wait < QUERY_US),
-    )
-    both: dict[str, Any] = {
-        f.name: [*getattr(blocking, f.name), *getattr(added, f.name)]
-        if isinstance(getattr(blocking, f.name), list)
-        else np.concatenate([getattr(blocking, f.name), getattr(added, f.name)])
-        for f in dataclasses.fields(Blocking)
-    }
-    return Blocking(**both)
+    found = []
+    for start, end, name, by, link in zip(events.start, events.end, events.name, thread, linked, strict=True):
+        query = kinds[name] == "event" and end - start < QUERY_US
+        call = columns.names[name]
+        found.append(
+            Blocked(
+                float(start), float(end), float(end - start), int(by), int(link), call, kinds[name], may_block=query
+            )
+        )
+    return found
 
 
-def _middle(table: Table) -> NDArray[np.float64]:
-    middle: NDArray[np.float64] = (table.start + table.end) / 2
+def _middle(table: Table) -> Floats:
+    middle: Floats = (table.start + table.end) / 2
     return middle
 
 
-def _explained(events: Table, calls: Table) -> NDArray[np.bool_]:
+def _explained(events: Table, calls: Table) -> Bools:
     """Which `cuda_sync` events belong to one of these calls: by id, or, where either has none, by time, one to each."""
     known = match(calls.correlation, events.correlation) >= 0
     free = np.flatnonzero(match(events.correlation, calls.correlation) < 0)

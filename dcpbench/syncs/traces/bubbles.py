@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from dcpbench.syncs.traces.blocking import Blocking
     from dcpbench.syncs.traces.columns import Columns
-    from dcpbench.syncs.traces.intervals import Floats, Ints
+    from dcpbench.syncs.traces.intervals import Bools, Floats, Ints
 
 
 def busy_and_idle(columns: Columns) -> tuple[float, float]:
@@ -95,14 +95,14 @@ def _late_gaps(columns: Columns) -> _Gaps:
 class _WaitsFor(NamedTuple):
     """What calls wait for, one mask over all calls each."""
 
-    everything: NDArray[np.bool_]
-    streams: dict[int, NDArray[np.bool_]]
+    everything: Bools
+    streams: dict[int, Bools]
     """Stream -> calls that may have waited for it."""
 
     @property
-    def known(self) -> NDArray[np.bool_]:
+    def known(self) -> Bools:
         """Calls of which something is known."""
-        known: NDArray[np.bool_] = np.any([self.everything, *self.streams.values()], axis=0)
+        known: Bools = np.any([self.everything, *self.streams.values()], axis=0)
         return known
 
 
@@ -120,7 +120,7 @@ def _waits_for(columns: Columns, blocking: Blocking) -> _WaitsFor:
         ends = np.sort(gpu.end[gpu.thread == stream])
         ended = np.searchsorted(ends, blocking.end, "right") > np.searchsorted(ends, blocking.start, "right")
         streams[stream] = blocks & ((of_copy == stream) | long & ended)
-    everything = np.array([kind in ("device", "free") for kind in blocking.kind], bool)
+    everything = np.array([call.kind in ("device", "free") for call in blocking.calls], bool)
     return _WaitsFor(blocks & everything, streams)
 
 

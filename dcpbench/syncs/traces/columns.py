@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import re
 from collections import defaultdict
@@ -101,27 +102,6 @@ class Table:
         return Table(**{name: c[which] if len(c) else c for name, c in columns.items()})
 
 
-@dataclasses.dataclass
-class Columns:
-    """All of a trace that scanning needs."""
-
-    tables: dict[str, Table]
-    names: list[str]
-    """Names of events by number."""
-    stacks: list[str]
-    """Call stacks of ops by number, innermost frame first, parted by `;`."""
-    thread_names: list[str]
-    """Names of threads and streams by number."""
-    driver_calls: int
-    devices: int
-    """GPUs that had work."""
-    foreign: list[str]
-    """Categories of events of other accelerators."""
-    repeated: int
-    """Events that stood in the file once more, and are left out."""
-    trouble: Trouble
-
-
 FIELDS = {
     "ops": ("name", "thread", "external", "stack"),
     "python": ("name", "thread"),
@@ -133,19 +113,29 @@ FIELDS = {
 """Columns of each table besides start and end."""
 
 
-class Builder:
-    """Turns blocks of events into columns, one block after the other."""
+class Columns:
+    """All of a trace that scanning needs, once `add` has seen every block and `close` was called."""
+
+    tables: dict[str, Table]
+    names: list[str]
+    """Names of events by number."""
+    stacks: list[str]
+    """Call stacks of ops by number, innermost frame first, parted by `;`."""
+    thread_names: list[str]
+    """Names of threads and streams by number."""
+    repeated: int
+    """Events that stood in the file once more, and are left out."""
 
     def __init__(self, trouble: Trouble) -> None:
         self.trouble = trouble
-        self.name, self.stack, self.odd_id, self.thread = Ids(), CallStacks(), Ids(), Threads()
-        self.devices: set[object] = set()
-        self.labels: dict[int, str] = {}
-        self.foreign: set[str] = set()
         self.driver_calls = 0
-        self.parts: dict[str, list[dict[str, NDArray[Any]]]] = {kind: [] for kind in FIELDS}
-        self._kind_of: dict[str | None, str | None] = {}
-        self._damaged: dict[str, bool] = {}
+        self.devices: set[object] = set()
+        """GPUs that had work."""
+        self.foreign: set[str] = set()
+        """Categories of events of other accelerators."""
+        self._name, self._stack, self._odd_id, self._thread = Ids(), CallStacks(), Ids(), Threads()
+        self._labels: dict[int, str] = {}
+        self._parts: dict[str, list[dict[str, NDArray[Any]]]] = {kind: [] for kind in FIELDS}
 
     def add(self, events: list[Event]) -> None:
         """Take what is needed of a block."""
@@ -153,44 +143,33 @@ class Builder:
         for event in events:
             groups[event.cat].append(event)
         for category, group in groups.items():
-            kind = self._kind(category)
+            kind = CATEGORIES.get((category or "").lower())
             if kind:
                 timed = [e for e in group if e.ph == "X"]
                 self._columns(kind, timed)
                 self.driver_calls += len(timed) if category in DRIVER else 0
                 self.trouble.unreadable_events += len(group) - len(timed) if kind in CAUSES else 0
             elif not category:
-                self._labels(group)
+                self._label(group)
             elif ACCELERATORS.match(category):
                 self.foreign.add(category)
-            elif self._is_damaged(category):
+            elif _is_damaged(category):
                 self.trouble.unreadable_events += len(group)
 
-    def _kind(self, category: str | None) -> str | None:
-        if category not in self._kind_of:
-            self._kind_of[category] = CATEGORIES.get((category or "").lower())
-        return self._kind_of[category]
-
-    def _is_damaged(self, category: str) -> bool:
-        """Whether it would be a category that is read, were one bit of it another."""
-        if category not in self._damaged:
-            self._damaged[category] = any(one_bit_off(word, CATEGORIES) for word in (category, category.lower()))
-        return self._damaged[category]
-
-    def _labels(self, events: Iterable[Event]) -> None:
+    def _label(self, events: Iterable[Event]) -> None:
         """Thread names, from metadata events. Calls and GPU work, which have ids, and steps have lost a category."""
         for e in events:
             if e.ph == "M":
                 if e.name == "thread_name" and e.args is not None:
-                    self.labels[self.thread[e.pid, e.tid]] = str(e.args.name)
+                    self._labels[self._thread[e.pid, e.tid]] = str(e.args.name)
             elif not e.ph or e.name.startswith(STEP) or (e.args is not None and e.args.correlation != NONE):
                 self.trouble.unreadable_events += 1
 
     def _columns(self, kind: str, events: list[Event]) -> None:
         if not events:
             return
-        start, ok = _numbers([e.ts for e in events], np.float64, self._odd_time)
-        length, _ = _numbers([e.dur for e in events], np.float64, self._odd_time)
+        start, ok = _numbers([e.ts for e in events], np.float64, _odd_time)
+        length, _ = _numbers([e.dur for e in events], np.float64, _odd_time)
         if not ok:
             fine = np.abs(start) < LATEST_US
             self.trouble.unreadable_events += int((~fine).sum())
@@ -203,21 +182,19 @@ class Builder:
         part: dict[str, NDArray[Any]] = {"start": start, "end": start + length}
         for field in FIELDS[kind]:
             part[field] = self._column(field, events, args)
-        if kind in CAUSES and "" in self.name:
-            self.trouble.unreadable_events += int((part["name"] == self.name[""]).sum())
-        self.parts[kind].append(part)
+        if kind in CAUSES and "" in self._name:
+            self.trouble.unreadable_events += int((part["name"] == self._name[""]).sum())
+        self._parts[kind].append(part)
         if kind == "gpu":
             self.devices |= {a.device for a in args} - {None}
 
     def _column(self, field: str, events: list[Event], args: list[Args]) -> NDArray[Any]:
+        name, thread, stack = self._name, self._thread, self._stack
         if field == "name":
-            name = self.name
             return np.array([name[e.name] for e in events], np.int32)
         if field == "thread":
-            thread = self.thread
             return np.array([thread[e.pid, e.tid] for e in events], np.int32)
         if field == "stack":
-            stack = self.stack
             return np.array([NONE if (s := a.call_stack) is None else stack[s] for a in args], np.int32)
         if field == "external":
             raw = [a.external if a.external != NONE else a.external_2021 for a in args]
@@ -228,13 +205,6 @@ class Builder:
             column[column == 0] = NONE  # ids count from 1; 0 says that there is none
         return column
 
-    def _odd_time(self, value: object) -> float:
-        """A time that is not a number: text that says one, or none."""
-        try:
-            return float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError, OverflowError):
-            return float("nan")
-
     def _odd_number(self, value: object) -> int:
         """An id that is not a 64-bit integer: text that says one, or a number of its own below -1."""
         if value is None:
@@ -243,29 +213,37 @@ class Builder:
             number = int(value)  # type: ignore[call-overload]
         except (TypeError, ValueError, OverflowError):
             number = -(1 << 63)
-        return number if NONE <= number < 1 << 62 else -2 - self.odd_id[value]
+        return number if NONE <= number < 1 << 62 else -2 - self._odd_id[value]
 
-    def columns(self) -> Columns:
-        """Everything that was added."""
-        numbered = {number: key for key, number in self.thread.numbers.items()}
-        names = [self._thread_name(number, numbered[number]) for number in range(len(numbered))]
-        tables, repeated = _once({kind: _join(parts) for kind, parts in self.parts.items()})
-        return Columns(
-            tables=tables,
-            names=list(self.name),
-            stacks=list(self.stack),
-            thread_names=names,
-            driver_calls=self.driver_calls,
-            devices=len(self.devices),
-            foreign=sorted(self.foreign),
-            repeated=repeated,
-            trouble=self.trouble,
-        )
+    def named(self, test: Callable[[str], object]) -> NDArray[np.bool_]:
+        """For each name by its number whether it passes."""
+        return np.array([bool(test(name)) for name in self.names], bool)
 
-    def _thread_name(self, number: int, key: tuple[object, object]) -> str:
+    def close(self) -> Columns:
+        """These columns, with everything that was added."""
+        self.names, self.stacks = list(self._name), list(self._stack)
+        self.thread_names = [self._thread_name(n, tid) for n, (_, tid) in enumerate(self._thread.numbers)]
+        self.tables, self.repeated = _once({kind: _join(parts) for kind, parts in self._parts.items()})
+        return self
+
+    def _thread_name(self, number: int, tid: object) -> str:
         """`thread 4242 (python3)`; kineto's own label repeats the number."""
-        label = self.labels.get(number, "").removeprefix("thread ").strip()
-        return f"thread {label}" if str(key[1]) in label else f"thread {key[1]}" + (f" ({label})" if label else "")
+        label = self._labels.get(number, "").removeprefix("thread ").strip()
+        return f"thread {label}" if str(tid) in label else f"thread {tid}" + (f" ({label})" if label else "")
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _is_damaged(category: str) -> bool:
+    """Whether it would be a category that is read, were one bit of it another."""
+    return any(one_bit_off(word, CATEGORIES) for word in (category, category.lower()))
+
+
+def _odd_time(value: object) -> float:
+    """A time that is not a number: text that says one, or none."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return float("nan")
 
 
 def _numbers(raw: list[Any], kind: type, odd: Callable[[object], Any]) -> tuple[NDArray[Any], bool]:
@@ -323,15 +301,15 @@ def read_columns(
     blocks: Iterable[list[Event]], trouble: Trouble, progress: Callable[[int], None] | None = None
 ) -> Columns:
     """Columns of all blocks. The collector is off meanwhile: events hold no cycles, and it would look at each again."""
-    builder = Builder(trouble)
+    columns = Columns(trouble)
     on = gc.isenabled()
     gc.disable()
     try:
         for events in blocks:
-            builder.add(events)
+            columns.add(events)
             if progress:
                 progress(len(events))
     finally:
         if on:
             gc.enable()
-    return builder.columns()
+    return columns.close()

@@ -15,7 +15,7 @@ from dcpbench.syncs.model import Coverage
 from dcpbench.syncs.traces.blocking import API_NAMES, RUNTIMES, SYNC_EVENTS, direction_of, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
@@ -69,7 +69,7 @@ def _foreign(columns: Columns) -> list[str]:
     known = any(name.startswith(RUNTIMES) for name in calls)
     if known and len(columns.tables["gpu"]):
         return []
-    return [*columns.foreign, *([] if known else calls[:CALLS])]
+    return [*sorted(columns.foreign), *([] if known else calls[:CALLS])]
 
 
 def _read(columns: Columns) -> list[str]:
@@ -86,7 +86,9 @@ def _missing(columns: Columns, steps: Steps, stacks: Stacks) -> list[str]:
     tables = columns.tables
     notes = []
     if columns.foreign:
-        notes.append(f"Work of another accelerator ({', '.join(columns.foreign)}): its waits are not known to scan.")
+        notes.append(
+            f"Work of another accelerator ({', '.join(sorted(columns.foreign))}): its waits are not known to scan."
+        )
     elif not len(tables["gpu"]):
         notes.append("No GPU events: without them nothing can be said. Profile with ProfilerActivity.CUDA.")
     if not len(tables["calls"]) and not columns.foreign:
@@ -109,7 +111,7 @@ def _missing(columns: Columns, steps: Steps, stacks: Stacks) -> list[str]:
             "No steps are marked: counts per step and warm-up are unknown. Call profiler.step() after each, or name "
             f"the range with --step-range. {_ranges(columns)}"
         )
-    if columns.devices > 1:
+    if len(columns.devices) > 1:
         notes.append("Several GPUs have work in this trace: a bubble is time in which none of them had.")
     return notes
 
@@ -145,7 +147,8 @@ def damages(columns: Columns) -> list[str]:
         )
     if trouble.behind:
         said.append(f"goes on with {trouble.behind}, which was not read: scan each trace from a file of its own")
-    wrong = sorted(filter(_is_damaged, _names_read(columns)))
+    read = [columns.tables[kind].name for kind in ("calls", "gpu", "syncs", "ranges")]
+    wrong = sorted(filter(_is_damaged, (columns.names[n] for n in np.unique(np.concatenate(read)).tolist())))
     if wrong:
         said.append(
             f"holds names that are one bit away from names that would be read ({_listed(wrong)}): it was damaged, so "
@@ -157,12 +160,6 @@ def damages(columns: Columns) -> list[str]:
 def _listed(names: Iterable[str]) -> str:
     first = list(itertools.islice(names, NAMED + 1))
     return ", ".join(f"'{name}'" for name in first[:NAMED]) + (", …" if len(first) > NAMED else "")
-
-
-def _names_read(columns: Columns) -> list[str]:
-    """Names that a rule looks at, each once."""
-    numbers = [np.unique(columns.tables[kind].name) for kind in ("calls", "gpu", "syncs", "ranges")]
-    return [columns.names[n] for n in np.unique(np.concatenate(numbers)).tolist()]
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -204,8 +201,7 @@ def _unlinked(columns: Columns) -> list[str]:
     shared = _shared(calls.start[order], calls.end[order], ids)
     if len(shared):
         linked &= ~np.isin(gpu.correlation, shared)
-    launches = _names_with(columns, calls.name, lambda name: "LaunchKernel" in name)
-    copies = _names_with(columns, gpu.name, lambda name: bool(direction_of(name)))
+    launches, copies = columns.named(lambda name: "LaunchKernel" in name), columns.named(direction_of)
     linked &= ~(launches[calls.name[order[at]]] & copies[gpu.name])
     said = []
     alone = int((~linked).sum())
@@ -214,7 +210,7 @@ def _unlinked(columns: Columns) -> list[str]:
             f"does not tell of {alone:,} of its {len(gpu):,} GPU events which call caused them, so that copies that "
             "wait are not known: record it again, and one process in each trace"
         )
-    waiting = _names_with(columns, gpu.name, lambda name: "pageable" in direction_of(name))
+    waiting = columns.named(lambda name: "pageable" in direction_of(name))
     lost = int((waiting[gpu.name] & ~linked).sum())
     if lost and not said:
         said.append(
@@ -222,14 +218,6 @@ def _unlinked(columns: Columns) -> list[str]:
             "waited: record it again"
         )
     return said
-
-
-def _names_with(columns: Columns, used: NDArray[Any], test: Callable[[str], bool]) -> NDArray[np.bool_]:
-    """For each name by number whether it passes, where it is used at all."""
-    passes = np.zeros(len(columns.names), bool)
-    for number in np.unique(used).tolist():
-        passes[number] = test(columns.names[number])
-    return passes
 
 
 def _shared(start: NDArray[Any], end: NDArray[Any], ids: NDArray[Any]) -> NDArray[Any]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
     Ints = NDArray[Any]
-
+    Bools = NDArray[np.bool_]
 
 ANY = -2
 """Number of a thread that stands for all of them."""
@@ -39,13 +39,7 @@ def containing(start: Floats, end: Floats, moments: Floats) -> tuple[Ints, Ints]
 
 
 def chains(table: Table, moments: Floats, threads: Ints) -> list[Ints]:
-    """For each moment the rows of a table on its thread that contain it, outermost first.
-
-    Args:
-        table: Events.
-        moments: Shape [n], microseconds.
-        threads: Shape [n], number of each moment's thread, or ANY.
-    """
+    """For each moment, in microseconds, the rows of a table on its thread, or on ANY, that contain it, outermost first."""
     found: list[Ints] = [np.zeros(0, np.int64)] * len(moments)
     for thread in np.unique(threads):
         rows = np.arange(len(table)) if thread == ANY else np.flatnonzero(table.thread == thread)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from dcpbench.syncs.frames import Frame as UserFrame
+from dcpbench.syncs.frames import Frame
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,31 +37,21 @@ SOURCE_FOLDERS = ("", "src", "python", "lib")
 """Folders of a repository from which Python may import; the profiler shortens paths by the folder on sys.path."""
 
 
-class Frame(NamedTuple):
-    """One frame of a trace."""
-
-    text: str
-    """As the trace has it, without addresses."""
-    file: str
-    """Path as the trace has it; empty for built-in functions and modules of torch.nn."""
-    line: int
-    """First line of the function, or the line of the call: the trace decides."""
-    function: str
+def _without_address(name: str) -> str:
+    return _ADDRESS.sub("", name)
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def parse_frame(name: str) -> Frame:
-    """`model.py(12): forward` -> its parts; built-in functions and `nn.Module: Linear_0` have no file."""
-    text = _ADDRESS.sub("", name)
+    """`model.py(12): forward` -> its parts; built-in functions and `nn.Module: Linear_0` have no file.
+
+    The line is the first one of the function, or the call's: the trace decides.
+    """
+    text = _without_address(name)
     found = _FRAME.match(text)
     if found is None or found["file"].startswith("<"):
-        return Frame(text, "", 0, text)
-    return Frame(text, found["file"].replace("\\\\", "/"), int(found["line"]), found["function"])
-
-
-def is_profiler(frame: Frame) -> bool:
-    """Whether a frame is torch's profiler."""
-    return bool(_PROFILER.search(frame.file))
+        return Frame("", 0, text)
+    return Frame(found["file"].replace("\\\\", "/"), int(found["line"]), found["function"])
 
 
 @functools.cache
@@ -114,22 +104,14 @@ class Repository:
 
     def user_frame(self, frames: Sequence[Frame]) -> int | None:
         """Index of the innermost frame outside torch, Triton and Python's own library; else of the innermost one with a
-        file outside torch; None where there is none.
-
-        Args:
-            frames: Outermost first.
+        file outside torch; None where there is none. Frames come outermost first.
         """
         candidates = [i for i, f in enumerate(frames) if f.file and not _FRAMEWORK.search(f.file)]
         own = [i for i in candidates if not self._is_python(frames[i].file)]
         return next(reversed(own or candidates), None)
 
     def caller(self, frames: Sequence[Frame], at: int) -> int | None:
-        """Index of the innermost frame outside libraries, where the frame at this index lies in one; else None.
-
-        Args:
-            frames: Outermost first.
-            at: What `user_frame` found.
-        """
+        """Index of the innermost frame outside libraries, where the frame at this index lies in one; else None."""
         if not self._is_library(frames[at].file):
             return None
         own = (i for i in range(at - 1, -1, -1) if frames[i].file and not self._is_library(frames[i].file))
@@ -158,7 +140,7 @@ Stacks = Literal["python_function", "call stack", "none"]
 class Line(NamedTuple):
     """Where a call was made."""
 
-    user: UserFrame | None = None
+    user: Frame | None = None
     """Its file as it lies in the repository."""
     line_is: Literal["call", "function"] = "function"
     stack: tuple[str, ...] = ()
@@ -192,19 +174,19 @@ class Attribution:
 
     def _of(self, names: tuple[str, ...], line_is: Literal["call", "function"]) -> Line:
         if names not in self._known:
-            self._known[names] = self._find([parse_frame(name) for name in names], line_is)
+            self._known[names] = self._find(tuple(map(_without_address, names)), line_is)
         return self._known[names]
 
-    def _find(self, frames: list[Frame], line_is: Literal["call", "function"]) -> Line:
-        stack = tuple(f.text for f in frames)
+    def _find(self, stack: tuple[str, ...], line_is: Literal["call", "function"]) -> Line:
+        frames = [parse_frame(text) for text in stack]
         asks = any("synchronize" in f.function for f in frames[-4:])
         at = self.repository.user_frame(frames)
+        profiler = any(_PROFILER.search(f.file) for f in frames[0 if at is None else at + 1 :])
         if at is None:
-            return Line(None, line_is, stack, any(is_profiler(f) for f in frames), asks)
-        profiler = any(is_profiler(f) for f in frames[at + 1 :])
+            return Line(None, line_is, stack, profiler, asks)
         caller = self.repository.caller(frames, at)
         called_from = "" if caller is None else str(self._below(frames[caller]))
         return Line(self._below(frames[at]), line_is, stack, profiler, asks, called_from)
 
-    def _below(self, frame: Frame) -> UserFrame:
-        return UserFrame(self.repository.path(frame.file), frame.line, frame.function)
+    def _below(self, frame: Frame) -> Frame:
+        return frame._replace(file=self.repository.path(frame.file))

@@ -10,7 +10,7 @@ import codecs
 import re
 import shlex
 import zlib
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
@@ -81,6 +81,7 @@ NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for text that is none, is not UTF-8, or is nested too deeply."""
 _BLANK = b"\xef\xbb\xbf \t\r\n"
 _HAS_EVENTS = re.compile(rb'"ph"\s*:\s*"[A-Z]"[^{}]*"cat"\s*:|"cat"\s*:[^{}]*"ph"\s*:\s*"[A-Z]"')
+_A_PHASE = re.compile(rb'"ph"\s*:')
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(rb"\}\s*,\s*\{")
 _ENDED = re.compile(r"trailing characters \(byte (\d+)\)")
@@ -153,64 +154,47 @@ def read_chunks(path: Path, file: BinaryIO, trouble: Trouble) -> Iterator[bytes]
     trouble.truncated |= inside
 
 
-class _Format(NamedTuple):
-    """A kind of file that is no trace, but may hold one."""
-
-    name: str
-    start: re.Pattern[bytes]
-    """Its first bytes."""
-    advice: str
-    """What to type; `{file}` stands for its path."""
-
-
-def _format(name: str, start: bytes, advice: str) -> _Format:
-    return _Format(name, re.compile(start, re.DOTALL | re.IGNORECASE), advice)
-
-
 HEAD_BYTES = 1 << 10
 _UTF16 = "`iconv -f {code} -t UTF-8 < {{file}} > unpacked.json`, and scan that"
 _FORMATS = (
-    _format("a zip archive", rb"PK(?-i:\x03\x04|\x05\x06)", "`unzip {file}`, and scan the traces that were in it"),
-    _format("a tar archive", rb".{257}ustar", "`tar -xf {file}`, and scan the traces that were in it"),
-    _format("packed with xz", rb"\xfd7zXZ\0", "`xz -dc < {file} > unpacked.json`, and scan that"),
-    _format("packed with bzip2", rb"BZh[1-9]1AY&SY", "`bzip2 -dc < {file} > unpacked.json`, and scan that"),
-    _format("packed with Zstandard", rb"\x28\xb5\x2f\xfd", "`zstd -dc < {file} > unpacked.json`, and scan that"),
-    _format("packed with gzip", GZIP_MAGIC, "`gzip -dc < {file} > unpacked.json`, and scan that"),
-    _format("UTF-32 text", rb"\xff\xfe\0\0|\0\0\xfe\xff", _UTF16.format(code="UTF-32")),
-    _format("UTF-16 text", rb"\xff\xfe|\xfe\xff", _UTF16.format(code="UTF-16")),
-    _format("UTF-16 text", rb"[\[{]\0", _UTF16.format(code="UTF-16LE")),
-    _format("UTF-16 text", rb"\0[\[{]", _UTF16.format(code="UTF-16BE")),
-    _format(
+    ("a zip archive", rb"PK(?-i:\x03\x04|\x05\x06)", "`unzip {file}`, and scan the traces that were in it"),
+    ("a tar archive", rb".{257}ustar", "`tar -xf {file}`, and scan the traces that were in it"),
+    ("packed with xz", rb"\xfd7zXZ\0", "`xz -dc < {file} > unpacked.json`, and scan that"),
+    ("packed with bzip2", rb"BZh[1-9]1AY&SY", "`bzip2 -dc < {file} > unpacked.json`, and scan that"),
+    ("packed with Zstandard", rb"\x28\xb5\x2f\xfd", "`zstd -dc < {file} > unpacked.json`, and scan that"),
+    ("packed with gzip", GZIP_MAGIC, "`gzip -dc < {file} > unpacked.json`, and scan that"),
+    ("UTF-32 text", rb"\xff\xfe\0\0|\0\0\xfe\xff", _UTF16.format(code="UTF-32")),
+    ("UTF-16 text", rb"\xff\xfe|\xfe\xff", _UTF16.format(code="UTF-16")),
+    ("UTF-16 text", rb"[\[{]\0", _UTF16.format(code="UTF-16LE")),
+    ("UTF-16 text", rb"\0[\[{]", _UTF16.format(code="UTF-16BE")),
+    (
         "a pointer of Git LFS and not the trace",
         rb"version https://git-lfs",
         "`git lfs pull` in its repository, and scan it then",
     ),
-    _format(
+    (
         "a web page (HTML) and not the trace",
         rb"\s*<(?:!doctype\s+html|html|head|!--)",
         "`curl -L -o trace.json.gz URL` with the address of the file itself, on GitHub that of its button Raw",
     ),
 )
+"""What may hold a trace and is none: its name, its first bytes, and what to type; `{file}` stands for its path."""
 
 
 def other_format(path: Path, head: bytes, *, packed: bool) -> str:
-    """What a file is by its first bytes, and what to type to have a trace; empty where they say nothing.
-
-    Args:
-        path: The file.
-        head: Its first bytes; where `packed`, those of the text within.
-        packed: It is a gzip file.
+    """What a file is by its first bytes, where it is `packed` with gzip by those of the text within, and what to type
+    to have a trace; empty where they say nothing.
     """
-    found = next((f for f in _FORMATS if f.start.match(head.removeprefix(b"\xef\xbb\xbf"))), None)
-    if found is None:
-        return ""
-    file = shlex.quote(str(path))
-    if packed and found.name != "a tar archive":  # tar sees to it itself
-        return (
-            f"{path} is packed with gzip, and what is in it is {found.name}: "
-            f"type `gzip -dc < {file} > unpacked`, then {found.advice.format(file='unpacked')}"
-        )
-    return f"{path} is {found.name}: type {found.advice.format(file=file)}"
+    head, file = head.removeprefix(b"\xef\xbb\xbf"), shlex.quote(str(path))
+    for name, start, advice in _FORMATS:
+        if re.match(start, head, re.DOTALL | re.IGNORECASE):
+            if packed and name != "a tar archive":  # tar sees to it itself
+                return (
+                    f"{path} is packed with gzip, and what is in it is {name}: "
+                    f"type `gzip -dc < {file} > unpacked`, then {advice.format(file='unpacked')}"
+                )
+            return f"{path} is {name}: type {advice.format(file=file)}"
+    return ""
 
 
 def _end_of_array(text: bytearray) -> int:
@@ -257,21 +241,14 @@ def is_something_else(path: Path) -> bool:
         with path.open("rb") as file:
             for chunk in read_chunks(path, file, trouble):
                 text += chunk
-                if _holds_events(text) or len(text) > LARGEST_EVENT:
+                events = _A_PHASE if text.lstrip(_BLANK)[:1] == b"[" else _EVENTS
+                if events.search(text) or len(text) > LARGEST_EVENT:
                     return False
         whole = msgspec.json.decode(text)
     except (OSError, TraceError, *NOT_JSON):
         return False
     # Traces of some tools are a list alone, which may be empty; what has events under another key is a damaged one.
     return whole != [] and not trouble.truncated and not _HAS_EVENTS.search(text)
-
-
-def _holds_events(text: bytearray) -> bool:
-    """Whether this beginning of a file is a trace's."""
-    head = text.lstrip(_BLANK)
-    if head[:1] == b"[":
-        return re.search(rb'"ph"\s*:', head) is not None
-    return _EVENTS.search(head) is not None
 
 
 class TraceReader:
@@ -358,15 +335,13 @@ class TraceReader:
                 break
         if not head:
             raise TraceError(f"{self.path} is empty; record the trace again")
+        with self.path.open("rb") as file:
+            packed = file.read(2) == GZIP_MAGIC
         raise TraceError(
-            other_format(self.path, bytes(head[:HEAD_BYTES]), packed=self._packed())
+            other_format(self.path, bytes(head[:HEAD_BYTES]), packed=packed)
             or f'{self.path} is not a Kineto trace: no "traceEvents" in it. '
             'Export one with torch.profiler\'s export_chrome_trace("trace.json")'
         )
-
-    def _packed(self) -> bool:
-        with self.path.open("rb") as file:
-            return file.read(2) == GZIP_MAGIC
 
     def _leave(self, rest: bytearray, chunks: Iterable[bytes]) -> None:
         """Notes what stands behind the end of the trace. Its other keys are of no use, but for a second list of events.
@@ -396,10 +371,7 @@ class TraceReader:
 
     def _take(self, buffer: bytearray) -> tuple[list[Event], int, bool]:
         """(events, bytes used after the first, whether the array ended) of as much of the buffer as is complete."""
-        window = max(1, len(buffer) - (1 << 13))
-        cuts = [m.end() - 1 for m in _BETWEEN.finditer(buffer, window)] or [
-            m.end() - 1 for m in _BETWEEN.finditer(buffer)
-        ]
+        cuts = _cuts(buffer, max(1, len(buffer) - (1 << 13))) or _cuts(buffer)
         found = self._until_cut(buffer, cuts)
         if found is not None:
             return *found, False
@@ -455,23 +427,21 @@ class TraceReader:
         events = self._decode(b"[" + body.rstrip(b", \t\r\n") + b"]")
         if events is not None:
             return events
-        cuts = [m.end() - 1 for m in _BETWEEN.finditer(buffer)]
+        cuts = _cuts(buffer)
         if not cuts:
             return []
         found = self._until_cut(buffer, cuts)
         return found[0] if found else self._pieces(body[: cuts[-1] - 1].rstrip(b", \t\r\n"))
 
     def _decode(self, text: bytes | memoryview) -> list[Event] | None:
-        """Events of a complete array; None where the text is not one."""
+        """Events of a complete array, without those, which are counted, that have other types than they should; None
+        where the text is no array.
+        """
         try:
             return _DECODER.decode(text)
-        except msgspec.ValidationError:
-            return self._one_by_one(text)
-        except NOT_JSON:
-            return None
-
-    def _one_by_one(self, text: bytes | memoryview) -> list[Event] | None:
-        """The events of an array that have the types they should; the others are counted."""
+        except NOT_JSON as error:
+            if not isinstance(error, msgspec.ValidationError):
+                return None
         try:
             parts = _RAW.decode(text)
         except NOT_JSON:
@@ -490,7 +460,8 @@ class TraceReader:
         lone = next((m.start() for m in _BACKSLASH.finditer(fixed) if not m[1]), -1)
         if lone >= 0:
             self._note(fixed, lone)
-            fixed = _BACKSLASH.sub(_escaped, fixed)
+            # A backslash that JSON allows as it is, a lone one doubled, half a character as a replacement character.
+            fixed = _BACKSLASH.sub(lambda m: m[0] if m[1] else b"\\ufffd" if m[2] else b"\\\\", fixed)
         if len(self.trouble.repaired) < NAMED:
             control = _ODD_CONTROL.search(fixed)
             within = (_CONTROL.search(fixed, *string.span()) for string in _STRING.finditer(fixed))
@@ -539,6 +510,6 @@ class TraceReader:
             return None
 
 
-def _escaped(found: re.Match[bytes]) -> bytes:
-    """A backslash that JSON allows as it is, a lone one doubled, half a character as a replacement character."""
-    return found[0] if found[1] else b"\\ufffd" if found[2] else b"\\\\"
+def _cuts(text: bytearray, start: int = 0) -> list[int]:
+    """Where an event may begin behind another."""
+    return [found.end() - 1 for found in _BETWEEN.finditer(text, start)]
