@@ -15,12 +15,13 @@ import pytest
 from dcpbench import cli
 from dcpbench.commands.ab import State, order
 from dcpbench.compare.model import Comparison
+from dcpbench.points.machine import Probe
 from dcpbench.records.file import read_records
 from tests.cli.waiting import until
 
 HERE = Path(__file__).parent
 ROOT = Path(cli.__file__).parents[1]
-ENV = os.environ | {"PYTHONPATH": f"{HERE}:{ROOT}", "COLUMNS": "140"}
+ENV = os.environ | {"PYTHONPATH": f"{HERE}:{ROOT}", "COLUMNS": "140", "DCPBENCH_QUICK": "1"}
 COMMAND = [sys.executable, str(HERE / "dcpbench_fake.py"), "ab"]
 VARIANTS = ["--both", "--tp 1 --concurrency 2 --no-baseline", "--a", "--context 100"]
 SAME = [*VARIANTS, "--b", "--context 100"]
@@ -37,6 +38,7 @@ def call(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
 
     def run(*args: str) -> tuple[int, str]:
         monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("dcpbench.launch.launcher.probe", lambda _: Probe(device="cpu", count=0, name="CPU"))
         with pytest.raises(SystemExit) as end:
             cli.main(["ab", *args])
         return int(end.value.code or 0), capsys.readouterr().err

@@ -22,7 +22,7 @@ from tests.unit.step_times_builder import path_of
 
 HERE = Path(__file__).parent
 ROOT = Path(cli.__file__).parents[1]
-ENV = os.environ | {"PYTHONPATH": f"{HERE}:{ROOT}", "COLUMNS": "140"}
+ENV = os.environ | {"PYTHONPATH": f"{HERE}:{ROOT}", "COLUMNS": "140", "DCPBENCH_QUICK": "1"}
 GPUS = Probe(
     device="cuda",
     count=4,
@@ -77,11 +77,11 @@ def test_points_are_served_reported_and_skipped_when_they_are_there(tmp_path: Pa
     assert "--slo was not given and is ttft=5" in other.stderr
 
 
-def start(folder: Path, input_tokens: int) -> subprocess.Popen[str]:
+def start(folder: Path, input_tokens: int, **env: str) -> subprocess.Popen[str]:
     """A run of 2 ranks that do not end by themselves, once both are at work."""
     command = [*COMMAND, "--tp", "2", "--input-tokens", str(input_tokens), "--output-tokens", "10", "--no-baseline"]
     run = subprocess.Popen(
-        [*command, "-o", "run"], cwd=folder, env=ENV, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        [*command, "-o", "run"], cwd=folder, env=ENV | env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
     until(lambda: len(list((folder / "run").glob("waits-*"))) == 2, run)
     return run
@@ -90,8 +90,8 @@ def start(folder: Path, input_tokens: int) -> subprocess.Popen[str]:
 @pytest.mark.distributed
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_waits_for_what_has_finished(tmp_path: Path, number: int, code: int) -> None:
-    """The ranks get the time to write a record; --resume serves the load anew."""
-    run = start(tmp_path, 120)
+    """The ranks get the time to write a record, after Ctrl-C from torchrun itself; --resume serves the load anew."""
+    run = start(tmp_path, 120, DCPBENCH_QUICK="" if number == signal.SIGINT else "1")
     run.send_signal(number)
     _, err = run.communicate()
     assert run.returncode == code
