@@ -6,12 +6,10 @@ With DCPBENCH_QUICK in the environment jobs are those of quick_torchrun.py inste
 from __future__ import annotations
 
 import os
-import sys
-import types
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dcpbench import cli
+from dcpbench import cli, reports
 from dcpbench.commands import runs
 from dcpbench.launch import torchrun
 
@@ -39,12 +37,15 @@ def quick(*job: object, command: Callable[..., list[str]] = torchrun._command) -
     return ["quick_torchrun" if word == "torch.distributed.run" else word for word in command(*job)]
 
 
+def install(put: Callable[[object, str, object], None], *, quickly: bool) -> None:
+    """`put`, which is like setattr, all stand-ins in their places."""
+    put(reports, "write_report", write_report)
+    put(reports, "terminal_table", terminal_table)
+    put(runs, "WORKER", "fake_worker")
+    if quickly:
+        put(torchrun, "_command", quick)
+
+
 if __name__ == "__main__":
-    reports = types.ModuleType("dcpbench.reports")
-    reports.__path__ = [str(Path(cli.__file__).parent / "reports")]  # its modules are the real ones
-    reports.write_report, reports.terminal_table = write_report, terminal_table  # type: ignore[attr-defined]
-    sys.modules["dcpbench.reports"] = reports
-    runs.WORKER = "fake_worker"
-    if os.environ.get("DCPBENCH_QUICK"):
-        torchrun._command = quick
+    install(setattr, quickly=bool(os.environ.get("DCPBENCH_QUICK")))
     cli.main()
