@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.distributed import prefill_ranks as ranks
 from tests.distributed.checkpoints import WRITERS
@@ -20,6 +19,8 @@ LIMIT = 1e-4
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Checkpoints, and the oracle's logits of both replicas' prompts."""
+    from transformers import AutoModelForCausalLM  # takes seconds
+
     made = tmp_path_factory.mktemp("prefill")
     texts = torch.tensor(ranks.prompts(0) + ranks.prompts(1))
     truth = {}
