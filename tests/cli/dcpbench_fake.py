@@ -1,13 +1,20 @@
-"""The dcpbench command with the fake worker and without the real report: what the CLI tests start as a process."""
+"""The dcpbench command with the fake worker and without the real report: what the CLI tests start as a process.
+
+With DCPBENCH_QUICK in the environment jobs are those of quick_torchrun.py instead of torchrun.
+"""
 
 from __future__ import annotations
 
-import sys
-import types
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dcpbench import cli
+from dcpbench import cli, reports
 from dcpbench.commands import runs
+from dcpbench.launch import torchrun
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FOLDER = Path(__file__).parent
 
@@ -25,10 +32,20 @@ def terminal_table(folders: list[Path]) -> str:
     return f"table of {len(folders)} run"
 
 
+def quick(*job: object, command: Callable[..., list[str]] = torchrun._command) -> list[str]:
+    """The command line of a job without torch."""
+    return ["quick_torchrun" if word == "torch.distributed.run" else word for word in command(*job)]
+
+
+def install(put: Callable[[object, str, object], None], *, quickly: bool) -> None:
+    """`put`, which is like setattr, all stand-ins in their places."""
+    put(reports, "write_report", write_report)
+    put(reports, "terminal_table", terminal_table)
+    put(runs, "WORKER", "fake_worker")
+    if quickly:
+        put(torchrun, "_command", quick)
+
+
 if __name__ == "__main__":
-    reports = types.ModuleType("dcpbench.reports")
-    reports.__path__ = [str(Path(cli.__file__).parent / "reports")]  # its modules are the real ones
-    reports.write_report, reports.terminal_table = write_report, terminal_table  # type: ignore[attr-defined]
-    sys.modules["dcpbench.reports"] = reports
-    runs.WORKER = "fake_worker"
+    install(setattr, quickly=bool(os.environ.get("DCPBENCH_QUICK")))
     cli.main()

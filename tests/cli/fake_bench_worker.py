@@ -1,8 +1,8 @@
 """Stands in for dcpbench.bench.worker: answers every case at once, or ends as DCPBENCH_FAKE says.
 
 `wrong` finds a difference, `dies` ends after the first case, `stillborn` before it, `hangs` says nothing more, `half`
-leaves half a line before the rest of it, `failed` cannot run the second case, `lonely` loses rank 1 after the first and
-waits for it, `leaves` does so without an error.
+leaves half a line of what it found before the rest of it, `failed` cannot run the second case, `lonely` loses rank 1
+after the first and waits for it, `leaves` does so without an error.
 """
 
 import os
@@ -40,7 +40,7 @@ def main(folder: Path) -> None:
 
         def tell(event: Event) -> None:
             line = msgspec.json.encode(event) + b"\n"
-            if how == "half":
+            if how == "half" and event.stage == "done":
                 f.write(line[:20])
                 time.sleep(0.15)
                 line = line[20:]

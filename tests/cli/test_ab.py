@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,20 +15,21 @@ import pytest
 from dcpbench import cli
 from dcpbench.commands.ab import State, order
 from dcpbench.compare.model import Comparison
+from dcpbench.points.machine import Probe
 from dcpbench.records.file import read_records
+from tests.cli.typed import ENV, Typed
 from tests.cli.waiting import until
 
 HERE = Path(__file__).parent
-ROOT = Path(cli.__file__).parents[1]
-ENV = os.environ | {"PYTHONPATH": f"{HERE}:{ROOT}", "COLUMNS": "140"}
 COMMAND = [sys.executable, str(HERE / "dcpbench_fake.py"), "ab"]
 VARIANTS = ["--both", "--tp 1 --concurrency 2 --no-baseline", "--a", "--context 100"]
 SAME = [*VARIANTS, "--b", "--context 100"]
 
 
-def ab(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in `folder`."""
-    return subprocess.run([*COMMAND, *args], cwd=folder, env=ENV, capture_output=True, text=True, check=False)
+@pytest.fixture
+def ab(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Run it in this process, with the fake worker."""
+    return functools.partial(Typed(tmp_path, monkeypatch, capsys), "ab")
 
 
 @pytest.fixture
@@ -37,6 +38,7 @@ def call(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
 
     def run(*args: str) -> tuple[int, str]:
         monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("dcpbench.launch.launcher.probe", lambda _: Probe(device="cpu", count=0, name="CPU"))
         with pytest.raises(SystemExit) as end:
             cli.main(["ab", *args])
         return int(end.value.code or 0), capsys.readouterr().err
@@ -50,10 +52,10 @@ def test_turns_alternate_so_that_an_even_drift_cancels() -> None:
 
 
 @pytest.mark.distributed
-def test_two_variants_are_launched_in_turn_and_compared_round_by_round(tmp_path: Path) -> None:
+def test_two_variants_are_launched_in_turn_and_compared_round_by_round(ab, tmp_path: Path) -> None:
     """Every step of the fake takes 10 ms: the variants are the SAME, once the CPU may be judged at all."""
     both = ["--both", "--tp 2 --dcp 2 --concurrency 2 --no-baseline --context 100"]
-    done = ab(tmp_path, *both, "--b", "--exchange a2a", "--rounds", "2", "-o", "out", "--allow-cpu", "--json")
+    done = ab(*both, "--b", "--exchange a2a", "--rounds", "2", "-o", "out", "--allow-cpu", "--json")
     assert done.returncode == 0, done.stderr
     turns = [line.split(" (")[0] for line in done.stderr.splitlines() if line.startswith("==")]
     assert turns == ["== A, round 1 of 2", "== B, round 1 of 2", "== B, round 2 of 2", "== A, round 2 of 2"]
@@ -70,7 +72,7 @@ def test_two_variants_are_launched_in_turn_and_compared_round_by_round(tmp_path:
 
 
 @pytest.mark.distributed
-def test_it_goes_on_where_it_was_interrupted_and_keeps_what_there_is(tmp_path: Path) -> None:
+def test_it_goes_on_where_it_was_interrupted_and_keeps_what_there_is(ab, tmp_path: Path) -> None:
     """Context 66 hangs in B: Ctrl-C then. A's launch is kept, and --resume begins with B's."""
     command = [*COMMAND, *VARIANTS, "--b", "--context 66", "--rounds", "1", "-o", "out"]
     run = subprocess.Popen(command, cwd=tmp_path, env=ENV, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -83,23 +85,21 @@ def test_it_goes_on_where_it_was_interrupted_and_keeps_what_there_is(tmp_path: P
     state = msgspec.json.decode((tmp_path / "out" / "ab.json").read_bytes(), type=State)
     assert state.done == {"a/round-1": 0}
 
-    again = ab(tmp_path, *VARIANTS, "--b", "--context 66 --timeout 3", "--rounds", "1", "-o", "out", "--resume")
+    again = ab(*VARIANTS, "--b", "--context 66 --timeout 3", "--rounds", "1", "-o", "out", "--resume")
     assert again.returncode == 2
     assert "was begun with --a" in again.stderr
 
 
 @pytest.mark.distributed
-def test_more_rounds_are_added_to_those_that_are_there(tmp_path: Path) -> None:
-    first = ab(tmp_path, *SAME, "--rounds", "1", "-o", "out")
+def test_more_rounds_are_added_to_those_that_are_there(ab, tmp_path: Path) -> None:
+    first = ab(*SAME, "--rounds", "1", "-o", "out")
     assert first.returncode == 0, first.stderr
     assert "A and B are the same" in first.stderr
     assert "ran on a CPU" in first.stdout
-    refused = ab(tmp_path, *SAME, "--rounds", "2", "-o", "out")
+    refused = ab(*SAME, "--rounds", "2", "-o", "out")
     assert refused.returncode == 2
     assert "--resume to go on, --force to start over" in refused.stderr
-    more = ab(
-        tmp_path, *SAME, "--rounds", "2", "-o", "out", "--resume", "--allow-cpu", "--fail-on", "slower:2%,undecided"
-    )
+    more = ab(*SAME, "--rounds", "2", "-o", "out", "--resume", "--allow-cpu", "--fail-on", "slower:2%,undecided")
     assert more.returncode == 0, more.stdout
     assert "== B, round 2 of 2 (2 of 4 launches done" in more.stderr
     assert "round 1 of 2" not in more.stderr
@@ -108,10 +108,10 @@ def test_more_rounds_are_added_to_those_that_are_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_a_point_that_fails_in_b_alone_fails_the_gate_and_not_the_comparison(tmp_path: Path) -> None:
+def test_a_point_that_fails_in_b_alone_fails_the_gate_and_not_the_comparison(ab) -> None:
     """Context 13 raises on rank 1; the other point is compared."""
     variants = ["--both", "--tp 2 --dcp 2 --concurrency 2 --no-baseline", "--a", "--context 100,13"]
-    done = ab(tmp_path, *variants, "--b", "--context 100,13 --exchange a2a", "--rounds", "1", "-o", "out")
+    done = ab(*variants, "--b", "--context 100,13 --exchange a2a", "--rounds", "1", "-o", "out")
     assert done.returncode == 4
     assert "tiny tp2·dcp2 reference ag_rs, 2 × 100 tokens" in done.stdout
 
@@ -161,8 +161,8 @@ def test_without_any_variant_nothing_is_launched(call, tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_a_dry_run_shows_both_plans_and_launches_nothing(tmp_path: Path) -> None:
-    done = ab(tmp_path, *SAME, "--rounds", "3", "--dry-run", "-o", "out")
+def test_a_dry_run_shows_both_plans_and_launches_nothing(ab, tmp_path: Path) -> None:
+    done = ab(*SAME, "--rounds", "3", "--dry-run", "-o", "out")
     assert done.returncode == 0, done.stderr
     assert "3 rounds: AB BA AB" in done.stderr
     assert not (tmp_path / "out").exists()

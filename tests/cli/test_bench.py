@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import pytest
 
@@ -17,6 +17,7 @@ from dcpbench import cli
 from dcpbench.bench import command
 from dcpbench.launch import launcher, ranks
 from dcpbench.points.machine import Probe
+from tests import forks
 
 if TYPE_CHECKING:
     from dcpbench.bench.record import BenchRecord, Event
@@ -123,6 +124,7 @@ def test_a_hung_worker_is_ended(call, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(command, "_take", taken)
     monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: next(now) if done else 0))
+    monkeypatch.setattr(ranks, "STACKS_WAIT_S", 0)
     code, out, err = call(*TWO, "--timeout", "2", fake="hangs")
     assert code == 4
     assert "It hung: nothing was heard for 2 s (--timeout)." in err
@@ -245,15 +247,45 @@ def test_more_ranks_than_gpus_cannot_be_had(gpus, asked, says, call) -> None:
     assert says in err
 
 
-def real(*args: str) -> dict:
-    """Record of a real run on the CPU."""
-    command = [sys.executable, "-m", "dcpbench.cli", "bench", *args, "--device", "cpu", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+class Forked(ranks.Ranks):
+    """In place of `ranks.Started`: ranks that begin at once, and have ended well when it is entered."""
+
+    def __init__(self, folder: Path, events: Path, count: int, worker: str, device: str) -> None:
+        super().__init__(folder, folder, events, range(count))
+        env = ranks.environment(device) | {"WORLD_SIZE": str(count)}
+        self._programs = [
+            forks.Program(("-m", worker, str(folder)), env | {"RANK": str(rank)}, str(folder / f"rank-{rank}.log"))
+            for rank in self.ranks
+        ]
+
+    def __enter__(self) -> Self:
+        codes = forks.run(*self._programs)
+        assert not any(codes), self.last_words()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """All have ended."""
+
+    def ended(self) -> bool:
+        """They have."""
+        return True
 
 
-def test_kv_write_for_real_finds_that_the_published_fix_still_synchronises() -> None:
+@pytest.fixture
+def real(call, monkeypatch: pytest.MonkeyPatch):
+    """Run a bench for real on the CPU, but for the time that importing torch takes; gives its record."""
+    monkeypatch.setattr(command, "WORKER", "dcpbench.bench.worker")
+    monkeypatch.setattr(command, "Started", Forked)
+
+    def run(*args: str, code: int = 0) -> dict:
+        ended, out, err = call(*args, "--device", "cpu", "--json")
+        assert ended == code, err
+        return json.loads(out)
+
+    return run
+
+
+def test_kv_write_for_real_finds_that_the_published_fix_still_synchronises(real) -> None:
     """Per call: the check reads one value, and each boolean index counts its rows; the kernel does neither.
 
     check-all with all entries valid: 1 (the check). With -1 among them: 1 + 2 (loc and the rows). filter: 2, always.
@@ -273,7 +305,7 @@ def test_kv_write_for_real_finds_that_the_published_fix_still_synchronises() -> 
     assert any("it does not, it still synchronises twice a call." in told for told in record["findings"])
 
 
-def test_dp_slice_for_real_reads_both_ends_of_a_slice_from_the_gpu() -> None:
+def test_dp_slice_for_real_reads_both_ends_of_a_slice_from_the_gpu(real) -> None:
     """Start and end are numbers on the GPU: 2 reads. From the host's counts: none."""
     record = real("dp-slice", "--tokens", "8", "--dp", "3")
     assert {r["case"]["variant"]: r["syncs"]["per_call"] for r in record["results"]} == {
@@ -285,7 +317,7 @@ def test_dp_slice_for_real_reads_both_ends_of_a_slice_from_the_gpu() -> None:
     assert (site["op"], site["function"], site["kind"]) == ("aten::_local_scalar_dense", "take", "scalar-read")
 
 
-def test_padded_slots_for_real_shows_the_harm_and_that_the_fix_ends_it() -> None:
+def test_padded_slots_for_real_shows_the_harm_and_that_the_fix_ends_it(real) -> None:
     """Three layers: three KV rows and an id are lost; being what is to be shown, that is no error of the command."""
     record = real("padded-slots", "--ids", "elsewhere")
     lost = {
@@ -296,7 +328,7 @@ def test_padded_slots_for_real_shows_the_harm_and_that_the_fix_ends_it() -> None
 
 
 @pytest.mark.distributed
-def test_exchange_for_real_runs_every_exchange_on_two_ranks() -> None:
+def test_exchange_for_real_runs_every_exchange_on_two_ranks(real) -> None:
     """With all that is left out and without; errors are of the worst rank, and nothing is timed."""
     record = real("exchange", "--heads", "4", "--requests", "3")
     assert record["ranks"] == 2
@@ -311,13 +343,13 @@ def test_exchange_for_real_runs_every_exchange_on_two_ranks() -> None:
 
 
 @pytest.mark.distributed
-def test_collectives_for_real_agree_with_sums_in_fp64() -> None:
+def test_collectives_for_real_agree_with_sums_in_fp64(real) -> None:
     record = real("collectives", "--requests", "2", "--width", "32")
     assert len(record["results"]) == 5
     assert all(r["correct"] for r in record["results"])
 
 
-def test_attention_and_merge_for_real_are_correct() -> None:
+def test_attention_and_merge_for_real_are_correct(real) -> None:
     for bench_name in ("attention", "merge"):
         record = real(bench_name, "--requests", "2")
         assert record["results"]
@@ -326,25 +358,24 @@ def test_attention_and_merge_for_real_are_correct() -> None:
 
 @pytest.mark.distributed
 def test_kv_gather_for_real_says_what_outgrew_its_pool() -> None:
-    """64 tokens of 1,152 bytes on 2 ranks: nccl receives 2 parts of at least 36,864 bytes, direct keeps its own."""
-    record = real("kv-gather", "--requests", "1", "--pool-bytes", "50KB")
+    """64 tokens of 1,152 bytes on 2 ranks: nccl receives 2 parts of at least 36,864 bytes, direct keeps its own.
+
+    The command from the outside, and with two processes of its own.
+    """
+    typed = ["bench", "kv-gather", "--requests", "1", "--pool-bytes", "50KB", "--device", "cpu", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "dcpbench.cli", *typed], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
     found = {(r["case"]["variant"], r["case"]["sizes"]["buffer"]) for r in record["results"]}
     assert found == {("nccl", "outgrown"), ("direct", "pool"), ("nccl", "plain"), ("direct", "plain")}
     assert all(r["correct"] for r in record["results"])
 
 
-def test_a_backend_that_cannot_run_here_fails_by_itself() -> None:
+def test_a_backend_that_cannot_run_here_fails_by_itself(real) -> None:
     """FlashInfer needs a GPU, whether it is installed or not; the reference is measured all the same."""
-    command = [sys.executable, "-m", "dcpbench.cli", "bench", "attention", "--backend", "reference,flashinfer"]
-    done = subprocess.run(
-        [*command, "--requests", "1", "--device", "cpu", "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    results = json.loads(done.stdout)["results"]
-    assert done.returncode == 4
+    results = real("attention", "--backend", "reference,flashinfer", "--requests", "1", code=4)["results"]
     assert [r["outcome"] for r in results] == ["ok", "failed"]
     assert "--backend flashinfer" in results[1]["reason"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from typer.models import OptionInfo
 
 from dcpbench import cli
 from dcpbench.commands import bench
+from tests.cli.helped import help_of
 
 ROOT = Path(cli.__file__).parents[1]
 SHARED = {"--seconds", "--timeout", "--device", "-o", "--output", "--force", "--json"}
@@ -33,15 +33,6 @@ OPTIONS = {
     "padded-slots": SHARED | {"--requests", "--context", "--ids", "--variant"},
 }
 HEAVY = ("torch", "triton", "pandas", "matplotlib", "numpy", "dcpbench.reports", "rich.progress")
-
-
-def help_of(*command: str) -> str:
-    """The help text, colours and boxes removed."""
-    env = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "dcpbench.cli", *command, "--help"], env=env, capture_output=True, text=True, check=True
-    )
-    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.stdout).split())
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -16,7 +16,7 @@ from dcpbench import cli
 from tests.unit import record_builder as build
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 ASCII = {"PYTHONIOENCODING": "ascii"}
@@ -91,36 +91,70 @@ def commands(group: object = None, path: tuple[str, ...] = ()) -> Iterator[tuple
         yield from commands(command, (*path, name))
 
 
-class TestAscii:
-    @pytest.mark.parametrize("env", [ASCII, NO_UTF8], ids=["PYTHONIOENCODING", "locale"])
-    @pytest.mark.parametrize(
-        ("command", "said"),
-        [
-            ("show RUN", "* No SLO was given"),
-            ("env", "* no GPU"),
-            ("compare RUN RUN", "8 x 4,000 tokens: 746.4 -> 746.4 tok/s"),
-            ("top RUN --once", "8 x 4,000 tokens"),
-            ("sweep --dry-run --device cpu --tp 2 --dcp 2", "tp2.dcp2"),
-            ("report RUN -o OUT", "Report: OUT/report.html"),
-        ],
-        ids=lambda value: value.split()[0],
-    )
-    def test_what_a_terminal_lacks_has_a_form_that_it_has(
-        self, tmp_path: Path, env: dict[str, str], command: str, said: str
-    ) -> None:
-        build.write(tmp_path / "RUN", [build.ok(build.point())])
-        done = shell(tmp_path, f"dcpbench {command}", **env)
-        assert done.returncode == 0, done.stderr
-        assert said in done.stdout
-        assert done.stdout.isascii()
+SAID = {
+    "show RUN": "* No SLO was given",
+    "env": "* no GPU",
+    "compare RUN RUN": "8 x 4,000 tokens: 746.4 -> 746.4 tok/s",
+    "top RUN --once": "8 x 4,000 tokens",
+    "sweep --dry-run --device cpu --tp 2 --dcp 2": "tp2.dcp2",
+    "report RUN -o OUT": "Report: OUT/report.html",
+}
+"""Commands, and what of their output takes characters that ASCII lacks."""
+JSON = "sweep --dry-run --device cpu --tp 2 --dcp 2 --json"
+ALL = """
+import os, sys
+from dcpbench import cli
+from dcpbench.launch import launcher
+from dcpbench.points.machine import Probe
+launcher.probe = lambda _: Probe(device="cpu", count=0, name="CPU", problems=["no GPU is visible."])
+for number, line in enumerate(sys.argv[1:]):
+    for standard, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{name}-{number}", os.O_WRONLY | os.O_CREAT), standard)
+    try:
+        cli.main(line.split())
+    except SystemExit as end:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        open(f"code-{number}", "w").write(str(end.code or 0))
+"""
+"""Runs commands, one after the other, in one process: a terminal is the same for all of them."""
 
-    def test_json_says_the_same_in_any_encoding(self, tmp_path: Path) -> None:
+
+def outputs(folder: Path, lines: Sequence[str], env: dict[str, str]) -> dict[str, tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of each of these commands, by its line."""
+    folder.mkdir()
+    build.write(folder / "RUN", [build.ok(build.point())])
+    subprocess.run([sys.executable, "-c", ALL, *lines], cwd=folder, env=os.environ | env, check=True, timeout=200)
+
+    def read(name: str, number: int) -> str:
+        return (folder / f"{name}-{number}").read_text(encoding="utf-8")
+
+    return {line: (int(read("code", n)), read("out", n), read("err", n)) for n, line in enumerate(lines)}
+
+
+class TestAscii:
+    @pytest.fixture(scope="class", params=[ASCII, NO_UTF8], ids=["PYTHONIOENCODING", "locale"])
+    @staticmethod
+    def found(
+        request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    ) -> dict[str, tuple[int, str, str]]:
+        """What all commands say there."""
+        return outputs(tmp_path_factory.mktemp("ascii") / "all", [*SAID, JSON], request.param)
+
+    @pytest.mark.parametrize(("command", "said"), SAID.items(), ids=lambda value: value.split()[0])
+    def test_what_a_terminal_lacks_has_a_form_that_it_has(self, found, command: str, said: str) -> None:
+        code, out, err = found[command]
+        assert code == 0, err
+        assert said in out
+        assert out.isascii()
+
+    def test_json_says_the_same_in_any_encoding(self, tmp_path: Path, found) -> None:
         """A layout is `tp2·dcp2` for whoever parses it, and not `tp2.dcp2`."""
-        line = "dcpbench sweep --dry-run --device cpu --tp 2 --dcp 2 --json"
-        found, usual = (shell(tmp_path, line, **env) for env in (ASCII, {"PYTHONIOENCODING": "utf-8"}))
-        assert found.stdout.isascii()
-        assert not usual.stdout.isascii()
-        assert json.loads(found.stdout) == json.loads(usual.stdout)
+        _, usual, _ = outputs(tmp_path / "usual", [JSON], {"PYTHONIOENCODING": "utf-8"})[JSON]
+        _, out, _ = found[JSON]
+        assert out.isascii()
+        assert not usual.isascii()
+        assert json.loads(out) == json.loads(usual)
 
     def test_an_error_is_a_sentence_in_it(self, tmp_path: Path) -> None:
         done = shell(tmp_path, "dcpbench show größe·2", **ASCII)

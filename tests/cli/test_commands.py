@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -24,13 +23,12 @@ from dcpbench.points.settings import Settings
 from dcpbench.records.file import RecordFile, read_records
 from dcpbench.records.record import Record
 from tests.cli import fake_worker
+from tests.cli.typed import ENV, Typed
 from tests.cli.waiting import is_gone, until
 from tests.unit import record_builder, serve_record_builder
 from tests.unit.test_shapes import V3
 
 HERE = Path(__file__).parent
-ROOT = Path(cli.__file__).parents[1]
-ENV = os.environ | {"PYTHONPATH": f"{HERE}:{ROOT}", "COLUMNS": "140"}
 GPUS = Probe(
     device="cuda",
     count=4,
@@ -43,10 +41,10 @@ CPU = Probe(device="cpu", count=0, name="CPU", packages={"torch": "2.9", "flashi
 POINT = Point(model="tiny", tp=1, concurrency=2, context=100, backend="reference", dtype="fp32")
 
 
-def dcpbench(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """Run the command with the fake worker in `folder`."""
-    command = [sys.executable, str(HERE / "dcpbench_fake.py"), *args]
-    return subprocess.run(command, cwd=folder, env=ENV, capture_output=True, text=True, check=False)
+@pytest.fixture
+def dcpbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
+    """Runs a command in this process, with the fake worker."""
+    return Typed(tmp_path, monkeypatch, capsys)
 
 
 @pytest.fixture
@@ -74,7 +72,7 @@ def test_resuming_a_serve_run_with_sweep_says_what_to_type(call, tmp_path: Path)
 
 
 @pytest.mark.distributed
-def test_a_sweep_measures_reports_and_goes_on_where_it_failed(tmp_path: Path) -> None:
+def test_a_sweep_measures_reports_and_goes_on_where_it_failed(dcpbench: Typed, tmp_path: Path) -> None:
     """Context 13 fails: exit 4. Then without a flag nothing is touched, --resume runs only the failed point again."""
     sweep = [
         "sweep",
@@ -90,7 +88,7 @@ def test_a_sweep_measures_reports_and_goes_on_where_it_failed(tmp_path: Path) ->
         "-o",
         "run",
     ]
-    first = dcpbench(tmp_path, *sweep)
+    first = dcpbench(*sweep)
     assert first.returncode == 4
     assert "Report: run/report/report.html" in first.stdout
     assert "CPU: functional run — these timings say nothing about performance" in first.stderr
@@ -98,12 +96,12 @@ def test_a_sweep_measures_reports_and_goes_on_where_it_failed(tmp_path: Path) ->
     assert "[2/2] tiny tp2·dcp2 reference ag_rs, 2 × 100 tokens  step 10.0 ms" in first.stderr
     assert [r.outcome for r in read_records(tmp_path / "run")] == ["failed", "ok"]
 
-    again = dcpbench(tmp_path, *sweep)
+    again = dcpbench(*sweep)
     assert again.returncode == 2
     assert "--resume" in again.stderr
     assert "--force" in again.stderr
 
-    resumed = dcpbench(tmp_path, *sweep, "--resume", "--json")
+    resumed = dcpbench(*sweep, "--resume", "--json")
     assert "1 point to run, 1 already measured" in resumed.stderr
     assert [r.point.context for r in read_records(tmp_path / "run")] == [13, 100, 13]
     summary = json.loads(resumed.stdout)
@@ -114,10 +112,14 @@ def test_a_sweep_measures_reports_and_goes_on_where_it_failed(tmp_path: Path) ->
 @pytest.mark.distributed
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_an_interrupt_ends_the_workers_and_says_how_to_go_on(tmp_path: Path, number: int, code: int) -> None:
-    """Ctrl-C, kill or a dropped ssh while a point hangs: the finished point stays recorded, no process is left."""
+    """Ctrl-C, kill or a dropped ssh while a point hangs: the finished point stays recorded, no process is left.
+
+    After Ctrl-C in a job of torchrun's own.
+    """
+    env = ENV | {"DCPBENCH_QUICK": "" if number == signal.SIGINT else "1"}
     command = [sys.executable, str(HERE / "dcpbench_fake.py"), "sweep", "--tp", "2", "--context", "50,66"]
     command += ["--concurrency", "2", "--no-baseline", "-o", "run"]
-    run = subprocess.Popen(command, cwd=tmp_path, env=ENV, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    run = subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     folder = tmp_path / "run"
     pids: list[int] = []
 
@@ -137,9 +139,9 @@ def test_an_interrupt_ends_the_workers_and_says_how_to_go_on(tmp_path: Path, num
 
 
 @pytest.mark.distributed
-def test_verify_ends_with_1_when_a_check_is_wrong(tmp_path: Path) -> None:
+def test_verify_ends_with_1_when_a_check_is_wrong(dcpbench: Typed) -> None:
     """The fake is wrong under dp: with --tp 2 these are tp2, tp2·dcp2 (right) and tp2·dp2 (wrong)."""
-    wrong = dcpbench(tmp_path, "verify", "--tp", "2", "--json", "-o", "v")
+    wrong = dcpbench("verify", "--tp", "2", "--json", "-o", "v")
     assert wrong.returncode == 1
     found = json.loads(wrong.stdout)
     assert [(c["layout"], c["ok"]) for c in found["checks"]] == [
@@ -147,23 +149,23 @@ def test_verify_ends_with_1_when_a_check_is_wrong(tmp_path: Path) -> None:
         ("tp2·dcp2", True),
         ("tp2·dp2", False),
     ]
-    right = dcpbench(tmp_path, "verify", "--tp", "2", "--dp", "1", "-o", "v", "--force")
+    right = dcpbench("verify", "--tp", "2", "--dp", "1", "-o", "v", "--force")
     assert right.returncode == 0
     assert "2 checks ok, 0 wrong, 0 points failed" in right.stderr
 
 
 @pytest.mark.distributed
-def test_verify_ends_with_4_when_nothing_is_wrong_but_a_point_failed(tmp_path: Path) -> None:
+def test_verify_ends_with_4_when_nothing_is_wrong_but_a_point_failed(dcpbench: Typed) -> None:
     """Context 13 fails on rank 1: no table of checks, since there are none."""
-    done = dcpbench(tmp_path, "verify", "--tp", "2", "--dp", "1", "--dcp", "2", "--context", "13", "-o", "v")
+    done = dcpbench("verify", "--tp", "2", "--dp", "1", "--dcp", "2", "--context", "13", "-o", "v")
     assert done.returncode == 4
     assert "0 checks ok, 0 wrong, 1 point failed" in done.stderr
     assert done.stdout == ""
 
 
-def test_env_is_read_off_the_last_line_that_the_worker_prints(tmp_path: Path) -> None:
+def test_env_is_read_off_the_last_line_that_the_worker_prints(dcpbench: Typed) -> None:
     """The fake prints a greeting first, as libraries do; --json is nothing but JSON."""
-    found = msgspec.json.decode(dcpbench(tmp_path, "env", "--json").stdout, type=Probe)
+    found = msgspec.json.decode(dcpbench("env", "--json").stdout, type=Probe)
     assert found.packages == {"torch": "2.9", "flashinfer": None}
 
 

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from typer.models import OptionInfo
 
+from dcpbench import cli
 from dcpbench.commands import dashboard
 from tests.unit import dashboard_builder
 
@@ -19,14 +20,22 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "github-pages.yml"
 
 
-def run(*args: str) -> subprocess.CompletedProcess[str]:
-    """The real command, in 80 columns and piped."""
-    command = [sys.executable, "-m", "dcpbench.cli", "dashboard", *args]
-    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "COLUMNS": "80"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env)
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """The command in this process, as in a pipe of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(ROOT)
+
+    def call(*args: str) -> subprocess.CompletedProcess[str]:
+        with pytest.raises(SystemExit) as end:
+            cli.main(["dashboard", *args])
+        out, err = capsys.readouterr()
+        return subprocess.CompletedProcess(args, int(end.value.code or 0), out, err)
+
+    return call
 
 
-def test_build_writes_a_site_and_says_where(tmp_path: Path) -> None:
+def test_build_writes_a_site_and_says_where(run, tmp_path: Path) -> None:
     """With real reports, once: every link of the page leads to a file."""
     runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=2)
     done = run("build", str(runs), "-o", str(tmp_path / "site"))
@@ -54,7 +63,7 @@ def test_build_writes_a_site_and_says_where(tmp_path: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_a_sentence(args: list[str], said: str) -> None:
+def test_a_mistake_is_a_sentence(args: list[str], said: str, run) -> None:
     """There is no option to listen elsewhere than on loopback."""
     done = run(*args)
     assert done.returncode == 2
@@ -63,7 +72,7 @@ def test_a_mistake_is_a_sentence(args: list[str], said: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["build", "serve"])
-def test_every_command_has_an_example(command: str) -> None:
+def test_every_command_has_an_example(command: str, run) -> None:
     text = run(command, "--help").stdout
     assert f"dcpbench dashboard {command} runs" in text
 

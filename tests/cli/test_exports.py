@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -21,11 +20,22 @@ ROOT = Path(cli.__file__).parents[1]
 HEAVY = ("torch", "pandas", "numpy", "matplotlib", "pyarrow", "dcpbench.exports", "dcpbench.imports")
 
 
-def dcpbench(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """The command, in a pipe of 80 columns without colour."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
-    command = [sys.executable, "-m", "dcpbench.cli", *map(str, args)]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+@pytest.fixture
+def dcpbench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """The command in this process, as in a pipe of 80 columns without colour."""
+    for name, value in {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}.items():
+        monkeypatch.setenv(name, value)
+
+    def call(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        if cwd is not None:
+            monkeypatch.chdir(cwd)
+        typed = [*map(str, args)]
+        with pytest.raises(SystemExit) as end:
+            cli.main(typed)
+        out, err = capsys.readouterr()
+        return subprocess.CompletedProcess(typed, int(end.value.code or 0), out, err)
+
+    return call
 
 
 @pytest.fixture
@@ -48,7 +58,7 @@ def test_help_shows_examples_and_imports_nothing_heavy(command: str) -> None:
     assert "For example" in done.stdout
 
 
-def test_the_options_are_these() -> None:
+def test_the_options_are_these(dcpbench) -> None:
     """A name that is gone breaks somebody's script."""
     options = {
         "export": {"--to", "-o", "--output", "--force", "-h", "--help"},
@@ -73,7 +83,7 @@ def test_the_options_are_these() -> None:
 
 
 @pytest.mark.parametrize("to", list(FORMATS))
-def test_every_format_is_written_and_its_place_printed(to: str, run: Path, tmp_path: Path) -> None:
+def test_every_format_is_written_and_its_place_printed(dcpbench, to: str, run: Path, tmp_path: Path) -> None:
     done = dcpbench("export", run, "--to", to, "-o", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     paths = [Path(p) for p in re.findall(r"^Wrote (.*)$", done.stdout, re.MULTILINE)]
@@ -85,7 +95,7 @@ def test_every_format_is_written_and_its_place_printed(to: str, run: Path, tmp_p
         assert done.stderr == ""
 
 
-def test_results_of_an_engine_go_in_and_a_table_comes_out(run: Path, tmp_path: Path) -> None:
+def test_results_of_an_engine_go_in_and_a_table_comes_out(dcpbench, run: Path, tmp_path: Path) -> None:
     path = files.file(tmp_path, files.vllm(), files.without_details(files.vllm(max_concurrency=2)))
     done = dcpbench("import", path, "--from", "vllm", "--tp", 8, "--dcp", 8, "-o", tmp_path / "engine")
     assert done.returncode == 0, done.stderr
@@ -97,7 +107,7 @@ def test_results_of_an_engine_go_in_and_a_table_comes_out(run: Path, tmp_path: P
     assert "Traceback" not in shown.stdout + shown.stderr
 
 
-def test_a_run_without_a_name_goes_where_runs_go(tmp_path: Path) -> None:
+def test_a_run_without_a_name_goes_where_runs_go(dcpbench, tmp_path: Path) -> None:
     path = files.file(tmp_path, files.vllm())
     done = dcpbench("import", path, "--from", "vllm", cwd=tmp_path)
     assert re.fullmatch(r"Wrote runs/\d{4}-\d\d-\d\d-\d{6}-import-vllm/records\.jsonl\n", done.stdout)
@@ -115,7 +125,9 @@ def test_a_run_without_a_name_goes_where_runs_go(tmp_path: Path) -> None:
     ],
     ids=["format", "run", "file", "ours", "engine", "dcp"],
 )
-def test_a_mistake_ends_with_a_sentence_and_2(args: tuple[str, ...], says: str, run: Path, tmp_path: Path) -> None:
+def test_a_mistake_ends_with_a_sentence_and_2(
+    args: tuple[str, ...], says: str, run: Path, tmp_path: Path, dcpbench
+) -> None:
     result = files.file(tmp_path, files.vllm())
     typed = [a.replace("RUN", str(run)).replace("RESULT", str(result)) for a in args]
     done = dcpbench(*typed, cwd=tmp_path)
@@ -125,14 +137,14 @@ def test_a_mistake_ends_with_a_sentence_and_2(args: tuple[str, ...], says: str, 
     assert "Traceback" not in done.stderr
 
 
-def test_two_files_are_never_mixed_up_when_one_is_written_twice(run: Path, tmp_path: Path) -> None:
+def test_two_files_are_never_mixed_up_when_one_is_written_twice(dcpbench, run: Path, tmp_path: Path) -> None:
     out = tmp_path / "a.prom"
     assert dcpbench("export", run, "--to", "prometheus", "-o", out).returncode == 0
     assert dcpbench("export", run, "--to", "prometheus", "-o", out).returncode == 2
     assert dcpbench("export", run, "--to", "prometheus", "-o", out, "--force").returncode == 0
 
 
-def test_a_vllm_file_of_ours_can_be_read_by_whoever_reads_vllms(run: Path, tmp_path: Path) -> None:
+def test_a_vllm_file_of_ours_can_be_read_by_whoever_reads_vllms(dcpbench, run: Path, tmp_path: Path) -> None:
     dcpbench("export", run, "--to", "vllm", "-o", tmp_path / "out")
     (path,) = (tmp_path / "out").iterdir()
     assert json.loads(path.read_text())["backend"] == "dcpbench"

@@ -17,6 +17,7 @@ from dcpbench import cli
 from dcpbench.plan.serve_spec import SERVE_PARSERS
 from dcpbench.plan.spec import PARSERS
 from dcpbench.points.names import flag
+from tests.cli.helped import help_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -155,15 +156,6 @@ def test_help_answers_in_half_a_second() -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(seconds) < 0.5
-
-
-def help_of(*command: str) -> str:
-    """The help text, colours and boxes removed."""
-    env = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "dcpbench.cli", *command, "--help"], env=env, capture_output=True, text=True, check=True
-    )
-    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.stdout).split())
 
 
 @pytest.mark.parametrize(("command", "options"), [("sweep", SWEEP_OPTIONS), ("serve", SERVE_OPTIONS)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,12 +16,11 @@ from dcpbench.points.machine import Probe
 from dcpbench.records.file import read_records
 from dcpbench.records.record import Environment, Honesty
 from dcpbench.serving.step_times import Case, Chunks, Decodes, Measured, StepTimes, write_step_times
+from tests.cli.typed import ENV, Typed
 from tests.cli.waiting import is_gone, until
 from tests.unit.step_times_builder import path_of
 
 HERE = Path(__file__).parent
-ROOT = Path(cli.__file__).parents[1]
-ENV = os.environ | {"PYTHONPATH": f"{HERE}:{ROOT}", "COLUMNS": "140"}
 GPUS = Probe(
     device="cuda",
     count=4,
@@ -33,11 +31,6 @@ GPUS = Probe(
 )
 CPU = Probe(device="cpu", count=0, name="CPU", packages={"torch": "2.9", "flashinfer": None})
 COMMAND = [sys.executable, str(HERE / "dcpbench_fake.py"), "serve"]
-
-
-def dcpbench(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """Run `dcpbench serve` with the fake worker in `folder`."""
-    return subprocess.run([*COMMAND, *args], cwd=folder, env=ENV, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
@@ -55,11 +48,14 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.distributed
-def test_points_are_served_reported_and_skipped_when_they_are_there(tmp_path: Path) -> None:
+def test_points_are_served_reported_and_skipped_when_they_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two loads; the file's times are out of order, which is said; --json is nothing but JSON."""
     (tmp_path / "t.csv").write_text("arrival_s,input_tokens,output_tokens\n2,9,3\n1,8,3\n0,7,3\n")
-    serve = ["--tp", "2", "--dcp", "1,2", "--no-baseline", "--requests", "t.csv", "-o", "run"]
-    first = dcpbench(tmp_path, *serve, "--json")
+    serve = ["serve", "--tp", "2", "--dcp", "1,2", "--no-baseline", "--requests", "t.csv", "-o", "run"]
+    dcpbench = Typed(tmp_path, monkeypatch, capsys)
+    first = dcpbench(*serve, "--json")
     assert first.returncode == 0, first.stderr
     assert "t.csv: its times were out of order; the requests are sent by time." in first.stderr
     assert "[2/2] tiny tp2·dcp2 reference ag_rs, at the trace's times, 3 of t.csv  10 tok/s" in first.stderr
@@ -70,18 +66,18 @@ def test_points_are_served_reported_and_skipped_when_they_are_there(tmp_path: Pa
     assert job["settings"]["trace_path"] == str(tmp_path / "t.csv")
     assert {p["workload"] for p in job["points"]} == {"serve"}
 
-    again = dcpbench(tmp_path, *serve, "--resume")
+    again = dcpbench(*serve, "--resume")
     assert "0 points to run, 2 already measured" in again.stderr
-    other = dcpbench(tmp_path, *serve, "--resume", "--slo", "ttft=5")
+    other = dcpbench(*serve, "--resume", "--slo", "ttft=5")
     assert other.returncode == 2
     assert "--slo was not given and is ttft=5" in other.stderr
 
 
-def start(folder: Path, input_tokens: int) -> subprocess.Popen[str]:
+def start(folder: Path, input_tokens: int, **env: str) -> subprocess.Popen[str]:
     """A run of 2 ranks that do not end by themselves, once both are at work."""
     command = [*COMMAND, "--tp", "2", "--input-tokens", str(input_tokens), "--output-tokens", "10", "--no-baseline"]
     run = subprocess.Popen(
-        [*command, "-o", "run"], cwd=folder, env=ENV, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        [*command, "-o", "run"], cwd=folder, env=ENV | env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
     until(lambda: len(list((folder / "run").glob("waits-*"))) == 2, run)
     return run
@@ -90,8 +86,8 @@ def start(folder: Path, input_tokens: int) -> subprocess.Popen[str]:
 @pytest.mark.distributed
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_waits_for_what_has_finished(tmp_path: Path, number: int, code: int) -> None:
-    """The ranks get the time to write a record; --resume serves the load anew."""
-    run = start(tmp_path, 120)
+    """The ranks get the time to write a record, after Ctrl-C from torchrun itself; --resume serves the load anew."""
+    run = start(tmp_path, 120, DCPBENCH_QUICK="" if number == signal.SIGINT else "1")
     run.send_signal(number)
     _, err = run.communicate()
     assert run.returncode == code

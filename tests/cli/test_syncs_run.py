@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from dcpbench.syncs import run as runs
 from dcpbench.syncs.commands import GateOptions, Out
 from dcpbench.syncs.model import Coverage, Report, TraceSummary
 from dcpbench.syncs.run import Note, Recording
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 MODEL = """
@@ -47,11 +49,13 @@ def script(folder: Path, text: str, name: str = "script.py") -> str:
     return name
 
 
-def record(tmp_path: Path, *command: str, **options: object) -> tuple[int, dict[str, dict], list[Note]]:
+def record(
+    tmp_path: Path, *command: str, start: Callable[..., int] = forks.start, **options: object
+) -> tuple[int, dict[str, dict], list[Note]]:
     """(exit code, traces by file name, notes) of a program."""
     folder = tmp_path / "traces"
     folder.mkdir()
-    code = runs.start([sys.executable, *command], runs.environment(folder, Recording(**options)))
+    code = start([sys.executable, *command], runs.environment(folder, Recording(**options)))
     traces = {path.name: json.loads(path.read_text()) for path in folder.glob("*.json")}
     return code, traces, runs.notes_in(folder)
 
@@ -211,7 +215,7 @@ class TestProcesses:
         assert [steps_of(trace) for trace in traces.values()] == [[0, 1]]
 
     def test_a_program_without_torch_leaves_nothing(self, tmp_path: Path, program: Path) -> None:
-        code, traces, notes = record(tmp_path, script(program, "print(1)"))
+        code, traces, notes = record(tmp_path, script(program, "print(1)"), start=runs.start)
         assert (code, traces, notes) == (0, {}, [])
         assert "imported torch" in runs.explain(notes, Recording())[0]
 
@@ -339,6 +343,11 @@ class TestWhole:
         return seen
 
     @pytest.fixture
+    def forked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The program begins at once."""
+        monkeypatch.setattr(runs, "start", forks.start)
+
+    @pytest.fixture
     def replayed(self, three: tuple[Path, int, list[Note]]) -> str:
         """Beginning of a script that leaves, in no time, what a recorded process has left."""
         return (
@@ -350,6 +359,7 @@ class TestWhole:
     def code_of(*command: str, **options: object) -> int:
         return runs.run([sys.executable, *command], Recording(**options), GateOptions(), Out())
 
+    @pytest.mark.usefixtures("forked")
     def test_a_clean_program_ends_with_0_and_its_traces_are_gone(self, program: Path, scanned: list[Path]) -> None:
         assert self.code_of(script(program, "import training; training.loop(2)")) == 0
         assert len(scanned) == 1
@@ -366,6 +376,7 @@ class TestWhole:
         assert self.code_of(script(program, "pass")) == 3
         assert scanned == []
 
+    @pytest.mark.usefixtures("forked")
     def test_a_recording_that_was_cut_short_cannot_be_clean(self, program: Path, scanned: list[Path]) -> None:
         text = "import torch, training\ntraining.loop(2)\nwith torch.profiler.profile(): pass"
         assert self.code_of(script(program, text)) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -27,14 +28,22 @@ LOADS = (8, 16, 32, 48)
 
 def steps(rng: np.random.Generator, level_ms: float, model: str, cv: float = 0.003, rho: float = 0.6) -> list[float]:
     """Step times of one launch: neighbours are correlated by `rho`; with `outliers` every 50th takes up to 4 times."""
-    noise, last = [], rng.normal()
-    for _ in range(STEPS):
-        last = rho * last + math.sqrt(1 - rho**2) * rng.normal()
+    last, *fresh = rng.normal(size=1 + STEPS).tolist()
+    noise, own = [], math.sqrt(1 - rho**2)
+    for new in fresh:
+        last = rho * last + own * new
         noise.append(last)
     times = level_ms * np.exp(cv * np.array(noise))
     if model == "outliers":
         times = np.where(rng.random(STEPS) < 0.02, times * rng.uniform(1.5, 4, STEPS), times)
-    return [float(t) for t in times]
+    found: list[float] = times.tolist()
+    return found
+
+
+@functools.cache
+def finished(load: int) -> Record:
+    """A record of so many requests at a time, whose metrics are to be replaced."""
+    return build.ok(build.point(Layout(4), concurrency=load), steps=20)
 
 
 def launch(rng: np.random.Generator, model: str, cv: float = 0.01, faster: float = 1.0) -> list[Record]:
@@ -51,9 +60,8 @@ def launch(rng: np.random.Generator, model: str, cv: float = 0.01, faster: float
         log = common + cv * math.sqrt(1 - shared**2) * own
         if model == "throttle" and rng.random() < 0.1:
             log += math.log(1.03)
-        of = build.point(Layout(4), concurrency=load)
-        metrics = decode_metrics(steps(rng, 10 * math.exp(log) / faster, model), load, of.tp)
-        record = build.ok(of, steps=20)
+        record = finished(load)
+        metrics = decode_metrics(steps(rng, 10 * math.exp(log) / faster, model), load, record.point.tp)
         found.append(msgspec.structs.replace(record, metrics=metrics, started_at=f"at {rng.random()}"))
     return found
 

@@ -30,6 +30,7 @@ from dcpbench.reports import (
 from dcpbench.reports.page import render as page_render
 from dcpbench.show import web
 from tests.unit import record_builder as build
+from tests.unit.unsaved_figures import leave_figures_unsaved
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,6 +93,12 @@ def small(**changes: object) -> list[Record]:
     ]
 
 
+@pytest.fixture
+def unsaved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are made, and not rendered."""
+    leave_figures_unsaved(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, Path]:
     """The report of `small`, written once."""
@@ -124,11 +131,13 @@ def test_every_picture_says_what_it_shows_to_those_who_cannot_see_it(written: tu
     assert all("tp4·dcp4" in alt for alt in page.alts)
 
 
-def test_two_reports_of_the_same_records_are_the_same_bytes(tmp_path: Path) -> None:
+def test_two_reports_of_the_same_records_are_the_same_bytes(tmp_path: Path, written: tuple[Page, Path]) -> None:
     """No dates or random names in pages and pictures, so that committed results do not change by themselves."""
-    folder = build.write(tmp_path / "run", small())
-    first, second = (write_report([folder], tmp_path / name) for name in ("a", "b"))
-    assert [p.read_bytes() for p in first] == [p.read_bytes() for p in second]
+    _, first = written
+    second = write_report([build.write(tmp_path / "run", small())], tmp_path / "b")
+    assert {p.relative_to(tmp_path / "b"): p.read_bytes() for p in second} == {
+        p.relative_to(first): p.read_bytes() for p in first.rglob("*") if p.is_file()
+    }
 
 
 def test_hostile_strings_stay_text(tmp_path: Path) -> None:
@@ -156,6 +165,7 @@ def test_hostile_strings_stay_text(tmp_path: Path) -> None:
     assert "[red]" in printed.replace("\n", "")
 
 
+@pytest.mark.usefixtures("unsaved")
 def test_a_model_name_cannot_write_outside_the_report(tmp_path: Path) -> None:
     """`../../x` becomes a plain file name, and two names that look alike there do not overwrite each other."""
     points = [build.point(Layout(4), model=model) for model in ("../../x", "x", "...", "///")]
@@ -174,6 +184,7 @@ def test_very_long_strings_do_not_break_the_report(tmp_path: Path) -> None:
     assert len(page.text) < 100_000
 
 
+@pytest.mark.usefixtures("unsaved")
 def test_a_truncated_last_line_is_told_and_the_rest_is_used(tmp_path: Path) -> None:
     """Two whole lines and half a one."""
     folder = build.write(tmp_path / "run", small()[:2])
@@ -229,6 +240,7 @@ def test_one_point_is_enough_for_a_report(tmp_path: Path) -> None:
     assert len(page.alts) == 5
 
 
+@pytest.mark.usefixtures("unsaved")
 def test_a_record_without_metrics_has_dashes_and_a_reason_never_zeros(tmp_path: Path) -> None:
     """A point that ended well but holds nothing else."""
     bare = msgspec.structs.replace(
@@ -248,8 +260,9 @@ def test_a_record_without_metrics_has_dashes_and_a_reason_never_zeros(tmp_path: 
     assert row.startswith("| kimi-k2 | 4,000 | 8 | tp4 | — | — | — |")
 
 
-def test_a_point_without_a_profile_is_drawn_as_not_measured(tmp_path: Path) -> None:
+def test_a_point_without_a_profile_is_drawn_as_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--no-profile on one of two points: a note, and no bar of length 0 passed off as a result."""
+    monkeypatch.setattr(figures, "LINES", ())
     records = small()
     records[0] = msgspec.structs.replace(records[0], phases=None, host_syncs_per_step=None)
     page, out = report(tmp_path, records)
@@ -264,6 +277,7 @@ def test_percentiles_below_their_floor_are_dashes_with_the_reason(written: tuple
     assert "p95 needs 130 steps in one measurement; p99 needs 662" in page.text
 
 
+@pytest.mark.usefixtures("unsaved")
 def test_a_cpu_run_never_speaks_of_performance(tmp_path: Path) -> None:
     """The mark stands on the page, and no sentence compares speeds."""
     page, out = report(tmp_path, build.cpu_sweep())
@@ -276,6 +290,7 @@ def test_a_cpu_run_never_speaks_of_performance(tmp_path: Path) -> None:
     assert "CPU: functional run" in terminal([tmp_path / "run"])
 
 
+@pytest.mark.usefixtures("unsaved")
 def test_several_runs_are_joined_and_told_apart(tmp_path: Path) -> None:
     """Two runs of the same sweep: a column for the run, and both in the repeats."""
     a, b = (
@@ -294,9 +309,13 @@ def report_of_many(folders: list[Path], out: Path) -> tuple[Page, Path]:
     return Page(write_report(folders, out)[0].read_text(encoding="utf-8")), out
 
 
-def test_many_points_stay_a_small_page(tmp_path: Path) -> None:
-    """136 measurements of 68 points and 8 rejections: under 2 MB with all pictures."""
-    page, out = report(tmp_path, build.gpu_sweep())
+def test_many_points_stay_a_small_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """136 measurements of 68 points and 8 rejections: under 2 MB with all pictures, which are SVG there."""
+    save = plots.save
+    monkeypatch.setattr(plots, "save", lambda figure, path, *_: save(figure, path, "svg"))
+    build.write(tmp_path / "run", build.gpu_sweep())
+    out = tmp_path / "report"
+    page, _ = report_of(tmp_path / "run", out)
     assert (out / "report.html").stat().st_size < 2_000_000
     assert len(page.alts) == 11
     assert "2 of 68 points measured more than once disagree by more than 2 %" in page.text
@@ -310,6 +329,7 @@ def test_the_terminal_table_fits_eighty_columns(tmp_path: Path) -> None:
     assert "tp4·dcp4" in text
 
 
+@pytest.mark.usefixtures("unsaved")
 def test_the_csv_starts_no_formula_in_a_spreadsheet(tmp_path: Path) -> None:
     """A reason that begins with = is kept as text."""
     _, out = report(tmp_path, [build.rejected(build.point(), "=cmd|' /C calc'!A0")])

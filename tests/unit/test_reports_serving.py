@@ -16,6 +16,7 @@ from dcpbench.reports.serving import tables, words
 from tests.unit import record_builder
 from tests.unit import serve_record_builder as build
 from tests.unit.test_reports import NAMESPACE
+from tests.unit.unsaved_figures import leave_figures_unsaved
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,6 +60,12 @@ def replayed(of: Point) -> Point:
     """The same load in virtual time."""
     assert of.load
     return msgspec.structs.replace(of, load=msgspec.structs.replace(of.load, mode="replay"))
+
+
+@pytest.fixture
+def unsaved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are made, and not rendered."""
+    leave_figures_unsaved(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +151,7 @@ class TestReport:
         assert text.count("kimi-k2, replay: closed loop · 400 in · 40 out") == 1
         assert "preemptions: tp4 at closed 48 4" in text
 
+    @pytest.mark.usefixtures("unsaved")
     def test_decode_and_serve_records_share_a_report(self, tmp_path: Path) -> None:
         """Each has its sections, and the CSV has a row of each."""
         records = [record_builder.ok(record_builder.point(TP), steps=30, phases=None), build.served(build.point(TP))]
@@ -181,6 +189,7 @@ class TestReport:
         assert "<script>alert" not in (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
         assert "\x1b" not in terminal(folder)
 
+    @pytest.mark.usefixtures("unsaved")
     def test_a_cpu_run_speaks_of_no_speed(self, tmp_path: Path) -> None:
         """Tables and figures are marked; no finding compares."""
         cpu = [
@@ -201,6 +210,7 @@ class TestReport:
         assert not list((tmp_path / "report" / "figures").glob("*break-even*"))
         assert "(CPU: functional run)" in " ".join(terminal(folder).split())
 
+    @pytest.mark.usefixtures("unsaved")
     def test_an_open_loop_is_drawn_against_its_rate_and_a_trace_is_not_drawn(self, tmp_path: Path) -> None:
         """A trace is one load, through which no line goes."""
         rates = [

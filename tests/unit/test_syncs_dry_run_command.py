@@ -9,7 +9,9 @@ from typer.testing import CliRunner
 
 from dcpbench.commands.syncs import app
 from dcpbench.errors import UsageError
+from dcpbench.syncs import run
 from dcpbench.syncs.dry_run_program import environment, parse
+from tests import forks
 
 PROGRAM = """
 import sys
@@ -89,6 +91,11 @@ class TestParse:
 
 
 class TestCommand:
+    @pytest.fixture
+    def forked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The program's process begins at once."""
+        monkeypatch.setattr(run, "start", forks.start)
+
     def test_a_wait_is_a_finding_on_its_line(self, program: Path, tmp_path: Path) -> None:
         out = tmp_path / "report.json"
         code, _ = start("--root", str(tmp_path), "--format", "json", "-o", str(out), "--", "python", str(program), "0")
@@ -99,25 +106,30 @@ class TestCommand:
         ]
         assert report["traces"][0]["coverage"]["detector"] == "dry-run"
 
+    @pytest.mark.usefixtures("forked")
     def test_a_program_that_fails_cannot_be_judged(self, program: Path) -> None:
         code, text = start("--", "python", str(program), "7")
         assert code == 3
         assert "exit code 7" in text
 
+    @pytest.mark.usefixtures("forked")
     def test_a_program_that_is_killed_cannot_be_judged(self) -> None:
         code, text = start("--", "python", "-c", "import os; os.kill(os.getpid(), 9)")
         assert code == 3
         assert "ended before it could report" in text
 
+    @pytest.mark.usefixtures("forked")
     def test_a_program_that_never_uses_the_gpu_is_not_clean(self) -> None:
         code, text = start("--", "python", "-c", "import torch; torch.ones(3).sum().item()")
         assert code == 3
         assert "nothing on the virtual GPU" in " ".join(text.split())
 
+    @pytest.mark.usefixtures("forked")
     def test_with_assumed_devices_the_same_program_has_a_finding(self) -> None:
         code, _ = start("--assume-device", "--", "python", "-c", "import torch; torch.ones(3).sum().item()")
         assert code == 1
 
+    @pytest.mark.usefixtures("forked")
     def test_a_program_that_does_not_wait_is_clean(self) -> None:
         code, _ = start("--", "python", "-c", "import torch; torch.ones(3, device='cuda').add_(1)")
         assert code == 0

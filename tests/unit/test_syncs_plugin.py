@@ -1,11 +1,12 @@
 """The pytest plugin, in pytest runs of its own: by a dry run, and live where fake_cuda stands for a GPU.
 
-Starting torch and a dry run takes seconds: the tests of syncs_plugin_cases.py share one run, and those of
-syncs_plugin_live_cases.py another. Runs without torch are in this process.
+The tests of syncs_plugin_cases.py share one run, and those of syncs_plugin_live_cases.py another, both of them forks of
+a process that has imported torch. Runs without torch are in this process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -19,6 +20,7 @@ import pytest
 
 # Loaded before the runs in this process, which take what they were the first to load with them when they end.
 from dcpbench.syncs.live import checked  # noqa: F401
+from tests import forks
 
 pytest_plugins = ["pytester"]
 
@@ -49,15 +51,12 @@ def ran(folder: Path, cases: str, *options: str) -> Ran:
     """Run a file of tests as somebody's own, in a folder without settings."""
     shutil.copy(HERE / cases, folder)
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *QUIET, "--junitxml", "report.xml", *options, cases],
-        cwd=folder,
-        env={**env, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    arguments = ("-m", "pytest", *QUIET, "--junitxml", "report.xml", *options, cases)
+    env |= {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
+    with contextlib.chdir(folder):
+        (code,) = forks.run(forks.Program(arguments, env, "output.txt"))
+    stdout = (folder / "output.txt").read_text()
+    assert code == pytest.ExitCode.TESTS_FAILED, stdout
     tests = {}
     for case in ET.parse(folder / "report.xml").getroot().iter("testcase"):  # noqa: S314 - our own
         name = ".".join([*case.get("classname").split(".")[1:], case.get("name")])
@@ -66,7 +65,7 @@ def ran(folder: Path, cases: str, *options: str) -> Ran:
             for found in case.iter(kind):
                 is_expected = found.get("type") == "pytest.xfail"
                 tests[name] = ("xfailed" if is_expected else outcome, found.text or "")
-    return Ran(done.stdout, tests)
+    return Ran(stdout, tests)
 
 
 @pytest.fixture(scope="module")
@@ -219,15 +218,14 @@ class TestUsage:
         assert result.ret == pytest.ExitCode.USAGE_ERROR
         result.stderr.fnmatch_lines(["*'wet' is none of auto, live, dry-run, off*"])
 
-    def test_live_without_a_device_says_what_to_use(
-        self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_live_without_a_device_says_what_to_use(self, pytester: pytest.Pytester) -> None:
         """In a process of its own, as one that has found a GPU goes on finding it."""
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         pytester.makepyfile("def test_step(cuda_syncs): ...\n")
-        result = pytester.runpytest_subprocess(*QUIET, "--cuda-sync-mode", "live")
-        assert result.ret == pytest.ExitCode.USAGE_ERROR
-        result.stderr.fnmatch_lines(["*live needs a CUDA device, and there is none; use auto or dry-run*"])
+        arguments = ("-m", "pytest", *QUIET, "--cuda-sync-mode", "live")
+        (code,) = forks.run(forks.Program(arguments, os.environ | {"CUDA_VISIBLE_DEVICES": ""}, "output.txt"))
+        assert code == pytest.ExitCode.USAGE_ERROR
+        says = "*live needs a CUDA device, and there is none; use auto or dry-run*"
+        pytest.LineMatcher(Path("output.txt").read_text().splitlines()).fnmatch_lines([says])
 
     def test_the_ini_file_may_switch_it_off(self, run, pytester: pytest.Pytester) -> None:
         pytester.makeini("[pytest]\ncuda_sync_mode = off\n")

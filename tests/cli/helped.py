@@ -1,0 +1,28 @@
+"""The help of commands as it is printed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import re
+from unittest import mock
+
+import pytest
+
+from dcpbench import cli
+
+
+@functools.cache
+def help_of(*command: str) -> str:
+    """The help text, colours and boxes removed."""
+    wide = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+    with (
+        mock.patch.dict(os.environ, wide),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        pytest.raises(SystemExit) as end,
+    ):
+        cli.main([*command, "--help"])
+    assert not end.value.code
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", printed.getvalue()).split())

@@ -1,0 +1,44 @@
+"""Stands in for torchrun on one machine without torch, importing which takes its agent two seconds.
+
+As torchrun does, it ends the other ranks with SIGTERM once one has failed, or once it gets SIGTERM itself, and kills
+what is left after half a minute.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+
+def main(arguments: list[str]) -> int:
+    """Start the ranks and wait for their end; 1 where one failed."""
+    count = int(arguments[arguments.index("--nproc-per-node") + 1])
+    command = arguments[arguments.index("--no-python") + 1 :]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    ranks: list[subprocess.Popen[bytes]] = []
+    ended = threading.Semaphore(0)
+    try:
+        for rank in range(count):
+            env = os.environ | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
+            ranks.append(subprocess.Popen(command, env=env, stdin=0, start_new_session=True))
+        for rank in ranks:
+            threading.Thread(target=lambda rank=rank: (rank.wait(), ended.release()), daemon=True).start()
+        for _ in ranks:
+            ended.acquire()
+            if any(rank.poll() for rank in ranks):
+                return 1
+        return 0
+    finally:
+        for rank in ranks:
+            rank.send_signal(signal.SIGTERM)
+        try:
+            for rank in ranks:
+                rank.wait(30)
+        finally:
+            for rank in ranks:
+                rank.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

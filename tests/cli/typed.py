@@ -1,0 +1,40 @@
+"""The command in this process, which has imported what it needs, with the fake worker in jobs of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dcpbench import cli
+from tests.cli import dcpbench_fake
+
+HERE = Path(__file__).parent
+ENV = os.environ | {
+    "PYTHONPATH": f"{HERE}:{Path(cli.__file__).parents[1]}",
+    "COLUMNS": "140",
+    "DCPBENCH_QUICK": "1",
+}
+"""The environment of dcpbench_fake.py as a process, whose jobs are quick ones."""
+
+
+class Typed:
+    """Runs commands in a folder, one after the other."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        dcpbench_fake.install(monkeypatch.setattr, quickly=True)
+        monkeypatch.chdir(folder)
+        for name in ("PYTHONPATH", "COLUMNS"):
+            monkeypatch.setenv(name, ENV[name])
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+
+    def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Its exit code, stdout and stderr."""
+        self._monkeypatch.setattr(sys, "argv", ["dcpbench", *words])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = self._capsys.readouterr()
+        return subprocess.CompletedProcess(words, int(end.value.code or 0), out, err)

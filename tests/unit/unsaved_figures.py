@@ -1,0 +1,27 @@
+"""Figures of reports that are made and not rendered, which is nearly all of the time that a report takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dcpbench.reports import plots
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+    from matplotlib.figure import Figure
+
+SVG = '<svg xmlns="http://www.w3.org/2000/svg"/>'
+
+
+def leave_figures_unsaved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what a report says beside its pictures: every format of a figure is a file that shows nothing."""
+
+    def save(_: Figure, path: Path, *formats: str) -> list[Path]:
+        paths = [path.with_suffix(f".{form}") for form in formats]
+        for target in paths:
+            target.write_text(SVG)
+        return paths
+
+    monkeypatch.setattr(plots, "save", save)
