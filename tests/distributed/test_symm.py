@@ -6,10 +6,6 @@ cannot be seen here.
 """
 
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +17,8 @@ from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
 from dcpbench.exchange.symmetric_memory import Place, check
 from dcpbench.kernels.peers import MOST_BLOCKS, Carver, Peers, reference
 from tests.distributed import symm_ranks as ranks
+from tests.distributed.forked import forked
 
-ROOT = Path(__file__).parents[2]
 CASES = [(world, layout) for world in ranks.WORLDS for layout in ranks.layouts(world)]
 
 
@@ -33,10 +29,7 @@ def found(tmp_path_factory):
     @functools.cache
     def run(world):
         folder = tmp_path_factory.mktemp(f"symm{world}")
-        command = [sys.executable, "-m", "tests.distributed.symm_ranks", str(world), str(folder)]
-        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        forked("tests.distributed.symm_ranks", str(world), str(folder), log=folder / "log")
         return {
             layout: [torch.load(folder / f"{layout}-{rank}.pt") for rank in range(world)]
             for layout in ranks.layouts(world)
