@@ -1,4 +1,4 @@
-"""Logits and greedy tokens of `transformers`, on every layout the project promises, through real torchrun jobs."""
+"""Logits and greedy tokens of `transformers` on every layout the project promises, several ranks by torchrun jobs."""
 
 from __future__ import annotations
 
