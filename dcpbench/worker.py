@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -149,6 +150,7 @@ def main(path: str) -> int:
     faulthandler.enable()
     stacks = (folder / f"stacks-{rank}.txt").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    gc.freeze()  # the modules of torch, which no collection between two points need look through
     if job.device == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

@@ -1,10 +1,12 @@
 """What holds for every test: no deadlines, as nothing here measures time; GPU tests only where there is a GPU; one
-thread, as tensors are tiny and several threads of several processes spend their time waiting for each other.
+thread, as tensors are tiny and several threads of several processes spend their time waiting for each other; bytecode
+is kept, be it that the environment says otherwise, as hundreds of processes would compile the same files again.
 
 Without a GPU, Triton kernels run in its interpreter; that has to be decided before anything imports Triton.
 """
 
 import os
+import sys
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 torch.set_num_threads(1)
 

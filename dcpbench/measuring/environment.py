@@ -104,16 +104,16 @@ def _version(package: str) -> str | None:
     """Version of a package that can be found, None otherwise. Not imported: some take seconds."""
     if importlib.util.find_spec(package) is None:
         return None
-    names = _distributions().get(package, [package])
     try:
-        return importlib.metadata.version(names[0])
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+        names = _distributions().get(package)
+        return importlib.metadata.version(names[0]) if names else "unknown"
 
 
 @functools.cache
 def _distributions() -> Mapping[str, list[str]]:
-    """Import name -> distributions. Reads every installed package: most of a second, so once."""
+    """Import name -> distributions. Reads every installed package: most of a second, so once, and for others' names."""
     return importlib.metadata.packages_distributions()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,9 +25,13 @@ class Truth:
     """[positions, vocab] of the prompt and all new tokens, fp32 on the CPU."""
 
 
+@functools.cache
 @torch.no_grad()
-def greedy(folder: str, prompts: list[list[int]], new_tokens: int) -> list[Truth]:
-    """Truth for each prompt. The whole model must fit in host memory. Raises MissingPackageError."""
+def greedy(folder: str, prompts: tuple[tuple[int, ...], ...], new_tokens: int) -> list[Truth]:
+    """Truth for each prompt, the same for all points of a job, so it is computed once.
+
+    The whole model must fit in host memory. Raises MissingPackageError.
+    """
     try:
         from transformers import AutoModelForCausalLM
     except ImportError as e:
@@ -54,7 +59,7 @@ def _config(folder: str) -> PreTrainedConfig:
     return kind.from_dict({name: value for name, value in absent.items() if name not in fields} | fields)
 
 
-def _greedy(model: torch.nn.Module, prompt: list[int], new_tokens: int) -> Truth:
+def _greedy(model: torch.nn.Module, prompt: tuple[int, ...], new_tokens: int) -> Truth:
     text = list(prompt)
     for _ in range(new_tokens):
         logits = model(torch.tensor([text]), use_cache=False).logits[0]

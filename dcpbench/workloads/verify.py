@@ -118,7 +118,7 @@ def _wrong_writes(engine: DecodeEngine, requests: list[Request]) -> int:
 
 
 def _oracle_checks(point: Point, shape: ModelShape, job: Job, rank: int, device: torch.device) -> list[Check]:
-    prompts = [list(p) for p in job.prompts]
+    prompts = tuple(map(tuple, job.prompts))
     longest = max(map(len, prompts)) + job.new_tokens
     rows = -(-len(prompts) // point.dp)
     engine = _engine(point, shape, [longest] * rows, job.settings.seed, rank, device)
@@ -151,7 +151,10 @@ def _routed_elsewhere(model: Model, biases: list[torch.Tensor]) -> int:
 
 
 def _compare(
-    point: Point, everyone: list[dict[int, tuple[list[int], torch.Tensor]]], prompts: list[list[int]], new: int
+    point: Point,
+    everyone: list[dict[int, tuple[list[int], torch.Tensor]]],
+    prompts: tuple[tuple[int, ...], ...],
+    new: int,
 ) -> list[Check]:
     """Every rank's logits and tokens of its replica's requests against the oracle's."""
     expected = oracle.greedy(point.weights, prompts, new)
@@ -179,7 +182,7 @@ def _compare(
 
 
 def _decode(
-    engine: DecodeEngine, prompts: list[list[int]], new: int, biases: list[torch.Tensor]
+    engine: DecodeEngine, prompts: tuple[tuple[int, ...], ...], new: int, biases: list[torch.Tensor]
 ) -> tuple[dict[int, tuple[list[int], torch.Tensor]], int]:
     """This replica's requests by index: greedy tokens, and logits [positions, vocab] of prompt and continuation.
 

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,7 @@ from dcpbench.records.file import read_records
 from dcpbench.records.folder import LOCK_FILE
 from tests.cli.job_processes import AGENT, MARK, RANK, listening, of_role, opened, processes, wait_until
 from tests.cli.test_launcher import outcomes, point, work
+from tests.cli.waiting import LOOK_S
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]  # some start real ranks twice
 HERE = Path(__file__).parent
@@ -222,6 +224,7 @@ class TestListening:
         seen: set[str] = set()
         while bench.poll() is None:
             seen |= listening(mark)
+            time.sleep(LOOK_S)
         assert bench.returncode == 0
         assert seen == {"0100007F"}
 

@@ -1,4 +1,7 @@
-"""Small random DeepSeek checkpoints, written by transformers itself; every number that could be 0 or 1 is neither."""
+"""Small random DeepSeek checkpoints, written by transformers itself; every number that could be 0 or 1 is neither.
+
+transformers takes seconds to import, so only who writes a checkpoint does.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import json
 from typing import TYPE_CHECKING, Final
 
 import torch
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -54,47 +56,41 @@ def yarn(mscale: float, mscale_all_dim: float) -> dict[str, object]:
     }
 
 
+V3 = SIZES | {
+    "q_lora_rank": 40,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "rope_parameters": yarn(1.0, 0.8),
+}
+V2_GREEDY = SIZES | {"q_lora_rank": 40, "n_shared_experts": 2, "topk_method": "greedy"}
+
+
 def deepseek_v3(folder: Path) -> None:
     """Low-rank q, sigmoid routing in 4 groups with a correction bias, YaRN that scales scores and the table."""
-    config = DeepseekV3Config(
-        **SIZES,
-        q_lora_rank=40,
-        n_shared_experts=1,
-        n_group=4,
-        topk_group=2,
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
-        rope_parameters=yarn(1.0, 0.8),
-    )
-    _write(DeepseekV3ForCausalLM, config, folder, "10GB")
+    _write("DeepseekV3", V3, folder)
 
 
 def deepseek_v2(folder: Path) -> None:
     """As V2-Lite projects q, softmax routing limited to 2 of 4 groups, in several files with an index."""
-    config = DeepseekV2Config(
-        **SIZES,
-        q_lora_rank=None,
-        n_shared_experts=2,
-        n_group=4,
-        topk_group=2,
-        topk_method="group_limited_greedy",
-        routed_scaling_factor=1.5,
-        rope_parameters=yarn(0.7, 0.7),
-    )
-    _write(DeepseekV2ForCausalLM, config, folder, "150KB")
+    own = {
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 1.5,
+        "rope_parameters": yarn(0.7, 0.7),
+    }
+    _write("DeepseekV2", SIZES | own, folder, shard="150KB")
 
 
 def deepseek_v2_greedy(folder: Path) -> None:
     """Low-rank q, softmax routing without groups, plain rope, and an epsilon that the latent norms do not share."""
-    config = DeepseekV2Config(
-        **SIZES,
-        q_lora_rank=40,
-        n_shared_experts=2,
-        topk_method="greedy",
-        rms_norm_eps=0.1,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )
-    _write(DeepseekV2ForCausalLM, config, folder, "10GB")
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    _write("DeepseekV2", V2_GREEDY | {"rms_norm_eps": 0.1, "rope_parameters": rope}, folder)
 
 
 def deepseek_v3_of(folder: Path, changed: Mapping[str, object], written: Mapping[str, object]) -> None:
@@ -102,23 +98,13 @@ def deepseek_v3_of(folder: Path, changed: Mapping[str, object], written: Mapping
 
     A field that is written as ABSENT is left out.
     """
-    fields = SIZES | {
-        "q_lora_rank": 40,
-        "n_shared_experts": 1,
-        "n_group": 4,
-        "topk_group": 2,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "rope_parameters": yarn(1.0, 0.8),
-    }
-    _write(DeepseekV3ForCausalLM, DeepseekV3Config(**(fields | changed)), folder, "10GB")
+    _write("DeepseekV3", V3 | changed, folder)
     _rewrite(folder, written)
 
 
 def deepseek_v2_of(folder: Path, changed: Mapping[str, object], written: Mapping[str, object]) -> None:
     """The same of the greedy V2."""
-    fields = SIZES | {"q_lora_rank": 40, "n_shared_experts": 2, "topk_method": "greedy"}
-    _write(DeepseekV2ForCausalLM, DeepseekV2Config(**(fields | changed)), folder, "10GB")
+    _write("DeepseekV2", V2_GREEDY | changed, folder)
     _rewrite(folder, written)
 
 
@@ -135,9 +121,11 @@ WRITERS: dict[str, Callable[[Path], None]] = {
 }
 
 
-def _write(kind: type, config: object, folder: Path, shard: str) -> None:
+def _write(kind: str, fields: Mapping[str, object], folder: Path, shard: str = "10GB") -> None:
+    import transformers
+
     torch.manual_seed(0)
-    model = kind(config)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**fields))
     with torch.no_grad():
         for name, value in (*model.named_parameters(), *model.named_buffers()):
             if "norm" in name:

@@ -1,10 +1,5 @@
 """The exchanges over groups of 2 and 4 gloo ranks against the merge computed in one place."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,18 +9,14 @@ from dcpbench.exchange.collectives import Group
 from dcpbench.kernels.merge import merge
 from dcpbench.points.layout import Layout
 from tests.distributed import exchange_ranks as ranks
-
-ROOT = Path(__file__).parents[2]
+from tests.distributed.forked import forked
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What each rank of each layout got: [layout][rank][name, dtype, changes] -> q and merged output."""
     folder = tmp_path_factory.mktemp("exchange")
-    command = [sys.executable, "-m", "tests.distributed.exchange_ranks", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    forked("tests.distributed.exchange_ranks", str(folder), log=folder / "log")
     return {
         layout: [torch.load(folder / f"{layout}-{rank}.pt") for rank in range(ranks.WORLD)] for layout in ranks.LAYOUTS
     }

@@ -1,26 +1,18 @@
 """The gather of a KV prefix over 2 and 4 gloo ranks, whose memory the other ranks read."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.distributed import kv_gather_ranks as ranks
-
-ROOT = Path(__file__).parents[2]
+from tests.distributed.forked import forked
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def found(request, tmp_path_factory):
     """What each rank of a world found, in rank order."""
     folder = tmp_path_factory.mktemp("gather")
-    command = [sys.executable, "-m", "tests.distributed.kv_gather_ranks", str(request.param), str(folder)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    forked("tests.distributed.kv_gather_ranks", str(request.param), str(folder), log=folder / "log")
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
 
 

@@ -1,4 +1,4 @@
-"""Logits and greedy tokens of `transformers`, on every layout the project promises, through real torchrun jobs."""
+"""Logits and greedy tokens of `transformers` on every layout the project promises, several ranks by torchrun jobs."""
 
 from __future__ import annotations
 
@@ -96,14 +96,33 @@ def point(
 
 
 def verify(points: list[Point], prompts: tuple[tuple[int, ...], ...], new: int, folder: Path) -> None:
-    """Run a verify job for each world size, in order, and assert what every point must have found."""
+    """Run a verify job for each world size, in order; every point must agree."""
     work = launcher.Work(
         folder=folder, settings=Settings(), device="cpu", kind="verify", prompts=prompts, new_tokens=new
     )
     launcher.run(points, work, Machines(), lambda _: None)
     assert {r.point.key(): r.reason for r in last_records(folder, FAILED_FILE).values()} == {}, "no point failed"
     lines = (folder / "checks.jsonl").read_bytes().splitlines()
-    checks = [msgspec.json.decode(line, type=Check) for line in lines]
+    assert_verified(points, [msgspec.json.decode(line, type=Check) for line in lines], len(prompts) * new)
+
+
+def alone(asked: Point, prompts: tuple[tuple[int, ...], ...], new: int, folder: Path) -> list[Check]:
+    """What `verify` finds of a point of one rank, in this process."""
+    job = Job(
+        kind="verify",
+        tag="t",
+        folder=str(folder),
+        device="cpu",
+        points=[asked],
+        settings=Settings(),
+        prompts=prompts,
+        new_tokens=new,
+    )
+    return workload.run(asked, load_shape(asked.weights), job, rank=0, device=torch.device("cpu"))
+
+
+def assert_verified(points: list[Point], checks: list[Check], tokens_of_a_rank: int) -> None:
+    """Assert what every point must have found, in order."""
     reduced = [c for c in checks if c.name == "reduce"]
     assert [c.all_reduce for c in reduced] == [p.all_reduce for p in points if p.all_reduce != "nccl"]
     assert all(c.error <= LIMIT for c in reduced)
@@ -122,13 +141,15 @@ def verify(points: list[Point], prompts: tuple[tuple[int, ...], ...], new: int, 
         assert kv_write.error == 0, p
         assert logits.error <= LIMIT, p
         assert tokens.error == 0, p
-        compared = len(prompts) * new * p.layout.attn_tp
+        compared = tokens_of_a_rank * p.layout.attn_tp
         assert tokens.detail == f"of {compared} greedy tokens on all ranks", p
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_logits_and_greedy_tokens_are_those_of_transformers(tp, checkpoints, tmp_path):
     """Four requests start three steps apart, so batches hold padding rows, and are fed token by token.
+
+    A rank that has no others is this process; the command below runs it as a job.
 
     Each of the 4 requests yields 5 tokens on each of the tp / dp ranks of its replica: 20 · tp / dp are compared.
     """
@@ -138,18 +159,24 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(tp, checkpoints, tmp
         if layout.tp == tp
         for model, storage, exchange in cases
     ]
-    verify(points, PROMPTS, NEW, tmp_path)
+    if tp == 1:
+        checks = [check for p in points for check in alone(p, PROMPTS, NEW, tmp_path)]
+        assert_verified(points, checks, len(PROMPTS) * NEW)
+    else:
+        verify(points, PROMPTS, NEW, tmp_path)
 
 
 def test_so_are_those_of_the_triton_backend_and_of_symmetric_memory(checkpoints, tmp_path):
     """In Triton's interpreter, which takes seconds for what the reference does in milliseconds: few and short."""
+    prompts, new = ((5, 90, 17), (202,)), 1
+    one = point(checkpoints["v3"], Layout(1), PAGED, NONE, "triton", context=3)
+    assert_verified([one], alone(one, prompts, new, tmp_path), len(prompts) * new)
     points = [
-        point(checkpoints["v3"], Layout(1), PAGED, NONE, "triton", context=3),
         point(checkpoints["v2"], Layout(2, dcp=2), PLAIN, A2A, "triton", context=3),
         point(checkpoints["v2"], Layout(2, dcp=2), PAGED, SYMM | HALVES | REDUCED, context=3),
         point(checkpoints["v2"], Layout(2, dcp=2), PLAIN, SYMM | REPLICATED | PROJECTED, context=3),
     ]
-    verify(points, ((5, 90, 17), (202,)), 1, tmp_path)
+    verify(points, prompts, new, tmp_path)
 
 
 YARN = yarn(1.0, 0.8)
@@ -295,18 +322,7 @@ def test_a_configuration_that_is_accepted_gives_the_oracles_numbers(variant, tmp
     write, changed, written = VARIANTS[variant]
     write(tmp_path, changed, written)
     asked = point(str(tmp_path), Layout(1), PLAIN, NONE, context=9)
-    job = Job(
-        kind="verify",
-        tag="t",
-        folder=str(tmp_path),
-        device="cpu",
-        points=[asked],
-        settings=Settings(),
-        prompts=PROMPTS,
-        new_tokens=NEW,
-    )
-    shape = load_shape(str(tmp_path))
-    checks = {c.name: c for c in workload.run(asked, shape, job, rank=0, device=torch.device("cpu"))}
+    checks = {c.name: c for c in alone(asked, PROMPTS, NEW, tmp_path)}
     assert list(checks) == (CHECKS if "v2" in variant else [*CHECKS, "routing"])
     assert {name: c.error for name, c in checks.items() if not c.ok} == {}
     assert checks["logits"].error <= LIMIT
@@ -336,7 +352,7 @@ def test_the_command_names_a_tensor_that_the_checkpoint_lacks(checkpoints, tmp_p
     tensors = load_file(broken / "model.safetensors")
     del tensors["model.layers.1.mlp.gate.weight"]
     save_file(tensors, broken / "model.safetensors")
-    code, said, errors = command("--checkpoint", str(broken), "--tp", "2", "--dcp", "2", "-o", str(tmp_path / "run"))
+    code, said, errors = command("--checkpoint", str(broken), "--tp", "1", "-o", str(tmp_path / "run"))
     assert (code, said["ok"], said["checks"]) == (4, False, [])
     assert "has no tensor 'model.layers.1.mlp.gate.weight'" in said["failed"][0]["reason"]
     assert "has no tensor 'model.layers.1.mlp.gate.weight'" in errors

@@ -1,25 +1,22 @@
 """Steps of decodes and prompt chunks over 2 and 4 gloo ranks: their logits are those of `transformers`."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.distributed import prefill_ranks as ranks
 from tests.distributed.checkpoints import WRITERS
+from tests.distributed.forked import forked
 
-ROOT = Path(__file__).parents[2]
 LIMIT = 1e-4
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Checkpoints, and the oracle's logits of both replicas' prompts."""
+    from transformers import AutoModelForCausalLM  # takes seconds
+
     made = tmp_path_factory.mktemp("prefill")
     texts = torch.tensor(ranks.prompts(0) + ranks.prompts(1))
     truth = {}
@@ -43,10 +40,7 @@ def test_logits_are_those_of_transformers_on_every_layout(world, folder):
     heads of the DCP group, of which prefill uses this rank's. Where --all-reduce symm has memory for two rows, steps of
     prompts are reduced without it.
     """
-    command = [sys.executable, "-m", "tests.distributed.prefill_ranks", str(world), str(folder)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    forked("tests.distributed.prefill_ranks", str(world), str(folder), log=folder / f"log-{world}")
     for rank in range(world):
         errors = json.loads((folder / f"{world}-{rank}.json").read_text())
         for case, error in zip(ranks.CASES[world], errors, strict=True):

@@ -55,8 +55,8 @@ def truth(checkpoint: str):
         requests = make_requests(load, VOCAB)
         prompts = [tuple(r.prompt.tolist()) for r in requests]
         longest = max(r.output_tokens for r in requests)
-        new = [p for p in dict.fromkeys(prompts) if len(known.get(p, [])) < longest]
-        for prompt, found in zip(new, oracle.greedy(checkpoint, [list(p) for p in new], longest), strict=True):
+        new = tuple(p for p in dict.fromkeys(prompts) if len(known.get(p, [])) < longest)
+        for prompt, found in zip(new, oracle.greedy(checkpoint, new, longest), strict=True):
             known[prompt] = found.tokens
         return [known[p][: r.output_tokens] for p, r in zip(prompts, requests, strict=True)]
 

@@ -6,10 +6,6 @@ cannot be seen here.
 """
 
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,8 +20,8 @@ from dcpbench.kernels.peers import MOST_BLOCKS, Carver, Peers
 from dcpbench.kernels.peers.add_up import add_up_reference
 from dcpbench.kernels.peers.merge import merge_reference
 from tests.distributed import symm_ranks as ranks
+from tests.distributed.forked import forked
 
-ROOT = Path(__file__).parents[2]
 CASES = [(world, layout) for world in ranks.WORLDS for layout in ranks.layouts(world)]
 
 
@@ -36,10 +32,7 @@ def found(tmp_path_factory):
     @functools.cache
     def run(world):
         folder = tmp_path_factory.mktemp(f"symm{world}")
-        command = [sys.executable, "-m", "tests.distributed.symm_ranks", str(world), str(folder)]
-        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        forked("tests.distributed.symm_ranks", str(world), str(folder), log=folder / "log")
         return {
             layout: [torch.load(folder / f"{layout}-{rank}.pt") for rank in range(world)]
             for layout in ranks.layouts(world)

@@ -22,6 +22,7 @@ GPU is not.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import triton
@@ -34,6 +35,16 @@ if TYPE_CHECKING:
     from dcpbench.kernels.peers import Peers
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+REST_S = 0.005
+"""As many looks of the interpreter would take."""
+
+
+def _rest() -> None:
+    """Leave the core to the ranks that are waited for: there may be more of them than cores. For the interpreter."""
+    time.sleep(REST_S)
+
+
+_rest.__triton_builtin__ = True  # type: ignore[attr-defined]  # else the compiler refuses code that it leaves out
 
 
 @triton.jit
@@ -107,6 +118,8 @@ def _wait_for(flags, others, count):
         while behind < 0:
             seen = tl.atomic_add(flags, 0, mask=others, sem="acquire", scope="sys")
             behind = tl.min(tl.where(others, seen - count, 0), 0)
+            if behind < 0:
+                _rest()
     else:
         # Each thread looks for itself, and only at plain loads: threads that compared notes, or atomics, take longer.
         tl.inline_asm_elementwise(
