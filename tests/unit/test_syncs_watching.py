@@ -1,12 +1,12 @@
-"""What watching is made of: allowed regions, the decorator, pageable copies, and the way without callbacks."""
+"""What watching is made of: allowed regions, the decorator, pageable copies, and a torch without callbacks."""
 
 import subprocess
 import sys
 import threading
-import warnings
 
 import pytest
 import torch
+from torch.cuda import _gpu_trace
 
 from dcpbench.errors import CapacityError, SyncError, UsageError
 from dcpbench.syncs import allow, live, no_syncs, watch
@@ -142,66 +142,20 @@ class TestWithoutCuda:
         assert done.stdout == "False\n"
 
 
-class TestDebugMode:
-    """For a torch without callbacks; the mode itself needs CUDA, so that it is stood for here."""
-
-    @pytest.fixture
-    def mode(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-        """What torch.cuda.set_sync_debug_mode was last told."""
-        state = {"mode": 0}
+class TestWithoutCallbacks:
+    def test_a_torch_that_does_not_tell_of_its_waits_is_not_watched(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nothing stands in that would see less; the watch can begin where the callbacks are there."""
         monkeypatch.setattr(live, "has_cuda", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: state["mode"])
-        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: state.update(mode=mode))
-        monkeypatch.setattr(callbacks, "listen", lambda _: False)
-        return state
-
-    @staticmethod
-    def warn() -> None:
-        warnings.warn(f"{callbacks.MESSAGE} (Triggered internally)", UserWarning, stacklevel=2)
-
-    def test_warnings_of_torch_are_counted_and_not_shown(
-        self, mode: dict[str, int], capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        with watch() as seen:
-            assert mode["mode"] == 1
-            for _ in range(2):
-                self.warn()
-        assert (seen.count, mode["mode"]) == (2, 0)
-        assert capsys.readouterr().err == ""
-
-    def test_other_warnings_reach_who_listens(self, mode: dict[str, int]) -> None:
-        del mode
-        with pytest.warns(UserWarning, match="something else"), watch() as seen:
-            warnings.warn("something else", UserWarning, stacklevel=1)
-        assert seen.count == 0
-
-    @pytest.mark.parametrize("before", [0, 1, 2])
-    def test_the_mode_before_is_restored_also_after_an_exception(self, mode: dict[str, int], before: int) -> None:
-        mode["mode"] = before
-        with pytest.raises(ZeroDivisionError), watch(), watch():
-            self.fail_in(mode, max(before, 1))
-        assert mode["mode"] == before
-
-    @staticmethod
-    def fail_in(mode: dict[str, int], expected: int) -> None:
-        assert mode["mode"] == expected
-        _ = 1 // 0
-
-    def test_filters_and_display_are_put_back(self, mode: dict[str, int]) -> None:
-        del mode
-        before = (warnings.filters[:], warnings.showwarning)
-        with watch():
-            pass
-        assert (warnings.filters, warnings.showwarning) == before
-
-    def test_a_program_that_asked_for_warnings_still_gets_them(self, mode: dict[str, int]) -> None:
-        mode["mode"] = 1
-        with pytest.warns(UserWarning, match=callbacks.MESSAGE), watch() as seen:
-            self.warn()
+        monkeypatch.setattr(callbacks, "_registered", False)
+        seen = watch()
+        with monkeypatch.context() as without:
+            without.delattr(_gpu_trace, "register_callback_for_stream_synchronization")
+            with (
+                pytest.raises(CapacityError, match=r"does not tell when it waits .*: dcpbench syncs run -- python"),
+                seen,
+            ):
+                pass
+        monkeypatch.setattr(callbacks, "_registered", True)
+        with seen:
+            fake_cuda.stream()
         assert seen.count == 1
-
-    def test_the_report_says_what_this_torch_hides(self, mode: dict[str, int]) -> None:
-        del mode
-        with watch() as seen:
-            pass
-        assert any("no callbacks" in note for note in seen.report().traces[0].coverage.notes)

@@ -43,10 +43,6 @@ NOTES = (
     "How long the host waited and what it cost the GPU is not measured; a trace tells (dcpbench syncs run).",
 )
 OTHER_THREADS = "Of other threads, copies to and from pageable memory with non_blocking=True are not seen."
-NO_CALLBACKS = (
-    "This torch has no callbacks for waits: torch.cuda.set_sync_debug_mode stood in, which does not see "
-    "torch.cuda.synchronize() and Event.synchronize()."
-)
 
 _lock = threading.Lock()
 _watches: tuple[Watch, ...] = ()
@@ -78,8 +74,6 @@ class Watch:
         self.thread = 0
         """`threading.get_ident()` of the thread that watches."""
         self._mode = _Operators(self)
-        self.by_warnings = False
-        """Whether set_sync_debug_mode stands in for torch's callbacks."""
 
     @property
     def count(self) -> int:
@@ -93,7 +87,7 @@ class Watch:
     def report(self) -> Report:
         """The same as `dcpbench syncs` prints; times are unknown, as nothing is measured here."""
         threads = OTHER_THREADS if self.threads == "all" else "Other threads were not watched."
-        notes = [*NOTES, threads, *([NO_CALLBACKS] if self.by_warnings else [])]
+        notes = [*NOTES, threads]
         events = len(self.syncs) + len(self.allowed)
         coverage = Coverage(detector="live", stacks="frames", sync_events=events, notes=notes)
         rank = os.environ.get("RANK", "")
@@ -110,10 +104,8 @@ class Watch:
                 "There is no CUDA device, so nothing could be seen here; on such a machine write "
                 "`from dcpbench.syncs.dry_run import dry_run` and `with dry_run() as run:`, which says what would."
             )
+        callbacks.listen(_on_wait)
         self.thread = threading.get_ident()
-        self.by_warnings = not callbacks.listen(_on_wait)
-        if self.by_warnings:
-            callbacks.begin_warnings(functools.partial(_on_wait, callbacks.STREAM, warned=True))
         self._mode.__enter__()
         _set_watches((*_watches, self))
         return self
@@ -123,8 +115,6 @@ class Watch:
     ) -> None:
         _set_watches(tuple(w for w in _watches if w is not self))
         self._mode.__exit__(kind, error, where)
-        if self.by_warnings:
-            callbacks.end_warnings()
         if error is None and self.at_most is not None and self.count > self.at_most:
             limit = f"at most {self.at_most}" if self.at_most else "none"
             raise SyncError(f"{self.count} CUDA synchronisations where {limit} may be.\n\n{self.text()}")
@@ -236,10 +226,10 @@ def _calls() -> list[sighting.Call]:
     return calls
 
 
-def _on_wait(kind: str, *, warned: bool = False) -> None:
-    """The host is about to wait on the calling thread: tells every watch that is concerned and listens that way."""
+def _on_wait(kind: str) -> None:
+    """The host is about to wait on the calling thread: tells every watch that is concerned."""
     calls = _calls()
-    watches = [w for w in _watches if w.by_warnings is warned and w.concerns(calls)]
+    watches = [w for w in _watches if w.concerns(calls)]
     if not watches:
         return
     for call in calls:
