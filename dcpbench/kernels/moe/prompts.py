@@ -175,31 +175,7 @@ def _store(y, out, row, column, end, columns):
 
 
 @triton.jit
-def _short(
-    tensors,
-    where,
-    GATED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    x, _, weight, _, out = tensors
-    w_row, n, begin, end, columns, depth = where
-    y = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    up = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    for at in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
-        x_MK = x.load([begin, at])
-        y = tl.dot(x_MK, weight.load([w_row, at]).T, y, input_precision="ieee")
-        if GATED:
-            up = tl.dot(x_MK, weight.load([w_row + columns, at]).T, up, input_precision="ieee")
-    if GATED:
-        y *= tl.sigmoid(y) * up
-    _store(y, out, begin + tl.arange(0, ROWS), n + tl.arange(0, BLOCK_N), end, columns)
-
-
-@triton.jit
-def _long(
+def _multiply(
     tensors,
     where,
     GATED: tl.constexpr,
@@ -214,21 +190,29 @@ def _long(
     w_row, n, begin, end, columns, depth = where
     y = tl.zeros([ROWS, BLOCK_N], tl.float32)
     up = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    more = tl.zeros([BLOCK_N, MORE], tl.float32)
-    more_up = tl.zeros([BLOCK_N, MORE], tl.float32)
+    if MORE > 0:
+        more = tl.zeros([BLOCK_N, MORE], tl.float32)
+        more_up = tl.zeros([BLOCK_N, MORE], tl.float32)
     for at in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
-        x_MK, more_MK, w_NK = x.load([begin, at]), x_more.load([begin + ROWS, at]), weight.load([w_row, at])
+        x_MK = x.load([begin, at])
+        if MORE > 0:
+            more_MK = x_more.load([begin + ROWS, at])
+        w_NK = weight.load([w_row, at])
         y = tl.dot(x_MK, w_NK.T, y, input_precision="ieee")
-        more = tl.dot(w_NK, more_MK.T, more, input_precision="ieee")
+        if MORE > 0:
+            more = tl.dot(w_NK, more_MK.T, more, input_precision="ieee")
         if GATED:
             up_NK = weight.load([w_row + columns, at])
             up = tl.dot(x_MK, up_NK.T, up, input_precision="ieee")
-            more_up = tl.dot(up_NK, more_MK.T, more_up, input_precision="ieee")
+            if MORE > 0:
+                more_up = tl.dot(up_NK, more_MK.T, more_up, input_precision="ieee")
     if GATED:
         y *= tl.sigmoid(y) * up
-        more *= tl.sigmoid(more) * more_up
+        if MORE > 0:
+            more *= tl.sigmoid(more) * more_up
     _store(y, out, begin + tl.arange(0, ROWS), n + tl.arange(0, BLOCK_N), end, columns)
-    _store(tl.trans(more), out, begin + ROWS + tl.arange(0, MORE), n + tl.arange(0, BLOCK_N), end, columns)
+    if MORE > 0:
+        _store(tl.trans(more), out, begin + ROWS + tl.arange(0, MORE), n + tl.arange(0, BLOCK_N), end, columns)
 
 
 @triton.jit
@@ -257,11 +241,11 @@ def _tile(
     w_row = tl.load(tiles + tile) * (2 * columns if GATED else columns) + n
     where = (w_row, n, begin, end, columns, depth)
     if MORE == 0:
-        _short(tensors, where, GATED, ROWS, BLOCK_N, BLOCK_K, STAGES)
+        _multiply(tensors, where, GATED, ROWS, 0, BLOCK_N, BLOCK_K, STAGES)
     elif (end - begin > ROWS) & (end - begin <= ROWS + MORE):
-        _long(tensors, where, GATED, ROWS, MORE, BLOCK_N, BLOCK_K, STAGES)
+        _multiply(tensors, where, GATED, ROWS, MORE, BLOCK_N, BLOCK_K, STAGES)
     else:
-        _short(tensors, where, GATED, ROWS, BLOCK_N, BLOCK_K, STAGES)
+        _multiply(tensors, where, GATED, ROWS, 0, BLOCK_N, BLOCK_K, STAGES)
 
 
 @triton.jit
