@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpbench.compare.words import (
-    CPU_NOTE,
-    gate_text,
-    how,
-    interval_text,
-    label,
-    not_matched,
-    ratio_text,
-    summary,
-)
+from dcpbench.compare.words import CPU_NOTE, gate_text, how, interval_text, label, not_matched, ratio_text, summary
 from dcpbench.show import ci
 from dcpbench.show.ci import bullets
 from dcpbench.show.numbers import short_number

@@ -6,16 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from dcpbench.compare.words import (
-    CPU_NOTE,
-    gate_text,
-    how,
-    interval_text,
-    label,
-    not_matched,
-    ratio_text,
-    summary,
-)
+from dcpbench.compare.words import CPU_NOTE, gate_text, how, interval_text, label, not_matched, ratio_text, summary
 from dcpbench.show.numbers import short_number
 
 if TYPE_CHECKING:

@@ -55,12 +55,7 @@ def make_app(watcher: Watcher) -> Starlette:
     async def no_icon(_: Request) -> Response:
         return Response(status_code=204)  # browsers ask, whatever a page says
 
-    routes = [
-        Route("/", first),
-        Route("/index.html", first),
-        Route("/live.json", live),
-        Route("/favicon.ico", no_icon),
-    ]
+    routes = [Route("/", first), Route("/index.html", first), Route("/live.json", live), Route("/favicon.ico", no_icon)]
     return Starlette(
         routes=[*routes, Mount("/", _Files(watcher))],
         middleware=[

@@ -21,15 +21,7 @@ from dcpbench.launch.jobs import read_job
 from dcpbench.launch.processes import COMMAND, alive, alive_pid
 from dcpbench.points.names import flag
 from dcpbench.points.point import HOW
-from dcpbench.records.folder import (
-    CHECKS_FILE,
-    FAILED_FILE,
-    JOB_FILES,
-    LOCK_FILE,
-    RECORDS_FILE,
-    progress_file,
-    tag_of,
-)
+from dcpbench.records.folder import CHECKS_FILE, FAILED_FILE, JOB_FILES, LOCK_FILE, RECORDS_FILE, progress_file, tag_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -122,10 +122,7 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
             slug="repeats",
             title="Whether repeats agree",
             paragraphs=[] if everything.empty else [findings.repeats_sentence(answer.apart(frames))],
-            tables=[
-                tables.repeats(found.repeats),
-                tables.served_repeats(findings.served_repeats(frames.served)),
-            ],
+            tables=[tables.repeats(found.repeats), tables.served_repeats(findings.served_repeats(frames.served))],
         ),
         Section(
             slug="honesty",

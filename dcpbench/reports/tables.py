@@ -220,10 +220,7 @@ def repeats(found: pd.DataFrame) -> Table:
 
 def served_repeats(found: pd.DataFrame) -> Table:
     """Served points whose repeats disagree."""
-    rates: Column = (
-        "output tok/s",
-        lambda r: f"{number(r['output_tok_s_low'])} to {number(r['output_tok_s_high'])}",
-    )
+    rates: Column = ("output tok/s", lambda r: f"{number(r['output_tok_s_low'])} to {number(r['output_tok_s_high'])}")
     return _disagreeing("Served points", found, [*LOADED, rates], 3, " in output throughput")
 
 

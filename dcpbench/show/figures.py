@@ -22,16 +22,7 @@ GREY = "#555555"
 """Of what belongs to no series: limits, and signs in a legend."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 Line = str | tuple[int, tuple[int, ...]]
-LINES: tuple[Line, ...] = (
-    "-",
-    "--",
-    ":",
-    "-.",
-    (0, (8, 2)),
-    (0, (1, 3)),
-    (0, (5, 1, 1, 1, 1, 1)),
-    (0, (3, 4)),
-)
+LINES: tuple[Line, ...] = ("-", "--", ":", "-.", (0, (8, 2)), (0, (1, 3)), (0, (5, 1, 1, 1, 1, 1)), (0, (3, 4)))
 WATERMARK = "CPU: functional run,\nnot performance"
 LOG_RANGE = 20
 """An axis becomes logarithmic when its values span more than this factor."""

@@ -57,12 +57,7 @@ class Profile:
 
 
 def run(
-    session: Session,
-    point: Point,
-    settings: Settings,
-    environment: Environment,
-    *,
-    tell: Callable[[str], None],
+    session: Session, point: Point, settings: Settings, environment: Environment, *, tell: Callable[[str], None]
 ) -> Record:
     """Measure one point on a built engine. Collective; every rank returns a record, rank 0's is complete."""
     engine = session.engine
