@@ -85,7 +85,7 @@ class Result:
     where: str
     model: str | None
     arrival: str
-    """One of choices.ARRIVALS."""
+    """One of points.names.ARRIVALS."""
     request_rate: float | None
     burstiness: float = 1.0
     concurrency: int | None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import fcntl
 import os
@@ -208,7 +207,7 @@ class TestListening:
         points = [point(2, 16), msgspec.structs.replace(point(2, 16), dcp=2, exchange="ag_rs")]
         settings = Settings(seconds=0.2, profile=False)
         engines = tuple(plan_engines(points, settings, Probe(device="cpu", count=0, name="CPU")))
-        real = dataclasses.replace(
+        real = msgspec.structs.replace(
             work(tmp_path), worker="dcpbench.worker", settings=settings, timeout=300, engines=engines
         )
         launcher.run(points, real, Machines(), watch)
@@ -237,7 +236,7 @@ class TestLimits:
         assert {short.limit_s(stage) for stage in silent} == {300}
         assert {short.limit_s(stage) for stage in ("measure", "profile")} == {12}
         assert {long.limit_s(stage) for stage in (*silent, "measure")} == {1000}
-        assert dataclasses.replace(short, kind="verify").limit_s("check") == 12
+        assert msgspec.structs.replace(short, kind="verify").limit_s("check") == 12
 
     @pytest.mark.usefixtures("mark")
     def test_imports_are_not_measured_by_the_timeout(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,10 +158,11 @@ class TestSlo:
         assert not [s for s in answer.sentences(found) if "SLO" in s]
 
     def test_names_that_are_no_objectives_are_refused_as_serve_does(self, tmp_path: Path) -> None:
+        from dcpbench.commands.options import OneAnswer
         from dcpbench.commands.report import report
 
         with pytest.raises(UsageError, match="not one of ttft, itl"):
-            report([tmp_path], slo="latency=5")
+            report([tmp_path], answer=OneAnswer(slo="latency=5"))
 
 
 class TestMost:

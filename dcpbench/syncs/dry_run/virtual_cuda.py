@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MEMORY_BYTES = 80 << 30
-CAPABILITY = (9, 0)
+CAPABILITY, PROCESSORS = (9, 0), 132
 NAME = "virtual GPU of a dry run"
 _MISSING = object()
 _SAYS = (
@@ -286,7 +286,7 @@ def _device(patches: Patches) -> None:
         total_memory=MEMORY_BYTES,
         warp_size=32,
         uuid="",
-        multi_processor_count=132,
+        multi_processor_count=PROCESSORS,
         max_threads_per_multi_processor=2048,
         is_integrated=0,
         is_multi_gpu_board=0,
