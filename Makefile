@@ -14,7 +14,7 @@ sweep: $(STAMP) ## Measure --tp 8 --dcp 8 and its dcp 1 baseline on this machine
 	$(BIN)/dcpbench sweep --tp 8 --dcp 8 $(ARGS)
 
 test: $(STAMP) ## Run the whole test suite on two processes
-	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 results: $(STAMP) ## Write the reports under results/ again, from their raw records (results/reports.txt)
 	@grep -v '^#' results/reports.txt | while read -r folder args; do \
