@@ -46,7 +46,9 @@ class Group:
 
     def __init__(self, **given: object) -> None:
         """Options by name; those that are not given have their defaults."""
-        for name in get_type_hints(type(self)):
+        options = get_type_hints(type(self))
+        assert given.keys() <= options.keys()
+        for name in options:
             default = getattr(type(self), name)
             setattr(self, name, given.get(name, default.default if isinstance(default, OptionInfo) else default))
 

@@ -4,6 +4,7 @@ A class is a group of options that a command takes as one value; a command that 
 all, says so in a class of its own (command.py).
 """
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -128,7 +129,8 @@ class Run(Group):
         """This one alone, where the command knows no others."""
         from dcpbench.launch.torchrun import Machines
 
-        return Machines(**{name: value for name, value in vars(self).items() if hasattr(Machines, name)})
+        names = {field.name for field in dataclasses.fields(Machines)}
+        return Machines(**{name: value for name, value in vars(self).items() if name in names})
 
 
 class RunOnMachines(Run):

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from dcpbench.compare.model import Difference
-from dcpbench.records.provenance import origin
+from dcpbench.records.record import origin
 from dcpbench.show.text import short
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ def differences(pairs: Sequence[Pair]) -> list[Difference]:
     asked = sorted({name for r in (*a, *b) for name in r.measured_with})
     said = [[_told(record, settings, asked) for record in side] for side in (a, b)]
     found = []
-    for what in said[0][0]:
-        x, y = ({_text(value) for record in side for value in record[what]} for side in said)
+    for i, (what, _) in enumerate(said[0][0]):
+        x, y = ({_text(value) for record in side for value in record[i][1]} for side in said)
         if x != y:
             shown = ("one", "another") if what.endswith(WITHHELD) else (_set(x), _set(y))
             found.append(Difference(what=short(what, LONGEST), a=shown[0], b=shown[1]))
@@ -64,19 +64,19 @@ def marks(records: Iterable[Record]) -> list[str]:
     return sorted({short(mark, LONGEST) for r in records for mark in r.marks})[:20]
 
 
-def _told(r: Record, settings: Sequence[str], asked: Sequence[str]) -> dict[str, Sequence[object]]:
+def _told(r: Record, settings: Sequence[str], asked: Sequence[str]) -> list[tuple[str, Sequence[object]]]:
     """All that a record says of how it was taken; these `settings` of its machine and its command among it."""
     env, honesty, given = r.environment, r.honesty, r.measured_with
-    return {
-        **{what: [getattr(env, name)] if env else [] for what, name in ENVIRONMENT},
-        **{what: [getattr(honesty, name)] if honesty else [] for what, name in HONESTY},
-        **{n + WITHHELD if SECRET.search(n) else n: [env.settings.get(n)] if env else [] for n in settings},
-        **{f"setting {name}": [given.get(name)] if given else [] for name in asked},
-        "measured by": [origin(r)],
-        "auto chose": [r.choice] if r.choice else [],
-        "throttled by": r.gpu.throttle_reasons if r.gpu else [],
-        "marks": r.marks,
-    }
+    return [
+        *((what, [getattr(env, name)] if env else []) for what, name in ENVIRONMENT),
+        *((what, [getattr(honesty, name)] if honesty else []) for what, name in HONESTY),
+        *((n + WITHHELD if SECRET.search(n) else n, [env.settings.get(n)] if env else []) for n in settings),
+        *((f"setting {name}", [given.get(name)] if given else []) for name in asked),
+        ("measured by", [origin(r)]),
+        ("auto chose", [r.choice] if r.choice else []),
+        ("throttled by", r.gpu.throttle_reasons if r.gpu else []),
+        ("marks", r.marks),
+    ]
 
 
 def _clocks(a: Sequence[Record], b: Sequence[Record]) -> Iterator[Difference]:

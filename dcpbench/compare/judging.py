@@ -16,7 +16,7 @@ from dcpbench.compare.sides import match
 from dcpbench.errors import UsageError
 from dcpbench.plan.grid import point_name
 from dcpbench.records.metrics import compared
-from dcpbench.records.provenance import functional
+from dcpbench.records.record import functional
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.show.text import printable
 

@@ -15,7 +15,7 @@ from dcpbench.dashboard import lines
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.records import metrics
 from dcpbench.records.folder import RECORDS_FILE
-from dcpbench.records.provenance import hardware
+from dcpbench.records.record import hardware
 from dcpbench.records.runs import read_run
 from dcpbench.show.text import one_line
 

@@ -14,7 +14,7 @@ from dcpbench.points.axes import COMPUTES, Role
 from dcpbench.points.memory import GIB
 from dcpbench.points.point import LOAD_AXES
 from dcpbench.records import metrics
-from dcpbench.records.provenance import CPU, hardware
+from dcpbench.records.record import CPU, hardware
 from dcpbench.reports import words
 from dcpbench.show.text import cut
 

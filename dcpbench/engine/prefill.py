@@ -277,12 +277,13 @@ class Prefiller:
         latent_hSR = row_SQ[:, : shape.latent].expand(heads, -1, -1)
         torch.bmm(latent_hSR, w_uk.transpose(1, 2), out=key_ShX[..., : shape.nope].transpose(0, 1))
         torch.bmm(latent_hSR, w_uv, out=value_ShW[..., : shape.value].transpose(0, 1))
-        _in_words(key_ShX[..., shape.nope :]).copy_(_in_words(row_SQ[:, None, shape.latent :]))
+        to, rotated = _in_words(key_ShX[..., shape.nope :], row_SQ[:, None, shape.latent :])
+        to.copy_(rotated)
         return key_ShX, value_ShW
 
 
-def _in_words(x: torch.Tensor) -> torch.Tensor:
-    """The same memory as int64 where sizes and strides allow: a strided copy takes as long for each, whatever its size."""
-    count = 8 // x.dtype.itemsize
-    whole = all(n % count == 0 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
-    return x.view(torch.int64) if whole else x
+def _in_words(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The same memory as int64 where all sizes and strides allow: a strided copy takes as long a word as a number."""
+    count = 8 // tensors[0].dtype.itemsize
+    whole = all(n % count == 0 for x in tensors for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+    return [x.view(torch.int64) for x in tensors] if whole else tensors

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.exports import Rendered, as_list, measured
 from dcpbench.points.axes import Role
 from dcpbench.points.point import point_axes
-from dcpbench.records.provenance import OURS
+from dcpbench.records.record import OURS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

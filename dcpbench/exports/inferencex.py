@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.exports import Rendered, as_list, bench_files
 from dcpbench.exports.measured import PUBLIC, Measured, Rule
 from dcpbench.points.names import CLOSED
-from dcpbench.records.provenance import OURS
+from dcpbench.records.record import OURS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.names import REPLAY
 from dcpbench.records import metrics
-from dcpbench.records.provenance import functional, origin
+from dcpbench.records.record import functional, origin
 from dcpbench.reports import words
 from dcpbench.show.text import short
 

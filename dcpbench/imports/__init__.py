@@ -25,8 +25,7 @@ from dcpbench.points.names import CLOSED, ENGINES, NO_EXCHANGE, SGLANG, UNKNOWN,
 from dcpbench.points.point import SETTING, Load, Point
 from dcpbench.records.file import RecordFile
 from dcpbench.records.folder import RECORDS_FILE
-from dcpbench.records.provenance import CPU, OURS
-from dcpbench.records.record import Environment, Record
+from dcpbench.records.record import CPU, OURS, Environment, Record
 from dcpbench.serving.samples import FOLDER, samples_name, write_samples
 from dcpbench.show.text import counted, short
 

@@ -168,7 +168,8 @@ def read_checks(folder: Path) -> list[Check]:
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            found += [decode_check(line)] if line.strip() else []
+            if line.strip():
+                found.append(decode_check(line))
         except UNREADABLE as e:
             raise RecordsError(f"{path}, line {number}: {str(e)[:300]}. Repeat the verification with --force.") from e
     return found

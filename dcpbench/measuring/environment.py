@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -104,11 +105,11 @@ def _version(package: str) -> str | None:
     """Version of a package that can be found, None otherwise. Not imported: some take seconds."""
     if importlib.util.find_spec(package) is None:
         return None
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        names = _distributions().get(package)
-        return importlib.metadata.version(names[0]) if names else "unknown"
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(_distributions().get(package, [package])[0])
+    return "unknown"
 
 
 @functools.cache

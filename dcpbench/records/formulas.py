@@ -205,7 +205,7 @@ def meets(request: RequestTimes, slo: Mapping[str, float]) -> bool:
             gaps = itl_ms(request)
             if int((gaps > limit).sum()) * GAPS_PER_MISS > len(gaps):
                 return False
-        elif (measured := OF_A_REQUEST[name](request)) is not None and measured > limit:
+        elif (measured := OF_A_REQUEST[name](request)) is not None and not measured <= limit:
             return False
     return True
 

@@ -86,7 +86,7 @@ class Metric:
     positive: bool = False
     """Whether no record can hold a 0 of it."""
     whole: bool | None = None
-    """Whether it counts things: as records hold it."""
+    """Whether it is shown without decimals: where records hold a whole number."""
     exported: bool = True
     gauge: str = ""
     """What Prometheus calls it, without `dcpbench_`, where its unit does not say that."""

@@ -16,6 +16,10 @@ from dcpbench.points.point import Point
 if TYPE_CHECKING:
     from dcpbench.points.budget import EnginePlan
 
+OURS = "dcpbench"
+"""Origin of what this package measured."""
+CPU = "CPU"
+"""Environment.device of a run without GPUs."""
 SCHEMA_VERSION = 1
 
 THROTTLE_BITS = {
@@ -327,4 +331,19 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     """Wall time the point took, set-up included."""
     origin: str | msgspec.UnsetType = msgspec.UNSET
-    """Of an import: the tool that measured it (choices.ENGINES). Not in the line of a record of our own."""
+    """Of an import: the tool that measured it (points.names.ENGINES). Not in the line of a record of our own."""
+
+
+def origin(record: Record) -> str:
+    """The tool that measured a point, as an origin is written: `dcpbench`, `vllm`, `sglang`."""
+    return str(record.origin) if record.origin else OURS
+
+
+def hardware(environment: Environment) -> str:
+    """`4 × NVIDIA H200`, or `CPU`."""
+    return CPU if environment.device == CPU else f"{environment.device_count} × {environment.device}"
+
+
+def functional(record: Record) -> bool:
+    """Whether it ran on a CPU, so that its times say nothing about performance."""
+    return "cpu" in record.marks or (record.environment is not None and record.environment.device == CPU)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import CLOSED, MODES, SGLANG, VLLM
 from dcpbench.records.metrics import REPLAYED
-from dcpbench.records.provenance import OURS
+from dcpbench.records.record import OURS
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import findings, slo, words
 from dcpbench.reports.words import short_shapes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dcpbench.records.metrics import DECODE, METRIC, SERVE, defined
-from dcpbench.records.provenance import OURS
+from dcpbench.records.record import OURS
 from dcpbench.records.stats import least_samples
 from dcpbench.reports.tables import Table, some_imported
 from dcpbench.show.numbers import missing, number

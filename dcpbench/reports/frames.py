@@ -20,8 +20,7 @@ from dcpbench.points.point import AXES, LOAD_AXES, SETTING, point_axes
 from dcpbench.records import metrics
 from dcpbench.records.folder import RECORDS_FILE, record_file, run_folder
 from dcpbench.records.metrics import LATENCIES, METRIC, STATISTICS
-from dcpbench.records.provenance import OURS, functional, origin
-from dcpbench.records.record import Interval, Kv, ServeMetrics
+from dcpbench.records.record import OURS, Interval, Kv, ServeMetrics, functional, origin
 from dcpbench.records.runs import Run, measurement, read_run
 from dcpbench.reports import findings, words
 from dcpbench.reports import slo as objectives

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from dcpbench.records import metrics, provenance
+from dcpbench.records import metrics
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.metrics import METRIC
-from dcpbench.records.provenance import OURS
+from dcpbench.records.record import OURS, hardware
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import words
 from dcpbench.show.numbers import ABSENT, count, gib, missing, number, percent, text, times, with_interval
@@ -260,12 +260,13 @@ def runs(frames: Frames) -> Table:
         outcomes = [r.outcome for r in run.records]
         env = next((r.environment for r in run.records if r.environment), None)
         started = min((r.started_at for r in run.records if r.started_at), default=None)
-        hardware = None if env is None else provenance.hardware(env)
         versions = [
             f"{n} {getattr(env, n)}" for n in ("dcpbench", "torch", "cuda", "flashinfer") if getattr(env, n, None)
         ]
         counts = [str(outcomes.count(outcome)) for outcome in OUTCOMES]
-        rows.append([run.name, text(hardware), ", ".join(versions) or ABSENT, text(started), *counts])
+        rows.append(
+            [run.name, text(hardware(env) if env else None), ", ".join(versions) or ABSENT, text(started), *counts]
+        )
     return Table("Runs", ["run", "hardware", "versions", "started (UTC)", *OUTCOMES], rows, text_columns=4)
 
 

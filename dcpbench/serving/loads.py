@@ -93,8 +93,8 @@ def extent(load: Load, trace: str = "") -> Extent:
 
 def draw_lengths(load: Load) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of each prompt and of each answer, int64, in the order in which they are sent."""
-    inputs, outputs = ("--input-tokens", load.input_tokens, INPUTS), ("--output-tokens", load.output_tokens, OUTPUTS)
-    return _draw(load, *inputs), _draw(load, *outputs)
+    inputs = _draw(load, "--input-tokens", load.input_tokens, INPUTS)
+    return inputs, _draw(load, "--output-tokens", load.output_tokens, OUTPUTS)
 
 
 def arrival_times(load: Load) -> list[float | None]:
@@ -135,7 +135,8 @@ def _seed(load: Load) -> int:
 
 
 def _draw(load: Load, option: str, asked: str, stream: int) -> np.ndarray:
-    lengths, count, generator = parse_lengths(option, asked), load.requests, _generator(_seed(load), stream)
+    lengths, count = parse_lengths(option, asked), load.requests
+    generator = _generator(_seed(load), stream)
     if lengths.kind == UNIFORM:
         return generator.integers(lengths.low, lengths.high, size=count, endpoint=True, dtype=np.int64)
     if lengths.kind == LOGNORMAL:

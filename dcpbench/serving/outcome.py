@@ -106,7 +106,7 @@ def serve_metrics(
 
     Latencies, goodput and request rate are those of finished requests, and null where none finished. Token rates count
     every token that came, also of requests that were cut off. `concurrency` is the target of a closed loop; None where
-    nothing is targeted, and then nothing is steady. `slo` in ms by name (choices.OBJECTIVES).
+    nothing is targeted, and then nothing is steady. `slo` in ms by name (points.names.OBJECTIVES).
 
     Raises UsageError where no token came at all, as then there is no rate, and for objectives that cannot be.
     """

@@ -19,8 +19,7 @@ from dcpbench.points.names import AUTO, flag
 from dcpbench.points.point import load_axes, point_axes
 from dcpbench.records.checks import LARGEST
 from dcpbench.records.lines import UNREADABLE
-from dcpbench.records.provenance import CPU
-from dcpbench.records.record import Environment, Honesty
+from dcpbench.records.record import CPU, Environment, Honesty
 from dcpbench.serving.load_words import MOST_TOKENS
 from dcpbench.serving.step_model import StepModel, Work, step_works
 from dcpbench.show.whole_files import write_file

@@ -165,9 +165,10 @@ def _checking(item: pytest.Item) -> Iterator[None]:
     """Watches what is inside. A test that did not fail by itself does where it synchronised more often than its mark
     allows; the lines are the message.
     """
-    checked, limit = item.stash[CHECKED], _limit(item)[0]
+    checked = item.stash[CHECKED]
     with checked.calling():
         yield
+    limit = _limit(item)[0]  # a test may mark itself
     item.user_properties.append((FIXTURE, checked.count))
     if checked.unused:
         item.user_properties.append((UNUSED, True))

@@ -118,7 +118,7 @@ def _wrong_writes(engine: DecodeEngine, requests: list[Request]) -> int:
 
 
 def _oracle_checks(point: Point, shape: ModelShape, job: Job, rank: int, device: torch.device) -> list[Check]:
-    prompts = tuple(map(tuple, job.prompts))
+    prompts = job.prompts
     longest = max(map(len, prompts)) + job.new_tokens
     rows = -(-len(prompts) // point.dp)
     engine = _engine(point, shape, [longest] * rows, job.settings.seed, rank, device)

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 
+from dcpbench.engine import prefill
 from dcpbench.engine.kv_pool import KvPool
 from dcpbench.engine.model import Model
 from dcpbench.engine.prefill import Prefiller
@@ -98,3 +99,14 @@ def test_windows_and_own_chunk_together_are_attention_over_all_keys(place, dtype
     assert len(planned.windows) == -(-sum(start for start, _ in CHUNKS) // window)
     expected = truth(prefiller, q, rows)
     assert float((found - expected).norm() / expected.norm()) < limit
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("nope", "latent", "rope"), [(128, 512, 64), (6, 16, 4), (6, 16, 8), (3, 5, 2), (8, 18, 8)])
+def test_rope_parts_are_copied_wherever_they_lie(nope: int, latent: int, rope: int, dtype: torch.dtype) -> None:
+    """In words of 8 bytes only where keys and rows both have them there: 6 columns of bf16 end within a word."""
+    keys, rows = torch.zeros(3, 2, nope + rope, dtype=dtype), torch.randn(3, latent + rope).to(dtype)
+    to, rotated = prefill._in_words(keys[..., nope:], rows[:, None, latent:])
+    to.copy_(rotated)
+    assert torch.equal(keys[..., nope:], rows[:, None, latent:].expand(3, 2, rope))
+    assert (to.dtype == torch.int64) == ((nope, latent) == (128, 512) or (dtype == torch.float32 and nope % 2 == 0))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
+from dcpbench.syncs.formats import FORMATS, render
 from dcpbench.syncs.gating.gate import Gate, judge
+from dcpbench.syncs.model import Report, encode
 from dcpbench.syncs.scan import scan
 from dcpbench.syncs.traces.blocking import direction_of, kind_of
 from tests.unit.trace_builder import HOST, PAGEABLE, PINNED, TO_GPU, Trace, exit_code, mine, only
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from dcpbench.syncs.model import Report
 
 MIB = 1 << 20
 
@@ -289,7 +290,10 @@ class TestCudaSyncEvents:
         """The driver's own query leaves the same event, but is over in a few microseconds."""
         self.event(trace, "Event Sync", 10, 12, 9001, -1)
         self.event(trace, "Event Sync", 100, 900, 9002, -1)
-        assert sorted((s.wait_us, s.may_block) for s in trace.scan(tmp_path).sites) == [(2, True), (800, False)]
+        report = trace.scan(tmp_path)
+        assert sorted((s.wait_us, s.may_block) for s in report.sites) == [(2, True), (800, False)]
+        assert all(render(report, form, root=tmp_path) is not None for form in FORMATS)
+        assert msgspec.json.decode(encode(report), type=Report).sites == report.sites
 
     def test_a_stream_that_waits_for_a_stream_is_no_matter_of_the_host(self, trace: Trace, tmp_path: Path) -> None:
         self.event(trace, "Stream Wait Event", 10, 90, trace.call("cudaStreamWaitEvent", 10, 11), 7)

@@ -145,6 +145,8 @@ _OURS: dict[str, Callable[..., Any]] = {
 
 def slow_version(func: Any) -> Callable[..., Any] | None:
     """A Python version of an operator that the CPU does not have: ours, else torch's own; None without one."""
+    if ours := _OURS.get(func._schema.name):
+        return ours
     from torch._decomp import decomposition_table  # late, as that takes a second
 
-    return _OURS.get(func._schema.name) or decomposition_table.get(func)
+    return decomposition_table.get(func)

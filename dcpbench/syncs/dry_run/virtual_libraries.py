@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import importlib.util
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ def install_libraries(patches: Patches, run: DryRun) -> None:
     torch.serialization.add_safe_globals([rebuild])
     if torch.distributed.is_available():
         _collectives(patches, run)
-    with contextlib.suppress(ImportError):
+    if importlib.util.find_spec("triton"):
         _kernels(patches)
 
 

@@ -59,7 +59,9 @@ class Checked:
         else:
             seen = []
         seen = [s for s in seen if not (s.may_block or s.allowed)]
-        return [s for s in seen if not any(entry.matches(sites_of([s])[0]) for entry in self._allow)]
+        if self._allow:
+            seen = [s for s in seen if not any(e.matches(site) for site in sites_of([s]) for e in self._allow)]
+        return seen
 
     @property
     def count(self) -> int:

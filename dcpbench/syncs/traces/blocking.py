@@ -319,14 +319,11 @@ def _of_sync_events(columns: Columns, explains: Bools) -> list[Blocked]:
     thread = np.where(op >= 0, ops.thread[op], -1) if len(ops) else np.full(len(alone), -1)
     thread = np.where(call >= 0, calls.thread[call], thread) if len(calls) else thread
     found = []
-    for start, end, name, by, link in zip(events.start, events.end, events.name, thread, linked, strict=True):
-        query = kinds[name] == "event" and end - start < QUERY_US
-        call = columns.names[name]
-        found.append(
-            Blocked(
-                float(start), float(end), float(end - start), int(by), int(link), call, kinds[name], may_block=query
-            )
-        )
+    rows = (column.tolist() for column in (events.start, events.end, events.name, thread, linked))
+    for start, end, name, by, link in zip(*rows, strict=True):
+        kind = kinds[name]
+        query = kind == "event" and end - start < QUERY_US
+        found.append(Blocked(start, end, end - start, by, link, columns.names[name], kind, may_block=query))
     return found
 
 
