@@ -12,8 +12,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests import interpreter
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    interpreter.prepare_once()
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -1,12 +1,16 @@
 """Programs that begin at once: forks of one process that has imported torch, which takes a process two seconds.
 
-A program has its environment, folder, arguments, `sitecustomize` and exit code as a process of its own has; only what it
-imports may be there already. What is told of a process's very start needs one of its own.
+A program has its environment, folder, arguments, standard files, `sitecustomize` and exit code as a process of its own
+has; only what it imports may be there already. What is told of a process's very start needs one of its own.
+
+Whoever wants a program asks at a socket, by one message of JSON with three open files, and gets the exit code as a
+line; each line that it sends is the number of a signal to pass on, and where it ends the program is killed.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -14,8 +18,12 @@ import json
 import multiprocessing.process
 import os
 import runpy
+import select
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,9 +34,17 @@ IMPORTED = (
     "torch",
     "torch._inductor.config",  # torch's profiler asks it something
     "triton.language",
+    "dcpbench.worker",
     "dcpbench.bench.worker",
     "dcpbench.syncs.dry_run.main",
+    "transformers.models.deepseek_v2.modeling_deepseek_v2",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3",
 )
+ROOT = Path(__file__).parents[1]
+ADDRESS = "DCPBENCH_TEST_FORKS"
+"""Environment variable with the path of the socket."""
+STANDARD = 3
+MESSAGE_BYTES = 1 << 20
 
 
 class Program(NamedTuple):
@@ -48,59 +64,105 @@ def start(command: Sequence[str], env: Mapping[str, str]) -> int:
 
 def run(*programs: Program) -> list[int]:
     """Run these beside each other to their ends; their exit codes, as `Popen.returncode` has them."""
-    server = _server()
-    assert server.stdin is not None
-    assert server.stdout is not None
-    asked = [(list(p.arguments), dict(p.env), p.output, str(Path.cwd())) for p in programs]
-    server.stdin.write(json.dumps(asked) + "\n")
-    server.stdin.flush()
-    codes: list[int] = json.loads(server.stdout.readline())
-    return codes
+    lines = []
+    for arguments, env, output in programs:
+        printed = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        lines.append(ask(serving(), arguments, env, (nothing, printed, printed)))
+        os.close(nothing)
+        os.close(printed)
+    return [answer(line) for line in lines]
+
+
+def ask(address: str, arguments: Sequence[str], env: Mapping[str, str], files: Sequence[int]) -> socket.socket:
+    """Begin a program with these as its standard files."""
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    line.connect(address)
+    message = json.dumps([list(arguments), dict(env), str(Path.cwd())]).encode()
+    assert len(message) < MESSAGE_BYTES
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
+    socket.send_fds(line, [message], list(files))
+    return line
+
+
+def answer(line: socket.socket) -> int:
+    """The exit code, once the program has ended."""
+    with line:
+        return int(line.recv(16))
 
 
 @functools.cache
-def _server() -> subprocess.Popen[str]:
-    """The process that is forked, which ends with this one."""
-    server = subprocess.Popen(
-        [sys.executable, __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    atexit.register(server.communicate)
-    return server
+def serving() -> str:
+    """Where the process that is forked is asked; it ends with this one. Its own children find it by their environment."""
+    folder = tempfile.mkdtemp(prefix="forks")
+    address = os.environ[ADDRESS] = f"{folder}/socket"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with listener:
+        listener.bind(address)
+        listener.listen(64)
+        server = subprocess.Popen(
+            [sys.executable, "-m", "tests.forks", str(listener.fileno()), str(os.getpid())],
+            env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[listener.fileno()],
+        )
+    atexit.register(server.wait)
+    atexit.register(server.kill)
+    return address
 
 
-def serve() -> None:
-    """Fork for each program asked for on stdin, and answer with their exit codes."""
+def serve(listener: socket.socket, parent: int) -> None:
+    """Fork for each program asked for, until the process that wants this has ended."""
+    from tests import interpreter
+
     for name in IMPORTED:
         importlib.import_module(name)
+    interpreter.prepare_once()
     gc.collect()
     gc.freeze()  # else a fork's collections touch, and so copy, all of this memory
-    for line in sys.stdin:
-        pids = []
-        for arguments, env, output, folder in json.loads(line):
-            pid = os.fork()
-            if pid == 0:
-                become(arguments, env, output, folder)
-                return
-            pids.append(pid)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        sys.stdout.write(json.dumps(codes) + "\n")
-        sys.stdout.flush()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks: they tell their ends themselves
+    wanted = os.pidfd_open(parent)
+    while wanted not in select.select([listener, wanted], [], [])[0]:
+        line, _ = listener.accept()
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listener.close()
+            os.close(wanted)
+            keep(line)
+            return
+        line.close()
 
 
-def become(arguments: list[str], env: dict[str, str], output: str, folder: str) -> None:
+def keep(line: socket.socket) -> None:
+    """Fork the program that a line asks for, and look after it to its end."""
+    message, files, _, _ = socket.recv_fds(line, MESSAGE_BYTES, 3)
+    pid = os.fork()
+    if pid == 0:
+        line.close()
+        for standard, file in enumerate(files):
+            os.dup2(file, standard)
+            os.close(file)
+        become(*json.loads(message))
+        return
+    ended = os.pidfd_open(pid)
+    while ended not in (ready := select.select([ended, line], [], [])[0]):
+        told = line.recv(16) if ready else b""
+        os.kill(pid, int(told or signal.SIGKILL))
+        if not told:
+            break
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with contextlib.suppress(BrokenPipeError):
+        line.send(str(code).encode())
+    os._exit(0)
+
+
+def become(arguments: list[str], env: dict[str, str], folder: str) -> None:
     """Be a program in this process, to its end."""
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
     multiprocessing.process.ORIGINAL_DIR = folder  # type: ignore[attr-defined]  # where a spawned child looks for its program
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    printed = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for descriptor, standard in ((nothing, 0), (printed, 1), (printed, 2)):
-        os.dup2(descriptor, standard)
     is_module = arguments[0] == "-m"
     first = folder if is_module else str(Path(arguments[0]).absolute().parent)
     sys.path[:1] = [first, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
@@ -117,4 +179,5 @@ def become(arguments: list[str], env: dict[str, str], output: str, folder: str) 
 
 
 if __name__ == "__main__":
-    serve()
+    with socket.socket(fileno=int(sys.argv[1])) as listening:
+        serve(listening, int(sys.argv[2]))

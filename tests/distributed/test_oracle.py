@@ -24,6 +24,7 @@ from dcpbench.points.shapes import load_shape
 from dcpbench.records.folder import FAILED_FILE
 from dcpbench.records.runs import last_records
 from dcpbench.workloads import verify as workload
+from tests import rank_fork
 from tests.distributed.checkpoints import ABSENT, VOCAB, WRITERS, deepseek_v2_of, deepseek_v3_of, yarn
 
 pytestmark = pytest.mark.distributed
@@ -98,7 +99,13 @@ def point(
 def verify(points: list[Point], prompts: tuple[tuple[int, ...], ...], new: int, folder: Path) -> None:
     """Run a verify job for each world size, in order; every point must agree."""
     work = launcher.Work(
-        folder=folder, settings=Settings(), device="cpu", kind="verify", prompts=prompts, new_tokens=new
+        folder=folder,
+        settings=Settings(),
+        device="cpu",
+        worker=rank_fork.__name__,
+        kind="verify",
+        prompts=prompts,
+        new_tokens=new,
     )
     launcher.run(points, work, Machines(), lambda _: None)
     assert {r.point.key(): r.reason for r in last_records(folder, FAILED_FILE).values()} == {}, "no point failed"
@@ -330,7 +337,8 @@ def test_a_configuration_that_is_accepted_gives_the_oracles_numbers(variant, tmp
 
 def command(*arguments: str) -> tuple[int, dict[str, Any], str]:
     """`dcpbench verify …`: exit code, what --json printed, and what was said."""
-    line = [sys.executable, "-m", "dcpbench.cli", "verify", *arguments, "--backend", "reference", "--json"]
+    program = [sys.executable, "-m", "tests.distributed.quick_dcpbench", "verify"]
+    line = [*program, *arguments, "--backend", "reference", "--json"]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     return done.returncode, json.loads(done.stdout), done.stderr
 
