@@ -20,7 +20,7 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signa
 
 def main(arguments: list[str]) -> int:
     """Ask for a rank and be it, as far as others can tell: it gets our signals and we end as it does."""
-    line = forks.ask(os.environ[forks.ADDRESS], ["-m", "dcpbench.worker", *arguments], os.environ, (0, 1, 2))
+    line = forks.ask(os.environ[forks.ADDRESS], ["-m", "tests.distributed.rank", *arguments], os.environ, (0, 1, 2))
     for number in PASSED_ON:
         signal.signal(number, lambda told, _: line.send(str(int(told)).encode()))
     code = forks.answer(line)

@@ -12,7 +12,6 @@ the device is busy. All else follows from the same integers on every rank.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import time
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from dcpbench.serving.outcome import StepCounts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from dcpbench.engine.serve import Launched, ServeEngine
     from dcpbench.serving.scheduler import Scheduler
@@ -34,15 +33,12 @@ LONGEST_NAP_S = 0.05
 """A loop without work looks again after this long."""
 
 
-@contextlib.contextmanager
-def settled_heap() -> Iterator[None]:
-    """Keep what lives already out of the garbage collector's sight: to walk through it all takes as long as a step."""
+def settle_heap() -> None:
+    """Keep what lives already out of the garbage collector's sight, until session.free_memory: to walk through it all
+    takes as long as a step.
+    """
     gc.collect()
     gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 class Agreement:
@@ -114,9 +110,9 @@ class Loop:
 
     def run(self, alive: Callable[[], None] = lambda: None) -> None:
         """To the end; `alive` is called now and then."""
-        with settled_heap():
-            while self.iterate():
-                alive()
+        settle_heap()
+        while self.iterate():
+            alive()
 
     def iterate(self) -> bool:
         """One turn; False when there is nothing left to do."""

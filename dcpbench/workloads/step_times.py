@@ -24,7 +24,7 @@ from dcpbench.serving.step_cases import CaseMaker, Extent, grid
 from dcpbench.serving.step_times import Measured, StepTimes, engine_path
 from dcpbench.workloads.point_facts import device_marks, honesty, marks
 from dcpbench.workloads.serve import scheduler_config
-from dcpbench.workloads.serving_loop import settled_heap
+from dcpbench.workloads.serving_loop import settle_heap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -74,7 +74,8 @@ def measure(
     maker = CaseMaker(scheduler_config(most, session), session.shape.vocab)
     pipeline = Pipeline(serving.engine, serving.agree, maker.padding(min(extent.at_once, GRAPH_BATCHES[-1])))
     mine = []
-    with GpuSampler(engine.device) as sampler, settled_heap():
+    settle_heap()
+    with GpuSampler(engine.device) as sampler:
         for index, case in enumerate(cases):
             tell("measure", f"step times: {index} of {len(cases)} cases")
             mine.append(pipeline.run(maker.steps(case)))
