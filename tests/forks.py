@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 IMPORTED = (
-    "torch",
+    "torch.distributed.run",
     "torch._inductor.config",  # torch's profiler asks it something
     "triton.language",
     "dcpbench.worker",

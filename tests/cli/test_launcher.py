@@ -1,4 +1,4 @@
-"""Real torchrun jobs of the fake worker: points that die, hang or never start, and two nodes on loopback."""
+"""Torchrun jobs of the fake worker: points that die, hang or never start, and two nodes on loopback."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.records.file import read_records
 from dcpbench.records.runs import last_records
+from tests import as_fork
 from tests.cli.waiting import until
 from tests.unit.test_launch import free_port
 
@@ -31,6 +32,7 @@ HERE = str(Path(__file__).parent)
 @pytest.fixture(autouse=True)
 def _find_the_fake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{HERE}:{Path(launcher.__file__).parents[1]}")
+    as_fork.agents(monkeypatch.setattr)
 
 
 def point(tp: int, context: int) -> Point:

@@ -24,6 +24,7 @@ from dcpbench.points.machine import Probe
 from dcpbench.points.settings import Settings
 from dcpbench.records.file import read_records
 from dcpbench.records.folder import LOCK_FILE
+from tests import as_fork
 from tests.cli.job_processes import AGENT, MARK, RANK, listening, of_role, opened, processes, wait_until
 from tests.cli.test_launcher import outcomes, point, work
 from tests.cli.waiting import LOOK_S
@@ -46,6 +47,13 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     yield str(tmp_path)
     for pid in processes(str(tmp_path)):
         os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def forked_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that look at what is recorded of a job, not at its processes."""
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}:{ROOT}")
+    as_fork.agents(monkeypatch.setattr)
 
 
 def job(folder: Path) -> Job:
@@ -183,7 +191,7 @@ class TestBlame:
             (700, r"rank 1 ended with exit code 0 before its points were done", "0"),
         ],
     )
-    @pytest.mark.usefixtures("mark")
+    @pytest.mark.usefixtures("forked_agent")
     def test_the_rank_that_ended_is_blamed_and_not_the_one_that_missed_it(
         self, context: int, reason: str, code: str, tmp_path: Path
     ) -> None:

@@ -1,12 +1,12 @@
-"""Jobs of these tests begin at once: their ranks are forks of a process that has torch."""
+"""Jobs of these tests begin at once: torch's agent is a fork of a process that has torch, as their ranks are (rank.py)."""
 
 import pytest
 
-from tests import rank_fork
+from tests import as_fork
 
 
 @pytest.fixture(scope="package", autouse=True)
-def _forked_ranks():
+def _forked_agents():
     with pytest.MonkeyPatch.context() as patch:
-        rank_fork.install(patch.setattr)
+        as_fork.agents(patch.setattr)
         yield

@@ -1,8 +1,10 @@
-"""The dcpbench command with ranks that begin at once."""
+"""The dcpbench command with agents and ranks that begin at once."""
 
 from dcpbench import cli
-from tests import rank_fork
+from dcpbench.commands import runs
+from tests import as_fork
 
 if __name__ == "__main__":
-    rank_fork.install(setattr)
+    as_fork.agents(setattr)
+    runs.WORKER = "tests.distributed.rank"
     cli.main()

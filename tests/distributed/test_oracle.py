@@ -24,7 +24,6 @@ from dcpbench.points.shapes import load_shape
 from dcpbench.records.folder import FAILED_FILE
 from dcpbench.records.runs import last_records
 from dcpbench.workloads import verify as workload
-from tests import rank_fork
 from tests.distributed.checkpoints import ABSENT, VOCAB, WRITERS, deepseek_v2_of, deepseek_v3_of, yarn
 
 pytestmark = pytest.mark.distributed
@@ -102,7 +101,7 @@ def verify(points: list[Point], prompts: tuple[tuple[int, ...], ...], new: int, 
         folder=folder,
         settings=Settings(),
         device="cpu",
-        worker=rank_fork.__name__,
+        worker="tests.distributed.rank",
         kind="verify",
         prompts=prompts,
         new_tokens=new,

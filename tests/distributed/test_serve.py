@@ -18,7 +18,6 @@ from dcpbench.records.file import read_records
 from dcpbench.serving.loads import make_requests
 from dcpbench.serving.samples import read_samples
 from dcpbench.workloads import oracle
-from tests import rank_fork
 from tests.distributed.checkpoints import VOCAB, WRITERS
 
 if TYPE_CHECKING:
@@ -83,7 +82,9 @@ def point(checkpoint: str, layout: Layout, load: Load, concurrency: int = 6, **f
 def serve(points: list[Point], folder: Path, settings: Settings = Settings()) -> list[Record]:  # noqa: B008 - frozen
     """What a job of these points records."""
     engines = tuple(plan_engines(points, settings, Probe(device="cpu", count=0, name="CPU")))
-    work = launcher.Work(folder=folder, settings=settings, device="cpu", worker=rank_fork.__name__, engines=engines)
+    work = launcher.Work(
+        folder=folder, settings=settings, device="cpu", worker="tests.distributed.rank", engines=engines
+    )
     launcher.run(points, work, Machines(), lambda _: None)
     return read_records(folder)
 

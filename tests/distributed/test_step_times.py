@@ -19,7 +19,6 @@ from dcpbench.serving.replay import replay_from_file, step_times_name
 from dcpbench.serving.samples import read_samples
 from dcpbench.serving.step_cases import grid
 from dcpbench.serving.step_times import StepTimes, engine_path, read_step_times
-from tests import rank_fork
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,7 +53,9 @@ def point(layout: Layout = Layout(2, dcp=2), concurrency: int = 6, **changes: ob
 def run(points: list[Point], folder: Path) -> list[Record]:
     """What a job of these points records."""
     engines = tuple(plan_engines(points, SETTINGS, CPU))
-    work = launcher.Work(folder=folder, settings=SETTINGS, device="cpu", worker=rank_fork.__name__, engines=engines)
+    work = launcher.Work(
+        folder=folder, settings=SETTINGS, device="cpu", worker="tests.distributed.rank", engines=engines
+    )
     launcher.run(points, work, Machines(), lambda _: None)
     records = read_records(folder)[-len(points) :]
     assert [(r.outcome, r.reason, r.detail) for r in records] == [("ok", None, {})] * len(points)
