@@ -5,6 +5,7 @@ is kept, be it that the environment says otherwise, as hundreds of processes wou
 Without a GPU, Triton kernels run in its interpreter; that has to be decided before anything imports Triton.
 """
 
+import gc
 import os
 import sys
 
@@ -36,3 +37,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """What is collected stays to the end, so that no collection of garbage looks at it again."""
+    gc.collect()
+    gc.freeze()
