@@ -6,6 +6,7 @@ Without a GPU, Triton kernels run in its interpreter; that has to be decided bef
 """
 
 import gc
+import importlib.util
 import os
 import sys
 
@@ -15,6 +16,10 @@ from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    if importlib.util.find_spec("triton"):
+        from tests.interpreter import patch_once
+
+        patch_once()
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
