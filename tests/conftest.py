@@ -5,6 +5,8 @@ is kept, be it that the environment says otherwise, as hundreds of processes wou
 Without a GPU, Triton kernels run in its interpreter; that has to be decided before anything imports Triton.
 """
 
+import gc
+import importlib.util
 import os
 import sys
 
@@ -16,7 +18,8 @@ from tests import interpreter
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    interpreter.prepare_once()
+    if importlib.util.find_spec("triton"):
+        interpreter.prepare_once()
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -39,3 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """What is collected stays to the end, so that no collection of garbage looks at it again."""
+    gc.collect()
+    gc.freeze()

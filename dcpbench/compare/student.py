@@ -64,8 +64,9 @@ def _fraction(a: float, b: float, x: float) -> float:
             m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
             -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
         ):
-            d = 1 / _not_zero(1 + numerator * d)
-            c = _not_zero(1 + numerator / c)
+            d, c = 1 + numerator * d, 1 + numerator / c
+            d = 1 / (d if d > TINY or d < -TINY else TINY)  # as _not_zero, a call of which takes longer than all else
+            c = c if c > TINY or c < -TINY else TINY
             value *= c * d
         if abs(c * d - 1) < 1e-15:  # noqa: PLR2004 -- rounding of a double
             break

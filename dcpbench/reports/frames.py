@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from dcpbench.points.axes import Axis
     from dcpbench.records.record import Environment, Record
 
+# Words are few and looked at one by one, for which Arrow's arrays of strings take three times as long.
+pd.set_option("mode.string_storage", "python")
+
 MOST_POINTS = 100_000
 """Of one run. A report about as many takes four minutes; of more nobody could read it."""
 LONGEST_DETAIL = 8_000

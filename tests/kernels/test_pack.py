@@ -19,7 +19,9 @@ SIZES = [
     pytest.param(1, 3, 1, 16, id="N1-B3-h1-R16"),
     pytest.param(2, 1, 3, 20, id="N2-B1-h3-R20"),
     pytest.param(4, 5, 2, 24, id="N4-B5-h2-R24"),
-    pytest.param(8, 3, 16, 512, id="N8-B3-h16-R512"),
+    pytest.param(8, 2, 1, 16, id="N8-B2-h1-R16"),
+    pytest.param(3, 2, 5, 512, id="N3-B2-h5-R512"),  # packed in two blocks, of which the second is not full
+    pytest.param(8, 3, 16, 512, id="N8-B3-h16-R512", marks=pytest.mark.gpu),  # as served; the interpreter takes seconds
 ]
 
 

@@ -67,13 +67,14 @@ class Known:
     """Prompt and sampled ones, as in the token table of its slot."""
     computed: int = 0
     preemptions: int = 0
+    right: list[int] = dataclasses.field(default_factory=list)
+    """KV rows that `rows` has worked out; tokens are only ever added."""
 
     def rows(self) -> list[int]:
         """The right KV row of each token."""
-        out = [NOTHING]
-        for token in self.tokens:
-            out.append(after(out[-1], token))
-        return out[1:]
+        for token in self.tokens[len(self.right) :]:
+            self.right.append(after(self.right[-1] if self.right else NOTHING, token))
+        return self.right
 
 
 class Device:
@@ -83,19 +84,25 @@ class Device:
         self.config = config
         shape = (config.max_requests + 1, config.max_context)
         self.table = np.full(shape, -1, dtype=np.int64)
-        self.pools = [[NOTHING] * (config.pages * config.page_size) for _ in range(config.dcp)]
+        self.rows = config.pages * config.page_size
+        self.pools = [NOTHING] * (self.rows * config.dcp)
+        """One behind the other, by rank."""
+        self.places = [self.place_of(loc) for loc in range(self.rows * config.dcp)]
+        """By location."""
         self.at: dict[int, Known] = {}
         """By slot."""
 
-    def row_at(self, loc: int) -> tuple[list[int], int]:
-        """The pool and the row in it that a location means."""
+    def place_of(self, loc: int) -> int:
+        """The place in all pools that a location means."""
         dcp, interleave = self.config.dcp, self.config.interleave
-        return self.pools[layout.owner(loc, dcp, interleave)], layout.row(loc, dcp, interleave)
+        row = layout.row(loc, dcp, interleave)
+        assert 0 <= row < self.rows
+        return layout.owner(loc, dcp, interleave) * self.rows + row
 
     def read(self, loc: int) -> int:
         """What a location holds."""
-        pool, row = self.row_at(loc)
-        return pool[row]
+        assert loc >= 0, "a token without location"
+        return self.pools[self.places[loc]]
 
     def run(self, todo: ReplicaStep) -> None:
         """One step: table, then all KV rows are written, then all are read, then tokens are sampled."""
@@ -112,7 +119,10 @@ class Device:
                 written.add(self.write(known, token, right[token], written))
         for (known, start, stop), right in zip(spans, rows, strict=True):
             locs = self.table[known.sequence.slot, :stop].tolist()
-            assert [self.read(loc) for loc in locs] == right[:stop], f"slot {known.sequence.slot} reads wrong KV"
+            assert min(locs) >= 0, "a token without location"
+            assert [self.pools[self.places[loc]] for loc in locs] == right[:stop], (
+                f"slot {known.sequence.slot} reads wrong KV"
+            )
             assert not written.intersection(locs[:start]), "a prefix is read that this very step writes"
             known.computed = stop
             if stop == len(known.tokens):
@@ -125,8 +135,7 @@ class Device:
         assert loc >= self.config.virtual_page, "neither padding nor a token without location"
         assert loc not in written, "two tokens in one place"
         assert layout.owner(loc, dcp, interleave) == layout.owner(token, dcp, interleave)
-        pool, row = self.row_at(loc)
-        pool[row] = value
+        self.pools[self.places[loc]] = value
         return loc
 
     def met(self, chunk: Chunk) -> Known:

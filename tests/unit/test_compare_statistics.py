@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from dcpbench.commands.ab import order
 from dcpbench.compare import effects, resampling, student
@@ -28,19 +27,28 @@ from tests.unit.compare_builder import launch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import ModuleType
+
+
+@pytest.fixture(scope="module")
+def stats() -> ModuleType:
+    """Of scipy, which takes more than a second to import: who only collects tests does not."""
+    from scipy import stats
+
+    return stats
 
 
 class TestStudent:
     @pytest.mark.parametrize("df", [1, 2, 3.7, 8, 120, 1e6, math.inf])
     @pytest.mark.parametrize("t", [0, 0.3, 2, 9, 60])
-    def test_tails_are_those_of_scipy(self, df: float, t: float) -> None:
+    def test_tails_are_those_of_scipy(self, df: float, t: float, stats: ModuleType) -> None:
         expected = stats.norm.sf(t) if math.isinf(df) else stats.t.sf(t, df)
         assert student.sf(t, df) == pytest.approx(expected, rel=1e-6, abs=1e-300)
         assert student.sf(-t, df) == pytest.approx(1 - expected, rel=1e-9)
 
     @pytest.mark.parametrize("df", [1, 2, 5.5, 30, math.inf])
     @pytest.mark.parametrize("tail", [0.5, 0.025, 1e-5])
-    def test_a_quantile_is_exceeded_as_often_as_asked(self, df: float, tail: float) -> None:
+    def test_a_quantile_is_exceeded_as_often_as_asked(self, df: float, tail: float, stats: ModuleType) -> None:
         expected = stats.norm.isf(tail) if math.isinf(df) else stats.t.isf(tail, df)
         assert student.quantile(tail, df) == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
@@ -161,21 +169,21 @@ def estimates(*logs: float, within: float = 0.0) -> list[effects.Estimate]:
 
 
 class TestEffects:
-    def test_several_launches_on_both_sides_are_welchs_t(self) -> None:
+    def test_several_launches_on_both_sides_are_welchs_t(self, stats: ModuleType) -> None:
         a, b = [0.01, 0.03, 0.02, 0.05], [0.08, 0.02, 0.09]
         expected = stats.ttest_ind(b, a, equal_var=False)
         found = effects.compare(estimates(*a), estimates(*b), 0.02)
         assert found.p_differs() == pytest.approx(expected.pvalue, rel=1e-6)
         assert found.df == pytest.approx(expected.df)
 
-    def test_rounds_are_a_paired_t(self) -> None:
+    def test_rounds_are_a_paired_t(self, stats: ModuleType) -> None:
         """Both sides drift alike from round to round, which only the paired test takes out."""
         a, b = [0.00, 0.10, 0.21, 0.29], [0.03, 0.14, 0.24, 0.33]
         found = effects.compare_paired(estimates(*a), estimates(*b), 0.02)
         assert found.p_differs() == pytest.approx(stats.ttest_rel(b, a).pvalue, rel=1e-6)
         assert effects.compare(estimates(*a), estimates(*b), 0.02).p_differs() > 0.5
 
-    def test_one_new_launch_against_several_is_a_prediction(self) -> None:
+    def test_one_new_launch_against_several_is_a_prediction(self, stats: ModuleType) -> None:
         """s = 0.01 over 4: error 0.01·√(1 + 1/4), 3 degrees of freedom."""
         a = estimates(-0.01, -0.01, 0.01, 0.01)
         found = effects.compare(a, estimates(0.05), 0.02)
@@ -221,7 +229,7 @@ class TestEffects:
         one = effects.estimate([1.0, math.exp(0.02)], [of_requests, of_requests])
         assert one.within.variance == pytest.approx(1e-4)
 
-    def test_more_launches_are_as_many_as_the_power_needs(self) -> None:
+    def test_more_launches_are_as_many_as_the_power_needs(self, stats: ModuleType) -> None:
         """Spread 1 %, ratio 3 %: with n each the error is 0.01·√(2/n), and (t + t')·error has to be ≤ 0.03."""
         effect = effects.Effect(0.03, 1e-4, 2.0, 0.01, (2, 2))
         needed = next(

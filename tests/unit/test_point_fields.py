@@ -170,34 +170,49 @@ class TestKeys:
 class TestComparisons:
     """Runs that are read as repeats of each other may differ in anything; what does is never compared."""
 
+    def test_where_nothing_else_differs_there_is_a_comparison(self, tmp_path: Path) -> None:
+        """Of each of the pairs below, which are not compared once one more field differs."""
+        assert len(exchanges.frame(as_repeats(tmp_path / "exchanges", *self.exchanged()).points)) == 1
+        assert self.verdict(as_repeats(tmp_path / "decode", *self.decoded())) != "no baseline"
+        assert self.verdict(as_repeats(tmp_path / "serve", *self.loaded())) != "no baseline"
+        assert len(findings.replay_against_live(as_repeats(tmp_path / "replay", *self.replayed()).served)) == 1
+
+    def exchanged(self) -> tuple[Record, Record]:
+        return build.ok(build.point(DCP)), build.ok(build.point(DCP, exchange="symm"))
+
+    def decoded(self) -> tuple[Record, Record]:
+        return build.ok(build.point(Layout(8))), build.ok(build.point(DCP))
+
+    def loaded(self) -> tuple[Record, Record]:
+        return served(serve.point(Layout(8))), served(serve.point(DCP))
+
+    def replayed(self) -> tuple[Record, Record]:
+        live = served(serve.point(DCP))
+        return live, served(changed(live.point, "mode"))
+
     @pytest.mark.parametrize("name", fields(Point, "load", "repeat", *HOW_EXCHANGED))
     def test_exchanges_are_compared_where_nothing_else_differs(self, name: str, tmp_path: Path) -> None:
-        plain, symm = build.ok(build.point(DCP)), build.ok(build.point(DCP, exchange="symm"))
-        assert len(exchanges.frame(as_repeats(tmp_path / "same", plain, symm).points)) == 1
+        plain, symm = self.exchanged()
         other = msgspec.structs.replace(symm, point=changed(symm.point, name))
-        assert exchanges.frame(as_repeats(tmp_path / "other", plain, other).points).empty
+        assert exchanges.frame(as_repeats(tmp_path, plain, other).points).empty
 
     @pytest.mark.parametrize("name", fields(Point, "load", "repeat", "dcp", "workload", *HOW_EXCHANGED))
     def test_dcp_has_no_baseline_that_differs_in_more(self, name: str, tmp_path: Path) -> None:
-        alone, split = build.ok(build.point(Layout(8))), build.ok(build.point(DCP))
-        assert self.verdict(as_repeats(tmp_path / "same", alone, split)) != "no baseline"
+        alone, split = self.decoded()
         other = msgspec.structs.replace(alone, point=changed(alone.point, name))
-        assert self.verdict(as_repeats(tmp_path / "other", other, split)) == "no baseline"
+        assert self.verdict(as_repeats(tmp_path, other, split)) == "no baseline"
 
     @pytest.mark.parametrize("name", fields(Load))
     def test_served_dcp_has_no_baseline_under_another_load(self, name: str, tmp_path: Path) -> None:
-        alone, split = served(serve.point(Layout(8))), served(serve.point(DCP))
-        assert self.verdict(as_repeats(tmp_path / "same", alone, split)) != "no baseline"
+        alone, split = self.loaded()
         other = msgspec.structs.replace(alone, point=changed(alone.point, name))
-        assert self.verdict(as_repeats(tmp_path / "other", other, split)) == "no baseline"
+        assert self.verdict(as_repeats(tmp_path, other, split)) == "no baseline"
 
     @pytest.mark.parametrize("name", fields(Point, "load", "repeat", "workload", "context"))
     def test_a_replay_stands_for_the_live_run_of_the_same_point(self, name: str, tmp_path: Path) -> None:
-        live = served(serve.point(DCP))
-        replay = served(changed(live.point, "mode"))
-        assert len(findings.replay_against_live(as_repeats(tmp_path / "same", live, replay).served)) == 1
+        live, replay = self.replayed()
         other = msgspec.structs.replace(replay, point=changed(replay.point, name))
-        assert findings.replay_against_live(as_repeats(tmp_path / "other", live, other).served).empty
+        assert findings.replay_against_live(as_repeats(tmp_path, live, other).served).empty
 
     @pytest.mark.parametrize("setting", [{"kv_memory_bytes": 8 << 30}, {"limit_seconds": 60.0}])
     def test_what_was_served_with_other_kv_memory_or_limit_is_another_point(

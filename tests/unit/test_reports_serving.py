@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from dcpbench.points.layout import Layout
-from dcpbench.reports import answer, explain, findings, frames, tables, terminal_table, words, write_report
+from dcpbench.reports import answer, explain, findings, frames, plots, tables, terminal_table, words, write_report
 from tests.unit import record_builder
 from tests.unit import serve_record_builder as build
 from tests.unit.test_reports import NAMESPACE
@@ -72,7 +72,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served")
     points = [build.point(layout, c) for c in (8, 48) for layout in (TP, DCP)]
     records = [*map(build.served, points), *(build.served(replayed(p), faster=1.03) for p in points)]
-    write_report([record_builder.write(folder / "run", records)], folder / "report")
+    with pytest.MonkeyPatch.context() as patch:
+        leave_figures_unsaved(patch)
+        write_report([record_builder.write(folder / "run", records)], folder / "report")
     return folder
 
 
@@ -177,8 +179,10 @@ class TestReport:
         assert not list((tmp_path / "report" / "figures").iterdir())
         assert "tp4" in terminal(folder)
 
-    def test_hostile_names_stay_text(self, tmp_path: Path) -> None:
-        """The name of a trace comes from a user's file system."""
+    def test_hostile_names_stay_text(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The name of a trace comes from a user's file system. Figures are drawn as the page has them."""
+        save = plots.save
+        monkeypatch.setattr(plots, "save", lambda figure, path, *_: save(figure, path, "svg"))
         of = build.point(TP, 8, {"arrival": "trace", "trace": HOSTILE}, model=HOSTILE)
         other = build.point(TP, 8, model=HOSTILE)
         records = [msgspec.structs.replace(build.served(other), point=of), build.served(other)]

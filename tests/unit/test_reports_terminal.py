@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from dcpbench.points.layout import Layout
-from dcpbench.reports import export, frames, terminal_table
+from dcpbench.reports import export, frames, terminal, terminal_table
 from dcpbench.reports.terminal import Column, Fitted
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder
@@ -85,17 +85,22 @@ class TestFitting:
         assert shown(table, 40)[3].endswith(" 1,234")
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 140, 200])
-def test_no_number_is_cut_at_any_width(tmp_path: Path, width: int) -> None:
-    """Decode and serve, long names, failed and rejected points: every rate of the record stands in the table."""
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> frames.Frames:
+    """Decode and serve, long names, failed and rejected points."""
     records = build.gpu_sweep()[:40]
     records += [build.failed(build.point(Layout(4, 1, 4), context=9, model="a/very/long/name-of-a-model" * 4))]
     records += serve_record_builder.run()
-    folder = build.write(tmp_path / "run", records)
-    lines = shown(terminal_table([folder]), width)
+    return frames.load([build.write(tmp_path_factory.mktemp("mixed") / "run", records)])
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 140, 200])
+def test_no_number_is_cut_at_any_width(mixed: frames.Frames, width: int) -> None:
+    """Every rate of the record stands in the table."""
+    lines = shown(terminal.render(mixed), width)
     assert max(map(len, lines)) <= width
     assert not any("…" in line for line in lines)
-    for table in (frames.load([folder]).points, frames.load([folder]).served):
+    for table in (mixed.points, mixed.served):
         assert {f"{rate:,.1f}" for rate in table["output_tok_s"] if 100 <= rate < 1000} <= set(" ".join(lines).split())
 
 

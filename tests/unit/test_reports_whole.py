@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,14 +32,14 @@ SVG = '<svg xmlns="http://www.w3.org/2000/svg"/>'
 REPORT = {"report.html", "report.md", "points.csv", "figures"}
 
 
+def draw(_: plots.Studio, path: Path, *__: object) -> None:
+    """Each figure is three small files."""
+    for end in (".png", ".svg", ".pdf"):
+        path.with_suffix(end).write_text(SVG)
+
+
 @pytest.fixture(autouse=True)
 def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each figure is three small files."""
-
-    def draw(_: plots.Studio, path: Path, *__: object) -> None:
-        for end in (".png", ".svg", ".pdf"):
-            path.with_suffix(end).write_text(SVG)
-
     monkeypatch.setattr(plots.Studio, "draw", draw)
 
 
@@ -48,10 +49,30 @@ def one(tmp_path: Path) -> Path:
     return build.write(tmp_path / "one", [build.ok(build.point(TP))])
 
 
+def two_layouts(folder: Path) -> Path:
+    """A run of tp4 and tp4·dcp4, whose report has one figure more: DCP over the same layout without it."""
+    return build.write(folder, [build.ok(build.point(layout)) for layout in (TP, DCP)])
+
+
 @pytest.fixture
 def two(tmp_path: Path) -> Path:
-    """A run of tp4 and tp4·dcp4, whose report has one figure more: DCP over the same layout without it."""
-    return build.write(tmp_path / "two", [build.ok(build.point(layout)) for layout in (TP, DCP)])
+    return two_layouts(tmp_path / "two")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report about such a run, written once."""
+    folder = tmp_path_factory.mktemp("written")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots.Studio, "draw", draw)
+        write_report([two_layouts(folder / "two")], folder / "report")
+    return folder / "report"
+
+
+@pytest.fixture
+def out(written: Path, tmp_path: Path) -> Path:
+    """A copy of that report, in the place of which another one comes."""
+    return shutil.copytree(written, tmp_path / "report")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -84,11 +105,9 @@ class TestWhole:
         assert {p.name for p in tmp_path.iterdir()} == {"one", "two", "report", "alone"}
 
     def test_whoever_looks_meanwhile_sees_the_old_one(
-        self, one: Path, two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, one: Path, out: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """At each step of the way, and at the last moment before the new one is there."""
-        out = tmp_path / "report"
-        write_report([two], out)
         old = contents(out)
         seen: list[bool] = []
 
@@ -109,11 +128,11 @@ class TestWhole:
 
     @pytest.mark.parametrize("before", [True, False], ids=["over-another", "the-first"])
     def test_a_full_disk_leaves_what_was_there_and_says_what_to_type(
-        self, before: bool, one: Path, two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, before: bool, one: Path, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         out = tmp_path / "report"
         if before:
-            write_report([two], out)
+            shutil.copytree(written, out)
         old = contents(tmp_path)
         ends(monkeypatch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
         with pytest.raises(OutputError) as caught:
@@ -126,20 +145,16 @@ class TestWhole:
         )
 
     def test_ctrl_c_leaves_what_was_there(
-        self, one: Path, two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, one: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        out = tmp_path / "report"
-        write_report([two], out)
         old = contents(tmp_path)
         ends(monkeypatch, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             write_report([one], out)
         assert contents(tmp_path) == old
 
-    def test_a_crash_leaves_what_was_there(self, one: Path, two: Path, tmp_path: Path) -> None:
+    def test_a_crash_leaves_what_was_there(self, one: Path, out: Path) -> None:
         """SIGKILL, as of a kernel that lacks memory, once page, text and figures are written."""
-        out = tmp_path / "report"
-        write_report([two], out)
         old = contents(out)
         program = f"""
             import os, signal
@@ -153,10 +168,8 @@ class TestWhole:
         assert done.returncode == -signal.SIGKILL
         assert contents(out) == old
 
-    def test_what_else_lies_in_the_folder_stays(self, one: Path, two: Path, tmp_path: Path) -> None:
+    def test_what_else_lies_in_the_folder_stays(self, one: Path, out: Path, tmp_path: Path) -> None:
         """Then files come one after the other, the page last: no page stands beside figures of another report."""
-        out = tmp_path / "report"
-        write_report([two], out)
         (out / "notes.txt").write_text("mine")
         (out / "figures" / "mine.drawio").write_text("mine, too")
         write_report([one], out)
@@ -167,10 +180,8 @@ class TestWhole:
         assert not list(tmp_path.rglob(f"*{whole_files.PART}"))
 
     def test_a_failure_between_such_files_leaves_no_page_of_another_report(
-        self, one: Path, two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, one: Path, out: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        out = tmp_path / "report"
-        write_report([two], out)
         (out / "notes.txt").write_text("mine")
         monkeypatch.setattr(whole_files, "_arrives", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
         with pytest.raises(OutputError, match="broken"):
@@ -199,10 +210,8 @@ class TestWhole:
         assert {p.name for p in (tmp_path / "there").iterdir()} == REPORT
 
     def test_a_file_system_that_exchanges_no_folders_gets_the_files_one_by_one(
-        self, one: Path, two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, one: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        out = tmp_path / "report"
-        write_report([two], out)
 
         def refused(*_: object) -> None:
             raise OSError(errno.EINVAL, "no such thing here")

@@ -53,8 +53,8 @@ def served(run: DryRun) -> tuple[Loop, int]:
 
 @pytest.fixture
 def small_gpu(monkeypatch):
-    """A virtual GPU on which Triton's interpreter has eight programs of a kernel to run instead of 132."""
-    monkeypatch.setattr(virtual_cuda, "PROCESSORS", 8)
+    """A virtual GPU on which Triton's interpreter has two programs of a kernel to run instead of 132."""
+    monkeypatch.setattr(virtual_cuda, "PROCESSORS", 2)
 
 
 @pytest.mark.usefixtures("small_gpu")

@@ -303,7 +303,8 @@ class TestBombs:
 
     @pytest.mark.parametrize("inside", [b" ", b"[", b"{", b'"', b"{},{", b"\\", b"},{"])
     def test_text_without_an_event_is_refused_or_incomplete(self, inside: bytes, tmp_path: Path) -> None:
-        text = b'{"traceEvents": [' + inside * ((6 << 20) // len(inside))
+        """Four blocks of it."""
+        text = b'{"traceEvents": [' + inside * (4 * reading.BLOCK_BYTES // len(inside))
         try:
             report = scanned(tmp_path, text)
         except TraceError:
