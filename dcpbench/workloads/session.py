@@ -112,9 +112,7 @@ def build(
 
 def free_memory(device: torch.device) -> None:
     """Return what a dropped session held to the device."""
-    gc.unfreeze()
     gc.collect()
-    gc.freeze()
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     Visit = Callable[..., Page]
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 INSTALL = "no Chromium was found: apt-get install chromium"
 NOTICE = """
 addEventListener("securitypolicyviolation", (e) => console.error(`policy: ${e.violatedDirective} ${e.blockedURI}`));
