@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Visit = Callable[..., Page]
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-INSTALL = "no Chromium was found: apt-get install chromium"
+INSTALL = "no Chromium was found: apt-get install chromium-headless-shell"
 NOTICE = """
 addEventListener("securitypolicyviolation", (e) => console.error(`policy: ${e.violatedDirective} ${e.blockedURI}`));
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -75,7 +76,11 @@ def test_points_that_raise_hang_or_are_killed_leave_records_and_the_others_are_m
     points = [point(2, context) for context in (100, 13, 66, 99, 101)]
     clock = Clock()
     monkeypatch.setattr(launcher, "time", clock)
-    monkeypatch.setattr(ranks, "STACKS_WAIT_S", 10.0)
+    told = SimpleNamespace(sleep=lambda _: until(lambda: all("<module>" in text for text in stacks())))
+    monkeypatch.setattr(ranks, "time", told)
+
+    def stacks() -> list[str]:
+        return [path.read_text() for path in tmp_path.glob("stacks-*.txt")]
 
     def watch(event: Progress) -> None:
         seen.append(event)

@@ -246,7 +246,7 @@ class TestLimits:
         assert {long.limit_s(stage) for stage in (*silent, "measure")} == {1000}
         assert msgspec.structs.replace(short, kind="verify").limit_s("check") == 12
 
-    @pytest.mark.usefixtures("mark")
+    @pytest.mark.usefixtures("forked_agent")
     def test_imports_are_not_measured_by_the_timeout(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Silent for ever, they are ended after the limit of start-up, and not after a microsecond."""
         monkeypatch.setattr(launcher, "PATIENCE_S", 2.0)
