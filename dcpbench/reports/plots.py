@@ -1,4 +1,4 @@
-"""Every figure of a report, written as PNG, SVG and PDF by matplotlib without a display: one per model and question.
+"""Every figure of a report, written as PNG and SVG, and as PDF where asked, by matplotlib: one per model and question.
 
 Of more points than one can hold it shows lengths and loads evenly picked, and the fastest layouts.
 """
@@ -51,11 +51,11 @@ class Picture:
     pdf: Path | None = None
 
 
-def draw_all(read: Frames, folder: Path, *, drawn: bool = True) -> list[Picture]:
-    """Draw every figure that the points allow into `folder`; without `drawn` only say which there would be."""
+def draw_all(read: Frames, folder: Path, *, drawn: bool = True, pdf: bool = False) -> list[Picture]:
+    """Draw every figure that the points allow into `folder`, as `pdf`, too; without `drawn` say which there would be."""
     if read.everything.empty:
         return []
-    studio = Studio(folder, style.Style.of(read.everything), drawn=drawn)
+    studio = Studio(folder, style.Style.of(read.everything), drawn=drawn, pdf=pdf)
     if drawn:
         folder.mkdir(parents=True, exist_ok=True)
     _draw_lines(read.points, studio)
@@ -122,6 +122,7 @@ class Studio:
     folder: Path
     look: style.Style
     drawn: bool = True
+    pdf: bool = False
     pictures: list[Picture] = dataclasses.field(default_factory=list)
 
     def add(self, subject: str, title: str, points: pd.DataFrame, draw: Draw, alt: str = "") -> None:
@@ -132,12 +133,13 @@ class Studio:
         if self.drawn:
             self.draw(path, title, points, draw)
         png, svg, pdf = (path.with_suffix(end) for end in (".png", ".svg", ".pdf"))
-        self.pictures.append(Picture(subject, mode, title, alt or figures.alt(subject, title, points), png, svg, pdf))
+        told = alt or figures.alt(subject, title, points)
+        self.pictures.append(Picture(subject, mode, title, told, png, svg, pdf if self.pdf else None))
 
     def draw(self, path: Path, title: str, points: pd.DataFrame, draw: Draw) -> None:
         """Write a figure in all formats."""
         with drawing():
-            save(draw(points, self.look, title), path, "png", "svg", "pdf")
+            save(draw(points, self.look, title), path, "png", "svg", *(["pdf"] if self.pdf else []))
 
     def _name(self, subject: str, mode: str, points: pd.DataFrame) -> str:
         """A file name of plain letters, whatever the model is called, and no name twice."""
