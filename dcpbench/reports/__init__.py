@@ -46,8 +46,7 @@ def write_report(
 ) -> list[Path]:
     """Write report.html, report.md, points.csv and figures/ about one or several runs into `out`; paths, page first.
 
-    With `page_only` the page, whose charts are then drawn by its script alone, and points.csv. Figures are PNG and SVG,
-    and with `pdf` also PDF.
+    With `page_only` the page, whose charts are then drawn by its script alone, and points.csv. `pdf`: also as PDF.
 
     The folder is whole at any time: it has all of an earlier report, or all of this one (whole_files.py).
 
