@@ -51,10 +51,7 @@ MERGES: dict[str, Callable[[list[float]], float]] = {
 }
 """How repeats become one value, by the words of the catalogue of metrics."""
 OF_ENGINE = [m.name for m in metrics.METRICS if m.at and not m.parts & {"metrics", "serve"}]
-OF_DECODE = [
-    *(f"{name}_{p}_ms" for p in metrics.PERCENTILES for name in ("itl", "ttft")),
-    *(m.name for m in metrics.METRICS if "metrics" in m.parts),
-]
+OF_DECODE = [m.name for m in metrics.METRICS if "metrics" in m.parts]
 """Metrics of all points, and of points of `decode`, in the order of a table."""
 SERVED = [name for name in ServeMetrics.__struct_fields__ if name in METRIC and name != "goodput_s"]
 """Metrics of a served point alone, in the order of a record; goodput is told with its objectives."""
@@ -68,8 +65,6 @@ VARIES = {
 SOME_HAVE = tuple(name for name in VARIES if name not in ("kv_memory_gib", "limit_seconds"))
 """Of these, what only some points have: that the others have none tells nothing new. No import says any but
 `requests`."""
-
-
 OTHERS = ("run", "model", "layout", "dcp", "context", "concurrency", "mode", "load", "repeat")
 """Columns of points that did not run, before their outcome, reason and detail."""
 
@@ -356,10 +351,11 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
 
 def _decode_columns(records: list[Record]) -> dict[str, Any]:
     steps = [r.metrics.step_ms for r in records if r.metrics]
+    latencies = [f"{name}_{p}_ms" for p in metrics.PERCENTILES for name in ("itl", "ttft")]
     return {
         "samples": sum(interval.samples for interval in steps),
         "spread": findings.spread(steps),
-        **merged(records, "step_ms", "output_tok_s", *OF_DECODE),
+        **merged(records, "step_ms", "output_tok_s", *latencies, *OF_DECODE),
     }
 
 
@@ -423,13 +419,12 @@ def merged(records: Sequence[Record], *names: str) -> dict[str, float | None]:
     """
     row: dict[str, float | None] = {}
     for metric in (METRIC[name] for name in names):
-        known = [found for record in records if (found := metric.held(record)) is not None]
-        values = [found.median if isinstance(found, Interval) else found for found in known]
-        row[metric.name] = MERGES[metric.merged](values) if known else None
+        held = [found for record in records if (found := metric.held(record)) is not None]
+        known = [(f.median, f.low, f.high) if isinstance(f, Interval) else (f, f, f) for f in held]
+        row[metric.name] = MERGES[metric.merged]([value for value, _, _ in known]) if known else None
         if metric.ranged:
-            ends = [(found.low, found.high) if isinstance(found, Interval) else (found, found) for found in known]
-            row[f"{metric.name}_low"] = min((low for low, _ in ends), default=None)
-            row[f"{metric.name}_high"] = max((high for _, high in ends), default=None)
+            row[f"{metric.name}_low"] = min((low for _, low, _ in known), default=None)
+            row[f"{metric.name}_high"] = max((high for _, _, high in known), default=None)
     return row
 
 
