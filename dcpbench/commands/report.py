@@ -15,6 +15,9 @@ def report(
         Path | None, typer.Option("-o", "--output", metavar="DIR", help="Default: RUN/report of the first run.")
     ] = None,
     *,
+    pdf: Annotated[
+        bool, typer.Option("--pdf", help="Write each figure as PDF, too, beside PNG and SVG. Takes a third longer.")
+    ] = False,
     answer: opt.OneAnswer,
 ) -> int:
     """Write the answer, tables, figures and one self-contained HTML page from the records of one or several runs.
@@ -28,7 +31,7 @@ def report(
     out = output or (runs[0] if runs[0].is_dir() else runs[0].parent) / "report"
     options = answer.of_runs
     with said_when_stopped(no_report(runs)):
-        paths = write_report(runs, out, **options)
+        paths = write_report(runs, out, pdf=pdf, **options)
     say_cut_short(runs)
     print_paths(paths, sys.stdout)
     return 0

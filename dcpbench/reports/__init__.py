@@ -42,10 +42,11 @@ def write_report(
     as_repeats: bool = False,
     slo: dict[str, float] | None = None,
     page_only: bool = False,
+    pdf: bool = False,
 ) -> list[Path]:
     """Write report.html, report.md, points.csv and figures/ about one or several runs into `out`; paths, page first.
 
-    With `page_only` the page, whose charts are then drawn by its script alone, and points.csv.
+    With `page_only` the page, whose charts are then drawn by its script alone, and points.csv. `pdf`: also as PDF.
 
     The folder is whole at any time: it has all of an earlier report, or all of this one (whole_files.py).
 
@@ -63,7 +64,7 @@ def write_report(
     title = "dcpbench: " + ", ".join(run.name for run in read.runs)
     try:
         with whole_folder(out, last=[TABLE, TEXT, PAGE], ours=_ours) as new:
-            pictures = plots.draw_all(read, new / FIGURES, drawn=not page_only)
+            pictures = plots.draw_all(read, new / FIGURES, drawn=not page_only, pdf=pdf)
             told = sections.report(read, pictures)
             (new / PAGE).write_text(render(title, told, read, pictures=not page_only), encoding="utf-8")
             export.write_csv(read, new / TABLE)

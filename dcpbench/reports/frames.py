@@ -25,7 +25,7 @@ from dcpbench.records.runs import Run, measurement, read_run
 from dcpbench.reports import findings, words
 from dcpbench.reports import slo as objectives
 from dcpbench.show.numbers import missing
-from dcpbench.show.text import LINES, natural, printable, shortened
+from dcpbench.show.text import LINES, LONGEST, natural, printable, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -50,6 +50,9 @@ MERGES: dict[str, Callable[[list[float]], float]] = {
     "first": lambda values: values[0],
 }
 """How repeats become one value, by the words of the catalogue of metrics."""
+OF_ENGINE = [m.name for m in metrics.METRICS if m.at and not m.parts & {"metrics", "serve"}]
+OF_DECODE = [m.name for m in metrics.METRICS if "metrics" in m.parts]
+"""Metrics of all points, and of points of `decode`, in the order of a table."""
 SERVED = [name for name in ServeMetrics.__struct_fields__ if name in METRIC and name != "goodput_s"]
 """Metrics of a served point alone, in the order of a record; goodput is told with its objectives."""
 VARIES = {
@@ -62,8 +65,6 @@ VARIES = {
 SOME_HAVE = tuple(name for name in VARIES if name not in ("kv_memory_gib", "limit_seconds"))
 """Of these, what only some points have: that the others have none tells nothing new. No import says any but
 `requests`."""
-
-
 OTHERS = ("run", "model", "layout", "dcp", "context", "concurrency", "mode", "load", "repeat")
 """Columns of points that did not run, before their outcome, reason and detail."""
 
@@ -97,7 +98,7 @@ class Frames:
         """Points of all workloads, with the columns of each."""
         if self.points.empty or self.served.empty:
             return self.served if self.points.empty else self.points
-        return pd.DataFrame([*self.points.to_dict("records"), *self.served.to_dict("records")])
+        return _plain([*self.points.to_dict("records"), *self.served.to_dict("records")])
 
     @cached_property
     def findings(self) -> findings.Findings:
@@ -130,8 +131,8 @@ def load(folders: Iterable[Path], *, as_repeats: bool = False, slo: dict[str, fl
     slo = slo or {}
     return Frames(
         runs=runs,
-        points=objectives.judged(_as_loads(_tidy(rows)), slo),
-        served=objectives.judged(_as_served(_tidy(served)), slo),
+        points=_plain(objectives.judged(_as_loads(_tidy(rows)), slo)),
+        served=_plain(objectives.judged(_as_served(_tidy(served)), slo)),
         slo=slo,
         others=pd.DataFrame(others, columns=[*OTHERS, "outcome", "reason", "detail"]),
     )
@@ -214,7 +215,8 @@ class _Clipper:
     def __call__(self, record: Record) -> Record:
         """The record with strings cut, and an environment that equals one seen before replaced by that."""
         names = ("point", "phases", "kv", "honesty", "choice", "sync_sites", "marks", "reason", "gpu", "serve")
-        changes: dict[str, Any] = {name: _structure(getattr(record, name)) for name in names}
+        parts = {name: getattr(record, name) for name in names}
+        changes = {} if _fits(parts) else {name: _structure(part) for name, part in parts.items()}
         if record.environment is not None:
             key = msgspec.json.encode(record.environment)
             if key not in self._environments:
@@ -225,29 +227,27 @@ class _Clipper:
         return msgspec.structs.replace(record, **changes)
 
 
+def _fits(parts: dict[str, Any]) -> bool:
+    """Whether plainly no string inside is cut: as JSON they have no escape, and nothing between two quotes is long."""
+    text = msgspec.json.encode(parts)
+    return text.isascii() and b"\\" not in text and b"\x7f" not in text and max(map(len, text.split(b'"'))) <= LONGEST
+
+
 def _end(text: str) -> str:
     short = text if len(text) <= LONGEST_DETAIL else f"({len(text):,} characters) … {text[-LONGEST_DETAIL:]}"
     return printable(short, LINES)
 
 
 def _structure(value: Any) -> Any:  # noqa: ANN401 - whatever a record holds
-    """The same with strings cut, also inside; the very same object where nothing is too long."""
+    """The same with strings cut, also inside."""
     if isinstance(value, str):
         return shortened(value)
     if isinstance(value, msgspec.Struct):
-        changes = {}
-        for name in value.__struct_fields__:
-            old = getattr(value, name)
-            if isinstance(old, str | list | dict | msgspec.Struct) and (new := _structure(old)) is not old:
-                changes[name] = new
-        return msgspec.structs.replace(value, **changes) if changes else value
+        return msgspec.structs.replace(value, **_structure(msgspec.structs.asdict(value)))
     if isinstance(value, list):
-        made = [_structure(v) for v in value]
-        return made if any(a is not b for a, b in zip(made, value, strict=True)) else value
+        return [_structure(v) for v in value]
     if isinstance(value, dict):
-        pairs = {shortened(k): _structure(v) for k, v in value.items()}
-        same = len(pairs) == len(value) and all(k in value and pairs[k] is value[k] for k in pairs)
-        return value if same else pairs
+        return {shortened(name): _structure(v) for name, v in value.items()}
     return value
 
 
@@ -343,7 +343,7 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
         "idle_us": median(p.idle_us for p in profiled),
         **merged(records, "idle_fraction", "kernels"),
         **{name: getattr(honesty, name, None) for name in told},
-        **merged(records, *(m.name for m in metrics.METRICS if m.at and not m.parts & {"metrics", "serve"})),
+        **merged(records, *OF_ENGINE),
         "throttle_reasons": ", ".join(sorted({reason for r in records if r.gpu for reason in r.gpu.throttle_reasons})),
     }
     return row | (_served_columns(records) if point.load else _decode_columns(records))
@@ -355,8 +355,7 @@ def _decode_columns(records: list[Record]) -> dict[str, Any]:
     return {
         "samples": sum(interval.samples for interval in steps),
         "spread": findings.spread(steps),
-        **merged(records, "step_ms", "output_tok_s", *latencies),
-        **merged(records, *(m.name for m in metrics.METRICS if "metrics" in m.parts)),
+        **merged(records, "step_ms", "output_tok_s", *latencies, *OF_DECODE),
     }
 
 
@@ -420,21 +419,27 @@ def merged(records: Sequence[Record], *names: str) -> dict[str, float | None]:
     """
     row: dict[str, float | None] = {}
     for metric in (METRIC[name] for name in names):
-        known = [
-            (v, metric.interval(record) or (v, v)) for record in records if (v := metric.value(record)) is not None
-        ]
-        row[metric.name] = MERGES[metric.merged]([v for v, _ in known]) if known else None
+        held = [found for record in records if (found := metric.held(record)) is not None]
+        known = [(f.median, f.low, f.high) if isinstance(f, Interval) else (f, f, f) for f in held]
+        row[metric.name] = MERGES[metric.merged]([value for value, _, _ in known]) if known else None
         if metric.ranged:
-            row[f"{metric.name}_low"] = min((low for _, (low, _) in known), default=None)
-            row[f"{metric.name}_high"] = max((high for _, (_, high) in known), default=None)
+            row[f"{metric.name}_low"] = min((low for _, low, _ in known), default=None)
+            row[f"{metric.name}_high"] = max((high for _, _, high in known), default=None)
     return row
+
+
+def _plain(rows: pd.DataFrame | list[dict[Any, Any]]) -> pd.DataFrame:
+    """A table whose strings are objects: even Python's arrays of strings are slow to walk."""
+    table = pd.DataFrame(rows)
+    words = [name for name, kind in table.dtypes.items() if isinstance(kind, pd.StringDtype)]
+    return table.astype(dict.fromkeys(words, object)).copy()  # in one piece, as pandas wants wide tables
 
 
 def _tidy(rows: list[dict[str, Any]]) -> pd.DataFrame:
     """Rows as a table in reading order, with a `variant` that tells apart points of the same layout and load."""
     if not rows:
         return pd.DataFrame()
-    table = pd.DataFrame(rows)
+    table = _plain(rows)
     found = (_exchanges(table) if axis.name == "exchange" else _varying(table, axis) for axis in AXES)
     parts = [texts for texts in found if texts]
     table["variant"] = [", ".join(filter(None, texts)) for texts in zip(*parts, strict=True)]

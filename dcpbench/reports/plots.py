@@ -1,4 +1,4 @@
-"""Every figure of a report, written as PNG, SVG and PDF by matplotlib without a display: one per model and question.
+"""Every figure of a report, written as PNG and SVG, and as PDF where asked, by matplotlib: one per model and question.
 
 Of more points than one can hold it shows lengths and loads evenly picked, and the fastest layouts.
 """
@@ -51,11 +51,12 @@ class Picture:
     pdf: Path | None = None
 
 
-def draw_all(read: Frames, folder: Path, *, drawn: bool = True) -> list[Picture]:
-    """Draw every figure that the points allow into `folder`; without `drawn` only say which there would be."""
+def draw_all(read: Frames, folder: Path, *, drawn: bool = True, pdf: bool = False) -> list[Picture]:
+    """Draw every figure that the points allow into `folder`, as `pdf`, too; without `drawn` say which there would be."""
     if read.everything.empty:
         return []
-    studio = Studio(folder, style.Style.of(read.everything), drawn=drawn)
+    formats = ("png", "svg", *(("pdf",) if pdf else ()))
+    studio = Studio(folder, style.Style.of(read.everything), drawn=drawn, formats=formats)
     if drawn:
         folder.mkdir(parents=True, exist_ok=True)
     _draw_lines(read.points, studio)
@@ -122,6 +123,7 @@ class Studio:
     folder: Path
     look: style.Style
     drawn: bool = True
+    formats: tuple[str, ...] = ("png", "svg")
     pictures: list[Picture] = dataclasses.field(default_factory=list)
 
     def add(self, subject: str, title: str, points: pd.DataFrame, draw: Draw, alt: str = "") -> None:
@@ -131,13 +133,13 @@ class Studio:
         path = self.folder / self._name(subject, mode, points)
         if self.drawn:
             self.draw(path, title, points, draw)
-        png, svg, pdf = (path.with_suffix(end) for end in (".png", ".svg", ".pdf"))
-        self.pictures.append(Picture(subject, mode, title, alt or figures.alt(subject, title, points), png, svg, pdf))
+        files = [path.with_suffix(f".{form}") for form in self.formats]
+        self.pictures.append(Picture(subject, mode, title, alt or figures.alt(subject, title, points), *files))
 
     def draw(self, path: Path, title: str, points: pd.DataFrame, draw: Draw) -> None:
         """Write a figure in all formats."""
         with drawing():
-            save(draw(points, self.look, title), path, "png", "svg", "pdf")
+            save(draw(points, self.look, title), path, *self.formats)
 
     def _name(self, subject: str, mode: str, points: pd.DataFrame) -> str:
         """A file name of plain letters, whatever the model is called, and no name twice."""

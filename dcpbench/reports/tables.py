@@ -319,14 +319,11 @@ def make_table(
     if len(found) > MOST_ROWS:
         title = f"{title} (the first {MOST_ROWS:,} of {len(found):,}; points.csv has every point)"
         found = found.head(MOST_ROWS)
-    rows = [[cut(_cell(row, show), MOST_LETTERS) for _, show in columns] for _, row in found.iterrows()]
+    told = [[text(r[s]) if isinstance(s, str) else s(r) for _, s in columns] for r in found.to_dict("records")]
+    rows = [[cut(cell, MOST_LETTERS) for cell in row] for row in told]
     keep = [i for i, (name, _) in enumerate(columns) if name not in optional or any(r[i] != ABSENT for r in rows)]
     words = sum(i < len(first) + text_columns for i in keep)
     return Table(title, [columns[i][0] for i in keep], [[r[i] for i in keep] for r in rows], words, fold)
-
-
-def _cell(row: pd.Series[Any], show: str | Callable[[Any], str]) -> str:
-    return text(row[show]) if isinstance(show, str) else show(row)
 
 
 def _idle(row: pd.Series[Any]) -> str:

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
+from dcpbench import cli
 from dcpbench.errors import OutputError, RecordsError, UsageError
 from dcpbench.points.layout import Layout
 from dcpbench.reports import (
@@ -105,13 +106,26 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, Path]:
     return report(tmp_path_factory.mktemp("small"), small())
 
 
-def test_a_report_holds_page_markdown_table_and_every_figure_in_three_formats(written: tuple[Page, Path]) -> None:
-    """One model: throughput, ITL, frontier, phases, KV and where DCP pays, each as PNG, SVG and PDF."""
+FIGURES = [*(f"{kind}-kimi-k2" for kind in ("throughput", "itl", "frontier", "phases", "kv")), "break-even-all"]
+"""Of a report about `small`, without their endings."""
+
+
+def test_a_report_holds_page_markdown_table_and_every_figure_in_two_formats(written: tuple[Page, Path]) -> None:
+    """One model: throughput, ITL, frontier, phases, KV and where DCP pays, each as PNG and SVG."""
     _, out = written
     assert {p.name for p in out.iterdir()} == {"report.html", "report.md", "points.csv", "figures"}
-    kinds = ("throughput", "itl", "frontier", "phases", "kv")
-    names = [*(f"{kind}-kimi-k2" for kind in kinds), "break-even-all"]
-    assert {p.name for p in (out / "figures").iterdir()} == {f"{n}.{e}" for n in names for e in ("png", "svg", "pdf")}
+    assert {p.name for p in (out / "figures").iterdir()} == {f"{n}.{e}" for n in FIGURES for e in ("png", "svg")}
+
+
+@pytest.mark.usefixtures("unsaved")
+def test_a_report_holds_every_figure_as_pdf_where_that_is_asked_for(tmp_path: Path) -> None:
+    """Beside the other two; the next report without it has none again."""
+    run, out = build.write(tmp_path / "run", small()), tmp_path / "report"
+    for options, ends in ((["--pdf"], ("png", "svg", "pdf")), ([], ("png", "svg"))):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["report", str(run), "-o", str(out), *options])
+        assert not end.value.code
+        assert {p.name for p in (out / "figures").iterdir()} == {f"{n}.{e}" for n in FIGURES for e in ends}
 
 
 def test_the_page_needs_nothing_but_itself(written: tuple[Page, Path]) -> None:

@@ -33,8 +33,8 @@ REPORT = {"report.html", "report.md", "points.csv", "figures"}
 
 
 def draw(_: plots.Studio, path: Path, *__: object) -> None:
-    """Each figure is three small files."""
-    for end in (".png", ".svg", ".pdf"):
+    """Each figure is two small files."""
+    for end in (".png", ".svg"):
         path.with_suffix(end).write_text(SVG)
 
 
