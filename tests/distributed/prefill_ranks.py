@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from dcpbench.engine.prefill import Prefiller
+from dcpbench.kernels import kv_gather
 from dcpbench.points import memory
 from dcpbench.points.budget import plan_whole
 from dcpbench.points.layout import Layout
@@ -144,6 +145,7 @@ def main(rank: int, world: int, folder: Path) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    kv_gather.ROWS = 256  # as in rank.py
     torch.set_num_threads(1)
     ranks = int(sys.argv[1])
     mp.start_processes(main, args=(ranks, Path(sys.argv[2])), nprocs=ranks, start_method="fork")
