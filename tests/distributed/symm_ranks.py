@@ -38,8 +38,8 @@ SMALL = 64
 
 
 def layouts(world: int) -> tuple[Layout, ...]:
-    """One DCP group of all ranks, and two groups at once."""
-    return (Layout(world, dcp=world), Layout(world, dcp=world // 2)) if world > 2 else (Layout(world, dcp=world),)
+    """One DCP group of all ranks; of four also two groups at once."""
+    return (Layout(world, dcp=world), Layout(world, dcp=world // 2)) if world == 4 else (Layout(world, dcp=world),)
 
 
 def drawn(ranks: int, group: int, layer: int, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

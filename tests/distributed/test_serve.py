@@ -18,7 +18,7 @@ from dcpbench.records.file import read_records
 from dcpbench.serving.loads import make_requests
 from dcpbench.serving.samples import read_samples
 from dcpbench.workloads import oracle
-from tests.distributed.checkpoints import VOCAB, WRITERS
+from tests.distributed.checkpoints import VOCAB, deepseek_v3_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.distributed
 
+LAYERS = 2
+"""One dense, one of experts; of more, test_oracle.py has the arithmetic."""
 LONGEST, OUTPUT = 40, 20
 LOAD = Load(
     requests=12,
@@ -42,7 +44,7 @@ EXCHANGES = {True: "ag_rs", False: "none"}
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("checkpoint") / "v3"
-    WRITERS["v3"](folder)
+    deepseek_v3_of(folder, {"num_hidden_layers": LAYERS}, {})
     return str(folder)
 
 
@@ -153,7 +155,7 @@ def test_requests_that_lose_their_kv_are_answered_all_the_same(checkpoint, truth
     that need more than all 44 tokens are rejected with their size and the limit.
     """
     layout = Layout(2, dcp=2)
-    page_bytes = 2 * 3 * (32 + 16) * 4
+    page_bytes = 2 * LAYERS * (32 + 16) * 4
     load = msgspec.structs.replace(LOAD, input_tokens="uniform:1-30", output_tokens=f"{OUTPUT}", prefix_share=0.0)
     settings = Settings(kv_memory_bytes=12 * page_bytes)
     (record,) = serve([point(checkpoint, layout, load)], tmp_path, settings)
