@@ -12,6 +12,7 @@ from dcpbench.plan import grid
 from dcpbench.plan.spec import make_spec, planned
 from dcpbench.points.gpus import GPUS, Gpu
 from dcpbench.points.machine import Probe
+from dcpbench.points.sizes import size_text
 
 ROOT = Path(__file__).parents[2]
 RECORDS = sorted((ROOT / "results").rglob("records.jsonl"))
@@ -47,6 +48,16 @@ def test_the_h200_is_as_our_records_found_it() -> None:
     ]
     found = {(e["device_memory_bytes"], e["l2_bytes"]) for e in environments if e.get("device") == h200.device}
     assert found == {(h200.memory_bytes, h200.l2_bytes)}
+
+
+@by_name
+def test_the_documentation_has_the_same_figures(gpu: Gpu) -> None:
+    fp8 = "none" if gpu.fp8_flop_s is None else f"{gpu.fp8_flop_s / 1e12:.0f} TFLOP/s"
+    row = (
+        f"| `{gpu.name}` | {size_text(gpu.memory_bytes)} | {gpu.l2_bytes >> 20} MiB | {gpu.memory_bytes_s / 1e12:.3g} TB/s "
+        f"| {gpu.bf16_flop_s / 1e12:.0f} TFLOP/s | {fp8} | {gpu.nvlink_bytes_s / 1e9:.0f} GB/s | {gpu.watts} W |"
+    )
+    assert row in (ROOT / "docs" / "planning.md").read_text()
 
 
 @pytest.mark.parametrize("typed", ["H200", "h200", " h200 ", "NVIDIA H200"])
