@@ -116,6 +116,8 @@ def ab(
         say("A and B are the same: this shows what differs between launches of one variant.")
     if launches.dry_run:
         return _plan(variants, sides, command)
+    if any(word.partition("=")[0] == "--gpu" for arguments in sides.values() for word in arguments):
+        raise UsageError("--gpu plans for a machine that is not this one; add --dry-run to ab, or leave --gpu out.")
     folder = launches.output or Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-ab-{variants.workload}"
     with folders.locked(folder):
         state = _state(folder, launches, State(workload=variants.workload, a=sides["a"], b=sides["b"]))

@@ -23,6 +23,11 @@ MEASURE = panel("How it is measured")
 OUTPUT = panel("Output")
 MACHINES = panel("Machines")
 
+TP = (
+    "GPUs that share one copy of the model, all of a layout: dp and dcp are inside, as in SGLang's --tp-size; vLLM's "
+    "--data-parallel-size × --tensor-parallel-size. Each is one torchrun job."
+)
+"""What --tp counts."""
 MODEL = LOAD(
     "deepseek-v3, deepseek-r1, deepseek-v2, deepseek-v2-lite, kimi-k2, tiny, or a folder with a Hugging Face "
     "config.json. Default: the checkpoint's own config.json where one is given, else deepseek-v3; tiny on the CPU.",
@@ -45,13 +50,14 @@ Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, or
 class Layouts(Group):
     """Over how many ranks, and as what."""
 
-    tp: str | None = LAYOUT(
-        "GPUs that share one copy of the model; each is one torchrun job. Default: all GPUs of this machine; 8 on the "
-        "CPU."
+    tp: str | None = LAYOUT(f"{TP} Default: all GPUs of this machine; 8 on the CPU.")
+    dp: str | None = LAYOUT(
+        "Attention data parallel replicas inside tp: SGLang's --dp-size with --enable-dp-attention, vLLM's "
+        "--data-parallel-size, beside which its --tensor-parallel-size is our tp / dp. Default: 1."
     )
-    dp: str | None = LAYOUT("Attention data parallel replicas inside tp. Default: 1.")
     dcp: str | None = LAYOUT(
-        "Ranks that share the KV cache of one request; divides tp / dp. Adds no GPUs. Default: tp / dp."
+        "Ranks that share the KV cache of one request, vLLM's --decode-context-parallel-size; divides tp / dp. Adds no "
+        "GPUs. Default: tp / dp, beside dcp 1 as baseline; --dcp 1 measures plain TP alone."
     )
 
 
@@ -86,9 +92,13 @@ class How(Group):
         "verify. Default: bf16 on GPUs; fp32 on the CPU.",
         metavar="NAME",
     )
-    page_size: int | None = HOW("KV rows in a page of one rank. Default: 64 on GPUs; 1 on the CPU.", metavar="ROWS")
+    page_size: int | None = HOW(
+        "KV rows in a page of one rank: vLLM's --block-size. Default: 64 on GPUs; 1 on the CPU.", metavar="ROWS"
+    )
     interleave: int | None = HOW(
-        "Neighbouring tokens that stay on one dcp rank; divides the page size. Default: 1.", metavar="TOKENS"
+        "Neighbouring tokens that stay on one dcp rank, vLLM's --cp-kv-cache-interleave-size; divides the page size. "
+        "Default: 1.",
+        metavar="TOKENS",
     )
 
 
@@ -114,7 +124,9 @@ class Run(Group):
     resume: bool = RESUME
     force: bool = FORCE
     dry_run: bool = OUTPUT(
-        "Only print the points, with memory per GPU, and those that cannot run, each with its reason.", default=False
+        "Only print the points, with memory per GPU, and those that cannot run, each with its reason. With --gpu, for a "
+        "machine that is not this one.",
+        default=False,
     )
     as_json: bool = JSON
     device: str = MACHINES(
@@ -123,6 +135,13 @@ class Run(Group):
         default="auto",
         metavar="NAME",
     )
+
+    gpu: str | None = MACHINES(
+        "With --dry-run: plan for such GPUs, whatever this machine has: A100, H20, H100, H200 or B200, all SXM. Default: "
+        "this machine's.",
+        metavar="NAME",
+    )
+    gpus: int | None = MACHINES("With --gpu: GPUs of a machine. Default: 8.", metavar="N")
 
     @property
     def machines(self) -> "Machines":

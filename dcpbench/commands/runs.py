@@ -19,8 +19,8 @@ from dcpbench.launch import folders, launcher
 from dcpbench.launch.nodes import secret, split_endpoint
 from dcpbench.launch.stopping import said_when_stopped
 from dcpbench.plan import grid
-from dcpbench.plan.options import check_seconds
-from dcpbench.plan.spec import effective
+from dcpbench.plan.options import check_positive, check_seconds
+from dcpbench.plan.spec import effective, planned
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.file import RecordFile
 from dcpbench.records.metrics import SWEPT
@@ -42,11 +42,14 @@ if TYPE_CHECKING:
     WorkOff = Callable[[Sequence[Point], launcher.Work, Run], None]
 
 WORKER = launcher.WORKER
+USUAL_GPUS = 8
+"""Of a machine that is planned for."""
 
 
 def machine(run: Run) -> Probe:
-    """The machine as --device wants it seen."""
-    return effective(launcher.probe(WORKER), run.device)
+    """The machine as --device wants it seen, or the one that --gpu plans for."""
+    found = launcher.probe(WORKER) if run.gpu is None else planned(run.gpu, run.gpus or USUAL_GPUS)
+    return effective(found, run.device)
 
 
 def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = None) -> int:
@@ -55,8 +58,10 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
     `work_off` leaves a record of every point in the folder; None: jobs of torchrun do.
     """
     candidates = grid.expand(spec, probe, run.machines.nnodes)
+    if not spec.dcp and (note := grid.dcp_by_default(candidates)):
+        say(note)
     if run.dry_run:
-        print_plan(candidates, run)
+        print_plan(candidates, probe, run)
     grid.check_any(candidates)
     if run.dry_run:
         return 0
@@ -88,15 +93,30 @@ def check_run(run: Run) -> None:
     if run.resume and run.output is None:
         raise UsageError("--resume needs the run to go on with; add for example -o runs/NAME.")
     check_seconds("--timeout", run.timeout, 300)
+    _check_planned(run)
     if m.nnodes < 1:
         raise UsageError(f"--nnodes {m.nnodes} is not positive; try --nnodes 2, or leave it out.")
     if not 0 <= m.node_rank < m.nnodes:
         raise UsageError(
             f"--node-rank {m.node_rank} with --nnodes {m.nnodes}: ranks go from 0 to nnodes - 1, one for each machine."
         )
-    if m.nnodes > 1:
+    if m.nnodes > 1 and run.gpu is None:
         split_endpoint(m.rdzv_endpoint)
         secret()
+
+
+def _check_planned(run: Run) -> None:
+    if run.gpus is not None and run.gpu is None:
+        raise UsageError(f"--gpus {run.gpus} says how many GPUs of --gpu a machine has; add for example --gpu H200.")
+    if run.gpus is not None:
+        check_positive("gpus", run.gpus)
+    if run.gpu is not None and not run.dry_run:
+        raise UsageError(
+            f"--gpu {run.gpu} plans for a machine that is not this one, and nothing can be measured on it; add "
+            "--dry-run, or leave --gpu out."
+        )
+    if run.gpu is not None and run.device == "cpu":
+        raise UsageError(f"--gpu {run.gpu} and --device cpu contradict each other; leave one of them out.")
 
 
 def _prepare(candidates: Sequence[grid.Candidate], folder: Path, work: launcher.Work, run: Run) -> list[Point]:
@@ -193,14 +213,18 @@ def _summary(records: Sequence[Record], folder: Path, paths: Sequence[Path], pro
     }
 
 
-def print_plan(candidates: Sequence[grid.Candidate], run: Run) -> None:
-    """What --dry-run says: the points that can run, and why others cannot."""
+def print_plan(candidates: Sequence[grid.Candidate], probe: Probe, run: Run) -> None:
+    """What --dry-run says: the points that can run, and why others cannot; in JSON each with the machine it is for."""
     rows = grid.table(candidates)
     if run.as_json:
-        print_json(rows)
+        machine = {"device": probe.device, "gpus": probe.count, "name": probe.name, "memory_bytes": probe.memory_bytes}
+        machine |= {"nnodes": run.machines.nnodes, "planned": msgspec.to_builtins(probe.gpu)}
+        print_json([row | {"machine": machine} for row in rows])
         return
-    from dcpbench.launch.progress import candidates_table, rejected_lines
+    from dcpbench.launch.progress import candidates_table, planned_for, rejected_lines
 
+    if probe.gpu:
+        say(planned_for(probe.gpu, probe.count, run.machines.nnodes))
     terminal = console()
     if any(r["reason"] is None for r in rows):
         terminal.print(candidates_table(rows))

@@ -31,10 +31,7 @@ SERVED = panel("How requests are served")
 class Layouts(opt.Layouts):
     """Fewer ranks on the CPU than of sweep."""
 
-    tp: str | None = opt.LAYOUT(
-        "GPUs that share one copy of the model; each is one torchrun job. Default: all GPUs of this machine; 4 on the "
-        "CPU."
-    )
+    tp: str | None = opt.LAYOUT(f"{opt.TP} Default: all GPUs of this machine; 4 on the CPU.")
 
 
 class Load(Group):
@@ -43,8 +40,8 @@ class Load(Group):
     model: str | None = opt.MODEL
     weights: str | None = opt.WEIGHTS
     concurrency: str | None = WHEN(
-        "Closed loop: so many clients over the whole layout, each of which sends its next request when its last one is "
-        "answered. With --request-rate: requests in flight at most, by default 512 for each dp replica. Default: "
+        "Closed loop: so many clients over the whole layout (--max-concurrency of vLLM's and SGLang's benches), each of "
+        "which sends its next request when its last one is answered. With --request-rate: requests in flight at most, by default 512 for each dp replica. Default: "
         "8,32,48 on GPUs; 4 on the CPU.",
         metavar="N,…",
     )
@@ -68,7 +65,10 @@ class Load(Group):
         "cancelled. Default: no limit.",
         metavar="N|Ns",
     )
-    num_requests: str | None = WHAT("Requests of each point. Default: 480 on GPUs; 16 on the CPU.", metavar="N")
+    num_requests: str | None = WHAT(
+        "Requests of each point: --num-prompts of vLLM's and SGLang's benches. Default: 480 on GPUs; 16 on the CPU.",
+        metavar="N",
+    )
     input_tokens: str | None = WHAT(
         "Length of prompts: 4000, uniform:1000-7000 or lognormal:4000:0.5 (median and sigma; at least 1, no upper "
         "bound). Each of the list is a point. Default: 4000 on GPUs; 32 on the CPU.",
@@ -95,8 +95,9 @@ class Load(Group):
         metavar="NAME",
     )
     chunk: str | None = SERVED(
-        "Prompt tokens of a step at most, over the whole layout; page size × dcp × dp at least. Default: 8192 on GPUs; "
-        "64 on the CPU.",
+        "Prompt tokens of a step at most, over the whole layout: SGLang's --chunked-prefill-size; vLLM's "
+        "--max-num-batched-tokens, which bounds each replica and counts decode tokens, too. Page size × dcp × dp at "
+        "least. Default: 8192 on GPUs; 64 on the CPU.",
         metavar="TOKENS",
     )
     prefix_cache: bool | None = SERVED(
@@ -181,6 +182,7 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, run: opt.R
     import msgspec
 
     from dcpbench.commands import runs
+    from dcpbench.errors import UsageError
     from dcpbench.plan.judge import known_times
     from dcpbench.plan.serve_spec import SERVE_PARSERS, make_serve_spec, measured_before
     from dcpbench.plan.spec import read_options
@@ -195,6 +197,8 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, run: opt.R
         spec = make_serve_spec(given, probe)
         _say_about(spec, probe)
         return runs.measure(spec, probe, run)
+    if run.gpu is not None:
+        raise UsageError(f"--step-times {path} says itself on which GPUs its steps were taken; leave --gpu out.")
     times = known_times(path)
     probe = msgspec.structs.replace(
         times.probe(),

@@ -97,7 +97,7 @@ def verify(layouts: Layouts, load: Load, how: opt.How, run: Run) -> int:
     spec = make_spec(given | {"weights": str(load.checkpoint) if load.checkpoint else None, "baseline": False}, probe)
     candidates = grid.expand_layouts(_layouts(spec, layouts, probe), spec, probe)
     if run.dry_run:
-        runs.print_plan(candidates, run)
+        runs.print_plan(candidates, probe, run)
     grid.check_any(candidates)
     if run.dry_run:
         return 0

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from dcpbench.launch import jobs
+    from dcpbench.points.gpus import Gpu
     from dcpbench.points.machine import Probe
     from dcpbench.points.point import Point
 
@@ -110,6 +111,15 @@ class ProgressBar:
 def names_of(points: Sequence[Point]) -> dict[str, str]:
     """What points are called while they run, by key."""
     return {p.key(): point_name(p) for p in points}
+
+
+def planned_for(gpu: Gpu, count: int, nnodes: int) -> str:
+    """What --dry-run --gpu plans for, which is not this machine."""
+    machine = f"{count} × {gpu.device}" + (f" on each of {nnodes} machines" if nnodes > 1 else "")
+    return (
+        f"A plan for {machine}, not for this machine; nothing is measured. A GPU has {size_text(gpu.memory_bytes)} as "
+        f"drivers report them, and {gpu.memory_bytes_s / 1e12:.3g} TB/s on paper; FlashInfer is taken to be installed."
+    )
 
 
 def candidates_table(rows: Sequence[dict[str, object]]) -> Table:

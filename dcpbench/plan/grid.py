@@ -35,7 +35,7 @@ LISTED = [axis for axis in AXES if axis.name in DEGREES or Role.PATH in axis.rol
 MOST_POINTS = 100_000
 """Of one run, as many as its report reads."""
 MOST_REASONS = 3
-"""Reasons that an error message repeats before it points to --dry-run."""
+"""Reasons that an error message repeats before it points to --dry-run, and layouts that a line names."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +78,17 @@ def check_any(candidates: Sequence[Candidate]) -> None:
     reasons = list(dict.fromkeys(str(c.error) for c in typed))
     more = f"\n({len(reasons) - MOST_REASONS} more; see them all with --dry-run)" if len(reasons) > MOST_REASONS else ""
     raise type(typed[0].error)("\n".join(reasons[:MOST_REASONS]) + more)  # type: ignore[misc]
+
+
+def dcp_by_default(candidates: Sequence[Candidate]) -> str:
+    """What who types --tp alone may not expect: that DCP is measured. Empty where no layout that can run has any."""
+    typed = [c for c in candidates if not c.added and c.point.dcp > 1 and c.error is None]
+    if not typed:
+        return ""
+    baselines = _layouts(c for c in candidates if c.added and c.error is None)
+    beside = f", beside {baselines} as baseline" if baselines else ""
+    alone = "plain TP alone" if all(c.point.dp == 1 for c in typed) else "layouts without it alone"
+    return f"DCP is measured by default: {_layouts(typed)}{beside}. For {alone}, add --dcp 1."
 
 
 def point_name(point: Point) -> str:
@@ -124,6 +135,12 @@ def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
             }
         )
     return rows
+
+
+def _layouts(candidates: Iterable[Candidate]) -> str:
+    """The first of their layouts, each once."""
+    names = list(dict.fromkeys(str(c.point.layout) for c in candidates))
+    return ", ".join(names[:MOST_REASONS]) + (", …" if len(names) > MOST_REASONS else "")
 
 
 def _grid(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> Iterable[Point]:

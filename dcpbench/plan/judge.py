@@ -102,9 +102,11 @@ def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
     """A full-size model on a machine without GPUs is named first: no other advice would help."""
     whole = memory.weight_bytes(shape, Layout(tp=1), ITEMSIZE[point.dtype], *memory.all_layers(shape))
     if whole > CPU_BYTES:
+        on_gpus = whole * ITEMSIZE["bf16"] / ITEMSIZE[point.dtype]
         raise CapacityError(
-            f"--model {point.model} has about {whole / GIB:,.0f} GiB of {point.dtype} weights and needs GPUs; none are "
+            f"--model {point.model} has about {on_gpus / GIB:,.0f} GiB of weights in bf16 and needs GPUs; none are "
             f"{'used with --device cpu' if machine.probe.count else 'visible'} (`dcpbench env` says what is). "
+            f"To plan it for GPUs type: dcpbench {_command(point)} --model {point.model} --dry-run --gpu H200 --gpus 8. "
             f"For a functional run on the CPU type: dcpbench {_command(point)} --model tiny --tp 8 --dcp 8"
         )
 

@@ -80,6 +80,7 @@ def example(name: str) -> str:
         "mode": REPLAY,
         "requests": "trace.jsonl",
         "step_times": "runs/NAME/step-times/FILE.json",
+        "gpus": "8",
     }
     return f"{flag(name)} {examples.get(name, '1')}"
 

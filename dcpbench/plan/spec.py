@@ -13,7 +13,9 @@ import msgspec
 from dcpbench.errors import CapacityError, MissingPackageError, ModelError, UsageError
 from dcpbench.plan import options as read
 from dcpbench.plan.options import check_known, check_positive, check_seconds, did_you_mean
+from dcpbench.points.gpus import GPUS
 from dcpbench.points.layout import DEGREES
+from dcpbench.points.machine import Probe
 from dcpbench.points.names import SYNTHETIC, flag
 from dcpbench.points.point import HOW
 from dcpbench.points.settings import Settings
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from dcpbench.points.axes import Value
-    from dcpbench.points.machine import Probe
     from dcpbench.points.point import Load
     from dcpbench.points.shapes import ModelShape
 
@@ -210,6 +211,25 @@ def effective(probe: Probe, device: str) -> Probe:
     if device == "cpu" and probe.device != "cpu":
         return msgspec.structs.replace(probe, device="cpu", count=0, name="CPU", memory_bytes=None, l2_bytes=None)
     return probe
+
+
+def planned(name: str, count: int) -> Probe:
+    """A machine with so many GPUs of points/gpus.py, installed as for a GPU run. Raises UsageError."""
+    check_positive("gpus", count)
+    by_name = {gpu.name.lower(): gpu for gpu in GPUS} | {gpu.device.lower(): gpu for gpu in GPUS}
+    found = by_name.get(name.strip().lower().removeprefix("nvidia ")) or by_name.get(name.strip().lower())
+    if found is None:
+        raise UsageError(f"--gpu {read.shown(name)} is unknown{did_you_mean(name, [gpu.name for gpu in GPUS])}")
+    return Probe(
+        device="cuda",
+        count=count,
+        name=found.device,
+        memory_bytes=found.memory_bytes,
+        l2_bytes=found.l2_bytes,
+        capability=found.capability,
+        packages={"flashinfer": "planned"},
+        gpu=found,
+    )
 
 
 def _parse_toml(path: Path, text: str) -> object:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from dcpbench.points.gpus import Gpu
+
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
     """What `python -m dcpbench.worker --probe` found, so that torch-free rooms can ask about the machine."""
@@ -20,3 +22,5 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     """Package -> version, None where it cannot be imported."""
     problems: list[str] = []
     """What is missing for what, in sentences."""
+    gpu: Gpu | None = None
+    """Not this machine: one that is planned for, of these GPUs."""

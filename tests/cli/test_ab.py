@@ -166,3 +166,15 @@ def test_a_dry_run_shows_both_plans_and_launches_nothing(ab, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     assert "3 rounds: AB BA AB" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_gpus_of_another_machine_are_planned_and_never_launched(ab, tmp_path: Path) -> None:
+    """Refused before the folder is made, which would have to be forced the next time."""
+    typed = ("--both", "--tp 4 --gpu=H200", "--a", "--exchange ag_rs", "--b", "--exchange a2a", "-o", "out")
+    done = ab(*typed)
+    assert done.returncode == 2
+    assert "add --dry-run to ab, or leave --gpu out" in done.stderr
+    assert not (tmp_path / "out").exists()
+    planned = ab(*typed, "--dry-run")
+    assert planned.returncode == 0
+    assert planned.stderr.count("A plan for 8 × NVIDIA H200") == 2

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from dcpbench import __version__, cli
-from dcpbench.commands import options, verify
+from dcpbench.commands import options, runs, verify
 from dcpbench.launch.jobs import Check, Job
 from dcpbench.plan.grid import expand_layouts
 from dcpbench.plan.spec import make_spec
@@ -202,6 +202,103 @@ def test_a_dry_run_in_json_is_one_list_on_stdout(call) -> None:
         ("tp4·dcp4", False, True),
         ("tp8·dcp8", False, False),
     ]
+
+
+class TestPlansForAnotherMachine:
+    """--dry-run --gpu: what a laptop can say of GPUs that it has not."""
+
+    @pytest.mark.parametrize("command", ["sweep", "serve"])
+    def test_a_plan_is_for_these_gpus_and_says_so(self, call, command: str) -> None:
+        code, out, err = call(command, "--tp", "8", "--concurrency", "8", "--dry-run", "--gpu", "H200", "--gpus", "8")
+        assert code == 0
+        assert "tp8·dcp8" in out
+        assert "deepseek-v3" in out
+        assert "A plan for 8 × NVIDIA H200, not for this machine; nothing is measured." in err
+        assert "139.7 GiB" in err or "139.8 GiB" in err
+
+    def test_nothing_is_asked_of_this_machine(self, call, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Which would start a process that loads torch, and may have none."""
+        asked = []
+        monkeypatch.setattr(runs, "effective", lambda probe, _: asked.append(probe.name) or probe)
+        assert call("sweep", "--dry-run", "--gpu", "B200", machine=None)[0] == 0
+        assert asked == ["NVIDIA B200"]
+
+    def test_a_layout_of_more_gpus_than_are_planned_is_rejected(self, call) -> None:
+        _, out, _ = call("sweep", "--tp", "4,8", "--concurrency", "8", "--dry-run", "--gpu", "H100", "--gpus", "4")
+        assert "--tp 8 needs 8 GPUs and there are 4 (NVIDIA H100 80GB HBM3)." in out
+
+    def test_several_machines_are_planned_without_meeting(self, call) -> None:
+        """No address and no secret: 2 × 8 GPUs hold tp16."""
+        code, out, err = call("sweep", "--tp", "16", "--nnodes", "2", "--dry-run", "--gpu", "H200")
+        assert code == 0
+        assert "tp16·dcp16" in out
+        assert "8 × NVIDIA H200 on each of 2 machines" in err
+
+    def test_verify_plans_too(self, call) -> None:
+        code, out, _ = call("verify", "--tp", "4", "--dcp", "4", "--dry-run", "--gpu", "H20", "--gpus", "4")
+        assert code == 0
+        assert "tp4·dcp4" in out
+
+    def test_json_says_which_machine(self, call) -> None:
+        typed = ("sweep", "--tp", "4", "--dcp", "4", "--concurrency", "8", "--dry-run", "--json")
+        (row, *_) = json.loads(call(*typed, "--gpu", "H200", "--gpus", "4")[1])
+        assert (row["machine"]["name"], row["machine"]["gpus"]) == ("NVIDIA H200", 4)
+        assert row["machine"]["planned"]["memory_bytes_s"] == 4.8e12
+        (row, *_) = json.loads(call(*typed, machine=GPUS)[1])
+        assert (row["machine"]["name"], row["machine"]["planned"]) == ("NVIDIA H200", None)
+
+    @pytest.mark.parametrize(
+        ("args", "words"),
+        [
+            (["sweep", "--gpu", "H200"], "add --dry-run, or leave --gpu out"),
+            (["serve", "--gpu", "H200", "--gpus", "8"], "add --dry-run, or leave --gpu out"),
+            (["sweep", "--gpus", "8", "--dry-run"], "add for example --gpu H200"),
+            (["sweep", "--gpu", "H200", "--gpus", "0", "--dry-run"], "--gpus 0 is not positive; try --gpus 8"),
+            (["sweep", "--gpu", "H20O", "--dry-run"], "did you mean H20? Known: A100, "),
+            (["sweep", "--gpu", "H200", "--device", "cpu", "--dry-run"], "contradict each other"),
+        ],
+        ids=lambda x: "_".join(x) if isinstance(x, list) else "",
+    )
+    def test_what_cannot_be_planned_is_refused_with_what_to_type(self, call, args: list[str], words: str) -> None:
+        code, out, err = call(*args)
+        assert (code, out) == (2, "")
+        assert err.startswith("error: ")
+        assert words in err
+
+    def test_step_times_have_a_machine_of_their_own(self, call, tmp_path: Path) -> None:
+        path = tmp_path / "times.json"
+        path.write_text("{}")
+        code, _, err = call("serve", "--mode", "replay", "--step-times", str(path), "--dry-run", "--gpu", "H200")
+        assert code == 2
+        assert "leave --gpu out" in err
+
+    def test_a_full_size_model_without_gpus_names_the_plan_and_counts_in_bf16(self, call) -> None:
+        """671 billion numbers of 2 bytes are 1,250 GiB; fp32 is what a CPU run would take."""
+        code, _, err = call("sweep", "--model", "deepseek-v3")
+        assert code == 3
+        assert "about 1,250 GiB of weights in bf16" in err
+        assert "dcpbench sweep --model deepseek-v3 --dry-run --gpu H200 --gpus 8" in err
+
+
+class TestDcpByDefault:
+    """Who types --tp alone gets DCP, and is told in the first line."""
+
+    def first_line(self, call, *args: str) -> str:
+        return call(*args, "--concurrency", "8", "--dry-run", "--gpu", "H200")[2].split("\n")[0]
+
+    def test_tp_alone_measures_dcp_and_says_how_to_measure_tp(self, call) -> None:
+        said = "DCP is measured by default: tp8·dcp8, beside tp8 as baseline. For plain TP alone, add --dcp 1."
+        assert self.first_line(call, "sweep", "--tp", "8") == said
+
+    def test_what_it_names_is_what_is_planned(self, call) -> None:
+        said = self.first_line(call, "sweep", "--tp", "8", "--dp", "2", "--no-baseline")
+        assert said == "DCP is measured by default: tp8·dp2·dcp4. For layouts without it alone, add --dcp 1."
+
+    @pytest.mark.parametrize(
+        "args", [["--tp", "8", "--dcp", "1"], ["--tp", "8", "--dcp", "8"], ["--tp", "1"]], ids=" ".join
+    )
+    def test_who_asked_for_it_or_gets_none_is_told_nothing(self, call, args: list[str]) -> None:
+        assert "by default" not in self.first_line(call, "sweep", *args)
 
 
 def test_the_command_line_overrides_the_file(call, tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ SWEEP_OPTIONS = {
     "--dry-run",
     "--json",
     "--device",
+    "--gpu",
+    "--gpus",
     "--nnodes",
     "--node-rank",
     "--rdzv-endpoint",
@@ -119,6 +121,8 @@ SERVE_OPTIONS = {
     "--dry-run",
     "--json",
     "--device",
+    "--gpu",
+    "--gpus",
     "--nnodes",
     "--node-rank",
     "--rdzv-endpoint",
@@ -263,6 +267,30 @@ def test_help_states_groups_units_and_defaults() -> None:
     text = help_of("sweep")
     for words in ("Layouts (comma lists)", "100GiB or 40GB", "Default: 8,32,48 on GPUs; 2,8 on the CPU.", "SECONDS"):
         assert words in text
+
+
+def test_the_help_says_what_vllm_and_sglang_call_an_option() -> None:
+    """Who comes from either knows what --tp counts, and what bounds a step."""
+    text = help_of("serve")
+    for words in (
+        "SGLang's --tp-size",
+        "--data-parallel-size × --tensor-parallel-size",
+        "--enable-dp-attention",
+        "--decode-context-parallel-size",
+        "--dcp 1 measures plain TP alone",
+        "--chunked-prefill-size",
+        "--max-num-batched-tokens",
+        "--max-concurrency",
+        "--num-prompts",
+    ):
+        assert words in text
+
+
+def test_the_help_of_gpu_names_every_gpu_of_the_table() -> None:
+    from dcpbench.points.gpus import GPUS
+
+    text = help_of("sweep")
+    assert [gpu.name for gpu in GPUS if not re.search(rf"\b{gpu.name}\b", text)] == []
 
 
 def test_the_entry_point_without_a_command_shows_help() -> None:

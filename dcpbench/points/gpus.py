@@ -1,0 +1,110 @@
+"""The one table of GPUs: what each can do on paper, and what its memory comes to once a driver has taken its share. No torch.
+
+Rates are those of vendors' data sheets: dense products, without sparsity, and NVLink in one direction, which sheets sum
+over both. `dcpbench bench` measures what of them a machine reaches. Memory is what torch reports as `total_memory`; it
+differs by some MiB between drivers, and the least that was seen stands here.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+MIB = 1 << 20
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU with its limits. Bytes, and each of them, FLOP or J a second."""
+
+    name: str
+    """What --gpu calls it."""
+    device: str
+    """What its driver calls it."""
+    capability: str
+    memory_bytes: int
+    l2_bytes: int
+    memory_bytes_s: float
+    bf16_flop_s: float
+    fp8_flop_s: float | None
+    """None: it has no products in fp8."""
+    nvlink_bytes_s: float
+    """In one direction."""
+    watts: int
+    source: str
+    """Of the rates and the power."""
+    memory_source: str
+    """Of the memory."""
+
+
+GPUS = (
+    Gpu(
+        name="A100",
+        device="NVIDIA A100-SXM4-80GB",
+        capability="8.0",
+        memory_bytes=81_050 * MIB,
+        l2_bytes=40 * MIB,
+        memory_bytes_s=2.039e12,
+        bf16_flop_s=312e12,
+        fp8_flop_s=None,
+        nvlink_bytes_s=300e9,
+        watts=400,
+        source="https://www.nvidia.com/en-us/data-center/a100/ (80GB SXM)",
+        memory_source="torch's errors of full GPUs: a total capacity of 79.15 GiB",
+    ),
+    Gpu(
+        name="H20",
+        device="NVIDIA H20",
+        capability="9.0",
+        memory_bytes=97_285 * MIB,
+        l2_bytes=60 * MIB,
+        memory_bytes_s=4.0e12,
+        bf16_flop_s=148e12,
+        fp8_flop_s=296e12,
+        nvlink_bytes_s=450e9,
+        watts=400,
+        source="sheets of those who sell it with 96 GB; NVIDIA has published none",
+        memory_source="torch's properties of one in public code: 97285 MB",
+    ),
+    Gpu(
+        name="H100",
+        device="NVIDIA H100 80GB HBM3",
+        capability="9.0",
+        memory_bytes=81_082 * MIB,
+        l2_bytes=50 * MIB,
+        memory_bytes_s=3.35e12,
+        bf16_flop_s=989e12,
+        fp8_flop_s=1979e12,
+        nvlink_bytes_s=450e9,
+        watts=700,
+        source="https://www.nvidia.com/en-us/data-center/h100/ (SXM; products without sparsity)",
+        memory_source="torch's properties of one in public logs: 81082 to 81090 MB",
+    ),
+    Gpu(
+        name="H200",
+        device="NVIDIA H200",
+        capability="9.0",
+        memory_bytes=150_109_880_320,
+        l2_bytes=60 * MIB,
+        memory_bytes_s=4.8e12,
+        bf16_flop_s=989e12,
+        fp8_flop_s=1979e12,
+        nvlink_bytes_s=450e9,
+        watts=700,
+        source="https://www.nvidia.com/en-us/data-center/h200/ (SXM; products without sparsity)",
+        memory_source="records of our own runs, results/",
+    ),
+    Gpu(
+        name="B200",
+        device="NVIDIA B200",
+        capability="10.0",
+        memory_bytes=182_630 * MIB,
+        l2_bytes=126 * MIB + MIB // 2,
+        memory_bytes_s=8e12,
+        bf16_flop_s=2250e12,
+        fp8_flop_s=4500e12,
+        nvlink_bytes_s=900e9,
+        watts=1000,
+        source="https://www.nvidia.com/en-us/data-center/dgx-b200/ (an eighth; products without sparsity)",
+        memory_source="https://github.com/pytorch/ao/pull/4002: 178.35 GiB, an L2 cache of 126.5 MiB",
+    ),
+)
+"""By what they hold. Left out for want of a figure that is sure: GB200 (its usable memory); MI300X runs no CUDA."""

@@ -1,0 +1,105 @@
+"""The table of GPUs, and machines that are planned from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dcpbench.errors import UsageError
+from dcpbench.plan import grid
+from dcpbench.plan.spec import make_spec, planned
+from dcpbench.points.gpus import GPUS, Gpu
+from dcpbench.points.machine import Probe
+from dcpbench.points.sizes import size_text
+
+ROOT = Path(__file__).parents[2]
+RECORDS = sorted((ROOT / "results").rglob("records.jsonl"))
+ON_PAPER_GIB = {"A100": 80, "H20": 96, "H100": 80, "H200": 141, "B200": 180}
+"""What sheets call GB."""
+by_name = pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+
+
+@by_name
+def test_a_driver_leaves_most_of_the_memory_and_never_more_than_there_is(gpu: Gpu) -> None:
+    """1 % goes to the driver: 79.2 of 80, 139.8 of 141, 178.3 of 180."""
+    assert 0.98 < gpu.memory_bytes / (ON_PAPER_GIB[gpu.name] << 30) < 1
+
+
+@by_name
+def test_rates_are_dense_and_in_one_direction(gpu: Gpu) -> None:
+    """fp8 is twice bf16, and a link is slower than memory; a rate with sparsity beside one without would break it."""
+    assert gpu.fp8_flop_s is None or gpu.fp8_flop_s == pytest.approx(2 * gpu.bf16_flop_s, rel=0.01)
+    assert gpu.nvlink_bytes_s < gpu.memory_bytes_s / 5
+    assert gpu.source
+    assert gpu.memory_source
+
+
+def test_each_gpu_has_names_of_its_own() -> None:
+    assert len({name for gpu in GPUS for name in (gpu.name, gpu.device)}) == 2 * len(GPUS)
+
+
+def test_the_h200_is_as_our_records_found_it() -> None:
+    """Its memory and its L2 cache were measured: a plan and a run on it must not differ."""
+    (h200,) = (gpu for gpu in GPUS if gpu.name == "H200")
+    environments = [
+        json.loads(line).get("environment") or {} for path in RECORDS for line in path.read_text().splitlines()
+    ]
+    found = {(e["device_memory_bytes"], e["l2_bytes"]) for e in environments if e.get("device") == h200.device}
+    assert found == {(h200.memory_bytes, h200.l2_bytes)}
+
+
+@by_name
+def test_the_documentation_has_the_same_figures(gpu: Gpu) -> None:
+    fp8 = "none" if gpu.fp8_flop_s is None else f"{gpu.fp8_flop_s / 1e12:.0f} TFLOP/s"
+    row = (
+        f"| `{gpu.name}` | {size_text(gpu.memory_bytes)} | {gpu.l2_bytes >> 20} MiB | {gpu.memory_bytes_s / 1e12:.3g} TB/s "
+        f"| {gpu.bf16_flop_s / 1e12:.0f} TFLOP/s | {fp8} | {gpu.nvlink_bytes_s / 1e9:.0f} GB/s | {gpu.watts} W |"
+    )
+    assert row in (ROOT / "docs" / "planning.md").read_text()
+
+
+@pytest.mark.parametrize("typed", ["H200", "h200", " h200 ", "NVIDIA H200"])
+def test_a_gpu_is_found_by_our_name_and_by_its_drivers(typed: str) -> None:
+    probe = planned(typed, 8)
+    assert (probe.device, probe.count, probe.name) == ("cuda", 8, "NVIDIA H200")
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("h2000", "--gpu h2000 is unknown; did you mean H200? Known: A100, H20, H100, H200, B200."),
+        ("", "Known: A100"),
+        ("mi300x" * 99, "Known: A100"),
+    ],
+    ids=["near", "empty", "long"],
+)
+def test_an_unknown_gpu_is_refused_with_those_that_are_known(typed: str, words: str) -> None:
+    with pytest.raises(UsageError) as error:
+        planned(typed, 8)
+    assert words in str(error.value)
+    assert len(str(error.value)) < 300
+
+
+def test_a_machine_has_at_least_one_gpu() -> None:
+    with pytest.raises(UsageError, match="--gpus 0 is not positive; try --gpus 8"):
+        planned("H200", 0)
+
+
+def test_a_plan_is_the_one_that_a_run_on_that_machine_makes() -> None:
+    """The same bytes as for the probe of such a machine, in bf16."""
+    real = Probe(
+        device="cuda",
+        count=8,
+        name="NVIDIA H200",
+        memory_bytes=150_109_880_320,
+        l2_bytes=60 << 20,
+        packages={"flashinfer": "0.6.18"},
+    )
+    plans = [
+        [c.plan for c in grid.expand(make_spec({"concurrency": 8}, probe), probe)]
+        for probe in (planned("H200", 8), real)
+    ]
+    assert plans[0] == plans[1]
+    assert all(plan and plan.point.dtype == "bf16" for plan in plans[0])
