@@ -2,7 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.runtime
 STAMP := $(VENV)/.installed
+# Downloads are shown. Python compiles what it imports, which is a small part of torch.
+INSTALL := $(BIN)/pip install --disable-pip-version-check --no-compile -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help sweep test results lint types format clean
@@ -10,13 +13,13 @@ STAMP := $(VENV)/.installed
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-sweep: $(STAMP) ## Measure --tp 8 --dcp 8 and its dcp 1 baseline on this machine, write a report into runs/
+sweep: $(RUNTIME) ## Measure --tp 8 --dcp 8 and its dcp 1 baseline on this machine, write a report into runs/
 	$(BIN)/dcpbench sweep --tp 8 --dcp 8 $(ARGS)
 
 test: $(STAMP) ## Run the whole test suite on two processes
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-results: $(STAMP) ## Write the reports under results/ again, from their raw records (results/reports.txt)
+results: $(RUNTIME) ## Write the reports under results/ again, from their raw records (results/reports.txt)
 	@grep -v '^#' results/reports.txt | while read -r folder args; do \
 		echo "results/$$folder: dcpbench report $$args"; \
 		(cd "results/$$folder" && "$(abspath $(BIN))/dcpbench" report $$args >/dev/null </dev/null) || exit 1; \
@@ -37,12 +40,19 @@ format: $(STAMP) ## Rewrite the sources as `make lint` wants them
 clean: ## Remove the virtual environment and all caches; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
-$(STAMP): pyproject.toml constraints.txt
+# What measuring takes; the suite and the linters come into the same folder once they are asked for.
+$(RUNTIME): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON) here; on Debian: apt-get install python3 python3-venv" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 		{ echo "$(PYTHON) cannot make virtual environments; on Debian: apt-get install python3-venv" >&2; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
+	@echo "Installing dcpbench and what it needs into $(VENV); the first time takes minutes, most of them for torch."
+	$(INSTALL) -e .
+	@touch $@
+
+$(STAMP): $(RUNTIME)
+	@echo "Installing the test suite and the linters into $(VENV)."
+	$(INSTALL) -e '.[test,dev]'
 	@touch $@

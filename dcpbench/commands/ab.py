@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import json
 import shlex
 import sys
 import time
@@ -15,11 +16,13 @@ import typer
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import SOME_FAILED, Command, Group, panel
 from dcpbench.commands.compare import Judged, Shown
+from dcpbench.commands.runs import as_part
 from dcpbench.errors import DcpbenchError, OutputError, UsageError
 from dcpbench.launch.stopping import INTERRUPTED
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.show.numbers import span
 from dcpbench.show.terminal import say
+from dcpbench.show.text import counted
 from dcpbench.show.whole_files import write_file
 
 STATE_FILE = "ab.json"
@@ -47,7 +50,11 @@ class Variants(Group):
 
     a: str = RUNS("Options of variant A, as one word in quotes.", default="", metavar="OPTIONS")
     b: str = RUNS("Options of variant B.", default="", metavar="OPTIONS")
-    both: str = RUNS("Options of both.", default="", metavar="OPTIONS")
+    both: str = RUNS(
+        "Options of both. Baselines (dcp 1, tp alone) are left out, unless --baseline is among them.",
+        default="",
+        metavar="OPTIONS",
+    )
     workload: str = RUNS("sweep or serve: the command that is run.", default="sweep", metavar="NAME")
     rounds: int = RUNS("Each round launches both variants once: A B, B A, A B, …", default=8, metavar="N")
 
@@ -121,18 +128,22 @@ def ab(
     folder = launches.output or Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-ab-{variants.workload}"
     with folders.locked(folder):
         state = _state(folder, launches, State(workload=variants.workload, a=sides["a"], b=sides["b"]))
-        _check_values(sides, command)
+        _announce(folder, sides, variants, command, allow_cpu=judged.allow_cpu)
         code = _launch_all(folder, state, variants.rounds, command, force=launches.force)
-        rounds = (f"round-{n}" for n in range(1, variants.rounds + 1))
-        shared = [n for n in rounds if all(_complete(folder, state, f"{side}/{n}") for side in "ab")]
-        if not shared:
-            raise UsageError(f"no round has ended on both sides, so there is nothing to compare; read {folder}.")
-        a, b = (read_side([folder / side / n for n in shared]) for side in "ab")
-        across = differing(a, b)
-        options = dataclasses.replace(options, across=across)
-        if across:
-            say(f"Points are matched without {', '.join(across)}, in which the variants differ.")
-        verdict = outputs.conclude(a, b, options, dataclasses.replace(out, folder=folder))
+        try:
+            rounds = (f"round-{n}" for n in range(1, variants.rounds + 1))
+            shared = [n for n in rounds if _ended_on_both(folder, state, n)]
+            if not shared:
+                raise UsageError(f"no round has ended on both sides, so there is nothing to compare; read {folder}.")
+            a, b = (read_side([folder / side / n for n in shared]) for side in "ab")
+            across = differing(a, b)
+            options = dataclasses.replace(options, across=across)
+            if across:
+                say(f"Points are matched without {', '.join(across)}, in which the variants differ.")
+            verdict = outputs.conclude(a, b, options, dataclasses.replace(out, folder=folder))
+        finally:
+            if code == INTERRUPTED:
+                say(_to_go_on(folder))
     return code if code == INTERRUPTED else verdict or code
 
 
@@ -146,18 +157,17 @@ def _launch_all(folder: Path, state: State, rounds: int, command: Command, *, fo
     todo = [f"{side}/round-{n}" for n in range(1, rounds + 1) for side in order(n)]
     left = [name for name in todo if name not in state.done]
     began = time.monotonic()
-    for index, name in enumerate(left):
-        eta = (time.monotonic() - began) / index * (len(left) - index) if index else None
-        about = f", about {span(eta)} left" if eta else ""
-        done = f"{sum(name in state.done for name in todo)} of {len(todo)} launches done"
-        say(f"== {name.upper()[0]}, round {name.rpartition('-')[2]} of {rounds} ({done}{about})")
+    for index, name in enumerate(left, 1):
+        number = name.rpartition("-")[2]
         try:
-            ended = _launch(folder / name, state, name[0], command, force=force)
+            with as_part(f"points of {name[0].upper()}, round {number} of {rounds}"):
+                ended = _launch(folder / name, state, name[0], command, force=force)
         except (KeyboardInterrupt, SystemExit) as e:
-            say(f"Interrupted in {name}. To go on, repeat the command with: -o {shlex.quote(str(folder))} --resume")
-            number = e.code if isinstance(e, SystemExit) and isinstance(e.code, int) else INTERRUPTED
-            if not any(side.startswith("a/") and f"b/{side[2:]}" in state.done for side in state.done):
-                sys.exit(number)
+            shared = any(_ended_on_both(folder, state, f"round-{n}") for n in range(1, rounds + 1))
+            compared = "; the rounds that have ended on both sides are compared" if shared else ""
+            say(f"\nInterrupted in {name}{compared}. {'' if shared else _to_go_on(folder)}".rstrip())
+            if not shared:
+                sys.exit(e.code if isinstance(e, SystemExit) and isinstance(e.code, int) else INTERRUPTED)
             return INTERRUPTED
         except DcpbenchError as e:
             raise type(e)(f"{name}: {e}") from e
@@ -165,6 +175,10 @@ def _launch_all(folder: Path, state: State, rounds: int, command: Command, *, fo
             raise UsageError(f"{name}: `dcpbench {state.workload}` ended with {ended}; its messages are above.")
         state.done[name] = ended
         _write(folder, state)
+        if all(f"{side}/round-{number}" in state.done for side in "ab"):
+            eta = (time.monotonic() - began) / index * (len(left) - index)
+            about = f"; about {span(eta)} left" if eta else ""
+            say(f"Round {number} of {rounds}: {_round_in_short(folder, state, f'round-{number}')}{about}")
     return SOME_FAILED if SOME_FAILED in state.done.values() else 0
 
 
@@ -219,7 +233,16 @@ def _arguments(variants: Variants, side: str, command: Command) -> list[str]:
         ) from e
     if given:
         raise UsageError(f"--{side} {text!r}: leave {OURS[given[0]]} out; ab itself says where and how often to run.")
-    return arguments
+    asked = typed["baseline"] is not None or (typed["config"] and "baseline" in _of_file(typed["config"], variants))
+    return arguments if asked else [*arguments, "--no-baseline"]
+
+
+def _of_file(path: Path, variants: Variants) -> Mapping[str, object]:
+    """Options of a variant that stand in a file."""
+    from dcpbench.plan.serve_spec import SERVE_PARSERS
+    from dcpbench.plan.spec import read_options
+
+    return read_options(path, SERVE_PARSERS if variants.workload == "serve" else None)
 
 
 def _state(folder: Path, launches: Launches, new: State) -> State:
@@ -260,7 +283,7 @@ def _write(folder: Path, state: State) -> None:
 
 def _plan(variants: Variants, sides: Mapping[str, list[str]], command: Command) -> int:
     for side, arguments in sides.items():
-        say(f"== {side.upper()}: dcpbench {variants.workload} {shlex.join(arguments)}")
+        say(_typed(side, arguments, variants))
         code = command.main([*arguments, "--dry-run"], standalone_mode=False)
         if code:
             return int(code)
@@ -269,17 +292,56 @@ def _plan(variants: Variants, sides: Mapping[str, list[str]], command: Command) 
     return 0
 
 
-def _check_values(sides: Mapping[str, list[str]], command: Command) -> None:
-    """Raise what a variant's options are wrong by before the other one has run for nothing: a dry run, not shown."""
+def _announce(
+    folder: Path, sides: Mapping[str, list[str]], variants: Variants, command: Command, *, allow_cpu: bool
+) -> None:
+    """Say once what all launches run, and what a CPU is worth; their own dry runs know.
+
+    Raises what a variant's options are wrong by before the other one has run for nothing.
+    """
+    from dcpbench.launch.progress import CPU_NOTE, rejected_lines
+
+    lines: list[str] = []
+    devices: set[str] = set()
     for side, arguments in sides.items():
-        nowhere = io.StringIO()
+        plan, notes = io.StringIO(), io.StringIO()
         try:
-            with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-                command.main([*arguments, "--dry-run"], standalone_mode=False)
+            with as_part() as part, contextlib.redirect_stdout(plan), contextlib.redirect_stderr(notes):
+                command.main([*arguments, "--dry-run", "--json"], standalone_mode=False)
         except DcpbenchError as e:
             raise type(e)(f"--{side} {shlex.join(arguments)!r}: {e}") from e
+        rows = json.loads(plan.getvalue())
+        devices |= part.devices
+        lines.append(f"{_typed(side, arguments, variants)}  ({counted(sum(not r['reason'] for r in rows), 'point')})")
+        lines += [f"   cannot run: {line}" for line in rejected_lines(rows)]
+        lines += [f"   {note}" for note in notes.getvalue().splitlines()]
+    if "cpu" in devices:
+        judged = "" if allow_cpu else "; all of them will be UNDECIDED (--allow-cpu judges them all the same)"
+        say(CPU_NOTE + judged)
+    for line in lines:
+        say(line)
+    say(f"{counted(variants.rounds, 'round')} of A and B in turn. Output: {folder}")
 
 
-def _complete(folder: Path, state: State, name: str) -> bool:
-    """Whether a launch ended and left records."""
-    return name in state.done and (folder / name / RECORDS_FILE).exists()
+def _typed(side: str, arguments: Sequence[str], variants: Variants) -> str:
+    return f"{side.upper()}: dcpbench {variants.workload} {shlex.join(arguments)}"
+
+
+def _to_go_on(folder: Path) -> str:
+    return f"To go on, repeat the command with: -o {shlex.quote(str(folder))} --resume"
+
+
+def _round_in_short(folder: Path, state: State, name: str) -> str:
+    """What a round says by itself; nothing is judged by it."""
+    from dcpbench.compare.rounds import in_short
+    from dcpbench.compare.sides import read_side
+
+    if not _ended_on_both(folder, state, name):
+        return "no records"
+    (a,), (b,) = (read_side([folder / side / name]) for side in "ab")
+    return in_short(a, b)
+
+
+def _ended_on_both(folder: Path, state: State, name: str) -> bool:
+    """Whether both launches of a round ended and left records."""
+    return all(f"{side}/{name}" in state.done and (folder / side / name / RECORDS_FILE).exists() for side in "ab")

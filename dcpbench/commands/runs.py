@@ -6,6 +6,8 @@ Rich and reports are imported where they are used.
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import dataclasses
 import json
 import shlex
 import sys
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.commands.options import Run
+    from dcpbench.launch.progress import ProgressBar
     from dcpbench.plan.spec import SweepSpec
     from dcpbench.points.machine import Probe
     from dcpbench.points.point import Point
@@ -44,6 +47,35 @@ if TYPE_CHECKING:
 WORKER = launcher.WORKER
 USUAL_GPUS = 8
 """Of a machine that is planned for."""
+
+
+@dataclasses.dataclass
+class Part:
+    """A run that another command makes, which itself says what will run, how to go on, and what was found."""
+
+    what: str = "points"
+    """What the progress bar counts."""
+    devices: set[str] = dataclasses.field(default_factory=set)
+    """On which it runs, once that is known."""
+
+
+_part: contextvars.ContextVar[Part | None] = contextvars.ContextVar("part", default=None)
+
+
+@contextlib.contextmanager
+def as_part(what: str = "points") -> Iterator[Part]:
+    """What runs in this block shows how far it is and what fails, and leaves the rest, the report too, to the caller."""
+    part = Part(what)
+    token = _part.set(part)
+    try:
+        yield part
+    finally:
+        _part.reset(token)
+
+
+def is_part() -> bool:
+    """Whether the command runs inside as_part."""
+    return _part.get() is not None
 
 
 def machine(run: Run) -> Probe:
@@ -57,6 +89,8 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
 
     `work_off` leaves a record of every point in the folder; None: jobs of torchrun do.
     """
+    if part := _part.get():
+        part.devices.add(probe.device)
     candidates = grid.expand(spec, probe, run.machines.nnodes)
     if not spec.dcp and (note := grid.dcp_by_default(candidates)):
         say(note)
@@ -78,7 +112,8 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
             points = _prepare(candidates, folder, work, run)
             pool_points = tuple(c.point for c in candidates if c.error is None)
             engines = tuple(dict.fromkeys(c.plan for c in candidates if c.plan))
-            announce(candidates, points, folder, probe)
+            if not is_part():
+                announce(candidates, points, folder, probe)
             (work_off or run_points)(
                 points, msgspec.structs.replace(work, pool_points=pool_points, engines=engines, lock=lock), run
             )
@@ -143,10 +178,17 @@ def _prepare(candidates: Sequence[grid.Candidate], folder: Path, work: launcher.
 
 def run_points(points: Sequence[Point], work: launcher.Work, run: Run) -> None:
     """Run the points and show how far they are; an interrupt ends the workers, then the command."""
+    with stoppable(work), progress_of(points) as bar:
+        launcher.run(points, work, run.machines, bar)
+
+
+def progress_of(points: Sequence[Point]) -> ProgressBar:
+    """How far points are, on stderr."""
     from dcpbench.launch.progress import ProgressBar, names_of
 
-    with stoppable(work), ProgressBar(names_of(points), console(error=True)) as bar:
-        launcher.run(points, work, run.machines, bar)
+    part = _part.get()
+    what = part.what if part else "points"
+    return ProgressBar(names_of(points), console(error=True), what, brief=part is not None)
 
 
 @contextlib.contextmanager
@@ -157,7 +199,8 @@ def stoppable(work: launcher.Work) -> Iterator[None]:
     if work.kind == "verify":
         again = f"check again, repeat the command with: -o {folder} --force"
     ended = "" if work.settings.step_times else "the workers have ended and "
-    with said_when_stopped(f"Interrupted; {ended}what was measured is in {work.folder}. To {again}"):
+    said = "" if is_part() else f"Interrupted; {ended}what was measured is in {work.folder}. To {again}"
+    with said_when_stopped(said):
         yield
 
 
@@ -168,6 +211,8 @@ def _finish(candidates: Sequence[grid.Candidate], folder: Path, probe: Probe, ru
     last = last_records(folder)
     records = [last[c.point.key()] for c in candidates if c.point.key() in last]
     failed = [r for r in records if r.outcome in ("failed", "hung")]
+    if is_part():
+        return SOME_FAILED if failed else 0
     with said_when_stopped(no_report([folder])):
         paths = write_report([folder], folder / "report")
     if run.as_json:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group, panel, typed
-from dcpbench.show.terminal import console, say
+from dcpbench.show.terminal import say
 
 if TYPE_CHECKING:
     from dcpbench.launch.launcher import Work
@@ -195,7 +195,7 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, run: opt.R
     if path is None:
         probe = runs.machine(run)
         spec = make_serve_spec(given, probe)
-        _say_about(spec, probe)
+        _say_about(spec, probe, run)
         return runs.measure(spec, probe, run)
     if run.gpu is not None:
         raise UsageError(f"--step-times {path} says itself on which GPUs its steps were taken; leave --gpu out.")
@@ -208,16 +208,15 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, run: opt.R
     unsaid = ("overlap", "exchange") if times.path["exchange"] == NO_EXCHANGE else ("overlap",)
     own = {name: value for name, value in times.path.items() if name not in unsaid}
     spec = make_serve_spec({"baseline": False, **own, **given}, probe)
-    _say_about(spec, probe)
+    _say_about(spec, probe, run)
     return runs.measure(spec, probe, run, _replay_points)
 
 
 def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> None:
     """Each point in virtual time, in this process."""
-    from dcpbench.commands.runs import stoppable
+    from dcpbench.commands.runs import progress_of, stoppable
     from dcpbench.errors import DcpbenchError
     from dcpbench.launch.jobs import Progress
-    from dcpbench.launch.progress import ProgressBar, names_of
     from dcpbench.points.budget import engine_of
     from dcpbench.records.file import RecordFile
     from dcpbench.records.record import Record
@@ -226,7 +225,7 @@ def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> Non
 
     del run
     out = RecordFile(work.folder)
-    with stoppable(work), ProgressBar(names_of(points), console(error=True)) as bar:
+    with stoppable(work), progress_of(points) as bar:
         for point in points:
             try:
                 record = replay_from_file(
@@ -245,10 +244,13 @@ def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> Non
             bar(Progress(stage=stage, key=point.key(), note=note, at=time.time()))
 
 
-def _say_about(spec: "SweepSpec", probe: "Probe") -> None:
-    """What the options do that nobody might expect."""
+def _say_about(spec: "SweepSpec", probe: "Probe", run: opt.Run) -> None:
+    """What the options do that nobody might expect; of parts, their dry run says it."""
+    from dcpbench.commands.runs import is_part
     from dcpbench.points.names import LIVE
 
+    if is_part() and not run.dry_run:
+        return
     loads = cast("ServeLoads", spec.serve)
     if loads.trace and loads.trace.sorted:
         say(f"{loads.trace.path}: its times were out of order; the requests are sent by time.")

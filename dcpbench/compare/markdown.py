@@ -40,11 +40,20 @@ def render(c: Comparison, *, picture: str = "") -> str:
 
 
 def _verdict(c: Comparison) -> str:
-    sign = "❌" if c.fails else "🔴" if any(r.worse for p in c.points for r in p.rows) else "✅"
+    sign = _sign(c)
     head = f"## {sign} {markdown(summary(c))}"
     lines = bullets(markdown(f.message) for f in c.fails)
     gate = f"\n\n{markdown(gate_text(c))}" if c.rules else ""
     return head + gate + (f"\n\n{lines}" if lines else "")
+
+
+def _sign(c: Comparison) -> str:
+    """A tick only where everything was decided, and nothing is worse."""
+    rows = [row for point in c.points for row in point.rows]
+    if c.fails or any(row.worse for row in rows):
+        return "❌" if c.fails else "🔴"
+    undecided = not rows or any(row.verdict == "UNDECIDED" for row in rows)
+    return "❔" if undecided or any(f.status == "undecided" for f in c.findings) else "✅"
 
 
 def _differences(c: Comparison) -> str:

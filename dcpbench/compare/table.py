@@ -46,7 +46,8 @@ def render(c: Comparison, *, every: bool = False) -> list[Text]:
     lines += list(_open_ends(c))
     if gate := gate_text(c):
         lines += [Text(f"- {f.message}", style="red") for f in c.fails[:MOST_DIFFERENCES]]
-        lines.append(Text(gate, style="red bold" if c.fails else "green"))
+        undecided = any(f.status == "undecided" for f in c.findings)
+        lines.append(Text(gate, style="red bold" if c.fails else "yellow" if undecided else "green"))
     return lines
 
 

@@ -45,7 +45,7 @@ def summary(c: Comparison) -> str:
 def how(c: Comparison) -> str:
     """How verdicts were reached, in a sentence or two."""
     if not c.tests:
-        return "No time was judged: " + CPU_NOTE if c.cpu else "No time was judged."
+        return "No time was judged."
     launches = "1 launch" if len(c.a) == 1 else f"{len(c.a)} launches"
     paired = ", paired by round" if c.paired else ""
     return (

@@ -38,9 +38,15 @@ CPU_NOTE = "CPU: functional run — these timings say nothing about performance"
 class ProgressBar:
     """How far a run is, by its Progress events: a live bar on a terminal, one plain line for each finished point elsewhere."""
 
-    def __init__(self, names: Mapping[str, str], console: Console, what: str = "points") -> None:
-        """`names` of what is to be done by the key of its events; `what` they are, in the plural."""
+    def __init__(
+        self, names: Mapping[str, str], console: Console, what: str = "points", *, brief: bool = False
+    ) -> None:
+        """`names` of what is to be done by the key of its events; `what` they are, in the plural.
+
+        `brief`: of what has finished only what failed has a line.
+        """
         self._names = names
+        self._brief = brief
         self._console = console
         self._finished = 0
         self._began = time.monotonic()
@@ -78,7 +84,8 @@ class ProgressBar:
             self._last = event.note or self._last
         if event.stage in FINISHED and name:
             self._finished += 1
-            self._line(event, name)
+            if not self._brief or event.stage != "done":
+                self._line(event, name)
         elif event.stage == "ending":
             self._print(f"Interrupted: {event.note}")
         elif event.stage == "stopped":

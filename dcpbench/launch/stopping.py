@@ -18,7 +18,7 @@ INTERRUPTED = 130
 
 @contextlib.contextmanager
 def said_when_stopped(text: str) -> Iterator[None]:
-    """End the command with this sentence where it is stopped in this block."""
+    """End the command with this sentence, if any, where it is stopped in this block."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:  # as under nohup
@@ -27,7 +27,8 @@ def said_when_stopped(text: str) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, SystemExit) as e:
         with contextlib.suppress(OSError):  # the terminal may be gone
-            say(f"\n{text}")
+            if text:
+                say(f"\n{text}")
         sys.exit(e.code if isinstance(e, SystemExit) else INTERRUPTED)
     finally:
         for number, handler in before.items():

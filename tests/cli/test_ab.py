@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from dcpbench import cli
+from dcpbench.commands import ab as ab_command
 from dcpbench.commands.ab import State, order
 from dcpbench.compare.model import Comparison
 from dcpbench.points.machine import Probe
@@ -22,7 +23,7 @@ from tests.cli.waiting import until
 
 HERE = Path(__file__).parent
 COMMAND = [sys.executable, str(HERE / "dcpbench_fake.py"), "ab"]
-VARIANTS = ["--both", "--tp 1 --concurrency 2 --no-baseline", "--a", "--context 100"]
+VARIANTS = ["--both", "--tp 1 --concurrency 2", "--a", "--context 100"]
 SAME = [*VARIANTS, "--b", "--context 100"]
 
 
@@ -54,11 +55,11 @@ def test_turns_alternate_so_that_an_even_drift_cancels() -> None:
 @pytest.mark.distributed
 def test_two_variants_are_launched_in_turn_and_compared_round_by_round(ab, tmp_path: Path) -> None:
     """Every step of the fake takes 10 ms: the variants are the SAME, once the CPU may be judged at all."""
-    both = ["--both", "--tp 2 --dcp 2 --concurrency 2 --no-baseline --context 100"]
+    both = ["--both", "--tp 2 --dcp 2 --concurrency 2 --context 100"]
     done = ab(*both, "--b", "--exchange a2a", "--rounds", "2", "-o", "out", "--allow-cpu", "--json")
     assert done.returncode == 0, done.stderr
-    turns = [line.split(" (")[0] for line in done.stderr.splitlines() if line.startswith("==")]
-    assert turns == ["== A, round 1 of 2", "== B, round 1 of 2", "== B, round 2 of 2", "== A, round 2 of 2"]
+    state = msgspec.json.decode((tmp_path / "out" / "ab.json").read_bytes(), type=State)
+    assert list(state.done) == ["a/round-1", "b/round-1", "b/round-2", "a/round-2"]
     assert "Points are matched without exchange, in which the variants differ." in done.stderr
     found = json.loads(done.stdout)
     assert (found["paired"], found["across"], found["counts"]) == (True, ["exchange"], {"SAME": 2})
@@ -66,9 +67,73 @@ def test_two_variants_are_launched_in_turn_and_compared_round_by_round(ab, tmp_p
     assert record.point.exchange == "a2a"
     job = json.loads((tmp_path / "out" / "b" / "round-1" / "job-tp2-0.json").read_bytes())
     assert job["command"] == (
-        "dcpbench sweep --tp 2 --dcp 2 --concurrency 2 --no-baseline --context 100 --exchange a2a -o out/b/round-1"
+        "dcpbench sweep --tp 2 --dcp 2 --concurrency 2 --context 100 --exchange a2a --no-baseline -o out/b/round-1"
     )
     assert (tmp_path / "out" / "forest.png").exists()
+
+
+@pytest.mark.distributed
+def test_it_says_what_cpus_are_worth_and_what_runs_then_a_line_a_round_and_one_report(ab, tmp_path: Path) -> None:
+    """Nothing of the launches themselves: no report, and no baseline that nobody asked for."""
+    done = ab(
+        "--both",
+        "--tp 2 --dcp 2,4 --concurrency 2 --context 100",
+        "--b",
+        "--exchange a2a",
+        "--rounds",
+        "2",
+        "-o",
+        "out",
+    )
+    assert done.returncode == 0, done.stderr
+    first, a, refused, *_ = said = done.stderr.splitlines()
+    assert first.startswith("CPU: functional run — these timings say nothing about performance; all of them will be")
+    assert a == "A: dcpbench sweep --tp 2 --dcp 2,4 --concurrency 2 --context 100 --no-baseline  (1 point)"
+    assert refused.startswith("   cannot run: tp2·dp1·dcp4 2×100: ")
+    assert "2 rounds of A and B in turn. Output: out" in said
+    rounds = [
+        line for line in said[said.index("2 rounds of A and B in turn. Output: out") + 1 :] if "matched" not in line
+    ]
+    assert [line.split(" → ")[0] for line in rounds] == ["Round 1 of 2: step time 10", "Round 2 of 2: step time 10"]
+    assert [line.rpartition(", B/A ")[2].split(";")[0] for line in rounds] == ["1.000", "1.000"]
+    assert {r.point.layout_name for r in read_records(tmp_path / "out" / "a" / "round-1") if r.metrics} == {"tp2·dcp2"}
+    assert list((tmp_path / "out").rglob("report")) == []
+    assert "✅" not in (tmp_path / "out" / "compare.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("where", ["typed", "file"])
+@pytest.mark.distributed
+def test_baselines_are_measured_where_a_variant_asks_for_them(where: str, ab, tmp_path: Path) -> None:
+    (tmp_path / "sweep.toml").write_text("baseline = true\n", encoding="utf-8")
+    more = "--baseline" if where == "typed" else "--config sweep.toml"
+    done = ab("--both", f"--tp 2 --dcp 2 --concurrency 2 {more}", "--b", "--exchange a2a", "--rounds", "1", "-o", "out")
+    assert done.returncode == 0, done.stderr
+    assert "--no-baseline" not in done.stderr
+    assert "Round 1 of 1: step time B/A 1.000 to 1.000 in 2 points, median 1.000" in done.stderr
+    assert {r.point.layout_name for r in read_records(tmp_path / "out" / "a" / "round-1")} == {"tp2", "tp2·dcp2"}
+
+
+@pytest.mark.distributed
+def test_interrupted_later_it_compares_what_there_is_and_ends_with_how_to_go_on(
+    ab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the third launch, B's of round 2."""
+    launches = []
+
+    def launch(folder: Path, *args: object, **more: object) -> int:
+        launches.append(folder)
+        if len(launches) == 3:
+            raise KeyboardInterrupt
+        return real(folder, *args, **more)
+
+    real = ab_command._launch
+    monkeypatch.setattr(ab_command, "_launch", launch)
+    done = ab(*SAME, "--rounds", "2", "-o", "out")
+    assert done.returncode == 130
+    assert "Interrupted in b/round-2; the rounds that have ended on both sides are compared." in done.stderr
+    assert done.stderr.splitlines()[-1] == "To go on, repeat the command with: -o out --resume"
+    assert done.stderr.count("--resume") == 1
+    assert "UNDECIDED" in done.stdout
 
 
 @pytest.mark.distributed
@@ -80,7 +145,8 @@ def test_it_goes_on_where_it_was_interrupted_and_keeps_what_there_is(ab, tmp_pat
     run.send_signal(signal.SIGINT)
     _, err = run.communicate()
     assert run.returncode == 130
-    assert "repeat the command with: -o out --resume" in err
+    assert err.count("--resume") == 1
+    assert "Interrupted in b/round-1. To go on, repeat the command with: -o out --resume" in err
     assert "Traceback" not in err
     state = msgspec.json.decode((tmp_path / "out" / "ab.json").read_bytes(), type=State)
     assert state.done == {"a/round-1": 0}
@@ -101,8 +167,8 @@ def test_more_rounds_are_added_to_those_that_are_there(ab, tmp_path: Path) -> No
     assert "--resume to go on, --force to start over" in refused.stderr
     more = ab(*SAME, "--rounds", "2", "-o", "out", "--resume", "--allow-cpu", "--fail-on", "slower:2%,undecided")
     assert more.returncode == 0, more.stdout
-    assert "== B, round 2 of 2 (2 of 4 launches done" in more.stderr
-    assert "round 1 of 2" not in more.stderr
+    assert "Round 2 of 2: step time " in more.stderr
+    assert "Round 1 of 2" not in more.stderr
     found = msgspec.json.decode((tmp_path / "out" / "compare.json").read_bytes(), type=Comparison)
     assert found.points[0].rows[0].launches == (2, 2)
 
@@ -114,6 +180,7 @@ def test_a_point_that_fails_in_b_alone_fails_the_gate_and_not_the_comparison(ab)
     done = ab(*variants, "--b", "--context 100,13 --exchange a2a", "--rounds", "1", "-o", "out")
     assert done.returncode == 4
     assert "tiny tp2·dcp2 reference ag_rs, 2 × 100 tokens" in done.stdout
+    assert "FAILED: " in done.stderr
 
 
 @pytest.mark.parametrize(

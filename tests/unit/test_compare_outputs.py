@@ -45,6 +45,20 @@ def call(capsys: pytest.CaptureFixture[str]):
     return run
 
 
+def test_only_what_is_decided_and_not_worse_gets_a_tick(tmp_path: Path) -> None:
+    """A CPU's times are UNDECIDED, and a comparison of nothing decides nothing."""
+    p = build.point()
+    decided = compared(tmp_path, [build.ok(p)], [build.ok(p)])
+    for point in decided.points:
+        point.rows = [row for row in point.rows if row.verdict == "SAME"]
+    assert decided.points[0].rows
+    assert markdown.render(decided).startswith("## ✅ ")
+    decided.points[0].rows[0].verdict = "UNDECIDED"
+    assert markdown.render(decided).startswith("## ❔ ")
+    decided.points = []
+    assert markdown.render(decided).startswith("## ❔ ")
+
+
 class TestGate:
     def apply(self, tmp_path: Path, rules: str, a: Record, *b: Record) -> Comparison:
         found = compared(tmp_path, [a], list(b))

@@ -30,27 +30,37 @@ def named(path: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Names of the files in a freshly built wheel."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A freshly built wheel."""
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return zipfile.ZipFile(next(out.glob("*.whl"))).namelist()
+    return zipfile.ZipFile(next(out.glob("*.whl")))
 
 
 class TestWheel:
-    def test_it_installs_one_top_level_name(self, wheel: list[str]) -> None:
+    def test_it_installs_one_top_level_name(self, wheel: zipfile.ZipFile) -> None:
         """A top-level `kernels` would overwrite another project's package of that name."""
-        names = {name.split("/")[0] for name in wheel}
+        names = {name.split("/")[0] for name in wheel.namelist()}
         assert names == {"dcpbench", f"dcpbench-{dcpbench.__version__}.dist-info"}
 
-    def test_it_holds_every_source_and_template(self, wheel: list[str]) -> None:
-        files = [*SOURCES, *(path for kind in ("j2", "js", "css") for path in PACKAGE.rglob(f"*.{kind}"))]
-        assert {named(path) for path in files} <= set(wheel)
+    def test_it_asks_for_no_package_of_the_suite(self, wheel: zipfile.ZipFile) -> None:
+        """What `pip install .` brings stands in the wheel without an extra."""
+        (metadata,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+        lines = wheel.read(metadata).decode().splitlines()
+        asked = [line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ")]
+        brought = {re.match(r"[\w.-]+", line)[0].lower() for line in asked if "extra ==" not in line}
+        assert brought == {re.match(r"[\w.-]+", line)[0].lower() for line in PROJECT["project"]["dependencies"]}
+        extras = [line for name in ("test", "dev") for line in PROJECT["project"]["optional-dependencies"][name]]
+        assert not brought & {re.match(r"[\w.-]+", line)[0].lower() for line in extras}
 
-    def test_it_holds_nothing_else(self, wheel: list[str]) -> None:
-        kinds = {Path(name).suffix for name in wheel if name.startswith("dcpbench/")}
+    def test_it_holds_every_source_and_template(self, wheel: zipfile.ZipFile) -> None:
+        files = [*SOURCES, *(path for kind in ("j2", "js", "css") for path in PACKAGE.rglob(f"*.{kind}"))]
+        assert {named(path) for path in files} <= set(wheel.namelist())
+
+    def test_it_holds_nothing_else(self, wheel: zipfile.ZipFile) -> None:
+        kinds = {Path(name).suffix for name in wheel.namelist() if name.startswith("dcpbench/")}
         assert kinds <= {".py", ".j2", ".css", ".js", ".json", ".txt"}
 
 
@@ -157,6 +167,25 @@ class TestDocuments:
 
 
 class TestMake:
+    def test_measuring_installs_nothing_of_the_suite(self) -> None:
+        """`make -n` says what would be run."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+        said = {
+            target: subprocess.run(
+                ["make", "-n", target, "VENV=nowhere"],
+                capture_output=True,
+                text=True,
+                check=True,
+                cwd=ROOT,
+                env=environment,
+            ).stdout
+            for target in ("sweep", "test")
+        }
+        assert "-c constraints.txt -e .\n" in said["sweep"]
+        assert "[test,dev]" not in said["sweep"]
+        assert "[test,dev]" in said["test"]
+        assert "--quiet" not in said["sweep"]
+
     def test_help_lists_every_target(self) -> None:
         makefile = (ROOT / "Makefile").read_text()
         targets = set(re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[1].split())
