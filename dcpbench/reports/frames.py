@@ -181,11 +181,17 @@ def _told(table: pd.DataFrame, name: str) -> pd.Series[Any]:
     """Of which points it is said. How many requests an import sent is, where nothing else tells two points apart.
 
     Other tools send as many as a load needs, often a multiple of the clients: the points are of one curve all the same.
+    Ours that stand beside imports of the same lengths are told apart among themselves, as imports do not say the rest.
     """
     ours = table["origin"].eq(OURS)
+    alone = ours
+    if not ours.all() and ours.any():
+        lengths = [table[column] for column in ("model", "mode", "shape")]
+        varies = table[f"load_{name}"].where(ours).groupby(lengths).transform("nunique") > 1
+        alone = ours & (table["origin"].groupby(lengths).transform("nunique").eq(1) | (varies & (name != "requests")))
     if name == "requests":
-        return ours | table.duplicated(["run", "model", "mode", "label", "arrival", "shape"], keep=False)
-    return ours | (name not in SOME_HAVE)
+        return alone | table.duplicated(["run", "model", "mode", "label", "arrival", "shape"], keep=False)
+    return alone | (~ours & (name not in SOME_HAVE))
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:

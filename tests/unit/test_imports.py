@@ -19,6 +19,7 @@ from dcpbench.imports import Told, import_files, metrics, said, sglang, vllm
 from dcpbench.imports.documents import Document
 from dcpbench.records.file import read_records
 from dcpbench.reports import answer, frames
+from dcpbench.reports.style import Style
 from dcpbench.serving import samples
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder
@@ -743,15 +744,20 @@ class TestInferenceX:
 
     def test_ours_stand_beside_it_in_one_panel(self, tmp_path: Path) -> None:
         """The same model and lengths: hardware and what served tell the lines apart."""
-        ours = record_builder.write(tmp_path / "ours", [build.served(build.point(build.DCP))])
         point = build.point(build.DCP)
         assert point.load
+        other = build.point(build.DCP, 8, {"input_tokens": "77", "requests": 7})
+        ours = record_builder.write(tmp_path / "ours", [build.served(point), build.served(other)])
         lengths = {"isl": int(point.load.input_tokens), "osl": int(point.load.output_tokens)}
         path = files.file(tmp_path, files.inferencex(model=point.model, **lengths))
         import_files([path], "inferencex", tmp_path / "run", Told())
         served = frames.load([ours, tmp_path / "run"]).served
-        assert served["rest"].nunique() == 1
+        panels = served.groupby("rest")["origin"].agg(set)
+        assert {"dcpbench", "inferencex"} in panels.tolist(), "how many requests ours had is no other panel"
         assert served["label"].nunique() == 2
+        assert Style.of(served).colour(*served[["layout", "variant"]].iloc[0]) != Style.of(served).colour(
+            *served[["layout", "variant"]].iloc[-1]
+        )
 
 
 class TestFolder:
