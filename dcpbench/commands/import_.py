@@ -22,8 +22,17 @@ class Engine(Group):
     )
     dp: int | None = LAYOUT("With --tp: attention data parallel replicas inside tp. Default: 1.", metavar="N")
     dcp: int | None = LAYOUT("With --tp: ranks that shared the KV cache of one request. Default: 1.", metavar="N")
-    gpu: str | None = LAYOUT("With --tp: hardware, such as 'NVIDIA H200'. Default: unknown.", metavar="NAME")
-    dtype: str | None = LAYOUT("Of weights and KV cache, such as bf16 or fp8. Default: unknown.", metavar="NAME")
+    gpu: str | None = LAYOUT(
+        "Hardware, such as 'NVIDIA H200'. Default: as the file says, else unknown.", metavar="NAME"
+    )
+    dtype: str | None = LAYOUT(
+        "Precision, such as bf16 or fp8. Default: as the file says, else unknown.", metavar="NAME"
+    )
+    input_len: int | None = LAYOUT(
+        "Tokens that prompts were asked to have. Default: as the file or its name says, else their average.",
+        metavar="N",
+    )
+    output_len: int | None = LAYOUT("Tokens that answers were asked to have, likewise.", metavar="N")
 
 
 def import_(
@@ -41,7 +50,7 @@ def import_(
             "--from",
             metavar="ENGINE",
             help="vllm: of `vllm bench serve --save-result`, with --save-detailed if possible; sglang: of "
-            "`sglang.bench_serving`, with --output-details if possible.",
+            "`sglang.bench_serving`, with --output-details if possible; inferencex: rows of InferenceX.",
         ),
     ],
     output: Annotated[
@@ -65,6 +74,10 @@ def import_(
       dcpbench import results/*.json --from vllm --tp 8 --dcp 8 --gpu 'NVIDIA H200' -o runs/vllm
 
       dcpbench import results/20261121_101112 --from vllm -o runs/vllm-sweep
+
+      dcpbench import results/1k1k --from vllm --tp 8 --gpu H200 --input-len 1024 --output-len 1024
+
+      dcpbench import agg_*.json --from inferencex -o runs/inferencex
 
       dcpbench report runs/monday runs/vllm -o both
     """

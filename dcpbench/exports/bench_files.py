@@ -31,7 +31,10 @@ NOT_KNOWN = Rule(
     "had requests cut off, and no samples that say which tokens were theirs",
     lambda m: m.record.serve is not None and bool(m.record.serve.cancelled) and samples_of(m) is None,
 )
-NO_TIME = Rule("took no time", lambda m: m.record.serve is not None and not m.record.serve.wall_s > 0)
+NO_TIME = Rule(
+    "took no time, or do not say how long",
+    lambda m: m.record.serve is not None and not (m.record.serve.wall_s or 0) > 0,
+)
 CARRIES = (DID_NOT_RUN, DECODE_STEPS, NO_TIME, NOT_KNOWN)
 """What neither file has a place for."""
 SAME_NAMES = {name: name for name in ("ttft", "tpot", "itl", "e2el")}
@@ -132,6 +135,9 @@ class Totals:
                 output_tokens=sum(requests.output_lens[i] for i in done),
             )
         assert not serve.cancelled
+        assert serve.finished is not None
+        assert serve.input_tokens is not None
+        assert serve.output_tokens is not None
         return cls(
             finished=serve.finished,
             failed=None if serve.submitted is None else serve.submitted - serve.finished,
@@ -149,6 +155,7 @@ class Served:
     serve: ServeMetrics
     requests: Requests | None
     totals: Totals
+    wall_s: float
 
     @property
     def label(self) -> str:
@@ -174,8 +181,9 @@ def served(points: Iterable[Measured], *more: Rule) -> tuple[list[Served], Count
         load, serve = m.record.point.load, m.record.serve
         assert load is not None
         assert serve is not None
+        assert serve.wall_s is not None
         requests = Requests.of(m)
-        found.append(Served(m, load, serve, requests, Totals.of(serve, requests)))
+        found.append(Served(m, load, serve, requests, Totals.of(serve, requests), serve.wall_s))
     return found, left_out
 
 

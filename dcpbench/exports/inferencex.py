@@ -38,7 +38,7 @@ def render(points: Sequence[Measured]) -> Rendered:
 
 
 def _row(p: Served) -> dict[str, Any]:
-    point, totals, wall = p.m.record.point, p.totals, p.serve.wall_s
+    point, totals, wall = p.m.record.point, p.totals, p.wall_s
     isl, osl = _lengths(p.m)
     times = bench_files.statistics(p)
     found: dict[str, Any] = {

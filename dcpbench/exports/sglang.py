@@ -29,7 +29,7 @@ def render(points: Sequence[Measured]) -> Rendered:
 
 
 def _result(p: Served) -> dict[str, Any]:
-    serve, totals, wall = p.serve, p.totals, p.serve.wall_s
+    serve, totals, wall = p.serve, p.totals, p.wall_s
     inputs, outputs = bench_files.fixed(p.load.input_tokens), bench_files.fixed(p.load.output_tokens)
     found: dict[str, Any] = {
         "tag": p.m.record.point.layout_name,

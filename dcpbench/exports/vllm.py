@@ -44,15 +44,15 @@ def _result(p: Served) -> dict[str, Any]:
         "request_rate": "inf" if p.request_rate is None else p.request_rate,
         "burstiness": p.load.burstiness,
         "max_concurrency": p.max_concurrency,
-        "duration": serve.wall_s,
+        "duration": p.wall_s,
         "completed": totals.finished,
         **({} if totals.failed is None else {"failed": totals.failed}),
         "total_input_tokens": totals.input_tokens,
         "total_output_tokens": totals.output_tokens,
-        "request_throughput": totals.finished / serve.wall_s,
+        "request_throughput": totals.finished / p.wall_s,
         "request_goodput": serve.goodput_s if _goodput(p) else None,
-        "output_throughput": totals.output_tokens / serve.wall_s,
-        "total_token_throughput": (totals.input_tokens + totals.output_tokens) / serve.wall_s,
+        "output_throughput": totals.output_tokens / p.wall_s,
+        "total_token_throughput": (totals.input_tokens + totals.output_tokens) / p.wall_s,
     }
     if p.requests is not None:
         found |= {**vars(p.requests), "max_concurrent_requests": p.requests.most_at_once()}

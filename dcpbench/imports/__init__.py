@@ -6,6 +6,7 @@ Each is a record of its own, marked by origin, with samples where the moments of
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import tempfile
 import time
@@ -16,16 +17,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.errors import LayoutError, OutputError, RecordsError, UsageError
-from dcpbench.imports import documents, metrics, sglang, vllm
+from dcpbench.imports import documents, inferencex, metrics, said, sglang, vllm
 from dcpbench.imports.result import shapes_of
 from dcpbench.launch.folders import make_folder
 from dcpbench.plan.options import did_you_mean
 from dcpbench.points.layout import DEGREES, Layout
-from dcpbench.points.names import CLOSED, ENGINES, NO_EXCHANGE, SGLANG, UNKNOWN, VLLM
+from dcpbench.points.names import CLOSED, ENGINES, INFERENCEX, NO_EXCHANGE, SGLANG, UNKNOWN, VLLM, flag
 from dcpbench.points.point import SETTING, Load, Point
 from dcpbench.records.file import RecordFile
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.record import CPU, OURS, Environment, Record
+from dcpbench.serving.load_words import MOST_TOKENS
 from dcpbench.serving.samples import FOLDER, samples_name, write_samples
 from dcpbench.show.text import counted, short
 
@@ -35,16 +37,22 @@ if TYPE_CHECKING:
     from dcpbench.imports.documents import Document
     from dcpbench.imports.result import Result, Shape
 
-READERS = {VLLM: vllm.read, SGLANG: sglang.read}
+READERS = {VLLM: vllm.read, SGLANG: sglang.read, INFERENCEX: inferencex.read}
 """What reads one document, by --from."""
-TOOLS = {VLLM: vllm.TOOL, SGLANG: sglang.TOOL}
+TOOLS = {VLLM: vllm.TOOL, SGLANG: sglang.TOOL, INFERENCEX: inferencex.TOOL}
 """What wrote it."""
-KNOWN_BY = {VLLM: ("model_id", "num_prompts"), SGLANG: ("median_e2e_latency_ms", "dataset_name")}
-"""Fields that the other engine's file does not have."""
+KNOWN_BY = {
+    VLLM: ("model_id", "num_prompts"),
+    SGLANG: ("median_e2e_latency_ms", "dataset_name"),
+    INFERENCEX: ("tput_per_gpu", "infmax_model_prefix"),
+}
+"""Fields that the others' files do not have."""
 DETAILED = {VLLM: "--save-detailed", SGLANG: "--output-details"}
 """The option that keeps times of requests."""
 WARM_UP = -1
 """Number of a sweep's run that only warms the server up."""
+NUMBERED = re.compile(r"(?:run|rep|repeat|trial|iter|seed|pass)?[\W_]*\d[\d\W_T]*", re.IGNORECASE)
+"""Folders of repeats: `run-2`, `20261121_101112`."""
 MOST_NAMED = 5
 
 
@@ -58,6 +66,8 @@ class Told:
     dcp: int | None = None
     gpu: str | None = None
     dtype: str | None = None
+    input_len: int | None = None
+    output_len: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +93,92 @@ def import_files(
     folder = output or Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-import-{engine}"
     _check_told(told)
     kept, left_out = _measurements(documents.gather(dict.fromkeys(files)), engine)
-    results = [_read(document, engine) for document in kept]
-    both = zip(results, shapes_of(results), strict=True)
-    points = _numbered([_point(result, shape, engine, told) for result, shape in both])
-    records = [_record(r, p, engine, told) for r, p in zip(results, points, strict=True)]
+    results, named = _completed([_read(document, engine) for document in kept], kept, engine, told)
+    shapes = shapes_of(results, [(*_server(result), _load(result)) for result in results])
+    results = _told_apart(results, shapes)
+    points = _numbered([_point(r, shape, engine, told) for r, shape in zip(results, shapes, strict=True)])
+    records = [_record(*one, engine, told) for one in zip(results, points, shapes, strict=True)]
     path = _write(list(zip(results, records, strict=True)), folder, force=force)
-    return Imported(path, [*_sentences(records, engine), *_unread(results), *left_out])
+    return Imported(path, [*_sentences(records, engine), *named, *_unread(results), *left_out])
+
+
+def _completed(
+    results: Sequence[Result], kept: Sequence[Document], engine: str, told: Told
+) -> tuple[list[Result], list[str]]:
+    """The results with what the user says, else their names, of what their files do not; and what came from names."""
+    found = []
+    from_names: dict[str, list[str]] = {}
+    several = len({Path(document.file).parent for document in kept}) > 1
+    for result, document in zip(results, kept, strict=True):
+        name = said.of_name(document.file)
+        changes: dict[str, object] = {"device": told.gpu or result.device, "dtype": told.dtype or result.dtype}
+        asked = (told.input_len or result.nominal[0], told.output_len or result.nominal[1])
+        if (told.input_len or told.output_len) and not result.plausible(asked):
+            raise UsageError(
+                f"{result.where}: requests had {_means(result)}, which is not what --input-len and --output-len say."
+            )
+        if not any((*asked, *result.lengths)) and any(name.lengths) and result.plausible(name.lengths):
+            asked = name.lengths
+            from_names.setdefault(" in, ".join(str(n or UNKNOWN) for n in asked) + " out", []).append(document.file)
+        changes["nominal"] = asked
+        if told.tp is None and not result.layout and (layout := _named_layout(name, engine)):
+            changes["layout"] = layout
+            from_names.setdefault(str(Layout(**layout)), []).append(document.file)
+        folder = Path(document.file).parent.name
+        if several and folder and not result.settings and not NUMBERED.fullmatch(folder):
+            changes["hints"] = {**result.hints, "folder": short(folder)}
+        found.append(dataclasses.replace(result, **changes))  # type: ignore[arg-type]
+    read = "; ".join(f"{what} ({len(files):,} of {len(results):,})" for what, files in from_names.items())
+    return found, [f"Read from names of files and folders: {read}."] if read else []
+
+
+def _means(result: Result) -> str:
+    prompts, answers = result.means() or (0, 0)
+    return f"{prompts:,.0f} tokens in and {answers:,.0f} out on average"
+
+
+def _named_layout(name: said.Name, engine: str) -> dict[str, int]:
+    """Empty where the name says no tp, or degrees that cannot be: then it means something else."""
+    if engine == SGLANG and name.degrees.get("dp", 1) > 1:
+        return {}  # inside tp or beside it, which no name says
+    degrees = vllm.layout_of(name.degrees)
+    try:
+        return {name: getattr(Layout(**degrees), name) for name in degrees}
+    except LayoutError:
+        return {}
+
+
+def _server(result: Result) -> tuple[object, ...]:
+    """What a result was measured on, as far as it says."""
+    parts = (result.layout.items(), result.settings.items())
+    return (result.model, result.backend, result.device, result.dtype, *map(tuple, parts))
+
+
+def _load(result: Result) -> tuple[object, ...]:
+    return (result.arrival, result.trace, result.request_rate, result.burstiness, result.concurrency)
+
+
+def _told_apart(results: Sequence[Result], shapes: Sequence[Shape]) -> list[Result]:
+    """The results with settings that tell servers apart: hardware where there are several, and hints that do.
+
+    A hint does where results of one server and lengths have several of it, unless it is only the name of a load: then
+    each result has its own, and each another load.
+    """
+    apart: list[dict[str, str]] = [{} for _ in results]
+    if len({result.device for result in results}) > 1:
+        apart = [{"gpu": result.device or UNKNOWN} for result in results]
+    lines: dict[object, list[int]] = {}
+    for i, (result, shape) in enumerate(zip(results, shapes, strict=True)):
+        lines.setdefault((_server(result), shape.prompts, shape.answers), []).append(i)
+    for hint in dict.fromkeys(name for result in results for name in result.hints):
+        for same in lines.values():
+            values = [results[i].hints.get(hint, "") for i in same]
+            loads = {_load(results[i]) for i in same}
+            if len(set(values)) > 1 and (len(set(values)) < len(values) or len(loads) < len(values)):
+                for i in (i for i, result in enumerate(results) if hint in result.hints):
+                    apart[i][hint] = results[i].hints[hint]
+                break
+    return [dataclasses.replace(r, settings={**r.settings, **more}) for r, more in zip(results, apart, strict=True)]
 
 
 def _measurements(found: Sequence[Document], engine: str) -> tuple[list[Document], list[str]]:
@@ -117,6 +207,8 @@ def _instead(document: Document, engine: str, alone: Collection[frozenset[tuple[
         return "runs of the sweep that failed"
     if fields.get("run_number") == WARM_UP:
         return "warm-ups"
+    if engine == INFERENCEX and (what := inferencex.beyond(fields)):
+        return what
     if document.listed and _numbers(fields) in alone:
         return "summaries of results that have files of their own"
     if document.found and (_looks_like(fields) != engine or _is_ours(fields)):
@@ -159,13 +251,17 @@ def _is_ours(fields: dict[str, Any]) -> bool:
     return str(fields.get("backend", "")).startswith(OURS)
 
 
-def _looks_like(fields: dict[str, object]) -> str:
+def _looks_like(fields: dict[str, Any]) -> str:
+    fields = inferencex.flat(fields)
     return next((engine for engine, names in KNOWN_BY.items() if any(name in fields for name in names)), "")
 
 
 def _check_told(told: Told) -> None:
+    for name in ("input_len", "output_len"):
+        if (length := getattr(told, name)) is not None and not 1 <= length <= MOST_TOKENS:
+            raise UsageError(f"{flag(name)} {length} is no length; try {flag(name)} 1024.")
     if told.tp is None:
-        if given := [f"--{name}" for name in ("dp", "dcp", "gpu") if getattr(told, name) is not None]:
+        if given := [f"--{name}" for name in ("dp", "dcp") if getattr(told, name) is not None]:
             raise UsageError(f"{', '.join(given)} without --tp: say how many GPUs there were, for example --tp 8.")
         return
     for name in DEGREES:
@@ -184,7 +280,8 @@ def _layout(result: Result, told: Told) -> dict[str, int]:
     """
     if told.tp is not None:
         typed = {"tp": told.tp, "dp": told.dp or 1, "dcp": told.dcp or 1}
-        if result.layout and typed != result.layout:
+        # a file that names no dcp may be of a version that has none, or of a server that was told by other means
+        if result.layout and typed | ({} if result.layout["dcp"] > 1 else {"dcp": 1}) != result.layout:
             says = ", ".join(f"{name} {degree}" for name, degree in result.layout.items())
             raise UsageError(f"{result.where} says {says}; leave --tp, --dp and --dcp out, or import it by itself.")
         return typed
@@ -202,7 +299,7 @@ def _point(result: Result, shape: Shape, engine: str, told: Told) -> Point:
     if not model:
         raise UsageError(f"{result.where} names no model; add --model NAME.")
     layout = _layout(result, told)
-    requests = result.submitted if result.submitted is not None else result.completed
+    requests = result.submitted if result.submitted is not None else result.completed or 0
     return Point(
         model=model,
         tp=layout["tp"],
@@ -213,8 +310,8 @@ def _point(result: Result, shape: Shape, engine: str, told: Told) -> Point:
         context=shape.most,
         exchange=NO_EXCHANGE if layout["dcp"] == 1 else UNKNOWN,
         all_reduce=UNKNOWN,
-        backend=engine,
-        dtype=told.dtype or UNKNOWN,
+        backend=result.backend or engine,
+        dtype=result.dtype,
         page_size=0,
         interleave=0,
         weights=UNKNOWN,
@@ -247,19 +344,21 @@ def _numbered(points: Sequence[Point]) -> list[Point]:
     return found
 
 
-def _record(result: Result, point: Point, engine: str, told: Told) -> Record:
+def _record(result: Result, point: Point, shape: Shape, engine: str, told: Told) -> Record:
     detail = {"source": Path(result.where).name, **{name: text for name, text in result.facts.items() if text}}
-    environment = Environment(device=told.gpu, device_count=point.tp) if told.gpu else None
+    environment = Environment(device=result.device, device_count=point.tp) if result.device else None
     record = Record(point=point, outcome="failed", detail=detail, origin=engine, environment=environment)
-    if not result.completed or not result.output_tokens:
+    if not (result.rates.output if result.rates else result.completed and result.output_tokens):
         reason = f"no output token came; see {result.where} and the server's log."
         return msgspec.structs.replace(record, reason=reason)
     serve, marks = metrics.serve_metrics(result, point.tp)
     if metrics.rows(result) is not None:
         serve = msgspec.structs.replace(serve, samples_file=samples_name(point))
+    if shape.nominal:
+        marks = [*marks, metrics.NOMINAL]
     if told.gpu == CPU:
         marks = [*marks, "cpu"]
-    return msgspec.structs.replace(record, outcome="ok", marks=marks, serve=serve, seconds=result.duration_s)
+    return msgspec.structs.replace(record, outcome="ok", marks=marks, serve=serve, seconds=result.duration_s or 0.0)
 
 
 def _write(found: Sequence[tuple[Result, Record]], folder: Path, *, force: bool) -> Path:
@@ -286,23 +385,26 @@ def _write(found: Sequence[tuple[Result, Record]], folder: Path, *, force: bool)
 def _sentences(records: Sequence[Record], engine: str) -> list[str]:
     marks = Counter(mark for record in records for mark in record.marks)
     count = len(records)
-    said = [f"{counted(count, 'result')} of {TOOLS[engine]}."]
+    say = [f"{counted(count, 'result')} of {TOOLS[engine]}."]
     if n := marks[metrics.SUMMARY_ONLY]:
-        said.append(
-            f"{n} of {count} without times of requests: means and percentiles are the tool's own. With details "
-            f"({DETAILED[engine]}) ours are computed."
+        told = f" With details ({DETAILED[engine]}) ours are computed." if engine in DETAILED else ""
+        say.append(f"{n} of {count} without times of requests: means and percentiles are the tool's own.{told}")
+    if n := marks[metrics.NOMINAL]:
+        say.append(
+            f"{n} of {count} shown by the lengths asked for, while their requests were on average more than 5 % shorter "
+            "or longer."
         )
     if n := marks[metrics.CHUNK_GAPS]:
-        said.append(
+        say.append(
             f"{n} of {count} with several tokens in a chunk: ITL is that of chunks there, and tok/s/user is absent."
         )
     if n := sum(not record.point.tp for record in records):
-        said.append(
+        say.append(
             f"{n} of {count} of a layout that nobody told: nothing is known per GPU. Say it with --tp, --dp, --dcp."
         )
     if any(r.point.load and r.point.load.arrival != CLOSED and r.serve and r.serve.ttft_ms.samples for r in records):
-        said.append("TTFT of these open loops counts from when a request was sent, ours from when it was due.")
-    return said
+        say.append("TTFT of these open loops counts from when a request was sent, ours from when it was due.")
+    return say
 
 
 def _unread(results: Sequence[Result]) -> list[str]:

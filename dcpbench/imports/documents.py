@@ -19,6 +19,8 @@ MOST_BYTES = 4 << 30
 SUFFIXES = (".json", ".jsonl")
 SWEEPS = ("SERVE-", "BENCH-")
 """How `vllm bench sweep` names the folder of a set of parameters."""
+ROWS = "benchmarks"
+"""Where a whole sweep of InferenceX has its rows."""
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """How JSON spells halves of characters, which mostly come in pairs."""
 
@@ -81,6 +83,8 @@ def read(path: Path) -> list[Document]:
         if len(lines) == 1 or not _is_object(lines[0][1]):
             raise RecordsError(f"{path} {_wrong(e)} Run the benchmark again, or leave this file out.") from e
         return [_document(f"{path}, line {number}", _line(path, number, line)) for number, line in lines]
+    if isinstance(found, dict) and isinstance(found.get(ROWS), list):
+        found = found[ROWS]
     if isinstance(found, list):
         if not found:
             raise RecordsError(f"{path} holds an empty list, and no result.")

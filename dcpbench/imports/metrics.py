@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dcpbench.imports.result import Details, Result
 
 SUMMARY_ONLY, CHUNK_GAPS, REQUESTS_FAILED = "summary_only", "chunk_gaps", "requests_failed"
+NOMINAL = "nominal_lengths"
 """Marks of imports; reports/explain.py has a sentence for each."""
 
 
@@ -88,9 +89,14 @@ def _computed(result: Result, details: Details) -> Result:
 
 def _metrics(result: Result, tp: int, *, chunked: bool) -> ServeMetrics:
     times, wall_s = result.summary, result.duration_s
-    if not wall_s > 0:
+    if wall_s is not None and not wall_s > 0:
         raise RecordsError(f"{result.where}: the run took no time, so that there are no rates. Run it again.")
-    rate, itl = result.output_tokens / wall_s, times["itl"].p50
+    if result.rates is not None:
+        rate, total = result.rates.output * result.rates.gpus, result.rates.total * result.rates.gpus
+    else:
+        assert wall_s is not None
+        rate, total = result.output_tokens / wall_s, (result.input_tokens + result.output_tokens) / wall_s
+    itl = times["itl"].p50
     steady_tok_s, steady_s = _steady(result)
     found = ServeMetrics(
         ttft_ms=times["ttft"],
@@ -99,8 +105,8 @@ def _metrics(result: Result, tp: int, *, chunked: bool) -> ServeMetrics:
         e2el_ms=times["e2el"],
         output_tok_s=rate,
         output_tok_s_per_gpu=formulas.per_gpu(rate, tp) if tp else None,
-        total_tok_s=(result.input_tokens + result.output_tokens) / wall_s,
-        request_s=result.completed / wall_s,
+        total_tok_s=total,
+        request_s=None if wall_s is None or result.completed is None else result.completed / wall_s,
         tok_s_per_user=formulas.tok_s_per_user(itl) if itl and not chunked else None,
         steady_tok_s=steady_tok_s,
         steady_s=steady_s,
@@ -111,8 +117,8 @@ def _metrics(result: Result, tp: int, *, chunked: bool) -> ServeMetrics:
         finished=result.completed,
         rejected=None,
         cancelled=None,
-        input_tokens=result.input_tokens,
-        output_tokens=result.output_tokens,
+        input_tokens=None if result.rates else result.input_tokens,
+        output_tokens=None if result.rates else result.output_tokens,
         cached_tokens=None,
         preemptions=None,
         steps=None,

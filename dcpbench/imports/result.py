@@ -29,6 +29,10 @@ MOST_IN_A_NAME = 1000
 """Characters of a model's name and its like."""
 NEAR = 0.05
 """Means of one load differ by no more, as a share of the smaller one: a tokenizer adds some, and draws differ."""
+SAME_CURVE = 0.25
+"""Nor do those of a curve, whose results are of different loads: ten requests of drawn lengths say little of their mean."""
+PLAUSIBLE = (0.1, 1.3)
+"""The mean over the length asked for, where that stands in a name: it may mean something else."""
 PER_TOKEN = 0.98
 """Gaps for each token after the first, from which on a gap stands for a token."""
 
@@ -78,12 +82,23 @@ class Details:
 LISTS = tuple(field.name for field in dataclasses.fields(Details))
 
 
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What a result says that has neither sums nor a duration: tokens per second for each of so many GPUs."""
+
+    total: float
+    output: float
+    gpus: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
     """One run of an engine's benchmark; None where the file does not say."""
 
     where: str
     model: str | None
+    backend: str = ""
+    """What served, where the tool that measured it is another one."""
     arrival: str
     """One of points.names.ARRIVALS."""
     request_rate: float | None
@@ -92,15 +107,18 @@ class Result:
     """Clients of a closed loop, or the most requests that were sent at once."""
     trace: str = ""
     submitted: int | None
-    completed: int
+    completed: int | None
     failed: int | None
-    duration_s: float
-    input_tokens: int
-    output_tokens: int
+    duration_s: float | None
+    input_tokens: int = 0
+    output_tokens: int = 0
+    rates: Rates | None = None
     lengths: tuple[str | None, str | None] = (None, None)
     """Of prompts and answers as a load has them, where the file says it of all: `1024`, `uniform:256-1024`."""
     nominal: tuple[int | None, int | None] = (None, None)
     """Of prompts and answers the length that was asked for, where nothing says whether all had it."""
+    device: str | None = None
+    dtype: str = UNKNOWN
     summary: Mapping[str, Latencies]
     """`ttft`, `itl`, `tpot`, `e2el` in ms, as the tool computed them."""
     several_tokens: bool = False
@@ -111,10 +129,23 @@ class Result:
     """tp, dp and dcp, in our words."""
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Of the server and the load, where a sweep says that it varied them and nothing here has a place for them."""
+    hints: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What may tell two servers apart: a label, metadata, a folder's name."""
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unread: Sequence[str] = ()
     """Fields of the file that say nothing to us, and may say something to the reader."""
     details: Details | None = None
+
+    def means(self) -> tuple[float, float] | None:
+        """Tokens of a prompt and of an answer, where sums are known."""
+        done = self.completed
+        return (self.input_tokens / done, self.output_tokens / done) if done else None
+
+    def plausible(self, lengths: tuple[int | None, int | None]) -> bool:
+        """Whether requests can have been asked for with such lengths."""
+        low, high = PLAUSIBLE
+        pairs = zip(self.means() or (), lengths, strict=False)
+        return all(low <= mean / asked <= high for mean, asked in pairs if asked)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +155,8 @@ class Shape:
     prompts: str
     """`1024`, `uniform:256-1024`, or `mean:1022` of all results of the same load; `unknown`."""
     answers: str
+    nominal: bool
+    """Whether a length is the one asked for, and the requests were on average of another one."""
     most: int
     """Tokens of the longest request, answer included; 0 where nobody knows it."""
 
@@ -143,17 +176,29 @@ class _Side:
     def mean(self) -> float:
         return self.tokens / self.requests
 
+    def is_off(self) -> bool:
+        """Whether requests were on average of another length than asked for."""
+        return bool(self.nominal and self.requests and abs(self.mean / self.nominal - 1) > NEAR)
 
-def shapes_of(results: Sequence[Result]) -> list[Shape]:
-    """The shape of each result. Those whose lengths are not fixed share a mean where they are one load."""
+
+def shapes_of(results: Sequence[Result], loads: Sequence[object]) -> list[Shape]:
+    """The shape of each result: the lengths asked for where those are known, else a mean that results of a load share.
+
+    `loads` says of each result what it was measured on and how heavy the load was; no curve has the same twice.
+    """
     pairs = [_sides(result) for result in results]
-    prompts, answers = (_named(sides) for sides in zip(*pairs, strict=True))
+    prompts, answers = (_named(sides, loads) for sides in zip(*pairs, strict=True))
     longest: dict[tuple[str, str], list[int]] = {}
     for result, *names in zip(results, prompts, answers, strict=True):
         longest.setdefault((names[0], names[1]), []).append(result.details.longest() if result.details else 0)
     return [
-        Shape(p, a, _most(p, a) or (max(longest[p, a]) if all(longest[p, a]) else 0))
-        for p, a in zip(prompts, answers, strict=True)
+        Shape(
+            p,
+            a,
+            any(side.said is None and side.is_off() for side in sides),
+            _most(p, a) or (max(longest[p, a]) if all(longest[p, a]) else 0),
+        )
+        for p, a, sides in zip(prompts, answers, pairs, strict=True)
     ]
 
 
@@ -170,29 +215,37 @@ def _sides(result: Result) -> tuple[_Side, _Side]:
     ):
         theirs = [lens[i] for i in done]
         alike = str(theirs[0]) if len(set(theirs)) == 1 else None
-        found.append(_Side(said or alike, nominal, sum(theirs) or tokens, len(theirs) or result.completed))
+        found.append(_Side(said or alike, nominal, sum(theirs) or tokens, len(theirs) or result.completed or 0))
     return found[0], found[1]
 
 
-def _named(sides: Iterable[_Side]) -> list[str]:
-    """Of each side its length; where that varies, the mean over all that asked for the same, or have nearly the same.
+def _named(sides: Iterable[_Side], loads: Sequence[object]) -> list[str]:
+    """Of each side its length; where nothing says that, the mean over all that have nearly the same.
 
-    The smallest mean of a load decides which others are near it.
+    The smallest mean decides which others are near it. Two such groups are of one curve where they are not far apart
+    and no load is in both.
     """
     sides = list(sides)
-    varied = [side for side in sides if side.said is None and side.requests]
-    loads: dict[int | float, list[_Side]] = {}
-    first = 0.0
-    for side in sorted(varied, key=lambda side: side.mean):
-        if side.nominal is None and not first <= side.mean <= first * (1 + NEAR):
-            first = side.mean
-        loads.setdefault(side.nominal or -first, []).append(side)
+    varied = [i for i, side in enumerate(sides) if not side.said and not side.nominal and side.requests]
+    groups: list[list[int]] = []
+    for i in sorted(varied, key=lambda i: sides[i].mean):
+        if not groups or sides[i].mean > sides[groups[-1][0]].mean * (1 + NEAR):
+            groups.append([])
+        groups[-1].append(i)
+    curves: list[list[int]] = []
+    for group in groups:
+        before = curves[-1] if curves else []
+        near = before and sides[group[-1]].mean <= sides[before[0]].mean * (1 + SAME_CURVE)
+        if near and {loads[i] for i in before}.isdisjoint(loads[i] for i in group):
+            before += group
+        else:
+            curves.append(list(group))
     names = {
-        id(side): f"mean:{sum(s.tokens for s in same) / sum(s.requests for s in same):.0f}"
-        for same in loads.values()
-        for side in same
+        i: f"mean:{sum(sides[j].tokens for j in same) / sum(sides[j].requests for j in same):.0f}"
+        for same in curves
+        for i in same
     }
-    return [side.said or names.get(id(side), UNKNOWN) for side in sides]
+    return [side.said or (str(side.nominal) if side.nominal else names.get(i, UNKNOWN)) for i, side in enumerate(sides)]
 
 
 def _most(prompts: str, answers: str) -> int:

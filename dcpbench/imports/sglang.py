@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench.imports import result
+from dcpbench.imports import result, said
 from dcpbench.imports.result import Result
 from dcpbench.imports.vllm import summary
 from dcpbench.points.names import CLOSED, GAMMA, TRACE
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dcpbench.imports.documents import Document
 
 TOOL = "SGLang's bench_serving"
@@ -56,6 +58,8 @@ def read(document: Document) -> Result:
     found: File = result.convert(type(document)(document.where, fields), File, TOOL)
     traced, per_s = fields.get("request_rate") == TRACE, result.rate(document, "SGLang", ("inf", TRACE))
     details = result.details(document, found.completed)
+    server = document.fields.get("server_info")
+    server = server if isinstance(server, dict) else {}
     return Result(
         where=document.where,
         model=_model(document),
@@ -72,10 +76,23 @@ def read(document: Document) -> Result:
         lengths=_lengths(found),
         summary={ours: summary(document, ours, found.completed, theirs) for ours, theirs in NAMES.items()},
         several_tokens=(found.accept_length or 1.0) > ONE_TOKEN or (details is not None and details.divided()),
+        layout=_layout(server),
+        device=said.hardware({**server, **document.fields}),
+        dtype=said.precision({**server, **document.fields}),
+        hints={"tag": said.brief(found.tag.strip())} if found.tag and found.tag.strip() else {},
         facts={"backend": found.backend, "dataset": found.dataset_name, "tag": found.tag or ""},
-        unread=result.unread(document, KNOWN, list(NAMES.values()), details),
+        unread=result.unread(document, (*KNOWN, *said.SERVER), list(NAMES.values()), details),
         details=details,
     )
+
+
+def _layout(server: Mapping[str, Any]) -> dict[str, int]:
+    """Of the server's own information. Its dp is inside tp with attention data parallel, else whole copies beside it."""
+    tp, dp = result.integer(server.get("tp_size")), result.integer(server.get("dp_size")) or 1
+    dcp = result.integer(server.get("dcp_size")) or 1
+    if tp is None:
+        return {}
+    return {"tp": tp if server.get("enable_dp_attention") else tp * dp, "dp": dp, "dcp": dcp}
 
 
 def _renamed(fields: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.errors import RecordsError
-from dcpbench.imports import result
+from dcpbench.imports import result, said
 from dcpbench.imports.result import Result
 from dcpbench.points.names import CLOSED, GAMMA, TRACE
 from dcpbench.records.checks import LARGEST
@@ -59,9 +59,7 @@ OTHERS = """
 """
 KNOWN = (*File.__struct_fields__, *result.LISTS, *OTHERS.split())
 """Fields that are read, follow from those, or say nothing of how fast it was."""
-DEGREES = {"tp": "tensor_parallel_size", "dp": "data_parallel_size", "dcp": "decode_context_parallel_size"}
-LENGTHS = (("random_input_len", "input_len"), ("random_output_len", "output_len"))
-"""Options of the benchmark that ask for lengths of prompts, and of answers."""
+LABEL = "label"
 IN_A_NAME = re.compile(r"([A-Za-z_][\w.]*)=(.*?)(?=-[A-Za-z_][\w.]*=|-(?:BENCH|WL)-|$)")
 """A parameter in a folder's name: `SERVE--max_num_seqs=4-max_model_len=8192-BENCH--request_rate=2`."""
 MOST_SETTINGS, LONGEST_SETTING = 100, 200
@@ -74,10 +72,15 @@ def read(document: Document) -> Result:
     arrival = CLOSED if rate is None else GAMMA
     details = result.details(document, found.completed)
     varied = _varied(document)
-    layout = _layout({**{option(name): value for name, value in document.fields.items()}, **varied})
-    nominal = _nominal(varied)
+    told = {**{option(name): value for name, value in document.fields.items()}, **varied}
+    layout = layout_of(told)
+    nominal = _nominal(told)
+    hints = {} if varied else _hints(document, found.backend)
     slo = _objectives(found.goodput)
-    known = {*KNOWN, *(DEGREES.values() if layout else ()), *(name for names in LENGTHS for name in names)}
+    several = sum(name in varied for name in said.PRECISION) > 1
+    known = {*KNOWN, *hints, *(said.SERVER.difference(said.PRECISION) if several else said.SERVER)}
+    if not layout:
+        known -= {name for names in said.DEGREES.values() for name in names}
     if found.completed > found.num_prompts:
         raise RecordsError(
             f"{document.where}: completed is {found.completed}, more than the {found.num_prompts} of num_prompts."
@@ -104,7 +107,10 @@ def read(document: Document) -> Result:
         slo_ms=slo,
         layout=layout,
         settings={name: value for name, value in sorted(varied.items()) if name not in known},
-        facts={"date": found.date, "backend": found.backend},
+        device=said.hardware(told),
+        dtype=said.precision(told),
+        hints=hints,
+        facts={"date": found.date, "backend": found.backend, **hints},
         unread=[
             *result.unread(document, {*known, *(n for n in document.fields if option(n) in varied)}, TIMES, details),
             *(["request_goodput (its objectives are not there)"] if found.request_goodput and not slo else []),
@@ -169,9 +175,9 @@ def _text(value: object) -> str:
     return json.dumps(value) if isinstance(value, dict | list) else str(value)
 
 
-def _nominal(varied: Mapping[str, str]) -> tuple[int | None, int | None]:
+def _nominal(fields: Mapping[str, Any]) -> tuple[int | None, int | None]:
     prompts, answers = (
-        next((length for name in names if (length := result.integer(varied.get(name)))), None) for names in LENGTHS
+        next((length for name in names if (length := result.integer(fields.get(name)))), None) for names in said.LENGTHS
     )
     return prompts, answers
 
@@ -185,9 +191,23 @@ def _all_as_asked(found: File, nominal: tuple[int | None, int | None]) -> tuple[
     return prompts, answers
 
 
-def _layout(fields: Mapping[str, Any]) -> dict[str, int]:
+def _hints(document: Document, backend: str) -> dict[str, str]:
+    """Its label and its metadata, which are all texts, where nothing else here reads them."""
+    others = {*KNOWN, *said.SERVER} - {LABEL}
+    return {
+        name: said.brief(value.strip())
+        for name, value in document.fields.items()
+        if isinstance(value, str) and value.strip() and option(name) not in others
+        if name != LABEL or value not in (backend, document.fields.get("endpoint_type"))
+    }
+
+
+def layout_of(fields: Mapping[str, Any]) -> dict[str, int]:
     """By vLLM's option names, of --metadata or of a sweep. Its tp counts inside one dp replica, ours over all."""
-    degrees = {ours: result.integer(fields.get(theirs)) for ours, theirs in DEGREES.items()}
+    degrees = {
+        ours: next((n for name in theirs if (n := result.integer(fields.get(name)))), None)
+        for ours, theirs in said.DEGREES.items()
+    }
     tp, dp, dcp = degrees["tp"], degrees["dp"] or 1, degrees["dcp"] or 1
     return {} if tp is None else {"tp": tp * dp, "dp": dp, "dcp": dcp}
 

@@ -27,8 +27,8 @@ PREFILLS = ("sdpa", "flashinfer")
 """What --prefill can be; kernels/prefill makes them."""
 OBJECTIVES = ("ttft", "itl", "tpot", "e2el")
 """What --slo can bound, in ms; formulas.py defines them."""
-VLLM, SGLANG = ENGINES = ("vllm", "sglang")
-"""What `dcpbench import --from` reads, and so what the origin of a record and the backend of its point can be."""
+VLLM, SGLANG, INFERENCEX = ENGINES = ("vllm", "sglang", "inferencex")
+"""What `dcpbench import --from` reads, and so what the origin of a record can be."""
 UNKNOWN = "unknown"
 """What a point of an import has where nobody says."""
 CLOSED, GAMMA, TRACE = ARRIVALS = ("closed", "gamma", "trace")

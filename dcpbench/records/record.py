@@ -223,8 +223,9 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Null where nobody knows how many GPUs there were, as of an import that does not say."""
     total_tok_s: float
     """Of prompt and output tokens; cached prompt tokens count."""
-    request_s: float
-    """Finished requests per second."""
+    request_s: float | None
+    """Finished requests per second; null where an import says rates of tokens alone, as `wall_s` and sums of requests
+    and tokens are then."""
     tok_s_per_user: float | None
     steady_tok_s: float | None
     """Of the longest time at 95 % of the target concurrency; null where it is never reached, or nothing is targeted."""
@@ -234,18 +235,18 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Objectives as typed: `ttft`, `itl`, `tpot`, `e2el`."""
     goodput_s: float | None = None
     """Requests per second that meet all of them; null without any."""
-    wall_s: float
+    wall_s: float | None
     """First submission to last token."""
     submitted: int | None
     """Null, like all counts below that may be, where an import does not say."""
-    finished: int
+    finished: int | None
     rejected: int | None
     """Requests that can never fit."""
     cancelled: int | None
     """Submitted and not finished when the run was ended."""
-    input_tokens: int
+    input_tokens: int | None
     """Of requests that got a token."""
-    output_tokens: int
+    output_tokens: int | None
     """That came, also of requests that were cut off."""
     cached_tokens: int | None
     """Prompt tokens that the prefix cache had."""
@@ -340,8 +341,10 @@ def origin(record: Record) -> str:
 
 
 def hardware(environment: Environment) -> str:
-    """`4 × NVIDIA H200`, or `CPU`."""
-    return CPU if environment.device == CPU else f"{environment.device_count} × {environment.device}"
+    """`4 × NVIDIA H200`, or `CPU`; of an import that does not say how many there were, `H200`."""
+    if environment.device == CPU or not environment.device_count:
+        return environment.device
+    return f"{environment.device_count} × {environment.device}"
 
 
 def functional(record: Record) -> bool:

@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.points.names import CLOSED, MODES, SGLANG, VLLM
+from dcpbench.points.names import CLOSED, INFERENCEX, MODES, SGLANG, VLLM
 from dcpbench.records.metrics import REPLAYED
 from dcpbench.records.record import OURS
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
@@ -35,7 +35,7 @@ MOST_LENGTHS = 8
 MOST_CLAUSES = 8
 """Of more changes along the concurrencies than this a sentence counts loads."""
 MOST_MARKS = 4
-TOOLS = {VLLM: "vLLM (`vllm bench serve`)", SGLANG: "SGLang (`bench_serving`)"}
+TOOLS = {VLLM: "vLLM (`vllm bench serve`)", SGLANG: "SGLang (`bench_serving`)", INFERENCEX: "InferenceX"}
 NOT_RUN = {"rejected": "was rejected", "failed": "failed", "hung": "hung"}
 """What became of a point without numbers, in a sentence."""
 

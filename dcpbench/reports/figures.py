@@ -336,7 +336,7 @@ def _series(panel: pd.DataFrame, style: Style, along: str) -> Iterator[tuple[pd.
     for (layout, variant, run), line in panel.groupby(["layout", "variant", "run"], sort=False):
         look: dict[str, Any] = {
             "color": style.colour(str(layout), str(variant)),
-            "linestyle": style.line(str(variant)),
+            "linestyle": style.line(str(variant), str(layout)),
             "marker": style.marker(str(layout), str(run), str(variant)),
             "markersize": 5,
             "linewidth": 1.6,
@@ -357,14 +357,16 @@ def _legend(figure: Figure, points: pd.DataFrame, style: Style, more: list[Line2
     )
     several = len(style.runs) > 1
     handles = []
-    for layout, variant in [(style.layouts[0], v) for v in variants] if style.by_variant else [(x, "") for x in names]:
+    shown = set(zip(points["layout"].astype(str), points["variant"].astype(str), strict=True))
+    pairs = [(style.layouts[0], v) for v in variants] if style.by_variant else [(x, "") for x in names]
+    for layout, variant in [pair for pair in style.servers if pair in shown] or pairs:
         look = {
             "color": style.colour(layout, variant),
             "marker": "" if several else style.marker(layout, "", variant),
-            "linestyle": style.line(variant) if variant else "-",
+            "linestyle": style.line(variant, layout) if variant else "-",
         }
         handles.append(Line2D([], [], markersize=5, label=plain(f"{layout} {variant}".strip()), **look))
-    if len(style.variants) > 1 and not style.by_variant:
+    if len(style.variants) > 1 and not style.by_variant and not style.servers:
         lines = [(style.line(name), plain(name) or "no exchange") for name in variants]
         handles += [Line2D([], [], color=GREY, linestyle=line, label=label) for line, label in lines]
     if several:

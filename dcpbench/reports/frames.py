@@ -41,6 +41,8 @@ MOST_POINTS = 100_000
 """Of one run. A report about as many takes four minutes; of more nobody could read it."""
 LONGEST_DETAIL = 8_000
 """Characters of a log, of which the end tells most."""
+GPU = "gpu="
+"""The setting that makes points of other hardware other points; labels have the hardware itself."""
 SAME_ENVIRONMENT = ("device", "device_count", "torch", "cuda", "nccl", "flashinfer", "triton")
 """What runs must share to be repeats of each other."""
 MERGES: dict[str, Callable[[list[float]], float]] = {
@@ -180,11 +182,17 @@ def _told(table: pd.DataFrame, name: str) -> pd.Series[Any]:
     """Of which points it is said. How many requests an import sent is, where nothing else tells two points apart.
 
     Other tools send as many as a load needs, often a multiple of the clients: the points are of one curve all the same.
+    Ours that stand beside imports of the same lengths are told apart among themselves, as imports do not say the rest.
     """
     ours = table["origin"].eq(OURS)
+    alone = ours
+    if not ours.all() and ours.any():
+        lengths = [table[column] for column in ("model", "mode", "shape")]
+        varies = table[f"load_{name}"].where(ours).groupby(lengths).transform("nunique") > 1
+        alone = ours & (table["origin"].groupby(lengths).transform("nunique").eq(1) | (varies & (name != "requests")))
     if name == "requests":
-        return ours | table.duplicated(["run", "model", "mode", "label", "arrival", "shape"], keep=False)
-    return ours | (name not in SOME_HAVE)
+        return alone | table.duplicated(["run", "model", "mode", "label", "arrival", "shape"], keep=False)
+    return alone | (~ours & (name not in SOME_HAVE))
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:
@@ -440,8 +448,8 @@ def _tidy(rows: list[dict[str, Any]]) -> pd.DataFrame:
     if not rows:
         return pd.DataFrame()
     table = _plain(rows)
-    found = (_exchanges(table) if axis.name == "exchange" else _varying(table, axis) for axis in AXES)
-    parts = [texts for texts in found if texts]
+    found = [_exchanges(table) if axis.name == "exchange" else _varying(table, axis) for axis in AXES]
+    parts = [texts for texts in (*found, _devices(table)) if texts]
     table["variant"] = [", ".join(filter(None, texts)) for texts in zip(*parts, strict=True)]
     table["label"] = [
         f"{lay} ({var})" if var else lay for lay, var in zip(table["layout"], table["variant"], strict=True)
@@ -471,10 +479,25 @@ def _varying(table: pd.DataFrame, axis: Axis) -> list[str]:
 
 
 def _settings(table: pd.DataFrame) -> list[str]:
-    """`max_num_seqs=4`: of each point's settings those that not all points have in common."""
-    told = [text.split(SETTING) if text else [] for text in table["settings"]]
-    common = set(told[0]).intersection(*told[1:])
-    return [SETTING.join(part for part in parts if part not in common) for parts in told]
+    """`max_num_seqs=4`: of each point's settings those that not all of its run have, or another run has otherwise."""
+    told = [[p for p in text.split(SETTING) if p and not p.startswith(GPU)] for text in table["settings"]]
+    of_run: dict[str, list[set[str]]] = {}
+    values: dict[str, set[str]] = {}
+    for run, parts in zip(table["run"], told, strict=True):
+        of_run.setdefault(run, []).append(set(parts))
+        for part in parts:
+            values.setdefault(part.partition("=")[0], set()).add(part)
+    common = {run: set.intersection(*found) for run, found in of_run.items()}
+    return [
+        SETTING.join(p for p in parts if p not in common[run] or len(values[p.partition("=")[0]]) > 1)
+        for run, parts in zip(table["run"], told, strict=True)
+    ]
+
+
+def _devices(table: pd.DataFrame) -> list[str]:
+    """Of imports and what stands beside them the hardware, where there are several; else empty."""
+    devices = [device if isinstance(device, str) else "" for device in table["device"]]
+    return devices if len({*devices} - {""}) > 1 and bool((table["origin"] != OURS).any()) else []
 
 
 def _exchanges(table: pd.DataFrame) -> list[str]:

@@ -6,7 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from dcpbench.points.layout import DEGREES
-from dcpbench.show.figures import Line, colour, dashes, marker
+from dcpbench.records.record import OURS
+from dcpbench.show.figures import COLOURS, Line, colour, dashes, marker
 from dcpbench.show.text import one_line
 
 if TYPE_CHECKING:
@@ -33,19 +34,25 @@ IDLE_COLOUR = "#DDDDDD"
 class Style:
     """Colour by layout, line by variant, marker by run (by layout where there is one run).
 
-    Where one layout was run in several variants, colours and markers are theirs.
+    Where one layout was run in several variants, colours and markers are theirs. Among imports each configuration of a
+    server has a colour: engine, hardware and precision tell more than the layout, which many share.
     """
 
     layouts: list[str]
     variants: list[str]
     runs: list[str]
+    servers: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    """Layout and variant of each configuration; empty without imports."""
 
     @classmethod
     def of(cls, points: pd.DataFrame) -> Style:
         """The style of a whole report."""
         ordered = points.sort_values([*DEGREES], kind="stable")
         columns = (ordered["layout"], points["variant"], points["run"])
-        return cls(*(list(dict.fromkeys(map(str, column))) for column in columns))
+        layouts, variants, runs = (list(dict.fromkeys(map(str, column))) for column in columns)
+        imports = "origin" in points and bool((points["origin"] != OURS).any())
+        pairs = zip(ordered["layout"].astype(str), ordered["variant"].astype(str), strict=True)
+        return cls(layouts, variants, runs, list(dict.fromkeys(pairs)) if imports else [])
 
     @property
     def by_variant(self) -> bool:
@@ -57,10 +64,14 @@ class Style:
         return colour(self._place(layout, variant))
 
     def _place(self, layout: str, variant: str) -> int:
+        if (layout, variant) in self.servers:
+            return self.servers.index((layout, variant))
         return self.variants.index(variant) if self.by_variant and variant else self.layouts.index(layout)
 
-    def line(self, variant: str) -> Line:
-        """Line style of a backend or an exchange with its options."""
+    def line(self, variant: str, layout: str = "") -> Line:
+        """Line style of a backend or an exchange with its options; of servers only where colours come again."""
+        if (layout, variant) in self.servers:
+            return dashes(self._place(layout, variant) // len(COLOURS))
         return dashes(self.variants.index(variant))
 
     def marker(self, layout: str, run: str, variant: str = "") -> str:

@@ -107,9 +107,14 @@ def _scaled(label: str, scale: str) -> str:
     return label.removesuffix(")") + ", log scale)" if scale == "log" else label
 
 
+LETTERS_IN_AN_INCH = 11
+"""Of a title."""
+
+
 def headline(figure: Figure, title: str, *, width: int = 90) -> None:
-    """Title of a figure, broken into lines of at most `width` characters."""
-    figure.suptitle("\n".join(textwrap.wrap(title, width)), fontsize=12)
+    """Title of a figure, broken into lines of at most `width` characters, or as many as it is wide for."""
+    room = min(width, int(figure.get_figwidth() * LETTERS_IN_AN_INCH))
+    figure.suptitle("\n".join(textwrap.wrap(title, room, break_on_hyphens=False)), fontsize=12)
 
 
 LEGEND_LINES = 4

@@ -118,6 +118,38 @@ def sglang(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def inferencex(**changes: Any) -> dict[str, Any]:
+    """A row as InferenceX's `process_result.py` writes it, on one node."""
+    return {
+        "hw": "h200",
+        "conc": 64,
+        "image": "vllm/vllm-openai:v0.11",
+        "model": "deepseek-ai/DeepSeek-R1-0528",
+        "infmax_model_prefix": "dsr1",
+        "framework": "sglang",
+        "precision": "fp8",
+        "spec_decoding": "none",
+        "disagg": False,
+        "isl": 8192,
+        "osl": 1024,
+        "is_multinode": False,
+        "tp": 8,
+        "pp": 1,
+        "ep": 1,
+        "dp_attention": "false",
+        "tput_per_gpu": 900.0,
+        "output_tput_per_gpu": 100.0,
+        "input_tput_per_gpu": 800.0,
+        "median_ttft": 0.5,
+        "p99_ttft": 2.0,
+        "median_tpot": 0.02,
+        "p99_tpot": 0.03,
+        "median_intvty": 50.0,
+        "median_itl": 0.019,
+        "p99_itl": 0.2,
+    } | changes
+
+
 def details() -> dict[str, Any]:
     """The lists that both have."""
     return {

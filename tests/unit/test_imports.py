@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import random
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,18 +15,17 @@ from hypothesis import strategies as st
 
 from dcpbench.errors import OutputError, RecordsError, UsageError
 from dcpbench.exports import vllm as to_vllm
-from dcpbench.imports import Told, import_files, metrics, sglang, vllm
+from dcpbench.imports import Told, import_files, metrics, said, sglang, vllm
 from dcpbench.imports.documents import Document
 from dcpbench.records.file import read_records
 from dcpbench.reports import answer, frames
+from dcpbench.reports.style import Style
 from dcpbench.serving import samples
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder
 from tests.unit import serve_record_builder as build
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from dcpbench.records.record import Record, ServeMetrics
 
 
@@ -185,7 +187,7 @@ class TestPoint:
         assert record.environment is None
 
     def test_what_no_file_says_is_unknown_and_never_zero(self, tmp_path: Path) -> None:
-        record, found = one(tmp_path, "sglang", files.sglang())
+        record, found = one(tmp_path, "sglang", files.sglang(server_info={"model_path": "deepseek-ai/DeepSeek-V3"}))
         point = record.point
         assert (point.dtype, point.weights, point.all_reduce, point.page_size) == ("unknown", "unknown", "unknown", 0)
         assert point.load
@@ -259,7 +261,9 @@ class TestPoint:
         assert record.outcome == "failed"
         assert record.serve is None
 
-    @pytest.mark.parametrize("told", [{"dcp": 8}, {"gpu": "NVIDIA H200"}, {"tp": 0}, {"tp": 8, "dcp": 3}], ids=str)
+    @pytest.mark.parametrize(
+        "told", [{"dcp": 8}, {"dp": 2}, {"tp": 0}, {"tp": 8, "dcp": 3}, {"input_len": 0}, {"output_len": 5000}], ids=str
+    )
     def test_options_that_cannot_be_are_refused(self, told: Any, tmp_path: Path) -> None:
         with pytest.raises(UsageError):
             imported(tmp_path, "vllm", files.vllm(), **told)
@@ -357,7 +361,7 @@ class TestLengths:
         assert [load.input_tokens for load in points if load] == ["mean:1028", "mean:1028", "mean:1100"]
 
     def test_what_a_sweep_asked_for_joins_answers_that_ended_early(self, tmp_path: Path) -> None:
-        """Answers of 80 and 60 tokens on average, of 100: one load, of 70. Of 200 another one, though it has 61."""
+        """Answers of 80 and 60 tokens on average, of 100: one load, marked. Of 200 another one, though it has 61."""
         for clients, mean, most in ((1, 80, 100), (2, 60, 100), (3, 61, 200)):
             sums = {"total_input_tokens": 3000, "total_output_tokens": 3 * mean}
             asked = {"max_concurrency": clients, "random_input_len": 1000, "random_output_len": most}
@@ -365,8 +369,9 @@ class TestLengths:
         import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Told())
         points = [record.point for record in read_records(tmp_path / "run")]
         lengths = {p.concurrency: (p.load.input_tokens, p.load.output_tokens) for p in points if p.load}
-        assert lengths == {1: ("1000", "mean:70"), 2: ("1000", "mean:70"), 3: ("1000", "mean:61")}
+        assert lengths == {1: ("1000", "100"), 2: ("1000", "100"), 3: ("1000", "200")}
         assert {p.settings for p in points} == {""}
+        assert all("nominal_lengths" in record.marks for record in read_records(tmp_path / "run"))
 
     def test_one_curve_whatever_the_number_of_requests(self, tmp_path: Path) -> None:
         """Ten for each client, as is usual."""
@@ -545,6 +550,214 @@ class TestReport:
         assert "layout unknown" in text
         assert "nan" not in text.lower().replace("finance", "")
         assert paths
+
+
+REAL = Path(__file__).parents[1] / "data" / "imports"
+
+
+def curves(folder: Path) -> dict[str, list[int]]:
+    """The lines of a report's panels: what tells them apart, and the concurrencies along them."""
+    served = frames.load([folder]).served
+    return {
+        " | ".join(map(str, names)): line["concurrency"].tolist()
+        for names, line in served.groupby(["model", "rest", "label"], sort=False)
+    }
+
+
+class TestCurves:
+    """One line for each configuration of a server, whatever its files are called and whatever lengths were drawn."""
+
+    def said(self, tmp_path: Path, path: Path, engine: str, **told: Any) -> str:
+        """What a reader is told of files that become the run `run`."""
+        return " ".join(import_files([path], engine, tmp_path / "run", Told(**told), force=True).notes)
+
+    def test_answers_that_ended_early_are_one_curve_of_the_lengths_in_the_folders_name(self, tmp_path: Path) -> None:
+        """Real files of GLM-4.7 on 8 Gaudi 3: 1,024 in; answers of 674, 786, 731 and 718 tokens on average."""
+        said = self.said(tmp_path, REAL / "glm-4.7_1k1k", "vllm", tp=8, gpu="Gaudi 3", dtype="bf16")
+        assert curves(tmp_path / "run") == {"zai-org/GLM-4.7 | 1,024 in · 1,024 out | tp8": [1, 4, 16, 64]}
+        assert "Read from names of files and folders: 1024 in, 1024 out (4 of 4)." in said
+        record = read_records(tmp_path / "run")[0]
+        assert record.marks == ["summary_only", "nominal_lengths"]
+        assert record.environment
+        assert (record.environment.device, record.point.dtype) == ("Gaudi 3", "bf16")
+
+    def test_without_a_name_they_are_one_curve_all_the_same(self, tmp_path: Path) -> None:
+        """(6,739 + 31,445 + 117,008 + 459,366) / 850 = 723; no number of clients is there twice."""
+        for path in (REAL / "glm-4.7_1k1k").iterdir():
+            (tmp_path / "results").mkdir(exist_ok=True)
+            (tmp_path / "results" / path.name).write_text(path.read_text())
+        self.said(tmp_path, tmp_path / "results", "vllm")
+        (rest,) = curves(tmp_path / "run")
+        assert rest == "zai-org/GLM-4.7 | 1,024 on average in · 723 on average out | layout unknown"
+
+    def test_lengths_that_are_told_go_before_those_of_names(self, tmp_path: Path) -> None:
+        self.said(tmp_path, REAL / "glm-4.7_1k1k", "vllm", input_len=1000, output_len=1000)
+        assert list(curves(tmp_path / "run")) == ["zai-org/GLM-4.7 | 1,000 in · 1,000 out | layout unknown"]
+        with pytest.raises(UsageError, match=r"requests had 1,024 tokens in and .* not what --input-len"):
+            self.said(tmp_path, REAL / "glm-4.7_1k1k", "vllm", input_len=100_000)
+
+    def test_a_name_that_cannot_mean_the_lengths_is_not_believed(self, tmp_path: Path) -> None:
+        """300 tokens of three prompts are not 8,192 each."""
+        path = files.file(tmp_path, files.without_details(files.vllm()), name="8k1k.json")
+        assert "Read from names" not in self.said(tmp_path, path, "vllm")
+        assert list(curves(tmp_path / "run")) == [
+            "deepseek-ai/DeepSeek-V3 | 100 on average in · 2 on average out | layout unknown"
+        ]
+
+    @pytest.mark.parametrize(
+        ("name", "degrees", "lengths"),
+        [
+            ("dsr1_1k1k_fp8_sglang_tp8-ep1-dpafalse_conc64.json", {"tp": 8}, (1024, 1024)),
+            ("8k-1k/tp_4_dp2.json", {"tp": 4, "dp": 2}, (8192, 1024)),
+            ("isl1000_osl100/TP=8.json", {"tp": 8}, (1000, 100)),
+            ("in1024_out128.json", {}, (1024, 128)),
+            ("openai-infqps-concurrency64-DeepSeek-V3-20261121-101112.json", {}, (None, None)),
+            ("http8.json", {}, (None, None)),
+        ],
+    )
+    def test_names_say_degrees_and_lengths(
+        self, name: str, degrees: dict[str, int], lengths: tuple[int | None, int | None]
+    ) -> None:
+        found = said.of_name(name)
+        assert (found.degrees, found.lengths) == (degrees, lengths)
+
+    def test_hardware_and_precision_are_read_from_metadata(self, tmp_path: Path) -> None:
+        metadata = {"gpu": "h200", "precision": "FP8", "tp": "8", "isl": "100", "osl": "4"}
+        record, found = one(tmp_path, "vllm", files.without_details(files.vllm(**metadata)))
+        assert record.environment
+        assert (record.environment.device, record.point.dtype) == ("NVIDIA H200", "fp8")
+        assert record.point.load
+        assert (record.point.load.input_tokens, record.point.load.output_tokens) == ("100", "4")
+        assert found.output_tok_s_per_gpu == pytest.approx(8.75 / 8)
+
+    def test_a_server_of_sglang_says_its_layout_and_precision(self, tmp_path: Path) -> None:
+        """Without attention data parallel, dp are copies beside one another: 2 of 4 GPUs are our tp8·dp2."""
+        server = {"model_path": "m", "tp_size": 4, "dp_size": 2, "quantization": None, "dtype": "bfloat16"}
+        record, _ = one(tmp_path, "sglang", files.sglang(server_info=server))
+        assert (record.point.layout_name, record.point.dtype) == ("tp8·dp2", "bf16")
+        server |= {"tp_size": 8, "dp_size": 8, "enable_dp_attention": True, "quantization": "fp8"}
+        record, _ = one(tmp_path, "sglang", files.sglang(server_info=server))
+        assert (record.point.layout_name, record.point.dtype) == ("tp8·dp8", "fp8")
+
+    @pytest.mark.parametrize("name", ["label", "version"])
+    def test_a_label_that_several_loads_share_is_a_line(self, name: str, tmp_path: Path) -> None:
+        results = [
+            files.without_details(files.vllm(max_concurrency=n, **{name: label}))
+            for label in ("0.11", "0.12")
+            for n in (1, 2, 4)
+        ]
+        imported(tmp_path, "vllm", *results)
+        assert {line.rpartition(" | ")[2]: loads for line, loads in curves(tmp_path / "run").items()} == {
+            f"layout unknown ({name}=0.11)": [1, 2, 4],
+            f"layout unknown ({name}=0.12)": [1, 2, 4],
+        }
+
+    def test_a_label_that_each_file_has_of_its_own_is_none(self, tmp_path: Path) -> None:
+        """It names the load."""
+        results = [files.without_details(files.vllm(max_concurrency=n, label=f"c{n}")) for n in (1, 2, 4)]
+        imported(tmp_path, "vllm", *results)
+        assert list(curves(tmp_path / "run").values()) == [[1, 2, 4]]
+
+    def test_folders_are_lines_but_for_those_of_repeats(self, tmp_path: Path) -> None:
+        for folder in ("eager", "graphs"):
+            for n in (1, 2):
+                (tmp_path / "all" / folder).mkdir(parents=True, exist_ok=True)
+                files.file(
+                    tmp_path / "all" / folder, files.without_details(files.vllm(max_concurrency=n)), name=f"{n}.json"
+                )
+        self.said(tmp_path, tmp_path / "all", "vllm")
+        assert [line.rpartition(" | ")[2] for line in curves(tmp_path / "run")] == [
+            "layout unknown (folder=eager)",
+            "layout unknown (folder=graphs)",
+        ]
+        (tmp_path / "all" / "eager").rename(tmp_path / "all" / "run-1")
+        (tmp_path / "all" / "graphs").rename(tmp_path / "all" / "20261121_101112")
+        self.said(tmp_path, tmp_path / "all", "vllm")
+        assert frames.load([tmp_path / "run"]).served["repeats"].tolist() == [2, 2]
+
+
+class TestInferenceX:
+    def test_a_real_sweep_is_a_line_for_each_layout(self, tmp_path: Path) -> None:
+        """Six rows of a TPU, of which one has tp 1; 411.13 output tokens/s for each of 8 chips at 64 clients."""
+        import_files([REAL / "inferencex-tpu-sweep.json"], "inferencex", tmp_path / "run", Told())
+        assert curves(tmp_path / "run") == {
+            "Qwen/Qwen3.5-397B-A17B-FP8 | 8,192 in · 1,024 out | tp8": [4, 8, 16, 32, 64],
+            "Qwen/Qwen3.5-397B-A17B-FP8 | 8,192 in · 1,024 out | tp1": [64],
+        }
+        found = {(r.point.tp, r.point.concurrency): r for r in read_records(tmp_path / "run")}
+        record = found[8, 64]
+        serve = record.serve
+        assert serve
+        assert serve.output_tok_s == pytest.approx(8 * 411.1276267468178)
+        assert serve.output_tok_s_per_gpu == pytest.approx(411.1276267468178)
+        assert serve.total_tok_s == pytest.approx(8 * 3705.8131472623354)
+        assert (serve.itl_ms.p50, serve.ttft_ms.p99) == (pytest.approx(20.895760972), pytest.approx(14481.789677))
+        assert serve.tok_s_per_user == pytest.approx(1000 / 20.895760972)
+        assert (serve.wall_s, serve.finished, serve.request_s, serve.input_tokens) == (None, None, None, None)
+        assert (record.origin, record.point.backend, record.point.dtype) == ("inferencex", "vllm", "fp8")
+        assert record.environment
+        assert record.environment.device == "tpuv7"
+
+    def test_hardware_speculation_and_attention_dp_are_lines(self, tmp_path: Path) -> None:
+        """Rows come in any order."""
+        rows = [
+            files.inferencex(conc=n, **server)
+            for n in (4, 8)
+            for server in ({}, {"hw": "mi355x"}, {"spec_decoding": "mtp"}, {"dp_attention": "true", "ep": 8})
+        ]
+        random.Random(0).shuffle(rows)
+        records = imported(tmp_path, "inferencex", *rows)
+        assert {line.rpartition(" | ")[2]: loads for line, loads in curves(tmp_path / "run").items()} == {
+            "tp8 (AMD MI355X)": [4, 8],
+            "tp8 (NVIDIA H200)": [4, 8],
+            "tp8 (spec=mtp, NVIDIA H200)": [4, 8],
+            "tp8·dp8 (ep=8, NVIDIA H200)": [4, 8],
+        }
+        rates = [r.serve.tok_s_per_user for r in records if r.serve and "spec" in r.point.settings]
+        assert rates == [None, None], "a chunk brings several tokens"
+
+    def test_rows_of_the_site_have_their_numbers_in_metrics(self, tmp_path: Path) -> None:
+        row = files.inferencex()
+        inner = {name: row.pop(name) for name in list(row) if "put" in name or "_t" in name or "itl" in name}
+        renamed = {"hardware": row.pop("hw"), "decode_tp": row.pop("tp"), "spec_method": row.pop("spec_decoding")}
+        (record,) = imported(tmp_path, "inferencex", {**row, **renamed, "metrics": inner})
+        (plain,) = imported(tmp_path, "inferencex", files.inferencex())
+        assert (record.point, record.serve, record.environment) == (plain.point, plain.serve, plain.environment)
+
+    def test_rows_that_no_layout_says_are_left_out_and_named(self, tmp_path: Path) -> None:
+        path = files.file(tmp_path, files.inferencex(), files.inferencex(disagg=True), files.inferencex(pp=2))
+        said = " ".join(import_files([path], "inferencex", tmp_path / "run", Told()).notes)
+        assert "Left out, prefill and decode on GPUs of their own" in said
+        assert "Left out, pipeline or prefill context parallel" in said
+        assert len(read_records(tmp_path / "run")) == 1
+
+    @pytest.mark.parametrize(
+        "changes", [{"conc": 0}, {"tput_per_gpu": -1.0}, {"output_tput_per_gpu": math.inf}, {"isl": "long"}], ids=str
+    )
+    def test_what_cannot_be_is_refused(self, changes: dict[str, Any], tmp_path: Path) -> None:
+        with pytest.raises(RecordsError):
+            imported(tmp_path, "inferencex", files.inferencex(**changes))
+
+    def test_it_is_told_from_the_others(self, tmp_path: Path) -> None:
+        with pytest.raises(RecordsError, match="import it with --from inferencex"):
+            imported(tmp_path, "vllm", files.inferencex())
+
+    def test_ours_stand_beside_it_in_one_panel(self, tmp_path: Path) -> None:
+        """The same model and lengths: hardware and what served tell the lines apart."""
+        point = build.point(build.DCP)
+        assert point.load
+        other = build.point(build.DCP, 8, {"input_tokens": "77", "requests": 7})
+        ours = record_builder.write(tmp_path / "ours", [build.served(point), build.served(other)])
+        lengths = {"isl": int(point.load.input_tokens), "osl": int(point.load.output_tokens)}
+        path = files.file(tmp_path, files.inferencex(model=point.model, **lengths))
+        import_files([path], "inferencex", tmp_path / "run", Told())
+        served = frames.load([ours, tmp_path / "run"]).served
+        panels = served.groupby("rest")["origin"].agg(set)
+        assert {"dcpbench", "inferencex"} in panels.tolist(), "how many requests ours had is no other panel"
+        assert served["label"].nunique() == 2
+        assert Style.of(served).colour(*served[["layout", "variant"]].iloc[0]) != Style.of(served).colour(
+            *served[["layout", "variant"]].iloc[-1]
+        )
 
 
 class TestFolder:

@@ -229,7 +229,7 @@ class _Series:
             }
         return {
             "colour": figures.COLOURS.index(look.colour(layout, variant)),
-            "dash": figures.LINES.index(look.line(variant)),
+            "dash": figures.LINES.index(look.line(variant, layout)),
             "symbol": figures.MARKERS.index(look.marker(layout, run, variant)),
         }
 
