@@ -35,6 +35,8 @@ MOST_LENGTHS = 8
 MOST_CLAUSES = 8
 """Of more changes along the concurrencies than this a sentence counts loads."""
 MOST_MARKS = 4
+LOST = "no longer"
+"""Of a lead at some concurrency, which is gone at the highest."""
 TOOLS = {VLLM: "vLLM (`vllm bench serve`)", SGLANG: "SGLang (`bench_serving`)"}
 NOT_RUN = {"rejected": "was rejected", "failed": "failed", "hung": "hung"}
 """What became of a point without numbers, in a sentence."""
@@ -212,7 +214,7 @@ def ahead(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame, *, pay
         even = even.assign(label=even["variant"])
     for rest, rows in even.groupby("rest", sort=False):
         same = [
-            f"never {r['measured'][-1]}" if missing(r["from"]) else f"{r['from']} {r['least']}"
+            f"never {r['measured'][-1]} {_never(r)}" if missing(r["from"]) else f"{r['from']} {r['least']}"
             for _, r in rows.iterrows()
         ]
         groups = [group for _, group in rows.assign(same=same).groupby("same", sort=False)]
@@ -222,14 +224,17 @@ def ahead(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame, *, pay
 
 
 def _where_it_pays(rows: pd.DataFrame) -> str:
-    """`tp4·dcp4 at 24–32 (1.03–1.05× tp4)`, `nowhere (at most 0.99× tp4, tp4·dcp4 at 4)`; of one length of requests."""
+    """`tp4·dcp4 at 24–32 (1.03–1.05× tp4)`, `nowhere (at most 0.99× tp4, tp4·dcp4 at 4)`; of one length of requests.
+
+    `nowhere clearly` only where some ratio is above 1, by no more than repeats may differ.
+    """
     within = rows[rows["verdict"] != "misses"]
     if within.empty:
         return "nowhere, as no layout with DCP meets the SLO"
     paying = within[within["verdict"].isin(findings.PAYS)]
     if paying.empty:
         top = within.sort_values("ratio", kind="stable").iloc[-1]
-        nowhere = "nowhere" if within["verdict"].eq("lower").all() else "not clearly anywhere"
+        nowhere = "nowhere" if top["ratio"] <= 1 else "nowhere clearly"
         return f"{nowhere} (at most {top['ratio']:.2f}× {top['rival']}, {top['label']} at {_at([top])})"
     fastest = paying.sort_values("output_tok_s", ascending=False, kind="stable").drop_duplicates("same_load")
     found = [r for _, r in fastest.sort_values("concurrency", kind="stable").iterrows()]
@@ -351,21 +356,27 @@ def _at(group: list[pd.Series[Any]]) -> str:
 
 
 def _pays(group: pd.DataFrame) -> str:
-    """`from concurrency 32 (tp4·dcp4 1.14×)`, `not up to 48 (at most 0.96×, tp4·dcp4 at 8)`."""
+    """`from concurrency 32 on (tp4·dcp4 1.14× there)`, `never up to 48 (at most 0.96×, tp4·dcp4 at 8)`."""
     first = group.iloc[0]
     if missing(first["from"]):
+        never = _never(first)
         top = group.sort_values("best", kind="stable").iloc[-1]
-        clearly = "not" if group["lower"].all() else "not clearly"
         who = listed(_unique(group["label"])) + " " if len(group) == 1 else ""
         where = "" if who else f"{top['label']} "
-        return (
-            f"{who}{clearly} up to {first['measured'][-1]:,} (at most {top['best']:.2f}×, {where}at {top['best_at']:,})"
-        )
-    least = ", the lowest tried" if first["least"] else ""
+        last, at = first["measured"][-1], f"{where}at {top['best_at']:,}"
+        if never == LOST:
+            return f"{who}{never} at {last:,} ({reach(group['last'])} there; at most {top['best']:.2f}×, {at})"
+        return f"{who}{never} up to {last:,} (at most {top['best']:.2f}×, {at})"
+    least = ", the lowest tried," if first["least"] else ""
     gains = [f"{r['label']} {with_reach(r['ratio'], r['low'], r['high'])}" for _, r in group.iterrows()]
     if len(gains) > MOST_SHAPES:
         gains = [reach(group["ratio"])]
-    return f"from concurrency {first['from']:,.0f}{least} ({', '.join(gains)})"
+    return f"from concurrency {first['from']:,.0f}{least} on ({', '.join(gains)} there)"
+
+
+def _never(row: pd.Series[Any]) -> str:
+    """`never` where no ratio is above 1, `never clearly` where one is by no more than repeats may differ, or LOST."""
+    return LOST if row["ever"] else "never" if row["best"] <= 1 else "never clearly"
 
 
 def _without_baseline(ratios: pd.DataFrame, others: pd.DataFrame) -> str:
@@ -377,7 +388,8 @@ def _without_baseline(ratios: pd.DataFrame, others: pd.DataFrame) -> str:
     whys = [said for outcome, said in NOT_RUN.items() if outcome in set(lost["outcome"])]
     loads = _unique(alone["load"])
     where = f" ({'; '.join(loads)})" if len(loads) <= MOST_SHAPES else ""
-    return f"{counted(len(alone), 'point')} with DCP ran where the same layout without it {' or '.join(whys)}{where}"
+    ran = counted(len(alone), "point")
+    return f"{ran} with DCP ran where {listed(findings.without_dcp(alone), 'or')} {' or '.join(whys)}{where}"
 
 
 def _unique(values: Iterable[object]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dcpbench.points.layout import Layout
 from dcpbench.points.names import CLOSED
 from dcpbench.reports import answer
 from dcpbench.reports.answer import MOST_SHAPES
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+    from dcpbench.reports.findings import Findings
     from dcpbench.reports.frames import Frames
 
 MOST_COLUMNS = 9
@@ -32,10 +34,17 @@ def grids(frames: Frames) -> list[Table]:
     found = frames.findings
     tables = []
     for scope in dict.fromkeys([*keys(found.best, SCOPE), *keys(found.ratios, SCOPE)]):
-        won, top, over = (answer.of(table, *scope) for table in (found.best, found.most, found.ratios))
+        won, top, over = (answer.of(table, *scope) for table in (found.best, found.most, with_rivals(found)))
         where = f": {answer.scope_name(frames, *scope)}"
         tables += [_best_grid(won, top, where), _ratio_grid(over, where)]
     return [table for table in tables if table.rows]
+
+
+def with_rivals(found: Findings) -> pd.DataFrame:
+    """DCP against its baseline, and against the best layout without DCP: `rival` and `rival_ratio`."""
+    if found.ratios.empty:
+        return found.ratios
+    return found.ratios.assign(rival=found.against_best["rival"], rival_ratio=found.against_best["ratio"])
 
 
 def best(found: pd.DataFrame, mode: str) -> Table:
@@ -127,7 +136,8 @@ def _best_cell(row: pd.Series[Any]) -> str:
 
 def _ratio_cell(row: pd.Series[Any]) -> str:
     if missing(row["ratio"]):
-        return "only with DCP"
+        beside = "" if missing(row["rival"]) else f"; {row['rival_ratio']:.2f}× {row['rival']}"
+        return f"no {Layout(row['tp'], dp=row['dp'])}{beside}"
     sign = {"higher": "▲ ", "lower": "▼ "}.get(row["verdict"], "≈ ")
     return f"{sign}{row['ratio']:.2f}×"
 

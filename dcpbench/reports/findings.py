@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from dcpbench.points.axes import COMPUTES, Role
-from dcpbench.points.layout import DEGREES
+from dcpbench.points.layout import DEGREES, Layout
 from dcpbench.points.names import CLOSED, LIVE, REPLAY
 from dcpbench.points.point import point_axes
 from dcpbench.records.metrics import REPLAYED
@@ -183,6 +183,11 @@ def dcp_against_best(points: pd.DataFrame) -> pd.DataFrame:
     return found.reset_index(drop=True)
 
 
+def without_dcp(points: pd.DataFrame) -> list[str]:
+    """The same layouts without DCP, each once: `tp4`, whether or not it ran."""
+    return list(dict.fromkeys(str(Layout(tp, dp=dp)) for tp, dp in keys(points, ["tp", "dp"])))
+
+
 def over(points: pd.DataFrame, others: pd.DataFrame, same: list[str], value: str, *more: str) -> pd.DataFrame:
     """Points beside the first of `others` that shares what is in `same`: its columns `over_…`, of `value` and `more`.
 
@@ -222,8 +227,8 @@ def break_even(ratios: pd.DataFrame) -> pd.DataFrame:
 
     It is where the verdict of dcp_against_baseline is `higher`. `from` is missing where it is not at the highest
     concurrency tried; `least` says whether it is the lowest one tried, so that the true one may be lower. `best` is the
-    highest ratio, at `best_at`, and `lower` whether DCP is clearly lower wherever it was compared. Open loops, whose
-    throughput is their rate until they cannot keep up, have no break-even.
+    highest ratio, at `best_at`, `last` the one at the highest concurrency, and `ever` whether DCP is clearly ahead at
+    any. Open loops, whose throughput is their rate until they cannot keep up, have no break-even.
     """
     known = ratios[ratios["ratio"].notna() & (ratios["load_arrival"] == CLOSED)] if len(ratios) else ratios
     kept = [*SCOPE, "label", "rest"]
@@ -246,7 +251,8 @@ def break_even(ratios: pd.DataFrame) -> pd.DataFrame:
                 "measured": ordered["concurrency"].tolist(),
                 "best": top["ratio"],
                 "best_at": top["concurrency"],
-                "lower": bool(ordered["verdict"].eq("lower").all()),
+                "last": ordered["ratio"].iloc[-1],
+                "ever": any(ahead),
             }
         )
     return pd.DataFrame(rows)

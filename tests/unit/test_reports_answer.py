@@ -190,7 +190,7 @@ class TestBreakEven:
             for layout in (TP, DCP)
         ]
         found = read(tmp_path, *records)
-        assert "Context 1: tp4·dcp4 not up to 32 (at most 0.80×, at 32); context 2: from concurrency 32" in said(
+        assert "Context 1: tp4·dcp4 never up to 32 (at most 0.80×, at 32); context 2: from concurrency 32 on" in said(
             found, "starts to pay"
         )
 
@@ -202,7 +202,8 @@ class TestBreakEven:
         told = said(read(tmp_path, *records), "starts to pay")
         assert "Where tp4·dcp4 starts to pay" in told
         assert (
-            "a2a not clearly up to 8 (at most 1.00×, at 8), from concurrency 8, the lowest tried (symm 1.25×)" in told
+            "a2a never up to 8 (at most 1.00×, at 8), from concurrency 8, the lowest tried, on (symm 1.25× there)"
+            in told
         )
 
     def test_a_ratio_says_how_far_it_may_be_off(self, tmp_path: Path) -> None:
@@ -226,12 +227,12 @@ class TestPays:
         """150 over 100 tok/s of tp4 is 1.5 times, and over 150 of tp4·dp4 it is 1.0."""
         found = self.read(tmp_path, {TP: 100, DCP: 150, DP: 150})
         assert said(found, "DCP pays").endswith(
-            "DCP pays in 0 of 1 load, in output tok/s over the best layout without DCP. 400 in · 40 out: not clearly "
-            "anywhere (at most 1.00× tp4·dp4, tp4·dcp4 at 8)."
+            "DCP pays in 0 of 1 load, in output tok/s over the best layout without DCP. 400 in · 40 out: nowhere "
+            "(at most 1.00× tp4·dp4, tp4·dcp4 at 8)."
         )
         assert said(found, "Looser").endswith(
             "Looser, over tp4 alone, DCP is ahead in output tok/s. 400 in · 40 out: from concurrency 8, the lowest "
-            "tried (tp4·dcp4 1.50×)."
+            "tried, on (tp4·dcp4 1.50× there)."
         )
         assert not [s for s in answer.sentences(found) if "starts to pay" in s]
 
@@ -258,7 +259,7 @@ class TestPays:
         found = self.read(tmp_path, {TP: 100, DCP: 120, DP: 300}, late=(DP,))
         (row,) = findings.dcp_against_best(findings.rivals(found)).to_dict("records")
         assert (row["rival"], row["ratio"], row["verdict"]) == ("tp4", 1.2, "higher")
-        assert "(tp4·dcp4 1.20×)" in said(found, "Where DCP starts to pay, in output tok/s over tp4")
+        assert "(tp4·dcp4 1.20× there)" in said(found, "Where DCP starts to pay, in output tok/s over tp4")
 
     def test_more_gpus_and_another_dtype_are_no_rivals(self, tmp_path: Path) -> None:
         """tp8 has twice the GPUs; what fp8 would give says nothing of bf16."""
@@ -352,6 +353,13 @@ class TestTables:
         assert best.columns == ["load", "concurrency 8", "32"]
         assert best.rows == [["context 4,000", "tp4: 200, 1.25×", "tp4 ≈ tp4·dcp4: 640"]]
         assert over.rows == [["context 4,000", "tp4·dcp4", "▼ 0.80×", "≈ 1.00×"]]
+
+    def test_where_the_same_layout_without_dcp_did_not_run_others_may_have(self, tmp_path: Path) -> None:
+        """At 8 tp4·dcp4 has 50 over 40 ms of tp4; at 32 tp4 was rejected, and tp4·dp4 needs 40 ms, too; at 48 none ran."""
+        ran = [(TP, 8, 50), (DCP, 8, 40), (DCP, 32, 50), (DP, 32, 40), (DCP, 48, 50)]
+        records = [step(build.point(lay, concurrency=n), ms) for lay, n, ms in ran]
+        _, over = answer_tables.grids(read(tmp_path, *records))
+        assert over.rows == [["context 4,000", "tp4·dcp4", "▲ 1.25×", "no tp4; 0.80× tp4·dp4", "no tp4"]]
 
     def test_long_tables_are_folded_in_markdown(self) -> None:
         """GitHub folds what stands in details, and shows a table after an empty line."""
