@@ -14,7 +14,7 @@ from dcpbench.points.names import CLOSED, MODES, SGLANG, VLLM
 from dcpbench.records.metrics import REPLAYED
 from dcpbench.records.record import OURS
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import findings, slo, words
+from dcpbench.reports import findings, marks, slo
 from dcpbench.reports.words import short_shapes
 from dcpbench.show.numbers import count, missing, number, reach, tok_s, with_reach
 from dcpbench.show.text import capital, counted, listed
@@ -299,11 +299,8 @@ def trust(frames: Frames, apart: list[float]) -> str:
         said.append(f"Not every point ran: {outcomes(frames)}, listed with reasons.")
     marked = frames.findings.points
     if len(marked):
-        names = [mark for marks in marked["marks"] for mark in marks.split(", ") if mark not in ("", words.FEW_SAMPLES)]
-        counts = [f"{names.count(name)} {name}" for name in dict.fromkeys(names)]
-        more = " and others" if len(counts) > MOST_MARKS else ""
-        of = counted(len(frames.everything), "point")
-        said += [f"Marked, of {of}: {', '.join(counts[:MOST_MARKS])}{more}."] if counts else []
+        counts = marks.counted(marked, MOST_MARKS)
+        said += [f"Marked, of {counted(len(frames.everything), 'point')}: {counts}."] if counts else []
     return " ".join(said)
 
 
