@@ -144,6 +144,12 @@ def most_per_shape(points: pd.DataFrame) -> pd.DataFrame:
     return found.sort_values(["run", "model", "mode", "input_typical", "rest"], kind="stable", ignore_index=True)
 
 
+def most_per_layout(points: pd.DataFrame) -> pd.DataFrame:
+    """The point with the highest throughput of those that meet the SLO, of each layout and length of requests."""
+    fits = points[points["slo_excess"] <= 1].sort_values("output_tok_s", ascending=False, kind="stable")
+    return fits.drop_duplicates([*SCOPE, "rest", "label"])
+
+
 def dcp_against_baseline(points: pd.DataFrame) -> pd.DataFrame:
     """Throughput of every DCP point over that of the same layout without DCP under the same load.
 

@@ -179,6 +179,23 @@ class TestMost:
             found, "The most within"
         )
 
+    def test_each_layout_has_one_number_with_its_load(self, tmp_path: Path) -> None:
+        """Within 50 ms tp4 has 8 requests in 40 ms = 200 tok/s, tp4·dcp4 32 in 50 ms = 640, tp4·dp4 none."""
+        times = [(TP, 8, 40), (TP, 32, 70), (DCP, 8, 45), (DCP, 32, 50), (DP, 8, 60)]
+        records = [step(build.point(lay, concurrency=n), ms) for lay, n, ms in times]
+        most = answer_tables.grids(read(tmp_path, *records, slo={"itl": 50.0}))[0]
+        assert most.title.startswith("Maximum output tok/s within the SLO, at which concurrency of those that ran")
+        assert dict(zip(most.columns, most.rows[0], strict=True)) == {
+            "load": "context 4,000",
+            "tp4": "200 at 8",
+            "tp4·dcp4": "640 at 32",
+            "tp4·dp4": "none",
+        }
+
+    def test_without_an_slo_there_is_no_most_within_it(self, tmp_path: Path) -> None:
+        found = read(tmp_path, *(step(build.point(lay), 40) for lay in (TP, DCP)))
+        assert not [table for table in answer_tables.grids(found) if table.title.startswith("Maximum")]
+
 
 class TestBreakEven:
     def test_decode_has_one_for_each_layout_and_context(self, tmp_path: Path) -> None:
