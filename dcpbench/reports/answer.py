@@ -72,6 +72,7 @@ def _weighed(frames: Frames) -> list[tuple[float, str]]:
     notes = [(0.0, cpu if frames.cpu else ""), (0.15, imported(frames))]
     if len(frames.findings.points):
         notes += [(0.1, slo.words(frames.findings.points, frames.slo)), *_scopes(frames)]
+        notes.append((2.5, jumps(frames.findings.points)))
         notes.append((3.5, replay(findings.replay_against_live(findings.timed(frames.served)))))
     notes.append((3, room(findings.kv_by_layout(frames.everything))))
     return [*notes, (0.2, trust(frames, apart(frames)))]
@@ -245,6 +246,31 @@ def _where_it_pays(rows: pd.DataFrame) -> str:
         over = f"{reach([r['ratio'] for r in loads])} {rival}" if rival else "no layout without DCP meets the SLO"
         clauses.append(f"{label} at {_at(loads)} ({over})")
     return ", ".join(clauses)
+
+
+def jumps(points: pd.DataFrame) -> str:
+    """Why throughput jumps from one concurrency to the next for other reasons than the layout; empty without any."""
+    said = []
+    padded = findings.padded(points)
+    clauses: dict[str, list[str]] = {}
+    for layout, group in padded.groupby("layout", sort=False):
+        pairs = sorted(set(findings.keys(group, ["concurrency", "rows"])))
+        if len(pairs) <= MOST_CLAUSES:
+            clauses.setdefault(listed([f"{n:,} as {rows:,}" for n, rows in pairs]), []).append(str(layout))
+    if clauses:
+        runs = "; ".join(f"{listed(names)} runs {pairs}" for pairs, names in clauses.items())
+        said.append(
+            f"CUDA graphs have fixed sizes on each replica, and steps of fewer requests take as long: {runs}. "
+            "Output jumps from there to the next size."
+        )
+    waves = findings.last_waves(points)
+    for same, group in list(waves.groupby(["concurrency", "load_requests", "left"]))[:2] if len(waves) else ():
+        n, requests, left = (f"{int(value):,}" for value in same)
+        said.append(
+            f"{requests} requests are no multiple of {n}: the last {left} run alone, on average "
+            f"{group['decode_batch'].median():.0f} of {n} are in flight, and output at {n} is that much lower."
+        )
+    return f"Jumps between concurrencies: {' '.join(said)}" if said else ""
 
 
 def pressure(short_of_kv: pd.DataFrame, points: pd.DataFrame) -> str:

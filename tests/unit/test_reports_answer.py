@@ -197,6 +197,49 @@ class TestMost:
         assert not [table for table in answer_tables.grids(found) if table.title.startswith("Maximum")]
 
 
+class TestJumps:
+    """What throughput does between two concurrencies that the layout has no part in."""
+
+    def read(self, tmp_path: Path, batch: float, requests: int = 96) -> frames.Frames:
+        """tp4·dp4 with 24, 40 and 48 clients, of which so large a share is in flight."""
+        records = []
+        for n in (24, 40, 48):
+            record = served(serve.point(DP, n, {"requests": requests}), 100, {}, {}, preemptions=0)
+            assert record.serve
+            assert record.honesty
+            assert record.kv
+            record = msgspec.structs.replace(
+                record,
+                serve=msgspec.structs.replace(record.serve, decode_batch=batch * n),
+                honesty=msgspec.structs.replace(record.honesty, cuda_graph=True, graph_batch=None),
+                kv=msgspec.structs.replace(record.kv, capacity_requests=100),
+            )
+            records.append(record)
+        return read(tmp_path, *records)
+
+    def test_requests_that_run_as_more_in_a_graph_are_named(self, tmp_path: Path) -> None:
+        """6 and 10 on each of 4 replicas run in graphs of 8 and 12; 48 are 12 on each."""
+        told = answer.jumps(self.read(tmp_path, 1.0).findings.points)
+        assert "tp4·dp4 runs 24 as 32 and 40 as 48. Output jumps from there to the next size." in told
+        assert "multiple" not in told
+
+    def test_a_last_wave_that_is_not_full_is_named(self, tmp_path: Path) -> None:
+        """96 are 40 + 40 + 16, and twice 48: at 80 % of 40 clients 32 are in flight."""
+        told = answer.jumps(self.read(tmp_path, 0.8).findings.points)
+        assert "96 requests are no multiple of 40: the last 16 run alone, on average 32 of 40 are in flight" in told
+        assert "multiple of 48" not in told
+
+    def test_decode_fills_its_graphs_or_says_how_many_rows_they_have(self, tmp_path: Path) -> None:
+        """A record of 8 requests in a graph of 12 rows."""
+        for name, rows, told in (("full", 8, ""), ("padded", 12, "tp4 runs 8 as 12")):
+            record = step(build.point(TP, concurrency=8), 40)
+            assert record.honesty
+            honesty = msgspec.structs.replace(record.honesty, cuda_graph=True, graph_batch=rows)
+            found = read(tmp_path / name, msgspec.structs.replace(record, honesty=honesty))
+            assert told in answer.jumps(found.findings.points)
+            assert bool(answer.jumps(found.findings.points)) is bool(told)
+
+
 class TestBreakEven:
     def test_decode_has_one_for_each_layout_and_context(self, tmp_path: Path) -> None:
         """Over 20 ms: 25 at context 1 (0.8); at context 2 19.9 of 8 requests (level), and 16 of 32 (1.25)."""
