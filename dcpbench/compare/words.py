@@ -48,10 +48,16 @@ def how(c: Comparison) -> str:
         return "No time was judged."
     launches = "1 launch" if len(c.a) == 1 else f"{len(c.a)} launches"
     paired = ", paired by round" if c.paired else ""
+    between = (
+        f" Intervals are between launches, of which one is assumed to differ from the next by {c.launch_noise * 100:g} % "
+        "(--launch-noise); the scatter of `dcpbench show` is within a launch."
+        if len(c.a) == len(c.b) == 1
+        else ""
+    )
     return (
         f"{counted(c.tests, 'test')} of {launches} against {len(c.b)}{paired}; verdicts and intervals are corrected "
         f"for all of them: where nothing differs, at most {c.alpha * 100:g} % of comparisons show any FASTER or "
-        f"SLOWER. SAME: within {c.margin * 100:g} %."
+        f"SLOWER. SAME: within {c.margin * 100:g} %.{between}"
     )
 
 

@@ -14,7 +14,7 @@ from dcpbench.points.names import CLOSED, INFERENCEX, MODES, SGLANG, VLLM
 from dcpbench.records.metrics import REPLAYED
 from dcpbench.records.record import OURS
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import findings, slo, words
+from dcpbench.reports import findings, marks, slo
 from dcpbench.reports.words import short_shapes
 from dcpbench.show.numbers import count, missing, number, reach, tok_s, with_reach
 from dcpbench.show.text import capital, counted, listed
@@ -35,6 +35,8 @@ MOST_LENGTHS = 8
 MOST_CLAUSES = 8
 """Of more changes along the concurrencies than this a sentence counts loads."""
 MOST_MARKS = 4
+LOST = "no longer"
+"""Of a lead at some concurrency, which is gone at the highest."""
 TOOLS = {VLLM: "vLLM (`vllm bench serve`)", SGLANG: "SGLang (`bench_serving`)", INFERENCEX: "InferenceX"}
 NOT_RUN = {"rejected": "was rejected", "failed": "failed", "hung": "hung"}
 """What became of a point without numbers, in a sentence."""
@@ -70,6 +72,7 @@ def _weighed(frames: Frames) -> list[tuple[float, str]]:
     notes = [(0.0, cpu if frames.cpu else ""), (0.15, imported(frames))]
     if len(frames.findings.points):
         notes += [(0.1, slo.words(frames.findings.points, frames.slo)), *_scopes(frames)]
+        notes.append((2.5, jumps(frames.findings.points)))
         notes.append((3.5, replay(findings.replay_against_live(findings.timed(frames.served)))))
     notes.append((3, room(findings.kv_by_layout(frames.everything))))
     return [*notes, (0.2, trust(frames, apart(frames)))]
@@ -212,7 +215,7 @@ def ahead(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame, *, pay
         even = even.assign(label=even["variant"])
     for rest, rows in even.groupby("rest", sort=False):
         same = [
-            f"never {r['measured'][-1]}" if missing(r["from"]) else f"{r['from']} {r['least']}"
+            f"never {r['measured'][-1]} {_never(r)}" if missing(r["from"]) else f"{r['from']} {r['least']}"
             for _, r in rows.iterrows()
         ]
         groups = [group for _, group in rows.assign(same=same).groupby("same", sort=False)]
@@ -222,14 +225,17 @@ def ahead(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame, *, pay
 
 
 def _where_it_pays(rows: pd.DataFrame) -> str:
-    """`tp4·dcp4 at 24–32 (1.03–1.05× tp4)`, `nowhere (at most 0.99× tp4, tp4·dcp4 at 4)`; of one length of requests."""
+    """`tp4·dcp4 at 24–32 (1.03–1.05× tp4)`, `nowhere (at most 0.99× tp4, tp4·dcp4 at 4)`; of one length of requests.
+
+    `nowhere clearly` only where some ratio is above 1, by no more than repeats may differ.
+    """
     within = rows[rows["verdict"] != "misses"]
     if within.empty:
         return "nowhere, as no layout with DCP meets the SLO"
     paying = within[within["verdict"].isin(findings.PAYS)]
     if paying.empty:
         top = within.sort_values("ratio", kind="stable").iloc[-1]
-        nowhere = "nowhere" if within["verdict"].eq("lower").all() else "not clearly anywhere"
+        nowhere = "nowhere" if top["ratio"] <= 1 else "nowhere clearly"
         return f"{nowhere} (at most {top['ratio']:.2f}× {top['rival']}, {top['label']} at {_at([top])})"
     fastest = paying.sort_values("output_tok_s", ascending=False, kind="stable").drop_duplicates("same_load")
     found = [r for _, r in fastest.sort_values("concurrency", kind="stable").iterrows()]
@@ -240,6 +246,31 @@ def _where_it_pays(rows: pd.DataFrame) -> str:
         over = f"{reach([r['ratio'] for r in loads])} {rival}" if rival else "no layout without DCP meets the SLO"
         clauses.append(f"{label} at {_at(loads)} ({over})")
     return ", ".join(clauses)
+
+
+def jumps(points: pd.DataFrame) -> str:
+    """Why throughput jumps from one concurrency to the next for other reasons than the layout; empty without any."""
+    said = []
+    padded = findings.padded(points)
+    clauses: dict[str, list[str]] = {}
+    for layout, group in padded.groupby("layout", sort=False):
+        pairs = sorted(set(findings.keys(group, ["concurrency", "rows"])))
+        if len(pairs) <= MOST_CLAUSES:
+            clauses.setdefault(listed([f"{n:,} as {rows:,}" for n, rows in pairs]), []).append(str(layout))
+    if clauses:
+        runs = "; ".join(f"{listed(names)} runs {pairs}" for pairs, names in clauses.items())
+        said.append(
+            f"CUDA graphs have fixed sizes on each replica, and steps of fewer requests take as long: {runs}. "
+            "Output jumps from there to the next size."
+        )
+    waves = findings.last_waves(points)
+    for same, group in list(waves.groupby(["concurrency", "load_requests", "left"]))[:2] if len(waves) else ():
+        n, requests, left = (f"{int(value):,}" for value in same)
+        said.append(
+            f"{requests} requests are no multiple of {n}: the last {left} run alone, on average "
+            f"{group['decode_batch'].median():.0f} of {n} are in flight, and output at {n} is that much lower."
+        )
+    return f"Jumps between concurrencies: {' '.join(said)}" if said else ""
 
 
 def pressure(short_of_kv: pd.DataFrame, points: pd.DataFrame) -> str:
@@ -294,11 +325,8 @@ def trust(frames: Frames, apart: list[float]) -> str:
         said.append(f"Not every point ran: {outcomes(frames)}, listed with reasons.")
     marked = frames.findings.points
     if len(marked):
-        names = [mark for marks in marked["marks"] for mark in marks.split(", ") if mark not in ("", words.FEW_SAMPLES)]
-        counts = [f"{names.count(name)} {name}" for name in dict.fromkeys(names)]
-        more = " and others" if len(counts) > MOST_MARKS else ""
-        of = counted(len(frames.everything), "point")
-        said += [f"Marked, of {of}: {', '.join(counts[:MOST_MARKS])}{more}."] if counts else []
+        counts = marks.counted(marked, MOST_MARKS)
+        said += [f"Marked, of {counted(len(frames.everything), 'point')}: {counts}."] if counts else []
     return " ".join(said)
 
 
@@ -351,21 +379,27 @@ def _at(group: list[pd.Series[Any]]) -> str:
 
 
 def _pays(group: pd.DataFrame) -> str:
-    """`from concurrency 32 (tp4·dcp4 1.14×)`, `not up to 48 (at most 0.96×, tp4·dcp4 at 8)`."""
+    """`from concurrency 32 on (tp4·dcp4 1.14× there)`, `never up to 48 (at most 0.96×, tp4·dcp4 at 8)`."""
     first = group.iloc[0]
     if missing(first["from"]):
+        never = _never(first)
         top = group.sort_values("best", kind="stable").iloc[-1]
-        clearly = "not" if group["lower"].all() else "not clearly"
         who = listed(_unique(group["label"])) + " " if len(group) == 1 else ""
         where = "" if who else f"{top['label']} "
-        return (
-            f"{who}{clearly} up to {first['measured'][-1]:,} (at most {top['best']:.2f}×, {where}at {top['best_at']:,})"
-        )
-    least = ", the lowest tried" if first["least"] else ""
+        last, at = first["measured"][-1], f"{where}at {top['best_at']:,}"
+        if never == LOST:
+            return f"{who}{never} at {last:,} ({reach(group['last'])} there; at most {top['best']:.2f}×, {at})"
+        return f"{who}{never} up to {last:,} (at most {top['best']:.2f}×, {at})"
+    least = ", the lowest tried," if first["least"] else ""
     gains = [f"{r['label']} {with_reach(r['ratio'], r['low'], r['high'])}" for _, r in group.iterrows()]
     if len(gains) > MOST_SHAPES:
         gains = [reach(group["ratio"])]
-    return f"from concurrency {first['from']:,.0f}{least} ({', '.join(gains)})"
+    return f"from concurrency {first['from']:,.0f}{least} on ({', '.join(gains)} there)"
+
+
+def _never(row: pd.Series[Any]) -> str:
+    """`never` where no ratio is above 1, `never clearly` where one is by no more than repeats may differ, or LOST."""
+    return LOST if row["ever"] else "never" if row["best"] <= 1 else "never clearly"
 
 
 def _without_baseline(ratios: pd.DataFrame, others: pd.DataFrame) -> str:
@@ -377,7 +411,8 @@ def _without_baseline(ratios: pd.DataFrame, others: pd.DataFrame) -> str:
     whys = [said for outcome, said in NOT_RUN.items() if outcome in set(lost["outcome"])]
     loads = _unique(alone["load"])
     where = f" ({'; '.join(loads)})" if len(loads) <= MOST_SHAPES else ""
-    return f"{counted(len(alone), 'point')} with DCP ran where the same layout without it {' or '.join(whys)}{where}"
+    ran = counted(len(alone), "point")
+    return f"{ran} with DCP ran where {listed(findings.without_dcp(alone), 'or')} {' or '.join(whys)}{where}"
 
 
 def _unique(values: Iterable[object]) -> list[str]:

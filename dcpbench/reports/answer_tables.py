@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dcpbench.points.layout import Layout
 from dcpbench.points.names import CLOSED
 from dcpbench.reports import answer
-from dcpbench.reports.answer import MOST_SHAPES
-from dcpbench.reports.findings import SCOPE, keys, slo_aside
+from dcpbench.reports.findings import SCOPE, keys, most_per_layout, slo_aside
 from dcpbench.reports.plots import evenly
 from dcpbench.reports.tables import FOLD_ABOVE, LOADED, Table, make_table, named, of_mode
 from dcpbench.reports.words import shared_shape, short_shapes
@@ -19,23 +19,35 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+    from dcpbench.reports.findings import Findings
     from dcpbench.reports.frames import Frames
 
 MOST_COLUMNS = 9
 """Concurrencies side by side; of more the first and the last and some between."""
+MOST_LAYOUTS = 12
+"""Side by side in the table of the most within the SLO."""
 MOST_ROWS = 40
 """Rows of a grid: past these its table is no answer, and the long tables hold the rest."""
 
 
 def grids(frames: Frames) -> list[Table]:
-    """Two tables of closed loops for each model and mode: the best layout of each load, and DCP over the baseline."""
+    """For each model and mode the most of each layout within the SLO, and of closed loops the best layout of each load
+    and DCP over the baseline.
+    """
     found = frames.findings
     tables = []
     for scope in dict.fromkeys([*keys(found.best, SCOPE), *keys(found.ratios, SCOPE)]):
-        won, top, over = (answer.of(table, *scope) for table in (found.best, found.most, found.ratios))
+        won, points, over = (answer.of(table, *scope) for table in (found.best, found.points, with_rivals(found)))
         where = f": {answer.scope_name(frames, *scope)}"
-        tables += [_best_grid(won, top, where), _ratio_grid(over, where)]
+        tables += [_most_grid(points, where), _best_grid(won, where), _ratio_grid(over, where)]
     return [table for table in tables if table.rows]
+
+
+def with_rivals(found: Findings) -> pd.DataFrame:
+    """DCP against its baseline, and against the best layout without DCP: `rival` and `rival_ratio`."""
+    if found.ratios.empty:
+        return found.ratios
+    return found.ratios.assign(rival=found.against_best["rival"], rival_ratio=found.against_best["ratio"])
 
 
 def best(found: pd.DataFrame, mode: str) -> Table:
@@ -80,18 +92,35 @@ def ratios(found: pd.DataFrame, mode: str) -> Table:
     )
 
 
-def _best_grid(found: pd.DataFrame, most: pd.DataFrame, where: str) -> Table:
+def _best_grid(found: pd.DataFrame, where: str) -> Table:
     found = found[found["load_arrival"] == CLOSED] if len(found) else found
     title = f"Best layout, tok/s, and its lead over the next{where}"
-    grid = _grid(title, found, ["rest"], ["load"], _best_cell)
-    if len(most) and grid.rows and len(most) > MOST_SHAPES:
-        tops = {
-            r["rest"]: f"{number(r['output_tok_s'], 3)}, {r['label']} at {r['arrival']}" for _, r in most.iterrows()
-        }
-        rests = list(dict.fromkeys(found["rest"]))
-        rows = [[*row, tops.get(rest, "none")] for rest, row in zip(rests, grid.rows, strict=False)]
-        grid = Table(grid.title, [*grid.columns, "most within the SLO"], rows, len(grid.columns) + 1)
-    return grid
+    return _grid(title, found, ["rest"], ["load"], _best_cell)
+
+
+def _most_grid(points: pd.DataFrame, where: str) -> Table:
+    """One number for each layout, with the load at which it has it; `none` where the layout ran and never meets the SLO."""
+    judged = points[points["slo_excess"].notna()] if len(points) else points
+    if judged.empty:
+        return Table("", [], [])
+    tops = {(row["rest"], row["label"]): row for _, row in most_per_layout(judged).iterrows()}
+    labels = list(dict.fromkeys(judged["label"]))[:MOST_LAYOUTS]
+    ran = set(keys(judged, ["rest", "label"]))
+    short, shared = short_shapes(judged["rest"]), shared_shape(judged["rest"])
+
+    def cell(rest: str, label: str) -> str:
+        best = tops.get((rest, label))
+        if best is None:
+            return "none" if (rest, label) in ran else ABSENT
+        at = f"{best['concurrency']:,}" if best["load_arrival"] == CLOSED else str(best["arrival"])
+        return f"{number(best['output_tok_s'], 3)} at {at}"
+
+    rows = [[short[rest], *(cell(rest, label) for label in labels)] for rest in dict.fromkeys(judged["rest"])]
+    title = f"Maximum output tok/s within the SLO, at which concurrency of those that ran{where}"
+    if (judged["load_arrival"] != CLOSED).any():
+        title = title.replace("concurrency", "load")
+    columns = ["load", *labels]
+    return Table(f"{title}; {shared}" if shared else title, columns, rows[:MOST_ROWS], len(columns))
 
 
 def _ratio_grid(found: pd.DataFrame, where: str) -> Table:
@@ -127,7 +156,8 @@ def _best_cell(row: pd.Series[Any]) -> str:
 
 def _ratio_cell(row: pd.Series[Any]) -> str:
     if missing(row["ratio"]):
-        return "only with DCP"
+        beside = "" if missing(row["rival"]) else f"; {row['rival_ratio']:.2f}× {row['rival']}"
+        return f"no {Layout(row['tp'], dp=row['dp'])}{beside}"
     sign = {"higher": "▲ ", "lower": "▼ "}.get(row["verdict"], "≈ ")
     return f"{sign}{row['ratio']:.2f}×"
 

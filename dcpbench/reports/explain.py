@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from dcpbench.records.metrics import DECODE, METRIC, SERVE, defined
 from dcpbench.records.record import OURS
 from dcpbench.records.stats import least_samples
+from dcpbench.reports import marks as told
 from dcpbench.reports.tables import Table, some_imported
 from dcpbench.show.numbers import missing, number
-from dcpbench.show.text import counted
+from dcpbench.show.text import capital, counted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -246,8 +247,15 @@ def marks(points: pd.DataFrame) -> list[str]:
     """The marks that occur, and what they mean."""
     if points.empty:
         return []
-    found = sorted({mark for marks in points["marks"] for mark in str(marks).split(", ") if mark})
-    return [f"{mark}: {MARKS.get(mark, 'not known to this version of dcpbench.')}" for mark in found]
+    found = sorted({mark for text in points["marks"] for mark in str(text).split(", ") if mark})
+    everyone = told.shared(points)
+    said = []
+    for mark in found:
+        where = f" (all {len(points):,} points{'' if mark in told.STAY else ', so it stands beside none'})"
+        here = capital(told.clocks(points)) + "." if mark == told.THROTTLED else ""
+        meaning = MARKS.get(mark, "not known to this version of dcpbench.")
+        said.append(f"{mark}{where if mark in everyone else ''}: {meaning} {here}".rstrip())
+    return said
 
 
 def phases(points: pd.DataFrame) -> list[str]:

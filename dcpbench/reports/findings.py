@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from dcpbench.points.axes import COMPUTES, Role
-from dcpbench.points.layout import DEGREES
+from dcpbench.points.batches import batch_rows
+from dcpbench.points.layout import DEGREES, Layout
 from dcpbench.points.names import CLOSED, LIVE, REPLAY
 from dcpbench.points.point import point_axes
 from dcpbench.records.metrics import REPLAYED
 from dcpbench.records.runs import measurement
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN, agreement
-from dcpbench.show.numbers import percent
+from dcpbench.show.numbers import missing, percent
 from dcpbench.show.text import counted
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ SAME_BUT_MODE = ["device", "same_load", *(axis.name for axis in point_axes(COMPU
 """And a replay and the live run that it stands for."""
 PAYS = ("higher", "alone")
 """Verdicts of dcp_against_best with which DCP pays."""
+MOST_IN_FLIGHT = 0.9
+"""Of a loop's clients, that are on average; below, what its last requests did to throughput is said."""
 MOST_CURVES = 2_000
 """Layouts × lengths of requests whose break-even is looked for; those in the tables above all others."""
 
@@ -144,6 +147,12 @@ def most_per_shape(points: pd.DataFrame) -> pd.DataFrame:
     return found.sort_values(["run", "model", "mode", "input_typical", "rest"], kind="stable", ignore_index=True)
 
 
+def most_per_layout(points: pd.DataFrame) -> pd.DataFrame:
+    """The point with the highest throughput of those that meet the SLO, of each layout and length of requests."""
+    fits = points[points["slo_excess"] <= 1].sort_values("output_tok_s", ascending=False, kind="stable")
+    return fits.drop_duplicates([*SCOPE, "rest", "label"])
+
+
 def dcp_against_baseline(points: pd.DataFrame) -> pd.DataFrame:
     """Throughput of every DCP point over that of the same layout without DCP under the same load.
 
@@ -181,6 +190,11 @@ def dcp_against_best(points: pd.DataFrame) -> pd.DataFrame:
     found.loc[found["slo_excess"] > 1, "verdict"] = "misses"
     found.loc[[key not in ran for key in keys(found, RIVAL_OF)], "verdict"] = "no rival"
     return found.reset_index(drop=True)
+
+
+def without_dcp(points: pd.DataFrame) -> list[str]:
+    """The same layouts without DCP, each once: `tp4`, whether or not it ran."""
+    return list(dict.fromkeys(str(Layout(tp, dp=dp)) for tp, dp in keys(points, ["tp", "dp"])))
 
 
 def over(points: pd.DataFrame, others: pd.DataFrame, same: list[str], value: str, *more: str) -> pd.DataFrame:
@@ -222,8 +236,8 @@ def break_even(ratios: pd.DataFrame) -> pd.DataFrame:
 
     It is where the verdict of dcp_against_baseline is `higher`. `from` is missing where it is not at the highest
     concurrency tried; `least` says whether it is the lowest one tried, so that the true one may be lower. `best` is the
-    highest ratio, at `best_at`, and `lower` whether DCP is clearly lower wherever it was compared. Open loops, whose
-    throughput is their rate until they cannot keep up, have no break-even.
+    highest ratio, at `best_at`, `last` the one at the highest concurrency, and `ever` whether DCP is clearly ahead at
+    any. Open loops, whose throughput is their rate until they cannot keep up, have no break-even.
     """
     known = ratios[ratios["ratio"].notna() & (ratios["load_arrival"] == CLOSED)] if len(ratios) else ratios
     kept = [*SCOPE, "label", "rest"]
@@ -246,7 +260,8 @@ def break_even(ratios: pd.DataFrame) -> pd.DataFrame:
                 "measured": ordered["concurrency"].tolist(),
                 "best": top["ratio"],
                 "best_at": top["concurrency"],
-                "lower": bool(ordered["verdict"].eq("lower").all()),
+                "last": ordered["ratio"].iloc[-1],
+                "ever": any(ahead),
             }
         )
     return pd.DataFrame(rows)
@@ -262,6 +277,31 @@ def kv_by_layout(points: pd.DataFrame) -> pd.DataFrame:
     plain = best[(best["dp"] == 1) & (best["dcp"] == 1)].set_index(["run", "model", "tp"])["kv_tokens_per_gib"]
     beside = best.join(plain[plain > 0].rename("plain"), on=["run", "model", "tp"])
     return best.assign(kv_ratio=beside["kv_tokens_per_gib"] / beside["plain"])
+
+
+def padded(points: pd.DataFrame) -> pd.DataFrame:
+    """Closed loops whose steps run more rows than requests, as CUDA graphs have fixed sizes: `rows`, over all replicas."""
+    known = points[(points["load_arrival"] == CLOSED) & points["cuda_graph"].eq(True)]  # noqa: FBT003 - may be None
+    recorded = known["graph_batch"].tolist() if len(known) else []
+    rows = [
+        dp * int(batch_rows(-(-n // dp)) if missing(batch) else batch)
+        for n, dp, batch in zip(known["concurrency"], known["dp"], recorded, strict=True)
+    ]
+    known = known.assign(rows=rows)
+    return known[known["rows"] > known["concurrency"]]
+
+
+def last_waves(points: pd.DataFrame) -> pd.DataFrame:
+    """Closed loops that end with fewer requests than clients, so that much less was in flight on average.
+
+    Only where KV had room for all clients, and nothing was preempted: else that is why.
+    """
+    if "decode_batch" not in points or "load_requests" not in points:
+        return points.iloc[:0]
+    left = points["load_requests"] % points["concurrency"]
+    room = (points["kv_capacity_requests"] >= points["concurrency"]) & ~(points["preemptions"] > 0)
+    few = points["decode_batch"] < MOST_IN_FLIGHT * points["concurrency"]
+    return points[(points["load_arrival"] == CLOSED) & (left > 0) & room & few].assign(left=left)
 
 
 def pressure(points: pd.DataFrame) -> pd.DataFrame:

@@ -353,8 +353,17 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
         **{name: getattr(honesty, name, None) for name in told},
         **merged(records, *OF_ENGINE),
         "throttle_reasons": ", ".join(sorted({reason for r in records if r.gpu for reason in r.gpu.throttle_reasons})),
+        **_clocks(records),
     }
     return row | (_served_columns(records) if point.load else _decode_columns(records))
+
+
+def _clocks(records: list[Record]) -> dict[str, Any]:
+    """Of the repeat whose SM clock fell most: its highest, and by which share of it the lowest was below."""
+    known = [(g.sm_clock_mhz_min, g.sm_clock_mhz_max) for r in records if (g := r.gpu)]
+    falls = [(1 - low / high, high) for low, high in known if low and high]
+    fall, high = max(falls, default=(None, None))
+    return {"sm_clock_mhz_max": high, "clock_fall": fall}
 
 
 def _decode_columns(records: list[Record]) -> dict[str, Any]:

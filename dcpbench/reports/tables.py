@@ -16,7 +16,7 @@ from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.metrics import METRIC
 from dcpbench.records.record import OURS, hardware
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import words
+from dcpbench.reports import marks, words
 from dcpbench.show.numbers import ABSENT, count, gib, missing, number, percent, text, times, with_interval
 from dcpbench.show.text import cut
 
@@ -88,10 +88,10 @@ def points(found: pd.DataFrame) -> Table:
     """Every point's numbers."""
     return make_table(
         "Medians; 95 % interval in brackets",
-        found,
+        found.assign(telling=marks.telling(found)),
         [
             ("layout", "label"),
-            ("marks", "marks"),
+            ("marks", "telling"),
             ("output tok/s [95 %]", lambda r: with_interval(*(r[f"output_tok_s{x}"] for x in ("", "_low", "_high")))),
             *columns(metrics.DECODE_TABLE),
             ("SLO", "slo_said"),
@@ -124,17 +124,13 @@ def steps(found: pd.DataFrame) -> Table:
 def served(found: pd.DataFrame, mode: str) -> Table:
     """What was asked for first: rates and latencies of every served point of a mode."""
     rows, others = of_mode(found, mode), some_imported(found)
-    marks: Column = (
-        "marks",
-        lambda r: ", ".join(m for m in r["marks"].split(", ") if m != words.FEW_SAMPLES) or ABSENT,
-    )
     return make_table(
         words.SERVED[mode],
-        rows,
+        rows.assign(telling=[said or ABSENT for said in marks.telling(rows)]),
         [
             *LOADED,
             *named("origin")[:others],
-            marks,
+            ("marks", "telling"),
             *columns(metrics.SERVED_TABLE),
             ("SLO", "slo_said"),
             *columns(metrics.SERVED_COUNTS, finished=("finished", _finished)),

@@ -14,7 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from dcpbench.points.names import CLOSED, GAMMA, TRACE
-from dcpbench.reports import answer
+from dcpbench.records.metrics import DECODE
+from dcpbench.records.stats import REPEATS_AGREE_WITHIN
+from dcpbench.reports import answer, marks
 from dcpbench.reports.tables import whole
 from dcpbench.reports.words import FEW_SAMPLES
 from dcpbench.show.numbers import ABSENT, missing, number
@@ -34,6 +36,10 @@ MOST_NAMED = 8
 """Loads of a layout that are named where it misses the SLO."""
 KINDS = {CLOSED: "closed loop", GAMMA: "open loop", TRACE: "at the trace's times"}
 LOADS = {CLOSED: "conc.", GAMMA: "req/s"}
+SCATTER = (
+    "scatter: how far steps leave the median open within one launch (95 %). Another launch of the same differs by more: "
+    f"repeats by up to {REPEATS_AGREE_WITHIN * 100:g} %, which `dcpbench compare` reckons with."
+)
 IMPLIED = ("cpu", "oversubscribed")
 """Marks that the title and the layout already say."""
 LONGEST_WORD = 24
@@ -45,19 +51,21 @@ def render(frames: Frames) -> Group:
     """A table for each run and model, of served points for each mode and kind of load; what did not run; the headline."""
     tables = (frames.points, frames.served, frames.others)
     points, served, others = (table.head(MOST) for table in tables)
+    points, served = (found.assign(shown=shown_marks(found)) if len(found) else found for found in (points, served))
     parts: list[RenderableType] = []
     for key, group in points.groupby(["run", "model"], sort=False) if len(points) else ():
         title = _title(frames, key, "", group)
-        parts.append(Fitted(title, list(group["label"]), _decode_columns(group), shown_marks(group)))
+        parts.append(Fitted(title, list(group["label"]), _decode_columns(group), list(group["shown"])))
     by = ["run", "model", "mode", "load_arrival", "rest"]
     for key, group in served.groupby(by, sort=False) if len(served) else ():
         mode, arrival, rest = map(str, key[2:])
         title = _title(frames, key, f", {mode}: {KINDS.get(arrival, arrival)} · {rest}", group)
         parts.append(Fitted(title, list(group["label"]), _served_columns(arrival, group), gap=1))
         parts += [plain(sentence) for sentence in _below(group)]
+    parts += [plain(SCATTER, "dim")] if len(points) else []
     more = sum(map(len, tables)) - len(points) - len(served) - len(others)
     parts += [plain(f"{more:,} points more; `dcpbench report` writes all into points.csv.", "yellow")] if more else []
-    parts += [plain(sentence) for found in (points, served) if len(found) for sentence in _misses(found)]
+    parts += [plain(said) for found in (points, served) if len(found) for said in _of_all(found) + _misses(found)]
     same = ["model", "layout", "outcome", "reason"]
     for (model, layout, outcome, reason), group in others.groupby(same, sort=False):
         parts.append(plain(f"{outcome}: {counted(len(group), 'point')} of {model} {layout}: {reason}", "yellow"))
@@ -92,7 +100,7 @@ def _decode_columns(points: pd.DataFrame) -> list[Column]:
         Column("context", [f"{v:,}" for v in points["context"]]),
         Column("conc.", [f"{v:,}" for v in points["concurrency"]]),
         _numbers("tok/s", points["output_tok_s"], 4),
-        Column("±", [_half_width(p) for _, p in points.iterrows()], drop=3),
+        Column("scatter", [_half_width(p) for _, p in points.iterrows()], drop=3, said="scatter within a launch"),
         _numbers("/GPU", points["output_tok_s_per_gpu"], drop=2, said="tok/s per GPU"),
         _numbers("/user", points["tok_s_per_user"], drop=0, said="tok/s per user"),
         _numbers("ITL ms", points["itl_p50_ms"]),
@@ -101,9 +109,12 @@ def _decode_columns(points: pd.DataFrame) -> list[Column]:
 
 
 def _half_width(point: pd.Series[Any]) -> str:
-    """The wider side of the interval, as a share of the median."""
+    """The wider side of the interval, as a share of the median; what is less than 0.05 % is not nothing."""
     median, low, high = (point[f"output_tok_s{x}"] for x in ("", "_low", "_high"))
-    return ABSENT if missing(median) else f"{max(high - median, median - low) / median * 100:.1f}%"
+    if missing(median):
+        return ABSENT
+    share = f"{max(high - median, median - low) / median * 100:.1f}%"
+    return "<0.1%" if share == "0.0%" else share
 
 
 def _served_columns(arrival: str, points: pd.DataFrame) -> list[Column]:
@@ -130,12 +141,12 @@ def _load(point: pd.Series[Any]) -> str:
 
 def _below(points: pd.DataFrame) -> list[str]:
     """Marks, what was not served, what was preempted, and what goodput stands for."""
-    marks: dict[str, list[str]] = {}
-    for text, (_, p) in zip(shown_marks(points), points.iterrows(), strict=True):
+    marked: dict[str, list[str]] = {}
+    for text, (_, p) in zip(points["shown"], points.iterrows(), strict=True):
         if said := ", ".join(mark for mark in text.split(", ") if mark and mark != FEW_SAMPLES):
-            marks.setdefault(said, []).append(f"{p['label']} at {p['arrival']}")
+            marked.setdefault(said, []).append(f"{p['label']} at {p['arrival']}")
     notes = _bounds(points)
-    notes += [f"{mark}: {', '.join(where) if len(where) < len(points) else 'all'}" for mark, where in marks.items()]
+    notes += [f"{mark}: {', '.join(where) if len(where) < len(points) else 'all'}" for mark, where in marked.items()]
     preempted = points[points["preemptions"] > 0]
     clauses = [f"{p['label']} at {p['arrival']} {whole(p['preemptions'])}" for _, p in preempted.iterrows()]
     notes += [f"preemptions: {', '.join(clauses)}"] if clauses else []
@@ -143,6 +154,19 @@ def _below(points: pd.DataFrame) -> list[str]:
     notes += [f"not served: {cut:,.0f} requests cut off, {rejected:,.0f} that can never fit"] if cut or rejected else []
     slos = [slo for slo in dict.fromkeys(points["slo"]) if slo]
     return notes + ([f"good/s: requests per second with {'; or '.join(slos)}"] if slos else [])
+
+
+def _of_all(points: pd.DataFrame) -> list[str]:
+    """Marks that all points of a run and mode have, which stand beside none of them, and by how much clocks fell."""
+    notes = []
+    for (run, mode), group in points.groupby(["run", "mode"], sort=False):
+        where = "" if len(set(points["run"])) == 1 else f" of {run}"
+        where += "" if mode == DECODE else f" {mode}"
+        everyone = [mark for mark in marks.shared(group) if mark not in (*marks.STAY, *IMPLIED)]
+        notes += [f"marks of all {len(group):,} points{where}: {', '.join(everyone)}"] if everyone else []
+        clocks = marks.clocks(group)
+        notes += [f"throttled{where}: {clocks}"] if clocks else []
+    return notes
 
 
 def _bounds(points: pd.DataFrame) -> list[str]:
@@ -240,8 +264,8 @@ class Fitted:
 
 
 def shown_marks(points: pd.DataFrame) -> list[str]:
-    """Marks of each point that the title and the layout do not say."""
-    return [", ".join(m for m in str(marks).split(", ") if m not in IMPLIED) for marks in points["marks"]]
+    """Marks of each point that the title and the layout do not say, nor all points of its run and mode have."""
+    return [", ".join(m for m in marks.of(text) if m not in IMPLIED) for text in marks.telling(points, falls=False)]
 
 
 def plain(text: object, style: str = "") -> Text:

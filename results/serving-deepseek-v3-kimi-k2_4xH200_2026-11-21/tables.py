@@ -101,7 +101,9 @@ def starts(title, ratios):
         of_layout = {k[2:]: v for k, v in ratios.items() if k[:2] == (model, layout)}
         ahead = [[c for (n, c), v in sorted(of_layout.items()) if n == i and v > 1.01] for i in inputs]
         best = [max(v for (n, _), v in of_layout.items() if n == i) for i in inputs]
-        rows.append([model, layout, *(f"{a[0] if a else '–'} ({b:.2f}×)" for a, b in zip(ahead, best))])
+        rows.append(
+            [model, layout, *(f"{f'from {a[0]}' if a else 'never'}, up to {b:.2f}×" for a, b in zip(ahead, best))]
+        )
     table(title, ["model", "layout", *(f"{i:,} in" for i in inputs)], rows)
 
 
@@ -168,9 +170,7 @@ def break_even(model, ratios):
     inputs, clients = (sorted({k[i] for k in ratios}) for i in (2, 3))
     with mpl.rc_context(RC | {"axes.grid": False, "axes.spines.left": False, "axes.spines.bottom": False}):
         figure = Figure(figsize=(4.4 * len(layouts), 4.0), layout="constrained")
-        headline(
-            figure, f"Output tok/s of tp4·dcp4 over tp4, {model}, 500 out, 8 GiB of KV per GPU, replay"
-        )
+        headline(figure, f"Output tok/s of tp4·dcp4 over tp4, {model}, 500 out, 8 GiB of KV per GPU, replay")
         for ax, layout in zip(figure.subplots(1, len(layouts), sharey=True, squeeze=False).flat, layouts):
             cells = [[ratios.get((model, layout, n, c), float("nan")) for c in clients] for n in inputs]
             ax.imshow(cells, cmap="PuOr_r", norm=TwoSlopeNorm(1, 0.7, 2.1), aspect="auto", origin="lower")

@@ -179,6 +179,66 @@ class TestMost:
             found, "The most within"
         )
 
+    def test_each_layout_has_one_number_with_its_load(self, tmp_path: Path) -> None:
+        """Within 50 ms tp4 has 8 requests in 40 ms = 200 tok/s, tp4·dcp4 32 in 50 ms = 640, tp4·dp4 none."""
+        times = [(TP, 8, 40), (TP, 32, 70), (DCP, 8, 45), (DCP, 32, 50), (DP, 8, 60)]
+        records = [step(build.point(lay, concurrency=n), ms) for lay, n, ms in times]
+        most = answer_tables.grids(read(tmp_path, *records, slo={"itl": 50.0}))[0]
+        assert most.title.startswith("Maximum output tok/s within the SLO, at which concurrency of those that ran")
+        assert dict(zip(most.columns, most.rows[0], strict=True)) == {
+            "load": "context 4,000",
+            "tp4": "200 at 8",
+            "tp4·dcp4": "640 at 32",
+            "tp4·dp4": "none",
+        }
+
+    def test_without_an_slo_there_is_no_most_within_it(self, tmp_path: Path) -> None:
+        found = read(tmp_path, *(step(build.point(lay), 40) for lay in (TP, DCP)))
+        assert not [table for table in answer_tables.grids(found) if table.title.startswith("Maximum")]
+
+
+class TestJumps:
+    """What throughput does between two concurrencies that the layout has no part in."""
+
+    def read(self, tmp_path: Path, batch: float, requests: int = 96) -> frames.Frames:
+        """tp4·dp4 with 24, 40 and 48 clients, of which so large a share is in flight."""
+        records = []
+        for n in (24, 40, 48):
+            record = served(serve.point(DP, n, {"requests": requests}), 100, {}, {}, preemptions=0)
+            assert record.serve
+            assert record.honesty
+            assert record.kv
+            record = msgspec.structs.replace(
+                record,
+                serve=msgspec.structs.replace(record.serve, decode_batch=batch * n),
+                honesty=msgspec.structs.replace(record.honesty, cuda_graph=True, graph_batch=None),
+                kv=msgspec.structs.replace(record.kv, capacity_requests=100),
+            )
+            records.append(record)
+        return read(tmp_path, *records)
+
+    def test_requests_that_run_as_more_in_a_graph_are_named(self, tmp_path: Path) -> None:
+        """6 and 10 on each of 4 replicas run in graphs of 8 and 12; 48 are 12 on each."""
+        told = answer.jumps(self.read(tmp_path, 1.0).findings.points)
+        assert "tp4·dp4 runs 24 as 32 and 40 as 48. Output jumps from there to the next size." in told
+        assert "multiple" not in told
+
+    def test_a_last_wave_that_is_not_full_is_named(self, tmp_path: Path) -> None:
+        """96 are 40 + 40 + 16, and twice 48: at 80 % of 40 clients 32 are in flight."""
+        told = answer.jumps(self.read(tmp_path, 0.8).findings.points)
+        assert "96 requests are no multiple of 40: the last 16 run alone, on average 32 of 40 are in flight" in told
+        assert "multiple of 48" not in told
+
+    def test_decode_fills_its_graphs_or_says_how_many_rows_they_have(self, tmp_path: Path) -> None:
+        """A record of 8 requests in a graph of 12 rows."""
+        for name, rows, told in (("full", 8, ""), ("padded", 12, "tp4 runs 8 as 12")):
+            record = step(build.point(TP, concurrency=8), 40)
+            assert record.honesty
+            honesty = msgspec.structs.replace(record.honesty, cuda_graph=True, graph_batch=rows)
+            found = read(tmp_path / name, msgspec.structs.replace(record, honesty=honesty))
+            assert told in answer.jumps(found.findings.points)
+            assert bool(answer.jumps(found.findings.points)) is bool(told)
+
 
 class TestBreakEven:
     def test_decode_has_one_for_each_layout_and_context(self, tmp_path: Path) -> None:
@@ -190,7 +250,7 @@ class TestBreakEven:
             for layout in (TP, DCP)
         ]
         found = read(tmp_path, *records)
-        assert "Context 1: tp4·dcp4 not up to 32 (at most 0.80×, at 32); context 2: from concurrency 32" in said(
+        assert "Context 1: tp4·dcp4 never up to 32 (at most 0.80×, at 32); context 2: from concurrency 32 on" in said(
             found, "starts to pay"
         )
 
@@ -202,7 +262,8 @@ class TestBreakEven:
         told = said(read(tmp_path, *records), "starts to pay")
         assert "Where tp4·dcp4 starts to pay" in told
         assert (
-            "a2a not clearly up to 8 (at most 1.00×, at 8), from concurrency 8, the lowest tried (symm 1.25×)" in told
+            "a2a never up to 8 (at most 1.00×, at 8), from concurrency 8, the lowest tried, on (symm 1.25× there)"
+            in told
         )
 
     def test_a_ratio_says_how_far_it_may_be_off(self, tmp_path: Path) -> None:
@@ -226,12 +287,12 @@ class TestPays:
         """150 over 100 tok/s of tp4 is 1.5 times, and over 150 of tp4·dp4 it is 1.0."""
         found = self.read(tmp_path, {TP: 100, DCP: 150, DP: 150})
         assert said(found, "DCP pays").endswith(
-            "DCP pays in 0 of 1 load, in output tok/s over the best layout without DCP. 400 in · 40 out: not clearly "
-            "anywhere (at most 1.00× tp4·dp4, tp4·dcp4 at 8)."
+            "DCP pays in 0 of 1 load, in output tok/s over the best layout without DCP. 400 in · 40 out: nowhere "
+            "(at most 1.00× tp4·dp4, tp4·dcp4 at 8)."
         )
         assert said(found, "Looser").endswith(
             "Looser, over tp4 alone, DCP is ahead in output tok/s. 400 in · 40 out: from concurrency 8, the lowest "
-            "tried (tp4·dcp4 1.50×)."
+            "tried, on (tp4·dcp4 1.50× there)."
         )
         assert not [s for s in answer.sentences(found) if "starts to pay" in s]
 
@@ -258,7 +319,7 @@ class TestPays:
         found = self.read(tmp_path, {TP: 100, DCP: 120, DP: 300}, late=(DP,))
         (row,) = findings.dcp_against_best(findings.rivals(found)).to_dict("records")
         assert (row["rival"], row["ratio"], row["verdict"]) == ("tp4", 1.2, "higher")
-        assert "(tp4·dcp4 1.20×)" in said(found, "Where DCP starts to pay, in output tok/s over tp4")
+        assert "(tp4·dcp4 1.20× there)" in said(found, "Where DCP starts to pay, in output tok/s over tp4")
 
     def test_more_gpus_and_another_dtype_are_no_rivals(self, tmp_path: Path) -> None:
         """tp8 has twice the GPUs; what fp8 would give says nothing of bf16."""
@@ -352,6 +413,13 @@ class TestTables:
         assert best.columns == ["load", "concurrency 8", "32"]
         assert best.rows == [["context 4,000", "tp4: 200, 1.25×", "tp4 ≈ tp4·dcp4: 640"]]
         assert over.rows == [["context 4,000", "tp4·dcp4", "▼ 0.80×", "≈ 1.00×"]]
+
+    def test_where_the_same_layout_without_dcp_did_not_run_others_may_have(self, tmp_path: Path) -> None:
+        """At 8 tp4·dcp4 has 50 over 40 ms of tp4; at 32 tp4 was rejected, and tp4·dp4 needs 40 ms, too; at 48 none ran."""
+        ran = [(TP, 8, 50), (DCP, 8, 40), (DCP, 32, 50), (DP, 32, 40), (DCP, 48, 50)]
+        records = [step(build.point(lay, concurrency=n), ms) for lay, n, ms in ran]
+        _, over = answer_tables.grids(read(tmp_path, *records))
+        assert over.rows == [["context 4,000", "tp4·dcp4", "▲ 1.25×", "no tp4; 0.80× tp4·dp4", "no tp4"]]
 
     def test_long_tables_are_folded_in_markdown(self) -> None:
         """GitHub folds what stands in details, and shows a table after an empty line."""

@@ -175,7 +175,7 @@ def test_a_dcp_point_whose_baseline_was_rejected_is_told_not_compared(tmp_path: 
     (row,) = findings.dcp_against_baseline(findings.rivals(read)).to_dict("records")
     assert row["verdict"] == "no baseline"
     said = " ".join(answer.sentences(read))
-    assert "1 point with DCP ran where the same layout without it was rejected" in said
+    assert "1 point with DCP ran where tp4 was rejected" in said
 
 
 def test_kv_capacity_is_compared_per_gib_whatever_the_pools_sizes(tmp_path: Path) -> None:

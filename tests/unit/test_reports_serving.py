@@ -250,12 +250,19 @@ class TestFindings:
     @pytest.mark.parametrize(
         ("rates", "found", "least", "said"),
         [
-            ((90, 101, 110), 48, False, "over tp4. 400 in · 40 out: from concurrency 48 (tp4·dcp4 1.10×)."),
-            ((110, 120, 130), 8, True, "400 in · 40 out: from concurrency 8, the lowest tried (tp4·dcp4 1.10×)."),
-            ((110, 90, 130), 48, False, "400 in · 40 out: from concurrency 48 (tp4·dcp4 1.30×)."),
-            ((90, 120, 101), None, False, "400 in · 40 out: tp4·dcp4 not clearly up to 48 (at most 1.20×, at 32)."),
+            ((90, 101, 110), 48, False, "over tp4. 400 in · 40 out: from concurrency 48 on (tp4·dcp4 1.10× there)."),
+            (
+                (110, 120, 130),
+                8,
+                True,
+                "400 in · 40 out: from concurrency 8, the lowest tried, on (tp4·dcp4 1.10× there).",
+            ),
+            ((110, 90, 130), 48, False, "400 in · 40 out: from concurrency 48 on (tp4·dcp4 1.30× there)."),
+            ((90, 120, 101), None, False, "tp4·dcp4 no longer at 48 (1.01× there; at most 1.20×, at 32)."),
+            ((90, 99, 96), None, False, "400 in · 40 out: tp4·dcp4 never up to 48 (at most 0.99×, at 32)."),
+            ((90, 101, 96), None, False, "tp4·dcp4 never clearly up to 48 (at most 1.01×, at 32)."),
         ],
-        ids=["from-the-last", "from-the-first", "not-twice", "not-at-the-last"],
+        ids=["from-the-last", "from-the-first", "not-twice", "not-at-the-last", "never", "never-clearly"],
     )
     def test_dcp_pays_from_the_concurrency_after_which_it_always_does(
         self, tmp_path: Path, rates: tuple[float, ...], found: int | None, least: bool, said: str
@@ -276,7 +283,7 @@ class TestFindings:
         read = loaded(tmp_path, exact(build.point(DCP), 150), record_builder.rejected(build.point(TP)))
         (row,) = findings.dcp_against_baseline(read.served).to_dict("records")
         assert row["verdict"] == "no baseline"
-        said = "1 point with DCP ran where the same layout without it was rejected (closed 8 · 400 in · 40 out)."
+        said = "1 point with DCP ran where tp4 was rejected (closed 8 · 400 in · 40 out)."
         assert f"kimi-k2, live: {said}" in answer.sentences(read)
         assert findings.break_even(findings.dcp_against_baseline(read.served)).empty
 

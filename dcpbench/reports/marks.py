@@ -1,0 +1,90 @@
+"""Marks of points: which of them tell a point from the others of its run, and by how much clocks fell."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dcpbench.points.names import REPLAY
+from dcpbench.reports.words import FEW_SAMPLES
+from dcpbench.show.numbers import missing
+from dcpbench.show.text import counted as numbered
+from dcpbench.show.text import listed
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+THROTTLED = "throttled"
+STAY = ("cpu", "graph_differs", "inaccurate")
+"""Beside every number, also where all points have them: who reads one number alone must not use it."""
+REASONS = {
+    "sw_power_cap": "the power limit",
+    "hw_slowdown": "the hardware's slowdown",
+    "sw_thermal": "heat",
+    "hw_thermal": "heat, by the hardware",
+    "hw_power_brake": "the power brake",
+}
+"""What lowered the clocks, in words."""
+
+
+def of(text: str) -> list[str]:
+    """`noisy, throttled` as a list; without the one that dashes say."""
+    return [mark for mark in text.split(", ") if mark not in ("", FEW_SAMPLES)]
+
+
+def telling(points: pd.DataFrame, *, falls: bool = True) -> list[str]:
+    """Of each point the marks that not all points of its run and mode have, as texts; with `falls` how far clocks fell."""
+    told = [""] * len(points)
+    for _, group in points.reset_index(drop=True).groupby(["run", "mode"], sort=False) if len(points) else ():
+        everyone = set(shared(group)) - set(STAY)
+        for place, row in group.iterrows():
+            told[int(str(place))] = ", ".join(
+                f"{mark}{_fall(row['clock_fall'])}" if falls and mark == THROTTLED else mark
+                for mark in of(row["marks"])
+                if mark not in everyone
+            )
+    return told
+
+
+def shared(points: pd.DataFrame) -> list[str]:
+    """Marks that all of at least two points have, which tell none of them from the others."""
+    found = [of(text) for text in points["marks"]]
+    return [mark for mark in found[0] if all(mark in marks for marks in found)] if len(found) > 1 else []
+
+
+def counted(points: pd.DataFrame, most: int) -> str:
+    """`25 throttled (the power limit: …), 3 noisy`, `all throttled`; of more than `most` the first."""
+    names = [mark for text in points["marks"] for mark in of(text)]
+    everyone = set(shared(points))
+    said = []
+    for name in list(dict.fromkeys(names))[:most]:
+        why = clocks(points) if name == THROTTLED else ""
+        said.append(f"{'all' if name in everyone else names.count(name)} {name}{f' ({why})' if why else ''}")
+    return ", ".join(said) + (" and others" if len(set(names)) > most else "")
+
+
+def clocks(points: pd.DataFrame) -> str:
+    """By how much clocks fell where points are throttled, and what lowered them.
+
+    `by the power limit: lowest SM clock 0.8–27 % below the highest, 1,455 of 1,980 MHz`. A replay has no clocks.
+    """
+    slowed = points[[THROTTLED in of(text) for text in points["marks"]]]
+    if slowed.empty:
+        return ""
+    known = slowed[slowed["clock_fall"].notna()]
+    found = []
+    if len(known):
+        reasons = sorted({reason for text in known["throttle_reasons"] for reason in text.split(", ") if reason})
+        by = f"by {listed([REASONS.get(reason, reason) for reason in reasons])}: " if reasons else ""
+        worst = known.sort_values("clock_fall", kind="stable").iloc[-1]
+        ends = list(dict.fromkeys(f"{fall * 100:.2g}" for fall in (known["clock_fall"].min(), worst["clock_fall"])))
+        at = f"{worst['sm_clock_mhz_max'] * (1 - worst['clock_fall']):,.0f} of {worst['sm_clock_mhz_max']:,.0f} MHz"
+        found.append(f"{by}lowest SM clock {'–'.join(ends)} % below the highest, {at}{' at worst' if ends[1:] else ''}")
+    unknown = slowed[slowed["clock_fall"].isna()]
+    if len(unknown):
+        replayed = ", as a replay has no clocks of its own" if (unknown["mode"] == REPLAY).all() else ""
+        found.append(f"by how much is not known of {numbered(len(unknown), 'point')}{replayed}")
+    return "; ".join(found)
+
+
+def _fall(share: float | None) -> str:
+    return "" if missing(share) or share is None else f" −{share * 100:.2g} %"

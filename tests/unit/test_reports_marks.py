@@ -1,0 +1,86 @@
+"""Which marks tell points apart, and by how much clocks fell."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.points.layout import Layout
+from dcpbench.records.record import Gpu
+from dcpbench.reports import answer, frames, marks, sections, terminal_table
+from tests.unit import record_builder as build
+from tests.unit import serve_record_builder as serve
+from tests.unit.test_reports_terminal import shown
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.records.record import Record
+
+TP, DCP = Layout(4), Layout(4, dcp=4)
+LOWERED = Gpu(sm_clock_mhz_min=1485, sm_clock_mhz_max=1980, throttle_reasons=["sw_power_cap"])
+"""1,485 of 1,980 MHz are 25 % less."""
+
+
+def ok(layout: Layout, *said: str, gpu: Gpu | None = None, concurrency: int = 8) -> Record:
+    record = build.ok(build.point(layout, concurrency=concurrency), marks=list(said))
+    return msgspec.structs.replace(record, gpu=gpu)
+
+
+def trust(read: frames.Frames) -> str:
+    return answer.trust(read, [])
+
+
+def test_a_mark_that_not_all_points_have_stands_beside_those_with_how_far_clocks_fell(tmp_path: Path) -> None:
+    """1 - 1,485 / 1,980 = 25 %."""
+    records = [ok(TP, "throttled", gpu=LOWERED), ok(DCP)]
+    read = frames.load([build.write(tmp_path / "run", records)])
+    assert marks.telling(read.points) == ["throttled −25 %", ""]
+    assert "1 throttled (by the power limit: lowest SM clock 25 % below the highest, 1,485 of 1,980 MHz)." in trust(
+        read
+    )
+
+
+def test_a_mark_that_all_points_have_is_said_once(tmp_path: Path) -> None:
+    """25 % and 1 - 1,782 / 1,980 = 10 %; only `noisy` tells the two apart."""
+    less = msgspec.structs.replace(LOWERED, sm_clock_mhz_min=1782)
+    records = [ok(TP, "throttled", gpu=LOWERED), ok(DCP, "throttled", "noisy", gpu=less)]
+    folder = build.write(tmp_path / "run", records)
+    read = frames.load([folder])
+    assert marks.telling(read.points) == ["", "noisy"]
+    why = "by the power limit: lowest SM clock 10–25 % below the highest, 1,485 of 1,980 MHz at worst"
+    assert f"Marked, of 2 points: all throttled ({why}), 1 noisy." in trust(read)
+    text = shown(terminal_table([folder]), 200)
+    assert "marks of all 2 points: throttled" in text
+    assert f"throttled: {why}" in text
+    assert not [line for line in text if line.startswith("tp4 ") and "throttled" in line]
+    (points,) = [s for s in sections.report(read, []) if s.slug == "points"]
+    assert [said for said in points.bullets if said.startswith("throttled (all 2 points, so it stands beside none):")]
+
+
+def test_what_forbids_a_number_stays_beside_it(tmp_path: Path) -> None:
+    read = frames.load([build.write(tmp_path / "run", [ok(lay, "graph_differs") for lay in (TP, DCP)])])
+    assert marks.telling(read.points) == ["graph_differs", "graph_differs"]
+
+
+def test_a_replay_has_no_clocks_of_its_own(tmp_path: Path) -> None:
+    """Its mark is that of the steps it replays."""
+    points = [serve.point(TP, c) for c in (8, 32)]
+    loads = [msgspec.structs.replace(p.load, mode="replay") for p in points if p.load]
+    records = [
+        serve.served(msgspec.structs.replace(p, load=load), marks=["throttled"], gpu=None)
+        for p, load in zip(points, loads, strict=True)
+    ]
+    read = frames.load([build.write(tmp_path / "run", records)])
+    said = "all throttled (by how much is not known of 2 points, as a replay has no clocks of its own)."
+    assert said in trust(read)
+
+
+def test_the_repeat_whose_clocks_fell_most_is_told(tmp_path: Path) -> None:
+    """10 % and 25 %."""
+    less = msgspec.structs.replace(LOWERED, sm_clock_mhz_min=1782)
+    records = [ok(TP, "throttled", gpu=gpu) for gpu in (less, LOWERED)]
+    records[1] = msgspec.structs.replace(records[1], point=msgspec.structs.replace(records[1].point, repeat=1))
+    read = frames.load([build.write(tmp_path / "run", records)])
+    assert read.points["clock_fall"].tolist() == [0.25]
