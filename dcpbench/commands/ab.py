@@ -117,7 +117,7 @@ def ab(
     _check(variants, launches)
     command = getattr(context.find_root().command, "commands", {})[variants.workload]
     sides = {side: _arguments(variants, side, command) for side in "ab"}
-    if not (sides["a"] or sides["b"]):
+    if not (variants.a.strip() or variants.b.strip() or variants.both.strip()):
         raise UsageError('what differs? Give both variants, such as --a "--exchange ag_rs" --b "--exchange symm".')
     if sides["a"] == sides["b"]:
         say("A and B are the same: this shows what differs between launches of one variant.")
