@@ -16,7 +16,6 @@ import typer
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import SOME_FAILED, Command, Group, panel
 from dcpbench.commands.compare import Judged, Shown
-from dcpbench.commands.runs import as_part
 from dcpbench.errors import DcpbenchError, OutputError, UsageError
 from dcpbench.launch.stopping import INTERRUPTED
 from dcpbench.records.folder import RECORDS_FILE
@@ -117,7 +116,7 @@ def ab(
     _check(variants, launches)
     command = getattr(context.find_root().command, "commands", {})[variants.workload]
     sides = {side: _arguments(variants, side, command) for side in "ab"}
-    if not (sides["a"] or sides["b"]):
+    if not (variants.a.strip() or variants.b.strip() or variants.both.strip()):
         raise UsageError('what differs? Give both variants, such as --a "--exchange ag_rs" --b "--exchange symm".')
     if sides["a"] == sides["b"]:
         say("A and B are the same: this shows what differs between launches of one variant.")
@@ -154,6 +153,8 @@ def order(number: int) -> tuple[str, str]:
 
 def _launch_all(folder: Path, state: State, rounds: int, command: Command, *, force: bool) -> int:
     """Every launch that has not ended yet, in order; SOME_FAILED where points failed, INTERRUPTED after Ctrl-C."""
+    from dcpbench.commands.runs import as_part
+
     todo = [f"{side}/round-{n}" for n in range(1, rounds + 1) for side in order(n)]
     left = [name for name in todo if name not in state.done]
     began = time.monotonic()
@@ -299,6 +300,7 @@ def _announce(
 
     Raises what a variant's options are wrong by before the other one has run for nothing.
     """
+    from dcpbench.commands.runs import as_part
     from dcpbench.launch.progress import CPU_NOTE, rejected_lines
 
     lines: list[str] = []
