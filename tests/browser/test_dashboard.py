@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 SCREEN = {"width": 1400, "height": 1000}
 PHONE = {"width": 400, "height": 800}
 USABLE = "html[data-usable]"
+REAL_REPORT = pages._report
 DRAWN = "#charts .main-svg"
 HOSTILE = '<img src=x onerror="globalThis.pwned=1"></script><script>globalThis.pwned=1</script>'
 CHART = "document.querySelector('figure[data-measure=step_ms] .chart')"
@@ -133,6 +134,22 @@ class TestOpening:
         assert 1_000 < blocks < 20 * 20_000
         assert sum((tmp_path / "site" / src.partition("?")[0]).stat().st_size for src in loaded) < 100 * 20_000
         assert page.evaluate("document.querySelectorAll('*').length") < 3_000
+
+    def test_pages_of_runs_draw_with_the_plotly_that_the_site_has_once(
+        self, visit: Visit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """From a disk; `visit` holds that no policy was violated."""
+        monkeypatch.setattr(pages, "_report", REAL_REPORT)
+        site.build(dashboard_builder.history(tmp_path / "runs", runs=2, count=4), tmp_path / "site")
+        found = [
+            path for path in (tmp_path / "site").rglob("*") if path.is_file() and b"Plotly, Inc." in path.read_bytes()
+        ]
+        assert [path.relative_to(tmp_path / "site").as_posix() for path in found] == ["assets/plotly-basic.min.js"]
+        report = tmp_path / "site" / "runs" / "run-001" / "report.html"
+        page = visit(report, viewport=SCREEN)
+        page.wait_for_selector("html[data-ready]")
+        page.wait_for_selector(".chart .main-svg .point", state="attached")
+        assert report.stat().st_size < 300_000
 
     def test_charts_are_loaded_for_what_is_ticked_alone(self, visit: Visit, history: Path) -> None:
         page = opened(visit, history)
