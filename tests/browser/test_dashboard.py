@@ -160,6 +160,30 @@ class TestOpening:
         assert len(page.evaluate(scripts)) == 2
 
 
+class TestLatestChanges:
+    def test_the_page_opens_with_what_changed_by_how_much_and_between_which_runs(
+        self, visit: Visit, history: Path
+    ) -> None:
+        """On the first screen, and a press on it shows that history."""
+        page = opened(visit, history)
+        told = page.locator("#latest").inner_text()
+        assert "Step time +3" in told
+        assert "worse (95 %: +" in told
+        assert "Between run-024 (2026-01-29, commit 0000024abcde) and run-025" in told
+        assert page.locator("#latest li").first.bounding_box()["y"] < SCREEN["height"] / 2
+        page.get_by_role("button", name="History of Step time").first.click()
+        page.wait_for_selector("figure[data-measure=step_ms] .main-svg")
+        assert page.locator("#charts figure").first.get_attribute("data-measure") == "step_ms"
+        assert page.locator("#table input[data-id]:checked").count() == 1
+
+    def test_where_nothing_changed_it_says_what_a_change_needs(self, visit: Visit, tmp_path: Path) -> None:
+        site.build(dashboard_builder.history(tmp_path / "runs", runs=3, count=2), tmp_path / "site")
+        told = opened(visit, tmp_path / "site" / "index.html").locator("#latest").inner_text()
+        assert "No change is marked" in told
+        assert "after 6 runs" in told
+        assert "the longest history here has 3" in told
+
+
 class TestFinding:
     def test_filters_search_and_metric_narrow_the_table(self, visit: Visit, history: Path) -> None:
         """16 points: 2 models × 2 contexts × 4 layouts at one load."""
