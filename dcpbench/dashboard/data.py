@@ -136,7 +136,8 @@ def _runs(runs: Sequence[RunData], pages: set[str], records: set[str]) -> dict[s
 
 
 def _columns(histories: Sequence[History], shards: Sequence[tuple[int, str]]) -> dict[str, object]:
-    said = lines.told_apart([lines.described(history.line) for history in histories])
+    rows = [lines.described(history.line) for history in histories]
+    shared, said = lines.shared(rows), lines.told_apart(rows)
     words: dict[str, list[str]] = {}
     columns: dict[str, list[int] | list[str]] = {"id": [history.line.id for history in histories]}
     for name in WORDS:
@@ -152,7 +153,12 @@ def _columns(histories: Sequence[History], shards: Sequence[tuple[int, str]]) ->
     newest = [history.entries[-1][1].outcome for history in histories]
     outcomes = list(dict.fromkeys([*OUTCOMES, *newest]))
     columns["outcome"] = [outcomes.index(outcome) for outcome in newest]
-    return {"words": words | {"outcome": outcomes}, "lines": columns, "starts": [start for start, _ in shards]}
+    return {
+        "shared": shared,
+        "words": words | {"outcome": outcomes},
+        "lines": columns,
+        "starts": [start for start, _ in shards],
+    }
 
 
 def _measures(histories: Sequence[History], files: dict[str, str]) -> list[dict[str, object]]:

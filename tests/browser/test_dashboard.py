@@ -6,6 +6,7 @@ import random
 import threading
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 import uvicorn
 
@@ -182,6 +183,35 @@ class TestLatestChanges:
         assert "No change is marked" in told
         assert "after 6 runs" in told
         assert "the longest history here has 3" in told
+
+
+class TestSharedSettings:
+    def test_what_all_rows_share_is_said_once_above_the_table(self, visit: Visit, history: Path) -> None:
+        """And follows the filters: of one model alone its name, too."""
+        page = opened(visit, history)
+        said = page.locator("#shared")
+        assert said.inner_text().startswith("All rows: decode · 4 × NVIDIA H200 · ")
+        assert "page 64" in said.inner_text()
+        for word in ("page 64", "NVIDIA H200", "driver"):
+            assert word not in page.locator("#table").inner_text()
+        assert "kimi-k2" not in said.inner_text()
+        choose(page, "model", "kimi-k2")
+        assert "kimi-k2" in said.inner_text()
+        assert "kimi-k2" not in page.locator("#table tbody").inner_text()
+
+    def test_what_a_record_does_not_say_is_a_dash(self, visit: Visit, tmp_path: Path) -> None:
+        """An import without a context and a date: neither is 0."""
+        of = record_builder.point()
+        found = dashboard_builder.record(of, 0)
+        found = msgspec.structs.replace(found, point=msgspec.structs.replace(of, context=0), started_at="")
+        record_builder.write(tmp_path / "runs" / "a", [found])
+        site.build(tmp_path / "runs", tmp_path / "site")
+        page = opened(visit, tmp_path / "site" / "index.html")
+        cells = page.locator("#table tbody tr").first.locator("td").all_inner_texts()
+        assert cells[6] == "–"
+        assert cells[11] == "–"
+        assert "not known" in page.locator("#filters [name=context]").inner_text()
+        assert "× 0" not in page.locator("main").inner_text()
 
 
 class TestFinding:

@@ -165,6 +165,7 @@ class TestWhatIsOneLine:
         said = [row["conditions"] for row in lines.told_apart(rows)]
         assert said == ["KV memory 8 GiB, from vllm, NCCL_GRAPH_MIXING_SUPPORT=0", "KV memory 8 GiB, from vllm"]
         assert lines.told_apart([]) == []
+        assert lines.shared([]) == []
 
     def test_commit_versions_and_repeats_are_not(self) -> None:
         """These are what a history is over, or what one entry sums up."""
