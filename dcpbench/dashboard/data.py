@@ -3,7 +3,8 @@
 Each file calls `dcpbenchData(name, data)`: pages opened from a disk may load scripts, and nothing else. Its name holds
 a digest of its content, so that a page never reads half of an old site and half of a new one.
 
-    index                    runs, lines, and the names of all other files; columns of lines are numbers of words
+    index                    runs, lines, the latest changes, and the names of all other files; columns of lines are
+                             numbers of words
     measure-ID               the newest value of every line that has one, and its latest change
     history-N                all entries and changes of some neighbouring lines
 """
@@ -39,6 +40,10 @@ WORDS = ("model", "workload", "layout", "exchange", "how", "load", "hardware", "
 NUMBERS = ("context", "concurrency")
 MEASURES = {metric.shown_name: metric for metric in DASHBOARD}
 FOLDER = "data"
+MOST_STEPS = 3
+"""Pairs of runs between which the page opens with what changed, the newest first."""
+MOST_TOLD = 5
+"""Changes that it tells of each, the largest first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +98,8 @@ def make(found: Found, pages: Sequence[str], records: Sequence[str], tell: Calla
         "skipped": found.skipped,
         **_columns(histories, shards),
         "measures": measures,
+        "latest": _latest(histories, [str(measure["id"]) for measure in measures]),
+        "least": changes.LEAST_RUNS,
         "shards": [path for _, path in shards],
         "first": measures[0]["id"] if measures else "",
     }
@@ -129,7 +136,8 @@ def _runs(runs: Sequence[RunData], pages: set[str], records: set[str]) -> dict[s
 
 
 def _columns(histories: Sequence[History], shards: Sequence[tuple[int, str]]) -> dict[str, object]:
-    said = lines.told_apart([lines.described(history.line) for history in histories])
+    rows = [lines.described(history.line) for history in histories]
+    shared, said = lines.shared(rows), lines.told_apart(rows)
     words: dict[str, list[str]] = {}
     columns: dict[str, list[int] | list[str]] = {"id": [history.line.id for history in histories]}
     for name in WORDS:
@@ -145,7 +153,12 @@ def _columns(histories: Sequence[History], shards: Sequence[tuple[int, str]]) ->
     newest = [history.entries[-1][1].outcome for history in histories]
     outcomes = list(dict.fromkeys([*OUTCOMES, *newest]))
     columns["outcome"] = [outcomes.index(outcome) for outcome in newest]
-    return {"words": words | {"outcome": outcomes}, "lines": columns, "starts": [start for start, _ in shards]}
+    return {
+        "shared": shared,
+        "words": words | {"outcome": outcomes},
+        "lines": columns,
+        "starts": [start for start, _ in shards],
+    }
 
 
 def _measures(histories: Sequence[History], files: dict[str, str]) -> list[dict[str, object]]:
@@ -178,6 +191,33 @@ def _measures(histories: Sequence[History], files: dict[str, str]) -> list[dict[
         }
         told.append(about | {"file": _add(files, f"measure-{name}", data), "changes": len(latest)})
     return told
+
+
+def _latest(histories: Sequence[History], measures: Sequence[str]) -> dict[str, object]:
+    """What the page opens with: changes by the runs between which they lie, and how many such pairs are not told.
+
+    A new driver changes many points at once: that is one event, told by its largest changes.
+    """
+    steps: dict[tuple[int, int], list[tuple[float, list[object]]]] = {}
+    for i, history in enumerate(histories):
+        for number, name in enumerate(measures):
+            for having, change in history.changes.get(name, ()):
+                before, after = (history.entries[having[change.before + k]][0] for k in (0, 1))
+                size = abs(math.log(change.ratio)) if change.ratio else math.inf
+                steps.setdefault((after, before), []).append((size, [number, i, *_levels(change)]))
+    told = []
+    for after, before in sorted(steps, reverse=True)[:MOST_STEPS]:
+        found = sorted(steps[after, before], key=lambda step: -step[0])
+        told.append(
+            {
+                "before": before,
+                "after": after,
+                "changes": len(found),
+                "points": len({row[1] for _, row in found}),
+                "largest": [row for _, row in found[:MOST_TOLD]],
+            }
+        )
+    return {"steps": told, "more": len(steps) - len(told)}
 
 
 def _shards(histories: Sequence[History], files: dict[str, str]) -> list[tuple[int, str]]:

@@ -196,8 +196,11 @@ def _headline(entries: dict[Line, Entry]) -> str:
         return "functional run on a CPU: its times say nothing about performance"
     line = max((line for line in timed if not line.cpu), key=lambda line: timed[line].median)
     said = lines.described(line)
-    load = said["load"] or f"{said['concurrency']:,} × {said['context']:,}"
-    return f"highest {timed[line].median:,.0f} tok/s/GPU: {said['model']} {said['layout']}, {load}"
+    known = " × ".join(f"{said[name]:,}" for name in ("concurrency", "context") if said[name])
+    load = said["load"] or known
+    return f"highest {timed[line].median:,.0f} tok/s/GPU: {said['model']} {said['layout']}" + (
+        f", {load}" if load else ""
+    )
 
 
 def _several(names: Iterator[str]) -> str:

@@ -115,11 +115,17 @@ def described(line: Line) -> dict[str, str | int]:
     }
 
 
+def shared(rows: list[dict[str, str | int]]) -> list[str]:
+    """The environment variables that all rows have in common, which a page says once."""
+    parts = [str(row["conditions"]).split(SEPARATOR) for row in rows]
+    return sorted(part for part in set(parts[0]).intersection(*parts[1:]) if "=" in part) if rows else []
+
+
 def told_apart(rows: list[dict[str, str | int]]) -> list[dict[str, str | int]]:
     """The same without the environment variables that all rows have in common."""
-    parts = [str(row["conditions"]).split(SEPARATOR) for row in rows]
-    common = {part for part in set(parts[0]).intersection(*parts[1:]) if "=" in part} if rows else set()
-    for row, mine in zip(rows, parts, strict=True):
+    common = shared(rows)
+    for row in rows:
+        mine = str(row["conditions"]).split(SEPARATOR)
         row["conditions"] = SEPARATOR.join(part for part in mine if part not in common)
     return rows
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dcpbench import __version__
 from dcpbench.errors import DcpbenchError
 from dcpbench.records.folder import RECORDS_FILE
+from dcpbench.show import web
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,13 +19,17 @@ if TYPE_CHECKING:
 
 FOLDER = "runs"
 PAGE = "report.html"
+ASSETS = "assets"
+"""Folder of the site with what its pages share."""
+PLOTLY = f"../../{ASSETS}/{web.PLOTLY}"
+"""From a run's page: a copy in each of them would be most of a site."""
 MOST_POINTS = 3_000
 """A report draws every point; beyond these nobody reads it, and it takes minutes."""
 
 
 def key(run: RunData) -> str:
     """Equal exactly where the page would be the same."""
-    return hashlib.sha256(f"{run.sha256} {run.name} {__version__}".encode(errors="replace")).hexdigest()
+    return hashlib.sha256(f"{run.sha256} {run.name} {__version__} {PLOTLY}".encode(errors="replace")).hexdigest()
 
 
 def is_made(site: Path, run: RunData, made: Mapping[str, str]) -> bool:
@@ -63,7 +68,7 @@ def _report(folder: Path, run: RunData) -> str:
     if len(run.entries) > MOST_POINTS:
         return f"{run.name}: no page for {len(run.entries):,} points, only for up to {MOST_POINTS:,}"
     try:
-        write_report([folder], folder, page_only=True)
+        write_report([folder], folder, page_only=True, plotly=PLOTLY)
     except DcpbenchError as e:
         return f"{run.name}: no page, because {e}"
     except Exception as e:  # noqa: BLE001 - one run's page must not cost the site

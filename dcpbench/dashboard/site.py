@@ -98,7 +98,7 @@ def _enter(site: Path) -> None:
     site.mkdir(parents=True, exist_ok=True)
     if _state(site) is None:
         _note(site, {OURS: FORMAT, "pages": {}})
-    for name in (pages.FOLDER, data.FOLDER, "assets"):
+    for name in (pages.FOLDER, data.FOLDER, pages.ASSETS):
         (site / name).mkdir(exist_ok=True)
 
 
@@ -128,7 +128,7 @@ def _write(site: Path, files: DataFiles, here: dict[str, str]) -> str:
         _put(site / path, text)
     texts = {name: web.read(name) for name in SHARED} | {name: _own(name) for name in (*SCRIPTS, STYLE)}
     for name, text in texts.items():
-        _put(site / "assets" / name, text)
+        _put(site / pages.ASSETS / name, text)
     stamps = {name: hashlib.sha256(text.encode()).hexdigest()[: data.DIGEST] for name, text in texts.items()}
     page = _page(files, stamps)
     version = hashlib.sha256(page.encode()).hexdigest()[: data.DIGEST]

@@ -43,10 +43,13 @@ def write_report(
     slo: dict[str, float] | None = None,
     page_only: bool = False,
     pdf: bool = False,
+    plotly: str = "",
 ) -> list[Path]:
     """Write report.html, report.md, points.csv and figures/ about one or several runs into `out`; paths, page first.
 
-    With `page_only` the page, whose charts are then drawn by its script alone, and points.csv. `pdf`: also as PDF.
+    With `page_only` the page, whose charts are then drawn by its script alone, and points.csv. `pdf`: also as PDF. The
+    page is one file that needs nothing else, unless `plotly` names a file that it shares with other pages, by its
+    address from the page.
 
     The folder is whole at any time: it has all of an earlier report, or all of this one (whole_files.py).
 
@@ -66,7 +69,7 @@ def write_report(
         with whole_folder(out, last=[TABLE, TEXT, PAGE], ours=_ours) as new:
             pictures = plots.draw_all(read, new / FIGURES, drawn=not page_only, pdf=pdf)
             told = sections.report(read, pictures)
-            (new / PAGE).write_text(render(title, told, read, pictures=not page_only), encoding="utf-8")
+            (new / PAGE).write_text(render(title, told, read, pictures=not page_only, plotly=plotly), encoding="utf-8")
             export.write_csv(read, new / TABLE)
             if page_only:
                 return [out / PAGE, out / TABLE]

@@ -6,6 +6,7 @@ import random
 import threading
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 import uvicorn
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 SCREEN = {"width": 1400, "height": 1000}
 PHONE = {"width": 400, "height": 800}
 USABLE = "html[data-usable]"
+REAL_REPORT = pages._report
 DRAWN = "#charts .main-svg"
 HOSTILE = '<img src=x onerror="globalThis.pwned=1"></script><script>globalThis.pwned=1</script>'
 CHART = "document.querySelector('figure[data-measure=step_ms] .chart')"
@@ -134,6 +136,22 @@ class TestOpening:
         assert sum((tmp_path / "site" / src.partition("?")[0]).stat().st_size for src in loaded) < 100 * 20_000
         assert page.evaluate("document.querySelectorAll('*').length") < 3_000
 
+    def test_pages_of_runs_draw_with_the_plotly_that_the_site_has_once(
+        self, visit: Visit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """From a disk; `visit` holds that no policy was violated."""
+        monkeypatch.setattr(pages, "_report", REAL_REPORT)
+        site.build(dashboard_builder.history(tmp_path / "runs", runs=2, count=4), tmp_path / "site")
+        found = [
+            path for path in (tmp_path / "site").rglob("*") if path.is_file() and b"Plotly, Inc." in path.read_bytes()
+        ]
+        assert [path.relative_to(tmp_path / "site").as_posix() for path in found] == ["assets/plotly-basic.min.js"]
+        report = tmp_path / "site" / "runs" / "run-001" / "report.html"
+        page = visit(report, viewport=SCREEN)
+        page.wait_for_selector("html[data-ready]")
+        page.wait_for_selector(".chart .main-svg .point", state="attached")
+        assert report.stat().st_size < 300_000
+
     def test_charts_are_loaded_for_what_is_ticked_alone(self, visit: Visit, history: Path) -> None:
         page = opened(visit, history)
         scripts = "[...document.scripts].map((s) => s.getAttribute('src')).filter((s) => /plotly|history/.test(s))"
@@ -141,6 +159,59 @@ class TestOpening:
         page.locator("#table tbody input").first.check()
         page.wait_for_selector(DRAWN)
         assert len(page.evaluate(scripts)) == 2
+
+
+class TestLatestChanges:
+    def test_the_page_opens_with_what_changed_by_how_much_and_between_which_runs(
+        self, visit: Visit, history: Path
+    ) -> None:
+        """On the first screen, and a press on it shows that history."""
+        page = opened(visit, history)
+        told = page.locator("#latest").inner_text()
+        assert "Step time +3" in told
+        assert "worse (95 %: +" in told
+        assert "Between run-024 (2026-01-29, commit 0000024abcde) and run-025" in told
+        assert page.locator("#latest li").first.bounding_box()["y"] < SCREEN["height"] / 2
+        page.get_by_role("button", name="History of Step time").first.click()
+        page.wait_for_selector("figure[data-measure=step_ms] .main-svg")
+        assert page.locator("#charts figure").first.get_attribute("data-measure") == "step_ms"
+        assert page.locator("#table input[data-id]:checked").count() == 1
+
+    def test_where_nothing_changed_it_says_what_a_change_needs(self, visit: Visit, tmp_path: Path) -> None:
+        site.build(dashboard_builder.history(tmp_path / "runs", runs=3, count=2), tmp_path / "site")
+        told = opened(visit, tmp_path / "site" / "index.html").locator("#latest").inner_text()
+        assert "No change is marked" in told
+        assert "after 6 runs" in told
+        assert "the longest history here has 3" in told
+
+
+class TestSharedSettings:
+    def test_what_all_rows_share_is_said_once_above_the_table(self, visit: Visit, history: Path) -> None:
+        """And follows the filters: of one model alone its name, too."""
+        page = opened(visit, history)
+        said = page.locator("#shared")
+        assert said.inner_text().startswith("All rows: decode · 4 × NVIDIA H200 · ")
+        assert "page 64" in said.inner_text()
+        for word in ("page 64", "NVIDIA H200", "driver"):
+            assert word not in page.locator("#table").inner_text()
+        assert "kimi-k2" not in said.inner_text()
+        choose(page, "model", "kimi-k2")
+        assert "kimi-k2" in said.inner_text()
+        assert "kimi-k2" not in page.locator("#table tbody").inner_text()
+
+    def test_what_a_record_does_not_say_is_a_dash(self, visit: Visit, tmp_path: Path) -> None:
+        """An import without a context and a date: neither is 0."""
+        of = record_builder.point()
+        found = dashboard_builder.record(of, 0)
+        found = msgspec.structs.replace(found, point=msgspec.structs.replace(of, context=0), started_at="")
+        record_builder.write(tmp_path / "runs" / "a", [found])
+        site.build(tmp_path / "runs", tmp_path / "site")
+        page = opened(visit, tmp_path / "site" / "index.html")
+        cells = page.locator("#table tbody tr").first.locator("td").all_inner_texts()
+        assert cells[6] == "–"
+        assert cells[11] == "–"
+        assert "not known" in page.locator("#filters [name=context]").inner_text()
+        assert "× 0" not in page.locator("main").inner_text()
 
 
 class TestFinding:

@@ -165,6 +165,7 @@ class TestWhatIsOneLine:
         said = [row["conditions"] for row in lines.told_apart(rows)]
         assert said == ["KV memory 8 GiB, from vllm, NCCL_GRAPH_MIXING_SUPPORT=0", "KV memory 8 GiB, from vllm"]
         assert lines.told_apart([]) == []
+        assert lines.shared([]) == []
 
     def test_commit_versions_and_repeats_are_not(self) -> None:
         """These are what a history is over, or what one entry sums up."""
@@ -402,6 +403,45 @@ class TestBuildingAgain:
         assert built.skipped == ["run-000: no page, because of a bug"]
         index = data(tmp_path / "site", "index")
         assert (index["runs"]["page"], index["runs"]["records"]) == ([0], [1])
+
+
+class TestLatestChanges:
+    def test_the_index_tells_the_latest_changes_with_their_interval_and_runs(self, tmp_path: Path) -> None:
+        """One of two points is 3 % slower from the 26th run on: between run-024 and run-025, in several metrics."""
+        site.build(dashboard_builder.history(tmp_path / "runs", count=2, cv=0.001), tmp_path / "site")
+        index = data(tmp_path / "site", "index")
+        (step,) = index["latest"]["steps"]
+        assert [index["runs"]["name"][step[k]] for k in ("before", "after")] == ["run-024", "run-025"]
+        assert (step["points"], index["latest"]["more"]) == (1, 0)
+        told = {index["measures"][row[0]]["id"]: row[2:5] for row in step["largest"]}
+        ratio, low, high = told["step_ms"]
+        assert low < ratio < high
+        assert ratio == pytest.approx(1 / 0.97, rel=0.005)
+
+    def test_a_new_driver_is_one_event_of_many_points_told_by_its_largest(self, tmp_path: Path) -> None:
+        """Eight points change between the same two runs, in several metrics each: five changes are told."""
+        for run in range(12):
+            found = [
+                dashboard_builder.record(of, run, faster=0.5 if i == 3 and run >= 6 else 0.9 if run >= 6 else 1)
+                for i, of in enumerate(dashboard_builder.points(8))
+            ]
+            record_builder.write(tmp_path / "runs" / f"run-{run:03d}", found)
+        site.build(tmp_path / "runs", tmp_path / "site")
+        index = data(tmp_path / "site", "index")
+        (step,) = index["latest"]["steps"]
+        assert (step["points"], len(step["largest"])) == (8, data_files.MOST_TOLD)
+        assert step["changes"] == sum(measure["changes"] for measure in index["measures"]) > data_files.MOST_TOLD
+        assert step["largest"][0][2] in (0.5, 2)
+
+    def test_older_pairs_of_runs_are_counted(self, tmp_path: Path) -> None:
+        """A point that is 10 % slower every sixth run: four steps, of which the newest three are told."""
+        of = record_builder.point()
+        for run in range(30):
+            found = [dashboard_builder.record(of, run, faster=0.9 ** (run // 6))]
+            record_builder.write(tmp_path / "runs" / f"run-{run:03d}", found)
+        site.build(tmp_path / "runs", tmp_path / "site")
+        latest = data(tmp_path / "site", "index")["latest"]
+        assert ([step["after"] for step in latest["steps"]], latest["more"]) == ([24, 18, 12], 1)
 
 
 class TestWhoseFolder:

@@ -430,6 +430,20 @@ def test_a_report_works_out_each_finding_once(tmp_path: Path, monkeypatch: pytes
     assert sorted(made) == sorted([*names, "repeats"])
 
 
+def test_plotly_is_in_the_page_or_in_the_file_that_several_share(tmp_path: Path) -> None:
+    """Packed it is most of a page. A policy lets that file run only where the page names it."""
+    run = build.write(tmp_path / "run", [build.ok(build.point(Layout(4)))])
+    alone = write_report([run], tmp_path / "alone", page_only=True)[0].read_text()
+    shared = write_report([run], tmp_path / "shared", page_only=True, plotly="../plotly.js")[0].read_text()
+    assert '<script type="text/plain" id="plotly">' in alone
+    assert "data-plotly" not in alone.partition("<head>")[0]
+    assert "script-src &#39;sha256-" in alone
+    assert '<script type="text/plain" id="plotly">' not in shared
+    assert '<html lang="en" data-plotly="../plotly.js">' in shared
+    assert "script-src &#39;self&#39; &#39;sha256-" in shared
+    assert len(shared) < len(alone) - 400_000
+
+
 def test_a_page_alone_has_charts_and_draws_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a dashboard's: pictures are nearly all of the time that a report takes, and scripts draw the charts."""
     monkeypatch.setattr(plots.Studio, "draw", lambda *_: pytest.fail("drawn"))

@@ -11,12 +11,47 @@
   let version = null;
 
   function summary() {
-    const { runs, lines, measures } = dash.index;
+    const { runs, lines } = dash.index;
     const dates = runs.date.filter(Boolean).sort();
     const span = dates.length ? `, ${[...new Set([dates[0].slice(0, 10), dates.at(-1).slice(0, 10)])].join(" to ")}` : "";
-    const changed = measures.reduce((sum, m) => sum + m.changes, 0);
     const entries = lines.runs.reduce((sum, one) => sum + one, 0);
-    find("summary").textContent = `${counted(runs.name.length, "run")}${span} · ${counted(lines.id.length, "point")} with ${counted(entries, "result")} · ${changed ? `changes are marked in ${counted(changed, changed === 1 ? "history" : "historie")}, counting each metric` : "no change is marked"}`;
+    find("summary").textContent = `${counted(runs.name.length, "run")}${span} · ${counted(lines.id.length, "point")} with ${counted(entries, "result")}`;
+  }
+
+  /** What changed last, the newest first: what, by how much, how surely, and between which runs. */
+  function latest() {
+    const { steps, more } = dash.index.latest;
+    const left = more ? [el("p", { class: "note" }, `${counted(more, "earlier pair")} of runs with changes: tick “only changed” below.`)] : [];
+    find("latest").replaceChildren(...(steps.length ? [...steps.flatMap(step), ...left] : [nothing()]));
+  }
+
+  function nothing() {
+    const { lines, least } = dash.index;
+    const long = lines.runs.filter((runs, line) => runs >= least && !lines.cpu[line]).length;
+    const looked = long ? `${dcp.number(long)} ${long === 1 ? "history" : "histories"} of ${least} runs or more ${long === 1 ? "was" : "were"} looked through` : `a change can be told from chance after ${least} runs of a point on the same hardware, driver and conditions; the longest history here has ${Math.max(0, ...lines.runs)}`;
+    return el("p", {}, el("strong", {}, "No change is marked: "), `${looked}. What single runs measured stands below; dcpbench compare says how two of them differ.`);
+  }
+
+  function step({ before, after, changes, points, largest }) {
+    const { date, commit, driver } = dash.index.runs;
+    const about = (i) => [date[i] ? date[i].slice(0, 10) : "", commit[i] && `commit ${commit[i]}`].filter(Boolean).join(", ");
+    const run = (i) => [link(i, "report.html", dash.index.runs.name[i]), about(i) ? ` (${about(i)})` : ""];
+    const drivers = driver[before] && driver[after] && driver[before] !== driver[after] ? ` The driver changed from ${driver[before]} to ${driver[after]}.` : "";
+    const many = changes > largest.length ? `; the ${largest.length} largest` : "";
+    return [
+      el("p", { class: "step" }, "Between ", ...run(before), " and ", ...run(after), `: ${counted(changes, "change")} of ${counted(points, "point")}${many}.${drivers}`),
+      el("ul", { class: "changed" }, ...largest.map(change)),
+    ];
+  }
+
+  function change([number, line, ...levels]) {
+    const measure = dash.index.measures[number];
+    const [ratio, low, high, old, fresh] = levels;
+    const { kind, text, said } = dash.changed(measure.better, [0, 0, ...levels]);
+    const sure = ratio === null ? "" : ` (95 %: ${dash.percent(low)} to ${dash.percent(high)})`;
+    const show = () => dash.showHistory(measure.id, line);
+    return el("li", {}, el("strong", { class: kind }, `${measure.label} ${text}${said}`), `${sure}, ${dcp.number(old)} → ${dcp.number(fresh)} ${measure.unit}: ${dash.name(line)} `,
+      el("button", { type: "button", "aria-label": `History of ${measure.label}, ${dash.name(line)}`, click: show }, "History"));
   }
 
   const file = (i, name, text) => el("a", { href: `runs/${dash.index.runs.slug[i]}/${name}` }, text);
@@ -59,6 +94,15 @@
     dash.draw();
   };
 
+  dash.showHistory = async (id, line) => {
+    await metric(id);
+    if (!state.picked.includes(dash.columns.id[line])) dash.pick(dash.columns.id[line], true);
+    dash.filters();
+    dash.show();
+    await dash.draw();
+    find("history").scrollIntoView();
+  };
+
   /** Everything anew from an index; what is typed, chosen and focused stays. */
   async function take(file) {
     const index = await dash.load(file);
@@ -74,6 +118,7 @@
     }
     dash.show();
     summary();
+    latest();
     runs();
     return dash.draw();
   }

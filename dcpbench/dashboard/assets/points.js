@@ -48,7 +48,9 @@ globalThis.dash = (() => {
     const change = (ratio - 1) * 100;
     return `${change < 0 ? "−" : "+"}${Math.abs(change).toLocaleString("en-US", { maximumFractionDigits: Math.abs(change) < 10 ? 1 : 0 })} %`;
   };
-  self.when = (date) => (date ? date.slice(0, 16).replace("T", " ") : "no date");
+  self.when = (date) => (date ? date.slice(0, 16).replace("T", " ") : "–");
+  /** A count; 0 stands for what is not known, as an import may leave it. */
+  const given = (count) => dcp.number(count || null);
 
   self.take = (index) => {
     self.index = index;
@@ -104,9 +106,49 @@ globalThis.dash = (() => {
   }
 
   self.name = (line) => {
-    const load = self.word("load", line) || `${dcp.number(self.columns.concurrency[line])} × ${dcp.number(self.columns.context[line])}`;
     const exchange = self.word("exchange", line);
-    return [self.word("model", line), self.word("workload", line), self.word("layout", line), exchange === "none" ? "" : exchange, load].filter(Boolean).join(" · ");
+    return [self.word("model", line), self.word("workload", line), self.word("layout", line), exchange === "none" ? "" : exchange, sizes(line)].filter(Boolean).join(" · ");
+  };
+
+  const sizes = (line) => {
+    const [many, long] = [self.columns.concurrency[line], self.columns.context[line]];
+    return self.word("load", line) || (many && long ? `${dcp.number(many)} × ${dcp.number(long)}` : many ? `${dcp.number(many)} in flight` : long ? `context ${dcp.number(long)}` : "");
+  };
+
+  const SAID = ["model", "workload", "exchange", "hardware"];
+  const settings = (line) => [...self.word("how", line).split(" · "), ...self.under(line).filter(Boolean).flatMap((words) => words.split(", "))];
+
+  /** What the rows have in common, to be said once: `columns` with one word in all of them, and `parts` of how they ran. */
+  function sharedBy(found) {
+    if (found.length < 2) return { columns: [], parts: new Set() };
+    const one = (name) => { const column = self.columns[name]; return found.every((line) => column[line] === column[found[0]]); };
+    let parts = null;
+    const seen = new Set();
+    for (const line of found) {
+      const key = (self.columns.how[line] * self.index.words.driver.length + self.columns.driver[line]) * self.index.words.conditions.length + self.columns.conditions[line];
+      if (seen.has(key)) continue;
+      seen.add(key);
+      const mine = new Set(settings(line));
+      parts = parts ? new Set([...parts].filter((part) => mine.has(part))) : mine;
+    }
+    parts.delete("");
+    return { columns: SAID.filter(one), parts };
+  }
+
+  let common = { columns: [], parts: new Set() };
+  function sayShared(found) {
+    common = sharedBy(found);
+    const words = common.columns.map((name) => (name === "exchange" ? `exchange ${self.word(name, found[0])}` : self.word(name, found[0])));
+    const said = [...words, ...common.parts, ...self.index.shared].filter(Boolean);
+    find("shared").hidden = found.length < 2 || !said.length;
+    find("shared").replaceChildren(el("strong", {}, "All rows: "), said.join(" · "));
+    for (const name of SAID) find("points-table").classList.toggle(`said-${name}`, common.columns.includes(name));
+  }
+
+  /** A line's name without what is said once above the table. */
+  const shortName = (line) => {
+    const kept = ["model", "workload", "layout", "exchange"].filter((name) => !common.columns.includes(name));
+    return [...kept.map((name) => self.word(name, line)).filter((word) => word !== "none"), sizes(line)].filter(Boolean).join(" · ");
   };
 
   /** Under what a line was measured, beside its hardware. */
@@ -150,18 +192,18 @@ globalThis.dash = (() => {
   /** All columns of a line; those of words and numbers sort by what they show. */
   function columnsOfTable() {
     const word = (name, label, kind, more = () => "") => ({ name, label, class: kind, key: (line) => self.word(name, line), cell: (line) => [self.word(name, line), more(line)] });
-    const number = (name, label, kind, more = {}) => ({ name, label, class: kind, key: (line) => self.columns[name][line], cell: (line) => dcp.number(self.columns[name][line]), ...more });
+    const number = (name, label, kind, more = {}) => ({ name, label, class: kind, key: (line) => self.columns[name][line], cell: (line) => given(self.columns[name][line]), ...more });
     const functional = (line) => self.functional(self.columns.cpu[line]);
     const size = (line) => { const found = self.measure?.change.get(line); return found ? Math.abs(Math.log(found[2] ?? 2)) : NaN; };
     return [
       { label: el("span", { class: "unseen" }, "Show history"), cell: box },
-      { ...word("model", "Point", "narrow"), cell: (line) => [self.name(line), functional(line)] },
-      word("model", "Model", "roomy"), word("workload", "Workload", "w roomy", functional), word("layout", "Layout", "w roomy"), word("exchange", "Exchange", "roomy"),
+      { ...word("model", "Point", "narrow"), cell: (line) => [shortName(line), functional(line)] },
+      word("model", "Model", "roomy of-model"), word("workload", "Workload", "w roomy of-workload"), word("layout", "Layout", "w roomy", functional), word("exchange", "Exchange", "roomy of-exchange"),
       number("context", "Context", "n roomy"), number("concurrency", "Conc.", "n roomy"),
       { name: "value", label: () => (self.measure ? dcp.measured(self.measure) : "Value"), class: "n", down: true, key: (line) => self.measure?.value[line], cell: shownValue },
       { name: "change", label: "Last change", class: "n", down: true, key: size, cell: latestChange },
-      number("runs", "Runs", "n", { down: true }), number("last", "Newest run", "w", { down: true, cell: newestRun }), word("hardware", "Hardware", "w"),
-      { ...word("how", "How", "wide"), cell: (line) => [self.word("load", line), self.word("how", line), ...self.under(line)].filter(Boolean).join(" · ") },
+      number("runs", "Runs", "n", { down: true }), number("last", "Newest run", "w", { down: true, cell: newestRun }), word("hardware", "Hardware", "w of-hardware"),
+      { ...word("how", "How", "wide"), cell: (line) => [self.word("load", line), ...settings(line).filter((part) => !common.parts.has(part))].filter(Boolean).join(" · ") },
     ];
   }
 
@@ -187,6 +229,7 @@ globalThis.dash = (() => {
       id: "table", look: (line) => (isPicked(line) ? "on" : null), sorted: () => ({ name: state.sort, down: state.down }),
       sort: (name, down) => { Object.assign(state, { sort: name, down, page: 0 }); self.show(); },
     });
+    sayShared(lines);
     fill(lines, state.page * ROWS, (state.page + 1) * ROWS);
     const hidden = state.cpu ? 0 : self.columns.cpu.reduce((sum, one) => sum + one, 0);
     find("count").textContent = `${dcp.number(lines.length)} of ${dcp.number(self.columns.id.length)} points`
@@ -201,7 +244,7 @@ globalThis.dash = (() => {
     const search = el("input", { type: "search", name: "q", placeholder: "model, layout, driver …", value: state.q, input: again("q") });
     const select = (name, label, options, change) => el("label", { class: name === "metric" ? "whole" : null }, label, dcp.select(options, state[name], change, { name }));
     const metric = select("metric", "Metric", self.index.measures.map((m) => [m.id, m.changes ? `${m.label} (${m.changes} changed)` : m.label]), (id) => self.onMetric(id));
-    const text = (choice) => (typeof choice === "number" ? dcp.number(choice) : choice);
+    const text = (choice) => (typeof choice === "number" ? (choice ? dcp.number(choice) : "not known") : choice);
     const selects = FILTERS.map((name) => select(name, LABELS[name], [["", "all"], ...choices(name).map((choice) => [choice, text(choice)])], (value) => choose({ [name]: value })));
     const tick = (name, label) => el("label", { class: "tick" }, el("input", { type: "checkbox", name, checked: state[name], change: again(name) }), label);
     const clear = () => { choose({ q: "", changed: false, ...unfiltered() }); self.filters(); find("filters").querySelector("input").focus(); };

@@ -73,10 +73,17 @@ def charts_of(pictures: Iterable[Picture]) -> list[Chart]:
 
 
 def render(
-    title: str, sections: Sequence[Section], frames: Frames, *, most: int = MOST_POINTS, pictures: bool = True
+    title: str,
+    sections: Sequence[Section],
+    frames: Frames,
+    *,
+    most: int = MOST_POINTS,
+    pictures: bool = True,
+    plotly: str = "",
 ) -> str:
     """The page, with charts of `most` points, and `pictures` of them for those who run no script.
 
+    `plotly` is the address, from the page, of a plotly.js that several pages share; without one the page carries it.
     What comes from records is escaped here, or by web.json_block.
     """
     data = page_data(frames, most)
@@ -97,8 +104,9 @@ def render(
         "theme": web.read(web.STYLE),
         "style": own("report.css"),
         "scripts": scripts,
-        "plotly": _packed(web.PLOTLY),
-        "policy": web.policy([*scripts, web.read(web.PLOTLY)]),
+        "beside": plotly,
+        "plotly": "" if plotly else _packed(web.PLOTLY),
+        "policy": web.policy(scripts if plotly else [*scripts, web.read(web.PLOTLY)], script_files=bool(plotly)),
         "charts_of": charts_of,
         "charted": TITLES,
         "most_rows": MOST_ROWS,

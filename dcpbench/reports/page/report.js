@@ -189,7 +189,8 @@
       document.documentElement.dataset.ready = "";
     }).catch((error) => {
       find("broken").hidden = false;
-      find("broken").textContent = `This browser cannot draw the charts (${error.message}); figures/ beside this page has them as pictures.`;
+      const instead = document.documentElement.dataset.plotly ? "dcpbench report of the records beside this page makes one that needs no other file" : "figures/ beside this page has them as pictures";
+      find("broken").textContent = `This browser cannot draw the charts (${error.message}); ${instead}.`;
     });
   }
   start();

@@ -48,18 +48,20 @@ def fill(template: str, values: dict[str, object], filters: dict[str, Callable[.
     return environment.from_string(template).render(values)
 
 
-def policy(scripts: Iterable[str] = (), *, own_files: bool = False) -> str:
+def policy(scripts: Iterable[str] = (), *, own_files: bool = False, script_files: bool = False) -> str:
     """A Content-Security-Policy under which exactly these inline scripts run, and nothing is loaded from anywhere.
 
-    `own_files`: but for the scripts, styles and data that lie beside the page.
+    `own_files`: but for the scripts, styles and data that lie beside the page; `script_files`: but for scripts there.
     """
     digests = (base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii") for script in scripts)
     hashes = " ".join(f"'sha256-{digest}'" for digest in digests)
+    if own_files or script_files:
+        hashes = f"'self' {hashes}".strip()
     sources = {
         "default-src": "'none'",
         "img-src": "data: blob:",
         "style-src": "'self' 'unsafe-inline'" if own_files else "'unsafe-inline'",
-        "script-src": "'self'" if own_files else hashes or "'none'",
+        "script-src": hashes or "'none'",
         "connect-src": "'self'" if own_files else "'none'",
         "base-uri": "'none'",
         "form-action": "'none'",

@@ -36,7 +36,7 @@
   }
 
   const fetched = (src) => new Promise((done, failed) => {
-    const missing = () => failed(new Error("assets/plotly-basic.min.js is missing from this site; build it again."));
+    const missing = () => failed(new Error("the site's assets/plotly-basic.min.js is missing; open this page in its site, or build the site again"));
     document.head.append(el("script", { src, load: done, error: missing }));
   });
 
