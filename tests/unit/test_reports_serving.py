@@ -137,7 +137,7 @@ class TestReport:
 
     def test_the_page_says_what_each_picture_shows(self, written: Path) -> None:
         page = (written / "report" / "report.html").read_text(encoding="utf-8")
-        assert page.count("<img ") == page.count(' alt="') == 11
+        assert page.count("<img ") == page.count(' alt="') == 13
         assert 'id="serving-live"' in page
         assert "http" not in NAMESPACE.sub("", page).replace("http-equiv", "")
 
