@@ -59,12 +59,12 @@ def write_report(
     `out` cannot be written.
     """
     from dcpbench.errors import OutputError
-    from dcpbench.reports import export, frames, markdown, plots, sections
+    from dcpbench.reports import export, frames, markdown, overview, plots, sections
     from dcpbench.reports.page.render import render
     from dcpbench.show.whole_files import whole_folder
 
     read = frames.load(folders, as_repeats=as_repeats, slo=slo)
-    title = "dcpbench: " + ", ".join(run.name for run in read.runs)
+    title = overview.title(read)
     try:
         with whole_folder(out, last=[TABLE, TEXT, PAGE], ours=_ours) as new:
             pictures = plots.draw_all(read, new / FIGURES, drawn=not page_only, pdf=pdf)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 import textwrap
@@ -21,6 +22,7 @@ from matplotlib.ticker import FuncFormatter
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import CLOSED, GAMMA, REPLAY
 from dcpbench.records.metrics import METRIC, PERCENTILES
+from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import words
 from dcpbench.reports.style import IDLE_COLOUR, PHASE_COLOURS, REST_COLOUR, Style, plain
 from dcpbench.show.figures import (
@@ -247,6 +249,104 @@ def _axes(ratios: pd.DataFrame) -> tuple[str, str]:
 
 def _curve(index: int) -> dict[str, Any]:
     return {"linestyle": dashes(index), "marker": marker(index), "markersize": 5}
+
+
+def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFrame) -> Figure:
+    """Each layout's output over that of the best other one (overview.against_others): models down, lengths across.
+
+    The band is where no layout is clearly ahead. Hollow marks miss the SLO. `lost` says for which loads there was no
+    room; a line down marks the concurrency from which on a layout with DCP is ahead of all without it.
+    """
+    models = list(dict.fromkeys(rows["model"]))
+    rests = list(dict.fromkeys(rows.sort_values(["input_typical", "rest"], kind="stable")["rest"]))
+    short = words.short_shapes(rests)
+    size = (max(len(rests) * 2.7, 6.0) + 0.6, len(models) * 2.3 + 1.2)
+    figure = Figure(figsize=size, layout="constrained")
+    headline(figure, title)
+    grid = figure.subplots(len(models), len(rests), sharex=True, sharey=True, squeeze=False)
+    for (i, model), (j, rest) in itertools.product(enumerate(models), enumerate(rests)):
+        ax = grid[i][j]
+        panel = rows[(rows["model"] == model) & (rows["rest"] == rest)]
+        ax.axhspan(1 - REPEATS_AGREE_WITHIN, 1 + REPEATS_AGREE_WITHIN, color="#EEEEEE", zorder=0)
+        ax.axhline(1, color=GREY, linewidth=1)
+        ax.set_title(textwrap.fill(plain(f"{model}, {short[rest]}", 2 * TITLE_WIDTH), TITLE_WIDTH - 8), fontsize=9)
+        for (layout, who), line in panel.groupby(["layout", "who"], sort=False):
+            variant = "" if who == layout else str(line["variant"].iloc[0])
+            color, sign = style.colour(str(layout), variant), style.marker(str(layout), style.runs[0], variant)
+            ordered = line.sort_values("concurrency")
+            ax.plot(ordered["concurrency"], ordered["ratio"], color=color, linewidth=1.6)
+            for meets, some in ordered.groupby("meets"):
+                face = color if meets else "white"
+                ax.plot(some["concurrency"], some["ratio"], sign, color=color, markerfacecolor=face, markersize=5)
+        paying = _first_ahead(panel)
+        if paying is not None:
+            ax.axvline(paying, color=GREY, linestyle=":", linewidth=1.4)
+            ax.text(
+                paying,
+                0.99,
+                f" DCP ahead from {count(paying)}",
+                transform=ax.get_xaxis_transform(),
+                va="top",
+                fontsize=8,
+            )
+        gone = _of_panel(lost, panel)
+        for place, (layout, own) in enumerate(gone.groupby("layout", sort=False) if len(gone) else ()):
+            color = style.colour(str(layout)) if layout in style.layouts and not style.by_variant else GREY
+            said = f"{layout!s}: no room from {count(own['concurrency'].min())}"
+            ax.text(0.98, 0.03 + 0.1 * place, said, transform=ax.transAxes, ha="right", fontsize=8, color=color)
+        measured_ticks(ax, rows["concurrency"])
+        ax.tick_params(labelleft=j == 0, labelbottom=i == len(models) - 1)
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}×"))
+    for ax in grid[-1]:
+        ax.set_xlabel(DECODE.label, fontsize=9)
+    figure.supylabel("output over the best other layout", fontsize=10)
+    _overview_legend(figure, rows, style)
+    return figure
+
+
+def _overview_legend(figure: Figure, rows: pd.DataFrame, style: Style) -> None:
+    handles = []
+    for (layout, who), line in rows.sort_values([*DEGREES], kind="stable").groupby(["layout", "who"], sort=False):
+        variant = "" if who == layout else str(line["variant"].iloc[0])
+        look = {
+            "color": style.colour(str(layout), variant),
+            "marker": style.marker(str(layout), style.runs[0], variant),
+        }
+        handles.append(Line2D([], [], label=plain(who), markersize=5, **look))
+    if not rows["meets"].all():
+        hollow = {"marker": "o", "markerfacecolor": "white", "linestyle": ""}
+        handles.append(Line2D([], [], color=GREY, label="hollow: misses the SLO", **hollow))
+    level = f"level (within {REPEATS_AGREE_WITHIN * 100:g} %)"
+    handles.append(Patch(color="#EEEEEE", label=level))
+    legend_below(figure, handles)
+
+
+def _first_ahead(panel: pd.DataFrame) -> float | None:
+    """The least concurrency from which on a layout with DCP that meets the SLO is ahead, by more than repeats differ."""
+    ahead = [
+        (float(str(n)), bool(((g["dcp"] > 1) & g["meets"] & (g["ratio"] > 1 + REPEATS_AGREE_WITHIN)).any()))
+        for n, g in panel.groupby("concurrency")
+    ]
+    return next((n for i, (n, _) in enumerate(ahead) if all(wins for _, wins in ahead[i:])), None)
+
+
+def _of_panel(lost: pd.DataFrame, panel: pd.DataFrame) -> pd.DataFrame:
+    """The rejected points of a panel."""
+    if lost.empty or panel.empty:
+        return lost.head(0)
+    first = panel.iloc[0]
+    own: pd.DataFrame = lost[(lost["model"] == first["model"]) & (lost["mode"] == first["mode"])]
+    if first["mode"] == "decode":
+        keep = [bool(n == first["context"]) for n in own["context"]]
+        return own[keep]
+    return own[[str(load).endswith(str(first["shape"])) for load in own["load"]]]
+
+
+def alt_overview(title: str, rows: pd.DataFrame) -> str:
+    """What a reader would take from the overview."""
+    top = rows.sort_values("ratio", kind="stable").iloc[-1]
+    lead = f"{top['who']} over {top['rival']}, {top['model']}, {top['load']}"
+    return f"{title}. Layouts: {', '.join(dict.fromkeys(rows['who']))}. Largest lead: {top['ratio']:.2f} times, {lead}."
 
 
 def alt(subject: str, title: str, points: pd.DataFrame) -> str:

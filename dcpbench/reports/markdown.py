@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from dcpbench.reports.sections import FOLDED
 from dcpbench.show.text import markdown
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from dcpbench.reports.plots import Picture
     from dcpbench.reports.sections import Section
     from dcpbench.reports.tables import Table
 
@@ -25,15 +27,28 @@ def render(title: str, sections: list[Section], folder: Path) -> str:
     rows = _rows_that_fit(sections)
     for section in sections:
         parts.append(f"## {section.title}")
+        parts += [f"**{markdown(section.lead)}**"] if section.lead else []
+        parts += [f"*{markdown(section.aside)}.*"] if section.aside else []
+        parts += [_picture(p, folder) for p in section.first]
         parts += [markdown(p) for p in section.paragraphs]
         if section.bullets:
-            parts.append("\n".join(f"- {markdown(b)}" for b in section.bullets))
+            parts.append(_bullets(section.bullets))
+        if section.folded:
+            parts.append(f"<details><summary>{FOLDED}</summary>\n\n{_bullets(section.folded)}\n\n</details>")
         for text in section.commands:  # in a fence that is longer than any run of backticks inside
             fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
             parts.append(f"{fence}\n{text}\n{fence}")
-        parts += [f"![{markdown(p.alt)}]({p.png.relative_to(folder).as_posix()})" for p in section.pictures]
+        parts += [_picture(p, folder) for p in section.pictures]
         parts += [_table(table, rows) for table in section.tables]
     return "\n\n".join(parts) + "\n"
+
+
+def _bullets(texts: list[str]) -> str:
+    return "\n".join(f"- {markdown(text)}" for text in texts)
+
+
+def _picture(picture: Picture, folder: Path) -> str:
+    return f"![{markdown(picture.alt)}]({picture.png.relative_to(folder).as_posix()})"
 
 
 def _rows_that_fit(sections: list[Section]) -> int:

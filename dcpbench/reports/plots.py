@@ -6,12 +6,13 @@ Of more points than one can hold it shows lengths and loads evenly picked, and t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import CLOSED
-from dcpbench.reports import figures, findings, style
+from dcpbench.reports import figures, findings, overview, style
 from dcpbench.show.figures import drawing, save
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ MOST_LENGTHS = 9
 MOST_LINES = 16
 MOST_LOADS = 48
 """Of one figure: models and runs with figures of their own, panels, lines in a panel, and points of a line."""
-BREAK_EVEN, KV, PHASES = "break-even", "kv", "phases"
-"""Subjects of the figures that are not of figures.LINES; the first shows all models at once."""
+OVERVIEW, BREAK_EVEN, KV, PHASES = "overview", "break-even", "kv", "phases"
+"""Subjects of the figures that are not of figures.LINES; the first two show all models at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Picture:
     """One drawn figure."""
 
     subject: str
-    """`throughput`, `ttft`, `itl`, `frontier`, `break-even`, `kv` or `phases`."""
+    """`throughput`, `ttft`, `itl`, `frontier`, `overview`, `break-even`, `kv` or `phases`."""
     mode: str
     """`live` or `replay`, of served requests; empty for `decode`, and for what does not depend on it."""
     title: str
@@ -59,6 +60,7 @@ def draw_all(read: Frames, folder: Path, *, drawn: bool = True, pdf: bool = Fals
     studio = Studio(folder, style.Style.of(read.everything), drawn=drawn, formats=formats)
     if drawn:
         folder.mkdir(parents=True, exist_ok=True)
+    _draw_overview(read, studio)
     _draw_lines(read.points, studio)
     _draw_lines(read.served, studio)
     _draw_break_even(read, studio)
@@ -105,6 +107,17 @@ def _draw_lines(points: pd.DataFrame, studio: Studio) -> None:
                 studio.add(subject, told, group, draw)
 
 
+def _draw_overview(read: Frames, studio: Studio) -> None:
+    """Each layout over the best other one: a figure for decode, one for live runs and one for replays."""
+    rows, lost = overview.against_others(read), overview.no_room(read)
+    draw = functools.partial(figures.draw_overview, lost=lost)
+    for mode, found in rows.groupby("mode", sort=False) if len(rows) else ():
+        models = first_of(found, "model", MOST_LENGTHS)
+        group, note = thinned(found[found["model"].isin(models)], rate="ratio")
+        told = f"Output of each layout over the best other one{'' if mode == 'decode' else f', {mode}'}{note}"
+        studio.add(OVERVIEW, told, group, draw, figures.alt_overview(told, group))
+
+
 def _draw_break_even(read: Frames, studio: Studio) -> None:
     """DCP over its baseline: a figure for decode, one for live runs and one for replays, over all models."""
     ratios = read.findings.ratios
@@ -144,9 +157,9 @@ class Studio:
     def _name(self, subject: str, mode: str, points: pd.DataFrame) -> str:
         """A file name of plain letters, whatever the model is called, and no name twice."""
         parts = ["serve", subject, mode] if mode else [subject]
-        parts += [points["load_arrival"].iloc[0]] if mode and subject != BREAK_EVEN else []
+        parts += [points["load_arrival"].iloc[0]] if mode and subject not in (BREAK_EVEN, OVERVIEW) else []
         kind = "-".join(parts)
-        model = "all" if subject == BREAK_EVEN else points["model"].iloc[0]
+        model = "all" if subject in (BREAK_EVEN, OVERVIEW) else points["model"].iloc[0]
         run = points["run"].iloc[:1] if subject in (PHASES, KV) and len(self.look.runs) > 1 else ()
         name = "-".join(
             re.sub(r"[^A-Za-z0-9_]+", "-", str(part)).strip("-")[:40] or "unnamed" for part in (kind, model, *run)

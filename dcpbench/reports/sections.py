@@ -6,12 +6,29 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from dcpbench.points.names import LIVE, MODES, REPLAY
-from dcpbench.reports import answer, answer_tables, chosen, exchanges, explain, figures, findings, sync_sites, tables
+from dcpbench.reports import (
+    answer,
+    answer_tables,
+    chosen,
+    exchanges,
+    explain,
+    figures,
+    findings,
+    overview,
+    sync_sites,
+    tables,
+    words,
+)
+from dcpbench.show.text import capital
 
 if TYPE_CHECKING:
     from dcpbench.reports.frames import Frames
     from dcpbench.reports.plots import Picture
     from dcpbench.reports.tables import Table
+
+
+FOLDED = "The answer in full"
+"""Above the bullets of a section that are behind a click."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -20,15 +37,25 @@ class Section:
 
     slug: str
     title: str
+    lead: str = ""
+    """The sentence that answers."""
+    aside: str = ""
+    """What changes how numbers beside it are to be read."""
+    first: list[Picture] = dataclasses.field(default_factory=list)
+    """Pictures above everything but the lead."""
     paragraphs: list[str] = dataclasses.field(default_factory=list)
     bullets: list[str] = dataclasses.field(default_factory=list)
+    folded: list[str] = dataclasses.field(default_factory=list)
+    """More of them, behind a click on FOLDED."""
     commands: list[str] = dataclasses.field(default_factory=list)
     tables: list[Table] = dataclasses.field(default_factory=list)
     pictures: list[Picture] = dataclasses.field(default_factory=list)
 
     def is_more_than_tables(self) -> bool:
         """Whether it says or shows anything besides tables."""
-        return bool(self.paragraphs or self.bullets or self.commands or self.pictures)
+        return bool(
+            self.lead or self.folded or self.first or self.paragraphs or self.bullets or self.commands or self.pictures
+        )
 
 
 def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
@@ -54,7 +81,11 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
         Section(
             slug="answer",
             title="The answer",
-            bullets=first,
+            lead=overview.sentence(frames),
+            aside=capital(words.SEPARATOR.join(overview.caveats(frames))),
+            first=drawn("overview"),
+            bullets=overview.short(frames),
+            folded=first,
             pictures=drawn("break-even"),
             tables=[*grids, defined("output throughput", "ratio, ×", "DCP pays", "clearly")] if grids else [],
         ),

@@ -106,7 +106,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, Path]:
     return report(tmp_path_factory.mktemp("small"), small())
 
 
-FIGURES = [*(f"{kind}-kimi-k2" for kind in ("throughput", "itl", "frontier", "phases", "kv")), "break-even-all"]
+FIGURES = [
+    *(f"{kind}-kimi-k2" for kind in ("throughput", "itl", "frontier", "phases", "kv")),
+    "break-even-all",
+    "overview-all",
+]
 """Of a report about `small`, without their endings."""
 
 
@@ -141,7 +145,7 @@ def test_the_page_needs_nothing_but_itself(written: tuple[Page, Path]) -> None:
 def test_every_picture_says_what_it_shows_to_those_who_cannot_see_it(written: tuple[Page, Path]) -> None:
     """Six figures, six alternative texts that name the layouts."""
     page, _ = written
-    assert len(page.alts) == 6
+    assert len(page.alts) == 7
     assert all("tp4·dcp4" in alt for alt in page.alts)
 
 
@@ -331,7 +335,7 @@ def test_many_points_stay_a_small_page(tmp_path: Path, monkeypatch: pytest.Monke
     out = tmp_path / "report"
     page, _ = report_of(tmp_path / "run", out)
     assert (out / "report.html").stat().st_size < 2_000_000
-    assert len(page.alts) == 11
+    assert len(page.alts) == 12
     assert "2 of 68 points measured more than once disagree by more than 2 %" in page.text
 
 

@@ -96,7 +96,13 @@ class TestReport:
         figures = {p.stem for p in (written / "report" / "figures").iterdir()}
         kinds = ("throughput", "ttft", "itl", "frontier")
         drawn = {f"serve-{kind}-{mode}-closed-kimi-k2" for kind in kinds for mode in ("live", "replay")}
-        assert figures == drawn | {"serve-break-even-live-all", "serve-break-even-replay-all", "kv-kimi-k2"}
+        assert figures == drawn | {
+            "serve-overview-live-all",
+            "serve-overview-replay-all",
+            "serve-break-even-live-all",
+            "serve-break-even-replay-all",
+            "kv-kimi-k2",
+        }
 
     def test_how_far_replay_lies_from_live_has_a_table_of_its_own(self, written: Path) -> None:
         """Every step 3 % faster: 1.03 times the rate, and 1 / 1.03 - 1 = -2.9 % of each latency."""
@@ -131,7 +137,7 @@ class TestReport:
 
     def test_the_page_says_what_each_picture_shows(self, written: Path) -> None:
         page = (written / "report" / "report.html").read_text(encoding="utf-8")
-        assert page.count("<img ") == page.count(' alt="') == 11
+        assert page.count("<img ") == page.count(' alt="') == 13
         assert 'id="serving-live"' in page
         assert "http" not in NAMESPACE.sub("", page).replace("http-equiv", "")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dcpbench.reports import export, findings, frames, markdown, plots, sections
+from dcpbench.reports import export, findings, frames, markdown, overview, plots, sections
 
 RESULTS = Path(__file__).parents[2] / "results"
 LINES = [
@@ -34,7 +34,7 @@ def test_a_committed_report_says_what_its_records_say(
     runs, out, how = arguments(typed)
     read = frames.load(runs, **how)
     pictures = plots.draw_all(read, tmp_path / "figures")
-    title = "dcpbench: " + ", ".join(run.name for run in read.runs)
+    title = overview.title(read)
     text = markdown.render(title, sections.report(read, pictures), tmp_path)
     assert text == Path(out, "report.md").read_text(encoding="utf-8"), "run `make results` and commit what it wrote"
     export.write_csv(read, tmp_path / "points.csv")

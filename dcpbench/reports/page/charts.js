@@ -76,7 +76,7 @@ dcp.charts = (() => {
     const spread = points.some((p) => known(p[low]) && p[low] !== p[high]);
     const colour = dcp.series(look.colour);
     return {
-      x: points.map(x), y: points.map((p) => p[y]), mode: "lines+markers", tip: (i) => tipOf(points[i]),
+      x: points.map(x), y: points.map((p) => p[y]), own: points, mode: "lines+markers", tip: (i) => tipOf(points[i]),
       line: { color: colour, dash: dcp.dash(look.dash), width: 2 }, marker: { color: colour, symbol: shape(look, points[0].mode), size: 8, line: { color: colour, width: 1.5 } },
       error_y: spread ? dcp.spread(...[y, low, high].map((name) => points.map((p) => p[name])), { thickness: 1.3, width: 4, color: colour }) : { visible: false },
     };
@@ -132,6 +132,36 @@ dcp.charts = (() => {
     const level = { type: "line", xref: "paper", x0: 0, x1: 1, y0: 1, y1: 1, line: { color: "var(--ink)", width: 1.5 } };
     const yaxis = { type: "linear", range: [least - margin, most + margin], nticks: 6, ticksuffix: "×", title: { text: figure.axis ?? "with DCP / without" } };
     return { items, note: `${AHEAD} ${note}`.trim(), panels: panels.map((panel) => ({ ...panel, layout: { ...panel.layout, yaxis, shapes: [level] } })) };
+  }
+
+  /** Each layout over the best other one, with the least load from which on DCP is ahead, and what had no room. */
+  function overview(figure, points) {
+    const axis = "over the best other layout";
+    const compared = points.filter((p) => known(p.other_ratio));
+    const { panels, items, note } = overLoad({ ...figure, axis }, compared, [["other_ratio", "ratio"]]);
+    const on = switchedOn(figure, compared);
+    const ratios = [...on.map((p) => p.other_ratio), 1];
+    const margin = (Math.max(...ratios) - Math.min(...ratios)) * 0.08 || 0.05;
+    const yaxis = { type: "linear", range: [Math.min(...ratios) - margin, Math.max(...ratios) + margin], nticks: 6, ticksuffix: "×", title: { text: axis } };
+    const label = (words, more) => ({ text: dcp.text(words), xref: "paper", yref: "paper", showarrow: false, font: { size: 12, color: "var(--soft)" }, ...more });
+    const drawn = panels.map((panel) => {
+      const inside = on.filter((p) => p.panel === panel.key);
+      const loads_ = [...grouped(inside, along)].sort(([a], [b]) => a - b);
+      const wins = loads_.map(([, own]) => own.some((p) => p.dcp > 1 && !p.misses && p.other_ratio > 1 + data.level));
+      const from = loads_[wins.lastIndexOf(false) + 1]?.[0];
+      const shapes = [
+        { type: "rect", layer: "below", xref: "paper", x0: 0, x1: 1, y0: 1 - data.level, y1: 1 + data.level, fillcolor: "var(--panel)", line: { width: 0 } },
+        { type: "line", xref: "paper", x0: 0, x1: 1, y0: 1, y1: 1, line: { color: "var(--ink)", width: 1.5 } },
+        ...(from === undefined ? [] : [{ type: "line", yref: "paper", x0: from, x1: from, y0: 0, y1: 1, line: { color: "var(--soft)", width: 1.5, dash: "dot" } }]),
+      ];
+      const full = [...grouped(data.no_room.filter((lost) => lost.panel === panel.key), (lost) => lost.layout)];
+      const said = full.map(([layout, lost], i) => label(`${layout}: no room from ${plain(Math.min(...lost.map((l) => l.concurrency)))}`, { x: 1, y: 0.01 + 0.08 * i, xanchor: "right", yanchor: "bottom" }));
+      if (from !== undefined) said.push(label(`DCP ahead from ${plain(from)}`, { x: 0.02, y: 1, xanchor: "left", yanchor: "top" }));
+      const traces = panel.traces.map((trace) => ({ ...trace, marker: { ...trace.marker, symbol: trace.own.map((p) => shape(series[p.series], p.misses ? "replay" : "")) } }));
+      return { ...panel, traces, layout: { ...panel.layout, yaxis, shapes, annotations: said } };
+    });
+    const hollow = on.some((p) => p.misses) ? "Hollow marks miss the SLO. " : "";
+    return { items, panels: drawn, note: `Above 1 a layout is ahead of the best other one; in the band (± ${plain(100 * data.level)} %) they are level. ${hollow}${note}`.trim() };
   }
 
   /** Points that no other beats in both, fastest user first. */
@@ -266,7 +296,7 @@ dcp.charts = (() => {
 
   const NEEDS = {
     throughput: "an output rate", ttft: "a TTFT", itl: "an ITL", frontier: "both a speed for one user and an output per GPU",
-    "break-even": "a baseline without DCP", kv: "a KV capacity", phases: "a profiled step", explore: "both numbers",
+    overview: "another layout to be compared with", "break-even": "a baseline without DCP", kv: "a KV capacity", phases: "a profiled step", explore: "both numbers",
   };
 
   return {
@@ -274,6 +304,6 @@ dcp.charts = (() => {
     throughput: (figure, points) => overLoad({ ...figure, axis: "output (tok/s)" }, points, [["output_tok_s", "output"]]),
     ttft: (figure, points) => overLoad({ ...figure, axis: "time to first token (ms)" }, points, [["ttft_p50_ms", "p50"], ["ttft_p99_ms", "p99"]]),
     itl: (figure, points) => overLoad({ ...figure, axis: "inter-token latency (ms)" }, points, [[points.some((p) => known(p.step_ms)) ? "step_ms" : "itl_p50_ms", "p50"], ["itl_p99_ms", "p99"]]),
-    "break-even": breakEven, frontier, kv, phases, explore,
+    overview, "break-even": breakEven, frontier, kv, phases, explore,
   };
 })();

@@ -12,7 +12,8 @@ from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import CLOSED, GAMMA, LIVE
 from dcpbench.points.point import AXES, LOAD_AXES, Load, Point
 from dcpbench.records.metrics import METRIC, PAGE, PAGE_TABLE, Metric
-from dcpbench.reports import style
+from dcpbench.records.stats import REPEATS_AGREE_WITHIN
+from dcpbench.reports import overview, style
 from dcpbench.reports.figures import has_phases, phases_in_ms
 from dcpbench.reports.findings import LOAD
 from dcpbench.reports.frames import same_load
@@ -86,12 +87,14 @@ def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
     series = _Series(frames)
     recorded = _recorded(frames)
     ratios = _ratios(frames)
+    others = _over_others(frames)
     for table in tables:
         part = table.head(max(most - len(rows), 0))
         times = phases_in_ms(part).to_dict("records") if has_phases(part) else [{}] * len(part)
         for named, spent in zip(part.to_dict("records"), times, strict=True):
             row = {str(name): value for name, value in named.items()}
-            row |= ratios.get(tuple(row[name] for name in SAME), {})
+            same = tuple(row[name] for name in SAME)
+            row |= ratios.get(same, {}) | others.get(same, {})
             phases |= dict.fromkeys(map(str, spent))
             rows.append(_row(row, {str(k): v for k, v in spent.items()}) | series.of(row) | _command(row, recorded))
     total = sum(map(len, tables))
@@ -107,9 +110,25 @@ def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
         "unmarked": UNMARKED,
         "watermark": figures.WATERMARK,
         "log_range": figures.LOG_RANGE,
+        "level": REPEATS_AGREE_WITHIN,
+        "no_room": _no_room(frames),
         "filters": FILTERS,
         "colours": COLOURS,
     }
+
+
+def _no_room(frames: Frames) -> list[dict[str, Any]]:
+    """For which points of `decode` there was no room, in the panel that each would have been in."""
+    lost = overview.no_room(frames)
+    rows = lost[lost["mode"] == "decode"].to_dict("records") if len(lost) else []
+    return [
+        {
+            "panel": f"{r['model']}, context {r['context']:,} tokens",
+            "layout": r["layout"],
+            "concurrency": r["concurrency"],
+        }
+        for r in rows
+    ]
 
 
 SAME = [*LOAD, "label"]
@@ -125,6 +144,19 @@ def _ratios(frames: Frames) -> dict[tuple[str, ...], dict[str, Any]]:
     names = {"ratio": "dcp_ratio", "low": "dcp_ratio_low", "high": "dcp_ratio_high"}
     kept = found.rename(columns=names)[[*SAME, *names.values(), "baseline", "verdict"]].to_dict("records")
     return {tuple(row[name] for name in SAME): {str(k): v for k, v in row.items()} for row in kept}
+
+
+def _over_others(frames: Frames) -> dict[tuple[str, ...], dict[str, Any]]:
+    """What overview says of each layout's best point of a load."""
+    found = overview.against_others(frames)
+    if found.empty:
+        return {}
+    kept = found.drop_duplicates(SAME, keep=False)
+    return {
+        tuple(row[name] for name in SAME): {"other_ratio": row["ratio"], "rival": row["rival"], "who": row["who"]}
+        | {"misses": None if row["meets"] else 1}
+        for row in kept.to_dict("records")
+    }
 
 
 def _row(row: dict[str, Any], phases: dict[str, Any]) -> dict[str, Any]:
@@ -146,6 +178,10 @@ def _row(row: dict[str, Any], phases: dict[str, Any]) -> dict[str, Any]:
         "kv_bounded_by": row["kv_bounded_by"],
         "baseline": row.get("baseline"),
         "verdict": row.get("verdict"),
+        "other_ratio": _number(row.get("other_ratio")),
+        "rival": row.get("rival"),
+        "who": row.get("who"),
+        "misses": row.get("misses"),
         "samples": row.get("samples") or row.get("itl_samples"),
     }
     for field in FIELDS:

@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from dcpbench.reports.page.points import MOST_POINTS, brief, page_data
 from dcpbench.reports.plots import KV
+from dcpbench.reports.sections import FOLDED
 from dcpbench.show import web
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ TITLES = {
     "ttft": "Time to first token, p50 and p99",
     "itl": "Inter-token latency, p50 and p99",
     "frontier": "Throughput per GPU against speed per user",
+    "overview": "Output of each layout over the best other one",
     "break-even": "Output with DCP over that of the same layout without it",
     "kv": "KV cache capacity by layout",
     "phases": "Where a step's time goes",
@@ -87,7 +89,7 @@ def render(
     What comes from records is escaped here, or by web.json_block.
     """
     data = page_data(frames, most)
-    drawn = [chart for section in sections for chart in charts_of(section.pictures)]
+    drawn = [chart for section in sections for chart in charts_of([*section.first, *section.pictures])]
     with_charts = [section.slug for section in sections if charts_of(section.pictures)]
     data["charts"] = [{"slug": c.slug, "kind": c.kind, "workload": c.workload, "mode": c.mode} for c in drawn]
     scripts = [*map(web.read, web.SCRIPTS), *map(own, OWN_SCRIPTS)]
@@ -108,6 +110,8 @@ def render(
         "plotly": "" if plotly else _packed(web.PLOTLY),
         "policy": web.policy(scripts if plotly else [*scripts, web.read(web.PLOTLY)], script_files=bool(plotly)),
         "charts_of": charts_of,
+        "folded": FOLDED,
+        "titles": {section.title for section in sections},
         "charted": TITLES,
         "most_rows": MOST_ROWS,
     }

@@ -115,7 +115,7 @@
     if ("print" in root.dataset) {
       Object.assign(full, { autosize: false, width: Number(element.dataset.paper ?? PAPER_WIDTH), height: element.clientHeight || undefined });
     }
-    const told = traces.map(({ tip, ...trace }) => (tip ? { ...trace, hoverinfo: "none", hovertemplate: "" } : trace));
+    const told = traces.map(({ tip, own, ...trace }) => (tip ? { ...trace, hoverinfo: "none", hovertemplate: "" } : trace));
     await Plotly.react(element, resolved(told, seen), full, { displayModeBar: false, scrollZoom: false, doubleClick: "reset" });
     if (!before) {
       element.on("plotly_hover", ({ points: [point], event }) => {
