@@ -328,6 +328,22 @@ class TestHistory:
         assert "2026-01-08" in text
         assert "0000003" in text
 
+    def test_what_is_said_of_a_mark_stays_beside_it_in_its_own_chart(self, visit: Visit, history: Path) -> None:
+        """Two charts stand beside each other: of the left one's marks nothing is said over the right one."""
+        page = opened(visit, history)
+        page.locator("#table tbody input").first.check()
+        page.wait_for_selector(f"{DRAWN} .points path")
+        chart = page.locator("#charts .chart").first
+        for nth in (1, 20, 38):
+            assert hover(page, nth)
+            tip, own, mark = (x.bounding_box() for x in (page.locator(".tip"), chart, chart.locator(".point").nth(nth)))
+            assert tip
+            assert own
+            assert mark
+            assert own["x"] <= tip["x"]
+            assert tip["x"] + tip["width"] <= own["x"] + own["width"]
+            assert tip["x"] > mark["x"] + mark["width"] or tip["x"] + tip["width"] < mark["x"]
+
     def test_the_table_below_has_every_run_with_a_link_to_its_page(self, visit: Visit, history: Path) -> None:
         page = opened(visit, history)
         page.locator("#table tbody input").first.check()

@@ -120,7 +120,7 @@
     if (!before) {
       element.on("plotly_hover", ({ points: [point], event }) => {
         const say = drawn.get(element).traces[point.curveNumber]?.tip;
-        if (say) showTip(say(point.pointNumber), event);
+        if (say) showTip(say(point.pointNumber), event, element.getBoundingClientRect());
       });
       element.on("plotly_unhover", hideTip);
     }
@@ -129,15 +129,25 @@
   const tip = el("div", { class: "tip", hidden: true, "aria-hidden": "true" }); // tables say the same
   const hideTip = () => { tip.hidden = true; };
 
-  function showTip([title, rows], event) {
+  const ASIDE = 16; // pixels between a pointer and what is said of its mark
+  const LEAST_TIP = 240;
+  const between = (low, value, high) => Math.max(low, Math.min(value, high));
+
+  /** Beside the mark and within its own chart, so that it covers no neighbour; in a narrow one above or below the mark. */
+  function showTip([title, rows], event, chart) {
     tip.replaceChildren(el("strong", {}, title), ...rows.flat().map((words) => el("span", {}, words)));
     if (!tip.isConnected) document.body.append(tip);
     tip.hidden = false;
+    tip.style.left = tip.style.top = "0"; // as wide as it needs, not as the place before left it
+    tip.style.maxWidth = `${Math.min(Math.max(chart.width / 2 - 2 * ASIDE, LEAST_TIP), innerWidth - 8)}px`;
     const { width, height } = tip.getBoundingClientRect();
     const [x, y] = [event.clientX ?? 0, event.clientY ?? 0];
-    const beside = x + 16 + width <= innerWidth ? x + 16 : x - 16 - width;
-    tip.style.left = `${Math.max(4, beside)}px`;
-    tip.style.top = `${Math.max(4, Math.min(y - height / 3, innerHeight - height - 4))}px`;
+    const [left, right] = [Math.max(4, chart.left), Math.min(innerWidth - 4, chart.right)];
+    const side = [x + ASIDE, x - ASIDE - width].find((at) => at >= left && at + width <= right);
+    const above = y - ASIDE - height;
+    const top = side === undefined ? (above >= 4 ? above : y + ASIDE) : between(chart.top, y - height / 3, chart.bottom - height);
+    tip.style.left = `${side ?? between(left, x - width / 2, right - width)}px`;
+    tip.style.top = `${between(4, top, innerHeight - height - 4)}px`;
   }
 
   function redraw() {
