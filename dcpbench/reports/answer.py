@@ -265,7 +265,7 @@ def jumps(points: pd.DataFrame) -> str:
         )
     waves = findings.last_waves(points)
     for same, group in list(waves.groupby(["concurrency", "load_requests", "left"]))[:2] if len(waves) else ():
-        n, requests, left = (f"{int(value):,}" for value in same)
+        n, requests, left = (f"{value:,.0f}" for value in same)
         said.append(
             f"{requests} requests are no multiple of {n}: the last {left} run alone, on average "
             f"{group['decode_batch'].median():.0f} of {n} are in flight, and output at {n} is that much lower."
