@@ -236,6 +236,7 @@ def _rule(rows: pd.DataFrame) -> _Rule:
     near = [dict(zip(g["who"], g["near"], strict=True)) for g in loads]
     ratios = [dict(zip(g["who"], g["ratio"], strict=True)) for g in loads]
     names = _unique(rows["who"])
+    until = {n: list(itertools.accumulate((bool(of.get(n, False)) for of in near), initial=0)) for n in names}
     best = ("", "", 0)
     most: tuple[int, bool, float] = (-1, False, 0.0)
     tokens = [g["tokens"].iloc[0] for g in loads]
@@ -243,8 +244,10 @@ def _rule(rows: pd.DataFrame) -> _Rule:
         for at in range(1, len(loads)) if first != then else [0]:
             if at and tokens[at - 1] == tokens[at]:
                 continue
+            right = until[first][at] + until[then][-1] - until[then][at]
+            if right < most[0]:
+                continue
             taken = [first if i < at else then for i in range(len(loads))]
-            right = sum(bool(near[i].get(name, False)) for i, name in enumerate(taken))
             score = (right, first == then, sum(ratios[i].get(name, 0.0) for i, name in enumerate(taken)))
             if score > most:
                 best, most = (first, then, at), score
