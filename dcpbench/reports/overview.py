@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -110,19 +110,22 @@ def against_others(frames: Frames) -> pd.DataFrame:
     points = points.assign(who=points[who], meets=~(points["slo_excess"].astype(float) > 1))
     ordered = points.sort_values(["meets", "output_tok_s"], ascending=False, kind="stable")
     one = ordered.drop_duplicates([*findings.RIVAL_OF, "who"])
-    rows: list[dict[str, Any]] = []
-    for _, group in one.groupby(findings.RIVAL_OF, sort=False):
-        found = group.to_dict("records")
-        for row in found if len(found) > 1 else ():
-            other = next(o for o in found if o is not row)  # the best comes first
-            clear = other["output_tok_s_low"] > row["output_tok_s_high"]
-            ratio = row["output_tok_s"] / other["output_tok_s"]
-            behind = other["meets"] and clear and other["output_tok_s"] / row["output_tok_s"] > 1 + REPEATS_AGREE_WITHIN
-            same = {str(name): value for name, value in row.items()}
-            rows.append(same | {"ratio": ratio, "rival": other["who"], "near": row["meets"] and not behind})
-    table = pd.DataFrame(rows)
+    groups = one.groupby(findings.RIVAL_OF, sort=False)
+    one = one.assign(group=groups.ngroup(), place=groups.cumcount())
+    # In a load the fastest that meets the SLO comes first: it is the other of all but itself, whose other is the next.
+    rivals = one[one["place"] < 2].assign(place=lambda t: 1 - t["place"]).set_index(["group", "place"])  # noqa: PLR2004
+    keys = pd.MultiIndex.from_arrays([one["group"], (one["place"] > 0).astype(int)])
+    other = rivals.reindex(keys)[["who", "meets", "output_tok_s", "output_tok_s_low"]].set_axis(one.index)
+    found = one["group"].ge(0) & other["who"].notna()
+    one, other = one[found], other[found]
+    clear = other["output_tok_s_low"] > one["output_tok_s_high"]
+    behind = other["meets"].astype(bool) & clear
+    behind &= other["output_tok_s"] / one["output_tok_s"] > 1 + REPEATS_AGREE_WITHIN
+    ratio = one["output_tok_s"] / other["output_tok_s"]
+    table = one.assign(ratio=ratio, rival=other["who"], near=one["meets"] & ~behind)
     by = ["model", "mode", "input_typical", "rest", "concurrency", "tp", "dp", "dcp"]
-    return table if table.empty else table.sort_values(by, kind="stable", ignore_index=True)
+    table = table.sort_values("group", kind="stable").sort_values(by, kind="stable", ignore_index=True)
+    return table.drop(columns=["group", "place"])
 
 
 def no_room(frames: Frames) -> pd.DataFrame:
