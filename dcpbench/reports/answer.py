@@ -15,7 +15,7 @@ from dcpbench.records.metrics import REPLAYED
 from dcpbench.records.record import OURS
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import findings, marks, slo
-from dcpbench.reports.words import short_shapes
+from dcpbench.reports.words import short_shapes, unique
 from dcpbench.show.numbers import count, missing, number, reach, tok_s, with_reach
 from dcpbench.show.text import capital, counted, listed
 
@@ -198,7 +198,7 @@ def ahead(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.DataFrame, *, pay
     alone = _without_baseline(ratios, others)
     if even.empty:
         return f"{alone}." if alone else ""
-    over = listed(_unique(even["baseline"]), "or")
+    over = listed(unique(even["baseline"]), "or")
     loosely = f"Looser, over {over} alone{findings.slo_aside(ratios)}"  # `Looser, over tp4 alone, whether or not …`
     if even["rest"].nunique() > MOST_LENGTHS:
         begins = "DCP starts to pay" if pays else f"{loosely}, DCP is ahead"
@@ -300,7 +300,7 @@ def room(kv: pd.DataFrame) -> str:
         said = f"{r['layout']} holds {r['kv_ratio']:.2f} times as many tokens as tp{r['tp']}"
         clauses.setdefault(said, []).append(str(r["model"]))
     several = len(set(top["model"])) > 1
-    told = [f"{text} ({listed(_unique(models))})" if several else text for text, models in clauses.items()]
+    told = [f"{text} ({listed(unique(models))})" if several else text for text, models in clauses.items()]
     return f"Per GiB of KV memory on each GPU, {'; '.join(told)}."
 
 
@@ -373,7 +373,7 @@ def _winner(row: pd.Series[Any]) -> str:
 def _at(group: list[pd.Series[Any]]) -> str:
     """`8–24`, or the arrivals of loops that are not closed."""
     if any(r["load_arrival"] != CLOSED for r in group):
-        return listed(_unique(r["arrival"] for r in group))
+        return listed(unique(r["arrival"] for r in group))
     values = [int(r["concurrency"]) for r in group]
     return f"{values[0]:,}" + (f"–{values[-1]:,}" if len(values) > 1 else "")
 
@@ -384,7 +384,7 @@ def _pays(group: pd.DataFrame) -> str:
     if missing(first["from"]):
         never = _never(first)
         top = group.sort_values("best", kind="stable").iloc[-1]
-        who = listed(_unique(group["label"])) + " " if len(group) == 1 else ""
+        who = listed(unique(group["label"])) + " " if len(group) == 1 else ""
         where = "" if who else f"{top['label']} "
         last, at = first["measured"][-1], f"{where}at {top['best_at']:,}"
         if never == LOST:
@@ -409,11 +409,7 @@ def _without_baseline(ratios: pd.DataFrame, others: pd.DataFrame) -> str:
     if alone.empty or lost.empty:
         return ""  # where nobody asked for it, nothing is missing
     whys = [said for outcome, said in NOT_RUN.items() if outcome in set(lost["outcome"])]
-    loads = _unique(alone["load"])
+    loads = unique(alone["load"])
     where = f" ({'; '.join(loads)})" if len(loads) <= MOST_SHAPES else ""
     ran = counted(len(alone), "point")
     return f"{ran} with DCP ran where {listed(findings.without_dcp(alone), 'or')} {' or '.join(whys)}{where}"
-
-
-def _unique(values: Iterable[object]) -> list[str]:
-    return list(dict.fromkeys(map(str, values)))

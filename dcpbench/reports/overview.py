@@ -29,6 +29,8 @@ MOST_NAMES = 6
 """Layouts or models of more than this a title counts."""
 ENOUGH = 0.75
 """Of all loads: a rule with one change from one layout to another that holds in fewer is told of each model apart."""
+RULED_BY = ("model", "who", "concurrency", "input_typical", "slo_excess", "meets", "near", "ratio")
+"""Columns of `against_others` that the sentence looks at, besides those of a load."""
 MODELS = {"deepseek-v3": "DeepSeek-V3", "kimi-k2": "Kimi-K2"}
 """As their makers write them."""
 NO_ROOM = re.compile(r"holds .* of KV cache per GPU|KV cache|does not fit|memory")
@@ -41,11 +43,11 @@ def title(frames: Frames) -> str:
     if table.empty:
         return "dcpbench: " + ", ".join(run.name for run in frames.runs)
     parts = [
-        _few([MODELS.get(name, name) for name in _unique(table["model"])], "models"),
-        _few(_unique(table.sort_values(["tp", "dp", "dcp"], kind="stable")["layout"]), "layouts"),
+        _few([MODELS.get(name, name) for name in words.unique(table["model"])], "models"),
+        _few(words.unique(table.sort_values(["tp", "dp", "dcp"], kind="stable")["layout"]), "layouts"),
         hardware(frames),
-        _few(_unique(table["dtype"]), "precisions"),
-        _few(_unique(n for n in table["exchange"] if n not in ("none", UNKNOWN)), "exchanges"),
+        _few(words.unique(table["dtype"]), "precisions"),
+        _few(words.unique(n for n in table["exchange"] if n not in ("none", UNKNOWN)), "exchanges"),
         _dates(frames),
     ]
     return words.SEPARATOR.join(part for part in parts if part and part != UNKNOWN)
@@ -54,7 +56,7 @@ def title(frames: Frames) -> str:
 def hardware(frames: Frames) -> str:
     """`4 × NVIDIA H200`, `CPU`; empty where no record says."""
     table = frames.everything
-    devices = [name for name in _unique(table["device"]) if name not in ("None", UNKNOWN)]
+    devices = [name for name in words.unique(table["device"]) if name not in ("None", UNKNOWN)]
     if frames.cpu or not devices:
         return _few(devices, "devices")
     sizes = sorted({int(n) for n in table["tp"] if not missing(n) and n})
@@ -146,12 +148,12 @@ def sentence(frames: Frames) -> str:
             "This is a functional run on a CPU: it shows that the layouts run, and says nothing about how fast any is."
         )
     table = frames.everything
-    foreign = [name for name in _unique(table["origin"]) if name != OURS]
+    foreign = [name for name in words.unique(table["origin"]) if name != OURS]
     rows = against_others(frames)
     if foreign:
         return _imported(frames, foreign, rows)
     if rows.empty:
-        names = listed(_unique(table["layout"]))
+        names = listed(words.unique(table["layout"]))
         return f"No load was run with two layouts ({names}), so these are measurements without a best one."
     rules = [_rule(rows)]
     if rules[0].share < ENOUGH and len(set(rows["model"])) > 1:
@@ -197,7 +199,7 @@ class _Rule:
 
     def words(self, *, named: bool) -> str:
         """`take tp4, and tp4·dp4 from 32 requests of 32,000 tokens on, up to 1.12× the best other; …`."""
-        model = f"{listed([MODELS.get(m, m) for m in _unique(self.rows['model'])])}: " if named else ""
+        model = f"{listed([MODELS.get(m, m) for m in words.unique(self.rows['model'])])}: " if named else ""
         judged = self.rows["slo_excess"].notna().any()
         if not self.loads:
             return f"{model}no layout meets the SLO under any of {counted(self.tried_in_all, 'load')}"
@@ -226,19 +228,20 @@ class _Rule:
     def _with_level(self, after: pd.DataFrame, who: str) -> str:
         loads = after.drop_duplicates(findings.RIVAL_OF).shape[0]
         near = after[after["near"]]["who"].value_counts()
-        same = [name for name in _unique(after["who"]) if name != who and near.get(name, 0) == loads]
+        same = [name for name in words.unique(after["who"]) if name != who and near.get(name, 0) == loads]
         return listed([who, *same], "or")
 
 
 def _rule(rows: pd.DataFrame) -> _Rule:
     """The rule that holds in the most loads: its layout is best or level there, and meets the SLO."""
+    rows = rows[list(dict.fromkeys([*findings.RIVAL_OF, *RULED_BY]))]
     rows = rows.assign(tokens=rows["concurrency"] * rows["input_typical"].fillna(0))
     within = rows[rows.groupby(findings.RIVAL_OF)["meets"].transform("any")]
     loads = [group for _, group in within.groupby(findings.RIVAL_OF, sort=False)]
     loads.sort(key=lambda g: (g["tokens"].iloc[0], g["input_typical"].iloc[0]))
     near = [dict(zip(g["who"], g["near"], strict=True)) for g in loads]
     ratios = [dict(zip(g["who"], g["ratio"], strict=True)) for g in loads]
-    names = _unique(rows["who"])
+    names = words.unique(rows["who"])
     until = {n: list(itertools.accumulate((bool(of.get(n, False)) for of in near), initial=0)) for n in names}
     best = ("", "", 0)
     most: tuple[int, bool, float] = (-1, False, 0.0)
@@ -313,7 +316,3 @@ def _room(frames: Frames) -> Iterable[str]:
 def _trust(frames: Frames) -> str:
     tables = (frames.findings.repeats, findings.served_repeats(frames.served))
     return findings.repeats_sentence([float(value) for table in tables if len(table) for value in table["apart"]])
-
-
-def _unique(values: Iterable[object]) -> list[str]:
-    return list(dict.fromkeys(map(str, values)))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.layout import DEGREES
 from dcpbench.records.record import OURS
+from dcpbench.reports.words import unique
 from dcpbench.show.figures import COLOURS, Line, colour, dashes, marker
 from dcpbench.show.text import one_line
 
@@ -49,7 +50,7 @@ class Style:
         """The style of a whole report."""
         ordered = points.sort_values([*DEGREES], kind="stable")
         columns = (ordered["layout"], points["variant"], points["run"])
-        layouts, variants, runs = (list(dict.fromkeys(map(str, column))) for column in columns)
+        layouts, variants, runs = (unique(column) for column in columns)
         imports = "origin" in points and bool((points["origin"] != OURS).any())
         pairs = zip(ordered["layout"].astype(str), ordered["variant"].astype(str), strict=True)
         return cls(layouts, variants, runs, list(dict.fromkeys(pairs)) if imports else [])

@@ -108,3 +108,8 @@ def shared_shape(rests: Iterable[str]) -> str:
 def _load(point: Point) -> Load:
     assert point.load is not None
     return point.load
+
+
+def unique(values: Iterable[object]) -> list[str]:
+    """Each once, as text, in the order of the first."""
+    return list(dict.fromkeys(map(str, values)))
