@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dcpbench.commands.command import Group, panel
+from dcpbench.points.gpus import GPUS
+from dcpbench.show.text import listed
 
 if TYPE_CHECKING:
     from dcpbench.launch.torchrun import Machines
@@ -137,8 +139,8 @@ class Run(Group):
     )
 
     gpu: str | None = MACHINES(
-        "With --dry-run: plan for such GPUs, whatever this machine has: A100, H20, H100, H200 or B200, all SXM. Default: "
-        "this machine's.",
+        f"With --dry-run: plan for such GPUs, whatever this machine has: {listed([gpu.name for gpu in GPUS], 'or')}, all "
+        "SXM. Default: this machine's.",
         metavar="NAME",
     )
     gpus: int | None = MACHINES("With --gpu: GPUs of a machine. Default: 8.", metavar="N")

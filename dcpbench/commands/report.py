@@ -15,9 +15,7 @@ def report(
         Path | None, typer.Option("-o", "--output", metavar="DIR", help="Default: RUN/report of the first run.")
     ] = None,
     *,
-    pdf: Annotated[
-        bool, typer.Option("--pdf", help="Write each figure as PDF, too, beside PNG and SVG. Takes a third longer.")
-    ] = False,
+    pdf: Annotated[bool, typer.Option("--pdf", help="Write each figure as PDF, too, beside PNG and SVG.")] = False,
     answer: opt.OneAnswer,
 ) -> int:
     """Write the answer, tables, figures and one self-contained HTML page from the records of one or several runs.

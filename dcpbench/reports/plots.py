@@ -32,6 +32,8 @@ MOST_LENGTHS = 9
 MOST_LINES = 16
 MOST_LOADS = 48
 """Of one figure: models and runs with figures of their own, panels, lines in a panel, and points of a line."""
+FORMATS = ("png", "svg")
+"""Of every figure."""
 OVERVIEW, BREAK_EVEN, KV, PHASES = "overview", "break-even", "kv", "phases"
 """Subjects of the figures that are not of figures.LINES; the first two show all models at once."""
 
@@ -56,7 +58,7 @@ def draw_all(read: Frames, folder: Path, *, drawn: bool = True, pdf: bool = Fals
     """Draw every figure that the points allow into `folder`, as `pdf`, too; without `drawn` say which there would be."""
     if read.everything.empty:
         return []
-    formats = ("png", "svg", *(("pdf",) if pdf else ()))
+    formats = (*FORMATS, "pdf") if pdf else FORMATS
     studio = Studio(folder, style.Style.of(read.everything), drawn=drawn, formats=formats)
     if drawn:
         folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +138,7 @@ class Studio:
     folder: Path
     look: style.Style
     drawn: bool = True
-    formats: tuple[str, ...] = ("png", "svg")
+    formats: tuple[str, ...] = FORMATS
     pictures: list[Picture] = dataclasses.field(default_factory=list)
 
     def add(self, subject: str, title: str, points: pd.DataFrame, draw: Draw, alt: str = "") -> None:
