@@ -107,7 +107,9 @@ class Asked:
 
 def attention_cases(asked: Asked) -> list[Case]:
     """Every backend at every size; those of one pool follow each other, so that they can share it."""
-    backends = asked.names("backend", BACKENDS, ("reference" if asked.cpu else "flashinfer", "triton"))
+    flashmla = ("flashmla",) if importlib.util.find_spec("flash_mla") else ()
+    usual = ("reference", "triton") if asked.cpu else ("flashinfer", *flashmla, "triton")
+    backends = asked.names("backend", BACKENDS, usual)
     grid = itertools.product(
         asked.names("lengths", LENGTHS),
         asked.counts("page", (4,), (64,)),

@@ -93,7 +93,7 @@ class Attention(Group):
         "even: all requests have --context rows. uneven: from 1/8 to 15/8 of it, the same in all.", default="even"
     )
     backend: str | None = NAMES(
-        "reference, triton, flashinfer. Default: flashinfer,triton on a GPU; reference,triton on the CPU."
+        "reference, triton, flashinfer, flashmla. Default: triton and those that are installed; reference,triton on the CPU."
     )
     layers: int | None = LAYERS
 

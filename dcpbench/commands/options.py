@@ -67,8 +67,8 @@ class How(Group):
     """How a layer is computed."""
 
     backend: str | None = HOW(
-        "Attention kernel: triton, flashinfer, reference (on GPUs for verify alone), or auto: each point takes the "
-        "fastest. Default: flashinfer where it is installed, else triton; reference on the CPU.",
+        "Attention kernel: triton, flashinfer, flashmla (Hopper GPUs, pages of 64), reference (on GPUs for verify alone), "
+        "or auto: each point takes the fastest. Default: flashinfer where it is installed, else triton; reference on the CPU.",
         metavar="NAME,…",
     )
     exchange: str | None = HOW(

@@ -120,8 +120,8 @@ class How(opt.How):
     """Nothing is chosen by itself, and no batch is halved."""
 
     backend: str | None = opt.HOW(
-        "Attention kernel of running requests: triton, flashinfer or, on the CPU, reference. Default: flashinfer where "
-        "it is installed, else triton; reference on the CPU.",
+        "Attention kernel of running requests: triton, flashinfer, flashmla (Hopper GPUs, pages of 64) or, on the CPU, "
+        "reference. Default: flashinfer where it is installed, else triton; reference on the CPU.",
         metavar="NAME,…",
     )
     exchange: str | None = opt.HOW(
@@ -203,7 +203,7 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, run: opt.R
     probe = msgspec.structs.replace(
         times.probe(),
         count=max(times.probe().count, int(times.path["tp"])),
-        packages={"flashinfer": times.environment.flashinfer},
+        packages={"flashinfer": times.environment.flashinfer, "flash_mla": times.environment.flash_mla},
     )
     unsaid = ("overlap", "exchange") if times.path["exchange"] == NO_EXCHANGE else ("overlap",)
     own = {name: value for name, value in times.path.items() if name not in unsaid}

@@ -24,6 +24,7 @@ ENVIRONMENT = (
     ("Triton", "triton"),
     ("NCCL", "nccl"),
     ("FlashInfer", "flashinfer"),
+    ("FlashMLA", "flash_mla"),
     ("Python", "python"),
     ("dcpbench", "dcpbench"),
     ("commit", "git_commit"),

@@ -215,6 +215,7 @@ class DecodeEngine:
                 fill_pages(
                     tables.pages, None, tables.lengths, self.requests.table, slots_B, lengths_B, self.model.share
                 )
+                part.backend.divide()
         return batch
 
     def _shards(self, slots: Sequence[int], positions: Sequence[int]) -> Shards:

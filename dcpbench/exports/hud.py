@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FILE = "hud.json"
 PATH = point_axes(Role.PATH, but=Role.EXCHANGE)
 """What a point says of its path, besides its exchange."""
-PACKAGES = ("torch", "triton", "nccl", "flashinfer", "dcpbench")
+PACKAGES = ("torch", "triton", "nccl", "flashinfer", "flash_mla", "dcpbench")
 GB = 10**9
 BETTER = {"higher": "bigger", "lower": "smaller", "": ""}
 """Directions in the words of the database."""

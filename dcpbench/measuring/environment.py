@@ -29,6 +29,7 @@ PACKAGES = (
     "torch",
     "triton",
     "flashinfer",
+    "flash_mla",
     "nvtx",
     "pynvml",
     "safetensors",
@@ -44,6 +45,7 @@ ON_LOOPBACK = ("NCCL_SOCKET_IFNAME", "lo")
 WANTED_FOR = {
     "triton": "--backend triton and every run on a GPU",
     "flashinfer": f"--backend flashinfer, the default on GPUs; {how_to_install('flashinfer')}",
+    "flash_mla": f"--backend flashmla, on Hopper GPUs; {how_to_install('flashmla')}",
     "pynvml": "clocks, power and throttling in records; pip install nvidia-ml-py",
     "transformers": f"comparing logits with `dcpbench verify --checkpoint`; {how_to_install('test')}",
     "ruptures": f"the change points of `dcpbench dashboard`; {how_to_install('dashboard')}",
@@ -67,6 +69,7 @@ def environment(device: torch.device, command: str) -> Environment:
         triton=_version("triton"),
         nccl=".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         flashinfer=_version("flashinfer"),
+        flash_mla=_version("flash_mla"),
         python=platform.python_version(),
         dcpbench=dcpbench.__version__,
         settings={

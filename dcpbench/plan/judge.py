@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from dcpbench.serving.step_times import StepTimes
 
 SMALLEST_TILE = 16
+HOPPER = "9.0"
+FLASHMLA_PAGE = 64
+LIBRARIES = {"flashinfer": "flashinfer", "flashmla": "flash_mla"}
+"""Values of options that need a library, as our extras are called too, and how each is imported."""
 """Side of the smallest product that the tensor cores take."""
 SYMMETRIC = "symm"
 """Exchange and all-reduce that work inside one machine."""
@@ -166,29 +170,41 @@ def _check_backend(point: Point, shape: ModelShape, machine: Machine) -> None:
             f"--backend {point.backend} needs a latent and a rope width that are powers of two from {SMALLEST_TILE}, "
             f"and {shape.name} has {shape.latent} and {shape.rope}; {instead}."
         )
-    if point.backend == "flashinfer":
-        _check_flashinfer(point, shape, probe)
+    if point.backend in ("flashinfer", "flashmla"):
+        _check_library(point, shape, probe)
 
 
-def _check_flashinfer(point: Point, shape: ModelShape, probe: Probe) -> None:
+def _check_library(point: Point, shape: ModelShape, probe: Probe) -> None:
+    backend = f"--backend {point.backend}"
     if probe.device == "cpu":
-        raise UsageError("--backend flashinfer needs a GPU; on the CPU use --backend reference or --backend triton.")
+        raise UsageError(f"{backend} needs a GPU; on the CPU use --backend reference or --backend triton.")
     if (shape.latent, shape.rope) != (512, 64):
         raise UsageError(
-            f"--backend flashinfer reads KV rows of 512 + 64 numbers and {shape.name} has {shape.latent} + "
-            f"{shape.rope}; use --backend triton."
+            f"{backend} reads KV rows of 512 + 64 numbers and {shape.name} has {shape.latent} + {shape.rope}; use "
+            "--backend triton."
         )
     if point.dtype not in ("bf16", "fp16"):
+        raise UsageError(f"{backend} runs in bf16 and fp16, not {point.dtype}; use --dtype bf16 or --backend triton.")
+    if point.backend == "flashmla":
+        _check_flashmla(point, probe)
+    _check_installed("--backend", point.backend, "triton", probe)
+
+
+def _check_flashmla(point: Point, probe: Probe) -> None:
+    if probe.capability != HOPPER:
+        raise UsageError(f"--backend flashmla needs a Hopper GPU, and {probe.name} is none; use --backend triton.")
+    if point.page_size != FLASHMLA_PAGE:
         raise UsageError(
-            f"--backend flashinfer runs in bf16 and fp16, not {point.dtype}; use --dtype bf16 or --backend triton."
+            f"--backend flashmla reads pages of {FLASHMLA_PAGE} rows, not {point.page_size}; use --page-size "
+            f"{FLASHMLA_PAGE} or --backend triton."
         )
-    _check_installed("--backend", "triton", probe)
 
 
-def _check_installed(option: str, instead: str, probe: Probe) -> None:
-    if not probe.packages.get("flashinfer"):
+def _check_installed(option: str, library: str, instead: str, probe: Probe) -> None:
+    """`library` as an option's value and as our extra is called."""
+    if not probe.packages.get(LIBRARIES[library]):
         raise MissingPackageError(
-            f"{option} flashinfer: FlashInfer cannot be imported; {how_to_install('flashinfer')}, or use {option} "
+            f"{option} {library}: {LIBRARIES[library]} cannot be imported; {how_to_install(library)}, or use {option} "
             f"{instead}."
         )
 
@@ -295,7 +311,7 @@ def _check_prefill(point: Point, load: Load, shape: ModelShape, probe: Probe) ->
         return
     if probe.device == "cpu":
         raise UsageError("--prefill flashinfer needs a GPU; use --prefill sdpa.")
-    _check_installed("--prefill", "sdpa", probe)
+    _check_installed("--prefill", "flashinfer", "sdpa", probe)
     if (shape.nope + shape.rope, shape.value) != (NOPE + ROPE, VALUE) or point.dtype not in ("bf16", "fp16"):
         raise UsageError(
             f"--prefill flashinfer takes keys of {NOPE + ROPE} and values of {VALUE} numbers in bf16 or fp16, and "

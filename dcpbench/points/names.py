@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-BACKENDS = ("reference", "triton", "flashinfer")
+BACKENDS = ("reference", "triton", "flashinfer", "flashmla")
 """What --backend can be; kernels/attention makes them."""
 EXCHANGES = ("ag_rs", "a2a", "symm")
 """What --exchange can be; exchange/ makes them."""
 AUTO = "auto"
 """A backend or an exchange that is measured for and chosen when a point is warmed up."""
-TIMED_BACKENDS = ("triton", "flashinfer")
+TIMED_BACKENDS = BACKENDS[1:]
 """Those that --backend auto tries; the reference is not for timing."""
 ALL_REDUCES = ("nccl", "symm")
 """What --all-reduce can be."""

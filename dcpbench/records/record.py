@@ -189,6 +189,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     triton: str | None = None
     nccl: str | None = None
     flashinfer: str | None = None
+    flash_mla: str | None = None
     python: str = ""
     dcpbench: str = ""
     settings: dict[str, str] = {}

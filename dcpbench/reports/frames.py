@@ -43,7 +43,7 @@ LONGEST_DETAIL = 8_000
 """Characters of a log, of which the end tells most."""
 GPU = "gpu="
 """The setting that makes points of other hardware other points; labels have the hardware itself."""
-SAME_ENVIRONMENT = ("device", "device_count", "torch", "cuda", "nccl", "flashinfer", "triton")
+SAME_ENVIRONMENT = ("device", "device_count", "torch", "cuda", "nccl", "flashinfer", "flash_mla", "triton")
 """What runs must share to be repeats of each other."""
 MERGES: dict[str, Callable[[list[float]], float]] = {
     "median": lambda values: statistics.median(map(float, values)),

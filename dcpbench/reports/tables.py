@@ -257,7 +257,9 @@ def runs(frames: Frames) -> Table:
         env = next((r.environment for r in run.records if r.environment), None)
         started = min((r.started_at for r in run.records if r.started_at), default=None)
         versions = [
-            f"{n} {getattr(env, n)}" for n in ("dcpbench", "torch", "cuda", "flashinfer") if getattr(env, n, None)
+            f"{n} {getattr(env, n)}"
+            for n in ("dcpbench", "torch", "cuda", "flashinfer", "flash_mla")
+            if getattr(env, n, None)
         ]
         counts = [str(outcomes.count(outcome)) for outcome in OUTCOMES]
         rows.append(

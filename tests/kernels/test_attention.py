@@ -1,5 +1,10 @@
 """Attention backends against the reference in fp64: the traps are unused memory, empty shards and the LSE's base."""
 
+import dataclasses
+import importlib
+import sys
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +12,11 @@ import torch
 from dcpbench.errors import MissingPackageError, UsageError
 from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
 from dcpbench.kernels.attention.reference import mla_decode
+from dcpbench.kernels.attention.triton_mla import PageTables
 
 NAN = float("nan")
+CUDA = torch.device("cuda")
+FULL = {"latent": 512, "rope": 64}
 
 
 def problem(device, dtype, lengths, *, heads, latent, rope, page_size, seed=0):
@@ -136,7 +144,7 @@ def test_a_new_plan_is_seen_in_the_same_buffers(device):
 def test_an_unknown_backend_is_an_error_that_lists_the_known_ones(device):
     """The message says what to type."""
     spec = problem(device, torch.float32, (1,), heads=1, latent=32, rope=16, page_size=1)[0]
-    with pytest.raises(UsageError, match="reference, triton, flashinfer"):
+    with pytest.raises(UsageError, match="reference, triton, flashinfer, flashmla"):
         make_backend("fa4", spec)
 
 
@@ -146,6 +154,131 @@ def test_a_missing_flashinfer_says_how_to_install_it(device):
     spec = problem(device, torch.float32, (1,), heads=1, latent=32, rope=16, page_size=1)[0]
     with pytest.raises(MissingPackageError, match=r"pip install '\.\[flashinfer\]'"):
         make_backend("flashinfer", spec)
+
+
+def test_a_missing_flashmla_says_how_to_install_it(device, monkeypatch):
+    """Its extra, and what runs without."""
+    monkeypatch.setitem(sys.modules, "flash_mla", None)
+    monkeypatch.delitem(sys.modules, "dcpbench.kernels.attention.flashmla_dense", raising=False)
+    spec = problem(device, torch.float32, (1,), heads=1, latent=32, rope=16, page_size=1)[0]
+    with pytest.raises(MissingPackageError, match=r"pip install '\.\[flashmla\]'.*--backend triton"):
+        make_backend("flashmla", spec)
+
+
+@pytest.fixture
+def flashmla(monkeypatch):
+    """The backend's module over a `flash_mla` whose kernel is the reference, and which says +inf as FlashMLA does."""
+    library = types.ModuleType("flash_mla")
+    interface = types.ModuleType("flash_mla.flash_mla_interface")
+    library.planned = []
+
+    def get_mla_decoding_metadata(lengths, heads, groups, use_legacy):
+        assert (groups, use_legacy) == (1, True)
+        assert heads > 0
+        library.planned.append(lengths.tolist())
+        return lengths.repeat(8, 1).T.contiguous(), torch.cumsum(lengths, 0)
+
+    def flash_mla_with_kvcache(q, kv, pages, lengths, latent, metadata, *, softmax_scale, use_legacy):
+        assert use_legacy
+        assert metadata.tile_scheduler_metadata[:, 0].tolist() == lengths.tolist(), "planned for other lengths"
+        spec = AttentionSpec(
+            batch=len(q),
+            heads=q.shape[2],
+            latent=latent,
+            rope=q.shape[3] - latent,
+            page_size=kv.shape[1],
+            max_pages=pages.shape[1],
+            scale=softmax_scale,
+            dtype=q.dtype,
+            device=q.device,
+        )
+        reference = make_backend("reference", spec)
+        reference.plan(Shards(pages=list(pages.numpy()), lengths=lengths.tolist()))
+        o, lse = q.new_empty(len(q), q.shape[2], latent), torch.empty(len(q), q.shape[2])
+        reference.run(q[:, 0], kv[:, :, 0], o, lse)
+        return o.unsqueeze(1), lse.masked_fill(torch.isneginf(lse), float("inf")).unsqueeze(2)
+
+    library.get_mla_decoding_metadata = get_mla_decoding_metadata
+    interface.flash_mla_with_kvcache = flash_mla_with_kvcache
+    interface.FlashMLASchedMeta = types.SimpleNamespace
+    monkeypatch.setitem(sys.modules, "flash_mla", library)
+    monkeypatch.setitem(sys.modules, "flash_mla.flash_mla_interface", interface)
+    monkeypatch.delitem(sys.modules, "dcpbench.kernels.attention.flashmla_dense", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    yield library
+    sys.modules.pop("dcpbench.kernels.attention.flashmla_dense", None)
+
+
+def on_hopper(spec):
+    """The spec that a backend for Hopper alone is built with."""
+    return dataclasses.replace(spec, device=torch.device("cuda"))
+
+
+@pytest.mark.usefixtures("flashmla")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the library itself is tested there")
+class TestFlashMla:
+    """What lies around FlashMLA's kernel: its plan in fixed buffers, results where they are wanted, and -inf."""
+
+    def backend(self, case, monkeypatch):
+        """Built as on a GPU, with tensors of the CPU."""
+        module = importlib.import_module("dcpbench.kernels.attention.flashmla_dense")
+        monkeypatch.setattr(module, "PageTables", lambda _: PageTables(case[0]))
+        return make_backend("flashmla", on_hopper(case[0]))
+
+    def test_results_are_the_kernels_and_requests_without_rows_say_so(self, device, monkeypatch):
+        case = problem(device, torch.float16, (70, 0, 3), heads=5, latent=512, rope=64, page_size=64)
+        backend = self.backend(case, monkeypatch)
+        backend.plan(case[3])
+        assert_agrees(*case, run(backend, *case[:3]), limit=1e-2)
+
+    def test_a_step_that_fills_the_tables_divides_the_work_in_place(self, flashmla, device, monkeypatch):
+        """A captured graph holds the addresses of the plan."""
+        spec, q, kv, shards = problem(device, torch.float16, (70, 9), heads=4, latent=512, rope=64, page_size=64)
+        backend = self.backend((spec,), monkeypatch)
+        backend.plan(shards)
+        plan = backend.metadata.tile_scheduler_metadata.data_ptr(), backend.metadata.num_splits.data_ptr()
+        backend.tables.lengths.copy_(torch.tensor([12, 0], dtype=torch.int32))
+        backend.divide()
+        assert flashmla.planned[-1] == [12, 0]
+        assert plan == (backend.metadata.tile_scheduler_metadata.data_ptr(), backend.metadata.num_splits.data_ptr())
+        shorter = Shards(pages=shards.pages, lengths=[12, 0])
+        assert_agrees(spec, q, kv, shorter, run(backend, spec, q, kv), limit=1e-2)
+
+    @pytest.mark.parametrize(
+        ("changed", "said"),
+        [
+            ({"page_size": 1}, "reads pages of 64 rows, not 1; use --page-size 64"),
+            ({"latent": 256}, "takes latent 512, rope 64 in bf16 or fp16, not 256, 64"),
+            ({"dtype": torch.float32}, "not 512, 64 in float32; use --backend triton"),
+            ({"device": torch.device("cpu")}, "needs a Hopper GPU"),
+        ],
+    )
+    def test_what_it_cannot_do_is_said_with_what_to_type(self, changed, said, device):
+        spec = problem(device, torch.float16, (70,), heads=4, latent=512, rope=64, page_size=64)[0]
+        with pytest.raises(UsageError, match=said):
+            make_backend("flashmla", dataclasses.replace(on_hopper(spec), **changed))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+def test_flashmla_agrees_with_fp64_at_full_width(heads):
+    """NaN in every row that nobody owns, requests without rows, and lengths that change under a captured graph."""
+    pytest.importorskip("flash_mla")
+    lengths = (1, 4099, 0, 777, 64, 0)
+    spec, q, kv, shards = problem(CUDA, torch.bfloat16, lengths, heads=heads, page_size=64, **FULL)
+    backend = make_backend("flashmla", spec)
+    backend.plan(shards)
+    o, lse = run(backend, spec, q, kv)
+    assert_agrees(spec, q, kv, shards, (o, lse), limit=1e-2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backend.run(q, kv, o, lse)
+    for changed in ([1, 17, 0, 0, 3, 0], [1, 4000, 0, 700, 64, 0], [0] * 6):
+        backend.tables.lengths.copy_(torch.tensor(changed, dtype=torch.int32))
+        backend.divide()
+        o.fill_(NAN)
+        graph.replay()
+        assert_agrees(spec, q, kv, Shards(pages=shards.pages, lengths=changed), (o, lse), limit=1e-2)
 
 
 @pytest.mark.gpu
@@ -159,10 +292,6 @@ def test_bf16_backends_agree_with_fp64_at_full_width(name, heads, page_size):
     backend = make_backend(name, case[0])
     backend.plan(case[3])
     assert_agrees(*case, run(backend, *case[:3]), limit=1e-2)
-
-
-CUDA = torch.device("cuda")
-FULL = {"latent": 512, "rope": 64}
 
 
 @pytest.mark.gpu

@@ -35,9 +35,10 @@ def test_what_is_missing_is_named_with_what_the_readme_types(monkeypatch: pytest
     problems = environment.probe().problems
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert "pip install '.[flashinfer]'" in (ROOT / "README.md").read_text(encoding="utf-8")
-    for extra in ("flashinfer", "dashboard"):
+    for extra in ("flashinfer", "flashmla", "dashboard"):
         for package in project["optional-dependencies"][extra]:
-            name = re.split(r"[^a-z]", package)[0]
+            distribution = re.split(r"[<=>]", package)[0]
+            name = {"sgl-flash-mla": "flash_mla", "flashinfer-python": "flashinfer"}.get(distribution, distribution)
             (said,) = (problem for problem in problems if problem.startswith(f"{name} is missing"))
             assert f"pip install '.[{extra}]'" in said
 

@@ -318,6 +318,23 @@ def test_flashinfer_that_was_typed_but_is_missing_is_rejected_with_how_to_instal
         grid.check_any(expand(probe, backend="flashinfer"))
 
 
+@pytest.mark.parametrize(
+    ("changed", "options", "said"),
+    [
+        ({}, {"page_size": 1}, "reads pages of 64 rows, not 1; use --page-size 64 or --backend triton"),
+        ({"capability": "10.0"}, {}, "needs a Hopper GPU, and NVIDIA H200 is none; use --backend triton"),
+        ({"packages": {}}, {}, r"flash_mla cannot be imported; pip install '.\[flashmla\]'"),
+    ],
+)
+def test_flashmla_says_where_it_cannot_run(changed: dict[str, object], options: dict[str, object], said: str) -> None:
+    """And runs where it can."""
+    able = msgspec.structs.replace(H200X4, capability="9.0", packages={"flash_mla": "1.0.0"})
+    assert [c.error for c in expand(able, backend="flashmla", concurrency=8)] == [None] * 2
+    found = expand(msgspec.structs.replace(able, **changed), backend="flashmla", concurrency=8, **options)
+    with pytest.raises(DcpbenchError, match=said):
+        grid.check_any(found)
+
+
 def test_flashinfer_needs_a_gpu() -> None:
     """On the CPU the error names the other backends."""
     with pytest.raises(UsageError, match="use --backend reference"):

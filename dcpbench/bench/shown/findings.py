@@ -26,7 +26,7 @@ MARKS = {
 }
 
 BASELINES = {
-    "attention": ("flashinfer",),
+    "attention": ("flashinfer", "flashmla"),
     "exchange": ("ag_rs", "ag_rs-bf16"),
     "collectives": ("all-reduce",),
     "padded-slots": ("slot-0-live",),

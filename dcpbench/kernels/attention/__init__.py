@@ -35,6 +35,9 @@ class Backend(Protocol):
         None where `plan` alone can.
         """
 
+    def divide(self) -> None:
+        """Outside the graph, without waiting: divide the work of `tables`, which a step has filled. Nothing without."""
+
     def plan(self, shards: Shards) -> None:
         """Fill the index buffers in place for the next `run`s. len(shards.lengths) is the padded batch size B."""
 
@@ -81,4 +84,12 @@ def make_backend(name: str, spec: AttentionSpec) -> Backend:
                 f"--backend flashinfer needs FlashInfer ({e}); {how_to_install('flashinfer')}, or use --backend triton."
             ) from e
         return FlashInferBackend(spec)
+    if name == "flashmla":
+        try:
+            from dcpbench.kernels.attention.flashmla_dense import FlashMlaBackend
+        except ImportError as e:
+            raise MissingPackageError(
+                f"--backend flashmla needs sgl-flash-mla 1.0 ({e}); {how_to_install('flashmla')}, or use --backend triton."
+            ) from e
+        return FlashMlaBackend(spec)
     raise UsageError(f"--backend {name} does not exist; choose one of {', '.join(BACKENDS)}.")

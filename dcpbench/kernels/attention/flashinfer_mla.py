@@ -60,6 +60,9 @@ class FlashInferBackend:
         self.staging = (first, torch.empty_like(first, pin_memory=True))
         self.plans = 0
 
+    def divide(self) -> None:
+        """See Backend. `plan` does."""
+
     def plan(self, shards: Shards) -> None:
         """See Backend."""
         spec = self.spec

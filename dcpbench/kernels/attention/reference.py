@@ -33,6 +33,9 @@ class ReferenceBackend:
         self.spec = spec
         self.shards: list[tuple[torch.Tensor, int]] = []
 
+    def divide(self) -> None:
+        """See Backend. `plan` does."""
+
     def plan(self, shards: Shards) -> None:
         """See Backend."""
         self.shards = [

@@ -90,6 +90,9 @@ class TritonBackend:
         """See Backend."""
         self.tables.fill(shards)
 
+    def divide(self) -> None:
+        """See Backend. Each run divides its own work."""
+
     def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> None:
         """See Backend."""
         spec = self.spec

@@ -1,0 +1,97 @@
+"""FlashMLA's dense MLA decode for Hopper, from the package sgl-flash-mla, which keeps it under `use_legacy`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from flash_mla import get_mla_decoding_metadata
+from flash_mla.flash_mla_interface import FlashMLASchedMeta, flash_mla_with_kvcache
+
+from dcpbench.errors import UsageError
+from dcpbench.kernels.attention.triton_mla import PageTables
+
+if TYPE_CHECKING:
+    from dcpbench.kernels.attention import AttentionSpec, Shards
+
+PAGE = 64
+"""Rows of a page, the only size that the kernel reads."""
+
+
+@triton.jit
+def _take_kernel(o, lse, lengths, o_out, lse_out, heads, BLOCK_H: tl.constexpr, R: tl.constexpr):
+    """Copies BLOCK_H heads of a request; the log-sum-exp of one without rows is -inf here and +inf there."""
+    b = tl.program_id(0)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    live = h < heads
+    row = b.to(tl.int64) * heads + h
+    found = tl.load(lse + row, mask=live)
+    tl.store(lse_out + row, tl.where(tl.load(lengths + b) == 0, float("-inf"), found), mask=live)
+    place = row[:, None] * R + tl.arange(0, R)[None, :]
+    tl.store(o_out + place, tl.load(o + place, mask=live[:, None]), mask=live[:, None])
+
+
+def take(
+    o_BHR: torch.Tensor, lse_BH: torch.Tensor, lengths_B: torch.Tensor, o_out: torch.Tensor, lse_out: torch.Tensor
+) -> None:
+    """Put FlashMLA's contiguous results where they are wanted, with lse = -inf for requests without rows."""
+    batch, heads, latent = o_out.shape
+    grid = (batch, triton.cdiv(heads, 4))
+    _take_kernel[grid](o_BHR, lse_BH, lengths_B, o_out, lse_out, heads, BLOCK_H=4, R=latent)
+
+
+class FlashMlaBackend:
+    """Splits requests by a plan that a kernel makes on the device from the lengths, once a step, into fixed buffers.
+
+    A run is three kernels: the attention, its own merge, and a copy of outputs and log-sum-exps to where they belong,
+    as FlashMLA allocates what it returns.
+    """
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        if (spec.latent, spec.rope) != (512, 64) or spec.dtype not in (torch.bfloat16, torch.float16):
+            raise UsageError(
+                f"--backend flashmla takes latent 512, rope 64 in bf16 or fp16, not {spec.latent}, {spec.rope} in "
+                f"{str(spec.dtype).removeprefix('torch.')}; use --backend triton."
+            )
+        if spec.page_size != PAGE:
+            raise UsageError(
+                f"--backend flashmla reads pages of {PAGE} rows, not {spec.page_size}; use --page-size {PAGE} or "
+                "--backend triton."
+            )
+        if spec.device.type != "cuda" or torch.cuda.get_device_capability(spec.device) != (9, 0):
+            raise UsageError("--backend flashmla needs a Hopper GPU (H100, H200, H20); use --backend triton.")
+        self.spec = spec
+        self.tables = PageTables(spec)
+        metadata, splits = self._scheduled()
+        self.metadata = FlashMLASchedMeta(tile_scheduler_metadata=metadata, num_splits=splits)
+
+    def _scheduled(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which stretch of which request each multiprocessor takes, and how many parts each request has."""
+        return get_mla_decoding_metadata(self.tables.lengths, self.spec.heads, 1, use_legacy=True)
+
+    def plan(self, shards: Shards) -> None:
+        """See Backend."""
+        self.tables.fill(shards)
+        self.divide()
+
+    def divide(self) -> None:
+        """See Backend."""
+        metadata, splits = self._scheduled()
+        self.metadata.tile_scheduler_metadata.copy_(metadata)
+        self.metadata.num_splits.copy_(splits)
+
+    def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> None:
+        """See Backend."""
+        o, lse = flash_mla_with_kvcache(
+            q_BHQ.unsqueeze(1),
+            kv.unsqueeze(2),
+            self.tables.pages,
+            self.tables.lengths,
+            self.spec.latent,
+            self.metadata,
+            softmax_scale=self.spec.scale,
+            use_legacy=True,
+        )
+        take(o, lse, self.tables.lengths, o_BHR, lse_BH)
