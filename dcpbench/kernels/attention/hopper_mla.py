@@ -177,7 +177,8 @@ def _score(
             mbarrier.wait(q_full, nth & 1)
             for t in range(t0, t1):
                 s = _products(q_tiles, kv_tiles, full, done, zero, STAGES)
-                s = gl.where((t * BLOCK_K + k < length)[None, :], s, float("-inf"))
+                if (t + 1) * BLOCK_K > length:
+                    s = gl.where((t * BLOCK_K + k < length)[None, :], s, float("-inf"))
                 # Finite, as each tile has a live row.
                 new_top = gl.maximum(top, gl.max(s, 1) * scale_log2)
                 p = gl.exp2(s * scale_log2 - new_top[:, None])
