@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dcpbench.kernels import e4m3
+from dcpbench.kernels.e4m3 import LARGEST, e4m3_byte
 from dcpbench.points import layout
 
 if TYPE_CHECKING:
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
 
 NUMBERED_FROM = 8192
 """Tokens from which on programs number the rows that they store, where few are."""
-E4M3_MAX = 448.0
-"""Largest number of float8_e4m3fn, which has no infinity."""
 
 
 def write_kv(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, share: Share, scale: float = 1.0) -> None:
@@ -87,30 +87,8 @@ def as_stored(new: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torc
     """
     if dtype.itemsize > 1:
         return new
-    numbers = (new.float() * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    numbers = (new.float() * (1.0 / scale)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return numbers if dtype == torch.float8_e4m3fn else numbers.view(dtype)
-
-
-@triton.jit
-def e4m3_byte(x, NATIVE: tl.constexpr):
-    """The byte of float8_e4m3fn nearest to an fp32, ties to even, past ±448 the largest; NaN stays NaN, of any sign.
-
-    NATIVE takes the GPU's own cast (compute capability 8.9 on). Otherwise in integers, as older GPUs have no cast and
-    that of Triton's interpreter rounds otherwise. Bits 20 and up of an fp32 are its exponent and the three mantissa
-    bits that stay; the exponents' biases differ by 120. Below 2^-6 all bytes are multiples of 2^-9, the spacing of fp32
-    at 2^14: adding that rounds.
-    """
-    if NATIVE:
-        # As it is: an or with a sign bit behind the cast, two numbers to a thread, came out wrong (ptxas of CUDA 12.8).
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    bits = x.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    finite = tl.minimum(size, 0x43E00000)  # 448.0
-    normal = ((finite + 0x7FFFF + ((finite >> 20) & 1)) >> 20) - (120 << 3)
-    small = (finite.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # 16384.0
-    byte = tl.where(finite >= 0x3C800000, normal, small)  # 2^-6
-    byte = tl.where(size > 0x7F800000, 0x7F, byte)
-    return (byte | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
@@ -240,7 +218,7 @@ def launch(
 ) -> None:
     """One kernel; `owner` is what says whose a place is."""
     fp8 = kv_KQ.element_size() == 1
-    hopper, cast = _abilities(kv_KQ.device)
+    hopper = _launches_dependents(kv_KQ.device)
     _write_kernel[(triton.cdiv(len(places_B), tiles.tile),)](
         kv_KQ.view(torch.uint8) if fp8 else kv_KQ,
         new_BQ,
@@ -251,7 +229,7 @@ def launch(
         1.0 / scale,
         **widths(kv_KQ.shape[1]),
         FP8=fp8,
-        NATIVE=cast,
+        NATIVE=e4m3.has_cast(kv_KQ.device),
         TILE=tiles.tile,
         ROWS=tiles.rows,
         num_warps=tiles.warps,
@@ -263,12 +241,9 @@ def launch(
 
 
 @functools.cache
-def _abilities(device: torch.device) -> tuple[bool, bool]:
-    """Whether a device has dependent launch, and a cast to float8; neither has Triton's interpreter."""
-    if device.type != "cuda" or triton.knobs.runtime.interpret:  # a dry run's tensors say that they are on a GPU
-        return False, False
-    capability = torch.cuda.get_device_capability(device)
-    return capability >= (9, 0), capability >= (8, 9)
+def _launches_dependents(device: torch.device) -> bool:
+    """Hopper and later do; Triton's interpreter does not."""
+    return e4m3.capability(device) >= (9, 0)
 
 
 def widths(width: int) -> dict[str, int]:

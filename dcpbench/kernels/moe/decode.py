@@ -18,6 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
+from dcpbench.kernels import block_scaled
+from dcpbench.kernels.block_scaled import Scaled
+from dcpbench.kernels.e4m3 import LARGEST, e4m3_byte, has_cast
 from dcpbench.kernels.moe.prompts import combine
 
 MOST_ASSIGNMENTS = 4096
@@ -76,8 +79,14 @@ def _plan_kernel(
 
 
 @triton.jit
-def _accumulate(x_MK, w_NK, y, WEIGHT_FIRST: tl.constexpr):
-    if WEIGHT_FIRST:
+def _accumulate(x_MK, w_NK, y, scale_M, WEIGHT_FIRST: tl.constexpr, SCALED: tl.constexpr):
+    """y + x · wᵀ, or its transpose. SCALED: the product of a group of columns, times `scale_M`, is added in fp32."""
+    if SCALED:
+        if WEIGHT_FIRST:
+            y += tl.dot(w_NK, tl.trans(x_MK)) * scale_M[None, :]
+        else:
+            y += tl.dot(x_MK, tl.trans(w_NK)) * scale_M[:, None]
+    elif WEIGHT_FIRST:
         y = tl.dot(w_NK, tl.trans(x_MK), y, input_precision="ieee")
     else:
         y = tl.dot(x_MK, tl.trans(w_NK), y, input_precision="ieee")
@@ -87,10 +96,13 @@ def _accumulate(x_MK, w_NK, y, WEIGHT_FIRST: tl.constexpr):
 @triton.jit
 def _product_kernel(
     x,
+    x_scale,
     weight,
+    weight_scale,
     source,
     tiles,
     out,
+    out_scale,
     columns,
     depth,
     GATED: tl.constexpr,
@@ -101,7 +113,16 @@ def _product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    SCALED: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    NATIVE: tl.constexpr,
+    LEAST: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
+    """SCALED: operands are e4m3 with scales (block_scaled.py), and BLOCK_N divides or is a block of them.
+
+    QUANTISED: so are results, and BLOCK_N is a group of them.
+    """
     blocks = tl.cdiv(columns, BLOCK_N)
     tile = tl.program_id(0) // blocks
     expert = tl.load(tiles + tile)
@@ -114,25 +135,41 @@ def _product_kernel(
     k = tl.arange(0, BLOCK_K)
     x_at = x + read.to(tl.int64)[:, None] * depth + k[None, :]
 
-    n = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = tl.program_id(0) % blocks
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     height = 2 * columns if GATED else columns
     w_row = expert.to(tl.int64) * height + tl.minimum(n, columns - 1)
     w_at = weight + w_row[:, None] * depth + k[None, :]
     up_at = w_at + columns.to(tl.int64) * depth
+    groups = tl.cdiv(depth, BLOCK_K)
+    if SCALED:
+        x_scale_at = x_scale + read.to(tl.int64) * groups
+        w_scale_at = weight_scale + (expert.to(tl.int64) * (height // 128) + block * BLOCK_N // 128) * groups
+        up_scale_at = w_scale_at + columns // 128 * groups
     y = tl.zeros([BLOCK_N, ROWS] if WEIGHT_FIRST else [ROWS, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_N, ROWS] if WEIGHT_FIRST else [ROWS, BLOCK_N], tl.float32)
-    for at in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
+    for group in tl.range(0, groups, num_stages=STAGES):
+        at = group * BLOCK_K
         inside = (at + k < depth)[None, :]
         x_MK = tl.load(x_at + at, mask=inside, other=0.0)
-        y = _accumulate(x_MK, tl.load(w_at + at, mask=inside, other=0.0), y, WEIGHT_FIRST)
+        scale_M = tl.load(x_scale_at + group) if SCALED else 1.0
+        of_w = scale_M * tl.load(w_scale_at + group) if SCALED else 1.0
+        y = _accumulate(x_MK, tl.load(w_at + at, mask=inside, other=0.0), y, of_w, WEIGHT_FIRST, SCALED)
         if GATED:
-            up = _accumulate(x_MK, tl.load(up_at + at, mask=inside, other=0.0), up, WEIGHT_FIRST)
+            of_up = scale_M * tl.load(up_scale_at + group) if SCALED else 1.0
+            up = _accumulate(x_MK, tl.load(up_at + at, mask=inside, other=0.0), up, of_up, WEIGHT_FIRST, SCALED)
     if GATED:
         y *= tl.sigmoid(y) * up
     if WEIGHT_FIRST:
         y = tl.trans(y)
+    if QUANTISED:
+        scale_M = tl.maximum(tl.max(tl.abs(y), 1), LEAST) / LARGEST
+        tl.store(out_scale + row.to(tl.int64) * blocks + block, scale_M, mask=live)
+        result = e4m3_byte(y / scale_M[:, None], NATIVE)
+    else:
+        result = y.to(out.dtype.element_ty)
     to = out + row.to(tl.int64)[:, None] * columns + n[None, :]
-    tl.store(to, y.to(out.dtype.element_ty), mask=live[:, None] & (n < columns)[None, :])
+    tl.store(to, result, mask=live[:, None] & (n < columns)[None, :])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,16 +222,49 @@ def product(x: torch.Tensor, weight: torch.Tensor, plan: Plan, top_k: int, *, ga
         top_k: experts of a token.
         gated: which of the two.
     """
-    _, height, depth = weight.shape
-    columns = height // 2 if gated else height
-    out = torch.empty(plan.source.numel(), columns, dtype=x.dtype, device=x.device)
-    block_n, stages, warps, weight_first = shape_of(plan.rows, depth, gated)
+    out = torch.empty(len(plan.source), _columns(weight, gated), dtype=x.dtype, device=x.device)
+    _launch((x, None), (weight, None), (out, None), plan, top_k, gated, shape_of(plan.rows, weight.shape[-1], gated))
+    return out
+
+
+def scaled_gate_up(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> Scaled:
+    """`product` where gated, of e4m3 with scales and into it; D and I are multiples of 128."""
+    columns = _columns(weight.data, gated=True)
+    data = torch.empty(len(plan.source), columns, dtype=x.data.dtype, device=x.data.device)
+    scale = torch.empty(len(plan.source), columns // block_scaled.BLOCK, device=x.data.device)
+    operands = (x.data, x.scale), (weight.data, weight.scale), (data.view(torch.uint8), scale)
+    _launch(*operands, plan, top_k, gated=True, shape=(128, 5, 4, True))
+    return Scaled(data, scale)
+
+
+def scaled_down(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> torch.Tensor:
+    """`product` where not gated, of e4m3 with scales and into bf16; I and D are multiples of 128."""
+    depth = weight.data.shape[-1]
+    out = torch.empty(len(plan.source), weight.data.shape[1], dtype=torch.bfloat16, device=x.data.device)
+    shape = (128, 2, 8, True) if depth <= 256 else (128, 3, 4, True)
+    _launch((x.data, x.scale), (weight.data, weight.scale), (out, None), plan, top_k, gated=False, shape=shape)
+    return out
+
+
+Operand = tuple[torch.Tensor, torch.Tensor | None]
+"""Numbers, and the scales of e4m3."""
+Shape = tuple[int, int, int, bool]
+"""Columns of a program, stages, warps, whether weights are the first operand."""
+
+
+def _columns(weight: torch.Tensor, gated: bool) -> int:
+    return weight.shape[1] // 2 if gated else weight.shape[1]
+
+
+def _launch(x: Operand, weight: Operand, out: Operand, plan: Plan, top_k: int, gated: bool, shape: Shape) -> None:
+    columns, depth = out[0].shape[1], weight[0].shape[-1]
+    block_n, stages, warps, weight_first = shape
     _product_kernel[(plan.tiles.shape[1] * triton.cdiv(columns, block_n),)](
-        x,
-        weight,
+        *x,
+        *weight,
         plan.source,
         plan.tiles,
-        out,
+        *out,
         columns,
         depth,
         GATED=gated,
@@ -205,13 +275,17 @@ def product(x: torch.Tensor, weight: torch.Tensor, plan: Plan, top_k: int, *, ga
         BLOCK_N=block_n,
         BLOCK_K=128,
         STAGES=stages,
+        SCALED=weight[1] is not None,
+        QUANTISED=out[1] is not None,
+        NATIVE=has_cast(out[0].device),
+        LEAST=block_scaled.LEAST,
+        LARGEST=LARGEST,
         num_warps=warps,
     )
-    return out
 
 
-def shape_of(rows: int, depth: int, gated: bool) -> tuple[int, int, int, bool]:
-    """(columns of a program, stages, warps, whether weights are the first operand), in steps of 128 numbers.
+def shape_of(rows: int, depth: int, gated: bool) -> Shape:
+    """Of bf16's kernel, in steps of 128 numbers.
 
     Fastest of some 500 on an H200 with DeepSeek-V3's experts whole and cut by 2, 4 and 8; docs/kernels-moe.md.
     """
@@ -236,4 +310,21 @@ def experts(
     found = plan(ids_Tk, first, local)
     hidden_II = product(x_TD, gate_up, found, top_k, gated=True)
     y_ID = product(hidden_II, down, found, top_k, gated=False)
+    return combine(y_ID, weights_Tk, ids_Tk, found.place, shared_TD, first, local)
+
+
+def scaled_experts(
+    x_TD: torch.Tensor,
+    gate_up: Scaled,
+    down: Scaled,
+    weights_Tk: torch.Tensor,
+    ids_Tk: torch.Tensor,
+    first: int,
+    shared_TD: torch.Tensor,
+) -> torch.Tensor:
+    """`experts` over e4m3 weights with scales; tokens are quantised once, hidden rows by the product that makes them."""
+    local, top_k = len(gate_up.data), ids_Tk.shape[1]
+    found = plan(ids_Tk, first, local)
+    hidden = scaled_gate_up(block_scaled.quantise_rows(x_TD), gate_up, found, top_k)
+    y_ID = scaled_down(hidden, down, found, top_k)
     return combine(y_ID, weights_Tk, ids_Tk, found.place, shared_TD, first, local)

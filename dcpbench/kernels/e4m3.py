@@ -1,0 +1,47 @@
+"""float8_e4m3fn in Triton, where a GPU has a cast for it and where there is none."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+LARGEST = 448.0
+"""Number of float8_e4m3fn, which has no infinity."""
+
+
+@triton.jit
+def e4m3_byte(x, NATIVE: tl.constexpr):
+    """The byte of float8_e4m3fn nearest to an fp32, ties to even, past ±448 the largest; NaN stays NaN, of any sign.
+
+    NATIVE takes the GPU's own cast (compute capability 8.9 on). Otherwise in integers, as older GPUs have no cast and
+    that of Triton's interpreter rounds otherwise. Bits 20 and up of an fp32 are its exponent and the three mantissa
+    bits that stay; the exponents' biases differ by 120. Below 2^-6 all bytes are multiples of 2^-9, the spacing of fp32
+    at 2^14: adding that rounds.
+    """
+    if NATIVE:
+        # As it is: an or with a sign bit behind the cast, two numbers to a thread, came out wrong (ptxas of CUDA 12.8).
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    finite = tl.minimum(size, 0x43E00000)  # 448.0
+    normal = ((finite + 0x7FFFF + ((finite >> 20) & 1)) >> 20) - (120 << 3)
+    small = (finite.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # 16384.0
+    byte = tl.where(finite >= 0x3C800000, normal, small)  # 2^-6
+    byte = tl.where(size > 0x7F800000, 0x7F, byte)
+    return (byte | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Of a GPU; (0, 0) of a CPU, and in Triton's interpreter: a dry run's tensors say that they are on a GPU."""
+    if device.type != "cuda" or triton.knobs.runtime.interpret:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
+
+
+def has_cast(device: torch.device) -> bool:
+    """Whether `e4m3_byte` may be NATIVE."""
+    return capability(device) >= (8, 9)
