@@ -16,7 +16,7 @@ from dcpbench.plan.options import parse_bytes
 from dcpbench.points.batches import padded_batch
 from dcpbench.points.layout import Prefix, local_length
 from dcpbench.points.names import BACKENDS, EXCHANGES
-from dcpbench.points.shapes import KV_WIDTH, LATENT, VALUE, load_shape
+from dcpbench.points.shapes import KV_WIDTH, LATENT, SCALE_BLOCK, VALUE, load_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -159,17 +159,25 @@ def moe_cases(asked: Asked) -> list[Case]:
     usable = MOE_VARIANTS if importlib.util.find_spec("deep_gemm") and not asked.cpu else MOE_VARIANTS[:-1]
     names = asked.names("variant", MOE_VARIANTS, usable)
     cases = []
-    for n, b, kind, product, name in itertools.product(
+    for n, b, kind, weights, product, name in itertools.product(
         asked.counts("tp", (1, 2), (1, 4, 8)),
         asked.counts("requests", (1, 4), (8, 32, 128)),
         asked.names("rows", MOE_ROWS),
+        asked.names("weights", DTYPES),
         MOE_PRODUCTS,
         names,
     ):
         if shape.moe_inter % n:
             raise UsageError(f"--tp {n} does not divide {shape.name}'s experts, {shape.moe_inter} wide; try --tp 1.")
         model = {"experts": shape.experts, "top_k": shape.top_k, "hidden": shape.hidden, "width": shape.moe_inter // n}
-        cases.append(asked.case(name, product=product, **model, requests=b, rows=kind))
+        if weights == "fp8" and name == "torch" and not asked.typed["variant"]:
+            continue
+        if weights == "fp8" and (model["width"] % SCALE_BLOCK or shape.hidden % SCALE_BLOCK):
+            raise UsageError(
+                f"--weights fp8 needs widths that are multiples of {SCALE_BLOCK}, and {shape.name}'s experts are "
+                f"{model['width']} of {shape.hidden} wide at --tp {n}; try --weights bf16."
+            )
+        cases.append(asked.case(name, product=product, **model, requests=b, weights=weights, rows=kind))
     return cases
 
 

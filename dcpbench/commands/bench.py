@@ -188,6 +188,9 @@ class Moe(Group):
         "the others have no row.",
         default="uniform",
     )
+    weights: str = NAMES(
+        "bf16, or fp8: e4m3 with a scale for each 128 × 128. torch has no product for it.", default="bf16"
+    )
     variant: str | None = NAMES("triton, torch, deepgemm. Default: all that are installed.")
     layers: int | None = LAYERS
 

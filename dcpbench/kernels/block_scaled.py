@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 
 from dcpbench.kernels.e4m3 import LARGEST, e4m3_byte, has_cast
+from dcpbench.points.shapes import SCALE_BLOCK
 
-BLOCK = 128
-"""Numbers along each side of a block, and in a group of a row."""
 GROUPS = 8
 """That a program quantises."""
 LEAST = 1e-10
@@ -48,7 +47,7 @@ def _rows_kernel(
 def quantise_rows(x_TK: torch.Tensor) -> Scaled:
     """Rows [T, K] in groups of 128 columns, each divided by its largest |x| / 448. K must be a multiple of 128."""
     rows, depth = x_TK.shape
-    groups = depth // BLOCK
+    groups = depth // SCALE_BLOCK
     data = torch.empty(rows, depth, dtype=torch.float8_e4m3fn, device=x_TK.device)
     scale = torch.empty(rows, groups, dtype=torch.float32, device=x_TK.device)
     count = rows * groups
@@ -68,7 +67,7 @@ def quantise_rows(x_TK: torch.Tensor) -> Scaled:
 
 def quantise_rows_reference(x_TK: torch.Tensor) -> Scaled:
     """Slow and obvious."""
-    groups = x_TK.float().unflatten(-1, (-1, BLOCK))
+    groups = x_TK.float().unflatten(-1, (-1, SCALE_BLOCK))
     scale = groups.abs().amax(-1).clamp(min=LEAST) / LARGEST
     return Scaled((groups / scale[..., None]).flatten(-2).to(torch.float8_e4m3fn), scale)
 
@@ -76,9 +75,9 @@ def quantise_rows_reference(x_TK: torch.Tensor) -> Scaled:
 def quantise_weight(weight: torch.Tensor) -> Scaled:
     """A weight [..., N, K] in blocks of 128 × 128, those at the lower and right edges maybe smaller."""
     *_, height, depth = weight.shape
-    down, across = -(-height // BLOCK), -(-depth // BLOCK)
-    padded = torch.nn.functional.pad(weight.float(), (0, across * BLOCK - depth, 0, down * BLOCK - height))
-    blocks = padded.unflatten(-1, (across, BLOCK)).unflatten(-3, (down, BLOCK))
+    down, across = -(-height // SCALE_BLOCK), -(-depth // SCALE_BLOCK)
+    padded = torch.nn.functional.pad(weight.float(), (0, across * SCALE_BLOCK - depth, 0, down * SCALE_BLOCK - height))
+    blocks = padded.unflatten(-1, (across, SCALE_BLOCK)).unflatten(-3, (down, SCALE_BLOCK))
     scale = blocks.abs().amax((-3, -1)).clamp(min=LEAST) / LARGEST
     data = (blocks / scale[..., :, None, :, None]).flatten(-4, -3).flatten(-2)[..., :height, :depth]
     return Scaled(data.to(torch.float8_e4m3fn).contiguous(), scale)
@@ -87,10 +86,10 @@ def quantise_weight(weight: torch.Tensor) -> Scaled:
 def dequantise_weight(weight: Scaled) -> torch.Tensor:
     """What it stands for, fp32 [..., N, K]."""
     *_, height, depth = weight.data.shape
-    scale = weight.scale.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
+    scale = weight.scale.repeat_interleave(SCALE_BLOCK, -2).repeat_interleave(SCALE_BLOCK, -1)
     return weight.data.float() * scale[..., :height, :depth]
 
 
 def dequantise_rows(rows: Scaled) -> torch.Tensor:
     """What they stand for, fp32 [T, K]."""
-    return rows.data.float() * rows.scale.repeat_interleave(BLOCK, -1)
+    return rows.data.float() * rows.scale.repeat_interleave(SCALE_BLOCK, -1)

@@ -30,6 +30,8 @@ LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
 """R, P and the widths of a head's keys and values in all published models."""
 KV_WIDTH = LATENT + ROPE
 """Numbers in one of their KV rows."""
+SCALE_BLOCK = 128
+"""Numbers along each side of a block of fp8 weights that has a scale, and in a group of a row that has one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,13 +12,22 @@ from dcpbench.bench.operators import moe
 from dcpbench.bench.operators.moe import Inputs, Moe, Sizes
 from dcpbench.bench.record import Case
 from dcpbench.errors import MissingPackageError, UsageError
+from dcpbench.kernels import block_scaled
+from dcpbench.kernels.block_scaled import Scaled
 
 SIZES = {"experts": 16, "top_k": 4, "hidden": 48, "width": 24}
+WIDE = {"experts": 4, "top_k": 2, "hidden": 256, "width": 128}
 
 
-def case(variant: str, product: str, rows: str = "uniform", requests: int = 20) -> Case:
+def case(variant: str, product: str, rows: str = "uniform", requests: int = 20, **sizes) -> Case:
     """16 experts, of which each of 20 tokens has 4; two sets of tensors."""
-    return Case(variant=variant, calls=2, sizes={"product": product, **SIZES, "requests": requests, "rows": rows})
+    sizes = {"product": product, **SIZES, "requests": requests, "rows": rows, **sizes}
+    return Case(variant=variant, calls=2, sizes=sizes)
+
+
+def fp8(variant: str, product: str) -> Case:
+    """Two blocks of scales each way."""
+    return case(variant, product, requests=5, weights="fp8", **WIDE)
 
 
 @pytest.mark.parametrize("rows", ["uniform", "skewed", "few"])
@@ -45,6 +54,42 @@ def test_a_wrong_product_is_noticed(variant, product, device, monkeypatch):
         )
         calls = Moe(device, 0).build(case(variant, product))
         assert "relative error" in calls.check(calls.run)
+
+
+@pytest.mark.parametrize("product", ["gate-up", "down"])
+def test_fp8_agrees_with_fp64_over_what_its_numbers_stand_for(product, device, monkeypatch):
+    """And a product that is 2 % too large, or has another block's scale, does not."""
+    calls = Moe(device, 0).build(fp8("triton", product))
+    assert calls.check(calls.run) == ""
+    right = moe.VARIANTS["triton"]
+    for wrong in (lambda w: w.scale * 1.02, lambda w: w.scale.roll(1, -1) + w.scale / 9):
+
+        def spoilt(inputs, wrong=wrong):
+            return right(dataclasses.replace(inputs, weight=Scaled(inputs.weight.data, wrong(inputs.weight))))
+
+        monkeypatch.setitem(moe.VARIANTS, "triton", spoilt)
+        calls = Moe(device, 0).build(fp8("triton", product))
+        assert "relative error" in calls.check(calls.run)
+
+
+def test_fp8_reads_a_byte_a_number_and_its_scales():
+    """gate-up: 2 experts of 256 × 256 and 4 scales, tokens in bf16, 6 results of 128 and a scale each."""
+    sizes = Sizes(product="gate-up", **WIDE, requests=3, weights="fp8", rows="few")
+    x = torch.zeros(3, 256, dtype=torch.bfloat16)
+    weight = Scaled(torch.zeros(4, 256, 256, dtype=torch.float8_e4m3fn), torch.zeros(4, 2, 2))
+    ids = torch.zeros(3, 2, dtype=torch.int32)
+    gate_up = Inputs(sizes=sizes, x=x, weight=weight, ids=ids, counts=[3, 0, 3, 0]).work()
+    assert gate_up.memory_bytes == 2 * (256 * 256 + 4 * 4) + 3 * 256 * 2 + 6 * (128 + 4)
+    down = Scaled(torch.zeros(4, 256, 128, dtype=torch.float8_e4m3fn), torch.zeros(4, 2, 1))
+    sizes = dataclasses.replace(sizes, product="down")
+    x = torch.zeros(6, 128, dtype=torch.bfloat16)
+    work = Inputs(sizes=sizes, x=x, weight=down, ids=ids, counts=[3, 0, 3, 0]).work()
+    assert work.memory_bytes == 2 * (256 * 128 + 2 * 4) + 6 * (128 + 4) + 6 * 256 * 2
+
+
+def test_torch_has_no_product_for_block_scales(device):
+    with pytest.raises(UsageError, match="--variant triton,deepgemm"):
+        Moe(device, 0).build(fp8("torch", "down"))
 
 
 def inputs(product: str, counts: list[int]) -> Inputs:
@@ -101,6 +146,18 @@ def test_deepgemm_gets_a_slab_for_each_expert(device, monkeypatch):
         calls = Moe(device, 0).build(case("deepgemm", product, "few"))
         assert calls.check(calls.run) == ""
 
+    def masked_fp8(x, weight, out, counts, expected):
+        assert expected == 3
+        x, weight = (Scaled(*each) for each in (x, weight))
+        for e, count in enumerate(counts.tolist()):
+            rows = block_scaled.dequantise_rows(Scaled(x.data[e, :count], x.scale[e, :count]))
+            out[e, :count] = rows @ block_scaled.dequantise_weight(Scaled(weight.data[e], weight.scale[e])).T
+
+    module.fp8_m_grouped_gemm_nt_masked = masked_fp8
+    for product in ("gate-up", "down"):
+        calls = Moe(device, 0).build(fp8("deepgemm", product))
+        assert calls.check(calls.run) == ""
+
 
 def test_without_deepgemm_the_case_says_what_to_type(device, monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
@@ -110,13 +167,19 @@ def test_without_deepgemm_the_case_says_what_to_type(device, monkeypatch):
 
 class TestCases:
     def cases(self, cpu=False, **typed):
-        options = {"model": None, "tp": None, "requests": None, "rows": "uniform", "variant": None, "layers": None}
+        options = {"model": None, "tp": None, "requests": None, "rows": "uniform", "weights": "bf16"}
+        options |= {"variant": None, "layers": None}
         return moe_cases(Asked(cpu=cpu, typed={**options, **typed}))
 
     def test_experts_are_cut_by_width(self):
         """DeepSeek-V3's are 2048 wide."""
         assert {(c.sizes["experts"], c.sizes["width"]) for c in self.cases()} == {(256, 2048), (256, 512), (256, 256)}
         assert {c.sizes["experts"] for c in self.cases(model="kimi-k2")} == {384}
+
+    def test_fp8_runs_what_has_a_product_for_it(self):
+        assert "torch" not in {c.variant for c in self.cases(weights="fp8")}
+        with pytest.raises(UsageError, match=r"multiples of 128, and tiny's experts are .* try --weights bf16"):
+            self.cases(weights="fp8", cpu=True)
 
     def test_a_width_that_cannot_be_cut_is_refused(self):
         with pytest.raises(UsageError, match="--tp 3 does not divide deepseek-v3's experts, 2048 wide; try --tp 1"):

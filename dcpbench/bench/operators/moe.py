@@ -5,6 +5,9 @@
     deepgemm    DeepGEMM's masked product over rows that lie in a slab for each expert already; likewise
 
 So the others have less to do. What a call must read are the weights of experts that have a row, and the rows.
+
+With fp8 weights (block_scaled.py) our gate-up also quantises the tokens before and its result behind, which is what down
+takes; DeepGEMM gets rows that are quantised already. torch has no product for such scales.
 """
 
 from __future__ import annotations
@@ -17,8 +20,12 @@ import torch
 
 from dcpbench.bench.operators.calls import cold_sets, compared, relative_error
 from dcpbench.bench.record import Work
-from dcpbench.errors import MissingPackageError
+from dcpbench.errors import MissingPackageError, UsageError
+from dcpbench.kernels import block_scaled
+from dcpbench.kernels.block_scaled import Scaled
+from dcpbench.kernels.e4m3 import LARGEST
 from dcpbench.kernels.moe import decode, prompts
+from dcpbench.points.shapes import SCALE_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,6 +39,8 @@ CHECKED = 8
 """Experts whose rows are compared with fp64: the fullest, and others spread over all."""
 SLAB_ROWS = 64
 """DeepGEMM's slabs are multiples of so many rows."""
+SPREAD = 90.0
+"""Standard deviation of e4m3 numbers of weights: a block of a normal weight reaches 448 at five of them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +56,8 @@ class Sizes:
     width: int
     """I of one rank."""
     requests: int
+    weights: str = "bf16"
+    """Or `fp8`."""
     rows: str
     """`uniform`: experts are drawn alike; `skewed`: expert i with a chance ∝ 1 / (i + 1); `few`: one in four, the
     others have no row."""
@@ -70,8 +81,8 @@ class Inputs:
 
     sizes: Sizes
     x: torch.Tensor
-    """gate-up: tokens [T, D]; down: rows [T·k, I], sorted by expert."""
-    weight: torch.Tensor
+    """gate-up: tokens [T, D]; down: rows [T·k, I], sorted by expert. For fp8 they are what e4m3 holds exactly."""
+    weight: torch.Tensor | Scaled
     ids: torch.Tensor
     """int32 [T, top_k]"""
     counts: list[int]
@@ -89,19 +100,35 @@ class Inputs:
         """(sorted rows of an expert, what comes of them in fp64)."""
         begin = sum(self.counts[:expert])
         rows = slice(begin, begin + self.counts[expert])
-        y = self.sorted_rows[rows].double() @ self.weight[expert].double().T
+        y = self.sorted_rows[rows].double() @ self._wide(expert).T
         if self.sizes.gated and fused:
             gate, up = y.chunk(2, dim=-1)
             y = torch.nn.functional.silu(gate) * up
+            if isinstance(self.weight, Scaled):
+                y = block_scaled.dequantise_rows(block_scaled.quantise_rows_reference(y)).double()
         return rows, y
+
+    def _wide(self, expert: int) -> torch.Tensor:
+        """An expert's weight as fp64 [out, in]."""
+        if isinstance(self.weight, Scaled):
+            one = Scaled(self.weight.data[expert], self.weight.scale[expert])
+            return block_scaled.dequantise_weight(one).double()
+        return self.weight[expert].double()
 
     def work(self) -> Work:
         """Weights of experts that have a row, and each row read and each result written once."""
         hit = sum(count > 0 for count in self.counts)
         out = self.ids.numel() * (self.sizes.width if self.sizes.gated else self.sizes.hidden)
         _, height, depth = self.sizes.weight
+        if isinstance(self.weight, Scaled):
+            weight = self.weight.data[0].nbytes + self.weight.scale[0].nbytes
+            as_fp8 = 1 + self.weight.scale.itemsize / SCALE_BLOCK
+            rows = self.x.numel() * (self.x.itemsize if self.sizes.gated else as_fp8)
+            results = out * (as_fp8 if self.sizes.gated else self.x.itemsize)
+        else:
+            weight, rows, results = self.weight[0].nbytes, self.x.nbytes, out * self.x.itemsize
         return Work(
-            memory_bytes=hit * self.weight[0].nbytes + self.x.nbytes + out * self.x.itemsize,
+            memory_bytes=int(hit * weight + rows + results),
             memory_limit="read",
             flops=2 * self.ids.numel() * height * depth,
         )
@@ -111,8 +138,8 @@ class Inputs:
 class Ready:
     """A variant on its inputs."""
 
-    call: Callable[[], tuple[torch.Tensor]]
-    rows: Callable[[torch.Tensor], torch.Tensor]
+    call: Callable[[], tuple[torch.Tensor, ...]]
+    rows: Callable[..., torch.Tensor]
     """What `call` returns as sorted rows."""
     fused: bool = False
     """Whether gate-up ends in silu(gate) · up."""
@@ -121,24 +148,53 @@ class Ready:
 def triton(inputs: Inputs) -> Ready:
     """kernels/moe, as an engine calls it; what both products share is made before: the plan, or rows in order."""
     sizes = inputs.sizes
+    if isinstance(inputs.weight, Scaled):
+        return scaled(inputs, inputs.weight)
+    weight = inputs.weight
     if inputs.ids.numel() > decode.MOST_ASSIGNMENTS:
         rows_ID = inputs.sorted_rows
         _, ends = prompts.sort_by_expert(inputs.ids, 0, sizes.experts)
         return Ready(
-            call=lambda: (prompts.product(rows_ID, inputs.weight, ends, gated=sizes.gated),),
+            call=lambda: (prompts.product(rows_ID, weight, ends, gated=sizes.gated),),
             rows=lambda y: y,
             fused=True,
         )
     plan = decode.plan(inputs.ids, 0, sizes.experts)
     return Ready(
-        call=lambda: (decode.product(inputs.x, inputs.weight, plan, sizes.top_k, gated=sizes.gated),),
+        call=lambda: (decode.product(inputs.x, weight, plan, sizes.top_k, gated=sizes.gated),),
         rows=lambda y: y,
         fused=True,
     )
 
 
+def scaled(inputs: Inputs, weight: Scaled) -> Ready:
+    """The same over fp8 weights; gate-up with the quantisation of its tokens. Raises UsageError for prompts."""
+    if inputs.ids.numel() > decode.MOST_ASSIGNMENTS:
+        raise UsageError(
+            f"{inputs.sizes.requests} requests have {inputs.ids.numel():,} rows of experts; --weights fp8 takes up to "
+            f"{decode.MOST_ASSIGNMENTS:,}; lower --requests, or --weights bf16."
+        )
+    plan = decode.plan(inputs.ids, 0, inputs.sizes.experts)
+    top_k = inputs.sizes.top_k
+    if inputs.sizes.gated:
+
+        def gate_up() -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = decode.scaled_gate_up(block_scaled.quantise_rows(inputs.x), weight, plan, top_k)
+            return hidden.data, hidden.scale
+
+        return Ready(
+            call=gate_up, rows=lambda data, scale: block_scaled.dequantise_rows(Scaled(data, scale)), fused=True
+        )
+    rows = block_scaled.quantise_rows(inputs.x)
+    return Ready(call=lambda: (decode.scaled_down(rows, weight, plan, top_k),), rows=lambda y: y)
+
+
 def by_torch(inputs: Inputs) -> Ready:
-    """`torch._grouped_mm`."""
+    """`torch._grouped_mm`. Raises UsageError for fp8."""
+    if isinstance(inputs.weight, Scaled):
+        raise UsageError(
+            "torch has no grouped product for block scales; use --variant triton,deepgemm with --weights fp8."
+        )
     rows_ID, weight = inputs.sorted_rows, inputs.weight.transpose(-2, -1)
     _, ends = prompts.sort_by_expert(inputs.ids, 0, inputs.sizes.experts)
     grouped_mm = torch._grouped_mm  # noqa: SLF001 - public only from 2.12 on
@@ -146,7 +202,7 @@ def by_torch(inputs: Inputs) -> Ready:
 
 
 def deepgemm(inputs: Inputs) -> Ready:
-    """`m_grouped_bf16_gemm_nt_masked` of DeepGEMM. Raises MissingPackageError without it."""
+    """DeepGEMM's `m_grouped_bf16_gemm_nt_masked`, or that for fp8. Raises MissingPackageError without it."""
     try:
         import deep_gemm
     except ImportError as e:
@@ -160,13 +216,23 @@ def deepgemm(inputs: Inputs) -> Ready:
     x = rows.new_zeros(len(counts), slab, rows.shape[1])
     used = torch.arange(slab, device=x.device)[None] < torch.tensor(counts, device=x.device)[:, None]
     x[used] = rows
-    y = rows.new_empty(len(counts), slab, inputs.weight.shape[1])
+    y = torch.empty(len(counts), slab, inputs.sizes.weight[1], dtype=x.dtype, device=x.device)
     masked = torch.tensor(counts, dtype=torch.int32, device=x.device)
     expected = -(-sum(counts) // len(counts))
+    weight = inputs.weight
+    if isinstance(weight, Scaled):
+        flat = block_scaled.quantise_rows(x.flatten(0, 1))
+        x8 = flat.data.view(x.shape), flat.scale.view(*x.shape[:2], -1)
+        weight8 = weight.data, weight.scale
 
-    def call() -> tuple[torch.Tensor]:
-        deep_gemm.m_grouped_bf16_gemm_nt_masked(x, inputs.weight, y, masked, expected)
-        return (y,)
+        def call() -> tuple[torch.Tensor]:
+            deep_gemm.fp8_m_grouped_gemm_nt_masked(x8, weight8, y, masked, expected)
+            return (y,)
+    else:
+
+        def call() -> tuple[torch.Tensor]:
+            deep_gemm.m_grouped_bf16_gemm_nt_masked(x, weight, y, masked, expected)
+            return (y,)
 
     return Ready(call=call, rows=lambda y: y[used])
 
@@ -180,7 +246,7 @@ class Moe:
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed = device, seed
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self._weights: tuple[tuple[int, ...], list[torch.Tensor]] = ((), [])
+        self._weights: tuple[tuple[object, ...], list[torch.Tensor | Scaled]] = ((), [])
 
     def build(self, case: Case) -> Calls:
         """Calls of a case with the sizes of `Sizes`."""
@@ -189,7 +255,7 @@ class Moe:
         inputs = self._inputs(sizes, random)
         work = inputs.work()
         count = case.calls or cold_sets(work.memory_bytes, self.device)
-        sets = [dataclasses.replace(inputs, weight=weight) for weight in self._weights_of(sizes.weight, count)]
+        sets = [dataclasses.replace(inputs, weight=weight) for weight in self._weights_of(sizes, count)]
         ready = [VARIANTS[case.variant](each) for each in sets]
         fullest = max(range(sizes.experts), key=lambda e: inputs.counts[e])
         chosen = {fullest, *range(0, sizes.experts, max(1, sizes.experts // CHECKED))}
@@ -217,15 +283,39 @@ class Moe:
         ids_Tk = torch.multinomial(chance.expand(sizes.requests, -1), sizes.top_k, generator=random).int()
         rows = sizes.requests if sizes.gated else ids_Tk.numel()
         x = torch.randn(rows, sizes.weight[2], generator=random, device=self.device).to(self.dtype)
+        if sizes.weights == "fp8":
+            x = _exact(x)
         counts = torch.bincount(ids_Tk.flatten(), minlength=sizes.experts).tolist()
-        return Inputs(sizes=sizes, x=x, weight=x.new_empty(1, *sizes.weight[1:]), ids=ids_Tk, counts=counts)
+        one = self._drawn((1, *sizes.weight[1:]), sizes.weights, random)
+        return Inputs(sizes=sizes, x=x, weight=one, ids=ids_Tk, counts=counts)
 
-    def _weights_of(self, shape: tuple[int, ...], count: int) -> list[torch.Tensor]:
+    def _weights_of(self, sizes: Sizes, count: int) -> list[torch.Tensor | Scaled]:
         kept, weights = self._weights
-        if kept != shape:
-            self._weights = (shape, weights := [])
+        key = (sizes.weight, sizes.weights)
+        if kept != key:
+            self._weights = (key, weights := [])
         random = torch.Generator(self.device).manual_seed(self.seed + 1)
         while len(weights) < count:
-            weight = torch.empty(shape, dtype=self.dtype, device=self.device)
-            weights.append(weight.normal_(0, shape[2] ** -0.5, generator=random))
+            weights.append(self._drawn(sizes.weight, sizes.weights, random))
         return weights[:count]
+
+    def _drawn(self, shape: tuple[int, ...], dtype: str, random: torch.Generator) -> torch.Tensor | Scaled:
+        """Normal numbers that keep the size of what they multiply; in fp8 expert by expert, as they take less memory."""
+        deviation = shape[2] ** -0.5
+        if dtype == "fp8":
+            data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
+            blocks = shape[0], -(-shape[1] // SCALE_BLOCK), -(-shape[2] // SCALE_BLOCK)
+            for expert in data:
+                wide = torch.randn(shape[1:], generator=random, device=self.device) * SPREAD
+                expert.copy_(wide.clamp(-LARGEST, LARGEST))
+            scale = 0.5 + torch.rand(blocks, generator=random, device=self.device)
+            return Scaled(data, scale * (deviation / SPREAD))
+        weight = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return weight.normal_(0, deviation, generator=random)
+
+
+def _exact(x_TK: torch.Tensor) -> torch.Tensor:
+    """Numbers near those given whose groups have scales that are powers of two, so that nothing is lost in e4m3."""
+    x = (x_TK.float() * 2.0**6).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float()
+    x[:, ::SCALE_BLOCK] = LARGEST
+    return (x * 2.0**-6).to(x_TK.dtype)

@@ -22,6 +22,7 @@ from dcpbench.kernels import block_scaled
 from dcpbench.kernels.block_scaled import Scaled
 from dcpbench.kernels.e4m3 import LARGEST, e4m3_byte, has_cast
 from dcpbench.kernels.moe.prompts import combine
+from dcpbench.points.shapes import SCALE_BLOCK
 
 MOST_ASSIGNMENTS = 4096
 """Of a call: 512 requests, the largest graph, with 8 experts each. Each assignment is compared with all others."""
@@ -231,7 +232,7 @@ def scaled_gate_up(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> Scaled:
     """`product` where gated, of e4m3 with scales and into it; D and I are multiples of 128."""
     columns = _columns(weight.data, gated=True)
     data = torch.empty(len(plan.source), columns, dtype=x.data.dtype, device=x.data.device)
-    scale = torch.empty(len(plan.source), columns // block_scaled.BLOCK, device=x.data.device)
+    scale = torch.empty(len(plan.source), columns // SCALE_BLOCK, device=x.data.device)
     operands = (x.data, x.scale), (weight.data, weight.scale), (data.view(torch.uint8), scale)
     _launch(*operands, plan, top_k, gated=True, shape=(128, 5, 4, True))
     return Scaled(data, scale)
