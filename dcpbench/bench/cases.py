@@ -172,7 +172,9 @@ def moe_cases(asked: Asked) -> list[Case]:
         model = {"experts": shape.experts, "top_k": shape.top_k, "hidden": shape.hidden, "width": shape.moe_inter // n}
         if weights == "fp8" and name == "torch" and not asked.typed["variant"]:
             continue
-        if weights == "fp8" and (model["width"] % SCALE_BLOCK or shape.hidden % SCALE_BLOCK):
+        odd = model["width"] % SCALE_BLOCK or shape.hidden % SCALE_BLOCK
+        # Nobody typed the CPU's tiny model, and options are looked at before it is known whether there is a GPU.
+        if weights == "fp8" and odd and asked.typed["model"]:
             raise UsageError(
                 f"--weights fp8 needs widths that are multiples of {SCALE_BLOCK}, and {shape.name}'s experts are "
                 f"{model['width']} of {shape.hidden} wide at --tp {n}; try --weights bf16."

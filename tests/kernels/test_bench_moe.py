@@ -179,7 +179,13 @@ class TestCases:
     def test_fp8_runs_what_has_a_product_for_it(self):
         assert "torch" not in {c.variant for c in self.cases(weights="fp8")}
         with pytest.raises(UsageError, match=r"multiples of 128, and tiny's experts are .* try --weights bf16"):
-            self.cases(weights="fp8", cpu=True)
+            self.cases(weights="fp8", model="tiny")
+
+    def test_fp8_of_the_model_that_nobody_typed_is_refused_where_it_would_run(self, device):
+        """Options are looked at as for the CPU before it is known whether there is a GPU."""
+        (first, *_) = self.cases(weights="fp8", cpu=True)
+        with pytest.raises(UsageError, match="--weights fp8 takes --model deepseek-v3"):
+            Moe(device, 0).build(first)
 
     def test_a_width_that_cannot_be_cut_is_refused(self):
         with pytest.raises(UsageError, match="--tp 3 does not divide deepseek-v3's experts, 2048 wide; try --tp 1"):

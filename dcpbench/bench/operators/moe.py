@@ -251,6 +251,11 @@ class Moe:
     def build(self, case: Case) -> Calls:
         """Calls of a case with the sizes of `Sizes`."""
         sizes = Sizes(**case.sizes)  # type: ignore[arg-type]
+        if sizes.weights == "fp8" and (sizes.width % SCALE_BLOCK or sizes.hidden % SCALE_BLOCK):
+            raise UsageError(
+                f"experts {sizes.width} of {sizes.hidden} wide have no whole blocks of {SCALE_BLOCK}; --weights fp8 takes "
+                "--model deepseek-v3."
+            )
         random = torch.Generator(self.device).manual_seed(self.seed)
         inputs = self._inputs(sizes, random)
         work = inputs.work()
