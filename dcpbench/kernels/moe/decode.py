@@ -242,7 +242,7 @@ def scaled_down(x: Scaled, weight: Scaled, plan: Plan, top_k: int) -> torch.Tens
     """`product` where not gated, of e4m3 with scales and into bf16; I and D are multiples of 128."""
     depth = weight.data.shape[-1]
     out = torch.empty(len(plan.source), weight.data.shape[1], dtype=torch.bfloat16, device=x.data.device)
-    shape = (128, 2, 8, True) if depth <= 256 else (128, 3, 4, True)
+    shape = (128, 2 if depth <= 256 else 3, 4, True)
     _launch((x.data, x.scale), (weight.data, weight.scale), (out, None), plan, top_k, gated=False, shape=shape)
     return out
 
