@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.points.names import CLOSED, INFERENCEX, MODES, SGLANG, VLLM
+from dcpbench.points.names import CLOSED, MODES, TOOLS
 from dcpbench.records.metrics import REPLAYED
 from dcpbench.records.record import OURS
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
@@ -37,7 +37,6 @@ MOST_CLAUSES = 8
 MOST_MARKS = 4
 LOST = "no longer"
 """Of a lead at some concurrency, which is gone at the highest."""
-TOOLS = {VLLM: "vLLM (`vllm bench serve`)", SGLANG: "SGLang (`bench_serving`)", INFERENCEX: "InferenceX"}
 NOT_RUN = {"rejected": "was rejected", "failed": "failed", "hung": "hung"}
 """What became of a point without numbers, in a sentence."""
 
