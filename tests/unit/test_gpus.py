@@ -36,6 +36,15 @@ def test_rates_are_dense_and_in_one_direction(gpu: Gpu) -> None:
     assert gpu.memory_source
 
 
+@pytest.mark.parametrize(
+    ("name", "bits", "mhz"), [("A100", 5120, 1593), ("H100", 5120, 2619), ("B200", 7680, 3996)], ids=lambda x: str(x)
+)
+def test_memory_is_no_faster_than_the_bus_that_drivers_report(name: str, bits: int, mhz: int) -> None:
+    """Two transfers a clock: 7,680 / 8 bytes × 2 × 3.996 GHz = 7.672 TB/s, less than the 8 of the B200's sheet."""
+    (gpu,) = (gpu for gpu in GPUS if gpu.name == name)
+    assert gpu.memory_bytes_s == pytest.approx(bits / 8 * 2 * mhz * 1e6, rel=1e-3)
+
+
 def test_each_gpu_has_names_of_its_own() -> None:
     assert len({name for gpu in GPUS for name in (gpu.name, gpu.device)}) == 2 * len(GPUS)
 
