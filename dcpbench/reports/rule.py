@@ -44,8 +44,8 @@ def words(rows: pd.DataFrame) -> str:
 
 
 def where(rows: pd.DataFrame) -> str:
-    """`on 4 × NVIDIA H200 (3–7 of 61 layers held and cycled), `: the GPUs, and what changes how all is read."""
-    devices = [name for name in unique(rows["device"]) if name not in ("None", UNKNOWN)]
+    """`on 4 × H200 (3–7 of 61 layers held and cycled), `: the GPUs, and what changes how all is read."""
+    devices = [n.removeprefix("NVIDIA ") for n in unique(rows["device"]) if n not in ("None", UNKNOWN)]
     sizes = sorted({int(n) for n in rows["tp"] if not missing(n) and n})
     basis = f" ({'; '.join(found)})" if (found := _rests_on(rows)) else ""
     if not sizes:
@@ -128,7 +128,7 @@ class Rule:
             text = (
                 f"take {_taken(light, self.first)} up to {self._size(light.iloc[-1])} in flight{_lead(light, self.first)}, "
                 f"and {_taken(heavy, self.then)} {self._reach(heavy)}{self._named(heavy)}"
-                f"{_lead(heavy, self.then)}"
+                f"{_lead(heavy, self.then, before=_lead(light, self.first))}"
             )
         return f"{text}: {self._right()}{self._slo()}{self._wrong()}{self._beyond()}"
 
@@ -287,8 +287,11 @@ def _taken(loads: pd.DataFrame, who: str) -> str:
     return listed(named, "or") + (", which are level," if len(named) > 1 else "")
 
 
-def _lead(loads: pd.DataFrame, who: str) -> str:
-    """`, for up to 10 % more output than tp4·dp4`: over the best other one, where that is clear by findings' rule."""
+def _lead(loads: pd.DataFrame, who: str, before: str = "") -> str:
+    """`, for up to 10 % more output than tp4·dp4`: over the best other one, where that is clear by findings' rule.
+
+    What a lead `before` it has said already is left out.
+    """
     level, meets = loads["who"].isin(_level(loads, who)), loads["meets"]
     others = _fastest(loads[~level & meets])
     if others.empty:
@@ -300,4 +303,5 @@ def _lead(loads: pd.DataFrame, who: str) -> str:
     rivals = unique(clear["over_who"])
     over = rivals[0] if len(rivals) == 1 else "the next best"
     upto = "up to " if len(set(loads["place"])) > 1 else ""
-    return f", for {upto}{percent(clear['ratio'].max() - 1)} more output than {over}"
+    than = "" if before.endswith(f" than {over}") else f" than {over}"
+    return f", for {upto}{percent(clear['ratio'].max() - 1)} more{'' if before else ' output'}{than}"

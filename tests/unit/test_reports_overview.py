@@ -17,7 +17,7 @@ from dcpbench.points.layout import Layout
 from dcpbench.points.names import REPLAY
 from dcpbench.records.formulas import decode_metrics
 from dcpbench.records.record import no_room
-from dcpbench.reports import figures, frames, overview
+from dcpbench.reports import answer, figures, frames, overview
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 TP, DCP2, DCP, DP = Layout(4), Layout(4, 1, 2), Layout(4, 1, 4), Layout(4, 4)
-HELD = "On 4 × NVIDIA H200 (19 of 61 layers held and cycled), "
+HELD = "On 4 × H200 (19 of 61 layers held and cycled), "
 AROUND_40 = (38, 39, 39.5, 40, 40.5, 41, 42)
 IMPORTED = "These figures are what the imported files measured: "
 
@@ -66,7 +66,7 @@ class TestWhichLayoutToTake:
         """Of one length, loads go by their requests."""
         assert overview.sentence(crossing) == (
             f"{HELD}take tp4 up to 8 requests of 4,000 tokens in flight, for 25 % more output than tp4·dcp4, and tp4·dcp4 "
-            "from 32 on, for 25 % more output than tp4: best or level in both loads."
+            "from 32 on, for 25 % more than tp4: best or level in both loads."
         )
 
     def test_of_several_lengths_loads_go_by_their_tokens_and_those_with_as_many_are_named_together(
@@ -80,7 +80,7 @@ class TestWhichLayoutToTake:
         ]
         assert (
             "take tp4 up to 32,000 tokens in flight, for 25 % more output than tp4·dcp4, and tp4·dcp4 from 1.02 million on "
-            "(32 requests of 32,000 or 8 of 128,000), for up to 20 % more output than tp4: best or level in all 3 loads."
+            "(32 requests of 32,000 or 8 of 128,000), for up to 20 % more than tp4: best or level in all 3 loads."
         ) in said(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), *heavy)
 
     def test_one_layout_for_all_says_what_was_tried(self, tmp_path: Path) -> None:
@@ -151,12 +151,12 @@ class TestWhichLayoutToTake:
         eight = [steps(Layout(8), 8, 30), steps(Layout(8, 1, 8), 8, 20)]
         text = said(tmp_path, *four, *eight)
         assert text.startswith(f"{HELD}take tp4 at 8 requests of 4,000 tokens, for 25 % more output than tp4·dcp4: ")
-        assert "; on 8 × NVIDIA H200 (19 of 61 layers held and cycled), take tp8·dcp8 at 8 requests" in text
+        assert "; on 8 × H200 (19 of 61 layers held and cycled), take tp8·dcp8 at 8 requests" in text
 
     def test_what_is_replayed_is_said_with_the_gpus(self, tmp_path: Path) -> None:
         records = [serve.served(serve.point(layout, changed={"mode": REPLAY})) for layout in (TP, DCP)]
         assert said(tmp_path, *records, itl=60).startswith(
-            "On 4 × NVIDIA H200 (replayed, not served live; 19 of 61 layers held and cycled), take tp4"
+            "On 4 × H200 (replayed, not served live; 19 of 61 layers held and cycled), take tp4"
         )
 
 
@@ -213,7 +213,11 @@ class TestNoAnswer:
         assert overview.short(found) == []
 
     def test_points_on_a_cpu_beside_others_are_set_aside(self, tmp_path: Path) -> None:
-        text = said(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), *build.cpu_sweep())
+        found = read(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), *build.cpu_sweep())
+        text = overview.sentence(found)
+        assert answer.sentences(found)[0] == (
+            "CPU: 4 of 6 points are a functional run. No conclusion about performance can be drawn from their times."
+        )
         assert text.startswith(f"{HELD}take tp4 at 8 requests")
         assert text.endswith(". 4 points ran on a CPU, which says nothing about speed.")
 
