@@ -146,14 +146,14 @@ def sentence(frames: Frames) -> str:
     timed = findings.timed(table)
     foreign = [name for name in words.unique(table["origin"]) if name != OURS]
     if timed.empty and foreign:
-        return _imported(table, foreign)
+        return _imported(frames, foreign, timed)
     if table["cpu"].all():
         return _functional(frames)
     if timed.empty:
         return "No point has a rate of output, so nothing here says which layout to take."
     rows = against_others(frames)
     if foreign:
-        said = _imported(table, foreign, rows)
+        said = _imported(frames, foreign, rows)
     elif rows.empty:
         said = _alone(frames, timed)
     else:
@@ -178,8 +178,13 @@ def _alone(frames: Frames, timed: pd.DataFrame) -> str:
     where = rule.where(timed)
     names = words.unique(timed["layout"])
     if best.empty or best["load_arrival"].eq(CLOSED).any():
-        only = f"only {names[0]} ran" if len(names) == 1 else f"no two of {listed(names)} ran under one load"
-        return f"{capital(f'{where}{only}')}, so nothing here says which layout to take: {most}."
+        if len(names) > 1:
+            return f"{capital(f'{where}{_not_compared(frames, names)}')}, so nothing here says which layout to take: {most}."
+        lost = words.unique(no_room(frames)["layout"]) if len(no_room(frames)) else []
+        if lost:
+            why = f"as {listed(lost)} {'has' if len(lost) == 1 else 'have'} no room in memory"
+            return f"{capital(where)}only {names[0]} ran, {why}: {most}."
+        return f"{capital(where)}only {names[0]} ran, so nothing here says which layout to take: {most}."
     won = [f"{label} in {n}" for label, n in best[best["clear"]]["label"].value_counts().items()]
     tied, none = int((best["meets"] & ~best["clear"]).sum()), int((~best["meets"].astype(bool)).sum())
     won += [f"no layout clearly in {tied}"] if tied else []
@@ -188,8 +193,15 @@ def _alone(frames: Frames, timed: pd.DataFrame) -> str:
     return f"{capital(where)}of {loads} with requests at a rate, the fastest is {listed(won)}: {most}."
 
 
-def _imported(table: pd.DataFrame, foreign: list[str], rows: pd.DataFrame | None = None) -> str:
+def _not_compared(frames: Frames, names: list[str]) -> str:
+    """Why no layout is set against another."""
+    of_one = " of one run" if len(frames.runs) > 1 else ""
+    return f"no two layouts ({listed(names)}) on as many GPUs ran under one load{of_one}"
+
+
+def _imported(frames: Frames, foreign: list[str], rows: pd.DataFrame) -> str:
     """What other tools' files measured, and whether they say which layout to take."""
+    table = frames.everything
     theirs = table[table["origin"] != OURS]
     whose = listed([f"{counted(int((theirs['origin'] == n).sum()), 'result')} of {TOOLS.get(n, n)}" for n in foreign])
     machine = hardware_of(theirs)
@@ -204,11 +216,18 @@ def _imported(table: pd.DataFrame, foreign: list[str], rows: pd.DataFrame | None
         text += f", beside {counted(len(table) - len(theirs), 'point')} of dcpbench"
     if theirs["cpu"].all():
         return f"{text}. They ran on a CPU, which says nothing about speed."
-    if rows is not None and len(rows):
-        return f"{text}. By these, {rule.advice(rows)}."
-    if theirs["layout"].eq(UNKNOWN_LAYOUT).all():
-        return f"{text}. They do not say which layout ran, so nothing here says which to take."
-    return f"{text}. No two layouts on as many GPUs ran under one load, so nothing here says which to take."
+    compared, ours = (rows[rows["origin"].eq(OURS) == own] if len(rows) else rows for own in (False, True))
+    layouts = words.unique(theirs["layout"])
+    nothing = "so nothing here says which to take"
+    if len(compared):
+        text = f"{text}. By these, {rule.advice(compared)}."
+    elif layouts == [UNKNOWN_LAYOUT]:
+        text = f"{text}. They do not say which layout ran, {nothing}."
+    elif len(layouts) == 1:
+        text = f"{text}. They are of one layout, {nothing}."
+    else:
+        text = f"{text}. {capital(_not_compared(frames, layouts))}, {nothing}."
+    return f"{text} Of dcpbench's own points: {rule.words(ours)}" if len(ours) else text
 
 
 def short(frames: Frames) -> list[str]:

@@ -190,7 +190,9 @@ class Rule:
     def _right(self) -> str:
         """`best or level in all 18 loads`."""
         n, loads = sum(self.right), len(self.right)
-        all_of = {1: "the one load compared", 2: "both loads"}.get(loads, f"all {loads:,} loads")
+        if loads == 1:
+            return "the one load compared"
+        all_of = "both loads" if loads == 2 else f"all {loads:,} loads"  # noqa: PLR2004 - a pair
         return f"best or level in {all_of if n == loads else f'{n:,} of {loads:,} loads'}"
 
     def _wrong(self) -> str:

@@ -100,13 +100,13 @@ class TestWhichLayoutToTake:
         """tp4 and tp4·dcp4 give 200 tok/s, tp4·dp4 160."""
         assert said(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 40), steps(DP, 8, 50)) == (
             f"{HELD}take tp4 or tp4·dcp4, which are level, at 8 requests of 4,000 tokens, for 25 % more output than "
-            "tp4·dp4: best or level in the one load compared."
+            "tp4·dp4: the one load compared."
         )
 
     def test_a_lead_within_the_intervals_is_none(self, tmp_path: Path) -> None:
         """40 and 41 ms are 2.5 % apart, and both intervals reach from 39 to 42."""
         text = said(tmp_path, steps(TP, 8, *AROUND_40), steps(DCP, 8, *(1 + ms for ms in AROUND_40)))
-        assert "take tp4 or tp4·dcp4, which are level, at 8 requests of 4,000 tokens: best or level" in text
+        assert "take tp4 or tp4·dcp4, which are level, at 8 requests of 4,000 tokens: the one load compared." in text
 
     def test_a_variant_is_named_where_its_layout_ran_in_several(self, tmp_path: Path) -> None:
         records = [steps(TP, 8, 50), steps(DCP, 8, 45), steps(DCP, 8, 40, exchange="symm")]
@@ -193,7 +193,17 @@ class TestNoAnswer:
 
     def test_layouts_of_different_loads_neither(self, tmp_path: Path) -> None:
         text = said(tmp_path, steps(TP, 8, 40), steps(DCP, 32, 40))
-        assert "no two of tp4 and tp4·dcp4 ran under one load, so nothing here says which layout to take" in text
+        assert (
+            "no two layouts (tp4 and tp4·dcp4) on as many GPUs ran under one load, so nothing here says which" in text
+        )
+
+    def test_layouts_on_different_numbers_of_gpus_neither(self, tmp_path: Path) -> None:
+        text = said(tmp_path, steps(TP, 8, 40), steps(Layout(8), 8, 30))
+        assert "no two layouts (tp4 and tp8) on as many GPUs ran under one load, so nothing here says which" in text
+
+    def test_a_layout_that_alone_fits_is_named_with_what_does_not(self, tmp_path: Path) -> None:
+        text = said(tmp_path, steps(DCP, 8, 40), build.rejected(build.point(TP)))
+        assert "only tp4·dcp4 ran, as tp4 has no room in memory: at most 200 output tok/s" in text
 
     def test_open_loops_say_who_is_fastest_at_a_rate(self, tmp_path: Path) -> None:
         """Both keep up with 2 requests a second, so that none gives more."""
@@ -234,6 +244,14 @@ class TestImports:
         assert text.startswith(f"{IMPORTED}1 result of InferenceX on ")
         assert "output tok/s (" in text
         assert text.endswith("nothing here says which to take.")
+
+    def test_points_of_ours_beside_them_are_told_apart(self, tmp_path: Path) -> None:
+        import_files([files.file(tmp_path, files.inferencex())], "inferencex", tmp_path / "theirs", Told(), force=False)
+        ours = build.write(tmp_path / "ours", [steps(TP, 8, 40), steps(DCP, 8, 50)])
+        text = overview.sentence(frames.load([tmp_path / "theirs", ours]))
+        assert text.startswith(f"{IMPORTED}1 result of InferenceX on ")
+        assert ", beside 2 points of dcpbench. They are of one layout, so nothing here says which to take. " in text
+        assert f" Of dcpbench's own points: {HELD}take tp4 at 8 requests of 4,000 tokens, for 25 % more" in text
 
     def test_on_a_cpu_they_say_nothing_about_speed(self, tmp_path: Path) -> None:
         import_files([files.file(tmp_path, files.vllm())], "vllm", tmp_path / "run", Told(gpu="CPU"), force=False)
