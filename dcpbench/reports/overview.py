@@ -246,8 +246,8 @@ def _pays(frames: Frames) -> str:
     loads, paid = (table.drop_duplicates(findings.LOAD).shape[0] for table in (known, paying))
     within = " within the SLO" if known["slo_excess"].notna().any() else ""
     many = "the one load compared" if loads == 1 else f"{f'{paid:,}' if paid else 'none'} of {loads:,} loads"
-    verb = "is not" if loads == 1 and not paid else "is"
-    text = f"At {many} DCP {verb} clearly ahead of the best layout without it{within}"
+    dcp = "is DCP" if not paid and loads > 1 else "DCP is" if paid else "DCP is not"
+    text = f"At {many} {dcp} clearly ahead of the best layout without it{within}"
     rated = paying[paying["ratio"].notna()] if paid else known[known["ratio"].notna() & (known["verdict"] != "misses")]
     if rated.empty:
         return f"{text}."

@@ -299,6 +299,14 @@ class TestDcpAhead:
             "requests of 4,000 tokens)."
         )
 
+    def test_where_it_never_is_the_nearest_is_named(self, tmp_path: Path) -> None:
+        """40 / 50 = 0.8 and 40 / 44 = 0.91."""
+        found = read(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), steps(TP, 32, 40), steps(DCP, 32, 44))
+        assert overview.short(found)[0] == (
+            "At none of 2 loads is DCP clearly ahead of the best layout without it; nearest is 0.91× (Kimi-K2, tp4·dcp4 at "
+            "32 requests of 4,000 tokens)."
+        )
+
 
 class TestNoRoom:
     """Only what the plan rejected for memory."""
