@@ -8,6 +8,7 @@
     │   ├── RecordsError     2  a record file that cannot be read
     │   └── TraceError       2  a profiler's trace that cannot be read
     ├── CapacityError        3  more GPUs or memory needed than there are
+    │   └── NoRoomError      3  more memory needed than there is
     ├── WorkerError          4  a rank failed, hung or was killed
     ├── SyncError            1  code synchronised with the GPU that must not
     └── MissingPackageError  5  an optional package that this option needs
@@ -57,6 +58,10 @@ class CapacityError(DcpbenchError):
     """More GPUs or more memory needed than there are; the message says how much is missing."""
 
     exit_code = 3
+
+
+class NoRoomError(CapacityError):
+    """Weights or KV cache that do not fit; the message says how much is missing."""
 
 
 class WorkerError(DcpbenchError):

@@ -21,8 +21,9 @@ from dcpbench.launch import folders, launcher
 from dcpbench.launch.nodes import secret, split_endpoint
 from dcpbench.launch.stopping import said_when_stopped
 from dcpbench.plan import grid
-from dcpbench.plan.options import check_positive, check_seconds
+from dcpbench.plan.options import check_seconds, shown
 from dcpbench.plan.spec import effective, planned
+from dcpbench.points.layout import MOST_RANKS
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.file import RecordFile
 from dcpbench.records.metrics import SWEPT
@@ -131,6 +132,10 @@ def check_run(run: Run) -> None:
     _check_planned(run)
     if m.nnodes < 1:
         raise UsageError(f"--nnodes {m.nnodes} is not positive; try --nnodes 2, or leave it out.")
+    if m.nnodes > MOST_RANKS:
+        raise UsageError(
+            f"--nnodes {shown(m.nnodes)} is more than the {MOST_RANKS:,} ranks that a layout can have; try --nnodes 2."
+        )
     if not 0 <= m.node_rank < m.nnodes:
         raise UsageError(
             f"--node-rank {m.node_rank} with --nnodes {m.nnodes}: ranks go from 0 to nnodes - 1, one for each machine."
@@ -143,8 +148,8 @@ def check_run(run: Run) -> None:
 def _check_planned(run: Run) -> None:
     if run.gpus is not None and run.gpu is None:
         raise UsageError(f"--gpus {run.gpus} says how many GPUs of --gpu a machine has; add for example --gpu H200.")
-    if run.gpus is not None:
-        check_positive("gpus", run.gpus)
+    if run.gpu is not None:
+        planned(run.gpu, USUAL_GPUS if run.gpus is None else run.gpus)
     if run.gpu is not None and not run.dry_run:
         raise UsageError(
             f"--gpu {run.gpu} plans for a machine that is not this one, and nothing can be measured on it; add "

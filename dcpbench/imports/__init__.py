@@ -22,7 +22,7 @@ from dcpbench.imports.result import shapes_of
 from dcpbench.launch.folders import make_folder
 from dcpbench.plan.options import did_you_mean
 from dcpbench.points.layout import DEGREES, Layout
-from dcpbench.points.names import CLOSED, ENGINES, INFERENCEX, NO_EXCHANGE, SGLANG, UNKNOWN, VLLM, flag
+from dcpbench.points.names import CLOSED, ENGINES, INFERENCEX, NO_EXCHANGE, SGLANG, TOOLS, UNKNOWN, VLLM, flag
 from dcpbench.points.point import SETTING, Load, Point
 from dcpbench.records.file import RecordFile
 from dcpbench.records.folder import RECORDS_FILE
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 READERS = {VLLM: vllm.read, SGLANG: sglang.read, INFERENCEX: inferencex.read}
 """What reads one document, by --from."""
-TOOLS = {VLLM: vllm.TOOL, SGLANG: sglang.TOOL, INFERENCEX: inferencex.TOOL}
-"""What wrote it."""
 KNOWN_BY = {
     VLLM: ("model_id", "num_prompts"),
     SGLANG: ("median_e2e_latency_ms", "dataset_name"),

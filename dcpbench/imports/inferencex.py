@@ -15,12 +15,11 @@ from dcpbench.imports import result, said
 from dcpbench.imports.documents import Document
 from dcpbench.imports.result import Rates, Result
 from dcpbench.imports.vllm import TIMES, summary
-from dcpbench.points.names import CLOSED
+from dcpbench.points.names import CLOSED, INFERENCEX, TOOLS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-TOOL = "InferenceX"
 MS = 1e3
 
 
@@ -70,7 +69,7 @@ def beyond(fields: Mapping[str, Any]) -> str:
 def read(document: Document) -> Result:
     """One row. Raises RecordsError for what is none of InferenceX's."""
     fields = flat(document.fields)
-    row: Row = result.convert(Document(document.where, fields), Row, TOOL)
+    row: Row = result.convert(Document(document.where, fields), Row, TOOLS[INFERENCEX])
     if row.conc < 1:
         raise RecordsError(f"{document.where}: conc is {row.conc}; a row has at least one request in flight.")
     layout = _layout(fields)

@@ -9,14 +9,13 @@ import msgspec
 from dcpbench.imports import result, said
 from dcpbench.imports.result import Result
 from dcpbench.imports.vllm import summary
-from dcpbench.points.names import CLOSED, GAMMA, TRACE
+from dcpbench.points.names import CLOSED, GAMMA, SGLANG, TOOLS, TRACE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dcpbench.imports.documents import Document
 
-TOOL = "SGLang's bench_serving"
 NAMES = {"ttft": "ttft", "itl": "itl", "tpot": "tpot", "e2el": "e2e_latency"}
 RANDOM = ("random", "random-ids")
 ONE_TOKEN = 1.05
@@ -55,7 +54,7 @@ KNOWN = (*File.__struct_fields__, *result.LISTS, *OTHERS.split())
 def read(document: Document) -> Result:
     """One result. Raises RecordsError for what is none of SGLang's."""
     fields = _renamed(document.fields)
-    found: File = result.convert(type(document)(document.where, fields), File, TOOL)
+    found: File = result.convert(type(document)(document.where, fields), File, TOOLS[SGLANG])
     traced, per_s = fields.get("request_rate") == TRACE, result.rate(document, "SGLang", ("inf", TRACE))
     details = result.details(document, found.completed)
     server = document.fields.get("server_info")

@@ -15,7 +15,7 @@ import msgspec
 from dcpbench.errors import RecordsError
 from dcpbench.imports import result, said
 from dcpbench.imports.result import Result
-from dcpbench.points.names import CLOSED, GAMMA, TRACE
+from dcpbench.points.names import CLOSED, GAMMA, TOOLS, TRACE, VLLM
 from dcpbench.records.checks import LARGEST
 from dcpbench.records.record import Latencies
 from dcpbench.show.text import shortened
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from dcpbench.imports.documents import Document
 
-TOOL = "vllm bench serve"
 GOODPUT_OF = ("ttft", "tpot", "e2el")
 TIMES = ("ttft", "itl", "tpot", "e2el")
 
@@ -67,7 +66,7 @@ MOST_SETTINGS, LONGEST_SETTING = 100, 200
 
 def read(document: Document) -> Result:
     """One result. Raises RecordsError for what is none of vLLM's."""
-    found: File = result.convert(document, File, TOOL)
+    found: File = result.convert(document, File, TOOLS[VLLM])
     rate = result.rate(document, "vLLM", ("inf",))
     arrival = CLOSED if rate is None else GAMMA
     details = result.details(document, found.completed)

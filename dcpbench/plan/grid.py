@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.errors import DcpbenchError, UsageError
+from dcpbench.errors import DcpbenchError, NoRoomError, UsageError
 from dcpbench.plan.judge import Machine, check
 from dcpbench.plan.spec import check_same_sizes
 from dcpbench.points.axes import Role
@@ -50,7 +50,8 @@ class Candidate:
 
     def rejected(self) -> Record:
         """The record of a point that cannot run."""
-        return Record(point=self.point, outcome="rejected", reason=str(self.error))
+        no_room = isinstance(self.error, NoRoomError)
+        return Record(point=self.point, outcome="rejected", reason=str(self.error), no_room=no_room)
 
 
 def expand(spec: SweepSpec, probe: Probe, nnodes: int = 1) -> list[Candidate]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.errors import CapacityError, LayoutError, MissingPackageError, UsageError, how_to_install
+from dcpbench.errors import CapacityError, LayoutError, MissingPackageError, NoRoomError, UsageError, how_to_install
 from dcpbench.points import memory
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.budget import CPU_BYTES, ITEMSIZE, least_pages, most_pages, pages_needed, plan_engine
@@ -324,24 +324,24 @@ def _tokens(load: Load) -> str:
 
 
 def _check_memory(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> None:
-    """Raise CapacityError unless the pool holds what a decode step needs, or the longest request that is served.
+    """Raise NoRoomError unless the pool holds what a decode step needs, or the longest request that is served.
 
     With --kv-memory any request of a load is enough.
     """
     one = memory.page_bytes(shape, point.page_size, ITEMSIZE[point.dtype])
     try:
         plan = plan_engine([point], settings, shape, probe)
-    except CapacityError as e:
+    except NoRoomError as e:
         advice = "" if point.load else f" {_what_fits(point, settings, shape, probe)}"
         if settings.kv_memory_bytes is not None:
             room = most_pages(point, shape, probe) * one
             advice = f" --kv-memory can be up to {size_text(room, '')} here."
-        raise CapacityError(f"{e}.{advice}") from e
+        raise NoRoomError(f"{e}.{advice}") from e
     holds = f"{point.layout}: --kv-memory holds {size_text(plan.kv_bytes)} of KV cache per GPU"
     if point.load is None:
         missing = (pages_needed(point) - plan.pages) * one
         if missing > 0:
-            raise CapacityError(
+            raise NoRoomError(
                 f"{holds}, {size_text(missing)} less than {point.concurrency} requests of {point.context} tokens need. "
                 f"{_what_fits(point, settings, shape, probe)}"
             )
@@ -349,7 +349,7 @@ def _check_memory(point: Point, settings: Settings, shape: ModelShape, probe: Pr
         shortest = extent(point.load, settings.trace_path).shortest
         need = memory.pages_for(shortest - 1, point.layout, point.page_size) + memory.PAGES_OF_PADDING
         if need > plan.pages:
-            raise CapacityError(
+            raise NoRoomError(
                 f"{holds}, and the shortest request, {shortest:,} tokens, needs {size_text(need * one)}; all requests "
                 f"here need {size_text(least_pages(point) * one, '')} or more."
             )
@@ -373,7 +373,7 @@ def _what_fits(point: Point, settings: Settings, shape: ModelShape, probe: Probe
         wider = msgspec.structs.replace(point, dcp=layout.dcp)
         try:
             plan = plan_engine([wider], settings, shape, probe)
-        except CapacityError:
+        except NoRoomError:
             continue
         if pages_needed(wider) <= plan.pages:
             return f"{advice} With --dcp {layout.dcp} it fits."

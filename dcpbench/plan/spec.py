@@ -20,7 +20,7 @@ from dcpbench.points.names import SYNTHETIC, flag
 from dcpbench.points.point import HOW
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import check_checkpoint, load_shape
-from dcpbench.show.text import one_line
+from dcpbench.show.text import listed, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from dcpbench.points.shapes import ModelShape
 
 
+MOST_GPUS = 72
+"""Of a machine: those of an NVL72, the largest that NVLink joins and that is sold."""
 MOST_BYTES = 1 << 16
 """Of a file of options."""
 MOST_LISTED = 4096
@@ -216,10 +218,18 @@ def effective(probe: Probe, device: str) -> Probe:
 def planned(name: str, count: int) -> Probe:
     """A machine with so many GPUs of points/gpus.py, installed as for a GPU run. Raises UsageError."""
     check_positive("gpus", count)
-    by_name = {gpu.name.lower(): gpu for gpu in GPUS} | {gpu.device.lower(): gpu for gpu in GPUS}
-    found = by_name.get(name.strip().lower().removeprefix("nvidia ")) or by_name.get(name.strip().lower())
+    names = [gpu.name for gpu in GPUS]
+    if not name.strip():
+        raise UsageError(f"--gpu is empty; type one of {listed(names, 'or')}, as in --gpu H200.")
+    if count > MOST_GPUS:
+        raise UsageError(
+            f"--gpus {read.shown(count)} is more than the {MOST_GPUS} of the largest machine; for several, add --nnodes, as in "
+            "--gpus 8 --nnodes 4."
+        )
+    by_name = {called.lower(): gpu for gpu in GPUS for called in (gpu.name, f"NVIDIA {gpu.name}", gpu.device)}
+    found = by_name.get(name.strip().lower())
     if found is None:
-        raise UsageError(f"--gpu {read.shown(name)} is unknown{did_you_mean(name, [gpu.name for gpu in GPUS])}")
+        raise UsageError(f"--gpu {read.shown(name)} is unknown{did_you_mean(name, names)}")
     return Probe(
         device="cuda",
         count=count,

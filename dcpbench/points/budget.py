@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench.errors import CapacityError
+from dcpbench.errors import NoRoomError
 from dcpbench.points import memory
 from dcpbench.points.axes import Role
 from dcpbench.points.machine import Probe
@@ -81,7 +81,7 @@ def engine_of(point: Point, engines: Iterable[EnginePlan]) -> EnginePlan:
 
 
 def plan_engine(points: Sequence[Point], settings: Settings, shape: ModelShape, probe: Probe) -> EnginePlan:
-    """The plan of the engine that `points` share. Raises CapacityError where its KV pool and the fewest weights do not fit.
+    """The plan of the engine that `points` share. Raises NoRoomError where its KV pool and the fewest weights do not fit.
 
     The pool is --kv-memory where it was given; else what a GPU has left beside all weights, where every point can run
     in that; else as much as the largest point needs. `bounded_by` names the three. Points of `serve` run with less than
@@ -179,7 +179,7 @@ class _Rank:
         return (self.room - self.weight_bytes(layers)) // self.page_bytes
 
     def layers_beside(self, pages: int) -> Layers:
-        """As many layers as fit beside a pool of so many pages. Raises CapacityError where the fewest do not."""
+        """As many layers as fit beside a pool of so many pages. Raises NoRoomError where the fewest do not."""
         if self.pages_beside(self.fewest) < pages:
             raise self._too_small(pages)
         dense, moe = self.fewest
@@ -205,14 +205,14 @@ class _Rank:
             **limits,
         )
 
-    def _too_small(self, pages: int) -> CapacityError:
+    def _too_small(self, pages: int) -> NoRoomError:
         kv, weights, layout = pages * self.page_bytes, self.weight_bytes(self.fewest), self.point.layout
         if self.gpu:
-            return CapacityError(
+            return NoRoomError(
                 f"{layout}: the KV cache needs {kv / GIB:.1f} GiB per GPU and the fewest weights {weights / GIB:.1f} "
                 f"GiB, {(kv + weights - self.room) / GIB:.1f} GiB more than the {self.room / GIB:.1f} GiB available"
             )
-        return CapacityError(
+        return NoRoomError(
             f"{self.shape.name} {layout} in {self.point.dtype} needs {layout.tp * weights / GIB:,.1f} GiB of weights "
             f"and {layout.tp * kv / GIB:,.1f} GiB of KV cache over its {layout.tp} ranks, and a CPU run may take "
             f"{CPU_BYTES / GIB:.0f} GiB: without GPUs dcpbench only tests that everything works"

@@ -1,8 +1,9 @@
 """The one table of GPUs: what each can do on paper, and what its memory comes to once a driver has taken its share. No torch.
 
 Rates are those of vendors' data sheets: dense products, without sparsity, and NVLink in one direction, which sheets sum
-over both. `dcpbench bench` measures what of them a machine reaches. Memory is what torch reports as `total_memory`; it
-differs by some MiB between drivers, and the least that was seen stands here.
+over both. Bandwidth of memory is the sheet's, too, unless the driver's width of the bus allows less: width / 8 × twice the
+memory clock. `dcpbench bench` measures what of them a machine reaches. Memory is what CUDA reports in all (torch's
+`total_memory`); it differs by some MiB between drivers, and the least that was seen stands here.
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ GPUS = (
         name="A100",
         device="NVIDIA A100-SXM4-80GB",
         capability="8.0",
-        memory_bytes=81_050 * MIB,
+        memory_bytes=84_987_740_160,
         l2_bytes=40 * MIB,
         memory_bytes_s=2.039e12,
         bf16_flop_s=312e12,
         fp8_flop_s=None,
         nvlink_bytes_s=300e9,
         watts=400,
-        source="https://www.nvidia.com/en-us/data-center/a100/ (80GB SXM)",
-        memory_source="torch's errors of full GPUs: a total capacity of 79.15 GiB",
+        source="https://www.nvidia.com/en-us/data-center/a100/ (80GB SXM); 5,120 bit at 1,593 MHz are 2.039 TB/s, too",
+        memory_source="NVIDIA's deviceQuery in public logs: 84987740160 bytes, L2 41943040; with other drivers up to 81158 MiB, "
+        "https://github.com/thamada/nvidia-smi",
     ),
     Gpu(
         name="H20",
@@ -61,22 +63,26 @@ GPUS = (
         fp8_flop_s=296e12,
         nvlink_bytes_s=450e9,
         watts=400,
-        source="sheets of those who sell it with 96 GB; NVIDIA has published none",
-        memory_source="torch's properties of one in public code: 97285 MB",
+        source="https://willitrunai.com/es/gpus/h20-96gb, as NVIDIA has published no sheet; NVLink: "
+        "https://github.com/deepseek-ai/DeepEP/issues/16; bf16 products of 142 TFLOP/s were measured: "
+        "https://github.com/zzc0721/torch-performance-test-data/issues/77",
+        memory_source="torch's properties of one in public code: 97285 MB, 78 SMs; its errors of full GPUs: 95.00 GiB",
     ),
     Gpu(
         name="H100",
         device="NVIDIA H100 80GB HBM3",
         capability="9.0",
-        memory_bytes=81_082 * MIB,
+        memory_bytes=85_017_493_504,
         l2_bytes=50 * MIB,
         memory_bytes_s=3.35e12,
         bf16_flop_s=989e12,
         fp8_flop_s=1979e12,
         nvlink_bytes_s=450e9,
         watts=700,
-        source="https://www.nvidia.com/en-us/data-center/h100/ (SXM; products without sparsity)",
-        memory_source="torch's properties of one in public logs: 81082 to 81090 MB",
+        source="https://www.nvidia.com/en-us/data-center/h100/ (SXM; products without sparsity); 5,120 bit at "
+        "2,619 MHz are 3.352 TB/s, too",
+        memory_source="measured by us with driver 580.159.04, as its L2 cache; in public logs 81082 to 81106 MB, "
+        "https://github.com/thamada/nvidia-smi",
     ),
     Gpu(
         name="H200",
@@ -90,7 +96,7 @@ GPUS = (
         nvlink_bytes_s=450e9,
         watts=700,
         source="https://www.nvidia.com/en-us/data-center/h200/ (SXM; products without sparsity)",
-        memory_source="records of our own runs, results/",
+        memory_source="records of our own runs, results/, as its L2 cache",
     ),
     Gpu(
         name="B200",
@@ -98,13 +104,16 @@ GPUS = (
         capability="10.0",
         memory_bytes=182_630 * MIB,
         l2_bytes=126 * MIB + MIB // 2,
-        memory_bytes_s=8e12,
+        memory_bytes_s=7.672e12,
         bf16_flop_s=2250e12,
         fp8_flop_s=4500e12,
         nvlink_bytes_s=900e9,
         watts=1000,
-        source="https://www.nvidia.com/en-us/data-center/dgx-b200/ (an eighth; products without sparsity)",
-        memory_source="https://github.com/pytorch/ao/pull/4002: 178.35 GiB, an L2 cache of 126.5 MiB",
+        source="https://www.nvidia.com/en-us/data-center/dgx-b200/ (an eighth; products without sparsity). Not its 8 TB/s: "
+        "those need a bus of 8,192 bit, and drivers report 7,680 at 3,996 MHz, https://github.com/pytorch/ao/pull/4002; "
+        "NVIDIA corrected its own model to 7.7 by a later sheet, https://github.com/ai-dynamo/aiconfigurator/pull/1246",
+        memory_source="https://github.com/pytorch/ao/pull/4002: 178.35 GiB, an L2 cache of 126.5 MiB; 182631 and 182642 MB in "
+        "public logs",
     ),
 )
 """By what they hold. Left out for want of a figure that is sure: GB200 (its usable memory); MI300X runs no CUDA."""

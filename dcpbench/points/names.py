@@ -29,6 +29,8 @@ OBJECTIVES = ("ttft", "itl", "tpot", "e2el")
 """What --slo can bound, in ms; formulas.py defines them."""
 VLLM, SGLANG, INFERENCEX = ENGINES = ("vllm", "sglang", "inferencex")
 """What `dcpbench import --from` reads, and so what the origin of a record can be."""
+TOOLS = {VLLM: "vllm bench serve", SGLANG: "SGLang's bench_serving", INFERENCEX: "InferenceX"}
+"""What writes the results that are imported."""
 UNKNOWN = "unknown"
 """What a point of an import has where nobody says."""
 CLOSED, GAMMA, TRACE = ARRIVALS = ("closed", "gamma", "trace")

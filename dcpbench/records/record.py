@@ -5,6 +5,7 @@ Units are part of each name (`_us`, `_ms`, `_bytes`, `_tok_s`). Absent measureme
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,6 +21,10 @@ OURS = "dcpbench"
 """Origin of what this package measured."""
 CPU = "CPU"
 """Environment.device of a run without GPUs."""
+SAID_NO_ROOM = re.compile(
+    r": --kv-memory holds .* of KV cache per GPU, |: the KV cache needs .* and the fewest weights "
+)
+"""In the reason of a point that did not fit, of records that do not have `no_room`."""
 SCHEMA_VERSION = 1
 
 THROTTLE_BITS = {
@@ -302,6 +307,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """`ok`, `failed`, `hung`, `rejected`."""
     reason: str | None = None
     """Why the outcome is not `ok`, with the next thing to try."""
+    no_room: bool | msgspec.UnsetType = msgspec.UNSET
+    """Of a rejected point: whether memory was too small. In the lines of no other."""
     detail: dict[str, str] = {}
     """For failures: exit code, last log lines, stacks."""
     marks: list[str] = []
@@ -346,6 +353,13 @@ def hardware(environment: Environment) -> str:
     if environment.device == CPU or not environment.device_count:
         return environment.device
     return f"{environment.device_count} × {environment.device}"
+
+
+def no_room(record: Record) -> bool:
+    """Whether a point was rejected because memory was too small."""
+    if record.outcome != "rejected":
+        return False
+    return bool(SAID_NO_ROOM.search(record.reason or "")) if record.no_room is msgspec.UNSET else bool(record.no_room)
 
 
 def functional(record: Record) -> bool:

@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.points.names import CLOSED, INFERENCEX, MODES, SGLANG, VLLM
+from dcpbench.points.names import CLOSED, MODES, TOOLS
 from dcpbench.records.metrics import REPLAYED
 from dcpbench.records.record import OURS
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
@@ -37,7 +37,6 @@ MOST_CLAUSES = 8
 MOST_MARKS = 4
 LOST = "no longer"
 """Of a lead at some concurrency, which is gone at the highest."""
-TOOLS = {VLLM: "vLLM (`vllm bench serve`)", SGLANG: "SGLang (`bench_serving`)", INFERENCEX: "InferenceX"}
 NOT_RUN = {"rejected": "was rejected", "failed": "failed", "hung": "hung"}
 """What became of a point without numbers, in a sentence."""
 
@@ -66,16 +65,24 @@ def _weighed(frames: Frames) -> list[tuple[float, str]]:
     """Sentences, of which some are empty, each with how much it counts: 0 most."""
     if frames.everything.empty:
         return [(0, f"No point finished: {outcomes(frames)}. There is nothing to compare.")]
-    cpu = (
-        "CPU: functional run. It shows which layouts run. No conclusion about performance can be drawn from its times."
-    )
-    notes = [(0.0, cpu if frames.cpu else ""), (0.15, imported(frames))]
+    notes = [(0.0, functional(frames)), (0.15, imported(frames))]
     if len(frames.findings.points):
         notes += [(0.1, slo.words(frames.findings.points, frames.slo)), *_scopes(frames)]
         notes.append((2.5, jumps(frames.findings.points)))
         notes.append((3.5, replay(findings.replay_against_live(findings.timed(frames.served)))))
     notes.append((3, room(findings.kv_by_layout(frames.everything))))
     return [*notes, (0.2, trust(frames, apart(frames)))]
+
+
+def functional(frames: Frames) -> str:
+    """That times of a CPU say nothing, of all points or of some; empty without any."""
+    slow = frames.everything["cpu"]
+    if not slow.any():
+        return ""
+    nothing = "No conclusion about performance can be drawn from"
+    if slow.all():
+        return f"CPU: functional run. It shows which layouts run. {nothing} its times."
+    return f"CPU: {int(slow.sum()):,} of {counted(len(slow), 'point')} are a functional run. {nothing} their times."
 
 
 def _scopes(frames: Frames) -> Iterable[tuple[float, str]]:

@@ -28,7 +28,7 @@ def write_csv(frames: Frames, path: Path) -> None:
     import pandas as pd
 
     ran = [*frames.points.to_dict("records"), *frames.served.to_dict("records")]
-    others = frames.others.drop(columns="detail").to_dict("records")
+    others = frames.others.drop(columns=["detail", "no_room"]).to_dict("records")
     table = pd.DataFrame([*({**row, "outcome": "ok"} for row in ran), *others])
     if table.empty:
         table = frames.others

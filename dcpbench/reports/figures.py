@@ -322,11 +322,8 @@ def _overview_legend(figure: Figure, rows: pd.DataFrame, style: Style) -> None:
 
 
 def _first_ahead(panel: pd.DataFrame) -> float | None:
-    """The least concurrency from which on a layout with DCP that meets the SLO is ahead, by more than repeats differ."""
-    ahead = [
-        (float(str(n)), bool(((g["dcp"] > 1) & g["meets"] & (g["ratio"] > 1 + REPEATS_AGREE_WITHIN)).any()))
-        for n, g in panel.groupby("concurrency")
-    ]
+    """The least concurrency from which on DCP pays (findings.dcp_against_best)."""
+    ahead = [(float(str(n)), bool(g["pays"].any())) for n, g in panel.groupby("concurrency")]
     return next((n for i, (n, _) in enumerate(ahead) if all(wins for _, wins in ahead[i:])), None)
 
 

@@ -20,7 +20,7 @@ from dcpbench.points.point import AXES, LOAD_AXES, SETTING, point_axes
 from dcpbench.records import metrics
 from dcpbench.records.folder import RECORDS_FILE, record_file, run_folder
 from dcpbench.records.metrics import LATENCIES, METRIC, STATISTICS
-from dcpbench.records.record import OURS, Interval, Kv, ServeMetrics, functional, origin
+from dcpbench.records.record import OURS, Interval, Kv, ServeMetrics, functional, no_room, origin
 from dcpbench.records.runs import Run, measurement, read_run
 from dcpbench.reports import findings, words
 from dcpbench.reports import slo as objectives
@@ -68,7 +68,7 @@ SOME_HAVE = tuple(name for name in VARIES if name not in ("kv_memory_gib", "limi
 """Of these, what only some points have: that the others have none tells nothing new. No import says any but
 `requests`."""
 OTHERS = ("run", "model", "layout", "dcp", "context", "concurrency", "mode", "load", "repeat")
-"""Columns of points that did not run, before their outcome, reason and detail."""
+"""Columns of points that did not run, before their outcome, reason and detail, and whether memory was too small."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Frames:
     served: pd.DataFrame
     """The same of `serve` (see `_served_columns`)."""
     others: pd.DataFrame
-    """Points of any workload that did not, with the columns OTHERS, outcome, reason and detail."""
+    """Points of any workload that did not, with the columns OTHERS, outcome, reason, detail and no_room."""
     slo: dict[str, float] = dataclasses.field(default_factory=dict)
     """Objectives asked for, in ms; empty: those that the runs were measured with (slo.py)."""
 
@@ -136,7 +136,7 @@ def load(folders: Iterable[Path], *, as_repeats: bool = False, slo: dict[str, fl
         points=_plain(objectives.judged(_as_loads(_tidy(rows)), slo)),
         served=_plain(objectives.judged(_as_served(_tidy(served)), slo)),
         slo=slo,
-        others=pd.DataFrame(others, columns=[*OTHERS, "outcome", "reason", "detail"]),
+        others=pd.DataFrame(others, columns=[*OTHERS, "outcome", "reason", "detail", "no_room"]),
     )
 
 
@@ -323,6 +323,7 @@ def _other_row(run: str, record: Record) -> dict[str, Any]:
         "outcome": record.outcome,
         "reason": record.reason or "no reason was recorded",
         "detail": "\n".join(f"{name}: {text}" for name, text in record.detail.items()),
+        "no_room": no_room(record),
     }
 
 

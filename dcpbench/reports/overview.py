@@ -6,35 +6,25 @@ is who to take. Where a layout ran in several variants it stands there once a lo
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import re
 from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from dcpbench.points.names import CLOSED, REPLAY, UNKNOWN
+from dcpbench.points.names import CLOSED, REPLAY, TOOLS, UNKNOWN
+from dcpbench.points.point import UNKNOWN_LAYOUT
 from dcpbench.records.record import OURS
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import findings, words
-from dcpbench.show.numbers import missing, percent
+from dcpbench.reports import answer, findings, rule, words
+from dcpbench.show.numbers import missing, number, percent
 from dcpbench.show.text import capital, counted, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from dcpbench.reports.frames import Frames
 
 MOST_NAMES = 6
 """Layouts or models of more than this a title counts."""
-ENOUGH = 0.75
-"""Of all loads: a rule with one change from one layout to another that holds in fewer is told of each model apart."""
-RULED_BY = ("model", "who", "concurrency", "input_typical", "slo_excess", "meets", "near", "ratio")
-"""Columns of `against_others` that the sentence looks at, besides those of a load."""
-MODELS = {"deepseek-v3": "DeepSeek-V3", "kimi-k2": "Kimi-K2"}
-"""As their makers write them."""
-NO_ROOM = re.compile(r"holds .* of KV cache per GPU|KV cache|does not fit|memory")
-"""In the reason of a rejected point."""
+MOST_CLAUSES = 3
+"""Loads with no room that a bullet names."""
 
 
 def title(frames: Frames) -> str:
@@ -43,7 +33,7 @@ def title(frames: Frames) -> str:
     if table.empty:
         return "dcpbench: " + ", ".join(run.name for run in frames.runs)
     parts = [
-        _few([MODELS.get(name, name) for name in words.unique(table["model"])], "models"),
+        _few([words.MODELS.get(name, name) for name in words.unique(table["model"])], "models"),
         _few(words.unique(table.sort_values(["tp", "dp", "dcp"], kind="stable")["layout"]), "layouts"),
         hardware(frames),
         _few(words.unique(table["dtype"]), "precisions"),
@@ -55,9 +45,13 @@ def title(frames: Frames) -> str:
 
 def hardware(frames: Frames) -> str:
     """`4 × NVIDIA H200`, `CPU`; empty where no record says."""
-    table = frames.everything
+    return hardware_of(frames.everything)
+
+
+def hardware_of(table: pd.DataFrame) -> str:
+    """The same of some points."""
     devices = [name for name in words.unique(table["device"]) if name not in ("None", UNKNOWN)]
-    if frames.cpu or not devices:
+    if table["cpu"].all() or not devices:
         return _few(devices, "devices")
     sizes = sorted({int(n) for n in table["tp"] if not missing(n) and n})
     many = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]}–{sizes[-1]}" if sizes else ""
@@ -83,7 +77,7 @@ def caveats(frames: Frames) -> list[str]:
     for (model, layers), rows in held.groupby(["model", "layers"], sort=False):
         counts = sorted({int(n) for n in rows["layers_held"]})
         many = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]}–{counts[-1]}"
-        said.append(f"{MODELS.get(str(model), str(model))}: {many} of {layers:g} layers held and cycled")
+        said.append(f"{words.MODELS.get(str(model), str(model))}: {many} of {layers:g} layers held and cycled")
     if (table["weights"] == "synthetic").any():
         said.append("synthetic weights")
     replayed = table["mode"] == REPLAY
@@ -100,16 +94,21 @@ def caveats(frames: Frames) -> list[str]:
 def against_others(frames: Frames) -> pd.DataFrame:
     """A row for each load and layout that has another to be compared with, of closed loops not on a CPU.
 
-    `who` is the layout, or the label where all are of one; `ratio` its output over that of the fastest other that meets
+    `who` is the layout, or the label where all are of one; `named` has its variant where it ran in several; `ratio` its output over that of the fastest other that meets
     the SLO, and of any other where none does; `meets` whether it does itself; `near` whether it meets the SLO as well
-    as any other and none is clearly ahead of it.
+    as any other and none is clearly ahead of it; `pays` whether it has DCP that pays (findings.dcp_against_best).
     """
     points = frames.findings.points
     if points.empty:
         return points
+    split = points.index[points["dcp"] > 1]
+    paying = set(split[frames.findings.against_best["verdict"].isin(findings.PAYS)]) if len(split) else set()
+    points = points.assign(pays=points.index.isin(paying))
     points = points[points["load_arrival"] == CLOSED]
     who = "layout" if len(set(points["layout"])) > 1 else "label"
-    points = points.assign(who=points[who], meets=~(points["slo_excess"].astype(float) > 1))
+    several = points.groupby("layout")["label"].transform("nunique") > 1
+    named = points["label"].where(several, points["layout"])
+    points = points.assign(who=points[who], named=named, meets=~(points["slo_excess"].astype(float) > 1))
     ordered = points.sort_values(["meets", "output_tok_s"], ascending=False, kind="stable")
     one = ordered.drop_duplicates([*findings.RIVAL_OF, "who"])
     groups = one.groupby(findings.RIVAL_OF, sort=False)
@@ -135,145 +134,107 @@ def no_room(frames: Frames) -> pd.DataFrame:
     others = frames.others
     if others.empty:
         return others
-    rejected = others[(others["outcome"] == "rejected") & others["reason"].str.contains(NO_ROOM)]
+    rejected = others[others["no_room"].astype(bool)]
     return rejected.assign(mode=rejected["mode"].fillna("decode"))
 
 
 def sentence(frames: Frames) -> str:
     """Which layout to take, and from which load on; on a CPU, and of other tools' files, what the numbers are."""
-    if frames.everything.empty:
-        return ""
-    if frames.cpu:
-        return (
-            "This is a functional run on a CPU: it shows that the layouts run, and says nothing about how fast any is."
-        )
     table = frames.everything
+    if table.empty:
+        return f"No point finished ({answer.outcomes(frames)}), so nothing here says which layout to take."
+    timed = findings.timed(table)
     foreign = [name for name in words.unique(table["origin"]) if name != OURS]
+    if timed.empty and foreign:
+        return _imported(frames, foreign, timed)
+    if table["cpu"].all():
+        return _functional(frames)
+    if timed.empty:
+        return "No point has a rate of output, so nothing here says which layout to take."
     rows = against_others(frames)
     if foreign:
-        return _imported(frames, foreign, rows)
-    if rows.empty:
-        names = listed(words.unique(table["layout"]))
-        return f"No load was run with two layouts ({names}), so these are measurements without a best one."
-    rules = [_rule(rows)]
-    if rules[0].share < ENOUGH and len(set(rows["model"])) > 1:
-        rules = [_rule(own) for _, own in rows.groupby("model", sort=False)]
-    said = [rule.words(named=len(rules) > 1) for rule in rules]
-    where = hardware(frames)
-    return f"On {where}, {'; '.join(said)}." if where else f"{capital('; '.join(said))}."
+        said = _imported(frames, foreign, rows)
+    elif rows.empty:
+        said = _alone(frames, timed)
+    else:
+        said = rule.words(rows)
+    slow = int(table["cpu"].sum())
+    return f"{said} {capital(counted(slow, 'point'))} ran on a CPU, which says nothing about speed." if slow else said
+
+
+def _functional(frames: Frames) -> str:
+    """Of a run on a CPU alone."""
+    ran = listed(words.unique(frames.everything["layout"]))
+    lost = frames.others[frames.others["outcome"] != "rejected"] if len(frames.others) else frames.others
+    not_all = f"; {counted(len(lost), 'point')} did not finish" if len(lost) else ""
+    return f"This says nothing about speed: a functional run on a CPU, which shows that {ran} can run{not_all}."
+
+
+def _alone(frames: Frames, timed: pd.DataFrame) -> str:
+    """Where no closed loop ran with two layouts on as many GPUs: the most that was measured, and what open loops say."""
+    top = timed.sort_values("output_tok_s", kind="stable").iloc[-1]
+    most = f"at most {number(top['output_tok_s'], 3)} output tok/s, with {top['label']} at {rule.load_words(top)}"
+    best = frames.findings.best
+    where = rule.where(timed)
+    names = words.unique(timed["layout"])
+    if best.empty or best["load_arrival"].eq(CLOSED).any():
+        if len(names) > 1:
+            return f"{capital(f'{where}{_not_compared(frames, names)}')}, so nothing here says which layout to take: {most}."
+        lost = words.unique(no_room(frames)["layout"]) if len(no_room(frames)) else []
+        if lost:
+            why = f"as {listed(lost)} {'has' if len(lost) == 1 else 'have'} no room in memory"
+            return f"{capital(where)}only {names[0]} ran, {why}: {most}."
+        return f"{capital(where)}only {names[0]} ran, so nothing here says which layout to take: {most}."
+    won = [f"{label} in {n}" for label, n in best[best["clear"]]["label"].value_counts().items()]
+    tied, none = int((best["meets"] & ~best["clear"]).sum()), int((~best["meets"].astype(bool)).sum())
+    won += [f"no layout clearly in {tied}"] if tied else []
+    won += [f"none within the SLO in {none}"] if none else []
+    loads = counted(len(best), "load")
+    return f"{capital(where)}of {loads} with requests at a rate, the fastest is {listed(won)}: {most}."
+
+
+def _not_compared(frames: Frames, names: list[str]) -> str:
+    """Why no layout is set against another."""
+    of_one = " of one run" if len(frames.runs) > 1 else ""
+    return f"no two layouts ({listed(names)}) on as many GPUs ran under one load{of_one}"
 
 
 def _imported(frames: Frames, foreign: list[str], rows: pd.DataFrame) -> str:
+    """What other tools' files measured, and whether they say which layout to take."""
     table = frames.everything
     theirs = table[table["origin"] != OURS]
+    whose = listed([f"{counted(int((theirs['origin'] == n).sum()), 'result')} of {TOOLS.get(n, n)}" for n in foreign])
+    machine = hardware_of(theirs)
+    text = f"These figures are what the imported files measured: {whose}{f' on {machine}' if machine else ''}"
     tops = theirs.sort_values("output_tok_s", kind="stable").dropna(subset=["output_tok_s"])
-    text = f"These files measured {counted(len(theirs), 'load')} of servers with {listed(foreign)}"
     if len(tops):
         top = tops.iloc[-1]
-        text += (
-            f": at most {top['output_tok_s']:,.0f} output tok/s, {top['model']} with {top['label']} at {top['arrival']}"
-        )
-    beside = (
-        f"; {counted(len(table) - len(theirs), 'point')} of dcpbench beside them" if len(table) > len(theirs) else ""
-    )
-    alone = "" if len(rows) else "; they do not compare layouts under one load"
-    return f"{text}{beside}{alone}."
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rule:
-    """One layout up to a number of tokens in flight, and one from there on, which may be the same."""
-
-    rows: pd.DataFrame
-    first: str
-    then: str
-    at: int
-    """Of `loads`, the place of the first where `then` is to be taken."""
-    loads: list[pd.DataFrame]
-    right: int
-    tried: int
-
-    @property
-    def share(self) -> float:
-        return self.right / self.tried if self.tried else 1.0
-
-    def words(self, *, named: bool) -> str:
-        """`take tp4, and tp4·dp4 from 32 requests of 32,000 tokens on, up to 1.12× the best other; …`."""
-        model = f"{listed([MODELS.get(m, m) for m in words.unique(self.rows['model'])])}: " if named else ""
-        judged = self.rows["slo_excess"].notna().any()
-        if not self.loads:
-            return f"{model}no layout meets the SLO under any of {counted(self.tried_in_all, 'load')}"
-        after = pd.concat(self.loads[self.at :])
-        text = f"{model}take {self.first}"
-        if self.then != self.first:
-            text += f", and {self._with_level(after, self.then)} from {_load(self.loads[self.at])} in flight on"
-        else:
-            text = f"{model}take {self._with_level(after, self.then)}"
-        own = self._taken()
-        lead = own["ratio"].max()
-        ahead = f", up to {percent(lead - 1)} ahead of the best other" if lead > 1 + REPEATS_AGREE_WITHIN else ""
-        within = " within the SLO" if judged else ""
-        text += f": best{within} or level in {self.right:,} of {counted(self.tried, 'load')}{ahead}"
-        none = self.tried_in_all - self.tried
-        return text + (f"; in {none:,} more no layout meets the SLO" if none else "")
-
-    @property
-    def tried_in_all(self) -> int:
-        return int(self.rows.drop_duplicates(findings.RIVAL_OF).shape[0])
-
-    def _taken(self) -> pd.DataFrame:
-        chosen = [g[g["who"] == (self.first if i < self.at else self.then)] for i, g in enumerate(self.loads)]
-        return pd.concat(chosen)
-
-    def _with_level(self, after: pd.DataFrame, who: str) -> str:
-        loads = after.drop_duplicates(findings.RIVAL_OF).shape[0]
-        near = after[after["near"]]["who"].value_counts()
-        same = [name for name in words.unique(after["who"]) if name != who and near.get(name, 0) == loads]
-        return listed([who, *same], "or")
-
-
-def _rule(rows: pd.DataFrame) -> _Rule:
-    """The rule that holds in the most loads: its layout is best or level there, and meets the SLO."""
-    rows = rows[list(dict.fromkeys([*findings.RIVAL_OF, *RULED_BY]))]
-    rows = rows.assign(tokens=rows["concurrency"] * rows["input_typical"].fillna(0))
-    within = rows[rows.groupby(findings.RIVAL_OF)["meets"].transform("any")]
-    loads = [group for _, group in within.groupby(findings.RIVAL_OF, sort=False)]
-    loads.sort(key=lambda g: (g["tokens"].iloc[0], g["input_typical"].iloc[0]))
-    near = [dict(zip(g["who"], g["near"], strict=True)) for g in loads]
-    ratios = [dict(zip(g["who"], g["ratio"], strict=True)) for g in loads]
-    names = words.unique(rows["who"])
-    until = {n: list(itertools.accumulate((bool(of.get(n, False)) for of in near), initial=0)) for n in names}
-    best = ("", "", 0)
-    most: tuple[int, bool, float] = (-1, False, 0.0)
-    tokens = [g["tokens"].iloc[0] for g in loads]
-    for first, then in itertools.product(names, names):
-        for at in range(1, len(loads)) if first != then else [0]:
-            if at and tokens[at - 1] == tokens[at]:
-                continue
-            right = until[first][at] + until[then][-1] - until[then][at]
-            if right < most[0]:
-                continue
-            taken = [first if i < at else then for i in range(len(loads))]
-            score = (right, first == then, sum(ratios[i].get(name, 0.0) for i, name in enumerate(taken)))
-            if score > most:
-                best, most = (first, then, at), score
-    return _Rule(rows, *best, loads, max(most[0], 0), len(loads))
-
-
-def _load(rows: pd.DataFrame) -> str:
-    """`32 requests of 32,000 tokens`."""
-    row = rows.iloc[0]
-    if missing(row["input_typical"]):
-        return f"concurrency {int(row['concurrency']):,}"
-    return f"{counted(int(row['concurrency']), 'request')} of {row['input_typical']:,.0f} tokens"
+        layout = "" if top["layout"] == UNKNOWN_LAYOUT else f" with {top['label']}"
+        most = number(top["output_tok_s"], 3)
+        text += f", at most {most} output tok/s ({top['model']}{layout} at {rule.load_words(top)})"
+    if len(table) > len(theirs):
+        text += f", beside {counted(len(table) - len(theirs), 'point')} of dcpbench"
+    if theirs["cpu"].all():
+        return f"{text}. They ran on a CPU, which says nothing about speed."
+    compared, ours = (rows[rows["origin"].eq(OURS) == own] if len(rows) else rows for own in (False, True))
+    layouts = words.unique(theirs["layout"])
+    nothing = "so nothing here says which to take"
+    if len(compared):
+        text = f"{text}. By these, {rule.advice(compared)}."
+    elif layouts == [UNKNOWN_LAYOUT]:
+        text = f"{text}. They do not say which layout ran, {nothing}."
+    elif len(layouts) == 1:
+        text = f"{text}. They are of one layout, {nothing}."
+    else:
+        text = f"{text}. {capital(_not_compared(frames, layouts))}, {nothing}."
+    return f"{text} Of dcpbench's own points: {rule.words(ours)}" if len(ours) else text
 
 
 def short(frames: Frames) -> list[str]:
     """At most four short bullets below the sentence."""
-    table = frames.everything
-    if table.empty or frames.cpu:
+    if findings.timed(frames.everything).empty:
         return []
-    return [text for text in (_pays(frames), _full(frames), *_room(frames), _trust(frames)) if text][:4]
+    return [text for text in (_pays(frames), _full(frames), _room(frames), _trust(frames)) if text]
 
 
 def _pays(frames: Frames) -> str:
@@ -282,35 +243,46 @@ def _pays(frames: Frames) -> str:
     if known.empty:
         return ""
     paying = known[known["verdict"].isin(findings.PAYS)]
-    keys = findings.LOAD
-    loads, paid = known.drop_duplicates(keys).shape[0], paying.drop_duplicates(keys).shape[0]
+    loads, paid = (table.drop_duplicates(findings.LOAD).shape[0] for table in (known, paying))
     within = " within the SLO" if known["slo_excess"].notna().any() else ""
-    text = f"DCP beats the best layout without it{within} in {paid:,} of {counted(loads, 'load')}"
-    rated = known[known["ratio"].notna() & (known["verdict"] != "misses")]
+    many = "the one load compared" if loads == 1 else f"{f'{paid:,}' if paid else 'none'} of {loads:,} loads"
+    dcp = "is DCP" if not paid and loads > 1 else "DCP is" if paid else "DCP is not"
+    text = f"At {many} {dcp} clearly ahead of the best layout without it{within}"
+    rated = paying[paying["ratio"].notna()] if paid else known[known["ratio"].notna() & (known["verdict"] != "misses")]
     if rated.empty:
         return f"{text}."
     top = rated.sort_values("ratio", kind="stable").iloc[-1]
-    return f"{text}; at most {top['ratio']:.2f}× ({top['model']}, {top['label']} at {top['load']})."
+    who = f"{words.MODELS.get(top['model'], top['model'])}, {top['label']} at {rule.load_words(top)}"
+    if paid:
+        return f"{text}, by at most {percent(top['ratio'] - 1)} ({who})."
+    return f"{text}; nearest is {top['ratio']:.2f}× ({who})."
 
 
 def _full(frames: Frames) -> str:
     lost = no_room(frames)
     if lost.empty:
         return ""
-    clauses = []
-    for (layout, context), rows in lost.groupby(["layout", "context"], sort=False):
-        length = f" of {context:,} tokens" if rows["context"].iloc[0] else ""
-        clauses.append(f"{layout} for {int(rows['concurrency'].min()):,} requests{length}")
-    more = f" and {len(clauses) - 4} more" if len(clauses) > 4 else ""  # noqa: PLR2004 - as many as one line holds
-    return f"No room: {', '.join(clauses[:4])}{more}."
+    clauses: dict[str, list[str]] = {}
+    for (context, mode, layout), rows in lost.groupby(["context", "mode", "layout"], sort=False):
+        least = int(rows["concurrency"].min())
+        length = f" of {'' if mode == 'decode' else 'up to '}{context:,} tokens" if context != 0 else ""
+        clauses.setdefault(f"from {counted(least, 'request')}{length} on", []).append(str(layout))
+    said = [f"{listed(words.unique(names))} {where}" for where, names in clauses.items()]
+    more = f"; and {len(said) - MOST_CLAUSES:,} more" if len(said) > MOST_CLAUSES else ""
+    return f"No room in memory: {'; '.join(said[:MOST_CLAUSES])}{more}."
 
 
-def _room(frames: Frames) -> Iterable[str]:
+def _room(frames: Frames) -> str:
     kv = findings.kv_by_layout(frames.everything)
     more = kv if kv.empty else kv[(kv["dcp"] > 1) & kv["kv_ratio"].notna()]
-    if len(more):
-        top = more.sort_values("kv_ratio", kind="stable").iloc[-1]
-        yield f"{top['layout']} holds {top['kv_ratio']:.2f}× the tokens of tp{top['tp']} in the same KV memory."
+    if more.empty:
+        return ""
+    top = more.sort_values("kv_ratio", kind="stable").iloc[-1]
+    same = kv[
+        (kv["tp"] == top["tp"]) & (kv["dcp"] == 1) & (kv["kv_ratio"] >= top["kv_ratio"] * (1 - REPEATS_AGREE_WITHIN))
+    ]
+    too = f", as does {listed(words.unique(same['layout']), 'or')}" if len(same) else ""
+    return f"{top['layout']} holds {top['kv_ratio']:.2f}× the tokens of tp{top['tp']} in the same KV memory{too}."
 
 
 def _trust(frames: Frames) -> str:

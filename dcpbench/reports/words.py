@@ -19,6 +19,8 @@ FEW_SAMPLES = "few_samples"
 """The mark that dashes say, and the percentile that an SLO is held against."""
 OBJECTIVES = {name: latency.label for name, latency in LATENCIES.items()}
 SEPARATOR = " · "
+MODELS = {"deepseek-v3": "DeepSeek-V3", "kimi-k2": "Kimi-K2"}
+"""As their makers write them."""
 
 
 def arrival(point: Point) -> str:

@@ -149,7 +149,7 @@ def on_cpu(of: Point, **changes: Any) -> Record:
 
 def rejected(of: Point, reason: str = "the KV cache needs 31.0 GiB more per GPU than there is; try --dcp 4.") -> Record:
     """A point that could not run."""
-    return Record(point=of, outcome="rejected", reason=reason)
+    return Record(point=of, outcome="rejected", reason=reason, no_room=True)
 
 
 def failed(of: Point, reason: str = "rank 3 exited with code 1; read logs/rank-3.txt.") -> Record:

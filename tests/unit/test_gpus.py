@@ -36,6 +36,15 @@ def test_rates_are_dense_and_in_one_direction(gpu: Gpu) -> None:
     assert gpu.memory_source
 
 
+@pytest.mark.parametrize(
+    ("name", "bits", "mhz"), [("A100", 5120, 1593), ("H100", 5120, 2619), ("B200", 7680, 3996)], ids=str
+)
+def test_memory_is_no_faster_than_the_bus_that_drivers_report(name: str, bits: int, mhz: int) -> None:
+    """Two transfers a clock: 7,680 / 8 bytes × 2 × 3.996 GHz = 7.672 TB/s, less than the 8 of the B200's sheet."""
+    (gpu,) = (gpu for gpu in GPUS if gpu.name == name)
+    assert gpu.memory_bytes_s == pytest.approx(bits / 8 * 2 * mhz * 1e6, rel=1e-3)
+
+
 def test_each_gpu_has_names_of_its_own() -> None:
     assert len({name for gpu in GPUS for name in (gpu.name, gpu.device)}) == 2 * len(GPUS)
 
@@ -70,10 +79,12 @@ def test_a_gpu_is_found_by_our_name_and_by_its_drivers(typed: str) -> None:
     ("typed", "words"),
     [
         ("h2000", "--gpu h2000 is unknown; did you mean H200? Known: A100, H20, H100, H200, B200."),
-        ("", "Known: A100"),
+        ("", "--gpu is empty; type one of A100, H20, H100, H200 or B200, as in --gpu H200."),
+        ("  ", "--gpu is empty; type one of A100"),
+        ("nvidia nvidia h200", "is unknown. Known: A100"),
         ("mi300x" * 99, "Known: A100"),
     ],
-    ids=["near", "empty", "long"],
+    ids=["near", "empty", "blank", "twice", "long"],
 )
 def test_an_unknown_gpu_is_refused_with_those_that_are_known(typed: str, words: str) -> None:
     with pytest.raises(UsageError) as error:
@@ -85,6 +96,14 @@ def test_an_unknown_gpu_is_refused_with_those_that_are_known(typed: str, words: 
 def test_a_machine_has_at_least_one_gpu() -> None:
     with pytest.raises(UsageError, match="--gpus 0 is not positive; try --gpus 8"):
         planned("H200", 0)
+
+
+@pytest.mark.parametrize("many", [73, 10**12, 10**400], ids=["73", "a-trillion", "400-digits"])
+def test_no_machine_has_more_gpus_than_an_nvlink_domain(many: int) -> None:
+    with pytest.raises(UsageError, match=r"is more than the 72 of the largest machine; for several, add --nnodes") as e:
+        planned("H200", many)
+    assert len(str(e.value)) < 300
+    assert planned("H200", 72).count == 72
 
 
 def test_a_plan_is_the_one_that_a_run_on_that_machine_makes() -> None:

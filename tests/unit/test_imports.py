@@ -536,7 +536,7 @@ class TestReport:
         assert "vllm" in labels["vllm"]
         assert "unknown" not in " ".join(labels.values())
         said = " ".join(answer.sentences(read))
-        assert "1 point of vLLM" in said
+        assert "1 point of vllm bench serve" in said
         assert "1 point of SGLang" in said
 
     def test_a_run_of_imports_alone_makes_a_whole_report(self, tmp_path: Path) -> None:

@@ -1,32 +1,49 @@
-"""What a report opens with: its title, the sentence that answers, and the ratios of its first chart."""
+"""What a report opens with: its title, the sentence that answers, the bullets, and the ratios of its first chart.
+
+Output is concurrency / step time: 8 requests at 40 ms a step give 200 tok/s.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
+from dcpbench.imports import Told, import_files
+from dcpbench.plan import grid
+from dcpbench.plan.spec import make_spec, planned
 from dcpbench.points.layout import Layout
+from dcpbench.points.names import REPLAY
 from dcpbench.records.formulas import decode_metrics
-from dcpbench.reports import frames, overview
+from dcpbench.records.record import no_room
+from dcpbench.reports import answer, figures, frames, overview
+from tests.unit import engine_files_builder as files
 from tests.unit import record_builder as build
+from tests.unit import serve_record_builder as serve
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.records.record import Record
 
-TP, DCP = Layout(4), Layout(4, 1, 4)
+TP, DCP2, DCP, DP = Layout(4), Layout(4, 1, 2), Layout(4, 1, 4), Layout(4, 4)
+HELD = "On 4 × H200 (19 of 61 layers held and cycled), "
+AROUND_40 = (38, 39, 39.5, 40, 40.5, 41, 42)
+IMPORTED = "These figures are what the imported files measured: "
 
 
-def read(folder: Path, *records: Record) -> frames.Frames:
-    return frames.load([build.write(folder / "run", list(records))])
+def read(folder: Path, *records: Record, **slo: float) -> frames.Frames:
+    return frames.load([build.write(folder / "run", list(records))], slo=slo)
 
 
-def steps(layout: Layout, concurrency: int, ms: float) -> Record:
-    of = build.point(layout, concurrency=concurrency)
-    return msgspec.structs.replace(build.ok(of, steps=1), metrics=decode_metrics([ms], concurrency, of.tp))
+def steps(layout: Layout, concurrency: int, *ms: float, **changes: Any) -> Record:
+    of = build.point(layout, concurrency=concurrency, **changes)
+    return msgspec.structs.replace(build.ok(of, steps=1), metrics=decode_metrics(list(ms), concurrency, of.tp))
+
+
+def said(folder: Path, *records: Record, **slo: float) -> str:
+    return overview.sentence(read(folder, *records, **slo))
 
 
 @pytest.fixture
@@ -42,21 +59,281 @@ def test_each_layout_is_set_against_the_best_other_one(crossing: frames.Frames) 
     assert rows["ratio"].tolist() == pytest.approx([1.25, 0.8, 0.8, 1.25])
 
 
-def test_the_sentence_says_which_layout_to_take_and_from_which_load_on(crossing: frames.Frames) -> None:
-    said = overview.sentence(crossing)
-    assert "take tp4, and tp4·dcp4 from 32 requests of 4,000 tokens in flight on" in said
-    assert "in 2 of 2 loads, up to 25 % ahead" in said
+class TestWhichLayoutToTake:
+    """The rule, and its words."""
+
+    def test_from_which_load_on_and_by_how_much_over_what(self, crossing: frames.Frames) -> None:
+        """Of one length, loads go by their requests."""
+        assert overview.sentence(crossing) == (
+            f"{HELD}take tp4 up to 8 requests of 4,000 tokens in flight, for 25 % more output than tp4·dcp4, and tp4·dcp4 "
+            "from 32 on, for 25 % more than tp4: best or level in both loads."
+        )
+
+    def test_of_several_lengths_loads_go_by_their_tokens_and_those_with_as_many_are_named_together(
+        self, tmp_path: Path
+    ) -> None:
+        """8 × 4,000 = 32,000; 32 × 32,000 = 8 × 128,000 = 1,024,000. 200 / 160 and 150 / 125 = 1.2 at most."""
+        heavy = [
+            steps(layout, n, ms, context=context)
+            for n, context in ((32, 32_000), (8, 128_000))
+            for layout, ms in ((TP, 120), (DCP, 100))
+        ]
+        assert (
+            "take tp4 up to 32,000 tokens in flight, for 25 % more output than tp4·dcp4, and tp4·dcp4 from 1.02 million on "
+            "(32 requests of 32,000 or 8 of 128,000), for up to 20 % more than tp4: best or level in all 3 loads."
+        ) in said(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), *heavy)
+
+    def test_one_layout_for_all_says_what_was_tried(self, tmp_path: Path) -> None:
+        """50 / 40 and 44 / 40: 25 % and 10 %."""
+        records = [
+            steps(TP, 8, 40),
+            steps(DCP, 8, 50),
+            steps(TP, 32, 40, context=9000),
+            steps(DCP, 32, 44, context=9000),
+        ]
+        assert said(tmp_path, *records) == (
+            f"{HELD}take tp4 at every load tried (8–32 requests of 4,000–9,000 tokens), for up to 25 % more output than "
+            "tp4·dcp4: best or level in both loads."
+        )
+
+    def test_layouts_that_are_level_are_all_named_with_their_lead_over_the_others(self, tmp_path: Path) -> None:
+        """tp4 and tp4·dcp4 give 200 tok/s, tp4·dp4 160."""
+        assert said(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 40), steps(DP, 8, 50)) == (
+            f"{HELD}take tp4 or tp4·dcp4, which are level, at 8 requests of 4,000 tokens, for 25 % more output than "
+            "tp4·dp4: the one load compared."
+        )
+
+    def test_a_lead_within_the_intervals_is_none(self, tmp_path: Path) -> None:
+        """40 and 41 ms are 2.5 % apart, and both intervals reach from 39 to 42."""
+        text = said(tmp_path, steps(TP, 8, *AROUND_40), steps(DCP, 8, *(1 + ms for ms in AROUND_40)))
+        assert "take tp4 or tp4·dcp4, which are level, at 8 requests of 4,000 tokens: the one load compared." in text
+
+    def test_a_variant_is_named_where_its_layout_ran_in_several(self, tmp_path: Path) -> None:
+        records = [steps(TP, 8, 50), steps(DCP, 8, 45), steps(DCP, 8, 40, exchange="symm")]
+        assert "take tp4·dcp4 (symm) at 8 requests of 4,000 tokens, for 25 % more output than tp4:" in said(
+            tmp_path, *records
+        )
+
+    def test_where_the_rule_is_wrong_it_says_what_is_ahead_and_by_how_much(self, tmp_path: Path) -> None:
+        """tp4 is best in 4 of 5 loads; at 16 tp4·dcp4 gives 50 / 45 = 11 % more."""
+        records = [
+            record
+            for n, tp, dcp in ((4, 40, 50), (8, 40, 50), (16, 50, 45), (32, 40, 50), (48, 40, 50))
+            for record in (steps(TP, n, tp), steps(DCP, n, dcp))
+        ]
+        assert ": best or level in 4 of 5 loads; in the other one it is tp4·dcp4, by 11 %." in said(tmp_path, *records)
+
+    def test_where_no_rule_holds_none_is_given(self, tmp_path: Path) -> None:
+        """Six loads in which the best changes each time: any one change is right in four at most."""
+        records = [
+            record
+            for i, n in enumerate((1, 2, 4, 8, 16, 32))
+            for record in (steps(TP, n, 40 + 10 * (i % 2)), steps(DCP, n, 50 - 10 * (i % 2)))
+        ]
+        assert "no layout is to be taken throughout: of 6 loads, best or level is tp4 in 3 and tp4·dcp4 in 3." in said(
+            tmp_path, *records
+        )
+
+    def test_models_that_disagree_have_a_rule_each(self, tmp_path: Path) -> None:
+        records = [
+            steps(layout, n, 40 if (layout == TP) == (model == "kimi-k2") else 50, model=model)
+            for model in ("deepseek-v3", "kimi-k2")
+            for n in (8, 32)
+            for layout in (TP, DCP)
+        ]
+        text = said(tmp_path, *records)
+        assert "for DeepSeek-V3, take tp4·dcp4 at every load tried (8–32 requests of 4,000 tokens)" in text
+        assert "; for Kimi-K2, take tp4 at every load tried" in text
+
+    def test_layouts_on_more_gpus_have_a_rule_of_their_own(self, tmp_path: Path) -> None:
+        """None of 4 GPUs is set against one of 8."""
+        four = [steps(TP, 8, 40), steps(DCP, 8, 50)]
+        eight = [steps(Layout(8), 8, 30), steps(Layout(8, 1, 8), 8, 20)]
+        text = said(tmp_path, *four, *eight)
+        assert text.startswith(f"{HELD}take tp4 at 8 requests of 4,000 tokens, for 25 % more output than tp4·dcp4: ")
+        assert "; on 8 × H200 (19 of 61 layers held and cycled), take tp8·dcp8 at 8 requests" in text
+
+    def test_what_is_replayed_is_said_with_the_gpus(self, tmp_path: Path) -> None:
+        records = [serve.served(serve.point(layout, changed={"mode": REPLAY})) for layout in (TP, DCP)]
+        assert said(tmp_path, *records, itl=60).startswith(
+            "On 4 × H200 (replayed, not served live; 19 of 61 layers held and cycled), take tp4"
+        )
 
 
-def test_layouts_that_are_level_are_both_named(tmp_path: Path) -> None:
-    found = read(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 40))
-    assert "take tp4 or tp4·dcp4: best or level in 1 of 1 load" in overview.sentence(found)
+class TestSlo:
+    """Loads under which some layout meets it, and others."""
+
+    def test_a_rule_ends_where_no_layout_meets_it(self, tmp_path: Path) -> None:
+        """At 48 both take more than 60 ms; from 16 on tp4 does."""
+        records = [steps(TP, 8, 40), steps(DCP, 8, 50), steps(TP, 16, 70), steps(DCP, 16, 50)]
+        records += [steps(TP, 32, 80), steps(DCP, 32, 55), steps(TP, 48, 90), steps(DCP, 48, 70)]
+        assert said(tmp_path, *records, itl=60) == (
+            f"{HELD}take tp4 up to 8 requests of 4,000 tokens in flight, for 25 % more output than tp4·dcp4, and tp4·dcp4 "
+            "from 16 to 32, which alone meets the SLO there: best or level in all 3 loads within the SLO (ITL ≤ 60 ms); at "
+            "1 more load no layout meets it."
+        )
+
+    def test_where_none_meets_it_the_nearest_is_named(self, tmp_path: Path) -> None:
+        assert said(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), steps(TP, 32, 80), steps(DCP, 32, 90), itl=30) == (
+            f"{HELD}no layout is to be taken: at any of 2 loads none is within the SLO (ITL ≤ 30 ms); nearest is tp4 at 8 "
+            "requests of 4,000 tokens (ITL p50 40.0 ms)."
+        )
 
 
-def test_one_layout_has_nothing_to_be_compared_with(tmp_path: Path) -> None:
-    found = read(tmp_path, steps(TP, 8, 40))
-    assert overview.against_others(found).empty
-    assert overview.sentence(found).startswith("No load was run with two layouts (tp4)")
+class TestNoAnswer:
+    """Where nothing says which layout to take, the sentence says so."""
+
+    def test_one_layout_has_nothing_to_be_compared_with(self, tmp_path: Path) -> None:
+        found = read(tmp_path, steps(TP, 8, 40))
+        assert overview.against_others(found).empty
+        assert overview.sentence(found) == (
+            f"{HELD}only tp4 ran, so nothing here says which layout to take: at most 200 output tok/s, with tp4 at 8 "
+            "requests of 4,000 tokens."
+        )
+
+    def test_layouts_of_different_loads_neither(self, tmp_path: Path) -> None:
+        text = said(tmp_path, steps(TP, 8, 40), steps(DCP, 32, 40))
+        assert (
+            "no two layouts (tp4 and tp4·dcp4) on as many GPUs ran under one load, so nothing here says which" in text
+        )
+
+    def test_layouts_on_different_numbers_of_gpus_neither(self, tmp_path: Path) -> None:
+        text = said(tmp_path, steps(TP, 8, 40), steps(Layout(8), 8, 30))
+        assert "no two layouts (tp4 and tp8) on as many GPUs ran under one load, so nothing here says which" in text
+
+    def test_a_layout_that_alone_fits_is_named_with_what_does_not(self, tmp_path: Path) -> None:
+        text = said(tmp_path, steps(DCP, 8, 40), build.rejected(build.point(TP)))
+        assert "only tp4·dcp4 ran, as tp4 has no room in memory: at most 200 output tok/s" in text
+
+    def test_open_loops_say_who_is_fastest_at_a_rate(self, tmp_path: Path) -> None:
+        """Both keep up with 2 requests a second, so that none gives more."""
+        rate = {"arrival": "gamma", "request_rate": 2.0}
+        text = said(tmp_path, *(serve.served(serve.point(layout, changed=rate)) for layout in (TP, DCP)))
+        assert "of 1 load with requests at a rate, the fastest is no layout clearly in 1: at most" in text
+
+    def test_no_point_that_finished(self, tmp_path: Path) -> None:
+        text = said(tmp_path, build.failed(build.point(TP)), build.rejected(build.point(DCP)))
+        assert text == "No point finished (1 failed and 1 rejected), so nothing here says which layout to take."
+
+    def test_a_run_on_a_cpu_says_nothing_about_speed(self, tmp_path: Path) -> None:
+        found = read(tmp_path, *build.cpu_sweep())
+        assert overview.sentence(found) == (
+            "This says nothing about speed: a functional run on a CPU, which shows that tp8 and tp8·dcp8 can run."
+        )
+        assert overview.short(found) == []
+
+    def test_points_on_a_cpu_beside_others_are_set_aside(self, tmp_path: Path) -> None:
+        found = read(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), *build.cpu_sweep())
+        text = overview.sentence(found)
+        assert answer.sentences(found)[0] == (
+            "CPU: 4 of 6 points are a functional run. No conclusion about performance can be drawn from their times."
+        )
+        assert text.startswith(f"{HELD}take tp4 at 8 requests")
+        assert text.endswith(". 4 points ran on a CPU, which says nothing about speed.")
+
+
+class TestImports:
+    """What other tools' files measured."""
+
+    def sentence(self, folder: Path, *results: dict[str, Any], **told: Any) -> str:
+        import_files([files.file(folder, *results)], "inferencex", folder / "run", Told(**told), force=False)
+        return overview.sentence(frames.load([folder / "run"]))
+
+    def test_of_one_layout_they_do_not_say_which_to_take(self, tmp_path: Path) -> None:
+        text = self.sentence(tmp_path, files.inferencex())
+        assert text.startswith(f"{IMPORTED}1 result of InferenceX on ")
+        assert "output tok/s (" in text
+        assert text.endswith("nothing here says which to take.")
+
+    def test_points_of_ours_beside_them_are_told_apart(self, tmp_path: Path) -> None:
+        import_files([files.file(tmp_path, files.inferencex())], "inferencex", tmp_path / "theirs", Told(), force=False)
+        ours = build.write(tmp_path / "ours", [steps(TP, 8, 40), steps(DCP, 8, 50)])
+        text = overview.sentence(frames.load([tmp_path / "theirs", ours]))
+        assert text.startswith(f"{IMPORTED}1 result of InferenceX on ")
+        assert ", beside 2 points of dcpbench. They are of one layout, so nothing here says which to take. " in text
+        assert f" Of dcpbench's own points: {HELD}take tp4 at 8 requests of 4,000 tokens, for 25 % more" in text
+
+    def test_on_a_cpu_they_say_nothing_about_speed(self, tmp_path: Path) -> None:
+        import_files([files.file(tmp_path, files.vllm())], "vllm", tmp_path / "run", Told(gpu="CPU"), force=False)
+        text = overview.sentence(frames.load([tmp_path / "run"]))
+        assert text.startswith(f"{IMPORTED}1 result of vllm bench serve on CPU")
+        assert text.endswith("They ran on a CPU, which says nothing about speed.")
+
+    def test_of_two_layouts_under_one_load_they_say_it(self, tmp_path: Path) -> None:
+        """The same result as of another layout is level."""
+        for name, dcp in (("tp", 1), ("dcp", 8)):
+            path = files.file(tmp_path, files.vllm(max_concurrency=8), name=f"{name}.json")
+            import_files([path], "vllm", tmp_path / name, Told(tp=8, dcp=dcp, gpu="NVIDIA H200"), force=False)
+        read = frames.load([tmp_path / "tp", tmp_path / "dcp"], as_repeats=True)
+        text = overview.sentence(read)
+        assert text.startswith(f"{IMPORTED}2 results of vllm bench serve on 8 × NVIDIA H200, at most ")
+        assert ". By these, take tp8 or tp8·dcp8, which are level, at 8 requests of " in text
+
+
+class TestDcpAhead:
+    """One rule for the chart's line and the bullet: findings.dcp_against_best, by intervals."""
+
+    def test_two_layouts_with_dcp_that_are_level_are_both_ahead_of_all_without(self, tmp_path: Path) -> None:
+        """Neither is ahead of the best other one, which has DCP, too."""
+        found = read(tmp_path, steps(TP, 8, 50), steps(DCP2, 8, 40), steps(DCP, 8, 40))
+        rows = overview.against_others(found)
+        assert dict(zip(rows["who"], rows["pays"], strict=True)) == {"tp4": False, "tp4·dcp2": True, "tp4·dcp4": True}
+        assert figures._first_ahead(rows) == 8
+        assert overview.short(found)[0].startswith(
+            "At the one load compared DCP is clearly ahead of the best layout without it, by at most 25 %"
+        )
+
+    def test_medians_apart_within_their_intervals_do_not_count(self, tmp_path: Path) -> None:
+        """41 over 40 ms is 2.5 %, and the intervals overlap."""
+        found = read(tmp_path, steps(TP, 8, *(1 + ms for ms in AROUND_40)), steps(DCP, 8, *AROUND_40))
+        rows = overview.against_others(found)
+        assert rows["ratio"].max() == pytest.approx(1.025)
+        assert not rows["pays"].any()
+        assert figures._first_ahead(rows) is None
+        assert "DCP is not clearly ahead" in overview.short(found)[0]
+
+    def test_as_the_crossing_says(self, crossing: frames.Frames) -> None:
+        assert figures._first_ahead(overview.against_others(crossing)) == 32
+        assert overview.short(crossing)[0] == (
+            "At 1 of 2 loads DCP is clearly ahead of the best layout without it, by at most 25 % (Kimi-K2, tp4·dcp4 at 32 "
+            "requests of 4,000 tokens)."
+        )
+
+    def test_where_it_never_is_the_nearest_is_named(self, tmp_path: Path) -> None:
+        """40 / 50 = 0.8 and 40 / 44 = 0.91."""
+        found = read(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), steps(TP, 32, 40), steps(DCP, 32, 44))
+        assert overview.short(found)[0] == (
+            "At none of 2 loads is DCP clearly ahead of the best layout without it; nearest is 0.91× (Kimi-K2, tp4·dcp4 at "
+            "32 requests of 4,000 tokens)."
+        )
+
+
+class TestNoRoom:
+    """Only what the plan rejected for memory."""
+
+    def test_the_plan_says_so_in_the_record(self) -> None:
+        """tp4 lacks memory for 48 requests of 128,000 tokens; tp8 lacks GPUs, and --dcp 3 is no layout."""
+        probe = planned("H200", 4)
+        options = {"tp": (4, 8), "dcp": (1, 3), "context": (128_000,), "concurrency": (48,)}
+        records = [c.rejected() for c in grid.expand(make_spec(options, probe), probe) if c.error]
+        found = {(r.point.tp, r.point.dcp): no_room(r) for r in records}
+        assert found == {(4, 1): True, (4, 3): False, (8, 1): False, (8, 3): False}
+
+    def test_older_records_are_known_by_the_plans_words(self) -> None:
+        """Both of its sentences; a word such as memory in another reason is not enough."""
+        reasons = {
+            "tp4: --kv-memory holds 104.0 GiB of KV cache per GPU, 164.2 GiB less than 32 requests need.": True,
+            "tp4: the KV cache needs 9.0 GiB per GPU and the fewest weights 120.0 GiB, 3.0 GiB more than there is.": True,
+            "--exchange symm needs memory that peers can read": False,
+            "--tp 8 needs 8 GPUs and there are 4; it does not fit": False,
+        }
+        old = [msgspec.structs.replace(build.rejected(build.point(TP), why), no_room=msgspec.UNSET) for why in reasons]
+        assert [no_room(record) for record in old] == list(reasons.values())
+
+    def test_the_bullet_names_layouts_with_the_least_load(self, tmp_path: Path) -> None:
+        lost = [build.rejected(build.point(x, context=128_000, concurrency=n)) for x in (TP, DCP2) for n in (32, 48)]
+        found = read(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), *lost)
+        assert "No room in memory: tp4 and tp4·dcp2 from 32 requests of 128,000 tokens on." in overview.short(found)
 
 
 def test_the_title_names_model_layouts_and_hardware(crossing: frames.Frames) -> None:

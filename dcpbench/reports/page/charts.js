@@ -147,7 +147,7 @@ dcp.charts = (() => {
     const drawn = panels.map((panel) => {
       const inside = on.filter((p) => p.panel === panel.key);
       const loads_ = [...grouped(inside, along)].sort(([a], [b]) => a - b);
-      const wins = loads_.map(([, own]) => own.some((p) => p.dcp > 1 && !p.misses && p.other_ratio > 1 + data.level));
+      const wins = loads_.map(([, own]) => own.some((p) => p.pays));
       const from = loads_[wins.lastIndexOf(false) + 1]?.[0];
       const shapes = [
         { type: "rect", layer: "below", xref: "paper", x0: 0, x1: 1, y0: 1 - data.level, y1: 1 + data.level, fillcolor: "var(--panel)", line: { width: 0 } },

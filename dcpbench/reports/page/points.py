@@ -154,7 +154,7 @@ def _over_others(frames: Frames) -> dict[tuple[str, ...], dict[str, Any]]:
     kept = found.drop_duplicates(SAME, keep=False)
     return {
         tuple(row[name] for name in SAME): {"other_ratio": row["ratio"], "rival": row["rival"], "who": row["who"]}
-        | {"misses": None if row["meets"] else 1}
+        | {"misses": None if row["meets"] else 1, "pays": 1 if row["pays"] else None}
         for row in kept.to_dict("records")
     }
 
@@ -182,6 +182,7 @@ def _row(row: dict[str, Any], phases: dict[str, Any]) -> dict[str, Any]:
         "rival": row.get("rival"),
         "who": row.get("who"),
         "misses": row.get("misses"),
+        "pays": row.get("pays"),
         "samples": row.get("samples") or row.get("itl_samples"),
     }
     for field in FIELDS:

@@ -1,0 +1,309 @@
+"""Which layout to take, and from which load on: the rule that holds in the most loads, and the words that say it.
+
+A rule is one layout up to a load, and one from a heavier load on, which may be the same. Loads go by their tokens in
+flight, requests × length of each; where all are of one length, or some length is unknown, by their requests alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING
+
+from dcpbench.points.names import CLOSED, REPLAY, UNKNOWN
+from dcpbench.reports import findings
+from dcpbench.reports.words import MODELS, OBJECTIVES, unique
+from dcpbench.show.numbers import count, missing, percent
+from dcpbench.show.text import capital, counted, listed
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    import pandas as pd
+
+ENOUGH = 0.75
+"""Of all loads: a rule that holds in fewer is told of each model apart, and of one model is none."""
+MOST_RULES = 4
+MOST_LOADS = 2
+"""That are named where several have as many tokens in flight."""
+MILLION = 1_000_000
+NEEDED = (
+    *("device", "named", "who", "concurrency", "input_typical", "load_arrival", "arrival", "layers", "layers_held"),
+    *("slo_excess", "slo_said", "slo_limits", "meets", "near", "ratio"),
+    *("output_tok_s", "output_tok_s_low", "output_tok_s_high"),
+)
+"""Columns of `overview.against_others` that a rule looks at, besides those of a load."""
+
+
+def words(rows: pd.DataFrame) -> str:
+    """The first sentence: on which GPUs, what the numbers rest on, what to take from which load on, by how much over what."""
+    machines = [own for _, own in rows.groupby([rows["device"].map(str), "tp"], sort=False)]
+    said = [f"{where(own)}{advice(own)}" for own in machines[:MOST_RULES]]
+    more = len(machines) - len(said)
+    return f"{capital('; '.join(said))}{f'; {more:,} more numbers of GPUs are below' if more > 0 else ''}."
+
+
+def where(rows: pd.DataFrame) -> str:
+    """`on 4 × H200 (3–7 of 61 layers held and cycled), `: the GPUs, and what changes how all is read."""
+    devices = [n.removeprefix("NVIDIA ") for n in unique(rows["device"]) if n not in ("None", UNKNOWN)]
+    sizes = sorted({int(n) for n in rows["tp"] if not missing(n) and n})
+    basis = f" ({'; '.join(found)})" if (found := _rests_on(rows)) else ""
+    if not sizes:
+        return ""
+    many = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,}–{sizes[-1]:,}"
+    gpus = f"{many} × {listed(devices, 'or')}" if devices else f"{many} {'GPU' if many == '1' else 'GPUs'}"
+    return f"on {gpus}{basis}, "
+
+
+def _rests_on(rows: pd.DataFrame) -> list[str]:
+    said = []
+    replayed = rows["mode"].eq(REPLAY)
+    if replayed.any():
+        said.append("replayed, not served live" if replayed.all() else "partly replayed")
+    held = rows[rows["layers_held"].notna() & (rows["layers_held"] < rows["layers"])]
+    if len(held):
+        least, most = int(held["layers_held"].min()), int(held["layers_held"].max())
+        of = {int(n) for n in held["layers"]}
+        layers = f"{least}–{most}" if most > least else f"{least}"
+        said.append(f"{layers} of {'–'.join(f'{n}' for n in sorted({min(of), max(of)}))} layers held and cycled")
+    return said
+
+
+def advice(rows: pd.DataFrame) -> str:
+    """`take tp4 up to …, and tp4·dp4 from … on: …`, of each model apart where one rule does not hold for all."""
+    rows = rows[list(dict.fromkeys([*findings.RIVAL_OF, *NEEDED]))]
+    rule = find(rows)
+    if rule.share >= ENOUGH or len(set(rows["model"])) == 1:
+        return rule.words()
+    models = [(str(name), own) for name, own in rows.groupby("model", sort=False)]
+    told = [f"for {MODELS.get(name, name)}, {find(own).words()}" for name, own in models[:MOST_RULES]]
+    more = len(models) - len(told)
+    return "; ".join(told) + (f"; {more:,} more models are below" if more > 0 else "")
+
+
+def load_words(row: pd.Series[Any]) -> str:
+    """`32 requests of 32,000 tokens`, `concurrency 32`, `2 req/s Poisson`."""
+    if row["load_arrival"] != CLOSED:
+        return str(row["arrival"])
+    if missing(row["input_typical"]):
+        return f"concurrency {int(row['concurrency']):,}"
+    return f"{counted(int(row['concurrency']), 'request')} of {row['input_typical']:,.0f} tokens"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One layout up to a load, and one from a heavier load on, which may be the same."""
+
+    rows: pd.DataFrame
+    """Of all loads."""
+    loads: pd.DataFrame
+    """Of those that some layout runs within the SLO; `place` counts them from light to heavy."""
+    first: str
+    then: str
+    at: int
+    """The place of the first load where `then` is to be taken."""
+    right: list[bool]
+    """Of each load, whether the rule's layout is within the SLO and none is clearly ahead of it."""
+
+    @property
+    def share(self) -> float:
+        """Of the loads, in how many the rule is right."""
+        return sum(self.right) / len(self.right) if self.right else 1.0
+
+    def words(self) -> str:
+        """What to take from which load on, by how much over what, and in how many loads that is right."""
+        if not self.right:
+            return self._none_meets()
+        if self.share < ENOUGH:
+            won = self.loads[self.loads["near"]]["who"].value_counts()
+            each = listed([f"{who} in {n:,}" for who, n in won.items()])
+            loads = counted(len(self.right), "load")
+            return (
+                f"no layout is to be taken throughout: of {loads}, best or level is {each}{self._slo()}{self._beyond()}"
+            )
+        light, heavy = self.loads[self.loads["place"] < self.at], self.loads[self.loads["place"] >= self.at]
+        if light.empty:
+            text = f"take {_taken(heavy, self.then)} at {self._tried()}{_lead(heavy, self.then)}"
+        else:
+            text = (
+                f"take {_taken(light, self.first)} up to {self._size(light.iloc[-1])} in flight{_lead(light, self.first)}, "
+                f"and {_taken(heavy, self.then)} {self._reach(heavy)}{self._named(heavy)}"
+                f"{_lead(heavy, self.then, before=_lead(light, self.first))}"
+            )
+        return f"{text}: {self._right()}{self._slo()}{self._wrong()}{self._beyond()}"
+
+    def _slo(self) -> str:
+        """` within the SLO (TTFT ≤ 2,000 ms)`; empty without one."""
+        judged = self.rows[self.rows["slo_excess"].notna()]
+        if judged.empty:
+            return ""
+        limits = unique(
+            ", ".join(f"{OBJECTIVES[name]} ≤ {limit:,g} ms" for name, limit in of.items())
+            for of in judged["slo_limits"]
+        )
+        return f" within the SLO{f' ({limits[0]})' if len(limits) == 1 else ''}"
+
+    @property
+    def _by_tokens(self) -> bool:
+        lengths = self.rows["input_typical"]
+        return bool(lengths.notna().all() and len(set(lengths)) > 1)
+
+    def _size(self, load: pd.Series[Any], *, short: bool = False) -> str:
+        """`256,000 tokens`, `16 requests of 4,000 tokens`; `short` where the same was said before: `1.02 million`, `24`."""
+        if not self._by_tokens:
+            return count(load["concurrency"]) if short else load_words(load)
+        tokens = load["weight"]
+        many = f"{tokens / MILLION:.3g} million" if tokens >= MILLION else f"{tokens:,.0f}"
+        if short:
+            return many
+        return f"{many} {'tokens' if self.rows['mode'].eq('decode').any() else 'prompt tokens'}"
+
+    def _reach(self, heavy: pd.DataFrame) -> str:
+        """`from 1.02 million on`; `from 64,000 to 96,000` where no layout meets the SLO at some load above."""
+        least, most = (self._size(heavy.iloc[i], short=True) for i in (0, -1))
+        if not self._missed_above():
+            return f"from {least} on"
+        return f"from {least} to {most}" if most != least else f"at {least}"
+
+    def _missed_above(self) -> bool:
+        return bool(self.rows["weight"].max() > self.loads["weight"].max())
+
+    def _named(self, heavy: pd.DataFrame) -> str:
+        """` (32 requests of 32,000 or 8 of 128,000)`: the first loads of a rule that goes by tokens."""
+        if not self._by_tokens:
+            return ""
+        rows = heavy[heavy["weight"] == heavy["weight"].iloc[0]].drop_duplicates(["concurrency", "input_typical"])
+        pairs = [
+            (int(n), f"{length:,.0f}") for n, length in zip(rows["concurrency"], rows["input_typical"], strict=True)
+        ]
+        named = [f"{counted(pairs[0][0], 'request')} of {pairs[0][1]}"]
+        named += [f"{n:,} of {length}" for n, length in pairs[1:MOST_LOADS]]
+        return f" ({' or '.join(named)})"
+
+    def _tried(self) -> str:
+        """`every load tried (8–48 requests of 4,000–128,000 tokens)`; without the words where that is not all."""
+        clients, lengths = self.loads["concurrency"], self.loads["input_typical"]
+        of = f" of {_range(lengths)} tokens" if lengths.notna().all() else ""
+        requests = f"{_range(clients)} {'request' if clients.max() == 1 else 'requests'}{of}"
+        return requests if len(self.right) == 1 or len(self._missed()) else f"every load tried ({requests})"
+
+    def _right(self) -> str:
+        """`best or level in all 18 loads`."""
+        n, loads = sum(self.right), len(self.right)
+        if loads == 1:
+            return "the one load compared"
+        all_of = "both loads" if loads == 2 else f"all {loads:,} loads"  # noqa: PLR2004 - a pair
+        return f"best or level in {all_of if n == loads else f'{n:,} of {loads:,} loads'}"
+
+    def _wrong(self) -> str:
+        """`; in the other 3 it is tp4·dcp4, by up to 4.1 %`: what is ahead where the rule is wrong."""
+        wrong = {i: self.first if i < self.at else self.then for i, right in enumerate(self.right) if not right}
+        if not wrong:
+            return ""
+        rows = self.loads[self.loads["place"].isin(wrong)]
+        own = rows[rows["meets"] & (rows["who"] == rows["place"].map(wrong))].set_index("place")["output_tok_s"]
+        tops = _fastest(rows[rows["near"]])
+        tops = tops.assign(by=tops["output_tok_s"] / tops["place"].map(own) - 1)
+        each = []
+        for who, group in tops.groupby("who", sort=False):
+            by = group["by"].dropna()
+            said = f", by {'up to ' if len(by) > 1 else ''}{percent(by.max())}" if len(by) else ""
+            each.append(f"{who}{said}" if len(group) == len(tops) else f"{who} in {len(group):,}{said}")
+        others = "the other one" if len(wrong) == 1 else f"the other {len(wrong):,}"
+        return f"; in {others} it is {listed(each)}"
+
+    def _beyond(self) -> str:
+        """`; at 50 more loads no layout meets it`: those of which the rule says nothing."""
+        n = len(self._missed())
+        return f"; at {counted(n, 'more load')} no layout meets it" if n else ""
+
+    def _missed(self) -> pd.DataFrame:
+        missed = self.rows[~self.rows.groupby(findings.RIVAL_OF)["meets"].transform("any")]
+        return missed.drop_duplicates(findings.RIVAL_OF)
+
+    def _none_meets(self) -> str:
+        n = self.rows.drop_duplicates(findings.RIVAL_OF).shape[0]
+        near = self.rows.sort_values("slo_excess", kind="stable").iloc[0]
+        missed = str(near["slo_said"]).partition(": ")[2]
+        which = "the one load compared" if n == 1 else f"any of {n:,} loads"
+        return (
+            f"no layout is to be taken: at {which} none is{self._slo()}; nearest is {near['named']} at "
+            f"{load_words(near)}{f' ({missed})' if missed else ''}"
+        )
+
+
+def find(rows: pd.DataFrame) -> Rule:
+    """The rule that holds in the most loads; of several the one without a change, then the one that is fastest."""
+    lengths = rows["input_typical"]
+    rows = rows.assign(weight=rows["concurrency"] * (lengths if lengths.notna().all() else 1))
+    rows = rows.sort_values(["weight", "input_typical"], kind="stable")
+    loads = rows[rows.groupby(findings.RIVAL_OF)["meets"].transform("any")]
+    loads = loads.assign(place=loads.groupby(findings.RIVAL_OF, sort=False).ngroup()).sort_values(
+        "place", kind="stable"
+    )
+    weights = loads.drop_duplicates("place")["weight"].tolist()
+    names = unique(loads["who"])
+    holds = {n: [False] * len(weights) for n in names}
+    gains = {n: [0.0] * len(weights) for n in names}
+    for place, who, near, ratio in zip(loads["place"], loads["who"], loads["near"], loads["ratio"], strict=True):
+        holds[who][place], gains[who][place] = bool(near), float(ratio)
+    until = {n: list(itertools.accumulate(holds[n], initial=0)) for n in names}
+    gained = {n: list(itertools.accumulate(gains[n], initial=0.0)) for n in names}
+    best = ("", "", 0)
+    most: tuple[int, bool, float] = (-1, False, 0.0)
+    for first, then in itertools.product(names, names):
+        for at in range(1, len(weights)) if first != then else [0]:
+            if at and weights[at - 1] == weights[at]:
+                continue
+            right = until[first][at] + until[then][-1] - until[then][at]
+            score = (right, first == then, gained[first][at] + gained[then][-1] - gained[then][at])
+            if score > most:
+                best, most = (first, then, at), score
+    first, then, at = best
+    right_at = [holds[first if i < at else then][i] for i in range(len(weights))]
+    return Rule(rows, loads, first, then, at, right_at)
+
+
+def _range(values: pd.Series[Any]) -> str:
+    return "–".join(f"{n:,.0f}" for n in dict.fromkeys((values.min(), values.max())))
+
+
+def _fastest(rows: pd.DataFrame) -> pd.DataFrame:
+    """The fastest row of each load."""
+    return rows.sort_values("output_tok_s", ascending=False, kind="stable").drop_duplicates("place")
+
+
+def _level(loads: pd.DataFrame, who: str) -> list[str]:
+    """The layout, and all others that none is clearly ahead of in any of these loads."""
+    near = loads[loads["near"]]["who"].value_counts()
+    n = len(set(loads["place"]))
+    return [who, *(name for name in unique(loads["who"]) if name != who and near.get(name, 0) == n)]
+
+
+def _taken(loads: pd.DataFrame, who: str) -> str:
+    """`tp4·dcp4 (symm) or tp4·dp4, which are level,`; a layout with its variant where that is the same in all loads."""
+    named = []
+    for name in _level(loads, who):
+        variants = unique(loads[loads["who"] == name]["named"])
+        named.append(variants[0] if len(variants) == 1 else name)
+    return listed(named, "or") + (", which are level," if len(named) > 1 else "")
+
+
+def _lead(loads: pd.DataFrame, who: str, before: str = "") -> str:
+    """`, for up to 10 % more output than tp4·dp4`: over the best other one, where that is clear by findings' rule.
+
+    What a lead `before` it has said already is left out.
+    """
+    level, meets = loads["who"].isin(_level(loads, who)), loads["meets"]
+    others = _fastest(loads[~level & meets])
+    if others.empty:
+        return "" if level.all() else ", which alone meets the SLO there"
+    found = findings.over(_fastest(loads[level & meets]), others, ["place"], "output_tok_s", "who")
+    clear = found[findings.verdicts(found) == "higher"]
+    if clear.empty:
+        return ""
+    rivals = unique(clear["over_who"])
+    over = rivals[0] if len(rivals) == 1 else "the next best"
+    upto = "up to " if len(set(loads["place"])) > 1 else ""
+    than = "" if before.endswith(f" than {over}") else f" than {over}"
+    return f", for {upto}{percent(clear['ratio'].max() - 1)} more{'' if before else ' output'}{than}"
