@@ -18,6 +18,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from dcpbench.bench.operators import limits
 from dcpbench.bench.operators.ranks import start
 from dcpbench.launch import jobs
 from dcpbench.launch.jobs import Failure, Job
@@ -32,7 +33,7 @@ from dcpbench.workloads.session import build, free_memory
 
 if TYPE_CHECKING:
     from dcpbench.points.point import Point
-    from dcpbench.records.record import Record
+    from dcpbench.records.record import Rates, Record
     from dcpbench.workloads.session import Session
 
 INTERRUPTED = 130
@@ -45,6 +46,7 @@ class Worker:
     def __init__(self, job: Job, rank: int, device: torch.device) -> None:
         self.job, self.rank, self.device = job, rank, device
         self.environment = environment(device, job.command)
+        self.rates: Rates | None = None
         self.records = RecordFile(Path(job.folder))
         self.session: Session | None = None
         self.step_times: replay.Known = {}
@@ -59,6 +61,8 @@ class Worker:
     def run(self) -> None:
         """All points of the job, in order."""
         self.tell("start")
+        if self.device.type == "cuda" and any(map(_measured, self.job.points)) and self.job.kind != "verify":
+            self.rates = limits.rates(self.device, dist.get_world_size())  # before an engine takes all memory
         for point in self.job.points:
             self.point = point
             if self.job.kind == "verify":
@@ -75,7 +79,7 @@ class Worker:
         if point.load:
             record = self.serve(session, point)
         else:
-            record = decode.run(session, point, self.job.settings, self.environment, tell=self.tell)
+            record = decode.run(session, point, self.job.settings, self.environment, rates=self.rates, tell=self.tell)
         if self.rank == 0:
             self.records.append(
                 msgspec.structs.replace(
@@ -132,6 +136,11 @@ class Worker:
         if self.rank == 0:
             jobs.write_checks(Path(self.job.folder), checks)
             self.tell("done", note=f"{sum(c.ok for c in checks)} of {len(checks)} checks agree")
+
+
+def _measured(point: Point) -> bool:
+    """Whether the steps of a point run, and are not looked up."""
+    return point.load is None or point.load.mode != REPLAY
 
 
 def _numbers(record: Record) -> str:

@@ -15,7 +15,7 @@ import statistics
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from dcpbench.points.memory import GIB
-from dcpbench.records.record import Gpu, Honesty, Interval, Kv, Metrics, Phases, Record, ServeMetrics
+from dcpbench.records.record import Floor, Gpu, Honesty, Interval, Kv, Metrics, Phases, Record, ServeMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,6 +36,7 @@ PARTS = {
     "serve": ServeMetrics,
     "metrics": Metrics,
     "phases": Phases,
+    "floor": Floor,
     "kv": Kv,
     "honesty": Honesty,
     "gpu": Gpu,
@@ -269,6 +270,11 @@ def _cached_share(record: Record) -> float | None:
     return serve.cached_tokens / serve.input_tokens
 
 
+def _floor_share(record: Record) -> float | None:
+    """Its floor over the measured step time."""
+    return record.floor.floor_ms / record.metrics.step_ms.median if record.floor and record.metrics else None
+
+
 IN_GIB: dict[str, Any] = {"shown_unit": "GiB", "scale": 1 / GIB}
 IN_PERCENT: dict[str, Any] = {"shown_unit": "%", "scale": 100.0}
 METRICS: tuple[Metric, ...] = (
@@ -369,6 +375,28 @@ METRICS: tuple[Metric, ...] = (
         option="step_time",
         aliases=("slower", "tok_s", "itl_p50", "output_tok_s", "itl_p50_ms"),
         errors={DECODE: "steps"},
+    ),
+    Metric(
+        "floor_ms",
+        "ms",
+        "time below which a decode step cannot be at the machine's measured rates",
+        "",
+        label="floor of a step",
+        brief="floor",
+        term="floor",
+        defined={
+            DECODE: "sum over a step's operators of max(bytes / read rate, operations / matrix rate, what ranks send)"
+        },
+    ),
+    Metric(
+        "floor_share",
+        "share",
+        "floor of a decode step over its time: 1 where the machine allows no faster step",
+        "higher",
+        of=_floor_share,
+        label="share of the machine's limit",
+        brief="of the limit",
+        **IN_PERCENT,
     ),
     *(latency.metric(statistic) for latency in LATENCIES.values() for statistic in STATISTICS),
     Metric(
@@ -558,7 +586,7 @@ def _listed(names: str) -> tuple[Metric, ...]:
 PAGE = _listed(
     """
     output_tok_s output_tok_s_per_gpu tok_s_per_user dcp_ratio steady_tok_s
-    step_ms itl_p50_ms itl_p90_ms itl_p95_ms itl_p99_ms ttft_p50_ms ttft_p90_ms ttft_p95_ms ttft_p99_ms
+    step_ms floor_ms floor_share itl_p50_ms itl_p90_ms itl_p95_ms itl_p99_ms ttft_p50_ms ttft_p90_ms ttft_p95_ms ttft_p99_ms
     tpot_p50_ms tpot_p99_ms e2el_p50_ms e2el_p99_ms
     request_s goodput_s preemptions cached_share decode_batch
     kv_capacity_tokens kv_tokens_per_gib kv_pool_bytes_per_gpu memory_peak_bytes
@@ -575,7 +603,9 @@ PAGE_TABLE = _listed(
 """Of these, what stands in its table of points."""
 DECODE_TABLE = _listed("output_tok_s_per_gpu tok_s_per_user itl_p50_ms itl_p90_ms itl_p95_ms itl_p99_ms ttft_p50_ms")
 """Columns of a report's table of points of `decode`, between the throughput with its interval and the objectives."""
-PROFILE_TABLE = _listed("idle_fraction host_syncs_per_step allocations_per_step kernels host_plan_us")
+PROFILE_TABLE = _listed(
+    "floor_ms floor_share idle_fraction host_syncs_per_step allocations_per_step kernels host_plan_us"
+)
 """Columns of its table of steps, after the step time."""
 KV_TABLE = _listed("kv_pool_bytes_per_gpu kv_bytes_per_token_per_gpu")
 """Columns of its table of KV caches, before what they hold."""
@@ -599,7 +629,7 @@ REPLAYED = _listed("output_tok_s ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms")
 DASHBOARD = _listed(
     """
     output_tok_s_per_gpu output_tok_s tok_s_per_user
-    step_ms itl_p50_ms itl_p99_ms ttft_p50_ms ttft_p99_ms tpot_p50_ms e2el_p50_ms steady_tok_s request_s goodput_s
+    step_ms floor_share itl_p50_ms itl_p99_ms ttft_p50_ms ttft_p99_ms tpot_p50_ms e2el_p50_ms steady_tok_s request_s goodput_s
     host_syncs_per_step host_plan_us kv_capacity_tokens memory_peak_bytes attention_error
     """
 )

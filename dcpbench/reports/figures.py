@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from dcpbench.points.names import CLOSED, GAMMA, REPLAY
 from dcpbench.records.metrics import METRIC, PERCENTILES
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import words
+from dcpbench.reports.floors import PHASE_COLUMN
 from dcpbench.reports.style import IDLE_COLOUR, PHASE_COLOURS, REST_COLOUR, Style, plain
 from dcpbench.show.figures import (
     GREY,
@@ -57,7 +57,6 @@ FRONTIER = (METRIC["tok_s_per_user"], METRIC["output_tok_s_per_gpu"])
 """Along the axes of the frontier."""
 MOST_CURVES = 8
 """Curves of a panel of the break-even figure; of more, each layout with its exchange has a panel of its own."""
-PHASE_COLUMN = re.compile(r"phase_.+_us")
 MOST_LOADS = 3
 """Concurrencies shown in the phase figure; of more, the lowest, the middle and the highest."""
 LABEL_WIDTH = 30

@@ -16,15 +16,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.bench.operators.calls import cold_sets, compared, relative_error
-from dcpbench.bench.record import Work
 from dcpbench.errors import MissingPackageError
 from dcpbench.kernels.moe import decode, prompts
+from dcpbench.points.floors import expert_work
+from dcpbench.points.memory import Product
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dcpbench.bench.operators.calls import Calls
     from dcpbench.bench.record import Case
+    from dcpbench.points.floors import Work
 
 LIMIT = 8e-3
 """Relative error past which a result is wrong: rounding it, and for gate-up its factors, to bf16."""
@@ -97,13 +99,14 @@ class Inputs:
 
     def work(self) -> Work:
         """Weights of experts that have a row, and each row read and each result written once."""
-        hit = sum(count > 0 for count in self.counts)
-        out = self.ids.numel() * (self.sizes.width if self.sizes.gated else self.sizes.hidden)
         _, height, depth = self.sizes.weight
-        return Work(
-            memory_bytes=hit * self.weight[0].nbytes + self.x.nbytes + out * self.x.itemsize,
-            memory_limit="read",
-            flops=2 * self.ids.numel() * height * depth,
+        return expert_work(
+            Product(depth, height),
+            gated=self.sizes.gated,
+            rows_in=len(self.x),
+            rows=self.ids.numel(),
+            hit=sum(count > 0 for count in self.counts),
+            itemsize=self.x.itemsize,
         )
 
 
