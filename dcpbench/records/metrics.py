@@ -271,8 +271,9 @@ def _cached_share(record: Record) -> float | None:
 
 
 def _floor_share(record: Record) -> float | None:
-    """Its floor over the measured step time."""
-    return record.floor.floor_ms / record.metrics.step_ms.median if record.floor and record.metrics else None
+    """The floor over the measured step time; a floor of 0 is none."""
+    floor, measured = record.floor, record.metrics
+    return floor.floor_ms / measured.step_ms.median if measured and floor and floor.floor_ms else None
 
 
 IN_GIB: dict[str, Any] = {"shown_unit": "GiB", "scale": 1 / GIB}
@@ -603,9 +604,7 @@ PAGE_TABLE = _listed(
 """Of these, what stands in its table of points."""
 DECODE_TABLE = _listed("output_tok_s_per_gpu tok_s_per_user itl_p50_ms itl_p90_ms itl_p95_ms itl_p99_ms ttft_p50_ms")
 """Columns of a report's table of points of `decode`, between the throughput with its interval and the objectives."""
-PROFILE_TABLE = _listed(
-    "floor_ms floor_share idle_fraction host_syncs_per_step allocations_per_step kernels host_plan_us"
-)
+PROFILE_TABLE = _listed("idle_fraction host_syncs_per_step allocations_per_step kernels host_plan_us")
 """Columns of its table of steps, after the step time."""
 KV_TABLE = _listed("kv_pool_bytes_per_gpu kv_bytes_per_token_per_gpu")
 """Columns of its table of KV caches, before what they hold."""

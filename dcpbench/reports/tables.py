@@ -117,7 +117,6 @@ def steps(found: pd.DataFrame) -> Table:
             *columns(metrics.PROFILE_TABLE, idle_fraction=("GPU idle", _idle), kernels=kernels),
         ],
         load=True,
-        optional=[metric.heading for metric in metrics.PROFILE_TABLE if metric.name.startswith("floor")],
         fold=len(found) > FOLD_ABOVE,
     )
 
