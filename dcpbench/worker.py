@@ -101,7 +101,7 @@ class Worker:
             return replay.run(
                 serving, point, job.points, job.settings, self.environment, folder, self.step_times, tell=self.tell
             )
-        return serve.run(serving, point, job.settings, self.environment, folder, tell=self.tell)
+        return serve.run(serving, point, job.settings, self.environment, folder, rates=self.rates, tell=self.tell)
 
     def session_for(self, point: Point) -> Session:
         """The engine for a point: the last one where it can be shared, else a new one in its place."""

@@ -237,6 +237,11 @@ def step_floors(sharding: Sharding, step: StepRows, limits: Mapping[str, float])
     return found
 
 
+def step_flops(sharding: Sharding, step: StepRows) -> int:
+    """Operations of a step on rank 0: of all its linear layers, its experts and its attention."""
+    return sum(times * work.flops for _, times, work in phase_works(sharding, step))
+
+
 def phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, int, Work]]:
     """(phase, how often in a step, the work of an operator) of rank 0."""
     s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize

@@ -448,6 +448,33 @@ METRICS: tuple[Metric, ...] = (
         "higher",
         label="KV capacity",
     ),
+    Metric(
+        "prefill_floor_share",
+        "share",
+        "floors of steps with chunks of prompts over their times",
+        "higher",
+        label="steps with prompts: share of the machine's limit",
+        heading="prefill, of the limit",
+        **IN_PERCENT,
+    ),
+    Metric(
+        "prefill_matmul_share",
+        "share",
+        "operations of steps with chunks of prompts over what the matrix rate would do in their time",
+        "higher",
+        label="steps with prompts: share of the matrix rate",
+        heading="prefill, of the matrix rate",
+        **IN_PERCENT,
+    ),
+    Metric(
+        "decode_floor_share",
+        "share",
+        "floors of steps without prefill over their times",
+        "higher",
+        label="steps without prefill: share of the machine's limit",
+        heading="others, of the limit",
+        **IN_PERCENT,
+    ),
     Metric("kv_capacity_requests", "requests", "requests of the point's context that fit at once", "higher"),
     Metric(
         "kv_pool_bytes_per_gpu",
@@ -591,6 +618,7 @@ PAGE = _listed(
     tpot_p50_ms tpot_p99_ms e2el_p50_ms e2el_p99_ms
     request_s goodput_s preemptions cached_share decode_batch
     kv_capacity_tokens kv_tokens_per_gib kv_pool_bytes_per_gpu memory_peak_bytes
+    prefill_floor_share prefill_matmul_share decode_floor_share
     idle_fraction host_syncs_per_step kernels attention_error sm_clock_mhz_min temperature_c_max
     """
 )
@@ -619,10 +647,13 @@ SERVED_COUNTS = _listed("goodput_s preemptions cached_share finished")
 SERVED_DETAILS = _listed(
     """
     ttft_mean_ms ttft_p90_ms ttft_p95_ms itl_mean_ms itl_p90_ms itl_p95_ms tpot_p50_ms e2el_p50_ms total_tok_s wall_s
-    steps decode_steps decode_batch eager_decode_steps idle_fraction host_syncs_per_step rejected cancelled
+    steps decode_steps decode_batch eager_decode_steps prefill_floor_share prefill_matmul_share decode_floor_share
+    idle_fraction host_syncs_per_step rejected cancelled
     """
 )
 """Columns of its second table of served points."""
+FLOORS = ("floor_ms", "floor_share", "prefill_floor_share", "prefill_matmul_share", "decode_floor_share")
+"""What follows from rates of the machine, which records once were without; left out where no point has it."""
 REPLAYED = _listed("output_tok_s ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms")
 """What a replay is held against the live run of the same load by."""
 DASHBOARD = _listed(

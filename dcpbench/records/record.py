@@ -305,6 +305,13 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     idle_fraction: float | None = None
     """GPU time between two steps without prefill, as a share of it and of the steps; the worst rank's. Null in replay
     and on the CPU."""
+    prefill_floor_share: float | None = None
+    """Sum of the floors (points/floors.py) of all steps with chunks of prompts over the sum of their times on rank 0's
+    GPU, with as many experts hit as expected. Null in replay and on the CPU, like the next two."""
+    prefill_matmul_share: float | None = None
+    """Operations of these steps over what the machine's matrix rate would do in their time."""
+    decode_floor_share: float | None = None
+    """As the first, of steps without chunks."""
     samples_file: str = ""
     """Parquet file beside the records: a row per request."""
 

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.points import point
+from dcpbench.records.metrics import FLOORS
 from dcpbench.reports import answer
 from dcpbench.show.numbers import finite
 from dcpbench.show.text import spreadsheet_cell
@@ -19,11 +20,7 @@ if TYPE_CHECKING:
 
 INNER = ("same_load", "slo_recorded")
 """Columns that only tell points apart."""
-LATER = (
-    point.LATER
-    | {f"load_{name}": default for name, default in point.LOADS_LATER.items()}
-    | dict.fromkeys(("floor_ms", "floor_share"))
-)
+LATER = point.LATER | {f"load_{name}": default for name, default in point.LOADS_LATER.items()} | dict.fromkeys(FLOORS)
 """Columns that are left out where all points have this: tables once were without."""
 
 

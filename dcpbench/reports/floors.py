@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcpbench.reports.tables import Table, make_table
-from dcpbench.show.numbers import missing, number, times
+from dcpbench.show.numbers import missing, number, reach, times
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,6 +70,25 @@ def sentences(points: pd.DataFrame) -> list[str]:
             said.append(
                 f"{model}: a step takes {least} to {over} what this machine allows; furthest is {where}: {took}{lost}."
             )
+    return said
+
+
+def served(points: pd.DataFrame) -> list[str]:
+    """Of each run and model how far the steps of its served points are from their floors, from the best to the worst."""
+    if points.empty or "prefill_floor_share" not in points:
+        return []
+    said = []
+    for (_, model), group in points.groupby(["run", "model"], sort=False):
+        prompts, products, others = (
+            group[f"{name}_share"].dropna() for name in ("prefill_floor", "prefill_matmul", "decode_floor")
+        )
+        told = []
+        if len(prompts):
+            rate = f" (at {reach(products, '{:.2f}')} of its matrix rate)" if len(products) else ""
+            told.append(f"steps with prompts take {reach(1 / prompts)} what this machine allows{rate}")
+        if len(others):
+            told.append(f"steps without prompts {'' if told else 'take '}{reach(1 / others)}")
+        said += [f"{model}: {', '.join(told)}{'' if len(prompts) else ' what this machine allows'}."] if told else []
     return said
 
 

@@ -192,7 +192,7 @@ def _served(frames: Frames) -> list[Section]:
         Section(
             slug=f"serving-{mode}",
             title=title,
-            paragraphs=explain.served(points),
+            paragraphs=explain.served(points) + floors.served(points),
             bullets=explain.marks(points),
             tables=[tables.served(served, mode), tables.served_details(served, mode)],
         )

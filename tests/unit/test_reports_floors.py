@@ -14,6 +14,7 @@ from dcpbench.reports import explain, figures, floors, frames, sections, termina
 from dcpbench.reports.page.points import page_data
 from dcpbench.reports.style import Style
 from tests.unit import record_builder as build
+from tests.unit import serve_record_builder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -135,6 +136,37 @@ def test_repeats_have_the_median_of_their_floors(tmp_path):
     ]
     (row,) = read(tmp_path, *records).points.to_dict("records")
     assert (row["floor_ms"], row["floor_share"]) == (62.5, pytest.approx(0.625))
+
+
+def served(tmp_path: Path, *shares: tuple[float | None, ...]) -> list[str]:
+    """What is said of served points, a repeat each, with these shares: of prompts, of the matrix rate, of other steps."""
+    names = ("prefill_floor_share", "prefill_matmul_share", "decode_floor_share")
+    records = []
+    for repeat, values in enumerate(shares):
+        record = serve_record_builder.served(serve_record_builder.point(Layout(4), concurrency=2**repeat))
+        records.append(
+            msgspec.structs.replace(
+                record, serve=msgspec.structs.replace(record.serve, **dict(zip(names, values, strict=True)))
+            )
+        )
+    return floors.served(read(tmp_path, *records).served)
+
+
+def test_served_points_say_how_far_steps_with_prompts_and_others_are(tmp_path):
+    """1 / 0.8 = 1.25 and 1 / 0.5 = 2; 1 / 0.9 = 1.11."""
+    assert served(tmp_path, (0.8, 0.55, 0.9), (0.5, 0.42, 0.9)) == [
+        (
+            "kimi-k2: steps with prompts take 1.25–2.00× what this machine allows (at 0.42–0.55 of its matrix rate), steps "
+            "without prompts 1.11×."
+        )
+    ]
+
+
+def test_what_is_known_of_one_kind_of_step_is_said_alone(tmp_path):
+    assert served(tmp_path, (None, None, 0.8)) == [
+        "kimi-k2: steps without prompts take 1.25× what this machine allows."
+    ]
+    assert served(tmp_path / "none", (None, None, None)) == []
 
 
 def test_metrics_of_a_floor_read_a_record():
