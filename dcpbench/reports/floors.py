@@ -29,8 +29,8 @@ class Loss(NamedTuple):
     lost_us: float
 
     def __str__(self) -> str:
-        """`moe 0.63`."""
-        return f"{self.phase.replace('_', ' ')} {self.share:.2f}"
+        """`moe 0.63`; of what has no floor, as `idle`, the name alone."""
+        return f"{self.phase.replace('_', ' ')}{f' {self.share:.2f}' if self.share else ''}"
 
 
 def losses(row: dict[str, Any]) -> list[Loss]:

@@ -18,6 +18,10 @@ from dcpbench.points.floors import (
 )
 from dcpbench.points.layout import GroupWide, Layout
 from dcpbench.points.shapes import SHAPES, ModelShape
+from dcpbench.records.record import Floor, Phases
+from dcpbench.reports import frames
+from dcpbench.reports.floors import sentences
+from tests.unit import record_builder
 
 SHAPE = ModelShape(
     name="by hand",
@@ -136,6 +140,36 @@ class TestDecode:
         known = StepRows(decodes=(5, 4), sampled=2, tokens=2, routing=((Routed(hit=2, rows=2),) * 2,) * 2)
         unknown = dataclasses.replace(known, routing=())
         assert step_floors(TP2_DCP2, unknown, RATES) == pytest.approx(step_floors(TP2_DCP2, known, RATES))
+
+
+def test_a_report_says_of_that_step_what_its_share_of_the_limit_is(tmp_path):
+    """A step of 9.996 ms is 1.50 times 6.664 ms. Of its phases moe takes 2.208 ms, twice its floor, mlp_reduce 0.766 + 1,
+    and attention 0.66 + 0.5; the others their floors, and idle is what is left: 9.996 - 6.664 - 1.104 - 1 - 0.5 = 0.728.
+    """
+    us = step_floors(TP2_DCP2, two_requests(TP2_DCP2), RATES)
+    more = {"moe": 1104, "mlp_reduce": 1000, "attention": 500}
+    record = record_builder.ok(
+        record_builder.point(TP2_DCP2.layout, model="by hand", concurrency=2, context=5),
+        median_ms=9.996,
+        noise=0.0,
+        steps=30,
+        phases=Phases(
+            step_us=9996,
+            phase_us={name: least + more.get(name, 0) for name, least in us.items()},
+            idle_us=728,
+            idle_fraction=728 / 9996,
+            kernels=100,
+            steps=3,
+        ),
+        floor=Floor(floor_ms=sum(us.values()) / 1e3, phase_floor_us=us, experts="routed"),
+    )
+    points = frames.load([record_builder.write(tmp_path / "run", [record])]).points
+    assert sentences(points) == [
+        (
+            "by hand: a step takes 1.50× what this machine allows (tp2·dcp2 at concurrency 2 · context 5: 10.00 ms where 6.66 "
+            "would do). Largest losses, as shares of their own limits: moe 0.50, mlp reduce 0.43, idle."
+        )
+    ]
 
 
 class TestChunks:

@@ -63,7 +63,7 @@ def test_one_point_is_told_by_its_ratio_and_its_largest_losses(tmp_path):
     assert floors.sentences(read(tmp_path, FAR).points) == [
         (
             "kimi-k2: a step takes 1.60× what this machine allows (tp4 at concurrency 8 · context 4,000: 100 ms where 62.5 "
-            "would do). Largest losses, as shares of their own limits: moe 0.70, attention 0.60, idle 0.00."
+            "would do). Largest losses, as shares of their own limits: moe 0.70, attention 0.60, idle."
         )
     ]
 
@@ -80,8 +80,8 @@ def test_the_table_has_every_point_with_a_floor(tmp_path):
     table = floors.table(read(tmp_path, FAR, NEAR, build.ok(build.point(concurrency=16))).points)
     assert [row[3] for row in table.rows] == ["tp4", "tp4·dcp4"]
     assert [row[4] for row in table.rows] == [
-        "moe 0.70 (18.0), attention 0.60 (12.0), idle 0.00 (4.00), mlp reduce 0.50 (2.00), other 0.00 (1.00)",
-        "moe 0.85 (9.00), idle 0.00 (4.00), attention 0.90 (3.00), mlp reduce 0.50 (2.00), other 0.00 (1.00)",
+        "moe 0.70 (18.0), attention 0.60 (12.0), idle (4.00), mlp reduce 0.50 (2.00), other (1.00)",
+        "moe 0.85 (9.00), idle (4.00), attention 0.90 (3.00), mlp reduce 0.50 (2.00), other (1.00)",
     ]
     assert [row[5:] for row in table.rows] == [["100.0", "62.50", "1.60×"], ["100.0", "80.00", "1.25×"]]
 
