@@ -61,7 +61,7 @@ class Worker:
     def run(self) -> None:
         """All points of the job, in order."""
         self.tell("start")
-        if self.device.type == "cuda" and any(map(_measured, self.job.points)) and self.job.kind != "verify":
+        if self.device.type == "cuda" and self.job.kind != "verify":
             self.rates = limits.rates(self.device, dist.get_world_size())  # before an engine takes all memory
         for point in self.job.points:
             self.point = point
@@ -99,7 +99,15 @@ class Worker:
         job, folder = self.job, Path(self.job.folder)
         if point.load is not None and point.load.mode == REPLAY:
             return replay.run(
-                serving, point, job.points, job.settings, self.environment, folder, self.step_times, tell=self.tell
+                serving,
+                point,
+                job.points,
+                job.settings,
+                self.environment,
+                folder,
+                self.step_times,
+                rates=self.rates,
+                tell=self.tell,
             )
         return serve.run(serving, point, job.settings, self.environment, folder, rates=self.rates, tell=self.tell)
 
@@ -136,11 +144,6 @@ class Worker:
         if self.rank == 0:
             jobs.write_checks(Path(self.job.folder), checks)
             self.tell("done", note=f"{sum(c.ok for c in checks)} of {len(checks)} checks agree")
-
-
-def _measured(point: Point) -> bool:
-    """Whether the steps of a point run, and are not looked up."""
-    return point.load is None or point.load.mode != REPLAY
 
 
 def _numbers(record: Record) -> str:
