@@ -188,12 +188,12 @@ def _live_logits(batch: Batch) -> torch.Tensor:
 
 
 def _chosen_experts(engine: DecodeEngine, batch: Batch) -> list[torch.Tensor]:
-    """ids_Tk of each layer with experts, over the rows of all replicas, in one eager step."""
+    """ids_Tk of each layer with experts, over the rows of all replicas, in one eager step; on the host."""
     model = engine.model
     model.chosen_experts = []
     engine.run(batch)
     chosen, model.chosen_experts = model.chosen_experts, None
-    return [ids_Tk for _, ids_Tk in chosen]
+    return [ids_Tk.cpu() for _, ids_Tk in chosen]
 
 
 def _experts_hit(chosen: list[torch.Tensor], experts: int) -> float:

@@ -1,5 +1,7 @@
 """Workload `decode` on one CPU rank: the record it returns, its marks, and that it leaves the engine as it was."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 import torch
@@ -152,6 +154,20 @@ class TestRecord:
             decodes=(10,) * 3, sampled=3, tokens=3, routing=((Routed(hit=3, rows=6),), (Routed(hit=2, rows=6),))
         )
         assert floor.phase_floor_us == pytest.approx(step_floors(sharding, known, rates.limits))
+
+    def test_tokens_of_all_replicas_meet_in_the_experts_and_their_padding_does_not(self):
+        """tp2·dp2, 3 requests: 2 on replica 0, 1 and a padding row on replica 1, in graphs of 2 rows; 4 experts a rank.
+
+        Rank 0 has experts 0, 1 and 2 to read, for 4 of the 6 pairs; rank 1 expert 5, for 2.
+        """
+        point = msgspec.structs.replace(POINT, tp=2, dp=2)
+        rates = Rates(read_bytes_s=1e6, copy_bytes_s=1e6, matmul_flop_s=1e9, peer_bytes_s=1e6, barrier_us=1.0)
+        ids = [torch.tensor([[0, 5], [1, 5], [0, 2], [6, 7]])] * 2
+        floor = decode.step_floor(SimpleNamespace(shape=TINY), point, 2, ids, rates)
+        sharding = Sharding.of(point, TINY)
+        known = ((Routed(hit=3, rows=4), Routed(hit=1, rows=2)),) * 2
+        step = StepRows(decodes=(10, 10), sampled=2, tokens=3, routing=known)
+        assert floor.phase_floor_us == pytest.approx(step_floors(sharding, step, rates.limits))
 
     def test_rates_that_are_missing_leave_a_step_without_a_floor(self):
         assert decode.step_floor(session(), POINT, 4, [], Rates(read_bytes_s=1e6, copy_bytes_s=1e6)) is None
