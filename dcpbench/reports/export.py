@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.points import point
 from dcpbench.records.metrics import FLOORS
-from dcpbench.reports import answer
+from dcpbench.reports import answer, floors
 from dcpbench.show.numbers import finite
 from dcpbench.show.text import spreadsheet_cell
 
@@ -69,7 +69,7 @@ def as_json(frames: Frames) -> dict[str, Any]:
         "points": _rows(frames.points),
         "served": _rows(frames.served),
         "others": _rows(frames.others),
-        "findings": answer.sentences(frames),
+        "findings": answer.sentences(frames) + floors.told(frames),
     }
 
 

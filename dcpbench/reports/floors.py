@@ -11,6 +11,8 @@ from dcpbench.show.numbers import missing, number, reach, times
 if TYPE_CHECKING:
     import pandas as pd
 
+    from dcpbench.reports.frames import Frames
+
 PHASE_COLUMN = re.compile(r"phase_.+_us")
 """Columns of the time of a phase; `floor_…_us` beside it is its floor."""
 TOLD, LISTED = 3, 6
@@ -48,6 +50,11 @@ def losses(row: dict[str, Any]) -> list[Loss]:
 def telling(row: dict[str, Any], most: int) -> list[Loss]:
     """The largest of them, as long as they are worth naming."""
     return [loss for loss in losses(row) if loss.lost_us >= TELLING * row["step_ms"] * 1e3][:most]
+
+
+def told(frames: Frames) -> list[str]:
+    """Of all points, how far their steps are from what their machine allows."""
+    return sentences(frames.points) + served(frames.served)
 
 
 def sentences(points: pd.DataFrame) -> list[str]:

@@ -69,13 +69,8 @@ def render(frames: Frames) -> Group:
     same = ["model", "layout", "outcome", "reason"]
     for (model, layout, outcome, reason), group in others.groupby(same, sort=False):
         parts.append(plain(f"{outcome}: {counted(len(group), 'point')} of {model} {layout}: {reason}", "yellow"))
-    parts += [plain(f"• {sentence}") for sentence in _told(frames)]
+    parts += [plain(f"• {sentence}") for sentence in answer.sentences(frames) + floors.told(frames)]
     return Group(*parts)
-
-
-def _told(frames: Frames) -> list[str]:
-    """The answer, and how far steps are from what their machine allows."""
-    return [*answer.sentences(frames), *floors.sentences(frames.points), *floors.served(frames.served)]
 
 
 def _misses(points: pd.DataFrame) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 from dcpbench.points.layout import Layout
 from dcpbench.records.metrics import METRIC
 from dcpbench.records.record import Floor, Phases, Rates, Record
-from dcpbench.reports import explain, figures, floors, frames, sections, terminal_table
+from dcpbench.reports import explain, export, figures, floors, frames, sections, terminal_table
 from dcpbench.reports.page.points import page_data
 from dcpbench.reports.style import Style
 from tests.unit import record_builder as build
@@ -94,6 +94,7 @@ def test_show_and_report_say_it_and_explain_the_word(tmp_path):
     assert "floor" in [row[0] for row in time.tables[-1].rows]
     told = terminal_table([tmp_path / "run"])
     assert any("1.60×" in str(part) for part in told.renderables)
+    assert floors.sentences(found.points)[0] in export.as_json(found)["findings"]
 
 
 def test_where_no_point_has_a_floor_nothing_is_said_of_it(tmp_path):
