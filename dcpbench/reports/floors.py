@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dcpbench.reports.tables import Table, make_table
+from dcpbench.reports.tables import FOLD_ABOVE, Table, make_table
 from dcpbench.show.numbers import missing, number, reach, times
 
 if TYPE_CHECKING:
@@ -114,6 +114,7 @@ def table(points: pd.DataFrame) -> Table:
         ],
         load=True,
         text_columns=2,
+        fold=len(held) > FOLD_ABOVE,
     )
 
 

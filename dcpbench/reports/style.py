@@ -29,7 +29,7 @@ PHASE_COLOURS = {
 """Paul Tol's muted palette and one blue more, for areas: the phases worth telling apart, in stacking order."""
 REST_COLOUR = "#777777"
 IDLE_COLOUR = "#DDDDDD"
-FLOOR_LOOK: dict[str, Any] = {"facecolor": "#FFFFFF", "edgecolor": "#1A1A1A", "linewidth": 0.7}
+FLOOR_LOOK: dict[str, Any] = {"facecolor": "#FFFFFF", "edgecolor": "#1A1A1A", "linewidth": 0.5}
 """Seen on each of these."""
 
 
