@@ -160,6 +160,8 @@ class Sharding:
     itemsize: int
     interleave: int = 1
     wide: GroupWide = OWN_HEADS
+    ep: int | None = None
+    """Ranks over which whole experts are dealt out, each cut by width over as many as are left; None: over all."""
 
     @classmethod
     def of(cls, point: Point, shape: ModelShape) -> Sharding:
@@ -174,8 +176,8 @@ class Sharding:
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks over which whole experts are dealt out."""
-        return self.layout.tp
+        """`ep`, as a number."""
+        return self.layout.tp if self.ep is None else self.ep
 
     @property
     def expert_width(self) -> int:

@@ -99,6 +99,17 @@ class TestDecode:
         )
         assert sum(floors.values()) == pytest.approx(6664)
 
+    def test_experts_cut_by_width_are_the_same_work_on_all_ranks(self):
+        """ep 1 over 2 ranks: all experts are here, 2 of 4 wide, and nobody waits.
+
+        Of the first layer 3 experts have 4 rows: gate-up (3·8·4 + 2·8 + 4·2)·2 = 240 B, down (3·2·8 + 4·2 + 4·8)·2 = 176 B;
+        of the second 2: (2·8·4 + 2·8 + 4·2)·2 + (2·2·8 + 4·2 + 4·8)·2 = 176 + 144 B.
+        """
+        cut = dataclasses.replace(TP2_DCP2, ep=1)
+        floors = step_floors(cut, two_requests(cut), RATES)
+        assert floors["moe"] == pytest.approx(2 * (112 + 184) + 240 + 176 + 176 + 144)
+        assert floors["mlp_reduce"] == pytest.approx(3 * 74)
+
     def test_one_rank_receives_nothing_and_waits_for_nobody(self):
         """tp1 has all experts: gate-up (3·64 + 2·8 + 4·4)·2 = 448 B, down (3·32 + 4·4 + 4·8)·2 = 288 B in the first."""
         floors = step_floors(TP1, two_requests(TP1), {n: RATES[n] for n in ("read", "copy", "matmul")})
