@@ -18,6 +18,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from dcpbench.bench.operators import limits
 from dcpbench.bench.operators.ranks import start
 from dcpbench.launch import jobs
 from dcpbench.launch.jobs import Failure, Job
@@ -32,7 +33,7 @@ from dcpbench.workloads.session import build, free_memory
 
 if TYPE_CHECKING:
     from dcpbench.points.point import Point
-    from dcpbench.records.record import Record
+    from dcpbench.records.record import Rates, Record
     from dcpbench.workloads.session import Session
 
 INTERRUPTED = 130
@@ -45,6 +46,7 @@ class Worker:
     def __init__(self, job: Job, rank: int, device: torch.device) -> None:
         self.job, self.rank, self.device = job, rank, device
         self.environment = environment(device, job.command)
+        self.rates: Rates | None = None
         self.records = RecordFile(Path(job.folder))
         self.session: Session | None = None
         self.step_times: replay.Known = {}
@@ -59,6 +61,8 @@ class Worker:
     def run(self) -> None:
         """All points of the job, in order."""
         self.tell("start")
+        if self.device.type == "cuda" and self.job.kind != "verify":
+            self.rates = limits.rates(self.device, dist.get_world_size())  # before an engine takes all memory
         for point in self.job.points:
             self.point = point
             if self.job.kind == "verify":
@@ -75,7 +79,7 @@ class Worker:
         if point.load:
             record = self.serve(session, point)
         else:
-            record = decode.run(session, point, self.job.settings, self.environment, tell=self.tell)
+            record = decode.run(session, point, self.job.settings, self.environment, rates=self.rates, tell=self.tell)
         if self.rank == 0:
             self.records.append(
                 msgspec.structs.replace(
@@ -95,9 +99,17 @@ class Worker:
         job, folder = self.job, Path(self.job.folder)
         if point.load is not None and point.load.mode == REPLAY:
             return replay.run(
-                serving, point, job.points, job.settings, self.environment, folder, self.step_times, tell=self.tell
+                serving,
+                point,
+                job.points,
+                job.settings,
+                self.environment,
+                folder,
+                self.step_times,
+                rates=self.rates,
+                tell=self.tell,
             )
-        return serve.run(serving, point, job.settings, self.environment, folder, tell=self.tell)
+        return serve.run(serving, point, job.settings, self.environment, folder, rates=self.rates, tell=self.tell)
 
     def session_for(self, point: Point) -> Session:
         """The engine for a point: the last one where it can be shared, else a new one in its place."""

@@ -9,14 +9,10 @@ Times are microseconds and of one call, of the slowest rank. What was not measur
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
+from dcpbench.points.floors import Work
 from dcpbench.records.record import Environment, Gpu
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 SCHEMA_VERSION = 1
 
@@ -72,36 +68,6 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
     low: float
     high: float
     samples: int
-
-
-class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """The least that one call must do, whatever the variant: sizes on paper, not what a kernel was seen to do."""
-
-    memory_bytes: int = 0
-    """Device memory read and written, each byte once."""
-    memory_limit: str = "copy"
-    """The limit that these bytes are held against: `read` where hardly anything is written."""
-    flops: int = 0
-    received_bytes: int = 0
-    """From other ranks, by one rank."""
-    wire_bytes: int = 0
-    """What the variant receives in their place, by its own formula; 0 where there is but one way."""
-    barriers: int = 0
-    """Times that ranks have to wait for each other."""
-
-
-def floor_us(work: Work, limits: Mapping[str, float]) -> float | None:
-    """The time below which a call cannot be, or None where a limit that it takes is not known.
-
-    max(memory_bytes / memory, flops / matmul, barriers · barrier + received_bytes / peer), with limits by name.
-    """
-    needs = {work.memory_limit: work.memory_bytes, "matmul": work.flops}
-    needs |= {"peer": work.received_bytes, "barrier": work.barriers}
-    if any(amount and name not in limits for name, amount in needs.items()):
-        return None
-    seconds = {name: amount / limits[name] if amount else 0.0 for name, amount in needs.items()}
-    waiting = work.barriers * limits["barrier"] if work.barriers else 0.0
-    return max(seconds[work.memory_limit], seconds["matmul"], waiting + seconds["peer"]) * 1e6 or None
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,7 +150,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """‖x − ref‖ / ‖ref‖ against fp64, of the worst rank; null where results must be equal bit by bit."""
     work: Work | None = None
     floor_us: float | None = None
-    """See `floor_us`; null on the CPU, and where a limit is not known."""
+    """See points.floors; null on the CPU, and where a limit is not known."""
     bytes_s: float | None = None
     """`work` over the time in a graph, or over the eager time where nothing could be captured."""
     flop_s: float | None = None

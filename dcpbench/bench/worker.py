@@ -33,11 +33,12 @@ from dcpbench.bench.operators.merge import Merge
 from dcpbench.bench.operators.moe import Moe
 from dcpbench.bench.operators.padded_slots import PaddedSlots
 from dcpbench.bench.operators.ranks import RankError, one_of, start, together
-from dcpbench.bench.record import BenchJob, Event, Graph, Result, floor_us
+from dcpbench.bench.record import BenchJob, Event, Graph, Result
 from dcpbench.exchange.collectives import gather_objects, largest_error
 from dcpbench.measuring.environment import environment
 from dcpbench.measuring.gpu_state import worst
 from dcpbench.measuring.timing import capture
+from dcpbench.points.floors import floor_us
 
 if TYPE_CHECKING:
     from collections.abc import Callable

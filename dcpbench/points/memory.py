@@ -40,16 +40,43 @@ def all_layers(shape: ModelShape) -> Layers:
     return Layers(shape.first_dense, shape.layers - shape.first_dense)
 
 
-def attention_bytes(shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS) -> int:
-    """Attention weights of one layer on one rank, with its two layer norms."""
+class Product(NamedTuple):
+    """A linear layer on one rank, or one for each of so many heads."""
+
+    inputs: int
+    outputs: int
+    heads: int = 1
+
+    @property
+    def elements(self) -> int:
+        """Numbers in its weights."""
+        return self.inputs * self.outputs * self.heads
+
+
+def attention_products(shape: ModelShape, layout: Layout, wide: GroupWide = OWN_HEADS) -> dict[str, Product]:
+    """Linear layers of one layer's attention, by the names of engine/weights.py; no `q_b` without q-LoRA."""
     heads = shape.heads // layout.attn_tp
     q_heads = heads * layout.dcp if wide.query else heads
     v_heads = heads * layout.dcp if wide.value else heads
     q_width = q_heads * (shape.nope + shape.rope)
-    q = shape.hidden * q_width if shape.q_lora is None else shape.q_lora * (shape.hidden + q_width + 1)
-    kv = shape.hidden * shape.kv_width + shape.latent
-    absorbed = shape.latent * (q_heads * shape.nope + v_heads * shape.value)
-    return (q + kv + absorbed + heads * shape.value * shape.hidden + 2 * shape.hidden) * itemsize
+    found = {
+        "qkv_a": Product(shape.hidden, (q_width if shape.q_lora is None else shape.q_lora) + shape.kv_width),
+        "w_uk": Product(shape.nope, shape.latent, q_heads),
+        "w_uv": Product(shape.latent, shape.value, v_heads),
+        "o": Product(heads * shape.value, shape.hidden),
+    }
+    return found if shape.q_lora is None else found | {"q_b": Product(shape.q_lora, q_width)}
+
+
+def attention_bytes(shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS) -> int:
+    """Attention weights of one layer on one rank, with its norms: of q, of latent rows, and the layer's two."""
+    products = sum(product.elements for product in attention_products(shape, layout, wide).values())
+    return (products + (shape.q_lora or 0) + shape.latent + 2 * shape.hidden) * itemsize
+
+
+def mlp_products(shape: ModelShape, width: int) -> tuple[Product, Product]:
+    """Gate and up together, and down, of an MLP or an expert that is `width` wide on a rank."""
+    return Product(shape.hidden, 2 * width), Product(width, shape.hidden)
 
 
 def moe_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int:

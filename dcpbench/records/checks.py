@@ -127,6 +127,7 @@ def _entries(record: Record) -> str:
         "sync_sites": record.sync_sites,
         "detail": record.detail,
         "phases.phase_us": record.phases.phase_us if record.phases else (),
+        "floor.phase_floor_us": record.floor.phase_floor_us if record.floor else (),
         "choice.candidates": record.choice.candidates if record.choice else (),
     }
     over = [name for name, found in many.items() if len(found) > MOST_ENTRIES]

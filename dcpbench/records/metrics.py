@@ -15,7 +15,7 @@ import statistics
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from dcpbench.points.memory import GIB
-from dcpbench.records.record import Gpu, Honesty, Interval, Kv, Metrics, Phases, Record, ServeMetrics
+from dcpbench.records.record import Floor, Gpu, Honesty, Interval, Kv, Metrics, Phases, Record, ServeMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,6 +36,7 @@ PARTS = {
     "serve": ServeMetrics,
     "metrics": Metrics,
     "phases": Phases,
+    "floor": Floor,
     "kv": Kv,
     "honesty": Honesty,
     "gpu": Gpu,
@@ -269,6 +270,12 @@ def _cached_share(record: Record) -> float | None:
     return serve.cached_tokens / serve.input_tokens
 
 
+def _floor_share(record: Record) -> float | None:
+    """The floor over the measured step time; a floor of 0 is none."""
+    floor, measured = record.floor, record.metrics
+    return floor.floor_ms / measured.step_ms.median if measured and floor and floor.floor_ms else None
+
+
 IN_GIB: dict[str, Any] = {"shown_unit": "GiB", "scale": 1 / GIB}
 IN_PERCENT: dict[str, Any] = {"shown_unit": "%", "scale": 100.0}
 METRICS: tuple[Metric, ...] = (
@@ -370,6 +377,28 @@ METRICS: tuple[Metric, ...] = (
         aliases=("slower", "tok_s", "itl_p50", "output_tok_s", "itl_p50_ms"),
         errors={DECODE: "steps"},
     ),
+    Metric(
+        "floor_ms",
+        "ms",
+        "time below which a decode step cannot be at the machine's measured rates",
+        "",
+        label="floor of a step",
+        brief="floor",
+        term="floor",
+        defined={
+            DECODE: "sum over a step's operators of max(bytes / read rate, operations / matrix rate, what ranks send)"
+        },
+    ),
+    Metric(
+        "floor_share",
+        "share",
+        "floor of a decode step over its time: 1 where the machine allows no faster step",
+        "higher",
+        of=_floor_share,
+        label="share of the machine's limit",
+        brief="of the limit",
+        **IN_PERCENT,
+    ),
     *(latency.metric(statistic) for latency in LATENCIES.values() for statistic in STATISTICS),
     Metric(
         "host_syncs_per_step",
@@ -418,6 +447,33 @@ METRICS: tuple[Metric, ...] = (
         "tokens that the KV pools hold, each counted once",
         "higher",
         label="KV capacity",
+    ),
+    Metric(
+        "prefill_floor_share",
+        "share",
+        "floors of steps with chunks of prompts over their times",
+        "higher",
+        label="steps with prompts: share of the machine's limit",
+        heading="prefill, of the limit",
+        **IN_PERCENT,
+    ),
+    Metric(
+        "prefill_matmul_share",
+        "share",
+        "operations of steps with chunks of prompts over what the matrix rate would do in their time",
+        "higher",
+        label="steps with prompts: share of the matrix rate",
+        heading="prefill, of the matrix rate",
+        **IN_PERCENT,
+    ),
+    Metric(
+        "decode_floor_share",
+        "share",
+        "floors of steps without prefill over their times",
+        "higher",
+        label="steps without prefill: share of the machine's limit",
+        heading="others, of the limit",
+        **IN_PERCENT,
     ),
     Metric("kv_capacity_requests", "requests", "requests of the point's context that fit at once", "higher"),
     Metric(
@@ -558,10 +614,11 @@ def _listed(names: str) -> tuple[Metric, ...]:
 PAGE = _listed(
     """
     output_tok_s output_tok_s_per_gpu tok_s_per_user dcp_ratio steady_tok_s
-    step_ms itl_p50_ms itl_p90_ms itl_p95_ms itl_p99_ms ttft_p50_ms ttft_p90_ms ttft_p95_ms ttft_p99_ms
+    step_ms floor_ms floor_share itl_p50_ms itl_p90_ms itl_p95_ms itl_p99_ms ttft_p50_ms ttft_p90_ms ttft_p95_ms ttft_p99_ms
     tpot_p50_ms tpot_p99_ms e2el_p50_ms e2el_p99_ms
     request_s goodput_s preemptions cached_share decode_batch
     kv_capacity_tokens kv_tokens_per_gib kv_pool_bytes_per_gpu memory_peak_bytes
+    prefill_floor_share prefill_matmul_share decode_floor_share
     idle_fraction host_syncs_per_step kernels attention_error sm_clock_mhz_min temperature_c_max
     """
 )
@@ -590,16 +647,19 @@ SERVED_COUNTS = _listed("goodput_s preemptions cached_share finished")
 SERVED_DETAILS = _listed(
     """
     ttft_mean_ms ttft_p90_ms ttft_p95_ms itl_mean_ms itl_p90_ms itl_p95_ms tpot_p50_ms e2el_p50_ms total_tok_s wall_s
-    steps decode_steps decode_batch eager_decode_steps idle_fraction host_syncs_per_step rejected cancelled
+    steps decode_steps decode_batch eager_decode_steps prefill_floor_share prefill_matmul_share decode_floor_share
+    idle_fraction host_syncs_per_step rejected cancelled
     """
 )
 """Columns of its second table of served points."""
+FLOORS = ("floor_ms", "floor_share", "prefill_floor_share", "prefill_matmul_share", "decode_floor_share")
+"""What follows from rates of the machine, which records once were without; left out where no point has it."""
 REPLAYED = _listed("output_tok_s ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms")
 """What a replay is held against the live run of the same load by."""
 DASHBOARD = _listed(
     """
     output_tok_s_per_gpu output_tok_s tok_s_per_user
-    step_ms itl_p50_ms itl_p99_ms ttft_p50_ms ttft_p99_ms tpot_p50_ms e2el_p50_ms steady_tok_s request_s goodput_s
+    step_ms floor_share itl_p50_ms itl_p99_ms ttft_p50_ms ttft_p99_ms tpot_p50_ms e2el_p50_ms steady_tok_s request_s goodput_s
     host_syncs_per_step host_plan_us kv_capacity_tokens memory_peak_bytes attention_error
     """
 )

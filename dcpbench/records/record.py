@@ -92,6 +92,50 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
 
 
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """What the machine can do, measured once per job before its points: medians of a short burst, the slowest rank's.
+
+    Null where it could not be measured, and between GPUs where there is but one.
+    """
+
+    read_bytes_s: float | None = None
+    """Device memory, read by a kernel that does nothing else."""
+    copy_bytes_s: float | None = None
+    """Device memory, copied; bytes count twice, read and written."""
+    matmul_flop_s: float | None = None
+    """A large matrix product in bf16."""
+    peer_bytes_s: float | None = None
+    """Every rank reads its neighbour's memory."""
+    barrier_us: float | None = None
+    """All ranks wait for each other in symmetric memory."""
+    without: list[str] = []
+    """What could not be measured, each with its reason."""
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """By the names of points.floors, in bytes/s, operations/s and s; what is not known is left out."""
+        found = {
+            "read": self.read_bytes_s,
+            "copy": self.copy_bytes_s,
+            "matmul": self.matmul_flop_s,
+            "peer": self.peer_bytes_s,
+            "barrier": None if self.barrier_us is None else self.barrier_us * 1e-6,
+        }
+        return {name: rate for name, rate in found.items() if rate}
+
+
+class Floor(msgspec.Struct, frozen=True, kw_only=True):
+    """The time below which a step of this point cannot be on a machine of these `rates`; see points/floors.py."""
+
+    floor_ms: float
+    """Of the whole step: the sum over its phases."""
+    phase_floor_us: dict[str, float]
+    """By range name, as in `phases.phase_us`; a phase that is not here has nothing to do that could not be left out."""
+    experts: str
+    """Whose weights count: `routed`, of the experts that this step's tokens were sent to, or `expected`, of as many as
+    so many tokens hit on average where each is as likely."""
+
+
 class SyncSite(msgspec.Struct, frozen=True, kw_only=True):
     """A place where the host waited for the GPU in a profiled step (`dcpbench syncs`), profiled on rank 0."""
 
@@ -267,6 +311,13 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     idle_fraction: float | None = None
     """GPU time between two steps without prefill, as a share of it and of the steps; the worst rank's. Null in replay
     and on the CPU."""
+    prefill_floor_share: float | None = None
+    """Sum of the floors (points/floors.py) of all steps with chunks of prompts over the sum of their times on rank 0's
+    GPU, with as many experts hit as expected. Null in replay and on the CPU, like the next two."""
+    prefill_matmul_share: float | None = None
+    """Operations of these steps over what the machine's matrix rate would do in their time."""
+    decode_floor_share: float | None = None
+    """As the first, of steps without chunks."""
     samples_file: str = ""
     """Parquet file beside the records: a row per request."""
 
@@ -318,6 +369,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     serve: ServeMetrics | None = None
     """Of the workload `serve`."""
     phases: Phases | None = None
+    rates: Rates | None = None
+    """Null on the CPU and in replay."""
+    floor: Floor | None = None
+    """Of a step of `decode`; null without rates, or where a rate that it takes could not be measured."""
     host_syncs_per_step: float | None = None
     """Host-blocking CUDA calls inside one step, from the profiled pass."""
     sync_sites: list[SyncSite] = []

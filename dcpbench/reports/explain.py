@@ -122,12 +122,14 @@ BOUNDS = {
 WORDS = "What the words mean"
 """Title of tables of definitions."""
 KV = METRIC["kv_tokens_per_gib"]
+FLOOR = METRIC["floor_ms"]
 EVERYWHERE = {
     "p50, p90, p95, p99": ("null below 1, 64, 130, 662 samples: fewer bound no percentile at 99 %", ""),
     "SLO": ("held against p99; where that lacks samples, against the highest percentile all points of a load have", ""),
 }
 OTHERS = {
     KV.term: (KV.defined[SERVE], KV.unit),
+    FLOOR.term: (FLOOR.defined[DECODE], FLOOR.unit),
     "phases, GPU idle": ("GPU time by range, and time without a kernel, in a separate profiled pass", "ms"),
     "host syncs": ("calls in a profiled step that made the host wait for the GPU", "per step"),
     "ratio, ×": (METRIC["dcp_ratio"].help, ""),
@@ -147,9 +149,10 @@ def definitions(frames: Frames, *names: str) -> Table:
     """
     workloads = [w for w, points in ((DECODE, frames.points), (SERVE, frames.served)) if len(points)]
     rows = []
+    floored = len(frames.points) > 0 and bool(frames.points[FLOOR.name].notna().any())
     for name in names or dict.fromkeys([*(n for w in workloads for n in DEFINED[w]), *OTHERS]):
         found = {w: DEFINED[w][name] for w in workloads if name in DEFINED[w]} or (
-            {"": OTHERS[name]} if name in OTHERS else {}
+            {"": OTHERS[name]} if name in OTHERS and (floored or name != FLOOR.term) else {}
         )
         differ = len(set(found.values())) > 1
         for workload, (said, unit) in list(found.items())[: None if differ else 1]:

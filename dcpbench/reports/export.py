@@ -6,7 +6,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.points import point
-from dcpbench.reports import answer
+from dcpbench.records.metrics import FLOORS
+from dcpbench.reports import answer, floors
 from dcpbench.show.numbers import finite
 from dcpbench.show.text import spreadsheet_cell
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 INNER = ("same_load", "slo_recorded")
 """Columns that only tell points apart."""
-LATER = point.LATER | {f"load_{name}": default for name, default in point.LOADS_LATER.items()}
+LATER = point.LATER | {f"load_{name}": default for name, default in point.LOADS_LATER.items()} | dict.fromkeys(FLOORS)
 """Columns that are left out where all points have this: tables once were without."""
 
 
@@ -68,7 +69,7 @@ def as_json(frames: Frames) -> dict[str, Any]:
         "points": _rows(frames.points),
         "served": _rows(frames.served),
         "others": _rows(frames.others),
-        "findings": answer.sentences(frames),
+        "findings": answer.sentences(frames) + floors.told(frames),
     }
 
 

@@ -10,10 +10,10 @@ import dataclasses
 import functools
 import itertools
 import math
-import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -24,7 +24,8 @@ from dcpbench.points.names import CLOSED, GAMMA, REPLAY
 from dcpbench.records.metrics import METRIC, PERCENTILES
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import words
-from dcpbench.reports.style import IDLE_COLOUR, PHASE_COLOURS, REST_COLOUR, Style, plain
+from dcpbench.reports.floors import PHASE_COLUMN
+from dcpbench.reports.style import FLOOR_LOOK, IDLE_COLOUR, PHASE_COLOURS, REST_COLOUR, Style, plain
 from dcpbench.show.figures import (
     GREY,
     axis_labels,
@@ -43,7 +44,6 @@ from dcpbench.show.numbers import count
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import pandas as pd
     from matplotlib.axes import Axes
 
     Panels = list[tuple[Axes, pd.DataFrame]]
@@ -57,7 +57,6 @@ FRONTIER = (METRIC["tok_s_per_user"], METRIC["output_tok_s_per_gpu"])
 """Along the axes of the frontier."""
 MOST_CURVES = 8
 """Curves of a panel of the break-even figure; of more, each layout with its exchange has a panel of its own."""
-PHASE_COLUMN = re.compile(r"phase_.+_us")
 MOST_LOADS = 3
 """Concurrencies shown in the phase figure; of more, the lowest, the middle and the highest."""
 LABEL_WIDTH = 30
@@ -481,6 +480,18 @@ def phases_in_ms(points: pd.DataFrame) -> pd.DataFrame:
     return times[shown].assign(rest=times[rest].sum(axis=1, min_count=1)) if rest else times[shown]
 
 
+def floors_in_ms(points: pd.DataFrame) -> pd.DataFrame:
+    """The floors of the columns of `phases_in_ms` in ms; columns that no point has one of are left out."""
+    columns = {c.removeprefix("phase_").removesuffix("_us"): c for c in map(str, points) if PHASE_COLUMN.fullmatch(c)}
+    found = {}
+    for name in phases_in_ms(points):
+        own = [n for n in columns if n not in PHASE_COLOURS] if name == "rest" else [name]
+        held = [floor for n in own if (floor := f"floor_{n}_us") in points]
+        if held:
+            found[name] = points[held].sum(axis=1, min_count=1) / 1e3
+    return pd.DataFrame(found, index=points.index)
+
+
 def has_phases(points: pd.DataFrame) -> bool:
     """Whether any point was profiled."""
     return bool(points["idle_us"].notna().any()) and phases_in_ms(points).sum().sum() > 0
@@ -492,7 +503,10 @@ def has_capacity(points: pd.DataFrame) -> bool:
 
 
 def draw_phases(points: pd.DataFrame, style: Style, title: str) -> Figure:  # noqa: ARG001 - same call for all
-    """Stacked bars of GPU time per step by phase, one panel per context, grouped by concurrency."""
+    """Stacked bars of GPU time per step by phase, one panel per context, grouped by concurrency.
+
+    A thin bar in each, from where it begins, is as long as the machine needs for it.
+    """
     contexts = sorted(points["context"].unique())
     loads = _some(sorted(points["concurrency"].unique()))
     labels = list(dict.fromkeys(points.sort_values([*DEGREES], kind="stable")["label"]))
@@ -501,10 +515,10 @@ def draw_phases(points: pd.DataFrame, style: Style, title: str) -> Figure:  # no
     row_inches = 0.32 if any("\n" in _bar_name(label) for label in labels) else 0.2
     size = (max(2.9 * columns + 1.3, 6.0), row_inches * len(rows) + 0.9)
     figure, axes = _grid(title, len(contexts), columns, size, 1.1)
-    times = phases_in_ms(points)
+    times, floors = phases_in_ms(points), floors_in_ms(points)
     for ax, context in zip(axes, contexts, strict=True):
         panel = points[points["context"] == context]
-        _stack(ax, panel, rows, times)
+        _stack(ax, panel, rows, times, floors)
         ax.set_title(f"context {count(context)} tokens")
         ax.set_xlabel("profiled step (ms)")
         if bool(panel["cpu"].any()):
@@ -512,6 +526,8 @@ def draw_phases(points: pd.DataFrame, style: Style, title: str) -> Figure:  # no
     handles = [Patch(color=_colour(str(name)), label=str(name).replace("_", " ")) for name in times]
     outside = "outside ranges" if bool(points["cpu"].all()) else "idle"
     handles.append(Patch(facecolor=IDLE_COLOUR, hatch="///", edgecolor="#999999", label=outside))
+    if len(floors.columns):
+        handles.append(Patch(**FLOOR_LOOK, label="floor"))
     legend_below(figure, handles)
     return figure
 
@@ -525,18 +541,20 @@ def _bar_name(label: str) -> str:
     return "\n".join(textwrap.wrap(plain(label, 2 * LABEL_WIDTH), LABEL_WIDTH)[:2])
 
 
-def _stack(ax: Axes, panel: pd.DataFrame, rows: list[tuple[int, str]], times: pd.DataFrame) -> None:
+def _stack(
+    ax: Axes, panel: pd.DataFrame, rows: list[tuple[int, str]], times: pd.DataFrame, floors: pd.DataFrame
+) -> None:
     """One bar per row; a row without a label is the heading of its group."""
-    bars = times.loc[panel.index].to_dict("records")
+    bars, least = (table.loc[panel.index].to_dict("records") for table in (times, floors))
     found = dict(
         zip(
             zip(panel["concurrency"], panel["label"], strict=True),
-            zip(bars, panel["idle_us"], strict=True),
+            zip(bars, least, panel["idle_us"], strict=True),
             strict=True,
         )
     )
     for y, key in enumerate(rows):
-        bar, idle_us = found.get(key, ({}, None))
+        bar, floor, idle_us = found.get(key, ({}, {}, None))
         if not key[1]:
             continue
         if idle_us is None or not idle_us >= 0:
@@ -546,6 +564,8 @@ def _stack(ax: Axes, panel: pd.DataFrame, rows: list[tuple[int, str]], times: pd
         for name, ms in bar.items():
             if ms > 0:
                 ax.barh(y, ms, left=left, height=0.8, color=_colour(str(name)))
+                if floor.get(name, 0.0) > 0:
+                    ax.barh(y, floor[name], left=left, height=0.24, **FLOOR_LOOK)
                 left += ms
         ax.barh(y, idle_us / 1e3, left=left, height=0.8, color=IDLE_COLOUR, hatch="///", edgecolor="#999999")
     ax.set_yticks(

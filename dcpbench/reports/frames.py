@@ -336,6 +336,8 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
     honesty = next((r.honesty for r in records if r.honesty), None)
     profiled = [r.phases for r in records if r.phases]
     phases = dict.fromkeys(name for p in profiled for name in p.phase_us)
+    floors = [r.floor for r in records if r.floor]
+    floored = dict.fromkeys(name for f in floors for name in (*phases, *f.phase_floor_us))
     told = ("layers", "layers_held", "attention_error", "experts_hit", "graph_batch", "cuda_graph")
     row |= {
         "run": run,
@@ -350,9 +352,11 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
         **merged(records, "kv_tokens_per_gib"),
         **{f"phase_{name}_us": median(p.phase_us.get(name, 0.0) for p in profiled) for name in phases},
         "idle_us": median(p.idle_us for p in profiled),
+        **{f"floor_{name}_us": median(f.phase_floor_us.get(name, 0.0) for f in floors) for name in floored},
         **merged(records, "idle_fraction", "kernels"),
         **{name: getattr(honesty, name, None) for name in told},
         **merged(records, *OF_ENGINE),
+        **merged(records, "floor_share"),
         "throttle_reasons": ", ".join(sorted({reason for r in records if r.gpu for reason in r.gpu.throttle_reasons})),
         **_clocks(records),
     }

@@ -14,6 +14,7 @@ from dcpbench.reports import (
     explain,
     figures,
     findings,
+    floors,
     overview,
     sync_sites,
     tables,
@@ -119,9 +120,13 @@ def report(frames: Frames, pictures: list[Picture]) -> list[Section]:
         Section(
             slug="time",
             title="Where a step's time goes",
-            paragraphs=explain.phases(points),
+            paragraphs=[*floors.sentences(points), *explain.phases(points)],
             pictures=drawn("phases"),
-            tables=[tables.steps(points), defined("step time", "phases, GPU idle", "host syncs")],
+            tables=[
+                tables.steps(points),
+                floors.table(points),
+                defined("step time", "floor", "phases, GPU idle", "host syncs"),
+            ],
         ),
         Section(
             slug="syncs",
@@ -187,7 +192,7 @@ def _served(frames: Frames) -> list[Section]:
         Section(
             slug=f"serving-{mode}",
             title=title,
-            paragraphs=explain.served(points),
+            paragraphs=explain.served(points) + floors.served(points),
             bullets=explain.marks(points),
             tables=[tables.served(served, mode), tables.served_details(served, mode)],
         )

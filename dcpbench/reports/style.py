@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.layout import DEGREES
 from dcpbench.records.record import OURS
@@ -29,6 +29,8 @@ PHASE_COLOURS = {
 """Paul Tol's muted palette and one blue more, for areas: the phases worth telling apart, in stacking order."""
 REST_COLOUR = "#777777"
 IDLE_COLOUR = "#DDDDDD"
+FLOOR_LOOK: dict[str, Any] = {"facecolor": "#FFFFFF", "edgecolor": "#1A1A1A", "linewidth": 0.5}
+"""Seen on each of these."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -155,7 +155,7 @@ def served_details(found: pd.DataFrame, mode: str) -> Table:
         rows,
         [*LOADED, *columns(metrics.SERVED_DETAILS, **instead)],
         text_columns=3,
-        optional=("GPU idle between", "host syncs per step"),
+        optional=("GPU idle between", "host syncs per step", *(METRIC[name].heading for name in metrics.FLOORS)),
         fold=len(rows) > FOLD_ABOVE // 4,
     )
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from dcpbench.points.names import CLOSED, GAMMA, TRACE
 from dcpbench.records.metrics import DECODE
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import answer, marks
+from dcpbench.reports import answer, floors, marks
 from dcpbench.reports.tables import whole
 from dcpbench.reports.words import FEW_SAMPLES
 from dcpbench.show.numbers import ABSENT, missing, number
@@ -69,7 +69,7 @@ def render(frames: Frames) -> Group:
     same = ["model", "layout", "outcome", "reason"]
     for (model, layout, outcome, reason), group in others.groupby(same, sort=False):
         parts.append(plain(f"{outcome}: {counted(len(group), 'point')} of {model} {layout}: {reason}", "yellow"))
-    parts += [plain(f"• {sentence}") for sentence in answer.sentences(frames)]
+    parts += [plain(f"• {sentence}") for sentence in answer.sentences(frames) + floors.told(frames)]
     return Group(*parts)
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dcpbench.serving.requests import Step
     from dcpbench.serving.traffic import Sample, Traffic
 
+NO_SHARES: Mapping[str, float | None] = {}
 FINISHED, REJECTED, CANCELLED = OUTCOMES = ("finished", "rejected", "cancelled")
 """What became of a request: all its tokens came, it can never be served here, or the run ended before it did."""
 
@@ -100,13 +101,15 @@ def serve_metrics(
     slo: Mapping[str, float],
     steps: StepCounts,
     idle_fraction: float | None = None,
+    floor_shares: Mapping[str, float | None] = NO_SHARES,
     samples_file: str = "",
 ) -> ServeMetrics:
     """Metrics of a run that has ended, by itself or by `Traffic.stop`; each as formulas.py defines it.
 
     Latencies, goodput and request rate are those of finished requests, and null where none finished. Token rates count
     every token that came, also of requests that were cut off. `concurrency` is the target of a closed loop; None where
-    nothing is targeted, and then nothing is steady. `slo` in ms by name (points.names.OBJECTIVES).
+    nothing is targeted, and then nothing is steady. `slo` in ms by name (points.names.OBJECTIVES). `floor_shares` by the
+    names of their fields.
 
     Raises UsageError where no token came at all, as then there is no rate, and for objectives that cannot be.
     """
@@ -155,6 +158,7 @@ def serve_metrics(
         eager_decode_steps=steps.eager_decode_steps,
         decode_batch=steps.decode_rows / steps.decode_steps if steps.decode_steps else None,
         idle_fraction=idle_fraction,
+        **floor_shares,
         samples_file=samples_file,
     )
 

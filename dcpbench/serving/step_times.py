@@ -6,6 +6,7 @@ make three parts of the prediction (step_model.py); docs/replay.md says why, and
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 from typing import TYPE_CHECKING, cast
@@ -14,6 +15,7 @@ import msgspec
 
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.axes import Role
+from dcpbench.points.floors import StepRows
 from dcpbench.points.machine import Probe
 from dcpbench.points.names import AUTO, flag
 from dcpbench.points.point import load_axes, point_axes
@@ -75,6 +77,13 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             [(c.tokens, c.prefix) for c in self.chunks for _ in range(c.chunks)],
         )
 
+    def rows(self, replicas: int) -> StepRows:
+        """As floors see it, on so many attention replicas; every chunk ends a prompt."""
+        decodes = tuple(d.context for d in self.decodes for _ in range(d.requests))
+        chunks = tuple((c.tokens, c.prefix) for c in self.chunks for _ in range(c.chunks))
+        rows = StepRows(decodes=decodes, chunks=chunks, sampled=self.requests)
+        return dataclasses.replace(rows, tokens=replicas * rows.rows)
+
     def __str__(self) -> str:
         """`47 × 1 token at 5,500 + 1 × 2,048 tokens at 256`."""
         parts = [f"{d.requests} × 1 token at {d.context:,}" for d in self.decodes]
@@ -91,6 +100,9 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """
     host_ms: list[float] = []
     """How long the host was busy with launching such a step, behind itself; the slowest rank's."""
+    floor_ms: float | None = None
+    """The time below which such a step cannot be at the rates of the machine (points/floors.py), with as many experts hit
+    as expected. Null on the CPU."""
 
     @property
     def median_ms(self) -> float:
@@ -252,6 +264,6 @@ def _problem(measured: Measured) -> str:
         return f"case.use is {case.use[:40]!r}, none of {', '.join(USES)}"
     if not measured.samples_ms or not 0 < min(measured.samples_ms) <= max(measured.samples_ms) <= LARGEST:
         return "it has no samples_ms, or times that are not positive"
-    if measured.host_ms and not 0 <= min(measured.host_ms) <= max(measured.host_ms) <= LARGEST:
-        return "its host_ms are no times"
-    return ""
+    others = {"host_ms": measured.host_ms, "floor_ms": [] if measured.floor_ms is None else [measured.floor_ms]}
+    wrong = (name for name, found in others.items() if found and not 0 <= min(found) <= max(found) <= LARGEST)
+    return next((f"its {name} are no times" for name in wrong), "")

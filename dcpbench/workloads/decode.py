@@ -18,9 +18,9 @@ from dcpbench.exchange.collectives import gather_objects, is_first, largest_erro
 from dcpbench.measuring.gpu_state import GpuSampler, throttled, worst
 from dcpbench.measuring.profiling import profile_cpu_step, profile_step
 from dcpbench.measuring.timing import time_steps
-from dcpbench.points import memory
+from dcpbench.points import floors, memory
 from dcpbench.records import formulas
-from dcpbench.records.record import Kv, Record
+from dcpbench.records.record import Floor, Kv, Record
 from dcpbench.workloads.attention_error import LIMIT, attention_error
 from dcpbench.workloads.choice import choose
 from dcpbench.workloads.point_facts import device_allocations, device_marks, honesty, marks, memory_in_use
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dcpbench.measuring.timing import Timing
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
-    from dcpbench.records.record import Environment, Gpu, Phases, SyncSite
+    from dcpbench.records.record import Environment, Gpu, Phases, Rates, SyncSite
     from dcpbench.workloads.session import Session
 
 TOKEN_STEP = 7919
@@ -57,9 +57,18 @@ class Profile:
 
 
 def run(
-    session: Session, point: Point, settings: Settings, environment: Environment, *, tell: Callable[[str], None]
+    session: Session,
+    point: Point,
+    settings: Settings,
+    environment: Environment,
+    *,
+    rates: Rates | None = None,
+    tell: Callable[[str], None],
 ) -> Record:
-    """Measure one point on a built engine. Collective; every rank returns a record, rank 0's is complete."""
+    """Measure one point on a built engine. Collective; every rank returns a record, rank 0's is complete.
+
+    `rates`: what the machine can do, by which the step has a floor.
+    """
     engine = session.engine
     device = engine.device
     rows = -(-point.concurrency // point.dp)
@@ -73,7 +82,7 @@ def run(
         plan_us = _plan_time_us(engine, requests, rows)
         tell("check")
         error = attention_error(engine, batch, requests, settings.seed)
-        hit = _experts_hit(engine, batch)
+        chosen = _chosen_experts(engine, batch)
         graph_error = None
         if device.type == "cuda":
             tell("capture")
@@ -104,6 +113,8 @@ def run(
         + _accuracy_marks(error, point.dtype),
         metrics=formulas.decode_metrics(timing.samples_ms, point.concurrency, point.tp),
         phases=profile.phases,
+        rates=rates,
+        floor=step_floor(session, point, batch.size, chosen, rates),
         host_syncs_per_step=None if sites is None else sum(s.per_step for s in sites),
         sync_sites=(sites or [])[:WORST_SITES],
         allocations_per_step=allocated / len(timing.samples_ms) if device.type == "cuda" else None,
@@ -114,7 +125,7 @@ def run(
             session,
             graph_error=graph_error,
             attention_error=error,
-            experts_hit=hit,
+            experts_hit=_experts_hit(chosen, session.shape.experts),
             graph_batch=batch.size,
             cuda_graph=batch.captured is not None,
         ),
@@ -176,15 +187,41 @@ def _live_logits(batch: Batch) -> torch.Tensor:
     return wide.masked_fill(wide.isneginf(), 0.0)
 
 
-def _experts_hit(engine: DecodeEngine, batch: Batch) -> float:
-    """Mean share of all experts that a layer's tokens reach, in one eager step."""
+def _chosen_experts(engine: DecodeEngine, batch: Batch) -> list[torch.Tensor]:
+    """ids_Tk of each layer with experts, over the rows of all replicas, in one eager step; on the host."""
     model = engine.model
     model.chosen_experts = []
     engine.run(batch)
     chosen, model.chosen_experts = model.chosen_experts, None
-    if not chosen:
-        return 0.0
-    return statistics.mean(ids_Tk.unique().numel() for _, ids_Tk in chosen) / model.shape.experts
+    return [ids_Tk.cpu() for _, ids_Tk in chosen]
+
+
+def _experts_hit(chosen: list[torch.Tensor], experts: int) -> float:
+    """Mean share of all experts that a layer's rows reach."""
+    return statistics.mean(ids_Tk.unique().numel() for ids_Tk in chosen) / experts if chosen else 0.0
+
+
+def step_floor(
+    session: Session, point: Point, rows: int, chosen: list[torch.Tensor], rates: Rates | None
+) -> Floor | None:
+    """The floor of a point's step, in a graph with so many rows a replica: what its requests need, without padding.
+
+    None without rates, or without one that it takes.
+    """
+    if rates is None:
+        return None
+    sharding = floors.Sharding.of(point, session.shape)
+    live = [replica * rows + i for replica in range(point.dp) for i in range(_share(point, replica))]
+    step = floors.StepRows(
+        decodes=(point.context + memory.HEADROOM_TOKENS,) * _share(point, 0),
+        sampled=_share(point, 0),
+        tokens=point.concurrency,
+        routing=tuple(tuple(sharding.routed(ids_Tk[live].flatten().tolist())) for ids_Tk in chosen),
+    )
+    phase_us = floors.step_floors(sharding, step, rates.limits)
+    if phase_us is None:
+        return None
+    return Floor(floor_ms=sum(phase_us.values()) / 1e3, phase_floor_us=phase_us, experts="routed")
 
 
 def _profile(engine: DecodeEngine, batch: Batch) -> Profile:

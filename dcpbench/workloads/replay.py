@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
-    from dcpbench.records.record import Environment, Record
+    from dcpbench.records.record import Environment, Rates, Record
     from dcpbench.workloads.serve import Serving
 
 Known = dict[str, StepTimes]
@@ -36,11 +36,12 @@ def run(
     folder: Path,
     known: Known,
     *,
+    rates: Rates | None = None,
     tell: Callable[..., None],
 ) -> Record:
     """Replay a point on rank 0, with step times for all of `points` that share its path. Collective.
 
-    Every rank returns the record. The step times lie below the run's folder afterwards.
+    Every rank returns the record. The step times lie below the run's folder afterwards, with their floors at `rates`.
     """
     path, session = engine_path(point), serving.session
     name = step_times_name(path)
@@ -50,7 +51,7 @@ def run(
         if old is None:
             tell("capture")
             serving.engine.capture()  # all else is compiled in the first step of a case, which is not counted
-            old = step_times.measure(serving, sharing, environment, tell)
+            old = step_times.measure(serving, sharing, environment, tell, rates)
             if is_first():
                 write_step_times(folder / name, old)
         known[name] = old

@@ -15,6 +15,7 @@ from dcpbench.exchange.collectives import gather_objects, is_first
 from dcpbench.measuring.gpu_state import GpuSampler, throttled, worst
 from dcpbench.measuring.profiling import record, sync_sites
 from dcpbench.measuring.timing import compiled_kernels
+from dcpbench.points.floors import Sharding
 from dcpbench.records.record import Kv, Record
 from dcpbench.serving import outcome
 from dcpbench.serving.loads import requests_of
@@ -25,6 +26,7 @@ from dcpbench.serving.traffic import Traffic
 from dcpbench.show.terminal import now_and_then
 from dcpbench.workloads.decode import MOST_IDLE, WORST_SITES
 from dcpbench.workloads.point_facts import device_allocations, device_marks, honesty, marks, memory_in_use
+from dcpbench.workloads.served_floors import Shares, shares
 from dcpbench.workloads.serving_loop import Agreement, Loop
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
-    from dcpbench.records.record import Environment, ServeMetrics, SyncSite
+    from dcpbench.records.record import Environment, Rates, ServeMetrics, SyncSite
     from dcpbench.workloads.session import Session
 
 TELL_S = 1.0
@@ -115,6 +117,7 @@ def run(
     environment: Environment,
     folder: Path,
     *,
+    rates: Rates | None = None,
     tell: Callable[..., None],
 ) -> Record:
     """Serve one point's load on a built engine. Collective; every rank returns a record, rank 0's is complete.
@@ -140,7 +143,8 @@ def run(
     late = sorted({name for names in gather_objects(compiled) for name in names})
     _add_tokens_of_other_replicas(loop.traffic)
     cut = bool(loop.agree(len(interrupted))[0])  # of rank 0, whose signal it was that ended the loop
-    metrics = _metrics(loop, point, settings, folder)
+    found = shares(Sharding.of(point, session.shape), loop.timed, rates) if is_first() else Shares()
+    metrics = _metrics(loop, point, settings, folder, found)
     cut_reason = (
         f"interrupted with {metrics.finished} of {len(requests)} requests finished; they are in "
         f"{metrics.samples_file}. Serve the load anew with --resume."
@@ -163,6 +167,7 @@ def run(
         )
         + outcome.marks(metrics),
         serve=metrics,
+        rates=rates,
         host_syncs_per_step=None if sites is None else sum(s.per_step for s in sites),
         sync_sites=(sites or [])[:WORST_SITES],
         allocations_per_step=allocated / loop.counts.steps if device.type == "cuda" else None,
@@ -174,7 +179,7 @@ def run(
     )
 
 
-def _metrics(loop: Loop, point: Point, settings: Settings, folder: Path) -> ServeMetrics:
+def _metrics(loop: Loop, point: Point, settings: Settings, folder: Path, found: Shares) -> ServeMetrics:
     """Metrics of a run that has ended; rank 0 leaves its samples in the folder."""
     idle = [share for share in gather_objects(loop.gaps.idle_fraction) if share is not None]
     name = ""
@@ -187,6 +192,7 @@ def _metrics(loop: Loop, point: Point, settings: Settings, folder: Path) -> Serv
         slo=settings.slo,
         steps=loop.counts,
         idle_fraction=max(idle, default=None),
+        floor_shares=dataclasses.asdict(found),
         samples_file=name,
     )
 

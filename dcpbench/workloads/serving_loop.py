@@ -15,11 +15,12 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from dcpbench.points.floors import StepRows
 from dcpbench.serving.outcome import StepCounts
 
 if TYPE_CHECKING:
@@ -85,6 +86,42 @@ class Gaps:
         return self.idle_ms / whole if whole else None
 
 
+class Timed(NamedTuple):
+    """How long a step took on the device, and what the replica with the most rows did in it."""
+
+    ms: float
+    """From its first kernel to its last one."""
+    decodes: int
+    context: int
+    """KV rows that each of these attends to on average."""
+    chunks: tuple[tuple[int, int], ...]
+    sampled: int
+    tokens: int
+    """As StepRows have them."""
+
+    @classmethod
+    def of(cls, read: Launched) -> Timed | None:
+        """Of a step whose tokens have been read: then its events have been reached. None on the CPU."""
+        if read.started is None or read.ended is None:
+            return None
+        replicas = read.step.replicas
+        busiest = max(replicas, key=lambda replica: replica.tokens)
+        decodes = len(busiest.decodes)
+        return cls(
+            ms=read.started.elapsed_time(read.ended),
+            decodes=decodes,
+            context=round(sum(busiest.positions) / decodes) + 1 if decodes else 0,
+            chunks=tuple((chunk.tokens, chunk.start) for chunk in busiest.chunks),
+            sampled=len(busiest.emits),
+            tokens=sum(replica.tokens for replica in replicas),
+        )
+
+    def rows(self) -> StepRows:
+        """Of which a floor can be told."""
+        decodes = (self.context,) * self.decodes
+        return StepRows(decodes=decodes, chunks=self.chunks, sampled=self.sampled, tokens=self.tokens)
+
+
 class Loop:
     """One run of a load. `iterate` until it says False; all ranks do so equally often."""
 
@@ -100,6 +137,7 @@ class Loop:
         """`ends(seconds since the start)` is asked on rank 0: whether the run is cut off now."""
         self.engine, self.scheduler, self.traffic, self.agree, self.ends = engine, scheduler, traffic, agree, ends
         self.counts, self.gaps = StepCounts(), Gaps()
+        self.timed: list[Timed] = []
         self.pending: Launched | None = None
         self.start = time.perf_counter()
 
@@ -154,6 +192,8 @@ class Loop:
             self.traffic.sample_of[sequence.request.number].tokens.append(token)
         self.counts.add(pending.step)
         self.gaps.see(pending)
+        if (timed := Timed.of(pending)) is not None:
+            self.timed.append(timed)
 
     def _nap(self) -> None:
         arrival = self.traffic.next_arrival_s()

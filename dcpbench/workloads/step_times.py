@@ -20,6 +20,7 @@ import torch
 from dcpbench.exchange.collectives import gather_objects
 from dcpbench.measuring.gpu_state import GpuSampler, throttled, worst
 from dcpbench.points.batches import GRAPH_BATCHES
+from dcpbench.points.floors import Sharding, step_floors
 from dcpbench.serving.step_cases import CaseMaker, Extent, grid
 from dcpbench.serving.step_times import Measured, StepTimes, engine_path
 from dcpbench.workloads.point_facts import device_marks, honesty, marks
@@ -31,9 +32,10 @@ if TYPE_CHECKING:
 
     from dcpbench.engine.serve import Launched, ServeEngine
     from dcpbench.points.point import Point
-    from dcpbench.records.record import Environment
+    from dcpbench.records.record import Environment, Rates
     from dcpbench.serving.requests import Step
     from dcpbench.serving.step_cases import CaseSteps
+    from dcpbench.serving.step_times import Case
     from dcpbench.workloads.serve import Serving
     from dcpbench.workloads.serving_loop import Agreement
 
@@ -58,13 +60,18 @@ def extent_of(serving: Serving, points: Sequence[Point]) -> Extent:
 
 
 def measure(
-    serving: Serving, points: Sequence[Point], environment: Environment, tell: Callable[..., None]
+    serving: Serving,
+    points: Sequence[Point],
+    environment: Environment,
+    tell: Callable[..., None],
+    rates: Rates | None = None,
 ) -> StepTimes:
     """Step times for all of `points`, which share one engine path. Collective; every rank returns the same samples.
 
-    Graphs have been captured (ServeEngine.capture). What the KV cache held is gone.
+    `rates` of the machine give each case a floor. Graphs have been captured (ServeEngine.capture). What the KV cache held is gone.
     """
     session, started = serving.session, time.perf_counter()
+    sharding = Sharding.of(points[0], session.shape)
     engine = session.engine
     extent = extent_of(serving, points)
     cases = grid(extent)
@@ -86,7 +93,7 @@ def measure(
     return StepTimes(
         path=engine_path(points[0]),
         cases=[
-            Measured(case=case, samples_ms=samples, host_ms=host)
+            Measured(case=case, samples_ms=samples, host_ms=host, floor_ms=floor_ms(sharding, case, rates))
             for case, samples, host in zip(
                 cases, slowest([m.samples_ms for m in mine]), slowest([m.host_ms for m in mine]), strict=True
             )
@@ -97,6 +104,12 @@ def measure(
         environment=environment,
         marks=device_marks(points[0], engine.device) + marks(throttled=throttled(gpu)),
     )
+
+
+def floor_ms(sharding: Sharding, case: Case, rates: Rates | None) -> float | None:
+    """The floor of a case's step; None without rates, or without one that it takes."""
+    floors = rates and step_floors(sharding, case.rows(sharding.layout.dp), rates.limits)
+    return sum(floors.values()) / 1e3 if floors else None
 
 
 def slowest(mine: list[list[float]]) -> list[list[float]]:

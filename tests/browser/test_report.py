@@ -8,6 +8,7 @@ from urllib.parse import quote
 import pytest
 
 from dcpbench.points.layout import Layout
+from dcpbench.records.record import Floor
 from dcpbench.reports.reproduce import command_of
 from tests.browser import pages
 from tests.browser.pointer import point_at
@@ -101,6 +102,22 @@ def test_where_dcp_pays_is_a_ratio_to_the_same_layout_without_it(decode: Path, v
     said = hover(page, panels.first)
     assert f"output over the same layout without DCP\n{ratio:.3g} ×" in said
     assert "compared with\ntp4: " in said
+
+
+def test_phases_have_their_floors_inside_them_and_say_them(tmp_path: Path, visit: Visit) -> None:
+    """100 ms a step of which attention takes 34 and moe 31; their floors are 20.4 and 24.8, thin bars of one trace more."""
+    floor = Floor(floor_ms=60, phase_floor_us={"attention": 20_400, "moe": 24_800}, experts="routed")
+    record = record_builder.ok(record_builder.point(Layout(4)), median_ms=100, noise=0, steps=30, floor=floor)
+    page = visit(pages.page(tmp_path, [record]))
+    chart = drawn(page, "phases").first
+    traces = chart.locator(".barlayer .trace")
+    with_floors = traces.count()
+    assert traces.last.locator(".point").count() == 2
+    assert "floor\n20.40 ms, 0.60 of its time" in hover(page, chart)
+    page.locator("#chart-phases").get_by_role("button", name="floor", exact=True).click()
+    page.wait_for_function(
+        "n => document.querySelectorAll('#chart-phases .barlayer .trace').length === n", arg=with_floors - 1
+    )
 
 
 def test_a_filter_acts_on_all_charts_and_on_the_table_and_is_remembered(decode: Path, visit: Visit) -> None:

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from dcpbench.bench.operators import attention
-from dcpbench.bench.operators.attention import Attention, lengths_of, shards_of, work_of
+from dcpbench.bench.operators.attention import Attention, lengths_of, shards_of
 from dcpbench.bench.record import Case
 from dcpbench.kernels.attention.reference import ReferenceBackend
+from dcpbench.points.floors import attention_work
 
 
 def case(**sizes) -> Case:
@@ -115,7 +116,7 @@ def test_the_work_of_a_call_is_what_the_formula_says():
     Rows: 30 · 576 · 2 B = 34,560 B. q and o: 2 · 16 · (576 + 512) · 2 B = 69,632 B.
     Operations: 2 · 30 · 16 · (576 + 512) = 1,044,480.
     """
-    work = work_of(16, [10, 20], torch.bfloat16)
+    work = attention_work(16, [10, 20], torch.bfloat16.itemsize)
     assert work.memory_bytes == 34_560 + 69_632
     assert work.flops == 1_044_480
     assert work.memory_limit == "read"

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dcpbench.bench.operators import limits
+from dcpbench.records.record import Rates
 
 
 @pytest.fixture
@@ -30,6 +31,37 @@ def test_one_rank_has_no_peer_and_the_others_are_measured_all_the_same(device):
         "peer: CapacityError: there is no peer to read from.",
         "barrier: CapacityError: there is no peer to read from.",
     ]
+
+
+@pytest.mark.usefixtures("small")
+def test_the_rates_of_a_job_are_these_limits_by_names_with_their_units(device):
+    """One rank has nobody to read from, and is not asked."""
+    rates = limits.rates(device, ranks=1)
+    assert set(rates.limits) == {"read", "copy", "matmul"}
+    assert (rates.peer_bytes_s, rates.barrier_us, rates.without) == (None, None, [])
+
+
+@pytest.mark.usefixtures("small")
+def test_rates_between_ranks_that_cannot_read_each_other_are_left_out_with_their_reasons(device):
+    rates = limits.rates(device, ranks=2)
+    assert set(rates.limits) == {"read", "copy", "matmul"}
+    assert [reason.split(":")[0] for reason in rates.without] == ["peer", "barrier"]
+
+
+@pytest.mark.gpu
+def test_rates_of_a_gpu_leave_no_memory_taken():
+    """What an engine plans with is what is free afterwards."""
+    device = torch.device("cuda", 0)
+    before = torch.cuda.memory_allocated(device)
+    with torch.inference_mode():
+        rates = limits.rates(device, ranks=1)
+    assert rates.without == []
+    assert rates.read_bytes_s > rates.copy_bytes_s / 2
+    assert torch.cuda.memory_allocated(device) - before < 64 << 20, "no more than a workspace of the matrix product"
+
+
+def test_a_barrier_is_recorded_in_microseconds_and_reckoned_in_seconds():
+    assert Rates(barrier_us=2.5, peer_bytes_s=372e9).limits == pytest.approx({"barrier": 2.5e-6, "peer": 372e9})
 
 
 @pytest.mark.usefixtures("small")

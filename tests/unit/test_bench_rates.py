@@ -5,10 +5,11 @@ import io
 import pytest
 from rich.console import Console
 
-from dcpbench.bench.record import BenchRecord, Case, Graph, Limit, Result, Work, floor_us
+from dcpbench.bench.record import BenchRecord, Case, Graph, Limit, Result
 from dcpbench.bench.shown.findings import amount, baselines, findings, limit_notes, share, speed_up
 from dcpbench.bench.shown.pictures import spaced, write_picture
 from dcpbench.bench.shown.table import legend, table
+from dcpbench.points.floors import Work, floor_us
 from dcpbench.records.record import Environment
 from tests.unit.bench_builder import timing
 

@@ -1,5 +1,7 @@
 """Workload `decode` on one CPU rank: the record it returns, its marks, and that it leaves the engine as it was."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 import torch
@@ -7,11 +9,12 @@ import torch
 from dcpbench.measuring.ranges import PHASES
 from dcpbench.measuring.timing import Timer, Timing
 from dcpbench.points import budget, memory
+from dcpbench.points.floors import Routed, Sharding, StepRows, step_floors
 from dcpbench.points.layout import Layout
 from dcpbench.points.machine import Probe
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
-from dcpbench.records.record import Environment, Gpu, Phases, Record, SyncSite
+from dcpbench.records.record import Environment, Gpu, Phases, Rates, Record, SyncSite
 from dcpbench.workloads import decode, point_facts
 from dcpbench.workloads.attention_error import attention_error
 from dcpbench.workloads.session import build
@@ -131,6 +134,43 @@ class TestRecord:
     def test_a_token_reaches_top_k_experts_at_least(self, measured):
         """2 of 8 for one token; four rows reach at most all."""
         assert 2 / 8 <= measured[1].honesty.experts_hit <= 1
+
+    def test_without_rates_no_step_has_a_floor(self, measured):
+        """On the CPU none are measured."""
+        assert (measured[1].rates, measured[1].floor) == (None, None)
+
+    def test_a_floor_is_that_of_the_requests_and_not_of_padding(self):
+        """3 requests of 9 + 1 tokens in a graph of 4 rows: 30 KV rows of 48 fp32 numbers and 3·8·(48 + 32) of q and o
+        take 15,360 B in each of 3 layers; at a byte a µs 46,080 µs. The fourth row's experts are not read.
+        """
+        rates = Rates(read_bytes_s=1e6, copy_bytes_s=1e6, matmul_flop_s=1e9)
+        ids = [torch.tensor([[0, 1], [0, 1], [1, 2], [6, 7]]), torch.tensor([[3, 4]] * 3 + [[0, 1]])]
+        floor = decode.step_floor(session(), POINT, 4, ids, rates)
+        assert floor.experts == "routed"
+        assert floor.phase_floor_us["attention"] == pytest.approx(3 * 4 * (30 * 48 + 3 * 8 * 80))
+        assert floor.floor_ms == pytest.approx(sum(floor.phase_floor_us.values()) / 1e3)
+        sharding = Sharding.of(POINT, TINY)
+        known = StepRows(
+            decodes=(10,) * 3, sampled=3, tokens=3, routing=((Routed(hit=3, rows=6),), (Routed(hit=2, rows=6),))
+        )
+        assert floor.phase_floor_us == pytest.approx(step_floors(sharding, known, rates.limits))
+
+    def test_tokens_of_all_replicas_meet_in_the_experts_and_their_padding_does_not(self):
+        """tp2·dp2, 3 requests: 2 on replica 0, 1 and a padding row on replica 1, in graphs of 2 rows; 4 experts a rank.
+
+        Rank 0 has experts 0, 1 and 2 to read, for 4 of the 6 pairs; rank 1 expert 5, for 2.
+        """
+        point = msgspec.structs.replace(POINT, tp=2, dp=2)
+        rates = Rates(read_bytes_s=1e6, copy_bytes_s=1e6, matmul_flop_s=1e9, peer_bytes_s=1e6, barrier_us=1.0)
+        ids = [torch.tensor([[0, 5], [1, 5], [0, 2], [6, 7]])] * 2
+        floor = decode.step_floor(SimpleNamespace(shape=TINY), point, 2, ids, rates)
+        sharding = Sharding.of(point, TINY)
+        known = ((Routed(hit=3, rows=4), Routed(hit=1, rows=2)),) * 2
+        step = StepRows(decodes=(10, 10), sampled=2, tokens=3, routing=known)
+        assert floor.phase_floor_us == pytest.approx(step_floors(sharding, step, rates.limits))
+
+    def test_rates_that_are_missing_leave_a_step_without_a_floor(self):
+        assert decode.step_floor(session(), POINT, 4, [], Rates(read_bytes_s=1e6, copy_bytes_s=1e6)) is None
 
     def test_phases_are_named_and_add_up(self, measured):
         """One rank exchanges and gathers nothing."""

@@ -326,8 +326,9 @@ class TestFile:
             (Case(decodes=(Decodes(1, 1),), use="lines"), {}, "case.use is 'lines', none of line, gather, check"),
             (Case(decodes=(Decodes(1, 1),)), {"samples_ms": [1e300]}, "no samples_ms, or times that are not positive"),
             (Case(decodes=(Decodes(1, 1),)), {"host_ms": [-1.0]}, "its host_ms are no times"),
+            (Case(decodes=(Decodes(1, 1),)), {"floor_ms": -1.0}, "its floor_ms are no times"),
         ],
-        ids=["no-rows", "huge", "no-tokens", "a-billion", "prefix", "nothing", "use", "time", "host"],
+        ids=["no-rows", "huge", "no-tokens", "a-billion", "prefix", "nothing", "use", "time", "host", "floor"],
     )
     def test_cases_that_no_step_can_be_are_refused_by_their_number(
         self, tmp_path, case: Case, changes: dict[str, object], words: str

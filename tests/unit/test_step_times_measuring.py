@@ -7,8 +7,13 @@ import dataclasses
 import numpy as np
 import pytest
 
+from dcpbench.points.floors import Sharding, StepRows, step_floors
+from dcpbench.points.layout import Layout
+from dcpbench.points.shapes import SHAPES
+from dcpbench.records.record import Rates
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step
 from dcpbench.serving.step_cases import CaseSteps
+from dcpbench.serving.step_times import Case, Chunks, Decodes
 from dcpbench.workloads import step_times
 from dcpbench.workloads.step_times import Pipeline, Times, enough
 
@@ -17,6 +22,24 @@ CHUNK = ReplicaStep(chunks=[Chunk(PROMPT, slot=1, start=0, stop=9, samples=True)
 FIRST, AGAIN = Step(1, [ReplicaStep()]), Step(2, [ReplicaStep()])
 CHUNKS_FIRST, CHUNKS = Step(3, [CHUNK]), Step(4, [CHUNK])
 BETWEEN = Step(5, [ReplicaStep()])
+
+
+class TestFloors:
+    def test_a_case_has_the_floor_of_its_step_on_all_replicas(self) -> None:
+        """3 requests at 20 rows and two chunks of 8 tokens behind 16, on each of 2 replicas: 19 rows here, 38 in all."""
+        case = Case(decodes=(Decodes(3, 20),), chunks=(Chunks(2, 8, 16),))
+        rows = StepRows(decodes=(20,) * 3, chunks=((8, 16),) * 2, sampled=5, tokens=38)
+        assert case.rows(2) == rows
+        sharding = Sharding(shape=SHAPES["tiny"], layout=Layout(2, 2), itemsize=2)
+        rates = Rates(read_bytes_s=1e9, copy_bytes_s=1e9, matmul_flop_s=1e12, peer_bytes_s=1e9, barrier_us=3.0)
+        assert step_times.floor_ms(sharding, case, rates) == pytest.approx(
+            sum(step_floors(sharding, rows, rates.limits).values()) / 1e3
+        )
+
+    @pytest.mark.parametrize("rates", [None, Rates(read_bytes_s=1e9)], ids=["cpu", "some"])
+    def test_without_all_rates_that_it_takes_it_has_none(self, rates: Rates | None) -> None:
+        sharding = Sharding(shape=SHAPES["tiny"], layout=Layout(1), itemsize=2)
+        assert step_times.floor_ms(sharding, Case(chunks=(Chunks(1, 8, 0),)), rates) is None
 
 
 class TestEnough:

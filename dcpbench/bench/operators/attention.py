@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from dcpbench.bench.operators.calls import Calls, cold_sets, relative_error, spoil, verdict
-from dcpbench.bench.record import Work
 from dcpbench.errors import CapacityError
 from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
 from dcpbench.kernels.attention.reference import mla_decode
+from dcpbench.points.floors import attention_work
 from dcpbench.points.memory import GIB
 from dcpbench.points.shapes import KV_WIDTH, LATENT, NOPE, ROPE
 
@@ -115,7 +115,7 @@ class Attention:
                 return "NaN: rows were read that are no request's, or results were not written"
             return verdict(error(), LIMIT)
 
-        work = work_of(heads, pools.shards.lengths, self.dtype)
+        work = attention_work(heads, pools.shards.lengths, self.dtype.itemsize)
         return Calls(
             calls=calls, check=check, error=error, work=work, written_bytes=work.memory_bytes * len(pools.data)
         )
@@ -138,19 +138,6 @@ class Attention:
                 if length % page:
                     pool[int(pages[-1]), length % page :] = float("nan")
         return Pools(shards=shards, data=data)
-
-
-def work_of(heads: int, lengths: list[int], dtype: torch.dtype) -> Work:
-    """KV rows, q and o once each; per row and head 576 multiplications for the score, 512 for the output, and as many
-    additions.
-    """
-    rows, requests = sum(lengths), len(lengths)
-    outer = requests * heads * (KV_WIDTH + LATENT) * dtype.itemsize
-    return Work(
-        memory_bytes=rows * KV_WIDTH * dtype.itemsize + outer,
-        memory_limit="read",
-        flops=2 * rows * heads * (KV_WIDTH + LATENT),
-    )
 
 
 def _truth(q_HQ: torch.Tensor, pool: torch.Tensor, shards: Shards, b: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Literal
 
-    from dcpbench.bench.record import BenchSettings, Case, Overwritten, Work
+    from dcpbench.bench.record import BenchSettings, Case, Overwritten
     from dcpbench.measuring import timing
+    from dcpbench.points.floors import Work
     from dcpbench.records.record import Gpu
     from dcpbench.syncs.sites import Sync
 

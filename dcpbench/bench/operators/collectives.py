@@ -19,8 +19,8 @@ import torch
 
 from dcpbench.bench.operators.calls import FRESH_CALLS, compared, relative_error
 from dcpbench.bench.operators.ranks import everyone
-from dcpbench.bench.record import Work
 from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
+from dcpbench.points.floors import all_reduce_work, gather_work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -82,13 +82,12 @@ class Collectives:
             for x in inputs:
                 x.copy_(mine)
 
-        ranks = self.group.size
-        share = (ranks - 1) / ranks * (2 if case.variant.startswith("all-reduce") else 1)
+        work_of = all_reduce_work if case.variant.startswith("all-reduce") else gather_work
         return compared(
             [lambda x=x: (collective(x),) for x in inputs],  # type: ignore[misc]
             error,
             ROUNDING if "reduce" in case.variant else 0.0,
-            work=Work(received_bytes=round(share * mine.nbytes), barriers=1),
+            work=work_of(mine.nbytes, self.group.size),
             before=fill,
         )
 

@@ -21,10 +21,10 @@ import torch
 
 from dcpbench.bench.operators.calls import FRESH_CALLS, Calls, relative_error, spoil, verdict
 from dcpbench.bench.operators.ranks import everyone
-from dcpbench.bench.record import Work
 from dcpbench.exchange import ExchangeSpec, make_exchange
 from dcpbench.exchange.collectives import gather_objects
 from dcpbench.kernels.merge import merge
+from dcpbench.points.floors import LSE_BYTES, Work, merge_work, query_work
 from dcpbench.points.shapes import KV_WIDTH, LATENT
 
 if TYPE_CHECKING:
@@ -159,10 +159,11 @@ def work_of(case: Case) -> Work:
     """See the module; `wire_bytes` is what the variant receives instead, by the formula of its own file."""
     batch, heads, ranks, value = (int(case.sizes[n]) for n in ("requests", "heads", "ranks", "value"))
     replicate = case.sizes["q"] == "replicated"
-    rows = batch * heads * (ranks - 1)  # (request, head) of the other ranks, N times over
-    q = 0 if replicate else rows * KV_WIDTH * 2 // ranks
-    o, lse = rows * value * 2 // ranks, rows * 4 // ranks
-    wire = q + o + lse
+    q = Work() if replicate else query_work(batch, heads, ranks, KV_WIDTH, DTYPE.itemsize)
+    merged = merge_work(batch, heads, ranks, value, DTYPE.itemsize)
+    received = wire = q.received_bytes + merged.received_bytes
     if case.variant.startswith("ag_rs"):
-        wire = q + o * (1 if case.variant.endswith("bf16") else 2) + lse * ranks
-    return Work(received_bytes=q + o + lse, wire_bytes=wire, barriers=1 if replicate else 2)
+        lse = batch * heads * (ranks - 1) * LSE_BYTES // ranks
+        o = merged.received_bytes - lse
+        wire = q.received_bytes + o * (1 if case.variant.endswith("bf16") else 2) + lse * ranks
+    return Work(received_bytes=received, wire_bytes=wire, barriers=q.barriers + merged.barriers)

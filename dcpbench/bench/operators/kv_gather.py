@@ -25,12 +25,12 @@ import torch
 
 from dcpbench.bench.operators.calls import Calls, cold_sets
 from dcpbench.bench.operators.ranks import everyone
-from dcpbench.bench.record import Work
 from dcpbench.engine.request_pool import RequestPool
 from dcpbench.errors import CapacityError
 from dcpbench.exchange.prefix import Gatherer, Task, symmetric
 from dcpbench.kernels.kv_gather import request_table
 from dcpbench.kernels.kv_indices import Share, fill_pages
+from dcpbench.points.floors import Work
 from dcpbench.points.layout import Prefix
 from dcpbench.points.memory import GIB
 from dcpbench.points.shapes import KV_WIDTH

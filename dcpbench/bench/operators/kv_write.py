@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.bench.operators.calls import Calls
-from dcpbench.bench.record import Work
 from dcpbench.errors import CapacityError
 from dcpbench.kernels.kv_write import as_stored, write_rows, write_rows_reference
+from dcpbench.points.floors import Work
 from dcpbench.points.memory import GIB
 from dcpbench.points.shapes import KV_WIDTH
 

@@ -8,6 +8,7 @@
     smallest  NCCL's collectives of a few bytes
 
 With several ranks each is the slowest rank's. A limit that this machine does not have is left out with its reason.
+Steps of a model are held against the same limits, `rates`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dcpbench.bench.record import Limit
 from dcpbench.errors import CapacityError
 from dcpbench.kernels.read import BLOCK, read
 from dcpbench.measuring.timing import Timer, capture
+from dcpbench.records.record import Rates
 from dcpbench.records.stats import median_interval
 
 if TYPE_CHECKING:
@@ -35,10 +37,12 @@ if TYPE_CHECKING:
     Run = Callable[[], object]
 
 BUFFER_BYTES = 2 << 30
-PEER_BYTES = 1 << 30
+PEER_BYTES = 256 << 20
 SIDE = 8192
 REPEATS = 32
 """Barriers or smallest collectives in one graph."""
+ALONE, BETWEEN = ("read", "copy", "matmul"), ("peer", "barrier")
+"""What every rank has, and what it has with others."""
 WARM_UP, SAMPLES = 5, 30
 REST_S = 0.1
 
@@ -54,6 +58,21 @@ def measure(wanted: Sequence[str], device: torch.device) -> tuple[list[Limit], l
             without.append(f"{name}: {e}")
         torch.cuda.empty_cache()
     return found, without
+
+
+def rates(device: torch.device, ranks: int) -> Rates:
+    """What the steps of a job are held against. Collective; takes some 2 s and no memory afterwards."""
+    found, without = measure(ALONE if ranks == 1 else ALONE + BETWEEN, device)
+    known = {limit.name: limit.median for limit in found}
+    barrier_s = known.get("barrier")
+    return Rates(
+        read_bytes_s=known.get("read"),
+        copy_bytes_s=known.get("copy"),
+        matmul_flop_s=known.get("matmul"),
+        peer_bytes_s=known.get("peer"),
+        barrier_us=None if barrier_s is None else barrier_s * 1e6,
+        without=without,
+    )
 
 
 def best(name: str, unit: str, amount: float, steps: Sequence[Run], device: torch.device) -> Limit:

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.bench.operators.calls import cold_sets, compared, relative_error
-from dcpbench.bench.record import Work
 from dcpbench.kernels import merge as kernels
 from dcpbench.kernels.head_order import in_head_order
 from dcpbench.kernels.merge import weights
 from dcpbench.kernels.pack import Message, combine, pack
 from dcpbench.kernels.value_proj import project_values
+from dcpbench.points.floors import Work
 from dcpbench.points.shapes import KV_WIDTH, LATENT, VALUE
 
 if TYPE_CHECKING:

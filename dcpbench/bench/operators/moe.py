@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.bench.operators.calls import cold_sets, compared, relative_error
-from dcpbench.bench.record import Work
 from dcpbench.errors import MissingPackageError, UsageError
 from dcpbench.kernels import block_scaled
 from dcpbench.kernels.block_scaled import Scaled
 from dcpbench.kernels.e4m3 import LARGEST
 from dcpbench.kernels.moe import decode, prompts
+from dcpbench.points.floors import expert_work
+from dcpbench.points.memory import Product
 from dcpbench.points.shapes import SCALE_BLOCK
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from dcpbench.bench.operators.calls import Calls
     from dcpbench.bench.record import Case
+    from dcpbench.points.floors import Work
 
 LIMIT = 8e-3
 """Relative error past which a result is wrong: rounding it, and for gate-up its factors, to bf16."""
@@ -117,20 +119,15 @@ class Inputs:
 
     def work(self) -> Work:
         """Weights of experts that have a row, and each row read and each result written once."""
-        hit = sum(count > 0 for count in self.counts)
-        out = self.ids.numel() * (self.sizes.width if self.sizes.gated else self.sizes.hidden)
         _, height, depth = self.sizes.weight
-        if isinstance(self.weight, Scaled):
-            weight = self.weight.data[0].nbytes + self.weight.scale[0].nbytes
-            as_fp8 = 1 + self.weight.scale.itemsize / SCALE_BLOCK
-            rows = self.x.numel() * (self.x.itemsize if self.sizes.gated else as_fp8)
-            results = out * (as_fp8 if self.sizes.gated else self.x.itemsize)
-        else:
-            weight, rows, results = self.weight[0].nbytes, self.x.nbytes, out * self.x.itemsize
-        return Work(
-            memory_bytes=int(hit * weight + rows + results),
-            memory_limit="read",
-            flops=2 * self.ids.numel() * height * depth,
+        return expert_work(
+            Product(depth, height),
+            gated=self.sizes.gated,
+            rows_in=len(self.x),
+            rows=self.ids.numel(),
+            hit=sum(count > 0 for count in self.counts),
+            itemsize=self.x.itemsize,
+            scaled=isinstance(self.weight, Scaled),
         )
 
 

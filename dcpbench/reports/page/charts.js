@@ -7,6 +7,7 @@ dcp.charts = (() => {
   const DOUBLINGS = 4;
   const MOST_PANELS = 12;
   const MOST_LOADS = 3;
+  const FLOOR = "floor";
   const ROW_PIXELS = 24;
   const AHEAD = "Above 1 DCP is ahead of the same layout without it. Whether it pays is judged against the best other layout, within the SLO: the answer says so.";
   const LEAST_GAP = 0.1; // between two labels, as a share of the axis
@@ -228,17 +229,33 @@ dcp.charts = (() => {
     const names = [...data.phases, "idle"].filter((name) => profiled.some((p) => p[`phase:${name}`] > 0));
     const cpu = profiled.every((p) => p.device === "CPU");
     const called = (name) => (name === "idle" && cpu ? "outside ranges" : name.replaceAll("_", " "));
+    const floored = profiled.some((p) => names.some((name) => p[`floor:${name}`] > 0));
     const items = names.map((name) => ({ key: name, name: called(name), colour: `var(--phase-${name})` }));
+    if (floored) items.push({ key: FLOOR, name: FLOOR, colour: "var(--ink)" });
     const on = names.filter((name) => !figure.off.has(name));
     const all = [...new Set(profiled.map((p) => p.concurrency))].sort((a, b) => a - b);
     const some = all.length > MOST_LOADS ? [all[0], all[all.length >> 1], all.at(-1)] : all;
     const several = new Set(profiled.map((p) => p.run)).size > 1;
     const total = (point) => on.reduce((sum, phase) => sum + (point[`phase:${phase}`] ?? 0), 0);
     const whole = (point) => names.reduce((sum, phase) => sum + (point[`phase:${phase}`] ?? 0), 0);
+    const limit = (point, phase) => {
+      const [floor, time] = [point[`floor:${phase}`], point[`phase:${phase}`]];
+      return known(floor) && time > 0 ? [["floor", `${dcp.number(floor)} ms, ${(floor / time).toFixed(2)} of its time`]] : [];
+    };
     const shareOf = (point, phase) => [called(phase), [
-      ["time", `${dcp.number(point[`phase:${phase}`])} ms`], ["share of the profiled step", `${dcp.number((100 * point[`phase:${phase}`]) / whole(point))} %`],
+      ["time", `${dcp.number(point[`phase:${phase}`])} ms`], ...limit(point, phase), ["share of the profiled step", `${dcp.number((100 * point[`phase:${phase}`]) / whole(point))} %`],
       ["layout", point.label], ["concurrency", dcp.number(point.concurrency)], ["load", dcp.points.brief(point.panel)],
     ]];
+    /** Thin bars inside the others, each from where its phase begins and as long as the machine needs for it. */
+    const floorsOf = (bars) => {
+      const least = bars.flatMap(({ point, y }) => on.map((phase, i) => ({
+        point, y, phase, ms: point[`floor:${phase}`] ?? 0, from: on.slice(0, i).reduce((sum, other) => sum + (point[`phase:${other}`] ?? 0), 0),
+      }))).filter((part) => part.ms > 0);
+      return {
+        type: "bar", orientation: "h", y: least.map((part) => part.y), x: least.map((part) => part.ms), base: least.map((part) => part.from), width: 0.24,
+        marker: { color: "var(--paper)", line: { color: "var(--ink)", width: 1 } }, tip: (i) => shareOf(least[i].point, least[i].phase),
+      };
+    };
     const longest = (model) => Math.max(0, ...profiled.filter((p) => p.model === model).map(total));
     const panels = [...grouped(profiled.filter((p) => some.includes(p.concurrency)), (p) => (several ? `${p.panel}, ${p.run}` : p.panel))].map(([name, inside]) => {
       const rows = some.flatMap((c) => {
@@ -248,10 +265,10 @@ dcp.charts = (() => {
       const bars = rows.map((row, y) => ({ ...row, y })).filter((row) => row.point);
       return {
         key: name, title: name, rows: rows.length,
-        traces: on.map((phase) => ({
+        traces: [...on.map((phase) => ({
           type: "bar", orientation: "h", y: bars.map((bar) => bar.y), x: bars.map((bar) => bar.point[`phase:${phase}`]), marker: { color: `var(--phase-${phase})`, line: { color: "var(--paper)", width: 0.5 } },
           tip: (i) => shareOf(bars[i].point, phase),
-        })),
+        })), ...(floored && !figure.off.has(FLOOR) ? [floorsOf(bars)] : [])],
         layout: {
           barmode: "stack", bargap: 0.2, annotations: watermark(inside),
           xaxis: { title: { text: "profiled step (ms)" }, range: [0, longest(inside[0].model) * 1.04], nticks: 5 },

@@ -14,7 +14,7 @@ from dcpbench.points.point import AXES, LOAD_AXES, Load, Point
 from dcpbench.records.metrics import METRIC, PAGE, PAGE_TABLE, Metric
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import overview, style
-from dcpbench.reports.figures import has_phases, phases_in_ms
+from dcpbench.reports.figures import floors_in_ms, has_phases, phases_in_ms
 from dcpbench.reports.findings import LOAD
 from dcpbench.reports.frames import same_load
 from dcpbench.reports.reproduce import command_of
@@ -91,12 +91,13 @@ def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
     for table in tables:
         part = table.head(max(most - len(rows), 0))
         times = phases_in_ms(part).to_dict("records") if has_phases(part) else [{}] * len(part)
-        for named, spent in zip(part.to_dict("records"), times, strict=True):
+        floors = floors_in_ms(part).to_dict("records") if has_phases(part) else [{}] * len(part)
+        for named, spent, least in zip(part.to_dict("records"), times, floors, strict=True):
             row = {str(name): value for name, value in named.items()}
             same = tuple(row[name] for name in SAME)
             row |= ratios.get(same, {}) | others.get(same, {})
             phases |= dict.fromkeys(map(str, spent))
-            rows.append(_row(row, {str(k): v for k, v in spent.items()}) | series.of(row) | _command(row, recorded))
+            rows.append(_row(row, _named(spent), _named(least)) | series.of(row) | _command(row, recorded))
     total = sum(map(len, tables))
     columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(n for row in rows for n in row)}
     return {
@@ -159,7 +160,11 @@ def _over_others(frames: Frames) -> dict[tuple[str, ...], dict[str, Any]]:
     }
 
 
-def _row(row: dict[str, Any], phases: dict[str, Any]) -> dict[str, Any]:
+def _named(values: dict[Any, Any]) -> dict[str, Any]:
+    return {str(name): value for name, value in values.items()}
+
+
+def _row(row: dict[str, Any], phases: dict[str, Any], floors: dict[str, Any]) -> dict[str, Any]:
     """One point: its words, its numbers in the units of FIELDS, and the ends of their intervals."""
     found: dict[str, Any] = {axis.name: row[axis.name] for axis in AXES if axis.title} | {
         "run": row["run"],
@@ -191,6 +196,7 @@ def _row(row: dict[str, Any], phases: dict[str, Any]) -> dict[str, Any]:
             found[name + end] = _number(row.get(name + end), scale)
     found = {k: brief(v, LONGEST_NAME) if isinstance(v, str) else v for k, v in found.items()}
     found |= {f"phase:{name}": _number(ms) for name, ms in phases.items()}
+    found |= {f"floor:{name}": _number(ms) for name, ms in floors.items()}
     found["context"] = found["context"] or None  # 0 where another tool's file does not say
     return found | {"phase:idle": _number(row.get("idle_us"), 1e-3) if phases else None}
 

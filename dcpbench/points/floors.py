@@ -1,0 +1,351 @@
+"""Floors: the time below which an operator, a phase and a whole step cannot be on a machine of given rates. No torch.
+
+    floor of an operator = max(bytes / memory rate, operations / matrix rate, barriers · barrier + received / peer rate)
+    floor of a phase     = sum over its operators, of all layers: each needs what the one before it has left
+    floor of a step      = sum over its phases
+
+Work counts what must be done however a kernel is written: weights, inputs and results once each, operations of the
+rows that somebody wants, and of what ranks send each other the least that any algorithm does. Padding of a graph,
+launches, tables and whatever passes through memory between two operators that one kernel could fuse are no part of it.
+A rank's work is that of the busiest one. Benches of single operators count theirs by the same functions.
+
+Letters: D hidden, H heads of a DCP group of N ranks, h of one rank, R latent, P rope, Q = R + P, V value, E experts,
+k of them a token, I their width, B rows of a replica, T of all replicas; bytes are those of --dtype where none are said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.points import memory
+from dcpbench.points.budget import ITEMSIZE
+from dcpbench.points.layout import OWN_HEADS, local_length
+from dcpbench.points.shapes import KV_WIDTH, LATENT, SCALE_BLOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from dcpbench.points.layout import GroupWide, Layout
+    from dcpbench.points.point import Point
+    from dcpbench.points.shapes import ModelShape
+
+LSE_BYTES = 4
+"""Of a log-sum-exp: fp32."""
+SCALE_BYTES = 4
+"""Of a scale of fp8: fp32."""
+CANDIDATE_BYTES = 8
+"""Of a rank's best logit and its token id, by which ranks choose a token."""
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """The least that one call must do, whatever the variant: sizes on paper, not what a kernel was seen to do."""
+
+    memory_bytes: int = 0
+    """Device memory read and written, each byte once."""
+    memory_limit: str = "copy"
+    """The limit that these bytes are held against: `read` where hardly anything is written."""
+    flops: int = 0
+    received_bytes: int = 0
+    """From other ranks, by one rank."""
+    wire_bytes: int = 0
+    """What the variant receives in their place, by its own formula; 0 where there is but one way."""
+    barriers: int = 0
+    """Times that ranks have to wait for each other."""
+
+    @property
+    def nothing(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.memory_bytes or self.flops or self.received_bytes or self.barriers)
+
+
+def floor_us(work: Work, limits: Mapping[str, float]) -> float | None:
+    """The time below which a call cannot be, or None where a limit that it takes is not known, or it does nothing.
+
+    max(memory_bytes / memory, flops / matmul, barriers · barrier + received_bytes / peer), with limits by name: `read`
+    or `copy` and `peer` in bytes/s, `matmul` in operations/s, `barrier` in s.
+    """
+    needs = {work.memory_limit: work.memory_bytes, "matmul": work.flops}
+    needs |= {"peer": work.received_bytes, "barrier": work.barriers}
+    if any(amount and name not in limits for name, amount in needs.items()):
+        return None
+    seconds = {name: amount / limits[name] if amount else 0.0 for name, amount in needs.items()}
+    waiting = work.barriers * limits["barrier"] if work.barriers else 0.0
+    return max(seconds[work.memory_limit], seconds["matmul"], waiting + seconds["peer"]) * 1e6 or None
+
+
+def attention_work(
+    heads: int, lengths: Sequence[int], itemsize: int, width: int = KV_WIDTH, latent: int = LATENT
+) -> Work:
+    """MLA decode over one rank's KV rows of requests: rows·Q + B·H·(Q + R) numbers, 2·rows·H·(Q + R) operations.
+
+    Every KV row, q and o once; per row and head Q multiplications for the score, R for the output, and as many additions.
+    """
+    rows, each = sum(lengths), heads * (width + latent)
+    return Work(
+        memory_bytes=(rows * width + len(lengths) * each) * itemsize, memory_limit="read", flops=2 * rows * each
+    )
+
+
+def product_work(product: memory.Product, rows: int, itemsize: int) -> Work:
+    """A linear layer: its weights, inputs and results once, 2 operations a weight and row."""
+    through = rows * product.heads * (product.inputs + product.outputs)
+    return Work(
+        memory_bytes=(product.elements + through) * itemsize, memory_limit="read", flops=2 * rows * product.elements
+    )
+
+
+def expert_work(
+    product: memory.Product, *, gated: bool, rows_in: int, rows: int, hit: int, itemsize: int, scaled: bool = False
+) -> Work:
+    """A product of a rank's experts: weights of the `hit` experts that have a row, rows in and results out.
+
+    `rows`: pairs of a token and an expert of this rank. Gated, the two halves of the results become one. Scaled: weights
+    and the rows between both products are fp8 with fp32 scales, the tokens and what comes in the end are not.
+    """
+    elements = product.inputs * product.outputs
+    blocks = math.ceil(product.inputs / SCALE_BLOCK) * math.ceil(product.outputs / SCALE_BLOCK)
+    weight = elements + blocks * SCALE_BYTES if scaled else elements * itemsize
+    between = 1 + SCALE_BYTES / SCALE_BLOCK if scaled else itemsize
+    into, out = (itemsize, between) if gated else (between, itemsize)
+    through = rows_in * product.inputs * into + rows * (product.outputs // 2 if gated else product.outputs) * out
+    return Work(
+        memory_bytes=round(hit * weight + through),
+        memory_limit="read",
+        flops=2 * rows * elements,
+    )
+
+
+def gather_work(message_bytes: int, ranks: int) -> Work:
+    """An all-gather, reduce-scatter or all-to-all of a message: a rank receives (N − 1)/N of it behind one barrier."""
+    if ranks == 1:
+        return Work()
+    return Work(received_bytes=round((ranks - 1) / ranks * message_bytes), barriers=1)
+
+
+def all_reduce_work(message_bytes: int, ranks: int) -> Work:
+    """The sum of all ranks' messages on all of them: 2·(N − 1)/N of it is received."""
+    return gather_work(2 * message_bytes, ranks)
+
+
+def query_work(batch: int, heads: int, ranks: int, width: int, itemsize: int) -> Work:
+    """Queries of a DCP group: (N − 1)/N·B·H·Q numbers behind one barrier."""
+    return gather_work(batch * heads * width * itemsize, ranks)
+
+
+def merge_work(batch: int, heads: int, ranks: int, value: int, itemsize: int) -> Work:
+    """Partial outputs and lse of a rank's heads from the others: (N − 1)/N·B·H·(R numbers + 4 bytes), one barrier.
+
+    `value` columns of an output: R, or V where they are projected first.
+    """
+    return gather_work(batch * heads * (value * itemsize + LSE_BYTES), ranks)
+
+
+def expected_hit(experts: int, top_k: int, tokens: int) -> float:
+    """Experts that have a token where each of E is as likely: E·(1 − (1 − k/E)^T), whatever groups they come in."""
+    return experts * (1 - (1 - top_k / experts) ** tokens)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Routed:
+    """What of a layer's routing reaches one rank."""
+
+    hit: int
+    """Its experts that have a row."""
+    rows: int
+    """Pairs of a token and one of its experts."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How a model lies on its ranks."""
+
+    shape: ModelShape
+    layout: Layout
+    itemsize: int
+    interleave: int = 1
+    wide: GroupWide = OWN_HEADS
+    ep: int | None = None
+    """Ranks over which whole experts are dealt out, each cut by width over as many as are left; None: over all."""
+
+    @classmethod
+    def of(cls, point: Point, shape: ModelShape) -> Sharding:
+        """That of a point."""
+        return cls(
+            shape=shape,
+            layout=point.layout,
+            itemsize=ITEMSIZE[point.dtype],
+            interleave=point.interleave,
+            wide=point.group_wide,
+        )
+
+    @property
+    def expert_ranks(self) -> int:
+        """`ep`, as a number."""
+        return self.layout.tp if self.ep is None else self.ep
+
+    @property
+    def expert_width(self) -> int:
+        """Of an expert on one rank."""
+        return self.shape.moe_inter * self.expert_ranks // self.layout.tp
+
+    def routed(self, ids: Sequence[int]) -> list[Routed]:
+        """What each rank has to do where tokens take these experts, k a token."""
+        each = self.shape.experts // self.expert_ranks
+        of_rank = [[e for e in ids if e // each == rank] for rank in range(self.expert_ranks)]
+        return [Routed(hit=len(set(found)), rows=len(found)) for found in of_rank]
+
+    def expected(self, tokens: int) -> Routed:
+        """The same of a rank where nothing is known but the number of tokens: experts are taken alike."""
+        hit = expected_hit(self.shape.experts, self.shape.top_k, tokens) / self.expert_ranks
+        return Routed(hit=round(hit), rows=round(tokens * self.shape.top_k / self.expert_ranks))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepRows:
+    """What a step computes, without padding: of the busiest replica where nothing else is said."""
+
+    decodes: tuple[int, ...] = ()
+    """KV rows that each request which decodes attends to, of all ranks, its own included."""
+    chunks: tuple[tuple[int, int], ...] = ()
+    """(tokens, stored tokens before them) of each piece of a prompt."""
+    sampled: int = 0
+    """Rows whose logits are wanted."""
+    tokens: int = 0
+    """Rows of all replicas together, which meet in the experts."""
+    routing: tuple[tuple[Routed, ...], ...] = ()
+    """Of each layer with experts, what reaches each rank; empty where it is not known and `expected` stands for it."""
+
+    @property
+    def rows(self) -> int:
+        """Of a replica."""
+        return len(self.decodes) + sum(tokens for tokens, _ in self.chunks)
+
+
+def step_floors(sharding: Sharding, step: StepRows, limits: Mapping[str, float]) -> dict[str, float] | None:
+    """µs of each phase (measuring.ranges.PHASES) that has something to do, over all layers; None where a limit that one
+    takes is not known: a sum without one of its terms would flatter.
+
+    Phases are profiled on rank 0, so the experts' is rank 0's; that of the sum behind them holds the wait for the
+    busiest rank, layer by layer, as its time does. Without known routing all ranks have the same.
+    """
+    found: dict[str, float] = {}
+    for phase, times, work in phase_works(sharding, step):
+        if work.nothing:
+            continue
+        us = floor_us(work, limits)
+        if us is None:
+            return None
+        found[phase] = found.get(phase, 0.0) + times * us
+    for layer in step.routing:
+        waits = [_experts_us(sharding, step, routed, limits) for routed in layer]
+        if max(waits) > waits[0]:
+            found["mlp_reduce"] = found.get("mlp_reduce", 0.0) + max(waits) - waits[0]
+    return found
+
+
+def step_flops(sharding: Sharding, step: StepRows) -> int:
+    """Operations of a step on rank 0: of all its linear layers, its experts and its attention."""
+    return sum(times * work.flops for _, times, work in phase_works(sharding, step))
+
+
+def phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, int, Work]]:
+    """(phase, how often in a step, the work of an operator) of rank 0."""
+    s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize
+    hidden_bytes = s.hidden * itemsize
+    layers = memory.all_layers(s)
+    rows = step.rows
+    reduced = all_reduce_work(rows * hidden_bytes, layout.attn_tp)
+    yield "embed", 1, Work(memory_bytes=2 * rows * hidden_bytes)
+    yield "embed", 1, reduced
+    # The first reads the residual alone, the one behind the last layer belongs to the LM head.
+    yield "norm", 2 * s.layers - 1, Work(memory_bytes=4 * rows * hidden_bytes)
+    yield "norm", 1, Work(memory_bytes=2 * rows * hidden_bytes)
+    for phase, work in itertools.chain(_attention(sharding, step), _prefill(sharding, step)):
+        yield phase, s.layers, work
+    yield "attn_reduce", s.layers, reduced
+    yield "dp_gather", s.layers, gather_work(step.tokens * hidden_bytes, layout.dp)
+    for product in memory.mlp_products(s, s.dense_inter // layout.tp):
+        yield "dense_mlp", layers.dense, product_work(product, step.tokens, itemsize)
+    yield from _moe(sharding, step, layers.moe)
+    yield "mlp_reduce", s.layers, gather_work(step.tokens * hidden_bytes, layout.dp)
+    yield "mlp_reduce", s.layers, reduced
+    head = memory.Product(s.hidden, memory.vocab_rows(s, layout))
+    yield "lm_head", 1, product_work(head, step.sampled, itemsize)
+    yield "lm_head", 1, gather_work(step.sampled * CANDIDATE_BYTES * layout.attn_tp, layout.attn_tp)
+
+
+def _attention(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
+    """One layer's projections, the new KV rows, and what decodes attend to."""
+    s, layout, itemsize, wide = sharding.shape, sharding.layout, sharding.itemsize, sharding.wide
+    products = memory.attention_products(s, layout, wide)
+    product = functools.partial(product_work, itemsize=itemsize)
+    decodes, heads = len(step.decodes), s.heads // layout.attn_tp * layout.dcp
+    yield "qkv_proj", product(products["qkv_a"], step.rows)
+    if "q_b" in products:
+        yield "qkv_proj", product(products["q_b"], step.rows)
+    yield "kv_write", Work(memory_bytes=2 * step.rows * s.kv_width * itemsize)
+    yield "o_proj", product(products["o"], step.rows)
+    if not decodes:
+        return
+    yield "qkv_proj", product(products["w_uk"], decodes)
+    if not wide.query:
+        yield "q_gather", query_work(decodes, heads, layout.dcp, s.kv_width, itemsize)
+    lengths = [local_length(n, 0, layout.dcp, sharding.interleave) for n in step.decodes]
+    yield "attention", attention_work(heads, lengths, itemsize, s.kv_width, s.latent)
+    yield "merge", merge_work(decodes, heads, layout.dcp, s.value if wide.value else s.latent, itemsize)
+    yield "o_proj", product(products["w_uv"], decodes)
+
+
+def _prefill(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
+    """One layer's attention of chunks of n tokens behind p stored ones, with keys and values of this rank's heads.
+
+    n + p rows decompressed, 2·(n + p)·R·h·(nope + V) operations; n·p + n·(n + 1)/2 pairs attended to, each 2·h·(nope + P
+    + V) operations. Rows, weights, q and o once; keys and values need not pass through memory.
+    """
+    if not step.chunks:
+        return
+    s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize
+    heads = s.heads // layout.attn_tp
+    tokens, stored = sum(n for n, _ in step.chunks), sum(p for _, p in step.chunks)
+    pairs = sum(n * p + n * (n + 1) // 2 for n, p in step.chunks)
+    weights = s.latent * heads * (s.nope + s.value)
+    numbers = (tokens + stored) * s.kv_width + weights + tokens * heads * (s.nope + s.rope + s.value)
+    decompressed, attended = (tokens + stored) * weights, pairs * heads * (s.nope + s.rope + s.value)
+    yield "prefix_gather", gather_work(stored * s.kv_width * itemsize, layout.dcp)
+    yield (
+        "prefill",
+        Work(memory_bytes=numbers * itemsize, memory_limit="read", flops=2 * (decompressed + attended)),
+    )
+
+
+def _moe(sharding: Sharding, step: StepRows, layers: int) -> Iterator[tuple[str, int, Work]]:
+    """Router, shared expert and rank 0's experts of all layers that have them."""
+    s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize
+    yield "moe", layers, product_work(memory.Product(s.hidden, s.experts), step.tokens, itemsize)
+    if s.shared_experts:
+        for product in memory.mlp_products(s, s.shared_experts * s.moe_inter // layout.tp):
+            yield "moe", layers, product_work(product, step.tokens, itemsize)
+    routing = [(1, layer[0]) for layer in step.routing] or [(layers, sharding.expected(step.tokens))]
+    for times, routed in routing:
+        for work in expert_works(sharding, step, routed):
+            yield "moe", times, work
+
+
+def expert_works(sharding: Sharding, step: StepRows, routed: Routed) -> Iterator[Work]:
+    """Both products of a rank's experts in one layer."""
+    for number, product in enumerate(memory.mlp_products(sharding.shape, sharding.expert_width)):
+        gated = number == 0
+        rows_in = min(step.tokens, routed.rows) if gated else routed.rows
+        yield expert_work(
+            product, gated=gated, rows_in=rows_in, rows=routed.rows, hit=routed.hit, itemsize=sharding.itemsize
+        )
+
+
+def _experts_us(sharding: Sharding, step: StepRows, routed: Routed, limits: Mapping[str, float]) -> float:
+    return sum(floor_us(work, limits) or 0.0 for work in expert_works(sharding, step, routed))

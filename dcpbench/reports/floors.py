@@ -1,0 +1,123 @@
+"""How far steps are from what their machine allows, and which phases lose most of it."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dcpbench.reports.tables import FOLD_ABOVE, Table, make_table
+from dcpbench.show.numbers import missing, number, reach, times
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from dcpbench.reports.frames import Frames
+
+PHASE_COLUMN = re.compile(r"phase_.+_us")
+"""Columns of the time of a phase; `floor_…_us` beside it is its floor."""
+TOLD, LISTED = 3, 6
+"""Phases that a sentence names, and a row of the table."""
+TELLING = 0.01
+"""Share of a step that a phase loses at the least to be named."""
+TITLE = "A step against what its machine allows"
+
+
+class Loss(NamedTuple):
+    """A phase with the time that its machine would not need."""
+
+    phase: str
+    share: float
+    """Floor over time."""
+    lost_us: float
+
+    def __str__(self) -> str:
+        """`moe 0.63`; of what has no floor, as `idle`, the name alone."""
+        return f"{self.phase.replace('_', ' ')}{f' {self.share:.2f}' if self.share else ''}"
+
+
+def losses(row: dict[str, Any]) -> list[Loss]:
+    """Phases of a profiled point, the one that loses most first; kernels outside ranges and idle time lose all theirs."""
+    found = []
+    for name, us in row.items():
+        floor = row.get(f"floor_{name.removeprefix('phase_')}")
+        if PHASE_COLUMN.fullmatch(name) and not missing(us) and not missing(floor) and us > 0:
+            found.append(Loss(name.removeprefix("phase_").removesuffix("_us"), floor / us, us - floor))
+    if found and not missing(row["idle_us"]) and row["idle_us"] > 0:
+        found.append(Loss("idle", 0.0, row["idle_us"]))
+    return sorted(found, key=lambda loss: -loss.lost_us)
+
+
+def telling(row: dict[str, Any], most: int) -> list[Loss]:
+    """The largest of them, as long as they are worth naming."""
+    return [loss for loss in losses(row) if loss.lost_us >= TELLING * row["step_ms"] * 1e3][:most]
+
+
+def told(frames: Frames) -> list[str]:
+    """Of all points, how far their steps are from what their machine allows."""
+    return sentences(frames.points) + served(frames.served)
+
+
+def sentences(points: pd.DataFrame) -> list[str]:
+    """Of each run and model how far steps are from their floors, and where the furthest of them loses it."""
+    if points.empty or "floor_share" not in points:
+        return []
+    said = []
+    held = points.dropna(subset=["floor_share"])
+    for (_, model), group in held.groupby(["run", "model"], sort=False):
+        rows = sorted(group.to_dict("records"), key=lambda row: row["floor_share"])
+        far, near = ({str(k): v for k, v in row.items()} for row in (rows[0], rows[-1]))
+        over, least = (times(1 / row["floor_share"], 2) for row in (far, near))
+        where = f"{far['label']} at {far['load']}"
+        took = f"{number(far['step_ms'], 3)} ms where {number(far['floor_ms'], 3)} would do"
+        lost = ", ".join(map(str, telling(far, TOLD)))
+        lost = f". Largest losses, as shares of their own limits: {lost}" if lost else ""
+        if len(rows) == 1 or over == least:
+            said.append(f"{model}: a step takes {over} what this machine allows ({where}: {took}){lost}.")
+        else:
+            said.append(
+                f"{model}: a step takes {least} to {over} what this machine allows; furthest is {where}: {took}{lost}."
+            )
+    return said
+
+
+def served(points: pd.DataFrame) -> list[str]:
+    """Of each run and model how far the steps of its served points are from their floors, from the best to the worst."""
+    if points.empty or "prefill_floor_share" not in points:
+        return []
+    said = []
+    for (_, model), group in points.groupby(["run", "model"], sort=False):
+        prompts, products, others = (
+            group[f"{name}_share"].dropna() for name in ("prefill_floor", "prefill_matmul", "decode_floor")
+        )
+        told = []
+        if len(prompts):
+            rate = f" (at {reach(products, '{:.2f}')} of its matrix rate)" if len(products) else ""
+            told.append(f"steps with prompts take {reach(1 / prompts)} what this machine allows{rate}")
+        if len(others):
+            told.append(f"steps without prompts {'' if told else 'take '}{reach(1 / others)}")
+        said += [f"{model}: {', '.join(told)}{'' if len(prompts) else ' what this machine allows'}."] if told else []
+    return said
+
+
+def table(points: pd.DataFrame) -> Table:
+    """Each point that has a floor, and its phases by what they lose."""
+    held = points.dropna(subset=["floor_share"]) if "floor_share" in points else points.head(0)
+    return make_table(
+        TITLE,
+        held,
+        [
+            ("layout", "label"),
+            ("largest losses: share of its limit, ms lost", _listed),
+            ("step ms", lambda r: number(r["step_ms"])),
+            ("floor ms", lambda r: number(r["floor_ms"])),
+            ("step / floor", lambda r: times(1 / r["floor_share"], 2)),
+        ],
+        load=True,
+        text_columns=2,
+        fold=len(held) > FOLD_ABOVE,
+    )
+
+
+def _listed(row: dict[str, Any]) -> str:
+    """`moe 0.63 (51.8), attention 0.60 (7.59)`."""
+    return ", ".join(f"{loss} ({number(loss.lost_us / 1e3, 3)})" for loss in telling(row, LISTED))

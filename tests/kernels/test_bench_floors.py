@@ -1,0 +1,62 @@
+"""A step's floor is made of what benches of single operators hold their times against, so that the two can be compared."""
+
+import pytest
+import torch
+
+from dcpbench.bench.operators.attention import Attention
+from dcpbench.bench.operators.exchange import work_of
+from dcpbench.bench.operators.moe import Inputs, Sizes
+from dcpbench.bench.record import Case
+from dcpbench.points.floors import Routed, Sharding, StepRows, Work, expert_works, phase_works
+from dcpbench.points.layout import GroupWide, Layout
+from dcpbench.points.shapes import SHAPES
+
+V3 = SHAPES["deepseek-v3"]
+
+
+def works(sharding: Sharding, step: StepRows, *phases: str) -> list[Work]:
+    """Of one layer's operators in these phases."""
+    return [work for phase, _, work in phase_works(sharding, step) if phase in phases]
+
+
+def test_attention_of_a_step_is_that_of_its_bench():
+    """16 heads, 3 requests of 24 rows, as bench attention builds them; fp32 as the CPU has it."""
+    sizes = {"heads": 16, "requests": 3, "context": 24, "page": 4, "lengths": "even"}
+    calls = Attention(torch.device("cpu"), seed=0).build(Case(variant="reference", calls=1, sizes=sizes))
+    sharding = Sharding(shape=SHAPES["deepseek-v2-lite"], layout=Layout(1), itemsize=4)
+    assert works(sharding, StepRows(decodes=(24,) * 3, sampled=3, tokens=3), "attention") == [calls.work]
+
+
+@pytest.mark.parametrize("wide", [GroupWide(), GroupWide(query=True), GroupWide(value=True)])
+def test_what_a_dcp_group_exchanges_in_a_layer_is_that_of_its_bench(wide):
+    """H 128, 4 ranks, 8 requests: gathered q and merged outputs together are a call of bench exchange."""
+    sharding = Sharding(shape=V3, layout=Layout(4, 1, 4), itemsize=2, wide=wide)
+    step = StepRows(decodes=(4000,) * 8, sampled=8, tokens=8)
+    sizes = {
+        "heads": 128,
+        "requests": 8,
+        "ranks": 4,
+        "value": V3.value if wide.value else V3.latent,
+        "q": "replicated" if wide.query else "gathered",
+    }
+    bench = work_of(Case(variant="symm", calls=0, sizes=sizes))
+    found = works(sharding, step, "q_gather", "merge")
+    assert sum(work.received_bytes for work in found) == bench.received_bytes
+    assert sum(work.barriers for work in found) == bench.barriers
+
+
+@pytest.mark.parametrize("product", [0, 1], ids=["gate-up", "down"])
+def test_experts_of_a_layer_are_those_of_their_bench(product):
+    """tp1, 4 tokens with 2 of 8 experts each, 5 of which have a row."""
+    shape = SHAPES["tiny"]
+    ids = torch.tensor([[0, 1], [0, 2], [1, 3], [7, 0]], dtype=torch.int32)
+    name = ("gate-up", "down")[product]
+    model = {"experts": 8, "top_k": 2, "hidden": shape.hidden, "width": shape.moe_inter}
+    sizes = Sizes(product=name, requests=4, rows="uniform", **model)
+    x = torch.empty(4 if sizes.gated else 8, sizes.weight[2], dtype=torch.bfloat16)
+    counts = torch.bincount(ids.flatten(), minlength=8).tolist()
+    inputs = Inputs(sizes=sizes, x=x, weight=x.new_empty(sizes.weight), ids=ids, counts=counts)
+    sharding = Sharding(shape=shape, layout=Layout(1), itemsize=2)
+    (routed,) = sharding.routed(ids.flatten().tolist())
+    assert routed == Routed(hit=5, rows=8)
+    assert list(expert_works(sharding, StepRows(tokens=4), routed))[product] == inputs.work()

@@ -1,0 +1,255 @@
+"""Floors of steps by hand: what every phase must read, compute and receive, at rates that make a byte a microsecond."""
+
+import dataclasses
+
+import pytest
+
+from dcpbench.measuring.ranges import PHASES
+from dcpbench.points import memory
+from dcpbench.points.floors import (
+    Routed,
+    Sharding,
+    StepRows,
+    Work,
+    expected_hit,
+    floor_us,
+    phase_works,
+    step_floors,
+)
+from dcpbench.points.layout import GroupWide, Layout
+from dcpbench.points.shapes import SHAPES, ModelShape
+from dcpbench.records.record import Floor, Phases
+from dcpbench.reports import frames
+from dcpbench.reports.floors import sentences
+from tests.unit import record_builder
+
+SHAPE = ModelShape(
+    name="by hand",
+    hidden=8,
+    layers=3,
+    heads=4,
+    q_lora=None,
+    experts=4,
+    top_k=2,
+    shared_experts=1,
+    moe_inter=4,
+    dense_inter=8,
+    first_dense=1,
+    vocab=16,
+    routing="softmax",
+    groups=1,
+    top_groups=1,
+    normalise=False,
+    routed_scale=1.0,
+    latent=4,
+    rope=2,
+    nope=2,
+    value=2,
+)
+RATES = {"read": 1e6, "copy": 1e6, "matmul": 1e9, "peer": 0.5e6, "barrier": 10e-6}
+"""A byte of memory takes 1 µs, 1,000 operations 1 µs, a byte of a peer 2 µs, a barrier 10 µs."""
+TP2_DCP2 = Sharding(shape=SHAPE, layout=Layout(2, 1, 2), itemsize=2)
+TP1 = Sharding(shape=SHAPE, layout=Layout(1), itemsize=2)
+
+
+def two_requests(sharding: Sharding) -> StepRows:
+    """5 and 4 KV rows; the two layers with experts send the tokens to (0, 1), (0, 2) and to (2, 3), (2, 3)."""
+    routing = tuple(tuple(sharding.routed(ids)) for ids in ((0, 1, 0, 2), (2, 3, 2, 3)))
+    return StepRows(decodes=(5, 4), sampled=2, tokens=2, routing=routing)
+
+
+class TestDecode:
+    def test_every_phase_of_a_step_by_hand(self):
+        """tp2·dcp2 in bf16: h 2 heads a rank, H 4; D 8, R 4, P 2, Q 6, nope 2, V 2. B·D is 2·8 numbers, 32 B.
+
+        The sum of 32 B over 2 ranks: 2·½·32 B from the peer, 64 µs, and a barrier: 74.
+
+        embed        rows read and written 64, their sum 74
+        norm         5 of 4·32 B, the first of 2·32 B
+        qkv_proj     per layer q ‖ kv: (8·14 + 2·(8 + 14))·2 = 312 B; W_UK of 2 heads: (2·2·4 + 2·2·(2 + 4))·2 = 80 B
+        kv_write     per layer 2 rows read and written: 2·2·6·2 = 48 B
+        q_gather     per layer half of 2·4·6·2 = 96 B, 96 µs, and a barrier
+        attention    per layer rank 0 has 3 and 2 rows: (5·6 + 2·4·(6 + 4))·2 = 220 B; 400 operations hide behind them
+        merge        per layer half of 2·4·(4·2 + 4) = 96 B, 96 µs, and a barrier
+        o_proj       per layer W_UV of 2 heads: 80 B; o: (4·8 + 2·(4 + 8))·2 = 112 B
+        dense_mlp    once (8·8 + 2·16)·2 + (4·8 + 2·12)·2 = 304 B
+        moe          twice router (8·4 + 2·12)·2 = 112 B and shared expert (8·4 + 2·12)·2 + (2·8 + 2·10)·2 = 184 B;
+                     rank 0's experts of the first: gate-up (2·64 + 2·8 + 3·4)·2 = 312 B, down (2·32 + 3·4 + 3·8)·2 = 200 B;
+                     of the second: none has a token
+        mlp_reduce   3 sums, and in the second rank 0 waits for rank 1: (2·64 + 2·8 + 4·4)·2 + (2·32 + 4·4 + 4·8)·2 = 544
+        lm_head      (8·8 + 2·16)·2 = 192 B; 16 B of candidates from the peer, 32 µs, and a barrier
+        """
+        floors = step_floors(TP2_DCP2, two_requests(TP2_DCP2), RATES)
+        assert floors == pytest.approx(
+            {
+                "embed": 64 + 74,
+                "norm": 5 * 128 + 64,
+                "qkv_proj": 3 * (312 + 80),
+                "kv_write": 3 * 48,
+                "q_gather": 3 * 106,
+                "attention": 3 * 220,
+                "merge": 3 * 106,
+                "o_proj": 3 * (80 + 112),
+                "attn_reduce": 3 * 74,
+                "dense_mlp": 304,
+                "moe": 2 * (112 + 184) + 312 + 200,
+                "mlp_reduce": 3 * 74 + 544,
+                "lm_head": 192 + 42,
+            }
+        )
+        assert sum(floors.values()) == pytest.approx(6664)
+
+    def test_experts_cut_by_width_are_the_same_work_on_all_ranks(self):
+        """ep 1 over 2 ranks: all experts are here, 2 of 4 wide, and nobody waits.
+
+        Of the first layer 3 experts have 4 rows: gate-up (3·8·4 + 2·8 + 4·2)·2 = 240 B, down (3·2·8 + 4·2 + 4·8)·2 = 176 B;
+        of the second 2: (2·8·4 + 2·8 + 4·2)·2 + (2·2·8 + 4·2 + 4·8)·2 = 176 + 144 B.
+        """
+        cut = dataclasses.replace(TP2_DCP2, ep=1)
+        floors = step_floors(cut, two_requests(cut), RATES)
+        assert floors["moe"] == pytest.approx(2 * (112 + 184) + 240 + 176 + 176 + 144)
+        assert floors["mlp_reduce"] == pytest.approx(3 * 74)
+
+    def test_one_rank_receives_nothing_and_waits_for_nobody(self):
+        """tp1 has all experts: gate-up (3·64 + 2·8 + 4·4)·2 = 448 B, down (3·32 + 4·4 + 4·8)·2 = 288 B in the first."""
+        floors = step_floors(TP1, two_requests(TP1), {n: RATES[n] for n in ("read", "copy", "matmul")})
+        assert not {"q_gather", "merge", "attn_reduce", "mlp_reduce", "dp_gather"} & set(floors)
+        router, shared = 112, (8 * 8 + 2 * 16) * 2 + (4 * 8 + 2 * 12) * 2
+        second = (2 * 64 + 16 + 16) * 2 + (2 * 32 + 16 + 32) * 2
+        assert floors["moe"] == pytest.approx(2 * (router + shared) + 448 + 288 + second)
+
+    def test_operations_count_where_they_take_longer_than_bytes(self):
+        """At 1,000 operations a second attention takes 3 layers · 400 operations = 1.2 s on 2·4 heads."""
+        floors = step_floors(TP2_DCP2, two_requests(TP2_DCP2), RATES | {"matmul": 1e3})
+        assert floors["attention"] == pytest.approx(3 * 400 * 1e3)
+
+    def test_a_floor_without_one_of_its_rates_is_not_known(self):
+        assert step_floors(TP2_DCP2, two_requests(TP2_DCP2), {n: RATES[n] for n in ("read", "copy", "matmul")}) is None
+
+    def test_replicated_queries_and_early_projection_read_more_and_send_less(self):
+        """W_UK and W_UV of 4 heads instead of 2, q of 4 heads; no gather, and V = 2 columns of R = 4 to merge."""
+        wide = dataclasses.replace(TP2_DCP2, wide=GroupWide(query=True, value=True))
+        floors = step_floors(wide, two_requests(wide), RATES)
+        assert "q_gather" not in floors
+        assert floors["merge"] == pytest.approx(3 * (2 * 4 * (2 * 2 + 4) + 10))
+        assert floors["qkv_proj"] == pytest.approx(3 * ((8 * 22 + 2 * 30) * 2 + 2 * 80))
+        assert floors["o_proj"] == pytest.approx(3 * (2 * 80 + 112))
+
+    def test_replicas_of_attention_meet_in_the_experts(self):
+        """tp2·dp2, a request each: 2 tokens, of which each has one. Gathered: half of 32 B, 32 µs, and a barrier."""
+        sharding = Sharding(shape=SHAPE, layout=Layout(2, 2), itemsize=2)
+        floors = step_floors(sharding, StepRows(decodes=(5,), sampled=1, tokens=2), RATES)
+        assert floors["dp_gather"] == pytest.approx(3 * 42)
+        assert floors["mlp_reduce"] == pytest.approx(3 * 42)
+        assert "attn_reduce" not in floors
+        assert floors["norm"] == pytest.approx((5 * 4 + 2) * 16)
+
+    def test_unknown_routing_stands_for_what_is_expected(self):
+        """2 tokens with 2 of 4 experts each: 4·(1 − ½²) = 3 have one, 1.5 of a rank's 2, rounded to 2; 2 rows a rank."""
+        assert expected_hit(4, 2, 2) == pytest.approx(3)
+        assert TP2_DCP2.expected(2) == Routed(hit=2, rows=2)
+        known = StepRows(decodes=(5, 4), sampled=2, tokens=2, routing=((Routed(hit=2, rows=2),) * 2,) * 2)
+        unknown = dataclasses.replace(known, routing=())
+        assert step_floors(TP2_DCP2, unknown, RATES) == pytest.approx(step_floors(TP2_DCP2, known, RATES))
+
+
+def test_a_report_says_of_that_step_what_its_share_of_the_limit_is(tmp_path):
+    """A step of 9.996 ms is 1.50 times 6.664 ms. Of its phases moe takes 2.208 ms, twice its floor, mlp_reduce 0.766 + 1,
+    and attention 0.66 + 0.5; the others their floors, and idle is what is left: 9.996 - 6.664 - 1.104 - 1 - 0.5 = 0.728.
+    """
+    us = step_floors(TP2_DCP2, two_requests(TP2_DCP2), RATES)
+    more = {"moe": 1104, "mlp_reduce": 1000, "attention": 500}
+    record = record_builder.ok(
+        record_builder.point(TP2_DCP2.layout, model="by hand", concurrency=2, context=5),
+        median_ms=9.996,
+        noise=0.0,
+        steps=30,
+        phases=Phases(
+            step_us=9996,
+            phase_us={name: least + more.get(name, 0) for name, least in us.items()},
+            idle_us=728,
+            idle_fraction=728 / 9996,
+            kernels=100,
+            steps=3,
+        ),
+        floor=Floor(floor_ms=sum(us.values()) / 1e3, phase_floor_us=us, experts="routed"),
+    )
+    points = frames.load([record_builder.write(tmp_path / "run", [record])]).points
+    assert sentences(points) == [
+        (
+            "by hand: a step takes 1.50× what this machine allows (tp2·dcp2 at concurrency 2 · context 5: 10.00 ms where 6.66 "
+            "would do). Largest losses, as shares of their own limits: moe 0.50, mlp reduce 0.43, idle."
+        )
+    ]
+
+
+class TestChunks:
+    def test_a_chunk_by_hand(self):
+        """tp1, one chunk of 3 tokens behind 2 stored ones, whose last token is sampled; 4 heads.
+
+        prefill      5 rows decompressed: 5·4·4·(2 + 2) = 320 multiplications; 3·2 + 3·4/2 = 12 pairs of 4·(2 + 2 + 2) = 288.
+                     (5·6 rows + 4·4·4 weights + 3·4·6 q and o)·2 = 332 B; 1,216 operations hide behind them
+        qkv_proj     (8·22 + 3·(8 + 22))·2 = 532 B, no W_UK
+        o_proj       (8·8 + 3·16)·2 = 224 B, no W_UV
+        lm_head      one row: (8·16 + 24)·2 = 304 B
+        """
+        floors = step_floors(TP1, StepRows(chunks=((3, 2),), sampled=1, tokens=3), RATES)
+        assert floors["prefill"] == pytest.approx(3 * 332)
+        assert floors["qkv_proj"] == pytest.approx(3 * 532)
+        assert floors["o_proj"] == pytest.approx(3 * 224)
+        assert floors["lm_head"] == pytest.approx(304)
+        assert not {"attention", "merge", "q_gather", "prefix_gather"} & set(floors)
+        slow = step_floors(TP1, StepRows(chunks=((3, 2),), sampled=1, tokens=3), RATES | {"matmul": 1e6})
+        assert slow["prefill"] == pytest.approx(3 * 2 * (320 + 288))
+
+    def test_a_stored_prefix_is_gathered_from_the_other_ranks(self):
+        """Half of 2 rows of 6 numbers: 12 B, 24 µs, and a barrier, in each layer."""
+        floors = step_floors(TP2_DCP2, StepRows(chunks=((3, 2),), sampled=1, tokens=3), RATES)
+        assert floors["prefix_gather"] == pytest.approx(3 * 34)
+
+    def test_a_chunk_that_hits_all_experts_reads_all_of_them(self):
+        """DeepSeek-V3 at tp1: 4,096 tokens leave no expert out. 58 layers of 256 · 3·7168·2048 bf16 at 4.65 TB/s.
+
+        That is 281 ms; rows of experts are 0.8 GB a layer, 10 ms in all; the 6·7168·2048 · 8·4,096 operations a layer hide
+        behind both. The shared expert's 361 GFLOP a layer take 26 ms, the router 1 ms.
+        """
+        sharding = Sharding(shape=SHAPES["deepseek-v3"], layout=Layout(1), itemsize=2)
+        rates = {"read": 4.65e12, "copy": 4.29e12, "matmul": 800e12}
+        floors = step_floors(sharding, StepRows(chunks=((4096, 0),), sampled=1, tokens=4096), rates)
+        assert sharding.expected(4096).hit == 256
+        assert floors["moe"] == pytest.approx(281e3 + 10e3 + 26e3 + 1e3, rel=0.01)
+
+
+def test_every_phase_that_has_a_floor_is_one_that_is_profiled():
+    """And only these have none: all that a step does in a range has its limit."""
+    mixed = StepRows(decodes=(5,), chunks=((3, 2),), sampled=2, tokens=8)
+    for layout in (Layout(4, 2, 2), Layout(4, 1, 4)):
+        found = {phase for phase, _, work in phase_works(Sharding(shape=SHAPE, layout=layout, itemsize=2), mixed)}
+        assert found == set(PHASES)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_weights_are_as_large_as_the_memory_plan_says(shape: ModelShape):
+    """Bytes of one row less those of a row twice: what is left are weights, of all layers once; with all experts hit.
+
+    Norms, the embedding's rows and the routing bias are no products.
+    """
+    layout = Layout(2, 1, 2)
+    sharding = Sharding(shape=shape, layout=layout, itemsize=2)
+    layers = memory.all_layers(shape)
+    every = Routed(hit=shape.experts // 2, rows=0)
+
+    def products(rows: int) -> int:
+        step = StepRows(decodes=(1,) * rows, sampled=rows, tokens=rows, routing=((every,) * 2,) * layers.moe)
+        weighed = ("qkv_proj", "o_proj", "dense_mlp", "moe", "lm_head")
+        return sum(t * w.memory_bytes for phase, t, w in phase_works(sharding, step) if phase in weighed)
+
+    norms = shape.layers * ((shape.q_lora or 0) + shape.latent + 2 * shape.hidden) * 2
+    others = norms + layers.moe * shape.experts * 4 + (memory.vocab_rows(shape, layout) + 1) * shape.hidden * 2
+    assert 2 * products(1) - products(2) == memory.weight_bytes(shape, layout, 2, *layers) - others
+
+
+def test_a_floor_is_the_largest_term():
+    """1,000 B at 1 µs, 3 µs of operations, 2 barriers and 10 B of a peer: 2·10 + 20 µs."""
+    assert floor_us(Work(memory_bytes=1000, flops=3000, received_bytes=10, barriers=2), RATES) == pytest.approx(1000)
+    assert floor_us(Work(received_bytes=10, barriers=2), RATES) == pytest.approx(40)

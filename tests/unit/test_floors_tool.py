@@ -1,0 +1,97 @@
+"""tools/floors.py: made-up benches against a made-up step, by hand."""
+
+import msgspec
+import pytest
+
+from dcpbench.bench.record import BenchRecord, Case, Graph, Result
+from dcpbench.points.floors import Sharding, StepRows, phase_works, step_floors
+from dcpbench.points.layout import Layout
+from dcpbench.points.shapes import load_shape
+from dcpbench.records.record import Floor, Phases, Rates, Record
+from tests.unit import record_builder as build
+from tests.unit.bench_builder import timing
+from tools import floors as tool
+
+RATES = Rates(read_bytes_s=4.6e12, copy_bytes_s=4.3e12, matmul_flop_s=790e12, peer_bytes_s=370e9, barrier_us=3.0)
+
+
+def floored(layout: Layout) -> Record:
+    """DeepSeek-V3, 8 requests of 4,000 tokens; each phase takes twice its floor."""
+    point = build.point(layout, model="deepseek-v3", dtype="bf16")
+    sharding = Sharding.of(point, load_shape(point.model))
+    us = step_floors(sharding, StepRows(decodes=(4001,) * 8, sampled=8, tokens=8), RATES.limits)
+    spent = Phases(
+        step_us=1, phase_us={n: 2 * f for n, f in us.items()}, idle_us=0, idle_fraction=0, kernels=1, steps=1
+    )
+    floor = Floor(floor_ms=sum(us.values()) / 1e3, phase_floor_us=us, experts="expected")
+    return build.ok(point, steps=30, phases=spent, rates=RATES, floor=floor)
+
+
+def bench(name: str, *floors_us: float, variant: str = "triton", **sizes: object) -> BenchRecord:
+    """Calls that take 4/3 of their floors; `product` for the two of experts."""
+    products = ("gate-up", "down") if name == "moe" else (None,)
+    results = [
+        Result(
+            case=Case(variant=variant, calls=1, sizes={**({"product": p} if p else {}), **sizes}),
+            correct=True,
+            floor_us=us,
+            graph=Graph(captured=True, time=timing(us * 4 / 3)),
+        )
+        for p, us in zip(products, floors_us, strict=True)
+    ]
+    return BenchRecord(bench=name, performance=True, results=results)
+
+
+def test_attention_is_61_calls():
+    record = floored(Layout(1))
+    each = record.floor.phase_floor_us["attention"] / 61
+    (found,) = tool.compared(record, [bench("attention", each, heads=128, requests=8, context=4000, lengths="even")])
+    assert found.floor_us == pytest.approx(found.bench_floor_us)
+    assert found.agrees
+    assert found.step_us == pytest.approx(2 * found.floor_us)
+    assert found.bench_us == pytest.approx(found.floor_us * 4 / 3)
+
+
+def test_experts_are_58_pairs_of_calls_without_router_and_shared_expert():
+    record = floored(Layout(1))
+    sharding = Sharding.of(record.point, load_shape("deepseek-v3"))
+    step = StepRows(decodes=(4001,) * 8, sampled=8, tokens=8)
+    *_, gate_up, down = [w for phase, _, w in phase_works(sharding, step) if phase == "moe"]
+    each = [work.memory_bytes / RATES.read_bytes_s * 1e6 for work in (gate_up, down)]
+    sizes = {"experts": 256, "top_k": 8, "hidden": 7168, "width": 2048, "requests": 8, "rows": "uniform"}
+    (found,) = tool.compared(record, [bench("moe", *each, **sizes)])
+    assert found.floor_us == pytest.approx(found.bench_floor_us)
+    assert str(found).startswith("moe")
+
+
+def test_an_exchange_and_a_sum_are_compared_by_layer():
+    record = floored(Layout(4, 1, 4))
+    us = record.floor.phase_floor_us
+    exchange = bench(
+        "exchange", (us["q_gather"] + us["merge"]) / 61, heads=128, requests=8, ranks=4, value=512, q="gathered"
+    )
+    total = bench("collectives", us["attn_reduce"] / 61, variant="all-reduce", requests=8, width=7168, ranks=4)
+    assert [(c.operator, c.agrees) for c in tool.compared(record, [exchange, total])] == [
+        ("exchange", True),
+        ("collectives", True),
+    ]
+
+
+def test_a_bench_that_is_further_off_than_5_percent_is_told_and_ends_with_1(tmp_path, capsys):
+    record = floored(Layout(1))
+    each = record.floor.phase_floor_us["attention"] / 61
+    (tmp_path / "benches").mkdir()
+    for factor, code in ((1.04, 0), (1.06, 1)):
+        of = bench("attention", factor * each, heads=128, requests=8, context=4000, lengths="even")
+        (tmp_path / "benches" / "bench-attention.json").write_bytes(msgspec.json.encode(of))
+        run = build.write(tmp_path / f"run{code}", [record])
+        assert tool.main([str(run), str(tmp_path / "benches")]) == code
+        assert ("DIFFERS" in capsys.readouterr().out) == bool(code)
+
+
+def test_other_sizes_are_not_compared_and_nothing_to_compare_ends_with_1(tmp_path, capsys):
+    record = floored(Layout(1))
+    of = bench("attention", 1.0, heads=64, requests=8, context=4000, lengths="even")
+    assert list(tool.compared(record, [of])) == []
+    assert tool.main([str(build.write(tmp_path / "run", [record])), str(tmp_path)]) == 1
+    assert "Nothing to compare" in capsys.readouterr().out

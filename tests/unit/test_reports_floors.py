@@ -1,0 +1,180 @@
+"""How far steps are from what their machine allows: sentences, the table, figures and the page, by hand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from dcpbench.points.layout import Layout
+from dcpbench.records.metrics import METRIC
+from dcpbench.records.record import Floor, Phases, Rates, Record
+from dcpbench.reports import explain, export, figures, floors, frames, sections, terminal_table
+from dcpbench.reports.page.points import page_data
+from dcpbench.reports.style import Style
+from tests.unit import record_builder as build
+from tests.unit import serve_record_builder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PHASES = Phases(
+    step_us=100_000,
+    phase_us={"attention": 30_000, "moe": 60_000, "mlp_reduce": 4_000, "norm": 500, "lm_head": 500, "other": 1_000},
+    idle_us=4_000,
+    idle_fraction=0.04,
+    kernels=1000,
+    steps=3,
+)
+RATES = Rates(read_bytes_s=4.6e12, copy_bytes_s=4.3e12, matmul_flop_s=790e12)
+
+
+def floored(floor_ms: float = 62.5, layout: Layout = Layout(4), **phase_us: float) -> Record:  # noqa: B008 - frozen
+    """100 ms a step; of these, what is given is the floor of phases."""
+    floor = Floor(floor_ms=floor_ms, phase_floor_us=phase_us, experts="routed")
+    return build.ok(build.point(layout), median_ms=100.0, noise=0.0, steps=30, phases=PHASES, rates=RATES, floor=floor)
+
+
+NEAR = floored(80.0, Layout(4, 1, 4), attention=27_000.0, moe=51_000.0, mlp_reduce=2_000.0)
+FAR = floored(attention=18_000.0, moe=42_000.0, mlp_reduce=2_000.0, norm=500.0)
+"""Lost: moe 18 ms of 60, attention 12 of 30, idle all 4, mlp_reduce 2 of 4, other all of 1, lm_head 0.5 of 0.5: less
+than 1 % of the step, as is norm, which loses nothing."""
+
+
+def read(tmp_path: Path, *records: Record) -> frames.Frames:
+    """As a report reads them."""
+    return frames.load([build.write(tmp_path / "run", records)])
+
+
+def test_the_largest_loss_comes_first_and_what_is_not_worth_naming_does_not(tmp_path):
+    row = read(tmp_path, FAR).points.to_dict("records")[0]
+    assert [(loss.phase, loss.share, loss.lost_us) for loss in floors.telling(row, 9)] == [
+        ("moe", pytest.approx(0.7), pytest.approx(18_000)),
+        ("attention", pytest.approx(0.6), pytest.approx(12_000)),
+        ("idle", 0.0, pytest.approx(4_000)),
+        ("mlp_reduce", pytest.approx(0.5), pytest.approx(2_000)),
+        ("other", 0.0, pytest.approx(1_000)),
+    ]
+
+
+def test_one_point_is_told_by_its_ratio_and_its_largest_losses(tmp_path):
+    """100 ms over 62.5: 1.60×."""
+    assert floors.sentences(read(tmp_path, FAR).points) == [
+        (
+            "kimi-k2: a step takes 1.60× what this machine allows (tp4 at concurrency 8 · context 4,000: 100 ms where 62.5 "
+            "would do). Largest losses, as shares of their own limits: moe 0.70, attention 0.60, idle."
+        )
+    ]
+
+
+def test_of_several_the_reach_is_told_and_the_furthest_named(tmp_path):
+    """1.25× at tp4·dcp4."""
+    (said,) = floors.sentences(read(tmp_path, FAR, NEAR).points)
+    assert said.startswith(
+        "kimi-k2: a step takes 1.25× to 1.60× what this machine allows; furthest is tp4 at concurrency 8"
+    )
+
+
+def test_the_table_has_every_point_with_a_floor(tmp_path):
+    table = floors.table(read(tmp_path, FAR, NEAR, build.ok(build.point(concurrency=16))).points)
+    assert [row[3] for row in table.rows] == ["tp4", "tp4·dcp4"]
+    assert [row[4] for row in table.rows] == [
+        "moe 0.70 (18.0), attention 0.60 (12.0), idle (4.00), mlp reduce 0.50 (2.00), other (1.00)",
+        "moe 0.85 (9.00), idle (4.00), attention 0.90 (3.00), mlp reduce 0.50 (2.00), other (1.00)",
+    ]
+    assert [row[5:] for row in table.rows] == [["100.0", "62.50", "1.60×"], ["100.0", "80.00", "1.25×"]]
+
+
+def test_show_and_report_say_it_and_explain_the_word(tmp_path):
+    found = read(tmp_path, FAR)
+    time = next(s for s in sections.report(found, []) if s.slug == "time")
+    assert time.paragraphs[0] == floors.sentences(found.points)[0]
+    assert floors.TITLE in [table.title for table in time.tables]
+    assert "floor" in [row[0] for row in time.tables[-1].rows]
+    told = terminal_table([tmp_path / "run"])
+    assert any("1.60×" in str(part) for part in told.renderables)
+    assert floors.sentences(found.points)[0] in export.as_json(found)["findings"]
+
+
+def test_where_no_point_has_a_floor_nothing_is_said_of_it(tmp_path):
+    """Records from before there were floors."""
+    found = read(tmp_path, build.ok(build.point()))
+    assert floors.sentences(found.points) == []
+    assert floors.table(found.points).rows == []
+    assert "floor" not in [row[0] for row in explain.definitions(found).rows]
+    assert not any(str(column).startswith("floor_mo") for column in found.points)
+
+
+def test_a_floor_of_0_is_no_floor(tmp_path):
+    """A file may hold anything."""
+    assert floors.sentences(read(tmp_path, floored(0.0, moe=0.0)).points) == []
+
+
+def test_the_figure_has_a_thin_bar_in_each_phase_that_has_a_floor(tmp_path):
+    """attention from 0 for 18 ms, moe from 30 for 42; mlp_reduce behind them for 2, and norm's 0.5 in what is left."""
+    points = read(tmp_path, FAR).points
+    figure = figures.draw_phases(points, Style.of(points), "title")
+    bars = [p for p in figure.axes[0].patches if p.get_height() == pytest.approx(0.24)]
+    assert [p.get_x() for p in bars] == pytest.approx([0, 30, 90, 94])
+    assert [p.get_width() for p in bars] == pytest.approx([18, 42, 2, 0.5])
+
+
+def test_the_page_holds_floors_beside_the_times_of_phases(tmp_path):
+    """norm, lm_head and other are `rest`, of which 0.5 ms are a floor."""
+    columns = page_data(read(tmp_path, FAR))["columns"]
+    assert (columns["phase:moe"], columns["floor:moe"]) == ([60.0], [42.0])
+    assert (columns["phase:rest"], columns["floor:rest"]) == ([2.0], [0.5])
+    assert columns["floor_share"] == [62.5]
+
+
+def test_repeats_have_the_median_of_their_floors(tmp_path):
+    """Rates differ from job to job: 60, 62.5 and 66 ms."""
+    points = [msgspec.structs.replace(FAR.point, repeat=n) for n in range(3)]
+    records = [
+        msgspec.structs.replace(FAR, point=point, floor=msgspec.structs.replace(FAR.floor, floor_ms=ms))
+        for point, ms in zip(points, (60.0, 62.5, 66.0), strict=True)
+    ]
+    (row,) = read(tmp_path, *records).points.to_dict("records")
+    assert (row["floor_ms"], row["floor_share"]) == (62.5, pytest.approx(0.625))
+
+
+def served(tmp_path: Path, *shares: tuple[float | None, ...]) -> list[str]:
+    """What is said of served points, a repeat each, with these shares: of prompts, of the matrix rate, of other steps."""
+    names = ("prefill_floor_share", "prefill_matmul_share", "decode_floor_share")
+    records = []
+    for repeat, values in enumerate(shares):
+        record = serve_record_builder.served(serve_record_builder.point(Layout(4), concurrency=2**repeat))
+        records.append(
+            msgspec.structs.replace(
+                record, serve=msgspec.structs.replace(record.serve, **dict(zip(names, values, strict=True)))
+            )
+        )
+    return floors.served(read(tmp_path, *records).served)
+
+
+def test_served_points_say_how_far_steps_with_prompts_and_others_are(tmp_path):
+    """1 / 0.8 = 1.25 and 1 / 0.5 = 2; 1 / 0.9 = 1.11."""
+    assert served(tmp_path, (0.8, 0.55, 0.9), (0.5, 0.42, 0.9)) == [
+        (
+            "kimi-k2: steps with prompts take 1.25–2.00× what this machine allows (at 0.42–0.55 of its matrix rate), steps "
+            "without prompts 1.11×."
+        )
+    ]
+
+
+def test_what_is_known_of_one_kind_of_step_is_said_alone(tmp_path):
+    assert served(tmp_path, (None, None, 0.8)) == [
+        "kimi-k2: steps without prompts take 1.25× what this machine allows."
+    ]
+    assert served(tmp_path / "none", (None, None, None)) == []
+
+
+def test_metrics_of_a_floor_read_a_record():
+    assert METRIC["floor_ms"].value(FAR) == 62.5
+    assert METRIC["floor_share"].value(FAR) == pytest.approx(0.625)
+    assert METRIC["floor_share"].value(build.ok(build.point())) is None
+
+
+def test_a_record_keeps_its_rates_and_floor():
+    assert msgspec.json.decode(msgspec.json.encode(FAR), type=Record) == FAR

@@ -1,0 +1,32 @@
+"""When a job measures its machine: once, on GPUs, before its first point."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from dcpbench import worker
+from dcpbench.records.record import Rates
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "measured"),
+    [("cuda", "sweep", [4]), ("cuda", "verify", []), ("cpu", "sweep", [])],
+    ids=["gpus", "verify", "cpu"],
+)
+def test_rates_are_measured_once_before_the_points_of_a_job_that_times_steps(monkeypatch, device, kind, measured):
+    """By all 4 ranks together, when no engine has taken the memory yet."""
+    asked, seen = [], []
+
+    def rates(_, ranks):
+        asked.append(ranks)
+        return Rates(read_bytes_s=1.0)
+
+    monkeypatch.setattr(worker.limits, "rates", rates)
+    monkeypatch.setattr(worker.dist, "get_world_size", lambda: 4)
+    one = worker.Worker.__new__(worker.Worker)
+    one.rates, one.rank, one.point = None, 1, None
+    one.device, one.job = SimpleNamespace(type=device), SimpleNamespace(points=["a", "b"], kind=kind)
+    one.measure = one.verify = lambda _: seen.append(one.rates)
+    one.run()
+    assert asked == measured
+    assert seen == [Rates(read_bytes_s=1.0) if measured else None] * 2
