@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.errors import UsageError
-from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import CLOSED, GAMMA, LIVE
 from dcpbench.points.point import AXES, LOAD_AXES, Load, Point
 from dcpbench.records.metrics import METRIC, PAGE, PAGE_TABLE, Metric
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import overview, style
+from dcpbench.reports import overview, style, words
 from dcpbench.reports.figures import has_phases, phases_in_ms
 from dcpbench.reports.findings import LOAD
 from dcpbench.reports.frames import same_load
 from dcpbench.reports.reproduce import command_of
 from dcpbench.show import figures
+from dcpbench.show.layouts import colours
 from dcpbench.show.numbers import missing
 
 if TYPE_CHECKING:
@@ -233,11 +233,8 @@ class _Series:
         self._styles: dict[bool, style.Style] = {}
         tables = {served: t for served, t in ((False, frames.points), (True, frames.served)) if len(t)}
         if tables:
-            whole = style.Style.of(frames.everything)
-            of = {served: style.Style.of(t).variants for served, t in tables.items()}
-            self._styles = {served: dataclasses.replace(whole, variants=names) for served, names in of.items()}
-        ordered = [t.sort_values([*DEGREES], kind="stable")["label"] for t in tables.values()]
-        self._labels = list(dict.fromkeys(str(label) for labels in ordered for label in labels.unique()))
+            runs = words.unique(frames.everything["run"])
+            self._styles = {s: dataclasses.replace(style.Style.of(t), runs=runs) for s, t in tables.items()}
 
     def of(self, row: dict[str, Any]) -> dict[str, int]:
         """The place of a row's series in `looks`."""
@@ -248,26 +245,10 @@ class _Series:
             self._places[key] = len(self.looks)
             several = f", {run}" if len(look.runs) > 1 else ""
             name = brief(f"{row['label']}{several}", LONGEST_NAME)
-            self.looks.append({"name": name} | self._look(look, str(row["label"]), layout, variant, run))
+            dash, symbol = look.places(layout, variant, run)
+            light, dark = colours(layout)
+            self.looks.append({"name": name, "colour": f"light-dark({light}, {dark})", "dash": dash, "symbol": symbol})
         return {"series": self._places[key]}
-
-    def _look(self, look: style.Style, label: str, layout: str, variant: str, run: str) -> dict[str, int]:
-        """Places in the scripts' colours, dashes and symbols: a colour for each label while there are enough of them.
-
-        Of more labels, layouts have the colours and variants the dashes, as in the figures.
-        """
-        if len(self._labels) <= len(figures.COLOURS):
-            place, of_run = self._labels.index(label), look.runs.index(run)
-            return {
-                "colour": place,
-                "dash": of_run % len(figures.LINES),
-                "symbol": of_run if len(look.runs) > 1 else place,
-            }
-        return {
-            "colour": figures.COLOURS.index(look.colour(layout, variant)),
-            "dash": figures.LINES.index(look.line(variant, layout)),
-            "symbol": figures.MARKERS.index(look.marker(layout, run, variant)),
-        }
 
 
 def _recorded(frames: Frames) -> dict[tuple[str, Point, str], Record]:
