@@ -60,6 +60,8 @@ MOST_CURVES = 8
 PHASE_COLUMN = re.compile(r"phase_.+_us")
 MOST_LOADS = 3
 """Concurrencies shown in the phase figure; of more, the lowest, the middle and the highest."""
+IDLE = "idle"
+"""What no phase takes, at the end of each bar."""
 LABEL_WIDTH = 30
 """Letters of a bar's label on a line; a longer one takes two."""
 
@@ -522,7 +524,7 @@ def draw_phases(points: pd.DataFrame, style: Style, title: str) -> Figure:  # no
 
 
 def _colour(phase: str) -> str:
-    return PHASE_COLOURS.get(phase, REST_COLOUR)
+    return IDLE_COLOUR if phase == IDLE else PHASE_COLOURS.get(phase, REST_COLOUR)
 
 
 def _bar_name(label: str) -> str:
@@ -540,6 +542,7 @@ def _stack(ax: Axes, panel: pd.DataFrame, rows: list[tuple[int, str]], times: pd
             strict=True,
         )
     )
+    drawn: dict[str, list[tuple[int, float, float]]] = {name: [] for name in (*map(str, times), IDLE)}
     for y, key in enumerate(rows):
         bar, idle_us = found.get(key, ({}, None))
         if not key[1]:
@@ -548,11 +551,15 @@ def _stack(ax: Axes, panel: pd.DataFrame, rows: list[tuple[int, str]], times: pd
             ax.text(0, y, " not profiled" if key in found else " did not run", va="center", fontsize=8, color="#777777")
             continue
         left = 0.0
-        for name, ms in bar.items():
-            if ms > 0:
-                ax.barh(y, ms, left=left, height=0.8, color=_colour(str(name)))
+        for name, ms in (*bar.items(), (IDLE, idle_us / 1e3)):
+            if ms > 0 or name == IDLE:
+                drawn[str(name)].append((y, ms, left))
                 left += ms
-        ax.barh(y, idle_us / 1e3, left=left, height=0.8, color=IDLE_COLOUR, hatch="///", edgecolor="#999999")
+    for name, parts in drawn.items():
+        if parts:
+            places, widths, lefts = zip(*parts, strict=True)
+            look = {"hatch": "///", "edgecolor": "#999999"} if name == IDLE else {}
+            ax.barh(places, widths, left=lefts, height=0.8, color=_colour(name), **look)
     ax.set_yticks(
         range(len(rows)), [_bar_name(label) if label else f"concurrency {c}" for c, label in rows], fontsize=9
     )
