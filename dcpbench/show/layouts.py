@@ -29,7 +29,7 @@ BOTH: tuple[Lch, ...] = (
 SHADES = (0.0, -0.10, 0.06)
 """Added to the lightness: of tp4 and tp32, of tp8, and of tp2 and tp16."""
 ON_DARK = 0.13
-LIGHTEST = 0.92
+DARKEST_ON_DARK, LIGHTEST = 0.53, 0.92
 PALEST, DARKEST = 0.78, 0.36
 PLAIN_MARKER, DCP_MARKERS, DP_MARKERS, BOTH_MARKERS = 0, (1, 2, 4, 5), (5, 3, 4, 6), (6, 5, 4, 1, 2, 3)
 """Places in figures.MARKERS: different ones where layouts of as many GPUs are alike to some eyes."""
@@ -40,7 +40,7 @@ UNKNOWN: Lch = (0.45, 0.0, 0.0)
 def colours(name: str) -> tuple[str, str]:
     """Of the layout called `tp8·dp2·dcp4`: its colour on light and on dark; grey where a name says no degrees."""
     lightness, chroma, hue = _lch(name)
-    return _hex(lightness, chroma, hue), _hex(min(lightness + ON_DARK, LIGHTEST), chroma, hue)
+    return _hex(lightness, chroma, hue), _hex(min(max(lightness + ON_DARK, DARKEST_ON_DARK), LIGHTEST), chroma, hue)
 
 
 def paled(name: str, share: float) -> str:
