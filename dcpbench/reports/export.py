@@ -28,9 +28,10 @@ def write_csv(frames: Frames, path: Path) -> None:
     """Every point that ran, then every point that did not with its outcome and reason. Absent values are empty."""
     import pandas as pd
 
-    ran = [*frames.points.to_dict("records"), *frames.served.to_dict("records")]
-    others = frames.others.drop(columns=["detail", "no_room"]).to_dict("records")
-    table = pd.DataFrame([*({**row, "outcome": "ok"} for row in ran), *others])
+    ran = [table.assign(outcome="ok") for table in (frames.points, frames.served) if len(table)]
+    others = [frames.others.drop(columns=["detail", "no_room"])] if len(frames.others) else []
+    table = pd.concat([table.astype(object) for table in (*ran, *others)]) if ran or others else frames.others
+    table = table.infer_objects().reset_index(drop=True)
     if table.empty:
         table = frames.others
     usual = [name for name, default in LATER.items() if name in table and set(table[name].dropna()) <= {default}]

@@ -29,7 +29,6 @@ from dcpbench.reports.style import FLOOR_LOOK, IDLE_COLOUR, PHASE_COLOURS, REST_
 from dcpbench.show.figures import (
     GREY,
     axis_labels,
-    colour,
     columns_for,
     dashes,
     headline,
@@ -39,6 +38,7 @@ from dcpbench.show.figures import (
     value_axis,
     watermark,
 )
+from dcpbench.show.layouts import colours, paled
 from dcpbench.show.numbers import count
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ MOST_CURVES = 8
 """Curves of a panel of the break-even figure; of more, each layout with its exchange has a panel of its own."""
 MOST_LOADS = 3
 """Concurrencies shown in the phase figure; of more, the lowest, the middle and the highest."""
+IDLE = "idle"
+"""What no phase takes, at the end of each bar."""
 LABEL_WIDTH = 30
 """Letters of a bar's label on a line; a longer one takes two."""
 
@@ -203,24 +205,32 @@ def not_drawn(served: pd.DataFrame, *kinds: str) -> list[str]:
     return said
 
 
-def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:  # noqa: ARG001 - same call for all
+def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:
     """Output tok/s with DCP over that of the same layout without it.
 
     Along the x axis runs whichever of concurrency and length of requests has more values, a curve stands for each value
-    of the other, and a panel for each model; where that makes too many curves, for each layout with its exchange.
+    of the other, and a panel for each model; where that makes too many curves, or curves of one colour that differ in
+    the exchange alone, for each layout with its exchange.
     """
     x, other = _axes(ratios)
     others = list(dict.fromkeys(ratios.sort_values(["input_typical", "concurrency"], kind="stable")[other]))
     order = ratios.sort_values(["tp", "dcp", "variant"], kind="stable")
     labels = list(dict.fromkeys(order["label"]))
-    split = len(labels) > 1 and len(labels) * len(others) > MOST_CURVES
+    one = len(others) == 1
+    alike = not one and ratios["layout"].nunique() < len(labels)
+    split = len(labels) > 1 and (alike or len(labels) * len(others) > MOST_CURVES)
     names = ratios["model"].str.cat(ratios["label"], sep=": ") if split else ratios["model"]
     table = ratios.assign(cpu=False, panel=names)
     figure, drawn = _panels(table, title, by="panel", order="panel")
     for ax, panel in drawn:
-        for (_, label, value), line in panel.sort_values(x).groupby(["run", "label", other], sort=False):
-            i = others.index(value)
-            look = {"color": colour(i if split else labels.index(label)), **_curve(i)}
+        for (run, layout, variant, value), line in panel.sort_values(x).groupby(
+            ["run", "layout", "variant", other], sort=False
+        ):
+            look = style.look(str(layout), str(variant), str(run))
+            look |= {} if one else _curve(others.index(value))
+            if split:
+                look["color"] = paled(str(layout), _share(others, value))
+            look["markersize"] = 5
             spread = [line["ratio"] - line["low"], line["high"] - line["ratio"]]
             ax.errorbar(line[x], line["ratio"], yerr=spread, capsize=3, **look, **_marked(panel, look))
         ax.axhline(1, color=GREY, linewidth=1)
@@ -232,10 +242,16 @@ def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:  
     axis_labels(figure, length if x == "input_typical" else loads, "with DCP / without")
     named = [plain(f"concurrency {v}" if other == "concurrency" else v) for v in others]
     curves = [
-        Line2D([], [], color=colour(i) if split else GREY, label=name, **_curve(i)) for i, name in enumerate(named)
+        Line2D([], [], markersize=5, color=paled("", _share(others, v)) if split else GREY, label=name, **_curve(i))
+        for i, (v, name) in enumerate(zip(others, named, strict=True))
     ]
-    layouts = [Line2D([], [], color=colour(i), label=plain(label)) for i, label in enumerate(labels)]
-    legend_below(figure, curves if split else [*layouts, *curves])
+    pairs = order.drop_duplicates("label")[["layout", "variant"]].astype(str)
+    looks = [style.look(layout, variant, style.runs[0]) for layout, variant in pairs.itertuples(index=False)]
+    bare = {} if one else {"linestyle": "-", "marker": ""}
+    layouts = [
+        Line2D([], [], markersize=5, label=plain(name), **look | bare) for name, look in zip(labels, looks, strict=True)
+    ]
+    legend_below(figure, curves if split else [*layouts, *([] if one and len(labels) > 1 else curves)])
     return figure
 
 
@@ -247,7 +263,11 @@ def _axes(ratios: pd.DataFrame) -> tuple[str, str]:
 
 
 def _curve(index: int) -> dict[str, Any]:
-    return {"linestyle": dashes(index), "marker": marker(index), "markersize": 5}
+    return {"linestyle": dashes(index), "marker": marker(index)}
+
+
+def _share(values: list[Any], value: object) -> float:
+    return values.index(value) / max(len(values) - 1, 1)
 
 
 def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFrame) -> Figure:
@@ -271,12 +291,13 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
         ax.set_title(textwrap.fill(plain(f"{model}, {short[rest]}", 2 * TITLE_WIDTH), TITLE_WIDTH - 8), fontsize=9)
         for (layout, who), line in panel.groupby(["layout", "who"], sort=False):
             variant = "" if who == layout else str(line["variant"].iloc[0])
-            color, sign = style.colour(str(layout), variant), style.marker(str(layout), style.runs[0], variant)
+            look = _alone(style, str(layout), variant)
             ordered = line.sort_values("concurrency")
-            ax.plot(ordered["concurrency"], ordered["ratio"], color=color, linewidth=1.6)
+            ax.plot(ordered["concurrency"], ordered["ratio"], linewidth=1.6, **look | {"marker": ""})
             for meets, some in ordered.groupby("meets"):
-                face = color if meets else "white"
-                ax.plot(some["concurrency"], some["ratio"], sign, color=color, markerfacecolor=face, markersize=5)
+                face = look["color"] if meets else "white"
+                signs = look | {"linestyle": "", "markerfacecolor": face, "markersize": 5}
+                ax.plot(some["concurrency"], some["ratio"], **signs)
         paying = _first_ahead(panel)
         if paying is not None:
             ax.axvline(paying, color=GREY, linestyle=":", linewidth=1.4)
@@ -290,7 +311,7 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
             )
         gone = _of_panel(lost, panel)
         for place, (layout, own) in enumerate(gone.groupby("layout", sort=False) if len(gone) else ()):
-            color = style.colour(str(layout)) if layout in style.layouts and not style.by_variant else GREY
+            color = colours(str(layout))[0]
             said = f"{layout!s}: no room from {count(own['concurrency'].min())}"
             ax.text(0.98, 0.03 + 0.1 * place, said, transform=ax.transAxes, ha="right", fontsize=8, color=color)
         measured_ticks(ax, rows["concurrency"])
@@ -307,17 +328,18 @@ def _overview_legend(figure: Figure, rows: pd.DataFrame, style: Style) -> None:
     handles = []
     for (layout, who), line in rows.sort_values([*DEGREES], kind="stable").groupby(["layout", "who"], sort=False):
         variant = "" if who == layout else str(line["variant"].iloc[0])
-        look = {
-            "color": style.colour(str(layout), variant),
-            "marker": style.marker(str(layout), style.runs[0], variant),
-        }
-        handles.append(Line2D([], [], label=plain(who), markersize=5, **look))
+        handles.append(Line2D([], [], label=plain(who), markersize=5, **_alone(style, str(layout), variant)))
     if not rows["meets"].all():
         hollow = {"marker": "o", "markerfacecolor": "white", "linestyle": ""}
         handles.append(Line2D([], [], color=GREY, label="hollow: misses the SLO", **hollow))
     level = f"level (within {REPEATS_AGREE_WITHIN * 100:g} %)"
     handles.append(Patch(color="#EEEEEE", label=level))
     legend_below(figure, handles)
+
+
+def _alone(style: Style, layout: str, variant: str) -> dict[str, Any]:
+    """The look of a layout where runs are not told apart."""
+    return dataclasses.replace(style, runs=[""]).look(layout, variant, "")
 
 
 def _first_ahead(panel: pd.DataFrame) -> float | None:
@@ -430,13 +452,7 @@ def _grid(
 def _series(panel: pd.DataFrame, style: Style, along: str) -> Iterator[tuple[pd.DataFrame, dict[str, Any]]]:
     """The points of each layout, variant and run with the look of their line."""
     for (layout, variant, run), line in panel.groupby(["layout", "variant", "run"], sort=False):
-        look: dict[str, Any] = {
-            "color": style.colour(str(layout), str(variant)),
-            "linestyle": style.line(str(variant), str(layout)),
-            "marker": style.marker(str(layout), str(run), str(variant)),
-            "markersize": 5,
-            "linewidth": 1.6,
-        }
+        look = style.look(str(layout), str(variant), str(run)) | {"markersize": 5, "linewidth": 1.6}
         yield line.sort_values(along), look | _marked(panel, look)
 
 
@@ -446,28 +462,16 @@ def _marked(panel: pd.DataFrame, look: dict[str, Any]) -> dict[str, Any]:
 
 
 def _legend(figure: Figure, points: pd.DataFrame, style: Style, more: list[Line2D]) -> None:
-    """Below the panels: colours for layouts, lines for variants, markers for runs, whichever there are."""
-    names, variants, runs = (
-        [name for name in known if name in set(points[column])]
-        for known, column in ((style.layouts, "layout"), (style.variants, "variant"), (style.runs, "run"))
-    )
-    several = len(style.runs) > 1
-    handles = []
+    """Below the panels: each layout with its variant, markers of runs where there are several, and `more`."""
     shown = set(zip(points["layout"].astype(str), points["variant"].astype(str), strict=True))
-    pairs = [(style.layouts[0], v) for v in variants] if style.by_variant else [(x, "") for x in names]
-    for layout, variant in [pair for pair in style.servers if pair in shown] or pairs:
-        look = {
-            "color": style.colour(layout, variant),
-            "marker": "" if several else style.marker(layout, "", variant),
-            "linestyle": style.line(variant, layout) if variant else "-",
-        }
+    runs = [name for name in style.runs if name in set(points["run"])] if len(style.runs) > 1 else []
+    handles = []
+    for layout, variant in [line for line in style.lines if line in shown]:
+        look = style.look(layout, variant, style.runs[0]) | ({"marker": ""} if runs else {})
         handles.append(Line2D([], [], markersize=5, label=plain(f"{layout} {variant}".strip()), **look))
-    if len(style.variants) > 1 and not style.by_variant and not style.servers:
-        lines = [(style.line(name), plain(name) or "no exchange") for name in variants]
-        handles += [Line2D([], [], color=GREY, linestyle=line, label=label) for line, label in lines]
-    if several:
-        marks = [(style.marker("", name), f"run {plain(name, 24)}") for name in runs]
-        handles += [Line2D([], [], color=GREY, linestyle="", marker=mark, label=label) for mark, label in marks]
+    for name in runs:
+        look = style.look("", "", name) | {"color": GREY}
+        handles.append(Line2D([], [], markersize=5, label=f"run {plain(name, 24)}", **look))
     legend_below(figure, [*handles, *more])
 
 
@@ -533,7 +537,7 @@ def draw_phases(points: pd.DataFrame, style: Style, title: str) -> Figure:  # no
 
 
 def _colour(phase: str) -> str:
-    return PHASE_COLOURS.get(phase, REST_COLOUR)
+    return IDLE_COLOUR if phase == IDLE else PHASE_COLOURS.get(phase, REST_COLOUR)
 
 
 def _bar_name(label: str) -> str:
@@ -553,6 +557,8 @@ def _stack(
             strict=True,
         )
     )
+    drawn: dict[str, list[tuple[int, float, float]]] = {name: [] for name in (*map(str, times), IDLE)}
+    marked: list[tuple[int, float, float]] = []
     for y, key in enumerate(rows):
         bar, floor, idle_us = found.get(key, ({}, {}, None))
         if not key[1]:
@@ -561,13 +567,16 @@ def _stack(
             ax.text(0, y, " not profiled" if key in found else " did not run", va="center", fontsize=8, color="#777777")
             continue
         left = 0.0
-        for name, ms in bar.items():
-            if ms > 0:
-                ax.barh(y, ms, left=left, height=0.8, color=_colour(str(name)))
+        for name, ms in (*bar.items(), (IDLE, idle_us / 1e3)):
+            if ms > 0 or name == IDLE:
+                drawn[str(name)].append((y, ms, left))
                 if floor.get(name, 0.0) > 0:
-                    ax.barh(y, floor[name], left=left, height=0.24, **FLOOR_LOOK)
+                    marked.append((y, floor[name], left))
                 left += ms
-        ax.barh(y, idle_us / 1e3, left=left, height=0.8, color=IDLE_COLOUR, hatch="///", edgecolor="#999999")
+    for name, parts in drawn.items():
+        look = {"hatch": "///", "edgecolor": "#999999"} if name == IDLE else {}
+        _bars(ax, parts, height=0.8, color=_colour(name), **look)
+    _bars(ax, marked, height=0.24, **FLOOR_LOOK)
     ax.set_yticks(
         range(len(rows)), [_bar_name(label) if label else f"concurrency {c}" for c, label in rows], fontsize=9
     )
@@ -579,7 +588,14 @@ def _stack(
     ax.tick_params(axis="y", length=0, labelleft=True)
 
 
-def draw_capacity(points: pd.DataFrame, style: Style, title: str) -> Figure:
+def _bars(ax: Axes, parts: list[tuple[int, float, float]], **look: Any) -> None:  # noqa: ANN401 - matplotlib's
+    """Parts of bars that look alike, each its row, width and left end: drawn in one call, which is much faster."""
+    if parts:
+        places, widths, lefts = zip(*parts, strict=True)
+        ax.barh(places, widths, left=lefts, **look)
+
+
+def draw_capacity(points: pd.DataFrame, style: Style, title: str) -> Figure:  # noqa: ARG001 - same call for all
     """Tokens that each GiB of KV memory on each GPU holds and, where it means something, tokens in all."""
     best = points.dropna(subset=["kv_tokens_per_gib"]).sort_values("kv_tokens_per_gib", ascending=False)
     best = best.drop_duplicates("layout").sort_values([*DEGREES], kind="stable")
@@ -591,8 +607,7 @@ def draw_capacity(points: pd.DataFrame, style: Style, title: str) -> Figure:
     figure, axes = _grid(title, columns, columns, (max(5.0 * columns, 6.4), 0.38 * len(best) + 0.9), 0.6)
     for ax, (column, label, table) in zip(axes, panels, strict=True):
         values = table[column].astype(float).tolist()
-        colours = [style.colour(layout) for layout in table["layout"]]
-        ax.barh(range(len(values)), values, color=colours, height=0.7)
+        ax.barh(range(len(values)), values, color=[colours(name)[0] for name in table["layout"]], height=0.7)
         for y, value in enumerate(values):
             ax.text(value, y, f" {count(value)}  ({value / values[0]:.3g}×)", va="center", fontsize=9)
         ax.set_yticks(range(len(values)), [plain(layout, 30) for layout in table["layout"]])

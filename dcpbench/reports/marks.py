@@ -36,10 +36,10 @@ def telling(points: pd.DataFrame, *, falls: bool = True) -> list[str]:
     told = [""] * len(points)
     for _, group in points.reset_index(drop=True).groupby(["run", "mode"], sort=False) if len(points) else ():
         everyone = set(shared(group)) - set(STAY)
-        for place, row in group.iterrows():
+        for place, text, fall in zip(group.index, group["marks"], group["clock_fall"], strict=True):
             told[int(str(place))] = ", ".join(
-                f"{mark}{_fall(row['clock_fall'])}" if falls and mark == THROTTLED else mark
-                for mark in of(row["marks"])
+                f"{mark}{_fall(fall)}" if falls and mark == THROTTLED else mark
+                for mark in of(text)
                 if mark not in everyone
             )
     return told

@@ -96,7 +96,7 @@ def _draw_lines(points: pd.DataFrame, studio: Studio) -> None:
     known = points if points.empty else points[points["output_tok_s"].notna()]
     if known.empty:
         return
-    studio.look = dataclasses.replace(studio.look, variants=style.Style.of(known).variants)
+    studio.look = dataclasses.replace(studio.look, lines=style.Style.of(known).lines)
     along = known[known["load_arrival"].isin(figures.ALONG)]
     shown = along[along["model"].isin(first_of(along, "model", MOST_MODELS))]
     for (mode, model, _), found in shown.groupby(["mode", "model", "load_arrival"], sort=False):

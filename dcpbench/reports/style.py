@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.layout import DEGREES
-from dcpbench.records.record import OURS
+from dcpbench.points.names import EXCHANGES
 from dcpbench.reports.words import unique
-from dcpbench.show.figures import COLOURS, Line, colour, dashes, marker
+from dcpbench.show.figures import LINES, MARKERS, dashes, marker
+from dcpbench.show.layouts import colours, place_of_marker
 from dcpbench.show.text import one_line
 
 if TYPE_CHECKING:
@@ -35,51 +37,43 @@ FLOOR_LOOK: dict[str, Any] = {"facecolor": "#FFFFFF", "edgecolor": "#1A1A1A", "l
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """Colour by layout, line by variant, marker by run (by layout where there is one run).
+    """Colour by layout (show/layouts.py), dash and marker by variant; with several runs markers are the runs'.
 
-    Where one layout was run in several variants, colours and markers are theirs. Among imports each configuration of a
-    server has a colour: engine, hardware and precision tell more than the layout, which many share.
+    A variant is an exchange, a backend, or a server of an import: whatever tells two lines of one layout apart.
     """
 
-    layouts: list[str]
-    variants: list[str]
+    lines: list[tuple[str, str]]
+    """Layout and variant of each that was run, in the order of legends."""
     runs: list[str]
-    servers: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """Layout and variant of each configuration; empty without imports."""
 
     @classmethod
     def of(cls, points: pd.DataFrame) -> Style:
-        """The style of a whole report."""
+        """The style of what one kind of points shows: of `decode`, of served ones, or of both."""
         ordered = points.sort_values([*DEGREES], kind="stable")
-        columns = (ordered["layout"], points["variant"], points["run"])
-        layouts, variants, runs = (unique(column) for column in columns)
-        imports = "origin" in points and bool((points["origin"] != OURS).any())
         pairs = zip(ordered["layout"].astype(str), ordered["variant"].astype(str), strict=True)
-        return cls(layouts, variants, runs, list(dict.fromkeys(pairs)) if imports else [])
+        layouts = unique(ordered["layout"])
+        lines = sorted(dict.fromkeys(pairs), key=lambda line: layouts.index(line[0]))
+        return cls(lines, unique(points["run"]))
 
-    @property
-    def by_variant(self) -> bool:
-        """Whether colours tell variants apart, as there is but one layout."""
-        return len(self.layouts) == 1 and len(self.variants) > 1
+    @cached_property
+    def _turns(self) -> dict[str, int]:
+        """Place of each variant: the first, and none, are drawn solid; exchanges come in the order of EXCHANGES."""
+        named = list(dict.fromkeys(variant for _, variant in self.lines if variant))
+        named.sort(key=lambda name: EXCHANGES.index(first) if (first := name.split(" ")[0]) in EXCHANGES else 0)
+        beside = any((layout, "") in self.lines for layout, variant in self.lines if variant)
+        return {"": 0} | {name: place + beside for place, name in enumerate(named)}
 
-    def colour(self, layout: str, variant: str = "") -> str:
-        """Colour of a layout; of a variant where colours are variants'."""
-        return colour(self._place(layout, variant))
+    def places(self, layout: str, variant: str, run: str) -> tuple[int, int]:
+        """Of a line's dash and of its marker, in figures.LINES and figures.MARKERS."""
+        turn, of_run = self._turns.get(variant, 0), self.runs.index(run)
+        turns = max(self._turns.values()) + 1
+        sign = of_run if len(self.runs) > 1 else place_of_marker(layout) + turn
+        return (turn + turns * of_run) % len(LINES), sign % len(MARKERS)
 
-    def _place(self, layout: str, variant: str) -> int:
-        if (layout, variant) in self.servers:
-            return self.servers.index((layout, variant))
-        return self.variants.index(variant) if self.by_variant and variant else self.layouts.index(layout)
-
-    def line(self, variant: str, layout: str = "") -> Line:
-        """Line style of a backend or an exchange with its options; of servers only where colours come again."""
-        if (layout, variant) in self.servers:
-            return dashes(self._place(layout, variant) // len(COLOURS))
-        return dashes(self.variants.index(variant))
-
-    def marker(self, layout: str, run: str, variant: str = "") -> str:
-        """Marker of a run; of what the colour stands for where there is only one run, as a second sign beside it."""
-        return marker(self.runs.index(run) if len(self.runs) > 1 else self._place(layout, variant))
+    def look(self, layout: str, variant: str, run: str) -> dict[str, Any]:
+        """How matplotlib draws a line."""
+        dash, sign = self.places(layout, variant, run)
+        return {"color": colours(layout)[0], "linestyle": dashes(dash), "marker": marker(sign)}
 
 
 def plain(text: object, most: int = 48) -> str:

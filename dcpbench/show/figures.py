@@ -29,6 +29,7 @@ LOG_RANGE = 20
 RC: dict[str, Any] = {
     "font.size": 10,
     "axes.titlesize": 10,
+    "axes.titley": 1.0,  # where it would come to stand anyway: nothing is above a panel, and looking is slow
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,

@@ -755,9 +755,9 @@ class TestInferenceX:
         panels = served.groupby("rest")["origin"].agg(set)
         assert {"dcpbench", "inferencex"} in panels.tolist(), "how many requests ours had is no other panel"
         assert served["label"].nunique() == 2
-        assert Style.of(served).colour(*served[["layout", "variant"]].iloc[0]) != Style.of(served).colour(
-            *served[["layout", "variant"]].iloc[-1]
-        )
+        style = Style.of(served)
+        first, *_, last = served[["layout", "variant", "run"]].itertuples(index=False)
+        assert style.look(*first)["color"] != style.look(*last)["color"]
 
 
 class TestFolder:

@@ -12,6 +12,7 @@ from dcpbench.records.formulas import decode_metrics
 from dcpbench.reports import exchanges, findings, frames
 from dcpbench.reports.figures import draw_itl, draw_phases
 from dcpbench.reports.style import Style
+from dcpbench.show.figures import MARKERS
 from tests.unit import record_builder as build
 
 if TYPE_CHECKING:
@@ -75,12 +76,12 @@ def test_several_loads_are_one_sentence_with_the_least_and_the_most(tmp_path: Pa
     assert said.endswith("symm 0.900 to 0.950.")
 
 
-def test_variants_of_one_layout_have_colours_and_markers_of_their_own(tmp_path: Path) -> None:
+def test_variants_of_one_layout_have_markers_of_their_own(tmp_path: Path) -> None:
     """Otherwise points at one concurrency, where no line is drawn, would all look the same."""
     read = loaded(tmp_path, exact(PLAIN, 10), exact(A2A, 9), exact(SYMM, 8))
     style = Style.of(read.points)
     figure = draw_itl(read.points, style, "title")
-    lines = [line for line in figure.axes[0].get_lines() if line.get_marker() in "os^"]
+    lines = [line for line in figure.axes[0].get_lines() if line.get_marker() in MARKERS]
     assert len({(line.get_color(), line.get_marker()) for line in lines}) == 3
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend[:3] == ["tp4·dcp4 a2a", "tp4·dcp4 ag_rs", "tp4·dcp4 symm"]
@@ -90,7 +91,9 @@ def test_layouts_keep_their_colours_where_there_are_several(tmp_path: Path) -> N
     """A layout's colour is the same for all its variants."""
     read = loaded(tmp_path, exact(build.point(Layout(4)), 9), exact(PLAIN, 10), exact(SYMM, 8))
     style = Style.of(read.points)
-    assert style.colour("tp4·dcp4", "ag_rs") == style.colour("tp4·dcp4", "symm") != style.colour("tp4")
+    colours = [style.look(*line, style.runs[0])["color"] for line in style.lines]
+    assert style.lines == [("tp4", ""), ("tp4·dcp4", "ag_rs"), ("tp4·dcp4", "symm")]
+    assert colours[1] == colours[2] != colours[0]
 
 
 def test_long_labels_of_bars_take_two_lines(tmp_path: Path) -> None:

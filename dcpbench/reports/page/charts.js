@@ -67,7 +67,7 @@ dcp.charts = (() => {
   function itemsOf(points) {
     const replayed = points.every((p) => p.mode === "replay") ? "replay" : "";
     return [...new Set(points.map((p) => p.series))].sort((a, b) => a - b).map((i) => ({
-      key: series[i].name, name: dcp.points.brief(series[i].name), colour: dcp.series(series[i].colour), symbol: shape(series[i], replayed), dash: dcp.dash(series[i].dash),
+      key: series[i].name, name: dcp.points.brief(series[i].name), colour: series[i].colour, symbol: shape(series[i], replayed), dash: dcp.dash(series[i].dash),
     }));
   }
 
@@ -75,7 +75,7 @@ dcp.charts = (() => {
     const look = series[points[0].series];
     const [low, high] = [`${y}_low`, `${y}_high`];
     const spread = points.some((p) => known(p[low]) && p[low] !== p[high]);
-    const colour = dcp.series(look.colour);
+    const { colour } = look;
     return {
       x: points.map(x), y: points.map((p) => p[y]), own: points, mode: "lines+markers", tip: (i) => tipOf(points[i]),
       line: { color: colour, dash: dcp.dash(look.dash), width: 2 }, marker: { color: colour, symbol: shape(look, points[0].mode), size: 8, line: { color: colour, width: 1.5 } },
@@ -85,7 +85,7 @@ dcp.charts = (() => {
 
   /** A percentile beside a line. */
   function dashes(points, y) {
-    const color = dcp.series(series[points[0].series].colour);
+    const color = series[points[0].series].colour;
     const marker = { symbol: "line-ew-open", size: 13, color, line: { width: 2.5, color } };
     return { ...line(points, along, y), line: { color, dash: "dot", width: 1 }, marker, error_y: { visible: false } };
   }
@@ -210,7 +210,7 @@ dcp.charts = (() => {
       return {
         key: `${model} ${column}`, title: `${model}, ${words}`, rows: tops.length,
         traces: [{
-          type: "bar", orientation: "h", x: tops.map((p) => p[column]), y: tops.map((p) => dcp.text(p.layout)), marker: { color: tops.map((p) => dcp.series(series[p.series].colour)) },
+          type: "bar", orientation: "h", x: tops.map((p) => p[column]), y: tops.map((p) => dcp.text(p.layout)), marker: { color: tops.map((p) => series[p.series].colour) },
           text: tops.map((p) => `${dcp.number(p[column])} (${Number((p[column] / first).toPrecision(3))}×)`), textposition: "outside", cliponaxis: false, textfont: { color: "var(--ink)" },
           tip: (i) => tipOf(tops[i]),
         }],
@@ -291,14 +291,17 @@ dcp.charts = (() => {
     const mixed = new Set(placed.map((p) => p.mode)).size > 1;
     const group = (p) => `${p[colour] ?? "–"}${mixed && colour !== "mode" ? `, ${p.mode}` : ""}`;
     const every = [...new Set(dcp.points.all.map((p) => String(p[colour] ?? "–")))];
-    const look = (p) => { const i = every.indexOf(String(p[colour] ?? "–")); return { colour: i, symbol: i + Math.floor(i / 7) }; };
+    const look = (p) => {
+      const i = every.indexOf(String(p[colour] ?? "–"));
+      return colour === "layout" ? series[p.series] : { colour: dcp.series(i), symbol: i + Math.floor(i / 7) };
+    };
     const groups = [...grouped(placed, group)].sort((a, b) => every.indexOf(String(a[1][0][colour])) - every.indexOf(String(b[1][0][colour])));
-    const items = groups.map(([name, own]) => ({ key: name, name: dcp.points.brief(name), colour: dcp.series(look(own[0]).colour), symbol: shape(look(own[0]), own[0].mode) }));
+    const items = groups.map(([name, own]) => ({ key: name, name: dcp.points.brief(name), colour: look(own[0]).colour, symbol: shape(look(own[0]), own[0].mode) }));
     const joined = ["concurrency", "load_request_rate"].includes(x);
     const traces = groups.filter(([name]) => !figure.off.has(name)).map(([, own]) => {
       const parts = joined ? [...grouped(own, (p) => `${p.series} ${p.panel}`).values()] : [own];
       const ordered = parts.flatMap((part) => [...[...part].sort((a, b) => a[x] - b[x]), null]).slice(0, -1);
-      const [color, symbol] = [dcp.series(look(own[0]).colour), shape(look(own[0]), own[0].mode)];
+      const [color, symbol] = [look(own[0]).colour, shape(look(own[0]), own[0].mode)];
       return {
         x: ordered.map((p) => p?.[x] ?? null), y: ordered.map((p) => p?.[y] ?? null), tip: (i) => tipOf(ordered[i]),
         mode: joined ? "lines+markers" : "markers", line: { color, width: 1 }, marker: { color, symbol, size: 8, line: { color, width: 1.5 } }, connectgaps: false,

@@ -8,20 +8,23 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.errors import UsageError
-from dcpbench.points.layout import DEGREES
+from dcpbench.points.axes import Role
 from dcpbench.points.names import CLOSED, GAMMA, LIVE
-from dcpbench.points.point import AXES, LOAD_AXES, Load, Point
+from dcpbench.points.point import AXES, LOAD_AXES, Load, Point, point_axes
 from dcpbench.records.metrics import METRIC, PAGE, PAGE_TABLE, Metric
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import overview, style
+from dcpbench.reports import overview, style, words
 from dcpbench.reports.figures import floors_in_ms, has_phases, phases_in_ms
 from dcpbench.reports.findings import LOAD
 from dcpbench.reports.frames import same_load
 from dcpbench.reports.reproduce import command_of
 from dcpbench.show import figures
+from dcpbench.show.layouts import colours
 from dcpbench.show.numbers import missing
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from dcpbench.records.record import Record
     from dcpbench.reports.frames import Frames
 
@@ -57,7 +60,12 @@ FILTERS = {
 """Names in the page's data, and what the page calls them."""
 COLOURS = (*(name for name in FILTERS if name not in ("load", "marks")), "backend", "device")
 """By what the chart that a reader makes can be coloured."""
-Rows = list[dict[str, Any]]
+PHASE = "phase:"
+IDLE = f"{PHASE}idle"
+Columns = dict[str, list[Any]]
+"""The values of each name, of all points in order."""
+Told = dict[tuple[Any, ...], dict[str, Any]]
+"""What is known of points beside their own row, by SAME."""
 
 
 def brief(text: object, most: int = LONGEST) -> str:
@@ -82,32 +90,29 @@ FIELDS = [
 def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
     """What the scripts of the page read: columns of the first `most` points, looks of their series, and names of everything."""
     tables = [table for table in (frames.points, frames.served) if len(table)]
-    rows: Rows = []
-    phases: dict[str, None] = {}
-    series = _Series(frames)
-    recorded = _recorded(frames)
-    ratios = _ratios(frames)
-    others = _over_others(frames)
+    series, recorded = _Series(frames), _recorded(frames)
+    told = [_ratios(frames), _over_others(frames)]
+    parts: list[Columns] = []
+    count = 0
     for table in tables:
-        part = table.head(max(most - len(rows), 0))
-        times = phases_in_ms(part).to_dict("records") if has_phases(part) else [{}] * len(part)
-        floors = floors_in_ms(part).to_dict("records") if has_phases(part) else [{}] * len(part)
-        for named, spent, least in zip(part.to_dict("records"), times, floors, strict=True):
-            row = {str(name): value for name, value in named.items()}
-            same = tuple(row[name] for name in SAME)
-            row |= ratios.get(same, {}) | others.get(same, {})
-            phases |= dict.fromkeys(map(str, spent))
-            rows.append(_row(row, _named(spent), _named(least)) | series.of(row) | _command(row, recorded))
-    total = sum(map(len, tables))
-    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(n for row in rows for n in row)}
+        if len(part := table.head(max(most - count, 0))):
+            parts.append(_columns(part, told, series, recorded))
+            count += len(part)
+    names = dict.fromkeys(name for part in parts for name in part)
+    sizes = [len(next(iter(part.values()))) for part in parts]
+    columns = {
+        name: [value for part, size in zip(parts, sizes, strict=True) for value in part.get(name, [None] * size)]
+        for name in names
+    }
+    columns = {name: values for name, values in columns.items() if any(value is not None for value in values)}
     return {
-        "columns": {name: values for name, values in columns.items() if any(v is not None for v in values)},
-        "count": len(rows),
-        "total": total,
+        "columns": columns,
+        "count": count,
+        "total": sum(map(len, tables)),
         "cpu": frames.cpu,
         "series": series.looks,
-        "phases": list(phases),
-        "fields": [field for field in FIELDS if any(row.get(field["name"]) is not None for row in rows)],
+        "phases": [name.removeprefix(PHASE) for name in names if name.startswith(PHASE) and name != IDLE],
+        "fields": [field for field in FIELDS if field["name"] in columns],
         "unmarked": UNMARKED,
         "watermark": figures.WATERMARK,
         "log_range": figures.LOG_RANGE,
@@ -132,11 +137,14 @@ def _no_room(frames: Frames) -> list[dict[str, Any]]:
     ]
 
 
+LOOPS = {CLOSED: "closed loop", GAMMA: "open loop"}
+IN_TIME = "at the trace's times"
+"""When requests come."""
 SAME = [*LOAD, "label"]
 """What only a point and its comparison with its baseline share."""
 
 
-def _ratios(frames: Frames) -> dict[tuple[str, ...], dict[str, Any]]:
+def _ratios(frames: Frames) -> Told:
     """What findings say of each DCP point and its baseline; nothing where two points would share it."""
     found = frames.findings.ratios
     if found.empty:
@@ -147,12 +155,13 @@ def _ratios(frames: Frames) -> dict[tuple[str, ...], dict[str, Any]]:
     return {tuple(row[name] for name in SAME): {str(k): v for k, v in row.items()} for row in kept}
 
 
-def _over_others(frames: Frames) -> dict[tuple[str, ...], dict[str, Any]]:
+def _over_others(frames: Frames) -> Told:
     """What overview says of each layout's best point of a load."""
     found = overview.against_others(frames)
     if found.empty:
         return {}
-    kept = found.drop_duplicates(SAME, keep=False)
+    own = [name for name in found if name in SAME or name not in frames.findings.points]
+    kept = found[own].drop_duplicates(SAME, keep=False)
     return {
         tuple(row[name] for name in SAME): {"other_ratio": row["ratio"], "rival": row["rival"], "who": row["who"]}
         | {"misses": None if row["meets"] else 1, "pays": 1 if row["pays"] else None}
@@ -160,57 +169,85 @@ def _over_others(frames: Frames) -> dict[tuple[str, ...], dict[str, Any]]:
     }
 
 
-def _named(values: dict[Any, Any]) -> dict[str, Any]:
-    return {str(name): value for name, value in values.items()}
+def _columns(
+    table: pd.DataFrame,
+    told: list[Told],
+    series: _Series,
+    recorded: dict[tuple[str, Point, str], Record],
+) -> Columns:
+    """Points of one kind: their words, their numbers in the units of FIELDS, and the ends of their intervals."""
+    same = list(zip(*(table[name] for name in SAME), strict=True))
+    more: list[dict[str, Any]] = [
+        {name: value for of in told for name, value in of.get(key, {}).items()} for key in same
+    ]
+    beside = {name for row in more for name in row}
 
+    def of(name: str) -> list[Any]:
+        own = table[name].tolist() if name in table else [None] * len(table)
+        return [row.get(name, value) for row, value in zip(more, own, strict=True)] if name in beside else own
 
-def _row(row: dict[str, Any], phases: dict[str, Any], floors: dict[str, Any]) -> dict[str, Any]:
-    """One point: its words, its numbers in the units of FIELDS, and the ends of their intervals."""
-    found: dict[str, Any] = {axis.name: row[axis.name] for axis in AXES if axis.title} | {
-        "run": row["run"],
-        "layout": row["layout"],
-        "label": row["label"],
-        "backend": row["backend"],
-        "device": row["device"],
-        "origin": row.get("origin"),
-        "settings": row["settings"] or None,
-        "exchange": point_of(row).exchange_label() or row["exchange"],
-        "mode": row["mode"] if _served(row) else LIVE,
-        "load": row["rest"] if _served(row) else "decode",
-        "panel": _panel(row),
-        "arrival": row["load_arrival"],
-        "marks": [mark for mark in row["marks"].split(", ") if mark] or [UNMARKED],
-        "kv_bounded_by": row["kv_bounded_by"],
-        "baseline": row.get("baseline"),
-        "verdict": row.get("verdict"),
-        "other_ratio": _number(row.get("other_ratio")),
-        "rival": row.get("rival"),
-        "who": row.get("who"),
-        "misses": row.get("misses"),
-        "pays": row.get("pays"),
-        "samples": row.get("samples") or row.get("itl_samples"),
+    served = bool((table["mode"] != "decode").any())
+    asked = points_of(table)
+    found: Columns = {axis.name: of(axis.name) for axis in AXES if axis.title}
+    found |= {name: of(name) for name in ("run", "layout", "label", "backend", "device", "origin")}
+    found |= {
+        "settings": [said or None for said in of("settings")],
+        "exchange": _exchanges(table, asked),
+        "mode": of("mode") if served else [LIVE] * len(table),
+        "load": of("rest") if served else ["decode"] * len(table),
+        "panel": _panels(table, served=served),
+        "arrival": of("load_arrival"),
+        "marks": [[mark for mark in said.split(", ") if mark] or [UNMARKED] for said in of("marks")],
+        "kv_bounded_by": of("kv_bounded_by"),
+        "baseline": of("baseline"),
+        "verdict": of("verdict"),
+        "other_ratio": _numbers(of("other_ratio")),
+        "rival": of("rival"),
+        "who": of("who"),
+        "misses": of("misses"),
+        "pays": of("pays"),
+        "samples": [steps or tokens for steps, tokens in zip(of("samples"), of("itl_samples"), strict=True)],
     }
     for field in FIELDS:
         name, scale = field["name"], METRIC[field["name"]].scale if field["name"] in METRIC else 1.0
         for end in ("", "_low", "_high") if field["range"] else ("",):
-            found[name + end] = _number(row.get(name + end), scale)
-    found = {k: brief(v, LONGEST_NAME) if isinstance(v, str) else v for k, v in found.items()}
-    found |= {f"phase:{name}": _number(ms) for name, ms in phases.items()}
-    found |= {f"floor:{name}": _number(ms) for name, ms in floors.items()}
-    found["context"] = found["context"] or None  # 0 where another tool's file does not say
-    return found | {"phase:idle": _number(row.get("idle_us"), 1e-3) if phases else None}
+            found[name + end] = _numbers(of(name + end), scale)
+    found = {name: [_short(value) for value in values] for name, values in found.items()}
+    found["context"] = [context or None for context in found["context"]]  # 0 where another tool's file does not say
+    if has_phases(table):
+        spent = phases_in_ms(table)
+        found |= {f"{PHASE}{name}": _numbers(spent[name].tolist()) for name in spent}
+        floors = floors_in_ms(table)
+        found |= {f"floor:{name}": _numbers(floors[name].tolist()) for name in floors}
+        found[IDLE] = _numbers(of("idle_us"), 1e-3)
+    return found | {"series": series.of(table), "command": _commands(table, asked, recorded)}
 
 
-def _served(row: dict[str, Any]) -> bool:
-    return bool(row["mode"] != "decode")
+def _exchanges(table: pd.DataFrame, asked: list[Point]) -> list[str]:
+    """Of each point, with its options; points of one label and exchange share what is said."""
+    options = list(zip(*(table[axis.name] for axis in point_axes(Role.EXCHANGE)), strict=True))
+    said = {
+        key: point.exchange_label() or point.exchange for key, point in dict(zip(options, asked, strict=True)).items()
+    }
+    return [said[key] for key in options]
 
 
-def _panel(row: dict[str, Any]) -> str:
+def _short(value: Any) -> Any:  # noqa: ANN401 - whatever a table holds
+    return brief(value, LONGEST_NAME) if isinstance(value, str) and len(value) > LONGEST_NAME else value
+
+
+def _panels(table: pd.DataFrame, *, served: bool) -> list[str]:
     """Points of one panel differ in nothing but the layout, how it is computed, and how heavy the load is."""
-    if not _served(row):
-        return f"{row['model']}, context {row['context']:,} tokens"
-    arrival = {CLOSED: "closed loop", GAMMA: "open loop"}.get(row["load_arrival"], "at the trace's times")
-    return f"{row['model']}, {arrival}, {row['rest']}, {row['mode']}"
+    if not served:
+        pairs = zip(table["model"], table["context"], strict=True)
+        return [f"{model}, context {context:,} tokens" for model, context in pairs]
+    said = zip(table["model"], table["load_arrival"], table["rest"], table["mode"], strict=True)
+    return [f"{model}, {LOOPS.get(arrival, IN_TIME)}, {rest}, {mode}" for model, arrival, rest, mode in said]
+
+
+def _numbers(values: list[Any], scale: float = 1.0) -> list[float | int | None]:
+    """In the unit shown, with DIGITS; null where nothing was measured."""
+    return [_number(value, scale) for value in values]
 
 
 def _number(value: Any, scale: float = 1.0) -> float | int | None:  # noqa: ANN401 - whatever a table holds
@@ -220,15 +257,22 @@ def _number(value: Any, scale: float = 1.0) -> float | int | None:  # noqa: ANN4
     return value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")
 
 
-def point_of(row: dict[str, Any]) -> Point:
-    """The point that a row of Frames was made of, as its first repeat."""
-    fields = {name: row[name] for name in Point.__struct_fields__ if name not in ("repeat", "load")}
-    load = None
-    if _served(row):
+def points_of(table: pd.DataFrame) -> list[Point]:
+    """The point that each row was made of, as its first repeat."""
+    fields = [name for name in Point.__struct_fields__ if name not in ("repeat", "load")]
+    loads: list[Load | None] = [None] * len(table)
+    if (table["mode"] != "decode").any():
         names = [name for name in Load.__struct_fields__ if name != "mode"]
-        asked: dict[str, Any] = {n: None if missing(v := row[f"load_{n}"]) else v for n in names}
-        load = Load(mode=row["mode"], **asked)
-    return Point(**fields, load=load)
+        asked: Columns = {name: table[f"load_{name}"].tolist() for name in names}
+        for place, mode in enumerate(table["mode"]):
+            fields_of: dict[str, Any] = {n: None if missing(v := values[place]) else v for n, values in asked.items()}
+            loads[place] = Load(mode=mode, **fields_of)
+    rows = zip(*(table[name].tolist() for name in fields), strict=True)
+    return [Point(**dict(zip(fields, row, strict=True)), load=load) for row, load in zip(rows, loads, strict=True)]
+
+
+LINE = ("workload", "layout", "variant", "run", "label")
+"""What points of one line have in common; the label follows from the layout and the variant."""
 
 
 class _Series:
@@ -240,41 +284,22 @@ class _Series:
         self._styles: dict[bool, style.Style] = {}
         tables = {served: t for served, t in ((False, frames.points), (True, frames.served)) if len(t)}
         if tables:
-            whole = style.Style.of(frames.everything)
-            of = {served: style.Style.of(t).variants for served, t in tables.items()}
-            self._styles = {served: dataclasses.replace(whole, variants=names) for served, names in of.items()}
-        ordered = [t.sort_values([*DEGREES], kind="stable")["label"] for t in tables.values()]
-        self._labels = list(dict.fromkeys(str(label) for labels in ordered for label in labels.unique()))
+            runs = words.unique(frames.everything["run"])
+            self._styles = {s: dataclasses.replace(style.Style.of(t), runs=runs) for s, t in tables.items()}
 
-    def of(self, row: dict[str, Any]) -> dict[str, int]:
-        """The place of a row's series in `looks`."""
-        look = self._styles[_served(row)]
-        layout, variant, run = str(row["layout"]), str(row["variant"]), str(row["run"])
-        key = (row["workload"], layout, variant, run)
-        if key not in self._places:
-            self._places[key] = len(self.looks)
+    def of(self, table: pd.DataFrame) -> list[int]:
+        """The place of each row's series in `looks`."""
+        look = self._styles[bool((table["mode"] != "decode").any())]
+        keys = list(zip(*(table[name].astype(str) for name in LINE), strict=True))
+        for key in dict.fromkeys(keys):
+            _, layout, variant, run, label = key
             several = f", {run}" if len(look.runs) > 1 else ""
-            name = brief(f"{row['label']}{several}", LONGEST_NAME)
-            self.looks.append({"name": name} | self._look(look, str(row["label"]), layout, variant, run))
-        return {"series": self._places[key]}
-
-    def _look(self, look: style.Style, label: str, layout: str, variant: str, run: str) -> dict[str, int]:
-        """Places in the scripts' colours, dashes and symbols: a colour for each label while there are enough of them.
-
-        Of more labels, layouts have the colours and variants the dashes, as in the figures.
-        """
-        if len(self._labels) <= len(figures.COLOURS):
-            place, of_run = self._labels.index(label), look.runs.index(run)
-            return {
-                "colour": place,
-                "dash": of_run % len(figures.LINES),
-                "symbol": of_run if len(look.runs) > 1 else place,
-            }
-        return {
-            "colour": figures.COLOURS.index(look.colour(layout, variant)),
-            "dash": figures.LINES.index(look.line(variant, layout)),
-            "symbol": figures.MARKERS.index(look.marker(layout, run, variant)),
-        }
+            name = brief(f"{label}{several}", LONGEST_NAME)
+            dash, symbol = look.places(layout, variant, run)
+            light, dark = colours(layout)
+            self._places[key] = len(self.looks)
+            self.looks.append({"name": name, "colour": f"light-dark({light}, {dark})", "dash": dash, "symbol": symbol})
+        return [self._places[key] for key in keys]
 
 
 def _recorded(frames: Frames) -> dict[tuple[str, Point, str], Record]:
@@ -283,20 +308,26 @@ def _recorded(frames: Frames) -> dict[tuple[str, Point, str], Record]:
     for run in frames.runs:
         for record in run.records:
             if record.outcome == "ok":
-                point = msgspec.structs.replace(record.point, repeat=0)
+                point = msgspec.structs.replace(record.point, repeat=0) if record.point.repeat else record.point
                 found.setdefault((run.name, point, same_load(record)), record)
     return found
 
 
-def _command(row: dict[str, Any], recorded: dict[tuple[str, Point, str], Record]) -> dict[str, str | None]:
-    """A point's command, with the settings that its record was measured with.
+def _commands(
+    table: pd.DataFrame, asked: list[Point], recorded: dict[tuple[str, Point, str], Record]
+) -> list[str | None]:
+    """Each point's command, with the settings that its record was measured with.
 
     Null for a point of another tool, one that no option can say, and one that takes no bearable length.
     """
-    point = point_of(row)
-    record = recorded[row["run"], point, row["same_load"] if point.load else ""]
+    loads = table["same_load"].tolist() if any(point.load for point in asked) else [""] * len(asked)
+    rows = zip(table["run"], asked, loads, table["cpu"].tolist(), strict=True)
+    return [_command(point, recorded[run, point, load], cpu=bool(cpu)) for run, point, load, cpu in rows]
+
+
+def _command(point: Point, record: Record, *, cpu: bool) -> str | None:
     try:
-        command = None if record.origin else command_of(point, record.measured_with, cpu=bool(row["cpu"]))
+        command = None if record.origin else command_of(point, record.measured_with, cpu=cpu)
     except UsageError:
         command = None
-    return {"command": command if command and len(command) <= LONGEST_COMMAND else None}
+    return command if command and len(command) <= LONGEST_COMMAND else None

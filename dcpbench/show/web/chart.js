@@ -2,8 +2,8 @@
 
    dcp.plotly()                       loads Plotly once: from the page, which has it packed in <script id="plotly">, or
                                       from the file that <html data-plotly> names
-   dcp.draw(element, traces, layout)  draws or redraws; colours may be written "var(--name)" anywhere in both, and are
-                                      read anew when the theme changes, and for paper. Size: that of the element; on paper
+   dcp.draw(element, traces, layout)  draws or redraws; colours may be written "var(--name)" or "light-dark(…)" anywhere in both, and
+                                      are read anew when the theme changes, and for paper. Size: that of the element; on paper
                                       its `data-paper` pixels wide. One that cannot be drawn says so in its place.
    dcp.undrawn(element, error)        puts the sentence that says so into a place for charts
    dcp.series(i), symbol(i), dash(i)  colour, marker and line of the i-th thing to tell apart, as in show/figures.py
@@ -52,9 +52,9 @@
     return getComputedStyle(probe).color;
   }
 
-  /** A copy in which every "var(--name)" is the colour that it stands for now. */
+  /** A copy in which every "var(--name)" and "light-dark(…)" is the colour that it stands for now. */
   function resolved(value, seen = new Map()) {
-    if (typeof value === "string" && value.startsWith("var(--")) {
+    if (typeof value === "string" && /^(var\(--|light-dark\()/.test(value)) {
       if (!seen.has(value)) seen.set(value, colour(value));
       return seen.get(value);
     }

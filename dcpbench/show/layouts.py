@@ -1,0 +1,112 @@
+"""How a layout looks wherever it is drawn: one colour on light, one on dark, and one marker, whatever stands beside it.
+
+Hue says what is shared: blue nothing (`tp4`), amber to crimson KV over DCP ranks, green attention data parallel, pink to
+violet both. Within a hue more is darker, and twice the GPUs are another shade. What else tells two lines of one
+layout apart (exchange, backend, server, run) is their dash and marker.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import cache
+
+Lch = tuple[float, float, float]
+"""Lightness, chroma and hue of Björn Ottosson's OKLCH, where equal steps look equal."""
+PLAIN: Lch = (0.53, 0.14, 245)
+DCP: tuple[Lch, ...] = ((0.72, 0.16, 78), (0.63, 0.18, 48), (0.50, 0.19, 22), (0.40, 0.14, 5))
+DP: tuple[Lch, ...] = ((0.72, 0.12, 190), (0.62, 0.13, 163), (0.43, 0.11, 150), (0.35, 0.09, 135))
+"""Degrees 2, 4, 8, and 16 or more."""
+BOTH: tuple[Lch, ...] = (
+    (0.68, 0.13, 345),
+    (0.58, 0.17, 325),
+    (0.50, 0.20, 300),
+    (0.40, 0.16, 285),
+    (0.66, 0.09, 285),
+    (0.46, 0.07, 320),
+)
+"""2 × 2; 2 × 4 and 4 × 2; 2 × 8, 4 × 4 and 8 × 2, which stands for all further ones."""
+SHADES = (0.0, -0.10, 0.06)
+"""Added to the lightness: of tp4 and tp32, of tp8, and of tp2 and tp16."""
+ON_DARK = 0.13
+DARKEST_ON_DARK, LIGHTEST = 0.53, 0.92
+PALEST, DARKEST = 0.78, 0.36
+PLAIN_MARKER, DCP_MARKERS, DP_MARKERS, BOTH_MARKERS = 0, (1, 2, 4, 5), (5, 3, 4, 6), (6, 5, 4, 1, 2, 3)
+"""Places in figures.MARKERS: different ones where layouts of as many GPUs are alike to some eyes."""
+DEGREE = re.compile(r"(?<![a-z0-9])(tp|dp|dcp)(\d+)")
+UNKNOWN: Lch = (0.45, 0.0, 0.0)
+
+
+def colours(name: str) -> tuple[str, str]:
+    """Of the layout called `tp8·dp2·dcp4`: its colour on light and on dark; grey where a name says no degrees."""
+    lightness, chroma, hue = _lch(name)
+    return _hex(lightness, chroma, hue), _hex(min(max(lightness + ON_DARK, DARKEST_ON_DARK), LIGHTEST), chroma, hue)
+
+
+def paled(name: str, share: float) -> str:
+    """Its hue on light, from pale at 0 to dark at 1: for what is measured of one layout alone."""
+    _, chroma, hue = _lch(name)
+    return _hex(PALEST + share * (DARKEST - PALEST), chroma, hue)
+
+
+def place_of_marker(name: str) -> int:
+    """Its place in figures.MARKERS."""
+    found = _degrees(name)
+    if found is None:
+        return 0
+    _, dp, dcp = found
+    if dp == 1 and dcp == 1:
+        return PLAIN_MARKER
+    markers = BOTH_MARKERS if dp > 1 and dcp > 1 else DCP_MARKERS if dcp > 1 else DP_MARKERS
+    return markers[_step(dp, dcp)]
+
+
+def _degrees(name: str) -> tuple[int, int, int] | None:
+    found = {degree: int(number) for degree, number in DEGREE.findall(name)}
+    return (found["tp"], found.get("dp", 1), found.get("dcp", 1)) if found.get("tp") else None
+
+
+def _lch(name: str) -> Lch:
+    if (found := _degrees(name)) is None:
+        return UNKNOWN
+    tp, dp, dcp = found
+    family = BOTH if dp > 1 and dcp > 1 else DCP if dcp > 1 else DP if dp > 1 else (PLAIN,)
+    lightness, chroma, hue = family[_step(dp, dcp) if family[1:] else 0]
+    return lightness + SHADES[(round(math.log2(tp)) - 2) % 3], chroma, hue
+
+
+def _step(dp: int, dcp: int) -> int:
+    """The place of these degrees in their family."""
+    of_dp, of_dcp = (max(round(math.log2(degree)), 1) for degree in (dp, dcp))
+    if dp == 1 or dcp == 1:
+        return min(max(of_dp, of_dcp), len(DCP)) - 1
+    both = of_dp + of_dcp - 2
+    return min(both * (both + 1) // 2 + of_dp - 1, len(BOTH) - 1)
+
+
+@cache
+def _hex(lightness: float, chroma: float, hue: float) -> str:
+    """As sRGB, with as much of its chroma as screens can show."""
+    rgb = _linear(lightness, chroma, hue)
+    while chroma > 0 and not all(0 <= part <= 1 for part in rgb):
+        chroma -= 0.005
+        rgb = _linear(lightness, chroma, hue)
+    return "#" + "".join(f"{round(255 * _encoded(part)):02x}" for part in rgb)
+
+
+def _encoded(part: float) -> float:
+    return 12.92 * part if part <= 0.0031308 else 1.055 * part ** (1 / 2.4) - 0.055  # noqa: PLR2004 - sRGB's own
+
+
+def _linear(lightness: float, chroma: float, hue: float) -> tuple[float, float, float]:
+    """Linear red, green and blue, below 0 or above 1 where a screen cannot show them (bottosson.github.io/posts/oklab)."""
+    a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))
+    l, m, s = (
+        (lightness + x * a + y * b) ** 3
+        for x, y in ((0.3963377774, 0.2158037573), (-0.1055613458, -0.0638541728), (-0.0894841775, -1.2914855480))
+    )
+    return (
+        4.0767416621 * l - 3.3077115913 * m + 0.2309699292 * s,
+        -1.2684380046 * l + 2.6097574011 * m - 0.3413193965 * s,
+        -0.0041960863 * l - 0.7034186147 * m + 1.7076147010 * s,
+    )

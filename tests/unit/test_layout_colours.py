@@ -1,0 +1,147 @@
+"""A layout has one colour in all figures, pages and reports; what else tells its lines apart is dash and marker."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dcpbench.imports import Told, import_files
+from dcpbench.points.layout import Layout, valid_layouts
+from dcpbench.points.shapes import load_shape
+from dcpbench.reports import figures, frames
+from dcpbench.reports.page.points import page_data
+from dcpbench.reports.style import Style
+from dcpbench.show.layouts import colours, paled, place_of_marker
+from tests.unit import engine_files_builder as files
+from tests.unit import record_builder as build
+from tests.unit import serve_record_builder as serve
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from matplotlib.figure import Figure
+
+TP, DCP2, DCP4, DP4 = Layout(4), Layout(4, 1, 2), Layout(4, 1, 4), Layout(4, 4)
+APART, ALONE = 0.03, 0.05
+"""Least distance of two colours with markers of their own, and with the same, in OKLab: 0.02 is just seen side by side."""
+
+
+def decode(folder: Path) -> frames.Frames:
+    """Four layouts, one of them with two exchanges."""
+    points = [build.point(of, concurrency=n) for of in (TP, DCP2, DCP4, DP4) for n in (8, 32)]
+    other = [build.point(DCP4, concurrency=n, exchange="symm") for n in (8, 32)]
+    return frames.load([build.write(folder, map(build.ok, (*points, *other)))])
+
+
+def served(folder: Path) -> frames.Frames:
+    """Without tp4·dcp2, and in another order."""
+    points = [serve.point(of, n) for of in (DP4, DCP4, TP) for n in (8, 32)]
+    return frames.load([build.write(folder, map(serve.served, points))])
+
+
+def imported(folder: Path) -> frames.Frames:
+    """Two servers of tp4, one of tp4·dp4, and one of tp8."""
+    said = ({"tp": 4}, {"tp": 4, "hw": "b200"}, {"tp": 4, "dp_attention": "true"}, {"tp": 8})
+    rows = [files.inferencex(conc=n, **server) for n in (4, 8) for server in said]
+    folder.mkdir()
+    import_files([files.file(folder, *rows)], "inferencex", folder / "run", Told())
+    return frames.load([folder / "run"])
+
+
+def in_figure(figure: Figure) -> dict[str, set[str]]:
+    """Colours in the legend by the layout whose name begins the label, of which each is drawn in a panel."""
+    drawn = {line.get_color() for ax in figure.axes for line in ax.get_lines()}
+    found: dict[str, set[str]] = {}
+    for handle in figure.legends[0].legend_handles:
+        assert handle is not None
+        name = str(handle.get_label()).split(" ")[0]
+        if name.startswith("tp"):
+            found.setdefault(name, set()).add(handle.get_color())  # type: ignore[attr-defined]
+    assert {colour for of in found.values() for colour in of} <= drawn
+    return found
+
+
+def in_page(read: frames.Frames) -> dict[str, set[str]]:
+    """Colours on light and dark of the page's series, by the layouts of their points."""
+    data = page_data(read)
+    found: dict[str, set[str]] = {}
+    for layout, series in zip(data["columns"]["layout"], data["columns"]["series"], strict=True):
+        found.setdefault(layout, set()).add(data["series"][series]["colour"])
+    return found
+
+
+@pytest.mark.parametrize("made", [decode, served, imported], ids=lambda made: made.__name__)
+def test_a_layout_has_its_colour_in_each_figure_and_page(made: object, tmp_path: Path) -> None:
+    read = made(tmp_path / "run")  # type: ignore[operator]
+    points = read.points if len(read.points) else read.served
+    style, names = Style.of(points), set(points["layout"])
+    for draw in (figures.draw_throughput, figures.draw_itl, figures.draw_frontier):
+        assert in_figure(draw(points, style, "title")) == {name: {colours(name)[0]} for name in names}
+    assert in_page(read) == {name: {"light-dark({}, {})".format(*colours(name))} for name in names}
+    looks = [(one["colour"], one["dash"], one["symbol"]) for one in page_data(read)["series"]]
+    assert len(set(looks)) == len(looks) == len(style.lines), "no two lines look alike"
+
+
+def test_dcp_over_its_baseline_has_the_colour_of_the_layout(tmp_path: Path) -> None:
+    """Where two lines would differ in the exchange alone each has a panel, with shades of its hue for contexts."""
+    read = decode(tmp_path / "run")
+    style, ratios = Style.of(read.points), read.findings.ratios
+    figure = figures.draw_break_even(ratios, style, "title")
+    assert in_figure(figure) == {name: {colours(name)[0]} for name in ("tp4·dcp2", "tp4·dcp4")}
+    grid = [{"context": context, "concurrency": n} for context in (4000, 64000) for n in (8, 32)]
+    asked = [{"exchange": name} | load for name in ("ag_rs", "symm") for load in grid]
+    points = [*(build.point(TP, **load) for load in grid), *(build.point(DCP4, **changes) for changes in asked)]
+    more = frames.load([build.write(tmp_path / "more", map(build.ok, points))])
+    split = figures.draw_break_even(more.findings.ratios, Style.of(more.points), "title")
+    assert [ax.get_title() for ax in split.axes] == [f"kimi-k2: tp4·dcp4 ({name})" for name in ("ag_rs", "symm")]
+    for ax in split.axes:
+        drawn = {line.get_color() for line in ax.get_lines() if line.get_marker() not in ("_", "|")}
+        assert {paled("tp4·dcp4", 0), paled("tp4·dcp4", 1)} <= drawn
+
+
+def test_kv_capacity_has_bars_in_the_same_colours(tmp_path: Path) -> None:
+    read = decode(tmp_path / "run")
+    ax = figures.draw_capacity(read.points, Style.of(read.points), "title").axes[0]
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    shown = [tuple(round(255 * part) for part in bar.get_facecolor()[:3]) for bar in ax.patches]  # type: ignore[attr-defined]
+    assert shown == [tuple(bytes.fromhex(colours(name)[0][1:])) for name in names]
+
+
+@pytest.mark.parametrize("gpus", [(4,), (8,), (16,), (2, 4, 8), (4, 8, 16)], ids=str)
+def test_layouts_that_meet_in_a_report_are_told_apart(gpus: tuple[int, ...]) -> None:
+    """By colour on light and on dark, and where colours are alike by the marker, too."""
+    names = [str(layout) for tp in gpus for layout in valid_layouts(load_shape("deepseek-v3"), tp)]
+    for one, other in itertools.combinations(names, 2):
+        signs = place_of_marker(one) != place_of_marker(other)
+        for theme in (0, 1):
+            far = math.dist(lab(colours(one)[theme]), lab(colours(other)[theme]))
+            assert far > (APART if signs else ALONE), (one, other)
+
+
+def test_a_name_without_degrees_is_grey_and_any_degrees_have_a_colour() -> None:
+    assert len({colours("unknown")[0][i : i + 2] for i in (1, 3, 5)}) == 1
+    for layout in (Layout(1), Layout(3, 3), Layout(6, 2, 3), Layout(256, 64, 4), Layout(128, 1, 128)):
+        assert all(len(colour) == 7 for colour in (*colours(str(layout)), paled(str(layout), 0)))
+    assert colours("server tp4·dcp4 (fast)") == colours("tp4·dcp4") != colours("tp4")
+
+
+def lab(colour: str) -> tuple[float, float, float]:
+    """In OKLab, from sRGB; the way back of show/layouts.py."""
+    parts = [byte / 255 for byte in bytes.fromhex(colour[1:])]
+    r, g, b = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts)
+    long, medium, short = (
+        math.cbrt(v)
+        for v in (
+            0.4122214708 * r + 0.5363325363 * g + 0.0514459929 * b,
+            0.2119034982 * r + 0.6806995451 * g + 0.1073969566 * b,
+            0.0883024619 * r + 0.2817188376 * g + 0.6299787005 * b,
+        )
+    )
+    return (
+        0.2104542553 * long + 0.7936177850 * medium - 0.0040720468 * short,
+        1.9779984951 * long - 2.4285922050 * medium + 0.4505937099 * short,
+        0.0259040371 * long + 0.7827717662 * medium - 0.8086757660 * short,
+    )
