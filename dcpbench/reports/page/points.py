@@ -13,7 +13,7 @@ from dcpbench.points.names import CLOSED, GAMMA, LIVE
 from dcpbench.points.point import AXES, LOAD_AXES, Load, Point
 from dcpbench.records.metrics import METRIC, PAGE, PAGE_TABLE, Metric
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import overview, style
+from dcpbench.reports import marks, overview, style
 from dcpbench.reports.figures import has_phases, phases_in_ms
 from dcpbench.reports.findings import LOAD
 from dcpbench.reports.frames import same_load
@@ -91,8 +91,9 @@ def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
     for table in tables:
         part = table.head(max(most - len(rows), 0))
         times = phases_in_ms(part).to_dict("records") if has_phases(part) else [{}] * len(part)
-        for named, spent in zip(part.to_dict("records"), times, strict=True):
-            row = {str(name): value for name, value in named.items()}
+        told = marks.telling(table)[: len(part)]
+        for named, spent, telling in zip(part.to_dict("records"), times, told, strict=True):
+            row = {str(name): value for name, value in named.items()} | {"telling": telling or None}
             same = tuple(row[name] for name in SAME)
             row |= ratios.get(same, {}) | others.get(same, {})
             phases |= dict.fromkeys(map(str, spent))
@@ -107,7 +108,6 @@ def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
         "series": series.looks,
         "phases": list(phases),
         "fields": [field for field in FIELDS if any(row.get(field["name"]) is not None for row in rows)],
-        "unmarked": UNMARKED,
         "watermark": figures.WATERMARK,
         "log_range": figures.LOG_RANGE,
         "level": REPEATS_AGREE_WITHIN,
@@ -175,6 +175,7 @@ def _row(row: dict[str, Any], phases: dict[str, Any]) -> dict[str, Any]:
         "panel": _panel(row),
         "arrival": row["load_arrival"],
         "marks": [mark for mark in row["marks"].split(", ") if mark] or [UNMARKED],
+        "telling": row["telling"],
         "kv_bounded_by": row["kv_bounded_by"],
         "baseline": row.get("baseline"),
         "verdict": row.get("verdict"),

@@ -158,7 +158,7 @@
       type: "button", class: "copy", title: point.command, "aria-label": `copy the command that measures ${point.label} at concurrency ${point.concurrency} again`,
       click: (event) => { dcp.copy(point.command, event.currentTarget); },
     }, "copy") : "");
-    return [{ label: "again", class: "no-print", cell: again }, ...words, ...numbers, { name: "marks", label: "marks", class: "w", key: (point) => String(point.marks), cell: (point) => store.marks(point) || "–" }];
+    return [{ label: "again", class: "no-print", cell: again }, ...words, ...numbers, { name: "marks", label: "marks", class: "w", key: store.marks, cell: (point) => store.marks(point) || "–" }];
   }
 
   function pointsTable(root) {
