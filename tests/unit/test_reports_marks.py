@@ -53,7 +53,7 @@ def test_a_mark_that_all_points_have_is_said_once(tmp_path: Path) -> None:
     assert marks.telling(read.points) == ["", "noisy"]
     columns = page_data(read)["columns"]
     assert columns["telling"] == [None, "noisy"]
-    assert columns["marks"] == [["throttled"], ["throttled", "noisy"]], "filters know all of them"
+    assert columns["marks"] == [["throttled"], ["noisy", "throttled"]], "filters know all of them"
     why = "by the power limit: lowest SM clock 10–25 % below the highest, 1,485 of 1,980 MHz at worst"
     assert f"Marked, of 2 points: all throttled ({why}), 1 noisy." in trust(read)
     text = shown(terminal_table([folder]), 200)
