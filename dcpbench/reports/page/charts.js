@@ -139,7 +139,8 @@ dcp.charts = (() => {
   function overview(figure, points) {
     const axis = "over the best other layout";
     const compared = points.filter((p) => known(p.other_ratio));
-    const { panels, items, note } = overLoad({ ...figure, axis }, compared, [["other_ratio", "ratio"]]);
+    const { panels, items: names, note } = overLoad({ ...figure, axis }, compared, [["other_ratio", "ratio"]]);
+    const items = names.map((item) => ({ ...item, symbol: item.symbol.replace("-open", "") })); // hollow says something else here
     const on = switchedOn(figure, compared);
     const ratios = [...on.map((p) => p.other_ratio), 1];
     const margin = (Math.max(...ratios) - Math.min(...ratios)) * 0.08 || 0.05;
