@@ -55,12 +55,25 @@ dcp.charts = (() => {
     return [panels.slice(0, MOST_PANELS), left > 0 ? `${MOST_PANELS} of ${panels.length} panels are drawn; filters bring the others.` : ""];
   }
 
+  /** The unit on a line of its own where the title of the y axis is higher than the panel. */
+  function titled({ layout, low }) {
+    const { text } = layout.yaxis.title;
+    return text.length <= (low ? 16 : 26) ? layout : { ...layout, yaxis: { ...layout.yaxis, title: { text: text.replace(" (", "<br>(") } } };
+  }
+
+  /** With the ticks that a low panel has room for. */
+  function lowered(panel) {
+    const { yaxis } = panel.layout;
+    const ticks = yaxis.type === "log" && yaxis.range[1] - yaxis.range[0] > 1 ? { dtick: 1 } : {};
+    return panel.low ? { ...panel, layout: { ...panel.layout, yaxis: { ...yaxis, ...ticks } } } : panel;
+  }
+
   /** Panels with lines before those with single points, and titles without what all of a figure share. */
   function arranged(panels) {
     const model = (panel) => panel.title.slice(0, panel.title.indexOf(", ") + 2);
     const one = new Set(panels.map(model)).size === 1 && panels.length > 1;
     const [lines, single] = [true, false].map((wanted) => panels.filter((panel) => panel.traces.some((trace) => trace.mode.startsWith("lines+") && trace.x.length > 1) === wanted));
-    return [...lines, ...single.map((panel) => ({ ...panel, low: lines.length > 0 }))].map((panel) => ({ ...panel, title: (one ? panel.title.slice(model(panel).length) : panel.title).replace(/, (live|replay)$/, "") }));
+    return [...lines, ...single.map((panel) => lowered({ ...panel, low: lines.length > 0 }))].map((panel) => ({ ...panel, layout: panels.length > 1 ? titled(panel) : panel.layout, title: (one ? panel.title.slice(model(panel).length) : panel.title).replace(/, (live|replay)$/, "") }));
   }
 
   /** The series that points belong to, each a switch. */
