@@ -44,16 +44,18 @@ def browser() -> Iterator[Browser]:
 def visit(browser: Browser) -> Iterator[Visit]:
     """Opens a file, or an address below `allowed`, without a network; arguments are those of a browser context.
 
+    `idle` is a script that runs before those of the page, to say when it is idle.
+
     At the end of the test no page may have asked for anything else, written an error to its console, raised one, or
     violated its policy.
     """
     troubles: list[str] = []
     contexts = []
 
-    def open_page(path: Path, fragment: str = "", *, allowed: str = "file:", **options: object) -> Page:
+    def open_page(path: Path, fragment: str = "", *, allowed: str = "file:", idle: str = "", **options: object) -> Page:
         context = browser.new_context(offline=allowed == "file:", **options)  # type: ignore[arg-type]
         context.set_default_timeout(NO_LIMIT)
-        context.add_init_script(NOTICE)
+        context.add_init_script(NOTICE + idle)
         contexts.append(context)
         page = context.new_page()
 

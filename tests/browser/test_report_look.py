@@ -9,6 +9,7 @@ import pytest
 
 from dcpbench.points.layout import Layout
 from dcpbench.reports import write_report
+from dcpbench.reports.page import render
 from tests.browser import pages
 from tests.browser.test_report import ROWS, drawn, hover
 from tests.unit import record_builder, serve_record_builder
@@ -25,6 +26,7 @@ HOSTILE = (
     "</script><script>alert(1)</script>",
     "<b>%{x}</b>",
 )
+EMPTY = ".chart:not(:has(.main-svg))"
 CONTRAST = """() => {
   const light = (c) => { c /= 255; return c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; };
   const luminance = ([r, g, b]) => 0.2126 * light(r) + 0.7152 * light(g) + 0.0722 * light(b);
@@ -104,15 +106,43 @@ def test_the_page_can_be_used_without_a_mouse(both: Path, visit: Visit) -> None:
     assert all(chart.get_attribute("role") == "img" and chart.get_attribute("aria-label") for chart in charts.all())
 
 
+def test_charts_below_the_fold_are_drawn_while_the_browser_is_idle(both: Path, visit: Visit) -> None:
+    """First those in sight, without being scrolled to, so that a picture of the whole page has all of them."""
+    page = visit(both, idle="globalThis.requestIdleCallback = (call) => { globalThis.rest = call; };")
+    page.wait_for_selector("html[data-ready]")
+    page.locator(".chart .main-svg").first.wait_for()
+    assert page.locator(EMPTY).count() > 3
+    while not page.evaluate("'drawn' in document.documentElement.dataset"):
+        page.evaluate("rest()")
+    assert page.locator(EMPTY).count() == 0
+    assert page.evaluate("scrollY") == 0
+
+
+def test_what_would_hold_a_reader_up_is_drawn_once_it_is_in_sight_and_says_so(
+    tmp_path: Path, visit: Visit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More marks than 3 in one panel, instead of more than 1,000: Explore has 16, and phases a bar for each of six."""
+    own = render.own
+    monkeypatch.setattr(render, "own", lambda name: own(name).replace("MOST_IDLE = 1000", "MOST_IDLE = 3"))
+    page = visit(pages.page(tmp_path, pages.decode()))
+    page.wait_for_selector("html[data-drawn]")
+    explore = page.locator("#chart-explore .chart")
+    said = "getComputedStyle(document.querySelector('#chart-explore .chart'), '::before').content"
+    assert page.evaluate(said) == '"16 marks, drawn once they are in sight."'
+    explore.scroll_into_view_if_needed()
+    explore.locator(".main-svg").first.wait_for()
+    assert page.evaluate(said) == "none"
+
+
 def test_on_paper_all_charts_are_drawn_and_fit_and_all_is_unfolded(both: Path, visit: Visit) -> None:
-    """Printed from the dark theme, without having been scrolled to."""
-    page = visit(both, color_scheme="dark")
+    """Printed from the dark theme, without having been scrolled to, before the browser was idle."""
+    page = visit(both, color_scheme="dark", idle="globalThis.requestIdleCallback = () => {};")
     page.wait_for_selector("html[data-ready]")
     charts = page.locator(".chart").count()
     assert page.locator(".chart .main-svg").count() < 3 * charts
     paper = page.pdf(format="A4", print_background=True)
     assert paper.count(b"/Type /Page\n") >= 5
-    assert page.locator(".chart:not(:has(.main-svg))").count() == 0
+    assert page.locator(EMPTY).count() == 0
     page.emulate_media(media="print", color_scheme="dark")
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert page.locator("details:not([open])").count() == 0

@@ -9,6 +9,7 @@ import msgspec
 from dcpbench.points.layout import Layout
 from dcpbench.records.record import Gpu
 from dcpbench.reports import answer, frames, marks, sections, terminal_table
+from dcpbench.reports.page.points import page_data
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
 from tests.unit.test_reports_terminal import shown
@@ -37,6 +38,7 @@ def test_a_mark_that_not_all_points_have_stands_beside_those_with_how_far_clocks
     records = [ok(TP, "throttled", gpu=LOWERED), ok(DCP)]
     read = frames.load([build.write(tmp_path / "run", records)])
     assert marks.telling(read.points) == ["throttled −25 %", ""]
+    assert page_data(read)["columns"]["telling"] == ["throttled −25 %", None]
     assert "1 throttled (by the power limit: lowest SM clock 25 % below the highest, 1,485 of 1,980 MHz)." in trust(
         read
     )
@@ -49,6 +51,9 @@ def test_a_mark_that_all_points_have_is_said_once(tmp_path: Path) -> None:
     folder = build.write(tmp_path / "run", records)
     read = frames.load([folder])
     assert marks.telling(read.points) == ["", "noisy"]
+    columns = page_data(read)["columns"]
+    assert columns["telling"] == [None, "noisy"]
+    assert columns["marks"] == [["throttled"], ["noisy", "throttled"]], "filters know all of them"
     why = "by the power limit: lowest SM clock 10–25 % below the highest, 1,485 of 1,980 MHz at worst"
     assert f"Marked, of 2 points: all throttled ({why}), 1 noisy." in trust(read)
     text = shown(terminal_table([folder]), 200)

@@ -11,6 +11,7 @@ dcp.charts = (() => {
   const ROW_PIXELS = 24;
   const AHEAD = "Above 1 DCP is ahead of the same layout without it. Whether it pays is judged against the best other layout, within the SLO: the answer says so.";
   const LEAST_GAP = 0.1; // between two labels, as a share of the axis
+  const MARGIN = { l: 68, r: 18, t: 18, b: 53 }; // what axes of numbers take: Plotly draws all again where they take more
   const { data, series, fields } = dcp.points;
   const plain = (value) => new Intl.NumberFormat("en-US", { maximumFractionDigits: 3 }).format(value);
   const known = (value) => value !== null && value !== undefined;
@@ -55,12 +56,25 @@ dcp.charts = (() => {
     return [panels.slice(0, MOST_PANELS), left > 0 ? `${MOST_PANELS} of ${panels.length} panels are drawn; filters bring the others.` : ""];
   }
 
+  /** The unit on a line of its own where the title of the y axis is higher than the panel. */
+  function titled({ layout, low }) {
+    const { text } = layout.yaxis.title;
+    return text.length <= (low ? 16 : 26) ? layout : { ...layout, yaxis: { ...layout.yaxis, title: { text: text.replace(" (", "<br>(") } } };
+  }
+
+  /** With the ticks that a low panel has room for. */
+  function lowered(panel) {
+    const { yaxis } = panel.layout;
+    const ticks = yaxis.type === "log" && yaxis.range[1] - yaxis.range[0] > 1 ? { dtick: 1 } : {};
+    return panel.low ? { ...panel, layout: { ...panel.layout, yaxis: { ...yaxis, ...ticks } } } : panel;
+  }
+
   /** Panels with lines before those with single points, and titles without what all of a figure share. */
   function arranged(panels) {
     const model = (panel) => panel.title.slice(0, panel.title.indexOf(", ") + 2);
     const one = new Set(panels.map(model)).size === 1 && panels.length > 1;
     const [lines, single] = [true, false].map((wanted) => panels.filter((panel) => panel.traces.some((trace) => trace.mode.startsWith("lines+") && trace.x.length > 1) === wanted));
-    return [...lines, ...single.map((panel) => ({ ...panel, low: lines.length > 0 }))].map((panel) => ({ ...panel, title: (one ? panel.title.slice(model(panel).length) : panel.title).replace(/, (live|replay)$/, "") }));
+    return [...lines, ...single.map((panel) => lowered({ ...panel, low: lines.length > 0 }))].map((panel) => ({ ...panel, layout: panels.length > 1 ? titled(panel) : panel.layout, title: (one ? panel.title.slice(model(panel).length) : panel.title).replace(/, (live|replay)$/, "") }));
   }
 
   /** The series that points belong to, each a switch. */
@@ -114,7 +128,7 @@ dcp.charts = (() => {
       const all = heights.get(inside[0].model).flatMap((p) => drawn.flatMap(([column]) => [p[column], p[`${column}_high`]]));
       return {
         key: name, title: name, traces,
-        layout: { xaxis: loads(inside.map(along), against(inside[0])), yaxis: values(all, figure.axis), annotations: watermark(inside) },
+        layout: { margin: MARGIN, xaxis: loads(inside.map(along), against(inside[0])), yaxis: values(all, figure.axis), annotations: watermark(inside) },
       };
     });
     const traced = points.some((p) => p.arrival === "trace") ? "Requests of a file have one load: they are in the table of points and under Explore. " : "";
@@ -139,7 +153,8 @@ dcp.charts = (() => {
   function overview(figure, points) {
     const axis = "over the best other layout";
     const compared = points.filter((p) => known(p.other_ratio));
-    const { panels, items, note } = overLoad({ ...figure, axis }, compared, [["other_ratio", "ratio"]]);
+    const { panels, items: names, note } = overLoad({ ...figure, axis }, compared, [["other_ratio", "ratio"]]);
+    const items = names.map((item) => ({ ...item, symbol: item.symbol.replace("-open", "") })); // hollow says something else here
     const on = switchedOn(figure, compared);
     const ratios = [...on.map((p) => p.other_ratio), 1];
     const margin = (Math.max(...ratios) - Math.min(...ratios)) * 0.08 || 0.05;
@@ -188,7 +203,7 @@ dcp.charts = (() => {
       return {
         key: name, title: name, traces,
         layout: {
-          xaxis: values(same.map((p) => p.tok_s_per_user), title("tok_s_per_user")), yaxis: values(same.map((p) => p.output_tok_s_per_gpu), title("output_tok_s_per_gpu")),
+          margin: MARGIN, xaxis: values(same.map((p) => p.tok_s_per_user), title("tok_s_per_user")), yaxis: values(same.map((p) => p.output_tok_s_per_gpu), title("output_tok_s_per_gpu")),
           annotations: watermark(inside),
         },
       };
@@ -309,7 +324,7 @@ dcp.charts = (() => {
     });
     const on = placed.filter((p) => !figure.off.has(group(p)));
     const axis = (name) => (joined && name === x ? loads(on.map((p) => p[name]), title(name)) : values(on.map((p) => p[name]), title(name)));
-    const panels = on.length === 0 ? [] : [{ key: "explore", title: "", traces, layout: { xaxis: axis(x), yaxis: axis(y), annotations: watermark(on) } }];
+    const panels = on.length === 0 ? [] : [{ key: "explore", title: "", traces, layout: { margin: MARGIN, xaxis: axis(x), yaxis: axis(y), annotations: watermark(on) } }];
     const without = points.length - placed.length;
     return { panels, items, note: without > 0 ? `Not drawn: ${without} of ${dcp.counted(points.length, "point")} without ${fields.get(x).label} or without ${fields.get(y).label}.` : "", wide: true };
   }

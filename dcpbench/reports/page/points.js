@@ -30,7 +30,8 @@ dcp.points = (() => {
     return point.workload === "serve" ? `${ends} over ${point.repeats} repeats` : `95 %: ${ends}`;
   }
 
-  const marks = (point) => point.marks.filter((mark) => mark !== data.unmarked).join(", ");
+  /** Those that tell it from the other points of its run; what all of these have is said once, in the text. */
+  const marks = (point) => point.telling ?? "";
 
   function words(point) {
     const rows = [["load", brief(point.panel)], ["backend", point.backend], ["exchange", point.exchange]];

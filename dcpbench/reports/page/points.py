@@ -13,7 +13,7 @@ from dcpbench.points.names import CLOSED, GAMMA, LIVE
 from dcpbench.points.point import AXES, LOAD_AXES, Load, Point, point_axes
 from dcpbench.records.metrics import METRIC, PAGE, PAGE_TABLE, Metric
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import overview, style, words
+from dcpbench.reports import marks, overview, style, words
 from dcpbench.reports.figures import floors_in_ms, has_phases, phases_in_ms
 from dcpbench.reports.findings import LOAD
 from dcpbench.reports.frames import same_load
@@ -96,7 +96,8 @@ def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
     count = 0
     for table in tables:
         if len(part := table.head(max(most - count, 0))):
-            parts.append(_columns(part, told, series, recorded))
+            telling = [said or None for said in marks.telling(table)[: len(part)]]
+            parts.append(_columns(part, told, series, recorded) | {"telling": telling})
             count += len(part)
     names = dict.fromkeys(name for part in parts for name in part)
     sizes = [len(next(iter(part.values()))) for part in parts]
@@ -113,7 +114,6 @@ def page_data(frames: Frames, most: int = MOST_POINTS) -> dict[str, Any]:
         "series": series.looks,
         "phases": [name.removeprefix(PHASE) for name in names if name.startswith(PHASE) and name != IDLE],
         "fields": [field for field in FIELDS if field["name"] in columns],
-        "unmarked": UNMARKED,
         "watermark": figures.WATERMARK,
         "log_range": figures.LOG_RANGE,
         "level": REPEATS_AGREE_WITHIN,

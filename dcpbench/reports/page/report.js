@@ -4,15 +4,38 @@
   const { points: store, element: el, find } = dcp;
   const { data, view, fields } = store;
   const STEP = 100; // rows of the table that are shown at once, and more at a press
+  const MOST_IDLE = 1000; // marks of a panel that is drawn before it is seen: more hold a reader up for a moment
+  const root = document.documentElement;
+  const whenIdle = globalThis.requestIdleCallback ?? ((call) => setTimeout(call, 50)); // Safari has none
   const pending = new Map();
   const near = new Set();
   let ready = false;
+  let waiting = false;
 
-  function drawPending(element) {
+  async function drawPending(element) {
     const panel = pending.get(element);
     if (!ready || !panel) return;
     pending.delete(element);
-    dcp.draw(element, panel.traces, panel.layout);
+    delete element.dataset.later;
+    await dcp.draw(element, panel.traces, panel.layout);
+  }
+
+  const marksOf = (panel) => panel.traces.reduce((sum, trace) => sum + trace.x.length, 0);
+
+  /** What is further off, a panel at a time and only while the browser has nothing else to do. */
+  function drawRest() {
+    if (waiting || !ready) return;
+    const next = [...pending].find(([element, panel]) => element.isConnected && marksOf(panel) <= MOST_IDLE);
+    if (!next) {
+      root.dataset.drawn = ""; // all but panels that say so in their place
+      return;
+    }
+    waiting = true;
+    whenIdle(async () => {
+      await drawPending(next[0]);
+      waiting = false;
+      drawRest();
+    });
   }
 
   const seen = new IntersectionObserver((entries) => {
@@ -24,8 +47,8 @@
 
   /** One figure: its switches, and a place for each panel, which is drawn when it comes near. */
   function figureOf(chart) {
-    const root = find(`chart-${chart.slug}`);
-    const [legend, grid, note] = [".legend", ".panels", ".note"].map((name) => root.querySelector(name));
+    const figure = find(`chart-${chart.slug}`);
+    const [legend, grid, note] = [".legend", ".panels", ".note"].map((name) => figure.querySelector(name));
     const places = new Map();
     let listed = "";
 
@@ -63,11 +86,12 @@
         if (!places.has(panel.key)) places.set(panel.key, place(panel));
         const { box, chartBox } = places.get(panel.key);
         if (panel.title) box.querySelector(".panel-title").textContent = panel.title;
-        chartBox.setAttribute("aria-label", `${root.querySelector("figcaption").textContent}${panel.title ? `: ${panel.title}` : ""}. ${panel.traces.length} series; numbers in the table of points.`);
+        chartBox.setAttribute("aria-label", `${figure.querySelector("figcaption").textContent}${panel.title ? `: ${panel.title}` : ""}. ${panel.traces.length} series; numbers in the table of points.`);
         chartBox.classList.toggle("low", Boolean(panel.low));
         chartBox.dataset.paper = wide || panels.length === 1 ? 660 : 325;
         chartBox.style.height = panel.rows ? `${panel.rows * dcp.charts.ROW_PIXELS + 80}px` : "";
         pending.set(chartBox, panel);
+        if (marksOf(panel) > MOST_IDLE) chartBox.dataset.later = `${dcp.number(marksOf(panel))} marks, drawn once they are in sight.`;
         if (near.has(chartBox)) drawPending(chartBox);
       }
       grid.replaceChildren(...(panels.length ? panels.map((panel) => places.get(panel.key).box) : [el("p", { class: "note" }, `No point that the filters leave has ${dcp.charts.NEEDS[chart.kind] ?? "this"}.`)]));
@@ -134,7 +158,7 @@
       type: "button", class: "copy", title: point.command, "aria-label": `copy the command that measures ${point.label} at concurrency ${point.concurrency} again`,
       click: (event) => { dcp.copy(point.command, event.currentTarget); },
     }, "copy") : "");
-    return [{ label: "again", class: "no-print", cell: again }, ...words, ...numbers, { name: "marks", label: "marks", class: "w", key: (point) => String(point.marks), cell: (point) => store.marks(point) || "–" }];
+    return [{ label: "again", class: "no-print", cell: again }, ...words, ...numbers, { name: "marks", label: "marks", class: "w", key: store.marks, cell: (point) => store.marks(point) || "–" }];
   }
 
   function pointsTable(root) {
@@ -171,8 +195,10 @@
       const shown = store.shown();
       said(shown);
       for (const pick of picked) pick();
+      delete root.dataset.drawn;
       for (const show of figures) show(shown);
       table(shown);
+      drawRest();
     };
     store.watch(all);
     all();
@@ -186,10 +212,11 @@
     dcp.plotly().then(() => {
       ready = true;
       for (const element of near) drawPending(element);
-      document.documentElement.dataset.ready = "";
+      root.dataset.ready = "";
+      drawRest();
     }).catch((error) => {
       find("broken").hidden = false;
-      const instead = document.documentElement.dataset.plotly ? "dcpbench report of the records beside this page makes one that needs no other file" : "figures/ beside this page has them as pictures";
+      const instead = root.dataset.plotly ? "dcpbench report of the records beside this page makes one that needs no other file" : "figures/ beside this page has them as pictures";
       find("broken").textContent = `This browser cannot draw the charts (${error.message}); ${instead}.`;
     });
   }

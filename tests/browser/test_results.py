@@ -1,0 +1,180 @@
+"""The pages of `make results`, of a CPU run and of another tool's files: each chart has a mark for all that it shows."""
+
+from __future__ import annotations
+
+import collections
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from dcpbench.imports import Told, import_files
+from dcpbench.reports import frames, plots, sections
+from dcpbench.reports.page import render
+from tests.unit import record_builder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.browser.conftest import Visit
+
+pytestmark = pytest.mark.browser
+ROOT = Path(__file__).parents[2]
+REPORTS = [
+    line.split(maxsplit=1)
+    for line in (ROOT / "results" / "reports.txt").read_text(encoding="utf-8").splitlines()
+    if line and not line.startswith("#")
+]
+MOST_PANELS = 12
+"""Of one chart: charts.js says below it how many there are."""
+MOST_LOADS = 3
+"""Of the chart of phases: the first, the middle and the last."""
+SCREEN = {"width": 400, "height": 800}
+"""Of a phone; charts are drawn wherever they are."""
+DRAWN = """() => new Promise((done) => {
+  const root = document.documentElement;
+  const look = () => { if ("drawn" in root.dataset) done(); };
+  new MutationObserver(look).observe(root, { attributes: true });
+  look();
+})"""
+"""Waits without asking again and again, which costs a big page as much as its charts."""
+COUNT = """() => Object.fromEntries([...document.querySelectorAll("figure[id^=chart-]")].map((figure) => [
+  figure.id.replace("chart-", ""),
+  [...figure.querySelectorAll(".panel")].map((panel) => [
+    panel.querySelector(".panel-title")?.textContent ?? "",
+    [...panel.querySelectorAll(".scatterlayer .point, .barlayer .point")].filter((mark) => mark.tagName === "path"
+      ? mark.getAttribute("d").length > 5 : (mark.querySelector("path")?.getAttribute("d") ?? "").length > 5).length,
+    [...panel.querySelectorAll(".scatterlayer .js-line")].filter((line) => line.style.strokeWidth !== "8px" && line.getAttribute("d")).length,
+  ]),
+]))"""
+"""Of each panel of each chart: its title, its marks that have an outline, and its lines, but for the wide one of a frontier."""
+Panel = tuple[str, int, int]
+"""Its title, and how many marks and lines it is to have."""
+
+
+def report(typed: str, folder: str) -> frames.Frames:
+    """What a line of reports.txt reads."""
+    *words, _, _ = shlex.split(typed)
+    runs = [ROOT / "results" / folder / word for word in words if word != "--as-repeats"]
+    return frames.load(runs, as_repeats="--as-repeats" in words)
+
+
+def cpu(tmp_path: Path) -> frames.Frames:
+    return frames.load([record_builder.write(tmp_path / "run", record_builder.cpu_sweep())])
+
+
+def imported(tmp_path: Path) -> frames.Frames:
+    """Four results of vLLM's benchmark, which are files in a public repository."""
+    files = sorted((ROOT / "tests" / "data" / "imports" / "glm-4.7_1k1k").glob("*.json"))
+    import_files(files, "vllm", tmp_path / "run", Told(tp=8))
+    return frames.load([tmp_path / "run"])
+
+
+PAGES: dict[str, Callable[[Path], frames.Frames]] = {
+    shlex.split(typed)[-1]: lambda _, typed=typed, folder=folder: report(typed, folder) for folder, typed in REPORTS
+} | {"cpu": cpu, "imported": imported}
+
+
+def page_of(read: frames.Frames, folder: Path) -> tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]:
+    """The page without pictures; its charts, and its points as rows."""
+    told = sections.report(read, plots.draw_all(read, folder / "figures", drawn=False))
+    page = folder / "report.html"
+    text = render.render("a report", told, read, pictures=False)
+    page.write_text(text, encoding="utf-8")
+    columns = json.loads(text.split('id="data">', 1)[1].split("</script>", 1)[0])["columns"]
+    names = list(columns)
+    points = [dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    charts = [chart for section in told for chart in render.charts_of([*section.first, *section.pictures])]
+    shown = [{"slug": c.slug, "kind": c.kind, "workload": c.workload, "mode": c.mode} for c in charts]
+    return page, [*shown, {"slug": "explore", "kind": "explore", "workload": "", "mode": ""}], points
+
+
+def has(point: dict[str, Any], *names: str) -> bool:
+    return all(point.get(name) is not None for name in names)
+
+
+def panels(points: list[dict[str, Any]], *statistics: str) -> list[Panel]:
+    """One for each thing that lines must not share: a mark for each statistic of a point, and a line for each series."""
+    found: dict[str, collections.Counter[tuple[int, str]]] = collections.defaultdict(collections.Counter)
+    for point in points:
+        for name in statistics:
+            if has(point, name):
+                found[point["panel"]][point["series"], name] += 1
+    return [(name, sum(s.values()), len(s)) for name, s in found.items()]
+
+
+def phases(points: list[dict[str, Any]]) -> list[Panel]:
+    """A bar for each phase that took time anywhere, of the points of at most three loads."""
+    profiled = [p for p in points if has(p, "phase:idle")]
+    loads = sorted({p["concurrency"] for p in profiled})
+    some = loads if len(loads) <= MOST_LOADS else [loads[0], loads[len(loads) // 2], loads[-1]]
+    spent = {name for p in profiled for name, ms in p.items() if name.startswith("phase:") and ms}
+    found = collections.Counter(p["panel"] for p in profiled if p["concurrency"] in some)
+    return [(name, shown * len(spent), 0) for name, shown in found.items()]
+
+
+def capacities(points: list[dict[str, Any]]) -> list[Panel]:
+    """Two panels a model, with a bar for each layout; what a sweep bounded itself says nothing of what fits."""
+    found: dict[str, set[str]] = collections.defaultdict(set)
+    for p in points:
+        if has(p, "kv_tokens_per_gib"):
+            found[f"{p['model']}, tokens per GiB of KV memory on each GPU"].add(p["layout"])
+            if has(p, "kv_capacity_tokens") and p.get("kv_bounded_by") != "sweep":
+                found[f"{p['model']}, tokens held in all"].add(p["layout"])
+    return [(name, len(layouts), 0) for name, layouts in found.items()]
+
+
+def due(chart: dict[str, Any], points: list[dict[str, Any]]) -> list[Panel]:
+    """What a chart is to hold."""
+    own = [p for p in points if p["workload"] == (chart["workload"] or p["workload"])]
+    own = [p for p in own if p["mode"] == (chart["mode"] or p["mode"])]
+    loaded = [p for p in own if p.get("arrival") != "trace"]
+    itl = "step_ms" if any(has(p, "step_ms") for p in loaded) else "itl_p50_ms"
+    per_user, per_gpu = "tok_s_per_user", "output_tok_s_per_gpu"
+    match chart["kind"]:
+        case "ttft":
+            found = panels(loaded, "ttft_p50_ms", "ttft_p99_ms")
+        case "itl":
+            found = panels(loaded, itl, "itl_p99_ms")
+        case "break-even":
+            found = panels([p for p in loaded if p["arrival"] == "closed"], "dcp_ratio")
+        case "frontier":
+            found = panels([p for p in own if has(p, per_user)], per_gpu)
+        case "kv":
+            found = capacities(own)
+        case "phases":
+            found = phases(own)
+        case "explore":
+            x, y = (per_user, per_gpu) if any(has(p, per_user) for p in own) else ("concurrency", "output_tok_s")
+            found = [("", sum(has(p, x, y) for p in own), 0)]
+        case kind:
+            found = panels(loaded, {"throughput": "output_tok_s", "overview": "other_ratio"}[kind])
+    return found
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_chart_of_a_page_has_its_marks(name: str, tmp_path: Path, visit: Visit) -> None:
+    """A mark for each point and percentile that the page's data has, and a line for each series.
+
+    Most of the first chart is on a phone's first screen.
+    """
+    path, charts, points = page_of(PAGES[name](tmp_path), tmp_path)
+    page = visit(path, viewport=SCREEN)
+    page.evaluate(DRAWN)
+    first = page.locator(".chart").first.bounding_box()
+    assert first
+    assert first["y"] + first["height"] / 2 < SCREEN["height"]
+    counted = page.evaluate(COUNT)
+    assert list(counted) == [chart["slug"] for chart in charts]
+    for chart in charts:
+        wanted, found = due(chart, points), counted[chart["slug"]]
+        assert wanted
+        assert all(marks > 0 for _, marks, _ in wanted)
+        assert len(found) == min(len(wanted), MOST_PANELS), chart["slug"]
+        for title, *held in found:
+            said = [list(n) for of, *n in wanted if title in of]
+            assert held in said, (chart["slug"], title)
+        if len(wanted) <= MOST_PANELS:
+            assert sorted(tuple(n) for _, *n in found) == sorted(tuple(n) for _, *n in wanted), chart["slug"]
