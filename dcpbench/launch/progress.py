@@ -179,8 +179,8 @@ def checks_table(checks: Sequence[jobs.Check]) -> Table:
         verdict = Text("ok", "green") if c.ok else Text("WRONG", "red bold")
         table.add_row(
             c.name,
-            c.layout,
-            " ".join(words(point_axes(Role.PATH), msgspec.structs.asdict(c))),
+            f"{c.layout} ep {c.ep}",
+            " ".join(words(point_axes(Role.PATH, but=Role.ENGINE), msgspec.structs.asdict(c))),
             c.dtype,
             "not finite" if c.error is None else f"{c.error:.2g}",
             "none" if c.limit is None else f"{c.limit:.2g}",

@@ -14,8 +14,8 @@ from dcpbench.plan.judge import Machine, check
 from dcpbench.plan.spec import check_same_sizes
 from dcpbench.points.axes import Role
 from dcpbench.points.budget import EnginePlan, engine_of, plan_engines
-from dcpbench.points.layout import DEGREES
-from dcpbench.points.names import ALL_REDUCES, flag
+from dcpbench.points.layout import DEGREES, experts_placed
+from dcpbench.points.names import ALL_REDUCES, BY_LAYOUT, flag
 from dcpbench.points.point import AXES, OPTIONS, Point, point_axes
 from dcpbench.points.shapes import ModelShape, load_shape
 from dcpbench.records.record import Record
@@ -160,7 +160,7 @@ def _grid(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> Iterable[Point]:
                 load=given.load,
                 workload="serve" if given.load else "decode",
                 repeat=repeat,
-                **(how | _idle(tp, dp, dcp)),  # type: ignore[arg-type]
+                **(how | {"ep": experts_placed(str(how["ep"]), tp, dp)} | _idle(tp, dp, dcp)),  # type: ignore[arg-type]
             )
 
 
@@ -197,7 +197,7 @@ def _expand(spec: SweepSpec, machine: Machine) -> list[Candidate]:
     added = {}
     if spec.baseline:
         for found in typed.values():
-            point = _baseline(found.point)
+            point = _baseline(found.point, spec)
             if found.error is None and point.key() not in typed and point.key() not in added:
                 judged = _judge(point, spec, shapes[point.model], machine)
                 added[point.key()] = dataclasses.replace(judged, added=True)
@@ -206,10 +206,11 @@ def _expand(spec: SweepSpec, machine: Machine) -> list[Candidate]:
     return [c if c.error else dataclasses.replace(c, plan=engine_of(c.point, engines)) for c in order]
 
 
-def _baseline(point: Point) -> Point:
-    """The same layout without DCP; of one that has no DCP, tp alone."""
+def _baseline(point: Point, spec: SweepSpec) -> Point:
+    """The same layout without DCP; of one that has no DCP, tp alone. Experts are placed as typed, else as is usual."""
     dp = point.dp if point.dcp > 1 else 1
-    return msgspec.structs.replace(point, dp=dp, dcp=1, **WITHOUT_EXCHANGE)
+    ep = experts_placed(BY_LAYOUT, point.tp, dp) if spec.how["ep"] == (BY_LAYOUT,) else point.ep
+    return msgspec.structs.replace(point, dp=dp, dcp=1, ep=ep, **WITHOUT_EXCHANGE)
 
 
 def _order(point: Point, spec: SweepSpec) -> tuple[object, ...]:

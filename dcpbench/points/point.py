@@ -10,7 +10,7 @@ import msgspec
 from dcpbench.errors import LayoutError
 from dcpbench.points import axes, names
 from dcpbench.points.axes import Axis, Role
-from dcpbench.points.layout import GroupWide, Layout
+from dcpbench.points.layout import GroupWide, Layout, experts_placed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -75,6 +75,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     dp: Annotated[int, Axis(ENGINE, 3)] = 1
     dcp: Annotated[int, Axis(ENGINE, 4)] = 1
     workload: Annotated[str, Axis(LOAD, 5, "{}", title="workload")] = "decode"
+    ep: Annotated[str, Axis(ENGINE | PATH, 6, "ep {}", title="experts", later=True)] = names.WHOLE
+    """`1`: each expert is cut by width over the tp ranks. `tp`: each rank has whole experts, as all did when records did
+    not say it, and as tp 1 has in any case. Of an import any number of ranks over which experts are dealt out."""
     concurrency: Annotated[int, Axis(LOAD, 40, title="concurrency")]
     """Requests in flight over the whole layout; `serve`: at most."""
     context: Annotated[int, Axis(LOAD, 41, title="context")]
@@ -122,6 +125,13 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
             return f"tp{self.tp}·dp{self.dp}·dcp{self.dcp}"
 
     @property
+    def ep_degree(self) -> int | None:
+        """Ranks over which whole experts are dealt out; 1 where each is cut over all; None where nobody knows."""
+        if self.ep == names.WHOLE:
+            return self.tp or None
+        return int(self.ep) if self.ep.isdecimal() else None
+
+    @property
     def group_wide(self) -> GroupWide:
         """What each rank holds for all heads of its DCP group."""
         return GroupWide(query=self.q_replicate, value=self.project_first)
@@ -142,8 +152,10 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
         return found | {axis.name: getattr(self.load, axis.name) for axis in load}
 
     def words(self, role: Role, but: Role = axes.NOTHING) -> list[str]:
-        """What of the point's own fields of such a role is not as usual."""
-        return axes.words(point_axes(role, but), msgspec.structs.asdict(self))
+        """What of the point's own fields of such a role is not as usual: of `ep`, in layouts of its kind."""
+        usual = self.ep == experts_placed(names.BY_LAYOUT, self.tp, self.dp) or self.ep_degree is None
+        ep = names.WHOLE if usual else str(self.ep_degree)
+        return axes.words(point_axes(role, but), msgspec.structs.asdict(self) | {"ep": ep})
 
     def key(self) -> str:
         """Everything that makes this point itself; `--resume` and comparisons match on it.

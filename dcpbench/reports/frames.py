@@ -15,7 +15,7 @@ from dcpbench.points import axes
 from dcpbench.points.axes import Role
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import CLOSED, NO_EXCHANGE, UNKNOWN
+from dcpbench.points.names import CLOSED, NO_EXCHANGE, UNKNOWN, WHOLE
 from dcpbench.points.point import AXES, LOAD_AXES, SETTING, point_axes
 from dcpbench.records import metrics
 from dcpbench.records.folder import RECORDS_FILE, record_file, run_folder
@@ -482,9 +482,20 @@ def _varying(table: pd.DataFrame, axis: Axis) -> list[str]:
     """`page 64` of each point; empty unless it tells two points apart that both say it."""
     if Role.SERVER in axis.role:
         return _settings(table)
+    if axis.name == "ep":
+        return _experts(table)
     own = axis.label and Role.EXCHANGE not in axis.role
     texts = [axis.text(value) for value in table[axis.name]] if own else []
     return texts if len({*texts} - {""}) > 1 else []
+
+
+def _experts(table: pd.DataFrame) -> list[str]:
+    """`ep 8` of each point; empty where all with attention data parallel place experts alike, and all without, too."""
+    placed = list(zip(table["tp"], table["dp"] > 1, table["ep"], strict=True))
+    kinds = {(spread, ep) for tp, spread, ep in placed if tp > 1 and ep != UNKNOWN}
+    if len(kinds) == len({spread for spread, _ in kinds}):
+        return []
+    return [f"ep {tp if ep == WHOLE else ep}" if tp > 1 and ep != UNKNOWN else "" for tp, _, ep in placed]
 
 
 def _settings(table: pd.DataFrame) -> list[str]:

@@ -38,6 +38,7 @@ OTHER: dict[str, Any] = {
     "tp": 4,
     "dp": 2,
     "dcp": 4,
+    "ep": "1",
     "workload": "other",
     "concurrency": 9,
     "context": 4001,
