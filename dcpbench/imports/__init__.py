@@ -21,7 +21,7 @@ from dcpbench.imports import documents, inferencex, metrics, said, sglang, vllm
 from dcpbench.imports.result import shapes_of
 from dcpbench.launch.folders import make_folder
 from dcpbench.plan.options import did_you_mean
-from dcpbench.points.layout import DEGREES, Layout
+from dcpbench.points.layout import DEGREES, Layout, experts_placed
 from dcpbench.points.names import CLOSED, ENGINES, INFERENCEX, NO_EXCHANGE, SGLANG, UNKNOWN, VLLM, flag
 from dcpbench.points.point import SETTING, Load, Point
 from dcpbench.records.file import RecordFile
@@ -124,6 +124,9 @@ def _completed(
         if told.tp is None and not result.layout and (layout := _named_layout(name, engine)):
             changes["layout"] = layout
             from_names.setdefault(str(Layout(**layout)), []).append(document.file)
+        if not result.ep and (ranks := name.degrees.get("ep")):
+            changes["ep"] = str(ranks)
+            from_names.setdefault(f"ep {ranks}", []).append(document.file)
         folder = Path(document.file).parent.name
         if several and folder and not result.settings and not NUMBERED.fullmatch(folder):
             changes["hints"] = {**result.hints, "folder": short(folder)}
@@ -151,7 +154,7 @@ def _named_layout(name: said.Name, engine: str) -> dict[str, int]:
 def _server(result: Result) -> tuple[object, ...]:
     """What a result was measured on, as far as it says."""
     parts = (result.layout.items(), result.settings.items())
-    return (result.model, result.backend, result.device, result.dtype, *map(tuple, parts))
+    return (result.model, result.backend, result.device, result.dtype, result.ep, *map(tuple, parts))
 
 
 def _load(result: Result) -> tuple[object, ...]:
@@ -305,6 +308,7 @@ def _point(result: Result, shape: Shape, engine: str, told: Told) -> Point:
         tp=layout["tp"],
         dp=layout["dp"],
         dcp=layout["dcp"],
+        ep=experts_placed(result.ep, layout["tp"], layout["dp"]) if result.ep else UNKNOWN,
         workload="serve",
         concurrency=result.concurrency or max(requests, 1),
         context=shape.most,

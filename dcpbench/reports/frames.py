@@ -43,6 +43,8 @@ LONGEST_DETAIL = 8_000
 """Characters of a log, of which the end tells most."""
 GPU = "gpu="
 """The setting that makes points of other hardware other points; labels have the hardware itself."""
+BUSIEST = ("busiest_rank_experts", "busiest_rank_rows")
+"""Facts that tables have where any record has them: records once were without."""
 SAME_ENVIRONMENT = ("device", "device_count", "torch", "cuda", "nccl", "flashinfer", "triton")
 """What runs must share to be repeats of each other."""
 MERGES: dict[str, Callable[[list[float]], float]] = {
@@ -336,6 +338,7 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
     profiled = [r.phases for r in records if r.phases]
     phases = dict.fromkeys(name for p in profiled for name in p.phase_us)
     told = ("layers", "layers_held", "attention_error", "experts_hit", "graph_batch", "cuda_graph")
+    busiest = {name: v for name in BUSIEST if honesty and (v := getattr(honesty, name)) is not None}
     row |= {
         "run": run,
         "layout": point.layout_name,
@@ -351,6 +354,7 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
         "idle_us": median(p.idle_us for p in profiled),
         **merged(records, "idle_fraction", "kernels"),
         **{name: getattr(honesty, name, None) for name in told},
+        **busiest,
         **merged(records, *OF_ENGINE),
         "throttle_reasons": ", ".join(sorted({reason for r in records if r.gpu for reason in r.gpu.throttle_reasons})),
         **_clocks(records),

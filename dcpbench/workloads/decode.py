@@ -73,7 +73,7 @@ def run(
         plan_us = _plan_time_us(engine, requests, rows)
         tell("check")
         error = attention_error(engine, batch, requests, settings.seed)
-        hit = _experts_hit(engine, batch)
+        routed = _routed(engine, batch, point)
         graph_error = None
         if device.type == "cuda":
             tell("capture")
@@ -114,7 +114,7 @@ def run(
             session,
             graph_error=graph_error,
             attention_error=error,
-            experts_hit=hit,
+            **routed,
             graph_batch=batch.size,
             cuda_graph=batch.captured is not None,
         ),
@@ -176,15 +176,29 @@ def _live_logits(batch: Batch) -> torch.Tensor:
     return wide.masked_fill(wide.isneginf(), 0.0)
 
 
-def _experts_hit(engine: DecodeEngine, batch: Batch) -> float:
-    """Mean share of all experts that a layer's tokens reach, in one eager step."""
+def _routed(engine: DecodeEngine, batch: Batch, point: Point) -> dict[str, float]:
+    """What routers chose in one eager step, as Honesty has it; every rank sees all tokens of the layout."""
     model = engine.model
     model.chosen_experts = []
     engine.run(batch)
     chosen, model.chosen_experts = model.chosen_experts, None
     if not chosen:
-        return 0.0
-    return statistics.mean(ids_Tk.unique().numel() for _, ids_Tk in chosen) / model.shape.experts
+        return {"experts_hit": 0.0}
+    counts = torch.stack([torch.bincount(ids.flatten(), minlength=model.shape.experts) for _, ids in chosen])
+    return {"experts_hit": float((counts > 0).double().mean()), **busiest(counts.cpu(), point.ep_degree or 1)}
+
+
+def busiest(rows_LE: torch.Tensor, ranks: int) -> dict[str, float]:
+    """Experts hit, and rows of them, of each layer's busiest rank over the mean of its ranks; layers on average.
+
+    rows_LE: rows of each expert, which are dealt out to `ranks` in runs; 1 rank where each expert is cut over all.
+    """
+    ranked_LRe = rows_LE.unflatten(1, (ranks, -1))
+    found = {
+        "busiest_rank_experts": (ranked_LRe > 0).double().sum(-1),
+        "busiest_rank_rows": ranked_LRe.double().sum(-1),
+    }
+    return {name: float((of_LR.amax(-1) / of_LR.mean(-1)).mean()) for name, of_LR in found.items()}
 
 
 def _profile(engine: DecodeEngine, batch: Batch) -> Profile:

@@ -607,7 +607,7 @@ class TestCurves:
     @pytest.mark.parametrize(
         ("name", "degrees", "lengths"),
         [
-            ("dsr1_1k1k_fp8_sglang_tp8-ep1-dpafalse_conc64.json", {"tp": 8}, (1024, 1024)),
+            ("dsr1_1k1k_fp8_sglang_tp8-ep1-dpafalse_conc64.json", {"tp": 8, "ep": 1}, (1024, 1024)),
             ("8k-1k/tp_4_dp2.json", {"tp": 4, "dp": 2}, (8192, 1024)),
             ("isl1000_osl100/TP=8.json", {"tp": 8}, (1000, 100)),
             ("in1024_out128.json", {}, (1024, 128)),
@@ -703,16 +703,18 @@ class TestInferenceX:
         rows = [
             files.inferencex(conc=n, **server)
             for n in (4, 8)
-            for server in ({}, {"hw": "mi355x"}, {"spec_decoding": "mtp"}, {"dp_attention": "true", "ep": 8})
+            for server in ({}, {"hw": "mi355x"}, {"spec_decoding": "mtp"}, {"dp_attention": "true", "ep": 8}, {"ep": 8})
         ]
         random.Random(0).shuffle(rows)
         records = imported(tmp_path, "inferencex", *rows)
         assert {line.rpartition(" | ")[2]: loads for line, loads in curves(tmp_path / "run").items()} == {
-            "tp8 (AMD MI355X)": [4, 8],
-            "tp8 (NVIDIA H200)": [4, 8],
-            "tp8 (spec=mtp, NVIDIA H200)": [4, 8],
-            "tp8·dp8 (ep=8, NVIDIA H200)": [4, 8],
+            "tp8 (ep 1, AMD MI355X)": [4, 8],
+            "tp8 (ep 1, NVIDIA H200)": [4, 8],
+            "tp8 (ep 1, spec=mtp, NVIDIA H200)": [4, 8],
+            "tp8 (ep 8, NVIDIA H200)": [4, 8],
+            "tp8·dp8 (ep 8, NVIDIA H200)": [4, 8],
         }
+        assert {(r.point.dp, r.point.ep) for r in records} == {(1, "1"), (1, "tp"), (8, "tp")}
         rates = [r.serve.tok_s_per_user for r in records if r.serve and "spec" in r.point.settings]
         assert rates == [None, None], "a chunk brings several tokens"
 
