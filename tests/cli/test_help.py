@@ -278,6 +278,8 @@ def test_the_help_says_what_vllm_and_sglang_call_an_option() -> None:
         "SGLang's --tp-size",
         "--data-parallel-size × --tensor-parallel-size",
         "--enable-dp-attention",
+        "--enable-expert-parallel",
+        "--ep-size",
         "--decode-context-parallel-size",
         "--dcp 1 measures plain TP alone",
         "--chunked-prefill-size",

@@ -184,6 +184,27 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(tp, checkpoints, tmp
         verify(points, PROMPTS, NEW, tmp_path)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_so_they_are_on_two_gpus_whether_experts_are_cut_or_whole(dtype, checkpoints, tmp_path):
+    """In bf16 by the kernels of decode batches, and by the median position. Half an expert has 12 numbers, 24 bytes."""
+    points = [
+        msgspec.structs.replace(point(checkpoints[model], layout, PAGED, NONE | ep, "triton"), dtype=dtype)
+        for layout in (Layout(2), Layout(2, dp=2))
+        for model in ("v3", "v2")
+        for ep in (CUT, WHOLE)
+    ]
+    work = launcher.Work(
+        folder=tmp_path, settings=Settings(), device="cuda", kind="verify", prompts=PROMPTS, new_tokens=NEW
+    )
+    launcher.run(points, work, Machines(), lambda _: None)
+    assert {r.point.key(): r.reason for r in last_records(tmp_path, FAILED_FILE).values()} == {}
+    checks = [msgspec.json.decode(line, type=Check) for line in (tmp_path / "checks.jsonl").read_bytes().splitlines()]
+    assert [c for c in checks if not c.ok] == []
+    assert {(c.layout, c.ep) for c in checks if c.name == "logits"} == {(str(p.layout), p.ep) for p in points}
+
+
 def test_so_are_those_of_the_triton_backend_and_of_symmetric_memory(checkpoints, tmp_path):
     """In Triton's interpreter, which takes seconds for what the reference does in milliseconds: few and short."""
     prompts, new = ((5, 90, 17), (202,)), 1
