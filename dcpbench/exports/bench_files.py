@@ -7,9 +7,8 @@ import itertools
 from typing import TYPE_CHECKING
 
 from dcpbench.exports.measured import DECODE_STEPS, DID_NOT_RUN, Measured, Rule, sieve
-from dcpbench.points.names import CLOSED, GAMMA, WHOLE
+from dcpbench.points.names import CLOSED, GAMMA
 from dcpbench.records.metrics import PERCENTILES
-from dcpbench.records.record import OURS
 from dcpbench.serving.outcome import FINISHED, REJECTED
 from dcpbench.serving.samples import read_samples, samples_path
 
@@ -40,12 +39,6 @@ CARRIES = (DID_NOT_RUN, DECODE_STEPS, NO_TIME, NOT_KNOWN)
 """What neither file has a place for."""
 SAME_NAMES = {name: name for name in ("ttft", "tpot", "itl", "e2el")}
 """Latencies of a tool that calls them what we do, in its order."""
-
-
-def experts(p: Served) -> int | None:
-    """Ranks over which whole experts are dealt out, 1 where each is cut; of an import only what it said."""
-    point = p.m.record.point
-    return point.ep_degree if p.m.origin == OURS or point.ep != WHOLE else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,7 @@ def _row(p: Served) -> dict[str, Any]:
         "pp": 1,
         "dcp_size": point.dcp,
         "pcp_size": 1,
-        "ep": bench_files.experts(p),
+        "ep": point.ep_degree,
         "dp_attention": "true" if point.dp > 1 else "false",
         "tput_per_gpu": (totals.input_tokens + totals.output_tokens) / wall / point.tp,
         "output_tput_per_gpu": totals.output_tokens / wall / point.tp,

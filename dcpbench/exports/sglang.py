@@ -30,7 +30,7 @@ def render(points: Sequence[Measured]) -> Rendered:
 
 def _result(p: Served) -> dict[str, Any]:
     serve, totals, wall = p.serve, p.totals, p.wall_s
-    ranks = bench_files.experts(p)
+    ranks = p.m.record.point.ep_degree
     inputs, outputs = bench_files.fixed(p.load.input_tokens), bench_files.fixed(p.load.output_tokens)
     found: dict[str, Any] = {
         "tag": p.m.record.point.layout_name,

@@ -65,8 +65,8 @@ def _metadata(p: Served) -> dict[str, str]:
     found = {}
     if point.tp:
         found = {TP: str(point.tp // max(point.dp, 1)), DP: str(point.dp), DCP: str(point.dcp)}
-    if point.tp > 1 and bench_files.experts(p) in (1, point.tp):
-        found[EP] = str(bench_files.experts(p) == point.tp)
+    if point.tp > 1 and point.ep_degree in (1, point.tp):
+        found[EP] = str(point.ep_degree == point.tp)
     if goodput := _goodput(p):
         found["goodput"] = goodput
     if marks := p.m.record.marks:

@@ -21,8 +21,8 @@ from dcpbench.imports import documents, inferencex, metrics, said, sglang, vllm
 from dcpbench.imports.result import shapes_of
 from dcpbench.launch.folders import make_folder
 from dcpbench.plan.options import did_you_mean
-from dcpbench.points.layout import DEGREES, Layout, experts_placed
-from dcpbench.points.names import CLOSED, ENGINES, INFERENCEX, NO_EXCHANGE, SGLANG, UNKNOWN, VLLM, flag
+from dcpbench.points.layout import DEGREES, Layout
+from dcpbench.points.names import CLOSED, ENGINES, INFERENCEX, NO_EXCHANGE, SGLANG, UNKNOWN, VLLM, WHOLE, flag
 from dcpbench.points.point import SETTING, Load, Point
 from dcpbench.records.file import RecordFile
 from dcpbench.records.folder import RECORDS_FILE
@@ -297,6 +297,11 @@ def _layout(result: Result, told: Told) -> dict[str, int]:
     return dict(result.layout)
 
 
+def _experts(ep: str, tp: int) -> str:
+    """As a point of an import has it: a number where the file says how many ranks there were."""
+    return (str(tp) if tp else UNKNOWN) if ep == WHOLE else ep or UNKNOWN
+
+
 def _point(result: Result, shape: Shape, engine: str, told: Told) -> Point:
     model = told.model or result.model
     if not model:
@@ -308,7 +313,7 @@ def _point(result: Result, shape: Shape, engine: str, told: Told) -> Point:
         tp=layout["tp"],
         dp=layout["dp"],
         dcp=layout["dcp"],
-        ep=experts_placed(result.ep, layout["tp"], layout["dp"]) if result.ep else UNKNOWN,
+        ep=_experts(result.ep, layout["tp"]),
         workload="serve",
         concurrency=result.concurrency or max(requests, 1),
         context=shape.most,

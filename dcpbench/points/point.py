@@ -24,8 +24,9 @@ SETTING = ", "
 
 
 def _key_fields(of: msgspec.Struct, later: dict[str, Any]) -> Iterable[str]:
-    """Fields that a key has; `later` with their defaults."""
-    return (name for name in of.__struct_fields__ if name not in later or getattr(of, name) != later[name])
+    """Fields that a key has; those of `later` where they say something else than all once did."""
+    fields = of.__struct_fields__
+    return (name for name in fields if name not in later or getattr(of, name) not in (later[name], names.UNKNOWN))
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +78,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     workload: Annotated[str, Axis(LOAD, 5, "{}", title="workload")] = "decode"
     ep: Annotated[str, Axis(ENGINE | PATH, 6, "ep {}", title="experts", later=True)] = names.WHOLE
     """`1`: each expert is cut by width over the tp ranks. `tp`: each rank has whole experts, as all did when records did
-    not say it, and as tp 1 has in any case. Of an import any number of ranks over which experts are dealt out."""
+    not say it, and as tp 1 has in any case. Of an import the number of ranks that experts are dealt out to."""
     concurrency: Annotated[int, Axis(LOAD, 40, title="concurrency")]
     """Requests in flight over the whole layout; `serve`: at most."""
     context: Annotated[int, Axis(LOAD, 41, title="context")]
@@ -108,6 +109,11 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     settings: Annotated[str, Axis(SERVER, 30, "{}", title="server settings", later=True)] = ""
     """Of an import: what its benchmark varied of the server or the load and no other field says, such as
     `max_num_seqs=4`; comma list."""
+
+    def __post_init__(self) -> None:
+        """An import that does not say how experts are placed says nothing, also where it was made before it could."""
+        if self.ep == names.WHOLE and self.backend not in (*names.BACKENDS, names.AUTO):
+            msgspec.structs.force_setattr(self, "ep", names.UNKNOWN)
 
     @property
     def layout(self) -> Layout:

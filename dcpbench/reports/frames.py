@@ -495,11 +495,12 @@ def _varying(table: pd.DataFrame, axis: Axis) -> list[str]:
 
 def _experts(table: pd.DataFrame) -> list[str]:
     """`ep 8` of each point; empty where all with attention data parallel place experts alike, and all without, too."""
-    placed = list(zip(table["tp"], table["dp"] > 1, table["ep"], strict=True))
-    kinds = {(spread, ep) for tp, spread, ep in placed if tp > 1 and ep != UNKNOWN}
+    degrees = [str(tp) if ep == WHOLE else ep for tp, ep in zip(table["tp"], table["ep"], strict=True)]
+    placed = list(zip(table["tp"], table["dp"] > 1, degrees, strict=True))
+    kinds = {(spread, WHOLE if ep == str(tp) else ep) for tp, spread, ep in placed if tp > 1 and ep != UNKNOWN}
     if len(kinds) == len({spread for spread, _ in kinds}):
         return []
-    return [f"ep {tp if ep == WHOLE else ep}" if tp > 1 and ep != UNKNOWN else "" for tp, _, ep in placed]
+    return [f"ep {ep}" if tp > 1 and ep != UNKNOWN else "" for tp, _, ep in placed]
 
 
 def _settings(table: pd.DataFrame) -> list[str]:

@@ -714,7 +714,7 @@ class TestInferenceX:
             "tp8 (ep 8, NVIDIA H200)": [4, 8],
             "tp8·dp8 (ep 8, NVIDIA H200)": [4, 8],
         }
-        assert {(r.point.dp, r.point.ep) for r in records} == {(1, "1"), (1, "tp"), (8, "tp")}
+        assert {(r.point.dp, r.point.ep) for r in records} == {(1, "1"), (1, "8"), (8, "8")}
         rates = [r.serve.tok_s_per_user for r in records if r.serve and "spec" in r.point.settings]
         assert rates == [None, None], "a chunk brings several tokens"
 
