@@ -21,7 +21,7 @@ import msgspec
 
 from dcpbench.errors import DcpbenchError, RecordsError
 from dcpbench.points.budget import EnginePlan
-from dcpbench.points.names import ALL_REDUCES, WHOLE
+from dcpbench.points.names import ALL_REDUCES
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.records import checksums
@@ -128,7 +128,8 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     """`attention` (merged output against fp64), `kv_write`, `reduce`, `logits`, `tokens`, `routing`; see
     workloads/verify.py."""
     layout: str
-    ep: str = WHOLE
+    ep: int | None = None
+    """Ranks that whole experts are dealt out to; 1 where each is cut over all."""
     backend: str
     exchange: str
     """With the options that are on: `a2a +q-replicate`."""

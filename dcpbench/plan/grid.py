@@ -92,10 +92,11 @@ def dcp_by_default(candidates: Sequence[Candidate]) -> str:
 
 
 def point_name(point: Point) -> str:
-    """One point in a line: `tiny tp8·dcp8 reference ag_rs, 8 × 100 tokens`."""
+    """One point in a line: `tiny tp8·dcp8 reference ag_rs, 8 × 100 tokens`; `tp8·dcp8 ep 8` where that is not usual."""
     repeat = f", repeat {point.repeat}" if point.repeat else ""
     load = load_text(point) + ("" if point.load else " tokens")
-    return f"{point.model} {point.layout_name} {path_name(point)}, {load}{repeat}"
+    who = (point.model, point.layout_name, point.ep_label, path_name(point))
+    return f"{' '.join(filter(None, who))}, {load}{repeat}"
 
 
 def load_text(point: Point) -> str:
@@ -105,7 +106,7 @@ def load_text(point: Point) -> str:
 
 def path_name(point: Point) -> str:
     """How a point is computed: `triton a2a +q-replicate`; what is usual, such as the all-reduce, is left out."""
-    return " ".join(point.words(Role.PATH | Role.SERVER))
+    return " ".join(word for word in point.words(Role.PATH | Role.SERVER) if word != point.ep_label)
 
 
 def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
@@ -119,6 +120,7 @@ def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
                 "layout": p.layout_name,
                 "vllm_layout": p.layout.vllm_name() if c.error is None else None,
                 **{axis.name: getattr(p, axis.name) for axis in LISTED},
+                "ep_text": p.ep_label,
                 "path": path_name(p),
                 "workload": p.workload,
                 "concurrency": p.concurrency,

@@ -138,6 +138,12 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
         return int(self.ep) if self.ep.isdecimal() else None
 
     @property
+    def ep_label(self) -> str:
+        """`ep 8` where experts are known not to be placed as is usual in such a layout."""
+        usual = self.ep == experts_placed(names.BY_LAYOUT, self.tp, self.dp)
+        return "" if usual or self.ep_degree is None else f"ep {self.ep_degree}"
+
+    @property
     def group_wide(self) -> GroupWide:
         """What each rank holds for all heads of its DCP group."""
         return GroupWide(query=self.q_replicate, value=self.project_first)
@@ -159,9 +165,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     def words(self, role: Role, but: Role = axes.NOTHING) -> list[str]:
         """What of the point's own fields of such a role is not as usual: of `ep`, in layouts of its kind."""
-        usual = self.ep == experts_placed(names.BY_LAYOUT, self.tp, self.dp) or self.ep_degree is None
-        ep = names.WHOLE if usual else str(self.ep_degree)
-        return axes.words(point_axes(role, but), msgspec.structs.asdict(self) | {"ep": ep})
+        said = {"ep": str(self.ep_degree) if self.ep_label else names.WHOLE}
+        return axes.words(point_axes(role, but), msgspec.structs.asdict(self) | said)
 
     def key(self) -> str:
         """Everything that makes this point itself; `--resume` and comparisons match on it.

@@ -235,7 +235,7 @@ def _check(point: Point, name: str, error: float, limit: float | None, detail: s
     return Check(
         name=name,
         layout=str(point.layout),
-        ep=point.ep,
+        ep=point.ep_degree,
         backend=point.backend,
         exchange=point.exchange_label() or NO_EXCHANGE,
         all_reduce=point.all_reduce,

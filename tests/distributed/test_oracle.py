@@ -152,7 +152,7 @@ def assert_verified(points: list[Point], checks: list[Check], tokens_of_a_rank: 
     for i, p in enumerate(points):
         made = checks[i * len(CHECKS) : (i + 1) * len(CHECKS)]
         assert {(c.layout, c.ep, c.backend, c.exchange) for c in made} == {
-            (str(p.layout), p.ep, p.backend, p.exchange_label() or "none")
+            (str(p.layout), p.ep_degree, p.backend, p.exchange_label() or "none")
         }
         attention, kv_write, logits, tokens = made
         assert attention.error <= LIMIT, p
@@ -202,7 +202,7 @@ def test_so_they_are_on_two_gpus_whether_experts_are_cut_or_whole(dtype, checkpo
     assert {r.point.key(): r.reason for r in last_records(tmp_path, FAILED_FILE).values()} == {}
     checks = [msgspec.json.decode(line, type=Check) for line in (tmp_path / "checks.jsonl").read_bytes().splitlines()]
     assert [c for c in checks if not c.ok] == []
-    assert {(c.layout, c.ep) for c in checks if c.name == "logits"} == {(str(p.layout), p.ep) for p in points}
+    assert {(c.layout, c.ep) for c in checks if c.name == "logits"} == {(str(p.layout), p.ep_degree) for p in points}
 
 
 def test_so_are_those_of_the_triton_backend_and_of_symmetric_memory(checkpoints, tmp_path):
