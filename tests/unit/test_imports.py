@@ -639,6 +639,36 @@ class TestCurves:
         record, _ = one(tmp_path, "sglang", files.sglang(server_info=server))
         assert (record.point.layout_name, record.point.dtype) == ("tp8·dp8", "fp8")
 
+    @pytest.mark.parametrize(
+        ("engine", "said", "ep"),
+        [
+            ("vllm", {"enable_expert_parallel": "True"}, "8"),
+            ("vllm", {"enable_expert_parallel": "false"}, "1"),
+            ("vllm", {"ep": "8"}, "8"),
+            ("vllm", {}, "unknown"),
+            ("sglang", {"ep_size": 4}, "4"),
+            ("sglang", {"ep_size": 1}, "1"),
+            ("sglang", {}, "unknown"),
+        ],
+        ids=str,
+    )
+    def test_how_experts_are_placed_is_read_and_never_guessed(
+        self, engine: str, said: dict[str, Any], ep: str, tmp_path: Path
+    ) -> None:
+        """vLLM says whether whole experts are dealt out to all ranks, SGLang to how many. It is no setting then."""
+        server = {"model_path": "m", "tp_size": 8, "dp_size": 1}
+        vllms = {"tensor_parallel_size": "4", "data_parallel_size": "2"}
+        result = files.vllm(**vllms, **said) if engine == "vllm" else files.sglang(server_info=server | said)
+        record, _ = one(tmp_path, engine, result)
+        assert (record.point.tp, record.point.ep, record.point.settings) == (8, ep, "")
+
+    def test_the_name_of_a_file_says_it_too(self, tmp_path: Path) -> None:
+        path = files.file(tmp_path, files.vllm(), name="dsr1_tp8-ep8.json")
+        notes = import_files([path], "vllm", tmp_path / "run", Told()).notes
+        (record,) = read_records(tmp_path / "run")
+        assert (record.point.tp, record.point.ep) == (8, "8")
+        assert any("ep 8 (1 of 1)" in note for note in notes)
+
     @pytest.mark.parametrize("name", ["label", "version"])
     def test_a_label_that_several_loads_share_is_a_line(self, name: str, tmp_path: Path) -> None:
         results = [
