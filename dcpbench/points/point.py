@@ -76,7 +76,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     dp: Annotated[int, Axis(ENGINE, 3)] = 1
     dcp: Annotated[int, Axis(ENGINE, 4)] = 1
     workload: Annotated[str, Axis(LOAD, 5, "{}", title="workload")] = "decode"
-    ep: Annotated[str, Axis(ENGINE | PATH, 6, "ep {}", title="experts", later=True)] = names.WHOLE
+    ep: Annotated[str, Axis(ENGINE | PATH, 6, "ep {}", title="experts (ep)", later=True)] = names.WHOLE
     """`1`: each expert is cut by width over the tp ranks. `tp`: each rank has whole experts, as all did when records did
     not say it, and as tp 1 has in any case. Of an import the number of ranks that experts are dealt out to."""
     concurrency: Annotated[int, Axis(LOAD, 40, title="concurrency")]
