@@ -61,6 +61,10 @@ class Layouts(Group):
         "Ranks that share the KV cache of one request, vLLM's --decode-context-parallel-size; divides tp / dp. Adds no "
         "GPUs. Default: tp / dp, beside dcp 1 as baseline; --dcp 1 measures plain TP alone."
     )
+    ep: str | None = panel("Layouts (comma lists)", metavar="1|tp,…")(
+        "Experts: 1 cuts each by width over all tp ranks, as engines do by default; tp gives each rank whole ones: "
+        "vLLM's --enable-expert-parallel, SGLang's --ep-size (our tp). Default: 1; tp where dp > 1."
+    )
 
 
 class How(Group):

@@ -75,6 +75,8 @@ def verify(layouts: Layouts, load: Load, how: opt.How, run: Run) -> int:
 
       dcpbench verify --tp 4 --dcp 4 --exchange ag_rs,a2a,symm --q-replicate
 
+      dcpbench verify --tp 4 --ep 1,tp
+
       dcpbench verify --checkpoint ~/models/deepseek-v2-lite --tp 4 --dcp 4
     """
     import msgspec
@@ -116,7 +118,7 @@ def verify(layouts: Layouts, load: Load, how: opt.How, run: Run) -> int:
 
 def _layouts(spec: "SweepSpec", asked: Layouts, probe: "Probe") -> list["Layout"]:
     """The usual six that these GPUs can hold; once a degree is typed, every valid layout with it."""
-    from dcpbench.points.layout import Layout, valid_layouts
+    from dcpbench.points.layout import Layout, experts_placed, valid_layouts
     from dcpbench.points.shapes import load_shape
 
     if not (asked.tp or asked.dp or asked.dcp):
@@ -125,12 +127,13 @@ def _layouts(spec: "SweepSpec", asked: Layouts, probe: "Probe") -> list["Layout"
     shape = load_shape(spec.model[0])
     dps = spec.dp if asked.dp else (None,)
     tps = spec.tp if asked.tp else (max(spec.dp) * max(spec.dcp or (1,)),)
-    found = []
+    found: list[Layout] = []
+    eps = [str(ep) for ep in spec.how["ep"]]
     for tp, dp, dcp in itertools.product(tps, dps, spec.dcp or (None,)):
-        matching = [x for x in valid_layouts(shape, tp) if dp in (None, x.dp) and dcp in (None, x.dcp)]
-        if not matching:
-            Layout(tp=tp, dp=dp or 1, dcp=dcp or 1).check_model(shape)
-        found += matching
+        valid = [x for ep in eps for x in valid_layouts(shape, tp, ep) if dp in (None, x.dp) and dcp in (None, x.dcp)]
+        if not valid:
+            Layout(tp=tp, dp=dp or 1, dcp=dcp or 1).check_model(shape, experts_placed(eps[0], tp, dp or 1))
+        found += dict.fromkeys(valid)
     return found
 
 
@@ -157,7 +160,8 @@ def _print_checks(points: Sequence["Point"], folder: Path, run: opt.Run) -> int:
 
     checks = read_checks(folder)
     failed = list(last_records(folder, FAILED_FILE).values())
-    silent = {str(p.layout) for p in points} - {c.layout for c in checks} - {str(r.point.layout) for r in failed}
+    told = {f"{c.layout} ep {c.ep}" for c in checks} | {f"{r.point.layout} ep {r.point.ep_degree}" for r in failed}
+    silent = {f"{p.layout} ep {p.ep_degree}" for p in points} - told
     ok = bool(checks) and all(c.ok for c in checks) and not failed and not silent
     if run.as_json:
         broken = [{"point": msgspec.to_builtins(r.point), "reason": r.reason} for r in failed]

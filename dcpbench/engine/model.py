@@ -266,7 +266,7 @@ class Model:
             return linear(moe.silu_mul(linear(x_TD, w.gate_up)), w.down)
 
     def experts(self, x_TD: torch.Tensor, w: Moe, router_TD: torch.Tensor | None) -> torch.Tensor:
-        """This rank's experts and its slice of the shared expert."""
+        """This rank's experts, or its slice of all of them, and its slice of the shared expert."""
         with phase("moe"):
             if w.shared is None:
                 shared_TD = torch.zeros_like(x_TD)

@@ -17,6 +17,7 @@ import torch
 
 from dcpbench.points import memory
 from dcpbench.points.layout import OWN_HEADS
+from dcpbench.points.names import WHOLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,17 +72,17 @@ class Mlp:
 
 @dataclasses.dataclass(frozen=True)
 class Moe:
-    """Router, this rank's experts, and its slice of the shared expert."""
+    """Router, this rank's experts or its slice of all of them, and its slice of the shared expert."""
 
     router: torch.Tensor
     bias: torch.Tensor
     """[E], fp32 whatever the model's dtype."""
     gate_up: torch.Tensor
-    """[E_local, 2·I, D]"""
+    """[E_local, 2·I, D]; where experts are cut, all of them, and of each I / tp rows of gate and of up."""
     down: torch.Tensor
-    """[E_local, D, I]"""
+    """[E_local, D, I]; likewise the same columns."""
     first: int
-    """Global id of the first local expert."""
+    """Global id of the first local expert; 0 where experts are cut."""
     shared: Mlp | None
     """None where the model has no shared experts."""
 
@@ -135,13 +136,14 @@ def load_weights(
     held: memory.Layers,
     alive: Callable[[], None] = lambda: None,
     wide: GroupWide = OWN_HEADS,
+    ep: str = WHOLE,
 ) -> Weights:
     """This rank's shard of the first layers of each kind, as many as are `held`.
 
     `alive` is called before each layer, for whoever watches for a hang; `wide` says what is held of all heads of the
-    DCP group.
+    DCP group, `ep` how experts are placed.
     """
-    loader = _Loader(source, shape, layout, rank, alive, wide)
+    loader = _Loader(source, shape, layout, rank, alive, wide, ep)
     return Weights(
         embed=loader.vocab("model.embed_tokens.weight"),
         lm_head=loader.vocab("model.embed_tokens.weight" if shape.tied else "lm_head.weight"),
@@ -154,9 +156,16 @@ def load_weights(
 
 class _Loader:
     def __init__(
-        self, source: Source, shape: ModelShape, layout: Layout, rank: int, alive: Callable[[], None], wide: GroupWide
+        self,
+        source: Source,
+        shape: ModelShape,
+        layout: Layout,
+        rank: int,
+        alive: Callable[[], None],
+        wide: GroupWide,
+        ep: str,
     ) -> None:
-        self.alive, self.wide = alive, wide
+        self.alive, self.wide, self.ep = alive, wide, ep
         self.source, self.shape, self.layout, self.rank = source, shape, layout, rank
         heads = shape.heads // layout.attn_tp
         first = layout.attn_rank(rank) * heads
@@ -220,23 +229,29 @@ class _Loader:
         return Mlp(gate_up=torch.cat((gate, up)), down=down)
 
     def moe(self, prefix: str) -> Moe:
-        """Whole experts, dealt out to the tp ranks in runs, and a slice of the shared one."""
+        """Whole experts, dealt out to the tp ranks in runs, or a slice of each; and a slice of the shared one."""
         s, get, m = self.shape, self.source.get, prefix + "mlp."
-        local = s.experts // self.layout.tp
-        first = self.rank * local
+        held, width = range(s.experts), s.moe_inter
+        if self.ep == WHOLE:
+            local = s.experts // self.layout.tp
+            held = range(self.rank * local, (self.rank + 1) * local)
+        else:
+            width //= self.layout.tp
+        start = 0 if self.ep == WHOLE else self.rank * width
+        mine = slice(start, start + width)
         router = get(m + "gate.weight", (s.experts, s.hidden))
-        gate_up = router.new_empty(local, 2 * s.moe_inter, s.hidden)
-        down = router.new_empty(local, s.hidden, s.moe_inter)
-        for i in range(local):
-            e = f"{m}experts.{first + i}."
-            gate_up[i, : s.moe_inter] = get(e + "gate_proj.weight", (s.moe_inter, s.hidden))
-            gate_up[i, s.moe_inter :] = get(e + "up_proj.weight", (s.moe_inter, s.hidden))
-            down[i] = get(e + "down_proj.weight", (s.hidden, s.moe_inter))
+        gate_up = router.new_empty(len(held), 2 * width, s.hidden)
+        down = router.new_empty(len(held), s.hidden, width)
+        for i, expert in enumerate(held):
+            e = f"{m}experts.{expert}."
+            gate_up[i, :width] = get(e + "gate_proj.weight", (s.moe_inter, s.hidden), rows=mine)
+            gate_up[i, width:] = get(e + "up_proj.weight", (s.moe_inter, s.hidden), rows=mine)
+            down[i] = get(e + "down_proj.weight", (s.hidden, s.moe_inter), columns=mine)
         bias = routing_bias(self.source, s, prefix)
         if bias is None:
             bias = torch.zeros(s.experts, device=router.device)
         shared = self.mlp(m + "shared_experts.", s.shared_experts * s.moe_inter) if s.shared_experts else None
-        return Moe(router=router, bias=bias, gate_up=gate_up, down=down, first=first, shared=shared)
+        return Moe(router=router, bias=bias, gate_up=gate_up, down=down, first=held.start, shared=shared)
 
 
 def routing_bias(source: Source, shape: ModelShape, prefix: str) -> torch.Tensor | None:

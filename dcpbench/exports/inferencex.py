@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.exports import Rendered, as_list, bench_files
 from dcpbench.exports.measured import PUBLIC, Measured, Rule
 from dcpbench.points.names import CLOSED
-from dcpbench.records.record import OURS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +57,7 @@ def _row(p: Served) -> dict[str, Any]:
         "pp": 1,
         "dcp_size": point.dcp,
         "pcp_size": 1,
-        "ep": point.tp if p.m.origin == OURS else None,
+        "ep": point.ep_degree,
         "dp_attention": "true" if point.dp > 1 else "false",
         "tput_per_gpu": (totals.input_tokens + totals.output_tokens) / wall / point.tp,
         "output_tput_per_gpu": totals.output_tokens / wall / point.tp,

@@ -7,7 +7,7 @@ import hashlib
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from dcpbench.points.names import REPLAY
+from dcpbench.points.names import REPLAY, UNKNOWN, WHOLE
 from dcpbench.records import metrics
 from dcpbench.records.record import functional, origin
 from dcpbench.reports import words
@@ -129,7 +129,8 @@ def digest(text: str) -> str:
 
 def _name(m: Measured, *, several: bool) -> str:
     point = m.record.point
-    who = [point.model, point.layout_name, point.exchange_label(), point.backend, point.dtype, point.settings]
+    ep = "" if point.ep in (WHOLE, UNKNOWN) else f"ep {point.ep}"  # names of points of old records stay
+    who = [point.model, point.layout_name, ep, point.exchange_label(), point.backend, point.dtype, point.settings]
     if point.load is None:
         load = f"{point.workload}: {point.concurrency:,} × {point.context:,}"
     else:

@@ -80,6 +80,7 @@ def labels_of(m: Measured) -> dict[str, str]:
         "tp": str(point.tp),
         "dp": str(point.dp),
         "dcp": str(point.dcp),
+        "ep": str(point.ep_degree or ""),
         "exchange": point.exchange_label(),
         "backend": point.backend,
         "dtype": point.dtype,

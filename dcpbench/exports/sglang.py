@@ -30,6 +30,7 @@ def render(points: Sequence[Measured]) -> Rendered:
 
 def _result(p: Served) -> dict[str, Any]:
     serve, totals, wall = p.serve, p.totals, p.wall_s
+    ranks = p.m.record.point.ep_degree
     inputs, outputs = bench_files.fixed(p.load.input_tokens), bench_files.fixed(p.load.output_tokens)
     found: dict[str, Any] = {
         "tag": p.m.record.point.layout_name,
@@ -40,7 +41,7 @@ def _result(p: Served) -> dict[str, Any]:
         "random_input_len": inputs,
         "random_output_len": outputs,
         "random_range_ratio": 1.0 if inputs is not None and outputs is not None else None,
-        "server_info": {"model_path": p.m.record.point.model},
+        "server_info": {"model_path": p.m.record.point.model, **({"ep_size": ranks} if ranks else {})},
         "duration": wall,
         "completed": totals.finished,
         "total_input_tokens": totals.input_tokens,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dcpbench.exports.bench_files import Served
     from dcpbench.exports.measured import Measured
 
-TP, DP, DCP = "tensor_parallel_size", "data_parallel_size", "decode_context_parallel_size"
+TP, DP, DCP, EP = "tensor_parallel_size", "data_parallel_size", "decode_context_parallel_size", "enable_expert_parallel"
 """Metadata under vLLM's own option names; its tp counts inside one dp replica, ours over all of them."""
 GOODPUT_OF = ("ttft", "tpot", "e2el")
 """What vLLM's --goodput can bound; it has no objective for ITL."""
@@ -65,6 +65,8 @@ def _metadata(p: Served) -> dict[str, str]:
     found = {}
     if point.tp:
         found = {TP: str(point.tp // max(point.dp, 1)), DP: str(point.dp), DCP: str(point.dcp)}
+    if point.tp > 1 and point.ep_degree in (1, point.tp):
+        found[EP] = str(point.ep_degree == point.tp)
     if goodput := _goodput(p):
         found["goodput"] = goodput
     if marks := p.m.record.marks:

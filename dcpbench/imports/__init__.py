@@ -22,7 +22,18 @@ from dcpbench.imports.result import shapes_of
 from dcpbench.launch.folders import make_folder
 from dcpbench.plan.options import did_you_mean
 from dcpbench.points.layout import DEGREES, Layout
-from dcpbench.points.names import CLOSED, ENGINES, INFERENCEX, NO_EXCHANGE, SGLANG, TOOLS, UNKNOWN, VLLM, flag
+from dcpbench.points.names import (
+    CLOSED,
+    ENGINES,
+    INFERENCEX,
+    NO_EXCHANGE,
+    SGLANG,
+    TOOLS,
+    UNKNOWN,
+    VLLM,
+    WHOLE,
+    flag,
+)
 from dcpbench.points.point import SETTING, Load, Point
 from dcpbench.records.file import RecordFile
 from dcpbench.records.folder import RECORDS_FILE
@@ -122,6 +133,9 @@ def _completed(
         if told.tp is None and not result.layout and (layout := _named_layout(name, engine)):
             changes["layout"] = layout
             from_names.setdefault(str(Layout(**layout)), []).append(document.file)
+        if not result.ep and (ranks := name.degrees.get("ep")):
+            changes["ep"] = str(ranks)
+            from_names.setdefault(f"ep {ranks}", []).append(document.file)
         folder = Path(document.file).parent.name
         if several and folder and not result.settings and not NUMBERED.fullmatch(folder):
             changes["hints"] = {**result.hints, "folder": short(folder)}
@@ -149,7 +163,7 @@ def _named_layout(name: said.Name, engine: str) -> dict[str, int]:
 def _server(result: Result) -> tuple[object, ...]:
     """What a result was measured on, as far as it says."""
     parts = (result.layout.items(), result.settings.items())
-    return (result.model, result.backend, result.device, result.dtype, *map(tuple, parts))
+    return (result.model, result.backend, result.device, result.dtype, result.ep, *map(tuple, parts))
 
 
 def _load(result: Result) -> tuple[object, ...]:
@@ -292,6 +306,11 @@ def _layout(result: Result, told: Told) -> dict[str, int]:
     return dict(result.layout)
 
 
+def _experts(ep: str, tp: int) -> str:
+    """As a point of an import has it: a number where the file says how many ranks there were."""
+    return (str(tp) if tp else UNKNOWN) if ep == WHOLE else ep or UNKNOWN
+
+
 def _point(result: Result, shape: Shape, engine: str, told: Told) -> Point:
     model = told.model or result.model
     if not model:
@@ -303,6 +322,7 @@ def _point(result: Result, shape: Shape, engine: str, told: Told) -> Point:
         tp=layout["tp"],
         dp=layout["dp"],
         dcp=layout["dcp"],
+        ep=_experts(result.ep, layout["tp"]),
         workload="serve",
         concurrency=result.concurrency or max(requests, 1),
         context=shape.most,

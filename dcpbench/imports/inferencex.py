@@ -76,7 +76,6 @@ def read(document: Document) -> Result:
     speculates = next((v for n in SPECULATION if (v := str(fields.get(n) or "").lower()) not in NONE), "")
     in_ms = {f"{name}_ms": v * MS for name, v in fields.items() if _is_time(name) and isinstance(v, float | int)}
     times = Document(document.where, in_ms)
-    experts = result.integer(fields.get("ep")) or result.integer(fields.get("decode_ep")) or 0
     return Result(
         where=document.where,
         model=result.model(row.model, document.where),
@@ -93,12 +92,10 @@ def read(document: Document) -> Result:
         summary={name: summary(times, name, 0) for name in TIMES},
         several_tokens=bool(speculates),
         layout=layout,
+        ep=str(result.integer(fields.get("ep")) or result.integer(fields.get("decode_ep")) or ""),
         device=said.hardware(fields),
         dtype=said.precision(fields),
-        settings={
-            **({"ep": str(experts)} if experts > 1 else {}),
-            **({"spec": said.brief(speculates)} if speculates else {}),
-        },
+        settings={"spec": said.brief(speculates)} if speculates else {},
         facts={"date": row.date, "image": said.brief(row.image or "")},
         unread=[name for name in fields if name not in KNOWN and not _is_time(name) and fields[name] not in (None, "")],
     )

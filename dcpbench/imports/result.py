@@ -127,6 +127,8 @@ class Result:
     slo_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
     layout: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """tp, dp and dcp, in our words."""
+    ep: str = ""
+    """As of a point, or as many ranks as experts are dealt out to."""
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Of the server and the load, where a sweep says that it varied them and nothing here has a place for them."""
     hints: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -24,12 +24,18 @@ DEGREES = {
     "dp": ("data_parallel_size", "data_parallel", "dp_size", "dp"),
     "dcp": ("decode_context_parallel_size", "dcp_size", "dcp"),
 }
+EXPERTS = ("expert_parallel_size", "expert_parallel", "ep_size", "ep")
+"""Ranks over which whole experts are dealt out, as a number."""
+SPREAD = ("enable_expert_parallel", "enable_ep_moe")
+"""Whether they are dealt out to all."""
 LENGTHS = (
     ("random_input_len", "input_len", "isl", "input_tokens"),
     ("random_output_len", "output_len", "osl", "output_tokens"),
 )
 """Of prompts, and of answers."""
-SERVER = frozenset((*HARDWARE, *PRECISION, *(name for names in (*DEGREES.values(), *LENGTHS) for name in names)))
+SERVER = frozenset(
+    (*HARDWARE, *PRECISION, *EXPERTS, *SPREAD, *(name for names in (*DEGREES.values(), *LENGTHS) for name in names))
+)
 LONGEST = 100
 """Characters of a piece of hardware, a precision, a label."""
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "torch.bfloat16": "bf16"}
@@ -39,7 +45,7 @@ K = 1024
 LAST_FOLDERS = 2
 """Of a file's path, that are read for what its name does not say."""
 _START, _END = r"(?:^|[^A-Za-z0-9])", r"(?=$|[^A-Za-z0-9])"
-_DEGREE = {name: re.compile(rf"{_START}{name}[=_-]?(\d{{1,4}}){_END}", re.IGNORECASE) for name in DEGREES}
+_DEGREE = {name: re.compile(rf"{_START}{name}[=_-]?(\d{{1,4}}){_END}", re.IGNORECASE) for name in (*DEGREES, "ep")}
 _ASKED = [
     re.compile(rf"{_START}(?:{words})[=_-]?(\d{{1,7}})(k?){_END}", re.IGNORECASE)
     for words in ("isl|input[_-]?len", "osl|output[_-]?len")
@@ -53,7 +59,7 @@ class Name:
     """What the name of a file, or of the folders around it, says."""
 
     degrees: Mapping[str, int]
-    """By our names, in the words of whoever named the file."""
+    """By our names, and `ep`, in the words of whoever named the file."""
     lengths: tuple[int | None, int | None]
 
 

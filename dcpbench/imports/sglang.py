@@ -8,7 +8,7 @@ import msgspec
 
 from dcpbench.imports import result, said
 from dcpbench.imports.result import Result
-from dcpbench.imports.vllm import summary
+from dcpbench.imports.vllm import experts_of, summary
 from dcpbench.points.names import CLOSED, GAMMA, SGLANG, TOOLS, TRACE
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def read(document: Document) -> Result:
         summary={ours: summary(document, ours, found.completed, theirs) for ours, theirs in NAMES.items()},
         several_tokens=(found.accept_length or 1.0) > ONE_TOKEN or (details is not None and details.divided()),
         layout=_layout(server),
+        ep=experts_of(server),
         device=said.hardware({**server, **document.fields}),
         dtype=said.precision({**server, **document.fields}),
         hints={"tag": said.brief(found.tag.strip())} if found.tag and found.tag.strip() else {},

@@ -15,7 +15,7 @@ import msgspec
 from dcpbench.errors import RecordsError
 from dcpbench.imports import result, said
 from dcpbench.imports.result import Result
-from dcpbench.points.names import CLOSED, GAMMA, TOOLS, TRACE, VLLM
+from dcpbench.points.names import CLOSED, CUT, GAMMA, TOOLS, TRACE, VLLM, WHOLE
 from dcpbench.records.checks import LARGEST
 from dcpbench.records.record import Latencies
 from dcpbench.show.text import shortened
@@ -80,6 +80,8 @@ def read(document: Document) -> Result:
     known = {*KNOWN, *hints, *(said.SERVER.difference(said.PRECISION) if several else said.SERVER)}
     if not layout:
         known -= {name for names in said.DEGREES.values() for name in names}
+    if not (ep := experts_of(told)):
+        known -= {*said.EXPERTS, *said.SPREAD}
     if found.completed > found.num_prompts:
         raise RecordsError(
             f"{document.where}: completed is {found.completed}, more than the {found.num_prompts} of num_prompts."
@@ -105,6 +107,7 @@ def read(document: Document) -> Result:
         goodput_s=found.request_goodput,
         slo_ms=slo,
         layout=layout,
+        ep=ep,
         settings={name: value for name, value in sorted(varied.items()) if name not in known},
         device=said.hardware(told),
         dtype=said.precision(told),
@@ -209,6 +212,15 @@ def layout_of(fields: Mapping[str, Any]) -> dict[str, int]:
     }
     tp, dp, dcp = degrees["tp"], degrees["dp"] or 1, degrees["dcp"] or 1
     return {} if tp is None else {"tp": tp * dp, "dp": dp, "dcp": dcp}
+
+
+def experts_of(fields: Mapping[str, Any]) -> str:
+    """How a server places experts, by the words of engines: `8` ranks, `tp` for all of them, `1`; empty where none says."""
+    number = next((n for name in said.EXPERTS if (n := result.integer(fields.get(name)))), None)
+    if number is not None:
+        return str(number)
+    switch = next((str(fields[name]).lower() for name in said.SPREAD if name in fields), "")
+    return {"true": WHOLE, "1": WHOLE, "false": CUT, "0": CUT}.get(switch, "")
 
 
 def _objectives(text: str) -> dict[str, float]:

@@ -128,6 +128,8 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     """`attention` (merged output against fp64), `kv_write`, `reduce`, `logits`, `tokens`, `routing`; see
     workloads/verify.py."""
     layout: str
+    ep: int | None = None
+    """Ranks that whole experts are dealt out to; 1 where each is cut over all."""
     backend: str
     exchange: str
     """With the options that are on: `a2a +q-replicate`."""

@@ -142,7 +142,7 @@ def candidates_table(rows: Sequence[dict[str, object]]) -> Table:
             continue
         table.add_row(
             str(r["model"]),
-            f"{r['layout']}{' +' if r['added'] else ''}",
+            " ".join(filter(None, (str(r["layout"]), str(r["ep_text"]), "+" if r["added"] else ""))),
             str(r["vllm_layout"]),
             str(r["path"]),
             str(r["load_text"]),
@@ -179,8 +179,8 @@ def checks_table(checks: Sequence[jobs.Check]) -> Table:
         verdict = Text("ok", "green") if c.ok else Text("WRONG", "red bold")
         table.add_row(
             c.name,
-            c.layout,
-            " ".join(words(point_axes(Role.PATH), msgspec.structs.asdict(c))),
+            f"{c.layout} ep {c.ep}" if c.ep else c.layout,
+            " ".join(words(point_axes(Role.PATH, but=Role.ENGINE), msgspec.structs.asdict(c))),
             c.dtype,
             "not finite" if c.error is None else f"{c.error:.2g}",
             "none" if c.limit is None else f"{c.limit:.2g}",

@@ -14,8 +14,8 @@ from dcpbench.plan.judge import Machine, check
 from dcpbench.plan.spec import check_same_sizes
 from dcpbench.points.axes import Role
 from dcpbench.points.budget import EnginePlan, engine_of, plan_engines
-from dcpbench.points.layout import DEGREES
-from dcpbench.points.names import ALL_REDUCES, flag
+from dcpbench.points.layout import DEGREES, experts_placed
+from dcpbench.points.names import ALL_REDUCES, BY_LAYOUT, flag
 from dcpbench.points.point import AXES, OPTIONS, Point, point_axes
 from dcpbench.points.shapes import ModelShape, load_shape
 from dcpbench.records.record import Record
@@ -93,10 +93,11 @@ def dcp_by_default(candidates: Sequence[Candidate]) -> str:
 
 
 def point_name(point: Point) -> str:
-    """One point in a line: `tiny tp8·dcp8 reference ag_rs, 8 × 100 tokens`."""
+    """One point in a line: `tiny tp8·dcp8 reference ag_rs, 8 × 100 tokens`; `tp8·dcp8 ep 8` where that is not usual."""
     repeat = f", repeat {point.repeat}" if point.repeat else ""
     load = load_text(point) + ("" if point.load else " tokens")
-    return f"{point.model} {point.layout_name} {path_name(point)}, {load}{repeat}"
+    who = (point.model, point.layout_name, point.ep_label, path_name(point))
+    return f"{' '.join(filter(None, who))}, {load}{repeat}"
 
 
 def load_text(point: Point) -> str:
@@ -106,7 +107,7 @@ def load_text(point: Point) -> str:
 
 def path_name(point: Point) -> str:
     """How a point is computed: `triton a2a +q-replicate`; what is usual, such as the all-reduce, is left out."""
-    return " ".join(point.words(Role.PATH | Role.SERVER))
+    return " ".join(word for word in point.words(Role.PATH | Role.SERVER) if word != point.ep_label)
 
 
 def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
@@ -120,6 +121,7 @@ def table(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
                 "layout": p.layout_name,
                 "vllm_layout": p.layout.vllm_name() if c.error is None else None,
                 **{axis.name: getattr(p, axis.name) for axis in LISTED},
+                "ep_text": p.ep_label,
                 "path": path_name(p),
                 "workload": p.workload,
                 "concurrency": p.concurrency,
@@ -161,7 +163,7 @@ def _grid(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> Iterable[Point]:
                 load=given.load,
                 workload="serve" if given.load else "decode",
                 repeat=repeat,
-                **(how | _idle(tp, dp, dcp)),  # type: ignore[arg-type]
+                **(how | {"ep": experts_placed(str(how["ep"]), tp, dp)} | _idle(tp, dp, dcp)),  # type: ignore[arg-type]
             )
 
 
@@ -198,7 +200,7 @@ def _expand(spec: SweepSpec, machine: Machine) -> list[Candidate]:
     added = {}
     if spec.baseline:
         for found in typed.values():
-            point = _baseline(found.point)
+            point = _baseline(found.point, spec)
             if found.error is None and point.key() not in typed and point.key() not in added:
                 judged = _judge(point, spec, shapes[point.model], machine)
                 added[point.key()] = dataclasses.replace(judged, added=True)
@@ -207,10 +209,11 @@ def _expand(spec: SweepSpec, machine: Machine) -> list[Candidate]:
     return [c if c.error else dataclasses.replace(c, plan=engine_of(c.point, engines)) for c in order]
 
 
-def _baseline(point: Point) -> Point:
-    """The same layout without DCP; of one that has no DCP, tp alone."""
+def _baseline(point: Point, spec: SweepSpec) -> Point:
+    """The same layout without DCP; of one that has no DCP, tp alone. Experts are placed as typed, else as is usual."""
     dp = point.dp if point.dcp > 1 else 1
-    return msgspec.structs.replace(point, dp=dp, dcp=1, **WITHOUT_EXCHANGE)
+    ep = experts_placed(BY_LAYOUT, point.tp, dp) if spec.how["ep"] == (BY_LAYOUT,) else point.ep
+    return msgspec.structs.replace(point, dp=dp, dcp=1, ep=ep, **WITHOUT_EXCHANGE)
 
 
 def _order(point: Point, spec: SweepSpec) -> tuple[object, ...]:

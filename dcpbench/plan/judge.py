@@ -13,9 +13,9 @@ from dcpbench.errors import CapacityError, LayoutError, MissingPackageError, NoR
 from dcpbench.points import memory
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.budget import CPU_BYTES, ITEMSIZE, least_pages, most_pages, pages_needed, plan_engine
-from dcpbench.points.layout import Layout, valid_layouts
+from dcpbench.points.layout import Layout, experts_placed, valid_layouts
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import AUTO, EXCHANGES, NO_EXCHANGE, flag
+from dcpbench.points.names import AUTO, BY_LAYOUT, CUT, EXCHANGES, NO_EXCHANGE, WHOLE, flag
 from dcpbench.points.point import OPTIONS
 from dcpbench.points.shapes import NOPE, ROPE, VALUE
 from dcpbench.points.sizes import size_text
@@ -39,6 +39,8 @@ SYMMETRIC = "symm"
 """Exchange and all-reduce that work inside one machine."""
 ROW_UNIT = 16
 """Bytes that a thread of kernels/kv_gather reads at once; a test holds the two together."""
+TENSOR_UNIT = 16
+"""Bytes of which rows are multiples that a tensor descriptor reads, as kernels/moe/prompts does."""
 _CPU_VERIFY = "dcpbench verify --device cpu --backend reference can take it"
 
 
@@ -62,7 +64,7 @@ def check(point: Point, settings: Settings, shape: ModelShape, machine: Machine)
     probe = machine.probe
     if probe.device == "cpu":
         _check_cpu(point, shape, machine)
-    point.layout.check_model(shape)
+    point.layout.check_model(shape, point.ep)
     _check_ranks(point, shape, machine)
     if probe.device == "cuda" and machine.timed and point.dtype != "bf16":  # others run the reference's experts
         raise UsageError(
@@ -131,11 +133,12 @@ def _check_ranks(point: Point, shape: ModelShape, machine: Machine) -> None:
 def _smaller(point: Point, shape: ModelShape, gpus: int) -> str:
     """The command for the largest layout of the same kind that these GPUs can hold."""
     for tp in range(gpus, 0, -1):
-        layouts = [x for x in valid_layouts(shape, tp) if x.dp <= point.dp and x.dcp <= point.dcp]
+        layouts = [x for x in valid_layouts(shape, tp, point.ep) if x.dp <= point.dp and x.dcp <= point.dcp]
         if layouts:
             best = max(layouts, key=lambda x: (x.dp == point.dp, x.dcp))
             dp = f" --dp {best.dp}" if best.dp > 1 else ""
-            return f"dcpbench {_command(point)} --model {point.model} --tp {best.tp}{dp} --dcp {best.dcp}"
+            ep = f" --ep {point.ep}" if point.ep != experts_placed(BY_LAYOUT, point.tp, best.dp) else ""
+            return f"dcpbench {_command(point)} --model {point.model} --tp {best.tp}{dp} --dcp {best.dcp}{ep}"
     return f"dcpbench {_command(point)} --device cpu --model tiny --tp 8 --dcp 8"
 
 
@@ -237,6 +240,13 @@ def _check_gpu_kernels(point: Point, shape: ModelShape) -> None:
             f"the rope kernel needs a width that is a power of two from {SMALLEST_TILE}, and {shape.name} has "
             f"'qk_rope_head_dim' {shape.rope}; {_CPU_VERIFY}."
         )
+    width = shape.moe_inter // point.tp
+    if point.ep == CUT and width * ITEMSIZE[point.dtype] % TENSOR_UNIT:
+        raise UsageError(
+            f"--ep {CUT} with --tp {point.tp} leaves {width} numbers of {shape.name}'s experts, {shape.moe_inter} wide, to "
+            f"each rank, and the kernels take rows that are multiples of {TENSOR_UNIT} bytes; use --ep {WHOLE}, or a "
+            "smaller --tp."
+        )
     merged_wide = point.dcp > 1 and point.dtype != "fp32" and not point.project_first
     if merged_wide and not (_power_of_two(shape.latent) and _power_of_two(shape.value)):
         raise UsageError(
@@ -298,7 +308,7 @@ def _check_chunk(point: Point, load: Load) -> None:
 def _check_chunk_memory(point: Point, load: Load, shape: ModelShape, probe: Probe) -> None:
     """A step's chunks must leave something of the GPU; whether weights and KV fit beside them is judged later."""
     total = probe.memory_bytes if probe.device == "cuda" else None
-    need = memory.prefill_bytes(shape, point.layout, load.chunk, ITEMSIZE[point.dtype])
+    need = memory.prefill_bytes(shape, point.layout, load.chunk, ITEMSIZE[point.dtype], point.ep)
     if total is not None and need > total:
         raise CapacityError(
             f"--chunk {load.chunk}: a step of so many prompt tokens needs {size_text(need)} on a GPU of "
@@ -367,7 +377,7 @@ def _what_fits(point: Point, settings: Settings, shape: ModelShape, probe: Probe
         if most
         else f"Not even one request of {point.context} tokens fits."
     )
-    for layout in valid_layouts(shape, point.tp):
+    for layout in valid_layouts(shape, point.tp, point.ep):
         if layout.dp != point.dp or layout.dcp <= point.dcp:
             continue
         wider = msgspec.structs.replace(point, dcp=layout.dcp)

@@ -9,7 +9,7 @@ import reprlib
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
-from dcpbench.points.names import BACKENDS, REPLAY, SYNTHETIC, flag
+from dcpbench.points.names import BACKENDS, CUT, REPLAY, SYNTHETIC, WHOLE, flag
 from dcpbench.points.point import AXES, LOAD_AXES
 from dcpbench.records.checks import LARGEST
 
@@ -68,6 +68,7 @@ def example(name: str) -> str:
         "weights": SYNTHETIC,
         "tp": "4,8",
         "dcp": "1,4",
+        "ep": f"{CUT},{WHOLE}",
         "concurrency": "8,32",
         "context": "4000,32000",
         "request_rate": "0.5,2",
@@ -98,6 +99,11 @@ def whole(name: str, value: object) -> int:
         _check_size(name, found, shown(value))
         return found  # type: ignore[no-any-return]
     raise UsageError(f"{flag(name)} {shown(value)}: not a whole number; write for example {example(name)}.")
+
+
+def degrees(name: str, value: object) -> tuple[str, ...]:
+    """`1,tp`, each once: numbers of ranks, or all of a layout."""
+    return tuple(dict.fromkeys(WHOLE if item == WHOLE else str(whole(name, item)) for item in items(name, value)))
 
 
 def names(name: str, value: object) -> tuple[str, ...]:

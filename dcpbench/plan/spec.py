@@ -16,7 +16,7 @@ from dcpbench.plan.options import check_known, check_positive, check_seconds, di
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.machine import Probe
-from dcpbench.points.names import SYNTHETIC, flag
+from dcpbench.points.names import BY_LAYOUT, SYNTHETIC, flag
 from dcpbench.points.point import HOW
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import check_checkpoint, load_shape
@@ -158,6 +158,7 @@ def defaults(probe: Probe) -> dict[str, object]:
             "backend": ("reference",),
             "dtype": "fp32",
             "page_size": 1,
+            "ep": BY_LAYOUT,
         }
     return {
         "model": ("deepseek-v3",),
@@ -167,6 +168,7 @@ def defaults(probe: Probe) -> dict[str, object]:
         "backend": ("flashinfer" if probe.packages.get("flashinfer") else "triton",),
         "dtype": "bf16",
         "page_size": 64,
+        "ep": BY_LAYOUT,
     }
 
 
@@ -283,6 +285,7 @@ PARSERS: dict[str, Callable[[str, object], object]] = {
     "model": read.names,
     **dict.fromkeys((*DEGREES, "concurrency", "context"), read.ints),
     **{axis.name: read.parser_of(axis) for axis in HOW},
+    "ep": read.degrees,
     "kv_memory": read.parse_bytes,
     "seconds": read.number,
     "repeats": read.whole,

@@ -168,7 +168,7 @@ class _Rank:
             self.fewest = memory.least_layers(shape, point.layout, self.itemsize, self.l2_bytes, point.group_wide)
             self.room = (probe.memory_bytes or 0) - memory.RESERVE_BYTES
             if chunk:
-                self.room -= memory.prefill_bytes(shape, point.layout, chunk, self.itemsize)
+                self.room -= memory.prefill_bytes(shape, point.layout, chunk, self.itemsize, point.ep)
 
     def weight_bytes(self, layers: Layers) -> int:
         """Of so many distinct layers."""

@@ -182,6 +182,7 @@ class Sharding:
             itemsize=ITEMSIZE[point.dtype],
             interleave=point.interleave,
             wide=point.group_wide,
+            ep=point.ep_degree,
         )
 
     @property

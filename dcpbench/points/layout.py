@@ -21,6 +21,7 @@ import math
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dcpbench.errors import LayoutError
+from dcpbench.points.names import BY_LAYOUT, CUT, WHOLE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -115,26 +116,46 @@ class Layout:
         """Ranks with the same heads in different replicas; tokens are gathered over them for the MoE."""
         return [list(range(a, self.tp, self.attn_tp)) for a in range(self.attn_tp)]
 
-    def check_model(self, shape: ModelShape) -> None:
-        """Raise LayoutError, with the degrees that would work, unless heads and experts divide evenly."""
+    def check_model(self, shape: ModelShape, ep: str = WHOLE) -> None:
+        """Raise LayoutError, with what would work, unless heads, and experts placed as `ep` says, divide evenly."""
         if shape.heads % self.attn_tp:
             raise LayoutError(
                 f"{shape.name} has {shape.heads} heads, which {self} would split over {self.attn_tp} ranks; "
                 f"tp/dp can be {_divisors(shape.heads, 64)}."
             )
         shared = shape.shared_experts * shape.moe_inter
-        for size, text in (
-            (shape.experts, f"{shape.experts} experts, which do"),
+        experts = {
+            WHOLE: (shape.experts, f"{shape.experts} experts, which do"),
+            CUT: (shape.moe_inter, f"experts with a width of {shape.moe_inter}, which does"),
+        }
+        if ep not in experts:
+            raise LayoutError(
+                f"--ep {ep} with --tp {self.tp}: experts are cut over all ranks (--ep 1), or dealt out to all (--ep tp, "
+                f"here {self.tp}); use one of these."
+            )
+        others = (
             (shape.dense_inter, f"a dense width of {shape.dense_inter}, which does"),
             (shared, f"a shared expert width of {shared}, which does"),
-        ):
+        )
+        for size, text in (experts[ep], *others):
             if size % self.tp:
-                possible = _divisors(math.gcd(shape.experts, shape.dense_inter, shared), 64)
-                raise LayoutError(f"{shape.name} has {text} not divide over --tp {self.tp}; --tp can be {possible}.")
+                possible = _divisors(math.gcd(experts[ep][0], shape.dense_inter, shared), 64)
+                other = CUT if ep == WHOLE else WHOLE
+                instead = any(n % self.tp for n, _ in (experts[other], *others))
+                raise LayoutError(
+                    f"{shape.name} has {text} not divide over --tp {self.tp}; --tp can be {possible}"
+                    + ("." if instead else f", or add --ep {other}.")
+                )
 
 
-def valid_layouts(shape: ModelShape, tp: int) -> list[Layout]:
-    """Every layout of `tp` ranks that the model can take, smallest degrees first.
+def experts_placed(ep: str, tp: int, dp: int) -> str:
+    """What a typed --ep is in such a layout, as points have it: as many ranks as there are is WHOLE."""
+    ep = ep or (WHOLE if dp > 1 else CUT)
+    return WHOLE if ep == str(tp) else ep
+
+
+def valid_layouts(shape: ModelShape, tp: int, ep: str = BY_LAYOUT) -> list[Layout]:
+    """Every layout of `tp` ranks that the model can take with experts placed so, smallest degrees first.
 
     Raises LayoutError for a `tp` that no layout has.
     """
@@ -144,7 +165,7 @@ def valid_layouts(shape: ModelShape, tp: int) -> list[Layout]:
         for dcp in _divisor_list(tp // dp):
             layout = Layout(tp=tp, dp=dp, dcp=dcp)
             try:
-                layout.check_model(shape)
+                layout.check_model(shape, experts_placed(ep, tp, dp))
             except LayoutError:
                 continue
             found.append(layout)

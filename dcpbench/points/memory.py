@@ -9,6 +9,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from dcpbench.points.layout import OWN_HEADS
+from dcpbench.points.names import WHOLE
 
 if TYPE_CHECKING:
     from dcpbench.points.layout import GroupWide, Layout
@@ -80,7 +81,10 @@ def mlp_products(shape: ModelShape, width: int) -> tuple[Product, Product]:
 
 
 def moe_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int:
-    """Router (its bias in fp32), this rank's experts and its slice of the shared expert, of one layer."""
+    """Router (its bias in fp32), this rank's experts and its slice of the shared expert, of one layer.
+
+    Some whole experts are as many bytes as that share of all experts' widths.
+    """
     router = shape.experts * shape.hidden * itemsize + shape.experts * 4
     experts = shape.experts // layout.tp * 3 * shape.hidden * shape.moe_inter
     return router + (experts + shared_elements(shape, layout)) * itemsize
@@ -142,20 +146,22 @@ def window_bytes(shape: ModelShape, layout: Layout, tokens: int, itemsize: int) 
     return tokens * (2 * heads * (shape.nope + shape.rope) + shape.kv_width + travels) * itemsize
 
 
-def prefill_bytes(shape: ModelShape, layout: Layout, tokens: int, itemsize: int) -> int:
+def prefill_bytes(shape: ModelShape, layout: Layout, tokens: int, itemsize: int, ep: str = WHOLE) -> int:
     """What a step of `tokens` prompt tokens over the layout, of which each replica has its share, takes on one rank.
 
     On top of what a step of decodes takes; with B = tokens / dp rows of the replica, and k experts a token:
 
         window    a window of the stored prefix, or as many of the chunks' own tokens (window_bytes)
         experts   tokens · k · (D + 3·I): their input, which makes way for their output, 2·I and I between. On every
-                  rank as if all its tokens' experts were there, as shapes must not depend on where routers send tokens
+                  rank as if all its tokens' experts were there, as shapes must not depend on where routers send tokens;
+                  of experts that are cut over the ranks they are, I / tp wide
         hidden    tokens · 4·D, gathered, from the shared expert, from both, reduced; B · 3·D, residual, normed, output
         attention B · (q_lora + 2·Q + h·(3·(nope + P) + 2·V)), and h·V in fp32 where there is a prefix
     """
     rows, heads = tokens // layout.dp, shape.heads // layout.attn_tp
     window = window_bytes(shape, layout, max(PREFILL_WINDOW, rows), itemsize)
-    experts = tokens * shape.top_k * (shape.hidden + 3 * shape.moe_inter)
+    width = shape.moe_inter if ep == WHOLE else shape.moe_inter // layout.tp
+    experts = tokens * shape.top_k * (shape.hidden + 3 * width)
     hidden = (4 * tokens + 3 * rows) * shape.hidden
     per_head = 3 * (shape.nope + shape.rope) + 2 * shape.value
     attention = rows * ((shape.q_lora or 0) + 2 * shape.kv_width + heads * per_head)

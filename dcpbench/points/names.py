@@ -14,6 +14,11 @@ ALL_REDUCES = ("nccl", "symm")
 """What --all-reduce can be."""
 DTYPES = ("bf16", "fp16", "fp32")
 """What --dtype can be."""
+CUT, WHOLE = "1", "tp"
+"""What --ep can be, the expert parallel degree: every expert cut by width over all ranks of a layout, or whole experts
+dealt out to them."""
+BY_LAYOUT = ""
+"""What --ep is where nobody types it: WHOLE with attention data parallel, else CUT, as engines do by default."""
 SYNTHETIC = "synthetic"
 """What --weights is without a checkpoint."""
 NO_EXCHANGE = "none"

@@ -10,7 +10,7 @@ import msgspec
 from dcpbench.errors import LayoutError
 from dcpbench.points import axes, names
 from dcpbench.points.axes import Axis, Role
-from dcpbench.points.layout import GroupWide, Layout
+from dcpbench.points.layout import GroupWide, Layout, experts_placed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,8 +24,9 @@ SETTING = ", "
 
 
 def _key_fields(of: msgspec.Struct, later: dict[str, Any]) -> Iterable[str]:
-    """Fields that a key has; `later` with their defaults."""
-    return (name for name in of.__struct_fields__ if name not in later or getattr(of, name) != later[name])
+    """Fields that a key has; those of `later` where they say something else than all once did."""
+    fields = of.__struct_fields__
+    return (name for name in fields if name not in later or getattr(of, name) not in (later[name], names.UNKNOWN))
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +76,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     dp: Annotated[int, Axis(ENGINE, 3)] = 1
     dcp: Annotated[int, Axis(ENGINE, 4)] = 1
     workload: Annotated[str, Axis(LOAD, 5, "{}", title="workload")] = "decode"
+    ep: Annotated[str, Axis(ENGINE | PATH, 6, "ep {}", title="experts (ep)", later=True)] = names.WHOLE
+    """`1`: each expert is cut by width over the tp ranks. `tp`: each rank has whole experts, as all did when records did
+    not say it, and as tp 1 has in any case. Of an import the number of ranks that experts are dealt out to."""
     concurrency: Annotated[int, Axis(LOAD, 40, title="concurrency")]
     """Requests in flight over the whole layout; `serve`: at most."""
     context: Annotated[int, Axis(LOAD, 41, title="context")]
@@ -106,6 +110,11 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     """Of an import: what its benchmark varied of the server or the load and no other field says, such as
     `max_num_seqs=4`; comma list."""
 
+    def __post_init__(self) -> None:
+        """An import that does not say how experts are placed says nothing, also where it was made before it could."""
+        if self.ep == names.WHOLE and self.backend not in (*names.BACKENDS, names.AUTO):
+            msgspec.structs.force_setattr(self, "ep", names.UNKNOWN)
+
     @property
     def layout(self) -> Layout:
         """The point's layout. Raises LayoutError where degrees do not nest."""
@@ -120,6 +129,19 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
             return str(self.layout)
         except LayoutError:
             return f"tp{self.tp}·dp{self.dp}·dcp{self.dcp}"
+
+    @property
+    def ep_degree(self) -> int | None:
+        """Ranks over which whole experts are dealt out; 1 where each is cut over all; None where nobody knows."""
+        if self.ep == names.WHOLE:
+            return self.tp or None
+        return int(self.ep) if self.ep.isdecimal() else None
+
+    @property
+    def ep_label(self) -> str:
+        """`ep 8` where experts are known not to be placed as is usual in such a layout."""
+        usual = self.ep == experts_placed(names.BY_LAYOUT, self.tp, self.dp)
+        return "" if usual or self.ep_degree is None else f"ep {self.ep_degree}"
 
     @property
     def group_wide(self) -> GroupWide:
@@ -142,8 +164,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
         return found | {axis.name: getattr(self.load, axis.name) for axis in load}
 
     def words(self, role: Role, but: Role = axes.NOTHING) -> list[str]:
-        """What of the point's own fields of such a role is not as usual."""
-        return axes.words(point_axes(role, but), msgspec.structs.asdict(self))
+        """What of the point's own fields of such a role is not as usual: of `ep`, in layouts of its kind."""
+        said = {"ep": str(self.ep_degree) if self.ep_label else names.WHOLE}
+        return axes.words(point_axes(role, but), msgspec.structs.asdict(self) | said)
 
     def key(self) -> str:
         """Everything that makes this point itself; `--resume` and comparisons match on it.

@@ -205,6 +205,11 @@ class Honesty(msgspec.Struct, frozen=True, kw_only=True):
     """‖o − o_fp64‖ / ‖o_fp64‖ of this point's merged attention output, worst rank."""
     experts_hit: float | None = None
     """Mean share of all experts that a layer's tokens were routed to."""
+    busiest_rank_experts: float | None = None
+    """Experts hit on the rank that has most of them, over the mean of all ranks; of each layer, on average. With whole
+    experts it is what the slowest rank reads more than the others, and 1 where each expert is cut over all."""
+    busiest_rank_rows: float | None = None
+    """The same of the rows that experts are applied to."""
     graph_batch: int | None = None
     """Rows per replica in the captured graph; more than the requests means padding rows on slot 0."""
     cuda_graph: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dcpbench.points.names import WHOLE
 from dcpbench.records.metrics import DECODE, METRIC, SERVE, defined
 from dcpbench.records.record import OURS
 from dcpbench.records.stats import least_samples
@@ -305,6 +306,7 @@ def honesty(points: pd.DataFrame) -> list[str]:
         )
     else:
         said.append(f"Weights: {', '.join(kinds)}.")
+    said += _uneven(points)
     held = points.dropna(subset=["layers", "layers_held"])
     if len(held) and (held["layers_held"] < held["layers"]).any():
         said.append(
@@ -320,3 +322,19 @@ def honesty(points: pd.DataFrame) -> list[str]:
     else:
         said.append("The attention output of these points was not compared with a reference.")
     return said
+
+
+def _uneven(points: pd.DataFrame) -> list[str]:
+    """How much more than the others the busiest rank reads of whole experts, where any record says it."""
+    if "busiest_rank_experts" not in points:
+        return []
+    whole = points[(points["ep"] == WHOLE) & (points["tp"] > 1)]["busiest_rank_experts"].dropna()
+    if whole.empty:
+        return []
+    low, high = f"{whole.min():.2f}", f"{whole.max():.2f}"
+    reach = low if low == high else f"{low} to {high}"
+    said = (
+        f"Where each rank has whole experts (--ep tp), the busiest one had {reach} × as many to read as the mean, and the "
+        "others waited for it. Cut over all ranks (--ep 1), all have the same work."
+    )
+    return [said]

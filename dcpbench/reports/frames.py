@@ -15,7 +15,7 @@ from dcpbench.points import axes
 from dcpbench.points.axes import Role
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import CLOSED, NO_EXCHANGE, UNKNOWN
+from dcpbench.points.names import CLOSED, NO_EXCHANGE, UNKNOWN, WHOLE
 from dcpbench.points.point import AXES, LOAD_AXES, SETTING, point_axes
 from dcpbench.records import metrics
 from dcpbench.records.folder import RECORDS_FILE, record_file, run_folder
@@ -43,6 +43,8 @@ LONGEST_DETAIL = 8_000
 """Characters of a log, of which the end tells most."""
 GPU = "gpu="
 """The setting that makes points of other hardware other points; labels have the hardware itself."""
+BUSIEST = ("busiest_rank_experts", "busiest_rank_rows")
+"""Facts that tables have where any record has them: records once were without."""
 SAME_ENVIRONMENT = ("device", "device_count", "torch", "cuda", "nccl", "flashinfer", "flash_mla", "triton")
 """What runs must share to be repeats of each other."""
 MERGES: dict[str, Callable[[list[float]], float]] = {
@@ -339,6 +341,7 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
     floors = [r.floor for r in records if r.floor]
     floored = dict.fromkeys(name for f in floors for name in (*phases, *f.phase_floor_us))
     told = ("layers", "layers_held", "attention_error", "experts_hit", "graph_batch", "cuda_graph")
+    busiest = {name: v for name in BUSIEST if honesty and (v := getattr(honesty, name)) is not None}
     row |= {
         "run": run,
         "layout": point.layout_name,
@@ -355,6 +358,7 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
         **{f"floor_{name}_us": median(f.phase_floor_us.get(name, 0.0) for f in floors) for name in floored},
         **merged(records, "idle_fraction", "kernels"),
         **{name: getattr(honesty, name, None) for name in told},
+        **busiest,
         **merged(records, *OF_ENGINE),
         **merged(records, "floor_share"),
         "throttle_reasons": ", ".join(sorted({reason for r in records if r.gpu for reason in r.gpu.throttle_reasons})),
@@ -487,9 +491,21 @@ def _varying(table: pd.DataFrame, axis: Axis) -> list[str]:
     """`page 64` of each point; empty unless it tells two points apart that both say it."""
     if Role.SERVER in axis.role:
         return _settings(table)
+    if axis.name == "ep":
+        return _experts(table)
     own = axis.label and Role.EXCHANGE not in axis.role
     texts = [axis.text(value) for value in table[axis.name]] if own else []
     return texts if len({*texts} - {""}) > 1 else []
+
+
+def _experts(table: pd.DataFrame) -> list[str]:
+    """`ep 8` of each point; empty where all with attention data parallel place experts alike, and all without, too."""
+    degrees = [str(tp) if ep == WHOLE else ep for tp, ep in zip(table["tp"], table["ep"], strict=True)]
+    placed = list(zip(table["tp"], table["dp"] > 1, degrees, strict=True))
+    kinds = {(spread, WHOLE if ep == str(tp) else ep) for tp, spread, ep in placed if tp > 1 and ep != UNKNOWN}
+    if len(kinds) == len({spread for spread, _ in kinds}):
+        return []
+    return [f"ep {ep}" if tp > 1 and ep != UNKNOWN else "" for tp, _, ep in placed]
 
 
 def _settings(table: pd.DataFrame) -> list[str]:

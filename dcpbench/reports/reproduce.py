@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
 from dcpbench.points.axes import Role
-from dcpbench.points.layout import DEGREES
+from dcpbench.points.layout import DEGREES, experts_placed
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import GAMMA, NO_EXCHANGE, SYNTHETIC, TRACE, flag
+from dcpbench.points.names import BY_LAYOUT, GAMMA, NO_EXCHANGE, SYNTHETIC, TRACE, flag
 from dcpbench.points.point import AXES, point_axes
 
 if TYPE_CHECKING:
@@ -33,8 +33,11 @@ def command_of(point: Point, settings: Mapping[str, object], *, cpu: bool = Fals
     """
     words = ["dcpbench", "serve" if point.load else "sweep"]
     how = {axis.name: getattr(point, axis.name) for axis in point_axes(Role.ENGINE | Role.PATH)}
-    how = {name: value for name, value in how.items() if UNTYPED.get(name) != value}
-    layout = {name: how.pop(name) for name in ("model", *DEGREES, "weights") if name in how}
+    untyped = dict(UNTYPED)
+    if not settings.get("step_times"):  # whose own options are taken where none are typed
+        untyped["ep"] = experts_placed(BY_LAYOUT, point.tp, point.dp)
+    how = {name: value for name, value in how.items() if untyped.get(name) != value}
+    layout = {name: how.pop(name) for name in ("model", *DEGREES, "ep", "weights") if name in how}
     for name, value in (layout | _load(point, settings) | how | _measured(point, settings)).items():
         words += _option(name, value)
     words += ["--no-baseline"]

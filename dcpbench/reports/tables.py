@@ -228,7 +228,7 @@ def _disagreeing(what: str, found: pd.DataFrame, shown: list[Column], text_colum
 
 def honesty(found: pd.DataFrame) -> Table:
     """What stood behind the numbers, per layout."""
-    rows = []
+    rows, busiest = [], "busiest_rank_experts"  # of which tables of old records have no column
     groups: Iterable[Any] = found.groupby(["run", "model", "label"], sort=False) if len(found) else ()
     for (run, model, label), group in itertools.islice(groups, MOST_ROWS):
         layers = _range(group["layers"], 0)
@@ -241,6 +241,7 @@ def honesty(found: pd.DataFrame) -> Table:
                 "CUDA graph": _yes(group["cuda_graph"]),
                 "layers held": ABSENT if layers == ABSENT else f"{_range(group['layers_held'], 0)} of {layers}",
                 "experts hit": _range(group["experts_hit"], 2),
+                **({"busiest rank's experts": _range(group[busiest], 2)} if busiest in group else {}),
                 "worst attention error": number(group["attention_error"].max(), 2),
                 "peak GiB per GPU": gib(group["memory_peak_bytes"].max()),
             }

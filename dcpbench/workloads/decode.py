@@ -125,7 +125,7 @@ def run(
             session,
             graph_error=graph_error,
             attention_error=error,
-            experts_hit=_experts_hit(chosen, session.shape.experts),
+            **_routed(chosen, session.shape.experts, point),
             graph_batch=batch.size,
             cuda_graph=batch.captured is not None,
         ),
@@ -196,9 +196,25 @@ def _chosen_experts(engine: DecodeEngine, batch: Batch) -> list[torch.Tensor]:
     return [ids_Tk.cpu() for _, ids_Tk in chosen]
 
 
-def _experts_hit(chosen: list[torch.Tensor], experts: int) -> float:
-    """Mean share of all experts that a layer's rows reach."""
-    return statistics.mean(ids_Tk.unique().numel() for ids_Tk in chosen) / experts if chosen else 0.0
+def _routed(chosen: list[torch.Tensor], experts: int, point: Point) -> dict[str, float]:
+    """What routers chose, as Honesty has it; every rank sees all tokens of the layout."""
+    if not chosen:
+        return {"experts_hit": 0.0}
+    counts = torch.stack([torch.bincount(ids_Tk.flatten(), minlength=experts) for ids_Tk in chosen])
+    return {"experts_hit": float((counts > 0).double().mean()), **busiest(counts, point.ep_degree or 1)}
+
+
+def busiest(rows_LE: torch.Tensor, ranks: int) -> dict[str, float]:
+    """Experts hit, and rows of them, of each layer's busiest rank over the mean of its ranks; layers on average.
+
+    rows_LE: rows of each expert, which are dealt out to `ranks` in runs; 1 rank where each expert is cut over all.
+    """
+    ranked_LRe = rows_LE.unflatten(1, (ranks, -1))
+    found = {
+        "busiest_rank_experts": (ranked_LRe > 0).double().sum(-1),
+        "busiest_rank_rows": ranked_LRe.double().sum(-1),
+    }
+    return {name: float((of_LR.amax(-1) / of_LR.mean(-1)).mean()) for name, of_LR in found.items()}
 
 
 def step_floor(

@@ -82,7 +82,7 @@ def build(
     if point.weights != source.kind:
         source = CheckpointSource(Path(point.weights), dtype, device)
     groups = make_groups(layout, rank)
-    weights = load_weights(source, shape, layout, rank, plan.held, alive, point.group_wide)
+    weights = load_weights(source, shape, layout, rank, plan.held, alive, point.group_wide, point.ep)
     kv = KvPool(shape.layers, plan.pages, point.page_size, shape.kv_width, dtype, device)
     model = Model(
         shape,

@@ -53,7 +53,7 @@ STAGGER = 3
 
 def run(point: Point, shape: ModelShape, job: Job, *, rank: int, device: torch.device) -> list[Check]:
     """All checks of one point. Collective; every rank returns the same list."""
-    point.layout.check_model(shape)
+    point.layout.check_model(shape, point.ep)
     checks = _storage_checks(point, shape, job.settings.seed, rank, device)
     if point.weights != "synthetic":
         checks += _oracle_checks(point, shape, job, rank, device)
@@ -235,6 +235,7 @@ def _check(point: Point, name: str, error: float, limit: float | None, detail: s
     return Check(
         name=name,
         layout=str(point.layout),
+        ep=point.ep_degree,
         backend=point.backend,
         exchange=point.exchange_label() or NO_EXCHANGE,
         all_reduce=point.all_reduce,

@@ -191,6 +191,7 @@ def check(job: jobs.Job, point: Point) -> None:
     one = jobs.Check(
         name="attention",
         layout=str(point.layout),
+        ep=point.ep_degree,
         backend=point.backend,
         exchange=point.exchange,
         dtype=point.dtype,

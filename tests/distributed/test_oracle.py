@@ -46,20 +46,32 @@ PROJECTED = {"project_first": True}
 HALVES = {"overlap": True}
 REDUCED = {"all_reduce": "symm"}
 
+CUT = {"ep": "1"}
+WHOLE = {"ep": "tp"}
+
 GRID = {
     Layout(1): [("v3", PLAIN, NONE), ("v2", PAGED, NONE), ("v2-greedy", PLAIN, NONE)],
-    Layout(2): [("v3", PAGED, NONE), ("v2", PLAIN, NONE)],
+    Layout(2): [("v3", PAGED, NONE | CUT), ("v2", PLAIN, NONE | WHOLE)],
     Layout(2, dcp=2): [
-        ("v3", PLAIN, AG_RS),
-        ("v2", STRIPED, A2A),
-        ("v2-greedy", PAGED, A2A | REPLICATED),
+        ("v3", PLAIN, AG_RS | WHOLE),
+        ("v2", STRIPED, A2A | CUT),
+        ("v2-greedy", PAGED, A2A | REPLICATED | WHOLE),
     ],
-    Layout(4, dcp=2): [("v3", STRIPED, A2A | REPLICATED | PROJECTED), ("v2", PLAIN, AG_RS | REPLICATED)],
-    Layout(4, dcp=4): [("v3", PLAIN, AG_RS | HALVES), ("v2", STRIPED, A2A | HALVES | PROJECTED)],
-    Layout(4, dp=2, dcp=2): [("v3", PAGED, A2A | REPLICATED | PROJECTED | HALVES), ("v2", PLAIN, AG_RS | PROJECTED)],
-    Layout(8, dcp=8): [("v3", PLAIN, A2A), ("v2", STRIPED, AG_RS)],
+    Layout(4): [("v2", PAGED, NONE | CUT), ("v2-greedy", PLAIN, NONE | WHOLE)],
+    Layout(4, dcp=2): [
+        ("v3", STRIPED, A2A | REPLICATED | PROJECTED | CUT),
+        ("v2", PLAIN, AG_RS | REPLICATED | WHOLE),
+    ],
+    Layout(4, dcp=4): [("v3", PLAIN, AG_RS | HALVES | WHOLE), ("v2", STRIPED, A2A | HALVES | PROJECTED | CUT)],
+    Layout(4, dp=2, dcp=2): [
+        ("v3", PAGED, A2A | REPLICATED | PROJECTED | HALVES | CUT),
+        ("v2", PLAIN, AG_RS | PROJECTED | WHOLE),
+    ],
+    Layout(4, dp=4): [("v3", PAGED, NONE | WHOLE), ("v2-greedy", PLAIN, NONE | CUT)],
+    Layout(8, dcp=8): [("v3", PLAIN, A2A | WHOLE), ("v2", STRIPED, AG_RS | CUT)],
 }
-"""Checkpoint, storage and exchange of each point: every layout with two exchanges, every option with both."""
+"""Checkpoint, storage and path of each point: every layout with two exchanges and with experts cut and whole, every
+option with both."""
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +151,8 @@ def assert_verified(points: list[Point], checks: list[Check], tokens_of_a_rank: 
     assert [c.name for c in checks] == CHECKS * len(points)
     for i, p in enumerate(points):
         made = checks[i * len(CHECKS) : (i + 1) * len(CHECKS)]
-        assert {(c.layout, c.backend, c.exchange) for c in made} == {
-            (str(p.layout), p.backend, p.exchange_label() or "none")
+        assert {(c.layout, c.ep, c.backend, c.exchange) for c in made} == {
+            (str(p.layout), p.ep_degree, p.backend, p.exchange_label() or "none")
         }
         attention, kv_write, logits, tokens = made
         assert attention.error <= LIMIT, p
@@ -170,6 +182,27 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(tp, checkpoints, tmp
         assert_verified(points, checks, len(PROMPTS) * NEW)
     else:
         verify(points, PROMPTS, NEW, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_so_they_are_on_two_gpus_whether_experts_are_cut_or_whole(dtype, checkpoints, tmp_path):
+    """In bf16 by the kernels of decode batches, and by the median position. Half an expert has 12 numbers, 24 bytes."""
+    points = [
+        msgspec.structs.replace(point(checkpoints[model], layout, PAGED, NONE | ep, "triton"), dtype=dtype)
+        for layout in (Layout(2), Layout(2, dp=2))
+        for model in ("v3", "v2")
+        for ep in (CUT, WHOLE)
+    ]
+    work = launcher.Work(
+        folder=tmp_path, settings=Settings(), device="cuda", kind="verify", prompts=PROMPTS, new_tokens=NEW
+    )
+    launcher.run(points, work, Machines(), lambda _: None)
+    assert {r.point.key(): r.reason for r in last_records(tmp_path, FAILED_FILE).values()} == {}
+    checks = [msgspec.json.decode(line, type=Check) for line in (tmp_path / "checks.jsonl").read_bytes().splitlines()]
+    assert [c for c in checks if not c.ok] == []
+    assert {(c.layout, c.ep) for c in checks if c.name == "logits"} == {(str(p.layout), p.ep_degree) for p in points}
 
 
 def test_so_are_those_of_the_triton_backend_and_of_symmetric_memory(checkpoints, tmp_path):

@@ -98,12 +98,13 @@ def streams(record: Record, folder: Path) -> list[list[int]]:
     return [row.tokens for row in rows]
 
 
+CUT = {"ep": "1"}
 A2A_WIDE = {"exchange": "a2a", "q_replicate": True, "project_first": True}
 TIGHT = {"prefix_cache": False, "policy": "prefill-first", "prefix_share": 0.0}
 
 CASES: dict[str, tuple[Layout, dict[str, object], dict[str, object]]] = {
-    "forty": (Layout(4, dcp=4), {}, {"requests": 40}),
-    "tp2-dp2": (Layout(2, dp=2), {}, {"chunk": 8}),
+    "forty": (Layout(4, dcp=4), CUT, {"requests": 40}),
+    "tp2-dp2": (Layout(2, dp=2), CUT, {"chunk": 8}),
     "tp2-dcp2-symm": (
         Layout(2, dcp=2),
         {"exchange": "symm", "page_size": 4, "interleave": 2},
@@ -112,7 +113,7 @@ CASES: dict[str, tuple[Layout, dict[str, object], dict[str, object]]] = {
     "tp4-dp2-dcp2-a2a": (Layout(4, dp=2, dcp=2), A2A_WIDE, {}),
     "tp4-dcp4-halves": (Layout(4, dcp=4), {"overlap": True, "page_size": 1}, TIGHT),
 }
-"""Layout, fields of the point and changes of LOAD."""
+"""Layout, fields of the point and changes of LOAD. Experts are cut over the ranks in two, and whole in the others."""
 
 
 @pytest.fixture(scope="module")

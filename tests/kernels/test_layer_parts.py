@@ -176,6 +176,23 @@ def test_experts_agree_and_ignore_other_ranks_tokens(way, first, tokens, device,
     assert error(found, truth) < 1
 
 
+@pytest.mark.parametrize("way", ["decode", "prompts"])
+def test_slices_of_experts_add_up_to_whole_ones(way, device):
+    """As ranks of --ep 1 do: 48 columns of each of 4 experts in three slices of 16; the first rank has the shared one."""
+    make = numbers(device, 0)
+    x, shared = make(9, 40), make(9, 40)
+    gate_up, down = make(4, 2, 48, 40) * 0.2, make(4, 40, 48) * 0.2
+    weights, ids = route_reference(make(9, 4), torch.zeros(4, device=device), ungrouped(top_k=3, scale=2.0))
+    whole = (t.double() for t in (x, gate_up.flatten(1, 2), down))
+    truth = experts_reference(*whole, weights, ids, 0, shared.double())
+    of, total = {"decode": decode, "prompts": prompts}[way].experts, 0
+    for rank in range(3):
+        mine = slice(16 * rank, 16 * (rank + 1))
+        slices = gate_up[:, :, mine].flatten(1, 2).contiguous(), down[..., mine].contiguous()
+        total = total + of(x, *slices, weights, ids, 0, shared if rank == 0 else torch.zeros_like(shared)).double()
+    assert error(total.to(x.dtype), truth) < 1
+
+
 @pytest.mark.parametrize("rows", [16, 32])
 @pytest.mark.parametrize("depth", [200, 304, 600])
 def test_every_shape_of_the_product_gives_the_same(rows, depth, device):

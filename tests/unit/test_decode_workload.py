@@ -172,6 +172,11 @@ class TestRecord:
     def test_rates_that_are_missing_leave_a_step_without_a_floor(self):
         assert decode.step_floor(session(), POINT, 4, [], Rates(read_bytes_s=1e6, copy_bytes_s=1e6)) is None
 
+    def test_one_rank_is_the_busiest_and_the_mean(self, measured):
+        """Of as many experts and rows."""
+        honesty = measured[1].honesty
+        assert (honesty.busiest_rank_experts, honesty.busiest_rank_rows) == (1, 1)
+
     def test_phases_are_named_and_add_up(self, measured):
         """One rank exchanges and gathers nothing."""
         phases = measured[1].phases
@@ -205,6 +210,15 @@ class TestRecord:
         assert record.phases is None
         assert stages == ["check", "measure"]
         assert record.honesty.graph_batch == 2
+
+
+def test_the_busiest_rank_is_that_of_each_layer():
+    """Two ranks with two experts each. Layer 0: 2 and 1 are hit of 3 (2 / 1.5), with 4 and 4 rows. Layer 1: the second
+    rank has both of 2 hit (2 / 1) and all rows. On average (4/3 + 2) / 2 and (1 + 2) / 2; cut, all ranks have the same.
+    """
+    rows = torch.tensor([[3, 1, 0, 4], [0, 0, 5, 3]])
+    assert decode.busiest(rows, 2) == {"busiest_rank_experts": pytest.approx(5 / 3), "busiest_rank_rows": 1.5}
+    assert decode.busiest(rows, 1) == {"busiest_rank_experts": 1, "busiest_rank_rows": 1}
 
 
 def test_a_point_that_fails_while_it_is_measured_gives_everything_back(monkeypatch):

@@ -186,6 +186,21 @@ class TestVllm:
         assert found["data_parallel_size"] == "2"
         assert found["decode_context_parallel_size"] == "2"
 
+    @pytest.mark.parametrize(
+        ("ep", "in_vllm", "ranks"), [("1", "False", 1), ("tp", "True", 4), ("unknown", None, None)]
+    )
+    def test_how_experts_are_placed_is_said_in_each_tools_words(
+        self, ep: str, in_vllm: str | None, ranks: int | None
+    ) -> None:
+        """On 4 ranks; where an import does not say it, neither does its export."""
+        m = files.served()
+        record = msgspec.structs.replace(m.record, point=msgspec.structs.replace(m.record.point, ep=ep))
+        placed = Measured("run", m.folder, record)
+        assert only(vllm.render([placed])).get("enable_expert_parallel") == in_vllm
+        assert only(sglang.render([placed]))["server_info"].get("ep_size") == ranks
+        (row,) = only(inferencex.render([placed]))
+        assert row["ep"] == ranks
+
     def test_goodput_is_there_only_for_objectives_that_vllm_has(self, tmp_path: Path) -> None:
         """It can bound TTFT, TPOT and E2EL, and not ITL."""
         found = only(vllm.render([files.measured(tmp_path, slo={"ttft": 600.0, "e2el": 560.0})]))

@@ -607,7 +607,7 @@ class TestCurves:
     @pytest.mark.parametrize(
         ("name", "degrees", "lengths"),
         [
-            ("dsr1_1k1k_fp8_sglang_tp8-ep1-dpafalse_conc64.json", {"tp": 8}, (1024, 1024)),
+            ("dsr1_1k1k_fp8_sglang_tp8-ep1-dpafalse_conc64.json", {"tp": 8, "ep": 1}, (1024, 1024)),
             ("8k-1k/tp_4_dp2.json", {"tp": 4, "dp": 2}, (8192, 1024)),
             ("isl1000_osl100/TP=8.json", {"tp": 8}, (1000, 100)),
             ("in1024_out128.json", {}, (1024, 128)),
@@ -638,6 +638,36 @@ class TestCurves:
         server |= {"tp_size": 8, "dp_size": 8, "enable_dp_attention": True, "quantization": "fp8"}
         record, _ = one(tmp_path, "sglang", files.sglang(server_info=server))
         assert (record.point.layout_name, record.point.dtype) == ("tp8·dp8", "fp8")
+
+    @pytest.mark.parametrize(
+        ("engine", "said", "ep"),
+        [
+            ("vllm", {"enable_expert_parallel": "True"}, "8"),
+            ("vllm", {"enable_expert_parallel": "false"}, "1"),
+            ("vllm", {"ep": "8"}, "8"),
+            ("vllm", {}, "unknown"),
+            ("sglang", {"ep_size": 4}, "4"),
+            ("sglang", {"ep_size": 1}, "1"),
+            ("sglang", {}, "unknown"),
+        ],
+        ids=str,
+    )
+    def test_how_experts_are_placed_is_read_and_never_guessed(
+        self, engine: str, said: dict[str, Any], ep: str, tmp_path: Path
+    ) -> None:
+        """vLLM says whether whole experts are dealt out to all ranks, SGLang to how many. It is no setting then."""
+        server = {"model_path": "m", "tp_size": 8, "dp_size": 1}
+        vllms = {"tensor_parallel_size": "4", "data_parallel_size": "2"}
+        result = files.vllm(**vllms, **said) if engine == "vllm" else files.sglang(server_info=server | said)
+        record, _ = one(tmp_path, engine, result)
+        assert (record.point.tp, record.point.ep, record.point.settings) == (8, ep, "")
+
+    def test_the_name_of_a_file_says_it_too(self, tmp_path: Path) -> None:
+        path = files.file(tmp_path, files.vllm(), name="dsr1_tp8-ep8.json")
+        notes = import_files([path], "vllm", tmp_path / "run", Told()).notes
+        (record,) = read_records(tmp_path / "run")
+        assert (record.point.tp, record.point.ep) == (8, "8")
+        assert any("ep 8 (1 of 1)" in note for note in notes)
 
     @pytest.mark.parametrize("name", ["label", "version"])
     def test_a_label_that_several_loads_share_is_a_line(self, name: str, tmp_path: Path) -> None:
@@ -703,16 +733,18 @@ class TestInferenceX:
         rows = [
             files.inferencex(conc=n, **server)
             for n in (4, 8)
-            for server in ({}, {"hw": "mi355x"}, {"spec_decoding": "mtp"}, {"dp_attention": "true", "ep": 8})
+            for server in ({}, {"hw": "mi355x"}, {"spec_decoding": "mtp"}, {"dp_attention": "true", "ep": 8}, {"ep": 8})
         ]
         random.Random(0).shuffle(rows)
         records = imported(tmp_path, "inferencex", *rows)
         assert {line.rpartition(" | ")[2]: loads for line, loads in curves(tmp_path / "run").items()} == {
-            "tp8 (AMD MI355X)": [4, 8],
-            "tp8 (NVIDIA H200)": [4, 8],
-            "tp8 (spec=mtp, NVIDIA H200)": [4, 8],
-            "tp8·dp8 (ep=8, NVIDIA H200)": [4, 8],
+            "tp8 (ep 1, AMD MI355X)": [4, 8],
+            "tp8 (ep 1, NVIDIA H200)": [4, 8],
+            "tp8 (ep 1, spec=mtp, NVIDIA H200)": [4, 8],
+            "tp8 (ep 8, NVIDIA H200)": [4, 8],
+            "tp8·dp8 (ep 8, NVIDIA H200)": [4, 8],
         }
+        assert {(r.point.dp, r.point.ep) for r in records} == {(1, "1"), (1, "8"), (8, "8")}
         rates = [r.serve.tok_s_per_user for r in records if r.serve and "spec" in r.point.settings]
         assert rates == [None, None], "a chunk brings several tokens"
 

@@ -69,6 +69,15 @@ def test_sweep_and_verify_are_told_apart_by_their_grids() -> None:
     assert all(c.error is None for c in grid.expand_layouts([Layout(tp=2, dcp=2)], spec, H200X4))
 
 
+def test_experts_are_cut_into_what_the_kernels_read() -> None:
+    """Over 2 ranks 24 numbers are 12 each, 24 bytes in bf16; 16 numbers are 8, 16 bytes. The CPU takes all."""
+    with pytest.raises(UsageError, match=r"leaves 12 numbers of tiny's experts, 24 wide.*; use --ep tp, or a smaller"):
+        check(tiny(moe_inter=24), ep="1")
+    check(tiny(moe_inter=24), ep="tp")
+    check(tiny(moe_inter=24), ep="1", probe=CPU)
+    check(tiny(moe_inter=16), ep="1")
+
+
 @pytest.mark.parametrize(("dp", "most"), [(1, 512), (2, 1024)])
 @pytest.mark.parametrize("probe", [CPU, H200X4], ids=["cpu", "gpu"])
 def test_more_requests_than_the_largest_graph_takes_are_refused_with_the_most(probe: Probe, dp: int, most: int) -> None:

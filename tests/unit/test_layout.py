@@ -186,6 +186,46 @@ class TestModels:
         Layout(tp=2).check_model(shape)
         assert valid_layouts(shape, 4) == []
 
+    @pytest.mark.parametrize(
+        ("changed", "layout", "ep", "says"),
+        [
+            (
+                {"moe_inter": 2050, "shared_experts": 2},
+                Layout(4),
+                "1",
+                "experts with a width of 2050, which does not divide over --tp 4; --tp can be 1, 2, or add --ep tp.",
+            ),
+            (
+                {"experts": 255},
+                Layout(4, dp=2),
+                "tp",
+                "255 experts, which do not divide over --tp 4; --tp can be 1, or add --ep 1.",
+            ),
+            (
+                {},
+                Layout(4),
+                "2",
+                "--ep 2 with --tp 4: experts are cut over all ranks (--ep 1), or dealt out to all (--ep",
+            ),
+        ],
+        ids=["width", "number", "neither"],
+    )
+    def test_experts_that_cannot_be_placed_so_are_answered_with_what_can_be(
+        self, changed: dict[str, int], layout: Layout, ep: str, says: str
+    ) -> None:
+        """2 · 2,050 is divided by 4 and 2,050 is not; 255 is odd, and the other widths are powers of two times nine."""
+        shape = dataclasses.replace(SHAPES["deepseek-v3"], **changed)
+        with pytest.raises(LayoutError) as caught:
+            layout.check_model(shape, ep)
+        assert says in str(caught.value)
+
+    def test_valid_layouts_are_those_of_one_placement_of_experts(self) -> None:
+        """255 experts are cut over 4 ranks and not dealt out to them, which is usual with attention data parallel."""
+        shape = dataclasses.replace(SHAPES["deepseek-v3"], experts=255)
+        assert [str(x) for x in valid_layouts(shape, 2)] == ["tp2", "tp2·dcp2"]
+        assert [str(x) for x in valid_layouts(shape, 2, "1")] == ["tp2", "tp2·dcp2", "tp2·dp2"]
+        assert valid_layouts(shape, 2, "tp") == []
+
     def test_what_four_gpus_can_run_of_deepseek_v3(self) -> None:
         assert [str(layout) for layout in valid_layouts(SHAPES["deepseek-v3"], 4)] == [
             "tp4",

@@ -201,6 +201,8 @@ def test_a_prefill_step_of_v3_on_one_of_four_ranks_under_dcp4() -> None:
     found = memory.prefill_bytes(V3, Layout(4, dcp=4), 8192, BF16)
     assert found == window + experts + hidden + attention
     assert round(found / memory.GIB, 1) == 3.4
+    cut = memory.prefill_bytes(V3, Layout(4, dcp=4), 8192, BF16, "1")
+    assert found - cut == 8192 * 8 * 3 * (2048 - 512) * 2, "each rank has a quarter of an expert's width"
 
 
 def test_with_attention_dp_a_rank_has_all_tokens_in_its_experts_and_its_replicas_in_attention() -> None:

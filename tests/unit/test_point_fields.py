@@ -16,7 +16,7 @@ from dcpbench.points import budget
 from dcpbench.points import point as point_module
 from dcpbench.points.axes import COMPUTES, Axis, Role, words
 from dcpbench.points.layout import DEGREES, Layout
-from dcpbench.points.names import flag
+from dcpbench.points.names import UNKNOWN, flag
 from dcpbench.points.point import AXES, HOW, LOAD_AXES, OPTIONS, Load, Point, point_axes
 from dcpbench.points.settings import Settings
 from dcpbench.reports import exchanges, findings, frames
@@ -38,6 +38,7 @@ OTHER: dict[str, Any] = {
     "tp": 4,
     "dp": 2,
     "dcp": 4,
+    "ep": "1",
     "workload": "other",
     "concurrency": 9,
     "context": 4001,
@@ -266,6 +267,30 @@ class TestWords:
         said = [lines.described(line) for line in lines.of_run([served(point), served(changed(point, name))])]
         assert len(said) == 2
         assert said[0] != said[1]
+
+    @pytest.mark.parametrize(
+        ("placed", "labels"),
+        [
+            ([(8, 1, "tp"), (4, 1, "tp"), (8, 8, "tp")], ["tp4", "tp8", "tp8·dp8"]),
+            ([(8, 1, "1"), (1, 1, "tp"), (8, 8, "tp")], ["tp1", "tp8", "tp8·dp8"]),
+            ([(8, 1, "1"), (8, 1, "tp"), (1, 1, "tp")], ["tp1", "tp8 (ep 1)", "tp8 (ep 8)"]),
+            ([(8, 1, "1"), (4, 1, "tp"), (4, 4, "tp")], ["tp4 (ep 4)", "tp4·dp4 (ep 4)", "tp8 (ep 1)"]),
+            ([(8, 8, "1"), (8, 8, "tp"), (8, 1, UNKNOWN)], ["tp8", "tp8·dp8 (ep 1)", "tp8·dp8 (ep 8)"]),
+        ],
+        ids=["as-of-old", "usual", "both", "of-two-layouts", "with-dp"],
+    )
+    def test_how_experts_are_placed_is_said_where_layouts_of_a_kind_differ_in_it(
+        self, placed: list[tuple[int, int, str]], labels: list[str], tmp_path: Path
+    ) -> None:
+        """What is usual with attention data parallel, and without, goes without saying; of one rank nothing is said."""
+        records = [build.ok(build.point(Layout(tp, dp), ep=ep)) for tp, dp, ep in placed]
+        assert sorted(as_repeats(tmp_path, *records).points["label"]) == labels
+
+    def test_a_point_alone_says_it_where_it_is_not_usual(self) -> None:
+        points = [build.point(Layout(8, dp), ep=ep) for dp in (1, 8) for ep in ("1", "tp", UNKNOWN)]
+        found = [point.words(COMPUTES, but=Role.EXCHANGE)[0].removesuffix("flashinfer") for point in points]
+        assert found == ["", "ep 8", "", "ep 1", "", ""]
+        assert [point.ep_degree for point in points] == [1, 8, None] * 2
 
     def check(self, record: Record, name: str, tmp_path: Path) -> None:
         other = msgspec.structs.replace(record, point=changed(record.point, name))

@@ -287,10 +287,22 @@ class TestDamage:
 class TestPoint:
     def test_a_key_names_every_field(self) -> None:
         """Settings of an import where it has some: others have the keys that they had before there were any."""
-        imported = msgspec.structs.replace(POINT, settings="max_num_seqs=4")
-        for point, names in ((imported, POINT.__struct_fields__), (POINT, set(POINT.__struct_fields__) - {"settings"})):
+        imported = msgspec.structs.replace(POINT, settings="max_num_seqs=4", ep="1")
+        before = set(POINT.__struct_fields__) - {"settings", "ep"}
+        for point, names in ((imported, POINT.__struct_fields__), (POINT, before)):
             assert {part.partition("=")[0] for part in point.key().split("/")} >= set(names)
         assert "settings" not in POINT.key()
+
+    def test_one_that_does_not_say_how_experts_are_placed_has_whole_ones_or_is_an_import(self) -> None:
+        """Records once did not say it. The key is the one that the point had then."""
+        fields = {name: value for name, value in msgspec.to_builtins(POINT).items() if name != "ep"}
+        for backend, ep in (("triton", "tp"), ("auto", "tp"), ("vllm", "unknown")):
+            read = msgspec.json.decode(msgspec.json.encode(fields | {"backend": backend}), type=Point)
+            assert read.ep == ep
+            assert "/ep=" not in read.key()
+            assert msgspec.structs.replace(read, ep="1").key() == read.key().replace(
+                "/concurrency", "/ep=1/concurrency"
+            )
 
     def test_repeats_differ_in_key_only(self) -> None:
         again = msgspec.structs.replace(POINT, repeat=1)

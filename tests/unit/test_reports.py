@@ -410,6 +410,27 @@ class TestWordsOfSmallThings:
         assert "{" not in text
 
 
+def test_how_uneven_whole_experts_are_is_said_where_records_say_it(tmp_path: Path) -> None:
+    """Of experts that are cut over the ranks all ranks read alike; records of old have no such column."""
+    points = {ep: build.ok(build.point(Layout(4), ep=ep)) for ep in ("1", "tp")}
+    told = {}
+    for ep, ratio in (("1", 1.0), ("tp", 1.25)):
+        assert points[ep].honesty
+        honesty = msgspec.structs.replace(points[ep].honesty, busiest_rank_experts=ratio)
+        told[ep] = msgspec.structs.replace(points[ep], honesty=honesty)
+
+    def text_of(name: str, *records: Record) -> str:
+        read = frames.load([build.write(tmp_path / name, [*records])])
+        return markdown.render("title", sections.report(read, []), tmp_path).replace("\\", "")
+
+    text = text_of("run", *told.values())
+    assert "the busiest one had 1.25 × as many to read as the mean, and the others waited for it." in text
+    assert re.search(r"experts hit \| busiest rank's experts \|", text)
+    assert re.search(r"\| tp4 \(ep 1\) .* \| 0.63 \| 1.00 \|", text)
+    assert re.search(r"\| tp4 \(ep 4\) .* \| 0.63 \| 1.25 \|", text)
+    assert "busiest" not in text_of("old", points["tp"])
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [(None, "—"), (0, "0"), (3 << 20, "0.0029"), (1 << 29, "0.50"), (1 << 30, "1.0"), (20 << 30, "20.0")],

@@ -13,7 +13,7 @@ from dcpbench.plan.serve_spec import SERVE_PARSERS, make_serve_spec
 from dcpbench.plan.spec import read_options
 from dcpbench.points import budget, memory
 from dcpbench.points.layout import Layout
-from dcpbench.points.names import CLOSED, GAMMA, TRACE
+from dcpbench.points.names import CLOSED, CUT, GAMMA, TRACE
 from dcpbench.points.shapes import SHAPES, load_shape
 from tests.unit.test_judge import CPU, GIB, H200X4
 
@@ -356,7 +356,7 @@ class TestPools:
             for chunk in (8192, 65536)
         )
         layout, shape = Layout(tp=4, dcp=4), SHAPES["deepseek-v2-lite"]
-        more, less = (memory.prefill_bytes(shape, layout, chunk, 2) for chunk in (65536, 8192))
+        more, less = (memory.prefill_bytes(shape, layout, chunk, 2, CUT) for chunk in (65536, 8192))
         assert abs(small - large - (more - less)) < memory.page_bytes(shape, 64, 2)
 
     def test_a_given_size_is_taken_even_if_requests_have_to_wait(self) -> None:

@@ -96,6 +96,36 @@ def test_the_baseline_of_dcp_inside_dp_is_the_same_dp_without_dcp() -> None:
     ]
 
 
+def placed(found: list[grid.Candidate]) -> list[tuple[str, str, bool]]:
+    """Of each point its layout, how it places experts, and whether it was added."""
+    return [(str(c.point.layout), c.point.ep, c.added) for c in found]
+
+
+def test_experts_are_cut_by_default_and_whole_with_attention_data_parallel() -> None:
+    """tp1 has no other way. A baseline is placed as its own layout is, unless it was typed."""
+    assert placed(expand(tp=4, dp="1,4", concurrency=8)) == [
+        ("tp4", "1", True),
+        ("tp4·dcp4", "1", False),
+        ("tp4·dp4", "tp", False),
+    ]
+    assert placed(expand(tp=1, concurrency=8, ep="1,tp", model="deepseek-v2-lite")) == [("tp1", "tp", False)]
+
+
+def test_experts_are_placed_as_typed() -> None:
+    """All ranks of a layout are the word for it, and the baseline has them in the same place."""
+    both = [("tp4", "1", True), ("tp4", "tp", True), ("tp4·dcp4", "1", False), ("tp4·dcp4", "tp", False)]
+    assert sorted(placed(expand(ep="1,tp", concurrency=8))) == both
+    assert sorted(placed(expand(ep="1,4", concurrency=8))) == both
+    assert placed(expand(ep="tp", concurrency=8, dp=4)) == [("tp4", "tp", True), ("tp4·dp4", "tp", False)]
+    assert placed(expand(ep=1, concurrency=8, dp=4)) == [("tp4", "1", True), ("tp4·dp4", "1", False)]
+
+
+def test_experts_that_are_dealt_out_to_some_ranks_are_refused() -> None:
+    assert "--ep 2 with --tp 4: experts are cut over all ranks (--ep 1)" in reason(expand(ep=2, concurrency=8))
+    with pytest.raises(UsageError, match="--ep whole: not a whole number; write for example --ep 1,tp"):
+        expand(ep="whole")
+
+
 def test_the_report_finds_the_baseline_of_every_dcp_point(tmp_path: Path) -> None:
     """As the sweep adds them: what is compared shares all columns of the report's key, interleave aside."""
     found = [record_builder.ok(c.point, median_ms=10) for c in expand(dp="1,2", dcp="2", concurrency=8)]

@@ -9,6 +9,7 @@ from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import Mlp, Moe, load_weights
 from dcpbench.points import memory
 from dcpbench.points.layout import GroupWide, Layout
+from dcpbench.points.names import CUT, WHOLE
 from dcpbench.points.shapes import SHAPES
 from tests.unit import engine_builder as build
 
@@ -54,11 +55,15 @@ class TestBytes:
     @pytest.mark.parametrize("shape", TINY_SHAPES.values(), ids=TINY_SHAPES)
     @pytest.mark.parametrize("wide", WIDE.values(), ids=WIDE)
     def test_every_rank_holds_as_many_as_the_arithmetic_says(self, shape, layout, dtype, wide):
-        """On first, last and a middle rank: a vocabulary of 9 leaves some of 8 ranks nothing but padding."""
+        """On first, last and a middle rank: a vocabulary of 9 leaves some of 8 ranks nothing but padding.
+
+        As many of experts that are cut over the ranks as of whole ones.
+        """
         dense, moe = shape.first_dense, shape.layers - shape.first_dense
         expected = memory.weight_bytes(shape, layout, dtype.itemsize, dense, moe, wide)
         for rank in {0, layout.tp // 2, layout.tp - 1}:
-            held = load_weights(Meta(dtype), shape, layout, rank, build.layers(shape), wide=wide)
+            ep = CUT if rank == layout.tp - 1 else WHOLE
+            held = load_weights(Meta(dtype), shape, layout, rank, build.layers(shape), wide=wide, ep=ep)
             assert held.nbytes() == expected
 
     @pytest.mark.parametrize("model", ["deepseek-v2-lite", "deepseek-v3"])
@@ -136,6 +141,20 @@ class TestShards:
         assert torch.equal(torch.cat([e.shared.down for e in experts], 1), one.shared.down)
         dense = [w.layer(0).mlp for w in ranks]
         assert torch.equal(torch.cat([d.down for d in dense], 1), whole.layer(0).mlp.down)
+
+    def test_experts_that_are_cut_are_those_of_one_rank_side_by_side(self, ranks):
+        """Every rank has eighths of the width 32 of all eight experts: rows of gate and of up, and columns of down."""
+        source, layout = SyntheticSource(0, torch.float32, build.CPU), Layout(4, dp=2, dcp=2)
+        layers, width = build.layers(build.TINY), build.TINY.moe_inter
+        whole = load_weights(source, build.TINY, Layout(1), 0, layers).layer(2).mlp
+        cut = [load_weights(source, build.TINY, layout, r, layers, ep=CUT).layer(2).mlp for r in range(4)]
+        for half, part in ((0, whole.gate_up[:, :width]), (1, whole.gate_up[:, width:])):
+            assert torch.equal(torch.cat([w.gate_up.chunk(2, 1)[half] for w in cut], 1), part)
+        assert torch.equal(torch.cat([w.down for w in cut], 2), whole.down)
+        assert {w.first for w in cut} == {0}
+        for one, other in zip(cut, ranks, strict=True):
+            assert torch.equal(one.router, other.layer(2).mlp.router)
+            assert torch.equal(one.shared.gate_up, other.layer(2).mlp.shared.gate_up)
 
     def test_projections_held_for_a_whole_dcp_group_are_those_of_its_ranks_side_by_side(self, ranks):
         """On both ranks of each group; what was not asked for stays this rank's own, and so does o_proj."""
