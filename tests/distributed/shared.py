@@ -1,0 +1,148 @@
+"""Collectives of ranks of one machine over memory that they share, in place of gloo's over sockets.
+
+A collective of gloo's is dozens of messages that wake twice as many threads, which is more work than all else that a
+rank of a tiny model does. What is computed is the same; that gloo's own do it is what test_exchange.py, test_kv_gather.py
+and test_launcher.py see. What gloo would wait for or mistake, ranks that ask for different things, is an error here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import mmap
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from dcpbench.exchange import collectives
+from dcpbench.exchange.symmetric_memory import SHARED_FOLDER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+HEAD, PART = 256, 1 << 20
+"""Bytes in which a rank says what it takes part in, and of those with what it gives."""
+REDUCED: dict[object, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.MAX: torch.maximum,
+}
+
+gather_objects = dist.all_gather_object
+
+
+class Meeting:
+    """Ranks of a group, in memory of two halves: who writes into one has seen that all have read what was in it.
+
+    The last one to come wakes the others. How many have come is a byte in a pipe that each takes and puts back; others
+    wait for a byte of a second pipe, or of a third one, as one that is late must not lose its byte to the next meeting.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.size, self.rank = group.size(), group.rank()
+        own = tempfile.mkdtemp(prefix="meeting", dir=SHARED_FOLDER)
+        names: list[str] = [own] * self.size
+        gather_objects(names, own, group=group)
+        folder = Path(names[0])
+        if self.rank == 0:
+            for name in ("came", "go0", "go1"):
+                os.mkfifo(folder / name)
+            with (folder / "memory").open("wb") as file:
+                file.truncate(2 * self.size * PART)
+        gather_objects(names, own, group=group)
+        self.came, *self.go = (os.open(folder / name, os.O_RDWR) for name in ("came", "go0", "go1"))
+        with (folder / "memory").open("r+b") as file:
+            self.memory = mmap.mmap(file.fileno(), 2 * self.size * PART)
+        gather_objects(names, own, group=group)
+        for path in Path(own).iterdir():
+            path.unlink()
+        Path(own).rmdir()
+        if self.rank == 0:
+            os.write(self.came, b"\0")
+        self.half = 0
+
+    def exchange(self, asked: str, given: torch.Tensor) -> torch.Tensor:
+        """[N, *given.shape]: what each rank gives, until the next call but one."""
+        assert given.is_contiguous()
+        assert given.nbytes <= PART - HEAD
+        begin = self.half * self.size * PART
+        head = f"{asked} of {given.numel()} {given.dtype}".encode().ljust(HEAD)
+        mine = begin + self.rank * PART
+        self.memory[mine : mine + HEAD] = head
+        count = max(given.numel(), 1)
+        places = torch.frombuffer(self.memory, dtype=torch.uint8, count=self.size * PART, offset=begin)
+        parts = places.view(self.size, PART)[:, HEAD : HEAD + count * given.itemsize].view(given.dtype)
+        parts = parts[:, : given.numel()]
+        parts[self.rank].copy_(given.view(-1))
+        self.meet()
+        for rank in range(self.size):
+            place = begin + rank * PART
+            said = self.memory[place : place + HEAD]
+            assert said == head, f"rank {rank} is in {said.decode()}, rank {self.rank} in {head.decode()}"
+        return parts.view(self.size, *given.shape)
+
+    def meet(self) -> None:
+        """Wait until all are here."""
+        go, self.half = self.go[self.half], 1 - self.half
+        (before,) = os.read(self.came, 1)
+        last = before + 1 == self.size
+        os.write(self.came, bytes([0 if last else before + 1]))
+        if last:
+            os.write(go, bytes(self.size - 1))
+        else:
+            os.read(go, 1)
+
+
+@functools.cache
+def meeting(group: dist.ProcessGroup | None) -> Meeting:
+    """Of this group, made when all its ranks first need it."""
+    return Meeting(group or dist.group.WORLD)
+
+
+def all_gather(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Into `out`, one after the other."""
+    found = meeting(group).exchange("all_gather", x)
+    assert out.is_contiguous()
+    out.view(found.shape).copy_(found)
+
+
+def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """This rank's part of the sum, into `out`."""
+    mine = meeting(group)
+    found = mine.exchange("reduce_scatter", x)
+    assert out.is_contiguous()
+    out.view(-1).copy_(functools.reduce(torch.add, found.view(mine.size, mine.size, -1)[:, mine.rank]))
+
+
+def all_to_all(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """This rank's part of what each has, into `out`."""
+    mine = meeting(group)
+    found = mine.exchange("all_to_all", x)
+    assert out.is_contiguous()
+    out.view(mine.size, -1).copy_(found.view(mine.size, mine.size, -1)[:, mine.rank])
+
+
+def all_reduce(x: torch.Tensor, op: object = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
+    """In place."""
+    x.copy_(functools.reduce(REDUCED[op], meeting(group).exchange(f"all_reduce {op}", x)))
+
+
+def broadcast(x: torch.Tensor, src: int, group: dist.ProcessGroup | None = None) -> None:
+    """What rank `src` has, into `x`."""
+    x.copy_(meeting(group).exchange(f"broadcast {src}", x)[src])
+
+
+def barrier(group: dist.ProcessGroup | None = None, device_ids: Sequence[int] | None = None) -> None:
+    """Nothing but the meeting."""
+    assert device_ids is None
+    meeting(group).exchange("barrier", torch.empty(0))
+
+
+def replace() -> None:
+    """From now on, in this process."""
+    collectives._all_gather, collectives._reduce_scatter = all_gather, reduce_scatter
+    dist.all_to_all_single, dist.all_reduce = all_to_all, all_reduce
+    dist.broadcast, dist.barrier = broadcast, barrier
