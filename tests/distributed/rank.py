@@ -1,23 +1,62 @@
-"""A rank in place of `-m dcpbench.worker`: a fork of a process with torch that has one program order a prefix, and that
-exchanges with others through memory.
+"""A rank in place of `-m dcpbench.worker`: a fork of a process with torch, that leaves to others what they test.
 
-Triton's interpreter takes as long for 256 rows as for 16, of which tests/kernels/test_kv_gather.py has several programs.
+It exchanges with others through memory (shared.py), and has rows of prefixes put in order by the reference, as Triton's
+interpreter takes longer for it than for all else that such a rank does: tests/kernels/test_kv_gather.py compares the
+two, and test_kv_gather.py and test_prefill.py have ranks that run the kernel. What was there before the fork stays out of
+collections of garbage.
 """
 
+from __future__ import annotations
+
+import ctypes
+import gc
 import runpy
 import sys
+from typing import TYPE_CHECKING
 
 from tests import as_fork
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from dcpbench.points.layout import Prefix
+
 INSIDE = "--inside"
+
+
+def in_token_order(
+    out_TQ: torch.Tensor, own_JQ: torch.Tensor, addresses: Sequence[int], rank: int, prefix: Prefix, table: torch.Tensor
+) -> None:
+    """In place of kv_gather.in_token_order; it, too, reads other ranks' parts where they begin."""
+    from dcpbench.kernels.kv_gather import in_token_order_reference, request_table
+
+    assert table.equal(request_table(prefix, table.device))
+    assert addresses[0] == own_JQ.data_ptr()
+    parts = [_at(addresses[(n - rank) % prefix.dcp], own_JQ, prefix.part_rows) for n in range(prefix.dcp)]
+    in_token_order_reference(out_TQ, parts, prefix)
+
+
+def _at(address: int, like_JQ: torch.Tensor, rows: int) -> torch.Tensor:
+    """[rows, Q] at an address."""
+    import torch
+
+    count = rows * like_JQ.shape[1]
+    if count == 0:
+        return like_JQ[:0]
+    memory = (ctypes.c_char * (count * like_JQ.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=like_JQ.dtype, count=count).view(rows, -1)
+
 
 if __name__ == "__main__":
     if INSIDE not in sys.argv:
         sys.exit(as_fork.main([__spec__.name, *sys.argv[1:], INSIDE]))
-    from dcpbench.kernels import kv_gather
+    from dcpbench.exchange import prefix
     from tests.distributed import shared
 
+    prefix.in_token_order = in_token_order
     shared.replace()
+    gc.unfreeze = lambda: None
     sys.argv.remove(INSIDE)
-    kv_gather.ROWS = 256
     runpy.run_module("dcpbench.worker", run_name="__main__")

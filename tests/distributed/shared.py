@@ -8,7 +8,6 @@ and test_launcher.py see. What gloo would wait for or mistake, ranks that ask fo
 from __future__ import annotations
 
 import functools
-import math
 import mmap
 import os
 import tempfile
