@@ -169,7 +169,10 @@ class TestLatestChanges:
         page = opened(visit, history)
         told = page.locator("#latest").inner_text()
         assert "Step time +3" in told
-        assert "worse (95 %: +" in told
+        assert "worse (95 %: " in told
+        assert page.locator("#latest li").count() == 1
+        assert page.locator("#latest li button").count() > 1
+        assert "1 point changed: 1 worse." in told
         assert "Between run-024 (2026-01-29, commit 0000024abcde) and run-025" in told
         assert page.locator("#latest li").first.bounding_box()["y"] < SCREEN["height"] / 2
         page.get_by_role("button", name="History of Step time").first.click()

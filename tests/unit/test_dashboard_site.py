@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from typing import TYPE_CHECKING, Any
@@ -413,25 +414,46 @@ class TestLatestChanges:
         (step,) = index["latest"]["steps"]
         assert [index["runs"]["name"][step[k]] for k in ("before", "after")] == ["run-024", "run-025"]
         assert (step["points"], index["latest"]["more"]) == (1, 0)
-        told = {index["measures"][row[0]]["id"]: row[2:5] for row in step["largest"]}
+        assert (step["worse"], step["better"], step["untold"]) == (1, 0, 0)
+        (group,) = step["groups"]
+        told = {index["measures"][row[0]]["id"]: row[4:7] for row in group["changes"]}
+        assert len(told) == len(group["changes"]) > 1
         ratio, low, high = told["step_ms"]
         assert low < ratio < high
         assert ratio == pytest.approx(1 / 0.97, rel=0.005)
 
-    def test_a_new_driver_is_one_event_of_many_points_told_by_its_largest(self, tmp_path: Path) -> None:
-        """Eight points change between the same two runs, in several metrics each: five changes are told."""
+    def test_points_of_a_layout_that_changed_alike_are_one_line(self, tmp_path: Path) -> None:
+        """Of 16 points in four layouts one halves its speed and the others lose 10 %: five lines, the largest first."""
         for run in range(12):
             found = [
                 dashboard_builder.record(of, run, faster=0.5 if i == 3 and run >= 6 else 0.9 if run >= 6 else 1)
-                for i, of in enumerate(dashboard_builder.points(8))
+                for i, of in enumerate(dashboard_builder.points(16))
             ]
             record_builder.write(tmp_path / "runs" / f"run-{run:03d}", found)
         site.build(tmp_path / "runs", tmp_path / "site")
         index = data(tmp_path / "site", "index")
         (step,) = index["latest"]["steps"]
-        assert (step["points"], len(step["largest"])) == (8, data_files.MOST_TOLD)
-        assert step["changes"] == sum(measure["changes"] for measure in index["measures"]) > data_files.MOST_TOLD
-        assert step["largest"][0][2] in (0.5, 2)
+        assert (step["points"], step["worse"], step["better"], step["untold"]) == (16, 16, 0, 0)
+        assert [group["points"] for group in step["groups"]] == [1, 4, 4, 4, 3]
+        assert [group["model"] for group in step["groups"]] == [1, 0, 0, 0, 0]
+        assert step["groups"][0]["changes"][0][4] in (0.5, 2)
+        for group in step["groups"]:
+            sizes = [abs(math.log(row[4])) for row in group["changes"]]
+            assert sizes == pytest.approx(sorted(sizes, reverse=True), abs=1e-3)
+
+    def test_what_became_better_and_what_became_worse_stand_apart(self, tmp_path: Path) -> None:
+        """Two points of one layout, 10 % faster and 10 % slower, and lines beyond the most that are told."""
+        for run in range(12):
+            found = [
+                dashboard_builder.record(of, run, faster=(0.9, 1.1)[i // 4 % 2] ** (1 + i // 8 * 5) if run >= 6 else 1)
+                for i, of in enumerate(dashboard_builder.points(16))
+            ]
+            record_builder.write(tmp_path / "runs" / f"run-{run:03d}", found)
+        site.build(tmp_path / "runs", tmp_path / "site")
+        (step,) = data(tmp_path / "site", "index")["latest"]["steps"]
+        assert (step["worse"], step["better"]) == (8, 8)
+        assert [group["points"] for group in step["groups"]] == [1] * data_files.MOST_TOLD
+        assert step["untold"] == 16 - data_files.MOST_TOLD
 
     def test_older_pairs_of_runs_are_counted(self, tmp_path: Path) -> None:
         """A point that is 10 % slower every sixth run: four steps, of which the newest three are told."""
