@@ -263,7 +263,13 @@ def _group(group: Sequence[Moved], histories: Sequence[History]) -> dict[str, ob
         rows.append((_size(steps[0]), [number, len(steps), *map(_short, ends), *_levels(steps[0])]))
     rows.sort(key=lambda row: -round(row[0], 3))  # a time and its inverse are as large: in the order of the metrics
     model = len({histories[one.line].line.example.model for one in group}) == 1
-    return {"line": group[0].line, "points": len(group), "model": int(model), "changes": [row for _, row in rows]}
+    return {
+        "line": group[0].line,
+        "points": len(group),
+        "model": int(model),
+        "verdict": group[0].verdict,
+        "changes": [row for _, row in rows],
+    }
 
 
 def _size(change: Change) -> float:

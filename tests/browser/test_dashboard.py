@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 import threading
 from typing import TYPE_CHECKING
 
@@ -168,8 +170,9 @@ class TestLatestChanges:
         """On the first screen, and a press on it shows that history."""
         page = opened(visit, history)
         told = page.locator("#latest").inner_text()
-        assert "Step time +3" in told
-        assert "worse (95 %: " in told
+        assert re.search(r"tp4 · 1 × 4,000 worse: .*Step time, ITL p50 \+3(\.\d)? %", told)
+        assert re.search(r" −3(\.\d)? % \(95 %: −3(\.\d)? % to −2(\.\d)? %, [\d.,]+ → [\d.,]+ tok/s/GPU\)", told)
+        assert told.count("worse") == 2, "in the sum and once in the line"
         assert page.locator("#latest li").count() == 1
         assert page.locator("#latest li button").count() > 1
         assert "1 point changed: 1 worse." in told
@@ -179,6 +182,33 @@ class TestLatestChanges:
         page.wait_for_selector("figure[data-measure=step_ms] .main-svg")
         assert page.locator("#charts figure").first.get_attribute("data-measure") == "step_ms"
         assert page.locator("#table input[data-id]:checked").count() == 1
+
+    def test_a_line_says_how_far_each_metric_of_its_points_went(self, visit: Visit, tmp_path: Path) -> None:
+        """Lines of three points that became worse: number of the metric, of its points, least and most, largest."""
+        down, up = [0.8, 0.79, 0.81, 100, 80], [1.2, 1.19, 1.21, 100, 120]
+        cases: dict[str, list[list[float | None]]] = {
+            "A −10 % … −20 %": [[0, 3, 0.8, 0.9, *down]],
+            "A −20 %": [[0, 3, 0.8, 0.8001, *down]],
+            "A −20 % (1 of them)": [[0, 1, 0.8, 0.8, *down]],
+            "A −10 % … −20 % (2 of them)": [[0, 2, 0.8, 0.9, *down]],
+            "A +10 % … +20 %, better": [[0, 3, 1.1, 1.2, *up]],
+            "A −20 % … +10 %, both ways": [[0, 3, 0.8, 1.1, *down]],
+            "A 5 → 0": [[0, 3, None, None, None, None, None, 5, 0]],
+            "A, B −10 % … −20 %": [[0, 3, 0.8, 0.9, *down], [1, 3, 0.8, 0.9, *down]],
+            "A −10 % … −20 % · B −10 % … −30 %": [[0, 3, 0.8, 0.9, *down], [1, 3, 0.7, 0.9, *down]],
+        }
+        site.build(dashboard_builder.history(tmp_path / "runs", runs=2, count=1), tmp_path / "site")
+        (path,) = (tmp_path / "site" / "data").glob("index-*.js")
+        start, _, text = path.read_text().partition(",")
+        index = json.loads(text.removesuffix(");\n"))
+        for measure, label in zip(index["measures"], "AB", strict=False):
+            measure.update({"label": label, "better": "higher"})
+        groups = [{"line": 0, "points": 3, "model": 1, "verdict": "worse", "changes": rows} for rows in cases.values()]
+        step = {"before": 0, "after": 1, "points": 27, "worse": 27, "better": 0, "groups": groups, "untold": 0}
+        index["latest"] = {"steps": [step], "more": 0}
+        path.write_text(f"{start},{json.dumps(index)});\n")
+        told = opened(visit, tmp_path / "site" / "index.html").locator("#latest li").all_inner_texts()
+        assert told == [f"3 points of kimi-k2 · tp4 worse: {said}" for said in cases]
 
     def test_where_nothing_changed_it_says_what_a_change_needs(self, visit: Visit, tmp_path: Path) -> None:
         site.build(dashboard_builder.history(tmp_path / "runs", runs=3, count=2), tmp_path / "site")

@@ -45,28 +45,37 @@
     ];
   }
 
-  /** One point, or several of a layout that changed alike: its metrics, the largest change first. */
-  function group({ line, points, model, changes }) {
+  /** One point, or several of a layout that changed alike: worse or better said once, and metrics that moved alike together. */
+  function group({ line, points, model, verdict, changes }) {
     const of = [model ? dash.word("model", line) : "", dash.word("layout", line)].filter(Boolean).join(" · ");
     const name = points === 1 ? dash.name(line) : `${counted(points, "point")} of ${of}`;
-    return el("li", {}, el("strong", {}, name), ": ", ...changes.flatMap((change, i) => [i ? " · " : "", ...metricOf(change, line, points, i === 0)]));
+    const alike = new Map();
+    changes.forEach((change, i) => {
+      const said = metricOf(change, points, verdict, i === 0);
+      alike.set(said.key, { ...said, measures: [...(alike.get(said.key)?.measures ?? []), dash.index.measures[change[0]]] });
+    });
+    return el("li", {}, el("strong", {}, name), ...(verdict ? [" ", el("strong", { class: KINDS[verdict] }, verdict)] : []), ": ",
+      ...[...alike.values()].flatMap(({ measures, shown }, i) => [i ? " · " : "", ...measures.flatMap((measure, k) => [k ? ", " : "", history(measure, line)]), ...shown]));
   }
 
-  function metricOf([number, count, least, most, ...levels], line, points, first) {
+  const KINDS = { worse: "bad", better: "good" };
+  const history = (measure, line) => el("button", {
+    type: "button", "aria-label": `History of ${measure.label}, ${dash.name(line)}`, click: () => dash.showHistory(measure.id, line),
+  }, measure.label);
+
+  /** By how much a metric changed, and its word where that is not its line's; those with one `key` say the same. */
+  function metricOf([number, count, least, most, ...levels], points, verdict, first) {
     const measure = dash.index.measures[number];
     const [ratio, low, high, old, fresh] = levels;
     const { kind, text, said } = dash.changed(measure.better, [0, 0, ...levels]);
     const both = least !== null && (least - 1) * (most - 1) < 0;
-    const ends = least === null || dash.percent(least) === dash.percent(most) ? [] : [dash.percent(least), dash.percent(most)];
-    if (ends.length && most <= 1) ends.reverse();
-    const by = count > 1 && ends.length ? ends.join(" … ") : text;
+    const ends = count === 1 || least === null ? [] : [...new Set((most <= 1 ? [most, least] : [least, most]).map(dash.percent))];
+    const by = ends.length ? ends.join(" … ") : text;
+    const word = both ? ", both ways" : kind === (KINDS[verdict] ?? "") ? "" : said;
+    const some = count < points ? ` (${dcp.number(count)} of them)` : "";
     const sure = ratio === null ? "" : `95 %: ${dash.percent(low)} to ${dash.percent(high)}, `;
     const detail = points === 1 && first ? ` (${sure}${dcp.number(old)} → ${dcp.number(fresh)} ${measure.unit})` : "";
-    const show = () => dash.showHistory(measure.id, line);
-    return [
-      el("button", { type: "button", "aria-label": `History of ${measure.label}, ${dash.name(line)}`, click: show }, measure.label),
-      " ", el("strong", { class: both ? "" : kind }, `${by}${both ? "" : said}`), detail, count < points ? ` (${count} of them)` : "",
-    ];
+    return { key: [by, word, some, detail].join(), shown: [" ", el("strong", { class: both ? "" : kind }, `${by}${word}`), some, detail] };
   }
 
   const file = (i, name, text) => el("a", { href: `runs/${dash.index.runs.slug[i]}/${name}` }, text);
