@@ -232,6 +232,25 @@ class TestSharedSettings:
         assert "kimi-k2" in said.inner_text()
         assert "kimi-k2" not in page.locator("#table tbody").inner_text()
 
+    def test_what_most_rows_of_a_workload_share_is_said_once_and_others_say_what_they_have(
+        self, visit: Visit, tmp_path: Path
+    ) -> None:
+        """Eight points of decode with one variable; one has another page size too, and one lacks the variable."""
+        found = []
+        for i, of in enumerate(dashboard_builder.points(8)):
+            settings = {"NCCL_NVLS_ENABLE": "0", "NCCL_ALGO": "Ring"} if i != 5 else {"NCCL_ALGO": "Ring"}
+            where = dashboard_builder.environment(0, settings=settings)
+            point = msgspec.structs.replace(of, page_size=32 if i == 2 else of.page_size)
+            found.append(msgspec.structs.replace(dashboard_builder.record(of, 0, environment=where), point=point))
+        record_builder.write(tmp_path / "runs" / "a", found)
+        site.build(tmp_path / "runs", tmp_path / "site")
+        page = opened(visit, tmp_path / "site" / "index.html")
+        said = page.locator("#shared").inner_text().splitlines()
+        assert said[0].endswith("NCCL_ALGO=Ring")
+        assert said[1:] == ["Unless a decode row says otherwise: page 64 · NCCL_NVLS_ENABLE=0"]
+        how = page.locator("#table tbody td:last-child").all_inner_texts()
+        assert sorted(how) == [""] * 6 + ["not NCCL_NVLS_ENABLE=0", "page 32"]
+
     def test_what_a_record_does_not_say_is_a_dash(self, visit: Visit, tmp_path: Path) -> None:
         """An import without a context and a date: neither is 0."""
         of = record_builder.point()
