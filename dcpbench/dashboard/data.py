@@ -22,6 +22,7 @@ from dcpbench.dashboard import changes, lines
 from dcpbench.points.layout import DEGREES
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.metrics import DASHBOARD
+from dcpbench.reports import uncollected
 from dcpbench.show.web import without_markup
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class DataFiles:
     changes: int
 
 
+@uncollected()
 def make(found: Found, pages: Sequence[str], records: Sequence[str], tell: Callable[[str], None]) -> DataFiles:
     """All data of a site; `pages` are slugs of the runs that have a page, `records` of those with records to download.
 
@@ -168,8 +170,9 @@ def _measures(histories: Sequence[History], files: dict[str, str]) -> list[dict[
     for name, metric in MEASURES.items():
         rows, latest = [], []
         for i, history in enumerate(histories):
-            values = [(i, run, entry.values[name]) for run, entry in history.entries if name in entry.values]
-            rows += values[-1:]
+            newest = next((one for one in reversed(history.entries) if name in one[1].values), None)
+            if newest is not None:
+                rows.append((i, newest[0], newest[1].values[name]))
             if found := history.changes.get(name):
                 having, change = found[-1]
                 runs = [history.entries[having[change.before + k]][0] for k in (0, 1)]
@@ -301,9 +304,14 @@ def _history(history: History) -> dict[str, object]:
     values: dict[str, list[list[float | None]]] = {}
     for measure in MEASURES:
         found = [entry.values.get(measure) for entry in entries]
-        if any(found):
-            parts = [[_short(getattr(v, name, None)) for v in found] for name in ("median", "low", "high")]
-            values[measure] = parts if any(x is not None for x in parts[1]) else parts[:1]
+        if not any(found):
+            continue
+        values[measure] = [[_short(v.median) if v else None for v in found]]
+        if any(v and v.low is not None for v in found):
+            values[measure] += [
+                [_short(v.low) if v else None for v in found],
+                [_short(v.high) if v else None for v in found],
+            ]
     changed = {
         name: [[having[c.before], having[c.before + 1], *_levels(c)] for having, c in steps]
         for name, steps in history.changes.items()

@@ -343,9 +343,9 @@ class TestHistory:
         self, visit: Visit, neighbours: Path
     ) -> None:
         """A new driver, twice: eight histories change between the same two runs. The page becomes narrow and wide."""
-        page = opened(visit, neighbours, "#metric=step_ms", viewport=SCREEN, color_scheme="light")
-        for i in range(8):
-            page.locator("#table tbody input").nth(i).check()
+        page = opened(visit, neighbours, viewport=SCREEN, color_scheme="light")
+        points = page.locator("#table input[data-id]").evaluate_all("(all) => all.map((one) => one.dataset.id)")
+        page.evaluate("(to) => { location.hash = to; }", "&".join(["metric=step_ms", *(f"p={one}" for one in points)]))
         page.wait_for_selector(DRAWN)
         for width in (1400, 400, 1400):
             page.set_viewport_size({"width": width, "height": 900})
