@@ -94,7 +94,10 @@ def _find(values: tuple[float, ...]) -> tuple[Change, ...]:
 def _without_odd(x: Floats) -> Floats:
     """Values with single odd ones replaced by the median around them."""
     sigma = _sigma(x)
-    around = np.array([np.median(x[max(0, i - WINDOW) : i + WINDOW + 1]) for i in range(len(x))])
+    inside = np.median(np.lib.stride_tricks.sliding_window_view(x, 2 * WINDOW + 1), axis=1)
+    first = [np.median(x[: i + WINDOW + 1]) for i in range(WINDOW)]
+    last = [np.median(x[i - WINDOW :]) for i in range(len(x) - WINDOW, len(x))]
+    around = np.concatenate([first, inside, last])
     return np.where(np.abs(x - around) > ODD * sigma, around, x)
 
 

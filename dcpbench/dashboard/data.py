@@ -22,6 +22,7 @@ from dcpbench.dashboard import changes, lines
 from dcpbench.points.layout import DEGREES
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.metrics import DASHBOARD
+from dcpbench.reports import uncollected
 from dcpbench.show.web import without_markup
 
 if TYPE_CHECKING:
@@ -43,7 +44,9 @@ FOLDER = "data"
 MOST_STEPS = 3
 """Pairs of runs between which the page opens with what changed, the newest first."""
 MOST_TOLD = 5
-"""Changes that it tells of each, the largest first."""
+"""Points, or groups of points that changed alike, that it tells of each, the largest first."""
+ALIKE = 2.0
+"""Steps within this factor of the largest, in logarithms, are told in one line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +84,7 @@ class DataFiles:
     changes: int
 
 
+@uncollected()
 def make(found: Found, pages: Sequence[str], records: Sequence[str], tell: Callable[[str], None]) -> DataFiles:
     """All data of a site; `pages` are slugs of the runs that have a page, `records` of those with records to download.
 
@@ -166,8 +170,9 @@ def _measures(histories: Sequence[History], files: dict[str, str]) -> list[dict[
     for name, metric in MEASURES.items():
         rows, latest = [], []
         for i, history in enumerate(histories):
-            values = [(i, run, entry.values[name]) for run, entry in history.entries if name in entry.values]
-            rows += values[-1:]
+            newest = next((one for one in reversed(history.entries) if name in one[1].values), None)
+            if newest is not None:
+                rows.append((i, newest[0], newest[1].values[name]))
             if found := history.changes.get(name):
                 having, change = found[-1]
                 runs = [history.entries[having[change.before + k]][0] for k in (0, 1)]
@@ -193,31 +198,92 @@ def _measures(histories: Sequence[History], files: dict[str, str]) -> list[dict[
     return told
 
 
-def _latest(histories: Sequence[History], measures: Sequence[str]) -> dict[str, object]:
-    """What the page opens with: changes by the runs between which they lie, and how many such pairs are not told.
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """A point that changed between two runs, in one metric or several."""
 
-    A new driver changes many points at once: that is one event, told by its largest changes.
+    line: int
+    steps: dict[int, Change]
+    """By number of the measure."""
+    verdict: str
+    """`better`, `worse`, or empty where its largest change is neither."""
+
+    @property
+    def size(self) -> float:
+        """Of its largest change, in logarithms."""
+        return max(map(_size, self.steps.values()))
+
+
+def _latest(histories: Sequence[History], measures: Sequence[str]) -> dict[str, object]:
+    """What the page opens with: points by the runs between which they changed, and how many such pairs are not told.
+
+    A new driver changes many points at once: those of a layout that changed alike are told together.
     """
-    steps: dict[tuple[int, int], list[tuple[float, list[object]]]] = {}
+    pairs: dict[tuple[int, int], dict[int, dict[int, Change]]] = {}
     for i, history in enumerate(histories):
         for number, name in enumerate(measures):
             for having, change in history.changes.get(name, ()):
                 before, after = (history.entries[having[change.before + k]][0] for k in (0, 1))
-                size = abs(math.log(change.ratio)) if change.ratio else math.inf
-                steps.setdefault((after, before), []).append((size, [number, i, *_levels(change)]))
+                pairs.setdefault((after, before), {}).setdefault(i, {})[number] = change
     told = []
-    for after, before in sorted(steps, reverse=True)[:MOST_STEPS]:
-        found = sorted(steps[after, before], key=lambda step: -step[0])
+    for after, before in sorted(pairs, reverse=True)[:MOST_STEPS]:
+        moved = [Moved(i, steps, _verdict(steps, measures)) for i, steps in pairs[after, before].items()]
+        groups = _alike(moved, histories)
         told.append(
             {
                 "before": before,
                 "after": after,
-                "changes": len(found),
-                "points": len({row[1] for _, row in found}),
-                "largest": [row for _, row in found[:MOST_TOLD]],
+                "points": len(moved),
+                **{verdict: sum(one.verdict == verdict for one in moved) for verdict in ("worse", "better")},
+                "groups": [_group(group, histories) for group in groups[:MOST_TOLD]],
+                "untold": sum(map(len, groups[MOST_TOLD:])),
             }
         )
-    return {"steps": told, "more": len(steps) - len(told)}
+    return {"steps": told, "more": len(pairs) - len(told)}
+
+
+def _alike(moved: Sequence[Moved], histories: Sequence[History]) -> list[list[Moved]]:
+    """Points of one layout that all became better, or all worse, by steps within a factor; the largest first."""
+    groups: list[list[Moved]] = []
+    newest: dict[tuple[str, str], list[Moved]] = {}
+    for one in sorted(moved, key=lambda one: -one.size):
+        key = (histories[one.line].line.example.layout_name, one.verdict)
+        group = newest.get(key)
+        if group is None or one.size * ALIKE < group[0].size:
+            newest[key] = group = []
+            groups.append(group)
+        group.append(one)
+    return sorted(groups, key=lambda group: (-round(group[0].size, 3), -len(group)))
+
+
+def _group(group: Sequence[Moved], histories: Sequence[History]) -> dict[str, object]:
+    """The point that changed most, and each metric with its number of points, its range and its largest change."""
+    rows = []
+    for number in sorted({number for one in group for number in one.steps}):
+        steps = sorted((one.steps[number] for one in group if number in one.steps), key=_size, reverse=True)
+        ratios = [step.ratio for step in steps if step.ratio is not None]
+        ends = [min(ratios), max(ratios)] if len(ratios) == len(steps) else [None, None]
+        rows.append((_size(steps[0]), [number, len(steps), *map(_short, ends), *_levels(steps[0])]))
+    rows.sort(key=lambda row: -round(row[0], 3))  # a time and its inverse are as large: in the order of the metrics
+    model = len({histories[one.line].line.example.model for one in group}) == 1
+    return {
+        "line": group[0].line,
+        "points": len(group),
+        "model": int(model),
+        "verdict": group[0].verdict,
+        "changes": [row for _, row in rows],
+    }
+
+
+def _size(change: Change) -> float:
+    return abs(math.log(change.ratio)) if change.ratio else math.inf
+
+
+def _verdict(steps: dict[int, Change], measures: Sequence[str]) -> str:
+    """What the largest change says of those that are better one way."""
+    judged = [(change, MEASURES[measures[number]].better) for number, change in steps.items()]
+    change, better = max(judged, key=lambda one: (bool(one[1]), _size(one[0])))
+    return ("better" if (better == "higher") == (change.new > change.old) else "worse") if better else ""
 
 
 def _shards(histories: Sequence[History], files: dict[str, str]) -> list[tuple[int, str]]:
@@ -238,9 +304,14 @@ def _history(history: History) -> dict[str, object]:
     values: dict[str, list[list[float | None]]] = {}
     for measure in MEASURES:
         found = [entry.values.get(measure) for entry in entries]
-        if any(found):
-            parts = [[_short(getattr(v, name, None)) for v in found] for name in ("median", "low", "high")]
-            values[measure] = parts if any(x is not None for x in parts[1]) else parts[:1]
+        if not any(found):
+            continue
+        values[measure] = [[_short(v.median) if v else None for v in found]]
+        if any(v and v.low is not None for v in found):
+            values[measure] += [
+                [_short(v.low) if v else None for v in found],
+                [_short(v.high) if v else None for v in found],
+            ]
     changed = {
         name: [[having[c.before], having[c.before + 1], *_levels(c)] for having, c in steps]
         for name, steps in history.changes.items()

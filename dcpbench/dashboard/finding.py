@@ -17,6 +17,7 @@ from dcpbench.records import metrics
 from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.record import hardware
 from dcpbench.records.runs import read_run
+from dcpbench.reports import uncollected
 from dcpbench.show.text import one_line
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def stamps(root: Path) -> list[Stamp]:
     return found
 
 
+@uncollected()
 def find(root: Path, known: dict[Stamp, RunData], tell: Callable[[str], None]) -> Found:
     """Read every run below `root`. `known` saves reading those that did not change, and is brought up to date."""
     runs: list[RunData] = []

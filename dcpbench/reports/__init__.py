@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-__all__ = ["terminal_table", "write_report"]
+__all__ = ["terminal_table", "uncollected", "write_report"]
 
 PAGE, TEXT, TABLE, FIGURES = "report.html", "report.md", "points.csv", "figures"
 PICTURES = (".png", ".svg", ".pdf")
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Without the search for cycles, which goes through all records and rows again and again, and finds none."""
     enabled = gc.isenabled()
     gc.disable()
@@ -34,7 +34,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@_uncollected()
+@uncollected()
 def write_report(
     folders: list[Path],
     out: Path,

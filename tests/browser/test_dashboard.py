@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 import threading
 from typing import TYPE_CHECKING
 
@@ -168,14 +170,45 @@ class TestLatestChanges:
         """On the first screen, and a press on it shows that history."""
         page = opened(visit, history)
         told = page.locator("#latest").inner_text()
-        assert "Step time +3" in told
-        assert "worse (95 %: +" in told
+        assert re.search(r"tp4 · 1 × 4,000 worse: .*Step time, ITL p50 \+3(\.\d)? %", told)
+        assert re.search(r" −3(\.\d)? % \(95 %: −3(\.\d)? % to −2(\.\d)? %, [\d.,]+ → [\d.,]+ tok/s/GPU\)", told)
+        assert told.count("worse") == 2, "in the sum and once in the line"
+        assert page.locator("#latest li").count() == 1
+        assert page.locator("#latest li button").count() > 1
+        assert "1 point changed: 1 worse." in told
         assert "Between run-024 (2026-01-29, commit 0000024abcde) and run-025" in told
         assert page.locator("#latest li").first.bounding_box()["y"] < SCREEN["height"] / 2
         page.get_by_role("button", name="History of Step time").first.click()
         page.wait_for_selector("figure[data-measure=step_ms] .main-svg")
         assert page.locator("#charts figure").first.get_attribute("data-measure") == "step_ms"
         assert page.locator("#table input[data-id]:checked").count() == 1
+
+    def test_a_line_says_how_far_each_metric_of_its_points_went(self, visit: Visit, tmp_path: Path) -> None:
+        """Lines of three points that became worse: number of the metric, of its points, least and most, largest."""
+        down, up = [0.8, 0.79, 0.81, 100, 80], [1.2, 1.19, 1.21, 100, 120]
+        cases: dict[str, list[list[float | None]]] = {
+            "A −10 % … −20 %": [[0, 3, 0.8, 0.9, *down]],
+            "A −20 %": [[0, 3, 0.8, 0.8001, *down]],
+            "A −20 % (1 of them)": [[0, 1, 0.8, 0.8, *down]],
+            "A −10 % … −20 % (2 of them)": [[0, 2, 0.8, 0.9, *down]],
+            "A +10 % … +20 %, better": [[0, 3, 1.1, 1.2, *up]],
+            "A −20 % … +10 %, both ways": [[0, 3, 0.8, 1.1, *down]],
+            "A 5 → 0": [[0, 3, None, None, None, None, None, 5, 0]],
+            "A, B −10 % … −20 %": [[0, 3, 0.8, 0.9, *down], [1, 3, 0.8, 0.9, *down]],
+            "A −10 % … −20 % · B −10 % … −30 %": [[0, 3, 0.8, 0.9, *down], [1, 3, 0.7, 0.9, *down]],
+        }
+        site.build(dashboard_builder.history(tmp_path / "runs", runs=2, count=1), tmp_path / "site")
+        (path,) = (tmp_path / "site" / "data").glob("index-*.js")
+        start, _, text = path.read_text().partition(",")
+        index = json.loads(text.removesuffix(");\n"))
+        for measure, label in zip(index["measures"], "AB", strict=False):
+            measure.update({"label": label, "better": "higher"})
+        groups = [{"line": 0, "points": 3, "model": 1, "verdict": "worse", "changes": rows} for rows in cases.values()]
+        step = {"before": 0, "after": 1, "points": 27, "worse": 27, "better": 0, "groups": groups, "untold": 0}
+        index["latest"] = {"steps": [step], "more": 0}
+        path.write_text(f"{start},{json.dumps(index)});\n")
+        told = opened(visit, tmp_path / "site" / "index.html").locator("#latest li").all_inner_texts()
+        assert told == [f"3 points of kimi-k2 · tp4 worse: {said}" for said in cases]
 
     def test_where_nothing_changed_it_says_what_a_change_needs(self, visit: Visit, tmp_path: Path) -> None:
         site.build(dashboard_builder.history(tmp_path / "runs", runs=3, count=2), tmp_path / "site")
@@ -198,6 +231,25 @@ class TestSharedSettings:
         choose(page, "model", "kimi-k2")
         assert "kimi-k2" in said.inner_text()
         assert "kimi-k2" not in page.locator("#table tbody").inner_text()
+
+    def test_what_most_rows_of_a_workload_share_is_said_once_and_others_say_what_they_have(
+        self, visit: Visit, tmp_path: Path
+    ) -> None:
+        """Eight points of decode with one variable; one has another page size too, and one lacks the variable."""
+        found = []
+        for i, of in enumerate(dashboard_builder.points(8)):
+            settings = {"NCCL_NVLS_ENABLE": "0", "NCCL_ALGO": "Ring"} if i != 5 else {"NCCL_ALGO": "Ring"}
+            where = dashboard_builder.environment(0, settings=settings)
+            point = msgspec.structs.replace(of, page_size=32 if i == 2 else of.page_size)
+            found.append(msgspec.structs.replace(dashboard_builder.record(of, 0, environment=where), point=point))
+        record_builder.write(tmp_path / "runs" / "a", found)
+        site.build(tmp_path / "runs", tmp_path / "site")
+        page = opened(visit, tmp_path / "site" / "index.html")
+        said = page.locator("#shared").inner_text().splitlines()
+        assert said[0].endswith("NCCL_ALGO=Ring")
+        assert said[1:] == ["Unless a decode row says otherwise: page 64 · NCCL_NVLS_ENABLE=0"]
+        how = page.locator("#table tbody td:last-child").all_inner_texts()
+        assert sorted(how) == [""] * 6 + ["not NCCL_NVLS_ENABLE=0", "page 32"]
 
     def test_what_a_record_does_not_say_is_a_dash(self, visit: Visit, tmp_path: Path) -> None:
         """An import without a context and a date: neither is 0."""
@@ -291,9 +343,9 @@ class TestHistory:
         self, visit: Visit, neighbours: Path
     ) -> None:
         """A new driver, twice: eight histories change between the same two runs. The page becomes narrow and wide."""
-        page = opened(visit, neighbours, "#metric=step_ms", viewport=SCREEN, color_scheme="light")
-        for i in range(8):
-            page.locator("#table tbody input").nth(i).check()
+        page = opened(visit, neighbours, viewport=SCREEN, color_scheme="light")
+        points = page.locator("#table input[data-id]").evaluate_all("(all) => all.map((one) => one.dataset.id)")
+        page.evaluate("(to) => { location.hash = to; }", "&".join(["metric=step_ms", *(f"p={one}" for one in points)]))
         page.wait_for_selector(DRAWN)
         for width in (1400, 400, 1400):
             page.set_viewport_size({"width": width, "height": 900})

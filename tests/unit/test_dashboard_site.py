@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import pytest
 
 from dcpbench.dashboard import data as data_files
 from dcpbench.dashboard import finding, lines, pages, site
+from dcpbench.dashboard.changes import Change
 from dcpbench.errors import MissingPackageError, OutputError, UsageError
 from dcpbench.points.layout import Layout
 from tests.unit import dashboard_builder, record_builder, serve_record_builder
@@ -405,6 +407,13 @@ class TestBuildingAgain:
         assert (index["runs"]["page"], index["runs"]["records"]) == ([0], [1])
 
 
+def change(ratio: float | None) -> Change:
+    """From 100, or from 0 where there is no ratio."""
+    if ratio is None:
+        return Change(0, 0.0, 5.0, None, None, None)
+    return Change(0, 100.0, 100.0 * ratio, ratio, ratio - 0.01, ratio + 0.01)
+
+
 class TestLatestChanges:
     def test_the_index_tells_the_latest_changes_with_their_interval_and_runs(self, tmp_path: Path) -> None:
         """One of two points is 3 % slower from the 26th run on: between run-024 and run-025, in several metrics."""
@@ -413,25 +422,66 @@ class TestLatestChanges:
         (step,) = index["latest"]["steps"]
         assert [index["runs"]["name"][step[k]] for k in ("before", "after")] == ["run-024", "run-025"]
         assert (step["points"], index["latest"]["more"]) == (1, 0)
-        told = {index["measures"][row[0]]["id"]: row[2:5] for row in step["largest"]}
+        assert (step["worse"], step["better"], step["untold"]) == (1, 0, 0)
+        (group,) = step["groups"]
+        told = {index["measures"][row[0]]["id"]: row[4:7] for row in group["changes"]}
+        assert len(told) == len(group["changes"]) > 1
         ratio, low, high = told["step_ms"]
         assert low < ratio < high
         assert ratio == pytest.approx(1 / 0.97, rel=0.005)
 
-    def test_a_new_driver_is_one_event_of_many_points_told_by_its_largest(self, tmp_path: Path) -> None:
-        """Eight points change between the same two runs, in several metrics each: five changes are told."""
+    def test_points_of_a_layout_that_changed_alike_are_one_line(self, tmp_path: Path) -> None:
+        """Of 16 points in four layouts one halves its speed and the others lose 10 %: five lines, the largest first."""
         for run in range(12):
             found = [
                 dashboard_builder.record(of, run, faster=0.5 if i == 3 and run >= 6 else 0.9 if run >= 6 else 1)
-                for i, of in enumerate(dashboard_builder.points(8))
+                for i, of in enumerate(dashboard_builder.points(16))
             ]
             record_builder.write(tmp_path / "runs" / f"run-{run:03d}", found)
         site.build(tmp_path / "runs", tmp_path / "site")
         index = data(tmp_path / "site", "index")
         (step,) = index["latest"]["steps"]
-        assert (step["points"], len(step["largest"])) == (8, data_files.MOST_TOLD)
-        assert step["changes"] == sum(measure["changes"] for measure in index["measures"]) > data_files.MOST_TOLD
-        assert step["largest"][0][2] in (0.5, 2)
+        assert (step["points"], step["worse"], step["better"], step["untold"]) == (16, 16, 0, 0)
+        assert [group["points"] for group in step["groups"]] == [1, 4, 4, 4, 3]
+        assert {group["verdict"] for group in step["groups"]} == {"worse"}
+        told = sum(row[1] for group in step["groups"] for row in group["changes"])
+        assert told == sum(measure["changes"] for measure in index["measures"]) > 16, "no metric is lost"
+        assert [group["model"] for group in step["groups"]] == [1, 0, 0, 0, 0]
+        assert step["groups"][0]["changes"][0][4] in (0.5, 2)
+        for group in step["groups"]:
+            sizes = [abs(math.log(row[4])) for row in group["changes"]]
+            assert sizes == pytest.approx(sorted(sizes, reverse=True), abs=1e-3)
+
+    def test_what_became_better_and_what_became_worse_stand_apart(self, tmp_path: Path) -> None:
+        """Two points of one layout, 10 % faster and 10 % slower, and lines beyond the most that are told."""
+        for run in range(12):
+            found = [
+                dashboard_builder.record(of, run, faster=(0.9, 1.1)[i // 4 % 2] ** (1 + i // 8 * 5) if run >= 6 else 1)
+                for i, of in enumerate(dashboard_builder.points(16))
+            ]
+            record_builder.write(tmp_path / "runs" / f"run-{run:03d}", found)
+        site.build(tmp_path / "runs", tmp_path / "site")
+        (step,) = data(tmp_path / "site", "index")["latest"]["steps"]
+        assert (step["worse"], step["better"]) == (8, 8)
+        assert [group["points"] for group in step["groups"]] == [1] * data_files.MOST_TOLD
+        assert step["untold"] == 16 - data_files.MOST_TOLD
+
+    def test_a_group_tells_the_range_of_each_metric_and_of_how_many_points(self) -> None:
+        """Three points, worse by 10 to 20 %; one of them has a metric more, and two a value that is not positive."""
+        speed, step = (list(data_files.MEASURES).index(name) for name in ("output_tok_s_per_gpu", "step_ms"))
+        steps = [
+            {speed: change(0.8), step: change(1.25)},
+            {speed: change(0.9)},
+            {speed: change(0.85), step: change(None)},
+        ]
+        of = record_builder.point()
+        (line,) = lines.of_run([dashboard_builder.record(of, 0)])
+        histories = [data_files.History(line, []) for _ in steps]
+        moved = [data_files.Moved(i, one, "worse") for i, one in enumerate(steps)]
+        told = data_files._group(moved, histories)
+        assert (told["line"], told["points"], told["verdict"]) == (0, 3, "worse")
+        rows = {row[0]: row[1:4] for row in told["changes"]}  # type: ignore[attr-defined]
+        assert rows == {speed: [3, 0.8, 0.9], step: [2, None, None]}, "without a ratio no range is told"
 
     def test_older_pairs_of_runs_are_counted(self, tmp_path: Path) -> None:
         """A point that is 10 % slower every sixth run: four steps, of which the newest three are told."""

@@ -32,26 +32,50 @@
     return el("p", {}, el("strong", {}, "No change is marked: "), `${looked}. What single runs measured stands below; dcpbench compare says how two of them differ.`);
   }
 
-  function step({ before, after, changes, points, largest }) {
+  function step({ before, after, points, worse, better, groups, untold }) {
     const { date, commit, driver } = dash.index.runs;
     const about = (i) => [date[i] ? date[i].slice(0, 10) : "", commit[i] && `commit ${commit[i]}`].filter(Boolean).join(", ");
     const run = (i) => [link(i, "report.html", dash.index.runs.name[i]), about(i) ? ` (${about(i)})` : ""];
     const drivers = driver[before] && driver[after] && driver[before] !== driver[after] ? ` The driver changed from ${driver[before]} to ${driver[after]}.` : "";
-    const many = changes > largest.length ? `; the ${largest.length} largest` : "";
+    const verdicts = [[worse, "bad", "worse"], [better, "good", "better"]].filter(([count]) => count)
+      .flatMap(([count, kind, word], i) => [i ? ", " : ": ", el("strong", { class: kind }, `${dcp.number(count)} ${word}`)]);
     return [
-      el("p", { class: "step" }, "Between ", ...run(before), " and ", ...run(after), `: ${counted(changes, "change")} of ${counted(points, "point")}${many}.${drivers}`),
-      el("ul", { class: "changed" }, ...largest.map(change)),
+      el("p", { class: "step" }, "Between ", ...run(before), " and ", ...run(after), ` ${counted(points, "point")} changed`, ...verdicts, `.${drivers}`),
+      el("ul", { class: "changed" }, ...groups.map(group), untold ? el("li", { class: "note" }, `${counted(untold, "point")} that changed less`) : ""),
     ];
   }
 
-  function change([number, line, ...levels]) {
+  /** One point, or several of a layout that changed alike: worse or better said once, and metrics that moved alike together. */
+  function group({ line, points, model, verdict, changes }) {
+    const of = [model ? dash.word("model", line) : "", dash.word("layout", line)].filter(Boolean).join(" · ");
+    const name = points === 1 ? dash.name(line) : `${counted(points, "point")} of ${of}`;
+    const alike = new Map();
+    changes.forEach((change, i) => {
+      const said = metricOf(change, points, verdict, i === 0);
+      alike.set(said.key, { ...said, measures: [...(alike.get(said.key)?.measures ?? []), dash.index.measures[change[0]]] });
+    });
+    return el("li", {}, el("strong", {}, name), ...(verdict ? [" ", el("strong", { class: KINDS[verdict] }, verdict)] : []), ": ",
+      ...[...alike.values()].flatMap(({ measures, shown }, i) => [i ? " · " : "", ...measures.flatMap((measure, k) => [k ? ", " : "", history(measure, line)]), ...shown]));
+  }
+
+  const KINDS = { worse: "bad", better: "good" };
+  const history = (measure, line) => el("button", {
+    type: "button", "aria-label": `History of ${measure.label}, ${dash.name(line)}`, click: () => dash.showHistory(measure.id, line),
+  }, measure.label);
+
+  /** By how much a metric changed, and its word where that is not its line's; those with one `key` say the same. */
+  function metricOf([number, count, least, most, ...levels], points, verdict, first) {
     const measure = dash.index.measures[number];
     const [ratio, low, high, old, fresh] = levels;
     const { kind, text, said } = dash.changed(measure.better, [0, 0, ...levels]);
-    const sure = ratio === null ? "" : ` (95 %: ${dash.percent(low)} to ${dash.percent(high)})`;
-    const show = () => dash.showHistory(measure.id, line);
-    return el("li", {}, el("strong", { class: kind }, `${measure.label} ${text}${said}`), `${sure}, ${dcp.number(old)} → ${dcp.number(fresh)} ${measure.unit}: ${dash.name(line)} `,
-      el("button", { type: "button", "aria-label": `History of ${measure.label}, ${dash.name(line)}`, click: show }, "History"));
+    const both = least !== null && (least - 1) * (most - 1) < 0;
+    const ends = count === 1 || least === null ? [] : [...new Set((most <= 1 ? [most, least] : [least, most]).map(dash.percent))];
+    const by = ends.length ? ends.join(" … ") : text;
+    const word = both ? ", both ways" : kind === (KINDS[verdict] ?? "") ? "" : said;
+    const some = count < points ? ` (${dcp.number(count)} of them)` : "";
+    const sure = ratio === null ? "" : `95 %: ${dash.percent(low)} to ${dash.percent(high)}, `;
+    const detail = points === 1 && first ? ` (${sure}${dcp.number(old)} → ${dcp.number(fresh)} ${measure.unit})` : "";
+    return { key: [by, word, some, detail].join(), shown: [" ", el("strong", { class: both ? "" : kind }, `${by}${word}`), some, detail] };
   }
 
   const file = (i, name, text) => el("a", { href: `runs/${dash.index.runs.slug[i]}/${name}` }, text);

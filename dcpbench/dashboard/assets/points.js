@@ -9,6 +9,8 @@
 globalThis.dash = (() => {
   const ROWS = 50;
   const MOST_PICKED = 8;
+  const USUAL = 0.75; // share of a workload's rows from which on a setting is said once
+  const LEAST_USUAL = 4; // rows: of fewer each says how it ran
   const FILTERS = ["model", "workload", "layout", "exchange", "context", "concurrency", "hardware"];
   const LABELS = { model: "Model", workload: "Workload", layout: "Layout", exchange: "Exchange", context: "Context", concurrency: "Concurrency", hardware: "Hardware" };
   const SEARCHED = ["model", "workload", "layout", "exchange", "how", "load", "hardware", "driver", "conditions"];
@@ -118,31 +120,58 @@ globalThis.dash = (() => {
   const SAID = ["model", "workload", "exchange", "hardware"];
   const settings = (line) => [...self.word("how", line).split(" · "), ...self.under(line).filter(Boolean).flatMap((words) => words.split(", "))];
 
-  /** What the rows have in common, to be said once: `columns` with one word in all of them, and `parts` of how they ran. */
+  /** What the rows have in common, to be said once: `columns` with one word in all of them, and `parts` of how they
+      ran; `usual`, by workload, has the parts of most of its rows; the others say what they have instead. */
   function sharedBy(found) {
-    if (found.length < 2) return { columns: [], parts: new Set() };
+    if (found.length < 2) return nothingShared();
     const one = (name) => { const column = self.columns[name]; return found.every((line) => column[line] === column[found[0]]); };
-    let parts = null;
-    const seen = new Set();
+    const { words } = self.index;
+    const { workload, how, driver, conditions } = self.columns;
+    const alike = new Map();
     for (const line of found) {
-      const key = (self.columns.how[line] * self.index.words.driver.length + self.columns.driver[line]) * self.index.words.conditions.length + self.columns.conditions[line];
-      if (seen.has(key)) continue;
-      seen.add(key);
-      const mine = new Set(settings(line));
-      parts = parts ? new Set([...parts].filter((part) => mine.has(part))) : mine;
+      const key = ((workload[line] * words.how.length + how[line]) * words.driver.length + driver[line]) * words.conditions.length + conditions[line];
+      const rows = alike.get(key);
+      if (rows) rows.count += 1;
+      else alike.set(key, { line, count: 1 });
     }
-    parts.delete("");
-    return { columns: SAID.filter(one), parts };
+    const all = new Map();
+    const counts = new Map();
+    for (const { line, count } of alike.values()) {
+      const mine = counts.get(workload[line]) ?? { rows: 0, having: new Map() };
+      counts.set(workload[line], mine);
+      mine.rows += count;
+      for (const part of new Set(settings(line))) for (const having of [all, mine.having]) having.set(part, (having.get(part) ?? 0) + count);
+    }
+    const within = (having, least) => new Set([...having].filter(([part, count]) => part && count >= least).map(([part]) => part));
+    const parts = within(all, found.length);
+    const usual = new Map([...counts].filter(([, { rows }]) => rows >= LEAST_USUAL)
+      .map(([name, { rows, having }]) => [name, new Set([...within(having, USUAL * rows)].filter((part) => !parts.has(part)))]));
+    return { columns: SAID.filter(one), parts, usual };
   }
 
-  let common = { columns: [], parts: new Set() };
+  const nothingShared = () => ({ columns: [], parts: new Set(), usual: new Map() });
+  let common = nothingShared();
   function sayShared(found) {
     common = sharedBy(found);
     const words = common.columns.map((name) => (name === "exchange" ? `exchange ${self.word(name, found[0])}` : self.word(name, found[0])));
-    const said = [...words, ...common.parts, ...self.index.shared].filter(Boolean);
+    const all = [...words, ...common.parts, ...self.index.shared].filter(Boolean);
+    const usual = [...common.usual].filter(([, parts]) => parts.size).map(([name, parts]) => [`Unless a ${self.index.words.workload[name]} row says otherwise: `, [...parts]]);
+    const said = [...(all.length ? [["All rows: ", all]] : []), ...usual];
     find("shared").hidden = found.length < 2 || !said.length;
-    find("shared").replaceChildren(el("strong", {}, "All rows: "), said.join(" · "));
+    find("shared").replaceChildren(...said.flatMap(([rows, parts], i) => [i ? el("br") : "", el("strong", {}, rows), parts.join(" · ")]));
     for (const name of SAID) find("points-table").classList.toggle(`said-${name}`, common.columns.includes(name));
+  }
+
+  /** Equal for `chunk 8,192` and `chunk 4,096`: where a row has one, nobody needs to be told that it has not the other. */
+  const kindOf = (part) => part.replace(/=.*/, "=").replace(/[\d.,]+/g, "#");
+
+  /** How a row ran where that is not said above the table. */
+  function ownSettings(line) {
+    const mine = settings(line).filter(Boolean);
+    const usual = common.usual.get(self.columns.workload[line]) ?? new Set();
+    const own = mine.filter((part) => !common.parts.has(part) && !usual.has(part));
+    const lacking = [...usual].filter((part) => !mine.includes(part) && !own.some((other) => kindOf(other) === kindOf(part)));
+    return [...own, ...lacking.map((part) => `not ${part}`)];
   }
 
   /** A line's name without what is said once above the table. */
@@ -203,7 +232,7 @@ globalThis.dash = (() => {
       { name: "value", label: () => (self.measure ? dcp.measured(self.measure) : "Value"), class: "n", down: true, key: (line) => self.measure?.value[line], cell: shownValue },
       { name: "change", label: "Last change", class: "n", down: true, key: size, cell: latestChange },
       number("runs", "Runs", "n", { down: true }), number("last", "Newest run", "w", { down: true, cell: newestRun }), word("hardware", "Hardware", "w of-hardware"),
-      { ...word("how", "How", "wide"), cell: (line) => [self.word("load", line), ...settings(line).filter((part) => !common.parts.has(part))].filter(Boolean).join(" · ") },
+      { ...word("how", "How", "wide"), cell: (line) => [self.word("load", line), ...ownSettings(line)].filter(Boolean).join(" · ") },
     ];
   }
 
