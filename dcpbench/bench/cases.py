@@ -36,7 +36,7 @@ COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "all-
 EXCHANGE_VARIANTS = tuple(dict.fromkeys(("ag_rs", "ag_rs-bf16", *EXCHANGES)))
 """`ag_rs-bf16` reduces partial outputs in bf16, which the engine does not."""
 KV_GATHER_VARIANTS = ("nccl", "direct")
-BUFFERS = ("pool", "plain")
+BUFFERS = ("pool", "plain", "registered")
 POOL_BYTES = 4 << 30
 """What SGLang reserves for it (#24040)."""
 CPU_POOL_BYTES = 1 << 20
@@ -215,15 +215,25 @@ def kv_gather_cases(asked: Asked) -> list[Case]:
     for r, t, kind, name in itertools.product(
         asked.counts("requests", (3,), (1, 16)),
         asked.counts("tokens", (64,), (8192, 131072, 4194304)),
-        asked.names("buffer", BUFFERS),
+        asked.names("buffer", BUFFERS, BUFFERS[:2]),
         asked.names("variant", KV_GATHER_VARIANTS),
     ):
         if t < r:
             raise UsageError(f"--tokens {t} are fewer than --requests {r}; try --tokens {64 * r}.")
+        if (kind, name) == ("registered", "direct"):
+            continue  # it is NCCL that memory is registered with
         part_bytes = Prefix.uneven(t, r, ranks).part_rows * ROW_BYTES
-        fits = part_bytes * (ranks if name == "nccl" else 1) <= pool
-        buffer = "outgrown" if kind == "pool" and not fits else kind
+        received = part_bytes * ranks
+        # In registered memory the own part lies behind those that are received, at a multiple of 256 bytes.
+        need = -(-received // 256) * 256 + -(-part_bytes // 256) * 256 if kind == "registered" else received
+        fits = (part_bytes if name == "direct" else need) <= pool
+        grown = {"pool": "outgrown", "registered": "registered-outgrown"}
+        buffer = kind if fits else grown.get(kind, kind)
         cases.append(asked.case(name, requests=r, tokens=t, ranks=ranks, buffer=buffer, pool_bytes=pool))
+    if not cases:
+        raise UsageError(
+            "--buffer registered is memory that NCCL knows, which direct does not use; try --variant nccl."
+        )
     return cases
 
 

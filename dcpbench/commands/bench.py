@@ -209,10 +209,11 @@ class KvGather(Group):
     ranks: int | None = RANKS
     variant: str | None = NAMES("nccl (all-gather) or direct (peers' memory is read). Default: both.")
     buffer: str | None = NAMES(
-        "pool (a reserve of symmetric memory, taken at start) or plain (allocated in every eager call). Default: both."
+        "pool (a reserve of symmetric memory, taken at start), plain (allocated in every eager call) or registered (a "
+        "reserve registered with NCCL; nccl alone, on GPUs). Default: pool,plain."
     )
     pool_bytes: str | None = WHAT(
-        "Size of the pool; what does not fit is allocated at run time, and its case says outgrown. Default: 4GiB on a "
+        "Size of the pool; what does not fit is allocated at run time, and its case says outgrown, or registered-outgrown. Default: 4GiB on a "
         "GPU; 1MiB on the CPU.",
         metavar="SIZE",
     )
