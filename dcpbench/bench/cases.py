@@ -33,8 +33,10 @@ MOE_VARIANTS = ("triton", "torch", "deepgemm")
 MOE_PRODUCTS = ("gate-up", "down")
 MOE_ROWS = ("uniform", "skewed", "few")
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "all-reduce-symm")
+REGISTERED_COLLECTIVES = tuple(f"{name}-registered" for name in COLLECTIVES[:4])
+"""NCCL's in memory that is registered with it; run where they are named."""
 EXCHANGE_VARIANTS = tuple(dict.fromkeys(("ag_rs", "ag_rs-bf16", *EXCHANGES)))
-"""`ag_rs-bf16` reduces partial outputs in bf16, which the engine does not."""
+"""`ag_rs-bf16` reduces partial outputs in bf16, which the engine does not. The last is run where it is named."""
 KV_GATHER_VARIANTS = ("nccl", "direct")
 BUFFERS = ("pool", "plain", "registered")
 POOL_BYTES = 4 << 30
@@ -131,7 +133,7 @@ def exchange_cases(asked: Asked) -> list[Case]:
     grid = itertools.product(
         asked.heads((8,), "--ranks", asked.ranks),
         asked.counts("requests", (1, 4), (1, 8, 32, 128)),
-        asked.names("variant", EXCHANGE_VARIANTS),
+        asked.names("variant", EXCHANGE_VARIANTS, EXCHANGE_VARIANTS[:-1]),
     )
     return [asked.case(name, heads=h, requests=b, ranks=asked.ranks, value=value, q=q) for h, b, name in grid]
 
@@ -180,7 +182,9 @@ def collectives_cases(asked: Asked) -> list[Case]:
         if w % ranks:
             raise UsageError(f"--width {w} cannot be divided among {ranks} ranks; try --width {w // ranks * ranks}.")
     grid = itertools.product(
-        widths, asked.names("variant", COLLECTIVES), asked.counts("requests", (1, 4), (1, 8, 32, 128, 512))
+        widths,
+        asked.names("variant", (*COLLECTIVES, *REGISTERED_COLLECTIVES), COLLECTIVES),
+        asked.counts("requests", (1, 4), (1, 8, 32, 128, 512)),
     )
     return [asked.case(name, requests=b, width=w, ranks=ranks) for w, name, b in grid]
 
