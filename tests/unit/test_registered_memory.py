@@ -10,6 +10,7 @@ from dcpbench.errors import CapacityError
 from dcpbench.exchange import registered_memory, symmetric_memory
 from dcpbench.exchange.collectives import Group
 from dcpbench.exchange.registered_memory import Registered, borrow, close_all, register
+from dcpbench.points import names
 
 CPU = torch.device("cpu")
 GROUP = Group(size=2, rank=0, handle=object())
@@ -130,3 +131,8 @@ def test_windows_are_told_apart_by_themselves():
     """Two of equal size are two."""
     own = torch.zeros(1, dtype=torch.uint8)
     assert Registered(GROUP, own, None) != Registered(GROUP, own, None)
+
+
+def test_auto_does_not_try_what_has_to_be_named():
+    """It has not been measured, and every other exchange is tried."""
+    assert set(names.EXCHANGES) - set(names.AUTO_EXCHANGES) == {names.REGISTERED}
