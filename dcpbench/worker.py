@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from dcpbench.bench.operators import limits
 from dcpbench.bench.operators.ranks import start
+from dcpbench.exchange import registered_memory
 from dcpbench.launch import jobs
 from dcpbench.launch.jobs import Failure, Job
 from dcpbench.measuring.environment import environment, probe
@@ -189,6 +190,7 @@ def main(path: str) -> int:
     if worker is not None:
         worker.session = None
         free_memory(device)  # a communicator does not end while graphs live that hold its kernels
+    registered_memory.close_all()
     dist.destroy_process_group()
     return 0
 

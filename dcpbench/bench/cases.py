@@ -33,10 +33,12 @@ MOE_VARIANTS = ("triton", "torch", "deepgemm")
 MOE_PRODUCTS = ("gate-up", "down")
 MOE_ROWS = ("uniform", "skewed", "few")
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "all-reduce-symm")
+REGISTERED_COLLECTIVES = tuple(f"{name}-registered" for name in COLLECTIVES[:4])
+"""NCCL's in memory that is registered with it; run where they are named."""
 EXCHANGE_VARIANTS = tuple(dict.fromkeys(("ag_rs", "ag_rs-bf16", *EXCHANGES)))
-"""`ag_rs-bf16` reduces partial outputs in bf16, which the engine does not."""
+"""`ag_rs-bf16` reduces partial outputs in bf16, which the engine does not. The last is run where it is named."""
 KV_GATHER_VARIANTS = ("nccl", "direct")
-BUFFERS = ("pool", "plain")
+BUFFERS = ("pool", "plain", "registered")
 POOL_BYTES = 4 << 30
 """What SGLang reserves for it (#24040)."""
 CPU_POOL_BYTES = 1 << 20
@@ -131,7 +133,7 @@ def exchange_cases(asked: Asked) -> list[Case]:
     grid = itertools.product(
         asked.heads((8,), "--ranks", asked.ranks),
         asked.counts("requests", (1, 4), (1, 8, 32, 128)),
-        asked.names("variant", EXCHANGE_VARIANTS),
+        asked.names("variant", EXCHANGE_VARIANTS, EXCHANGE_VARIANTS[:-1]),
     )
     return [asked.case(name, heads=h, requests=b, ranks=asked.ranks, value=value, q=q) for h, b, name in grid]
 
@@ -190,7 +192,9 @@ def collectives_cases(asked: Asked) -> list[Case]:
         if w % ranks:
             raise UsageError(f"--width {w} cannot be divided among {ranks} ranks; try --width {w // ranks * ranks}.")
     grid = itertools.product(
-        widths, asked.names("variant", COLLECTIVES), asked.counts("requests", (1, 4), (1, 8, 32, 128, 512))
+        widths,
+        asked.names("variant", (*COLLECTIVES, *REGISTERED_COLLECTIVES), COLLECTIVES),
+        asked.counts("requests", (1, 4), (1, 8, 32, 128, 512)),
     )
     return [asked.case(name, requests=b, width=w, ranks=ranks) for w, name, b in grid]
 
@@ -225,15 +229,25 @@ def kv_gather_cases(asked: Asked) -> list[Case]:
     for r, t, kind, name in itertools.product(
         asked.counts("requests", (3,), (1, 16)),
         asked.counts("tokens", (64,), (8192, 131072, 4194304)),
-        asked.names("buffer", BUFFERS),
+        asked.names("buffer", BUFFERS, BUFFERS[:2]),
         asked.names("variant", KV_GATHER_VARIANTS),
     ):
         if t < r:
             raise UsageError(f"--tokens {t} are fewer than --requests {r}; try --tokens {64 * r}.")
+        if (kind, name) == ("registered", "direct"):
+            continue  # it is NCCL that memory is registered with
         part_bytes = Prefix.uneven(t, r, ranks).part_rows * ROW_BYTES
-        fits = part_bytes * (ranks if name == "nccl" else 1) <= pool
-        buffer = "outgrown" if kind == "pool" and not fits else kind
+        received = part_bytes * ranks
+        # In registered memory the own part lies behind those that are received, at a multiple of 256 bytes.
+        need = -(-received // 256) * 256 + -(-part_bytes // 256) * 256 if kind == "registered" else received
+        fits = (part_bytes if name == "direct" else need) <= pool
+        grown = {"pool": "outgrown", "registered": "registered-outgrown"}
+        buffer = kind if fits else grown.get(kind, kind)
         cases.append(asked.case(name, requests=r, tokens=t, ranks=ranks, buffer=buffer, pool_bytes=pool))
+    if not cases:
+        raise UsageError(
+            "--buffer registered is memory that NCCL knows, which direct does not use; try --variant nccl."
+        )
     return cases
 
 

@@ -113,7 +113,7 @@ class Exchange(Group):
     ranks: int | None = RANKS
     variant: str | None = NAMES(
         "Exchanges as --exchange of a sweep names them, and ag_rs-bf16, which reduces partial outputs in bf16. "
-        "Default: all."
+        "Default: all but ag_rs_registered."
     )
     q_replicate: bool = WHAT(
         "Every rank has all heads' queries already: none are gathered.", "--q-replicate/--no-q-replicate", default=False
@@ -141,7 +141,10 @@ class Collectives(Group):
         "size; 64 on the CPU."
     )
     ranks: int | None = RANKS
-    variant: str | None = NAMES("all-gather, reduce-scatter, all-to-all, all-reduce, all-reduce-symm. Default: all.")
+    variant: str | None = NAMES(
+        "all-gather, reduce-scatter, all-to-all, all-reduce, all-reduce-symm, and the first four with -registered behind "
+        "them: input and output in memory that NCCL has registered. Default: all but those."
+    )
     layers: int | None = LAYERS
 
 
@@ -212,10 +215,11 @@ class KvGather(Group):
     ranks: int | None = RANKS
     variant: str | None = NAMES("nccl (all-gather) or direct (peers' memory is read). Default: both.")
     buffer: str | None = NAMES(
-        "pool (a reserve of symmetric memory, taken at start) or plain (allocated in every eager call). Default: both."
+        "pool (a reserve of symmetric memory, taken at start), plain (allocated in every eager call) or registered (a "
+        "reserve registered with NCCL; nccl alone, on GPUs). Default: pool,plain."
     )
     pool_bytes: str | None = WHAT(
-        "Size of the pool; what does not fit is allocated at run time, and its case says outgrown. Default: 4GiB on a "
+        "Size of the pool; what does not fit is allocated at run time, and its case says outgrown, or registered-outgrown. Default: 4GiB on a "
         "GPU; 1MiB on the CPU.",
         metavar="SIZE",
     )

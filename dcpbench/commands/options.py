@@ -76,8 +76,8 @@ class How(Group):
         metavar="NAME,…",
     )
     exchange: str | None = HOW(
-        "How partial attention is merged over dcp ranks: ag_rs, a2a, symm (symmetric memory, inside one machine), or "
-        "auto: each point takes the fastest. Default: ag_rs.",
+        "How partial attention is merged over dcp ranks: ag_rs, a2a, symm (symmetric memory, inside one machine), "
+        "ag_rs_registered (ag_rs in memory that NCCL has registered), or auto: each point takes the fastest. Default: ag_rs.",
         metavar="NAME,…",
     )
     q_replicate: bool | None = HOW(

@@ -125,7 +125,8 @@ class How(opt.How):
         metavar="NAME,…",
     )
     exchange: str | None = opt.HOW(
-        "How partial attention is merged over dcp ranks: ag_rs, a2a or symm (symmetric memory, inside one machine). "
+        "How partial attention is merged over dcp ranks: ag_rs, a2a, symm (symmetric memory, inside one machine) or "
+        "ag_rs_registered (ag_rs in memory that NCCL has registered). "
         "Default: ag_rs.",
         metavar="NAME,…",
     )

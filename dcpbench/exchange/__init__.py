@@ -9,7 +9,7 @@ import torch
 
 from dcpbench.errors import UsageError
 from dcpbench.exchange.collectives import gather_heads
-from dcpbench.points.names import EXCHANGES, NO_EXCHANGE
+from dcpbench.points.names import EXCHANGES, NO_EXCHANGE, REGISTERED
 
 if TYPE_CHECKING:
     from dcpbench.exchange.collectives import Group
@@ -114,6 +114,10 @@ def make_exchange(name: str, group: Group, spec: ExchangeSpec) -> Exchange:
         from dcpbench.exchange.ag_rs import AllGatherReduceScatter
 
         return AllGatherReduceScatter(group, spec)
+    if name == REGISTERED:
+        from dcpbench.exchange.ag_rs import AllGatherReduceScatter, InRegisteredMemory
+
+        return AllGatherReduceScatter(group, spec) if group.handle is None else InRegisteredMemory(group, spec)
     if name == "a2a":
         from dcpbench.exchange.a2a import AllToAll
 

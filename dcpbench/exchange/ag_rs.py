@@ -3,18 +3,30 @@
 Received bytes per rank, layer and request, with N ranks and H heads in the group: q (N−1)/N·H·Q·2, lse (N−1)·H·4,
 o (N−1)/N·H·R·4. With `q_replicate` no q; with `project_first` V for R. The partial outputs travel and arrive as fp32,
 as in SGLang: in bf16 (the spec's `wire`) the collective's sums and the result are rounded once more each.
+
+`ag_rs_registered` is the same with the input and the output of each collective in memory that NCCL has registered. A
+batch smaller than the largest takes the beginning of each part, on all ranks alike. One stream runs all of it, so a part
+is written again behind its last reader; other ranks' readers end inside their collectives.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
+import torch
+
 from dcpbench.exchange import InOwnMemory
+from dcpbench.exchange.collectives import gather_heads
+from dcpbench.exchange.registered_memory import borrow
 from dcpbench.kernels.merge import correct
+from dcpbench.kernels.peers import Carver
 from dcpbench.measuring.ranges import phase
+from dcpbench.points.names import REGISTERED
 
 if TYPE_CHECKING:
-    import torch
+    from dcpbench.exchange import ExchangeSpec
+    from dcpbench.exchange.collectives import Group
 
 
 class AllGatherReduceScatter(InOwnMemory):
@@ -26,3 +38,58 @@ class AllGatherReduceScatter(InOwnMemory):
             lse_NBH = self.group.all_gather(lse_BH)
             share_HBR = correct(o_BHR, lse_NBH, self.group.rank, self.spec.wire)
             return self.group.reduce_scatter(share_HBR)
+
+
+class _Parts:
+    """Inputs and outputs of the three collectives, for the largest batch, as flat memory."""
+
+    def __init__(self, carver: Carver, spec: ExchangeSpec, ranks: int) -> None:
+        q = 0 if spec.q_replicate else spec.batch * spec.heads // ranks * spec.width
+        lse, o = spec.batch * spec.heads, spec.batch * spec.heads * spec.value
+        self.q, self.all_q = carver.take(q, dtype=spec.dtype), carver.take(ranks * q, dtype=spec.dtype)
+        self.lse = carver.take(lse, dtype=torch.float32)
+        self.all_lse = carver.take(ranks * lse, dtype=torch.float32)
+        self.share, self.merged = carver.take(o, dtype=spec.wire), carver.take(o // ranks, dtype=spec.wire)
+
+
+def _first(flat: torch.Tensor, *shape: int) -> torch.Tensor:
+    return flat[: math.prod(shape)].view(shape)
+
+
+class InRegisteredMemory(InOwnMemory):
+    """See the module. Two of them may run at one time on two streams; each has memory of its own."""
+
+    def __init__(self, group: Group, spec: ExchangeSpec) -> None:
+        """Collective. Raises CapacityError where memory cannot be registered with NCCL."""
+        super().__init__(group, spec)
+        size = Carver()
+        _Parts(size, spec, group.size)
+        own = borrow(self, group, size.used, spec.device, f"--exchange {REGISTERED}", "--exchange ag_rs")
+        self.parts = _Parts(Carver(own), spec, group.size)
+
+    def query(self, batch: int) -> torch.Tensor:
+        """See Exchange."""
+        if self.spec.q_replicate:
+            return super().query(batch)
+        return _first(self.parts.q, batch, self.spec.heads // self.group.size, self.spec.width)
+
+    def gather_q(self, q_BhQ: torch.Tensor) -> torch.Tensor:
+        """See Exchange. Of one request it holds until the next layer's."""
+        if self.spec.q_replicate:
+            return q_BhQ
+        return gather_heads(self.group, q_BhQ, _first(self.parts.all_q, self.group.size, *q_BhQ.shape))
+
+    def partial(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Exchange."""
+        o_BHR, _ = super().partial(batch)
+        return o_BHR, _first(self.parts.lse, batch, self.spec.heads)
+
+    def merge(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:
+        """See Exchange. It holds until the next layer's."""
+        batch, heads, columns = o_BHR.shape
+        ranks, parts = self.group.size, self.parts
+        with phase("merge"):
+            lse_NBH = self.group.all_gather(lse_BH, _first(parts.all_lse, ranks, batch, heads))
+            share_HBR = _first(parts.share, heads, batch, columns)
+            correct(o_BHR, lse_NBH, self.group.rank, self.spec.wire, share_HBR)
+            return self.group.reduce_scatter(share_HBR, _first(parts.merged, heads // ranks, batch, columns))

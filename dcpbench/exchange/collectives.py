@@ -34,19 +34,24 @@ class Group:
         _all_gather(out.flatten(0, 1), x, group=self.handle)
         return out
 
-    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, split along the first dimension, which N must divide; x must be contiguous."""
+    def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Sum over ranks, split along the first dimension, which N must divide; x must be contiguous.
+
+        In `out` where one is given, unless the group is of one.
+        """
         if self.handle is None:
             return x
-        out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        if out is None:
+            out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
         _reduce_scatter(out, x, group=self.handle)
         return out
 
-    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, …]: part n of x is for rank n, part n of the result is from it; x must be contiguous."""
+    def all_to_all(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[N, …]: part n of x is for rank n, part n of the result is from it; x, and `out`, must be contiguous."""
         if self.handle is None:
             return x
-        out = torch.empty_like(x)
+        if out is None:
+            out = torch.empty_like(x)
         dist.all_to_all_single(out, x, group=self.handle)
         return out
 
@@ -57,10 +62,13 @@ class Group:
         return x
 
 
-def gather_heads(group: Group, q_BhQ: torch.Tensor) -> torch.Tensor:
-    """All ranks' q [B, h, Q] as contiguous [B, H, Q], heads in rank order: attention kernels want one stride a head."""
+def gather_heads(group: Group, q_BhQ: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """All ranks' q [B, h, Q] as contiguous [B, H, Q], heads in rank order: attention kernels want one stride a head.
+
+    They are received in `out`, [N, B, h, Q], where one is given.
+    """
     with phase("q_gather"):
-        return in_head_order(group.all_gather(q_BhQ))
+        return in_head_order(group.all_gather(q_BhQ, out))
 
 
 Value = TypeVar("Value")

@@ -4,8 +4,8 @@ nccl     pack this rank's rows, all-gather the parts padded to the largest, put 
 direct   pack this rank's rows where peers can read them, meet, read all parts in token order, meet again
 
 What travels lies in a buffer: the received parts (nccl) or the own part (direct). It is symmetric
-memory, taken once at start, or an allocation at run time. NCCL is given the buffer's address and nothing
-more: the memory is not registered with it.
+memory, taken once at start, or an allocation at run time. Of both NCCL is given the address and nothing
+more. In a registered buffer, which NCCL knows, the own part lies, too: its collectives want input and output there.
 
 Received bytes per rank and layer: nccl (N−1)·rows of the largest part, direct the rows of the others, each Q numbers.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from dcpbench.exchange.registered_memory import Registered
 from dcpbench.exchange.symmetric_memory import allocate
 from dcpbench.kernels.kv_gather import in_token_order, pack
 from dcpbench.kernels.peers import Carver, Peers
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
     from dcpbench.exchange.collectives import Group
     from dcpbench.points.layout import Prefix
+
+    Buffer = Peers | Registered | torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,18 @@ class Task:
     def part_bytes(self) -> int:
         """Of one rank's part, padded to the largest."""
         return self.prefix.part_rows * self.width * self.dtype.itemsize
+
+    def registered_bytes(self) -> int:
+        """Of a registered buffer: N parts that are received, and the own one."""
+        carver = Carver()
+        self.carve(carver)
+        return carver.used
+
+    def carve(self, carver: Carver) -> tuple[torch.Tensor, torch.Tensor]:
+        """The parts that are received [N, J, Q] and the own one [J, Q] in a registered buffer."""
+        rows, ranks = self.prefix.part_rows, self.prefix.dcp
+        parts_NJQ = carver.take(ranks, rows, self.width, dtype=self.dtype)
+        return parts_NJQ, carver.take(rows, self.width, dtype=self.dtype)
 
     def buffer_bytes(self, way: str) -> int:
         """Of what travels: N parts that are received, or the one that peers read."""
@@ -65,23 +80,28 @@ class Gatherer:
             self.meetings = symmetric(group, size.used, device)
             self.met = Carver(self.meetings.own).counters(group.size)
 
-    def gather(self, task: Task, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Peers | torch.Tensor) -> None:
+    def gather(self, task: Task, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Buffer) -> None:
         """All requests' rows of a layer into the first rows of `out_TQ`, both [rows, Q] and contiguous. Collective.
 
-        `buffer` has buffer_bytes(way): symmetric memory, or for nccl also bytes anywhere on this rank's device. It may
-        be used anew behind this call.
+        `buffer` has buffer_bytes(way): symmetric memory, or for nccl also bytes anywhere on this rank's device; or, for
+        nccl, it is a registered one of registered_bytes(). It may be used anew behind this call.
         """
-        if self.way == "nccl":
-            self._nccl(task, kv_KQ, out_TQ, buffer.own if isinstance(buffer, Peers) else buffer)
+        if isinstance(buffer, Registered):
+            assert self.way == "nccl"
+            self._nccl(task, kv_KQ, out_TQ, *task.carve(Carver(buffer.own)))
+        elif self.way == "nccl":
+            own = buffer.own if isinstance(buffer, Peers) else buffer
+            rows = task.prefix.part_rows
+            parts_NJQ = own[: task.buffer_bytes("nccl")].view(task.dtype).view(-1, rows, task.width)
+            self._nccl(task, kv_KQ, out_TQ, parts_NJQ, kv_KQ.new_empty(rows, task.width))
         else:
             assert isinstance(buffer, Peers)
             self._direct(task, kv_KQ, out_TQ, buffer)
 
-    def _nccl(self, task: Task, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: torch.Tensor) -> None:
-        rows = task.prefix.part_rows
-        part_JQ = kv_KQ.new_empty(rows, task.width)
+    def _nccl(
+        self, task: Task, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, parts_NJQ: torch.Tensor, part_JQ: torch.Tensor
+    ) -> None:
         pack(part_JQ, kv_KQ, task.rows)
-        parts_NJQ = buffer[: task.buffer_bytes("nccl")].view(task.dtype).view(-1, rows, task.width)
         parts_NJQ = self.group.all_gather(part_JQ, out=parts_NJQ)
         order = [(self.group.rank + n) % self.group.size for n in range(self.group.size)]
         addresses = [parts_NJQ[rank].data_ptr() for rank in order]

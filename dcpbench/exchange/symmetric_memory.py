@@ -54,12 +54,12 @@ def allocate(group: Group, nbytes: int, device: torch.device, option: str, inste
     if group.handle is None:
         own = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         return Peers(rank=0, addresses=(own.data_ptr(),), own=own)
-    check(_everywhere(group, Place.here(device)), option, advice)
+    check(everywhere(group, Place.here(device)), option, advice)
     peers = (_on_gpus if device.type == "cuda" else _on_cpu)(group, nbytes, device, f"{option}: {{}}; {advice}")
     peers.own.zero_()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    _everywhere(group, None)  # nobody signals before all are zero
+    everywhere(group, None)  # nobody signals before all are zero
     return peers
 
 
@@ -75,23 +75,24 @@ def check(places: list[Place], option: str, advice: str) -> None:
         raise CapacityError(f"{option} needs one GPU for each of {len(gpus)} ranks, not {len(set(gpus))}; {advice}")
 
 
-def agreed(group: Group, step: Callable[[], Value], error: str) -> Value:
+def agreed(group: Group, step: Callable[[], Value], error: str, what: str = "memory that peers can read") -> Value:
     """What `step` gives here. Raises CapacityError on all ranks where it was refused on one: none goes on alone.
 
-    `error` is the message, with {} for the reason.
+    `error` is the message, with {} for the reason; `what` was refused.
     """
     reason = ""
     try:
         value = step()
     except (RuntimeError, OSError) as refused:
         reason = str(refused).partition("\n")[0] or type(refused).__name__
-    told = next(filter(None, _everywhere(group, reason)), "")
+    told = next(filter(None, everywhere(group, reason)), "")
     if told:
-        raise CapacityError(error.format(f"memory that peers can read was refused ({told})"))
+        raise CapacityError(error.format(f"{what} was refused ({told})"))
     return value
 
 
-def _everywhere(group: Group, value: object) -> list[Any]:
+def everywhere(group: Group, value: object) -> list[Any]:
+    """All ranks' values, in rank order. Collective."""
     values: list[Any] = [None] * group.size
     dist.all_gather_object(values, value, group=group.handle)
     return values
@@ -100,14 +101,14 @@ def _everywhere(group: Group, value: object) -> list[Any]:
 def _on_gpus(group: Group, nbytes: int, device: torch.device, error: str) -> Peers:
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    places = _everywhere(group, Place.here(device).device)
+    places = everywhere(group, Place.here(device).device)
     visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     blind = [
         peer
         for peer, uuid in enumerate(places)
         if peer != group.rank and uuid in visible and not torch.cuda.can_device_access_peer(device, visible[uuid])
     ]
-    if any(_everywhere(group, blind)):
+    if any(everywhere(group, blind)):
         raise CapacityError(error.format("these GPUs have no peer access to each other"))
     handle = group.handle
     assert handle is not None
@@ -126,9 +127,9 @@ def _on_cpu(group: Group, nbytes: int, device: torch.device, error: str) -> Peer
     if not SHARED_FOLDER.is_dir():
         raise CapacityError(error.format(f"this machine has no {SHARED_FOLDER}, where processes share memory"))
     name = agreed(group, lambda: _new_file(nbytes * group.size) if group.rank == 0 else "", error)
-    name = _everywhere(group, name)[0]
+    name = everywhere(group, name)[0]
     everyone = torch.from_file(name, shared=True, size=nbytes * group.size, dtype=torch.uint8)
-    _everywhere(group, None)  # all have it open
+    everywhere(group, None)  # all have it open
     if group.rank == 0:
         Path(name).unlink()
     order = [(group.rank + n) % group.size for n in range(group.size)]

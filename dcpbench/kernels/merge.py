@@ -7,13 +7,19 @@ import triton
 import triton.language as tl
 
 
-def correct(o_BHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int, dtype: torch.dtype) -> torch.Tensor:
+def correct(
+    o_BHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """This rank's share of the merged output: exp(lse_rank − lse*)·o, as [H, B, R] in `dtype`, heads first.
 
     lse* = logsumexp over N. A rank without rows (lse −inf) has weight 0, whatever its `o` holds, NaN included; where
-    all ranks are empty the result is 0. Summed over ranks the shares are the merged output.
+    all ranks are empty the result is 0. Summed over ranks the shares are the merged output. It is written into `out`
+    where one is given, contiguous.
     """
-    return (correct_fused if o_BHR.is_cuda else correct_reference)(o_BHR, lse_NBH, rank, dtype)
+    if o_BHR.is_cuda:
+        return correct_fused(o_BHR, lse_NBH, rank, dtype, out)
+    share_HBR = correct_reference(o_BHR, lse_NBH, rank, dtype)
+    return share_HBR if out is None else out.copy_(share_HBR)
 
 
 def merge_into(o_ThV: torch.Tensor, lse_Th: torch.Tensor, more_ThV: torch.Tensor, more_Th: torch.Tensor) -> None:
@@ -78,10 +84,12 @@ def _correct_kernel(
     )
 
 
-def correct_fused(o_BHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int, dtype: torch.dtype) -> torch.Tensor:
+def correct_fused(
+    o_BHR: torch.Tensor, lse_NBH: torch.Tensor, rank: int, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """One kernel, writing heads first as the reduce-scatter wants it."""
     batch, heads, latent = o_BHR.shape
-    out_HBR = torch.empty(heads, batch, latent, dtype=dtype, device=o_BHR.device)
+    out_HBR = torch.empty(heads, batch, latent, dtype=dtype, device=o_BHR.device) if out is None else out
     _correct_kernel[(batch, heads)](
         o_BHR,
         lse_NBH,

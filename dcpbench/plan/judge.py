@@ -15,7 +15,7 @@ from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.budget import CPU_BYTES, ITEMSIZE, least_pages, most_pages, pages_needed, plan_engine
 from dcpbench.points.layout import Layout, experts_placed, valid_layouts
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import AUTO, BY_LAYOUT, CUT, EXCHANGES, NO_EXCHANGE, WHOLE, flag
+from dcpbench.points.names import AUTO, BY_LAYOUT, CUT, EXCHANGES, NO_EXCHANGE, REGISTERED, WHOLE, flag
 from dcpbench.points.point import OPTIONS
 from dcpbench.points.shapes import NOPE, ROPE, VALUE
 from dcpbench.points.sizes import size_text
@@ -221,12 +221,16 @@ def _check_exchange(point: Point, machine: Machine) -> None:
             "--overlap runs a batch in two halves, and a replica has one request; use a --concurrency of "
             f"{point.dp + 1} or more, or leave it out."
         )
+    if point.exchange == REGISTERED and machine.probe.device == "cpu":
+        raise UsageError(
+            f"--exchange {REGISTERED} registers memory with NCCL, which needs GPUs; use --exchange {EXCHANGES[0]}."
+        )
     near = point.tp // machine.nnodes
     for option, name, ranks, instead in (
         ("--exchange", point.exchange, point.dcp, "a2a"),
         ("--all-reduce", point.all_reduce, point.layout.attn_tp, "nccl"),
     ):
-        if name == SYMMETRIC and ranks > near:
+        if name in (SYMMETRIC, REGISTERED) and ranks > near:
             raise UsageError(
                 f"{option} {name} reads the memory of {ranks} ranks, and a machine has {near} of them; use "
                 f"{option} {instead}."

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 BACKENDS = ("reference", "triton", "flashinfer", "flashmla")
 """What --backend can be; kernels/attention makes them."""
-EXCHANGES = ("ag_rs", "a2a", "symm")
+REGISTERED = "ag_rs_registered"
+"""The exchange ag_rs in memory that NCCL has registered."""
+EXCHANGES = ("ag_rs", "a2a", "symm", REGISTERED)
 """What --exchange can be; exchange/ makes them."""
+AUTO_EXCHANGES = EXCHANGES[:-1]
+"""Those that --exchange auto tries; the last is run where it is named."""
 AUTO = "auto"
 """A backend or an exchange that is measured for and chosen when a point is warmed up."""
 TIMED_BACKENDS = BACKENDS[1:]

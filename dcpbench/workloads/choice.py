@@ -17,7 +17,7 @@ import torch
 from dcpbench.errors import DcpbenchError
 from dcpbench.exchange.collectives import gather_objects
 from dcpbench.measuring.timing import Timer, capture, time_chunks
-from dcpbench.points.names import AUTO, EXCHANGES, TIMED_BACKENDS
+from dcpbench.points.names import AUTO, AUTO_EXCHANGES, TIMED_BACKENDS
 from dcpbench.records.record import Choice, Tried
 from dcpbench.records.stats import StopRule
 
@@ -34,7 +34,7 @@ CHUNK_SECONDS = 0.1
 def candidates(point: Point) -> list[tuple[str, str]]:
     """Every backend and exchange that a point leaves open, named ones alone."""
     backends = TIMED_BACKENDS if point.backend == AUTO else (point.backend,)
-    exchanges = EXCHANGES if point.exchange == AUTO else (point.exchange,)
+    exchanges = AUTO_EXCHANGES if point.exchange == AUTO else (point.exchange,)
     return list(itertools.product(backends, exchanges))
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from dcpbench.engine.groups import make_groups
-from dcpbench.exchange import ExchangeSpec, make_exchange
+from dcpbench.exchange import ExchangeSpec, ag_rs, make_exchange
 from dcpbench.points.layout import Layout
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 WORLD = 4
 LAYOUTS = (Layout(WORLD, dcp=4), Layout(WORLD, dcp=2))
 BATCH, HEADS, LATENT, WIDTH = 4, 8, 16, 5
-NAMES = ("ag_rs", "a2a")
+NAMES = ("ag_rs", "a2a", "ag_rs_registered")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CHANGES: dict[str, dict[str, object]] = {
     "plain": {},
@@ -82,6 +82,7 @@ def exchanged(name: str, group: Group, number: int, spec: ExchangeSpec) -> tuple
 def main(rank: int, folder: Path) -> None:
     """Merge and gather with every exchange in both layouts and all dtypes, and save what this rank got."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
+    ag_rs.borrow = lambda _owner, _group, nbytes, *_: torch.full((nbytes,), 0xFF, dtype=torch.uint8)  # NaN in fp32
     for layout in LAYOUTS:
         group = make_groups(layout, rank).dcp
         found = {

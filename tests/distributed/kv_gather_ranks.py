@@ -14,11 +14,20 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from dcpbench.bench.operators import kv_gather as bench
 from dcpbench.bench.operators.kv_gather import KvGather
 from dcpbench.bench.record import Case
+from dcpbench.exchange.registered_memory import Registered
 
 POOL_BYTES = 1 << 16
-SIZES = ((3, 7, "pool"), (2, 50, "pool"), (2, 50, "outgrown"), (2, 50, "plain"))
+SIZES = (
+    (3, 7, "pool"),
+    (2, 50, "pool"),
+    (2, 50, "outgrown"),
+    (2, 50, "plain"),
+    (3, 7, "registered"),
+    (2, 50, "registered-outgrown"),
+)
 """Requests, tokens and buffer: 7 tokens of 3 requests leave some ranks without rows of some."""
 
 
@@ -32,12 +41,14 @@ def cases(world: int) -> list[Case]:
         )
         for requests, tokens, kind in SIZES
         for way in ("nccl", "direct")
+        if way == "nccl" or not kind.startswith("registered")
     ]
 
 
 def main(rank: int, world: int, folder: Path) -> None:
     """Run every case eagerly, and as a graph holds it twice, and tell what differed."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    bench.register = lambda group, nbytes, *_: Registered(group, torch.zeros(nbytes, dtype=torch.uint8), None)
     workload = KvGather(torch.device("cpu"), 0)
     found = {}
     for case in cases(world):

@@ -122,7 +122,7 @@ class TestRefusals:
     def test_a_cpu_without_shared_memory_is_refused(self, monkeypatch, tmp_path):
         """Not Linux, for one."""
         monkeypatch.setattr(symmetric_memory, "SHARED_FOLDER", tmp_path / "none")
-        monkeypatch.setattr(symmetric_memory, "_everywhere", lambda _group, value: [value])
+        monkeypatch.setattr(symmetric_memory, "everywhere", lambda _group, value: [value])
         group = Group(size=2, rank=0, handle=object())
         with pytest.raises(CapacityError, match=r"--exchange symm: this machine has no .*none.*; use --exchange a2a"):
             make_exchange("symm", group, ranks.spec())
@@ -130,14 +130,14 @@ class TestRefusals:
     def test_memory_that_one_rank_does_not_get_is_refused_on_all(self, monkeypatch):
         """A rank that has its own would wait for the others for ever."""
         group = Group(size=2, rank=0, handle=object())
-        monkeypatch.setattr(symmetric_memory, "_everywhere", lambda _group, reason: [reason, "out of memory"])
+        monkeypatch.setattr(symmetric_memory, "everywhere", lambda _group, reason: [reason, "out of memory"])
         with pytest.raises(CapacityError, match=r"symm: memory .* was refused \(out of memory\); use a2a"):
             symmetric_memory.agreed(group, lambda: "mine", "symm: {}; use a2a")
 
         def full():
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(symmetric_memory, "_everywhere", lambda _group, reason: [reason, ""])
+        monkeypatch.setattr(symmetric_memory, "everywhere", lambda _group, reason: [reason, ""])
         with pytest.raises(CapacityError, match="No space left on device"):
             symmetric_memory.agreed(group, full, "{}")
 

@@ -127,6 +127,19 @@ def test_a_wrong_collective_is_noticed(variant, device, monkeypatch):
     assert calls.check(calls.run) != ""
 
 
+@pytest.mark.parametrize("variant", collectives.INTO)
+def test_a_collective_in_registered_memory_is_checked_alike(variant, device, monkeypatch):
+    """Its memory is lent by a stand-in here, full of what is not the result."""
+    lent = lambda _owner, _group, nbytes, *_: torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=device)  # noqa: E731
+    monkeypatch.setattr(collectives, "borrow", lent)
+    calls = Collectives(device, 0).build(message_case(f"{variant}-registered"))
+    assert calls.check(calls.run) == ""
+    right = collectives.INTO[variant]
+    monkeypatch.setitem(collectives.INTO, variant, lambda group, x, out: right(group, x, out) * 1.02)
+    calls = Collectives(device, 0).build(message_case(f"{variant}-registered"))
+    assert calls.check(calls.run) != ""
+
+
 def test_what_ranks_get_is_worked_out_by_hand():
     """Messages 1 2 3 4 and 10 20 30 40 of two ranks."""
     messages = [torch.tensor([1.0, 2, 3, 4]), torch.tensor([10.0, 20, 30, 40])]

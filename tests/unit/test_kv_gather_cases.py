@@ -44,12 +44,25 @@ def test_without_a_pool_nothing_can_outgrow_it():
     assert {kind for _, _, kind in buffers(kv_gather(buffer="plain", pool_bytes="1KB"))} == {"plain"}
 
 
+def test_a_registered_pool_holds_the_own_part_too_and_says_when_it_is_outgrown():
+    """64 tokens on 4 ranks: 4 parts of 18,432 bytes received, and the own one; both multiples of 256. NCCL alone."""
+    need = 5 * 16 * 1152
+    for pool_bytes, expected in ((need, "registered"), (need - 1, "registered-outgrown")):
+        cases = kv_gather(requests="1", tokens="64", buffer="registered", pool_bytes=f"{pool_bytes}B")
+        assert buffers(cases) == {("nccl", 64, expected)}
+
+
+def test_registered_memory_is_measured_where_it_is_asked_for():
+    assert {kind for _, _, kind in buffers(kv_gather(tokens="64"))} == {"pool", "plain"}
+
+
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
         ({"pool_bytes": "0B"}, "--pool-bytes 0B: must be more than 0 bytes; write for example --pool-bytes 100GiB."),
         ({"pool_bytes": "4"}, "--pool-bytes 4 has no unit; write for example --pool-bytes 100GiB or 40GB."),
         ({"buffer": "pol"}, "--buffer 'pol' is unknown; did you mean pool?"),
+        ({"buffer": "registered", "variant": "direct"}, "which direct does not use; try --variant nccl."),
         ({"variant": "ag"}, "Write a comma list of: nccl, direct."),
         ({"requests": "100", "tokens": "64"}, "--tokens 64 are fewer than --requests 100; try --tokens 6400."),
     ],

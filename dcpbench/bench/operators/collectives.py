@@ -6,6 +6,8 @@
     all-reduce       every rank has a message, all get the sum
     all-reduce-symm  the same over symmetric memory, in place of NCCL
 
+    …-registered     one of the first four whose input and output lie in memory that NCCL has registered
+
 The size of a message is the same for all: [B, width] in bf16. Received bytes are those of the best known algorithm, so
 that received bytes / time is the bus bandwidth of nccl-tests: (N−1)/N of the message, twice that for all-reduce.
 """
@@ -19,7 +21,9 @@ import torch
 
 from dcpbench.bench.operators.calls import FRESH_CALLS, compared, relative_error
 from dcpbench.bench.operators.ranks import everyone
+from dcpbench.exchange.registered_memory import borrow
 from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
+from dcpbench.kernels.peers import Carver
 from dcpbench.points.floors import all_reduce_work, gather_work
 
 if TYPE_CHECKING:
@@ -43,16 +47,32 @@ NCCL: dict[str, Callable[[Group, torch.Tensor], torch.Tensor]] = {
 as in a step: repeated, it grows beyond what bf16 holds, which costs no time."""
 
 
+INTO: dict[str, Callable[[Group, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "all-gather": lambda group, x, out: group.all_gather(
+        x.flatten()[: x.numel() // group.size], out.view(group.size, -1)
+    ),
+    "reduce-scatter": lambda group, x, out: group.reduce_scatter(x.flatten(), out[: x.numel() // group.size]),
+    "all-to-all": lambda group, x, out: group.all_to_all(x.view(group.size, -1), out.view(group.size, -1)),
+    "all-reduce": lambda group, x, _out: group.all_reduce(x),
+}
+"""The same with memory for the result, as flat as a message."""
+SUFFIX = "-registered"
+
+
 def expected(variant: str, messages: list[torch.Tensor], rank: int) -> torch.Tensor:
     """What a rank gets of all ranks' messages, in fp64."""
     flat_NM = torch.stack([m.flatten().double() for m in messages])
     parts_NNP = flat_NM.unflatten(1, (len(messages), -1))
-    if variant == "all-gather":
+    if variant.startswith("all-gather"):
         return parts_NNP[:, 0].flatten()
-    if variant == "all-to-all":
+    if variant.startswith("all-to-all"):
         return parts_NNP[:, rank].flatten()
     total_M = flat_NM.sum(0)
     return total_M if variant.startswith("all-reduce") else total_M.unflatten(0, (len(messages), -1))[rank]
+
+
+class Borrower:
+    """Holds registered memory as long as it lives."""
 
 
 class Collectives:
@@ -60,6 +80,7 @@ class Collectives:
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed, self.group = device, seed, everyone()
+        self._borrower: Borrower | None = None
 
     def build(self, case: Case) -> Calls:
         """Calls of a case with sizes requests, width and ranks."""
@@ -67,13 +88,23 @@ class Collectives:
         messages = [self._message(shape, rank) for rank in range(self.group.size)]
         wanted = expected(case.variant, messages, self.group.rank)
         mine = messages[self.group.rank]
+        inputs = [mine.clone() for _ in range(case.calls or FRESH_CALLS)]
         collective: Callable[[torch.Tensor], torch.Tensor]
-        if case.variant in NCCL:
+        if case.variant.endswith(SUFFIX):
+            inputs, outputs = self._registered(mine, len(inputs))
+            into = INTO[case.variant.removesuffix(SUFFIX)]
+            places = {x.data_ptr(): out for x, out in zip(inputs, outputs, strict=True)}
+
+            def placed(x: torch.Tensor) -> torch.Tensor:
+                return into(self.group, x, places[x.data_ptr()])
+
+            collective = placed
+
+        elif case.variant in NCCL:
             collective = functools.partial(NCCL[case.variant], self.group)
         else:
             spec = ReduceSpec(rows=shape[0], columns=shape[1], dtype=mine.dtype, device=mine.device)
             collective = make_all_reduce("symm", self.group, spec)
-        inputs = [mine.clone() for _ in range(case.calls or FRESH_CALLS)]
 
         def error(results: Sequence[tuple[torch.Tensor, ...]]) -> float:
             return max(relative_error(got.flatten(), wanted) for (got,) in results)
@@ -90,6 +121,19 @@ class Collectives:
             work=work_of(mine.nbytes, self.group.size),
             before=fill,
         )
+
+    def _registered(self, message: torch.Tensor, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """So many messages, and as much memory for their results, in registered memory that is lent to this bench."""
+
+        def carve(carver: Carver) -> list[torch.Tensor]:
+            return [carver.take(message.numel(), dtype=message.dtype) for _ in range(2 * count)]
+
+        size = Carver()
+        carve(size)
+        lent = self._borrower = Borrower()  # what the last case had is free
+        own = borrow(lent, self.group, size.used, self.device, "a variant with -registered", "the one without")
+        parts = carve(Carver(own))
+        return [part.view_as(message) for part in parts[:count]], parts[count:]
 
     def _message(self, shape: tuple[int, int], rank: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * self.seed + rank)

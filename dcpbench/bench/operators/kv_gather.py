@@ -7,6 +7,8 @@ What travels, the received parts (nccl) or the own part (direct), lies in a buff
 
     pool       a reserve of symmetric memory, taken at start
     outgrown   the reserve is too small: symmetric memory, allocated at run time in every eager call and given back
+    registered           a reserve registered with NCCL, taken at start, with the own part in it, too (nccl alone)
+    registered-outgrown  that is too small: allocated, registered and given back in every eager call
     plain      no reserve: torch's caching allocator for nccl; for direct as `outgrown`, as peers can read nothing else
 
 A captured call has its buffer from before. So the eager time of `outgrown` beside its time in a graph says what the
@@ -28,6 +30,7 @@ from dcpbench.bench.operators.ranks import everyone
 from dcpbench.engine.request_pool import RequestPool
 from dcpbench.errors import CapacityError
 from dcpbench.exchange.prefix import Gatherer, Task, symmetric
+from dcpbench.exchange.registered_memory import Registered, register
 from dcpbench.kernels.kv_gather import request_table
 from dcpbench.kernels.kv_indices import Share, fill_pages
 from dcpbench.points.floors import Work
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
     from dcpbench.exchange.collectives import Group
     from dcpbench.kernels.peers import Peers
 
-    Buffer = Peers | torch.Tensor
+    Buffer = Peers | Registered | torch.Tensor
     Lend = Callable[[], AbstractContextManager[Buffer]]
 
 PAGE = 64
@@ -92,6 +95,7 @@ class KvGather:
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed, self.group = device, seed, everyone()
         self._reserve: Peers | None = None
+        self._registered: Registered | None = None
         self._key: tuple[object, ...] = ()
         self._inputs: Inputs | None = None
 
@@ -103,7 +107,10 @@ class KvGather:
             self._inputs, self._key = self._make(case), key
         inputs, task = self._inputs, self._inputs.task
         lend, kept = self._buffers(case, task)
-        allocates = case.sizes["buffer"] == "outgrown" or (case.sizes["buffer"], case.variant) == ("plain", "direct")
+        allocates = str(case.sizes["buffer"]).endswith("outgrown") or (case.sizes["buffer"], case.variant) == (
+            "plain",
+            "direct",
+        )
         layers = min(len(inputs.pools), ALLOCATING_CALLS) if allocates else len(inputs.pools)
         row_bytes = KV_WIDTH * task.dtype.itemsize
         own = len(task.rows)
@@ -130,10 +137,35 @@ class KvGather:
                 reserve = self._reserve = symmetric(self.group, pool_bytes, self.device)
             assert nbytes <= len(reserve.own), "the case says pool, and the pool is too small"
             return lambda: contextlib.nullcontext(reserve), reserve
+        if str(kind).startswith("registered"):
+            need = task.registered_bytes()
+            outgrown = kind == "registered-outgrown"
+            kept = self._window(need if outgrown else int(case.sizes["pool_bytes"]))
+            assert need <= len(kept.own), "the case says registered, and the pool is too small"
+            return (lambda: self._registering(need)) if outgrown else (lambda: contextlib.nullcontext(kept)), kept
         if kind == "plain" and case.variant == "nccl":
             plain = functools.partial(torch.empty, nbytes, dtype=torch.uint8, device=self.device)
             return lambda: contextlib.nullcontext(plain()), plain()
         return lambda: self._allocated(nbytes), symmetric(self.group, nbytes, self.device)
+
+    def _window(self, nbytes: int) -> Registered:
+        """The one registered buffer that is kept, of this size."""
+        if self._registered is None or len(self._registered.own) != nbytes:
+            if self._registered is not None:
+                self._registered.close()
+                self._registered = None
+            self._registered = self._new_window(nbytes)
+        return self._registered
+
+    def _new_window(self, nbytes: int) -> Registered:
+        return register(self.group, nbytes, self.device, "--buffer registered", "--buffer pool,plain")
+
+    @contextlib.contextmanager
+    def _registering(self, nbytes: int) -> Iterator[Registered]:
+        """A registered buffer for one call; closing it waits for the work on it."""
+        window = self._new_window(nbytes)
+        yield window
+        window.close()
 
     @contextlib.contextmanager
     def _allocated(self, nbytes: int) -> Iterator[Peers]:

@@ -33,7 +33,7 @@ BASELINES = {
     "moe": ("torch", "deepgemm"),
 }
 """Variants that the others of a bench are compared with."""
-ALIKE = {"all-reduce": ("all-reduce", "all-reduce-symm")}
+ALIKE = {"all-reduce": ("all-reduce", "all-reduce-symm", "all-reduce-registered")}
 """Who can be compared with a baseline, where not all variants of its bench do the same."""
 UNITS = {"B/s": ((1e12, "TB/s"), (1e9, "GB/s")), "FLOP/s": ((1e12, "TFLOP/s"),), "s": ((1e-6, "µs"),)}
 

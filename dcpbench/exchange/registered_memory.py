@@ -1,0 +1,118 @@
+"""Memory registered with NCCL as a symmetric window: where a collective's input and output both lie in it, at the same
+offsets on all ranks, NCCL may run its symmetric kernels, which read and write peers' memory without copies in between.
+
+A window is one allocation of NCCL's own allocator, in a pool of torch's that is registered with the group's
+communicator. Multicast is not needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from dcpbench.errors import CapacityError
+from dcpbench.exchange import symmetric_memory
+
+if TYPE_CHECKING:
+    from dcpbench.exchange.collectives import Group
+
+OLDEST_NCCL = (2, 27)
+"""The first with windows and symmetric kernels."""
+
+
+@dataclasses.dataclass(eq=False)
+class Registered:
+    """A window of one group, zeroed bytes on every rank."""
+
+    group: Group
+    own: torch.Tensor
+    pool: Any
+    lent: bool = False
+
+    def close(self) -> None:
+        """Deregister it; what was captured with it must not be replayed any more. Collective, waits for the device."""
+        if self not in _open:
+            return
+        _open.remove(self)
+        torch.cuda.synchronize(self.own.device)
+        symmetric_memory.everywhere(self.group, None)  # no peer is still at work in it
+        backend_of(self.group, self.own.device).deregister_mem_pool(self.pool)
+
+
+_open: list[Registered] = []
+"""Held here, as a window that is freed on one rank alone, when its garbage is collected, would be missed by the others."""
+
+
+def register(group: Group, nbytes: int, device: torch.device, option: str, instead: str) -> Registered:
+    """A new window of so many bytes. Collective; waits for the device.
+
+    `option` is what asks for it and `instead` what works without it, for the error. Raises CapacityError, on all ranks
+    alike, where there is no NCCL, an older one, or one that refuses.
+    """
+    error = f"{option}: {{}}; use {instead} instead."
+    if group.handle is None:
+        raise CapacityError(error.format("one rank has no peers that could use it"))
+    reasons = symmetric_memory.everywhere(group, missing(group, device))
+    if reason := next(filter(None, reasons), ""):
+        raise CapacityError(error.format(reason))
+    backend = backend_of(group, device)
+    own, pool = symmetric_memory.agreed(
+        group, functools.partial(allocate, backend, nbytes, device), error, "NCCL memory"
+    )
+    dist.all_reduce(own[:1], group=group.handle)  # a communicator is made by its first collective
+    torch.cuda.synchronize(device)
+    symmetric_memory.everywhere(group, None)  # registering is collective, too: all have their communicator
+    symmetric_memory.agreed(
+        group, lambda: backend.register_mem_pool(pool, symm=True), error, "registering memory with NCCL"
+    )
+    _open.append(Registered(group, own, pool))
+    return _open[-1]
+
+
+def borrow(owner: object, group: Group, nbytes: int, device: torch.device, option: str, instead: str) -> torch.Tensor:
+    """At least so many bytes of a window, until `owner` is gone: then the next who asks gets them. See register."""
+    ours = [one for one in _open if one.group == group]
+    mine = {i for i, one in enumerate(ours) if not one.lent and one.own.nbytes >= nbytes}
+    free = set.intersection(*symmetric_memory.everywhere(group, mine))  # not every rank has collected its garbage
+    found = ours[min(free)] if free else register(group, nbytes, device, option, instead)
+    found.lent = True
+    weakref.finalize(owner, setattr, found, "lent", False)  # noqa: FBT003 - setattr's own order
+    return found.own
+
+
+def close_all() -> None:
+    """Deregister all windows, which must be done before their groups end. Collective."""
+    while _open:
+        _open[-1].close()
+
+
+def missing(group: Group, device: torch.device) -> str:
+    """What this rank lacks to register memory; empty where nothing does."""
+    if device.type != "cuda":
+        return "memory is registered with NCCL, which needs GPUs"
+    if torch.cuda.nccl.version()[:2] < OLDEST_NCCL:
+        version, oldest = (".".join(map(str, v)) for v in (torch.cuda.nccl.version(), OLDEST_NCCL))
+        return f"this torch has NCCL {version}, and memory is registered from {oldest} on (install a newer torch)"
+    backend = backend_of(group, device)
+    if not hasattr(backend, "register_mem_pool") or "symm" not in (backend.register_mem_pool.__doc__ or ""):
+        return f"torch {torch.__version__} cannot register memory with NCCL (install torch 2.9 or newer)"
+    return ""
+
+
+def backend_of(group: Group, device: torch.device) -> Any:  # noqa: ANN401 - torch has no public name for it
+    """The communicator of a group, as torch wraps it."""
+    assert group.handle is not None
+    return group.handle._get_backend(device)  # noqa: SLF001 - the only way to it
+
+
+def allocate(backend: Any, nbytes: int, device: torch.device) -> tuple[torch.Tensor, Any]:  # noqa: ANN401 - as above
+    """(zeroed bytes, the pool whose only allocation they are): their offset in the window is the same on all ranks."""
+    pool = torch.cuda.MemPool(backend.mem_allocator)
+    with torch.cuda.use_mem_pool(pool, device):
+        own = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    return own, pool
