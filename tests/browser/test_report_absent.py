@@ -130,7 +130,7 @@ class TestBrokenCharts:
               return made;
             };""")
         page = visit(path, viewport=SCREEN, color_scheme="light")
-        page.wait_for_selector("html[data-ready]")
+        page.wait_for_selector("html[data-ready][data-drawn]")
         page.get_by_role("button", name="Dark theme").click()
         said = page.locator("#chart-ttft-serve-live .panels").inner_text()
         assert "This chart could not be drawn (made up)" in said
