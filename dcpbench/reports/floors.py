@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcpbench.reports.tables import FOLD_ABOVE, Table, make_table
 from dcpbench.show.numbers import missing, number, reach, times
+from dcpbench.show.text import listed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -55,6 +56,20 @@ def telling(row: dict[str, Any], most: int) -> list[Loss]:
 def told(frames: Frames) -> list[str]:
     """Of all points, how far their steps are from what their machine allows."""
     return sentences(frames.points) + served(frames.served)
+
+
+def short(points: pd.DataFrame) -> str:
+    """One sentence of all points of `decode`; empty where none has a floor."""
+    held = points.dropna(subset=["floor_share"]) if "floor_share" in points else points.head(0)
+    if held.empty:
+        return ""
+    far = {str(k): v for k, v in held.sort_values("floor_share", kind="stable").iloc[0].items()}
+    lost = listed(
+        [f"{loss.phase.replace('_', ' ')} ({loss.share:.2f} of its limit)" for loss in telling(far, 2) if loss.share]
+    )
+    over = reach(1 / held["floor_share"])
+    where = f" at {far['label']}" if len(held) > 1 and lost else ""
+    return f"A step takes {over} what the hardware allows{f'; most is lost in {lost}{where}' if lost else ''}."
 
 
 def sentences(points: pd.DataFrame) -> list[str]:

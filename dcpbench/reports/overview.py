@@ -14,7 +14,7 @@ from dcpbench.points.names import CLOSED, REPLAY, TOOLS, UNKNOWN
 from dcpbench.points.point import UNKNOWN_LAYOUT
 from dcpbench.records.record import OURS
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import answer, findings, rule, words
+from dcpbench.reports import answer, findings, floors, rule, words
 from dcpbench.show.numbers import missing, number, percent
 from dcpbench.show.text import capital, counted, listed
 
@@ -25,6 +25,8 @@ MOST_NAMES = 6
 """Layouts or models of more than this a title counts."""
 MOST_CLAUSES = 3
 """Loads with no room that a bullet names."""
+MOST_BULLETS = 4
+"""Below the first sentence."""
 
 
 def title(frames: Frames) -> str:
@@ -231,10 +233,11 @@ def _imported(frames: Frames, foreign: list[str], rows: pd.DataFrame) -> str:
 
 
 def short(frames: Frames) -> list[str]:
-    """At most four short bullets below the sentence."""
+    """At most MOST_BULLETS below the sentence; how far to trust it all is the last."""
     if findings.timed(frames.everything).empty:
         return []
-    return [text for text in (_pays(frames), _full(frames), _room(frames), _trust(frames)) if text]
+    told = [text for text in (_pays(frames), _full(frames), floors.short(frames.points), _room(frames)) if text]
+    return [text for text in (*told[: MOST_BULLETS - 1], _trust(frames)) if text]
 
 
 def _pays(frames: Frames) -> str:

@@ -10,7 +10,7 @@ import pytest
 from dcpbench.points.layout import Layout
 from dcpbench.records.metrics import METRIC
 from dcpbench.records.record import Floor, Phases, Rates, Record
-from dcpbench.reports import explain, export, figures, floors, frames, sections, terminal_table
+from dcpbench.reports import explain, export, figures, floors, frames, overview, sections, terminal_table
 from dcpbench.reports.page.points import page_data
 from dcpbench.reports.style import Style
 from tests.unit import record_builder as build
@@ -74,6 +74,18 @@ def test_of_several_the_reach_is_told_and_the_furthest_named(tmp_path):
     assert said.startswith(
         "kimi-k2: a step takes 1.25× to 1.60× what this machine allows; furthest is tp4 at concurrency 8"
     )
+
+
+def test_one_bullet_of_the_first_screen_says_it(tmp_path):
+    """Of one point, of the furthest of several, and of none."""
+    one = read(tmp_path / "one", FAR)
+    said = "A step takes 1.60× what the hardware allows; most is lost in moe (0.70 of its limit) and attention (0.60 of its limit)."
+    assert said in overview.short(one)
+    both = read(tmp_path / "both", FAR, NEAR)
+    assert said.replace("1.60×", "1.25–1.60×").replace("limit).", "limit) at tp4.") in overview.short(both)
+    assert len(overview.short(both)) <= overview.MOST_BULLETS
+    none = read(tmp_path / "none", build.ok(build.point()))
+    assert not any("hardware allows" in bullet for bullet in overview.short(none))
 
 
 def test_the_table_has_every_point_with_a_floor(tmp_path):
