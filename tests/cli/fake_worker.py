@@ -100,10 +100,10 @@ def serve(job: jobs.Job, point: Point) -> None:
         sys.exit(130)
 
 
-def wait_for(job: jobs.Job, point: Point) -> None:
+def wait_for(job: jobs.Job, point: Point, stage: str) -> None:
     """Another rank reaches a point when rank 0 does; on another node, which cannot see that, at once."""
     seen = job.progress_path()
-    while int(os.environ["LOCAL_WORLD_SIZE"]) > RANK and f'"measure","key":"{point.key()}' not in _text(seen):
+    while int(os.environ["LOCAL_WORLD_SIZE"]) > RANK and f'"{stage}","key":"{point.key()}' not in _text(seen):
         time.sleep(0.05)
 
 
@@ -126,11 +126,11 @@ def work(job: jobs.Job) -> None:
     for index, point in enumerate(job.points):
         if RANK == 0:
             jobs.tell(job, "build", point, index=index)
-        build(point)
+        build(job, point)
         if RANK == 0:
             jobs.tell(job, "measure", point, index=index)
         if point.context in (RAISES, KILLED, HANGS, *CODES, *SIGNALS):
-            wait_for(job, point)
+            wait_for(job, point, "measure")
             misbehave(job, point)
         note = answer(job, point)
         if RANK == 0:
@@ -158,8 +158,10 @@ def answer(job: jobs.Job, point: Point) -> str:
     return "step 10.0 ms"
 
 
-def build(point: Point) -> None:
-    """Every rank fails alike, with one of our own errors."""
+def build(job: jobs.Job, point: Point) -> None:
+    """Every rank fails alike, with one of our own errors, and none before rank 0 is there."""
+    if point.context in (NO_TENSOR, NO_MEMORY):
+        wait_for(job, point, "build")
     if point.context == NO_TENSOR:
         raise ModelError("no tensor 'x'; the checkpoint does not match.")
     if point.context == NO_MEMORY:
