@@ -282,9 +282,12 @@ def test_beside_a_sweep_it_says_each_point_and_ends_with_its_exit_code(tmp_path:
         str(tmp_path / "run"),
     ]
     command = [*COMMAND, "top", str(tmp_path / "run"), "--every", "0.1"]
-    with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True) as shown:  # waits for the run to begin
-        sweep = subprocess.Popen([*COMMAND, "sweep", *options], env=ENV, stderr=subprocess.DEVNULL)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=ENV, stdout=pipe, stderr=pipe, text=True) as shown:
         assert shown.stdout
+        assert shown.stderr
+        assert "Waiting" in shown.stderr.readline()  # what ended before it looks is counted, not said
+        sweep = subprocess.Popen([*COMMAND, "sweep", *options], env=ENV, stderr=subprocess.DEVNULL)
         said, interrupted = [], False
         for line in shown.stdout:
             said.append(line)
