@@ -15,6 +15,7 @@ from dcpbench.points import memory
 from dcpbench.points.axes import Role
 from dcpbench.points.machine import Probe
 from dcpbench.points.memory import GIB, Layers
+from dcpbench.points.names import FP8
 from dcpbench.points.point import Point, point_axes
 from dcpbench.points.shapes import load_shape
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from dcpbench.points.settings import Settings
     from dcpbench.points.shapes import ModelShape
 
-ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-"""Bytes of a number, by --dtype."""
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, FP8: 1}
+"""Bytes of a number, by precision."""
 engine_values = operator.attrgetter(*(axis.name for axis in point_axes(Role.ENGINE)))
 """What points have in common that can share weights, pools and process groups; compared for every two of a sweep."""
 CPU_BYTES = 4 * GIB

@@ -17,7 +17,11 @@ TIMED_BACKENDS = BACKENDS[1:]
 ALL_REDUCES = ("nccl", "symm")
 """What --all-reduce can be."""
 DTYPES = ("bf16", "fp16", "fp32")
-"""What --dtype can be."""
+"""What can be computed with."""
+FP8 = "fp8"
+"""How weights (e4m3 in blocks of 128 × 128 with a scale each) and KV (e4m3 with a scale for a pool) can be stored."""
+AS_COMPUTED = ""
+"""How they are where a point does not say: in the dtype that is computed with."""
 CUT, WHOLE = "1", "tp"
 """What --ep can be, the expert parallel degree: every expert cut by width over all ranks of a layout, or whole experts
 dealt out to them."""

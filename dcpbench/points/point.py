@@ -98,6 +98,11 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     backend: Annotated[str, Axis(PATH, 10, "{}", values=(*names.BACKENDS, names.AUTO))]
     """The attention kernel; of an import the engine, which chose its own."""
     dtype: Annotated[str, Axis(ENGINE, 21, "{}", values=names.DTYPES, one=True)]
+    """What is computed with: of activations, norms, the router, the embedding and the head, and of whatever is not fp8."""
+    weights_dtype: Annotated[str, Axis(ENGINE, 26, "{} weights", later=True)] = names.AS_COMPUTED
+    """`fp8`: linear layers and experts as DeepSeek-V3's checkpoint has them; see `weights_precision`."""
+    kv_dtype: Annotated[str, Axis(ENGINE, 27, "{} KV", later=True)] = names.AS_COMPUTED
+    """`fp8`: the KV cache; see `kv_precision`."""
     page_size: Annotated[int, Axis(ENGINE, 22, "page {}", one=True)] = 1
     interleave: Annotated[int, Axis(ENGINE, 23, "interleave {}", one=True)] = 1
     weights: Annotated[str, Axis(ENGINE, 25, "weights {}", one=True)] = names.SYNTHETIC
@@ -119,6 +124,16 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     def layout(self) -> Layout:
         """The point's layout. Raises LayoutError where degrees do not nest."""
         return Layout(tp=self.tp, dp=self.dp, dcp=self.dcp)
+
+    @property
+    def weights_precision(self) -> str:
+        """Of linear layers and experts: `fp8`, or the dtype that is computed with."""
+        return self.weights_dtype or self.dtype
+
+    @property
+    def kv_precision(self) -> str:
+        """Of the KV cache, likewise."""
+        return self.kv_dtype or self.dtype
 
     @property
     def layout_name(self) -> str:

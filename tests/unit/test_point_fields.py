@@ -52,6 +52,8 @@ OTHER: dict[str, Any] = {
     "page_size": 32,
     "interleave": 8,
     "weights": "/models/v3",
+    "weights_dtype": "fp8",
+    "kv_dtype": "fp8",
     "settings": "max_num_seqs=4",
     "repeat": 1,
 }
