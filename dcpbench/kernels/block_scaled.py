@@ -27,7 +27,15 @@ class Scaled:
     data: torch.Tensor
     """e4m3 [..., N, K], contiguous."""
     scale: torch.Tensor
-    """fp32, contiguous: of a weight [..., ⌈N / 128⌉, ⌈K / 128⌉], of rows [N, K / 128]."""
+    """fp32, contiguous: of a weight [..., ⌈N / block[0]⌉, ⌈K / block[1]⌉], of rows [N, ⌈K / block[1]⌉]."""
+    block: tuple[int, int] = (SCALE_BLOCK, SCALE_BLOCK)
+    """Rows and columns that share a scale; the last ones may be fewer. Rows of activations have each their own. Smaller
+    than published where a rank's border cuts blocks."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the numbers and their scales."""
+        return self.data.nbytes + self.scale.nbytes
 
 
 @triton.jit
@@ -62,34 +70,37 @@ def quantise_rows(x_TK: torch.Tensor) -> Scaled:
         NATIVE=has_cast(x_TK.device),
         num_warps=4,
     )
-    return Scaled(data, scale)
+    return Scaled(data, scale, (1, SCALE_BLOCK))
 
 
-def quantise_rows_reference(x_TK: torch.Tensor) -> Scaled:
-    """Slow and obvious."""
-    groups = x_TK.float().unflatten(-1, (-1, SCALE_BLOCK))
-    scale = groups.abs().amax(-1).clamp(min=LEAST) / LARGEST
-    return Scaled((groups / scale[..., None]).flatten(-2).to(torch.float8_e4m3fn), scale)
+def quantise_rows_reference(x_TK: torch.Tensor, group: int = SCALE_BLOCK) -> Scaled:
+    """Slow and obvious, in groups of any number of columns, of which the last may have fewer."""
+    scaled = _quantise(x_TK.unsqueeze(-2), (1, group))
+    return Scaled(scaled.data.squeeze(-2), scaled.scale.squeeze(-2), (1, group))
 
 
-def quantise_weight(weight: torch.Tensor) -> Scaled:
-    """A weight [..., N, K] in blocks of 128 × 128, those at the lower and right edges maybe smaller."""
-    *_, height, depth = weight.shape
-    down, across = -(-height // SCALE_BLOCK), -(-depth // SCALE_BLOCK)
-    padded = torch.nn.functional.pad(weight.float(), (0, across * SCALE_BLOCK - depth, 0, down * SCALE_BLOCK - height))
-    blocks = padded.unflatten(-1, (across, SCALE_BLOCK)).unflatten(-3, (down, SCALE_BLOCK))
+def quantise_weight(weight: torch.Tensor, block: tuple[int, int] = (SCALE_BLOCK, SCALE_BLOCK)) -> Scaled:
+    """A weight [..., N, K] in blocks, those at the lower and right edges maybe smaller."""
+    return _quantise(weight, block)
+
+
+def _quantise(x: torch.Tensor, block: tuple[int, int]) -> Scaled:
+    *_, height, depth = x.shape
+    down, across = -(-height // block[0]), -(-depth // block[1])
+    padded = torch.nn.functional.pad(x.float(), (0, across * block[1] - depth, 0, down * block[0] - height))
+    blocks = padded.unflatten(-1, (across, block[1])).unflatten(-3, (down, block[0]))
     scale = blocks.abs().amax((-3, -1)).clamp(min=LEAST) / LARGEST
     data = (blocks / scale[..., :, None, :, None]).flatten(-4, -3).flatten(-2)[..., :height, :depth]
-    return Scaled(data.to(torch.float8_e4m3fn).contiguous(), scale)
+    return Scaled(data.to(torch.float8_e4m3fn).contiguous(), scale, block)
 
 
 def dequantise_weight(weight: Scaled) -> torch.Tensor:
     """What it stands for, fp32 [..., N, K]."""
     *_, height, depth = weight.data.shape
-    scale = weight.scale.repeat_interleave(SCALE_BLOCK, -2).repeat_interleave(SCALE_BLOCK, -1)
+    scale = weight.scale.repeat_interleave(weight.block[0], -2).repeat_interleave(weight.block[1], -1)
     return weight.data.float() * scale[..., :height, :depth]
 
 
 def dequantise_rows(rows: Scaled) -> torch.Tensor:
     """What they stand for, fp32 [T, K]."""
-    return rows.data.float() * rows.scale.repeat_interleave(SCALE_BLOCK, -1)
+    return rows.data.float() * rows.scale.repeat_interleave(rows.block[1], -1)[..., : rows.data.shape[-1]]

@@ -23,7 +23,7 @@ from dcpbench.errors import MissingPackageError, UsageError
 from dcpbench.kernels import block_scaled
 from dcpbench.kernels.block_scaled import Scaled
 from dcpbench.kernels.e4m3 import LARGEST
-from dcpbench.kernels.moe import decode, prompts
+from dcpbench.kernels.moe import decode, prompts, scaled
 from dcpbench.points.floors import expert_work
 from dcpbench.points.memory import Product
 from dcpbench.points.shapes import SCALE_BLOCK
@@ -146,11 +146,11 @@ def triton(inputs: Inputs) -> Ready:
     """kernels/moe, as an engine calls it; what both products share is made before: the plan, or rows in order."""
     sizes = inputs.sizes
     if isinstance(inputs.weight, Scaled):
-        return scaled(inputs, inputs.weight)
+        return by_scales(inputs, inputs.weight)
     weight = inputs.weight
     if inputs.ids.numel() > decode.MOST_ASSIGNMENTS:
         rows_ID = inputs.sorted_rows
-        _, ends = prompts.sort_by_expert(inputs.ids, 0, sizes.experts)
+        *_, ends = prompts.sort_by_expert(inputs.ids, 0, sizes.experts)
         return Ready(
             call=lambda: (prompts.product(rows_ID, weight, ends, gated=sizes.gated),),
             rows=lambda y: y,
@@ -164,26 +164,21 @@ def triton(inputs: Inputs) -> Ready:
     )
 
 
-def scaled(inputs: Inputs, weight: Scaled) -> Ready:
-    """The same over fp8 weights; gate-up with the quantisation of its tokens. Raises UsageError for prompts."""
-    if inputs.ids.numel() > decode.MOST_ASSIGNMENTS:
-        raise UsageError(
-            f"{inputs.sizes.requests} requests have {inputs.ids.numel():,} rows of experts; --weights fp8 takes up to "
-            f"{decode.MOST_ASSIGNMENTS:,}; lower --requests, or --weights bf16."
-        )
-    plan = decode.plan(inputs.ids, 0, inputs.sizes.experts)
+def by_scales(inputs: Inputs, weight: Scaled) -> Ready:
+    """The same over fp8 weights; gate-up with the quantisation of its tokens."""
+    plan = scaled.plan(inputs.ids, 0, inputs.sizes.experts)
     top_k = inputs.sizes.top_k
     if inputs.sizes.gated:
 
         def gate_up() -> tuple[torch.Tensor, torch.Tensor]:
-            hidden = decode.scaled_gate_up(block_scaled.quantise_rows(inputs.x), weight, plan, top_k)
+            hidden = scaled.gate_up(block_scaled.quantise_rows(inputs.x), weight, plan, top_k)
             return hidden.data, hidden.scale
 
         return Ready(
             call=gate_up, rows=lambda data, scale: block_scaled.dequantise_rows(Scaled(data, scale)), fused=True
         )
     rows = block_scaled.quantise_rows(inputs.x)
-    return Ready(call=lambda: (decode.scaled_down(rows, weight, plan, top_k),), rows=lambda y: y)
+    return Ready(call=lambda: (scaled.down(rows, weight, plan, top_k),), rows=lambda y: y)
 
 
 def by_torch(inputs: Inputs) -> Ready:
@@ -193,7 +188,7 @@ def by_torch(inputs: Inputs) -> Ready:
             "torch has no grouped product for block scales; use --variant triton,deepgemm with --weights fp8."
         )
     rows_ID, weight = inputs.sorted_rows, inputs.weight.transpose(-2, -1)
-    _, ends = prompts.sort_by_expert(inputs.ids, 0, inputs.sizes.experts)
+    *_, ends = prompts.sort_by_expert(inputs.ids, 0, inputs.sizes.experts)
     grouped_mm = torch._grouped_mm  # noqa: SLF001 - public only from 2.12 on
     return Ready(call=lambda: (grouped_mm(rows_ID, weight, offs=ends),), rows=lambda y: y)
 
