@@ -131,10 +131,6 @@ class How(opt.How):
         metavar="NAME,…",
     )
     overlap = None
-    dtype: str | None = opt.HOW(
-        "Of weights and KV cache: bf16 on GPUs; bf16, fp16 or fp32 on the CPU. Default: bf16 on GPUs; fp32 on the CPU.",
-        metavar="NAME",
-    )
 
 
 class Measured(Group):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dcpbench.errors import ModelError
+from dcpbench.points.names import FP8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,8 @@ class ModelShape:
     max_position: int = 163840
     tied: bool = False
     """Whether the LM head is the embedding."""
+    published: str = "bf16"
+    """Precision of the published checkpoint's linear layers: `bf16`, or `fp8` in blocks of 128 × 128 with scales."""
 
     @property
     def kv_width(self) -> int:
@@ -135,6 +138,7 @@ _V3 = ModelShape(
     normalise=True,
     routed_scale=2.5,
     yarn=Yarn(factor=40, original_max_position=4096, mscale=1.0, mscale_all_dim=1.0),
+    published=FP8,
 )
 _K2 = dataclasses.replace(
     _V3,
@@ -173,6 +177,7 @@ _TINY = ModelShape(
     nope=16,
     value=16,
     max_position=65536,
+    published="bf16",
 )
 
 SHAPES = {shape.name: shape for shape in (_V2_LITE, _V2, _V3, _K2, _TINY)}
@@ -381,7 +386,25 @@ def _shape(config: dict[str, Any], path: Path) -> ModelShape:
         yarn=_yarn(rope, position),
         max_position=position,
         tied=_switch(config, "tie_word_embeddings", default=False),
+        published=_published(config),
     )
+
+
+def _published(config: dict[str, Any]) -> str:
+    """Precision of the checkpoint's linear layers, where it is one that the engine has; see `quantization_config`."""
+    found = config.get("quantization_config")
+    if not found:
+        return "bf16"
+    method = found.get("quant_method") if isinstance(found, dict) else found
+    if method != "fp8":
+        return f"{method}"
+    block = found.get("weight_block_size")
+    if block != [SCALE_BLOCK, SCALE_BLOCK] or found.get("activation_scheme", "dynamic") != "dynamic":
+        raise ValueError(
+            f"'quantization_config' has fp8 weights in blocks of {_said(block)} with activations scaled "
+            f"{_said(found.get('activation_scheme', 'dynamic'))}; [{SCALE_BLOCK}, {SCALE_BLOCK}] and 'dynamic' are supported"
+        )
+    return FP8
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
