@@ -312,7 +312,7 @@ HARMLESS: dict[str, Any] = {
     "initializer_range": 0.006,
     "torch_dtype": "bfloat16",
     "transformers_version": "4.33.1",
-    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "compression_config": {"format": "dense"},
     "use_cache": True,
     "auto_map": {"AutoModel": "modeling_deepseek.DeepseekV3Model"},
     "_name_or_path": "x",
@@ -492,3 +492,19 @@ def test_an_unknown_model_is_answered_with_the_known_ones(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match=r"known models: deepseek-v2-lite, .*kimi-k2.*deepseek-r1"):
         load_shape(model)
+
+
+@pytest.mark.parametrize(
+    ("said", "published"),
+    [(None, "bf16"), ({}, "bf16"), (FP8, "fp8"), ({"quant_method": "compressed-tensors"}, "compressed-tensors")],
+)
+def test_a_checkpoint_says_in_which_precision_it_is_published(said: object, published: str) -> None:
+    assert from_config(V3 | {"quantization_config": said}, Path("v3.json")).published == published
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"weight_block_size": [64, 64]}, {"weight_block_size": None}, {"activation_scheme": "static"}]
+)
+def test_fp8_that_is_scaled_otherwise_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ModelError, match=r"'quantization_config' has fp8 weights in blocks of .* are supported"):
+        from_config(V3 | {"quantization_config": FP8 | wrong}, Path("v3.json"))
