@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dcpbench.kernels.e4m3 import LARGEST, e4m3_byte, has_cast
+from dcpbench.kernels.e4m3 import LARGEST, capability, e4m3_byte, has_cast
 from dcpbench.points.shapes import SCALE_BLOCK
 
 GROUPS = 8
@@ -39,17 +39,43 @@ class Scaled:
 
 
 @triton.jit
+def quantised(x_GK, LEAST: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr):
+    """(bytes of e4m3, scales) of groups in fp32."""
+    scale_G = tl.maximum(tl.max(tl.abs(x_GK), 1), LEAST) / LARGEST
+    return e4m3_byte(x_GK / scale_G[:, None], NATIVE), scale_G
+
+
+@triton.jit
 def _rows_kernel(
-    x, data, scale, count, LEAST: tl.constexpr, LARGEST: tl.constexpr, BLOCK_G: tl.constexpr, NATIVE: tl.constexpr
+    x,
+    data,
+    scale,
+    count,
+    LEAST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Each program takes BLOCK_G groups, wherever their rows end."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     g = tl.program_id(0).to(tl.int64) * BLOCK_G + tl.arange(0, BLOCK_G)
     live = g < count
     at = g[:, None] * 128 + tl.arange(0, 128)[None, :]
     x_GK = tl.load(x + at, mask=live[:, None], other=0.0).to(tl.float32)
-    scale_G = tl.maximum(tl.max(tl.abs(x_GK), 1), LEAST) / LARGEST
+    byte_GK, scale_G = quantised(x_GK, LEAST, LARGEST, NATIVE)
     tl.store(scale + g, scale_G, mask=live)
-    tl.store(data + at, e4m3_byte(x_GK / scale_G[:, None], NATIVE), mask=live[:, None])
+    tl.store(data + at, byte_GK, mask=live[:, None])
+
+
+def early(device: torch.device) -> dict[str, bool]:
+    """Options of a launch whose programs may start while the kernel before it ends: they wait for it by themselves.
+
+    All kernels that are launched so must wait, so that whatever follows one of them follows all before it, too.
+    """
+    return {"EARLY": True, "launch_pdl": True} if capability(device) >= (9, 0) else {"EARLY": False}
 
 
 def quantise_rows(x_TK: torch.Tensor) -> Scaled:
@@ -69,6 +95,7 @@ def quantise_rows(x_TK: torch.Tensor) -> Scaled:
         BLOCK_G=GROUPS,
         NATIVE=has_cast(x_TK.device),
         num_warps=4,
+        **early(x_TK.device),
     )
     return Scaled(data, scale, (1, SCALE_BLOCK))
 

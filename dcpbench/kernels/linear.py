@@ -20,12 +20,16 @@ import triton.language as tl
 from torch.nn import functional
 
 from dcpbench.kernels.block_scaled import (
+    LEAST,
     Scaled,
     dequantise_rows,
     dequantise_weight,
+    early,
     quantise_rows,
     quantise_rows_reference,
+    quantised,
 )
+from dcpbench.kernels.e4m3 import LARGEST, has_cast
 from dcpbench.points.shapes import SCALE_BLOCK
 
 
@@ -35,13 +39,27 @@ def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> torch.Tensor
         return functional.linear(x_TK, weight_NK)
     if not x_TK.is_cuda:
         return linear_reference(x_TK, weight_NK)
-    return product(quantise_rows(x_TK.contiguous()), weight_NK, x_TK.dtype)
+    return product(x_TK.contiguous(), weight_NK, x_TK.dtype)
 
 
 def linear_reference(x_TK: torch.Tensor, weight_NK: Scaled) -> torch.Tensor:
     """Slow and obvious, over blocks of any size: what e4m3 stands for, multiplied in fp32."""
     rows = dequantise_rows(quantise_rows_reference(x_TK, weight_NK.block[1]))
     return functional.linear(rows, dequantise_weight(weight_NK)).to(x_TK.dtype)
+
+
+@triton.jit
+def _fetch(weight, lines, MOST: tl.constexpr):
+    """Ask for the lines of 128 bytes behind each pointer to be brought into the L2 cache, the first MOST of them."""
+    for line in tl.static_range(MOST):
+        tl.inline_asm_elementwise(
+            "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+            "=r,l",
+            [weight + tl.minimum(line, lines - 1) * 128],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -54,28 +72,50 @@ def _product_kernel(
     rows,
     columns,
     groups,
+    parts,
     ROWS: tl.constexpr,
     WEIGHT_FIRST: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PARTS: tl.constexpr,
     STAGES: tl.constexpr,
+    QUANTISE: tl.constexpr,
+    FETCH: tl.constexpr,
+    EARLY: tl.constexpr,
+    NATIVE: tl.constexpr,
+    LEAST: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
-    """A tile of `out` [PARTS, rows, columns]; a part is the sum over a stretch of the depth."""
+    """A tile of `out` [parts, rows, columns]; a part is the sum over a stretch of the depth.
+
+    QUANTISE: x is not quantised yet.
+    """
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(2)
     k = tl.arange(0, 128)
     depth = groups * 128
+    begin, end = groups * part // parts, groups * (part + 1) // parts
     row = tl.minimum(m, rows - 1).to(tl.int64)
     x_at = x + row[:, None] * depth + k[None, :]
-    w_at = weight + tl.minimum(n, columns - 1).to(tl.int64)[:, None] * depth + k[None, :]
-    x_scale_at = x_scale + row * groups
+    w_row = weight + tl.minimum(n, columns - 1).to(tl.int64) * depth
+    w_at = w_row[:, None] + k[None, :]
+    if not QUANTISE:
+        x_scale_at = x_scale + row * groups
     w_scale_at = weight_scale + (tl.program_id(0) * BLOCK_N // 128).to(tl.int64) * groups
+    if EARLY:
+        if parts > 1:
+            tl.extra.cuda.gdc_launch_dependents()
+        _fetch(w_row + begin * 128, end - begin, FETCH)
+        tl.extra.cuda.gdc_wait()
     y = tl.zeros([BLOCK_N, ROWS] if WEIGHT_FIRST else [ROWS, BLOCK_N], tl.float32)
-    for group in tl.range(groups * part // PARTS, groups * (part + 1) // PARTS, num_stages=STAGES):
+    for group in tl.range(begin, end, num_stages=STAGES):
         x_MK = tl.load(x_at + group * 128)
         w_NK = tl.load(w_at + group * 128)
-        scale_M = tl.load(x_scale_at + group) * tl.load(w_scale_at + group)
+        if QUANTISE:
+            byte_MK, scale_M = quantised(x_MK.to(tl.float32), LEAST, LARGEST, NATIVE)
+            x_MK = byte_MK.to(tl.float8e4nv, bitcast=True)
+            scale_M *= tl.load(w_scale_at + group)
+        else:
+            scale_M = tl.load(x_scale_at + group) * tl.load(w_scale_at + group)
         if WEIGHT_FIRST:
             y += tl.dot(w_NK, tl.trans(x_MK)) * scale_M[None, :]
         else:
@@ -87,12 +127,14 @@ def _product_kernel(
 
 
 @triton.jit
-def _add_up_kernel(parts, out, numbers, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_up_kernel(partial, out, numbers, parts, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < numbers
-    y = tl.load(parts + at, mask=live)
-    for part in tl.static_range(1, PARTS):
-        y += tl.load(parts + part * numbers + at, mask=live)
+    y = tl.load(partial + at, mask=live)
+    for part in tl.range(1, parts, num_stages=4):
+        y += tl.load(partial + part * numbers + at, mask=live)
     tl.store(out + at, y.to(out.dtype.element_ty), mask=live)
 
 
@@ -108,37 +150,53 @@ class Tiling:
     """Stretches of the depth that programs of their own take."""
     weight_first: bool = True
     """Whether weights are the first operand, so that few rows are the narrow side of a wgmma."""
+    quantise: bool = False
+    """Whether each program quantises the rows that it reads, instead of a kernel before."""
+    fetch: int = 4
+    """Steps whose weights are asked for while the kernel before ends."""
 
 
-def product(x: Scaled, weight: Scaled, dtype: torch.dtype, how: Tiling | None = None) -> torch.Tensor:
-    """The product of quantised rows [T, K], fp32 sums rounded to `dtype`. Blocks of 128 × 128, K a multiple of 128."""
-    (rows, depth), columns = x.data.shape, len(weight.data)
+def product(x_TK: torch.Tensor | Scaled, weight: Scaled, dtype: torch.dtype, how: Tiling | None = None) -> torch.Tensor:
+    """The product of rows [T, K], fp32 sums rounded to `dtype`. Blocks of 128 × 128, K a multiple of 128."""
+    (columns, depth), device = weight.data.shape, weight.data.device
     assert weight.block == (SCALE_BLOCK, SCALE_BLOCK)
     assert depth % SCALE_BLOCK == 0
-    how = how or tiling(rows, columns, depth, _multiprocessors(x.data.device))
-    out = torch.empty(rows, columns, dtype=dtype, device=x.data.device)
+    rows = len(x_TK.data)
+    how = how or tiling(rows, columns, depth, _multiprocessors(device))
+    if not isinstance(x_TK, Scaled) and not how.quantise:
+        x_TK = quantise_rows(x_TK)
+    data, scale = (x_TK.data, x_TK.scale) if isinstance(x_TK, Scaled) else (x_TK, None)
+    out = torch.empty(rows, columns, dtype=dtype, device=device)
     partial = out
     if how.parts > 1:
-        partial = torch.empty(how.parts, rows, columns, dtype=torch.float32, device=x.data.device)
+        partial = torch.empty(how.parts, rows, columns, dtype=torch.float32, device=device)
     _product_kernel[(triton.cdiv(columns, how.columns), triton.cdiv(rows, how.rows), how.parts)](
-        x.data,
-        x.scale,
+        data,
+        scale,
         weight.data,
         weight.scale,
         partial,
         rows,
         columns,
         depth // SCALE_BLOCK,
+        how.parts,
         ROWS=how.rows,
         WEIGHT_FIRST=how.weight_first,
         BLOCK_N=how.columns,
-        PARTS=how.parts,
         STAGES=how.stages,
+        QUANTISE=scale is None,
+        FETCH=how.fetch,
+        NATIVE=has_cast(device),
+        LEAST=LEAST,
+        LARGEST=LARGEST,
         num_warps=how.warps,
+        **early(device),
     )
     if how.parts > 1:
-        block = 1024
-        _add_up_kernel[(triton.cdiv(out.numel(), block),)](partial, out, out.numel(), PARTS=how.parts, BLOCK=block)
+        block = 512
+        _add_up_kernel[(triton.cdiv(out.numel(), block),)](
+            partial, out, out.numel(), how.parts, BLOCK=block, **early(device)
+        )
     return out
 
 

@@ -51,6 +51,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     memory_limit: str = "copy"
     """The limit that these bytes are held against: `read` where hardly anything is written."""
     flops: int = 0
+    flops_limit: str = "matmul"
+    """The limit that they are held against: `matmul_fp8` where both operands are fp8."""
     received_bytes: int = 0
     """From other ranks, by one rank."""
     wire_bytes: int = 0
@@ -68,15 +70,15 @@ def floor_us(work: Work, limits: Mapping[str, float]) -> float | None:
     """The time below which a call cannot be, or None where a limit that it takes is not known, or it does nothing.
 
     max(memory_bytes / memory, flops / matmul, barriers · barrier + received_bytes / peer), with limits by name: `read`
-    or `copy` and `peer` in bytes/s, `matmul` in operations/s, `barrier` in s.
+    or `copy` and `peer` in bytes/s, `matmul` or `matmul_fp8` in operations/s, `barrier` in s.
     """
-    needs = {work.memory_limit: work.memory_bytes, "matmul": work.flops}
+    needs = {work.memory_limit: work.memory_bytes, work.flops_limit: work.flops}
     needs |= {"peer": work.received_bytes, "barrier": work.barriers}
     if any(amount and name not in limits for name, amount in needs.items()):
         return None
     seconds = {name: amount / limits[name] if amount else 0.0 for name, amount in needs.items()}
     waiting = work.barriers * limits["barrier"] if work.barriers else 0.0
-    return max(seconds[work.memory_limit], seconds["matmul"], waiting + seconds["peer"]) * 1e6 or None
+    return max(seconds[work.memory_limit], seconds[work.flops_limit], waiting + seconds["peer"]) * 1e6 or None
 
 
 def attention_work(
@@ -118,7 +120,18 @@ def expert_work(
         memory_bytes=round(hit * weight + through),
         memory_limit="read",
         flops=2 * rows * elements,
+        flops_limit="matmul_fp8" if scaled else "matmul",
     )
+
+
+def linear_work(product: memory.Product, rows: int, *, itemsize: int, scaled: bool) -> Work:
+    """A linear layer whose rows and results are not quantised, over weights that may be fp8 with scales."""
+    found = product_work(product, rows, itemsize)
+    if not scaled:
+        return found
+    blocks = math.ceil(product.inputs / SCALE_BLOCK) * math.ceil(product.outputs / SCALE_BLOCK)
+    fewer = product.elements * (itemsize - 1) - blocks * SCALE_BYTES
+    return msgspec.structs.replace(found, memory_bytes=found.memory_bytes - fewer, flops_limit="matmul_fp8")
 
 
 def gather_work(message_bytes: int, ranks: int) -> Work:

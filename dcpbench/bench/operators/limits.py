@@ -3,6 +3,7 @@
     read      device memory: block sums of a tensor many times the L2 cache
     copy      device memory: a copy of one; its bytes count twice, read and written
     matmul    8192 × 8192 × 8192 in bf16, on random numbers
+    matmul_fp8  the same in e4m3, with one scale for each operand
     peer      every rank reads its neighbour's memory at the same time, through symmetric memory, by a kernel or a copy
     barrier   all ranks wait for each other in symmetric memory
     smallest  NCCL's collectives of a few bytes
@@ -110,6 +111,17 @@ def _matmul(device: torch.device) -> Iterator[Limit]:
     yield best("matmul", "FLOP/s", 2 * SIDE**3, steps, device)
 
 
+def _matmul_fp8(device: torch.device) -> Iterator[Limit]:
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        raise CapacityError("this GPU does not multiply fp8.")
+    a, b = (torch.randn(SIDE, SIDE, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    out = torch.empty(SIDE, SIDE, device=device, dtype=torch.bfloat16)
+    one = torch.ones((), device=device)
+    multiply = torch._scaled_mm  # noqa: SLF001 - has no public name
+    step = functools.partial(multiply, a, b.T, one, one, out_dtype=out.dtype, use_fast_accum=True, out=out)
+    yield best("matmul_fp8", "FLOP/s", 2 * SIDE**3, [step], device)
+
+
 def _peer(device: torch.device) -> Iterator[Limit]:
     group = everyone()
     x, memory = _symmetric(PEER_BYTES // 4, group, device)
@@ -162,6 +174,7 @@ MEASURES: dict[str, Callable[[torch.device], Iterator[Limit]]] = {
     "read": _read,
     "copy": _copy,
     "matmul": _matmul,
+    "matmul_fp8": _matmul_fp8,
     "peer": _peer,
     "barrier": _barrier,
     "smallest": _smallest,

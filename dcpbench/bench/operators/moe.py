@@ -281,9 +281,9 @@ class Moe:
         rows = sizes.requests if sizes.gated else ids_Tk.numel()
         x = torch.randn(rows, sizes.weight[2], generator=random, device=self.device).to(self.dtype)
         if sizes.weights == "fp8":
-            x = _exact(x)
+            x = exact(x)
         counts = torch.bincount(ids_Tk.flatten(), minlength=sizes.experts).tolist()
-        one = self._drawn((1, *sizes.weight[1:]), sizes.weights, random)
+        one = drawn((1, *sizes.weight[1:]), sizes.weights, self.dtype, random)
         return Inputs(sizes=sizes, x=x, weight=one, ids=ids_Tk, counts=counts)
 
     def _weights_of(self, sizes: Sizes, count: int) -> list[torch.Tensor | Scaled]:
@@ -293,25 +293,26 @@ class Moe:
             self._weights = (key, weights := [])
         random = torch.Generator(self.device).manual_seed(self.seed + 1)
         while len(weights) < count:
-            weights.append(self._drawn(sizes.weight, sizes.weights, random))
+            weights.append(drawn(sizes.weight, sizes.weights, self.dtype, random))
         return weights[:count]
 
-    def _drawn(self, shape: tuple[int, ...], dtype: str, random: torch.Generator) -> torch.Tensor | Scaled:
-        """Normal numbers that keep the size of what they multiply; in fp8 expert by expert, as they take less memory."""
-        deviation = shape[2] ** -0.5
-        if dtype == "fp8":
-            data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
-            blocks = shape[0], -(-shape[1] // SCALE_BLOCK), -(-shape[2] // SCALE_BLOCK)
-            for expert in data:
-                wide = torch.randn(shape[1:], generator=random, device=self.device) * SPREAD
-                expert.copy_(wide.clamp(-LARGEST, LARGEST))
-            scale = 0.5 + torch.rand(blocks, generator=random, device=self.device)
-            return Scaled(data, scale * (deviation / SPREAD))
-        weight = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return weight.normal_(0, deviation, generator=random)
+
+def drawn(shape: tuple[int, ...], weights: str, dtype: torch.dtype, random: torch.Generator) -> torch.Tensor | Scaled:
+    """Normal numbers [..., N, K] that keep the size of what they multiply; fp8 expert by expert, as they take less memory."""
+    device, deviation = random.device, shape[-1] ** -0.5
+    if weights == "fp8":
+        data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+        blocks = *shape[:-2], -(-shape[-2] // SCALE_BLOCK), -(-shape[-1] // SCALE_BLOCK)
+        for matrix in data.view(-1, *shape[-2:]):
+            wide = torch.randn(shape[-2:], generator=random, device=device) * SPREAD
+            matrix.copy_(wide.clamp(-LARGEST, LARGEST))
+        scale = 0.5 + torch.rand(blocks, generator=random, device=device)
+        return Scaled(data, scale * (deviation / SPREAD))
+    weight = torch.empty(shape, dtype=dtype, device=device)
+    return weight.normal_(0, deviation, generator=random)
 
 
-def _exact(x_TK: torch.Tensor) -> torch.Tensor:
+def exact(x_TK: torch.Tensor) -> torch.Tensor:
     """Numbers near those given whose groups have scales that are powers of two, so that nothing is lost in e4m3."""
     x = (x_TK.float() * 2.0**6).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float()
     x[:, ::SCALE_BLOCK] = LARGEST
