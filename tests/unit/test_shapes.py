@@ -20,7 +20,9 @@ from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import SHAPES, from_config, load_shape
 
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 V3: dict[str, Any] = {
+    "quantization_config": FP8,
     "model_type": "deepseek_v3",
     "hidden_size": 7168,
     "num_hidden_layers": 61,

@@ -49,7 +49,7 @@ class TestStorage:
         """Row 6: rows 0, 1 are padding, 2 is the request of 1 token, 4, 5 that of 2, and 6 begins that of 4 tokens."""
 
         def sloppy(kv_KQ, new_BQ, loc_B, share, scale):
-            write_kv(kv_KQ, new_BQ, loc_B, share)
+            write_kv(kv_KQ, new_BQ, loc_B, share, scale)
             kv_KQ[6] += 1
 
         monkeypatch.setattr("dcpbench.engine.model.write_kv", sloppy)
@@ -66,7 +66,7 @@ class TestStorage:
         def shifted(kv_KQ, new_BQ, loc_B, share, scale):
             locs = loc_B.clone()
             locs[0] += 1
-            write_kv(kv_KQ, new_BQ, locs, share)
+            write_kv(kv_KQ, new_BQ, locs, share, scale)
 
         monkeypatch.setattr("dcpbench.engine.model.write_kv", shifted)
         assert (run()["kv_write"].error, run()["kv_write"].ok) == (2, False)
