@@ -21,7 +21,7 @@ from dcpbench.measuring.timing import time_steps
 from dcpbench.points import floors, memory
 from dcpbench.records import formulas
 from dcpbench.records.record import Floor, Kv, Record
-from dcpbench.workloads.attention_error import LIMIT, attention_error
+from dcpbench.workloads.attention_error import attention_error, limit_of
 from dcpbench.workloads.choice import choose
 from dcpbench.workloads.point_facts import device_allocations, device_marks, honesty, marks, memory_in_use
 
@@ -110,7 +110,7 @@ def run(
         + _timing_marks(timing, gpu)
         + _step_marks(profile, allocated, graph_error)
         + marks(l2_warm=session.plan.l2_warm)
-        + _accuracy_marks(error, point.dtype),
+        + marks(inaccurate=not error <= limit_of(engine)),
         metrics=formulas.decode_metrics(timing.samples_ms, point.concurrency, point.tp),
         phases=profile.phases,
         rates=rates,
@@ -262,10 +262,6 @@ def _step_marks(profile: Profile, allocated: int, graph_error: float | None) -> 
         gpu_idle=idle > MOST_IDLE,
         graph_differs=graph_error is not None and not graph_error <= MOST_GRAPH_ERROR,
     )
-
-
-def _accuracy_marks(attention_error: float, dtype: str) -> list[str]:
-    return marks(inaccurate=not attention_error <= LIMIT[dtype])
 
 
 def _synchronize(device: torch.device) -> None:

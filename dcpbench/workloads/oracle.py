@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
+from dcpbench.engine.checkpoint import SCALE
 from dcpbench.errors import MissingPackageError, how_to_install
+from dcpbench.kernels.block_scaled import Scaled, dequantise_weight, quantise_weight
+from dcpbench.points.shapes import INDEX_FILE
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transformers import PreTrainedConfig
+
+
+QUANTISED = tuple(
+    f".{name}.weight"
+    for name in ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
+)
+"""What the engine quantises of a checkpoint that is not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +43,11 @@ class Truth:
 
 @functools.cache
 @torch.no_grad()
-def greedy(folder: str, prompts: tuple[tuple[int, ...], ...], new_tokens: int) -> list[Truth]:
+def greedy(folder: str, prompts: tuple[tuple[int, ...], ...], new_tokens: int, *, fp8: bool = False) -> list[Truth]:
     """Truth for each prompt, the same for all points of a job, so it is computed once.
 
-    The whole model must fit in host memory. Raises MissingPackageError.
+    On weights as they are: of a checkpoint in fp8, or one that is to be computed with in `fp8`, on what these stand for.
+    The whole model must fit in host memory, and what is fp8 once more on the disk. Raises MissingPackageError.
     """
     try:
         from transformers import AutoModelForCausalLM
@@ -38,11 +55,55 @@ def greedy(folder: str, prompts: tuple[tuple[int, ...], ...], new_tokens: int) -
         raise MissingPackageError(
             f"comparing logits needs transformers ({e}); {how_to_install('test')}, or leave --checkpoint out."
         ) from e
-    # Plain experts: the grouped product takes only rows that are multiples of 16 bytes.
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, config=_config(folder), dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
+    with _whole_numbers(Path(folder), fp8) as plain:
+        # Plain experts: the grouped product takes only rows that are multiples of 16 bytes.
+        model = AutoModelForCausalLM.from_pretrained(
+            plain,
+            config=_config(folder),
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
+        ).eval()
     return [_greedy(model, prompt, new_tokens) for prompt in prompts]
+
+
+@contextlib.contextmanager
+def _whole_numbers(folder: Path, fp8: bool) -> Iterator[str]:
+    """The checkpoint, or a copy in which what is fp8, or would be, is what that stands for."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not fp8 and not any(name.endswith(SCALE) for file in files for name in _names(file)):
+        yield str(folder)
+        return
+    with tempfile.TemporaryDirectory() as made:
+        for file in files:
+            save_file(_stand_for(load_file(file), fp8), Path(made) / file.name, {"format": "pt"})
+        for name in ("config.json", INDEX_FILE):
+            if (folder / name).is_file():
+                told = json.loads((folder / name).read_text(encoding="utf-8"))
+                told.pop("quantization_config", None)
+                if "weight_map" in told:
+                    told["weight_map"] = {k: v for k, v in told["weight_map"].items() if not k.endswith(SCALE)}
+                (Path(made) / name).write_text(json.dumps(told), encoding="utf-8")
+        yield made
+
+
+def _names(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as opened:
+        return list(opened.keys())
+
+
+def _stand_for(tensors: dict[str, torch.Tensor], fp8: bool) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith(SCALE):
+            continue
+        if name + SCALE in tensors:
+            found[name] = dequantise_weight(Scaled(tensor, tensors[name + SCALE].float()))
+        elif fp8 and name.endswith(QUANTISED):
+            found[name] = dequantise_weight(quantise_weight(tensor))
+        else:
+            found[name] = tensor
+    return found
 
 
 def _config(folder: str) -> PreTrainedConfig:
@@ -55,7 +116,8 @@ def _config(folder: str) -> PreTrainedConfig:
     given = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     kind = DeepseekV2Config if given["model_type"] == "deepseek_v2" else DeepseekV3Config
     absent = {"n_shared_experts": 0, "q_lora_rank": None, "num_key_value_heads": given["num_attention_heads"]}
-    fields = {name: value for name, value in given.items() if value is not None and name != "model_type"}
+    left_out = ("model_type", "quantization_config")
+    fields = {name: value for name, value in given.items() if value is not None and name not in left_out}
     return kind.from_dict({name: value for name, value in absent.items() if name not in fields} | fields)
 
 
