@@ -93,11 +93,18 @@ class How(Group):
         "How the partial sums of tp are reduced: nccl, or symm through symmetric memory. Default: nccl.",
         metavar="NAME,…",
     )
-    dtype: str | None = HOW(
-        "bf16, fp16 or fp32, for weights and KV cache; sweep on GPUs takes bf16 alone, fp16 and fp32 there are for "
-        "verify. Default: bf16 on GPUs; fp32 on the CPU.",
-        metavar="NAME",
+    weights_dtype: str | None = HOW(
+        "Weights of linear layers and experts: fp8 (e4m3, a scale for each 128 × 128, as DeepSeek-V3 and Kimi-K2 are "
+        "published) or bf16; fp16 and fp32 on GPUs for verify alone. Default on GPUs: as the model is published; on the "
+        "CPU: fp32.",
+        metavar="NAME,…",
     )
+    kv_dtype: str | None = HOW(
+        "KV cache: fp8 (e4m3, vLLM's --kv-cache-dtype fp8) or bf16; fp16 and fp32 as for weights. Default: bf16 on GPUs; "
+        "fp32 on the CPU.",
+        metavar="NAME,…",
+    )
+    dtype: str | None = HOW("Weights and KV cache alike, for those of the two that are not typed.", metavar="NAME")
     page_size: int | None = HOW(
         "KV rows in a page of one rank: vLLM's --block-size. Default: 64 on GPUs; 1 on the CPU.", metavar="ROWS"
     )

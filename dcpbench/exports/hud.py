@@ -51,7 +51,12 @@ def _shared(group: Sequence[Measured]) -> dict[str, Any]:
     first = group[0]
     point, env = first.record.point, next((m.record.environment for m in group if m.record.environment), None)
     return {
-        "benchmark": {"name": OURS, "mode": "inference", "dtype": point.dtype, "extra_info": _strings(_facts(first))},
+        "benchmark": {
+            "name": OURS,
+            "mode": "inference",
+            "dtype": point.precision,
+            "extra_info": _strings(_facts(first)),
+        },
         "model": {
             "name": point.model,
             "type": "mla-moe-decoder",

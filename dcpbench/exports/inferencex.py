@@ -47,7 +47,7 @@ def _row(p: Served) -> dict[str, Any]:
         "model": point.model,
         "infmax_model_prefix": point.model,
         "framework": p.m.origin,
-        "precision": point.dtype,
+        "precision": point.weights_precision,
         "spec_decoding": "none",
         "disagg": False,
         "isl": isl,

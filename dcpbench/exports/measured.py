@@ -130,7 +130,7 @@ def digest(text: str) -> str:
 def _name(m: Measured, *, several: bool) -> str:
     point = m.record.point
     ep = "" if point.ep in (WHOLE, UNKNOWN) else f"ep {point.ep}"  # names of points of old records stay
-    who = [point.model, point.layout_name, ep, point.exchange_label(), point.backend, point.dtype, point.settings]
+    who = [point.model, point.layout_name, ep, point.exchange_label(), point.backend, point.precision, point.settings]
     if point.load is None:
         load = f"{point.workload}: {point.concurrency:,} × {point.context:,}"
     else:

@@ -83,7 +83,7 @@ def labels_of(m: Measured) -> dict[str, str]:
         "ep": str(point.ep_degree or ""),
         "exchange": point.exchange_label(),
         "backend": point.backend,
-        "dtype": point.dtype,
+        "dtype": point.precision,
         "workload": point.workload,
         "concurrency": str(point.concurrency),
         "context": str(point.context),

@@ -11,11 +11,11 @@ import msgspec
 
 from dcpbench.errors import DcpbenchError, NoRoomError, UsageError
 from dcpbench.plan.judge import Machine, check
-from dcpbench.plan.spec import check_same_sizes
+from dcpbench.plan.spec import check_same_sizes, computed_with
 from dcpbench.points.axes import Role
 from dcpbench.points.budget import EnginePlan, engine_of, plan_engines
 from dcpbench.points.layout import DEGREES, experts_placed
-from dcpbench.points.names import ALL_REDUCES, BY_LAYOUT, flag
+from dcpbench.points.names import ALL_REDUCES, AS_COMPUTED, AS_PUBLISHED, BY_LAYOUT, FP8, flag
 from dcpbench.points.point import AXES, OPTIONS, Point, point_axes
 from dcpbench.points.shapes import ModelShape, load_shape
 from dcpbench.records.record import Record
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from dcpbench.plan.spec import SweepSpec
+    from dcpbench.points.axes import Value
     from dcpbench.points.layout import Layout
     from dcpbench.points.machine import Probe
 
@@ -152,6 +153,7 @@ def _grid(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> Iterable[Point]:
     hows = [dict(zip(spec.how, values, strict=True)) for values in itertools.product(*spec.how.values())]
     axes = itertools.product(range(spec.repeats), spec.tp, spec.dp, spec.model, hows)
     for repeat, tp, dp, model, how in axes:
+        placed = {"ep": experts_placed(str(how["ep"]), tp, dp)}
         for given, dcp in itertools.product(loads[model, dp], spec.dcp or (max(tp // dp, 1),)):
             yield Point(
                 model=model,
@@ -163,8 +165,18 @@ def _grid(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> Iterable[Point]:
                 load=given.load,
                 workload="serve" if given.load else "decode",
                 repeat=repeat,
-                **(how | {"ep": experts_placed(str(how["ep"]), tp, dp)} | _idle(tp, dp, dcp)),  # type: ignore[arg-type]
+                **(how | placed | _precision(how, shapes[model]) | _idle(tp, dp, dcp)),  # type: ignore[arg-type]
             )
+
+
+def _precision(how: Mapping[str, Value], shape: ModelShape) -> dict[str, str]:
+    """What is computed with, and what of weights and KV is stored otherwise."""
+    weights, kv = str(how["weights_dtype"]), str(how["kv_dtype"])
+    dtype = computed_with(weights, kv, str(how["dtype"]))
+    if weights == AS_PUBLISHED:
+        weights = FP8 if shape.published == FP8 and dtype == "bf16" else dtype
+    stored = {"weights_dtype": weights, "kv_dtype": kv}
+    return {"dtype": dtype} | {name: FP8 if typed == FP8 else AS_COMPUTED for name, typed in stored.items()}
 
 
 def _idle(tp: int, dp: int, dcp: int) -> dict[str, object]:

@@ -15,9 +15,9 @@ from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.budget import CPU_BYTES, ITEMSIZE, least_pages, most_pages, pages_needed, plan_engine
 from dcpbench.points.layout import Layout, experts_placed, valid_layouts
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import AUTO, BY_LAYOUT, CUT, EXCHANGES, NO_EXCHANGE, REGISTERED, WHOLE, flag
+from dcpbench.points.names import AUTO, BY_LAYOUT, CUT, DTYPES, EXCHANGES, FP8, NO_EXCHANGE, REGISTERED, WHOLE, flag
 from dcpbench.points.point import OPTIONS
-from dcpbench.points.shapes import NOPE, ROPE, VALUE
+from dcpbench.points.shapes import NOPE, ROPE, SCALE_BLOCK, VALUE
 from dcpbench.points.sizes import size_text
 from dcpbench.serving.loads import extent
 from dcpbench.serving.step_times import read_step_times
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 SMALLEST_TILE = 16
 HOPPER = "9.0"
+FP8_SINCE = (8, 9)
+"""Compute capability from which on GPUs multiply e4m3."""
 FLASHMLA_PAGE = 64
 LIBRARIES = {"flashinfer": "flashinfer", "flashmla": "flash_mla"}
 """Values of options that need a library, as our extras are called too, and how each is imported."""
@@ -76,6 +78,7 @@ def check(point: Point, settings: Settings, shape: ModelShape, machine: Machine)
     _check_exchange(point, machine)
     if probe.device == "cuda":
         _check_gpu_kernels(point, shape)
+        _check_fp8(point, shape, probe)
     if point.load:
         _check_load(point, point.load, settings, shape, probe)
     else:
@@ -186,6 +189,8 @@ def _check_library(point: Point, shape: ModelShape, probe: Probe) -> None:
             f"{backend} reads KV rows of 512 + 64 numbers and {shape.name} has {shape.latent} + {shape.rope}; use "
             "--backend triton."
         )
+    if point.kv_precision == FP8 and point.backend == "flashinfer":
+        raise UsageError(f"{backend} does not read an fp8 KV cache here; use --backend triton or --kv-dtype bf16.")
     if point.dtype not in ("bf16", "fp16"):
         raise UsageError(f"{backend} runs in bf16 and fp16, not {point.dtype}; use --dtype bf16 or --backend triton.")
     if point.backend == "flashmla":
@@ -245,7 +250,7 @@ def _check_gpu_kernels(point: Point, shape: ModelShape) -> None:
             f"'qk_rope_head_dim' {shape.rope}; {_CPU_VERIFY}."
         )
     width = shape.moe_inter // point.tp
-    if point.ep == CUT and width * ITEMSIZE[point.dtype] % TENSOR_UNIT:
+    if point.ep == CUT and width * ITEMSIZE[point.weights_precision] % TENSOR_UNIT:
         raise UsageError(
             f"--ep {CUT} with --tp {point.tp} leaves {width} numbers of {shape.name}'s experts, {shape.moe_inter} wide, to "
             f"each rank, and the kernels take rows that are multiples of {TENSOR_UNIT} bytes; use --ep {WHOLE}, or a "
@@ -258,6 +263,44 @@ def _check_gpu_kernels(point: Point, shape: ModelShape) -> None:
             f"be powers of two from {SMALLEST_TILE}, and {shape.name} has {shape.latent} and {shape.value}; use --dcp "
             f"1, or {_CPU_VERIFY}."
         )
+
+
+def _check_fp8(point: Point, shape: ModelShape, probe: Probe) -> None:
+    """Raise UsageError where a GPU has no fp8, or a rank's border would cut blocks that its kernels take whole."""
+    for option, kept in (("--weights-dtype", point.weights_precision), ("--kv-dtype", point.kv_precision)):
+        if kept == FP8 and probe.capability is not None and _version(probe.capability) < FP8_SINCE:
+            raise UsageError(
+                f"{option} fp8 needs a GPU with fp8 (compute capability {FP8_SINCE[0]}.{FP8_SINCE[1]} or later), and "
+                f"{probe.name} has {probe.capability}; use {option} bf16."
+            )
+    if point.weights_precision != FP8:
+        return
+    parts = _cut_parts(point, shape)
+    wrong = next((f"{what} ({size} numbers)" for what, size in parts.items() if size % SCALE_BLOCK), None)
+    if wrong:
+        raise UsageError(
+            f"--weights-dtype fp8 with {point.layout}: {wrong} of {shape.name} on a rank ends inside a block of "
+            f"{SCALE_BLOCK}, and kernels take whole blocks; use a smaller --tp, or --weights-dtype bf16."
+        )
+
+
+def _version(capability: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in capability.split("."))
+
+
+def _cut_parts(point: Point, shape: ModelShape) -> dict[str, int]:
+    """What of fp8 layers a rank holds, and what of them lies under another: blocks begin and end with each."""
+    heads = shape.heads // point.layout.attn_tp
+    experts = shape.moe_inter // point.tp if point.ep == CUT else shape.moe_inter
+    return {
+        "'hidden_size'": shape.hidden,
+        "the queries": heads * (shape.nope + shape.rope) if shape.q_lora is None else shape.q_lora,
+        "q_b": heads * (shape.nope + shape.rope),
+        "o_proj": heads * shape.value,
+        "an expert": experts,
+        "the shared expert": shape.shared_experts * shape.moe_inter // point.tp,
+        "the dense MLP": shape.dense_inter // point.tp if shape.first_dense else 0,
+    }
 
 
 def _power_of_two(width: int) -> bool:
@@ -289,13 +332,14 @@ def _check_rows(point: Point, shape: ModelShape) -> None:
     def row_bytes(dtype: str) -> int:
         return shape.kv_width * ITEMSIZE[dtype]
 
-    if point.dcp == 1 or row_bytes(point.dtype) % ROW_UNIT == 0:
+    kept = point.kv_precision
+    if point.dcp == 1 or row_bytes(kept) % ROW_UNIT == 0:
         return
-    fits = [f"--dtype {dtype}, " for dtype in ITEMSIZE if row_bytes(dtype) % ROW_UNIT == 0]
+    fits = [f"--dtype {dtype}, " for dtype in DTYPES if row_bytes(dtype) % ROW_UNIT == 0]
     raise UsageError(
         f"--dcp {point.dcp}: the prefix of a prompt is gathered from the ranks in rows that are multiples of "
-        f"{ROW_UNIT} bytes, and {shape.name} has KV rows of {shape.kv_width} {point.dtype} numbers, "
-        f"{row_bytes(point.dtype)} bytes; use {''.join(fits)}--dcp 1, or dcpbench sweep for decode steps alone."
+        f"{ROW_UNIT} bytes, and {shape.name} has KV rows of {shape.kv_width} {kept} numbers, "
+        f"{row_bytes(kept)} bytes; use {''.join(fits)}--dcp 1, or dcpbench sweep for decode steps alone."
     )
 
 
@@ -312,7 +356,9 @@ def _check_chunk(point: Point, load: Load) -> None:
 def _check_chunk_memory(point: Point, load: Load, shape: ModelShape, probe: Probe) -> None:
     """A step's chunks must leave something of the GPU; whether weights and KV fit beside them is judged later."""
     total = probe.memory_bytes if probe.device == "cuda" else None
-    need = memory.prefill_bytes(shape, point.layout, load.chunk, ITEMSIZE[point.dtype], point.ep)
+    need = memory.prefill_bytes(
+        shape, point.layout, load.chunk, ITEMSIZE[point.dtype], point.ep, kv_itemsize=ITEMSIZE[point.kv_precision]
+    )
     if total is not None and need > total:
         raise CapacityError(
             f"--chunk {load.chunk}: a step of so many prompt tokens needs {size_text(need)} on a GPU of "
@@ -342,7 +388,7 @@ def _check_memory(point: Point, settings: Settings, shape: ModelShape, probe: Pr
 
     With --kv-memory any request of a load is enough.
     """
-    one = memory.page_bytes(shape, point.page_size, ITEMSIZE[point.dtype])
+    one = memory.page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision])
     try:
         plan = plan_engine([point], settings, shape, probe)
     except NoRoomError as e:
@@ -373,7 +419,8 @@ def _what_fits(point: Point, settings: Settings, shape: ModelShape, probe: Probe
     """The largest concurrency that fits here, and the smallest larger dcp that takes the point as it is."""
     pool = most_pages(point, shape, probe)
     if settings.kv_memory_bytes is not None:
-        pool = min(pool, settings.kv_memory_bytes // memory.page_bytes(shape, point.page_size, ITEMSIZE[point.dtype]))
+        one = memory.page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision])
+        pool = min(pool, settings.kv_memory_bytes // one)
     one = memory.pages_for(point.context + memory.HEADROOM_TOKENS, point.layout, point.page_size)
     most = max((pool - memory.PAGES_OF_PADDING) // one, 0) * point.dp
     advice = (

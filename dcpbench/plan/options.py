@@ -66,6 +66,8 @@ def example(name: str) -> str:
         "model": "deepseek-v3,kimi-k2",
         "backend": ",".join(BACKENDS),
         "weights": SYNTHETIC,
+        "weights_dtype": "fp8,bf16",
+        "kv_dtype": "fp8,bf16",
         "tp": "4,8",
         "dcp": "1,4",
         "ep": f"{CUT},{WHOLE}",

@@ -16,7 +16,7 @@ from dcpbench.plan.options import check_known, check_positive, check_seconds, di
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.machine import Probe
-from dcpbench.points.names import BY_LAYOUT, SYNTHETIC, flag
+from dcpbench.points.names import AS_PUBLISHED, BY_LAYOUT, DTYPES, FP8, PRECISIONS, STORED, SYNTHETIC, flag
 from dcpbench.points.point import HOW
 from dcpbench.points.settings import Settings
 from dcpbench.points.shapes import check_checkpoint, load_shape
@@ -90,6 +90,7 @@ class SweepSpec:
                     check_known(axis.name, str(value), axis.values)
                 elif axis.kind is int:
                     check_positive(axis.name, cast("int", value))
+        self._check_precisions()
         check_positive("repeats", self.repeats)
         self._check_sizes()
 
@@ -103,6 +104,14 @@ class SweepSpec:
         if self.serve:
             return self.serve.loads(dp, shape)
         return [PointLoad(*pair) for pair in itertools.product(self.concurrency, self.context)]
+
+    def _check_precisions(self) -> None:
+        for name in STORED:
+            for value in self.how[name]:
+                if value != AS_PUBLISHED:
+                    check_known(name, str(value), PRECISIONS)
+        for weights, kv in itertools.product(*(self.how[name] for name in STORED)):
+            computed_with(str(weights), str(kv), DTYPES[0])
 
     def _check_sizes(self) -> None:
         page, stripe = (cast("int", self.how[name][0]) for name in ("page_size", "interleave"))
@@ -123,7 +132,9 @@ def check_same_sizes(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> None:
         return
     own = dataclasses.asdict(load_shape(spec.weights))
     for model, shape in shapes.items():
-        differ = [f"{k} {v} and {own[k]}" for k, v in dataclasses.asdict(shape).items() if k != "name" and v != own[k]]
+        differ = [
+            f"{k} {v} and {own[k]}" for k, v in dataclasses.asdict(shape).items() if k not in SAID and v != own[k]
+        ]
         if differ:
             raise ModelError(
                 f"--model {model} is not the model of the checkpoint {spec.weights}: {', '.join(differ[:3])}. "
@@ -142,9 +153,40 @@ def complete(options: Mapping[str, object], base: Mapping[str, object], settings
     checkpoint = options.get("weights", SYNTHETIC)
     found = {**base, **({} if checkpoint == SYNTHETIC else {"model": (checkpoint,)}), **options}
     more = {field: found.pop(name) for name, field in _SETTINGS.items() if name in found}
+    found |= _precisions(options, base, str(found["dtype"]))
     how = {axis.name: found.pop(axis.name, axis.values[0] if axis.values else axis.default) for axis in HOW}
     how = {name: values if isinstance(values, tuple) else (values,) for name, values in how.items()}
     return SweepSpec(**found, how=how, settings=Settings(**settings, **more))  # type: ignore[arg-type]
+
+
+SAID = ("name", "published")
+"""Of a model, what is no size."""
+
+
+def _precisions(options: Mapping[str, object], base: Mapping[str, object], dtype: str) -> dict[str, object]:
+    """Values of `dtype`, `weights_dtype` and `kv_dtype`: --dtype stands for the other two where they are not typed."""
+    check_known("dtype", dtype, PRECISIONS)
+    usual = dtype if dtype in DTYPES else base["dtype"]
+    alike = (dtype,) if "dtype" in options else None
+    found: dict[str, object] = {
+        "dtype": usual,
+        "weights_dtype": options.get("weights_dtype", alike or (base["weights_dtype"],)),
+        "kv_dtype": options.get("kv_dtype", alike or (usual,)),
+    }
+    if FP8 in cast("tuple[str, ...]", found["kv_dtype"]) and "backend" not in options:
+        found["backend"] = tuple("triton" if x == "flashinfer" else x for x in cast("tuple[str, ...]", base["backend"]))
+    return found
+
+
+def computed_with(weights: str, kv: str, usual: str) -> str:
+    """The dtype of activations: that of weights or KV which are not fp8. Raises UsageError where they differ."""
+    found = {name for name in (weights, kv) if name not in (FP8, AS_PUBLISHED)}
+    if len(found) > 1:
+        raise UsageError(
+            f"--weights-dtype {weights} with --kv-dtype {kv}: what is not fp8 is what is computed with, one dtype; use "
+            f"--dtype {weights}, or fp8 for one of them."
+        )
+    return found.pop() if found else usual
 
 
 def defaults(probe: Probe) -> dict[str, object]:
@@ -157,6 +199,7 @@ def defaults(probe: Probe) -> dict[str, object]:
             "context": (100,),
             "backend": ("reference",),
             "dtype": "fp32",
+            "weights_dtype": "fp32",
             "page_size": 1,
             "ep": BY_LAYOUT,
         }
@@ -167,6 +210,7 @@ def defaults(probe: Probe) -> dict[str, object]:
         "context": (4000,),
         "backend": ("flashinfer" if probe.packages.get("flashinfer") else "triton",),
         "dtype": "bf16",
+        "weights_dtype": AS_PUBLISHED,
         "page_size": 64,
         "ep": BY_LAYOUT,
     }

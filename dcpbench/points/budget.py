@@ -160,20 +160,29 @@ class _Rank:
     def __init__(self, point: Point, chunk: int, shape: ModelShape, probe: Probe) -> None:
         """`chunk`: prompt tokens of a step, whose prefill has to find room, too."""
         self.point, self.shape, self.itemsize = point, shape, ITEMSIZE[point.dtype]
-        self.page_bytes = memory.page_bytes(shape, point.page_size, self.itemsize)
+        self.fp8 = point.weights_precision == FP8
+        self.page_bytes = memory.page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision])
         self.l2_bytes = probe.l2_bytes or 0
         self.fewest = self.whole = memory.all_layers(shape)
         self.room = CPU_BYTES // point.tp
         self.gpu = probe.device == "cuda" and probe.memory_bytes is not None
         if self.gpu:
-            self.fewest = memory.least_layers(shape, point.layout, self.itemsize, self.l2_bytes, point.group_wide)
+            self.fewest = memory.least_layers(
+                shape, point.layout, self.itemsize, self.l2_bytes, point.group_wide, fp8=self.fp8
+            )
             self.room = (probe.memory_bytes or 0) - memory.RESERVE_BYTES
             if chunk:
-                self.room -= memory.prefill_bytes(shape, point.layout, chunk, self.itemsize, point.ep)
+                kv_itemsize = ITEMSIZE[point.kv_precision]
+                self.room -= memory.prefill_bytes(
+                    shape, point.layout, chunk, self.itemsize, point.ep, kv_itemsize=kv_itemsize
+                )
 
     def weight_bytes(self, layers: Layers) -> int:
         """Of so many distinct layers."""
-        return memory.weight_bytes(self.shape, self.point.layout, self.itemsize, *layers, self.point.group_wide)
+        point = self.point
+        return memory.weight_bytes(
+            self.shape, point.layout, self.itemsize, *layers, point.group_wide, fp8=self.fp8, ep=point.ep
+        )
 
     def pages_beside(self, layers: Layers) -> int:
         """Pages for which these layers leave room; negative where they do not fit themselves."""
@@ -193,7 +202,7 @@ class _Rank:
     def plan(self, pages: int, held: Layers, **limits: Any) -> EnginePlan:  # noqa: ANN401 -- fields of several types
         """The plan with such a pool, these layers and `limits` of what points may ask for."""
         layout, wide = self.point.layout, self.point.group_wide
-        sure = sum(held) * memory.sure_bytes(self.shape, layout, self.itemsize, wide)
+        sure = sum(held) * memory.sure_bytes(self.shape, layout, self.itemsize, wide, fp8=self.fp8)
         return EnginePlan(
             point=self.point,
             pages=pages,
@@ -214,7 +223,7 @@ class _Rank:
                 f"GiB, {(kv + weights - self.room) / GIB:.1f} GiB more than the {self.room / GIB:.1f} GiB available"
             )
         return NoRoomError(
-            f"{self.shape.name} {layout} in {self.point.dtype} needs {layout.tp * weights / GIB:,.1f} GiB of weights "
+            f"{self.shape.name} {layout} in {self.point.precision} needs {layout.tp * weights / GIB:,.1f} GiB of weights "
             f"and {layout.tp * kv / GIB:,.1f} GiB of KV cache over its {layout.tp} ranks, and a CPU run may take "
             f"{CPU_BYTES / GIB:.0f} GiB: without GPUs dcpbench only tests that everything works"
         )

@@ -9,7 +9,8 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from dcpbench.points.layout import OWN_HEADS
-from dcpbench.points.names import WHOLE
+from dcpbench.points.names import CUT, WHOLE
+from dcpbench.points.shapes import SCALE_BLOCK
 
 if TYPE_CHECKING:
     from dcpbench.points.layout import GroupWide, Layout
@@ -24,6 +25,8 @@ PREFILL_WINDOW = 16384
 """Tokens of the stored prefix that are decompressed at once; engine/prefill.py."""
 FP32 = 4
 """Bytes of a number where partial results are added up."""
+ABSORBED = ("w_uk", "w_uv")
+"""Linear layers that are in what is computed with, however weights are stored; see engine/weights.py."""
 PAGES_OF_PADDING = 1
 HEADROOM_TOKENS = 1
 """A decode step writes one token beyond the context."""
@@ -54,6 +57,24 @@ class Product(NamedTuple):
         return self.inputs * self.outputs * self.heads
 
 
+def _side(size: int) -> int:
+    """Numbers along a side of a block of fp8 weights on a rank whose part is so long; fewer where borders cut blocks."""
+    return SCALE_BLOCK if size % SCALE_BLOCK == 0 or SCALE_BLOCK % size == 0 else math.gcd(size, SCALE_BLOCK)
+
+
+def stored_bytes(product: Product, itemsize: int, fp8: bool, stacked: int = 1) -> int:
+    """A linear layer's weights, or one expert's: numbers, or e4m3 with an fp32 scale for each block of 128 × 128.
+
+    `stacked` of equal height lie one under the other, as gate and up do.
+    """
+    if not fp8:
+        return product.elements * itemsize
+    height = product.outputs // stacked
+    rows = _side(height) if stacked == 1 else math.gcd(height, SCALE_BLOCK)
+    blocks = math.ceil(product.outputs / rows) * math.ceil(product.inputs / _side(product.inputs))
+    return product.elements + blocks * FP32
+
+
 def attention_products(shape: ModelShape, layout: Layout, wide: GroupWide = OWN_HEADS) -> dict[str, Product]:
     """Linear layers of one layer's attention, by the names of engine/weights.py; no `q_b` without q-LoRA."""
     heads = shape.heads // layout.attn_tp
@@ -69,10 +90,16 @@ def attention_products(shape: ModelShape, layout: Layout, wide: GroupWide = OWN_
     return found if shape.q_lora is None else found | {"q_b": Product(shape.q_lora, q_width)}
 
 
-def attention_bytes(shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS) -> int:
-    """Attention weights of one layer on one rank, with its norms: of q, of latent rows, and the layer's two."""
-    products = sum(product.elements for product in attention_products(shape, layout, wide).values())
-    return (products + (shape.q_lora or 0) + shape.latent + 2 * shape.hidden) * itemsize
+def attention_bytes(
+    shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS, *, fp8: bool = False
+) -> int:
+    """Attention weights of one layer on one rank, with its norms: of q, of latent rows, and the layer's two.
+
+    fp8 are all but the norms and what is absorbed, W_UK and W_UV.
+    """
+    products = attention_products(shape, layout, wide)
+    linear = sum(stored_bytes(p, itemsize, fp8 and name not in ABSORBED) for name, p in products.items())
+    return linear + ((shape.q_lora or 0) + shape.latent + 2 * shape.hidden) * itemsize
 
 
 def mlp_products(shape: ModelShape, width: int) -> tuple[Product, Product]:
@@ -80,24 +107,34 @@ def mlp_products(shape: ModelShape, width: int) -> tuple[Product, Product]:
     return Product(shape.hidden, 2 * width), Product(width, shape.hidden)
 
 
-def moe_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int:
+def _mlp_bytes(shape: ModelShape, width: int, itemsize: int, fp8: bool) -> int:
+    gate_up, down = mlp_products(shape, width)
+    return stored_bytes(gate_up, itemsize, fp8, stacked=2) + stored_bytes(down, itemsize, fp8)
+
+
+def moe_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool = False, ep: str = WHOLE) -> int:
     """Router (its bias in fp32), this rank's experts and its slice of the shared expert, of one layer.
 
-    Some whole experts are as many bytes as that share of all experts' widths.
+    Some whole experts are as many numbers as that share of all experts' widths, with as many scales or fewer.
     """
-    router = shape.experts * shape.hidden * itemsize + shape.experts * 4
-    experts = shape.experts // layout.tp * 3 * shape.hidden * shape.moe_inter
-    return router + (experts + shared_elements(shape, layout)) * itemsize
+    router = shape.experts * shape.hidden * itemsize + shape.experts * FP32
+    held, width = shape.experts // layout.tp, shape.moe_inter
+    if ep == CUT:
+        held, width = shape.experts, shape.moe_inter // layout.tp
+    experts = held * _mlp_bytes(shape, width, itemsize, fp8)
+    return router + experts + shared_bytes(shape, layout, itemsize, fp8=fp8)
 
 
-def shared_elements(shape: ModelShape, layout: Layout) -> int:
-    """Elements of this rank's slice of the shared expert of one layer."""
-    return 3 * shape.hidden * shape.shared_experts * shape.moe_inter // layout.tp
+def shared_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool = False) -> int:
+    """This rank's slice of the shared expert of one layer."""
+    if not shape.shared_experts:
+        return 0
+    return _mlp_bytes(shape, shape.shared_experts * shape.moe_inter // layout.tp, itemsize, fp8)
 
 
-def dense_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int:
+def dense_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool = False) -> int:
     """This rank's slice of one dense MLP."""
-    return 3 * shape.hidden * shape.dense_inter // layout.tp * itemsize
+    return _mlp_bytes(shape, shape.dense_inter // layout.tp, itemsize, fp8)
 
 
 def vocab_rows(shape: ModelShape, layout: Layout) -> int:
@@ -111,11 +148,21 @@ def outer_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int:
 
 
 def weight_bytes(
-    shape: ModelShape, layout: Layout, itemsize: int, dense: int, moe: int, wide: GroupWide = OWN_HEADS
+    shape: ModelShape,
+    layout: Layout,
+    itemsize: int,
+    dense: int,
+    moe: int,
+    wide: GroupWide = OWN_HEADS,
+    *,
+    fp8: bool = False,
+    ep: str = WHOLE,
 ) -> int:
-    """Weights on one rank when `dense` + `moe` distinct layers are held."""
-    attention = (dense + moe) * attention_bytes(shape, layout, itemsize, wide)
-    mlp = dense * dense_bytes(shape, layout, itemsize) + moe * moe_bytes(shape, layout, itemsize)
+    """Weights on one rank when `dense` + `moe` distinct layers are held; `itemsize` of what is not fp8."""
+    attention = (dense + moe) * attention_bytes(shape, layout, itemsize, wide, fp8=fp8)
+    mlp = dense * dense_bytes(shape, layout, itemsize, fp8=fp8) + moe * moe_bytes(
+        shape, layout, itemsize, fp8=fp8, ep=ep
+    )
     return outer_bytes(shape, layout, itemsize) + attention + mlp
 
 
@@ -135,18 +182,24 @@ def page_bytes(shape: ModelShape, page_size: int, itemsize: int) -> int:
     return page_size * shape.kv_bytes_per_token(itemsize)
 
 
-def window_bytes(shape: ModelShape, layout: Layout, tokens: int, itemsize: int) -> int:
+def window_bytes(shape: ModelShape, layout: Layout, tokens: int, itemsize: int, kv_itemsize: int | None = None) -> int:
     """What a window of `tokens` tokens of a stored prefix takes on one rank while a layer attends to it.
 
     Keys and values of its h heads, 2·h·(nope + P) numbers a token, as a backend may want values as wide as keys; its
-    rows in token order, Q numbers; and, with dcp N > 1, Q numbers received and Q / N sent.
+    rows in token order, Q numbers; and, with dcp N > 1, Q numbers received and Q / N sent. Rows are as wide as the pool
+    has them; where that is fp8 they are also there in what is computed with.
     """
+    stored = kv_itemsize or itemsize
     heads = shape.heads // layout.attn_tp
     travels = shape.kv_width + -(-shape.kv_width // layout.dcp) if layout.dcp > 1 else 0
-    return tokens * (2 * heads * (shape.nope + shape.rope) + shape.kv_width + travels) * itemsize
+    widened = shape.kv_width * itemsize if stored != itemsize else 0
+    each = 2 * heads * (shape.nope + shape.rope) * itemsize + widened
+    return tokens * (each + (shape.kv_width + travels) * stored)
 
 
-def prefill_bytes(shape: ModelShape, layout: Layout, tokens: int, itemsize: int, ep: str = WHOLE) -> int:
+def prefill_bytes(
+    shape: ModelShape, layout: Layout, tokens: int, itemsize: int, ep: str = WHOLE, *, kv_itemsize: int | None = None
+) -> int:
     """What a step of `tokens` prompt tokens over the layout, of which each replica has its share, takes on one rank.
 
     On top of what a step of decodes takes; with B = tokens / dp rows of the replica, and k experts a token:
@@ -159,7 +212,7 @@ def prefill_bytes(shape: ModelShape, layout: Layout, tokens: int, itemsize: int,
         attention B · (q_lora + 2·Q + h·(3·(nope + P) + 2·V)), and h·V in fp32 where there is a prefix
     """
     rows, heads = tokens // layout.dp, shape.heads // layout.attn_tp
-    window = window_bytes(shape, layout, max(PREFILL_WINDOW, rows), itemsize)
+    window = window_bytes(shape, layout, max(PREFILL_WINDOW, rows), itemsize, kv_itemsize)
     width = shape.moe_inter if ep == WHOLE else shape.moe_inter // layout.tp
     experts = tokens * shape.top_k * (shape.hidden + 3 * width)
     hidden = (4 * tokens + 3 * rows) * shape.hidden
@@ -169,7 +222,7 @@ def prefill_bytes(shape: ModelShape, layout: Layout, tokens: int, itemsize: int,
 
 
 def least_layers(
-    shape: ModelShape, layout: Layout, itemsize: int, l2_bytes: int, wide: GroupWide = OWN_HEADS
+    shape: ModelShape, layout: Layout, itemsize: int, l2_bytes: int, wide: GroupWide = OWN_HEADS, *, fp8: bool = False
 ) -> Layers:
     """Fewest distinct layers so that weights cycle through CACHE_FACTOR × L2 between two uses.
 
@@ -178,10 +231,13 @@ def least_layers(
     whole = all_layers(shape)
     if not whole.moe:
         return whole
-    sure = sure_bytes(shape, layout, itemsize, wide)
+    sure = sure_bytes(shape, layout, itemsize, wide, fp8=fp8)
     return Layers(min(1, whole.dense), min(max(math.ceil(CACHE_FACTOR * l2_bytes / sure), 1), whole.moe))
 
 
-def sure_bytes(shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS) -> int:
+def sure_bytes(
+    shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS, *, fp8: bool = False
+) -> int:
     """Weights that one MoE layer surely reads in every step: attention and shared expert."""
-    return attention_bytes(shape, layout, itemsize, wide) + shared_elements(shape, layout) * itemsize
+    attention = attention_bytes(shape, layout, itemsize, wide, fp8=fp8)
+    return attention + shared_bytes(shape, layout, itemsize, fp8=fp8)

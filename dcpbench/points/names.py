@@ -22,6 +22,12 @@ FP8 = "fp8"
 """How weights (e4m3 in blocks of 128 × 128 with a scale each) and KV (e4m3 with a scale for a pool) can be stored."""
 AS_COMPUTED = ""
 """How they are where a point does not say: in the dtype that is computed with."""
+PRECISIONS = (*DTYPES, FP8)
+"""What --weights-dtype, --kv-dtype and --dtype can be."""
+STORED = ("weights_dtype", "kv_dtype")
+"""Options, and fields of a point, that say how weights and KV are stored; --dtype is for both."""
+AS_PUBLISHED = "published"
+"""What --weights-dtype is on GPUs where nobody types it: fp8 for models whose own checkpoint is, else bf16."""
 CUT, WHOLE = "1", "tp"
 """What --ep can be, the expert parallel degree: every expert cut by width over all ranks of a layout, or whole experts
 dealt out to them."""

@@ -99,9 +99,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     """The attention kernel; of an import the engine, which chose its own."""
     dtype: Annotated[str, Axis(ENGINE, 21, "{}", values=names.DTYPES, one=True)]
     """What is computed with: of activations, norms, the router, the embedding and the head, and of whatever is not fp8."""
-    weights_dtype: Annotated[str, Axis(ENGINE, 26, "{} weights", later=True)] = names.AS_COMPUTED
+    weights_dtype: Annotated[str, Axis(ENGINE | PATH, 26, "{} weights", later=True)] = names.AS_COMPUTED
     """`fp8`: linear layers and experts as DeepSeek-V3's checkpoint has them; see `weights_precision`."""
-    kv_dtype: Annotated[str, Axis(ENGINE, 27, "{} KV", later=True)] = names.AS_COMPUTED
+    kv_dtype: Annotated[str, Axis(ENGINE | PATH, 27, "{} KV", later=True)] = names.AS_COMPUTED
     """`fp8`: the KV cache; see `kv_precision`."""
     page_size: Annotated[int, Axis(ENGINE, 22, "page {}", one=True)] = 1
     interleave: Annotated[int, Axis(ENGINE, 23, "interleave {}", one=True)] = 1
@@ -134,6 +134,12 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     def kv_precision(self) -> str:
         """Of the KV cache, likewise."""
         return self.kv_dtype or self.dtype
+
+    @property
+    def precision(self) -> str:
+        """Of weights and KV, as printed: `bf16`; `fp8 weights, bf16 KV`; `fp8`."""
+        weights, kv = self.weights_precision, self.kv_precision
+        return weights if weights == kv else f"{weights} weights, {kv} KV"
 
     @property
     def layout_name(self) -> str:

@@ -15,7 +15,7 @@ from dcpbench.points import axes
 from dcpbench.points.axes import Role
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import CLOSED, NO_EXCHANGE, UNKNOWN, WHOLE
+from dcpbench.points.names import CLOSED, NO_EXCHANGE, STORED, UNKNOWN, WHOLE
 from dcpbench.points.point import AXES, LOAD_AXES, SETTING, point_axes
 from dcpbench.records import metrics
 from dcpbench.records.folder import RECORDS_FILE, record_file, run_folder
@@ -345,6 +345,7 @@ def _point_row(run: str, records: list[Record]) -> dict[str, Any]:
     row |= {
         "run": run,
         "layout": point.layout_name,
+        "precision": point.precision,
         "repeats": len(records),
         "origin": origin(records[0]),
         "marks": ", ".join(sorted({mark for r in records for mark in r.marks})),
@@ -493,9 +494,19 @@ def _varying(table: pd.DataFrame, axis: Axis) -> list[str]:
         return _settings(table)
     if axis.name == "ep":
         return _experts(table)
+    if axis.name in STORED:
+        return _stored(table, axis)
     own = axis.label and Role.EXCHANGE not in axis.role
     texts = [axis.text(value) for value in table[axis.name]] if own else []
     return texts if len({*texts} - {""}) > 1 else []
+
+
+def _stored(table: pd.DataFrame, axis: Axis) -> list[str]:
+    """`fp8 KV` and `bf16 KV` of each point, where both are there."""
+    kept = table[axis.name]
+    if len(set(kept)) == 1:
+        return []
+    return [axis.text(value or dtype) for value, dtype in zip(kept, table["dtype"], strict=True)]
 
 
 def _experts(table: pd.DataFrame) -> list[str]:

@@ -12,7 +12,7 @@ from dcpbench.dashboard import lines
 from dcpbench.exports import csv_table, measured
 from dcpbench.launch.folders import settings_of
 from dcpbench.plan import grid
-from dcpbench.points import budget
+from dcpbench.points import budget, names
 from dcpbench.points import point as point_module
 from dcpbench.points.axes import COMPUTES, Axis, Role, words
 from dcpbench.points.layout import DEGREES, Layout
@@ -135,9 +135,9 @@ class TestAxes:
         assert [words([switch], {"cache": value}) for value in (True, None, False)] == [[], [], ["cache off"]]
 
     def test_an_option_takes_the_values_that_can_be_computed(self) -> None:
-        """Those of a dtype are those whose numbers have a size."""
+        """Those of a dtype are those whose numbers have a size; fp8 is how they are stored."""
         (dtype,) = (axis for axis in AXES if axis.name == "dtype")
-        assert set(dtype.values) == set(budget.ITEMSIZE)
+        assert {*dtype.values, names.FP8} == set(names.PRECISIONS) == set(budget.ITEMSIZE)
 
 
 class TestKeys:

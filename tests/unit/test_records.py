@@ -287,8 +287,10 @@ class TestDamage:
 class TestPoint:
     def test_a_key_names_every_field(self) -> None:
         """Settings of an import where it has some: others have the keys that they had before there were any."""
-        imported = msgspec.structs.replace(POINT, settings="max_num_seqs=4", ep="1")
-        before = set(POINT.__struct_fields__) - {"settings", "ep"}
+        imported = msgspec.structs.replace(
+            POINT, settings="max_num_seqs=4", ep="1", weights_dtype="fp8", kv_dtype="fp8"
+        )
+        before = set(POINT.__struct_fields__) - {"settings", "ep", "weights_dtype", "kv_dtype"}
         for point, names in ((imported, POINT.__struct_fields__), (POINT, before)):
             assert {part.partition("=")[0] for part in point.key().split("/")} >= set(names)
         assert "settings" not in POINT.key()

@@ -168,7 +168,7 @@ def test_points_without_dcp_are_not_repeated_for_every_exchange() -> None:
 
 def test_options_of_an_exchange_are_axes_of_points_that_exchange() -> None:
     """Two exchanges, each with q replicated and not: four points with dcp 4, and one baseline that has none of it."""
-    found = expand(dcp="4", concurrency=8, exchange="ag_rs,a2a", q_replicate=[False, True], overlap=True)
+    found = expand(dcp="4", concurrency=8, exchange="ag_rs,a2a", q_replicate=[False, True], overlap=True, dtype="bf16")
     assert [(c.point.dcp, grid.path_name(c.point), c.added) for c in found] == [
         (1, "flashinfer", True),
         (4, "flashinfer a2a +overlap", False),
@@ -185,13 +185,15 @@ def test_options_of_an_exchange_are_axes_of_points_that_exchange() -> None:
 
 def test_replicated_projections_take_memory_from_the_kv_pool() -> None:
     """More bytes for each layer held, so fewer layers of V3 beside the same pool on 4 GPUs."""
-    own, wide = (
-        c.plan for c in expand(dcp="4", concurrency=8, q_replicate=[False, True], baseline=False, kv_memory="40GiB")
-    )
+    asked = {"dcp": "4", "concurrency": 8, "q_replicate": [False, True], "baseline": False, "kv_memory": "40GiB"}
+    own, wide = (c.plan for c in expand(**asked, dtype="bf16"))
     each = [(plan.weight_bytes / plan.layers_held, plan.layers_held) for plan in (own, wide)]
     assert each[1][0] > each[0][0]
     assert each[1][1] <= each[0][1]
     assert wide.full_weight_bytes - own.full_weight_bytes == 61 * 96 * (1536 * 192 + 128 * 512) * 2
+    own, wide = (c.plan for c in expand(**asked, weights_dtype="fp8"))
+    q_b, w_uk = 96 * 1536 * 192 * (1 + 4 / 128**2), 96 * 128 * 512 * 2  # which is absorbed, and so stays in bf16
+    assert wide.full_weight_bytes - own.full_weight_bytes == 61 * (q_b + w_uk)
 
 
 def test_an_option_of_an_exchange_that_no_point_has_is_refused() -> None:
@@ -225,7 +227,7 @@ def test_auto_is_for_points_that_are_timed_on_gpus() -> None:
 
 def test_both_sides_of_a_comparison_have_each_all_reduce() -> None:
     """The baseline of a point with --all-reduce symm has it, too; a rank without peers has nothing to reduce."""
-    found = expand(dcp="4", concurrency=8, all_reduce="nccl,symm")
+    found = expand(dcp="4", concurrency=8, all_reduce="nccl,symm", dtype="bf16")
     assert [(c.point.dcp, c.point.all_reduce) for c in found] == [(1, "nccl"), (1, "symm"), (4, "nccl"), (4, "symm")]
     assert grid.path_name(found[1].point) == "flashinfer symm all-reduce"
     assert [c.point.all_reduce for c in expand(tp="1", concurrency=8, all_reduce="symm")] == ["nccl"]
