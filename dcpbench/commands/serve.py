@@ -202,7 +202,7 @@ def serve(layouts: Layouts, load: Load, how: How, measured: Measured, run: opt.R
         count=max(times.probe().count, int(times.path["tp"])),
         packages={"flashinfer": times.environment.flashinfer, "flash_mla": times.environment.flash_mla},
     )
-    unsaid = ("overlap", "exchange") if times.path["exchange"] == NO_EXCHANGE else ("overlap",)
+    unsaid: tuple[str, ...] = ("overlap", "exchange") if times.path["exchange"] == NO_EXCHANGE else ("overlap",)
     unsaid += tuple(name for name in STORED if times.path[name] == AS_COMPUTED)
     own = {name: value for name, value in times.path.items() if name not in unsaid}
     spec = make_serve_spec({"baseline": False, **own, **given}, probe)

@@ -3,6 +3,7 @@
     read      device memory: block sums of a tensor many times the L2 cache
     copy      device memory: a copy of one; its bytes count twice, read and written
     matmul    8192 × 8192 × 8192 in bf16, on random numbers
+    matmul_fp8  the same in e4m3, with one scale for each operand
     peer      every rank reads its neighbour's memory at the same time, through symmetric memory, by a kernel or a copy
     barrier   all ranks wait for each other in symmetric memory
     smallest  NCCL's collectives of a few bytes
@@ -43,6 +44,8 @@ REPEATS = 32
 """Barriers or smallest collectives in one graph."""
 ALONE, BETWEEN = ("read", "copy", "matmul"), ("peer", "barrier")
 """What every rank has, and what it has with others."""
+FP8_ALONE = ("matmul_fp8",)
+"""What every rank has where weights are fp8."""
 WARM_UP, SAMPLES = 5, 30
 REST_S = 0.1
 
@@ -60,15 +63,20 @@ def measure(wanted: Sequence[str], device: torch.device) -> tuple[list[Limit], l
     return found, without
 
 
-def rates(device: torch.device, ranks: int) -> Rates:
-    """What the steps of a job are held against. Collective; takes some 2 s and no memory afterwards."""
-    found, without = measure(ALONE if ranks == 1 else ALONE + BETWEEN, device)
+def rates(device: torch.device, ranks: int, *, fp8: bool = False) -> Rates:
+    """What the steps of a job are held against. Collective; takes some 2 s and no memory afterwards.
+
+    `fp8`: with the rate of products whose operands are fp8.
+    """
+    wanted = ALONE + (FP8_ALONE if fp8 else ()) + (() if ranks == 1 else BETWEEN)
+    found, without = measure(wanted, device)
     known = {limit.name: limit.median for limit in found}
     barrier_s = known.get("barrier")
     return Rates(
         read_bytes_s=known.get("read"),
         copy_bytes_s=known.get("copy"),
         matmul_flop_s=known.get("matmul"),
+        matmul_fp8_flop_s=known.get("matmul_fp8"),
         peer_bytes_s=known.get("peer"),
         barrier_us=None if barrier_s is None else barrier_s * 1e6,
         without=without,
@@ -108,6 +116,17 @@ def _matmul(device: torch.device) -> Iterator[Limit]:
     out = torch.empty_like(a)
     steps = [functools.partial(torch.mm, a, second, out=out) for second in (b, b.T)]
     yield best("matmul", "FLOP/s", 2 * SIDE**3, steps, device)
+
+
+def _matmul_fp8(device: torch.device) -> Iterator[Limit]:
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        raise CapacityError("this GPU does not multiply fp8.")
+    a, b = (torch.randn(SIDE, SIDE, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    out = torch.empty(SIDE, SIDE, device=device, dtype=torch.bfloat16)
+    one = torch.ones((), device=device)
+    multiply = torch._scaled_mm  # noqa: SLF001 - has no public name
+    step = functools.partial(multiply, a, b.T, one, one, out_dtype=out.dtype, use_fast_accum=True, out=out)
+    yield best("matmul_fp8", "FLOP/s", 2 * SIDE**3, [step], device)
 
 
 def _peer(device: torch.device) -> Iterator[Limit]:
@@ -162,6 +181,7 @@ MEASURES: dict[str, Callable[[torch.device], Iterator[Limit]]] = {
     "read": _read,
     "copy": _copy,
     "matmul": _matmul,
+    "matmul_fp8": _matmul_fp8,
     "peer": _peer,
     "barrier": _barrier,
     "smallest": _smallest,
